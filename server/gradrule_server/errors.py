@@ -1,0 +1,86 @@
+"""The one error type that the server raises, and which gRPC code each reason maps to.
+
+Pure: no gRPC, no TensorFlow. Domain code raises `GradruleError`; `front.status` turns it into a `google.rpc.Status`, and
+the engine into a `Fault`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from gradrule.v1 import errors_pb2
+
+Reason = errors_pb2.ErrorReason
+
+_PREFIX = "ERROR_REASON_"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong: reason, sentence, and where, as a node's name or a field of the request."""
+
+    reason: errors_pb2.ErrorReason
+    message: str
+    node: str = ""
+    field: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """The resource that an error is about."""
+
+    type: str
+    name: str
+
+
+@dataclass
+class GradruleError(Exception):
+    """A refusal with at least one finding; the first one decides reason and code.
+
+    `retry_after_s`: seconds after which the same request may work. `resource`: what the error is about.
+    """
+
+    findings: Sequence[Finding]
+    retry_after_s: float | None = None
+    resource: Resource | None = None
+    metadata: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def reason(self) -> errors_pb2.ErrorReason:
+        return self.findings[0].reason
+
+    @property
+    def message(self) -> str:
+        return self.findings[0].message
+
+    def __str__(self) -> str:
+        return f"{reason_name(self.reason)}: {self.message}"
+
+
+def error(
+    reason: errors_pb2.ErrorReason,
+    message: str,
+    *,
+    node: str = "",
+    field: str = "",
+    retry_after_s: float | None = None,
+    resource: Resource | None = None,
+) -> GradruleError:
+    """A `GradruleError` with one finding."""
+    return GradruleError([Finding(reason, message, node, field)], retry_after_s, resource)
+
+
+def reason_name(reason: errors_pb2.ErrorReason) -> str:
+    """The reason without its prefix: `UNKNOWN_RULE`."""
+    return errors_pb2.ErrorReason.Name(reason).removeprefix(_PREFIX)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """` Did you mean 'Sign'?` for a near miss, else nothing."""
+    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.6)
+    if not close:
+        by_case = [candidate for candidate in known if candidate.lower() == name.lower()]
+        close = by_case[:3]
+    return f" Did you mean {' or '.join(repr(candidate) for candidate in close)}?" if close else ""
