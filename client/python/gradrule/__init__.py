@@ -1,0 +1,1 @@
+"""gradrule: gradients with rules of your own, as a service."""

@@ -1,0 +1,241 @@
+"""TensorFlow's op definitions without TensorFlow: the generated table `data/ops.json.gz`, read at the first use.
+
+`tools/generate_tables.py` writes the table from these same functions, so that a digest computed from TensorFlow itself can
+be compared with the table's.
+"""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import functools
+import gzip
+import hashlib
+import importlib.resources
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gradrule.v1.graph_pb2 import AttrValue, OpSignature
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ArgDef:
+    """An input or an output. Exactly one of `type` (nonzero), `type_attr` and `type_list_attr` is set."""
+
+    name: str
+    type: int = 0
+    type_attr: str = ""
+    number_attr: str = ""
+    type_list_attr: str = ""
+    is_ref: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttrDef:
+    """An attribute: its type as TensorFlow writes it (`type`, `list(int)`, …), default, least value and allowed values."""
+
+    name: str
+    type: str
+    default: AttrValue | None = None
+    minimum: int | None = None
+    allowed: AttrValue | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class OpDef:
+    """An op type, or a function of a graph. `gradient`: `registered`, `none` (not differentiable) or `absent`."""
+
+    name: str
+    inputs: tuple[ArgDef, ...]
+    outputs: tuple[ArgDef, ...]
+    attrs: tuple[AttrDef, ...]
+    is_stateful: bool = False
+    gradient: str = "absent"
+
+
+def find(op_type: str) -> OpDef | None:
+    """The definition of one of TensorFlow's op types, or None."""
+    return _find(op_type)
+
+
+def names() -> tuple[str, ...]:
+    """All op types, sorted."""
+    return _names()
+
+
+def gradients() -> tuple[str, ...]:
+    """Op types for which TensorFlow registers a gradient function: the names of all OP rules, sorted."""
+    return _gradients()
+
+
+def suggest(op_type: str, more: Iterable[str] = ()) -> str:
+    """` Did you mean 'Sign'?` for a name that is no op type (nor one of `more`), or nothing."""
+    known = {*names(), *more}
+    close = [name for name in sorted(known) if name.lower() == op_type.lower()]
+    close = close or difflib.get_close_matches(op_type, sorted(known), n=3, cutoff=0.6)
+    return f" Did you mean {' or '.join(repr(name) for name in close)}?" if close else ""
+
+
+def digest() -> str:
+    """SHA-256 (hex) of the table's op definitions, comparable with `digest_of` TensorFlow's own."""
+    return _digest()
+
+
+def digest_of(op_defs: Iterable[bytes | OpSignature | OpDef]) -> str:
+    """SHA-256 (hex) of op definitions in any order: serialised `OpDef` messages of TensorFlow's, or any other form of them."""
+    return _digest_of_rows({name: row for name, row in map(_named_row, op_defs)})
+
+
+def from_signature(signature: OpSignature) -> OpDef:
+    """The definition of a function of a graph, so that calls of it can be treated as ops."""
+    return _from_row(*_named_row(signature))
+
+
+def row_of(signature: OpSignature) -> Row:
+    """The table's row of a definition: JSON-able, only what is set, nothing for people."""
+    row: Row = {}
+    if signature.input_arg:
+        row["in"] = [_arg_row(arg) for arg in signature.input_arg]
+    if signature.output_arg:
+        row["out"] = [_arg_row(arg) for arg in signature.output_arg]
+    if signature.attr:
+        row["attr"] = [_attr_row(attr) for attr in signature.attr]
+    if signature.is_stateful:
+        row["stateful"] = True
+    return row
+
+
+def encode_table(ops: Mapping[str, Row], gradients: Mapping[str, str], tensorflow: str) -> bytes:
+    """The bytes of `data/ops.json.gz`; equal input gives equal bytes."""
+    table = {"tensorflow": tensorflow, "gradients": dict(gradients), "ops": dict(ops)}
+    text = json.dumps(table, sort_keys=True, separators=(",", ":"))
+    return gzip.compress(text.encode(), compresslevel=9, mtime=0)
+
+
+def decode_table(data: bytes) -> dict[str, Any]:
+    """The inverse of `encode_table`."""
+    table: dict[str, Any] = json.loads(gzip.decompress(data))
+    return table
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    return decode_table(importlib.resources.files("gradrule").joinpath("data/ops.json.gz").read_bytes())
+
+
+@functools.cache
+def _names() -> tuple[str, ...]:
+    return tuple(sorted(_table()["ops"]))
+
+
+@functools.cache
+def _gradients() -> tuple[str, ...]:
+    return tuple(sorted(name for name, kind in _table()["gradients"].items() if kind == "registered"))
+
+
+@functools.cache
+def _digest() -> str:
+    return _digest_of_rows(_table()["ops"])
+
+
+_found: dict[str, OpDef] = {}
+
+
+def _find(op_type: str) -> OpDef | None:
+    # Only hits are kept: names come from strangers, and there is no end of names that are no op type.
+    op = _found.get(op_type)
+    if op is None:
+        table = _table()
+        row = table["ops"].get(op_type)
+        if row is None:
+            return None
+        op = _found[op_type] = _from_row(op_type, row, table["gradients"].get(op_type, "absent"))
+    return op
+
+
+def _digest_of_rows(rows: Mapping[str, Row]) -> str:
+    return hashlib.sha256(json.dumps(rows, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _named_row(op_def: bytes | OpSignature | OpDef) -> tuple[str, Row]:
+    if isinstance(op_def, OpDef):
+        op_def = _to_signature(op_def)
+    elif isinstance(op_def, bytes):
+        op_def = OpSignature.FromString(op_def)
+    return op_def.name, row_of(op_def)
+
+
+def _arg_row(arg: OpSignature.ArgDef) -> Row:
+    row: Row = {"name": arg.name}
+    for field in ("type", "type_attr", "number_attr", "type_list_attr", "is_ref"):
+        value = getattr(arg, field)
+        if value:
+            row[field] = value
+    return row
+
+
+def _attr_row(attr: OpSignature.AttrDef) -> Row:
+    row: Row = {"name": attr.name, "type": attr.type}
+    if attr.HasField("default_value"):
+        row["default"] = _packed(attr.default_value)
+    if attr.has_minimum:
+        row["minimum"] = attr.minimum
+    if attr.HasField("allowed_values"):
+        row["allowed"] = _packed(attr.allowed_values)
+    return row
+
+
+def _packed(value: AttrValue) -> str:
+    return base64.b64encode(value.SerializeToString(deterministic=True)).decode()
+
+
+def _unpacked(text: str | None) -> AttrValue | None:
+    return None if text is None else AttrValue.FromString(base64.b64decode(text))
+
+
+def _from_row(name: str, row: Row, gradient: str = "absent") -> OpDef:
+    return OpDef(
+        name,
+        tuple(ArgDef(**arg) for arg in row.get("in", ())),
+        tuple(ArgDef(**arg) for arg in row.get("out", ())),
+        tuple(
+            AttrDef(
+                attr["name"],
+                attr["type"],
+                _unpacked(attr.get("default")),
+                attr.get("minimum"),
+                _unpacked(attr.get("allowed")),
+            )
+            for attr in row.get("attr", ())
+        ),
+        row.get("stateful", False),
+        gradient,
+    )
+
+
+def _to_signature(op: OpDef) -> OpSignature:
+    signature = OpSignature(name=op.name, is_stateful=op.is_stateful)
+    for args, target in ((op.inputs, signature.input_arg), (op.outputs, signature.output_arg)):
+        for arg in args:
+            target.add(
+                name=arg.name,
+                type=arg.type,  # type: ignore[arg-type]  # the stubs know enum values only, the wire takes any int
+                type_attr=arg.type_attr,
+                number_attr=arg.number_attr,
+                type_list_attr=arg.type_list_attr,
+                is_ref=arg.is_ref,
+            )
+    for attr in op.attrs:
+        signature.attr.add(
+            name=attr.name,
+            type=attr.type,
+            default_value=attr.default,
+            has_minimum=attr.minimum is not None,
+            minimum=attr.minimum or 0,
+            allowed_values=attr.allowed,
+        )
+    return signature
