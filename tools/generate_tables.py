@@ -1,7 +1,7 @@
 """Writes the client's table of op definitions from the installed TensorFlow.
 
-    python tools/generate_tables.py            # writes client/python/gradrule/data/ops.json.gz
-    python tools/generate_tables.py --check    # exit code 1 where the committed file differs
+python tools/generate_tables.py            # writes client/python/gradrule/data/ops.json.gz
+python tools/generate_tables.py --check    # exit code 1 where the committed file differs
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 
+# Before TensorFlow's import, which reads it.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import tensorflow as tf

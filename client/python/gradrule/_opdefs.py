@@ -1,7 +1,7 @@
 """TensorFlow's op definitions without TensorFlow: the generated table `data/ops.json.gz`, read at the first use.
 
-`tools/generate_tables.py` writes the table from these same functions, so that a digest computed from TensorFlow itself can
-be compared with the table's.
+`tools/generate_tables.py` writes the table from these same functions, so that a digest computed from TensorFlow itself
+can be compared with the table's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ArgDef:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttrDef:
-    """An attribute: its type as TensorFlow writes it (`type`, `list(int)`, …), default, least value and allowed values."""
+    """An attribute: type as TensorFlow writes it (`type`, `list(int)`, …), default, least value and allowed values."""
 
     name: str
     type: str
@@ -86,7 +86,7 @@ def digest() -> str:
 
 
 def digest_of(op_defs: Iterable[bytes | OpSignature | OpDef]) -> str:
-    """SHA-256 (hex) of op definitions in any order: serialised `OpDef` messages of TensorFlow's, or any other form of them."""
+    """SHA-256 (hex) of op definitions in any order, as TensorFlow's serialised `OpDef` messages or in another form."""
     return _digest_of_rows({name: row for name, row in map(_named_row, op_defs)})
 
 
@@ -223,7 +223,7 @@ def _to_signature(op: OpDef) -> OpSignature:
         for arg in args:
             target.add(
                 name=arg.name,
-                type=arg.type,  # type: ignore[arg-type]  # the stubs know enum values only, the wire takes any int
+                type=arg.type,
                 type_attr=arg.type_attr,
                 number_attr=arg.number_attr,
                 type_list_attr=arg.type_list_attr,

@@ -1,0 +1,428 @@
+"""What follows from an op's definition, a node's attributes and the types of its inputs: the attributes that were left
+out and the types of the outputs.
+
+Pure, and fast enough for graphs of 100,000 nodes: what depends on the definition alone is worked out once for each.
+A type of 0 means "not known": it fits everywhere and nothing follows from it, so that a checker can go on after an
+error.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+from weakref import WeakKeyDictionary
+
+from gradrule._dtypes import NAMES, REF_OFFSET, as_dt, base, name_of
+from gradrule._opdefs import ArgDef, AttrDef, OpDef
+from gradrule.v1.graph_pb2 import AttrValue
+
+Kind = Literal["TYPE_MISMATCH", "INVALID_ATTR"]
+Slices = Mapping[str, tuple[int, int]]
+
+_FIELD = {
+    "int": "i",
+    "float": "f",
+    "bool": "b",
+    "string": "s",
+    "type": "type",
+    "shape": "shape",
+    "tensor": "tensor",
+    "func": "func",
+}
+_LIST_FIELDS = tuple(_FIELD.values())
+
+
+class InferError(Exception):
+    """A node does not fit its op's definition.
+
+    `kind` is the reason's name, `message` a sentence without the node's name.
+    """
+
+    def __init__(self, kind: Kind, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """All attributes of a node, those of them that were added, and the element types of its outputs (0: not known)."""
+
+    attrs: dict[str, AttrValue]
+    added: dict[str, AttrValue]
+    outputs: tuple[int, ...]
+
+
+def complete(op: OpDef, attrs: Mapping[str, AttrValue], inputs: Sequence[int]) -> Completed:
+    """Completes a node.
+
+    `attrs`: those that the node carries (names that start with `_` pass through). `inputs`: the element type of every
+    data input, flat. Raises `InferError`: `TYPE_MISMATCH` where number or types of inputs do not fit, `INVALID_ATTR` where
+    an attribute has the wrong kind or value, is not the op's, or is missing and does not follow.
+    """
+    plan = _plan(op)
+    plan.check_given(attrs)
+    known = _Known(plan, attrs)
+    known.take_inputs(inputs)
+    added = known.missing()
+    return Completed({**attrs, **added} if added else dict(attrs), added, known.outputs())
+
+
+def input_slices(op: OpDef, attrs: Mapping[str, AttrValue]) -> Slices:
+    """Where each input argument lies in the flat list: name → (start, length). `attrs` must be complete."""
+    return _slices(op, op.inputs, attrs, _plan(op).fixed_inputs)
+
+
+def output_slices(op: OpDef, attrs: Mapping[str, AttrValue]) -> Slices:
+    """Where each output argument lies in the flat list: name → (start, length). `attrs` must be complete.
+
+    `node:arg:i` in a function body is flat output `start + i`.
+    """
+    return _slices(op, op.outputs, attrs, _plan(op).fixed_outputs)
+
+
+class _AttrPlan:
+    """One attribute, with what checks need."""
+
+    __slots__ = ("allowed", "attr", "field", "is_list", "name")
+
+    def __init__(self, attr: AttrDef) -> None:
+        self.attr = attr
+        self.name = attr.name
+        self.is_list = attr.type.startswith("list(")
+        self.field = _FIELD[attr.type[5:-1] if self.is_list else attr.type]
+        self.allowed: frozenset[object] | None = None
+        if attr.allowed is not None:
+            self.allowed = frozenset(getattr(attr.allowed.list, self.field))
+
+    def check(self, value: AttrValue) -> None:
+        field = value.WhichOneof("value")
+        if field == "placeholder":
+            return
+        if field is None or field != ("list" if self.is_list else self.field):
+            raise InferError(
+                "INVALID_ATTR",
+                f"attribute {self.name!r} is {_article(self.attr.type)}, not {_article(_kind_of(value))}",
+            )
+        entries: Sequence[object]
+        if self.is_list:
+            entries = getattr(value.list, self.field)
+            for other in _LIST_FIELDS:
+                if other != self.field and getattr(value.list, other):
+                    raise InferError(
+                        "INVALID_ATTR", f"attribute {self.name!r} is a {self.attr.type}, not a list of {other}"
+                    )
+            size, what = len(entries), "length "
+        else:
+            entries = (getattr(value, self.field),)
+            size, what = (value.i, "") if self.field == "i" else (0, "")
+        minimum = self.attr.minimum
+        if minimum is not None and size < minimum:
+            raise InferError("INVALID_ATTR", f"attribute {self.name!r} has {what}{size}; the least is {minimum}")
+        if self.field == "type" and any(entry not in NAMES for entry in entries):
+            raise InferError("INVALID_ATTR", f"attribute {self.name!r} holds an element type that is not set")
+        if self.allowed is not None:
+            for entry in entries:
+                if entry not in self.allowed:
+                    raise InferError(
+                        "INVALID_ATTR", f"attribute {self.name!r} cannot be {_shown(entry)}; {self.choices()}"
+                    )
+
+    def choices(self) -> str:
+        """`allowed: float32, float64`."""
+        shown = sorted(_shown(entry) for entry in self.allowed or ())
+        return f"allowed: {', '.join(shown)}"
+
+
+class _Plan:
+    """What follows from a definition alone."""
+
+    def __init__(self, op: OpDef) -> None:
+        self.op = op
+        self.attrs = {attr.name: _AttrPlan(attr) for attr in op.attrs}
+        self.fixed_inputs = _fixed_slices(op.inputs)
+        self.fixed_outputs = _fixed_slices(op.outputs)
+        # How many tensors of a variable-length argument one unit of its length attribute stands for.
+        self.lengths: dict[str, int] = {}
+        for arg in op.inputs:
+            if length_attr := arg.number_attr or arg.type_list_attr:
+                self.lengths[length_attr] = self.lengths.get(length_attr, 0) + 1
+        self.fixed_count = sum(1 for arg in op.inputs if not (arg.number_attr or arg.type_list_attr))
+
+    def check_given(self, attrs: Mapping[str, AttrValue]) -> None:
+        for name, value in attrs.items():
+            plan = self.attrs.get(name)
+            if plan is not None:
+                plan.check(value)
+            elif not name.startswith("_"):
+                near = difflib.get_close_matches(name, self.attrs, n=1, cutoff=0.5)
+                has = ", ".join(self.attrs) or "none"
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise InferError("INVALID_ATTR", f"{self.op.name} has no attribute {name!r}; it has: {has}.{hint}")
+
+
+_plans: WeakKeyDictionary[OpDef, _Plan] = WeakKeyDictionary()
+
+
+def _plan(op: OpDef) -> _Plan:
+    plan = _plans.get(op)
+    if plan is None:
+        plan = _plans[op] = _Plan(op)
+    return plan
+
+
+class _Known:
+    """What is known of one node's attributes, as ints and lists of ints, while it is completed."""
+
+    __slots__ = ("attrs", "blurred", "found", "lengths", "lists", "plan", "types")
+
+    def __init__(self, plan: _Plan, attrs: Mapping[str, AttrValue]) -> None:
+        self.plan = plan
+        self.attrs = attrs
+        self.types: dict[str, int] = {}
+        self.lists: dict[str, tuple[int, ...]] = {}
+        self.lengths: dict[str, int] = {}
+        # Attributes that do not follow only because an input's type is not known.
+        self.blurred: set[str] = set()
+        self.found: set[str] = set()
+        for name, attr in plan.attrs.items():
+            value = attrs.get(name)
+            if value is not None:
+                self._read(attr, value)
+
+    def _read(self, attr: _AttrPlan, value: AttrValue) -> None:
+        if value.HasField("placeholder"):
+            self.blurred.add(attr.name)
+        elif attr.field == "type":
+            if attr.is_list:
+                self.lists[attr.name] = tuple(value.list.type)
+            else:
+                self.types[attr.name] = value.type
+        elif attr.field == "i" and not attr.is_list:
+            self.lengths[attr.name] = value.i
+
+    def take_inputs(self, inputs: Sequence[int]) -> None:
+        """Matches inputs with arguments, learning lengths, types and type lists on the way."""
+        lengths = self._lengths(len(inputs))
+        start = 0
+        for arg in self.plan.op.inputs:
+            length_attr = arg.number_attr or arg.type_list_attr
+            stop = start + (lengths[length_attr] if length_attr else 1)
+            self._take(arg, inputs[start:stop], start)
+            start = stop
+
+    def _lengths(self, count: int) -> dict[str, int]:
+        plan, lengths = self.plan, {}
+        rest, unknown = count - plan.fixed_count, []
+        for name, times in plan.lengths.items():
+            length = self._length(name)
+            if length is None:
+                unknown.append(name)
+            else:
+                lengths[name] = length
+                rest -= times * length
+        if len(unknown) > 1:
+            unknown = self._default_lengths(unknown, lengths)
+            rest = count - plan.fixed_count - sum(plan.lengths[name] * length for name, length in lengths.items())
+        if len(unknown) > 1:
+            raise InferError("INVALID_ATTR", f"attributes {_listed(unknown)} do not follow from the inputs; give them")
+        if unknown:
+            times = plan.lengths[unknown[0]]
+            if rest < 0 or rest % times:
+                raise self._wrong_count(count, lengths)
+            lengths[unknown[0]] = rest // times
+        elif rest:
+            raise self._wrong_count(count, lengths)
+        return lengths
+
+    def _length(self, name: str) -> int | None:
+        if name in self.lists:
+            return len(self.lists[name])
+        return self.lengths.get(name)
+
+    def _default_lengths(self, unknown: list[str], lengths: dict[str, int]) -> list[str]:
+        """Where several lengths are open, those that have a default take it; returns those still open."""
+        open_still = []
+        for name in unknown:
+            default = self.plan.attrs[name].attr.default
+            if default is None:
+                open_still.append(name)
+                continue
+            self._read(self.plan.attrs[name], default)
+            length = self._length(name)
+            assert length is not None
+            lengths[name] = length
+        return open_still
+
+    def _wrong_count(self, count: int, lengths: Mapping[str, int]) -> InferError:
+        op = self.plan.op
+        args = ", ".join(arg.name + ("…" if arg.number_attr or arg.type_list_attr else "") for arg in op.inputs)
+        given = ", ".join(f"{name} says {length}" for name, length in lengths.items())
+        wants = f"{op.name} takes {f'inputs ({args})' if args else 'no inputs'}{f', {given}' if given else ''}"
+        return InferError("TYPE_MISMATCH", f"{wants}; {count} {'is' if count == 1 else 'are'} given")
+
+    def _take(self, arg: ArgDef, types: Sequence[int], start: int) -> None:
+        if arg.is_ref:
+            for offset, number in enumerate(types):
+                if 0 < number <= REF_OFFSET:
+                    raise self._mismatch(arg, start + offset, name_of(number), "a reference to a variable")
+        if arg.number_attr:
+            self._learn_length(arg.number_attr, len(types))
+        if arg.type_list_attr:
+            self._take_list(arg, types, start)
+        elif arg.type_attr:
+            for offset, number in enumerate(types):
+                self._take_type(arg, base(number), start + offset)
+        else:
+            for offset, number in enumerate(types):
+                if number and base(number) != arg.type:
+                    raise self._mismatch(arg, start + offset, name_of(number), name_of(arg.type))
+
+    def _learn_length(self, name: str, length: int) -> None:
+        if name not in self.lengths:
+            self.lengths[name] = length
+            if name not in self.attrs:
+                minimum = self.plan.attrs[name].attr.minimum
+                if minimum is not None and length < minimum:
+                    raise InferError(
+                        "TYPE_MISMATCH", f"{self.plan.op.name} takes at least {minimum} inputs; {length} are given"
+                    )
+                self.found.add(name)
+
+    def _take_type(self, arg: ArgDef, number: int, index: int) -> None:
+        name = arg.type_attr
+        if not number:
+            if name not in self.types:
+                self.blurred.add(name)
+            return
+        known = self.types.get(name)
+        if known is None:
+            allowed = self.plan.attrs[name].allowed
+            if allowed is not None and number not in allowed:
+                choices = self.plan.attrs[name].choices()
+                raise InferError(
+                    "TYPE_MISMATCH",
+                    f"input {index} ({arg.name}) of {self.plan.op.name} cannot be {name_of(number)}; {choices}",
+                )
+            self.types[name] = number
+            if name not in self.attrs:
+                self.found.add(name)
+        elif known != number:
+            raise self._mismatch(arg, index, name_of(number), f"{name_of(known)}, as {name} is elsewhere")
+
+    def _take_list(self, arg: ArgDef, types: Sequence[int], start: int) -> None:
+        name = arg.type_list_attr
+        known = self.lists.get(name)
+        if known is None:
+            numbers = tuple(map(base, types))
+            if 0 in numbers:
+                self.blurred.add(name)
+                return
+            plan = self.plan.attrs[name]
+            if name not in self.attrs:
+                plan.check(_types(numbers))
+                self.found.add(name)
+            self.lists[name] = numbers
+            return
+        for offset, (number, wanted) in enumerate(zip(types, known, strict=True)):
+            if number and base(number) != wanted:
+                raise self._mismatch(arg, start + offset, name_of(number), f"{name_of(wanted)}, as {name} says")
+
+    def _mismatch(self, arg: ArgDef, index: int, got: str, wanted: str) -> InferError:
+        return InferError("TYPE_MISMATCH", f"input {index} ({arg.name}) of {self.plan.op.name} is {got}, not {wanted}")
+
+    def missing(self) -> dict[str, AttrValue]:
+        """The attributes to add: those found from the inputs, and defaults."""
+        added: dict[str, AttrValue] = {}
+        if len(self.attrs) >= len(self.plan.attrs) and all(name in self.attrs for name in self.plan.attrs):
+            return added
+        absent = []
+        for name, attr in self.plan.attrs.items():
+            if name in self.attrs:
+                continue
+            if name in self.found:
+                added[name] = self._found_value(attr)
+            elif attr.attr.default is not None:
+                added[name] = attr.attr.default
+                self._read(attr, attr.attr.default)
+            elif name not in self.blurred:
+                absent.append(name)
+        if absent:
+            plural = "s" if len(absent) > 1 else ""
+            verb = "do not follow" if plural else "does not follow"
+            raise InferError(
+                "INVALID_ATTR",
+                f"{self.plan.op.name} needs attribute{plural} {_listed(absent)}, which {verb} from its inputs",
+            )
+        return added
+
+    def _found_value(self, attr: _AttrPlan) -> AttrValue:
+        if attr.is_list:
+            return _types(self.lists[attr.name])
+        if attr.field == "type":
+            return AttrValue(type=as_dt(self.types[attr.name]))
+        return AttrValue(i=self.lengths[attr.name])
+
+    def outputs(self) -> tuple[int, ...]:
+        """Element types of the outputs, flat. An argument of unknown length counts as one output of unknown type."""
+        flat: list[int] = []
+        for arg in self.plan.op.outputs:
+            if arg.type_list_attr:
+                flat.extend(self.lists.get(arg.type_list_attr, (0,)))
+                continue
+            number = self.types.get(arg.type_attr, 0) if arg.type_attr else arg.type
+            if arg.is_ref and number:
+                number += REF_OFFSET
+            flat.extend([number] * (self.lengths.get(arg.number_attr, 1) if arg.number_attr else 1))
+        return tuple(flat)
+
+
+def _fixed_slices(args: Sequence[ArgDef]) -> Slices | None:
+    if any(arg.number_attr or arg.type_list_attr for arg in args):
+        return None
+    return MappingProxyType({arg.name: (index, 1) for index, arg in enumerate(args)})
+
+
+def _slices(op: OpDef, args: Sequence[ArgDef], attrs: Mapping[str, AttrValue], fixed: Slices | None) -> Slices:
+    if fixed is not None:
+        return fixed
+    slices: dict[str, tuple[int, int]] = {}
+    start = 0
+    for arg in args:
+        length = 1
+        if length_attr := arg.number_attr or arg.type_list_attr:
+            value = attrs.get(length_attr)
+            if value is None:
+                raise InferError("INVALID_ATTR", f"{op.name} needs attribute {length_attr!r}")
+            length = value.i if arg.number_attr else len(value.list.type)
+        slices[arg.name] = (start, length)
+        start += length
+    return slices
+
+
+def _types(numbers: Sequence[int]) -> AttrValue:
+    return AttrValue(list=AttrValue.ListValue(type=map(as_dt, numbers)))
+
+
+def _shown(entry: object) -> str:
+    if isinstance(entry, int):
+        return name_of(entry)
+    return repr(entry.decode(errors="replace")) if isinstance(entry, bytes) else str(entry)
+
+
+def _kind_of(value: AttrValue) -> str:
+    field = value.WhichOneof("value")
+    if field is None:
+        return "value that is not set"
+    return next((name for name, own in _FIELD.items() if own == field), field)
+
+
+def _article(text: str) -> str:
+    return f"{'an' if text[0] in 'aeiou' else 'a'} {text}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(repr(name) for name in names)

@@ -1,0 +1,61 @@
+"""Writes the lock files in requirements/ from pyproject.toml and requirements/tools.in.
+
+Run it with `make lock`, on the oldest Python that is supported. The files name packages, versions and hashes; where the
+packages come from is the business of whoever installs them.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LOCKS = ROOT / "requirements"
+FLAGS = [
+    "--quiet",
+    "--generate-hashes",
+    "--allow-unsafe",
+    "--strip-extras",
+    "--no-emit-index-url",
+    "--no-emit-find-links",
+    "--no-emit-trusted-host",
+]
+
+
+def flatten(extra: str) -> list[str]:
+    """The requirements of an extra and of the project itself, with the extras it names unfolded."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    found: set[str] = set(project["dependencies"])
+    waiting = [extra]
+    while waiting:
+        for requirement in extras[waiting.pop()]:
+            inner = re.fullmatch(rf"{project['name']}\[([\w,-]+)\]", requirement)
+            if inner:
+                waiting.extend(inner[1].split(","))
+            else:
+                found.add(requirement)
+    return sorted(found)
+
+
+def pip_compile(name: str, requirements: list[str], constraint: str | None = None) -> None:
+    """Write requirements/NAME.txt; versions follow the file CONSTRAINT where one is named."""
+    arguments = [sys.executable, "-m", "piptools", "compile", *FLAGS, "--output-file", f"requirements/{name}.txt", "-"]
+    if constraint is not None:
+        arguments += ["--constraint", f"requirements/{constraint}.txt"]
+    environment = {**os.environ, "CUSTOM_COMPILE_COMMAND": "make lock"}
+    subprocess.run(arguments, input="\n".join(requirements), text=True, check=True, cwd=ROOT, env=environment)
+
+
+def main() -> None:
+    """Lock everything; the server's versions are the ones that were tested."""
+    pip_compile("tools", (LOCKS / "tools.in").read_text().splitlines())
+    pip_compile("dev", flatten("dev"))
+    pip_compile("server", flatten("server"), constraint="dev")
+    pip_compile("gpu", flatten("gpu"), constraint="dev")
+
+
+if __name__ == "__main__":
+    main()
