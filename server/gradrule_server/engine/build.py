@@ -1,0 +1,275 @@
+"""From a checked, expanded program to a function of TensorFlow's that runs forward and backward in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
+
+from gradrule.v1 import errors_pb2, override_pb2, program_pb2, tensor_pb2
+from gradrule_server.engine.bound_rules import BoundRule, GraphRule, OpGradientRule
+from gradrule_server.engine.checks import require_same_shape
+from gradrule_server.engine.gradients import Differentiation, own_gradient
+from gradrule_server.engine.imports import import_graph
+from gradrule_server.engine.names import IMPORT_SCOPE, readable
+from gradrule_server.errors import GradruleError, error
+from gradrule_server.link.v1 import link_pb2
+from gradrule_server.rules import RuleContent
+
+UNCONNECTED = "unconnected"
+NOT_DIFFERENTIABLE = "not_differentiable"
+DENSE = "dense"
+SPARSE = "sparse"
+
+_UNCONNECTED_MODES = {
+    program_pb2.UNCONNECTED_GRADIENTS_UNSPECIFIED: tf.UnconnectedGradients.NONE,
+    program_pb2.UNCONNECTED_GRADIENTS_NONE: tf.UnconnectedGradients.NONE,
+    program_pb2.UNCONNECTED_GRADIENTS_ZERO: tf.UnconnectedGradients.ZERO,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One argument of the built function: a placeholder's value, the upstream gradient of a y, or a param."""
+
+    name: str
+    dtype: tf.DType
+    shape: tf.TensorShape
+
+
+@dataclass(frozen=True, slots=True)
+class ParamInput:
+    """A param of a bound rule, always float64; `default` is None where each call must give it."""
+
+    rule: int
+    name: str
+    default: tf.Tensor | None
+
+
+@dataclass(slots=True)
+class Built:
+    """A function of feeds, fed grad_ys and params (in this order) that returns fetches, then the tensors of the gradients."""
+
+    function: Any = None
+    inputs: list[Input] = field(default_factory=list)
+    grad_ys: list[Input] = field(default_factory=list)
+    params: list[ParamInput] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+    gradients: list[tuple[str, str]] = field(default_factory=list)
+    """(x as asked, form); a dense gradient is one returned tensor, a sparse one three, the other forms none."""
+    statuses: list[override_pb2.ResolutionStatus] = field(default_factory=list)
+    defaulted: list[str] = field(default_factory=list)
+    specs: dict[str, list[tensor_pb2.TensorSpec]] = field(default_factory=dict)
+
+
+def build(request: link_pb2.CompileRequest) -> Built:
+    """Builds the program; raises `GradruleError` where TensorFlow refuses the graph or a rule does not fit its node."""
+    graph_def = tf_graph_pb2.GraphDef.FromString(request.graph)
+    contents = [_content(rule) for rule in request.rules]
+    built = Built(
+        inputs=[Input(spec.name, tf.as_dtype(spec.dtype), tf.TensorShape(_shape_proto(spec.shape))) for spec in request.inputs],
+        params=[
+            ParamInput(index, param.name, None if param.default is None else tf.constant(param.default, tf.float64))
+            for index, content in enumerate(contents)
+            if content is not None
+            for param in content.params
+        ],
+    )
+    # Which grad_ys are arguments is known only together with their types, which the import tells.
+    fed = [index for index, upstream in enumerate(request.grad_ys) if upstream.WhichOneof("source") == "fed"]
+    y_specs = _specs_of(graph_def, built.inputs, [request.ys[index].tensor for index in fed]) if fed else []
+    built.grad_ys = [
+        Input(request.ys[index].name, spec.dtype, spec.shape) for index, spec in zip(fed, y_specs, strict=True)
+    ]
+
+    def run(*arguments: tf.Tensor) -> list[tf.Tensor]:
+        return _Trace(request, graph_def, contents, built).run(arguments)
+
+    signature = [
+        *(tf.TensorSpec(item.shape, item.dtype, name=f"in{index}") for index, item in enumerate(built.inputs)),
+        *(tf.TensorSpec(item.shape, item.dtype, name=f"grad_y{index}") for index, item in enumerate(built.grad_ys)),
+        *(tf.TensorSpec(None, tf.float64, name=f"param{index}") for index in range(len(built.params))),
+    ]
+    built.function = tf.function(run, input_signature=signature, autograph=False).get_concrete_function()
+    return built
+
+
+class _Trace:
+    """The body of the built function, run once by `tf.function`."""
+
+    def __init__(
+        self,
+        request: link_pb2.CompileRequest,
+        graph_def: tf_graph_pb2.GraphDef,
+        contents: Sequence[RuleContent | None],
+        built: Built,
+    ) -> None:
+        self._request = request
+        self._graph_def = graph_def
+        self._contents = contents
+        self._built = built
+
+    def run(self, arguments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        request, built = self._request, self._built
+        n_inputs, n_grad_ys = len(built.inputs), len(built.grad_ys)
+        feeds = dict(zip((f"{item.name}:0" for item in built.inputs), arguments[:n_inputs], strict=True))
+        fed_grad_ys = list(arguments[n_inputs : n_inputs + n_grad_ys])
+        params = arguments[n_inputs + n_grad_ys :]
+
+        upstream_names = [item.tensor for item in request.grad_ys if item.WhichOneof("source") == "tensor"]
+        wanted = dict.fromkeys(
+            [
+                *(endpoint.tensor for group in (request.fetches, request.ys, request.xs) for endpoint in group),
+                *upstream_names,
+                *request.stop_gradients,
+            ]
+        )
+        tensors = dict(zip(wanted, _import(self._graph_def, feeds, list(wanted)), strict=True))
+        outputs = [tensors[endpoint.tensor] for endpoint in request.fetches]
+        built.outputs = [endpoint.name for endpoint in request.fetches]
+        for group, endpoints in (("outputs", request.fetches), ("ys", request.ys), ("xs", request.xs)):
+            built.specs[group] = [spec_message(endpoint.name, tensors[endpoint.tensor]) for endpoint in endpoints]
+        built.specs["inputs"] = [spec_message(item.name, feeds[f"{item.name}:0"]) for item in built.inputs]
+        if request.ys:
+            outputs += self._differentiate(tensors, fed_grad_ys, params)
+        return outputs
+
+    def _differentiate(
+        self, tensors: dict[str, tf.Tensor], fed_grad_ys: list[tf.Tensor], params: Sequence[tf.Tensor]
+    ) -> list[tf.Tensor]:
+        request, built = self._request, self._built
+        values: dict[int, dict[str, tf.Tensor]] = {}
+        for item, value in zip(built.params, params, strict=True):
+            values.setdefault(item.rule, {})[f"param/{item.name}"] = value
+        rules: list[BoundRule] = [
+            OpGradientRule(rule.op_gradient)
+            if content is None
+            else GraphRule(rule.name, content, values.get(index, {}), own_gradient)
+            for index, (rule, content) in enumerate(zip(request.rules, self._contents, strict=True))
+        ]
+        differentiation = Differentiation(request.marks, rules, request.scopes)
+        ys, grad_ys = self._ys(tensors, fed_grad_ys)
+        xs = [tensors[endpoint.tensor] for endpoint in request.xs]
+        with differentiation.active():
+            gradients = _gradients(
+                ys,
+                xs,
+                grad_ys,
+                [tensors[name] for name in request.stop_gradients],
+                _UNCONNECTED_MODES[request.unconnected_gradients],
+            )
+        built.statuses, built.defaulted = differentiation.statuses, differentiation.defaulted
+        return [
+            tensor
+            for endpoint, x, gradient in zip(request.xs, xs, gradients, strict=True)
+            for tensor in self._lay_out(endpoint.name, x, gradient, connected=bool(ys))
+        ]
+
+    def _ys(
+        self, tensors: dict[str, tf.Tensor], fed_grad_ys: list[tf.Tensor]
+    ) -> tuple[list[tf.Tensor], list[tf.Tensor | None]]:
+        """The ys that can be differentiated, each with its upstream gradient (None: ones)."""
+        fed = iter(fed_grad_ys)
+        ys: list[tf.Tensor] = []
+        grad_ys: list[tf.Tensor | None] = []
+        for endpoint, upstream in zip(self._request.ys, self._request.grad_ys, strict=True):
+            y = tensors[endpoint.tensor]
+            source = upstream.WhichOneof("source")
+            grad_y = next(fed) if source == "fed" else tensors[upstream.tensor] if source == "tensor" else None
+            where = f"grad_y of {endpoint.name!r}"
+            if grad_y is not None:
+                if grad_y.dtype != y.dtype:
+                    raise error(
+                        errors_pb2.ERROR_REASON_INVALID_DERIVATIVE,
+                        f"{where} is {grad_y.dtype.name}, but the y is {y.dtype.name}",
+                        field="grad_ys",
+                    )
+                if not grad_y.shape.is_compatible_with(y.shape):
+                    raise error(
+                        errors_pb2.ERROR_REASON_FEED_SHAPE, f"{where} has shape {grad_y.shape}, but the y has {y.shape}", field="grad_ys"
+                    )
+                grad_y = require_same_shape(grad_y, y, errors_pb2.ERROR_REASON_FEED_SHAPE, where)
+            if y.dtype.is_complex and grad_y is None:
+                raise error(
+                    errors_pb2.ERROR_REASON_INVALID_DERIVATIVE,
+                    f"y {endpoint.name!r} is {y.dtype.name}: a complex y needs a grad_y",
+                    field="ys",
+                )
+            if y.dtype.is_floating or y.dtype.is_complex:
+                ys.append(y)
+                grad_ys.append(grad_y)
+        return ys, grad_ys
+
+    def _lay_out(self, name: str, x: tf.Tensor, gradient: Any, *, connected: bool) -> list[tf.Tensor]:
+        layout = self._built.gradients
+        if not connected or not (x.dtype.is_floating or x.dtype.is_complex):
+            layout.append((name, NOT_DIFFERENTIABLE))
+            return []
+        if gradient is None:
+            layout.append((name, UNCONNECTED))
+            return []
+        if isinstance(gradient, tf.IndexedSlices):
+            layout.append((name, SPARSE))
+            shape = tf.shape(x, out_type=tf.int64) if gradient.dense_shape is None else gradient.dense_shape
+            return [gradient.values, gradient.indices, shape]
+        layout.append((name, DENSE))
+        return [gradient]
+
+
+def _content(rule: link_pb2.BoundRule) -> RuleContent | None:
+    return RuleContent.from_definition(rule.definition) if rule.WhichOneof("form") == "definition" else None
+
+
+def _import(graph_def: tf_graph_pb2.GraphDef, feeds: dict[str, tf.Tensor], wanted: list[str]) -> list[tf.Tensor]:
+    try:
+        return import_graph(graph_def, feeds, wanted, scope=IMPORT_SCOPE)
+    except (ValueError, TypeError, tf.errors.OpError) as cause:
+        raise error(errors_pb2.ERROR_REASON_INVALID_GRAPH, f"TensorFlow refuses the graph: {readable(str(cause))}") from cause
+
+
+def _gradients(
+    ys: list[tf.Tensor],
+    xs: list[tf.Tensor],
+    grad_ys: list[tf.Tensor | None],
+    stop_gradients: list[tf.Tensor],
+    unconnected: tf.UnconnectedGradients,
+) -> list[Any]:
+    if not ys:
+        return [None] * len(xs)
+    try:
+        gradients: list[Any] = tf.gradients(
+            ys, xs, grad_ys=grad_ys, stop_gradients=stop_gradients, unconnected_gradients=unconnected
+        )
+    except (ValueError, TypeError, LookupError, tf.errors.OpError) as cause:
+        raise error(
+            errors_pb2.ERROR_REASON_INVALID_DERIVATIVE, f"TensorFlow cannot differentiate this: {readable(str(cause))}"
+        ) from cause
+    return gradients
+
+
+def _specs_of(graph_def: tf_graph_pb2.GraphDef, inputs: Sequence[Input], names: list[str]) -> list[tf.TensorSpec]:
+    """Types and shapes of tensors, by importing the graph into a scratch one."""
+    with tf.Graph().as_default():
+        feeds = {f"{item.name}:0": tf.compat.v1.placeholder(item.dtype, item.shape) for item in inputs}
+        tensors = _import(graph_def, feeds, names)
+    return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
+
+
+def _shape_proto(shape: tensor_pb2.TensorShape) -> list[int | None] | None:
+    return None if shape.unknown_rank else [None if dim.size < 0 else dim.size for dim in shape.dim]
+
+
+def spec_message(name: str, tensor: tf.Tensor) -> tensor_pb2.TensorSpec:
+    """A tensor's name, type and shape as a message."""
+    shape = tensor_pb2.TensorShape()
+    if tensor.shape.rank is None:
+        shape.unknown_rank = True
+    else:
+        shape.dim.extend(tensor_pb2.TensorShape.Dim(size=-1 if size is None else size) for size in tensor.shape)
+    return tensor_pb2.TensorSpec(name=name, dtype=tensor.dtype.base_dtype.as_datatype_enum, shape=shape)
+
+
+__all__ = ["Built", "GradruleError", "Input", "ParamInput", "build", "spec_message"]

@@ -1,0 +1,44 @@
+"""Checks that are part of a built program because shapes are known only when it runs."""
+
+from __future__ import annotations
+
+import re
+from typing import cast
+
+import tensorflow as tf
+
+from gradrule.v1 import errors_pb2
+from gradrule_server.errors import GradruleError, error
+
+_MARKER = "gradrule-check"
+_FAILED = re.compile(
+    rf"{_MARKER}\|(?P<reason>\d+)\|(?P<where>.*?)\|\]\s*\[(?P<got>[^\]]*)\]\s*\[(?P<wanted>[^\]]*)\]", re.DOTALL
+)
+
+
+def require_same_shape(
+    value: tf.Tensor, like: tf.Tensor, reason: errors_pb2.ErrorReason, where: str
+) -> tf.Tensor:
+    """`value`, checked at run time to have the shape of `like` unless that is known already."""
+    if value.shape.is_fully_defined() and like.shape.is_fully_defined() and value.shape == like.shape:
+        return value
+    got, wanted = tf.shape(value), tf.shape(like)
+    # A plain Equal fails on ranks that differ, before the message below can be given.
+    same = tf.reduce_all(tf.raw_ops.Equal(x=got, y=wanted, incompatible_shape_error=False))
+    check = tf.raw_ops.Assert(condition=same, data=[f"{_MARKER}|{int(reason)}|{where}|", got, wanted], summarize=16)
+    with tf.control_dependencies([check]):
+        checked = tf.identity(value)
+    checked.set_shape(like.shape)
+    return checked
+
+
+def failed_check(message: str) -> GradruleError | None:
+    """The error of a check that failed, read from TensorFlow's message; None where it is about something else."""
+    match = _FAILED.search(message)
+    if match is None:
+        return None
+    got, wanted = (", ".join(match[group].split()) for group in ("got", "wanted"))
+    return error(
+        cast("errors_pb2.ErrorReason", int(match["reason"])),
+        f"{match['where']}: has shape ({got}), must have ({wanted})",
+    )

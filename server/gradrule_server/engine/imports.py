@@ -1,0 +1,41 @@
+"""Putting a graph into the graph that is being built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
+
+
+def import_graph(
+    graph_def: tf_graph_pb2.GraphDef, bound: Mapping[str, tf.Tensor], wanted: Sequence[str], scope: str
+) -> list[tf.Tensor]:
+    """Imports `graph_def` under `scope`; the tensors named in `bound` (`node:0`) are replaced. Returns the tensors `wanted`.
+
+    The nodes of `bound` are left out: a placeholder that stays behind would keep XLA from compiling the program.
+    """
+    replaced = {name.partition(":")[0]: name for name in bound}
+    kept = tf_graph_pb2.GraphDef(versions=graph_def.versions, library=graph_def.library)
+    used: set[str] = set()
+    for node in graph_def.node:
+        if node.name in replaced:
+            continue
+        copy = kept.node.add()
+        copy.CopyFrom(node)
+        for index, source in reversed(list(enumerate(node.input))):
+            if source.startswith("^"):
+                if source[1:] in replaced:
+                    del copy.input[index]
+            elif source.partition(":")[0] in replaced:
+                used.add(source.partition(":")[0] + ":0")
+    imported = [name for name in wanted if _canonical(name) not in bound]
+    tensors = tf.import_graph_def(
+        kept, input_map={name: bound[name] for name in used}, return_elements=[_canonical(name) for name in imported], name=scope
+    )
+    by_name = dict(zip(imported, tensors, strict=True))
+    return [by_name[name] if name in by_name else bound[_canonical(name)] for name in wanted]
+
+
+def _canonical(name: str) -> str:
+    return name if ":" in name else f"{name}:0"

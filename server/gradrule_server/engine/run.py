@@ -1,0 +1,140 @@
+"""One run of a built program: from the request's tensors to the bytes of an answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import tensorflow as tf
+
+from gradrule import _tensors
+from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2, tensor_pb2
+from gradrule_server.engine.build import DENSE, SPARSE, UNCONNECTED, Built, Input
+from gradrule_server.engine.checks import failed_check
+from gradrule_server.engine.names import readable
+from gradrule_server.errors import Finding, GradruleError, error
+from gradrule_server.link.v1 import link_pb2
+
+
+def run(built: Built, request: link_pb2.RunRequest, device: str) -> bytes:
+    """Runs the program; returns the bytes of an `EvaluateResponse` with outputs, gradients, timings and device."""
+    started = time.monotonic_ns()
+    call = evaluate_pb2.EvaluateRequest.FromString(request.request)
+    arguments = [
+        *_fed(call.feeds, built.inputs, what="feed", field="feeds"),
+        *_fed(call.grad_ys, built.grad_ys, what="grad_y", field="grad_ys"),
+        *_params(built, request.params),
+    ]
+    results = _execute(built, arguments)
+    response = evaluate_pb2.EvaluateResponse(device=device)
+    values = iter(results)
+    for name in built.outputs:
+        response.outputs.add(name=name).value.inline.CopyFrom(_message(next(values)))
+    for x, form in built.gradients:
+        gradient = response.gradients.add(x=x)
+        if form == DENSE:
+            gradient.dense.CopyFrom(_message(next(values)))
+        elif form == SPARSE:
+            gradient.sparse.values.CopyFrom(_message(next(values)))
+            gradient.sparse.indices.CopyFrom(_message(next(values)))
+            gradient.sparse.dense_shape.CopyFrom(_message(next(values)))
+        elif form == UNCONNECTED:
+            gradient.unconnected.SetInParent()
+        else:
+            gradient.not_differentiable.SetInParent()
+    finished = time.monotonic_ns()
+    response.timings.queue.FromNanoseconds(max(0, started - request.received_ns))
+    response.timings.run.FromNanoseconds(finished - started)
+    return response.SerializeToString()
+
+
+def _execute(built: Built, arguments: list[tf.Tensor]) -> Sequence[tf.Tensor]:
+    try:
+        results: Sequence[tf.Tensor] = built.function(*arguments)
+    except tf.errors.OpError as cause:
+        found = failed_check(cause.message)
+        if found is not None:
+            raise found from cause
+        raise error(errors_pb2.ERROR_REASON_EXECUTION_FAILED, readable(cause.message)) from cause
+    return results
+
+
+def _fed(
+    given: Iterable[tensor_pb2.NamedTensor], inputs: Sequence[Input], *, what: str, field: str
+) -> list[tf.Tensor]:
+    """The given values in the order of `inputs`; all that is wrong with them comes as one error."""
+    by_name = {item.name.removesuffix(":0"): item.value for item in given}
+    findings: list[Finding] = []
+    tensors: list[tf.Tensor] = []
+    for item in inputs:
+        value = by_name.get(item.name.removesuffix(":0"))
+        if value is None:
+            wanted = f"{item.dtype.name} of shape {item.shape}"
+            findings.append(
+                Finding(errors_pb2.ERROR_REASON_MISSING_FEED, f"{what} {item.name!r} is missing: {wanted}", item.name, field)
+            )
+            continue
+        try:
+            tensors.append(_tensor(value, item, what, field))
+        except GradruleError as cause:
+            findings += cause.findings
+    if findings:
+        raise GradruleError(findings)
+    return tensors
+
+
+def _tensor(value: tensor_pb2.TensorSource, item: Input, what: str, field: str) -> tf.Tensor:
+    if value.WhichOneof("source") is None:
+        raise error(errors_pb2.ERROR_REASON_INVALID_TENSOR, f"{what} {item.name!r} holds no tensor", node=item.name, field=field)
+    message = value.inline
+    if message.dtype != item.dtype.base_dtype.as_datatype_enum:
+        raise error(
+            errors_pb2.ERROR_REASON_FEED_DTYPE,
+            f"{what} {item.name!r} is {_dtype_name(message.dtype)}, but the tensor is {item.dtype.name}",
+            node=item.name,
+            field=field,
+        )
+    array = _array(message, f"{what} {item.name!r}", field)
+    if not item.shape.is_compatible_with(array.shape):
+        raise error(
+            errors_pb2.ERROR_REASON_FEED_SHAPE,
+            f"{what} {item.name!r} has shape {tf.TensorShape(array.shape)}, but the tensor has {item.shape}",
+            node=item.name,
+            field=field,
+        )
+    return tf.constant(array, dtype=item.dtype)
+
+
+def _array(message: tensor_pb2.Tensor, what: str, field: str) -> np.ndarray:
+    try:
+        return _tensors.to_numpy(message)
+    except ValueError as cause:
+        raise error(errors_pb2.ERROR_REASON_INVALID_TENSOR, f"{what}: {cause}", field=field) from cause
+
+
+def _params(built: Built, settings: Iterable[link_pb2.ParamSetting]) -> list[tf.Tensor]:
+    given: Mapping[tuple[int, str], rule_pb2.ParamValue] = {(item.rule, item.name): item.value for item in settings}
+    tensors: list[tf.Tensor] = []
+    for param in built.params:
+        value = given.get((param.rule, param.name))
+        if value is None:
+            if param.default is None:
+                raise error(errors_pb2.ERROR_REASON_MISSING_PARAM, f"param {param.name!r} has no default and was given no value")
+            tensors.append(param.default)
+        elif value.WhichOneof("value") == "tensor":
+            tensors.append(tf.constant(_array(value.tensor, f"param {param.name!r}", "params").astype(np.float64)))
+        else:
+            tensors.append(tf.constant(value.number, tf.float64))
+    return tensors
+
+
+def _message(tensor: tf.Tensor) -> tensor_pb2.Tensor:
+    return _tensors.to_message(tensor.numpy())
+
+
+def _dtype_name(dtype: int) -> str:
+    try:
+        return str(tf.as_dtype(dtype).name)
+    except TypeError:
+        return f"of unknown type {dtype}"

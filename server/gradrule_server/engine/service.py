@@ -1,0 +1,84 @@
+"""What an engine does with each frame."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import tensorflow as tf
+from google.protobuf.message import DecodeError
+
+from gradrule.v1 import errors_pb2, program_pb2
+from gradrule_server.engine.build import Built, build
+from gradrule_server.engine.run import run
+from gradrule_server.errors import GradruleError, reason_name
+from gradrule_server.link.framing import Frame, FrameSocket, Kind
+from gradrule_server.link.v1 import link_pb2
+
+_log = logging.getLogger(__name__)
+
+
+class EngineService:
+    """Programs by key, and the handling of COMPILE, RUN and UNLOAD. Thread-safe."""
+
+    def __init__(self, frames: FrameSocket, device: str) -> None:
+        self._frames = frames
+        self._device = device
+        self._programs: dict[str, Built] = {}
+        # TensorFlow's tracing is safe in threads, but gains nothing from them: it holds the interpreter lock throughout.
+        self._build_lock = threading.Lock()
+
+    def handle(self, frame: Frame) -> None:
+        """Handles one frame; whatever goes wrong becomes a FAULT."""
+        try:
+            self._answer(frame)
+        except GradruleError as cause:
+            self._send_fault(frame, cause)
+        except Exception as cause:
+            # The boundary of the process: an unforeseen error must reach the caller as one, and the log in full.
+            _log.exception("request %d failed", frame.request_id)
+            self._frames.send(
+                Kind.FAULT,
+                frame.request_id,
+                link_pb2.Fault(reason=errors_pb2.ERROR_REASON_INTERNAL, message=type(cause).__name__).SerializeToString(),
+            )
+
+    def _answer(self, frame: Frame) -> None:
+        if frame.kind is Kind.RUN:
+            request = link_pb2.RunRequest.FromString(frame.payload)
+            built = self._programs[request.key]
+            self._frames.send(Kind.RAN, frame.request_id, run(built, request, self._device))
+        elif frame.kind is Kind.COMPILE:
+            reply = self._compile(link_pb2.CompileRequest.FromString(frame.payload))
+            self._frames.send(Kind.COMPILED, frame.request_id, reply.SerializeToString())
+        elif frame.kind is Kind.UNLOAD:
+            self._programs.pop(link_pb2.UnloadRequest.FromString(frame.payload).key, None)
+        else:
+            raise DecodeError(f"an engine takes no {frame.kind.name}")
+
+    def _compile(self, request: link_pb2.CompileRequest) -> link_pb2.CompileReply:
+        with self._build_lock:
+            built = build(request)
+        self._programs[request.key] = built
+        return link_pb2.CompileReply(
+            statuses=built.statuses,
+            defaulted=built.defaulted,
+            inputs=built.specs["inputs"],
+            outputs=built.specs["outputs"],
+            ys=built.specs["ys"],
+            xs=built.specs["xs"],
+        )
+
+    def _send_fault(self, frame: Frame, cause: GradruleError) -> None:
+        findings = [
+            program_pb2.Finding(reason=reason_name(item.reason), message=item.message, node=item.node, field=item.field)
+            for item in cause.findings
+        ]
+        fault = link_pb2.Fault(reason=cause.reason, message=cause.message, findings=findings)
+        self._frames.send(Kind.FAULT, frame.request_id, fault.SerializeToString())
+
+
+def tensorflow_version() -> str:
+    """Version of the TensorFlow that runs."""
+    version: str = tf.__version__
+    return version

@@ -1,0 +1,36 @@
+"""The parts of TensorFlow that have no public name. A test holds each against the installed version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.framework import op_def_pb2
+from tensorflow.python.client import pywrap_tf_session as c_api
+from tensorflow.python.framework import ops
+
+GradientFunction = Callable[..., Any]
+
+
+def registered_gradients() -> dict[str, GradientFunction | None]:
+    """TensorFlow's gradient registry by op type; None where an op is registered as not differentiable."""
+    registry = ops.gradient_registry
+    return {name: registry.lookup(name) for name in registry.list()}
+
+
+def gradient_of(op_type: str) -> GradientFunction | None:
+    """The gradient function of an op type, or None if it is registered as not differentiable. `LookupError` if it is neither."""
+    function: GradientFunction | None = ops.gradient_registry.lookup(op_type)
+    return function
+
+
+def all_op_definitions() -> list[bytes]:
+    """Serialised `OpDef` of every op type that TensorFlow has registered."""
+    registered = op_def_pb2.OpList.FromString(c_api.TF_GetBuffer(c_api.TF_GetAllOpList()))
+    return [op.SerializeToString() for op in registered.op]
+
+
+def in_graph(graph: tf.Graph, tensor: tf.Tensor) -> tf.Tensor:
+    """`tensor` as seen from inside `graph`: captured where it belongs to an outer graph (a loop body's gradient, say)."""
+    return tensor if tensor.graph is graph else graph.capture(tensor)

@@ -1,0 +1,132 @@
+"""What every RPC goes through: admission, parsing, deadline, and the way from an error to a status.
+
+Handlers take raw bytes and parse inside, so that garbage is a typed error too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, NoReturn, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from gradrule.v1 import errors_pb2
+from gradrule_server.errors import GradruleError, error
+from gradrule_server.front.status import DETAILS_KEY, code_of, status_of
+
+_log = logging.getLogger(__name__)
+
+_OVERLOAD_RETRY_S = 0.2
+
+RequestT = TypeVar("RequestT", bound=Message)
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[RequestT]):
+    """One call: the request, its bytes, when it was read (CLOCK_MONOTONIC ns) and when it ends (loop time, seconds)."""
+
+    request: RequestT
+    raw: bytes
+    received_ns: int
+    ends_at: float
+
+
+Method = Callable[[Call[RequestT]], Awaitable[Message | bytes]]
+MethodTable = Mapping[str, tuple[type[Message], Method]]  # type: ignore[type-arg]  # one table holds methods of every request type
+
+
+class Door:
+    """Admits calls, up to a number at a time, and turns what they raise into statuses."""
+
+    def __init__(self, max_concurrent: int, default_deadline_s: float, max_deadline_s: float) -> None:
+        self._max_concurrent = max_concurrent
+        self._default_deadline_s = default_deadline_s
+        self._max_deadline_s = max_deadline_s
+        self._in_flight = 0
+
+    def service(self, name: str, methods: MethodTable) -> grpc.GenericRpcHandler:
+        """A gRPC service from its methods, each with the type of its request."""
+        handlers = {
+            method_name: grpc.unary_unary_rpc_method_handler(self._unary(request_type, method))
+            for method_name, (request_type, method) in methods.items()
+        }
+        handler: grpc.GenericRpcHandler = grpc.method_handlers_generic_handler(name, handlers)
+        return handler
+
+    def _unary(
+        self, request_type: type[RequestT], method: Method[RequestT]
+    ) -> Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]:
+        async def handle(raw: bytes, context: grpc.aio.ServicerContext) -> bytes:
+            received_ns = time.monotonic_ns()
+            try:
+                with self._admitted():
+                    answer = await method(Call(_parse(request_type, raw), raw, received_ns, self._ends_at(context)))
+            except GradruleError as cause:
+                await _abort(context, cause)
+            except Exception:
+                # The border of the server: nothing unforeseen may leak, and nothing may be lost.
+                incident = secrets.token_hex(4)
+                _log.exception("incident %s", incident)
+                await _abort(
+                    context,
+                    error(errors_pb2.ERROR_REASON_INTERNAL, f"the server failed; its log has more under incident {incident}"),
+                )
+            return answer if isinstance(answer, bytes) else answer.SerializeToString()
+
+        return handle
+
+    def _admitted(self) -> _Admission:
+        if self._in_flight >= self._max_concurrent:
+            raise error(
+                errors_pb2.ERROR_REASON_OVERLOADED,
+                f"the server already holds {self._in_flight} requests",
+                retry_after_s=_OVERLOAD_RETRY_S,
+            )
+        return _Admission(self)
+
+    def _ends_at(self, context: grpc.aio.ServicerContext) -> float:
+        remaining = context.time_remaining()
+        seconds = self._default_deadline_s if remaining is None else min(remaining, self._max_deadline_s)
+        return asyncio.get_running_loop().time() + seconds
+
+    def enter(self) -> None:
+        """Counts a call in."""
+        self._in_flight += 1
+
+    def leave(self) -> None:
+        """Counts a call out."""
+        self._in_flight -= 1
+
+
+class _Admission:
+    def __init__(self, door: Door) -> None:
+        self._door = door
+
+    def __enter__(self) -> None:
+        self._door.enter()
+
+    def __exit__(self, *exc: object) -> None:
+        self._door.leave()
+
+
+def _parse(request_type: type[RequestT], raw: bytes) -> RequestT:
+    try:
+        return request_type.FromString(raw)
+    except DecodeError as cause:
+        raise error(
+            errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"the bytes are no {request_type.DESCRIPTOR.full_name}"
+        ) from cause
+
+
+async def _abort(context: grpc.aio.ServicerContext, cause: GradruleError) -> NoReturn:
+    status = status_of(cause)
+    await context.abort(
+        code_of(cause.reason), status.message, trailing_metadata=((DETAILS_KEY, status.SerializeToString()),)
+    )
+    raise AssertionError("abort always raises")

@@ -1,0 +1,114 @@
+"""The servicers: decode, call, encode. Which RPC does what is in the protos."""
+
+from __future__ import annotations
+
+import asyncio
+
+from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, rule_pb2
+from gradrule_server.errors import error, reason_name
+from gradrule_server.front.handlers import Call, MethodTable
+from gradrule_server.programs.house import ProgramHouse
+from gradrule_server.programs.sample import sample
+from gradrule_server.registry.rules import RuleRegistry, to_proto
+
+RULE_SERVICE = "gradrule.v1.RuleService"
+PROGRAM_SERVICE = "gradrule.v1.ProgramService"
+GRADIENT_SERVICE = "gradrule.v1.GradientService"
+
+
+class RuleServicer:
+    """`RuleService`."""
+
+    def __init__(self, rules: RuleRegistry, house: ProgramHouse) -> None:
+        self._rules = rules
+        self._house = house
+
+    def methods(self) -> MethodTable:
+        return {
+            "CreateRule": (rule_pb2.CreateRuleRequest, self.create),
+            "GetRule": (rule_pb2.GetRuleRequest, self.get),
+            "ListRules": (rule_pb2.ListRulesRequest, self.list),
+            "DeleteRule": (rule_pb2.DeleteRuleRequest, self.delete),
+            "SampleRule": (rule_pb2.SampleRuleRequest, self.sample),
+        }
+
+    async def create(self, call: Call[rule_pb2.CreateRuleRequest]) -> rule_pb2.CreateRuleResponse:
+        rule = call.request.rule
+        if not rule.HasField("definition"):
+            raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the rule has no definition", field="rule.definition")
+        entry = await asyncio.to_thread(self._rules.create, rule.name, rule.definition, rule.description)
+        return rule_pb2.CreateRuleResponse(rule=to_proto(entry))
+
+    async def get(self, call: Call[rule_pb2.GetRuleRequest]) -> rule_pb2.GetRuleResponse:
+        return rule_pb2.GetRuleResponse(rule=to_proto(self._rules.get(call.request.name)))
+
+    async def list(self, call: Call[rule_pb2.ListRulesRequest]) -> rule_pb2.ListRulesResponse:
+        request = call.request
+        entries, token = self._rules.list(request.kind, request.page_size, request.page_token)
+        return rule_pb2.ListRulesResponse(rules=[to_proto(entry) for entry in entries], next_page_token=token)
+
+    async def delete(self, call: Call[rule_pb2.DeleteRuleRequest]) -> rule_pb2.DeleteRuleResponse:
+        await asyncio.to_thread(self._rules.delete, call.request.name)
+        return rule_pb2.DeleteRuleResponse()
+
+    async def sample(self, call: Call[rule_pb2.SampleRuleRequest]) -> rule_pb2.SampleRuleResponse:
+        return await sample(call.request, self._rules, self._house, call.received_ns, call.ends_at)
+
+
+class ProgramServicer:
+    """`ProgramService`."""
+
+    def __init__(self, house: ProgramHouse) -> None:
+        self._house = house
+
+    def methods(self) -> MethodTable:
+        return {
+            "CompileProgram": (program_pb2.CompileProgramRequest, self.compile),
+            "GetProgram": (program_pb2.GetProgramRequest, self.get),
+            "ListPrograms": (program_pb2.ListProgramsRequest, self.list),
+            "DeleteProgram": (program_pb2.DeleteProgramRequest, self.delete),
+        }
+
+    async def compile(self, call: Call[program_pb2.CompileProgramRequest]) -> program_pb2.CompileProgramResponse:
+        request = call.request
+        if not request.validate_only:
+            program = await self._house.compile(request.spec, request.program_id, call.ends_at)
+            return program_pb2.CompileProgramResponse(program=program)
+        checked, findings = await self._house.check(request.spec, call.ends_at)
+        return program_pb2.CompileProgramResponse(
+            program=checked,
+            findings=[
+                program_pb2.Finding(
+                    reason=reason_name(item.reason), message=item.message, node=item.node, field=item.field
+                )
+                for item in findings
+            ],
+        )
+
+    async def get(self, call: Call[program_pb2.GetProgramRequest]) -> program_pb2.GetProgramResponse:
+        return program_pb2.GetProgramResponse(program=await self._house.get(call.request.name))
+
+    async def list(self, call: Call[program_pb2.ListProgramsRequest]) -> program_pb2.ListProgramsResponse:
+        programs, token = await self._house.list(call.request.page_size, call.request.page_token)
+        response = program_pb2.ListProgramsResponse(programs=programs, next_page_token=token)
+        for program in response.programs:
+            program.ClearField("overrides")
+            program.ClearField("defaulted")
+        return response
+
+    async def delete(self, call: Call[program_pb2.DeleteProgramRequest]) -> program_pb2.DeleteProgramResponse:
+        await self._house.delete(call.request.name)
+        return program_pb2.DeleteProgramResponse()
+
+
+class GradientServicer:
+    """`GradientService`."""
+
+    def __init__(self, house: ProgramHouse) -> None:
+        self._house = house
+
+    def methods(self) -> MethodTable:
+        return {"Evaluate": (evaluate_pb2.EvaluateRequest, self.evaluate)}
+
+    async def evaluate(self, call: Call[evaluate_pb2.EvaluateRequest]) -> bytes:
+        return await self._house.evaluate(call.request, call.raw, call.received_ns, call.ends_at)

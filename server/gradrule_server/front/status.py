@@ -1,0 +1,91 @@
+"""The one place where an error becomes a gRPC status."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import grpc
+from google.protobuf import any_pb2
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+
+from gradrule.v1 import errors_pb2
+from gradrule_server.errors import Finding, GradruleError, reason_name
+
+DOMAIN = "gradrule"
+DETAILS_KEY = "grpc-status-details-bin"
+
+# Larger trailers are lost on the way, and the error with them.
+MAX_FINDINGS_BYTES = 4096
+MAX_MESSAGE_BYTES = 1024
+
+_INVALID = grpc.StatusCode.INVALID_ARGUMENT
+_CODES = {
+    errors_pb2.ERROR_REASON_UNKNOWN_RULE: grpc.StatusCode.NOT_FOUND,
+    errors_pb2.ERROR_REASON_RULE_EXISTS: grpc.StatusCode.ALREADY_EXISTS,
+    errors_pb2.ERROR_REASON_RULE_READ_ONLY: grpc.StatusCode.FAILED_PRECONDITION,
+    errors_pb2.ERROR_REASON_PROGRAM_NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    errors_pb2.ERROR_REASON_PROGRAM_EXISTS: grpc.StatusCode.ALREADY_EXISTS,
+    errors_pb2.ERROR_REASON_EXECUTION_FAILED: grpc.StatusCode.FAILED_PRECONDITION,
+    errors_pb2.ERROR_REASON_ENGINE_CRASHED: grpc.StatusCode.ABORTED,
+    errors_pb2.ERROR_REASON_ENGINE_UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    errors_pb2.ERROR_REASON_OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors_pb2.ERROR_REASON_MESSAGE_TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED: grpc.StatusCode.DEADLINE_EXCEEDED,
+    errors_pb2.ERROR_REASON_CANCELLED: grpc.StatusCode.CANCELLED,
+    errors_pb2.ERROR_REASON_UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    errors_pb2.ERROR_REASON_UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
+    errors_pb2.ERROR_REASON_INTERNAL: grpc.StatusCode.INTERNAL,
+}
+
+
+def code_of(reason: errors_pb2.ErrorReason) -> grpc.StatusCode:
+    """The gRPC code of a reason, as errors.proto documents it."""
+    return _CODES.get(reason, _INVALID)
+
+
+def status_of(cause: GradruleError) -> status_pb2.Status:
+    """The `google.rpc.Status` of an error, small enough for trailers."""
+    violations, kept = _violations(cause.findings)
+    info = error_details_pb2.ErrorInfo(
+        reason=reason_name(cause.reason),
+        domain=DOMAIN,
+        metadata={"findings_total": str(len(cause.findings)), "findings_sent": str(kept)},
+    )
+    details: list[Message] = [info]
+    if violations.field_violations:
+        details.append(violations)
+    if cause.retry_after_s is not None:
+        retry = error_details_pb2.RetryInfo()
+        retry.retry_delay.FromNanoseconds(int(cause.retry_after_s * 1e9))
+        details.append(retry)
+    if cause.resource is not None:
+        details.append(error_details_pb2.ResourceInfo(resource_type=cause.resource.type, resource_name=cause.resource.name))
+    status = status_pb2.Status(code=code_of(cause.reason).value[0], message=_cut(cause.message, MAX_MESSAGE_BYTES))
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return status
+
+
+def _violations(findings: Sequence[Finding]) -> tuple[error_details_pb2.BadRequest, int]:
+    """As many findings as fit: `field` is the request's field or the node, `reason` the reason."""
+    request = error_details_pb2.BadRequest()
+    kept = 0
+    for finding in findings:
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=_cut(finding.field or (f"node:{finding.node}" if finding.node else ""), 256),
+            description=_cut(finding.message, MAX_MESSAGE_BYTES),
+            reason=reason_name(finding.reason),
+        )
+        if request.ByteSize() + violation.ByteSize() + 4 > MAX_FINDINGS_BYTES:
+            break
+        request.field_violations.append(violation)
+        kept += 1
+    return request, kept
+
+
+def _cut(text: str, limit: int) -> str:
+    data = text.encode()
+    return text if len(data) <= limit else data[: limit - 3].decode(errors="ignore") + "…"

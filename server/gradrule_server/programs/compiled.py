@@ -1,0 +1,120 @@
+"""A program that an engine has compiled, and what its overrides came to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gradrule.v1 import errors_pb2, evaluate_pb2, override_pb2, program_pb2, rule_pb2, tensor_pb2
+from gradrule_server import graphs
+from gradrule_server.errors import Finding, GradruleError
+from gradrule_server.link.v1 import link_pb2
+from gradrule_server.programs.prepare import Prepared, canonical
+
+_ACTIVE = override_pb2.RESOLUTION_STATUS_ACTIVE
+_OFF_PATH = override_pb2.RESOLUTION_STATUS_OFF_PATH
+_NOT_DIFFERENTIABLE = override_pb2.RESOLUTION_STATUS_NOT_DIFFERENTIABLE
+
+_STATUS_TEXT = {
+    _ACTIVE: "active",
+    _OFF_PATH: "off the path from ys to xs",
+    _NOT_DIFFERENTIABLE: "of a type without gradients",
+}
+_SHOWN_NODES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A program that can run. `message` has no name; `tail` is what an answer with an inline program ends with."""
+
+    prepared: Prepared
+    message: program_pb2.Program
+    tail: bytes
+    digests_tail: bytes
+    placeholders: frozenset[str]
+    """Canonical names of the graph's placeholders: feeding these never needs another program."""
+
+    @property
+    def key(self) -> str:
+        return self.prepared.key
+
+    def settings(self, params: Mapping[str, evaluate_pb2.ParamValues]) -> list[link_pb2.ParamSetting]:
+        """The params of one call."""
+        values: dict[str, Mapping[str, rule_pb2.ParamValue]] = {label: item.values for label, item in params.items()}
+        return self.prepared.table.call_settings(values)
+
+
+def compiled(prepared: Prepared, reply: link_pb2.CompileReply, device: str) -> Compiled:
+    """Puts together what the engine found. UNMATCHED_OVERRIDE or INACTIVE_OVERRIDE where an override has no effect."""
+    expanded = prepared.expanded
+    matches = list(zip(expanded.matches, _statuses(expanded, reply), strict=True))
+    if prepared.request.ys:
+        _check_effect(prepared, matches)
+    resolutions = [
+        override_pb2.Resolution(
+            node=match.node, op_type=match.op_type, rule=match.rule_name, label=match.label, status=status, function=match.function
+        )
+        for match, status in matches
+    ]
+    digests = program_pb2.Digests(graph=prepared.graph_digest, program=prepared.key)
+    optional = [
+        tensor_pb2.TensorSpec(name=item.name, dtype=item.dtype, shape=item.shape, optional=True)
+        for item in expanded.inputs
+        if item.optional
+    ]
+    message = program_pb2.Program(
+        digests=digests,
+        inputs=[*reply.inputs, *optional],
+        outputs=reply.outputs,
+        ys=reply.ys,
+        xs=reply.xs,
+        overrides=resolutions,
+        defaulted=reply.defaulted,
+        device=device,
+    )
+    tail = evaluate_pb2.EvaluateResponse(overrides=resolutions, defaulted=reply.defaulted)
+    return Compiled(
+        prepared=prepared,
+        message=message,
+        tail=tail.SerializeToString(),
+        digests_tail=evaluate_pb2.EvaluateResponse(digests=digests).SerializeToString(),
+        placeholders=frozenset(canonical(name) for name in expanded.placeholders),
+    )
+
+
+def _statuses(expanded: graphs.Expanded, reply: link_pb2.CompileReply) -> list[override_pb2.ResolutionStatus]:
+    statuses = []
+    for match in expanded.matches:
+        if match.mark is not None and reply.statuses[match.mark] == _ACTIVE:
+            statuses.append(_ACTIVE)
+        else:
+            statuses.append(_OFF_PATH if match.differentiable else _NOT_DIFFERENTIABLE)
+    return statuses
+
+
+def _check_effect(
+    prepared: Prepared, matches: Sequence[tuple[graphs.Match, override_pb2.ResolutionStatus]]
+) -> None:
+    findings: list[Finding] = []
+    by_override: dict[int, list[tuple[graphs.Match, override_pb2.ResolutionStatus]]] = {}
+    for match, status in matches:
+        by_override.setdefault(match.override, []).append((match, status))
+    for item in prepared.table.specs:
+        if item.optional:
+            continue
+        hits = by_override.get(item.index, [])
+        if any(status == _ACTIVE for _, status in hits):
+            continue
+        shown = "; ".join(f"{match.node!r} ({match.op_type}): {_STATUS_TEXT[status]}" for match, status in hits[:_SHOWN_NODES])
+        more = f"; and {len(hits) - _SHOWN_NODES} more" if len(hits) > _SHOWN_NODES else ""
+        findings.append(
+            Finding(
+                errors_pb2.ERROR_REASON_INACTIVE_OVERRIDE,
+                f"override {item.label!r} (rule {item.rule_name!r}) has no effect: no gradient passes through any node that it "
+                f"matches: {shown}{more}. Say optional if that is meant.",
+                node=hits[0][0].node if hits else "",
+                field=f"overrides[{item.index}]",
+            )
+        )
+    if findings:
+        raise GradruleError(findings)

@@ -1,0 +1,183 @@
+"""From a `ProgramSpec` to a checked, expanded program that an engine can compile. No engine is asked here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradrule.v1 import errors_pb2, graph_pb2, override_pb2, program_pb2, rule_pb2, tensor_pb2
+from gradrule_server import graphs
+from gradrule_server.errors import Finding, GradruleError, error
+from gradrule_server.link.v1 import link_pb2
+from gradrule_server.programs.overrides import OverrideTable, read_overrides
+from gradrule_server.programs.rule_lookup import RuleLookup
+
+FORMAT_VERSION = 1
+"""Goes into every digest: programs of another format are other programs."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallShape:
+    """What of a call's structure, not of its values, a program depends on. Names are canonical: `y`, not `y:0`."""
+
+    feeds: frozenset[str] = frozenset()
+    grad_ys: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A checked program. `key` is its digest."""
+
+    key: str
+    graph_digest: str
+    request: link_pb2.CompileRequest
+    table: OverrideTable
+    expanded: graphs.Expanded
+
+
+def canonical(name: str) -> str:
+    """`y:0` and `y` are one tensor."""
+    return name.removesuffix(":0")
+
+
+def prepare(spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, limits: graphs.Limits) -> Prepared:
+    """Checks and expands; raises `GradruleError` with all that is wrong."""
+    graph_bytes, graph = _graph_of(spec)
+    graph_digest = hashlib.sha256(graph_bytes).hexdigest()
+    vjp = spec.vjp
+    table = read_overrides(spec.overrides, lookup)
+    findings = [*_check_wishes(spec, call), *table.findings]
+
+    def known_rule(name: str) -> int | None:
+        try:
+            rule = lookup.resolve(name)
+        except GradruleError:
+            return None
+        return table.bind(rule, name)
+
+    upstream = {canonical(item.y): item.tensor for item in vjp.grad_ys}
+    try:
+        expanded = graphs.expand(
+            graph,
+            graphs.ExpandRequest(
+                fetches=list(spec.fetches),
+                ys=list(vjp.ys),
+                xs=list(vjp.xs),
+                grad_y_tensors=list(upstream.values()),
+                stop_gradients=list(vjp.stop_gradients),
+                fed=sorted(call.feeds),
+                overrides=table.specs,
+                known_rule=known_rule,
+            ),
+            limits,
+        )
+    except GradruleError as cause:
+        raise GradruleError([*cause.findings, *findings]) from None
+    if findings:
+        raise GradruleError(findings)
+
+    request = link_pb2.CompileRequest(
+        graph=expanded.graph_bytes,
+        marks=[link_pb2.MarkedNode(rule=mark.rule, node=mark.node, foreign=mark.foreign) for mark in expanded.marks],
+        rules=table.messages(),
+        scopes=expanded.scopes,
+        inputs=[_input_spec(item) for item in expanded.inputs if not item.optional],
+        fetches=_endpoints(spec.fetches, expanded),
+        ys=_endpoints(vjp.ys, expanded),
+        xs=_endpoints(vjp.xs, expanded),
+        grad_ys=[_upstream(y, upstream, call, expanded) for y in vjp.ys],
+        stop_gradients=[expanded.tensor_names[name] for name in vjp.stop_gradients],
+        unconnected_gradients=vjp.unconnected_gradients,
+    )
+    key = _digest(graph_digest, spec, call, table)
+    request.key = key
+    return Prepared(key, graph_digest, request, table, expanded)
+
+
+def _graph_of(spec: program_pb2.ProgramSpec) -> tuple[bytes, graph_pb2.Graph]:
+    source = spec.graph.WhichOneof("source")
+    if source == "serialized":
+        return spec.graph.serialized, graphs.parse(spec.graph.serialized)
+    if source == "inline":
+        return spec.graph.inline.SerializeToString(deterministic=True), spec.graph.inline
+    raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the program has no graph", field="spec.graph")
+
+
+def _check_wishes(spec: program_pb2.ProgramSpec, call: CallShape) -> list[Finding]:
+    vjp, findings = spec.vjp, []
+
+    def add(reason: errors_pb2.ErrorReason, message: str, field: str) -> None:
+        findings.append(Finding(reason, message, field=field))
+
+    if not spec.fetches and not vjp.ys:
+        add(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "nothing is asked for: name fetches, or ys and xs", "spec.fetches")
+    if spec.overrides and not vjp.ys:
+        add(
+            errors_pb2.ERROR_REASON_INVALID_OVERRIDE,
+            "there are overrides but no ys: overrides change gradients, and none is asked for",
+            "spec.overrides",
+        )
+    if bool(vjp.ys) != bool(vjp.xs):
+        given, missing = ("ys", "xs") if vjp.ys else ("xs", "ys")
+        add(errors_pb2.ERROR_REASON_INVALID_DERIVATIVE, f"there are {given} but no {missing}", f"spec.vjp.{missing}")
+    ys = {canonical(name) for name in vjp.ys}
+    for name in sorted({canonical(item.y) for item in vjp.grad_ys} | call.grad_ys):
+        if name not in ys:
+            add(errors_pb2.ERROR_REASON_INVALID_DERIVATIVE, f"grad_ys names {name!r}, which is none of the ys", "grad_ys")
+    return findings
+
+
+def _input_spec(item: graphs.GraphInput) -> tensor_pb2.TensorSpec:
+    return tensor_pb2.TensorSpec(name=item.name, dtype=item.dtype, shape=item.shape)
+
+
+def _endpoints(names: Sequence[str], expanded: graphs.Expanded) -> list[link_pb2.Endpoint]:
+    return [link_pb2.Endpoint(name=name, tensor=expanded.tensor_names[name]) for name in names]
+
+
+def _upstream(y: str, upstream: dict[str, str], call: CallShape, expanded: graphs.Expanded) -> link_pb2.Upstream:
+    name = canonical(y)
+    if name in call.grad_ys:
+        return link_pb2.Upstream(fed=True)
+    if name in upstream:
+        return link_pb2.Upstream(tensor=expanded.tensor_names[upstream[name]])
+    return link_pb2.Upstream(ones=True)
+
+
+def _digest(graph_digest: str, spec: program_pb2.ProgramSpec, call: CallShape, table: OverrideTable) -> str:
+    """SHA-256 over all that decides what is computed; param values are not part of it."""
+    rules = [
+        ["op", bound.rule.name] if bound.rule.content is None else ["content", bound.rule.content.digest, bound.rule.name]
+        for bound in table.bound
+    ]
+    overrides = [
+        [item.op_type, item.node, item.scope, item.rule_index, item.label, item.optional] for item in table.specs
+    ]
+    vjp = spec.vjp
+    content = {
+        "format": FORMAT_VERSION,
+        "graph": graph_digest,
+        "rules": rules,
+        "overrides": overrides,
+        "fetches": list(spec.fetches),
+        "ys": list(vjp.ys),
+        "xs": list(vjp.xs),
+        "grad_ys": [[item.y, item.tensor] for item in vjp.grad_ys],
+        "grad_ys_fed": sorted(call.grad_ys),
+        "feeds": sorted(call.feeds),
+        "stop_gradients": list(vjp.stop_gradients),
+        "unconnected_gradients": vjp.unconnected_gradients,
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def override_values(table: OverrideTable) -> bytes:
+    """The overrides' param values, which distinguish programs of one digest from each other."""
+    items = sorted(table.settings.items())
+    return b"".join(
+        override_pb2.Override(label=f"{rule}.{name}", params={"value": rule_pb2.ParamValue.FromString(value.SerializeToString())})
+        .SerializeToString(deterministic=True)
+        for (rule, name), value in items
+    )

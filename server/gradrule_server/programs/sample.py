@@ -1,0 +1,208 @@
+"""Running a rule on tensors, without a graph of the caller's: `SampleRule`.
+
+A rule with a form of its own is run as the graph that it is compiled to. Where the rule needs an op (its outputs, its own
+gradient, or because the rule *is* an op's gradient), a graph of that one op is differentiated with the rule as its override.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+from gradrule import _infer, _opdefs, _tensors
+from gradrule.v1 import errors_pb2, evaluate_pb2, graph_pb2, override_pb2, rule_pb2, tensor_pb2
+from gradrule_server.errors import GradruleError, did_you_mean, error
+from gradrule_server.programs.house import ProgramHouse
+from gradrule_server.programs.overrides import OverrideTable
+from gradrule_server.programs.rule_lookup import ResolvedRule
+from gradrule_server.registry.rules import RuleRegistry
+from gradrule_server.rules import RuleContent, Signature
+
+_VARIABLE = re.compile(r"(x|y|dy|default)(\d*)")
+_PARAM_PREFIX = "param/"
+
+
+async def sample(
+    request: rule_pb2.SampleRuleRequest, rules: RuleRegistry, house: ProgramHouse, received_ns: int, ends_at: float
+) -> rule_pb2.SampleRuleResponse:
+    """Runs the rule; MISSING_FEED where a value that it needs is neither given nor computed by `op_type`."""
+    source = request.WhichOneof("source")
+    if source is None:
+        raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the request names no rule and holds none", field="source")
+    values = _values(request)
+    xs = _numbered(values, "x")
+    if not xs:
+        raise error(errors_pb2.ERROR_REASON_MISSING_FEED, "a rule is sampled at some x: give x", field="values")
+    content: RuleContent | None
+    op_type = request.op_type
+    if source == "definition":
+        content = RuleContent.from_definition(request.definition)
+    else:
+        entry = rules.get(request.name)
+        content = entry.content
+        op_type = op_type or (entry.op_type if content is None else "")
+    if op_type:
+        evaluation = _through_op(request, op_type, xs, values)
+    else:
+        if content is None:
+            raise error(errors_pb2.ERROR_REASON_MISSING_FEED, "an OP rule needs an op to run on: give op_type", field="op_type")
+        evaluation = _by_itself(request, content, xs, values)
+    raw = evaluation.SerializeToString()
+    answer = evaluate_pb2.EvaluateResponse.FromString(await house.evaluate(evaluation, raw, received_ns, ends_at))
+    return _response(answer, len(xs))
+
+
+def _values(request: rule_pb2.SampleRuleRequest) -> dict[str, tensor_pb2.Tensor]:
+    values: dict[str, tensor_pb2.Tensor] = {}
+    for item in request.values:
+        match = _VARIABLE.fullmatch(item.name)
+        if match is None:
+            raise error(
+                errors_pb2.ERROR_REASON_UNKNOWN_FEED,
+                f"{item.name!r} is no variable of a rule: x, y, dy, default, with a number for the others than the first",
+                field="values",
+            )
+        values[f"{match[1]}{match[2] or 0}"] = item.value.inline
+    return values
+
+
+def _numbered(values: Mapping[str, tensor_pb2.Tensor], prefix: str) -> list[tensor_pb2.Tensor]:
+    found: list[tensor_pb2.Tensor] = []
+    while (value := values.get(f"{prefix}{len(found)}")) is not None:
+        found.append(value)
+    return found
+
+
+def _by_itself(
+    request: rule_pb2.SampleRuleRequest,
+    content: RuleContent,
+    xs: list[tensor_pb2.Tensor],
+    values: dict[str, tensor_pb2.Tensor],
+) -> evaluate_pb2.EvaluateRequest:
+    """The rule's own graph as a forward program."""
+    outputs = _numbered(values, "y") or _numbered(values, "dy") or xs[:1]
+    rule_graph = content.bind(Signature(tuple(x.dtype for x in xs), tuple(y.dtype for y in outputs)))
+    missing = [
+        variable
+        for variable in rule_graph.inputs
+        if not variable.startswith(_PARAM_PREFIX) and variable not in values and not variable.startswith("dy")
+    ]
+    if missing:
+        raise error(
+            errors_pb2.ERROR_REASON_MISSING_FEED,
+            f"the rule uses {', '.join(missing)}: give it, or op_type for an op that computes it",
+            field="values",
+        )
+    evaluation = evaluate_pb2.EvaluateRequest()
+    evaluation.spec.graph.inline.CopyFrom(rule_graph.graph)
+    for index, result in enumerate(rule_graph.results):
+        if result is not None:
+            # Under names of its own, so that two inputs may share one result and an input may be a result.
+            node = evaluation.spec.graph.inline.node.add(name=_gradient_name(index), op="Identity", input=[result])
+            evaluation.spec.fetches.append(node.name)
+    params = _param_values(request, content)
+    for variable, placeholder in rule_graph.inputs.items():
+        feed = evaluation.feeds.add(name=placeholder)
+        if variable.startswith(_PARAM_PREFIX):
+            feed.value.inline.CopyFrom(params[variable.removeprefix(_PARAM_PREFIX)])
+        else:
+            feed.value.inline.CopyFrom(values.get(variable) or _ones_like(outputs[int(variable[2:])]))
+    return evaluation
+
+
+def _param_values(request: rule_pb2.SampleRuleRequest, content: RuleContent) -> dict[str, tensor_pb2.Tensor]:
+    table = OverrideTable()
+    index = table.bind(ResolvedRule("sampled", content), "sampled")
+    findings = table.set_params(table.settings, index, request.params, "params")
+    if findings:
+        raise GradruleError(findings)
+    given = {setting.name: setting.value for setting in table.call_settings({})}
+    values = {}
+    for param in content.params:
+        value = given.get(param.name)
+        array = param.default if value is None else _tensors.to_numpy(value.tensor) if value.HasField("tensor") else value.number
+        values[param.name] = _tensors.to_message(np.asarray(array, np.float64))
+    return values
+
+
+def _through_op(
+    request: rule_pb2.SampleRuleRequest,
+    op_type: str,
+    xs: list[tensor_pb2.Tensor],
+    values: dict[str, tensor_pb2.Tensor],
+) -> evaluate_pb2.EvaluateRequest:
+    """A graph of one op, differentiated with the rule as its override."""
+    computed = [name for name in values if name.startswith(("y", "default"))]
+    if computed:
+        raise error(
+            errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
+            f"{', '.join(computed)} cannot be given together with op_type {op_type!r}, which computes it",
+            field="values",
+        )
+    op = _opdefs.find(op_type)
+    if op is None:
+        raise error(
+            errors_pb2.ERROR_REASON_UNKNOWN_OP_TYPE,
+            f"there is no op type {op_type!r}.{did_you_mean(op_type, _opdefs.names())}",
+            field="op_type",
+        )
+    try:
+        output_types = _infer.complete(op, {}, [x.dtype for x in xs]).outputs
+    except _infer.InferError as cause:
+        raise error(
+            errors_pb2.ErrorReason.Value(f"ERROR_REASON_{cause.kind}"), f"op {op_type!r}: {cause}", field="op_type"
+        ) from cause
+    evaluation = evaluate_pb2.EvaluateRequest()
+    spec = evaluation.spec
+    node = graph_pb2.Node(name="op", op=op_type)
+    for index, x in enumerate(xs):
+        name = f"x{index}"
+        placeholder = spec.graph.inline.node.add(name=name, op="Placeholder")
+        placeholder.attr["dtype"].type = x.dtype
+        placeholder.attr["shape"].shape.CopyFrom(x.tensor_shape)
+        node.input.append(name)
+        evaluation.feeds.add(name=name).value.inline.CopyFrom(x)
+        spec.vjp.xs.append(name)
+    spec.graph.inline.node.append(node)
+    for index in range(len(output_types)):
+        spec.fetches.append(f"op:{index}")
+        spec.vjp.ys.append(f"op:{index}")
+        if f"dy{index}" in values:
+            evaluation.grad_ys.add(name=f"op:{index}").value.inline.CopyFrom(values[f"dy{index}"])
+    override = spec.overrides.add(selector=override_pb2.Selector(node="op"), label="sampled", params=request.params)
+    if request.WhichOneof("source") == "definition":
+        override.definition.CopyFrom(request.definition)
+    else:
+        override.rule = request.name.removeprefix("rules/")
+    return evaluation
+
+
+def _response(answer: evaluate_pb2.EvaluateResponse, inputs: int) -> rule_pb2.SampleRuleResponse:
+    """Gradients as `dx`, `dx1`, …, outputs as `y`, `y1`, …, whichever way they were computed."""
+    response = rule_pb2.SampleRuleResponse()
+    found: dict[str, tensor_pb2.Tensor] = {}
+    for gradient in answer.gradients:
+        if gradient.WhichOneof("value") == "dense":
+            found[_gradient_name(int(gradient.x[1:]))] = gradient.dense
+    for output in answer.outputs:
+        if output.name.startswith("op:"):
+            index = int(output.name.removeprefix("op:"))
+            response.outputs.add(name=f"y{index or ''}").value.inline.CopyFrom(output.value.inline)
+        else:
+            found[output.name] = output.value.inline
+    for index in range(inputs):
+        entry = response.gradients.add(name=f"dx{index or ''}")
+        value = found.get(_gradient_name(index))
+        if value is not None:
+            entry.value.inline.CopyFrom(value)
+    return response
+
+
+def _gradient_name(index: int) -> str:
+    return f"sampled_gradient_{index}"
+
+
+def _ones_like(tensor: tensor_pb2.Tensor) -> tensor_pb2.Tensor:
+    return _tensors.to_message(np.ones_like(_tensors.to_numpy(tensor)))
