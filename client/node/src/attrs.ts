@@ -1,0 +1,129 @@
+// Attribute values of nodes, from plain JavaScript values.
+
+import { create } from "@bufbuild/protobuf";
+
+import { dtOf, isDType } from "./dtypes.js";
+import { refusal } from "./errors.js";
+import { ATTRS } from "./gen/attrs.js";
+import { AttrValueSchema, AttrValue_ListValueSchema } from "./gen/gradrule/v1/graph_pb.js";
+import type { AttrValue, AttrValue_ListValue } from "./gen/gradrule/v1/graph_pb.js";
+import { tensor } from "./tensor.js";
+import type { Tensor, TensorLike } from "./tensor.js";
+import { shapeMessage, tensorMessage } from "./wire.js";
+import type { Shape } from "./wire.js";
+
+type Single = "string" | "int" | "float" | "bool" | "type" | "shape" | "tensor" | "func";
+
+/** The type of an attribute, as TensorFlow writes it. */
+export type AttrKind = Single | `list(${Single})`;
+
+/** An attribute's value: what it means is decided by the op's definition, else by its own type. */
+export type AttrInput =
+  string | number | bigint | boolean | Uint8Array | Shape | Tensor | AttrValue | readonly AttrInput[];
+
+/**
+ * An attribute of a kind told aloud, for nodes that are no ops of TensorFlow's (calls of a graph's functions):
+ * `attr("float", 1)`, `attr("type", "int64")`, `attr("list(shape)", [[2, 3], null])`. Throws INVALID_ATTR.
+ */
+export function attr(kind: AttrKind, value: AttrInput): AttrValue {
+  const inner = /^list\((\w+)\)$/.exec(kind)?.[1];
+  if (inner === undefined) return create(AttrValueSchema, { value: single(kind as Single, value) });
+  if (!Array.isArray(value)) throw unfit(kind, value);
+  return create(AttrValueSchema, { value: { case: "list", value: list(inner as Single, value as AttrInput[]) } });
+}
+
+/** The value of attribute `name` of a node of type `opType`. Throws INVALID_ATTR, naming both. */
+export function attrOf(opType: string, name: string, value: AttrInput): AttrValue {
+  if (isAttrValue(value)) return value;
+  try {
+    return attr(kindOf(opType, name) ?? guess(value), value);
+  } catch (cause) {
+    throw refusal("INVALID_ATTR", `Attribute ${name} of ${opType}: ${(cause as Error).message}`);
+  }
+}
+
+function kindOf(opType: string, name: string): AttrKind | undefined {
+  const row = Object.hasOwn(ATTRS, opType) ? ATTRS[opType]! : "";
+  const entry = row.split(", ").find((text) => text.startsWith(`${name} `));
+  return entry?.slice(name.length + 1) as AttrKind | undefined;
+}
+
+function guess(value: AttrInput): AttrKind {
+  if (Array.isArray(value)) return value.length > 0 ? `list(${guess(value[0] as AttrInput) as Single})` : "list(int)";
+  if (typeof value === "boolean") return "bool";
+  if (typeof value === "bigint") return "int";
+  if (typeof value === "number") return Number.isInteger(value) ? "int" : "float";
+  if (typeof value === "string" || value instanceof Uint8Array) return "string";
+  return value === null ? "shape" : "tensor";
+}
+
+function isAttrValue(value: AttrInput): value is AttrValue {
+  return typeof value === "object" && value !== null && "$typeName" in value;
+}
+
+function single(kind: Single, value: AttrInput): AttrValue["value"] {
+  switch (kind) {
+    case "string":
+      return { case: "s", value: bytesOf(value) };
+    case "int":
+      return { case: "i", value: integerOf(value) };
+    case "float":
+      return { case: "f", value: numberOf(value) };
+    case "bool":
+      if (typeof value !== "boolean") throw unfit(kind, value);
+      return { case: "b", value };
+    case "type":
+      return { case: "type", value: typeOf(value) };
+    case "shape":
+      return { case: "shape", value: shapeMessage(value as Shape) };
+    case "tensor":
+      return { case: "tensor", value: tensorMessage(tensor(value as TensorLike)) };
+    case "func":
+      if (typeof value !== "string") throw unfit(kind, value);
+      return { case: "func", value: { $typeName: "gradrule.v1.NameAttrList", name: value, attr: {} } };
+    default:
+      throw refusal("INVALID_ATTR", `There is no attribute type ${JSON.stringify(kind)}.`);
+  }
+}
+
+function list(kind: Single, values: readonly AttrInput[]): AttrValue_ListValue {
+  const entries = values.map((value) => single(kind, value).value);
+  const field = {
+    string: "s",
+    int: "i",
+    float: "f",
+    bool: "b",
+    type: "type",
+    shape: "shape",
+    tensor: "tensor",
+    func: "func",
+  };
+  return create(AttrValue_ListValueSchema, { [field[kind]]: entries });
+}
+
+function bytesOf(value: AttrInput): Uint8Array {
+  if (typeof value === "string") return new TextEncoder().encode(value);
+  if (value instanceof Uint8Array) return value;
+  throw unfit("string", value);
+}
+
+function integerOf(value: AttrInput): bigint {
+  if (typeof value === "bigint") return value;
+  if (typeof value === "number" && Number.isSafeInteger(value)) return BigInt(value);
+  throw unfit("int", value);
+}
+
+function numberOf(value: AttrInput): number {
+  if (typeof value === "number") return value;
+  throw unfit("float", value);
+}
+
+function typeOf(value: AttrInput): ReturnType<typeof dtOf> {
+  if (isDType(value)) return dtOf(value);
+  throw unfit("type", value);
+}
+
+function unfit(kind: AttrKind, value: AttrInput): Error {
+  const shown = typeof value === "bigint" ? `${value}n` : JSON.stringify(value);
+  return refusal("INVALID_ATTR", `${shown} is no value of type ${kind}.`);
+}

@@ -1,0 +1,118 @@
+// The one place that talks gRPC: a channel with keepalive, retries and deadlines, and unary calls over it.
+
+import { create, fromBinary, toBinary } from "@bufbuild/protobuf";
+import type { DescMessage, DescMethodUnary, MessageInitShape, MessageShape } from "@bufbuild/protobuf";
+import { Client, Metadata, credentials, status as Code } from "@grpc/grpc-js";
+import type { ChannelCredentials, ServiceError } from "@grpc/grpc-js";
+
+import { errorOf, fromServiceError } from "./errors.js";
+
+export interface ConnectOptions {
+  /** TLS credentials, `credentials.createSsl(…)` of `@grpc/grpc-js`. Default: no TLS. */
+  readonly credentials?: ChannelCredentials;
+  /** Sent with every call as `authorization: Bearer …`. */
+  readonly token?: string;
+  /** Deadline of a call that sets none of its own, in seconds. Default: 30. */
+  readonly timeout?: number;
+}
+
+export interface CallOptions {
+  /** Deadline of this call, in seconds. Default: the client's. */
+  readonly timeout?: number;
+  /** Cancels the call. */
+  readonly signal?: AbortSignal;
+}
+
+const MIB = 1024 * 1024;
+
+// Only UNAVAILABLE is tried again: the server did not take the request. Throttling stops retries while most calls fail.
+const SERVICE_CONFIG = {
+  methodConfig: [
+    {
+      name: [{}],
+      retryPolicy: {
+        maxAttempts: 4,
+        initialBackoff: "0.1s",
+        maxBackoff: "2s",
+        backoffMultiplier: 2,
+        retryableStatusCodes: ["UNAVAILABLE"],
+      },
+    },
+  ],
+  retryThrottling: { maxTokens: 100, tokenRatio: 0.1 },
+};
+
+const CHANNEL_OPTIONS = {
+  "grpc.max_receive_message_length": -1,
+  "grpc.max_send_message_length": -1,
+  "grpc.keepalive_time_ms": 60_000,
+  "grpc.keepalive_timeout_ms": 20_000,
+  "grpc.service_config": JSON.stringify(SERVICE_CONFIG),
+  "grpc.service_config_disable_resolution": 1,
+  // What is larger than the buffer is sent once and never again.
+  "grpc.per_rpc_retry_buffer_size": 256 * MIB,
+  "grpc.retry_buffer_size": 1024 * MIB,
+};
+
+/** A connection to one server. It is made at the first call and made again whenever it breaks. */
+export class Channel {
+  private readonly client: Client;
+  private readonly metadata = new Metadata();
+  private readonly timeout: number;
+  private closed = false;
+
+  constructor(
+    readonly target: string,
+    options: ConnectOptions,
+  ) {
+    this.timeout = checkedTimeout(options.timeout ?? 30);
+    if (options.token !== undefined) this.metadata.set("authorization", `Bearer ${options.token}`);
+    this.client = new Client(target, options.credentials ?? credentials.createInsecure(), CHANNEL_OPTIONS);
+  }
+
+  /** Calls a method. Rejects with a GradruleError. */
+  unary<I extends DescMessage, O extends DescMessage>(
+    method: DescMethodUnary<I, O>,
+    request: MessageInitShape<I>,
+    options: CallOptions = {},
+  ): Promise<MessageShape<O>> {
+    const { signal } = options;
+    const deadline = Date.now() + checkedTimeout(options.timeout ?? this.timeout) * 1000;
+    if (this.closed) return Promise.reject(errorOf("UNAVAILABLE", "The client is closed.", Code.UNAVAILABLE));
+    if (signal?.aborted) return Promise.reject(errorOf("CANCELLED", "The signal is aborted.", Code.CANCELLED));
+    return new Promise((resolve, reject) => {
+      const call = this.client.makeUnaryRequest(
+        `/${method.parent.typeName}/${method.name}`,
+        (message: MessageShape<I>) => asBuffer(toBinary(method.input, message)),
+        (bytes: Buffer) => fromBinary(method.output, bytes),
+        create(method.input, request),
+        this.metadata.clone(),
+        { deadline },
+        (failure: ServiceError | null, response?: MessageShape<O>) => {
+          signal?.removeEventListener("abort", cancel);
+          if (failure) reject(fromServiceError(failure));
+          else resolve(response!);
+        },
+      );
+      const cancel = (): void => call.cancel();
+      signal?.addEventListener("abort", cancel, { once: true });
+    });
+  }
+
+  /** Ends the connection; later calls are UNAVAILABLE. */
+  close(): void {
+    this.closed = true;
+    this.client.close();
+  }
+}
+
+function checkedTimeout(seconds: number): number {
+  if (!Number.isFinite(seconds) || seconds <= 0) {
+    throw new RangeError(`timeout is ${seconds}; it is a number of seconds above 0, for every call has a deadline.`);
+  }
+  return seconds;
+}
+
+function asBuffer(bytes: Uint8Array): Buffer {
+  return Buffer.from(bytes.buffer, bytes.byteOffset, bytes.byteLength);
+}

@@ -1,0 +1,212 @@
+// The client: one method per thing that a server does.
+
+import { status as Code } from "@grpc/grpc-js";
+
+import { Channel } from "./channel.js";
+import type { CallOptions, ConnectOptions } from "./channel.js";
+import { errorOf, refusal } from "./errors.js";
+import type { GradruleError } from "./errors.js";
+import { GradientService } from "./gen/gradrule/v1/evaluate_pb.js";
+import { ProgramService } from "./gen/gradrule/v1/program_pb.js";
+import type { Finding as FindingMessage } from "./gen/gradrule/v1/program_pb.js";
+import { RuleKind, RuleService } from "./gen/gradrule/v1/rule_pb.js";
+import type { Graph } from "./graph.js";
+import { Program, ProgramInfo } from "./program.js";
+import type { ProgramCallOptions } from "./program.js";
+import { evaluationOf } from "./results.js";
+import type { Evaluation } from "./results.js";
+import { definitionMessage, paramValues, ruleOf } from "./rules.js";
+import type { Kind, ParamDefaults, Params, Rule, RuleForm } from "./rules.js";
+import { callParams, feedMessages, nameOf, namedTensors, specMessage, splitGradYs } from "./spec.js";
+import type { Feeds, GradYs, RuleRef, SpecOptions } from "./spec.js";
+import type { Tensor } from "./tensor.js";
+import { namedTensorOf } from "./wire.js";
+
+const PAGE_SIZE = 1000;
+
+export interface CreateRuleOptions extends CallOptions {
+  readonly params?: ParamDefaults;
+  readonly description?: string;
+}
+
+export interface SampleRuleOptions extends CallOptions {
+  readonly params?: Params;
+  /** Op whose outputs and own gradient the rule sees. Default for OP rules: the rule's own. */
+  readonly opType?: string;
+}
+
+/** What a rule gives: `dx`, `dx1`, … (null: not connected), and the op's outputs `y`, `y1`, … where one was run. */
+export interface Sample {
+  readonly gradients: Readonly<Record<string, Tensor | null>>;
+  readonly outputs: Readonly<Record<string, Tensor>>;
+}
+
+export interface EvaluateOptions extends SpecOptions, ProgramCallOptions {
+  readonly feeds?: Feeds;
+}
+
+export interface CompileOptions extends SpecOptions, CallOptions {
+  /** Id of the program, which is then `programs/{name}`. Default: made from the content. */
+  readonly name?: string;
+  /** Upstream gradients that are tensors of the graph, by handle or name; values are given with each call. */
+  readonly gradYs?: GradYs;
+}
+
+/** Makes a client. Nothing is sent before the first call; an unreachable server is UNAVAILABLE then. */
+export function connect(target: string, options: ConnectOptions = {}): Client {
+  return new Client(new Channel(target, options));
+}
+
+/** A connection to a gradrule server. Every method rejects with a GradruleError; times are in seconds. */
+export class Client {
+  readonly #channel: Channel;
+
+  constructor(channel: Channel) {
+    this.#channel = channel;
+  }
+
+  /** Registers a rule; equal content returns the rule that is there. RULE_EXISTS, INVALID_EXPRESSION, INVALID_RULE. */
+  async createRule(name: string, form: RuleForm, options: CreateRuleOptions = {}): Promise<Rule> {
+    const { params = {}, description = "" } = options;
+    const definition = definitionMessage({ ...(typeof form === "string" ? { expression: form } : form), params });
+    const request = { rule: { name: resource("rules", name), definition, description } };
+    return wanted(ruleOf, (await this.#channel.unary(RuleService.method.createRule, request, options)).rule);
+  }
+
+  /** One rule. UNKNOWN_RULE, whose message suggests near names. */
+  async getRule(name: string, options: CallOptions = {}): Promise<Rule> {
+    const request = { name: resource("rules", name) };
+    return wanted(ruleOf, (await this.#channel.unary(RuleService.method.getRule, request, options)).rule);
+  }
+
+  /** All rules, or those of one kind. */
+  async listRules(options: CallOptions & { readonly kind?: Kind } = {}): Promise<Rule[]> {
+    const kind = options.kind === undefined ? RuleKind.UNSPECIFIED : RuleKind[options.kind];
+    const rules: Rule[] = [];
+    let pageToken = "";
+    do {
+      const request = { kind, pageSize: PAGE_SIZE, pageToken };
+      const page = await this.#channel.unary(RuleService.method.listRules, request, options);
+      rules.push(...page.rules.map(ruleOf));
+      pageToken = page.nextPageToken;
+    } while (pageToken !== "");
+    return rules;
+  }
+
+  /** Forgets a rule. UNKNOWN_RULE, RULE_READ_ONLY. Programs that were compiled with it keep it. */
+  async deleteRule(name: string, options: CallOptions = {}): Promise<void> {
+    await this.#channel.unary(RuleService.method.deleteRule, { name: resource("rules", name) }, options);
+  }
+
+  /** Runs a rule on tensors: `sampleRule("ste", { x: [1, 2], dy: [1, 1] })`. A `dy` left out is ones. */
+  async sampleRule(rule: RuleRef, values: Feeds, options: SampleRuleOptions = {}): Promise<Sample> {
+    const request = {
+      source:
+        typeof rule === "string"
+          ? { case: "name" as const, value: resource("rules", rule) }
+          : { case: "definition" as const, value: definitionMessage(rule) },
+      values: feedMessages(values, () => undefined),
+      params: paramValues(options.params ?? {}),
+      opType: options.opType ?? "",
+    };
+    const answer = await this.#channel.unary(RuleService.method.sampleRule, request, options);
+    return {
+      gradients: Object.fromEntries(answer.gradients.map((entry) => [entry.name, namedTensorOf(entry)])),
+      outputs: Object.fromEntries(answer.outputs.map((entry) => [entry.name, wanted(namedTensorOf, entry)!])),
+    };
+  }
+
+  /** Forward outputs and gradients of a graph in one call. */
+  async evaluate(graph: Graph, options: EvaluateOptions = {}): Promise<Evaluation> {
+    const { inGraph, values } = splitGradYs(options.gradYs, (options.ys ?? []).map(nameOf));
+    const request = {
+      target: { case: "spec" as const, value: specMessage(graph, options, inGraph) },
+      feeds: feedMessages(options.feeds ?? {}, (name) => graph.dtypeOf(name)),
+      gradYs: namedTensors(
+        values.map(({ y, value }) => [y, value]),
+        (name) => graph.dtypeOf(name),
+      ),
+      params: callParams(options.params),
+    };
+    return evaluationOf(await this.#channel.unary(GradientService.method.evaluate, request, options));
+  }
+
+  /** Which node gets which rule, and the signature, without running or keeping anything. */
+  async explain(graph: Graph, options: EvaluateOptions = {}): Promise<ProgramInfo> {
+    const { inGraph } = splitGradYs(options.gradYs, (options.ys ?? []).map(nameOf));
+    const request = { spec: specMessage(graph, options, inGraph), validateOnly: true };
+    const answer = await this.#channel.unary(ProgramService.method.compileProgram, request, options);
+    const [first] = answer.findings;
+    if (first) throw refusedBy(first, answer.findings);
+    return wanted((message) => new ProgramInfo(message), answer.program);
+  }
+
+  /** Checks and compiles a program, which the server keeps until it is deleted. */
+  async compile(graph: Graph, options: CompileOptions = {}): Promise<Program> {
+    const { inGraph, values } = splitGradYs(options.gradYs, (options.ys ?? []).map(nameOf));
+    if (values.length > 0) {
+      throw refusal(
+        "INVALID_DERIVATIVE",
+        `gradYs gives a value for ${values[0]!.y}; give values with each call, and names of tensors here.`,
+      );
+    }
+    const request = { spec: specMessage(graph, options, inGraph), programId: options.name ?? "" };
+    const answer = await this.#channel.unary(ProgramService.method.compileProgram, request, options);
+    return wanted((message) => new Program(this.#channel, message), answer.program);
+  }
+
+  /** A program that was compiled before. PROGRAM_NOT_FOUND. */
+  async program(name: string, options: CallOptions = {}): Promise<Program> {
+    const request = { name: resource("programs", name) };
+    const answer = await this.#channel.unary(ProgramService.method.getProgram, request, options);
+    return wanted((message) => new Program(this.#channel, message), answer.program);
+  }
+
+  /** All programs; what became of their overrides is told by `program`. */
+  async listPrograms(options: CallOptions = {}): Promise<Program[]> {
+    const programs: Program[] = [];
+    let pageToken = "";
+    do {
+      const request = { pageSize: PAGE_SIZE, pageToken };
+      const page = await this.#channel.unary(ProgramService.method.listPrograms, request, options);
+      programs.push(...page.programs.map((message) => new Program(this.#channel, message)));
+      pageToken = page.nextPageToken;
+    } while (pageToken !== "");
+    return programs;
+  }
+
+  /** Forgets a program. PROGRAM_NOT_FOUND. */
+  async deleteProgram(name: string, options: CallOptions = {}): Promise<void> {
+    await this.#channel.unary(ProgramService.method.deleteProgram, { name: resource("programs", name) }, options);
+  }
+
+  /** Ends the connection. Later calls are UNAVAILABLE. */
+  close(): void {
+    this.#channel.close();
+  }
+}
+
+/** `collection/name`, for a bare name too. */
+function resource(collection: string, name: string): string {
+  return name.startsWith(`${collection}/`) ? name : `${collection}/${name}`;
+}
+
+function wanted<M, T>(read: (message: M) => T, message: M | undefined): T {
+  if (message === undefined) throw errorOf("INTERNAL", "The server's answer is empty.", Code.INTERNAL);
+  return read(message);
+}
+
+function refusedBy(first: FindingMessage, all: readonly FindingMessage[]): GradruleError {
+  const findings = all.map(({ reason, message, node, field }) => ({
+    reason,
+    message,
+    field: field || (node ? `node:${node}` : ""),
+  }));
+  const details = { findings, metadata: { findings_total: String(all.length) }, resource: null };
+  return errorOf(first.reason, first.message, codeOf(first.reason), details);
+}
+
+/** Findings carry no code; only a rule that is not there has another than INVALID_ARGUMENT. */
+function codeOf(reason: string): Code {
+  return reason === "UNKNOWN_RULE" ? Code.NOT_FOUND : Code.INVALID_ARGUMENT;
+}

@@ -1,0 +1,203 @@
+// Graphs: made node by node, or read from the bytes of a TensorFlow GraphDef.
+
+import { readFile } from "node:fs/promises";
+
+import { create, fromBinary, toBinary } from "@bufbuild/protobuf";
+
+import { attrOf } from "./attrs.js";
+import type { AttrInput } from "./attrs.js";
+import { dtypeOfDt } from "./dtypes.js";
+import type { DType } from "./dtypes.js";
+import { refusal } from "./errors.js";
+import { GraphSchema, NodeSchema } from "./gen/gradrule/v1/graph_pb.js";
+import type { Graph as GraphMessage, Node } from "./gen/gradrule/v1/graph_pb.js";
+import { tensor } from "./tensor.js";
+import type { TensorLike } from "./tensor.js";
+import { shapeOf } from "./wire.js";
+import type { Shape, TensorSpec } from "./wire.js";
+
+/** The attribute by which a node names the rule that gives its gradient. */
+const GRADIENT_ATTR = "_gradient_op_type";
+
+const PLACEHOLDERS = new Set(["Placeholder", "PlaceholderWithDefault", "PlaceholderV2"]);
+
+/** An output of a node, for use as an input of others and wherever a tensor is named. */
+export class Output {
+  constructor(
+    readonly graph: Graph,
+    readonly node: string,
+    readonly index: number,
+  ) {}
+
+  /** Name in the graph: `node`, or `node:index` for outputs after the first. */
+  get name(): string {
+    return this.index === 0 ? this.node : `${this.node}:${this.index}`;
+  }
+
+  toString(): string {
+    return this.name;
+  }
+}
+
+export interface OpOptions {
+  /** Name within the current scope. Default: the op type, with a number where that is taken. */
+  readonly name?: string;
+  /** Attributes. Those that follow from the inputs may be left out: the server fills them in. */
+  readonly attrs?: Readonly<Record<string, AttrInput>>;
+  /** Nodes that must run first. */
+  readonly control?: readonly Output[];
+}
+
+/** A dataflow graph whose bytes are those of a TensorFlow GraphDef. */
+export class Graph {
+  private readonly names: Map<string, Node>;
+  private readonly scopes: string[] = [];
+  private readonly overrideMaps: ReadonlyMap<string, string>[] = [];
+  private bytes: Uint8Array | undefined;
+
+  constructor(private readonly message: GraphMessage = create(GraphSchema)) {
+    this.names = new Map(message.node.map((node) => [node.name, node]));
+  }
+
+  /** The graph with these bytes (a GraphDef's). Throws INVALID_GRAPH where they are none. */
+  static fromBytes(bytes: Uint8Array): Graph {
+    let message: GraphMessage;
+    try {
+      message = fromBinary(GraphSchema, bytes);
+    } catch (cause) {
+      throw refusal("INVALID_GRAPH", `These ${bytes.length} bytes are no GraphDef: ${(cause as Error).message}.`);
+    }
+    const graph = new Graph(message);
+    graph.bytes = Uint8Array.from(bytes);
+    return graph;
+  }
+
+  /** Bytes of the GraphDef; of a loaded graph that nobody extended the very bytes that were read. */
+  toBytes(): Uint8Array {
+    this.bytes ??= toBinary(GraphSchema, this.message);
+    return this.bytes;
+  }
+
+  /** Names of all nodes, in order. */
+  get nodeNames(): readonly string[] {
+    return this.message.node.map(({ name }) => name);
+  }
+
+  /** The tensors that are fed: one per placeholder. */
+  get inputs(): readonly TensorSpec[] {
+    return this.message.node.flatMap((node) => {
+      const dtype = PLACEHOLDERS.has(node.op) ? dtypeOfNode(node) : undefined;
+      if (dtype === undefined) return [];
+      return [{ name: node.name, dtype, shape: shapeOfNode(node), optional: node.op === "PlaceholderWithDefault" }];
+    });
+  }
+
+  /** A handle for a tensor by its name, `node` or `node:index`. Throws UNKNOWN_TENSOR where no such node is. */
+  get(name: string): Output {
+    const [, node, index] = /^(.*?)(?::(\d+))?$/.exec(name) ?? [];
+    if (node === undefined || !this.names.has(node)) {
+      throw refusal("UNKNOWN_TENSOR", `The graph has no node ${JSON.stringify(node ?? name)}.`);
+    }
+    return new Output(this, node, Number(index ?? 0));
+  }
+
+  /** Element type of a placeholder or a constant, by its name; undefined where only the server knows. */
+  dtypeOf(name: string): DType | undefined {
+    const node = this.names.get(name.replace(/:0$/, ""));
+    return node && (PLACEHOLDERS.has(node.op) || node.op === "Const") ? dtypeOfNode(node) : undefined;
+  }
+
+  /** An input. `shape` has null where a dimension is unknown, and is null for an unknown rank. */
+  placeholder(name: string, dtype: DType, shape: Shape): Output {
+    return this.op("Placeholder", [], { name, attrs: { dtype, shape } });
+  }
+
+  /** A constant; element type and shape as `tensor` decides them. */
+  constant(value: TensorLike, options: { dtype?: DType; name?: string } = {}): Output {
+    const { dtype, name } = options;
+    const content = tensor(value, dtype === undefined ? {} : { dtype });
+    const attrs = { dtype: content.dtype, value: content };
+    return this.op("Const", [], name === undefined ? { attrs } : { name, attrs });
+  }
+
+  /** Adds a node and returns its first output, or as many as `outputs` says. Throws DUPLICATE_NODE, INVALID_ATTR. */
+  op(opType: string, inputs: readonly (Output | string)[], options: OpOptions & { outputs: number }): Output[];
+  op(opType: string, inputs: readonly (Output | string)[], options?: OpOptions): Output;
+  op(
+    opType: string,
+    inputs: readonly (Output | string)[],
+    options: OpOptions & { outputs?: number } = {},
+  ): Output | Output[] {
+    const node = create(NodeSchema, { name: this.freshName(opType, options.name), op: opType });
+    node.input = [
+      ...inputs.map((input) => this.inputName(input, node.name)),
+      ...(options.control ?? []).map((output) => `^${this.get(this.inputName(output, node.name)).node}`),
+    ];
+    for (const [name, value] of Object.entries(options.attrs ?? {})) node.attr[name] = attrOf(opType, name, value);
+    const rule = this.overrideMaps.findLast((map) => map.has(opType))?.get(opType);
+    if (rule !== undefined) node.attr[GRADIENT_ATTR] = attrOf(opType, GRADIENT_ATTR, rule);
+    this.message.node.push(node);
+    this.names.set(node.name, node);
+    this.bytes = undefined;
+    if (options.outputs === undefined) return new Output(this, node.name, 0);
+    return Array.from({ length: options.outputs }, (_, index) => new Output(this, node.name, index));
+  }
+
+  /** Puts `name/` before the names of the nodes that `build` makes. Scopes nest. */
+  nameScope<T>(name: string, build: () => T): T {
+    return within(this.scopes, name, build);
+  }
+
+  /**
+   * Nodes that `build` makes get the rule that the map gives for their op type. Maps nest: the innermost that names the
+   * op type decides; `default` carves out an exception.
+   */
+  gradientOverrideMap<T>(map: Readonly<Record<string, string>>, build: () => T): T {
+    return within(this.overrideMaps, new Map(Object.entries(map)), build);
+  }
+
+  private freshName(opType: string, wished: string | undefined): string {
+    const name = [...this.scopes, wished ?? opType].join("/");
+    if (!this.names.has(name)) return name;
+    if (wished !== undefined) {
+      throw refusal("DUPLICATE_NODE", `The graph already has a node ${JSON.stringify(name)}; names are unique.`);
+    }
+    let number = 1;
+    while (this.names.has(`${name}_${number}`)) number++;
+    return `${name}_${number}`;
+  }
+
+  private inputName(input: Output | string, node: string): string {
+    if (typeof input === "string") return input;
+    if (input.graph !== this) {
+      throw refusal("DANGLING_INPUT", `Input ${input.name} of node ${node} is an output of another graph.`);
+    }
+    return input.name;
+  }
+}
+
+/** Reads a GraphDef's binary file (`.pb`). Rejects with INVALID_GRAPH where it is none, or with the file's error. */
+export async function load(path: string | URL): Promise<Graph> {
+  return Graph.fromBytes(await readFile(path));
+}
+
+function within<C, T>(stack: C[], entry: C, build: () => T): T {
+  stack.push(entry);
+  try {
+    const result = build();
+    if (result instanceof Promise) throw new TypeError("build a graph in a function that is not async");
+    return result;
+  } finally {
+    stack.pop();
+  }
+}
+
+function dtypeOfNode(node: Node): DType | undefined {
+  const value = node.attr["dtype"]?.value;
+  return value?.case === "type" ? dtypeOfDt(value.value) : undefined;
+}
+
+function shapeOfNode(node: Node): Shape {
+  const value = node.attr["shape"]?.value;
+  return value?.case === "shape" ? shapeOf(value.value) : null;
+}

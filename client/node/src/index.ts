@@ -1,0 +1,23 @@
+// The public API of the Node client.
+
+export { attr } from "./attrs.js";
+export type { AttrInput, AttrKind } from "./attrs.js";
+export type { CallOptions, ConnectOptions } from "./channel.js";
+export { Client, connect } from "./client.js";
+export type { CompileOptions, CreateRuleOptions, EvaluateOptions, Sample, SampleRuleOptions } from "./client.js";
+export { DTYPES } from "./dtypes.js";
+export type { DType, DataOf, TypedArray } from "./dtypes.js";
+export { GradruleError, REASONS, errors } from "./errors.js";
+export type { Details, Finding, Reason } from "./errors.js";
+export { bfloat16Bits, bfloat16Value, float16Bits, float16Value } from "./float16.js";
+export { Graph, Output, load } from "./graph.js";
+export type { OpOptions } from "./graph.js";
+export { Program, ProgramInfo } from "./program.js";
+export type { ProgramCallOptions } from "./program.js";
+export type { Digests, Evaluation, Gradient, GradientKind, Resolution } from "./results.js";
+export type { Kind, ParamDefaults, Params, Rule, RuleForm, RuleSource } from "./rules.js";
+export type { CallParams, Feeds, GradY, GradYs, Name, Override, Overrides, RuleRef, SpecOptions } from "./spec.js";
+export { Tensor, tensor } from "./tensor.js";
+export type { Complex, Nested, Scalar, TensorLike } from "./tensor.js";
+export { Sparse } from "./wire.js";
+export type { Shape, TensorSpec } from "./wire.js";

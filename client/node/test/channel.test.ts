@@ -1,0 +1,209 @@
+// The wire itself, against a gRPC server that fails on command.
+
+import assert from "node:assert/strict";
+import { test } from "node:test";
+
+import { create, toBinary } from "@bufbuild/protobuf";
+import type { DescMessage, MessageInitShape } from "@bufbuild/protobuf";
+import { anyPack } from "@bufbuild/protobuf/wkt";
+import { Metadata, Server, ServerCredentials, status as Code } from "@grpc/grpc-js";
+import type { ServerUnaryCall, sendUnaryData } from "@grpc/grpc-js";
+
+import * as rpc from "../src/gen/google/rpc/status_pb.js";
+import { GetRuleResponseSchema } from "../src/gen/gradrule/v1/rule_pb.js";
+import { GradruleError, REASONS, connect, errors } from "../src/index.js";
+import type { Client, ConnectOptions } from "../src/index.js";
+
+type Handler = (call: ServerUnaryCall<Buffer, Buffer>, answer: sendUnaryData<Buffer>) => void;
+
+const RULE = Buffer.from(toBinary(GetRuleResponseSchema, create(GetRuleResponseSchema, { rule: { name: "rules/r" } })));
+
+async function against(handler: Handler, use: (client: Client) => Promise<void>, options: ConnectOptions = {}) {
+  const server = new Server();
+  const asIs = (bytes: Buffer): Buffer => bytes;
+  const method = {
+    path: "/gradrule.v1.RuleService/GetRule",
+    requestStream: false,
+    responseStream: false,
+    requestSerialize: asIs,
+    requestDeserialize: asIs,
+    responseSerialize: asIs,
+    responseDeserialize: asIs,
+  } as const;
+  server.addService({ GetRule: method }, { GetRule: handler });
+  const port = await new Promise<number>((resolve, reject) => {
+    server.bindAsync("127.0.0.1:0", ServerCredentials.createInsecure(), (failure, bound) =>
+      failure ? reject(failure) : resolve(bound),
+    );
+  });
+  const client = connect(`127.0.0.1:${port}`, options);
+  try {
+    await use(client);
+  } finally {
+    client.close();
+    server.forceShutdown();
+  }
+}
+
+function failureOf(promise: Promise<unknown>): Promise<GradruleError> {
+  return promise.then(
+    () => assert.fail("it did not fail"),
+    (failure: unknown) => {
+      assert.ok(failure instanceof GradruleError, String(failure));
+      return failure;
+    },
+  );
+}
+
+function trailer(...details: [DescMessage, MessageInitShape<DescMessage>][]): Metadata {
+  const status = create(rpc.StatusSchema, {
+    code: Code.NOT_FOUND,
+    message: "There is no rule 'r'.",
+    details: details.map(([schema, init]) => anyPack(schema, create(schema, init))),
+  });
+  const metadata = new Metadata();
+  metadata.set("grpc-status-details-bin", Buffer.from(toBinary(rpc.StatusSchema, status)));
+  return metadata;
+}
+
+test("an error brings its reason, findings, resource and delay", async () => {
+  const metadata = trailer(
+    [rpc.ErrorInfoSchema, { reason: "UNKNOWN_RULE", domain: "gradrule", metadata: { findings_total: "2" } }],
+    [
+      rpc.BadRequestSchema,
+      {
+        fieldViolations: [{ field: "name", description: "no such rule", reason: "UNKNOWN_RULE" }, { field: "node:n" }],
+      },
+    ],
+    [rpc.RetryInfoSchema, { retryDelay: { seconds: 1n, nanos: 500_000_000 } }],
+    [rpc.ResourceInfoSchema, { resourceType: "rule", resourceName: "r" }],
+  );
+  await against(
+    (_, answer) => answer({ code: Code.NOT_FOUND, details: "plain", metadata }),
+    async (client) => {
+      const failure = await failureOf(client.getRule("r"));
+      assert.ok(failure instanceof errors.UnknownRuleError);
+      assert.equal(failure.name, "UnknownRuleError");
+      assert.equal(failure.reason, "UNKNOWN_RULE");
+      assert.equal(failure.code, Code.NOT_FOUND);
+      assert.equal(failure.message, "There is no rule 'r'.");
+      assert.equal(failure.retryDelay, 1.5);
+      assert.deepEqual(failure.details.resource, { type: "rule", name: "r" });
+      assert.deepEqual(failure.details.metadata, { findings_total: "2" });
+      assert.deepEqual(failure.details.findings, [
+        { field: "name", message: "no such rule", reason: "UNKNOWN_RULE" },
+        { field: "node:n", message: "", reason: "" },
+      ]);
+    },
+  );
+});
+
+test("a reason that only a newer server knows is kept as it is", async () => {
+  const metadata = trailer([rpc.ErrorInfoSchema, { reason: "NEWER", domain: "gradrule" }]);
+  await against(
+    (_, answer) => answer({ code: Code.ABORTED, details: "", metadata }),
+    async (client) => {
+      const failure = await failureOf(client.getRule("r"));
+      assert.equal(failure.reason, "NEWER");
+      assert.equal(failure.name, "GradruleError");
+    },
+  );
+});
+
+test("a code without details, or with a proxy's, is mapped to its reason", async () => {
+  const rows: [Code, string][] = [
+    [Code.CANCELLED, "CANCELLED"],
+    [Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"],
+    [Code.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE"],
+    [Code.UNIMPLEMENTED, "UNSUPPORTED"],
+    [Code.PERMISSION_DENIED, "INTERNAL"],
+    [Code.UNKNOWN, "INTERNAL"],
+  ];
+  for (const [code, reason] of rows) {
+    for (const metadata of [new Metadata(), trailer([rpc.ErrorInfoSchema, { reason: "X", domain: "proxy" }])]) {
+      await against(
+        (_, answer) => answer({ code, details: "why", metadata }),
+        async (client) => {
+          const failure = await failureOf(client.getRule("r"));
+          assert.equal(failure.reason, reason);
+          assert.equal(failure.code, code);
+          assert.equal(failure.message, "why");
+        },
+      );
+    }
+  }
+});
+
+test("only UNAVAILABLE is tried again, four times in all", async () => {
+  let calls = 0;
+  const failing = (times: number, code: Code): Handler => {
+    calls = 0;
+    return (_, answer) => (++calls <= times ? answer({ code, details: "busy" }) : answer(null, RULE));
+  };
+  await against(failing(3, Code.UNAVAILABLE), async (client) => {
+    assert.equal((await client.getRule("r")).name, "r");
+    assert.equal(calls, 4);
+  });
+  await against(failing(4, Code.UNAVAILABLE), async (client) => {
+    assert.equal((await failureOf(client.getRule("r"))).reason, "UNAVAILABLE");
+    assert.equal(calls, 4);
+  });
+  await against(failing(1, Code.ABORTED), async (client) => {
+    await failureOf(client.getRule("r"));
+    assert.equal(calls, 1);
+  });
+});
+
+test("every call has a deadline: its own, or the client's", async () => {
+  const never: Handler = () => undefined;
+  await against(
+    never,
+    async (client) => {
+      const started = Date.now();
+      assert.ok((await failureOf(client.getRule("r"))) instanceof errors.DeadlineExceededError);
+      assert.ok((await failureOf(client.getRule("r", { timeout: 0.1 }))) instanceof errors.DeadlineExceededError);
+      assert.ok(Date.now() - started < 10_000);
+    },
+    { timeout: 0.2 },
+  );
+  assert.throws(() => connect("127.0.0.1:1", { timeout: 0 }), RangeError);
+  assert.throws(() => connect("127.0.0.1:1", { timeout: Number.POSITIVE_INFINITY }), RangeError);
+});
+
+test("a signal cancels, and a closed client says so", async () => {
+  let arrived: () => void;
+  const reached = new Promise<void>((resolve) => (arrived = resolve));
+  await against(
+    () => arrived(),
+    async (client) => {
+      const controller = new AbortController();
+      const failure = failureOf(client.getRule("r", { signal: controller.signal }));
+      await reached;
+      controller.abort();
+      assert.ok((await failure) instanceof errors.CancelledError);
+      const aborted = await failureOf(client.getRule("r", { signal: AbortSignal.abort() }));
+      assert.equal(aborted.reason, "CANCELLED");
+      client.close();
+      assert.equal((await failureOf(client.getRule("r"))).reason, "UNAVAILABLE");
+    },
+  );
+});
+
+test("the token travels with every call", async () => {
+  await against(
+    (call, answer) => answer({ code: Code.ABORTED, details: String(call.metadata.get("authorization")) }),
+    async (client) => assert.equal((await failureOf(client.getRule("r"))).message, "Bearer secret"),
+    { token: "secret" },
+  );
+});
+
+test("every reason has a class", () => {
+  assert.ok(REASONS.length >= 45);
+  for (const reason of REASONS) {
+    const name = Object.keys(errors).find(
+      (key) => key.replace(/Error$/, "").toUpperCase() === reason.replaceAll("_", ""),
+    );
+    assert.ok(name, reason);
+  }
+  assert.equal(Object.keys(errors).length, REASONS.length);
+});
