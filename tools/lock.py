@@ -55,6 +55,7 @@ def main() -> None:
     pip_compile("dev", flatten("dev"))
     pip_compile("server", flatten("server"), constraint="dev")
     pip_compile("gpu", flatten("gpu"), constraint="dev")
+    pip_compile("gpu-check", sorted({*flatten("gpu"), *flatten("test")}), constraint="dev")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,103 @@
+# One set of verbs for a person, a hook and CI. Needs Python 3.11 to 3.13 and make; everything else is set up below, once.
+# Words after the verb's own are passed with ARGS: make test ARGS="-k ste_sign", make bench ARGS="--quick".
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+VENV := .venv
+TOOLS := .venv-tools
+NODE_CLIENT := client/node
+PIP_FLAGS := --quiet --disable-pip-version-check --require-hashes
+ARGS ?=
+
+# The first Python that is supported, unless PYTHON names one.
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python; do \
+	"$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo "$$python" && break; done)
+
+# Node comes from the system where that has 20 or newer, else from the tools' environment.
+SYSTEM_NODE := $(shell npm --version >/dev/null 2>&1 && \
+	node -e 'process.exit(Number(process.versions.node.split(".")[0]) >= 20 ? 0 : 1)' 2>/dev/null && echo yes)
+NODE_PATH := $(if $(SYSTEM_NODE),,:$(CURDIR)/$(TOOLS)/bin)
+NODE_NEEDS := $(if $(SYSTEM_NODE),,$(TOOLS)/.installed)
+export PATH := $(CURDIR)/$(VENV)/bin$(NODE_PATH):$(PATH)
+
+.PHONY: help demo test lint format proto proto-baseline tables node bench gpu-wheels gpu-check image-test lock clean
+
+help: ## say what each verb does
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r verb text; do printf '  make %-15s %s\n' "$$verb" "$$text"; done
+
+demo: $(VENV)/.installed ## train a binary network through a server of its own; pictures go to out/
+	$(VENV)/bin/gradrule demo $(ARGS)
+
+test: $(VENV)/.installed $(NODE_CLIENT)/node_modules/.installed ## all tests, the Node client's too
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed $(TOOLS)/.installed $(NODE_CLIENT)/node_modules/.installed ## style, types, import rules, protos, stubs
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+	$(NODE_CLIENT)/node_modules/.bin/buf lint
+	$(NODE_CLIENT)/node_modules/.bin/buf breaking --against protos/baseline.binpb --limit-to-input-files
+	$(TOOLS)/bin/python tools/generate_protos.py --check
+	cd $(NODE_CLIENT) && npm run --silent lint
+
+format: $(VENV)/.installed ## put the Python code into shape
+	$(VENV)/bin/ruff check --fix
+	$(VENV)/bin/ruff format
+
+proto: $(TOOLS)/.installed $(NODE_CLIENT)/node_modules/.installed ## write the stubs of protos/, Python's and Node's
+	$(TOOLS)/bin/python tools/generate_protos.py
+	cd $(NODE_CLIENT) && npm run --silent proto
+
+proto-baseline: $(NODE_CLIENT)/node_modules/.installed ## accept the protos as they are as the ones that must stay compatible
+	$(NODE_CLIENT)/node_modules/.bin/buf build --path protos/gradrule/v1 --exclude-source-info --output protos/baseline.binpb
+
+tables: $(VENV)/.installed ## write the table of op definitions from the installed TensorFlow
+	$(VENV)/bin/python tools/generate_tables.py
+
+node: $(NODE_CLIENT)/node_modules/.installed ## set up and build the Node client
+	cd $(NODE_CLIENT) && npm run --silent build
+
+bench: $(VENV)/.installed ## measure against a bare echo and TensorFlow's own server; JSON on the last line
+	$(VENV)/bin/python tests/benchmarks/bench.py $(ARGS)
+
+gpu-wheels: ## fetch what gpu-check installs, into WHEELS=folder (here: with a network)
+	tools/gpu_check.sh fetch "$(or $(WHEELS),wheels)" $(PYTHON)
+
+gpu-check: ## GPU tests and the bench from WHEELS=folder, without a network; JSON on the last line
+	tools/gpu_check.sh check "$(or $(WHEELS),wheels)" $(PYTHON) $(ARGS)
+
+image-test: $(VENV)/.installed ## build the container image without a Docker engine, kill -9 it, find its rules again
+	$(VENV)/bin/python tools/image_test.py $(ARGS)
+
+lock: $(TOOLS)/.installed ## write requirements/*.txt anew (run it with Python 3.11)
+	$(TOOLS)/bin/python tools/lock.py
+
+clean: ## remove everything that make made
+	rm -rf $(VENV) $(TOOLS) .venv-gpu out build dist $(NODE_CLIENT)/node_modules $(NODE_CLIENT)/dist
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
+	find . -name '*.egg-info' -not -path './.git/*' -prune -exec rm -rf {} +
+
+define make_venv
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 to 3.13 found; name one: make PYTHON=/path/to/python" >&2; exit 1; }
+	test -x $1/bin/python || $(PYTHON) -m venv $1
+endef
+
+$(VENV)/.installed: requirements/dev.txt pyproject.toml
+	$(call make_venv,$(VENV))
+	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -r requirements/dev.txt
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(TOOLS)/.installed: requirements/tools.txt
+	$(call make_venv,$(TOOLS))
+	$(TOOLS)/bin/python -m pip install $(PIP_FLAGS) -r requirements/tools.txt
+	@touch $@
+
+$(NODE_CLIENT)/node_modules/.installed: $(NODE_CLIENT)/package-lock.json $(NODE_NEEDS)
+	cd $(NODE_CLIENT) && npm ci --no-audit --no-fund --loglevel=error
+	@touch $@
