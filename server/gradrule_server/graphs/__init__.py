@@ -1,0 +1,11 @@
+"""Reading, checking, selecting and expanding graphs: from a message to what an engine compiles. No TensorFlow here.
+
+bytes → `parse` → message → `expand` (check, resolve overrides, inline calls, prune) → `Expanded`.
+"""
+
+from gradrule_server.graphs.expansion import Expanded, ExpandRequest, GraphInput, expand
+from gradrule_server.graphs.ir import Limits
+from gradrule_server.graphs.read import parse
+from gradrule_server.graphs.select import Mark, Match, OverrideSpec
+
+__all__ = ["ExpandRequest", "Expanded", "GraphInput", "Limits", "Mark", "Match", "OverrideSpec", "expand", "parse"]

@@ -1,0 +1,112 @@
+"""Checks a whole graph at once: every finding, not only the first. Afterwards each body is ordered and typed.
+
+Functions count as part of the graph where its nodes use them. Nodes of ops that gradrule does not run are told only
+where they are needed (`unsupported`), because exported graphs are full of savers that nothing needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from gradrule.v1.graph_pb2 import AttrValue, Graph, Node
+from gradrule_server.graphs.findings import Findings, Reason
+from gradrule_server.graphs.ir import Body, Limits, is_call
+from gradrule_server.graphs.library import Library
+from gradrule_server.graphs.order import chain_text, find_cycles, sort_nodes
+from gradrule_server.graphs.read import Draft, read_top
+from gradrule_server.graphs.types import Typing
+from gradrule_server.graphs.unsupported import CONTROL_FLOW_V1, LOOP_OPS
+
+# An inlined call may add nodes of its own: one before, one after it.
+_NODES_PER_CALL = 2
+
+
+def check(graph: Graph, limits: Limits, findings: Findings) -> tuple[Body, Library]:
+    """The graph's top level, which leads to all functions that it uses. Raises only what makes going on impossible."""
+    count = len(graph.node) + sum(len(function.node_def) for function in graph.library.function)
+    if count > limits.nodes:
+        findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, f"The graph has {count} nodes; {limits.nodes} is the most.")
+        findings.raise_if_any()
+    library = Library(graph, limits, findings)
+    if _check_recursion(graph, library, findings):
+        findings.raise_if_any()
+    top = read_top(graph, findings)
+    _check_body(top, library, limits, findings)
+    for draft in library.drafts():
+        _check_body(draft, library, limits, findings)
+    _check_size(top.body, limits, findings)
+    return top.body, library
+
+
+def _check_body(draft: Draft, library: Library, limits: Limits, findings: Findings) -> None:
+    sort_nodes(draft, findings)
+    Typing(draft, library, limits, findings).run()
+    loops = [node for node in draft.body.nodes if node.op in LOOP_OPS]
+    if loops:
+        first = loops[0]
+        message = f"{draft.where(first.name)} ({first.op}; {len(loops)} nodes of this kind) {CONTROL_FLOW_V1}."
+        findings.add(Reason.ERROR_REASON_UNSUPPORTED_OP, message, first.name)
+
+
+def _check_recursion(graph: Graph, library: Library, findings: Findings) -> bool:
+    """GRAPH_CYCLE for functions that call themselves, themselves or through others. Names alone decide."""
+    names = library.names()
+    numbers = {name: number for number, name in enumerate(names)}
+    edges: dict[int, list[int]] = {}
+    pending = sorted(_mentioned(graph.node, numbers))
+    while pending:
+        number = pending.pop()
+        if number not in edges:
+            edges[number] = sorted(_mentioned(library.message(names[number]).node_def, numbers))
+            pending += edges[number]
+    cycles = find_cycles(edges)
+    for cycle in cycles:
+        chain = [names[number] for number in cycle]
+        message = f"Functions call themselves: {chain_text(chain)}. Recursion has no end here; use a While."
+        findings.add(Reason.ERROR_REASON_GRAPH_CYCLE, message, chain[0])
+    return bool(cycles)
+
+
+def _mentioned(nodes: Iterable[Node], numbers: dict[str, int]) -> set[int]:
+    found: set[int] = set()
+    for node in nodes:
+        if node.op in numbers:
+            found.add(numbers[node.op])
+        for value in node.attr.values():
+            _mentioned_in(value, numbers, found)
+    return found
+
+
+def _mentioned_in(value: AttrValue, numbers: dict[str, int], found: set[int]) -> None:
+    # Messages nest at most a hundred deep, so this recursion is bounded.
+    field = value.WhichOneof("value")
+    for function in [value.func] if field == "func" else value.list.func if field == "list" else ():
+        if function.name in numbers:
+            found.add(numbers[function.name])
+        for inner in function.attr.values():
+            _mentioned_in(inner, numbers, found)
+
+
+def _check_size(top: Body, limits: Limits, findings: Findings) -> None:
+    """LIMIT_EXCEEDED for too many nodes, or too deep calls, once everything is copied per use."""
+    sizes: dict[int, int] = {}
+    depths: dict[int, int] = {}
+    stack = [(top, False)]
+    while stack:
+        body, ready = stack.pop()
+        if id(body) in sizes:
+            continue
+        used = [(node, inner) for node in body.nodes for _, bodies in node.functions for inner in bodies]
+        if not ready:
+            stack.append((body, True))
+            stack += [(inner, False) for _, inner in used if id(inner) not in sizes]
+            continue
+        calls = sum(1 for node, _ in used if is_call(node))
+        sizes[id(body)] = len(body.nodes) + _NODES_PER_CALL * calls + sum(sizes[id(inner)] for _, inner in used)
+        depths[id(body)] = 1 + max((depths[id(inner)] for _, inner in used), default=-1)
+    if sizes[id(top)] > limits.inlined_nodes:
+        message = f"With every call inlined the graph has {sizes[id(top)]} nodes; {limits.inlined_nodes} is the most."
+        findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message)
+    if depths[id(top)] > limits.call_depth:
+        message = f"Calls, loops and branches nest {depths[id(top)]} deep; {limits.call_depth} is the most."
+        findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message)

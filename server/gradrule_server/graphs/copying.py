@@ -1,0 +1,260 @@
+"""Copies a graph once, so that every node that runs has one place and one name.
+
+There is one routine, `_copy`: it puts the nodes of a body into a destination. A call's body goes into the call's
+destination, under its name; that of a loop or branch goes into a destination of its own, a new function per use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+
+from gradrule._dtypes import as_dt
+from gradrule.v1.graph_pb2 import AttrValue
+from gradrule.v1.tensor_pb2 import TensorShape
+from gradrule_server.graphs.ir import ARG, DIFFERENTIABLE, Body, Node, Ref, is_call
+from gradrule_server.graphs.select import OWN_GRADIENT, Foreign, Match, Resolver
+
+UNKNOWN_SHAPE = AttrValue(shape=TensorShape(unknown_rank=True))
+
+
+@dataclass(slots=True)
+class Destination:
+    """A body that nodes are put into. `scope`: public name of the container that it belongs to."""
+
+    body: Body
+    scope: str
+    taken: set[str] = field(default_factory=set)
+    # How often a name was taken already, so that finding a free one stays linear.
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def unique(self, name: str) -> str:
+        """The name, or the first of `name_1`, `name_2`, … that is free."""
+        free = name
+        while free in self.taken:
+            self.counts[name] = self.counts.get(name, 0) + 1
+            free = f"{name}_{self.counts[name]}"
+        self.taken.add(free)
+        return free
+
+    def public(self, name: str) -> str:
+        """The full path of a node of this destination."""
+        return f"{self.scope}/{name}" if self.scope else name
+
+    def add(self, node: Node) -> int:
+        """Appends a node; returns its index."""
+        self.body.nodes.append(node)
+        return len(self.body.nodes) - 1
+
+
+@dataclass(slots=True)
+class _Placed:
+    """Where the nodes of a source body went: the node that stands for each in control inputs; its outputs where they
+    are not that node's."""
+
+    nodes: list[int]
+    outputs: dict[int, list[Ref]] = field(default_factory=dict)
+
+    def ref(self, ref: Ref) -> Ref:
+        outputs = self.outputs.get(ref[0])
+        return (self.nodes[ref[0]], ref[1]) if outputs is None else outputs[ref[1]]
+
+
+@dataclass(slots=True)
+class Copy:
+    """A copied graph: its top level (containers lead to their functions), where asked tensors went, what was found."""
+
+    body: Body
+    tensors: dict[Ref, Ref]
+    # Public name of the container by name of the new function.
+    scopes: dict[str, str]
+    matches: list[Match]
+    # What was resolved for a node, by the node's identity.
+    resolved: dict[int, Match | Foreign]
+
+
+def copy_graph(
+    top: Body,
+    resolver: Resolver,
+    fed: Mapping[int, AbstractSet[int]],
+    asked: AbstractSet[Ref],
+    apart: AbstractSet[Ref],
+) -> Copy:
+    """Copies everything that `top` leads to.
+
+    `fed`: outputs by node that requests give. `asked`: tensors whose new places are told. `apart`: outputs of calls
+    that must be tensors of their own: a gradient with respect to them must not pass through what uses them inside.
+    """
+    copier = _Copier(resolver, fed, apart)
+    destination = Destination(Body(""), "")
+    placed = copier.copy(top, destination)
+    tensors = {ref: placed.ref(ref) for ref in asked}
+    return Copy(destination.body, tensors, copier.scopes, copier.matches, copier.resolved)
+
+
+class _Copier:
+    def __init__(self, resolver: Resolver, fed: Mapping[int, AbstractSet[int]], apart: AbstractSet[Ref]) -> None:
+        self._resolver = resolver
+        self._fed = fed
+        self._apart: dict[int, set[int]] = {}
+        for node, output in apart:
+            self._apart.setdefault(node, set()).add(output)
+        self.scopes: dict[str, str] = {}
+        self.matches: list[Match] = []
+        self.resolved: dict[int, Match | Foreign] = {}
+
+    def copy(self, top: Body, into: Destination) -> _Placed:
+        """Copies the top level."""
+        return self._copy(top, into, "", [], None, live=True)
+
+    def _copy(
+        self, source: Body, into: Destination, prefix: str, args: Sequence[Ref], gate: int | None, *, live: bool
+    ) -> _Placed:
+        """Puts the nodes of `source` into `into`. `args`: what its arguments are there. `gate`: a node that all must
+        wait for. `live`: whether gradients are asked node by node here."""
+        nodes, is_top = source.nodes, not source.name
+        names = [into.unique(prefix + node.name) for node in nodes[source.arg_count :]]
+        placed = _Placed([-1] * len(nodes))
+        for position, ref in enumerate(args):
+            placed.nodes[position] = ref[0]
+            placed.outputs[position] = [ref]
+        awaited = {control for node in nodes for control in node.controls}
+        awaited.update(position for _, position in source.control_results)
+        for position in source.order:
+            node = nodes[position]
+            if node.op == ARG:
+                continue
+            name = public = names[position - source.arg_count]
+            fed = self._fed.get(position) if is_top else None
+            if fed:
+                name = into.unique(f"{name}/computed")
+            inputs = [placed.ref(ref) for ref in node.inputs]
+            controls = [placed.nodes[control] for control in node.controls]
+            if gate is not None and (is_call(node) or all(ref[0] < source.arg_count for ref in node.inputs)):
+                controls.append(gate)
+            copy = Node(name, node.op, inputs, controls, node.attrs, node.outputs, unsupported=node.unsupported)
+            whole = self._resolve(node, copy, into.public(public), source, live=live)
+            if is_call(node) and not whole:
+                apart = self._apart.get(position, set()) if is_top else set()
+                self._inline(node, copy, into, position, placed, apart, live=live, awaited=position in awaited)
+            else:
+                placed.nodes[position] = into.add(copy)
+                copy.watched = live and bool(inputs) and any(dtype in DIFFERENTIABLE for dtype in node.outputs or ())
+                self._copy_functions(node, copy, into.public(name), live=live and not is_call(node))
+            if fed:
+                self._feed(node, public, sorted(fed), into, position, placed)
+        return placed
+
+    def _resolve(self, node: Node, copy: Node, public: str, source: Body, *, live: bool) -> bool:
+        """Notes which rule the node gets; returns whether it is a call whose gradient a rule replaces as a whole."""
+        types = [_type(source, ref) for ref in node.inputs]
+        resolved = self._resolver.resolve(node, public, types, source.name)
+        if resolved is None:
+            return not live and is_call(node)
+        if isinstance(resolved, Match):
+            self.matches.append(resolved)
+        whole = is_call(node) and isinstance(resolved, Match) and resolved.rule != OWN_GRADIENT
+        if live and (whole or not is_call(node)):
+            self.resolved[id(copy)] = resolved
+        return whole
+
+    def _inline(
+        self,
+        node: Node,
+        call: Node,
+        into: Destination,
+        position: int,
+        placed: _Placed,
+        apart: AbstractSet[int],
+        *,
+        live: bool,
+        awaited: bool,
+    ) -> None:
+        """Puts the body of a call where the call is."""
+        body = node.functions[0][1][0]
+        gate = None
+        if len(call.controls) == 1:
+            gate = call.controls[0]
+        elif call.controls:
+            gate = into.add(Node(into.unique(f"{call.name}/before"), "NoOp", [], call.controls, {}, ()))
+        inner = self._copy(body, into, f"{call.name}/", call.inputs, gate, live=live)
+        outputs = []
+        for number, ref in enumerate(body.results):
+            output = inner.ref(ref)
+            # An argument that is handed back must still wait; an asked tensor must not be one that the inside uses too.
+            if number in apart or (gate is not None and ref[0] < body.arg_count):
+                waits = [] if gate is None else [gate]
+                output = (into.add(_identity(into, call.name, number, output, body.result_types[number], waits)), 0)
+            outputs.append(output)
+        placed.outputs[position] = outputs
+        if awaited:
+            after = {producer for producer, _ in outputs}
+            after.update(inner.nodes[control] for _, control in body.control_results)
+            after.update(() if gate is None else (gate,))
+            placed.nodes[position] = into.add(Node(call.name, "NoOp", [], sorted(after), {}, ()))
+
+    def _copy_functions(self, node: Node, copy: Node, public: str, *, live: bool) -> None:
+        """Gives a container, or a call that stays one, functions of its own."""
+        functions = []
+        for attr, bodies in node.functions:
+            functions.append((attr, tuple(self._copy_function(body, attr, public, live=live) for body in bodies)))
+        copy.functions = tuple(functions)
+
+    def _copy_function(self, source: Body, attr: str, public: str, *, live: bool) -> Body:
+        name = f"gr_{len(self.scopes):04d}_{attr}"
+        self.scopes[name] = public
+        body = Body(
+            name,
+            arg_notes=source.arg_notes,
+            arg_count=source.arg_count,
+            result_names=source.result_names,
+            result_types=source.result_types,
+            is_stateful=source.is_stateful,
+        )
+        into = Destination(body, public)
+        args = []
+        for arg in source.nodes[: source.arg_count]:
+            args.append((into.add(Node(into.unique(arg.name), ARG, [], [], {}, arg.outputs)), 0))
+        placed = self._copy(source, into, "", args, None, live=live)
+        body.results = [placed.ref(ref) for ref in source.results]
+        body.control_results = [(result, placed.nodes[position]) for result, position in source.control_results]
+        return body
+
+    def _feed(
+        self, node: Node, name: str, fed: Sequence[int], into: Destination, position: int, placed: _Placed
+    ) -> None:
+        """Gives the consumers of fed outputs placeholders, under the name that calls know."""
+        outputs = [placed.ref((position, output)) for output in range(len(node.outputs or ()))]
+        types = node.outputs or ()
+        if fed == [0]:
+            placeholder = into.add(_placeholder(name, types[0], node.attrs.get("shape") if len(types) == 1 else None))
+            outputs[0], alias = (placeholder, 0), placeholder
+        else:
+            feeds = {}
+            for output in fed:
+                feeds[output] = into.add(_placeholder(into.unique(f"{name}/fed_{output}"), types[output], None))
+            # Below the last fed output there must be as many inputs, whichever: nobody asks for those.
+            filled = [feeds.get(output, feeds[fed[0]]) for output in range(fed[-1] + 1)]
+            inner_types = [types[output] if output in feeds else types[fed[0]] for output in range(fed[-1] + 1)]
+            attrs = {"T": AttrValue(list=AttrValue.ListValue(type=map(as_dt, inner_types)))}
+            node_inputs = [(placeholder, 0) for placeholder in filled]
+            alias = into.add(Node(name, "IdentityN", node_inputs, [], attrs, tuple(inner_types)))
+            for output in fed:
+                outputs[output] = (alias, output)
+        placed.outputs[position], placed.nodes[position] = outputs, alias
+
+
+def _type(source: Body, ref: Ref) -> int:
+    outputs = source.nodes[ref[0]].outputs
+    return outputs[ref[1]] if outputs else 0
+
+
+def _identity(into: Destination, call: str, number: int, ref: Ref, dtype: int, controls: list[int]) -> Node:
+    attrs = {"T": AttrValue(type=as_dt(dtype))}
+    return Node(into.unique(f"{call}/result_{number}"), "Identity", [ref], controls, attrs, (dtype,))
+
+
+def _placeholder(name: str, dtype: int, shape: AttrValue | None) -> Node:
+    attrs = {"dtype": AttrValue(type=as_dt(dtype)), "shape": shape or UNKNOWN_SHAPE}
+    return Node(name, "Placeholder", [], [], attrs, (dtype,))

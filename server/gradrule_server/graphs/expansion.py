@@ -1,0 +1,191 @@
+"""What is asked of a graph, and what expanding it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gradrule._dtypes import as_dt
+from gradrule.v1.graph_pb2 import Graph
+from gradrule.v1.tensor_pb2 import Dt, TensorShape
+from gradrule_server.graphs.check import check
+from gradrule_server.graphs.copying import UNKNOWN_SHAPE, Copy, copy_graph
+from gradrule_server.graphs.findings import Findings, Reason, quote
+from gradrule_server.graphs.ir import PLACEHOLDER_WITH_DEFAULT, PLACEHOLDERS, Body, Limits, Node, Ref
+from gradrule_server.graphs.names import TensorNames, canonical
+from gradrule_server.graphs.prune import bodies_of, nodes_of, prune
+from gradrule_server.graphs.select import FOREIGN_GRADIENT, Foreign, Mark, Match, OverrideSpec, Resolver, check_specs
+from gradrule_server.graphs.write import tensor_name, write_graph
+
+
+def _no_rule(_: str) -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandRequest:
+    """Names of tensors as requests write them. `known_rule`: index of the rule that an attribute names, or None."""
+
+    fetches: Sequence[str] = ()
+    ys: Sequence[str] = ()
+    xs: Sequence[str] = ()
+    grad_y_tensors: Sequence[str] = ()
+    stop_gradients: Sequence[str] = ()
+    fed: Sequence[str] = ()
+    overrides: Sequence[OverrideSpec] = ()
+    known_rule: Callable[[str], int | None] = _no_rule
+
+
+@dataclass(frozen=True, slots=True)
+class GraphInput:
+    """A placeholder, or another fed tensor, of the expanded graph: `x` or `h:1`. `optional`: it has a default."""
+
+    name: str
+    dtype: Dt.ValueType
+    shape: TensorShape
+    optional: bool = False
+
+
+@dataclass(slots=True)
+class Expanded:
+    """A graph as the engine takes it."""
+
+    graph_bytes: bytes
+    marks: list[Mark]
+    # Public name of its container by name of function.
+    scopes: dict[str, str]
+    matches: list[Match]
+    inputs: list[GraphInput]
+    # Name in the expanded graph, and element type, by the name asked.
+    tensor_names: dict[str, str]
+    dtypes: dict[str, Dt.ValueType]
+    # Names of all placeholders of the uploaded graph's top level, needed or not.
+    placeholders: list[str] = field(default_factory=list)
+
+    def dtype_of(self, name: str) -> Dt.ValueType:
+        """Element type of an asked tensor."""
+        return self.dtypes[name]
+
+
+def expand(graph: Graph, request: ExpandRequest, limits: Limits | None = None) -> Expanded:
+    """Checks the graph and the request, resolves overrides, inlines calls, and leaves what the asked tensors need.
+
+    Raises `GradruleError` with all findings.
+    """
+    limits = limits or Limits()
+    findings = Findings()
+    top, library = check(graph, limits, findings)
+    names = TensorNames(top, findings)
+    asked = _asked(request, names)
+    fed = _fed(request, names, findings)
+    check_specs(request.overrides, library, findings)
+    findings.raise_if_any()
+
+    resolver = Resolver(request.overrides, request.known_rule, bool(request.ys), findings)
+    cut: dict[int, set[int]] = {}
+    for position, output in fed.values():
+        if top.nodes[position].op not in PLACEHOLDERS:
+            cut.setdefault(position, set()).add(output)
+    apart = {asked[name] for name in (*request.xs, *request.stop_gradients)}
+    copy = copy_graph(top, resolver, cut, {*asked.values(), *fed.values()}, apart)
+    places = _prune(copy)
+    findings.all += resolver.unmatched() if request.ys else []
+    _check_supported(copy, findings)
+    findings.raise_if_any()
+    marks = _mark(copy)
+    return Expanded(
+        graph_bytes=write_graph(copy.body, graph.versions),
+        marks=marks,
+        scopes={body.name: copy.scopes[body.name] for body in bodies_of(copy.body) if body.name},
+        matches=copy.matches,
+        inputs=_inputs(top, copy.body, cut, fed),
+        tensor_names={name: tensor_name(copy.body, places[ref]) for name, ref in asked.items()},
+        dtypes={name: _dtype(top, ref) for name, ref in asked.items()},
+        placeholders=[node.name for node in top.nodes if node.op in PLACEHOLDERS],
+    )
+
+
+def _asked(request: ExpandRequest, names: TensorNames) -> dict[str, Ref]:
+    groups = (
+        ("fetches", request.fetches),
+        ("vjp.ys", request.ys),
+        ("vjp.xs", request.xs),
+        ("vjp.grad_ys", request.grad_y_tensors),
+        ("vjp.stop_gradients", request.stop_gradients),
+    )
+    asked: dict[str, Ref] = {}
+    for group, texts in groups:
+        for position, text in enumerate(texts):
+            ref = names.find(text, f"spec.{group}[{position}]")
+            if ref is not None:
+                asked[text] = ref
+    return asked
+
+
+def _fed(request: ExpandRequest, names: TensorNames, findings: Findings) -> dict[str, Ref]:
+    fed: dict[str, Ref] = {}
+    for position, text in enumerate(request.fed):
+        ref = names.find(text, f"feeds[{position}]", is_feed=True)
+        if ref is None:
+            continue
+        name = canonical(names.node(ref), ref[1])
+        if name in fed:
+            message = f"The tensor {quote(name)} is fed twice."
+            findings.add(Reason.ERROR_REASON_UNKNOWN_FEED, message, field=f"feeds[{position}]")
+        fed[name] = ref
+    return fed
+
+
+def _prune(copy: Copy) -> dict[Ref, Ref]:
+    """Leaves what asked and fed tensors need; returns where those went."""
+    moved = prune(copy.body, {producer for producer, _ in copy.tensors.values()})
+    return {asked: (moved[producer], output) for asked, (producer, output) in copy.tensors.items()}
+
+
+def _check_supported(copy: Copy, findings: Findings) -> None:
+    for body, node in nodes_of(copy.body):
+        if node.unsupported:
+            name = f"{copy.scopes[body.name]}/{node.name}" if body.name else node.name
+            message = f"Node {quote(name)} ({node.op}) {node.unsupported}."
+            findings.add(Reason.ERROR_REASON_UNSUPPORTED_OP, message, name)
+
+
+def _mark(copy: Copy) -> list[Mark]:
+    """Numbers the nodes that run and that an override took, or that name a gradient of another process."""
+    marks: list[Mark] = []
+    for _, node in nodes_of(copy.body):
+        resolved = copy.resolved.get(id(node))
+        if resolved is None:
+            continue
+        node.mark = len(marks)
+        if isinstance(resolved, Foreign):
+            marks.append(Mark(FOREIGN_GRADIENT, resolved.node, resolved.name))
+        else:
+            resolved.mark = len(marks)
+            marks.append(Mark(resolved.rule, resolved.node))
+    return marks
+
+
+def _inputs(top: Body, body: Body, cut: Container[int], fed: Mapping[str, Ref]) -> list[GraphInput]:
+    """What calls give: placeholders that are needed, then other tensors that are fed."""
+    # Nodes of the top level keep their names, so a name tells whether one is still there.
+    kept = {node.name for node in body.nodes if node.op in PLACEHOLDERS or node.op == PLACEHOLDER_WITH_DEFAULT}
+    inputs = [
+        GraphInput(node.name, _dtype(top, (position, 0)), _shape(node), node.op not in PLACEHOLDERS)
+        for position, node in enumerate(top.nodes)
+        if node.name in kept and position not in cut
+    ]
+    for name, ref in fed.items():
+        if ref[0] in cut:
+            node = top.nodes[ref[0]]
+            shape = _shape(node) if node.op == PLACEHOLDER_WITH_DEFAULT else UNKNOWN_SHAPE.shape
+            inputs.append(GraphInput(name, _dtype(top, ref), shape))
+    return inputs
+
+
+def _shape(node: Node) -> TensorShape:
+    return node.attrs.get("shape", UNKNOWN_SHAPE).shape
+
+
+def _dtype(top: Body, ref: Ref) -> Dt.ValueType:
+    return as_dt((top.nodes[ref[0]].outputs or (0,) * (ref[1] + 1))[ref[1]])

@@ -1,0 +1,166 @@
+"""The functions of a graph, as their calls make use of them.
+
+A function may have attributes (`T`) that each call gives; then each set of values is a body of its own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+
+from gradrule import _opdefs
+from gradrule.v1 import graph_pb2
+from gradrule.v1.graph_pb2 import AttrValue, Graph
+from gradrule_server.graphs.findings import Findings, Reason, near_name, quote
+from gradrule_server.graphs.ir import Body, Limits
+from gradrule_server.graphs.read import Draft, Substitute, add_arg, add_result, read_function_body
+
+_Key = tuple[str, tuple[tuple[str, bytes], ...]]
+
+
+class Library:
+    """All functions by name, and the bodies made of them so far."""
+
+    def __init__(self, graph: Graph, limits: Limits, findings: Findings) -> None:
+        self._limits = limits
+        self._findings = findings
+        self._functions: dict[str, graph_pb2.Function] = {}
+        self._op_defs: dict[str, _opdefs.OpDef] = {}
+        self._bodies: dict[_Key, Body | None] = {}
+        self._unread: deque[tuple[Draft, graph_pb2.Function, Mapping[str, AttrValue]]] = deque()
+        self._attr_bytes = 0
+        self._node_count = 0
+        for function in graph.library.function:
+            name = function.signature.name
+            if name in self._functions:
+                message = f"Function {quote(name)} is there twice; names of functions must be unique."
+                findings.add(Reason.ERROR_REASON_DUPLICATE_NODE, message, name)
+            self._functions.setdefault(name, function)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._functions
+
+    def names(self) -> list[str]:
+        """Names of all functions."""
+        return list(self._functions)
+
+    def message(self, name: str) -> graph_pb2.Function:
+        """The function as it was sent."""
+        return self._functions[name]
+
+    def find_op(self, op_type: str) -> _opdefs.OpDef | None:
+        """The definition of a function, or else of one of TensorFlow's op types."""
+        if op_type not in self._functions:
+            return _opdefs.find(op_type)
+        if op_type not in self._op_defs:
+            self._op_defs[op_type] = _opdefs.from_signature(self._functions[op_type].signature)
+        return self._op_defs[op_type]
+
+    def body(self, name: str, attrs: Mapping[str, AttrValue], where: str) -> Body | None:
+        """The function's body under the attributes of a call; its nodes come later (`drafts`). None after an error."""
+        function = self._functions.get(name)
+        if function is None:
+            hint = self._findings.suggest(lambda: near_name(name, self._functions))
+            message = f"{where} uses the function {quote(name)}, which the graph does not have.{hint}"
+            self._findings.add(Reason.ERROR_REASON_INVALID_ATTR, message)
+            return None
+        given = {
+            attr.name: attrs.get(attr.name, attr.default_value)
+            for attr in function.signature.attr
+            if attr.name in attrs or attr.HasField("default_value")
+        }
+        key = (name, tuple((attr, given[attr].SerializeToString(deterministic=True)) for attr in sorted(given)))
+        if key not in self._bodies:
+            draft = self._signature(function, given)
+            self._bodies[key] = draft.body if draft else None
+            if draft:
+                self._unread.append((draft, function, given))
+        return self._bodies[key]
+
+    def drafts(self) -> Iterator[Draft]:
+        """Drafts of all bodies asked for; asking for more meanwhile is fine."""
+        while self._unread:
+            draft, function, given = self._unread.popleft()
+            self._node_count += len(function.node_def)
+            if self._node_count > self._limits.inlined_nodes:
+                self._refuse_size(
+                    f"Its functions, one per set of attributes, exceed {self._limits.inlined_nodes} nodes."
+                )
+            read_function_body(draft, function, self._substitution(given), self._findings)
+            yield draft
+
+    def _refuse_size(self, message: str) -> None:
+        """Going on would only take longer, so this finding ends the check."""
+        self._findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message)
+        self._findings.raise_if_any()
+
+    def _signature(self, function: graph_pb2.Function, given: Mapping[str, AttrValue]) -> Draft | None:
+        signature = function.signature
+        draft = Draft(Body(signature.name, is_stateful=signature.is_stateful))
+        try:
+            for position, arg in enumerate(signature.input_arg):
+                notes = function.arg_attr[position].attr if position in function.arg_attr else {}
+                add_arg(draft, arg.name, self._types(arg, given), notes, self._findings)
+            for arg in signature.output_arg:
+                add_result(draft, arg.name, self._types(arg, given))
+        except _UnclearType as cause:
+            message = f"Function {quote(signature.name)}: the type of {quote(cause.arg)} is not clear: {cause.why}."
+            self._findings.add(Reason.ERROR_REASON_INVALID_ATTR, message, signature.name)
+            return None
+        return draft
+
+    def _types(self, arg: graph_pb2.OpSignature.ArgDef, given: Mapping[str, AttrValue]) -> list[int]:
+        if arg.type_list_attr:
+            return list(_given(arg, arg.type_list_attr, "list", given).list.type)
+        count = _given(arg, arg.number_attr, "i", given).i if arg.number_attr else 1
+        if not 0 <= count <= self._limits.node_outputs:
+            raise _UnclearType(arg.name, f"it stands for {count} tensors")
+        dtype = _given(arg, arg.type_attr, "type", given).type if arg.type_attr else arg.type
+        if not dtype:
+            raise _UnclearType(arg.name, "it has none")
+        return [dtype] * count
+
+    def _substitution(self, given: Mapping[str, AttrValue]) -> Substitute:
+        def substitute(where: str, attrs: dict[str, AttrValue]) -> dict[str, AttrValue]:
+            return {name: self._substituted(where, name, value, given) for name, value in attrs.items()}
+
+        return substitute
+
+    def _substituted(self, where: str, name: str, value: AttrValue, given: Mapping[str, AttrValue]) -> AttrValue:
+        field = value.WhichOneof("value")
+        if field == "placeholder":
+            if value.placeholder in given:
+                actual = given[value.placeholder]
+                self._attr_bytes += actual.ByteSize()
+                if self._attr_bytes > self._limits.attr_bytes:
+                    message = f"{where}: attributes passed on to functions take over {self._limits.attr_bytes} bytes."
+                    self._refuse_size(message)
+                return actual
+            message = (
+                f"{where}: attribute {name!r} stands for {quote(value.placeholder)}, which the call does not give."
+            )
+            self._findings.add(Reason.ERROR_REASON_INVALID_ATTR, message)
+            return value
+        functions = [value.func] if field == "func" else value.list.func if field == "list" else []
+        if not any(function.attr for function in functions):
+            return value
+        copy = AttrValue()
+        copy.CopyFrom(value)
+        for function in [copy.func] if field == "func" else copy.list.func:
+            for key in list(function.attr):
+                function.attr[key].CopyFrom(self._substituted(where, key, function.attr[key], given))
+        return copy
+
+
+class _UnclearType(Exception):
+    def __init__(self, arg: str, why: str) -> None:
+        super().__init__(arg, why)
+        self.arg = arg
+        self.why = why
+
+
+def _given(arg: graph_pb2.OpSignature.ArgDef, name: str, field: str, given: Mapping[str, AttrValue]) -> AttrValue:
+    value = given.get(name)
+    if value is None or value.WhichOneof("value") != field:
+        raise _UnclearType(arg.name, f"it follows from the attribute {name!r}, which the call does not give")
+    return value

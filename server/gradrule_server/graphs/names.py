@@ -1,0 +1,67 @@
+"""Names of tensors as requests write them: `y` is `y:0`. UNKNOWN_TENSOR and UNKNOWN_FEED, with what would be right."""
+
+from __future__ import annotations
+
+import re
+
+from gradrule_server.graphs.findings import Findings, Reason, quote
+from gradrule_server.graphs.ir import CONTAINERS, Body, Ref
+
+_TENSOR = re.compile(r"([^:^]+)(?::([0-9]{1,9}))?")
+
+
+def parse_tensor_name(text: str) -> tuple[str, int] | None:
+    """Node and output of `node` or `node:output`; None for anything else."""
+    match = _TENSOR.fullmatch(text)
+    return (match[1], int(match[2] or 0)) if match else None
+
+
+def canonical(node: str, output: int) -> str:
+    """`y` for output 0, else `y:1`."""
+    return f"{node}:{output}" if output else node
+
+
+class TensorNames:
+    """Looks names up among the tensors of a graph's top level."""
+
+    def __init__(self, top: Body, findings: Findings) -> None:
+        self._top = top
+        self._findings = findings
+        self.index = {node.name: position for position, node in enumerate(top.nodes)}
+
+    def find(self, text: str, field: str, *, is_feed: bool = False) -> Ref | None:
+        """The tensor; None after noting what is wrong. `field`: where the request says it."""
+        reason = Reason.ERROR_REASON_UNKNOWN_FEED if is_feed else Reason.ERROR_REASON_UNKNOWN_TENSOR
+        parsed = parse_tensor_name(text)
+        if parsed is None:
+            what = "an operation, not a tensor" if text.startswith("^") else "no name of a tensor"
+            self._findings.add(reason, f"{quote(text)} is {what}; write 'node' or 'node:output'.", field=field)
+            return None
+        name, output = parsed
+        position = self.index.get(name)
+        if position is None:
+            message = f"The graph has no tensor {quote(text)}: it has no node {quote(name)}.{self._hint(name)}"
+            self._findings.add(reason, message, field=field)
+            return None
+        outputs = self._top.nodes[position].outputs
+        if outputs is not None and output >= len(outputs):
+            many = f"it has {len(outputs)}, counted from 0" if outputs else "it has none"
+            message = f"The graph has no tensor {quote(text)}: node {quote(name)} has no output {output}; {many}."
+            self._findings.add(reason, message, name, field)
+            return None
+        return position, output
+
+    def node(self, ref: Ref) -> str:
+        """Name of the node that a tensor belongs to."""
+        return self._top.nodes[ref[0]].name
+
+    def _hint(self, name: str) -> str:
+        parts = name.split("/")
+        for length in range(len(parts) - 1, 0, -1):
+            position = self.index.get("/".join(parts[:length]))
+            if position is None or not self._top.nodes[position].functions:
+                continue
+            node = self._top.nodes[position]
+            what = "loop or branch" if node.op in CONTAINERS else "function call"
+            return f" What lies inside the {what} {quote(node.name)} cannot be asked for; its outputs can."
+        return self._findings.near(name, self.index)

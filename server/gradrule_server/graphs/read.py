@@ -1,0 +1,219 @@
+"""From messages to bodies: names become indices.
+
+Inputs at top level are `node`, `node:output`, `^node`; in functions `arg`, `arg:i`, `node:output_name:i`, `^node`. What
+an output name stands for is known only once its node's attributes are, so it stays a name here (`Source`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from google.protobuf.message import DecodeError
+
+from gradrule.v1 import graph_pb2
+from gradrule.v1.graph_pb2 import AttrValue, Graph
+from gradrule_server import errors
+from gradrule_server.graphs.findings import Findings, Reason, quote
+from gradrule_server.graphs.ir import ARG, Body, Node
+
+# Index of the producer, name of its output argument (empty: none, the index counts all outputs), index.
+Source = tuple[int, str, int]
+# Puts the attributes of a function's call into those of a node.
+Substitute = Callable[[str, dict[str, AttrValue]], dict[str, AttrValue]]
+
+_NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*")
+_MAX_INDEX_DIGITS = 9
+
+# Attributes beginning with `_` are notes of TensorFlow's to itself. These decide what runs, or who gives the gradient.
+_KEPT_NOTES = frozenset({"_num_original_outputs", "_lower_using_switch_merge", "_gradient_op_type"})
+
+
+@dataclass(slots=True)
+class Draft:
+    """A body whose inputs are not yet indices of outputs."""
+
+    body: Body
+    # Per node (arguments included) its data inputs.
+    sources: list[list[Source]] = field(default_factory=list)
+    result_sources: list[Source | None] = field(default_factory=list)
+    # By name: nodes; arguments as (first node, number of nodes); results in order as (name, number of tensors).
+    index: dict[str, int] = field(default_factory=dict)
+    args: dict[str, tuple[int, int]] = field(default_factory=dict)
+    results: list[tuple[str, int]] = field(default_factory=list)
+
+    def where(self, node: str) -> str:
+        """How a message names a node."""
+        return f"Node {quote(node)}" + (f" of function {quote(self.body.name)}" if self.body.name else "")
+
+
+def parse(data: bytes) -> Graph:
+    """The message in the bytes; anything else is INVALID_GRAPH."""
+    try:
+        return Graph.FromString(data)
+    except DecodeError as cause:
+        raise errors.error(
+            Reason.ERROR_REASON_INVALID_GRAPH,
+            f"These {len(data)} bytes are not a graph: they do not parse as a serialised GraphDef.",
+            field="graph",
+        ) from cause
+
+
+def read_top(graph: Graph, findings: Findings) -> Draft:
+    """The top level of a graph."""
+    draft = Draft(Body(""))
+    _read_nodes(draft, graph.node, _no_substitution(findings), findings)
+    return draft
+
+
+def add_arg(draft: Draft, name: str, types: Iterable[int], notes: Mapping[str, AttrValue], findings: Findings) -> None:
+    """Adds one argument of a function, which may stand for several tensors."""
+    body = draft.body
+    start = len(body.nodes)
+    check_name(name, draft, findings)
+    if name in draft.args:
+        message = f"Function {quote(body.name)} has two arguments {quote(name)}."
+        findings.add(Reason.ERROR_REASON_DUPLICATE_NODE, message, name)
+    for offset, dtype in enumerate(types):
+        body.nodes.append(Node(name if offset == 0 else f"{name}_{offset}", ARG, [], [], {}, (dtype,)))
+        body.arg_notes.append({key: notes[key] for key in notes if key == "_output_shapes"})
+        draft.sources.append([])
+    draft.args[name] = (start, len(body.nodes) - start)
+    body.arg_count = len(body.nodes)
+
+
+def add_result(draft: Draft, name: str, types: Iterable[int]) -> None:
+    """Adds one result of a function, which may stand for several tensors."""
+    count = 0
+    for dtype in types:
+        draft.body.result_names.append(name if count == 0 else f"{name}_{count}")
+        draft.body.result_types.append(dtype)
+        count += 1
+    draft.results.append((name, count))
+
+
+def read_function_body(draft: Draft, function: graph_pb2.Function, substitute: Substitute, findings: Findings) -> None:
+    """Fills in the nodes of a function, and where its results come from."""
+    _read_nodes(draft, function.node_def, substitute, findings)
+    where = f"of function {quote(draft.body.name)}"
+    for name, count in draft.results:
+        text = function.ret.get(name, "")
+        source = _inner_source(text, draft)
+        if source is None:
+            hint = _inner_hint(text, draft, findings)
+            message = f"Result {quote(name)} {where} is {quote(text)}, which is not there.{hint}"
+            findings.add(Reason.ERROR_REASON_DANGLING_INPUT, message)
+        for offset in range(count):
+            draft.result_sources.append(None if source is None else (source[0], source[1], source[2] + offset))
+    for name, node in sorted(function.control_ret.items()):
+        if node in draft.index:
+            draft.body.control_results.append((name, draft.index[node]))
+        else:
+            message = f"Control output {quote(name)} {where} is {quote(node)}, which is not there."
+            findings.add(Reason.ERROR_REASON_DANGLING_INPUT, message + findings.near(node, draft.index))
+
+
+def check_name(name: str, draft: Draft, findings: Findings) -> None:
+    """INVALID_GRAPH for a name that TensorFlow does not take."""
+    if not _NAME.fullmatch(name):
+        findings.add(
+            Reason.ERROR_REASON_INVALID_GRAPH,
+            f"{draft.where(name)} has a name that TensorFlow does not take: a name starts with a letter, a digit or "
+            "'.' and goes on with these or any of '_\\/>-'.",
+            name,
+        )
+
+
+def _read_nodes(draft: Draft, messages: Iterable[graph_pb2.Node], substitute: Substitute, findings: Findings) -> None:
+    body, index = draft.body, draft.index
+    first = len(body.nodes)
+    inputs: list[list[str]] = []
+    for proto in messages:
+        name = proto.name
+        check_name(name, draft, findings)
+        if name in index or name in draft.args:
+            findings.add(
+                Reason.ERROR_REASON_DUPLICATE_NODE,
+                f"{draft.where(name)} is there twice; names of nodes must be unique.",
+                name,
+            )
+        index.setdefault(name, len(body.nodes))
+        attrs = {key: value for key, value in proto.attr.items() if not key.startswith("_") or key in _KEPT_NOTES}
+        body.nodes.append(Node(name, proto.op, [], [], substitute(draft.where(name), attrs)))
+        inputs.append(list(proto.input))
+    read_source = _inner_source if body.name else _top_source
+    for node, texts in zip(body.nodes[first:], inputs, strict=True):
+        sources: list[Source] = []
+        for position, text in enumerate(texts):
+            if text.startswith("^"):
+                _read_control(node, text[1:], draft, findings)
+                continue
+            if node.controls and position and texts[position - 1].startswith("^"):
+                message = f"{draft.where(node.name)}: input {quote(text)} comes after a control input; those come last."
+                findings.add(Reason.ERROR_REASON_INVALID_GRAPH, message, node.name)
+            source = read_source(text, draft)
+            if source is None:
+                hint = _inner_hint(text, draft, findings) if body.name else findings.near(text.partition(":")[0], index)
+                message = f"{draft.where(node.name)}: its input {position} is {quote(text)}, which is not there.{hint}"
+                findings.add(Reason.ERROR_REASON_DANGLING_INPUT, message, node.name)
+                # A type that is not known (0) keeps the count of inputs right, so that one fault is told once.
+                source = (-1, "", 0)
+            sources.append(source)
+        draft.sources.append(sources)
+
+
+def _read_control(node: Node, name: str, draft: Draft, findings: Findings) -> None:
+    if name in draft.index:
+        node.controls.append(draft.index[name])
+    elif name not in draft.args:
+        message = f"{draft.where(node.name)}: its control input {quote('^' + name)} is not there."
+        findings.add(Reason.ERROR_REASON_DANGLING_INPUT, message + findings.near(name, draft.index), node.name)
+
+
+def _top_source(text: str, draft: Draft) -> Source | None:
+    producer = draft.index.get(text)
+    if producer is not None:
+        return producer, "", 0
+    name, colon, number = text.rpartition(":")
+    if colon and _is_index(number) and name in draft.index:
+        return draft.index[name], "", int(number)
+    return None
+
+
+def _inner_source(text: str, draft: Draft) -> Source | None:
+    parts = text.split(":")
+    if parts[0] in draft.args:
+        start, count = draft.args[parts[0]]
+        if len(parts) == 1:
+            return (start, "", 0) if count else None
+        if len(parts) == 2 and _is_index(parts[1]) and int(parts[1]) < count:
+            return start + int(parts[1]), "", 0
+        return None
+    if parts[0] not in draft.index or not 2 <= len(parts) <= 3:
+        return None
+    if len(parts) == 2:
+        return draft.index[parts[0]], parts[1], 0
+    return (draft.index[parts[0]], parts[1], int(parts[2])) if _is_index(parts[2]) else None
+
+
+def _inner_hint(text: str, draft: Draft, findings: Findings) -> str:
+    name = text.partition(":")[0]
+    if name in draft.index:
+        return " In a function an output is written 'node:output_name:index'."
+    return findings.near(name, [*draft.args, *draft.index])
+
+
+def _is_index(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= _MAX_INDEX_DIGITS
+
+
+def _no_substitution(findings: Findings) -> Substitute:
+    def refuse_placeholders(where: str, attrs: dict[str, AttrValue]) -> dict[str, AttrValue]:
+        for name, value in attrs.items():
+            if value.WhichOneof("value") == "placeholder":
+                message = f"{where}: attribute {name!r} stands for an attribute of a function, but this is no function."
+                findings.add(Reason.ERROR_REASON_INVALID_ATTR, message)
+        return attrs
+
+    return refuse_placeholders

@@ -1,0 +1,209 @@
+"""Follows element types from producers to consumers: fills in attributes left out, output types and flat inputs."""
+
+from __future__ import annotations
+
+from gradrule import _infer, _opdefs
+from gradrule._dtypes import name_of
+from gradrule.v1.graph_pb2 import AttrValue, NameAttrList
+from gradrule.v1.tensor_pb2 import TensorShape
+from gradrule_server.graphs.findings import Findings, Reason, quote
+from gradrule_server.graphs.ir import ARG, CALLS, CONTAINERS, LOOPS, PLACEHOLDERS, Body, Limits, Node, Ref
+from gradrule_server.graphs.library import Library
+from gradrule_server.graphs.read import Draft, Source
+from gradrule_server.graphs.tensors import Fault, shape_fault, tensor_fault
+from gradrule_server.graphs.unsupported import why_unsupported
+
+_KINDS = {
+    "TYPE_MISMATCH": Reason.ERROR_REASON_TYPE_MISMATCH,
+    "INVALID_ATTR": Reason.ERROR_REASON_INVALID_ATTR,
+}
+
+
+class Typing:
+    """Types one body; all findings go to one list."""
+
+    def __init__(self, draft: Draft, library: Library, limits: Limits, findings: Findings) -> None:
+        self._draft = draft
+        self._body = draft.body
+        self._library = library
+        self._limits = limits
+        self._findings = findings
+        self._layouts: dict[int, _infer.Slices] = {}
+
+    def run(self) -> None:
+        """Types all nodes in order, then the results."""
+        nodes = self._body.nodes
+        for position in self._body.order:
+            node = nodes[position]
+            if node.op != ARG:
+                self._type_node(position, node)
+        self._check_results()
+
+    def _type_node(self, position: int, node: Node) -> None:
+        findings, where = self._findings, self._draft.where(node.name)
+        node.inputs, types = self._inputs(node, self._draft.sources[position])
+        op = self._library.find_op(node.op)
+        if op is None:
+            hint = findings.suggest(lambda: _opdefs.suggest(node.op, self._library.names()))
+            message = f"{where} is of op type {quote(node.op)}, which neither TensorFlow nor the graph has.{hint}"
+            findings.add(Reason.ERROR_REASON_UNKNOWN_OP_TYPE, message, node.name)
+            return
+        if self._too_many_outputs(node, op, where):
+            return
+        try:
+            completed = _infer.complete(op, node.attrs, types)
+        except _infer.InferError as cause:
+            findings.add(_KINDS[cause.kind], f"{where}: {cause.message}.", node.name)
+            return
+        node.attrs, node.outputs = completed.attrs, completed.outputs
+        node.unsupported = why_unsupported(node, op, in_function=bool(self._body.name))
+        if node.op in ("Const", *PLACEHOLDERS):
+            self._check_value(node, where)
+        self._find_functions(node, types, where)
+
+    def _inputs(self, node: Node, sources: list[Source]) -> tuple[list[Ref], list[int]]:
+        nodes, top = self._body.nodes, not self._body.name
+        refs: list[Ref] = []
+        types: list[int] = []
+        for producer, arg, index in sources:
+            outputs = nodes[producer].outputs if producer >= 0 else None
+            if outputs is None:
+                refs.append((max(producer, 0), 0))
+                types.append(0)
+                continue
+            flat = index if top or not arg else self._flat(producer, arg, index, node)
+            if flat is None:
+                flat, dtype = 0, 0
+            elif flat < len(outputs):
+                dtype = outputs[flat]
+            else:
+                self._no_output(node, producer, f"output {flat}; it has {len(outputs)}")
+                dtype = 0
+            refs.append((producer, flat))
+            types.append(dtype)
+        return refs, types
+
+    def _flat(self, producer: int, arg: str, index: int, node: Node | None) -> int | None:
+        """Where output `arg:index` lies among all outputs; None after an error."""
+        layout = self._layout(producer)
+        if arg not in layout:
+            names = ", ".join(layout) or "none"
+            self._no_output(node, producer, f"output {quote(arg)}; its outputs are: {names}")
+            return None
+        start, count = layout[arg]
+        if index >= count:
+            self._no_output(node, producer, f"output {index} of {quote(arg)}; there are {count}")
+            return None
+        return start + index
+
+    def _layout(self, producer: int) -> _infer.Slices:
+        if producer not in self._layouts:
+            node = self._body.nodes[producer]
+            op = self._library.find_op(node.op)
+            self._layouts[producer] = _infer.output_slices(op, node.attrs) if op else {}
+        return self._layouts[producer]
+
+    def _no_output(self, node: Node | None, producer: int, what: str) -> None:
+        who = f"{self._draft.where(node.name)} takes" if node else f"A result of function {quote(self._body.name)} is"
+        message = f"{who} an output that {quote(self._body.nodes[producer].name)} does not have: {what}."
+        self._findings.add(Reason.ERROR_REASON_DANGLING_INPUT, message, node.name if node else "")
+
+    def _too_many_outputs(self, node: Node, op: _opdefs.OpDef, where: str) -> bool:
+        for arg in op.outputs:
+            value = node.attrs.get(arg.number_attr) if arg.number_attr else None
+            if value is not None and value.i > self._limits.node_outputs:
+                message = f"{where}: attribute {arg.number_attr!r} asks for {value.i} outputs; the most is "
+                self._findings.add(
+                    Reason.ERROR_REASON_LIMIT_EXCEEDED, f"{message}{self._limits.node_outputs}.", node.name
+                )
+                return True
+        return False
+
+    def _check_value(self, node: Node, where: str) -> None:
+        fault: Fault | None = None
+        if node.op == "Const":
+            tensor = node.attrs["value"].tensor
+            fault = tensor_fault(tensor, self._limits)
+            dtype = node.attrs["dtype"].type
+            if not fault and tensor.dtype != dtype:
+                fault = (
+                    Reason.ERROR_REASON_INVALID_TENSOR,
+                    f"says it is {name_of(dtype)}, but its value is {name_of(tensor.dtype)}",
+                )
+        elif "shape" in node.attrs:
+            fault = shape_fault(node.attrs["shape"].shape, self._limits, known=False)
+        if fault:
+            self._findings.add(fault[0], f"{where} {fault[1]}.", node.name)
+
+    def _find_functions(self, node: Node, types: list[int], where: str) -> None:
+        if node.op in self._library:
+            body = self._library.body(node.op, node.attrs, where)
+            node.functions = (("f", (body,)),) if body else ()
+            return
+        attrs = ("f",) if node.op in CALLS else CONTAINERS.get(node.op)
+        if attrs is None:
+            return
+        found: list[tuple[str, tuple[Body, ...]]] = []
+        complete = True
+        for attr in attrs:
+            bodies = [
+                self._library.body(function.name, function.attr, where) for function in _functions(node.attrs[attr])
+            ]
+            known = tuple(body for body in bodies if body)
+            complete &= len(known) == len(bodies)
+            found.append((attr, known))
+        if complete:
+            node.functions = tuple(found)
+            self._check_signatures(node, types, where)
+
+    def _check_signatures(self, node: Node, types: list[int], where: str) -> None:
+        outputs = list(node.outputs or ())
+        args = types if node.op in CALLS or node.op in LOOPS else types[1:]
+        for attr, bodies in node.functions:
+            for body in bodies:
+                name = f"the function {quote(body.name)}, its {attr}"
+                self._same(node, where, f"the arguments of {name},", body.arg_types, args, "what the node passes on")
+                if attr == "cond":
+                    if len(body.result_types) != 1:
+                        message = f"{where}: {name}, has {len(body.result_types)} results instead of one condition."
+                        self._findings.add(Reason.ERROR_REASON_TYPE_MISMATCH, message, node.name)
+                else:
+                    self._same(node, where, f"the results of {name},", body.result_types, outputs, "the node's outputs")
+        if node.op in LOOPS and not node.attrs["output_shapes"].list.shape:
+            # TensorFlow's gradient of a loop reads one shape per value that goes round.
+            unknown = AttrValue.ListValue(shape=[TensorShape(unknown_rank=True)] * len(outputs))
+            node.attrs["output_shapes"] = AttrValue(list=unknown)
+
+    def _same(self, node: Node, where: str, what: str, have: list[int], want: list[int], meant: str) -> None:
+        if len(have) == len(want) and all(a == b or not a or not b for a, b in zip(have, want, strict=True)):
+            return
+        message = f"{where}: {what} are {_types_text(have)}, but {meant}: {_types_text(want)}."
+        self._findings.add(Reason.ERROR_REASON_TYPE_MISMATCH, message, node.name)
+
+    def _check_results(self) -> None:
+        body = self._body
+        for name, dtype, source in zip(
+            body.result_names, body.result_types, self._draft.result_sources, strict=bool(body.name)
+        ):
+            producer, arg, index = source or (0, "", 0)
+            outputs = body.nodes[producer].outputs if source else None
+            if outputs is None:
+                body.results.append((producer, 0))
+                continue
+            flat = self._flat(producer, arg, index, None) if arg else index
+            body.results.append((producer, flat or 0))
+            if flat is not None and outputs[flat] and outputs[flat] != dtype:
+                message = (
+                    f"Result {quote(name)} of function {quote(body.name)} is {name_of(outputs[flat])}, "
+                    f"but its signature says {name_of(dtype)}."
+                )
+                self._findings.add(Reason.ERROR_REASON_TYPE_MISMATCH, message)
+
+
+def _functions(value: AttrValue) -> list[NameAttrList]:
+    return list(value.list.func) if value.WhichOneof("value") == "list" else [value.func]
+
+
+def _types_text(types: list[int]) -> str:
+    shown = ", ".join(name_of(dtype) for dtype in types[:16])
+    return f"({shown}{', …' if len(types) > 16 else ''})"

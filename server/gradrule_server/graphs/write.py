@@ -1,0 +1,137 @@
+"""From an expanded graph to a `Graph` message, the bytes of which are a GraphDef."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from gradrule import _infer, _opdefs
+from gradrule._dtypes import as_dt
+from gradrule.v1 import graph_pb2
+from gradrule.v1.graph_pb2 import AttrValue, Graph, NameAttrList, Versions
+from gradrule_server.graphs.ir import ARG, CALLS, LOOPS, Body, Node, Ref, is_call
+from gradrule_server.graphs.prune import bodies_of
+from gradrule_server.graphs.select import GRADIENT_ATTR
+
+GRADIENT_NAME = b"gradrule"
+MARK_ATTR = "_gradrule_mark"
+
+# A graph that names no version was made by a builder of today. Below 24 TensorFlow would take a placeholder's shape ()
+# for unknown, and it would let ops through that it has deprecated since.
+_PRODUCER = 1882
+
+
+def write_graph(top: Body, versions: Versions) -> bytes:
+    """The message's bytes; functions in the order in which they are met."""
+    graph = Graph()
+    graph.versions.CopyFrom(versions)
+    graph.versions.producer = graph.versions.producer or _PRODUCER
+    for body in bodies_of(top):
+        if body.name:
+            _write_function(body, graph.library.function.add())
+    for node in top.nodes:
+        message = graph.node.add()
+        _write_node(node, message)
+        message.input.extend(_top_name(top, ref) for ref in node.inputs)
+        message.input.extend(f"^{top.nodes[control].name}" for control in node.controls)
+    return graph.SerializeToString()
+
+
+def tensor_name(body: Body, ref: Ref) -> str:
+    """`node:output`."""
+    return f"{body.nodes[ref[0]].name}:{ref[1]}"
+
+
+def _top_name(top: Body, ref: Ref) -> str:
+    name = top.nodes[ref[0]].name
+    return f"{name}:{ref[1]}" if ref[1] else name
+
+
+def _write_node(node: Node, message: graph_pb2.Node) -> None:
+    message.name = node.name
+    message.op = node.op
+    for name, value in node.attrs.items():
+        if not name.startswith("_") or _is_valid_note(node, name, value):
+            message.attr[name].CopyFrom(value)
+    if is_call(node) and node.op not in CALLS:
+        _write_call(node, message)
+    for attr, bodies in node.functions:
+        names = [NameAttrList(name=body.name) for body in bodies]
+        is_list = attr == "branches"
+        value = AttrValue(list=AttrValue.ListValue(func=names)) if is_list else AttrValue(func=names[0])
+        message.attr[attr].CopyFrom(value)
+    if node.watched:
+        message.attr[GRADIENT_ATTR].s = GRADIENT_NAME
+    if node.mark is not None:
+        message.attr[MARK_ATTR].i = node.mark
+
+
+def _write_call(node: Node, message: graph_pb2.Node) -> None:
+    """A call by the function's name as op becomes a call by attribute, because functions have new names."""
+    body = node.functions[0][1][0]
+    message.op = "StatefulPartitionedCall" if body.is_stateful else "PartitionedCall"
+    message.ClearField("attr")
+    message.attr["Tin"].list.type.extend(map(as_dt, body.arg_types))
+    message.attr["Tout"].list.type.extend(map(as_dt, body.result_types))
+
+
+def _is_valid_note(node: Node, name: str, value: AttrValue) -> bool:
+    if name == "_num_original_outputs":
+        return node.op in LOOPS and value.WhichOneof("value") == "i" and 0 <= value.i <= len(node.outputs or ())
+    return name == "_lower_using_switch_merge" and value.WhichOneof("value") == "b"
+
+
+def _write_function(body: Body, message: graph_pb2.Function) -> None:
+    signature = message.signature
+    signature.name = body.name
+    signature.is_stateful = body.is_stateful
+    for position, arg in enumerate(body.nodes[: body.arg_count]):
+        signature.input_arg.add(name=arg.name, type=as_dt(arg.outputs[0] if arg.outputs else 0))
+        for name, value in body.arg_notes[position].items():
+            message.arg_attr[position].attr[name].CopyFrom(value)
+    layouts: dict[int, list[str]] = {}
+    for node in body.nodes[body.arg_count :]:
+        target = message.node_def.add()
+        _write_node(node, target)
+        target.input.extend(_inner_name(body, ref, layouts) for ref in node.inputs)
+        target.input.extend(
+            f"^{body.nodes[control].name}" for control in node.controls if body.nodes[control].op != ARG
+        )
+    for name, dtype, ref in zip(_unique(body.result_names), body.result_types, body.results, strict=True):
+        signature.output_arg.add(name=name, type=as_dt(dtype))
+        message.ret[name] = _inner_name(body, ref, layouts)
+    for name, control in body.control_results:
+        if body.nodes[control].op != ARG:
+            signature.control_output.append(name)
+            message.control_ret[name] = body.nodes[control].name
+
+
+def _inner_name(body: Body, ref: Ref, layouts: dict[int, list[str]]) -> str:
+    """`arg` or `node:output_name:index`."""
+    node = body.nodes[ref[0]]
+    if node.op == ARG:
+        return node.name
+    if ref[0] not in layouts:
+        layouts[ref[0]] = _output_names(node)
+    return f"{node.name}:{layouts[ref[0]][ref[1]]}"
+
+
+def _output_names(node: Node) -> list[str]:
+    if is_call(node):
+        return [f"output:{index}" for index in range(len(node.outputs or ()))]
+    op = _opdefs.find(node.op)
+    if op is None:
+        raise AssertionError(f"{node.op} passed the checks")
+    slices = _infer.output_slices(op, node.attrs)
+    return [f"{name}:{index}" for name, (_, count) in slices.items() for index in range(count)]
+
+
+def _unique(names: Iterable[str]) -> Iterator[str]:
+    """The names, apart from one another: flattening a list may have made one that was there."""
+    taken: set[str] = set()
+    for name in names:
+        free, count = name, 0
+        while free in taken:
+            count += 1
+            free = f"{name}_{count}"
+        taken.add(free)
+        yield free
