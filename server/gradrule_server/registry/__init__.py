@@ -1,0 +1,1 @@
+"""Rules and programs by name, kept in SQLite."""

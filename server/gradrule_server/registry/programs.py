@@ -1,0 +1,163 @@
+"""Programs by id: kept until deleted, found again by their content."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+import time
+from dataclasses import dataclass
+
+from gradrule.v1 import errors_pb2, program_pb2
+from gradrule_server.errors import GradruleError, Resource, did_you_mean, error
+from gradrule_server.registry import paging
+from gradrule_server.registry.store import ProgramContent, ProgramRow, Store
+
+_PREFIX = "programs/"
+_ID = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
+_LISTING = "programs"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredProgram:
+    """A kept program. `program` holds its name and the time of its creation; `identity` is equal for equal content."""
+
+    id: str
+    identity: str
+    program: program_pb2.Program
+
+
+class ProgramRegistry:
+    """The programs of a store. Blocking; safe to use from several threads."""
+
+    def __init__(self, store: Store, *, max_programs: int = 10_000) -> None:
+        self._store = store
+        self._max_programs = max_programs
+        self._changing = threading.Lock()
+        self._identities = store.program_identities()
+
+    def create(
+        self,
+        program_id: str | None,
+        spec: program_pb2.ProgramSpec,
+        snapshot: bytes,
+        program: program_pb2.Program,
+        override_values: bytes,
+    ) -> StoredProgram:
+        """Keeps a program, or returns the one that is there where id and content are equal.
+
+        `snapshot`: the rules as they are now, in bytes that are equal for equal rules. `override_values`: the
+        overrides' param values, likewise; `program.digests.program` does not cover them. Without an id, one is made
+        from the content.
+
+        Raises MALFORMED_REQUEST (the id), PROGRAM_EXISTS, LIMIT_EXCEEDED.
+        """
+        identity = _identity(program.digests.program, snapshot, override_values)
+        if program_id is None:
+            # An id starts with a letter, so that it may also be asked for.
+            program_id = f"p{identity[:32]}"
+        elif _ID.fullmatch(program_id) is None:
+            raise error(
+                errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
+                f"{program_id!r} is no program id: 1 to 63 of a-z, 0-9, '-', '_', '.', starting with a letter",
+                field="program_id",
+            )
+        with self._changing:
+            if program_id in self._identities:
+                return self._existing(program_id, identity)
+            if len(self._identities) >= self._max_programs:
+                raise error(
+                    errors_pb2.ERROR_REASON_LIMIT_EXCEEDED,
+                    f"the registry keeps at most {self._max_programs} programs; delete some, or start the server with "
+                    "a larger --max-programs",
+                )
+            now_us = time.time_ns() // 1000
+            kept = program_pb2.Program()
+            kept.CopyFrom(program)
+            kept.name = _PREFIX + program_id
+            kept.create_time.FromMicroseconds(now_us)
+            row = ProgramRow(program_id, identity, kept.SerializeToString(), now_us)
+            self._store.add_program(row, ProgramContent(_without_graph(spec), _graph_bytes(spec), snapshot))
+            self._identities[program_id] = identity
+        return StoredProgram(program_id, identity, kept)
+
+    def get(self, name: str) -> StoredProgram:
+        """The program of that name, `programs/ID` or bare; PROGRAM_NOT_FOUND."""
+        row = self._store.program(name.removeprefix(_PREFIX))
+        if row is None:
+            raise self._not_found(name)
+        return _stored(row)
+
+    def content(self, stored: StoredProgram) -> tuple[program_pb2.ProgramSpec, bytes]:
+        """The spec with its graph's bytes, and the snapshot of its rules; PROGRAM_NOT_FOUND where it is gone by now."""
+        content = self._store.program_content(stored.id, stored.identity)
+        if content is None:
+            raise self._not_found(stored.program.name)
+        spec = program_pb2.ProgramSpec.FromString(content.spec)
+        spec.graph.serialized = content.graph
+        return spec, content.snapshot
+
+    def list(self, page_size: int, page_token: str) -> tuple[list[StoredProgram], str]:
+        """A page by id, without overrides and defaulted, and the next page's token; MALFORMED_REQUEST."""
+        size = paging.page_size(page_size)
+        after = paging.decode(_LISTING, page_token)[0] if page_token else ""
+        rows = self._store.programs_after(after, size + 1)
+        page = [_stored(row) for row in rows[:size]]
+        for item in page:
+            item.program.ClearField("overrides")
+            item.program.ClearField("defaulted")
+        return page, paging.encode(_LISTING, [page[-1].id]) if len(rows) > size else ""
+
+    def delete(self, name: str) -> None:
+        """Forgets a program; PROGRAM_NOT_FOUND."""
+        program_id = name.removeprefix(_PREFIX)
+        with self._changing:
+            if program_id not in self._identities:
+                raise self._not_found(name)
+            self._store.remove_program(program_id)
+            del self._identities[program_id]
+
+    def _existing(self, program_id: str, identity: str) -> StoredProgram:
+        stored = self.get(program_id)
+        if stored.identity != identity:
+            since = stored.program.create_time.ToJsonString()
+            raise error(
+                errors_pb2.ERROR_REASON_PROGRAM_EXISTS,
+                f"{program_id!r} is a program of other content (digest {stored.program.digests.program[:12]}, compiled "
+                f"{since}); delete it first, or ask for another id",
+                field="program_id",
+                resource=Resource("gradrule.v1.Program", stored.program.name),
+            )
+        return stored
+
+    def _not_found(self, name: str) -> GradruleError:
+        program_id = name.removeprefix(_PREFIX)
+        return error(
+            errors_pb2.ERROR_REASON_PROGRAM_NOT_FOUND,
+            f"there is no program {program_id!r}.{did_you_mean(program_id, tuple(self._identities))}",
+            field="name",
+            resource=Resource("gradrule.v1.Program", _PREFIX + program_id),
+        )
+
+
+def _stored(row: ProgramRow) -> StoredProgram:
+    return StoredProgram(row.id, row.identity, program_pb2.Program.FromString(row.summary))
+
+
+def _identity(*parts: str | bytes) -> str:
+    """SHA-256 over the hashes of the parts, so that no two lists of parts run into one."""
+    hashes = (hashlib.sha256(part.encode() if isinstance(part, str) else part).digest() for part in parts)
+    return hashlib.sha256(b"".join(hashes)).hexdigest()
+
+
+def _without_graph(spec: program_pb2.ProgramSpec) -> bytes:
+    rest = program_pb2.ProgramSpec()
+    rest.CopyFrom(spec)
+    rest.ClearField("graph")
+    return rest.SerializeToString(deterministic=True)
+
+
+def _graph_bytes(spec: program_pb2.ProgramSpec) -> bytes:
+    if spec.graph.WhichOneof("source") == "inline":
+        return spec.graph.inline.SerializeToString(deterministic=True)
+    return spec.graph.serialized

@@ -1,0 +1,266 @@
+"""Rules by name: OP and BUILTIN ones as they come with TensorFlow and the server, USER ones kept in the store."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+
+from gradrule.v1 import errors_pb2, rule_pb2
+from gradrule_server.errors import GradruleError, Resource, did_you_mean, error
+from gradrule_server.registry import paging
+from gradrule_server.registry.names import BUILTIN_PREFIX, Names, RuleEntry, by_name
+from gradrule_server.registry.store import RuleRow, Store, StoreError
+from gradrule_server.rules import RuleContent
+from gradrule_server.rules.catalogue import BUILTINS, BuiltinRule
+
+_PREFIX = "rules/"
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
+_RESERVED = frozenset({"default", "inline"})
+_SHOWN_EXPRESSION = 120
+_EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+
+
+class RuleRegistry:
+    """The rules of a server. Safe to use from several threads; only `create` and `delete` block, on the disk.
+
+    `StoreError` where a kept rule cannot be read by this version of the server.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        op_gradients: Iterable[str],
+        *,
+        max_rules: int = 10_000,
+        builtins: Iterable[BuiltinRule] = BUILTINS,
+    ) -> None:
+        self._store = store
+        self._max_rules = max_rules
+        self._changing = threading.Lock()
+        self._revision = 0
+        self._names = Names(
+            user={row.name: _kept_entry(store, row) for row in store.rules()},
+            builtin=by_name(_builtin_entry(rule) for rule in builtins),
+            op=_op_entries(op_gradients),
+        )
+
+    @property
+    def revision(self) -> int:
+        """A number that grows whenever a name may have got another meaning."""
+        return self._revision
+
+    @property
+    def clashes(self) -> tuple[str, ...]:
+        """Names of USER rules that hide a BUILTIN or OP rule which arrived later, with an upgrade."""
+        return self._names.clashes
+
+    def set_op_rules(self, op_gradients: Iterable[str]) -> None:
+        """Replaces the OP rules: op types with a registered gradient."""
+        with self._changing:
+            self._replace(replace(self._names, op=_op_entries(op_gradients)))
+
+    def create(self, name: str, definition: rule_pb2.RuleDefinition, description: str) -> RuleEntry:
+        """Registers a USER rule, `rules/NAME` or bare; equal content (form, params, defaults) returns what is there.
+
+        Raises INVALID_RULE (the name), RULE_EXISTS, LIMIT_EXCEEDED, and what reading the definition raises.
+        """
+        name = _valid_name(name)
+        content = RuleContent.from_definition(definition)
+        with self._changing:
+            names = self._names
+            holder = names.find(name)
+            if holder is not None:
+                if holder.kind == rule_pb2.RULE_KIND_USER and _equal(holder.content, content):
+                    return holder
+                raise _taken(name, holder)
+            if len(names.user) >= self._max_rules:
+                raise error(
+                    errors_pb2.ERROR_REASON_LIMIT_EXCEEDED,
+                    f"the registry keeps at most {self._max_rules} USER rules; delete some, or start the server with a "
+                    "larger --max-rules",
+                )
+            row = RuleRow(
+                name,
+                content.digest,
+                definition.SerializeToString(deterministic=True),
+                description,
+                time.time_ns() // 1000,
+            )
+            entry = _user_entry(row, content)
+            self._store.add_rule(row)
+            self._replace(replace(names, user={**names.user, name: entry}))
+        return entry
+
+    def get(self, name: str) -> RuleEntry:
+        """The rule of that name, `rules/NAME` or bare, aliases included; UNKNOWN_RULE."""
+        found = self._names.find(name.removeprefix(_PREFIX))
+        if found is None:
+            raise self._unknown(name)
+        return found
+
+    def delete(self, name: str) -> None:
+        """Forgets a USER rule; RULE_READ_ONLY for others, UNKNOWN_RULE."""
+        entry = self.get(name)
+        if entry.kind != rule_pb2.RULE_KIND_USER:
+            raise error(
+                errors_pb2.ERROR_REASON_RULE_READ_ONLY,
+                f"{name.removeprefix(_PREFIX)!r} is {_what(entry)}; only USER rules can be deleted",
+                field="name",
+                resource=_resource(entry.name),
+            )
+        with self._changing:
+            if entry.name not in self._names.user:
+                raise self._unknown(name)
+            self._store.remove_rule(entry.name)
+            user = {key: kept for key, kept in self._names.user.items() if key != entry.name}
+            self._replace(replace(self._names, user=user))
+
+    def list(self, kind: rule_pb2.RuleKind.ValueType, page_size: int, page_token: str) -> tuple[list[RuleEntry], str]:
+        """A page in the order of kind (USER, BUILTIN, OP), then name, and the next page's token; MALFORMED_REQUEST."""
+        size = paging.page_size(page_size)
+        listing = f"rules/{kind}"
+        order, name = paging.decode(listing, page_token) if page_token else ("0", "")
+        found = self._names.after(kind, (int(order), name), size + 1)
+        page = [entry for _, entry in found[:size]]
+        if len(found) <= size:
+            return page, ""
+        last_order, last_name = found[size - 1][0]
+        return page, paging.encode(listing, [str(last_order), last_name])
+
+    def _replace(self, names: Names) -> None:
+        # The names first: a reader that sees the new revision must see the new names too.
+        self._names = names
+        self._revision += 1
+
+    def _unknown(self, name: str) -> GradruleError:
+        bare = name.removeprefix(_PREFIX)
+        return error(
+            errors_pb2.ERROR_REASON_UNKNOWN_RULE,
+            f"there is no rule {bare!r}.{did_you_mean(bare.removeprefix(BUILTIN_PREFIX), set(self._names.all()))}",
+            field="name",
+            resource=_resource(bare),
+        )
+
+
+def to_proto(entry: RuleEntry) -> rule_pb2.Rule:
+    """The entry as clients see it."""
+    rule = rule_pb2.Rule(
+        name=_PREFIX + entry.name,
+        kind=entry.kind,
+        definition=None if entry.content is None else entry.content.to_definition(),
+        description=entry.description,
+        op_types=entry.op_types,
+        reference=entry.reference,
+        digest=entry.digest,
+        per_sample=entry.per_sample,
+        aliases=entry.aliases,
+    )
+    if entry.create_time is not None:
+        rule.create_time.FromDatetime(entry.create_time)
+    return rule
+
+
+def _valid_name(name: str) -> str:
+    bare = name.removeprefix(_PREFIX)
+    if bare in _RESERVED:
+        problem = f"{bare!r} is a word of overrides and cannot name a rule"
+    elif _NAME.fullmatch(bare) is None:
+        problem = f"{bare!r} is no rule name: 1 to 128 of A-Z, a-z, 0-9, '_', '.', '-', starting with a letter or '_'"
+    else:
+        return bare
+    raise error(errors_pb2.ERROR_REASON_INVALID_RULE, problem, field="rule.name")
+
+
+def _kept_entry(store: Store, row: RuleRow) -> RuleEntry:
+    try:
+        content = RuleContent.from_definition(rule_pb2.RuleDefinition.FromString(row.definition))
+    except GradruleError as cause:
+        raise StoreError(
+            f"the rule {row.name!r} in {store.path} cannot be read by this server ({cause.message}); start the version "
+            "that wrote it and delete the rule, or move the file away to begin with an empty registry"
+        ) from cause
+    return _user_entry(row, content)
+
+
+def _user_entry(row: RuleRow, content: RuleContent) -> RuleEntry:
+    return RuleEntry(
+        name=row.name,
+        kind=rule_pb2.RULE_KIND_USER,
+        content=content,
+        description=row.description,
+        digest=row.digest,
+        create_time=_EPOCH + datetime.timedelta(microseconds=row.create_time_us),
+        per_sample=content.per_sample,
+    )
+
+
+def _builtin_entry(rule: BuiltinRule) -> RuleEntry:
+    return RuleEntry(
+        name=rule.name,
+        kind=rule_pb2.RULE_KIND_BUILTIN,
+        content=rule.content,
+        description=rule.description,
+        op_types=tuple(rule.op_types),
+        reference=rule.reference,
+        digest=rule.content.digest,
+        per_sample=rule.content.per_sample,
+        aliases=tuple(rule.aliases),
+    )
+
+
+def _op_entries(op_types: Iterable[str]) -> dict[str, RuleEntry]:
+    return {
+        op_type: RuleEntry(
+            name=op_type,
+            kind=rule_pb2.RULE_KIND_OP,
+            op_type=op_type,
+            description=f"The gradient that TensorFlow registers for {op_type}.",
+            op_types=(op_type,),
+        )
+        for op_type in op_types
+    }
+
+
+def _equal(kept: RuleContent | None, new: RuleContent) -> bool:
+    """Same form, params and default values; what is written for people does not count."""
+    return kept is not None and kept.digest == new.digest and _defaults(kept) == _defaults(new)
+
+
+def _defaults(content: RuleContent) -> list[tuple[str, bool, bytes]]:
+    return [
+        (param.name, param.HasField("default_value"), param.default_value.SerializeToString(deterministic=True))
+        for param in content.to_definition().params
+    ]
+
+
+def _taken(name: str, holder: RuleEntry) -> GradruleError:
+    remedy = (
+        "delete it first, or choose another name" if holder.kind == rule_pb2.RULE_KIND_USER else "choose another name"
+    )
+    return error(
+        errors_pb2.ERROR_REASON_RULE_EXISTS,
+        f"the name {name!r} is taken by {_what(holder)}; {remedy}",
+        field="rule.name",
+        resource=_resource(holder.name),
+    )
+
+
+def _what(entry: RuleEntry) -> str:
+    """`the BUILTIN rule 'ste': where(...)`."""
+    if entry.content is None:
+        return f"the OP rule {entry.name!r}, TensorFlow's gradient of {entry.op_type}"
+    definition = entry.content.to_definition()
+    form = definition.expression if definition.WhichOneof("form") == "expression" else "a graph"
+    if len(form) > _SHOWN_EXPRESSION:
+        form = form[:_SHOWN_EXPRESSION] + "…"
+    kind = rule_pb2.RuleKind.Name(entry.kind).removeprefix("RULE_KIND_")
+    since = "" if entry.create_time is None else f", registered {entry.create_time.isoformat(timespec='seconds')}"
+    return f"the {kind} rule {entry.name!r} ({form}{since})"
+
+
+def _resource(name: str) -> Resource:
+    return Resource("gradrule.v1.Rule", _PREFIX + name)

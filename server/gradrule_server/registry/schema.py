@@ -1,0 +1,47 @@
+"""The tables of the registry's database."""
+
+from __future__ import annotations
+
+from sqlalchemy import Column, ForeignKey, Integer, LargeBinary, MetaData, String, Table
+
+SCHEMA_VERSION = 1
+
+metadata = MetaData()
+
+meta = Table(
+    "meta",
+    metadata,
+    Column("key", String, primary_key=True),
+    Column("value", String, nullable=False),
+)
+
+rules = Table(
+    "rules",
+    metadata,
+    Column("name", String, primary_key=True),
+    Column("digest", String, nullable=False),
+    Column("definition", LargeBinary, nullable=False),
+    Column("description", String, nullable=False),
+    Column("create_time_us", Integer, nullable=False),
+)
+
+# Graphs by the SHA-256 of their bytes, so that programs over one graph share it.
+blobs = Table(
+    "blobs",
+    metadata,
+    Column("digest", String, primary_key=True),
+    Column("content", LargeBinary, nullable=False),
+)
+
+# `identity` is the hash that tells whether two programs are one; `spec` lacks the graph, which is a blob.
+programs = Table(
+    "programs",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("identity", String, nullable=False),
+    Column("graph_digest", String, ForeignKey("blobs.digest"), nullable=False, index=True),
+    Column("spec", LargeBinary, nullable=False),
+    Column("snapshot", LargeBinary, nullable=False),
+    Column("summary", LargeBinary, nullable=False),
+    Column("create_time_us", Integer, nullable=False),
+)

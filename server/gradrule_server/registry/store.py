@@ -1,0 +1,239 @@
+"""Rows on disk: rules, programs and their graphs in one SQLite file.
+
+Every write is one transaction that is on the disk before the method returns. Names, limits and meaning are the
+registries'.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from sqlite3 import Connection as SqliteConnection
+
+from sqlalchemy import URL, Connection, Engine, Select, create_engine, delete, event, exists, insert, inspect, select
+from sqlalchemy.exc import DatabaseError, OperationalError
+from sqlalchemy.pool import ConnectionPoolEntry
+
+from gradrule_server.registry.lock import FolderInUseError, FolderLock
+from gradrule_server.registry.schema import SCHEMA_VERSION, blobs, meta, metadata, programs, rules
+
+FILE_NAME = "gradrule.db"
+
+
+class StoreError(Exception):
+    """The registry's file cannot be used; the message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class RuleRow:
+    """A USER rule. `definition`: bytes of a `RuleDefinition`; time in microseconds since 1970, UTC."""
+
+    name: str
+    digest: str
+    definition: bytes
+    description: str
+    create_time_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramRow:
+    """What is told of a program. `summary`: bytes of a `Program`; time in microseconds since 1970, UTC."""
+
+    id: str
+    identity: str
+    summary: bytes
+    create_time_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramContent:
+    """What a program is compiled from. `spec`: bytes of a `ProgramSpec` without its graph."""
+
+    spec: bytes
+    graph: bytes
+    snapshot: bytes
+
+
+class Store:
+    """The registry's file in `folder`, which is made where missing. Blocking; safe to use from several threads.
+
+    Raises `StoreError` where the folder cannot be used, another server holds it, or its file is damaged or of another
+    version.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / FILE_NAME
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = FolderLock(folder)
+        except FolderInUseError as held:
+            raise StoreError(str(held)) from held
+        except OSError as cause:
+            raise StoreError(
+                f"the data folder {folder} cannot be used: {cause.strerror}; give another --data-dir"
+            ) from cause
+        # SQLite lets one writer in at a time; waiting here is fair, waiting in SQLite is polling.
+        self._writing = threading.Lock()
+        self._engine = _engine(self.path)
+        try:
+            _create_file(self.path)
+            self._open()
+        except BaseException as cause:
+            self.close()
+            if isinstance(cause, OperationalError | OSError):
+                raise StoreError(f"{self.path} cannot be opened: {_original(cause)}") from cause
+            if isinstance(cause, DatabaseError):
+                raise self._damaged(str(_original(cause))) from cause
+            raise
+
+    def close(self) -> None:
+        """Closes the file and lets other servers have the folder."""
+        self._engine.dispose()
+        self._lock.release()
+
+    def rules(self) -> list[RuleRow]:
+        """All rules, by name."""
+        with self._read() as connection:
+            return [RuleRow(**row._mapping) for row in connection.execute(select(rules).order_by(rules.c.name))]
+
+    def add_rule(self, row: RuleRow) -> None:
+        """Adds a rule under a name that is free."""
+        with self._write() as connection:
+            connection.execute(insert(rules).values(asdict(row)))
+
+    def remove_rule(self, name: str) -> None:
+        """Removes a rule."""
+        with self._write() as connection:
+            connection.execute(delete(rules).where(rules.c.name == name))
+
+    def program_identities(self) -> dict[str, str]:
+        """The identity of every program by its id."""
+        with self._read() as connection:
+            return {row.id: row.identity for row in connection.execute(select(programs.c.id, programs.c.identity))}
+
+    def program(self, program_id: str) -> ProgramRow | None:
+        """One program, if there is one."""
+        with self._read() as connection:
+            row = connection.execute(_program_rows().where(programs.c.id == program_id)).one_or_none()
+            return None if row is None else ProgramRow(**row._mapping)
+
+    def programs_after(self, program_id: str, count: int) -> list[ProgramRow]:
+        """At most `count` programs whose ids come after `program_id`, by id."""
+        query = _program_rows().where(programs.c.id > program_id).order_by(programs.c.id).limit(count)
+        with self._read() as connection:
+            return [ProgramRow(**row._mapping) for row in connection.execute(query)]
+
+    def program_content(self, program_id: str, identity: str) -> ProgramContent | None:
+        """What a program is compiled from. `StoreError` where the graph's bytes are not what was stored."""
+        query = (
+            select(programs.c.spec, programs.c.snapshot, programs.c.graph_digest, blobs.c.content)
+            .join(blobs)
+            .where(programs.c.id == program_id, programs.c.identity == identity)
+        )
+        with self._read() as connection:
+            row = connection.execute(query).one_or_none()
+        if row is None:
+            return None
+        if hashlib.sha256(row.content).hexdigest() != row.graph_digest:
+            raise self._damaged(f"the graph of program {program_id!r} is not what was stored")
+        return ProgramContent(row.spec, row.content, row.snapshot)
+
+    def add_program(self, row: ProgramRow, content: ProgramContent) -> None:
+        """Adds a program under an id that is free, and its graph where it is new."""
+        digest = hashlib.sha256(content.graph).hexdigest()
+        with self._write() as connection:
+            if connection.execute(select(blobs.c.digest).where(blobs.c.digest == digest)).one_or_none() is None:
+                connection.execute(insert(blobs).values(digest=digest, content=content.graph))
+            connection.execute(
+                insert(programs).values(
+                    asdict(row) | {"graph_digest": digest, "spec": content.spec, "snapshot": content.snapshot}
+                )
+            )
+
+    def remove_program(self, program_id: str) -> None:
+        """Removes a program, and its graph where no other program has it."""
+        with self._write() as connection:
+            query = select(programs.c.graph_digest).where(programs.c.id == program_id)
+            digest = connection.execute(query).scalar_one_or_none()
+            connection.execute(delete(programs).where(programs.c.id == program_id))
+            still_used = exists().where(programs.c.graph_digest == digest)
+            connection.execute(delete(blobs).where(blobs.c.digest == digest, ~still_used))
+
+    def _open(self) -> None:
+        """Checks the file, or makes the tables where it is new."""
+        with self._write() as connection:
+            report = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar_one()
+            if report != "ok":
+                raise self._damaged(str(report))
+            tables = set(inspect(connection).get_table_names())
+            if not tables:
+                metadata.create_all(connection)
+                connection.execute(insert(meta).values(key="schema_version", value=str(SCHEMA_VERSION)))
+                return
+            if "meta" not in tables:
+                raise StoreError(f"{self.path} is a database of something else; move it, or give another --data-dir")
+            query = select(meta.c.value).where(meta.c.key == "schema_version")
+            version = connection.execute(query).scalar_one_or_none()
+            if version != str(SCHEMA_VERSION):
+                raise StoreError(
+                    f"{self.path} has schema version {version}, and this server reads version {SCHEMA_VERSION}; start "
+                    "the server that wrote it, or move the file away to begin with an empty registry"
+                )
+
+    def _damaged(self, what: str) -> StoreError:
+        return StoreError(
+            f"{self.path} is damaged ({what}); restore it from a copy, or move it away (with its -wal and -shm files) "
+            "to begin with an empty registry"
+        )
+
+    @contextmanager
+    def _read(self) -> Iterator[Connection]:
+        with self._engine.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def _write(self) -> Iterator[Connection]:
+        with self._writing, self._engine.begin() as connection:
+            yield connection
+
+
+def _program_rows() -> Select[tuple[str, str, bytes, int]]:
+    return select(programs.c.id, programs.c.identity, programs.c.summary, programs.c.create_time_us)
+
+
+def _create_file(path: Path) -> None:
+    """An empty file that only its owner reads, whose name outlives a power failure; SQLite syncs only contents."""
+    if not path.exists():
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _engine(path: Path) -> Engine:
+    engine = create_engine(URL.create("sqlite", database=str(path)), max_overflow=-1)
+
+    @event.listens_for(engine, "connect")
+    def configure(connection: SqliteConnection, _: ConnectionPoolEntry) -> None:
+        # Python's sqlite3 begins transactions on its own, and not around reads or tables; with None it leaves them
+        # to `begin`.
+        connection.isolation_level = None
+        for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+            connection.execute(f"PRAGMA {pragma}")
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        connection.exec_driver_sql("BEGIN")
+
+    return engine
+
+
+def _original(cause: BaseException) -> object:
+    return getattr(cause, "orig", None) or cause

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from gradrule.v1 import errors_pb2, graph_pb2, override_pb2, program_pb2, rule_pb2, tensor_pb2
+from gradrule_server.errors import GradruleError
+from gradrule_server.registry.programs import ProgramRegistry, StoredProgram
+from gradrule_server.registry.store import Store
+
+X, Y = graph_pb2.Node(name="x", op="Placeholder"), graph_pb2.Node(name="y", op="Sign", input=["x"])
+GRAPH = graph_pb2.Graph(node=[X, Y])
+
+
+def spec(fetch: str = "y") -> program_pb2.ProgramSpec:
+    return program_pb2.ProgramSpec(
+        graph=rule_pb2.GraphSource(serialized=GRAPH.SerializeToString()),
+        overrides=[override_pb2.Override(selector=override_pb2.Selector(op_type="Sign"), rule="ste")],
+        fetches=[fetch],
+        vjp=program_pb2.Vjp(ys=["y"], xs=["x"]),
+    )
+
+
+def compiled(digest: str = "d1") -> program_pb2.Program:
+    return program_pb2.Program(
+        digests=program_pb2.Digests(graph="g", program=digest),
+        inputs=[tensor_pb2.TensorSpec(name="x", dtype=tensor_pb2.DT_FLOAT)],
+        overrides=[override_pb2.Resolution(node="y", op_type="Sign", rule="ste")],
+        defaulted=["z"],
+        device="CPU:0",
+    )
+
+
+def create(
+    registry: ProgramRegistry,
+    program_id: str | None = None,
+    digest: str = "d1",
+    snapshot: bytes = b"rules",
+    values: bytes = b"",
+) -> StoredProgram:
+    return registry.create(program_id, spec(), snapshot, compiled(digest), values)
+
+
+def refusal_of(registry: ProgramRegistry, program_id: str | None, digest: str = "d1") -> GradruleError:
+    with pytest.raises(GradruleError) as refusal:
+        create(registry, program_id, digest)
+    return refusal.value
+
+
+def test_a_program_is_kept_with_name_time_and_content(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    made = create(ProgramRegistry(store), "mnist-v1")
+    assert made.program.name == "programs/mnist-v1"
+    assert made.program.create_time.seconds > 1_600_000_000
+    store.close()
+
+    store = Store(tmp_path)
+    registry = ProgramRegistry(store)
+    for name in ("programs/mnist-v1", "mnist-v1"):
+        assert registry.get(name) == made
+    assert registry.content(made) == (spec(), b"rules")
+    assert create(registry, "mnist-v1") == made
+    store.close()
+
+
+def test_an_inline_graph_comes_back_as_bytes(store: Store) -> None:
+    registry = ProgramRegistry(store)
+    inline = spec()
+    inline.graph.inline.CopyFrom(GRAPH)
+    made = registry.create("p", inline, b"", compiled(), b"")
+    kept, _ = registry.content(made)
+    assert graph_pb2.Graph.FromString(kept.graph.serialized) == GRAPH
+    assert inline.graph.WhichOneof("source") == "inline"
+
+
+def test_the_default_id_is_made_from_the_content(store: Store) -> None:
+    registry = ProgramRegistry(store)
+    made = create(registry)
+    parts = b"".join(hashlib.sha256(part).digest() for part in (b"d1", b"rules", b""))
+    assert made.id == "p" + hashlib.sha256(parts).hexdigest()[:32]
+    assert create(registry) == made
+    others = [
+        create(registry, digest="d2"),
+        create(registry, snapshot=b"other rules"),
+        create(registry, values=b"alpha = 2"),
+        create(registry, digest="d", snapshot=b"1rules"),
+    ]
+    assert len({made.id, *(other.id for other in others)}) == 5
+    # The made id is one that can be asked for.
+    assert create(registry, made.id) == made
+
+
+def test_other_content_under_a_taken_id_names_the_holder(store: Store) -> None:
+    registry = ProgramRegistry(store)
+    made = create(registry, "p", "d1" * 32)
+    refusal = refusal_of(registry, "p", "d2")
+    assert refusal.reason == errors_pb2.ERROR_REASON_PROGRAM_EXISTS
+    assert "d1d1d1d1d1d1" in refusal.message
+    assert made.program.create_time.ToJsonString() in refusal.message
+    assert refusal.resource is not None
+    assert refusal.resource.name == "programs/p"
+
+
+@pytest.mark.parametrize("program_id", ["a", "a" * 63, "a-b_c.9"])
+def test_ids_that_are_taken(store: Store, program_id: str) -> None:
+    assert create(ProgramRegistry(store), program_id).id == program_id
+
+
+@pytest.mark.parametrize("program_id", ["", "A", "9a", "-a", "a" * 64, "a/b", "programs/a", "a\n", "é"])
+def test_ids_that_are_refused(store: Store, program_id: str) -> None:
+    refusal = refusal_of(ProgramRegistry(store), program_id)
+    assert refusal.reason == errors_pb2.ERROR_REASON_MALFORMED_REQUEST
+    assert refusal.findings[0].field == "program_id"
+
+
+def test_a_missing_program_suggests_near_names(store: Store) -> None:
+    registry = ProgramRegistry(store)
+    create(registry, "mnist")
+    for call in (registry.get, registry.delete):
+        with pytest.raises(GradruleError) as refusal:
+            call("programs/mnits")
+        assert refusal.value.reason == errors_pb2.ERROR_REASON_PROGRAM_NOT_FOUND
+        assert "Did you mean 'mnist'?" in refusal.value.message
+
+
+def test_a_deleted_program_is_gone_and_its_id_free(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    registry = ProgramRegistry(store)
+    made = create(registry, "p")
+    registry.delete("programs/p")
+    for call in (lambda: registry.get("p"), lambda: registry.content(made)):
+        with pytest.raises(GradruleError) as refusal:
+            call()
+        assert refusal.value.reason == errors_pb2.ERROR_REASON_PROGRAM_NOT_FOUND
+    again = create(registry, "p", "d2")
+    assert again.program.digests.program == "d2"
+    # An answer from before never gets the content of the program that has its id now.
+    with pytest.raises(GradruleError):
+        registry.content(made)
+    store.close()
+
+
+def test_the_limit_stops_new_programs_only(store: Store) -> None:
+    registry = ProgramRegistry(store, max_programs=2)
+    create(registry, "a")
+    create(registry, "b")
+    assert refusal_of(registry, "c").reason == errors_pb2.ERROR_REASON_LIMIT_EXCEEDED
+    create(registry, "b")
+    registry.delete("a")
+    create(registry, "c")
+
+
+def test_pages_are_by_id_without_overrides(store: Store) -> None:
+    registry = ProgramRegistry(store)
+    for program_id in ("c", "a", "e", "b", "d"):
+        create(registry, program_id)
+    first, token = registry.list(2, "")
+    assert [item.id for item in first] == ["a", "b"]
+    assert not first[0].program.overrides
+    assert not first[0].program.defaulted
+    assert first[0].program.inputs == compiled().inputs
+    # What comes and goes between pages neither repeats nor hides anything else.
+    registry.delete("b")
+    create(registry, "aa")
+    second, token = registry.list(2, token)
+    assert [item.id for item in second] == ["c", "d"]
+    third, token = registry.list(2, token)
+    assert ([item.id for item in third], token) == (["e"], "")
+    exact, token = registry.list(5, "")
+    assert (len(exact), token) == (5, "")
+    with pytest.raises(GradruleError) as refusal:
+        registry.list(2, "nonsense")
+    assert refusal.value.reason == errors_pb2.ERROR_REASON_MALFORMED_REQUEST

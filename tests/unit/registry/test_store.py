@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store, StoreError
+
+
+def rule(name: str) -> RuleRow:
+    raw = name.encode()
+    return RuleRow(name, hashlib.sha256(raw).hexdigest(), b"definition \x00 of " + raw, "", 1_700_000_000_000_001)
+
+
+def program(program_id: str, identity: str = "same") -> ProgramRow:
+    return ProgramRow(program_id, identity, b"summary of " + program_id.encode(), 5)
+
+
+def content(graph: bytes = b"graph") -> ProgramContent:
+    return ProgramContent(b"spec", graph, b"snapshot")
+
+
+def blob_count(store: Store) -> int:
+    with sqlite3.connect(store.path) as connection:
+        return int(connection.execute("SELECT count(*) FROM blobs").fetchone()[0])
+
+
+def test_folder_and_file_are_made_for_their_owner_alone(tmp_path: Path) -> None:
+    store = Store(tmp_path / "a" / "b")
+    assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
+    assert stat.S_IMODE(store.path.stat().st_mode) == 0o600
+    store.close()
+
+
+def test_every_connection_is_durable_and_checks_foreign_keys(store: Store) -> None:
+    with store._read() as first, store._read() as second:
+        for connection in (first, second):
+            assert connection.exec_driver_sql("PRAGMA journal_mode").scalar_one() == "wal"
+            assert connection.exec_driver_sql("PRAGMA synchronous").scalar_one() == 2
+            assert connection.exec_driver_sql("PRAGMA foreign_keys").scalar_one() == 1
+
+
+def test_rows_outlive_the_process(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.add_rule(rule("b"))
+    store.add_rule(rule("a"))
+    store.add_rule(rule("c"))
+    store.remove_rule("c")
+    store.add_program(program("p"), content())
+    store.close()
+
+    store = Store(tmp_path)
+    assert store.rules() == [rule("a"), rule("b")]
+    assert store.program("p") == program("p")
+    assert store.program("q") is None
+    assert store.program_content("p", "same") == content()
+    assert store.program_content("p", "other") is None
+    store.close()
+
+
+def test_a_write_that_fails_leaves_nothing_behind(store: Store) -> None:
+    store.add_program(program("p"), content(b"one"))
+    with pytest.raises(Exception, match="UNIQUE"):
+        store.add_program(program("p"), content(b"two"))
+    assert blob_count(store) == 1
+    store.add_program(program("q"), content(b"two"))
+
+
+def test_programs_share_a_graph_until_the_last_is_gone(store: Store) -> None:
+    store.add_program(program("p"), content())
+    store.add_program(program("q"), content())
+    assert blob_count(store) == 1
+    store.remove_program("p")
+    assert store.program_content("q", "same") == content()
+    store.remove_program("q")
+    assert blob_count(store) == 0
+
+
+def test_threads_write_and_read_at_the_same_time(store: Store) -> None:
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for count in range(10):
+                store.add_rule(rule(f"r{number}_{count}"))
+                assert f"r{number}_{count}" in {row.name for row in store.rules()}
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert len(store.rules()) == 80
+
+
+_CREATE_FOREVER = """
+import itertools, os, sys
+from pathlib import Path
+from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store
+
+store, start = Store(Path(sys.argv[1])), sys.argv[2]
+for number in itertools.count():
+    name = f"r{start}_{number}"
+    store.add_rule(RuleRow(name, "digest", os.urandom(3000), "", number))
+    content = ProgramContent(b"spec", name.encode() * 3000, b"snapshot")
+    store.add_program(ProgramRow(name, name, b"summary", number), content)
+    os.write(1, f"{name}\\n".encode())
+"""
+
+
+def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+    acknowledged: set[str] = set()
+    for start, count in enumerate((1, 7, 20, 3, 12)):
+        child = subprocess.Popen(
+            [sys.executable, "-c", _CREATE_FOREVER, str(tmp_path), str(start)], stdout=subprocess.PIPE, text=True
+        )
+        assert child.stdout is not None
+        for _ in range(count):
+            acknowledged.add(child.stdout.readline().strip())
+        child.send_signal(signal.SIGKILL)
+        acknowledged.update(line.strip() for line in child.stdout if line.endswith("\n"))
+        child.stdout.close()
+        assert child.wait() == -signal.SIGKILL
+
+        store = Store(tmp_path)
+        rules = {row.name for row in store.rules()}
+        programs = store.program_identities()
+        # What was in flight may be there or not; what was acknowledged must.
+        assert acknowledged <= rules
+        assert acknowledged <= programs.keys()
+        for name in acknowledged:
+            kept = store.program_content(name, name)
+            assert kept is not None
+            assert kept.graph == name.encode() * 3000
+        store.close()
+    assert len(acknowledged) >= 43
+
+
+def test_a_second_server_is_told_who_holds_the_folder(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with pytest.raises(StoreError, match=rf"in use by another server \(process {os.getpid()}\)"):
+        Store(tmp_path)
+    store.close()
+    Store(tmp_path).close()
+
+
+def test_garbage_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "gradrule.db").write_bytes(b"this is no database" * 500)
+    with pytest.raises(StoreError, match=r"damaged.*not a database.*restore it from a copy, or move it away"):
+        Store(tmp_path)
+    (tmp_path / "gradrule.db").unlink()
+    Store(tmp_path).close()
+
+
+def test_a_broken_page_is_found_at_the_start(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for number in range(100):
+        store.add_rule(rule(f"r{number}"))
+    store.close()
+    file = tmp_path / "gradrule.db"
+    raw = bytearray(file.read_bytes())
+    raw[4096 : len(raw)] = b"\xff" * (len(raw) - 4096)
+    file.write_bytes(raw)
+    with pytest.raises(StoreError, match="damaged"):
+        Store(tmp_path)
+
+
+def test_a_changed_graph_is_found_when_it_is_read(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    store.add_program(program("p"), content(b"graph"))
+    with sqlite3.connect(store.path) as connection:
+        connection.execute("UPDATE blobs SET content = ?", (b"grapf",))
+    with pytest.raises(StoreError, match="'p' is not what was stored"):
+        store.program_content("p", "same")
+    store.close()
+
+
+def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
+    Store(tmp_path).close()
+    with sqlite3.connect(tmp_path / "gradrule.db") as connection:
+        connection.execute("UPDATE meta SET value = '2' WHERE key = 'schema_version'")
+    with pytest.raises(StoreError, match=r"version 2, and this server reads version 1; start the server that wrote it"):
+        Store(tmp_path)
+
+
+def test_another_database_is_left_alone(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "gradrule.db") as connection:
+        connection.execute("CREATE TABLE photographs (id INTEGER)")
+    with pytest.raises(StoreError, match="database of something else"):
+        Store(tmp_path)
+    with sqlite3.connect(tmp_path / "gradrule.db") as connection:
+        assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("photographs",)]
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=r"file/data cannot be used: Not a directory; give another --data-dir"):
+        Store(tmp_path / "file" / "data")
+
+
+def test_a_path_that_is_no_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "gradrule.db").mkdir()
+    with pytest.raises(StoreError, match=r"gradrule\.db cannot be opened"):
+        Store(tmp_path)
