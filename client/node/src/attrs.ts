@@ -3,7 +3,7 @@
 import { create } from "@bufbuild/protobuf";
 
 import { dtOf, isDType } from "./dtypes.js";
-import { refusal } from "./errors.js";
+import { errorOf } from "./errors.js";
 import { ATTRS } from "./gen/attrs.js";
 import { AttrValueSchema, AttrValue_ListValueSchema } from "./gen/gradrule/v1/graph_pb.js";
 import type { AttrValue, AttrValue_ListValue } from "./gen/gradrule/v1/graph_pb.js";
@@ -38,7 +38,7 @@ export function attrOf(opType: string, name: string, value: AttrInput): AttrValu
   try {
     return attr(kindOf(opType, name) ?? guess(value), value);
   } catch (cause) {
-    throw refusal("INVALID_ATTR", `Attribute ${name} of ${opType}: ${(cause as Error).message}`);
+    throw errorOf("INVALID_ATTR", `Attribute ${name} of ${opType}: ${(cause as Error).message}`);
   }
 }
 
@@ -82,7 +82,7 @@ function single(kind: Single, value: AttrInput): AttrValue["value"] {
       if (typeof value !== "string") throw unfit(kind, value);
       return { case: "func", value: { $typeName: "gradrule.v1.NameAttrList", name: value, attr: {} } };
     default:
-      throw refusal("INVALID_ATTR", `There is no attribute type ${JSON.stringify(kind)}.`);
+      throw errorOf("INVALID_ATTR", `There is no attribute type ${JSON.stringify(kind)}.`);
   }
 }
 
@@ -125,5 +125,5 @@ function typeOf(value: AttrInput): ReturnType<typeof dtOf> {
 
 function unfit(kind: AttrKind, value: AttrInput): Error {
   const shown = typeof value === "bigint" ? `${value}n` : JSON.stringify(value);
-  return refusal("INVALID_ATTR", `${shown} is no value of type ${kind}.`);
+  return errorOf("INVALID_ATTR", `${shown} is no value of type ${kind}.`);
 }

@@ -2,10 +2,11 @@
 
 import { create, fromBinary, toBinary } from "@bufbuild/protobuf";
 import type { DescMessage, DescMethodUnary, MessageInitShape, MessageShape } from "@bufbuild/protobuf";
-import { Client, Metadata, credentials, status as Code } from "@grpc/grpc-js";
+import { Client, Metadata, credentials } from "@grpc/grpc-js";
 import type { ChannelCredentials, ServiceError } from "@grpc/grpc-js";
 
-import { errorOf, fromServiceError } from "./errors.js";
+import { errorOf } from "./errors.js";
+import { errorOfFailure } from "./status.js";
 
 export interface ConnectOptions {
   /** TLS credentials, `credentials.createSsl(…)` of `@grpc/grpc-js`. Default: no TLS. */
@@ -78,8 +79,8 @@ export class Channel {
   ): Promise<MessageShape<O>> {
     const { signal } = options;
     const deadline = Date.now() + checkedTimeout(options.timeout ?? this.timeout) * 1000;
-    if (this.closed) return Promise.reject(errorOf("UNAVAILABLE", "The client is closed.", Code.UNAVAILABLE));
-    if (signal?.aborted) return Promise.reject(errorOf("CANCELLED", "The signal is aborted.", Code.CANCELLED));
+    if (this.closed) return Promise.reject(errorOf("UNAVAILABLE", "The client is closed."));
+    if (signal?.aborted) return Promise.reject(errorOf("CANCELLED", "The signal is aborted."));
     return new Promise((resolve, reject) => {
       const call = this.client.makeUnaryRequest(
         `/${method.parent.typeName}/${method.name}`,
@@ -90,7 +91,7 @@ export class Channel {
         { deadline },
         (failure: ServiceError | null, response?: MessageShape<O>) => {
           signal?.removeEventListener("abort", cancel);
-          if (failure) reject(fromServiceError(failure));
+          if (failure) reject(errorOfFailure(failure));
           else resolve(response!);
         },
       );

@@ -1,14 +1,12 @@
 // The client: one method per thing that a server does.
 
-import { status as Code } from "@grpc/grpc-js";
-
 import { Channel } from "./channel.js";
 import type { CallOptions, ConnectOptions } from "./channel.js";
-import { errorOf, refusal } from "./errors.js";
+import { errorOf } from "./errors.js";
 import type { GradruleError } from "./errors.js";
 import { GradientService } from "./gen/gradrule/v1/evaluate_pb.js";
 import { ProgramService } from "./gen/gradrule/v1/program_pb.js";
-import type { Finding as FindingMessage } from "./gen/gradrule/v1/program_pb.js";
+import type { Finding } from "./gen/gradrule/v1/program_pb.js";
 import { RuleKind, RuleService } from "./gen/gradrule/v1/rule_pb.js";
 import type { Graph } from "./graph.js";
 import { Program, ProgramInfo } from "./program.js";
@@ -145,7 +143,7 @@ export class Client {
   async compile(graph: Graph, options: CompileOptions = {}): Promise<Program> {
     const { inGraph, values } = splitGradYs(options.gradYs, (options.ys ?? []).map(nameOf));
     if (values.length > 0) {
-      throw refusal(
+      throw errorOf(
         "INVALID_DERIVATIVE",
         `gradYs gives a value for ${values[0]!.y}; give values with each call, and names of tensors here.`,
       );
@@ -192,21 +190,11 @@ function resource(collection: string, name: string): string {
 }
 
 function wanted<M, T>(read: (message: M) => T, message: M | undefined): T {
-  if (message === undefined) throw errorOf("INTERNAL", "The server's answer is empty.", Code.INTERNAL);
+  if (message === undefined) throw errorOf("INTERNAL", "The server's answer is empty.");
   return read(message);
 }
 
-function refusedBy(first: FindingMessage, all: readonly FindingMessage[]): GradruleError {
-  const findings = all.map(({ reason, message, node, field }) => ({
-    reason,
-    message,
-    field: field || (node ? `node:${node}` : ""),
-  }));
-  const details = { findings, metadata: { findings_total: String(all.length) }, resource: null };
-  return errorOf(first.reason, first.message, codeOf(first.reason), details);
-}
-
-/** Findings carry no code; only a rule that is not there has another than INVALID_ARGUMENT. */
-function codeOf(reason: string): Code {
-  return reason === "UNKNOWN_RULE" ? Code.NOT_FOUND : Code.INVALID_ARGUMENT;
+function refusedBy(first: Finding, all: readonly Finding[]): GradruleError {
+  const details = all.map(({ reason, message, node, field }) => ({ reason, message, node, field }));
+  return errorOf(first.reason, first.message, { details });
 }

@@ -1,17 +1,7 @@
-// Errors by reason: one class for all, one subclass per reason, and how a gRPC failure becomes one of them.
+// Errors by reason: one class for all, and one subclass per reason.
 
-import { fromBinary } from "@bufbuild/protobuf";
-import { anyUnpack } from "@bufbuild/protobuf/wkt";
-import { Metadata, status as Code } from "@grpc/grpc-js";
-import type { ServiceError } from "@grpc/grpc-js";
+import { status as Code } from "@grpc/grpc-js";
 
-import {
-  BadRequestSchema,
-  ErrorInfoSchema,
-  ResourceInfoSchema,
-  RetryInfoSchema,
-  StatusSchema,
-} from "./gen/google/rpc/status_pb.js";
 import { ErrorReason } from "./gen/gradrule/v1/errors_pb.js";
 
 /** Why a request failed: the values of `ErrorReason` in the protos, without their prefix. */
@@ -22,40 +12,68 @@ export const REASONS: readonly Reason[] = Object.keys(ErrorReason).filter(
   (key): key is Reason => Number.isNaN(Number(key)) && key !== "UNSPECIFIED",
 );
 
-/** One thing that is wrong with a request. */
-export interface Finding {
-  /** Path to the field of the request, or the node; empty where the error is not about one. */
-  readonly field: string;
-  readonly message: string;
+/** The gRPC codes of the reasons that have another than INVALID_ARGUMENT. */
+const CODES: { readonly [R in Reason]?: Code } = {
+  UNKNOWN_RULE: Code.NOT_FOUND,
+  RULE_EXISTS: Code.ALREADY_EXISTS,
+  RULE_READ_ONLY: Code.FAILED_PRECONDITION,
+  PROGRAM_NOT_FOUND: Code.NOT_FOUND,
+  PROGRAM_EXISTS: Code.ALREADY_EXISTS,
+  EXECUTION_FAILED: Code.FAILED_PRECONDITION,
+  ENGINE_CRASHED: Code.ABORTED,
+  ENGINE_UNAVAILABLE: Code.UNAVAILABLE,
+  OVERLOADED: Code.RESOURCE_EXHAUSTED,
+  MESSAGE_TOO_LARGE: Code.RESOURCE_EXHAUSTED,
+  DEADLINE_EXCEEDED: Code.DEADLINE_EXCEEDED,
+  CANCELLED: Code.CANCELLED,
+  UNAVAILABLE: Code.UNAVAILABLE,
+  UNSUPPORTED: Code.UNIMPLEMENTED,
+  INTERNAL: Code.INTERNAL,
+};
+
+/** One thing that is wrong: its reason, a sentence, and where: a node's name, a request's field, or neither. */
+export interface Detail {
   readonly reason: string;
+  readonly message: string;
+  readonly node: string;
+  readonly field: string;
 }
 
-/** What the server told beside reason and message. */
-export interface Details {
-  /** Everything that is wrong, the first deciding the reason. */
-  readonly findings: readonly Finding[];
-  /** More about the error, `findings_total` for example. */
-  readonly metadata: Readonly<Record<string, string>>;
-  /** What the error is about, a rule for example. */
-  readonly resource: { readonly type: string; readonly name: string } | null;
+interface Rest {
+  readonly code?: Code;
+  readonly details?: readonly Detail[];
+  readonly findingsTotal?: number;
+  readonly resource?: GradruleError["resource"];
+  readonly retryDelay?: number | null;
+  readonly cause?: unknown;
 }
 
 /** Anything that gradrule refuses or fails at. The message says what is wrong, where, and what would be right. */
 export class GradruleError extends Error {
   override readonly name: string = "GradruleError";
+  /** gRPC status code. */
+  readonly code: Code;
+  /** All that was found wrong, the first deciding the reason. */
+  readonly details: readonly Detail[];
+  /** How much was found wrong; more than `details` where not all fit into the answer. */
+  readonly findingsTotal: number;
+  /** What the error is about, a rule for example; null where the server did not say. */
+  readonly resource: { readonly type: string; readonly name: string } | null;
+  /** Seconds after which the same request may work; null where waiting does not help. */
+  readonly retryDelay: number | null;
 
   constructor(
-    /** Why; a value that this client does not know yet comes from a newer server. */
+    /** Why; a value that this client does not know comes from a newer server. */
     readonly reason: Reason | (string & {}),
     message: string,
-    /** gRPC status code. */
-    readonly code: Code = Code.INVALID_ARGUMENT,
-    readonly details: Details = { findings: [], metadata: {}, resource: null },
-    /** Seconds after which the same request may work; null where the server did not say. */
-    readonly retryDelay: number | null = null,
-    options?: ErrorOptions,
+    rest: Rest = {},
   ) {
-    super(message, options);
+    super(message, rest.cause === undefined ? undefined : { cause: rest.cause });
+    this.code = rest.code ?? CODES[reason as Reason] ?? Code.INVALID_ARGUMENT;
+    this.details = rest.details?.length ? rest.details : [{ reason, message, node: "", field: "" }];
+    this.findingsTotal = rest.findingsTotal ?? this.details.length;
+    this.resource = rest.resource ?? null;
+    this.retryDelay = rest.retryDelay ?? null;
   }
 }
 
@@ -66,20 +84,15 @@ type Pascal<S extends string> = S extends `${infer Head}_${infer Tail}`
 /** The class of a reason: `UNKNOWN_RULE` is `errors.UnknownRuleError`, `INTERNAL` is `errors.InternalError`. */
 export type ErrorName<R extends Reason = Reason> = `${Pascal<R>}Error`;
 
-function errorName(reason: Reason): ErrorName {
-  const words = reason.split("_").map((word) => word[0]! + word.slice(1).toLowerCase());
-  return `${words.join("")}Error` as ErrorName;
-}
-
 const classes = new Map<string, typeof GradruleError>();
 const byName: Record<string, typeof GradruleError> = {};
 for (const reason of REASONS) {
-  const name = errorName(reason);
-  const subclass = {
-    [name]: class extends GradruleError {
-      override readonly name = name;
-    },
-  }[name]!;
+  const words = reason.split("_").map((word) => word.slice(0, 1) + word.slice(1).toLowerCase());
+  const name = `${words.join("")}Error`;
+  const subclass = class extends GradruleError {
+    override readonly name = name;
+  };
+  Object.defineProperty(subclass, "name", { value: name });
   classes.set(reason, subclass);
   byName[name] = subclass;
 }
@@ -88,73 +101,11 @@ for (const reason of REASONS) {
 export const errors = Object.freeze(byName) as { readonly [N in ErrorName]: typeof GradruleError };
 
 /** An error of the class of its reason. */
-export function errorOf(
-  reason: string,
-  message: string,
-  code: Code,
-  details?: Details,
-  retryDelay?: number | null,
-  options?: ErrorOptions,
-): GradruleError {
-  return new (classes.get(reason) ?? GradruleError)(reason, message, code, details, retryDelay, options);
+export function errorOf(reason: Reason | (string & {}), message: string, rest: Rest = {}): GradruleError {
+  return new (classes.get(reason) ?? GradruleError)(reason, message, rest);
 }
 
-/** A refusal that the client makes itself, before anything is sent. */
-export function refusal(reason: Reason, message: string): GradruleError {
-  return errorOf(reason, message, Code.INVALID_ARGUMENT);
-}
-
-/** The refusal of a tensor's data, shape or element type. */
+/** The errorOf of a tensor's data, shape or element type. */
 export function invalidTensor(message: string): GradruleError {
-  return refusal("INVALID_TENSOR", message);
-}
-
-/** The error that a failed call stands for: the server's details where there are some, else by its code. */
-export function fromServiceError(failure: ServiceError): GradruleError {
-  const [trailer] = failure.metadata instanceof Metadata ? failure.metadata.get("grpc-status-details-bin") : [];
-  const detailed = trailer instanceof Uint8Array ? fromTrailer(trailer, failure) : undefined;
-  return (
-    detailed ?? errorOf(reasonOfCode(failure.code), failure.details, failure.code, undefined, null, { cause: failure })
-  );
-}
-
-/** Reason of a code that gRPC itself made, so that no details came with it. */
-export function reasonOfCode(code: Code): Reason {
-  switch (code) {
-    case Code.DEADLINE_EXCEEDED:
-      return "DEADLINE_EXCEEDED";
-    case Code.CANCELLED:
-      return "CANCELLED";
-    case Code.UNAVAILABLE:
-      return "UNAVAILABLE";
-    case Code.RESOURCE_EXHAUSTED:
-      return "MESSAGE_TOO_LARGE";
-    case Code.UNIMPLEMENTED:
-      return "UNSUPPORTED";
-    default:
-      return "INTERNAL";
-  }
-}
-
-function fromTrailer(trailer: Uint8Array, failure: ServiceError): GradruleError | undefined {
-  let reason: string | undefined;
-  let metadata: Record<string, string> = {};
-  let resource: Details["resource"] = null;
-  let retryDelay: number | null = null;
-  const findings: Finding[] = [];
-  const status = fromBinary(StatusSchema, trailer);
-  for (const detail of status.details) {
-    const info = anyUnpack(detail, ErrorInfoSchema);
-    if (info?.domain === "gradrule") ({ reason, metadata } = info);
-    for (const violation of anyUnpack(detail, BadRequestSchema)?.fieldViolations ?? []) {
-      findings.push({ field: violation.field, message: violation.description, reason: violation.reason });
-    }
-    const delay = anyUnpack(detail, RetryInfoSchema)?.retryDelay;
-    if (delay) retryDelay = Number(delay.seconds) + delay.nanos / 1e9;
-    const about = anyUnpack(detail, ResourceInfoSchema);
-    if (about) resource = { type: about.resourceType, name: about.resourceName };
-  }
-  if (reason === undefined) return undefined;
-  const details = { findings, metadata, resource };
-  return errorOf(reason, status.message, failure.code, details, retryDelay, { cause: failure });
+  return errorOf("INVALID_TENSOR", message);
 }

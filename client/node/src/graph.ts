@@ -8,7 +8,7 @@ import { attrOf } from "./attrs.js";
 import type { AttrInput } from "./attrs.js";
 import { dtypeOfDt } from "./dtypes.js";
 import type { DType } from "./dtypes.js";
-import { refusal } from "./errors.js";
+import { errorOf } from "./errors.js";
 import { GraphSchema, NodeSchema } from "./gen/gradrule/v1/graph_pb.js";
 import type { Graph as GraphMessage, Node } from "./gen/gradrule/v1/graph_pb.js";
 import { tensor } from "./tensor.js";
@@ -65,7 +65,7 @@ export class Graph {
     try {
       message = fromBinary(GraphSchema, bytes);
     } catch (cause) {
-      throw refusal("INVALID_GRAPH", `These ${bytes.length} bytes are no GraphDef: ${(cause as Error).message}.`);
+      throw errorOf("INVALID_GRAPH", `These ${bytes.length} bytes are no GraphDef: ${(cause as Error).message}.`);
     }
     const graph = new Graph(message);
     graph.bytes = Uint8Array.from(bytes);
@@ -96,7 +96,7 @@ export class Graph {
   get(name: string): Output {
     const [, node, index] = /^(.*?)(?::(\d+))?$/.exec(name) ?? [];
     if (node === undefined || !this.names.has(node)) {
-      throw refusal("UNKNOWN_TENSOR", `The graph has no node ${JSON.stringify(node ?? name)}.`);
+      throw errorOf("UNKNOWN_TENSOR", `The graph has no node ${JSON.stringify(node ?? name)}.`);
     }
     return new Output(this, node, Number(index ?? 0));
   }
@@ -160,7 +160,7 @@ export class Graph {
     const name = [...this.scopes, wished ?? opType].join("/");
     if (!this.names.has(name)) return name;
     if (wished !== undefined) {
-      throw refusal("DUPLICATE_NODE", `The graph already has a node ${JSON.stringify(name)}; names are unique.`);
+      throw errorOf("DUPLICATE_NODE", `The graph already has a node ${JSON.stringify(name)}; names are unique.`);
     }
     let number = 1;
     while (this.names.has(`${name}_${number}`)) number++;
@@ -170,7 +170,7 @@ export class Graph {
   private inputName(input: Output | string, node: string): string {
     if (typeof input === "string") return input;
     if (input.graph !== this) {
-      throw refusal("DANGLING_INPUT", `Input ${input.name} of node ${node} is an output of another graph.`);
+      throw errorOf("DANGLING_INPUT", `Input ${input.name} of node ${node} is an output of another graph.`);
     }
     return input.name;
   }

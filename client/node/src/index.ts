@@ -8,7 +8,7 @@ export type { CompileOptions, CreateRuleOptions, EvaluateOptions, Sample, Sample
 export { DTYPES } from "./dtypes.js";
 export type { DType, DataOf, TypedArray } from "./dtypes.js";
 export { GradruleError, REASONS, errors } from "./errors.js";
-export type { Details, Finding, Reason } from "./errors.js";
+export type { Detail, ErrorName, Reason } from "./errors.js";
 export { bfloat16Bits, bfloat16Value, float16Bits, float16Value } from "./float16.js";
 export { Graph, Output, load } from "./graph.js";
 export type { OpOptions } from "./graph.js";

@@ -3,7 +3,7 @@
 import { timestampDate } from "@bufbuild/protobuf/wkt";
 
 import type { CallOptions, Channel } from "./channel.js";
-import { refusal } from "./errors.js";
+import { errorOf } from "./errors.js";
 import { GradientService } from "./gen/gradrule/v1/evaluate_pb.js";
 import type { Program as ProgramMessage } from "./gen/gradrule/v1/program_pb.js";
 import { digestsOf, evaluationOf, resolutionOf } from "./results.js";
@@ -69,9 +69,9 @@ export class Program extends ProgramInfo {
       this.ys.map(({ name }) => name),
     );
     if (inGraph.length > 0) {
-      throw refusal(
+      throw errorOf(
         "INVALID_DERIVATIVE",
-        `gradYs names the tensor ${inGraph[0]!.tensor}; a tensor of the graph is chosen in compile(), a call gives values.`,
+        `gradYs names the tensor ${inGraph[0]!.tensor}; tensors of the graph are chosen in compile(), a call gives values.`,
       );
     }
     const known = dtypes(this.inputs);

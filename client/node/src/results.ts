@@ -1,7 +1,6 @@
 // What the server answers, as the caller reads it.
 
 import type { Duration } from "@bufbuild/protobuf/wkt";
-import { status as Code } from "@grpc/grpc-js";
 
 import { errorOf } from "./errors.js";
 import type { EvaluateResponse, Gradient as GradientMessage } from "./gen/gradrule/v1/evaluate_pb.js";
@@ -110,9 +109,5 @@ function seconds(duration: Duration | undefined): number {
 
 /** A field of a kind that this client does not know: the server is newer. */
 function unreadable(what: string): Error {
-  return errorOf(
-    "UNSUPPORTED",
-    `The server sent the ${what} in a form that this client does not know.`,
-    Code.UNIMPLEMENTED,
-  );
+  return errorOf("UNSUPPORTED", `The server sent the ${what} in a form that this client does not know.`);
 }

@@ -24,7 +24,7 @@ export type Params = Readonly<Record<string, TensorLike>>;
 /** Params that a rule declares, with their defaults; null where every use must give a value. */
 export type ParamDefaults = Readonly<Record<string, TensorLike | null>>;
 
-/** What a rule computes: a formula over `x`, `y`, `dy`, `default` and its params, or a graph from `x`, `dy`, … to `dx`. */
+/** What a rule computes: a formula over `x`, `y`, `dy`, `default`, params, or a graph from `x`, `dy`, … to `dx`. */
 export type RuleForm = string | { readonly expression: string } | { readonly graph: Graph };
 
 /** A rule that is registered nowhere. */

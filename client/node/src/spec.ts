@@ -3,7 +3,7 @@
 import type { MessageInitShape } from "@bufbuild/protobuf";
 
 import type { DType } from "./dtypes.js";
-import { refusal } from "./errors.js";
+import { errorOf } from "./errors.js";
 import type { ParamValuesSchema } from "./gen/gradrule/v1/evaluate_pb.js";
 import type { OverrideSchema } from "./gen/gradrule/v1/override_pb.js";
 import { NoGradient, UnconnectedGradients } from "./gen/gradrule/v1/program_pb.js";
@@ -96,7 +96,7 @@ function gradYEntries(gradYs: GradYs | undefined, ys: readonly string[]): (reado
   if (!Array.isArray(gradYs)) return entriesOf(gradYs as Exclude<GradYs, readonly GradY[]>);
   const list = gradYs as readonly GradY[];
   if (list.length !== ys.length) {
-    throw refusal("INVALID_DERIVATIVE", `gradYs has ${list.length} entries for ${ys.length} ys; null stands for ones.`);
+    throw errorOf("INVALID_DERIVATIVE", `gradYs has ${list.length} entries for ${ys.length} ys; null stands for ones.`);
   }
   return list.map((value, index) => [ys[index]!, value]);
 }

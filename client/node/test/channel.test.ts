@@ -1,6 +1,7 @@
 // The wire itself, against a gRPC server that fails on command.
 
 import assert from "node:assert/strict";
+import { readFile } from "node:fs/promises";
 import { test } from "node:test";
 
 import { create, toBinary } from "@bufbuild/protobuf";
@@ -68,7 +69,7 @@ function trailer(...details: [DescMessage, MessageInitShape<DescMessage>][]): Me
 
 test("an error brings its reason, findings, resource and delay", async () => {
   const metadata = trailer(
-    [rpc.ErrorInfoSchema, { reason: "UNKNOWN_RULE", domain: "gradrule", metadata: { findings_total: "2" } }],
+    [rpc.ErrorInfoSchema, { reason: "UNKNOWN_RULE", domain: "gradrule", metadata: { findings_total: "3" } }],
     [
       rpc.BadRequestSchema,
       {
@@ -88,11 +89,11 @@ test("an error brings its reason, findings, resource and delay", async () => {
       assert.equal(failure.code, Code.NOT_FOUND);
       assert.equal(failure.message, "There is no rule 'r'.");
       assert.equal(failure.retryDelay, 1.5);
-      assert.deepEqual(failure.details.resource, { type: "rule", name: "r" });
-      assert.deepEqual(failure.details.metadata, { findings_total: "2" });
-      assert.deepEqual(failure.details.findings, [
-        { field: "name", message: "no such rule", reason: "UNKNOWN_RULE" },
-        { field: "node:n", message: "", reason: "" },
+      assert.deepEqual(failure.resource, { type: "rule", name: "r" });
+      assert.equal(failure.findingsTotal, 3);
+      assert.deepEqual(failure.details, [
+        { reason: "UNKNOWN_RULE", message: "no such rule", node: "", field: "name" },
+        { reason: "UNKNOWN_RULE", message: "", node: "n", field: "" },
       ]);
     },
   );
@@ -197,7 +198,14 @@ test("the token travels with every call", async () => {
   );
 });
 
-test("every reason has a class", () => {
+test("every reason has a class, and the code that errors.proto gives it", async () => {
+  const proto = await readFile(new URL("../../../../protos/gradrule/v1/errors.proto", import.meta.url), "utf8");
+  const rows = [...proto.matchAll(/\[(\w+)\]\.\n  ERROR_REASON_(\w+) = /g)].map(([, code, reason]) => [reason, code]);
+  assert.deepEqual(
+    rows.map(([reason]) => reason),
+    REASONS,
+  );
+  for (const [reason, code] of rows) assert.equal(Code[new GradruleError(reason!, "").code], code, reason);
   assert.ok(REASONS.length >= 45);
   for (const reason of REASONS) {
     const name = Object.keys(errors).find(
@@ -206,4 +214,13 @@ test("every reason has a class", () => {
     assert.ok(name, reason);
   }
   assert.equal(Object.keys(errors).length, REASONS.length);
+});
+
+test("a trailer that is no status does not hide the code", async () => {
+  const metadata = new Metadata();
+  metadata.set("grpc-status-details-bin", Buffer.from([0xff, 0xff, 0xff]));
+  await against(
+    (_, answer) => answer({ code: Code.ABORTED, details: "why", metadata }),
+    async (client) => assert.equal((await failureOf(client.getRule("r"))).code, Code.ABORTED),
+  );
 });

