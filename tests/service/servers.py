@@ -1,0 +1,124 @@
+"""Real servers for tests: started as a user would, on a free port, with a folder of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+START_TIMEOUT_S = 90.0
+STOP_TIMEOUT_S = 40.0
+
+_READY = re.compile(r"^gradrule: listening on (\S+)$", re.MULTILINE)
+
+
+def serve_command(*flags: str) -> list[str]:
+    """The command that starts a server."""
+    return [sys.executable, "-m", "gradrule_server", "serve", *flags]
+
+
+def server_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment without settings of a server that happen to be there."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("GRADRULE_")}
+    return kept | dict(extra or {})
+
+
+@dataclass
+class RunningServer:
+    """One server process."""
+
+    process: subprocess.Popen[bytes]
+    target: str
+    data_dir: Path
+    log: Path
+
+    def engine_pid(self) -> int | None:
+        """The process that holds TensorFlow; None while there is none."""
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            with contextlib.suppress(OSError):
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                command = (entry / "cmdline").read_bytes()
+                if parent == self.process.pid and b"gradrule_server.engine" in command:
+                    return int(entry.name)
+        return None
+
+    def wait_for_engine(self, other_than: int | None = None) -> int:
+        """The engine's process, as soon as there is one that is not `other_than`."""
+        return wait_until(lambda: found if (found := self.engine_pid()) != other_than else None, "an engine process")
+
+    def terminate(self) -> int:
+        """SIGTERM; the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(STOP_TIMEOUT_S)
+
+    def kill(self) -> None:
+        """kill -9, and the engine with it, as when a machine loses power."""
+        engine = self.engine_pid()
+        self.process.kill()
+        self.process.wait(STOP_TIMEOUT_S)
+        if engine is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(engine, signal.SIGKILL)
+
+
+def wait_until(probe: Callable[[], T | None], what: str, timeout_s: float = 30.0) -> T:
+    """The first result of `probe` that is not None."""
+    ends_at = time.monotonic() + timeout_s
+    while time.monotonic() < ends_at:
+        found = probe()
+        if found is not None:
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"no {what} within {timeout_s:g} s")
+
+
+@contextlib.contextmanager
+def running_server(
+    data_dir: Path, flags: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Iterator[RunningServer]:
+    """A server that is up; stopped at the end, killed if it does not stop."""
+    data_dir.mkdir(parents=True, exist_ok=True)
+    number = sum(1 for _ in data_dir.glob("*.stdout"))
+    stdout, log = data_dir / f"{number}.stdout", data_dir / f"{number}.stderr"
+    with stdout.open("wb") as out, log.open("wb") as err:
+        process = subprocess.Popen(
+            serve_command("--port", "0", "--data-dir", str(data_dir / "registry"), *flags),
+            stdout=out,
+            stderr=err,
+            env=server_environment(environment),
+        )
+    try:
+        target = _wait_for_target(process, stdout, log)
+        yield RunningServer(process, target, data_dir, log)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _wait_for_target(process: subprocess.Popen[bytes], stdout: Path, log: Path) -> str:
+    def probe() -> str | None:
+        match = _READY.search(stdout.read_text())
+        if match is not None:
+            return match[1]
+        if process.poll() is not None:
+            raise AssertionError(f"the server ended with {process.returncode}:\n{log.read_text()[-4000:]}")
+        return None
+
+    return wait_until(probe, f"server (log: {log})", START_TIMEOUT_S)
