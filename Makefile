@@ -65,10 +65,10 @@ bench: $(VENV)/.installed ## measure against a bare echo and TensorFlow's own se
 	$(VENV)/bin/python tests/benchmarks/bench.py $(ARGS)
 
 gpu-wheels: ## fetch what gpu-check installs, into WHEELS=folder (here: with a network)
-	tools/gpu_check.sh fetch "$(or $(WHEELS),wheels)" $(PYTHON)
+	$(PYTHON) tools/gpu_check.py fetch "$(or $(WHEELS),wheels)"
 
 gpu-check: ## GPU tests and the bench from WHEELS=folder, without a network; JSON on the last line
-	tools/gpu_check.sh check "$(or $(WHEELS),wheels)" $(PYTHON) $(ARGS)
+	$(PYTHON) tools/gpu_check.py check "$(or $(WHEELS),wheels)" $(ARGS)
 
 image-test: $(VENV)/.installed ## build the container image without a Docker engine, kill -9 it, find its rules again
 	$(VENV)/bin/python tools/image_test.py $(ARGS)
