@@ -60,8 +60,8 @@ def complete(op: OpDef, attrs: Mapping[str, AttrValue], inputs: Sequence[int]) -
     """Completes a node.
 
     `attrs`: those that the node carries (names that start with `_` pass through). `inputs`: the element type of every
-    data input, flat. Raises `InferError`: `TYPE_MISMATCH` where number or types of inputs do not fit, `INVALID_ATTR` where
-    an attribute has the wrong kind or value, is not the op's, or is missing and does not follow.
+    data input, flat. Raises `InferError`: `TYPE_MISMATCH` where number or types of inputs do not fit,
+    `INVALID_ATTR` where an attribute has the wrong kind or value, is not the op's, or is missing and does not follow.
     """
     plan = _plan(op)
     plan.check_given(attrs)

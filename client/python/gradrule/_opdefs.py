@@ -87,7 +87,7 @@ def digest() -> str:
 
 def digest_of(op_defs: Iterable[bytes | OpSignature | OpDef]) -> str:
     """SHA-256 (hex) of op definitions in any order, as TensorFlow's serialised `OpDef` messages or in another form."""
-    return _digest_of_rows({name: row for name, row in map(_named_row, op_defs)})
+    return _digest_of_rows(dict(map(_named_row, op_defs)))
 
 
 def from_signature(signature: OpSignature) -> OpDef:

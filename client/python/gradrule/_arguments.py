@@ -1,0 +1,114 @@
+"""What the builder is given for an op's inputs, matched with the op's arguments and made into tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gradrule import _tensors
+from gradrule._attrs import natural
+from gradrule._dtypes import base
+from gradrule._handles import TensorHandle
+from gradrule._opdefs import ArgDef, OpDef
+from gradrule.errors import InvalidTensorError, TypeMismatchError
+from gradrule.v1.graph_pb2 import AttrValue
+from gradrule.v1.tensor_pb2 import Tensor
+
+Arguments = list[tuple[ArgDef, list[Any]]]
+
+
+def assign_arguments(op: OpDef, given: Sequence[Any], by_name: Mapping[str, Any], where: str) -> Arguments:
+    """Per argument of the op the values for it. Raises `TypeMismatchError` where their number does not fit."""
+    rest = [arg for arg in op.inputs if arg.name not in by_name]
+    lists = [arg for arg in rest if _is_list(arg)]
+    assigned = dict(by_name)
+    if len(given) == len(rest) and (len(lists) != 1 or _takes_whole(given[rest.index(lists[0])])):
+        assigned.update({arg.name: value for arg, value in zip(rest, given, strict=True)})
+    elif len(lists) == 1 and len(given) >= len(rest) - 1:
+        before = rest.index(lists[0])
+        after = len(rest) - before - 1
+        stop = len(given) - after
+        values = [*given[:before], list(given[before:stop]), *given[stop:]]
+        assigned.update({arg.name: value for arg, value in zip(rest, values, strict=True)})
+    else:
+        takes = ", ".join(f"{arg.name}{' (a list)' if _is_list(arg) else ''}" for arg in op.inputs)
+        raise TypeMismatchError(
+            f"{where} takes {f'{len(op.inputs)} inputs ({takes})' if takes else 'no inputs'}; "
+            f"{len(given) + len(by_name)} {'is' if len(given) + len(by_name) == 1 else 'are'} given"
+        )
+    return [(arg, _entries(arg, assigned[arg.name])) for arg in op.inputs]
+
+
+def _is_list(arg: ArgDef) -> bool:
+    return bool(arg.number_attr or arg.type_list_attr)
+
+
+def _takes_whole(value: Any) -> bool:
+    """Whether a value given for a list argument is the list itself and not its only entry."""
+    return isinstance(value, list | tuple)
+
+
+def _entries(arg: ArgDef, value: Any) -> list[Any]:
+    if not _is_list(arg):
+        return [value]
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+class Conversion:
+    """Which element type a number or array takes as an input: that of what it stands beside."""
+
+    def __init__(self, op: OpDef, attrs: Mapping[str, AttrValue], where: str) -> None:
+        self._where = where
+        self._types: dict[str, int] = {
+            attr.name: attrs[attr.name].type for attr in op.attrs if attr.type == "type" and attr.name in attrs
+        }
+        self._defaults: dict[str, int] = {
+            attr.name: attr.default.type for attr in op.attrs if attr.type == "type" and attr.default is not None
+        }
+
+    def learn(self, arguments: Arguments) -> None:
+        """Fixes the type of each type attribute: as given, else the handles', else the default, else the values'."""
+        values: dict[str, list[Any]] = {}
+        for arg, entries in arguments:
+            for entry in entries if arg.type_attr else ():
+                if isinstance(entry, TensorHandle):
+                    self._types.setdefault(arg.type_attr, base(entry.number))
+                else:
+                    values.setdefault(arg.type_attr, []).append(entry)
+        for name, entries in values.items():
+            if name in self._types:
+                continue
+            arrays = [self._natural(entry) for entry in entries]
+            typed = [array for array, entry in zip(arrays, entries, strict=True) if hasattr(entry, "dtype")]
+            if typed:
+                self._types[name] = as_number(typed[0])
+            elif name in self._defaults:
+                self._types[name] = self._defaults[name]
+            elif len({array.dtype for array in arrays}) == 1:
+                self._types[name] = as_number(arrays[0])
+            else:
+                floats = any(array.dtype.kind == "f" for array in arrays)
+                self._types[name] = _tensors.dtype_number("float32" if floats else "int32")
+
+    def message(self, arg: ArgDef, value: Any) -> Tensor:
+        """The constant for a value. Raises `InvalidTensorError` where it cannot have the type that is wanted."""
+        number = arg.type or self._types.get(arg.type_attr, 0)
+        try:
+            if not number:
+                return _tensors.to_message(natural(value))
+            return _tensors.to_message(_tensors.from_value(value, number), number)
+        except ValueError as cause:
+            raise InvalidTensorError(f"{self._where}: input {arg.name!r}: {cause}") from None
+
+    def _natural(self, value: Any) -> _tensors.Array:
+        try:
+            return natural(value)
+        except ValueError as cause:
+            raise InvalidTensorError(f"{self._where}: {cause}") from None
+
+
+def as_number(array: np.ndarray[Any, Any]) -> int:
+    """The element type of an array that is known to have one."""
+    return _tensors.number_of_array(array)

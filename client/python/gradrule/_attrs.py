@@ -1,0 +1,126 @@
+"""Python values to attribute values, by the type that an op's definition gives the attribute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from gradrule import _tensors
+from gradrule._dtypes import as_dt
+from gradrule._opdefs import AttrDef
+from gradrule.errors import InvalidAttrError
+from gradrule.v1.graph_pb2 import AttrValue, NameAttrList
+from gradrule.v1.tensor_pb2 import Tensor, TensorShape
+
+
+def attr_value(attr: AttrDef, value: Any, where: str) -> AttrValue:
+    """The message for one attribute. `where` names node and op in errors. Raises `InvalidAttrError`."""
+    if isinstance(value, AttrValue):
+        return value
+    try:
+        if attr.type.startswith("list("):
+            if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
+                raise TypeError(f"is no list: {value!r}")
+            field, convert = _CONVERTERS[attr.type[5:-1]]
+            return AttrValue(list=AttrValue.ListValue(**{field: [convert(entry) for entry in value]}))
+        field, convert = _CONVERTERS[attr.type]
+        return AttrValue(**{field: convert(value)})
+    except (TypeError, ValueError, OverflowError) as cause:
+        raise InvalidAttrError(f"{where}: attribute {attr.name!r} is of type {attr.type}: {cause}") from None
+
+
+def free_value(name: str, value: Any, where: str) -> AttrValue:
+    """The message for an attribute that no definition knows (`_name`): a message, bool, int, float or string."""
+    if isinstance(value, AttrValue):
+        return value
+    for python_type, field in ((bool, "b"), (int, "i"), (float, "f"), (bytes, "s")):
+        if isinstance(value, python_type):
+            return AttrValue(**{field: value})  # type: ignore[arg-type]  # the field fits the type just tested
+    if isinstance(value, str):
+        return AttrValue(s=value.encode())
+    raise InvalidAttrError(f"{where}: attribute {name!r} must be a bool, number or string, not {type(value).__name__}")
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{value!r} is no integer")
+    return int(value.__index__())
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool | str | bytes):
+        raise TypeError(f"{value!r} is no number")
+    return float(value)
+
+
+def _truth(value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{value!r} is no bool")
+    return bool(value)
+
+
+def _string(value: Any) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no string")
+    return value.encode()
+
+
+def _type(value: Any) -> int:
+    return as_dt(_tensors.dtype_number(value))
+
+
+def _shape(value: Any) -> TensorShape:
+    if isinstance(value, TensorShape):
+        return value
+    if value is None:
+        return _tensors.shape_message(None)
+    sizes = [value] if hasattr(value, "__index__") else list(value)
+    return _tensors.shape_message(None if size is None else _integer(size) for size in sizes)
+
+
+def _tensor(value: Any) -> Tensor:
+    return value if isinstance(value, Tensor) else _tensors.to_message(natural(value))
+
+
+def _function(value: Any) -> NameAttrList:
+    if isinstance(value, NameAttrList):
+        return value
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no function's name")
+    return NameAttrList(name=value)
+
+
+def natural(value: Any) -> _tensors.Array:
+    """An array as TensorFlow makes one of a value: Python floats are float32, ints int32, arrays keep their type."""
+    if hasattr(value, "dtype") or hasattr(value, "__array__"):
+        return np.asarray(value)
+    try:
+        array = np.asarray(value)
+    except ValueError:
+        raise ValueError("the list is ragged: rows differ in length") from None
+    if array.dtype.kind in "SUO":
+        return np.asarray(value, object)
+    if array.dtype == np.float64:
+        return array.astype(np.float32)
+    if array.dtype.kind in "iu":
+        try:
+            return _tensors.from_value(value, _tensors.dtype_number("int32"))
+        except ValueError:
+            return array
+    return array
+
+
+_CONVERTERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "int": ("i", _integer),
+    "float": ("f", _number),
+    "bool": ("b", _truth),
+    "string": ("s", _string),
+    "type": ("type", _type),
+    "shape": ("shape", _shape),
+    "tensor": ("tensor", _tensor),
+    "func": ("func", _function),
+}

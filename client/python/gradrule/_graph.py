@@ -1,0 +1,311 @@
+"""The builder: graphs in the style of TensorFlow 1, without TensorFlow."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from gradrule import _opdefs, _tensors
+from gradrule._arguments import Conversion, assign_arguments
+from gradrule._attrs import attr_value, free_value, natural
+from gradrule._dtypes import as_dt, name_of
+from gradrule._graphtypes import GraphTypes
+from gradrule._handles import Node, TensorHandle
+from gradrule._infer import InferError, complete
+from gradrule._names import UniqueNames, glob, is_node_name, near, split
+from gradrule._ops import GraphOps
+from gradrule._overrides import Override, OverrideValue, Rule, rule_and_params
+from gradrule._specs import TensorSpec
+from gradrule.errors import (
+    InvalidAttrError,
+    InvalidGraphError,
+    InvalidTensorError,
+    UnknownOpTypeError,
+    UnknownTensorError,
+    of_reason,
+)
+from gradrule.v1 import graph_pb2
+from gradrule.v1.graph_pb2 import AttrValue
+
+_INPUT_OPS = ("Placeholder", "PlaceholderV2", "PlaceholderWithDefault")
+
+
+class Graph(GraphOps):
+    """A graph that is being built, or was loaded.
+
+    Nodes are made by `placeholder`, `constant`, `op`, operators on handles, and any op type's name in snake case
+    (`g.relu(x)`). Attributes that follow from inputs are filled in. Node names are made unique as TensorFlow does it.
+    """
+
+    def __init__(self) -> None:
+        self._start(graph_pb2.Graph(), b"")
+
+    def _start(self, message: graph_pb2.Graph, data: bytes) -> None:
+        self._message = message
+        self._bytes = data
+        self._types = GraphTypes(message)
+        self._names = UniqueNames()
+        for node in message.node:
+            self._names.reserve(node.name)
+        self._scope = ""
+        self._gradient_overrides: dict[str, OverrideValue] = {}
+        self._node_overrides: list[Override] = []
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Graph:
+        """A graph from a GraphDef's bytes, unknown fields included. Raises `InvalidGraphError`."""
+        try:
+            message = graph_pb2.Graph.FromString(data)
+        except DecodeError as cause:
+            raise InvalidGraphError(f"these {len(data)} bytes are no GraphDef: {cause}") from None
+        graph = cls()
+        graph._start(message, data)
+        return graph
+
+    def to_bytes(self) -> bytes:
+        """The bytes of the GraphDef; equal graphs give equal bytes, an untouched loaded graph its own."""
+        if not self._bytes:
+            self._bytes = self._message.SerializeToString(deterministic=True)
+        return self._bytes
+
+    def __len__(self) -> int:
+        return len(self._message.node)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return f"<Graph of {len(self)} nodes>"
+
+    @property
+    def node_overrides(self) -> tuple[Override, ...]:
+        """Overrides that `gradient_override_map` recorded for single nodes; a request sends them after its own."""
+        return tuple(self._node_overrides)
+
+    # Making nodes.
+
+    def placeholder(self, name: str, dtype: _tensors.DtypeLike, shape: Any = None) -> TensorHandle:
+        """A tensor to feed. shape: sizes, None for an unknown one; None as a whole: unknown rank."""
+        return self.one("Placeholder", name=name, dtype=dtype, shape=shape)
+
+    def constant(self, value: Any, name: str | None = None, dtype: _tensors.DtypeLike = None) -> TensorHandle:
+        """A constant. Unless dtype says other, Python's floats are float32 and ints int32; arrays keep their type."""
+        try:
+            array = natural(value) if dtype is None else _tensors.from_value(value, _tensors.dtype_number(dtype))
+            message = _tensors.to_message(array, dtype)
+        except ValueError as cause:
+            raise InvalidTensorError(f"constant {name or ''}: {cause}") from None
+        attrs = {"dtype": AttrValue(type=message.dtype), "value": AttrValue(tensor=message)}
+        return self._add("Const", self._unique(name or "Const"), [], attrs)[0]
+
+    def op(self, op_type: str, *inputs: Any, name: str | None = None, control_inputs: Any = (), **attrs: Any) -> Any:
+        """Adds a node.
+
+        inputs: one entry per input of the op, as TensorFlow's documentation of `tf.raw_ops` lists them: handles, lists
+        of handles for inputs that are lists, and numbers or arrays, which become constants of the type that the op
+        wants. An op with one list among its inputs takes the list's tensors one by one too. Inputs can be given by name.
+        attrs: by name; element types by name or dtype, shapes as lists, functions by name.
+        Returns a handle; a tuple of them for several outputs or a list; the node where there are no outputs.
+        Raises `UnknownOpTypeError`, `TypeMismatchError`, `InvalidAttrError`, `InvalidTensorError`.
+        """
+        definition = self._definition(op_type)
+        full_name = self._unique(name or op_type)
+        where = f"{op_type} node {full_name!r}"
+        by_name = {arg.name: attrs.pop(arg.name) for arg in definition.inputs if arg.name in attrs}
+        known = {attr.name: attr for attr in definition.attrs}
+        messages: dict[str, AttrValue] = {}
+        for key, value in attrs.items():
+            if key in known:
+                messages[key] = attr_value(known[key], value, where)
+            elif key.startswith("_"):
+                messages[key] = free_value(key, value, where)
+            else:
+                raise InvalidAttrError(
+                    f"{where} has no attribute {key!r}; it has: {', '.join(known)}.{near(key, known)}"
+                )
+        arguments = assign_arguments(definition, inputs, by_name, where)
+        conversion = Conversion(definition, messages, where)
+        conversion.learn(arguments)
+        tensors = [
+            entry if isinstance(entry, TensorHandle) else self._constant_input(full_name, arg, entry, conversion)
+            for arg, entries in arguments
+            for entry in entries
+        ]
+        for tensor in tensors:
+            if tensor.graph is not self:
+                raise InvalidGraphError(f"{where}: input {tensor.name!r} belongs to another graph")
+        controls = ["^" + (node.name if isinstance(node, Node) else node.node.name) for node in control_inputs]
+        handles = self._add(op_type, full_name, tensors, messages, controls)
+        if not handles:
+            return self.node(full_name)
+        single = len(definition.outputs) == 1 and not (
+            definition.outputs[0].number_attr or definition.outputs[0].type_list_attr
+        )
+        return handles[0] if single else handles
+
+    def one(self, op_type: str, *inputs: Any, name: str | None = None, **attrs: Any) -> TensorHandle:
+        """`op` for op types with one output."""
+        handle = self.op(op_type, *inputs, name=name, **attrs)
+        assert isinstance(handle, TensorHandle)
+        return handle
+
+    def _definition(self, op_type: str) -> _opdefs.OpDef:
+        definition = self._types.definition(op_type)
+        if definition is None:
+            hint = _opdefs.suggest(op_type, self._types.functions())
+            raise UnknownOpTypeError(f"{op_type!r} is neither an op type nor a function of the graph.{hint}")
+        return definition
+
+    def _constant_input(self, node: str, arg: _opdefs.ArgDef, value: Any, conversion: Conversion) -> TensorHandle:
+        message = conversion.message(arg, value)
+        attrs = {"dtype": AttrValue(type=message.dtype), "value": AttrValue(tensor=message)}
+        return self._add("Const", self._names.make(f"{node}/{arg.name}"), [], attrs)[0]
+
+    def _add(
+        self,
+        op_type: str,
+        name: str,
+        inputs: list[TensorHandle],
+        attrs: Mapping[str, AttrValue],
+        controls: list[str] | None = None,
+    ) -> tuple[TensorHandle, ...]:
+        definition = self._definition(op_type)
+        try:
+            completed = complete(definition, attrs, [tensor.number for tensor in inputs])
+        except InferError as cause:
+            raise of_reason(cause.kind, f"{op_type} node {name!r}: {cause.message}") from None
+        node = self._message.node.add(name=name, op=op_type)
+        node.input.extend(tensor.name.removesuffix(":0") for tensor in inputs)
+        node.input.extend(controls or ())
+        for key, value in completed.attrs.items():
+            node.attr[key].CopyFrom(value)
+        if (override := self._gradient_overrides.get(op_type)) is not None:
+            self._apply(override, node)
+        self._bytes = b""
+        self._types.added(node, completed.outputs)
+        return self.outputs_of(name)
+
+    def _apply(self, override: OverrideValue, node: graph_pb2.Node) -> None:
+        rule, params = rule_and_params(override, f"gradient_override_map[{node.op!r}]")
+        if isinstance(rule, Rule) or params:
+            self._node_overrides.append(Override(rule, node=node.name, op_type=node.op, params=params, label=node.op))
+        else:
+            node.attr["_gradient_op_type"].s = rule.encode()
+
+    def _unique(self, name: str) -> str:
+        full = self._scope + name
+        if not is_node_name(full):
+            raise InvalidGraphError(
+                f"{full!r} is no node name; allowed: letters, digits, and _ . - / \\ > after the first"
+            )
+        return self._names.make(full)
+
+    # Contexts.
+
+    @contextlib.contextmanager
+    def name_scope(self, name: str) -> Iterator[str]:
+        """Nodes made inside are named `name/…`. The scope is made unique; one that ends with `/` is taken as it is."""
+        outer = self._scope
+        self._scope = name if name.endswith("/") else self._unique(name) + "/"
+        try:
+            yield self._scope
+        finally:
+            self._scope = outer
+
+    @contextlib.contextmanager
+    def gradient_override_map(self, overrides: Mapping[str, OverrideValue]) -> Iterator[None]:
+        """Nodes made inside get rules by op type; an inner context wins over an outer one.
+
+        Values: a rule's name, `gr.Rule`, or either with params, `(rule, {"alpha": 2.0})`.
+        """
+        for op_type, value in overrides.items():
+            self._definition(op_type)
+            rule_and_params(value, f"gradient_override_map[{op_type!r}]")
+        outer = self._gradient_overrides
+        self._gradient_overrides = {**outer, **overrides}
+        try:
+            yield
+        finally:
+            self._gradient_overrides = outer
+
+    # Finding.
+
+    def node(self, name: str) -> Node:
+        """The node of a name. Raises `UnknownTensorError`."""
+        message = self._types.node(name)
+        if message is None:
+            raise UnknownTensorError(f"the graph has no node {name!r}.{near(name, self._types.names())}")
+        return Node(self, message)
+
+    def tensor(self, name: str) -> TensorHandle:
+        """The handle of a tensor, by `node` or `node:output`. Raises `UnknownTensorError`."""
+        node, index = split(name)
+        if self._types.node(node) is None:
+            raise UnknownTensorError(f"the graph has no tensor {name!r}.{near(node, self._types.names())}")
+        handles = self.outputs_of(node)
+        if index >= len(handles):
+            raise UnknownTensorError(f"the graph has no tensor {name!r}: node {node!r} has {len(handles)} outputs")
+        return handles[index]
+
+    def find(self, op_type: str | None = None, node: str | None = None, scope: str | None = None) -> list[Node]:
+        """Nodes for which all selectors hold, in order. node: a name or a glob; scope: nodes under `scope/`."""
+        pattern = None if node is None else glob(node)
+        return [
+            Node(self, message)
+            for message in self._message.node
+            if (op_type is None or message.op == op_type)
+            and (pattern is None or pattern.fullmatch(message.name))
+            and (scope is None or message.name.startswith(scope.rstrip("/") + "/"))
+        ]
+
+    def outputs_of(self, node: str) -> tuple[TensorHandle, ...]:
+        """Handles of a node's outputs."""
+        return tuple(TensorHandle(self, node, index, number) for index, number in enumerate(self._types.outputs(node)))
+
+    def stated_shape(self, tensor: str) -> tuple[int | None, ...] | None:
+        """A tensor's shape where its node states it; None where it is not known without TensorFlow."""
+        node, index = split(tensor)
+        message = self._types.node(node)
+        assert message is not None
+        if message.op in _INPUT_OPS and "shape" in message.attr:
+            return _tensors.shape_tuple(message.attr["shape"].shape)
+        if message.op == "Const":
+            return _tensors.shape_tuple(message.attr["value"].tensor.tensor_shape)
+        if "_output_shapes" in message.attr:
+            shapes = message.attr["_output_shapes"].list.shape
+            return _tensors.shape_tuple(shapes[index]) if index < len(shapes) else None
+        return None
+
+    @property
+    def inputs(self) -> Mapping[str, TensorSpec]:
+        """Placeholders by name."""
+        return MappingProxyType(
+            {
+                node.name: self._spec(node.name, optional=node.op == "PlaceholderWithDefault")
+                for node in self._message.node
+                if node.op in _INPUT_OPS
+            }
+        )
+
+    @property
+    def outputs(self) -> Mapping[str, TensorSpec]:
+        """Outputs of nodes that no other node takes anything from, placeholders and constants aside, by name."""
+        used = {split(name.removeprefix("^"))[0] for node in self._message.node for name in node.input}
+        return MappingProxyType(
+            {
+                handle.name.removesuffix(":0"): self._spec(handle.name)
+                for node in self._message.node
+                if node.name not in used and node.op != "Const" and node.op not in _INPUT_OPS
+                for handle in self.outputs_of(node.name)
+            }
+        )
+
+    def _spec(self, tensor: str, *, optional: bool = False) -> TensorSpec:
+        node, index = split(tensor)
+        types = self._types.outputs(node)
+        dtype = name_of(types[index]) if index < len(types) else name_of(as_dt(0))
+        return TensorSpec(tensor, dtype, self.stated_shape(tensor), optional)

@@ -1,0 +1,150 @@
+"""Handles of a graph's nodes and tensors: what the builder takes and gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from gradrule._dtypes import name_of
+from gradrule.v1.graph_pb2 import AttrValue
+from gradrule.v1.graph_pb2 import Node as NodeMessage
+
+if TYPE_CHECKING:
+    from gradrule._graph import Graph
+
+
+class TensorHandle:
+    """An output of a node. Operators build nodes; `==` compares identity, so that handles can be keys."""
+
+    # NumPy arrays on the left leave the operator to the handle.
+    __array_priority__ = 100
+    __array_ufunc__ = None
+    __slots__ = ("graph", "index", "name", "number")
+
+    def __init__(self, graph: Graph, node: str, index: int, number: int) -> None:
+        self.graph = graph
+        self.index = index
+        self.name = f"{node}:{index}"
+        self.number = number
+
+    @property
+    def node(self) -> Node:
+        """The node that puts this tensor out."""
+        return self.graph.node(self.name.rpartition(":")[0])
+
+    @property
+    def dtype(self) -> str:
+        """Name of the element type, `float32` for example."""
+        return name_of(self.number)
+
+    @property
+    def shape(self) -> tuple[int | None, ...] | None:
+        """Shape where the node states it (placeholders, constants); None where it is not known here."""
+        return self.graph.stated_shape(self.name)
+
+    def __repr__(self) -> str:
+        return f"<{self.node.op_type} {self.name!r} {self.dtype}>"
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError(f"{self.name!r} is a tensor of a graph and has no value here; use `where` for choices")
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(f"{self.name!r} is one tensor and cannot be iterated over; use `unstack`")
+
+    def __add__(self, other: Any) -> TensorHandle:
+        return self.graph.one("AddV2", self, other)
+
+    def __radd__(self, other: Any) -> TensorHandle:
+        return self.graph.one("AddV2", other, self)
+
+    def __sub__(self, other: Any) -> TensorHandle:
+        return self.graph.one("Sub", self, other)
+
+    def __rsub__(self, other: Any) -> TensorHandle:
+        return self.graph.one("Sub", other, self)
+
+    def __mul__(self, other: Any) -> TensorHandle:
+        return self.graph.one("Mul", self, other)
+
+    def __rmul__(self, other: Any) -> TensorHandle:
+        return self.graph.one("Mul", other, self)
+
+    def __truediv__(self, other: Any) -> TensorHandle:
+        return self.graph.one("RealDiv", self, other)
+
+    def __rtruediv__(self, other: Any) -> TensorHandle:
+        return self.graph.one("RealDiv", other, self)
+
+    def __pow__(self, other: Any) -> TensorHandle:
+        return self.graph.one("Pow", self, other)
+
+    def __rpow__(self, other: Any) -> TensorHandle:
+        return self.graph.one("Pow", other, self)
+
+    def __matmul__(self, other: Any) -> TensorHandle:
+        return self.graph.matmul(self, other)
+
+    def __rmatmul__(self, other: Any) -> TensorHandle:
+        return self.graph.matmul(other, self)
+
+    def __neg__(self) -> TensorHandle:
+        return self.graph.one("Neg", self)
+
+    def __abs__(self) -> TensorHandle:
+        return self.graph.one("Abs", self)
+
+    def __lt__(self, other: Any) -> TensorHandle:
+        return self.graph.one("Less", self, other)
+
+    def __le__(self, other: Any) -> TensorHandle:
+        return self.graph.one("LessEqual", self, other)
+
+    def __gt__(self, other: Any) -> TensorHandle:
+        return self.graph.one("Greater", self, other)
+
+    def __ge__(self, other: Any) -> TensorHandle:
+        return self.graph.one("GreaterEqual", self, other)
+
+
+class Node:
+    """A node of a graph."""
+
+    __slots__ = ("graph", "message")
+
+    def __init__(self, graph: Graph, message: NodeMessage) -> None:
+        self.graph = graph
+        self.message = message
+
+    @property
+    def name(self) -> str:
+        """Its unique name."""
+        return self.message.name
+
+    @property
+    def op_type(self) -> str:
+        """Its op type, `MatMul` for example."""
+        return self.message.op
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the tensors it takes, control inputs (`^node`) last."""
+        return tuple(self.message.input)
+
+    @property
+    def attrs(self) -> Mapping[str, AttrValue]:
+        """Its attributes as messages."""
+        return dict(self.message.attr)
+
+    @property
+    def outputs(self) -> tuple[TensorHandle, ...]:
+        """Handles of the tensors it puts out."""
+        return self.graph.outputs_of(self.name)
+
+    def __repr__(self) -> str:
+        return f"<{self.op_type} {self.name!r}>"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Node) and (self.graph, self.name) == (other.graph, other.name)
+
+    def __hash__(self) -> int:
+        return hash((id(self.graph), self.name))

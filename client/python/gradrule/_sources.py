@@ -1,0 +1,33 @@
+"""Anything that is a graph, as the bytes that travel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from gradrule.errors import InvalidGraphError
+from gradrule.v1.rule_pb2 import GraphSource
+
+if TYPE_CHECKING:
+    from gradrule._graph import Graph
+
+GraphLike: TypeAlias = "Graph | bytes | Any"
+
+
+def graph_bytes(graph: GraphLike) -> bytes:
+    """The bytes of a `Graph`, of a GraphDef's bytes, or of a GraphDef message. Raises `InvalidGraphError`."""
+    if isinstance(graph, bytes | bytearray | memoryview):
+        return bytes(graph)
+    for method in ("to_bytes", "SerializeToString"):
+        if callable(write := getattr(graph, method, None)):
+            data: bytes = write()
+            return data
+    if callable(as_graph_def := getattr(graph, "as_graph_def", None)):
+        return graph_bytes(as_graph_def())
+    raise InvalidGraphError(
+        f"{type(graph).__name__} is no graph; give a gr.Graph, a GraphDef, its bytes, or what gr.load returns"
+    )
+
+
+def graph_source(graph: GraphLike) -> GraphSource:
+    """The message that carries a graph."""
+    return GraphSource(serialized=graph_bytes(graph))

@@ -1,0 +1,69 @@
+"""From a failed RPC to the error that it stands for."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, cast
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+from google.rpc import error_details_pb2, status_pb2
+
+from gradrule.errors import Detail, GradruleError, of_reason
+
+_DETAILS_KEY = "grpc-status-details-bin"
+_NODE = "node:"
+_M = TypeVar("_M", bound=Message)
+
+# Codes that gRPC itself makes, without details; see errors.proto.
+_REASONS = {
+    grpc.StatusCode.DEADLINE_EXCEEDED: "DEADLINE_EXCEEDED",
+    grpc.StatusCode.CANCELLED: "CANCELLED",
+    grpc.StatusCode.UNAVAILABLE: "UNAVAILABLE",
+    grpc.StatusCode.RESOURCE_EXHAUSTED: "MESSAGE_TOO_LARGE",
+    grpc.StatusCode.UNIMPLEMENTED: "UNSUPPORTED",
+}
+
+
+def error_of(failure: grpc.RpcError) -> GradruleError:
+    """The typed error of a failed call, sync or async."""
+    call = cast(Any, failure)
+    code: grpc.StatusCode = call.code()
+    for key, value in call.trailing_metadata() or ():
+        if key == _DETAILS_KEY:
+            try:
+                status = status_pb2.Status.FromString(value)
+            except DecodeError:
+                break
+            if (error := _from_status(status, code)) is not None:
+                return error
+    return of_reason(_REASONS.get(code, "INTERNAL"), call.details() or f"the call failed: {code.name}", code=code.name)
+
+
+def _from_status(status: status_pb2.Status, code: grpc.StatusCode) -> GradruleError | None:
+    info = _unpacked(status, error_details_pb2.ErrorInfo())
+    if info is None or not info.reason:
+        return None
+    bad = _unpacked(status, error_details_pb2.BadRequest())
+    retry = _unpacked(status, error_details_pb2.RetryInfo())
+    details = [
+        Detail(
+            violation.reason or info.reason,
+            violation.description,
+            node=violation.field.removeprefix(_NODE) if violation.field.startswith(_NODE) else "",
+            field="" if violation.field.startswith(_NODE) else violation.field,
+        )
+        for violation in (bad.field_violations if bad is not None else ())
+    ]
+    total = info.metadata.get("findings_total", "")
+    return of_reason(
+        info.reason,
+        status.message,
+        code=code.name,
+        details=details,
+        retry_delay=retry.retry_delay.ToNanoseconds() / 1e9 if retry is not None else None,
+        findings_total=int(total) if total.isdecimal() else None,
+    )
+
+
+def _unpacked(status: status_pb2.Status, message: _M) -> _M | None:
+    return next((message for detail in status.details if detail.Unpack(message)), None)
