@@ -40,7 +40,7 @@ lint: $(VENV)/.installed $(TOOLS)/.installed $(NODE_CLIENT)/node_modules/.instal
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	$(NODE_CLIENT)/node_modules/.bin/buf lint
-	$(NODE_CLIENT)/node_modules/.bin/buf breaking --against protos/baseline.binpb --limit-to-input-files
+	$(NODE_CLIENT)/node_modules/.bin/buf breaking --against protos/baseline.binpb
 	$(TOOLS)/bin/python tools/generate_protos.py --check
 	cd $(NODE_CLIENT) && npm run --silent lint
 
