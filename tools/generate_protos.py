@@ -1,6 +1,7 @@
 """Writes the Python stubs of the protos; with --check, says which committed ones differ from what it would write.
 
-Run by `make proto` and `make lint` in the tools' environment: grpcio-tools 1.72 emits code that protobuf 6 and 7 both import.
+`make proto` and `make lint` run it in the tools' environment: grpcio-tools 1.72 emits code that protobuf 6 and 7 both
+import.
 """
 
 import filecmp

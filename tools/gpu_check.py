@@ -1,10 +1,10 @@
 """GPU tests and the bench on a machine with an NVIDIA GPU that need not have a network.
 
-    python tools/gpu_check.py fetch FOLDER             where there is a network: the wheels for this Python, into FOLDER
-    python tools/gpu_check.py check FOLDER [WORD ...]  where there is a GPU: installs from FOLDER and runs; WORDs go to the bench
+    python tools/gpu_check.py fetch FOLDER             where there is a network: wheels for this Python, into FOLDER
+    python tools/gpu_check.py check FOLDER [WORD ...]  where there is a GPU: installs and runs; WORDs go to the bench
 
-`check` keeps everything it installs in .venv-gpu. Its last line is one JSON object; it exits 1 where a test failed, no test ran,
-or the bench did not finish. Needs Python alone: the packages come from FOLDER.
+`check` needs Python alone: packages come from FOLDER and go to .venv-gpu. Its last line is one JSON object; it exits 1
+where a test failed, no test ran, or the bench did not finish.
 """
 
 import json
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements" / "gpu-check.txt"
 HOME = ROOT / ".venv-gpu"
 OUT = ROOT / "out" / "gpu-check"
-PYTHON = HOME / "bin" / "python"
+PYTHON = str(HOME / "bin" / "python")
 PIP = ["-m", "pip", "--disable-pip-version-check"]
 
 
@@ -31,9 +31,9 @@ def fetch(wheels: Path) -> None:
 
 def install(wheels: Path) -> None:
     """Make .venv-gpu from the folder alone."""
-    if not PYTHON.exists():
+    if not Path(PYTHON).exists():
         venv.create(HOME, with_pip=True)
-    pip = [str(PYTHON), *PIP, "install", "--quiet", "--no-index"]
+    pip = [PYTHON, *PIP, "install", "--quiet", "--no-index"]
     subprocess.run([*pip, "--require-hashes", "--find-links", str(wheels), "-r", str(LOCK)], check=True)
     subprocess.run([*pip, "--no-deps", "--no-build-isolation", "--editable", str(ROOT)], check=True)
 

@@ -1,7 +1,7 @@
 """Builds the container image without a Docker engine, and shows that a user rule outlives a `kill -9` of its server.
 
-`make image-test` runs it. Needs Linux and root; buildah and debootstrap are installed with apt-get where they are missing.
-The base is a Debian made by debootstrap, or the image that --base names. The server runs in a chroot of the image, as the
+`make image-test` runs it. Needs Linux and root; buildah and debootstrap are installed with apt-get where missing. The
+base is a Debian made by debootstrap, or the image that --base names. The server runs in a chroot of the image, as the
 image's user, with a folder of this machine as its volume; the client runs outside. The last line is one JSON object.
 """
 
@@ -55,7 +55,8 @@ class Buildah:
     """buildah with a store of its own, which goes with the folder it lies in."""
 
     def __init__(self, folder: Path) -> None:
-        self._command = ["buildah", "--root", f"{folder}/store", "--runroot", f"{folder}/run", "--storage-driver", "vfs"]
+        store = ["--root", f"{folder}/store", "--runroot", f"{folder}/run", "--storage-driver", "vfs"]
+        self._command = ["buildah", *store]
         self.environment = {**os.environ, "BUILDAH_ISOLATION": "chroot", "TMPDIR": str(folder)}
 
     def arguments(self, *arguments: str) -> list[str]:
@@ -64,7 +65,9 @@ class Buildah:
 
     def __call__(self, *arguments: str) -> str:
         """Run one command; its stdout. What it says on the way goes to stderr."""
-        done = subprocess.run(self.arguments(*arguments), env=self.environment, stdout=subprocess.PIPE, text=True)
+        done = subprocess.run(
+            self.arguments(*arguments), env=self.environment, stdout=subprocess.PIPE, text=True, check=False
+        )
         check(done.returncode == 0, f"buildah {arguments[0]} failed")
         return done.stdout.strip()
 
@@ -82,10 +85,11 @@ def make_base(buildah: Buildah, folder: Path) -> None:
 
 
 def build_secrets(folder: Path) -> list[str]:
-    """How this machine's pip reaches its index, for the build alone: index and certificates, where they are not the default."""
+    """How this machine's pip reaches its index, for the build alone: an index and certificates of its own."""
     flags = []
     configured = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
-    url = os.environ.get("PIP_INDEX_URL") or subprocess.run(configured, capture_output=True, text=True).stdout.strip()
+    configured_url = subprocess.run(configured, capture_output=True, text=True, check=False).stdout.strip()
+    url = os.environ.get("PIP_INDEX_URL") or configured_url
     if url:
         (folder / "pip.conf").write_text(f"[global]\nindex-url = {url}\n")
         flags += ["--secret", f"id=pip,src={folder}/pip.conf"]
@@ -132,10 +136,12 @@ class Server:
         return self._buildah.arguments("run", "--volume", mount, self._container, "--", *command)
 
     def _wait_for_address(self) -> str:
-        os.set_blocking(self._process.stdout.fileno(), False)
+        stdout = self._process.stdout
+        assert stdout is not None
+        os.set_blocking(stdout.fileno(), False)
         deadline, said = time.monotonic() + START_S, ""
         while time.monotonic() < deadline:
-            said += self._process.stdout.read() or ""
+            said += stdout.read() or ""
             for line in said.splitlines():
                 if line.startswith("gradrule: listening on "):
                     return "127.0.0.1:" + line.rpartition(":")[2]
@@ -156,9 +162,8 @@ class Server:
     def health(self) -> int:
         """The exit code of the image's health check."""
         port = self.address.rpartition(":")[2]
-        return subprocess.run(
-            self._run("gradrule", "health", f"localhost:{port}"), env=self._buildah.environment, stdout=sys.stderr
-        ).returncode
+        probe = self._run("gradrule", "health", f"localhost:{port}")
+        return subprocess.run(probe, env=self._buildah.environment, stdout=sys.stderr, check=False).returncode
 
     def user(self) -> int:
         """The user id that the server runs as."""
@@ -224,7 +229,8 @@ def live_and_die(buildah: Buildah, folder: Path) -> dict[str, object]:
     config = json.loads(buildah("inspect", "--type", "image", IMAGE))["Docker"]["config"]
     check(config["User"] == "10001:10001", f"the image runs as {config['User']!r}")
     check("/var/lib/gradrule" in config["Volumes"], "the image declares no volume for its data")
-    check(config["Healthcheck"]["Test"] == ["CMD", "gradrule", "health", "localhost:8470"], "the health check is another")
+    probe = config["Healthcheck"]["Test"]
+    check(probe == ["CMD", "gradrule", "health", "localhost:8470"], f"the health check is {probe}")
     command = [*config["Entrypoint"], *("0" if word == "8470" else word for word in config["Cmd"])]
     volume = folder / "volume"
     volume.mkdir()
