@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from tests.service.servers import running_server
 
 NODE_CLIENT = Path(__file__).parents[2] / "client" / "node"

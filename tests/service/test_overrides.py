@@ -1,0 +1,237 @@
+"""Overrides: selectors, order, carve-outs, labels, params, contexts, and what answers and `explain` tell of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import gradrule as gr
+from tests.service.answers import assert_close, refused, rules_by_node, statuses
+from tests.service.graph_defs import drawn, loaded, placeholder
+
+RuleMaker = Callable[..., str]
+
+
+def tower(names: tuple[str, ...] = ("a/s1", "a/b/s2", "c/s3")) -> gr.Graph:
+    """x plus the sum of sign(x) at each name; with ste at k of them the gradient is 1 + k."""
+    g = gr.Graph()
+    total = g.placeholder("x", "float32", [None])
+    x = total
+    for name in names:
+        total = total + g.op("Sign", x, name=name)
+    g.identity(total, name="y")
+    return g
+
+
+def ask(client: Any, g: gr.Graph, overrides: Any, **words: Any) -> Any:
+    return client.evaluate(g, feeds={"x": [2.0]}, ys=["y"], xs=["x"], overrides=overrides, **words)
+
+
+@pytest.mark.parametrize(
+    ("selectors", "matched"),
+    [
+        ({"op_type": "Sign"}, {"a/s1", "a/b/s2", "c/s3"}),
+        ({"node": "a/s1"}, {"a/s1"}),
+        ({"node": "a/*"}, {"a/s1"}),
+        ({"node": "a/**"}, {"a/s1", "a/b/s2"}),
+        ({"node": "**/s2"}, {"a/b/s2"}),
+        ({"node": "**/s?"}, {"a/s1", "a/b/s2", "c/s3"}),
+        ({"scope": "a"}, {"a/s1", "a/b/s2"}),
+        ({"scope": "a/b"}, {"a/b/s2"}),
+        ({"scope": "a", "node": "*/s1"}, {"a/s1"}),
+        ({"op_type": "Sign", "scope": "c"}, {"c/s3"}),
+    ],
+)
+def test_selectors(client: Any, selectors: dict[str, str], matched: set[str]) -> None:
+    r = ask(client, tower(), [gr.Override("ste", **selectors)])
+    assert rules_by_node(r) == dict.fromkeys(matched, "ste")
+    assert_close(r.gradients["x"], np.float32([1 + len(matched)]))
+
+
+@pytest.mark.parametrize("selectors", [{"node": "*"}, {"node": "a/b"}, {"scope": "a/"}, {"scope": "s"}, {"op_type": "Neg"}])
+def test_selectors_that_match_nothing_useful(client: Any, selectors: dict[str, str]) -> None:
+    """`*` does not cross `/`, so at top level it means y, whose gradient it may well give; the rest matches nothing."""
+    if selectors == {"node": "*"}:
+        r = ask(client, tower(), [gr.Override("gradient_scale", node="*", params={"alpha": 1.0}, optional=True)])
+        assert not any("/" in node for node in statuses(r))
+        return
+    if selectors == {"scope": "a/"}:
+        r = ask(client, tower(), [gr.Override("ste", **selectors)])
+        assert set(statuses(r)) == {"a/s1", "a/b/s2"}
+        return
+    with refused("UNMATCHED_OVERRIDE"):
+        ask(client, tower(), [gr.Override("ste", **selectors)])
+
+
+def test_first_match_wins(client: Any) -> None:
+    overrides = [
+        gr.Override(gr.Rule("10 * dy"), node="a/s1"),
+        gr.Override(gr.Rule("100 * dy"), scope="a"),
+        gr.Override(gr.Rule("1000 * dy"), op_type="Sign"),
+    ]
+    assert_close(ask(client, tower(), overrides).gradients["x"], np.float32([1 + 10 + 100 + 1000]))
+    with refused("UNMATCHED_OVERRIDE"):
+        ask(client, tower(), overrides[::-1])
+
+
+def test_default_carves_out(either: Any) -> None:
+    overrides = [gr.Override("default", scope="a/b"), gr.Override("ste", op_type="Sign")]
+    r = ask(either, tower(), overrides)
+    assert_close(r.gradients["x"], np.float32([3]))
+    assert rules_by_node(r) == {"a/s1": "ste", "a/b/s2": "default", "c/s3": "ste"}
+
+
+def test_answers_tell_what_happened(either: Any) -> None:
+    g = tower()
+    g.op("Sign", g.tensor("x"), name="aside")
+    r = ask(either, g, [gr.Override("ste", op_type="Sign", label="quantise")])
+    assert statuses(r) == {"a/s1": "active", "a/b/s2": "active", "c/s3": "active", "aside": "off_path"}
+    assert {(item.op_type, item.rule, item.label) for item in r.overrides} == {("Sign", "ste", "quantise")}
+    assert "y" in r.defaulted
+    assert not set(r.defaulted) & {"a/s1", "a/b/s2", "c/s3", "aside", "x"}
+
+
+def test_optional(either: Any) -> None:
+    r = ask(either, tower(), [gr.Override("ste", op_type="Floor", optional=True)])
+    assert r.overrides == []
+    assert_close(r.gradients["x"], np.float32([1]))
+
+
+def test_optional_does_not_excuse_a_misspelt_op_type(either: Any) -> None:
+    with refused("UNKNOWN_OP_TYPE"):
+        ask(either, tower(), [gr.Override("ste", op_type="Flor", optional=True)])
+
+
+def test_dict_takes_params(either: Any) -> None:
+    scaled = gr.Rule("alpha * dy", params={"alpha": 1.0})
+    assert_close(ask(either, tower(), {"Sign": scaled}).gradients["x"], np.float32([4]))
+    assert_close(ask(either, tower(), {"Sign": (scaled, {"alpha": 5.0})}).gradients["x"], np.float32([16]))
+
+
+def test_params_per_call_compile_nothing(either: Any, rule: RuleMaker) -> None:
+    rule("Scaled", "alpha * dy", params={"alpha": 1.0})
+    overrides = [
+        gr.Override("Scaled", scope="a", label="front"),
+        gr.Override("Scaled", op_type="Sign", label="back", params={"alpha": 3.0}),
+    ]
+    r = ask(either, tower(), overrides)
+    assert_close(r.gradients["x"], np.float32([1 + 2 + 3]))
+    again = ask(either, tower(), overrides, params={"front": {"alpha": 10.0}})
+    assert_close(again.gradients["x"], np.float32([1 + 20 + 3]))
+    assert again.digests.program == r.digests.program
+    assert not again.timings.compile
+    p = either.compile(tower(), ys=["y"], xs=["x"], overrides=overrides)
+    for alpha in (0.0, -2.0, 0.5):
+        one = p.evaluate({"x": [2.0]}, params={"back": {"alpha": alpha}})
+        assert_close(one.gradients["x"], np.float32([1 + 2 + alpha]))
+        assert not one.timings.compile
+        assert one.digests == p.digests
+
+
+def test_param_may_be_a_tensor(either: Any) -> None:
+    scaled = gr.Rule("alpha * dy", params={"alpha": 1.0})
+    r = either.evaluate(
+        tower(("s",)),
+        feeds={"x": [2.0, 3.0]},
+        ys=["y"],
+        xs=["x"],
+        overrides={"Sign": (scaled, {"alpha": np.float32([10, 100])})},
+    )
+    assert_close(r.gradients["x"], np.float32([11, 101]))
+
+
+def test_label_is_the_selector_by_default(either: Any) -> None:
+    scaled = gr.Rule("alpha * dy", params={"alpha": 1.0})
+    for override, label in ((gr.Override(scaled, op_type="Sign"), "Sign"), (gr.Override(scaled, node="c/*"), "c/*")):
+        r = ask(either, tower(), [override], params={label: {"alpha": 0.0}})
+        assert_close(r.gradients["x"], np.float32([1]))
+
+
+def test_contexts_of_the_builder(either: Any, rule: RuleMaker) -> None:
+    rule("Ten", "10 * dy")
+    rule("Hundred", "100 * dy")
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [None])
+    with g.gradient_override_map({"Sign": "Ten", "Floor": "Ten"}):
+        outer = g.op("Sign", x, name="outer")
+        with g.gradient_override_map({"Sign": "Hundred"}):
+            inner = g.op("Sign", x, name="inner")
+            floor = g.op("Floor", x, name="floor")
+    outside = g.op("Sign", x, name="outside")
+    g.identity(outer + inner + floor + outside, name="y")
+    r = either.evaluate(g, feeds={"x": [2.0]}, ys=["y"], xs=["x"])
+    assert rules_by_node(r) == {"outer": "Ten", "inner": "Hundred", "floor": "Ten"}
+    assert_close(r.gradients["x"], np.float32([120]))
+
+
+def test_request_wins_over_contexts(either: Any, rule: RuleMaker) -> None:
+    rule("Ten", "10 * dy")
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [None])
+    with g.gradient_override_map({"Sign": "Ten"}):
+        g.op("Sign", x, name="first")
+        g.op("Sign", x, name="second")
+    g.identity(g.tensor("first") + g.tensor("second"), name="y")
+    r = either.evaluate(
+        g, feeds={"x": [2.0]}, ys=["y"], xs=["x"], overrides=[gr.Override(gr.Rule("1000 * dy"), node="first")]
+    )
+    assert_close(r.gradients["x"], np.float32([1010]))
+
+
+def test_contexts_take_inline_rules_with_params(either: Any) -> None:
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [None])
+    with g.gradient_override_map({"Sign": (gr.Rule("alpha * dy", params=["alpha"]), {"alpha": 7.0})}):
+        g.op("Sign", x, name="y")
+    r = either.evaluate(g, feeds={"x": [2.0]}, ys=["y"], xs=["x"])
+    assert_close(r.gradients["x"], np.float32([7]))
+
+
+def test_rule_by_graph(either: Any) -> None:
+    rule_graph = gr.Graph()
+    x, dy = rule_graph.placeholder("x", "float32", None), rule_graph.placeholder("dy", "float32", None)
+    rule_graph.op("Mul", rule_graph.op("Tanh", x), dy, name="dx")
+    made = either.create_rule("TanhTimes", graph=rule_graph)
+    try:
+        assert made.kind in ("user", "USER")
+        r = ask(either, tower(("s",)), {"Sign": "TanhTimes"})
+        assert_close(r.gradients["x"], np.float32([1 + np.tanh(2)]))
+        inline = ask(either, tower(("s",)), {"Sign": gr.Rule(graph=rule_graph)})
+        assert_close(inline.gradients["x"], np.float32([1 + np.tanh(2)]))
+    finally:
+        either.delete_rule("TanhTimes")
+
+
+def test_explain_runs_nothing_and_tells_the_same(either: Any) -> None:
+    overrides = [gr.Override("default", scope="a"), gr.Override("ste", op_type="Sign")]
+    explained = either.explain(tower(), ys=["y"], xs=["x"], overrides=overrides)
+    r = ask(either, tower(), overrides)
+    assert explained.overrides == r.overrides
+    assert explained.defaulted == r.defaulted
+
+
+def test_nested_names_are_selectable(client: Any) -> None:
+    @tf.function
+    def block(value: Any) -> Any:
+        return tf.sign(value, name="binarise") + value
+
+    def build() -> None:
+        with tf.name_scope("layer1"):
+            first = block(placeholder("x"))
+        with tf.name_scope("layer2"):
+            tf.identity(block(first), name="out")
+
+    graph = loaded(drawn(build))
+    words: dict[str, Any] = {"feeds": {"x": [2.0]}, "ys": ["layer2/out"], "xs": ["layer1/x"]}
+    words["feeds"] = {"layer1/x": [2.0]}
+    everywhere = client.evaluate(graph, overrides=[gr.Override("ste", node="**/binarise")], **words)
+    assert len(rules_by_node(everywhere)) == 2
+    assert_close(everywhere.gradients["layer1/x"], np.float32([4]))
+    (first,) = [node for node in rules_by_node(everywhere) if node.startswith("layer1")]
+    one = client.evaluate(graph, overrides=[gr.Override("ste", scope="layer1")], **words)
+    assert rules_by_node(one)[first] == "ste"
+    assert_close(one.gradients["layer1/x"], np.float32([2]))

@@ -1,0 +1,128 @@
+"""The registry of rules over the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradrule as gr
+from gradrule.v1 import rule_pb2
+from tests.service import raw
+from tests.service.answers import assert_close, refused
+
+RuleMaker = Callable[..., str]
+
+FIRST_BUILTINS = {
+    "ste",
+    "ste_sign",
+    "gradient_reversal",
+    "gradient_scale",
+    "gradient_clip",
+    "guided_relu",
+    "deconvnet",
+    "gradient_zero",
+    "log1pexp",
+    "fast_sigmoid",
+}
+
+
+def bare(name: str) -> str:
+    """A rule's name without `rules/`."""
+    return name.removeprefix("rules/")
+
+
+def test_life_of_a_rule(either: Any) -> None:
+    made = either.create_rule("Short", "alpha * dy", params={"alpha": 2.0}, description="Scales.")
+    try:
+        got = either.get_rule("Short")
+        assert got == made
+        assert (bare(got.name), got.expression, got.description) == ("Short", "alpha * dy", "Scales.")
+        assert len(got.digest) == 64
+        assert "Short" in {bare(rule.name) for rule in either.list_rules(kind="user")}
+    finally:
+        either.delete_rule("Short")
+    with refused("UNKNOWN_RULE"):
+        either.get_rule("Short")
+
+
+def test_equal_content_is_the_same_rule(either: Any, rule: RuleMaker) -> None:
+    rule("Same", "2 * dy", description="first")
+    assert either.create_rule("Same", "2 * dy").digest == either.get_rule("Same").digest
+
+
+def test_all_kinds_are_listed(either: Any) -> None:
+    names = {kind: {bare(rule.name) for rule in either.list_rules(kind=kind)} for kind in ("op", "builtin")}
+    assert {"Identity", "Relu", "MatMul", "Sign"} <= names["op"]
+    assert len(names["op"]) > 300
+    assert {name.removeprefix("builtin/") for name in names["builtin"]} >= FIRST_BUILTINS
+
+
+def test_op_rules_are_tensorflows(client: Any) -> None:
+    from tensorflow.python.framework import ops
+
+    registered = {name for name in ops.gradient_registry.list() if not name.startswith(("Gradrule", "CustomGradient"))}
+    assert {bare(rule.name) for rule in client.list_rules(kind="op")} <= registered
+
+
+def test_pages_hold_every_rule_once(channel: Any, client: Any) -> None:
+    seen: list[str] = []
+    token = ""
+    while True:
+        request = rule_pb2.ListRulesRequest(page_size=70, page_token=token)
+        page = rule_pb2.ListRulesResponse.FromString(
+            raw.send(channel, "RuleService/ListRules", request.SerializeToString())
+        )
+        assert len(page.rules) <= 70
+        seen += [rule.name for rule in page.rules]
+        token = page.next_page_token
+        if not token:
+            break
+    assert len(seen) == len(set(seen)) == len(list(client.list_rules()))
+
+
+@pytest.mark.parametrize("name", sorted(FIRST_BUILTINS))
+def test_first_builtins_have_two_names(client: Any, name: str) -> None:
+    assert client.get_rule(name).digest == client.get_rule(f"builtin/{name}").digest
+
+
+def test_user_rule_named_like_the_reserved_word(either: Any) -> None:
+    with refused("RULE_EXISTS"):
+        either.create_rule("default", "2 * dy")
+
+
+@pytest.mark.parametrize("name", ["", "with space", "a/b", "builtin/mine", "-x", "x" * 300])
+def test_names_that_cannot_be(either: Any, name: str) -> None:
+    with pytest.raises(gr.errors.GradruleError) as caught:
+        either.create_rule(name, "2 * dy")
+    assert caught.value.reason in {"INVALID_RULE", "MALFORMED_REQUEST", "RULE_EXISTS"}
+
+
+def test_sample_of_an_expression(either: Any, rule: RuleMaker) -> None:
+    rule("Window", "where(abs(x) <= width, dy, 0)", params={"width": 1.0})
+    x, dy = np.float32([-2, 0.5, 1.5]), np.float32([1, 2, 3])
+    assert_close(sampled(either.sample_rule("Window", x=x, dy=dy)), np.float32([0, 2, 0]))
+    wide = either.sample_rule("Window", x=x, dy=dy, params={"width": 1.75})
+    assert_close(sampled(wide), np.float32([0, 2, 3]))
+
+
+def test_sample_of_an_op_rule(either: Any) -> None:
+    x = np.float32([-1, 0.5])
+    assert_close(sampled(either.sample_rule("Tanh", x=x)), 1 - np.tanh(x) ** 2)
+
+
+def test_sample_without_what_it_needs(either: Any) -> None:
+    with refused("MISSING_FEED") as refusal:
+        either.sample_rule("guided_relu", dy=np.float32([1]))
+    refusal.says("x")
+
+
+def sampled(answer: Any) -> Any:
+    """The gradient of the only input."""
+    if isinstance(answer, np.ndarray):
+        return answer
+    values = list(answer.values()) if isinstance(answer, dict) else list(getattr(answer, "gradients", answer))
+    assert len(values) == 1
+    return values[0]
