@@ -1,0 +1,84 @@
+"""Rules that steer the flow of gradients: reversal, scaling, clipping, cutting. Usually put on an Identity."""
+
+from __future__ import annotations
+
+from gradrule_server.rules.catalogue.table import BuiltinRule
+from gradrule_server.rules.params import Param
+
+_IDENTITY = ("Identity",)
+
+RULES = (
+    BuiltinRule(
+        "gradient_reversal",
+        "-scale * dy",
+        "Turns the gradient round.",
+        "Ganin, Lempitsky 2015, arXiv:1409.7495 (scale is the paper's lambda, a keyword of the language)",
+        params=(Param("scale", 1.0, "the paper's lambda, >= 0"),),
+        op_types=_IDENTITY,
+    ),
+    BuiltinRule(
+        "gradient_scale",
+        "factor * dy",
+        "Multiplies the gradient.",
+        "common practice",
+        params=(Param("factor", None, "any number"),),
+        op_types=_IDENTITY,
+    ),
+    BuiltinRule(
+        "gradient_clip",
+        "clip(dy, low, high)",
+        "Cuts every element of the gradient to [low, high].",
+        "common practice",
+        params=(Param("low", -1.0, "lower bound"), Param("high", 1.0, "upper bound, >= low")),
+        op_types=_IDENTITY,
+    ),
+    BuiltinRule(
+        "gradient_clip_norm",
+        "dy * (norm / maximum(norm(dy), norm))",
+        "Scales the gradient of the whole tensor down to the norm, if it is longer; zero stays zero.",
+        "TensorFlow's guide to automatic differentiation; tf.clip_by_norm",
+        params=(Param("norm", 1.0, "largest Euclidean norm, > 0"),),
+        op_types=_IDENTITY,
+    ),
+    BuiltinRule(
+        "gradient_zero",
+        "each(zeros_like(x))",
+        "A gradient of zeros for every input, which is not the same as no gradient.",
+        "common practice",
+    ),
+    BuiltinRule(
+        "gradient_mask",
+        "dy * mask",
+        "Multiplies the gradient by a mask that broadcasts to it.",
+        "common practice",
+        params=(Param("mask", None, "a number or a tensor, usually of 0 and 1"),),
+    ),
+    BuiltinRule(
+        "gradient_sign",
+        "sign(dy)",
+        "The sign of the gradient; 0 at 0.",
+        "signSGD, Bernstein et al. 2018, arXiv:1802.04434",
+        op_types=_IDENTITY,
+    ),
+    BuiltinRule(
+        "gradient_normalize",
+        "dy / (norm(dy) + eps)",
+        "The gradient of the whole tensor, scaled to norm 1.",
+        "common practice",
+        params=(Param("eps", 1e-6, "keeps a zero gradient zero, > 0"),),
+        op_types=_IDENTITY,
+    ),
+    BuiltinRule(
+        "nan_to_zero",
+        "where(is_finite(dy), dy, 0)",
+        "Zero in place of NaN and infinities.",
+        "common practice",
+    ),
+    BuiltinRule(
+        "tanh_agree",
+        "dy * abs(sign(y) + sign(dy)) / 2",
+        "Passes the gradient where it has the sign of the output, half of it where the output is 0.",
+        "public code",
+        op_types=("Tanh",),
+    ),
+)

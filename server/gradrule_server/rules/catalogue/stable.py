@@ -1,0 +1,38 @@
+"""Gradients that stay finite where the plain formula does not."""
+
+from __future__ import annotations
+
+from gradrule_server.rules.catalogue.table import BuiltinRule
+from gradrule_server.rules.params import Param
+
+RULES = (
+    BuiltinRule(
+        "log1pexp",
+        "dy * sigmoid(x)",
+        "The gradient of log(1 + exp(x)) without overflow: 1 at x = 100, where the plain graph gives NaN.",
+        "TensorFlow's documentation of tf.custom_gradient",
+        op_types=("Softplus",),
+    ),
+    BuiltinRule(
+        "safe_sqrt",
+        "where(y > 0, dy * (0.5 / y), 0)",
+        "The gradient of sqrt, zero at 0 where it is infinite.",
+        "common practice",
+        op_types=("Sqrt",),
+    ),
+    BuiltinRule(
+        "safe_log",
+        "dy / maximum(x, eps)",
+        "The gradient of log with x kept at eps or above.",
+        "common practice",
+        params=(Param("eps", 1e-7, "smallest divisor, > 0; in float16 not below 6e-8"),),
+        op_types=("Log",),
+    ),
+    BuiltinRule(
+        "safe_div",
+        "(sum_to(div_no_nan(dy, x1), x0), sum_to(-div_no_nan(dy * y, x1), x1))",
+        "The gradients of x0 / x1, zero where x1 is 0; inputs that were broadcast get the sum.",
+        "tf.math.divide_no_nan's gradient",
+        op_types=("RealDiv", "DivNoNan"),
+    ),
+)

@@ -1,0 +1,204 @@
+"""Surrogate gradients of spiking networks: the forward op is a step at 0, x is potential minus threshold, dx = dy times a factor.
+
+What the step is at 0 is the forward op's business, not the rule's.
+"""
+
+from __future__ import annotations
+
+from gradrule_server.rules.catalogue.table import BuiltinRule
+from gradrule_server.rules.params import Param
+
+_STEPS = ("Sign", "Ceil", "Floor")
+
+
+def _factor(
+    name: str, factor: str, description: str, reference: str, *params: Param, aliases: tuple[str, ...] = ()
+) -> BuiltinRule:
+    return BuiltinRule(
+        name, f"dy * ({factor})", description, reference, aliases=aliases, params=params, op_types=_STEPS
+    )
+
+
+RULES = (
+    _factor(
+        "fast_sigmoid",
+        "1 / square(1 + slope * abs(x))",
+        "The slope of a fast sigmoid x / (1 + slope abs(x)): 1 at 0.",
+        "Zenke, Ganguli 2018 (SuperSpike), arXiv:1705.11146; snntorch (slope 25), norse (slope 100)",
+        Param("slope", 25.0, "steepness, > 0"),
+        aliases=("superspike",),
+    ),
+    _factor(
+        "superspike_unit",
+        "alpha / square(1 + abs(x))",
+        "alpha at 0, falling off with 1/x².",
+        "spikingjelly, SuperSpike",
+        Param("alpha", 1.0, "height"),
+    ),
+    _factor(
+        "soft_sign",
+        "1 / (2 * alpha * square(1 / alpha + abs(x)))",
+        "The slope of (softsign(alpha x) + 1) / 2: alpha/2 at 0.",
+        "spikingjelly, SoftSign",
+        Param("alpha", 2.0, "steepness, > 0"),
+    ),
+    _factor(
+        "atan",
+        "alpha / 2 / (1 + square(pi * alpha * x / 2))",
+        "The slope of atan(pi alpha x / 2) / pi + 1/2: alpha/2 at 0.",
+        "Fang et al. 2021, arXiv:2007.05785; snntorch, spikingjelly ATan",
+        Param("alpha", 2.0, "steepness, > 0"),
+    ),
+    _factor(
+        "sigmoid_surrogate",
+        "slope * sigmoid(slope * x) * (1 - sigmoid(slope * x))",
+        "The slope of sigmoid(slope x): slope/4 at 0. Written with s(1 - s), which does not overflow as snntorch's exp form does.",
+        "snntorch sigmoid (slope 25), spikingjelly Sigmoid (4)",
+        Param("slope", 25.0, "steepness, > 0"),
+    ),
+    _factor(
+        "tanh_surrogate",
+        "1 - square(tanh(alpha * x))",
+        "1 at 0; the slope of tanh(alpha x) without its factor alpha.",
+        "norse, tanh",
+        Param("alpha", 1.0, "steepness, > 0"),
+    ),
+    _factor(
+        "erf",
+        "alpha / sqrt(pi) * exp(-square(alpha * x))",
+        "The slope of erfc(-alpha x) / 2: alpha/sqrt(pi) at 0.",
+        "spikingjelly, Erf",
+        Param("alpha", 2.0, "steepness, > 0"),
+    ),
+    _factor(
+        "heavi_erfc",
+        "2 / sqrt(pi) * exp(-square(k * x))",
+        "2/sqrt(pi) at 0, a Gaussian of x.",
+        "norse, heavi_erfc",
+        Param("k", 0.5, "steepness, > 0"),
+    ),
+    _factor(
+        "circ",
+        "alpha ** 3 / (square(x) + alpha ** 2) ** 1.5",
+        "The slope of a circular distance: 1 at 0.",
+        "norse, heavi_circ",
+        Param("alpha", 0.5, "width, > 0"),
+    ),
+    _factor(
+        "triangle",
+        "gamma * maximum(0, 1 - abs(x))",
+        "gamma at 0, falling linearly to 0 at abs(x) = 1.",
+        "Bellec et al. 2018 (LSNN), arXiv:1803.09574; e-prop 2020; norse (snntorch's triangular is ±threshold and no triangle)",
+        Param("gamma", 0.3, "height"),
+    ),
+    _factor(
+        "piecewise_quadratic",
+        "where(abs(x) <= 1 / alpha, alpha - square(alpha) * abs(x), 0)",
+        "alpha at 0, falling linearly to 0 at abs(x) = 1/alpha.",
+        "spikingjelly, PiecewiseQuadratic",
+        Param("alpha", 1.0, "steepness, > 0"),
+    ),
+    _factor(
+        "piecewise_exp",
+        "alpha / 2 * exp(-alpha * abs(x))",
+        "alpha/2 at 0, falling off exponentially.",
+        "spikingjelly, PiecewiseExp",
+        Param("alpha", 1.0, "steepness, > 0"),
+    ),
+    _factor(
+        "boxcar",
+        "where(abs(x) < 0.5 / alpha, alpha, 0)",
+        "alpha within abs(x) < 1/(2 alpha), the edge not included; zero outside.",
+        "spikingjelly, Rect",
+        Param("alpha", 1.0, "height, and 1/width, > 0"),
+        aliases=("rect",),
+    ),
+    _factor(
+        "gaussian",
+        "gamma * exp(-square(x / lens) / 2) / (lens * sqrt(2 * pi))",
+        "gamma times the normal density of deviation lens.",
+        "Yin, Corradi, Bohté 2021, arXiv:2103.12593",
+        Param("lens", 0.5, "deviation, > 0"),
+        Param("gamma", 0.5, "height"),
+    ),
+    _factor(
+        "multi_gaussian",
+        "gamma * ((1 + h) * exp(-square(x / lens) / 2) / (lens * sqrt(2 * pi))"
+        " - h * (exp(-square((x - lens) / (s * lens)) / 2) + exp(-square((x + lens) / (s * lens)) / 2)) / (s * lens * sqrt(2 * pi)))",
+        "A normal density of deviation lens less two wide ones (deviation s lens) at ±lens.",
+        "Yin, Corradi, Bohté 2021, arXiv:2103.12593",
+        Param("lens", 0.5, "deviation, > 0"),
+        Param("h", 0.15, "weight of the wide ones"),
+        Param("s", 6.0, "how much wider they are, > 0"),
+        Param("gamma", 0.5, "height"),
+    ),
+    _factor(
+        "slayer",
+        "gamma * exp(-alpha * abs(x))",
+        "gamma at 0, falling off exponentially.",
+        "Shrestha, Orchard 2018 (SLAYER), arXiv:1810.08646",
+        Param("alpha", 5.0, "steepness, > 0"),
+        Param("gamma", 1.0, "height"),
+    ),
+    _factor(
+        "piecewise_leaky_relu",
+        "where(abs(x) < w, 1 / (2 * w), c)",
+        "1/(2w) within abs(x) < w, the edge not included; c outside.",
+        "spikingjelly, PiecewiseLeakyReLU",
+        Param("w", 1.0, "half the width, > 0"),
+        Param("c", 0.01, "slope outside"),
+    ),
+    _factor(
+        "leaky_k_relu",
+        "where(x >= 0, k, leak)",
+        "k for x >= 0, leak below.",
+        "spikingjelly, LeakyKReLU",
+        Param("leak", 0.0, "slope below 0"),
+        Param("k", 1.0, "slope from 0 on"),
+    ),
+    _factor(
+        "leaky_spike_operator",
+        "where(x > 0, 1, slope)",
+        "1 above 0, slope at and below it.",
+        "snntorch, LSO (its own LSO() calls SSO by mistake)",
+        Param("slope", 0.1, "slope at and below 0"),
+    ),
+    _factor(
+        "spike_rate_escape",
+        "slope * exp(-beta * abs(x - 1))",
+        "An escape rate: slope at x = 1, falling off exponentially.",
+        "snntorch, spike_rate_escape",
+        Param("beta", 1.0, "steepness, > 0"),
+        Param("slope", 25.0, "height"),
+    ),
+    _factor("heaviside_gradient", "x > 0", "1 above 0, zero at and below it.", "snntorch, Heaviside"),
+    _factor(
+        "s2nn",
+        "where(x < 0, alpha * sigmoid(alpha * x) * (1 - sigmoid(alpha * x)), beta / (x + 1))",
+        "A sigmoid's slope below 0; beta/(x + 1) from 0 on.",
+        "Suetake et al. 2022 (S²NN), arXiv:2201.10879; spikingjelly S2NN",
+        Param("alpha", 4.0, "steepness below 0, > 0"),
+        Param("beta", 1.0, "height from 0 on"),
+    ),
+    _factor(
+        "q_pseudo_spike",
+        "(1 + 2 * abs(x) / (q - 1)) ** -q",
+        "1 at 0; q sets how heavy the tail is.",
+        "Herranz-Celotti, Rouat 2022, arXiv:2202.00282",
+        Param("q", 2.0, "tail exponent, > 1"),
+    ),
+    _factor(
+        "nonzero_sign_log_abs",
+        "1 / (1 / alpha + abs(x))",
+        "alpha at 0, falling off with 1/abs(x).",
+        "spikingjelly, NonzeroSignLogAbs",
+        Param("alpha", 1.0, "height, > 0"),
+    ),
+    _factor(
+        "multi_level",
+        "0 <= x <= levels",
+        "1 where 0 <= x <= levels, both edges included; zero outside.",
+        "spikingjelly, multi-level quantisation",
+        Param("levels", None, "number of levels, > 0"),
+    ),
+)

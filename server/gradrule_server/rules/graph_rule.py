@@ -1,0 +1,234 @@
+"""Rules given as graphs: the variables are placeholders, the results are nodes named `dx`, `dx1`, …"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from gradrule.v1 import errors_pb2, graph_pb2, tensor_pb2
+from gradrule_server.errors import GradruleError, did_you_mean, error
+from gradrule_server.rules import dtypes
+from gradrule_server.rules.dtypes import Dt
+from gradrule_server.rules.graph_builder import type_attr
+from gradrule_server.rules.language.names import FAMILIES, split_variable
+from gradrule_server.rules.signature import RuleGraph, Signature, count, listed, not_differentiable
+
+_RESULT = re.compile(r"dx(0|[1-9][0-9]{0,5})?")
+_UNBOUND = ("PlaceholderV2", "PlaceholderWithDefault")
+_SHAPE_NOT_KNOWN = frozenset({"graph"})
+
+
+@dataclass(frozen=True, slots=True)
+class GraphForm:
+    """A rule's graph, read and checked, without what no result needs.
+
+    `variables`: `x0` → its placeholder's node name; `params` likewise; `results`: input index → result node.
+    """
+
+    graph: graph_pb2.Graph
+    variables: Mapping[str, str]
+    params: Mapping[str, str]
+    results: Mapping[int, str]
+
+
+def read_graph(serialized: bytes, params: Sequence[str]) -> GraphForm:
+    """The rule that a graph's bytes say.
+
+    INVALID_GRAPH, DUPLICATE_NODE, DANGLING_INPUT, GRAPH_CYCLE where it is no graph; INVALID_RULE where it has no results, one of them
+    twice, or a placeholder that is neither a variable nor a declared param.
+    """
+    graph = graph_pb2.Graph()
+    try:
+        graph.ParseFromString(serialized)
+    except DecodeError as cause:
+        raise _refused(
+            errors_pb2.ERROR_REASON_INVALID_GRAPH, "the rule's graph cannot be read: the bytes are no graph"
+        ) from cause
+    nodes: dict[str, graph_pb2.Node] = {}
+    for node in graph.node:
+        if node.name in nodes:
+            raise _refused(
+                errors_pb2.ERROR_REASON_DUPLICATE_NODE, "the rule's graph has two nodes of this name", node.name
+            )
+        nodes[node.name] = node
+    results = _results(nodes)
+    reached = _reached(nodes, results.values())
+    variables, used_params = _placeholders([node for name, node in nodes.items() if name in reached], params)
+    kept = graph_pb2.Graph(library=graph.library, versions=graph.versions)
+    kept.node.extend(node for name, node in nodes.items() if name in reached)
+    if not graph.HasField("library"):
+        kept.ClearField("library")
+    if not variables:
+        raise _refused(
+            errors_pb2.ERROR_REASON_INVALID_RULE,
+            "the rule's graph is only a constant: no result depends on a placeholder x, y, dy or default. ZerosLike(x) is a gradient of zeros",
+        )
+    return GraphForm(kept, variables, used_params, results)
+
+
+def bind_graph(form: GraphForm, signature: Signature) -> RuleGraph:
+    """The rule for an op of these element types.
+
+    RULE_ARITY where the op lacks a variable or an input that the rule gives a gradient for, RULE_NOT_APPLICABLE where a placeholder
+    has another type than the op's tensor.
+    """
+    graph = graph_pb2.Graph()
+    graph.CopyFrom(form.graph)
+    nodes = {node.name: node for node in graph.node}
+    inputs: dict[str, str] = {}
+    for variable, name in form.variables.items():
+        family, index, _ = split_variable(variable) or ("x", 0, True)
+        _set_type(nodes[name], signature.dtype_of(family, index), variable)
+        inputs[variable] = name
+    for param, name in form.params.items():
+        inputs[f"param/{param}"] = _feed_as_double(graph, nodes, name)
+    for index in form.results:
+        if index >= len(signature.inputs):
+            raise _refused(
+                errors_pb2.ERROR_REASON_RULE_ARITY,
+                f"the rule gives a gradient dx{index}, but the op has {count(len(signature.inputs), 'input')}"
+                f"{listed('x', len(signature.inputs))}",
+            )
+        if index not in signature.differentiable:
+            raise not_differentiable(signature, index)
+    results = tuple(
+        f"{form.results[index]}:0" if index in form.results else None for index in range(len(signature.inputs))
+    )
+    sources = tuple(frozenset[str]() if result is None else _SHAPE_NOT_KNOWN for result in results)
+    return RuleGraph(graph, inputs, results, sources)
+
+
+def _results(nodes: Mapping[str, graph_pb2.Node]) -> dict[int, str]:
+    results: dict[int, str] = {}
+    for name in nodes:
+        match = _RESULT.fullmatch(name)
+        if match is None:
+            continue
+        index = int(match[1] or 0)
+        if index in results:
+            raise _refused(
+                errors_pb2.ERROR_REASON_INVALID_RULE,
+                "dx and dx0 are one and the same result, and the graph has both",
+                name,
+            )
+        results[index] = name
+    if not results:
+        near = did_you_mean("dx", nodes)
+        raise _refused(
+            errors_pb2.ERROR_REASON_INVALID_RULE,
+            f"the rule's graph has no result: name the node that gives the gradient of input 0 dx, of input 1 dx1, and so on.{near}",
+        )
+    return dict(sorted(results.items()))
+
+
+def _reached(nodes: Mapping[str, graph_pb2.Node], roots: Iterable[str]) -> set[str]:
+    """Names of the nodes that the roots depend on; refuses inputs that are not there and circles."""
+    done: set[str] = set()
+    open_nodes: set[str] = set()
+    pending = [(name, False) for name in roots]
+    while pending:
+        name, leaving = pending.pop()
+        if leaving:
+            open_nodes.discard(name)
+            done.add(name)
+            continue
+        if name in done:
+            continue
+        if name in open_nodes:
+            raise _refused(errors_pb2.ERROR_REASON_GRAPH_CYCLE, "this node of the rule's graph depends on itself", name)
+        open_nodes.add(name)
+        pending.append((name, True))
+        for source in nodes[name].input:
+            needed = source.removeprefix("^").partition(":")[0]
+            if needed not in nodes:
+                raise _refused(
+                    errors_pb2.ERROR_REASON_DANGLING_INPUT,
+                    f"input {source!r} is no node of the rule's graph.{did_you_mean(needed, nodes)}",
+                    name,
+                )
+            if needed not in done:
+                pending.append((needed, False))
+    return done
+
+
+def _placeholders(nodes: Sequence[graph_pb2.Node], params: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
+    variables: dict[str, str] = {}
+    used: dict[str, str] = {}
+    for node in nodes:
+        if node.op in _UNBOUND:
+            raise _refused(
+                errors_pb2.ERROR_REASON_INVALID_RULE,
+                f"a rule's inputs are nodes of op Placeholder, this is a {node.op}; declare a param for a value with a default",
+                node.name,
+            )
+        if node.op != "Placeholder":
+            continue
+        variable = split_variable(node.name)
+        if node.name in params:
+            used[node.name] = node.name
+        elif variable is None:
+            declared = (
+                f"the declared params ({', '.join(params)})" if params else "declared params (this rule has none)"
+            )
+            raise _refused(
+                errors_pb2.ERROR_REASON_INVALID_RULE,
+                f"placeholder {node.name!r} is unknown.{did_you_mean(node.name, [*FAMILIES, *params])} A rule's placeholders are "
+                f"x, y, dy and default, with an index or without, and {declared}",
+                node.name,
+            )
+        else:
+            name = f"{variable[0]}{variable[1]}"
+            if name in variables:
+                raise _refused(
+                    errors_pb2.ERROR_REASON_INVALID_RULE,
+                    f"{variables[name]!r} and {node.name!r} are one and the same variable, and the graph has both",
+                    node.name,
+                )
+            variables[name] = node.name
+    return variables, used
+
+
+def _set_type(node: graph_pb2.Node, dtype: int, variable: str) -> None:
+    """Gives a placeholder its type where it is left out; any shape may come, whatever the graph says."""
+    stated = node.attr["dtype"].type if "dtype" in node.attr else dtype
+    if stated != dtype:
+        raise _refused(
+            errors_pb2.ERROR_REASON_RULE_NOT_APPLICABLE,
+            f"the rule's placeholder {node.name!r} is {dtypes.dtype_name(stated)}, but {variable} of the op is {dtypes.dtype_name(dtype)}",
+            node.name,
+        )
+    node.attr["dtype"].CopyFrom(type_attr(dtype))
+    if "shape" not in node.attr:
+        node.attr["shape"].CopyFrom(graph_pb2.AttrValue(shape=tensor_pb2.TensorShape(unknown_rank=True)))
+
+
+def _feed_as_double(graph: graph_pb2.Graph, nodes: Mapping[str, graph_pb2.Node], name: str) -> str:
+    """Puts a float64 placeholder in front of a param's node, which becomes a Cast; returns the placeholder's name."""
+    node = nodes[name]
+    dtype = node.attr["dtype"].type if "dtype" in node.attr else Dt.DT_DOUBLE
+    if dtype not in dtypes.NUMPY:
+        raise _refused(
+            errors_pb2.ERROR_REASON_INVALID_RULE,
+            f"a param is of a float, int or bool type, this one is {dtypes.dtype_name(dtype)}",
+            name,
+        )
+    fed = f"param/{name}"
+    while fed in nodes:
+        fed += "_"
+    shape = graph_pb2.AttrValue(shape=tensor_pb2.TensorShape(unknown_rank=True))
+    graph.node.add(name=fed, op="Placeholder", attr={"dtype": type_attr(Dt.DT_DOUBLE), "shape": shape})
+    node.op = "Cast"
+    del node.input[:]
+    node.input.append(fed)
+    node.attr.clear()
+    node.attr["SrcT"].CopyFrom(type_attr(Dt.DT_DOUBLE))
+    node.attr["DstT"].CopyFrom(type_attr(dtype))
+    node.attr["Truncate"].CopyFrom(graph_pb2.AttrValue(b=False))
+    return fed
+
+
+def _refused(reason: errors_pb2.ErrorReason.ValueType, message: str, node: str = "") -> GradruleError:
+    return error(reason, f"node {node!r}: {message}" if node else message, node=node, field="graph")

@@ -1,0 +1,5 @@
+"""The expression language: one line of text over x, y, dy, default and params → a graph. See docs/expression-language.md."""
+
+from gradrule_server.rules.language.formula import Formula as Formula
+from gradrule_server.rules.language.formula import parse as parse
+from gradrule_server.rules.language.lowering import lower as lower

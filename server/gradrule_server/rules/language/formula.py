@@ -1,0 +1,124 @@
+"""A formula: a checked expression and what can be read from it before it meets an op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from gradrule.v1 import errors_pb2
+from gradrule_server.errors import error
+from gradrule_server.rules import dtypes
+from gradrule_server.rules.language.errors import invalid_expression
+from gradrule_server.rules.language.functions import LOGIC, MIXING, UNARY
+from gradrule_server.rules.language.parse import parse_form
+from gradrule_server.rules.language.tree import (
+    Call,
+    Constant,
+    Expression,
+    Form,
+    ParamUse,
+    Variable,
+    expressions_of,
+    walk,
+)
+
+
+@dataclass(frozen=True)
+class Formula:
+    """An expression of the language. `text` is what was written, line breaks as blanks; `params` are all that it may use."""
+
+    text: str
+    form: Form
+    params: tuple[str, ...]
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """Variables that it names, with their index: `x` is `x0`."""
+        return frozenset(part.name for part in self._parts if isinstance(part, Variable))
+
+    @cached_property
+    def params_used(self) -> frozenset[str]:
+        """Params that it names."""
+        return frozenset(part.name for part in self._parts if isinstance(part, ParamUse))
+
+    @cached_property
+    def uses_default(self) -> bool:
+        """True if it needs the op's own gradient."""
+        return any(isinstance(part, Variable) and part.family == "default" for part in self._parts)
+
+    @cached_property
+    def per_sample(self) -> bool:
+        """True if no example along axis 0 can change another's gradient. A negative axis counts as axis 0."""
+        return not any(isinstance(part, Call) and _mixes_samples(part) for part in self._parts)
+
+    @cached_property
+    def _parts(self) -> tuple[Expression, ...]:
+        return tuple(part for expression in expressions_of(self.form) for part in walk(expression))
+
+
+def parse(expression: str, params: Sequence[str] = ()) -> Formula:
+    """The formula that `expression` says, over the variables and `params`.
+
+    INVALID_EXPRESSION where it cannot be read or a number stands where a truth value must; INVALID_RULE where it is only a constant.
+    """
+    text, form = parse_form(expression, params)
+    formula = Formula(text, form, tuple(params))
+    for part in formula._parts:
+        if isinstance(part, Call):
+            _check_truth_values(text, part)
+    if not formula.variables:
+        raise error(
+            errors_pb2.ERROR_REASON_INVALID_RULE,
+            f"the rule {text.strip()[:80]!r} is only a constant: it names none of x, y, dy, default. A gradient of zeros is "
+            f"zeros_like(x), one of ones is ones_like(x)",
+            field="expression",
+        )
+    return formula
+
+
+def _mixes_samples(call: Call) -> bool:
+    if call.function == "sum_to":
+        return True
+    if call.function not in MIXING or call.axes is None or call.axes.keeps_samples_apart:
+        return False
+    return any(isinstance(part, Variable) for part in walk(call))
+
+
+def _check_truth_values(text: str, call: Call) -> None:
+    """Refuses a number where only a truth value can stand, as far as that is known without the op."""
+    if call.function in LOGIC or call.function in ("any", "all"):
+        wanted = call.arguments
+    elif call.function == "where":
+        wanted = call.arguments[:1]
+    else:
+        return
+    for argument in wanted:
+        if _is_number(argument):
+            raise invalid_expression(
+                text,
+                argument.offset,
+                f"{call.function!r} wants a truth value here, such as x > 0, and this is a number; v != 0 makes one of it",
+            )
+
+
+def _is_number(expression: Expression) -> bool:
+    """True if it is a number whatever the op is; x and y may be bool."""
+    match expression:
+        case Constant(value=value):
+            return not isinstance(value, bool)
+        case ParamUse():
+            return True
+        case Variable(family=family):
+            return family in ("dy", "default")
+        case Call(function="where", arguments=(_, first, second)):
+            return _is_number(first) or _is_number(second)
+        case Call(function="zeros_like" | "ones_like" | "stop_gradient", arguments=(argument,)):
+            return _is_number(argument)
+        case Call(function="cast", arguments=(_, like)):
+            return _is_number(like)
+        case Call(function="cast", dtype=dtype):
+            return dtype != dtypes.Dt.DT_BOOL
+        case Call(function=function):
+            gives_bool = function in LOGIC or function in ("compare", "any", "all")
+            return not gives_bool and not (function in UNARY and UNARY[function].gives_bool)

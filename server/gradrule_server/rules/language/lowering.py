@@ -1,0 +1,350 @@
+"""From a formula and an op's element types to a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from gradrule.v1 import errors_pb2
+from gradrule_server.errors import GradruleError, error
+from gradrule_server.rules import dtypes
+from gradrule_server.rules.dtypes import Dt
+from gradrule_server.rules.graph_builder import GraphBuilder
+from gradrule_server.rules.language import reductions
+from gradrule_server.rules.language.errors import not_applicable, pointed
+from gradrule_server.rules.language.formula import Formula
+from gradrule_server.rules.language.functions import BINARY, COMPARISONS, REDUCTIONS, UNARY, Domain, Elementwise
+from gradrule_server.rules.language.tree import Call, Constant, Each, Expression, First, ParamUse, PerInput, Variable
+from gradrule_server.rules.language.values import (
+    TypeConflict,
+    Value,
+    broadcast_sources,
+    coerce,
+    common_dtype,
+    number,
+    truth,
+)
+from gradrule_server.rules.signature import RuleGraph, Signature, count, listed, not_differentiable
+
+
+def lower(formula: Formula, signature: Signature) -> RuleGraph:
+    """The formula for an op of these element types.
+
+    RULE_ARITY where its variables or its number of gradients do not fit the op, RULE_NOT_APPLICABLE where types do not meet,
+    RULE_OUTPUT where a gradient's type is not its input's.
+    """
+    lowering = Lowering(formula.text, signature)
+    results: list[str | None] = []
+    sources: list[frozenset[str]] = []
+    for index, expression in enumerate(_per_input(formula, signature)):
+        if expression is None:
+            results.append(None)
+            sources.append(frozenset())
+            continue
+        value = lowering.at_input(index if isinstance(formula.form, Each) else None).value(expression)
+        results.append(lowering.result(value, expression, index) + ":0")
+        sources.append(value.sources)
+    return RuleGraph(lowering.builder.graph, lowering.inputs, tuple(results), tuple(sources))
+
+
+def _per_input(formula: Formula, signature: Signature) -> Sequence[Expression | None]:
+    """Which expression gives the gradient of which input."""
+    form, differentiable, number_of_inputs = formula.form, signature.differentiable, len(signature.inputs)
+    if isinstance(form, PerInput):
+        if len(form.expressions) != number_of_inputs:
+            raise _arity(
+                f"the rule gives {count(len(form.expressions), 'gradient')}, but the op has "
+                f"{count(number_of_inputs, 'input')}{listed('x', number_of_inputs)}: the tuple wants one entry per input"
+            )
+        for index, expression in enumerate(form.expressions):
+            if expression is not None and index not in differentiable:
+                raise not_differentiable(signature, index)
+        return form.expressions
+    if not differentiable:
+        raise _arity(
+            "the op has no input of a floating or complex type, so there is no gradient that the rule could give"
+        )
+    if isinstance(form, Each):
+        return [form.expression if index in differentiable else None for index in range(number_of_inputs)]
+    if not isinstance(form, First) and len(differentiable) > 1:
+        names = [f"x{index}" for index in differentiable[:8]]
+        raise _arity(
+            f"a single expression serves an op with one differentiable input, and this op has {len(differentiable)} "
+            f"({', '.join(names)}{', …' if len(differentiable) > 8 else ''}): say first(…) for the first one alone, each(…) for all, "
+            f"or a tuple with one entry for each of the op's {count(number_of_inputs, 'input')}"
+        )
+    return [form.expression if index == differentiable[0] else None for index in range(number_of_inputs)]
+
+
+def _arity(message: str) -> GradruleError:
+    return error(errors_pb2.ERROR_REASON_RULE_ARITY, message, field="expression")
+
+
+class Lowering:
+    """A graph in the making, with the values it is made of."""
+
+    def __init__(self, text: str, signature: Signature) -> None:
+        self.builder = GraphBuilder()
+        self.inputs: dict[str, str] = {}
+        self.x_dtype = signature.x_dtype
+        self._text = text
+        self._signature = signature
+        self._each: int | None = None
+
+    def at_input(self, index: int | None) -> Lowering:
+        """Within `each`: bare names mean this input from here on, and its type is "x's type"."""
+        self._each = index
+        if index is not None:
+            self.x_dtype = self._signature.inputs[index]
+        return self
+
+    def value(self, expression: Expression) -> Value:
+        """The expression's value."""
+        match expression:
+            case Constant(value=bool() as flag):
+                return truth(flag)
+            case Constant(value=literal):
+                return number(literal)
+            case ParamUse(name=name):
+                variable = f"param/{name}"
+                self.inputs[variable] = self.builder.placeholder(variable, Dt.DT_DOUBLE)
+                return Value(Dt.DT_DOUBLE, variable, weak=True, sources=frozenset({variable}))
+            case Variable():
+                family, index, dtype = self._resolve(expression)
+                name = f"{family}{index}"
+                # The op's own gradient has its input's shape.
+                shape_of = f"x{index}" if family == "default" else name
+                self.inputs[name] = self.builder.placeholder(name, dtype)
+                return Value(dtype, self.inputs[name], sources=frozenset({shape_of}))
+            case Call():
+                return self._call(expression)
+
+    def result(self, value: Value, expression: Expression, index: int) -> str:
+        """The tensor that is the gradient of input `index`. RULE_OUTPUT if it has another type."""
+        wanted = self._signature.inputs[index]
+        if value.weak or value.dtype == wanted:
+            return coerce(value, wanted, self.builder)
+        given = (
+            "a truth value: multiply it by dy"
+            if value.is_bool
+            else f"{dtypes.dtype_name(value.dtype)}: cast(v, x{index}) makes it fit"
+        )
+        raise error(
+            errors_pb2.ERROR_REASON_RULE_OUTPUT,
+            pointed(
+                self._text,
+                expression.offset,
+                f"the gradient of input {index} must be {dtypes.dtype_name(wanted)} as the input is, and this is {given}",
+            ),
+            field="expression",
+        )
+
+    def strong(self, value: Value) -> tuple[str, int]:
+        """The value's tensor and type, of x's type if it is made of literals and params alone."""
+        dtype = self.x_dtype if value.weak else value.dtype
+        return coerce(value, dtype, self.builder), dtype
+
+    def numeric(self, value: Value) -> Value:
+        """A truth value as a number of x's type, all else as it is."""
+        if not value.is_bool:
+            return value
+        return Value(self.x_dtype, coerce(value, self.x_dtype, self.builder), sources=value.sources)
+
+    def require(self, dtype: int, domain: Domain, function: str) -> None:
+        """Refuses element types that the function does not take."""
+        if dtype in dtypes.FLOATS or (dtype in dtypes.COMPLEX and domain & Domain.COMPLEX):
+            return
+        if dtype in dtypes.INTEGERS and domain & Domain.INT:
+            return
+        name = dtypes.dtype_name(dtype)
+        if dtype in dtypes.COMPLEX:
+            raise TypeConflict(f"{function!r} has no meaning for {name}: abs(v), real(v) and imag(v) are real")
+        raise TypeConflict(f"{function!r} does not take {name}: cast it first, for example cast(v, dy)")
+
+    def _resolve(self, variable: Variable) -> tuple[str, int, int]:
+        index = variable.index
+        if variable.bare and self._each is not None:
+            own = variable.family in ("x", "default") or len(self._signature.inputs) == len(self._signature.outputs)
+            index = self._each if own else 0
+        return variable.family, index, self._signature.dtype_of(variable.family, index)
+
+    def _call(self, call: Call) -> Value:
+        if call.function == "cast" and call.dtype is None:
+            return self._pointing(
+                call, lambda: self._cast(self.value(call.arguments[0]), self._type_like(call.arguments[1]))
+            )
+        arguments = [self.value(argument) for argument in call.arguments]
+        return self._pointing(call, lambda: self._apply(call, arguments))
+
+    def _pointing(self, call: Call, compute: Callable[[], Value]) -> Value:
+        try:
+            return compute()
+        except TypeConflict as conflict:
+            raise not_applicable(self._text, call.offset, str(conflict)) from None
+
+    def _apply(self, call: Call, arguments: list[Value]) -> Value:
+        function = call.function
+        if function in REDUCTIONS and call.axes is not None:
+            return reductions.reduce(self, function, call.axes, arguments[0])
+        if function in reductions.WITH_AXES and call.axes is not None:
+            return reductions.WITH_AXES[function](self, call.axes, arguments[0])
+        if function == "compare":
+            return self._compare(call.comparisons, arguments)
+        if function == "cast" and call.dtype is not None:
+            return self._cast(arguments[0], call.dtype)
+        if function in ("and", "or", "not"):
+            return self._logic(function, arguments)
+        if function == "abs" and arguments[0].dtype in dtypes.COMPLEX:
+            return self._of_complex("ComplexAbs", arguments[0])
+        if function in UNARY:
+            return self.elementwise(UNARY[function], [self.numeric(arguments[0])], function)
+        if function in BINARY:
+            return self._binary(function, arguments)
+        return _SPECIAL[function](self, arguments)
+
+    def elementwise(self, row: Elementwise, values: Sequence[Value], function: str) -> Value:
+        """One op on values of one type; on constants alone, the number itself."""
+        constants = [value.constant for value in values]
+        if row.fold is not None and all(constant is not None for constant in constants):
+            # inf and nan are what TensorFlow would give as well, without a word.
+            with np.errstate(all="ignore"):
+                folded = row.fold(*(np.float64(constant) for constant in constants if constant is not None))
+            return truth(bool(folded)) if row.gives_bool else number(float(folded))
+        common = common_dtype(values, self.x_dtype)
+        dtype = Dt.DT_DOUBLE if common is None else common
+        self.require(dtype, row.domain, function)
+        tensors = [coerce(value, dtype, self.builder) for value in values]
+        sources = broadcast_sources(values)
+        if row.wide and dtype == Dt.DT_BFLOAT16:
+            tensors = [self._recast(tensor, dtype, Dt.DT_FLOAT) for tensor in tensors]
+            tensor = self._recast(self.builder.add(row.op, *tensors, T=Dt.DT_FLOAT), Dt.DT_FLOAT, dtype)
+        elif row.op in ("Equal", "NotEqual"):
+            tensor = self.builder.add(row.op, *tensors, T=dtype, incompatible_shape_error=True)
+        else:
+            tensor = self.builder.add(row.op, *tensors, T=dtype)
+        if row.gives_bool:
+            return Value(Dt.DT_BOOL, tensor, sources=sources)
+        return Value(dtype, tensor, weak=common is None, sources=sources)
+
+    def _binary(self, function: str, values: list[Value]) -> Value:
+        if function == "**" and values[1].constant == 2.0 and not isinstance(values[1].constant, bool):
+            return self.elementwise(UNARY["square"], [self.numeric(values[0])], function)
+        if all(value.is_bool for value in values):
+            values = [self.numeric(value) for value in values]
+        joined = values[0]
+        for value in values[1:]:
+            joined = self.elementwise(BINARY[function], [joined, value], function)
+        return joined
+
+    def _compare(self, symbols: Sequence[str], values: Sequence[Value]) -> Value:
+        compared = []
+        for symbol, left, right in zip(symbols, values, values[1:], strict=False):
+            if left.is_bool and right.is_bool and symbol in ("==", "!="):
+                tensors = [coerce(value, Dt.DT_BOOL, self.builder) for value in (left, right)]
+                tensor = self.builder.add(COMPARISONS[symbol].op, *tensors, T=Dt.DT_BOOL, incompatible_shape_error=True)
+                compared.append(Value(Dt.DT_BOOL, tensor, sources=broadcast_sources((left, right))))
+            else:
+                pair = [self.numeric(left), self.numeric(right)] if left.is_bool and right.is_bool else [left, right]
+                compared.append(self.elementwise(COMPARISONS[symbol], pair, symbol))
+        return self._logic("and", compared) if len(compared) > 1 else compared[0]
+
+    def _logic(self, function: str, values: Sequence[Value]) -> Value:
+        for value in values:
+            if not value.is_bool:
+                raise TypeConflict(
+                    f"{function!r} wants truth values, such as x > 0, and meets {dtypes.dtype_name(value.dtype)}"
+                )
+        if function == "not":
+            return Value(Dt.DT_BOOL, self.builder.add("LogicalNot", *self._bools(values)), sources=values[0].sources)
+        op = "LogicalAnd" if function == "and" else "LogicalOr"
+        joined, *rest = self._bools(values)
+        for tensor in rest:
+            joined = self.builder.add(op, joined, tensor)
+        return Value(Dt.DT_BOOL, joined, sources=broadcast_sources(values))
+
+    def _bools(self, values: Sequence[Value]) -> list[str]:
+        return [coerce(value, Dt.DT_BOOL, self.builder) for value in values]
+
+    def _where(self, values: list[Value]) -> Value:
+        condition, *branches = values
+        if not condition.is_bool:
+            raise TypeConflict(
+                f"'where' wants a truth value first, such as x > 0, and meets {dtypes.dtype_name(condition.dtype)}"
+            )
+        common = common_dtype(branches, self.x_dtype, keep_bool=True)
+        dtype = Dt.DT_DOUBLE if common is None else common
+        # Between two literals the choice is x's type at once: nothing is gained by float64.
+        weak = common is None
+        if weak and any(not source.startswith("param/") for source in condition.sources):
+            dtype, weak = self.x_dtype, False
+        tensors = [coerce(branch, dtype, self.builder) for branch in branches]
+        tensor = self.builder.add("SelectV2", *self._bools([condition]), *tensors, T=dtype)
+        return Value(dtype, tensor, weak=weak, sources=broadcast_sources(values))
+
+    def _clip(self, values: list[Value]) -> Value:
+        value, low, high = values
+        return self._binary("minimum", [self._binary("maximum", [value, low]), high])
+
+    def _cast(self, value: Value, dtype: int) -> Value:
+        if value.dtype in dtypes.COMPLEX and dtype not in dtypes.COMPLEX:
+            raise TypeConflict(
+                f"a cast from {dtypes.dtype_name(value.dtype)} would drop the imaginary part: say real(v) or abs(v)"
+            )
+        if value.constant is not None:
+            return Value(dtype, coerce(value, dtype, self.builder))
+        tensor = value.tensor or ""
+        if value.dtype != dtype:
+            tensor = self._recast(tensor, value.dtype, dtype)
+        return Value(dtype, tensor, sources=value.sources)
+
+    def _type_like(self, like: Expression) -> int:
+        """The type of `like`, without computing it where it is a variable."""
+        if isinstance(like, Variable):
+            return self._resolve(like)[2]
+        value = self.value(like)
+        return self.x_dtype if value.weak else value.dtype
+
+    def _recast(self, tensor: str, source: int, target: int) -> str:
+        return self.builder.add("Cast", tensor, SrcT=source, DstT=target, Truncate=False)
+
+    def _like(self, op: str, value: Value) -> Value:
+        tensor, dtype = self.strong(self.numeric(value))
+        return Value(dtype, self.builder.add(op, tensor, T=dtype), sources=value.sources)
+
+    def _stop_gradient(self, value: Value) -> Value:
+        if value.tensor is None:
+            return value
+        tensor = self.builder.add("StopGradient", value.tensor, T=value.dtype)
+        return Value(value.dtype, tensor, weak=value.weak, sources=value.sources)
+
+    def _of_complex(self, op: str, value: Value) -> Value:
+        real = dtypes.REAL_PART[value.dtype]
+        return Value(real, self.builder.add(op, value.tensor or "", T=value.dtype, Tout=real), sources=value.sources)
+
+    def _part(self, op: str, value: Value) -> Value:
+        """`real` or `imag`; of a real value itself and zeros."""
+        value = self.numeric(value)
+        if value.dtype in dtypes.COMPLEX:
+            return self._of_complex(op, value)
+        return value if op == "Real" else self._like("ZerosLike", value)
+
+    def _conj(self, value: Value) -> Value:
+        value = self.numeric(value)
+        if value.dtype not in dtypes.COMPLEX:
+            return value
+        return Value(value.dtype, self.builder.add("Conj", value.tensor or "", T=value.dtype), sources=value.sources)
+
+
+_SPECIAL: Mapping[str, Callable[[Lowering, list[Value]], Value]] = {
+    "+v": lambda lowering, values: lowering.numeric(values[0]),
+    "where": Lowering._where,
+    "clip": Lowering._clip,
+    "zeros_like": lambda lowering, values: lowering._like("ZerosLike", values[0]),
+    "ones_like": lambda lowering, values: lowering._like("OnesLike", values[0]),
+    "stop_gradient": lambda lowering, values: lowering._stop_gradient(values[0]),
+    "conj": lambda lowering, values: lowering._conj(values[0]),
+    "real": lambda lowering, values: lowering._part("Real", values[0]),
+    "imag": lambda lowering, values: lowering._part("Imag", values[0]),
+    "sum_to": lambda lowering, values: reductions.sum_to(lowering, *values),
+}

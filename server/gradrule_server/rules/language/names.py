@@ -1,0 +1,42 @@
+"""Names of the language: variables, and what a param may be called."""
+
+from __future__ import annotations
+
+import keyword
+import re
+
+from gradrule_server.rules.language.functions import CONSTANTS, FUNCTIONS
+
+FAMILIES = ("x", "y", "dy", "default")
+
+_VARIABLE = re.compile(r"(x|y|dy|default)(0|[1-9][0-9]{0,5})?")
+_RESERVED = re.compile(r"(x|y|dy|default)[0-9]*")
+_MAX_LENGTH = 64
+
+
+def split_variable(name: str) -> tuple[str, int, bool] | None:
+    """Family, index, and whether the index was left out; None for a name that is no variable's."""
+    match = _VARIABLE.fullmatch(name)
+    if match is None:
+        return None
+    return match[1], int(match[2] or 0), match[2] is None
+
+
+def param_name_problem(name: str) -> str | None:
+    """Why a param cannot be called so; None if it can."""
+    if len(name) > _MAX_LENGTH:
+        return f"a param's name has at most {_MAX_LENGTH} characters, this one has {len(name)}: {name[:_MAX_LENGTH]!r}…"
+    if not (name.isidentifier() and name.isascii()):
+        return f"{name!r} is no identifier: a param's name is made of letters, digits and _, and starts with no digit"
+    if keyword.iskeyword(name):
+        return f"{name!r} is a keyword of the language; {name + '_'!r} would do"
+    if _RESERVED.fullmatch(name):
+        return f"{name!r} is a variable of the language (x, y, dy and default, with or without an index)"
+    if name in CONSTANTS:
+        return f"{name!r} is a constant of the language"
+    return None
+
+
+def is_function(name: str) -> bool:
+    """True for the name of a function, which only the catalogue's params may carry."""
+    return name in FUNCTIONS

@@ -1,0 +1,269 @@
+"""From Python's syntax tree to the language's: only what the language has gets through, every name is looked up."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+
+from gradrule_server.errors import GradruleError, did_you_mean
+from gradrule_server.rules import dtypes
+from gradrule_server.rules.language.errors import invalid_expression
+from gradrule_server.rules.language.functions import CONSTANTS, FUNCTIONS, SPELLINGS, Function
+from gradrule_server.rules.language.names import FAMILIES, split_variable
+from gradrule_server.rules.language.screen import ALLOWED, MAX_DEPTH, Source, read
+from gradrule_server.rules.language.tree import (
+    EVERYTHING,
+    Axes,
+    Call,
+    Constant,
+    Each,
+    Expression,
+    First,
+    Form,
+    ParamUse,
+    PerInput,
+    Single,
+    Variable,
+)
+
+_BINARY: dict[type[ast.operator], str] = {
+    ast.Add: "+",
+    ast.Sub: "-",
+    ast.Mult: "*",
+    ast.Div: "/",
+    ast.FloorDiv: "//",
+    ast.Mod: "%",
+    ast.Pow: "**",
+}
+_COMPARISONS: dict[type[ast.cmpop], str] = {
+    ast.Lt: "<",
+    ast.LtE: "<=",
+    ast.Gt: ">",
+    ast.GtE: ">=",
+    ast.Eq: "==",
+    ast.NotEq: "!=",
+}
+_LAST_AXIS = Axes("list", (-1,))
+
+
+def parse_form(expression: str, params: Sequence[str]) -> tuple[str, Form]:
+    """The text (line breaks made blanks) and what it says. INVALID_EXPRESSION where it says nothing."""
+    source = read(expression)
+    return source.text, _Reader(source, params).form(source.body)
+
+
+class _Reader:
+    def __init__(self, source: Source, params: Sequence[str]) -> None:
+        self._source = source
+        self._params = params
+
+    def form(self, body: ast.expr) -> Form:
+        if isinstance(body, ast.Tuple):
+            if not body.elts:
+                raise self._error(body, "an empty tuple gives no gradient: one entry per input, an expression or None")
+            return PerInput(tuple(None if _is_none(entry) else self._read(entry, 1) for entry in body.elts))
+        if isinstance(body, ast.Call) and isinstance(body.func, ast.Name) and body.func.id in ("each", "first"):
+            _, (argument,) = self._signature(body, FUNCTIONS[body.func.id])
+            expression = self._read(argument, 1)
+            return Each(expression) if body.func.id == "each" else First(expression)
+        if _is_none(body):
+            raise self._error(body, "None is no gradient: zeros_like(x) is the gradient that is zero")
+        return Single(self._read(body, 0))
+
+    def _read(self, node: ast.expr, depth: int) -> Expression:
+        if depth > MAX_DEPTH:
+            raise self._error(node, f"the expression is nested more than {MAX_DEPTH} deep")
+        match node:
+            case ast.Constant():
+                return self._constant(node)
+            case ast.Name():
+                return self._name(node)
+            case ast.Call():
+                return self._call(node, depth)
+            case ast.BinOp(left=left, op=op, right=right):
+                symbol = _BINARY.get(type(op))
+                if symbol is None:
+                    raise self._error(node, f"there is no such operator in the language: {ALLOWED}")
+                offset = self._between(left, symbol)
+                return Call(symbol, (self._read(left, depth + 1), self._read(right, depth + 1)), offset)
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return Call("-v", (self._read(operand, depth + 1),), self._source.start(node))
+            case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+                return Call("+v", (self._read(operand, depth + 1),), self._source.start(node))
+            case ast.UnaryOp(op=ast.Not(), operand=operand):
+                return Call("not", (self._read(operand, depth + 1),), self._source.start(node))
+            case ast.BoolOp(op=op, values=values):
+                word = "and" if isinstance(op, ast.And) else "or"
+                parts = tuple(self._read(value, depth + 1) for value in values)
+                return Call(word, parts, self._between(values[0], word))
+            case ast.Compare():
+                return self._compare(node, depth)
+            case ast.IfExp(test=test, body=body, orelse=orelse):
+                parts = tuple(self._read(part, depth + 1) for part in (test, body, orelse))
+                return Call("where", parts, self._between(body, "if"))
+            case ast.Tuple():
+                raise self._error(node, "a tuple stands only outermost, with one entry per input")
+            case ast.Attribute():
+                raise self._error(node, f"there are no attributes in the language: {ALLOWED}")
+            case _:
+                raise self._error(node, f"this is not in the language: {ALLOWED}")
+
+    def _constant(self, node: ast.Constant) -> Constant:
+        value = node.value
+        offset = self._source.start(node)
+        if isinstance(value, bool):
+            return Constant(value, offset)
+        if isinstance(value, (int, float)):
+            try:
+                number = float(value)
+            except OverflowError:
+                number = float("inf")
+            if number in (float("inf"), float("-inf")):
+                raise self._error(node, "this number is too large for float64; `inf` is infinity")
+            return Constant(number, offset)
+        if isinstance(value, complex):
+            raise self._error(
+                node,
+                "there are no imaginary numbers in the language; real(v), imag(v) and conj(v) take a complex apart",
+            )
+        if isinstance(value, str):
+            raise self._error(node, 'a string stands only as axis="sample" or as the type in cast(v, "float32")')
+        if value is None:
+            raise self._error(node, "None stands only as an entry of the tuple, or as axis=None; zeros_like(x) is zero")
+        raise self._error(node, f"this is not in the language: {ALLOWED}")
+
+    def _name(self, node: ast.Name) -> Expression:
+        name, offset = node.id, self._source.start(node)
+        if name in self._params:
+            return ParamUse(name, offset)
+        variable = split_variable(name)
+        if variable is not None:
+            return Variable(*variable, offset)
+        if name in CONSTANTS:
+            return Constant(CONSTANTS[name], offset)
+        if name in FUNCTIONS:
+            raise self._error(node, f"{name!r} is a function and wants its arguments: {FUNCTIONS[name].usage}")
+        known = [*FAMILIES, "x0", "x1", "y0", "dy0", "default0", *self._params, *CONSTANTS, *FUNCTIONS]
+        declared = (
+            f"the declared params ({', '.join(self._params)})"
+            if self._params
+            else "declared params (this rule has none)"
+        )
+        raise self._error(
+            node,
+            f"unknown name {name!r}.{did_you_mean(name, known)} Names are x, y, dy and default, with an index or without, "
+            f"pi, inf, nan, and {declared}",
+        )
+
+    def _compare(self, node: ast.Compare, depth: int) -> Call:
+        symbols = []
+        operands = [node.left, *node.comparators]
+        for op, left in zip(node.ops, operands, strict=False):
+            symbol = _COMPARISONS.get(type(op))
+            if symbol is None:
+                raise self._error(left, "`in` and `is` are not in the language: compare with < <= > >= == !=")
+            symbols.append(symbol)
+        parts = tuple(self._read(operand, depth + 1) for operand in operands)
+        return Call("compare", parts, self._between(node.left, symbols[0]), comparisons=tuple(symbols))
+
+    def _call(self, node: ast.Call, depth: int) -> Call:
+        if not isinstance(node.func, ast.Name):
+            raise self._error(node, f"only a function's name can be called: {ALLOWED}")
+        name = node.func.id
+        function = FUNCTIONS.get(name)
+        if function is None:
+            what = "a param" if name in self._params else "a variable" if split_variable(name) else None
+            if what is not None:
+                raise self._error(node, f"{name!r} is {what}, not a function: write {name} * (…) for a product")
+            raise self._error(
+                node, f"unknown function {name!r}.{did_you_mean(name, FUNCTIONS)} Functions are {', '.join(FUNCTIONS)}"
+            )
+        if name in ("each", "first"):
+            raise self._error(node, f"{name}(…) stands only outermost, around the whole formula")
+        axes, positional = self._signature(node, function)
+        offset = self._source.start(node)
+        if name == "cast" and isinstance(positional[1], ast.Constant) and isinstance(positional[1].value, str):
+            return Call(name, (self._read(positional[0], depth + 1),), offset, dtype=self._dtype(positional[1]))
+        arguments = tuple(self._read(argument, depth + 1) for argument in positional)
+        return Call(SPELLINGS.get(name, name), arguments, offset, axes=axes)
+
+    def _signature(self, node: ast.Call, function: Function) -> tuple[Axes | None, list[ast.expr]]:
+        """The axes and the positional arguments of a call, checked against the function's usage."""
+        positional = list(node.args)
+        for argument in positional:
+            if isinstance(argument, ast.Starred):
+                raise self._error(argument, f"there is no * before an argument: {function.usage}")
+        axis: ast.expr | None = None
+        for word in node.keywords:
+            if word.arg != "axis" or function.axis is None:
+                raise invalid_expression(
+                    self._source.text,
+                    self._source.start(word),
+                    f"{function.name} takes no keyword {word.arg!r}: {function.usage}",
+                )
+            axis = word.value
+        if function.axis and axis is None and len(positional) == 2:
+            axis = positional.pop()
+        if function.axis is False and len(positional) > 1:
+            other = {"max": "maximum", "min": "minimum"}[function.name]
+            raise self._error(
+                node,
+                f"{function.name} reduces one value over an axis, {function.name}(v, axis=0); "
+                f"element by element it is {other}(a, b)",
+            )
+        if len(positional) < function.least or (function.most is not None and len(positional) > function.most):
+            wanted = str(function.least) if function.most == function.least else f"{function.least} or more"
+            noun = "argument" if wanted == "1" else "arguments"
+            raise self._error(node, f"{function.name} takes {wanted} {noun}, not {len(positional)}: {function.usage}")
+        if function.axis is None:
+            return None, positional
+        if axis is None:
+            return (_LAST_AXIS if function.name.endswith("softmax") else EVERYTHING), positional
+        return self._axes(axis), positional
+
+    def _axes(self, node: ast.expr) -> Axes:
+        if _is_none(node):
+            return EVERYTHING
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if node.value == "sample":
+                return Axes("sample")
+            raise self._error(
+                node, f'unknown axis {node.value!r}: an axis is None, an integer, a tuple of integers, or "sample"'
+            )
+        entries = node.elts if isinstance(node, ast.Tuple) else [node]
+        axes = tuple(self._axis(entry) for entry in entries)
+        if not axes:
+            raise self._error(node, "an empty tuple of axes reduces nothing; axis=None reduces everything")
+        if len(set(axes)) != len(axes):
+            raise self._error(node, "an axis is named twice")
+        return Axes("list", axes)
+
+    def _axis(self, node: ast.expr) -> int:
+        sign = 1
+        inner = node
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            sign, inner = -1, node.operand
+        value = inner.value if isinstance(inner, ast.Constant) else None
+        if isinstance(value, int) and not isinstance(value, bool) and value < 256:
+            return sign * value
+        raise self._error(node, 'an axis is None, an integer, a tuple of integers, or "sample"')
+
+    def _dtype(self, node: ast.Constant) -> int:
+        dtype = dtypes.BY_NAME.get(str(node.value))
+        if dtype is None:
+            near = did_you_mean(str(node.value), dtypes.BY_NAME)
+            raise self._error(node, f"unknown type {node.value!r}.{near} Types are {', '.join(dtypes.BY_NAME)}")
+        return dtype
+
+    def _between(self, left: ast.expr, symbol: str) -> int:
+        """Offset of the operator behind `left`; parentheses may stand between."""
+        end = self._source.end(left)
+        found = self._source.text.find(symbol, end)
+        return end if found < 0 else found
+
+    def _error(self, node: ast.expr, message: str) -> GradruleError:
+        return invalid_expression(self._source.text, self._source.start(node), message)
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None

@@ -1,0 +1,208 @@
+"""Functions that go along axes: reductions, norm, size, softmax, and sum_to.
+
+Ranks are not known while a rule becomes a graph, so whole tensors are flattened, and "sample" axes are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from gradrule.v1 import graph_pb2
+from gradrule_server.rules import dtypes
+from gradrule_server.rules.dtypes import Dt
+from gradrule_server.rules.graph_builder import GraphBuilder
+from gradrule_server.rules.language.functions import BINARY, REDUCTIONS, SMOOTH, UNARY, Domain, Elementwise
+from gradrule_server.rules.language.tree import Axes
+from gradrule_server.rules.language.values import TypeConflict, Value, coerce, reduced_sources
+
+_INT64 = Dt.DT_INT64
+_INT32 = Dt.DT_INT32
+
+# What TensorFlow says about a scalar here names the node, so the node's name says what is wrong.
+_SAMPLE_NODE = "axis_sample_wants_rank_1_or_more"
+
+
+class Context(Protocol):
+    """What reductions need of the lowering."""
+
+    @property
+    def builder(self) -> GraphBuilder: ...
+
+    @property
+    def x_dtype(self) -> int: ...
+
+    def strong(self, value: Value) -> tuple[str, int]: ...
+
+    def numeric(self, value: Value) -> Value: ...
+
+    def require(self, dtype: int, domain: Domain, function: str) -> None: ...
+
+    def elementwise(self, row: Elementwise, values: list[Value], function: str) -> Value: ...
+
+
+def reduce(context: Context, function: str, axes: Axes, value: Value) -> Value:
+    """A reduction of the table: rank 0 over everything, else the reduced axes stay with size 1."""
+    op, domain = REDUCTIONS[function]
+    if function in ("any", "all"):
+        if not value.is_bool:
+            raise TypeConflict(
+                f"{function!r} wants truth values, such as x > 0, and meets {dtypes.dtype_name(value.dtype)}"
+            )
+        return _reduced(context, op, axes, value, coerce(value, Dt.DT_BOOL, context.builder), Dt.DT_BOOL)
+    value = context.numeric(value)
+    tensor, dtype = context.strong(value)
+    context.require(dtype, domain, function)
+    return _reduced(context, op, axes, value, tensor, dtype)
+
+
+def norm(context: Context, axes: Axes, value: Value) -> Value:
+    """The Euclidean norm; of the 16-bit types by way of float32, whose squares do not overflow."""
+    value = context.numeric(value)
+    tensor, dtype = context.strong(value)
+    context.require(dtype, SMOOTH, "norm")
+    builder = context.builder
+    if dtype in dtypes.COMPLEX:
+        real = dtypes.REAL_PART[dtype]
+        tensor, given, within = builder.add("ComplexAbs", tensor, T=dtype, Tout=real), real, real
+    else:
+        given = dtype
+        within = Dt.DT_FLOAT if dtype in (Dt.DT_HALF, Dt.DT_BFLOAT16) else dtype
+        if within != given:
+            tensor = builder.add("Cast", tensor, SrcT=given, DstT=within, Truncate=False)
+    squares = builder.add("Square", tensor, T=within)
+    total = _reduced(context, "Sum", axes, value, squares, within)
+    root = builder.add("Sqrt", total.tensor or "", T=within)
+    if within != given:
+        root = builder.add("Cast", root, SrcT=within, DstT=given, Truncate=False)
+    return Value(given, root, sources=total.sources)
+
+
+def size(context: Context, axes: Axes, value: Value) -> Value:
+    """The number of elements that a reduction along the axes takes together, of rank 0."""
+    builder = context.builder
+    tensor, dtype = context.strong(value)
+    if axes.kind == "all":
+        return Value(_INT64, builder.add("Size", tensor, T=dtype, out_type=_INT64), weak=True)
+    shape = builder.add("Shape", tensor, T=dtype, out_type=_INT64)
+    if axes.kind == "sample":
+        wanted = builder.add(
+            "GatherV2",
+            shape,
+            _sample_axes(builder, tensor, dtype),
+            builder.constant(0, _INT32),
+            Tparams=_INT64,
+            Tindices=_INT32,
+            Taxis=_INT32,
+            batch_dims=graph_pb2.AttrValue(i=0),
+        )
+        product = builder.add("Prod", wanted, builder.constant(0, _INT32), T=_INT64, Tidx=_INT32, keep_dims=False)
+        return Value(_INT64, product, weak=True)
+    sizes = [_dimension(builder, shape, axis) for axis in axes.axes]
+    product = sizes[0]
+    for other in sizes[1:]:
+        product = builder.add("Mul", product, other, T=_INT64)
+    return Value(_INT64, product, weak=True)
+
+
+def softmax(context: Context, axes: Axes, value: Value) -> Value:
+    """exp(v) over its sum along the axes."""
+    return _softmax(context, axes, value, log=False)
+
+
+def log_softmax(context: Context, axes: Axes, value: Value) -> Value:
+    """The logarithm of softmax, without its rounding to 0."""
+    return _softmax(context, axes, value, log=True)
+
+
+def sum_to(context: Context, value: Value, like: Value) -> Value:
+    """`value` summed over the axes along which a tensor of the shape of `like` would be broadcast to it."""
+    builder = context.builder
+    value = context.numeric(value)
+    tensor, dtype = context.strong(value)
+    context.require(dtype, REDUCTIONS["sum"][1], "sum_to")
+    like_tensor, like_dtype = context.strong(like)
+    shape = builder.add("Shape", tensor, T=dtype, out_type=_INT32)
+    wanted = builder.add("Shape", like_tensor, T=like_dtype, out_type=_INT32)
+    axes = builder.add("BroadcastGradientArgs", wanted, shape, T=_INT32)
+    total = builder.add("Sum", tensor, axes, T=dtype, Tidx=_INT32, keep_dims=False)
+    return Value(dtype, builder.add("Reshape", total, wanted, T=dtype, Tshape=_INT32), sources=like.sources)
+
+
+def _softmax(context: Context, axes: Axes, value: Value, *, log: bool) -> Value:
+    function = "log_softmax" if log else "softmax"
+    value = context.numeric(value)
+    tensor, dtype = context.strong(value)
+    context.require(dtype, Domain.FLOAT, function)
+    value = Value(dtype, tensor, sources=value.sources)
+    if axes == Axes("list", (-1,)):
+        op = "LogSoftmax" if log else "Softmax"
+        return Value(dtype, context.builder.add(op, tensor, T=dtype), sources=value.sources)
+    # Subtracting the largest changes nothing but keeps exp from overflowing.
+    largest = _reduced(context, "Max", axes, value, tensor, dtype)
+    shifted = context.elementwise(BINARY["-"], [value, largest], function)
+    powers = context.elementwise(UNARY["exp"], [shifted], function)
+    total = _reduced(context, "Sum", axes, powers, powers.tensor or "", dtype)
+    if log:
+        return context.elementwise(
+            BINARY["-"], [shifted, context.elementwise(UNARY["log"], [total], function)], function
+        )
+    return context.elementwise(BINARY["/"], [powers, total], function)
+
+
+def _reduced(context: Context, op: str, axes: Axes, value: Value, tensor: str, dtype: int) -> Value:
+    builder = context.builder
+    types: dict[str, int] = {} if dtype == Dt.DT_BOOL else {"T": dtype}
+    if axes.kind == "all":
+        # A flat tensor has one axis whatever the rank was, so the result's rank 0 is known before anything runs.
+        if value.sources:
+            tensor = builder.add("Reshape", tensor, builder.constant([-1], _INT32), T=dtype, Tshape=_INT32)
+            indices = builder.constant(0, _INT32)
+        else:
+            indices = builder.constant([], _INT32)
+        return Value(dtype, builder.add(op, tensor, indices, Tidx=_INT32, keep_dims=False, **types))
+    if axes.kind == "sample":
+        indices = _sample_axes(builder, tensor, dtype)
+    else:
+        indices = builder.constant(list(axes.axes), _INT32)
+    return Value(
+        dtype,
+        builder.add(op, tensor, indices, Tidx=_INT32, keep_dims=True, **types),
+        sources=reduced_sources(value),
+    )
+
+
+def _sample_axes(builder: GraphBuilder, tensor: str, dtype: int) -> str:
+    """All axes but axis 0; Range refuses to count from 1 to 0, so a scalar is an error."""
+    rank = builder.add("Rank", tensor, T=dtype)
+    one = builder.constant(1, _INT32)
+    return builder.add("Range", one, rank, one, name=_SAMPLE_NODE, Tidx=_INT32)
+
+
+def _dimension(builder: GraphBuilder, shape: str, axis: int) -> str:
+    """One entry of a shape, counted from the end if negative; TensorFlow refuses an axis that is not there."""
+    begin = builder.constant([axis], _INT32)
+    end = builder.constant([axis + 1], _INT32)
+    no_mask, shrink = graph_pb2.AttrValue(i=0), graph_pb2.AttrValue(i=1)
+    return builder.add(
+        "StridedSlice",
+        shape,
+        begin,
+        end,
+        builder.constant([1], _INT32),
+        T=_INT64,
+        Index=_INT32,
+        begin_mask=no_mask,
+        end_mask=no_mask,
+        ellipsis_mask=no_mask,
+        new_axis_mask=no_mask,
+        shrink_axis_mask=shrink,
+    )
+
+
+WITH_AXES: Mapping[str, Callable[[Context, Axes, Value], Value]] = {
+    "norm": norm,
+    "size": size,
+    "softmax": softmax,
+    "log_softmax": log_softmax,
+}
