@@ -85,7 +85,6 @@ class RuleRegistry:
                 )
             row = RuleRow(
                 name,
-                content.digest,
                 definition.SerializeToString(deterministic=True),
                 description,
                 time.time_ns() // 1000,
@@ -192,7 +191,7 @@ def _user_entry(row: RuleRow, content: RuleContent) -> RuleEntry:
         kind=rule_pb2.RULE_KIND_USER,
         content=content,
         description=row.description,
-        digest=row.digest,
+        digest=content.digest,
         create_time=_EPOCH + datetime.timedelta(microseconds=row.create_time_us),
         per_sample=content.per_sample,
     )

@@ -19,7 +19,6 @@ rules = Table(
     "rules",
     metadata,
     Column("name", String, primary_key=True),
-    Column("digest", String, nullable=False),
     Column("definition", LargeBinary, nullable=False),
     Column("description", String, nullable=False),
     Column("create_time_us", Integer, nullable=False),

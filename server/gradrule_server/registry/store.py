@@ -34,7 +34,6 @@ class RuleRow:
     """A USER rule. `definition`: bytes of a `RuleDefinition`; time in microseconds since 1970, UTC."""
 
     name: str
-    digest: str
     definition: bytes
     description: str
     create_time_us: int

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import sqlite3
@@ -16,8 +15,7 @@ from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, 
 
 
 def rule(name: str) -> RuleRow:
-    raw = name.encode()
-    return RuleRow(name, hashlib.sha256(raw).hexdigest(), b"definition \x00 of " + raw, "", 1_700_000_000_000_001)
+    return RuleRow(name, b"definition \x00 of " + name.encode(), "", 1_700_000_000_000_001)
 
 
 def program(program_id: str, identity: str = "same") -> ProgramRow:
@@ -112,7 +110,7 @@ from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, 
 store, start = Store(Path(sys.argv[1])), sys.argv[2]
 for number in itertools.count():
     name = f"r{start}_{number}"
-    store.add_rule(RuleRow(name, "digest", os.urandom(3000), "", number))
+    store.add_rule(RuleRow(name, os.urandom(3000), "", number))
     content = ProgramContent(b"spec", name.encode() * 3000, b"snapshot")
     store.add_program(ProgramRow(name, name, b"summary", number), content)
     os.write(1, f"{name}\\n".encode())

@@ -1,0 +1,319 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sqlite3
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from gradrule.v1 import errors_pb2, rule_pb2
+from gradrule_server.errors import GradruleError
+from gradrule_server.registry.rules import RuleRegistry, to_proto
+from gradrule_server.registry.store import Store, StoreError
+from gradrule_server.rules.catalogue import BUILTINS, BuiltinRule
+
+OPS = ("Sign", "Relu", "Identity")
+QUANTIZE = "where(abs(x) <= 1, dy, 0)"
+STE_SIGN = next(rule for rule in BUILTINS if rule.name == "ste_sign")
+ALIASED = dataclasses.replace(STE_SIGN, aliases=("hard_tanh_ste",))
+
+USER = rule_pb2.RULE_KIND_USER
+BUILTIN = rule_pb2.RULE_KIND_BUILTIN
+OP = rule_pb2.RULE_KIND_OP
+ANY = rule_pb2.RULE_KIND_UNSPECIFIED
+
+
+def expression(text: str, **params: float | None) -> rule_pb2.RuleDefinition:
+    definition = rule_pb2.RuleDefinition(expression=text)
+    for name, value in params.items():
+        param = definition.params.add(name=name)
+        if value is not None:
+            param.default_value.number = value
+    return definition
+
+
+@pytest.fixture
+def registry(store: Store) -> RuleRegistry:
+    return RuleRegistry(store, OPS, builtins=(ALIASED,))
+
+
+def names_of(registry: RuleRegistry, kind: rule_pb2.RuleKind.ValueType, size: int) -> list[list[str]]:
+    pages, token = [], ""
+    while True:
+        entries, token = registry.list(kind, size, token)
+        pages.append([entry.name for entry in entries])
+        if not token:
+            return pages
+
+
+def test_a_user_rule_outlives_the_server(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    definition = expression("where(abs(x) <= w, dy, 0)", w=1.0)
+    made = RuleRegistry(store, OPS).create("rules/QuantizeGrad", definition, "Clipped.")
+    store.close()
+
+    store = Store(tmp_path)
+    registry = RuleRegistry(store, OPS)
+    kept = registry.get("QuantizeGrad")
+    assert to_proto(kept) == to_proto(made)
+    assert registry.get("rules/QuantizeGrad") is kept
+    rule = to_proto(kept)
+    assert rule.name == "rules/QuantizeGrad"
+    assert rule.kind == USER
+    assert rule.definition == definition
+    assert rule.description == "Clipped."
+    assert len(rule.digest) == 64
+    assert rule.create_time.seconds > 1_600_000_000
+    assert rule.per_sample
+    store.close()
+
+
+def test_per_sample_is_read_from_the_expression(registry: RuleRegistry) -> None:
+    assert to_proto(registry.create("a", expression("dy / sum(x)"), "")).per_sample is False
+    assert not to_proto(registry.get("Sign")).HasField("per_sample")
+
+
+def test_equal_content_returns_the_rule_that_is_there(registry: RuleRegistry) -> None:
+    made = registry.create("Q", expression(QUANTIZE), "first")
+    revision = registry.revision
+    assert registry.create("Q", expression(QUANTIZE), "second") is made
+    assert registry.revision == revision
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        expression("a * dy", a=2.0),
+        expression("a * dy", a=None),
+        expression("a * dy", a=0.0),
+        expression("dy * 3 * a", a=1.0),
+    ],
+)
+def test_other_content_under_a_taken_name_names_the_holder(
+    registry: RuleRegistry, other: rule_pb2.RuleDefinition
+) -> None:
+    made = registry.create("Q", expression("a * dy", a=1.0), "")
+    with pytest.raises(GradruleError) as refusal:
+        registry.create("Q", other, "")
+    assert refusal.value.reason == errors_pb2.ERROR_REASON_RULE_EXISTS
+    assert made.create_time is not None
+    for part in ("'Q'", "USER", "a * dy", made.create_time.isoformat(timespec="seconds"), "delete it first"):
+        assert part in refusal.value.message
+    assert refusal.value.resource is not None
+    assert refusal.value.resource.name == "rules/Q"
+    assert registry.get("Q") is made
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("ste_sign", ["BUILTIN rule 'ste_sign'", "choose another name"]),
+        ("hard_tanh_ste", ["BUILTIN rule 'ste_sign'"]),
+        ("Sign", ["OP rule 'Sign'", "TensorFlow's gradient of Sign"]),
+    ],
+)
+def test_names_that_come_with_the_server_are_taken(registry: RuleRegistry, name: str, parts: list[str]) -> None:
+    with pytest.raises(GradruleError) as refusal:
+        registry.create(name, STE_SIGN.content.to_definition(), "")
+    assert refusal.value.reason == errors_pb2.ERROR_REASON_RULE_EXISTS
+    for part in parts:
+        assert part in refusal.value.message
+    with pytest.raises(GradruleError) as refusal:
+        registry.delete(name)
+    assert refusal.value.reason == errors_pb2.ERROR_REASON_RULE_READ_ONLY
+
+
+@pytest.mark.parametrize("name", ["a", "_", "A.b-c_9", "a" * 128, "rules/a"])
+def test_names_that_are_taken_up(registry: RuleRegistry, name: str) -> None:
+    assert registry.create(name, expression(QUANTIZE), "").name == name.removeprefix("rules/")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "9a", "-a", ".a", "a" * 129, "a/b", "builtin/a", "a b", "a\n", "é", "default", "rules/inline"],
+)
+def test_names_that_are_refused(registry: RuleRegistry, name: str) -> None:
+    with pytest.raises(GradruleError) as refusal:
+        registry.create(name, expression(QUANTIZE), "")
+    assert refusal.value.reason == errors_pb2.ERROR_REASON_INVALID_RULE
+    assert refusal.value.findings[0].field == "rule.name"
+
+
+def test_a_bad_definition_leaves_nothing_behind(registry: RuleRegistry) -> None:
+    with pytest.raises(GradruleError) as refusal:
+        registry.create("Q", expression("where(abs(x) <= 1, dy"), "")
+    assert refusal.value.reason == errors_pb2.ERROR_REASON_INVALID_EXPRESSION
+    with pytest.raises(GradruleError):
+        registry.get("Q")
+
+
+def test_builtins_have_all_that_a_person_asks_for(registry: RuleRegistry) -> None:
+    for name in ("ste_sign", "builtin/ste_sign", "hard_tanh_ste", "builtin/hard_tanh_ste", "rules/builtin/ste_sign"):
+        rule = to_proto(registry.get(name))
+        assert rule.name == "rules/ste_sign"
+    assert rule.kind == BUILTIN
+    assert rule.definition == STE_SIGN.content.to_definition()
+    assert rule.aliases == ["hard_tanh_ste"]
+    assert rule.description
+    assert rule.digest == STE_SIGN.content.digest
+
+
+def test_op_rules_are_those_of_the_engine(registry: RuleRegistry) -> None:
+    rule = to_proto(registry.get("Relu"))
+    assert (rule.name, rule.kind, list(rule.op_types)) == ("rules/Relu", OP, ["Relu"])
+    assert not rule.HasField("definition")
+    assert registry.get("Relu").op_type == "Relu"
+    revision = registry.revision
+    registry.set_op_rules(["Sign", "Floor"])
+    assert registry.revision > revision
+    assert registry.get("Floor").kind == OP
+    with pytest.raises(GradruleError):
+        registry.get("Relu")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("sign", "Did you mean 'Sign'"),
+        ("ste_sing", "Did you mean 'ste_sign'"),
+        ("builtin/ste_sing", "Did you mean 'ste_sign'"),
+        ("rules/QuantiseGrad", "Did you mean 'QuantizeGrad'?"),
+        ("builtin/Sign", "there is no rule 'builtin/Sign'"),
+        ("", "there is no rule ''."),
+    ],
+)
+def test_an_unknown_rule_suggests_near_names(registry: RuleRegistry, name: str, hint: str) -> None:
+    registry.create("QuantizeGrad", expression(QUANTIZE), "")
+    for call in (registry.get, registry.delete):
+        with pytest.raises(GradruleError) as refusal:
+            call(name)
+        assert refusal.value.reason == errors_pb2.ERROR_REASON_UNKNOWN_RULE
+        assert hint in refusal.value.message
+
+
+def test_a_deleted_rule_is_gone_for_good(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    registry = RuleRegistry(store, OPS)
+    registry.create("Q", expression(QUANTIZE), "")
+    revision = registry.revision
+    registry.delete("rules/Q")
+    assert registry.revision > revision
+    with pytest.raises(GradruleError):
+        registry.get("Q")
+    assert registry.create("Q", expression("2 * dy"), "").name == "Q"
+    registry.delete("Q")
+    store.close()
+    store = Store(tmp_path)
+    with pytest.raises(GradruleError):
+        RuleRegistry(store, OPS).get("Q")
+    store.close()
+
+
+def test_the_limit_stops_new_rules_only(store: Store) -> None:
+    registry = RuleRegistry(store, OPS, max_rules=2)
+    registry.create("a", expression(QUANTIZE), "")
+    registry.create("b", expression(QUANTIZE), "")
+    with pytest.raises(GradruleError) as refusal:
+        registry.create("c", expression(QUANTIZE), "")
+    assert refusal.value.reason == errors_pb2.ERROR_REASON_LIMIT_EXCEEDED
+    registry.create("b", expression(QUANTIZE), "")
+    registry.delete("a")
+    registry.create("c", expression(QUANTIZE), "")
+
+
+def upgraded(store: Store, builtins: Iterable[BuiltinRule], ops: Iterable[str]) -> RuleRegistry:
+    """A server without built-ins and ops makes rules; one that has them starts on its data."""
+    before = RuleRegistry(store, [], builtins=())
+    for name in ("ste_sign", "Sign", "mine"):
+        before.create(name, expression("7 * dy"), "")
+    return RuleRegistry(store, ops, builtins=builtins)
+
+
+def test_a_rule_keeps_its_name_when_an_upgrade_brings_the_same(store: Store) -> None:
+    registry = upgraded(store, (ALIASED,), OPS)
+    hidden = registry.clashes
+    assert hidden == ("Sign", "ste_sign")
+    for name in ("ste_sign", "Sign", "mine"):
+        assert registry.get(name).kind == USER
+    for name in ("builtin/ste_sign", "builtin/hard_tanh_ste", "hard_tanh_ste"):
+        assert registry.get(name).kind == BUILTIN
+        assert to_proto(registry.get(name)).name == "rules/builtin/ste_sign"
+    # Each listed name means the rule that it is listed with; the hidden OP rule has none.
+    assert names_of(registry, ANY, 100) == [["Sign", "mine", "ste_sign", "builtin/ste_sign", "Identity", "Relu"]]
+    for entry in registry.list(ANY, 100, "")[0]:
+        assert registry.get(entry.name) == entry
+
+    registry.delete("ste_sign")
+    registry.delete("Sign")
+    assert registry.clashes == ()
+    assert to_proto(registry.get("ste_sign")).name == "rules/ste_sign"
+    assert registry.get("Sign").kind == OP
+
+
+def test_pages_are_by_kind_and_then_name(registry: RuleRegistry) -> None:
+    for name in ("c", "A", "b"):
+        registry.create(name, expression(QUANTIZE), "")
+    everything = ["A", "b", "c", "ste_sign", "Identity", "Relu", "Sign"]
+    for size in range(1, 9):
+        pages = names_of(registry, ANY, size)
+        assert list(itertools.chain(*pages)) == everything
+        assert [len(page) for page in pages[:-1]] == [size] * (len(pages) - 1)
+        assert pages[-1]
+    assert names_of(registry, USER, 2) == [["A", "b"], ["c"]]
+    assert names_of(registry, BUILTIN, 0) == [["ste_sign"]]
+    assert names_of(registry, OP, 2) == [["Identity", "Relu"], ["Sign"]]
+
+
+def test_pages_are_stable_while_rules_come_and_go(registry: RuleRegistry) -> None:
+    for name in ("b", "d", "f"):
+        registry.create(name, expression(QUANTIZE), "")
+    first, token = registry.list(ANY, 2, "")
+    assert [entry.name for entry in first] == ["b", "d"]
+    registry.delete("d")
+    registry.create("a", expression(QUANTIZE), "")
+    registry.create("e", expression(QUANTIZE), "")
+    second, _ = registry.list(ANY, 3, token)
+    assert [entry.name for entry in second] == ["e", "f", "ste_sign"]
+
+
+def test_a_token_of_another_list_is_refused(registry: RuleRegistry) -> None:
+    _, token = registry.list(ANY, 1, "")
+    for kind, foreign in ((OP, token), (ANY, "nonsense")):
+        with pytest.raises(GradruleError) as refusal:
+            registry.list(kind, 1, foreign)
+        assert refusal.value.reason == errors_pb2.ERROR_REASON_MALFORMED_REQUEST
+
+
+def test_many_create_one_name_and_one_of_them_wins(store: Store) -> None:
+    registry = RuleRegistry(store, OPS)
+    outcomes: list[str] = []
+
+    def work(number: int) -> None:
+        try:
+            registry.create("Q", expression(f"{number} * dy"), "")
+            outcomes.append("made")
+        except GradruleError as refusal:
+            assert refusal.reason == errors_pb2.ERROR_REASON_RULE_EXISTS
+            outcomes.append("refused")
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2, 10)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes) == ["made"] + ["refused"] * 7
+    assert [row.definition for row in store.rules()] == [to_proto(registry.get("Q")).definition.SerializeToString()]
+
+
+def test_a_rule_that_this_server_cannot_read_is_named_at_the_start(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    RuleRegistry(store, OPS).create("Q", expression(QUANTIZE), "")
+    with sqlite3.connect(store.path) as connection:
+        later = expression("word_of_a_later_version(x)").SerializeToString()
+        connection.execute("UPDATE rules SET definition = ?", (later,))
+    with pytest.raises(StoreError, match=r"the rule 'Q' in .*gradrule\.db cannot be read by this server"):
+        RuleRegistry(store, OPS)
+    store.close()
