@@ -72,27 +72,37 @@ export class Channel {
   }
 
   /** Calls a method. Rejects with a GradruleError. */
-  unary<I extends DescMessage, O extends DescMessage>(
+  async unary<I extends DescMessage, O extends DescMessage>(
     method: DescMethodUnary<I, O>,
     request: MessageInitShape<I>,
     options: CallOptions = {},
   ): Promise<MessageShape<O>> {
-    const { signal } = options;
     const deadline = Date.now() + checkedTimeout(options.timeout ?? this.timeout) * 1000;
-    if (this.closed) return Promise.reject(errorOf("UNAVAILABLE", "The client is closed."));
-    if (signal?.aborted) return Promise.reject(errorOf("CANCELLED", "The signal is aborted."));
-    return new Promise((resolve, reject) => {
+    if (this.closed) throw errorOf("UNAVAILABLE", "The client is closed.");
+    if (options.signal?.aborted) throw errorOf("CANCELLED", "The signal is aborted.");
+    const answer = await this.send(method, create(method.input, request), deadline, options.signal);
+    // Made here and not in the callback, so that the error's stack leads to the caller.
+    if ("failure" in answer) throw errorOfFailure(answer.failure);
+    return answer.response;
+  }
+
+  private send<I extends DescMessage, O extends DescMessage>(
+    method: DescMethodUnary<I, O>,
+    request: MessageShape<I>,
+    deadline: number,
+    signal: AbortSignal | undefined,
+  ): Promise<{ failure: ServiceError } | { response: MessageShape<O> }> {
+    return new Promise((resolve) => {
       const call = this.client.makeUnaryRequest(
         `/${method.parent.typeName}/${method.name}`,
         (message: MessageShape<I>) => asBuffer(toBinary(method.input, message)),
-        (bytes: Buffer) => fromBinary(method.output, bytes),
-        create(method.input, request),
+        (bytes: Buffer) => fromBinary(method.output, asPlain(bytes)),
+        request,
         this.metadata.clone(),
         { deadline },
         (failure: ServiceError | null, response?: MessageShape<O>) => {
           signal?.removeEventListener("abort", cancel);
-          if (failure) reject(errorOfFailure(failure));
-          else resolve(response!);
+          resolve(failure ? { failure } : { response: response! });
         },
       );
       const cancel = (): void => call.cancel();
@@ -116,4 +126,9 @@ function checkedTimeout(seconds: number): number {
 
 function asBuffer(bytes: Uint8Array): Buffer {
   return Buffer.from(bytes.buffer, bytes.byteOffset, bytes.byteLength);
+}
+
+/** Parts of a Buffer are Buffers, which no caller expects among the strings of a tensor. */
+function asPlain(bytes: Buffer): Uint8Array {
+  return new Uint8Array(bytes.buffer, bytes.byteOffset, bytes.byteLength);
 }

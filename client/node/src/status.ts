@@ -23,7 +23,7 @@ export function errorOfFailure(failure: ServiceError): GradruleError {
   const [trailer] = failure.metadata?.get("grpc-status-details-bin") ?? [];
   const status = trailer instanceof Uint8Array ? statusOf(trailer) : undefined;
   const info = status?.details.map((detail) => anyUnpack(detail, ErrorInfoSchema)).find((found) => found?.reason);
-  if (status && info?.domain === "gradrule") return errorOfStatus(status, info, failure);
+  if (status && info?.domain === "gradrule") return errorOfStatus(status, info, failure.code);
   return errorOf(reasonOf(failure.code), failure.details, { code: failure.code, cause: failure });
 }
 
@@ -36,7 +36,7 @@ function statusOf(trailer: Uint8Array): Status | undefined {
   }
 }
 
-function errorOfStatus(status: Status, info: ErrorInfo, failure: ServiceError): GradruleError {
+function errorOfStatus(status: Status, info: ErrorInfo, code: Code): GradruleError {
   const details: Detail[] = [];
   let retryDelay: number | null = null;
   let resource: GradruleError["resource"] = null;
@@ -49,7 +49,7 @@ function errorOfStatus(status: Status, info: ErrorInfo, failure: ServiceError): 
     if (about) resource = { type: about.resourceType, name: about.resourceName };
   }
   const total = /^\d+$/.exec(info.metadata["findings_total"] ?? "")?.[0];
-  const rest = { code: failure.code, details, resource, retryDelay, cause: failure };
+  const rest = { code, details, resource, retryDelay };
   return errorOf(info.reason, status.message, total === undefined ? rest : { ...rest, findingsTotal: Number(total) });
 }
 

@@ -224,3 +224,13 @@ test("a trailer that is no status does not hide the code", async () => {
     async (client) => assert.equal((await failureOf(client.getRule("r"))).code, Code.ABORTED),
   );
 });
+
+test("an error's stack leads to the caller", async () => {
+  await against(
+    (_, answer) => answer({ code: Code.ABORTED, details: "why" }),
+    async (client) => {
+      const thisCaller = async () => await client.getRule("r");
+      assert.match((await failureOf(thisCaller())).stack ?? "", /thisCaller/);
+    },
+  );
+});

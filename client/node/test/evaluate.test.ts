@@ -189,24 +189,36 @@ test("16 MiB there and back", async () => {
 test("what is wrong is an error by its reason", async () => {
   const g = single("Sign");
   const ask = { feeds: { x: [1] }, fetches: ["y"], ys: ["y"], xs: ["x"] };
-  const rows: [Promise<unknown>, typeof errors.InternalError, RegExp][] = [
+  const rows: [() => Promise<unknown>, typeof errors.InternalError, RegExp][] = [
     [
-      client.evaluate(g, { ...ask, overrides: { Sign: "ste_sgn" } }),
+      () => client.evaluate(g, { ...ask, overrides: { Sign: "ste_sgn" } }),
       errors.UnknownRuleError,
       /did you mean.*ste_sign/i,
     ],
-    [client.evaluate(g, { ...ask, overrides: { Sing: "ste_sign" } }), errors.UnknownOpTypeError, /did you mean.*Sign/i],
-    [client.evaluate(g, { ...ask, overrides: { Abs: "ste_sign" } }), errors.UnmatchedOverrideError, /Abs/],
-    [client.evaluate(g, { ...ask, overrides: { Sign: { expression: "x +* 2" } } }), errors.InvalidExpressionError, /./],
-    [client.evaluate(g, { ...ask, feeds: {} }), errors.MissingFeedError, /x/],
-    [client.evaluate(g, { ...ask, feeds: { x: [1], w: [1] } }), errors.UnknownFeedError, /w/],
-    [client.evaluate(g, { ...ask, feeds: { x: new Float64Array(1) } }), errors.FeedDtypeError, /float32|DT_FLOAT/],
-    [client.evaluate(g, { ...ask, feeds: { x: [[1]] } }), errors.FeedShapeError, /x/],
-    [client.evaluate(g, { ...ask, fetches: ["z"] }), errors.UnknownTensorError, /z/],
-    [client.evaluate(single("Sgin"), { feeds: { x: [1] }, fetches: ["y"] }), errors.UnknownOpTypeError, /Sign/],
+    [
+      () => client.evaluate(g, { ...ask, overrides: { Sing: "ste_sign" } }),
+      errors.UnknownOpTypeError,
+      /did you mean.*Sign/i,
+    ],
+    [() => client.evaluate(g, { ...ask, overrides: { Abs: "ste_sign" } }), errors.UnmatchedOverrideError, /Abs/],
+    [
+      () => client.evaluate(g, { ...ask, overrides: { Sign: { expression: "x +* 2" } } }),
+      errors.InvalidExpressionError,
+      /./,
+    ],
+    [() => client.evaluate(g, { ...ask, feeds: {} }), errors.MissingFeedError, /x/],
+    [() => client.evaluate(g, { ...ask, feeds: { x: [1], w: [1] } }), errors.UnknownFeedError, /w/],
+    [
+      () => client.evaluate(g, { ...ask, feeds: { x: new Float64Array(1) } }),
+      errors.FeedDtypeError,
+      /float32|DT_FLOAT/,
+    ],
+    [() => client.evaluate(g, { ...ask, feeds: { x: [[1]] } }), errors.FeedShapeError, /x/],
+    [() => client.evaluate(g, { ...ask, fetches: ["z"] }), errors.UnknownTensorError, /z/],
+    [() => client.evaluate(single("Sgin"), { feeds: { x: [1] }, fetches: ["y"] }), errors.UnknownOpTypeError, /Sign/],
   ];
   for (const [call, type, message] of rows) {
-    await assert.rejects(call, (thrown) => {
+    await assert.rejects(call(), (thrown) => {
       assert.ok(thrown instanceof type, `${thrown} is no ${type.name}`);
       assert.match(thrown.message, message);
       return true;

@@ -106,7 +106,7 @@ test("a program is compiled once, run, found again and deleted", async () => {
     assert.equal((result.gradients["w"] as Tensor).toArray(), 1);
     const upstream = await run.evaluate({ x: [0.5], w: 1 }, { gradYs: { loss: 7 } });
     assert.deepEqual((upstream.gradients["x"] as Tensor).toArray(), [7]);
-    assert.equal(upstream.digests.program, program.digests.program);
+    assert.equal(result.digests.program, program.digests.program);
   }
   await assert.rejects(program.evaluate({ x: [1] }), errors.MissingFeedError);
   await assert.rejects(program.evaluate({ x: tensor([1], { dtype: "int32" }), w: 1 }), errors.FeedDtypeError);
