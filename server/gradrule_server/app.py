@@ -47,7 +47,8 @@ async def serve(settings: Settings) -> None:
             graphs.Limits(
                 nodes=settings.max_nodes, inlined_nodes=settings.max_inlined_nodes, call_depth=settings.max_call_depth
             ),
-            settings.program_cache,
+            capacity=settings.program_cache,
+            capacity_bytes=settings.program_cache_bytes,
         )
         door = Door(settings.max_concurrent_requests, settings.default_deadline_s, settings.max_deadline_s)
         front.add_services(rules, house, door, with_reflection=settings.reflection)
@@ -57,7 +58,9 @@ async def serve(settings: Settings) -> None:
             if not stopping.is_set():
                 rules.set_op_rules(engine.greeting.gradients)
                 if engine.greeting.op_table_digest != _opdefs.digest():
-                    _log.warning("TensorFlow %s defines other ops than the table that ships", engine.greeting.tensorflow_version)
+                    _log.warning(
+                        "TensorFlow %s defines other ops than the table that ships", engine.greeting.tensorflow_version
+                    )
                 print(f"gradrule: listening on {settings.host}:{port}", flush=True)
                 await stopping.wait()
         finally:

@@ -21,7 +21,7 @@ _PREFIX = "ERROR_REASON_"
 class Finding:
     """One thing that is wrong: reason, sentence, and where, as a node's name or a field of the request."""
 
-    reason: errors_pb2.ErrorReason
+    reason: errors_pb2.ErrorReason.ValueType
     message: str
     node: str = ""
     field: str = ""
@@ -48,7 +48,7 @@ class GradruleError(Exception):
     metadata: dict[str, str] = field(default_factory=dict)
 
     @property
-    def reason(self) -> errors_pb2.ErrorReason:
+    def reason(self) -> errors_pb2.ErrorReason.ValueType:
         return self.findings[0].reason
 
     @property
@@ -60,7 +60,7 @@ class GradruleError(Exception):
 
 
 def error(
-    reason: errors_pb2.ErrorReason,
+    reason: errors_pb2.ErrorReason.ValueType,
     message: str,
     *,
     node: str = "",
@@ -72,7 +72,7 @@ def error(
     return GradruleError([Finding(reason, message, node, field)], retry_after_s, resource)
 
 
-def reason_name(reason: errors_pb2.ErrorReason) -> str:
+def reason_name(reason: errors_pb2.ErrorReason.ValueType) -> str:
     """The reason without its prefix: `UNKNOWN_RULE`."""
     return errors_pb2.ErrorReason.Name(reason).removeprefix(_PREFIX)
 

@@ -26,7 +26,7 @@ class BoundRule:
         self.name = name
 
     def gradients(self, op: tf.Operation, dys: Sequence[Gradient], node: str) -> Sequence[Gradient]:
-        """One gradient per input of `op`; RULE_ARITY, RULE_OUTPUT or RULE_NOT_APPLICABLE where the rule does not give that."""
+        """One gradient per input of `op`; RULE_ARITY, RULE_OUTPUT, RULE_NOT_APPLICABLE where the rule gives no such."""
         raise NotImplementedError
 
 
@@ -46,13 +46,14 @@ class OpGradientRule(BoundRule):
         except GradruleError:
             raise
         except Exception as cause:
-            # The function was written for another op: what it misses can be anything, and all of it means the same here.
+            # The function was written for another op: what it misses can be anything, and all means the same here.
             raise self._not_applicable(op, node, f"{type(cause).__name__}: {cause}") from cause
         gradients = list(result) if isinstance(result, (list, tuple)) else [result]
         if len(gradients) != len(op.inputs):
             raise error(
                 errors_pb2.ERROR_REASON_RULE_ARITY,
-                f"rule {self.name!r} gives {len(gradients)} gradients, but node {node!r} ({op.type}) has {len(op.inputs)} inputs",
+                f"rule {self.name!r} gives {len(gradients)} gradients, but node {node!r} ({op.type}) has "
+                f"{len(op.inputs)} inputs",
                 node=node,
             )
         return [
@@ -79,7 +80,9 @@ class _Prepared:
 class GraphRule(BoundRule):
     """A rule given by an expression or a graph."""
 
-    def __init__(self, name: str, content: RuleContent, params: Mapping[str, tf.Tensor], own_gradient: OwnGradient) -> None:
+    def __init__(
+        self, name: str, content: RuleContent, params: Mapping[str, tf.Tensor], own_gradient: OwnGradient
+    ) -> None:
         super().__init__(name)
         self._content = content
         self._params = params
@@ -92,7 +95,8 @@ class GraphRule(BoundRule):
         graph = tf.compat.v1.get_default_graph()
         values = self._values(op, dys, node, rule_graph.inputs)
         bound = {
-            f"{placeholder}:0": tf_private.in_graph(graph, values[variable]) for variable, placeholder in rule_graph.inputs.items()
+            f"{placeholder}:0": tf_private.in_graph(graph, values[variable])
+            for variable, placeholder in rule_graph.inputs.items()
         }
         wanted = [name for name in rule_graph.results if name is not None]
         computed = dict(zip(wanted, import_graph(prepared.graph_def, bound, wanted, scope="rule"), strict=True))
@@ -121,7 +125,9 @@ class GraphRule(BoundRule):
             try:
                 rule_graph = self._content.bind(signature)
             except GradruleError as cause:
-                raise error(cause.reason, f"rule {self.name!r} on node {node!r} ({op.type}): {cause.message}", node=node) from cause
+                raise error(
+                    cause.reason, f"rule {self.name!r} on node {node!r} ({op.type}): {cause.message}", node=node
+                ) from cause
             graph_def = tf_graph_pb2.GraphDef.FromString(rule_graph.graph.SerializeToString())
             prepared = self._prepared[signature] = _Prepared(rule_graph, graph_def)
         return prepared
@@ -145,9 +151,7 @@ class GraphRule(BoundRule):
         return values
 
 
-def _checked(
-    gradient: Gradient, value: tf.Tensor, *, rule: str, node: str, index: int, shape_known: bool
-) -> Gradient:
+def _checked(gradient: Gradient, value: tf.Tensor, *, rule: str, node: str, index: int, shape_known: bool) -> Gradient:
     """`gradient` if it has the dtype and shape of `value`, a rank 0 one broadcast to it; RULE_OUTPUT otherwise.
 
     Where the shapes are known only at run time, the check is made then.
@@ -177,8 +181,8 @@ def _checked(
     if not gradient.shape.is_compatible_with(value.shape):
         raise error(
             errors_pb2.ERROR_REASON_RULE_OUTPUT,
-            f"{where}: the gradient has shape {gradient.shape}, but the input has {value.shape}; only rank 0 is broadcast, "
-            f"sum_to(v, x{index}) sums down to the input's shape",
+            f"{where}: the gradient has shape {gradient.shape}, but the input has {value.shape}; only rank 0 is "
+            f"broadcast, sum_to(v, x{index}) sums down to the input's shape",
             node=node,
         )
     return require_same_shape(gradient, value, errors_pb2.ERROR_REASON_RULE_OUTPUT, where)

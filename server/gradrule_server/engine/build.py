@@ -13,7 +13,7 @@ from gradrule.v1 import errors_pb2, override_pb2, program_pb2, tensor_pb2
 from gradrule_server.engine.bound_rules import BoundRule, GraphRule, OpGradientRule
 from gradrule_server.engine.checks import require_same_shape
 from gradrule_server.engine.gradients import Differentiation, own_gradient
-from gradrule_server.engine.imports import import_graph
+from gradrule_server.engine.imports import import_graph, tensor_name
 from gradrule_server.engine.names import IMPORT_SCOPE, readable
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.v1 import link_pb2
@@ -51,7 +51,7 @@ class ParamInput:
 
 @dataclass(slots=True)
 class Built:
-    """A function of feeds, fed grad_ys and params (in this order) that returns fetches, then the tensors of the gradients."""
+    """A function of feeds, fed grad_ys and params, in this order, that returns fetches, then tensors of gradients."""
 
     function: Any = None
     inputs: list[Input] = field(default_factory=list)
@@ -60,17 +60,20 @@ class Built:
     outputs: list[str] = field(default_factory=list)
     gradients: list[tuple[str, str]] = field(default_factory=list)
     """(x as asked, form); a dense gradient is one returned tensor, a sparse one three, the other forms none."""
-    statuses: list[override_pb2.ResolutionStatus] = field(default_factory=list)
+    statuses: list[override_pb2.ResolutionStatus.ValueType] = field(default_factory=list)
     defaulted: list[str] = field(default_factory=list)
     specs: dict[str, list[tensor_pb2.TensorSpec]] = field(default_factory=dict)
 
 
 def build(request: link_pb2.CompileRequest) -> Built:
-    """Builds the program; raises `GradruleError` where TensorFlow refuses the graph or a rule does not fit its node."""
+    """Builds the program; `GradruleError` where TensorFlow refuses the graph or a rule does not fit its node."""
     graph_def = tf_graph_pb2.GraphDef.FromString(request.graph)
     contents = [_content(rule) for rule in request.rules]
     built = Built(
-        inputs=[Input(spec.name, tf.as_dtype(spec.dtype), tf.TensorShape(_shape_proto(spec.shape))) for spec in request.inputs],
+        inputs=[
+            Input(spec.name, tf.as_dtype(spec.dtype), tf.TensorShape(_shape_proto(spec.shape)))
+            for spec in request.inputs
+        ],
         params=[
             ParamInput(index, param.name, None if param.default is None else tf.constant(param.default, tf.float64))
             for index, content in enumerate(contents)
@@ -115,7 +118,7 @@ class _Trace:
     def run(self, arguments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         request, built = self._request, self._built
         n_inputs, n_grad_ys = len(built.inputs), len(built.grad_ys)
-        feeds = dict(zip((f"{item.name}:0" for item in built.inputs), arguments[:n_inputs], strict=True))
+        feeds = dict(zip((tensor_name(item.name) for item in built.inputs), arguments[:n_inputs], strict=True))
         fed_grad_ys = list(arguments[n_inputs : n_inputs + n_grad_ys])
         params = arguments[n_inputs + n_grad_ys :]
 
@@ -132,7 +135,7 @@ class _Trace:
         built.outputs = [endpoint.name for endpoint in request.fetches]
         for group, endpoints in (("outputs", request.fetches), ("ys", request.ys), ("xs", request.xs)):
             built.specs[group] = [spec_message(endpoint.name, tensors[endpoint.tensor]) for endpoint in endpoints]
-        built.specs["inputs"] = [spec_message(item.name, feeds[f"{item.name}:0"]) for item in built.inputs]
+        built.specs["inputs"] = [spec_message(item.name, feeds[tensor_name(item.name)]) for item in built.inputs]
         if request.ys:
             outputs += self._differentiate(tensors, fed_grad_ys, params)
         return outputs
@@ -189,7 +192,9 @@ class _Trace:
                     )
                 if not grad_y.shape.is_compatible_with(y.shape):
                     raise error(
-                        errors_pb2.ERROR_REASON_FEED_SHAPE, f"{where} has shape {grad_y.shape}, but the y has {y.shape}", field="grad_ys"
+                        errors_pb2.ERROR_REASON_FEED_SHAPE,
+                        f"{where} has shape {grad_y.shape}, but the y has {y.shape}",
+                        field="grad_ys",
                     )
                 grad_y = require_same_shape(grad_y, y, errors_pb2.ERROR_REASON_FEED_SHAPE, where)
             if y.dtype.is_complex and grad_y is None:
@@ -227,7 +232,9 @@ def _import(graph_def: tf_graph_pb2.GraphDef, feeds: dict[str, tf.Tensor], wante
     try:
         return import_graph(graph_def, feeds, wanted, scope=IMPORT_SCOPE)
     except (ValueError, TypeError, tf.errors.OpError) as cause:
-        raise error(errors_pb2.ERROR_REASON_INVALID_GRAPH, f"TensorFlow refuses the graph: {readable(str(cause))}") from cause
+        raise error(
+            errors_pb2.ERROR_REASON_INVALID_GRAPH, f"TensorFlow refuses the graph: {readable(str(cause))}"
+        ) from cause
 
 
 def _gradients(
@@ -253,7 +260,7 @@ def _gradients(
 def _specs_of(graph_def: tf_graph_pb2.GraphDef, inputs: Sequence[Input], names: list[str]) -> list[tf.TensorSpec]:
     """Types and shapes of tensors, by importing the graph into a scratch one."""
     with tf.Graph().as_default():
-        feeds = {f"{item.name}:0": tf.compat.v1.placeholder(item.dtype, item.shape) for item in inputs}
+        feeds = {tensor_name(item.name): tf.compat.v1.placeholder(item.dtype, item.shape) for item in inputs}
         tensors = _import(graph_def, feeds, names)
     return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
 

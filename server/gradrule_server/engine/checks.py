@@ -17,7 +17,7 @@ _FAILED = re.compile(
 
 
 def require_same_shape(
-    value: tf.Tensor, like: tf.Tensor, reason: errors_pb2.ErrorReason, where: str
+    value: tf.Tensor, like: tf.Tensor, reason: errors_pb2.ErrorReason.ValueType, where: str
 ) -> tf.Tensor:
     """`value`, checked at run time to have the shape of `like` unless that is known already."""
     if value.shape.is_fully_defined() and like.shape.is_fully_defined() and value.shape == like.shape:
@@ -39,6 +39,6 @@ def failed_check(message: str) -> GradruleError | None:
         return None
     got, wanted = (", ".join(match[group].split()) for group in ("got", "wanted"))
     return error(
-        cast("errors_pb2.ErrorReason", int(match["reason"])),
+        cast("errors_pb2.ErrorReason.ValueType", int(match["reason"])),
         f"{match['where']}: has shape ({got}), must have ({wanted})",
     )

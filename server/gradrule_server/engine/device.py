@@ -10,7 +10,7 @@ class DeviceRefused(Exception):
 
 
 def choose_device(wanted: str) -> str:
-    """Makes TensorFlow use `auto` (the first GPU, else the CPU), `cpu` or `gpu:N`; returns its name, `CPU:0` for example."""
+    """Makes TensorFlow use `auto` (the first GPU, else the CPU), `cpu` or `gpu:N`; returns its name, like `CPU:0`."""
     gpus = tf.config.list_physical_devices("GPU")
     if wanted == "cpu" or (wanted == "auto" and not gpus):
         tf.config.set_visible_devices([], "GPU")

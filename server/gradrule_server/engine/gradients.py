@@ -1,7 +1,7 @@
 """The one gradient that gradrule registers with TensorFlow, and what it does for each node that asks for it.
 
-Every node of a program's graph carries `_gradient_op_type="gradrule"`, so TensorFlow asks `_dispatch` for its gradient wherever
-the node lies: at top level, in a loop body, in a branch. An overridden node also carries `_gradrule_mark`.
+Every node of a program's graph carries `_gradient_op_type="gradrule"`, so TensorFlow asks `_dispatch` for its gradient
+wherever the node lies: at top level, in a loop body, in a branch. An overridden node also carries `_gradrule_mark`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Differentiation:
         self._defaulted: dict[str, None] = {}
 
     @property
-    def statuses(self) -> list[override_pb2.ResolutionStatus]:
+    def statuses(self) -> list[override_pb2.ResolutionStatus.ValueType]:
         """Per mark: ACTIVE where its gradient was asked."""
         return [_ACTIVE if index in self._asked else _OFF_PATH for index in range(len(self._marks))]
 
@@ -81,8 +81,8 @@ class Differentiation:
         if mark.rule == _FOREIGN_GRADIENT:
             raise error(
                 errors_pb2.ERROR_REASON_FOREIGN_GRADIENT,
-                f"node {mark.node!r} ({op.type}) names the gradient {mark.foreign!r}, which exists only in the process that made "
-                f"the graph. Override the node with a rule, or with 'default' for the op's own gradient.",
+                f"node {mark.node!r} ({op.type}) names the gradient {mark.foreign!r}, which exists only in the process "
+                f"that made the graph. Override the node with a rule, or with 'default' for the op's own gradient.",
                 node=mark.node,
             )
         return self._rules[mark.rule].gradients(op, dys, mark.node)

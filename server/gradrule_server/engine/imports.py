@@ -11,11 +11,11 @@ from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
 def import_graph(
     graph_def: tf_graph_pb2.GraphDef, bound: Mapping[str, tf.Tensor], wanted: Sequence[str], scope: str
 ) -> list[tf.Tensor]:
-    """Imports `graph_def` under `scope`; the tensors named in `bound` (`node:0`) are replaced. Returns the tensors `wanted`.
+    """Imports `graph_def` under `scope`, the tensors in `bound` (`node:0`) replaced; returns the tensors `wanted`.
 
     The nodes of `bound` are left out: a placeholder that stays behind would keep XLA from compiling the program.
     """
-    replaced = {name.partition(":")[0]: name for name in bound}
+    replaced = {name.rpartition(":")[0] for name in bound}
     kept = tf_graph_pb2.GraphDef(versions=graph_def.versions, library=graph_def.library)
     used: set[str] = set()
     for node in graph_def.node:
@@ -27,15 +27,19 @@ def import_graph(
             if source.startswith("^"):
                 if source[1:] in replaced:
                     del copy.input[index]
-            elif source.partition(":")[0] in replaced:
-                used.add(source.partition(":")[0] + ":0")
-    imported = [name for name in wanted if _canonical(name) not in bound]
+            elif tensor_name(source) in bound:
+                used.add(tensor_name(source))
+    imported = [name for name in wanted if tensor_name(name) not in bound]
     tensors = tf.import_graph_def(
-        kept, input_map={name: bound[name] for name in used}, return_elements=[_canonical(name) for name in imported], name=scope
+        kept,
+        input_map={name: bound[name] for name in used},
+        return_elements=[tensor_name(name) for name in imported],
+        name=scope,
     )
     by_name = dict(zip(imported, tensors, strict=True))
-    return [by_name[name] if name in by_name else bound[_canonical(name)] for name in wanted]
+    return [by_name[name] if name in by_name else bound[tensor_name(name)] for name in wanted]
 
 
-def _canonical(name: str) -> str:
+def tensor_name(name: str) -> str:
+    """`y` is `y:0`."""
     return name if ":" in name else f"{name}:0"

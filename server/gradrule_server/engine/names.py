@@ -14,7 +14,11 @@ _LOCATION = re.compile(r"\s*\[\[.*?\]\]", re.DOTALL)
 
 def readable(message: str) -> str:
     """TensorFlow's message without decorations of ours and of its own: one line, names as in the uploaded graph."""
-    first = message.split("\n\nStack trace")[0].split("\n\nDetected at")[0].split("\nDetected at")[0]
+    first = (
+        message.split("\n\nStack trace", maxsplit=1)[0]
+        .split("\n\nDetected at", maxsplit=1)[0]
+        .split("\nDetected at", maxsplit=1)[0]
+    )
     first = re.sub(r"^Graph execution error:\s*", "", first.strip())
     first = _LOCATION.sub("", first)
     first = _NODE_REFERENCE.sub(r"\1", first)

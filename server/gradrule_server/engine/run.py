@@ -60,9 +60,7 @@ def _execute(built: Built, arguments: list[tf.Tensor]) -> Sequence[tf.Tensor]:
     return results
 
 
-def _fed(
-    given: Iterable[tensor_pb2.NamedTensor], inputs: Sequence[Input], *, what: str, field: str
-) -> list[tf.Tensor]:
+def _fed(given: Iterable[tensor_pb2.NamedTensor], inputs: Sequence[Input], *, what: str, field: str) -> list[tf.Tensor]:
     """The given values in the order of `inputs`; all that is wrong with them comes as one error."""
     by_name = {item.name.removesuffix(":0"): item.value for item in given}
     findings: list[Finding] = []
@@ -72,7 +70,9 @@ def _fed(
         if value is None:
             wanted = f"{item.dtype.name} of shape {item.shape}"
             findings.append(
-                Finding(errors_pb2.ERROR_REASON_MISSING_FEED, f"{what} {item.name!r} is missing: {wanted}", item.name, field)
+                Finding(
+                    errors_pb2.ERROR_REASON_MISSING_FEED, f"{what} {item.name!r} is missing: {wanted}", item.name, field
+                )
             )
             continue
         try:
@@ -86,7 +86,9 @@ def _fed(
 
 def _tensor(value: tensor_pb2.TensorSource, item: Input, what: str, field: str) -> tf.Tensor:
     if value.WhichOneof("source") is None:
-        raise error(errors_pb2.ERROR_REASON_INVALID_TENSOR, f"{what} {item.name!r} holds no tensor", node=item.name, field=field)
+        raise error(
+            errors_pb2.ERROR_REASON_INVALID_TENSOR, f"{what} {item.name!r} holds no tensor", node=item.name, field=field
+        )
     message = value.inline
     if message.dtype != item.dtype.base_dtype.as_datatype_enum:
         raise error(
@@ -120,7 +122,9 @@ def _params(built: Built, settings: Iterable[link_pb2.ParamSetting]) -> list[tf.
         value = given.get((param.rule, param.name))
         if value is None:
             if param.default is None:
-                raise error(errors_pb2.ERROR_REASON_MISSING_PARAM, f"param {param.name!r} has no default and was given no value")
+                raise error(
+                    errors_pb2.ERROR_REASON_MISSING_PARAM, f"param {param.name!r} has no default and was given no value"
+                )
             tensors.append(param.default)
         elif value.WhichOneof("value") == "tensor":
             tensors.append(tf.constant(_array(value.tensor, f"param {param.name!r}", "params").astype(np.float64)))

@@ -25,7 +25,7 @@ class EngineService:
         self._frames = frames
         self._device = device
         self._programs: dict[str, Built] = {}
-        # TensorFlow's tracing is safe in threads, but gains nothing from them: it holds the interpreter lock throughout.
+        # Tracing is safe in threads, but gains nothing from them: it holds the interpreter lock throughout.
         self._build_lock = threading.Lock()
 
     def handle(self, frame: Frame) -> None:
@@ -40,7 +40,9 @@ class EngineService:
             self._frames.send(
                 Kind.FAULT,
                 frame.request_id,
-                link_pb2.Fault(reason=errors_pb2.ERROR_REASON_INTERNAL, message=type(cause).__name__).SerializeToString(),
+                link_pb2.Fault(
+                    reason=errors_pb2.ERROR_REASON_INTERNAL, message=type(cause).__name__
+                ).SerializeToString(),
             )
 
     def _answer(self, frame: Frame) -> None:

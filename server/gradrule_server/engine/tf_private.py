@@ -20,7 +20,7 @@ def registered_gradients() -> dict[str, GradientFunction | None]:
 
 
 def gradient_of(op_type: str) -> GradientFunction | None:
-    """The gradient function of an op type, or None if it is registered as not differentiable. `LookupError` if it is neither."""
+    """The gradient function of an op type, None if it is registered as not differentiable; else `LookupError`."""
     function: GradientFunction | None = ops.gradient_registry.lookup(op_type)
     return function
 
@@ -32,5 +32,5 @@ def all_op_definitions() -> list[bytes]:
 
 
 def in_graph(graph: tf.Graph, tensor: tf.Tensor) -> tf.Tensor:
-    """`tensor` as seen from inside `graph`: captured where it belongs to an outer graph (a loop body's gradient, say)."""
+    """`tensor` as seen from inside `graph`: captured where it belongs to an outer graph (as in a loop's gradient)."""
     return tensor if tensor.graph is graph else graph.capture(tensor)

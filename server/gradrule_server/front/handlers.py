@@ -75,7 +75,10 @@ class Door:
                 _log.exception("incident %s", incident)
                 await _abort(
                     context,
-                    error(errors_pb2.ERROR_REASON_INTERNAL, f"the server failed; its log has more under incident {incident}"),
+                    error(
+                        errors_pb2.ERROR_REASON_INTERNAL,
+                        f"the server failed; its log has more under incident {incident}",
+                    ),
                 )
             return answer if isinstance(answer, bytes) else answer.SerializeToString()
 

@@ -60,7 +60,7 @@ class Front:
     async def start(self, address: str) -> int:
         """Binds and serves; returns the port. `OSError` where the address is taken."""
         try:
-            port = self._server.add_insecure_port(address)
+            port: int = self._server.add_insecure_port(address)
         except RuntimeError as cause:
             raise OSError(f"cannot listen on {address}: {cause}") from cause
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)

@@ -35,7 +35,9 @@ class RuleServicer:
     async def create(self, call: Call[rule_pb2.CreateRuleRequest]) -> rule_pb2.CreateRuleResponse:
         rule = call.request.rule
         if not rule.HasField("definition"):
-            raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the rule has no definition", field="rule.definition")
+            raise error(
+                errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the rule has no definition", field="rule.definition"
+            )
         entry = await asyncio.to_thread(self._rules.create, rule.name, rule.definition, rule.description)
         return rule_pb2.CreateRuleResponse(rule=to_proto(entry))
 

@@ -39,7 +39,7 @@ _CODES = {
 }
 
 
-def code_of(reason: errors_pb2.ErrorReason) -> grpc.StatusCode:
+def code_of(reason: errors_pb2.ErrorReason.ValueType) -> grpc.StatusCode:
     """The gRPC code of a reason, as errors.proto documents it."""
     return _CODES.get(reason, _INVALID)
 
@@ -60,7 +60,9 @@ def status_of(cause: GradruleError) -> status_pb2.Status:
         retry.retry_delay.FromNanoseconds(int(cause.retry_after_s * 1e9))
         details.append(retry)
     if cause.resource is not None:
-        details.append(error_details_pb2.ResourceInfo(resource_type=cause.resource.type, resource_name=cause.resource.name))
+        details.append(
+            error_details_pb2.ResourceInfo(resource_type=cause.resource.type, resource_name=cause.resource.name)
+        )
     status = status_pb2.Status(code=code_of(cause.reason).value[0], message=_cut(cause.message, MAX_MESSAGE_BYTES))
     for detail in details:
         packed = any_pb2.Any()

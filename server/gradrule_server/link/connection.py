@@ -101,9 +101,7 @@ class Connection(asyncio.Protocol):
 
 def _error_of(fault: link_pb2.Fault) -> GradruleError:
     findings = [
-        Finding(
-            errors_pb2.ErrorReason.Value(f"ERROR_REASON_{item.reason}"), item.message, item.node, item.field
-        )
+        Finding(errors_pb2.ErrorReason.Value(f"ERROR_REASON_{item.reason}"), item.message, item.node, item.field)
         for item in fault.findings
     ]
     return GradruleError(findings or [Finding(fault.reason, fault.message)])

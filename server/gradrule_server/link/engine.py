@@ -25,7 +25,7 @@ _RESTART_DELAY_S = 0.5
 _OVERRUN_GRACE_S = 0.5
 _RETRY_AFTER_S = 2.0
 
-# What an engine's environment may hold: where Python and shared libraries are, and TensorFlow's and CUDA's own settings.
+# What an engine's environment may hold: where Python and libraries are, and TensorFlow's and CUDA's own settings.
 _PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 _PASSED_ON_PREFIXES = ("TF_", "CUDA_", "NVIDIA_", "XLA_", "OMP_")
 
@@ -62,13 +62,15 @@ class Engine:
     async def call(self, kind: Kind, payload: bytes, timeout: float) -> bytes:
         """One request. ENGINE_UNAVAILABLE while there is no engine, ENGINE_CRASHED if it dies meanwhile.
 
-        A call that overruns `timeout` seconds is DEADLINE_EXCEEDED; the process is ended if it does not finish soon after, since
-        nothing else stops a kernel or a loop that never ends.
+        A call that overruns `timeout` seconds is DEADLINE_EXCEEDED; the process is ended if it does not finish soon,
+        since nothing else stops a kernel or a loop that never ends.
         """
         connection = self._connection
         if connection is None:
             raise error(
-                errors_pb2.ERROR_REASON_ENGINE_UNAVAILABLE, "no engine is ready yet; it is being started", retry_after_s=_RETRY_AFTER_S
+                errors_pb2.ERROR_REASON_ENGINE_UNAVAILABLE,
+                "no engine is ready yet; it is being started",
+                retry_after_s=_RETRY_AFTER_S,
             )
         ends_at = asyncio.get_running_loop().time() + timeout
         work = asyncio.ensure_future(connection.request(kind, payload))
@@ -107,7 +109,9 @@ class Engine:
     async def _spawn(self) -> tuple[asyncio.subprocess.Process, Connection]:
         ours, theirs = socket.socketpair()
         environment = {
-            name: value for name, value in os.environ.items() if name in _PASSED_ON or name.startswith(_PASSED_ON_PREFIXES)
+            name: value
+            for name, value in os.environ.items()
+            if name in _PASSED_ON or name.startswith(_PASSED_ON_PREFIXES)
         }
         with theirs:
             process = await asyncio.create_subprocess_exec(

@@ -1,6 +1,6 @@
 """Frames between front end and engine: a fixed header, then one message of `link.v1`.
 
-Header, little-endian: payload length in bytes (u64), kind (u32), request id (u64). An answer carries the id of its request.
+Header, little-endian: payload length in bytes (u64), kind (u32), request id (u64). An answer carries its request's id.
 """
 
 from __future__ import annotations

@@ -52,7 +52,12 @@ def compiled(prepared: Prepared, reply: link_pb2.CompileReply, device: str) -> C
         _check_effect(prepared, matches)
     resolutions = [
         override_pb2.Resolution(
-            node=match.node, op_type=match.op_type, rule=match.rule_name, label=match.label, status=status, function=match.function
+            node=match.node,
+            op_type=match.op_type,
+            rule=match.rule_name,
+            label=match.label,
+            status=status,
+            function=match.function,
         )
         for match, status in matches
     ]
@@ -82,7 +87,7 @@ def compiled(prepared: Prepared, reply: link_pb2.CompileReply, device: str) -> C
     )
 
 
-def _statuses(expanded: graphs.Expanded, reply: link_pb2.CompileReply) -> list[override_pb2.ResolutionStatus]:
+def _statuses(expanded: graphs.Expanded, reply: link_pb2.CompileReply) -> list[override_pb2.ResolutionStatus.ValueType]:
     statuses = []
     for match in expanded.matches:
         if match.mark is not None and reply.statuses[match.mark] == _ACTIVE:
@@ -93,10 +98,10 @@ def _statuses(expanded: graphs.Expanded, reply: link_pb2.CompileReply) -> list[o
 
 
 def _check_effect(
-    prepared: Prepared, matches: Sequence[tuple[graphs.Match, override_pb2.ResolutionStatus]]
+    prepared: Prepared, matches: Sequence[tuple[graphs.Match, override_pb2.ResolutionStatus.ValueType]]
 ) -> None:
     findings: list[Finding] = []
-    by_override: dict[int, list[tuple[graphs.Match, override_pb2.ResolutionStatus]]] = {}
+    by_override: dict[int, list[tuple[graphs.Match, override_pb2.ResolutionStatus.ValueType]]] = {}
     for match, status in matches:
         by_override.setdefault(match.override, []).append((match, status))
     for item in prepared.table.specs:
@@ -105,13 +110,15 @@ def _check_effect(
         hits = by_override.get(item.index, [])
         if any(status == _ACTIVE for _, status in hits):
             continue
-        shown = "; ".join(f"{match.node!r} ({match.op_type}): {_STATUS_TEXT[status]}" for match, status in hits[:_SHOWN_NODES])
+        shown = "; ".join(
+            f"{match.node!r} ({match.op_type}): {_STATUS_TEXT[status]}" for match, status in hits[:_SHOWN_NODES]
+        )
         more = f"; and {len(hits) - _SHOWN_NODES} more" if len(hits) > _SHOWN_NODES else ""
         findings.append(
             Finding(
                 errors_pb2.ERROR_REASON_INACTIVE_OVERRIDE,
-                f"override {item.label!r} (rule {item.rule_name!r}) has no effect: no gradient passes through any node that it "
-                f"matches: {shown}{more}. Say optional if that is meant.",
+                f"override {item.label!r} (rule {item.rule_name!r}) has no effect: no gradient passes through any node "
+                f"that it matches: {shown}{more}. Say optional if that is meant.",
                 node=hits[0][0].node if hits else "",
                 field=f"overrides[{item.index}]",
             )

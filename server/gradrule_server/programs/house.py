@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable
 
 from google.protobuf.message import DecodeError
 
@@ -33,21 +33,35 @@ class ProgramHouse:
     """Compiles programs, keeps those that are to be kept, and runs them on an engine."""
 
     def __init__(
-        self, rules: RuleRegistry, programs: ProgramRegistry, engine: Engine, limits: graphs.Limits, capacity: int
+        self,
+        rules: RuleRegistry,
+        programs: ProgramRegistry,
+        engine: Engine,
+        limits: graphs.Limits,
+        *,
+        capacity: int,
+        capacity_bytes: int,
     ) -> None:
         self._rules = rules
         self._programs = programs
         self._engine = engine
         self._limits = limits
-        self._loaded = LoadedPrograms(engine, capacity)
+        self._loaded = LoadedPrograms(engine, capacity, capacity_bytes)
         self._compiled: OrderedDict[Hashable, Compiled] = OrderedDict()
         self._capacity = capacity
 
-    async def evaluate(self, request: evaluate_pb2.EvaluateRequest, raw: bytes, received_ns: int, ends_at: float) -> bytes:
-        """Runs once. `raw`: the request's bytes; `ends_at`: loop time of the deadline. Returns an `EvaluateResponse`'s bytes."""
+    async def evaluate(
+        self, request: evaluate_pb2.EvaluateRequest, raw: bytes, received_ns: int, ends_at: float
+    ) -> bytes:
+        """Runs once; returns an `EvaluateResponse`'s bytes.
+
+        `raw`: the request's bytes; `ends_at`: loop time of the deadline.
+        """
         target = request.WhichOneof("target")
         if target is None:
-            raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the request names no program and holds none", field="target")
+            raise error(
+                errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the request names no program and holds none", field="target"
+            )
         call = _call_shape(request)
         compile_started = time.monotonic_ns()
         if target == "program":
@@ -135,7 +149,7 @@ class ProgramHouse:
         reply = await self._loaded.load(prepared, ends_at)
         return compiled(prepared, reply, self._engine.greeting.device)
 
-    async def _cached(self, key: Hashable, make: Callable[[], asyncio.Future[Compiled]]) -> Compiled:
+    async def _cached(self, key: Hashable, make: Callable[[], Awaitable[Compiled]]) -> Compiled:
         found = self._compiled.get(key)
         if found is not None:
             self._compiled.move_to_end(key)

@@ -17,15 +17,17 @@ from gradrule_server.programs.prepare import Prepared
 @dataclass(frozen=True, slots=True)
 class _Load:
     engine_key: str
+    graph_bytes: int
     reply: asyncio.Task[link_pb2.CompileReply]
 
 
 class LoadedPrograms:
     """The programs of the running engine, least recently used first."""
 
-    def __init__(self, engine: Engine, capacity: int) -> None:
+    def __init__(self, engine: Engine, capacity: int, capacity_bytes: int) -> None:
         self._engine = engine
         self._capacity = capacity
+        self._capacity_bytes = capacity_bytes
         self._generation = 0
         self._loads: OrderedDict[str, _Load] = OrderedDict()
         self._in_use: Counter[str] = Counter()
@@ -57,10 +59,14 @@ class LoadedPrograms:
     async def _load(self, prepared: Prepared, ends_at: float) -> tuple[str, link_pb2.CompileReply]:
         load = self._current(prepared.key)
         if load is None:
-            # An engine handles messages side by side: with a key of its own, a new load never meets an old one's UNLOAD.
+            # An engine handles messages side by side: with its own key, a new load never meets an old one's UNLOAD.
             self._serial += 1
             engine_key = f"{prepared.key}/{self._serial}"
-            load = _Load(engine_key, asyncio.create_task(self._compile(prepared, engine_key, ends_at)))
+            load = _Load(
+                engine_key,
+                len(prepared.request.graph),
+                asyncio.create_task(self._compile(prepared, engine_key, ends_at)),
+            )
             self._loads[prepared.key] = load
             load.reply.add_done_callback(lambda done: self._forget_failed(prepared.key, load))
             self._drop_surplus()
@@ -74,7 +80,9 @@ class LoadedPrograms:
         request.CopyFrom(prepared.request)
         request.key = engine_key
         left = max(0.001, ends_at - asyncio.get_running_loop().time())
-        return link_pb2.CompileReply.FromString(await self._engine.call(Kind.COMPILE, request.SerializeToString(), left))
+        return link_pb2.CompileReply.FromString(
+            await self._engine.call(Kind.COMPILE, request.SerializeToString(), left)
+        )
 
     def _current(self, key: str) -> _Load | None:
         if self._generation != self._engine.generation:
@@ -87,10 +95,12 @@ class LoadedPrograms:
             del self._loads[key]
 
     def _drop_surplus(self) -> None:
+        held = sum(load.graph_bytes for load in self._loads.values())
         for key in list(self._loads):
-            if len(self._loads) <= self._capacity:
+            if len(self._loads) <= self._capacity and held <= self._capacity_bytes:
                 return
             load = self._loads[key]
             if load.reply.done() and not self._in_use[key]:
                 del self._loads[key]
+                held -= load.graph_bytes
                 self._engine.tell(Kind.UNLOAD, link_pb2.UnloadRequest(key=load.engine_key).SerializeToString())

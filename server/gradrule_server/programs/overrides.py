@@ -49,7 +49,10 @@ class OverrideTable:
         ]
 
     def call_settings(self, params: Mapping[str, Mapping[str, rule_pb2.ParamValue]]) -> list[link_pb2.ParamSetting]:
-        """The params of one call: the overrides' values, then those by label. UNKNOWN_PARAM, MISSING_PARAM, INVALID_PARAM."""
+        """The params of one call: the overrides' values, then those by label.
+
+        Raises UNKNOWN_PARAM, MISSING_PARAM, INVALID_PARAM.
+        """
         settings = self.settings
         if params:
             settings = dict(settings)
@@ -118,7 +121,9 @@ class OverrideTable:
                 )
             elif value.WhichOneof("value") is None:
                 findings.append(
-                    Finding(errors_pb2.ERROR_REASON_INVALID_PARAM, f"param {name!r} holds no value", field=f"{field}.{name}")
+                    Finding(
+                        errors_pb2.ERROR_REASON_INVALID_PARAM, f"param {name!r} holds no value", field=f"{field}.{name}"
+                    )
                 )
             else:
                 settings[index, name] = value
@@ -135,13 +140,19 @@ def read_overrides(overrides: Sequence[override_pb2.Override], lookup: RuleLooku
         try:
             rule = _rule_of(override, lookup, where)
         except GradruleError as cause:
-            table.findings += [Finding(item.reason, item.message, item.node, f"{where}.rule") for item in cause.findings]
+            table.findings += [
+                Finding(item.reason, item.message, item.node, f"{where}.rule") for item in cause.findings
+            ]
             continue
         if rule is None:
             rule_index, rule_name = _OWN_GRADIENT, DEFAULT_RULE
             if override.params:
                 table.findings.append(
-                    Finding(errors_pb2.ERROR_REASON_UNKNOWN_PARAM, "the rule 'default' has no params", field=f"{where}.params")
+                    Finding(
+                        errors_pb2.ERROR_REASON_UNKNOWN_PARAM,
+                        "the rule 'default' has no params",
+                        field=f"{where}.params",
+                    )
                 )
         else:
             rule_index, rule_name = table.bind(rule, label), rule.name
@@ -167,6 +178,11 @@ def _rule_of(override: override_pb2.Override, lookup: RuleLookup, where: str) ->
         return ResolvedRule(INLINE_RULE, RuleContent.from_definition(override.definition))
     if choice is None or not override.rule:
         raise GradruleError(
-            [Finding(errors_pb2.ERROR_REASON_INVALID_OVERRIDE, f"{where} names no rule; 'default' is the op's own gradient")]
+            [
+                Finding(
+                    errors_pb2.ERROR_REASON_INVALID_OVERRIDE,
+                    f"{where} names no rule; 'default' is the op's own gradient",
+                )
+            ]
         )
     return None if override.rule == DEFAULT_RULE else lookup.resolve(override.rule)

@@ -108,11 +108,15 @@ def _graph_of(spec: program_pb2.ProgramSpec) -> tuple[bytes, graph_pb2.Graph]:
 def _check_wishes(spec: program_pb2.ProgramSpec, call: CallShape) -> list[Finding]:
     vjp, findings = spec.vjp, []
 
-    def add(reason: errors_pb2.ErrorReason, message: str, field: str) -> None:
+    def add(reason: errors_pb2.ErrorReason.ValueType, message: str, field: str) -> None:
         findings.append(Finding(reason, message, field=field))
 
     if not spec.fetches and not vjp.ys:
-        add(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "nothing is asked for: name fetches, or ys and xs", "spec.fetches")
+        add(
+            errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
+            "nothing is asked for: name fetches, or ys and xs",
+            "spec.fetches",
+        )
     if spec.overrides and not vjp.ys:
         add(
             errors_pb2.ERROR_REASON_INVALID_OVERRIDE,
@@ -125,7 +129,11 @@ def _check_wishes(spec: program_pb2.ProgramSpec, call: CallShape) -> list[Findin
     ys = {canonical(name) for name in vjp.ys}
     for name in sorted({canonical(item.y) for item in vjp.grad_ys} | call.grad_ys):
         if name not in ys:
-            add(errors_pb2.ERROR_REASON_INVALID_DERIVATIVE, f"grad_ys names {name!r}, which is none of the ys", "grad_ys")
+            add(
+                errors_pb2.ERROR_REASON_INVALID_DERIVATIVE,
+                f"grad_ys names {name!r}, which is none of the ys",
+                "grad_ys",
+            )
     return findings
 
 
@@ -149,7 +157,9 @@ def _upstream(y: str, upstream: dict[str, str], call: CallShape, expanded: graph
 def _digest(graph_digest: str, spec: program_pb2.ProgramSpec, call: CallShape, table: OverrideTable) -> str:
     """SHA-256 over all that decides what is computed; param values are not part of it."""
     rules = [
-        ["op", bound.rule.name] if bound.rule.content is None else ["content", bound.rule.content.digest, bound.rule.name]
+        ["op", bound.rule.name]
+        if bound.rule.content is None
+        else ["content", bound.rule.content.digest, bound.rule.name]
         for bound in table.bound
     ]
     overrides = [
@@ -177,7 +187,8 @@ def override_values(table: OverrideTable) -> bytes:
     """The overrides' param values, which distinguish programs of one digest from each other."""
     items = sorted(table.settings.items())
     return b"".join(
-        override_pb2.Override(label=f"{rule}.{name}", params={"value": rule_pb2.ParamValue.FromString(value.SerializeToString())})
-        .SerializeToString(deterministic=True)
+        override_pb2.Override(
+            label=f"{rule}.{name}", params={"value": rule_pb2.ParamValue.FromString(value.SerializeToString())}
+        ).SerializeToString(deterministic=True)
         for (rule, name), value in items
     )

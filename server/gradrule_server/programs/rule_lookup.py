@@ -13,7 +13,7 @@ from gradrule_server.rules import RuleContent
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRule:
-    """A rule by content: an expression or graph, or (content None) the gradient that TensorFlow registers for `name`."""
+    """A rule by content: an expression or graph, or (None) the gradient that TensorFlow registers for `name`."""
 
     name: str
     content: RuleContent | None
@@ -42,7 +42,10 @@ class RegistryLookup:
 
     def snapshot(self) -> bytes:
         """The rules asked for, under the names they were asked for."""
-        rules = [rule_pb2.Rule(name=rule.name, definition=rule.definition, kind=rule.kind, aliases=[asked]) for asked, rule in self._used.items()]
+        rules = [
+            rule_pb2.Rule(name=rule.name, definition=rule.definition, kind=rule.kind, aliases=[asked])
+            for asked, rule in self._used.items()
+        ]
         return rule_pb2.ListRulesResponse(rules=rules).SerializeToString(deterministic=True)
 
 

@@ -1,7 +1,7 @@
 """Running a rule on tensors, without a graph of the caller's: `SampleRule`.
 
-A rule with a form of its own is run as the graph that it is compiled to. Where the rule needs an op (its outputs, its own
-gradient, or because the rule *is* an op's gradient), a graph of that one op is differentiated with the rule as its override.
+A rule with a form of its own is run as the graph that it is compiled to. Where the rule needs an op (its outputs, its
+own gradient, or because it *is* an op's gradient), a graph of that one op is differentiated with the rule on it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ async def sample(
     """Runs the rule; MISSING_FEED where a value that it needs is neither given nor computed by `op_type`."""
     source = request.WhichOneof("source")
     if source is None:
-        raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the request names no rule and holds none", field="source")
+        raise error(
+            errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the request names no rule and holds none", field="source"
+        )
     values = _values(request)
     xs = _numbered(values, "x")
     if not xs:
@@ -47,7 +49,9 @@ async def sample(
         evaluation = _through_op(request, op_type, xs, values)
     else:
         if content is None:
-            raise error(errors_pb2.ERROR_REASON_MISSING_FEED, "an OP rule needs an op to run on: give op_type", field="op_type")
+            raise error(
+                errors_pb2.ERROR_REASON_MISSING_FEED, "an OP rule needs an op to run on: give op_type", field="op_type"
+            )
         evaluation = _by_itself(request, content, xs, values)
     raw = evaluation.SerializeToString()
     answer = evaluate_pb2.EvaluateResponse.FromString(await house.evaluate(evaluation, raw, received_ns, ends_at))
@@ -61,7 +65,7 @@ def _values(request: rule_pb2.SampleRuleRequest) -> dict[str, tensor_pb2.Tensor]
         if match is None:
             raise error(
                 errors_pb2.ERROR_REASON_UNKNOWN_FEED,
-                f"{item.name!r} is no variable of a rule: x, y, dy, default, with a number for the others than the first",
+                f"{item.name!r} is no variable of a rule: x, y, dy, default, numbered after the first",
                 field="values",
             )
         values[f"{match[1]}{match[2] or 0}"] = item.value.inline
@@ -122,7 +126,13 @@ def _param_values(request: rule_pb2.SampleRuleRequest, content: RuleContent) -> 
     values = {}
     for param in content.params:
         value = given.get(param.name)
-        array = param.default if value is None else _tensors.to_numpy(value.tensor) if value.HasField("tensor") else value.number
+        array = (
+            param.default
+            if value is None
+            else _tensors.to_numpy(value.tensor)
+            if value.HasField("tensor")
+            else value.number
+        )
         values[param.name] = _tensors.to_message(np.asarray(array, np.float64))
     return values
 

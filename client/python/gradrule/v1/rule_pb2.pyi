@@ -468,11 +468,11 @@ class SampleRuleResponse(google.protobuf.message.Message):
     OUTPUTS_FIELD_NUMBER: builtins.int
     @property
     def gradients(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
-        """One entry per input; an entry without a value means "not connected"."""
+        """One entry per input, named `dx`, `dx1`, …; an entry without a value means "not connected"."""
 
     @property
     def outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
-        """What the op put out, where `op_type` was run."""
+        """What the op put out, named `y`, `y1`, …, where `op_type` was run."""
 
     def __init__(
         self,

@@ -174,7 +174,7 @@ class CompileRequest(google.protobuf.message.Message):
 
     @property
     def inputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.TensorSpec]:
-        """Tensors of the expanded graph that calls feed, under the names that calls use."""
+        """Tensors of the expanded graph that calls feed, under the names that calls use (`x`, `h:1`)."""
 
     @property
     def fetches(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Endpoint]:
