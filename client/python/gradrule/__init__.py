@@ -1,1 +1,84 @@
-"""gradrule: gradients with rules of your own, as a service."""
+"""gradrule: gradients with rules of your own, as a service.
+
+    import gradrule as gr
+
+    client = gr.connect("localhost:8470")
+    client.create_rule("QuantizeGrad", "where(abs(x) <= 1, dy, 0)")
+
+Importing it loads nothing heavy; each name below is loaded at its first use. TensorFlow is never needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gradrule import aio, errors
+    from gradrule._client import Client, Program, connect
+    from gradrule._graph import Graph
+    from gradrule._handles import Node, TensorHandle
+    from gradrule._load import load
+    from gradrule._local import local
+    from gradrule._overrides import Override, Rule
+    from gradrule._results import (
+        Digests,
+        Explanation,
+        Resolution,
+        Result,
+        RuleInfo,
+        SampleResult,
+        Sparse,
+        Timings,
+    )
+    from gradrule._specs import TensorSpec
+    from gradrule.errors import GradruleError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "connect", "local", "aio", "Client", "Program",
+    "Graph", "TensorHandle", "Node", "load",
+    "Rule", "Override",
+    "Result", "Explanation", "SampleResult", "RuleInfo", "Resolution", "Timings", "Digests", "Sparse", "TensorSpec",
+    "errors", "GradruleError",
+    "__version__",
+]  # fmt: skip
+
+_HOMES = {
+    "connect": "_client",
+    "Client": "_client",
+    "Program": "_client",
+    "local": "_local",
+    "Graph": "_graph",
+    "TensorHandle": "_handles",
+    "Node": "_handles",
+    "load": "_load",
+    "Rule": "_overrides",
+    "Override": "_overrides",
+    "Result": "_results",
+    "Explanation": "_results",
+    "SampleResult": "_results",
+    "RuleInfo": "_results",
+    "Resolution": "_results",
+    "Timings": "_results",
+    "Digests": "_results",
+    "Sparse": "_results",
+    "TensorSpec": "_specs",
+    "GradruleError": "errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("aio", "errors"):
+        return importlib.import_module(f"gradrule.{name}")
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'gradrule' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"gradrule.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

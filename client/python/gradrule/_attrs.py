@@ -101,7 +101,7 @@ def natural(value: Any) -> _tensors.Array:
     try:
         array = np.asarray(value)
     except ValueError:
-        raise ValueError("the list is ragged: rows differ in length") from None
+        raise _tensors.RaggedError("the list is ragged: rows differ in length") from None
     if array.dtype.kind in "SUO":
         return np.asarray(value, object)
     if array.dtype == np.float64:

@@ -107,7 +107,7 @@ class Graph(GraphOps):
 
         inputs: one entry per input of the op, as TensorFlow's documentation of `tf.raw_ops` lists them: handles, lists
         of handles for inputs that are lists, and numbers or arrays, which become constants of the type that the op
-        wants. An op with one list among its inputs takes the list's tensors one by one too. Inputs can be given by name.
+        wants. An op with one list among its inputs takes the list's tensors one by one too. Inputs may go by name.
         attrs: by name; element types by name or dtype, shapes as lists, functions by name.
         Returns a handle; a tuple of them for several outputs or a list; the node where there are no outputs.
         Raises `UnknownOpTypeError`, `TypeMismatchError`, `InvalidAttrError`, `InvalidTensorError`.
@@ -192,7 +192,10 @@ class Graph(GraphOps):
     def _apply(self, override: OverrideValue, node: graph_pb2.Node) -> None:
         rule, params = rule_and_params(override, f"gradient_override_map[{node.op!r}]")
         if isinstance(rule, Rule) or params:
-            self._node_overrides.append(Override(rule, node=node.name, op_type=node.op, params=params, label=node.op))
+            # Optional, as in TensorFlow: a node of the context may lie off the path of what a request differentiates.
+            self._node_overrides.append(
+                Override(rule, node=node.name, op_type=node.op, params=params, label=node.op, optional=True)
+            )
         else:
             node.attr["_gradient_op_type"].s = rule.encode()
 

@@ -71,7 +71,7 @@ class GraphOps(ABC):
     def matmul(
         self, a: Any, b: Any, *, transpose_a: bool = False, transpose_b: bool = False, name: str | None = None
     ) -> TensorHandle:
-        """`a @ b` of matrices, or of batches of them where an operand states a rank above 2; else see `batch_matmul`."""
+        """`a @ b` of matrices, or of batches of them where an operand states a rank above 2; see `batch_matmul`."""
         shapes = [operand.shape for operand in (a, b) if isinstance(operand, TensorHandle)]
         if any(shape is not None and len(shape) > 2 for shape in shapes):
             return self.one("BatchMatMulV2", a, b, adj_x=transpose_a, adj_y=transpose_b, name=name)

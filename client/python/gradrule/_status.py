@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import grpc
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError, EncodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
-from gradrule.errors import Detail, GradruleError, of_reason
+from gradrule.errors import Detail, GradruleError, InternalError, MessageTooLargeError, UnavailableError, of_reason
 
 _DETAILS_KEY = "grpc-status-details-bin"
 _NODE = "node:"
+_R = TypeVar("_R")
 _M = TypeVar("_M", bound=Message)
 
 # Codes that gRPC itself makes, without details; see errors.proto.
@@ -37,6 +39,31 @@ def error_of(failure: grpc.RpcError) -> GradruleError:
             if (error := _from_status(status, code)) is not None:
                 return error
     return of_reason(_REASONS.get(code, "INTERNAL"), call.details() or f"the call failed: {code.name}", code=code.name)
+
+
+def waiting_error(failure: grpc.RpcError, target: str) -> GradruleError | None:
+    """Why waiting for a server is over, or None where it goes on."""
+    error = error_of(failure)
+    if error.reason == "DEADLINE_EXCEEDED":
+        return UnavailableError(f"no server answers at {target!r}")
+    return None if error.reason == "UNAVAILABLE" else error
+
+
+def serialized(request: Message) -> bytes:
+    """A request's bytes. Raises `MessageTooLargeError` past protobuf's 2 GiB."""
+    try:
+        return request.SerializeToString()
+    except (EncodeError, ValueError) as cause:
+        raise MessageTooLargeError(f"the request is too large to be one message: {cause}") from None
+
+
+def parsed(read: Callable[[bytes], Any], decode: Callable[[Any], _R], answer: bytes) -> _R:
+    """An answer's bytes, decoded."""
+    try:
+        message = read(answer)
+    except DecodeError as cause:
+        raise InternalError(f"the server's answer cannot be read: {cause}") from None
+    return decode(message)
 
 
 def _from_status(status: status_pb2.Status, code: grpc.StatusCode) -> GradruleError | None:

@@ -25,6 +25,10 @@ _OPAQUE = {Dt.DT_RESOURCE, Dt.DT_VARIANT}
 _NARROW_INTS = {Dt.DT_INT4, Dt.DT_UINT4, Dt.DT_INT2, Dt.DT_UINT2}
 
 
+class RaggedError(ValueError):
+    """A nested list whose rows differ in length has no shape."""
+
+
 def _numpy_dtypes() -> dict[int, np.dtype[Any]]:
     found: dict[int, np.dtype[Any]] = {}
     for number, name in NAMES.items():
@@ -238,7 +242,7 @@ def from_value(value: Any, number: int) -> Array:
     try:
         natural = np.asarray(value)
     except ValueError:
-        raise ValueError("the list is ragged: rows differ in length") from None
+        raise RaggedError("the list is ragged: rows differ in length") from None
     kind = natural.dtype.kind
     if number == Dt.DT_STRING:
         # NumPy's own string types drop trailing zero bytes.

@@ -1,0 +1,187 @@
+"""Every RPC as data: method, request, answer's type, and what to make of the answer.
+
+The sync and async clients differ only in how they send these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from google.protobuf.message import Message
+
+from gradrule import _requests, _results
+from gradrule._overrides import Params, Rule
+from gradrule._sources import GraphLike
+from gradrule.errors import InvalidDerivativeError, InvalidRuleError
+from gradrule.v1 import evaluate_pb2, program_pb2, rule_pb2
+
+R = TypeVar("R")
+
+_PACKAGE = "gradrule.v1"
+_KINDS = {"op": rule_pb2.RULE_KIND_OP, "builtin": rule_pb2.RULE_KIND_BUILTIN, "user": rule_pb2.RULE_KIND_USER}
+_PAGE_SIZE = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[R]):
+    """One RPC."""
+
+    method: str
+    request: Message
+    answer: Callable[[bytes], Any]
+    decode: Callable[[Any], R]
+
+
+def create_rule(
+    name: str,
+    expression: str | None,
+    graph: GraphLike | None,
+    params: Params | Iterable[str] | None,
+    description: str,
+) -> Call[_results.RuleInfo]:
+    """CreateRule."""
+    definition = Rule(expression, graph=graph, params=params).definition()
+    rule = rule_pb2.Rule(name=_full("rules", name), definition=definition, description=description)
+    return Call(
+        f"/{_PACKAGE}.RuleService/CreateRule",
+        rule_pb2.CreateRuleRequest(rule=rule),
+        rule_pb2.CreateRuleResponse.FromString,
+        lambda response: _results.rule_info(response.rule),
+    )
+
+
+def get_rule(name: str) -> Call[_results.RuleInfo]:
+    """GetRule."""
+    return Call(
+        f"/{_PACKAGE}.RuleService/GetRule",
+        rule_pb2.GetRuleRequest(name=name),
+        rule_pb2.GetRuleResponse.FromString,
+        lambda response: _results.rule_info(response.rule),
+    )
+
+
+def list_rules(kind: str | None, token: str) -> Call[tuple[list[_results.RuleInfo], str]]:
+    """ListRules: one page and the token of the next."""
+    if kind is not None and kind not in _KINDS:
+        raise InvalidRuleError(f"a kind of rules is 'op', 'builtin' or 'user', not {kind!r}")
+    wanted = rule_pb2.RULE_KIND_UNSPECIFIED if kind is None else _KINDS[kind]
+    return Call(
+        f"/{_PACKAGE}.RuleService/ListRules",
+        rule_pb2.ListRulesRequest(kind=wanted, page_size=_PAGE_SIZE, page_token=token),
+        rule_pb2.ListRulesResponse.FromString,
+        lambda response: ([_results.rule_info(rule) for rule in response.rules], response.next_page_token),
+    )
+
+
+def delete_rule(name: str) -> Call[None]:
+    """DeleteRule."""
+    return Call(
+        f"/{_PACKAGE}.RuleService/DeleteRule",
+        rule_pb2.DeleteRuleRequest(name=name),
+        rule_pb2.DeleteRuleResponse.FromString,
+        lambda _: None,
+    )
+
+
+def sample_rule(
+    rule: str | Rule, values: Mapping[str, Any], params: Params | None, op_type: str | None
+) -> Call[_results.SampleResult]:
+    """SampleRule."""
+    return Call(
+        f"/{_PACKAGE}.RuleService/SampleRule",
+        _requests.sample_request(rule, values, params, op_type),
+        rule_pb2.SampleRuleResponse.FromString,
+        _results.sample_result,
+    )
+
+
+def evaluate(
+    graph: GraphLike, feeds: _requests.Feeds | None, params: _requests.CallParams | None, words: _requests.Words
+) -> Call[_results.Result]:
+    """Evaluate with an inline program."""
+    spec, grad_ys = _requests.program_spec(graph, words)
+    type_of = _requests.types_of_graph(graph)
+    request = _requests.evaluate_request(feeds, type_of, grad_ys=grad_ys, params=params, graph=graph)
+    request.spec.CopyFrom(spec)
+    return _evaluate(request, _results.result)
+
+
+def evaluate_program(
+    program: program_pb2.Program,
+    feeds: _requests.Feeds | None,
+    params: _requests.CallParams | None,
+    grad_ys: _requests.GradYs | None,
+    decode: Callable[[evaluate_pb2.EvaluateResponse], _results.Result],
+) -> Call[_results.Result]:
+    """Evaluate by a program's name."""
+    type_of = _requests.types_of_specs([*program.inputs, *program.ys])
+    values = _requests.program_grad_ys(grad_ys, [spec.name for spec in program.ys])
+    request = _requests.evaluate_request(feeds, type_of, grad_ys=values, params=params)
+    request.program = program.name
+    return _evaluate(request, decode)
+
+
+def compile_program(graph: GraphLike, name: str | None, words: _requests.Words) -> Call[program_pb2.Program]:
+    """CompileProgram."""
+    spec, grad_ys = _requests.program_spec(graph, words)
+    if grad_ys:
+        raise InvalidDerivativeError(
+            f"grad_ys of {next(iter(grad_ys))!r} is a value; compile takes names of tensors, calls give values"
+        )
+    return Call(
+        f"/{_PACKAGE}.ProgramService/CompileProgram",
+        program_pb2.CompileProgramRequest(spec=spec, program_id=(name or "").removeprefix("programs/")),
+        program_pb2.CompileProgramResponse.FromString,
+        lambda response: response.program,
+    )
+
+
+def explain(graph: GraphLike, words: _requests.Words) -> Call[_results.Explanation]:
+    """CompileProgram, only checking."""
+    spec, _ = _requests.program_spec(graph, words)
+    return Call(
+        f"/{_PACKAGE}.ProgramService/CompileProgram",
+        program_pb2.CompileProgramRequest(spec=spec, validate_only=True),
+        program_pb2.CompileProgramResponse.FromString,
+        _results.explanation,
+    )
+
+
+def get_program(name: str) -> Call[program_pb2.Program]:
+    """GetProgram."""
+    return Call(
+        f"/{_PACKAGE}.ProgramService/GetProgram",
+        program_pb2.GetProgramRequest(name=_full("programs", name)),
+        program_pb2.GetProgramResponse.FromString,
+        lambda response: response.program,
+    )
+
+
+def list_programs(token: str) -> Call[tuple[list[program_pb2.Program], str]]:
+    """ListPrograms: one page and the token of the next."""
+    return Call(
+        f"/{_PACKAGE}.ProgramService/ListPrograms",
+        program_pb2.ListProgramsRequest(page_size=_PAGE_SIZE, page_token=token),
+        program_pb2.ListProgramsResponse.FromString,
+        lambda response: (list(response.programs), response.next_page_token),
+    )
+
+
+def delete_program(name: str) -> Call[None]:
+    """DeleteProgram."""
+    return Call(
+        f"/{_PACKAGE}.ProgramService/DeleteProgram",
+        program_pb2.DeleteProgramRequest(name=_full("programs", name)),
+        program_pb2.DeleteProgramResponse.FromString,
+        lambda _: None,
+    )
+
+
+def _evaluate(request: evaluate_pb2.EvaluateRequest, decode: Callable[[Any], _results.Result]) -> Call[_results.Result]:
+    return Call(f"/{_PACKAGE}.GradientService/Evaluate", request, evaluate_pb2.EvaluateResponse.FromString, decode)
+
+
+def _full(collection: str, name: str) -> str:
+    return name if name.startswith(f"{collection}/") else f"{collection}/{name}"

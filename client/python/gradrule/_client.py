@@ -1,0 +1,329 @@
+"""The client and its programs."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import grpc
+
+from gradrule import _calls, _channel, _requests, _results
+from gradrule._overrides import Overrides, Params, Rule
+from gradrule._program import ProgramBase, merged
+from gradrule._requests import CallParams, Feeds, GradYs, Names
+from gradrule._sources import GraphLike
+from gradrule._status import error_of, parsed, serialized, waiting_error
+from gradrule.errors import CancelledError, EngineUnavailableError, InvalidParamError, UnavailableError
+
+R = TypeVar("R")
+
+_POLL_S = 0.1
+
+
+def connect(
+    target: str,
+    *,
+    credentials: grpc.ChannelCredentials | None = None,
+    token: str | None = None,
+    timeout: float = 30.0,
+) -> Client:
+    """A client of the server at `host:port`; nothing is sent yet.
+
+    credentials: gRPC's channel credentials for TLS; without them the connection is plain. token: sent as a bearer token
+    with each call. timeout: seconds for a call that gives none of its own.
+    """
+    if credentials is None:
+        channel = grpc.insecure_channel(_channel.address(target), options=_channel.OPTIONS)
+    else:
+        channel = grpc.secure_channel(_channel.address(target), credentials, options=_channel.OPTIONS)
+    return Client(channel, target, token=token, timeout=timeout)
+
+
+class Client:
+    """A connection to a server. Safe to share between threads; made by `connect` or `local`.
+
+    Every call has a deadline: its `timeout` in seconds, or that of `connect`. Every failure is a `GradruleError`.
+    """
+
+    def __init__(self, channel: grpc.Channel, target: str, *, token: str | None, timeout: float) -> None:
+        self._channel = channel
+        self._metadata = _channel.metadata(token)
+        self._timeout = timeout
+        self._methods: dict[str, grpc.UnaryUnaryMultiCallable[bytes, bytes]] = {}
+        self.target = target
+
+    # Rules.
+
+    def create_rule(
+        self,
+        name: str,
+        expression: str | None = None,
+        *,
+        graph: GraphLike | None = None,
+        params: Params | Iterable[str] | None = None,
+        description: str = "",
+        timeout: float | None = None,
+    ) -> _results.RuleInfo:
+        """Registers a rule: an expression over `x, y, dy, default` and params, or a graph.
+
+        params: defaults by name, None where each use must give a value. Equal content under the same name returns the
+        rule that is there; other content raises `RuleExistsError`.
+        """
+        return self._run(_calls.create_rule(name, expression, graph, params, description), timeout)
+
+    def get_rule(self, name: str, *, timeout: float | None = None) -> _results.RuleInfo:
+        """The rule of a name. Raises `UnknownRuleError`."""
+        return self._run(_calls.get_rule(name), timeout)
+
+    def list_rules(self, kind: str | None = None, *, timeout: float | None = None) -> list[_results.RuleInfo]:
+        """All rules, or those of one kind: `user`, `builtin`, `op`."""
+        rules, token = self._run(_calls.list_rules(kind, ""), timeout)
+        while token:
+            more, token = self._run(_calls.list_rules(kind, token), timeout)
+            rules += more
+        return rules
+
+    def delete_rule(self, name: str, *, timeout: float | None = None) -> None:
+        """Forgets a USER rule; programs compiled with it keep it. Raises `UnknownRuleError`, `RuleReadOnlyError`."""
+        self._run(_calls.delete_rule(name), timeout)
+
+    def sample_rule(
+        self,
+        rule: str | Rule,
+        *,
+        x: Any = None,
+        y: Any = None,
+        dy: Any = None,
+        params: Params | None = None,
+        op_type: str | None = None,
+        timeout: float | None = None,
+        **more: Any,
+    ) -> _results.SampleResult:
+        """Runs a rule on values, without a graph.
+
+        x, y, dy: values of the rule's variables; further ones (`x1`, `dy1`, `default`, …) by keyword. A missing `dy` is
+        ones; a missing `y` or `default` is computed by `op_type`. Lists of floats are float32.
+        """
+        values = {"x": x, "y": y, "dy": dy, **more}
+        return self._run(_calls.sample_rule(rule, values, params, op_type), timeout)
+
+    # Evaluation.
+
+    def evaluate(
+        self,
+        graph: GraphLike,
+        feeds: Feeds | None = None,
+        fetches: Names = (),
+        ys: Names = (),
+        xs: Names = (),
+        grad_ys: GradYs | None = None,
+        stop_gradients: Names = (),
+        unconnected_gradients: str = "none",
+        overrides: Overrides | None = None,
+        no_gradient: str = "error",
+        params: CallParams | None = None,
+        timeout: float | None = None,
+    ) -> _results.Result:
+        """Forward outputs and gradients in one call, in the words of `tf.gradients` and `Session.run`.
+
+        feeds: values by tensor; lists take the tensor's element type, arrays must have it. fetches: tensors to put out.
+        ys, xs: what to differentiate with respect to what. grad_ys: upstream gradients, a dict by y or a list in the
+        order of ys, of arrays or names of tensors. overrides: a dict of op type to rule, or a list of `Override`.
+        params: values by the override's label, then by param.
+        """
+        words = _requests.Words(fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient)
+        return self._run(_calls.evaluate(graph, feeds, params, words), timeout)
+
+    def explain(
+        self,
+        graph: GraphLike,
+        feeds: Feeds | None = None,
+        fetches: Names = (),
+        ys: Names = (),
+        xs: Names = (),
+        grad_ys: GradYs | None = None,
+        stop_gradients: Names = (),
+        unconnected_gradients: str = "none",
+        overrides: Overrides | None = None,
+        no_gradient: str = "error",
+        params: CallParams | None = None,
+        timeout: float | None = None,
+    ) -> _results.Explanation:
+        """Which node would get which rule, and all that is wrong, without running anything.
+
+        Takes the words of `evaluate`; feeds and params, which decide nothing here, are not sent.
+        """
+        words = _requests.Words(fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient)
+        return self._run(_calls.explain(graph, words), timeout)
+
+    # Programs.
+
+    def compile(
+        self,
+        graph: GraphLike,
+        *,
+        fetches: Names = (),
+        ys: Names = (),
+        xs: Names = (),
+        grad_ys: GradYs | None = None,
+        stop_gradients: Names = (),
+        unconnected_gradients: str = "none",
+        overrides: Overrides | None = None,
+        no_gradient: str = "error",
+        name: str | None = None,
+        timeout: float | None = None,
+    ) -> Program:
+        """Checks and compiles once what then runs many times; kept by the server until it is deleted.
+
+        The words are those of `evaluate`; grad_ys holds names of tensors. name: a wished id; default: made from the
+        content. Equal content returns the program that is there.
+        """
+        words = _requests.Words(fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient)
+        return Program(self, self._run(_calls.compile_program(graph, name, words), timeout))
+
+    def program(self, name: str, *, timeout: float | None = None) -> Program:
+        """The program `programs/{id}`, or by its bare id. Raises `ProgramNotFoundError`."""
+        return Program(self, self._run(_calls.get_program(name), timeout))
+
+    def list_programs(self, *, timeout: float | None = None) -> list[Program]:
+        """All programs, without their overrides and defaulted nodes, which `program` tells."""
+        messages, token = self._run(_calls.list_programs(""), timeout)
+        while token:
+            more, token = self._run(_calls.list_programs(token), timeout)
+            messages += more
+        return [Program(self, message) for message in messages]
+
+    def delete_program(self, name: str, *, timeout: float | None = None) -> None:
+        """Forgets a program. Raises `ProgramNotFoundError`."""
+        self._run(_calls.delete_program(name), timeout)
+
+    # The connection.
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        """Returns as soon as an engine is ready. Raises `UnavailableError` or `EngineUnavailableError` in time."""
+        limit = time.monotonic() + (self._timeout if timeout is None else timeout)
+        check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(_channel.HEALTH_METHOD)
+        while True:
+            left = limit - time.monotonic()
+            try:
+                answer = check(
+                    _channel.HEALTH_REQUEST, timeout=max(left, 0.001), metadata=self._metadata, wait_for_ready=True
+                )
+            except grpc.RpcError as failure:
+                if (error := waiting_error(failure, self.target)) is not None:
+                    raise error from None
+            else:
+                if answer == _channel.HEALTH_SERVING:
+                    return
+            if left < _POLL_S:
+                raise EngineUnavailableError(f"the server at {self.target!r} has no engine ready")
+            time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """Closes the connection; calls under way are cancelled."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Client of {self.target!r}>"
+
+    def _run(self, call: _calls.Call[R], timeout: float | None) -> R:
+        request = serialized(call.request)
+        deadline = self._timeout if timeout is None else timeout
+        try:
+            answer = self._method(call.method)(request, timeout=deadline, metadata=self._metadata)
+        except grpc.RpcError as failure:
+            raise error_of(failure) from None
+        except ValueError as cause:
+            raise self._closed() from cause
+        return parsed(call.answer, call.decode, answer)
+
+    def _start(self, call: _calls.Call[Any], timeout: float | None) -> grpc.Future[bytes]:
+        request = serialized(call.request)
+        deadline = self._timeout if timeout is None else timeout
+        try:
+            return self._method(call.method).future(request, timeout=deadline, metadata=self._metadata)
+        except ValueError as cause:
+            raise self._closed() from cause
+
+    def _method(self, path: str) -> grpc.UnaryUnaryMultiCallable[bytes, bytes]:
+        method = self._methods.get(path)
+        if method is None:
+            method = self._methods[path] = self._channel.unary_unary(path)
+        return method
+
+    def _closed(self) -> UnavailableError:
+        return UnavailableError(f"the client of {self.target!r} is closed")
+
+    def _finish(self, call: _calls.Call[R], pending: grpc.Future[bytes]) -> R:
+        try:
+            data = pending.result()
+        except grpc.RpcError as failure:
+            raise error_of(failure) from None
+        except grpc.FutureCancelledError as failure:
+            raise CancelledError("the call was cancelled; its client was closed meanwhile") from failure
+        return parsed(call.answer, call.decode, data)
+
+
+class Program(ProgramBase):
+    """A compiled program of a client: only tensors travel. Made by `Client.compile` and `Client.program`."""
+
+    def __init__(self, client: Client, message: Any) -> None:
+        super().__init__(message)
+        self._client = client
+
+    def __call__(self, feeds: Feeds | None = None, /, **named: Any) -> _results.Result:
+        """Runs the program on feeds given as a dict or by keyword."""
+        return self.evaluate(merged(feeds, named))
+
+    def evaluate(
+        self,
+        feeds: Feeds | None = None,
+        *,
+        params: CallParams | None = None,
+        grad_ys: GradYs | None = None,
+        timeout: float | None = None,
+    ) -> _results.Result:
+        """Runs the program. grad_ys: arrays, a dict by y or a list in the order of ys."""
+        return self._client._run(self._call(feeds, params, grad_ys), timeout)
+
+    def map(
+        self,
+        feeds: Iterable[Feeds],
+        in_flight: int = 16,
+        *,
+        params: CallParams | None = None,
+        timeout: float | None = None,
+    ) -> Iterator[_results.Result]:
+        """Runs the program on each of many feeds, `in_flight` at a time; yields results in order.
+
+        The first failure is raised in its turn, and the calls under way are cancelled.
+        """
+        if in_flight < 1:
+            raise InvalidParamError(f"in_flight is at least 1, not {in_flight}")
+        pending: deque[tuple[_calls.Call[_results.Result], grpc.Future[bytes]]] = deque()
+        try:
+            for one in feeds:
+                if len(pending) >= in_flight:
+                    yield self._client._finish(*pending.popleft())
+                call = self._call(one, params, None)
+                pending.append((call, self._client._start(call, timeout)))
+            while pending:
+                yield self._client._finish(*pending.popleft())
+        finally:
+            for _, future in pending:
+                future.cancel()
+
+    def delete(self, *, timeout: float | None = None) -> None:
+        """Makes the server forget the program."""
+        self._client.delete_program(self.name, timeout=timeout)

@@ -1,0 +1,94 @@
+"""What the sync and async programs have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from gradrule import _calls, _results
+from gradrule._handles import TensorHandle
+from gradrule._requests import CallParams, Feeds, GradYs
+from gradrule._specs import TensorSpec
+from gradrule.errors import UnknownFeedError
+from gradrule.v1 import evaluate_pb2, program_pb2
+
+
+class ProgramBase:
+    """A compiled program, as the server described it."""
+
+    def __init__(self, message: program_pb2.Program) -> None:
+        self._message = message
+        self._overrides = _results.resolutions(message.overrides)
+
+    @property
+    def name(self) -> str:
+        """`programs/{id}`."""
+        return self._message.name
+
+    @property
+    def inputs(self) -> Mapping[str, TensorSpec]:
+        """Placeholders that a call feeds, by name."""
+        return _results.specs(self._message.inputs)
+
+    @property
+    def outputs(self) -> Mapping[str, TensorSpec]:
+        """Fetches, by the names given."""
+        return _results.specs(self._message.outputs)
+
+    @property
+    def ys(self) -> Mapping[str, TensorSpec]:
+        """What is differentiated, by the names given."""
+        return _results.specs(self._message.ys)
+
+    @property
+    def xs(self) -> Mapping[str, TensorSpec]:
+        """With respect to what, by the names given."""
+        return _results.specs(self._message.xs)
+
+    @property
+    def overrides(self) -> list[_results.Resolution]:
+        """Which node got which rule."""
+        return list(self._overrides)
+
+    @property
+    def defaulted(self) -> list[str]:
+        """Nodes on the path that no override took."""
+        return list(self._message.defaulted)
+
+    @property
+    def digests(self) -> _results.Digests:
+        """SHA-256 of the graph's bytes and of the program."""
+        return _results.Digests(self._message.digests.graph, self._message.digests.program)
+
+    @property
+    def device(self) -> str:
+        """Where it runs, `CPU:0` for example."""
+        return self._message.device
+
+    @property
+    def create_time(self) -> float:
+        """When it was compiled first, in seconds since 1970."""
+        return self._message.create_time.ToNanoseconds() / 1e9
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}>"
+
+    def _call(
+        self, feeds: Feeds | None, params: CallParams | None, grad_ys: GradYs | None
+    ) -> _calls.Call[_results.Result]:
+        return _calls.evaluate_program(self._message, feeds, params, grad_ys, self._decode)
+
+    def _decode(self, response: evaluate_pb2.EvaluateResponse) -> _results.Result:
+        # The answer of a compiled program leaves out what the program told once.
+        return replace(_results.result(response), overrides=self.overrides, defaulted=self.defaulted)
+
+
+def merged(feeds: Feeds | None, named: Mapping[str, Any]) -> Feeds:
+    """Feeds of a call, given as a dict, by keywords, or both."""
+    together: dict[str | TensorHandle, Any] = dict(feeds or {})
+    for name, value in named.items():
+        if name in together:
+            raise UnknownFeedError(f"{name!r} is fed twice, in the dict and by keyword")
+        together[name] = value
+    return together

@@ -1,0 +1,267 @@
+"""What a user asks, in the words of `tf.gradients` and `Session.run`, as messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from gradrule import _tensors
+from gradrule._attrs import natural
+from gradrule._dtypes import base, name_of
+from gradrule._graph import Graph
+from gradrule._handles import TensorHandle
+from gradrule._names import bare, near
+from gradrule._overrides import Overrides, override_messages, param_value
+from gradrule._sources import GraphLike, graph_bytes
+from gradrule.errors import (
+    FeedDtypeError,
+    InvalidDerivativeError,
+    InvalidGraphError,
+    InvalidParamError,
+    InvalidTensorError,
+    UnknownTensorError,
+    UnsupportedError,
+)
+from gradrule.v1 import evaluate_pb2, program_pb2, rule_pb2, tensor_pb2
+
+Name: TypeAlias = "str | TensorHandle"
+Names: TypeAlias = "Name | Iterable[Name]"
+Feeds: TypeAlias = "Mapping[Name, Any]"
+GradYs: TypeAlias = "Mapping[Name, Any] | Sequence[Any]"
+CallParams: TypeAlias = "Mapping[str, Mapping[str, Any]]"
+
+# Element type of a tensor by its name; 0 where it is not known. The flag: whether to go to any length to know it.
+TypeOf: TypeAlias = Callable[[str, bool], int]
+
+_UNCONNECTED = {
+    "none": program_pb2.UNCONNECTED_GRADIENTS_NONE,
+    "zero": program_pb2.UNCONNECTED_GRADIENTS_ZERO,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """What to compute, as the user says it."""
+
+    fetches: Names = ()
+    ys: Names = ()
+    xs: Names = ()
+    grad_ys: GradYs | None = None
+    stop_gradients: Names = ()
+    unconnected_gradients: str = "none"
+    overrides: Overrides | None = None
+    no_gradient: str = "error"
+
+
+def program_spec(graph: GraphLike, words: Words) -> tuple[program_pb2.ProgramSpec, dict[str, Any]]:
+    """The program, and the upstream gradients that are values and so travel with each call, by y."""
+    if words.unconnected_gradients not in _UNCONNECTED:
+        raise InvalidDerivativeError(f"unconnected_gradients is 'none' or 'zero', not {words.unconnected_gradients!r}")
+    if words.no_gradient != "error":
+        raise UnsupportedError(f"no_gradient is 'error'; {words.no_gradient!r} is not there yet")
+    spec = program_pb2.ProgramSpec(
+        fetches=names_of(words.fetches, graph),
+        no_gradient=program_pb2.NO_GRADIENT_ERROR,
+        overrides=override_messages(words.overrides),
+    )
+    spec.graph.serialized = graph_bytes(graph)
+    y_names, x_names = names_of(words.ys, graph), names_of(words.xs, graph)
+    tensors, values = _split_grad_ys(words.grad_ys, y_names, graph)
+    stops = names_of(words.stop_gradients, graph)
+    if y_names or x_names or stops or tensors or values:
+        spec.vjp.ys.extend(y_names)
+        spec.vjp.xs.extend(x_names)
+        spec.vjp.stop_gradients.extend(stops)
+        spec.vjp.unconnected_gradients = _UNCONNECTED[words.unconnected_gradients]
+        for y, tensor in tensors.items():
+            spec.vjp.grad_ys.add(y=y, tensor=tensor)
+        # With nothing to differentiate, what the builder recorded has no meaning, and would be refused.
+        if isinstance(graph, Graph):
+            spec.overrides.extend(override.message() for override in graph.node_overrides)
+    return spec, values
+
+
+def evaluate_request(
+    feeds: Feeds | None,
+    type_of: TypeOf,
+    *,
+    grad_ys: Mapping[str, Any] | None = None,
+    params: CallParams | None = None,
+    graph: GraphLike | None = None,
+) -> evaluate_pb2.EvaluateRequest:
+    """A call's values; the caller sets what to run. `grad_ys`: values only, by y."""
+    request = evaluate_pb2.EvaluateRequest()
+    for key, value in _pairs(feeds or {}, "feeds"):
+        name = name_of_tensor(key, graph)
+        request.feeds.append(named_tensor(name, value, type_of, f"feeds[{name!r}]"))
+    for y, value in (grad_ys or {}).items():
+        request.grad_ys.append(named_tensor(y, value, type_of, f"grad_ys[{y!r}]"))
+    for label, values in (params or {}).items():
+        if not isinstance(values, Mapping):
+            raise InvalidParamError(f"params[{label!r}] is a dict of values by the rule's param names, not {values!r}")
+        for name, value in values.items():
+            request.params[label].values[name].CopyFrom(param_value(name, value))
+    return request
+
+
+def types_of_graph(graph: GraphLike) -> TypeOf:
+    """Element types of a graph's tensors. A graph that came as bytes is read only where a type is needed."""
+    parsed: list[Graph] = [graph] if isinstance(graph, Graph) else []
+
+    def type_of(name: str, needed: bool) -> int:
+        if not parsed:
+            if not needed:
+                return 0
+            try:
+                parsed.append(Graph.from_bytes(graph_bytes(graph)))
+            except InvalidGraphError:
+                # The server says what is wrong with the graph.
+                return 0
+        try:
+            return base(parsed[0].tensor(name).number)
+        except UnknownTensorError:
+            return 0
+
+    return type_of
+
+
+def types_of_specs(specs: Iterable[tensor_pb2.TensorSpec]) -> TypeOf:
+    """Element types by name of what a program's signature lists."""
+    known = {bare(spec.name): spec.dtype for spec in specs}
+
+    def type_of(name: str, needed: bool) -> int:
+        return known.get(bare(name), 0)
+
+    return type_of
+
+
+def program_grad_ys(grad_ys: GradYs | None, ys: Sequence[str]) -> dict[str, Any]:
+    """The upstream gradients of one call of a program, by y."""
+    tensors, values = _split_grad_ys(grad_ys, ys, None)
+    if tensors:
+        y = next(iter(tensors))
+        raise InvalidDerivativeError(
+            f"grad_ys of {y!r} names the tensor {tensors[y]!r}; names are given to compile, calls give arrays"
+        )
+    return values
+
+
+def names_of(names: Names, graph: GraphLike | None = None) -> list[str]:
+    """Names of tensors, from names and handles, one or many."""
+    if isinstance(names, str | TensorHandle):
+        names = [names]
+    return [name_of_tensor(name, graph) for name in names]
+
+
+def name_of_tensor(name: Any, graph: GraphLike | None = None) -> str:
+    """A tensor's name, from a name or a handle of this graph."""
+    if isinstance(name, TensorHandle):
+        if isinstance(graph, Graph) and name.graph is not graph:
+            raise UnknownTensorError(f"the handle {name.name!r} belongs to another graph")
+        return name.name
+    if not isinstance(name, str):
+        raise UnknownTensorError(f"a tensor is named by a string or a handle, not by {type(name).__name__}")
+    return name
+
+
+def named_tensor(name: str, value: Any, type_of: TypeOf, where: str) -> tensor_pb2.NamedTensor:
+    """A value under a name. Lists and numbers take the tensor's type; arrays must have it (`FeedDtypeError`)."""
+    message = tensor_message(value, type_of(name, not is_array(value)), where)
+    return tensor_pb2.NamedTensor(name=name, value=tensor_pb2.TensorSource(inline=message))
+
+
+def tensor_message(value: Any, number: int, where: str) -> tensor_pb2.Tensor:
+    """A value as a tensor of an element type (0: its own)."""
+    if value is None or isinstance(value, TensorHandle):
+        raise InvalidTensorError(f"{where} is {value!r}; expected an array, a list or a number")
+    if is_array(value):
+        array = np.asarray(value)
+        try:
+            actual = _tensors.number_of_array(array)
+            if number and actual != number:
+                raise FeedDtypeError(
+                    f"{where} is an array of {name_of(actual)}, the tensor is {name_of(number)}; "
+                    f"convert it, or give a list, which takes the tensor's type"
+                )
+            return _tensors.to_message(array)
+        except ValueError as cause:
+            raise InvalidTensorError(f"{where}: {cause}") from None
+    if not number:
+        try:
+            return _tensors.to_message(natural(value))
+        except ValueError as cause:
+            raise InvalidTensorError(f"{where}: {cause}") from None
+    try:
+        return _tensors.to_message(_tensors.from_value(value, number))
+    except _tensors.RaggedError as cause:
+        raise InvalidTensorError(f"{where}: {cause}") from None
+    except ValueError as cause:
+        raise FeedDtypeError(f"{where}, whose tensor is {name_of(number)}: {cause}") from None
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value has an element type of its own: NumPy's arrays and scalars, tensors of other libraries."""
+    return hasattr(value, "dtype") or hasattr(value, "__array__")
+
+
+def _pairs(values: Any, what: str) -> Iterable[tuple[Any, Any]]:
+    if not isinstance(values, Mapping):
+        raise InvalidTensorError(f"{what} is a dict of values by tensor, not {type(values).__name__}")
+    return values.items()
+
+
+def _split_grad_ys(
+    grad_ys: GradYs | None, ys: Sequence[str], graph: GraphLike | None
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Upstream gradients by y: those that are tensors of the graph, and those that are values. None entries drop out."""
+    if grad_ys is None:
+        return {}, {}
+    given: dict[str, Any] = {}
+    if isinstance(grad_ys, Mapping):
+        known = {bare(y): y for y in ys}
+        for key, value in grad_ys.items():
+            name = name_of_tensor(key, graph)
+            y = known.get(bare(name))
+            if y is None:
+                raise InvalidDerivativeError(
+                    f"grad_ys has {name!r}, which is none of the ys {list(ys)}.{near(name, ys)}"
+                )
+            given[y] = value
+    elif isinstance(grad_ys, list | tuple):
+        if len(grad_ys) != len(ys):
+            raise InvalidDerivativeError(f"grad_ys has {len(grad_ys)} entries for {len(ys)} ys; None stands for ones")
+        given = dict(zip(ys, grad_ys, strict=True))
+    else:
+        raise InvalidDerivativeError(f"grad_ys is a dict by y or a list in order of ys, not {type(grad_ys).__name__}")
+    tensors: dict[str, str] = {}
+    values: dict[str, Any] = {}
+    for y, value in given.items():
+        if isinstance(value, str | TensorHandle):
+            tensors[y] = name_of_tensor(value, graph)
+        elif value is not None:
+            values[y] = value
+    return tensors, values
+
+
+def sample_request(
+    rule: Any,
+    values: Mapping[str, Any],
+    params: Mapping[str, Any] | None,
+    op_type: str | None,
+) -> rule_pb2.SampleRuleRequest:
+    """A request of SampleRule. `values` by the language's variable names; None entries drop out."""
+    request = rule_pb2.SampleRuleRequest(op_type=op_type or "")
+    if isinstance(rule, str):
+        request.name = rule
+    else:
+        request.definition.CopyFrom(rule.definition(params or ()))
+    for name, value in values.items():
+        if value is not None:
+            message = tensor_message(value, 0, name)
+            request.values.append(tensor_pb2.NamedTensor(name=name, value=tensor_pb2.TensorSource(inline=message)))
+    for name, value in (params or {}).items():
+        request.params[name].CopyFrom(param_value(name, value))
+    return request

@@ -1,0 +1,277 @@
+"""Answers, decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from gradrule._handles import TensorHandle
+from gradrule._names import bare, near
+from gradrule._specs import TensorSpec
+from gradrule._tensors import Array, to_numpy
+from gradrule.errors import Detail, InvalidTensorError, of_reason
+from gradrule.v1 import evaluate_pb2, override_pb2, program_pb2, rule_pb2, tensor_pb2
+
+V = TypeVar("V")
+
+
+class ByName(dict[str, V]):
+    """Values by tensor, under the names as given. Handles work as keys too, and `y` is `y:0`."""
+
+    def __missing__(self, key: Any) -> V:
+        found = self._own_key(key)
+        if found is None:
+            name = key.name if isinstance(key, TensorHandle) else str(key)
+            raise KeyError(f"{name}: there is {', '.join(map(repr, self)) or 'nothing'}.{near(name, self)}")
+        return dict.__getitem__(self, found)
+
+    def __contains__(self, key: object) -> bool:
+        return self._own_key(key) is not None
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The value of a tensor, or the default."""
+        found = self._own_key(key)
+        return default if found is None else dict.__getitem__(self, found)
+
+    def _own_key(self, key: object) -> str | None:
+        name = key.name if isinstance(key, TensorHandle) else key
+        if not isinstance(name, str):
+            return None
+        candidates = (name, bare(name), f"{bare(name)}:0")
+        return next((candidate for candidate in candidates if dict.__contains__(self, candidate)), None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sparse:
+    """A gradient that is nonzero only in some slices along axis 0. Slices that share an index add up.
+
+    values: (n, …). indices: (n). dense_shape: (rank).
+    """
+
+    values: Array
+    indices: Array
+    dense_shape: Array
+
+    def to_dense(self) -> Array:
+        """The whole gradient, of shape `dense_shape`."""
+        dense: Array = np.zeros(tuple(int(size) for size in self.dense_shape), self.values.dtype)
+        np.add.at(dense, self.indices, self.values)
+        return dense
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """Which rule a node got.
+
+    node: nested ones as `call/inner`. rule: its name, `default`, or `inline`. label: the override's.
+    status: `active`, `off_path` or `not_differentiable`. function: the function that the node lies in, or empty.
+    """
+
+    node: str
+    op_type: str
+    rule: str
+    label: str
+    status: str
+    function: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where the time went, in seconds."""
+
+    queue: float
+    compile: float
+    run: float
+
+
+@dataclass(frozen=True, slots=True)
+class Digests:
+    """SHA-256 in hex, of the graph's bytes and of the program."""
+
+    graph: str
+    program: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result:
+    """What an evaluation gives.
+
+    outputs: arrays by fetch. gradients: by x an array, a `Sparse`, or None where there is none; `gradient_kinds` tells
+    why: `dense`, `sparse`, `unconnected`, `not_differentiable`. overrides: which node got which rule. defaulted: nodes
+    on the path that no override took.
+    """
+
+    outputs: Mapping[str, Array]
+    gradients: Mapping[str, Array | Sparse | None]
+    gradient_kinds: Mapping[str, str]
+    overrides: list[Resolution]
+    defaulted: list[str]
+    timings: Timings
+    device: str
+    digests: Digests
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a program would be, without running it. `findings` lists all that is wrong; then the rest is empty."""
+
+    overrides: list[Resolution]
+    defaulted: list[str]
+    findings: list[Detail]
+    inputs: Mapping[str, TensorSpec]
+    outputs: Mapping[str, TensorSpec]
+    ys: Mapping[str, TensorSpec]
+    xs: Mapping[str, TensorSpec]
+
+    def raise_for_findings(self) -> None:
+        """Raises the error that `evaluate` or `compile` would raise, if there is one."""
+        if self.findings:
+            first = self.findings[0]
+            raise of_reason(first.reason, first.message, details=self.findings)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleResult:
+    """What a rule gives. gradients: by `dx`, `dx1`, …, None where not connected. outputs: the op's, where it ran."""
+
+    gradients: Mapping[str, Array | None]
+    outputs: Mapping[str, Array]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RuleInfo:
+    """A rule of the registry.
+
+    kind: `op`, `builtin` or `user`. expression: None for OP rules and rules that are graphs. params: defaults by name,
+    None where a value must be given. per_sample: None where it is not known.
+    """
+
+    name: str
+    kind: str
+    expression: str | None
+    graph: bytes | None
+    params: Mapping[str, Any]
+    description: str
+    op_types: tuple[str, ...]
+    reference: str
+    digest: str
+    per_sample: bool | None
+    aliases: tuple[str, ...]
+    create_time: float | None = field(default=None)
+
+
+def result(response: evaluate_pb2.EvaluateResponse) -> Result:
+    """From the answer of Evaluate."""
+    gradients: ByName[Array | Sparse | None] = ByName()
+    kinds: ByName[str] = ByName()
+    for gradient in response.gradients:
+        kind = gradient.WhichOneof("value") or "unconnected"
+        kinds[gradient.x] = kind
+        if kind == "dense":
+            gradients[gradient.x] = array(gradient.dense)
+        elif kind == "sparse":
+            gradients[gradient.x] = sparse(gradient.sparse)
+        else:
+            gradients[gradient.x] = None
+    timings = response.timings
+    return Result(
+        outputs=ByName({output.name: array(output.value.inline) for output in response.outputs}),
+        gradients=gradients,
+        gradient_kinds=kinds,
+        overrides=resolutions(response.overrides),
+        defaulted=list(response.defaulted),
+        timings=Timings(*(part.ToNanoseconds() / 1e9 for part in (timings.queue, timings.compile, timings.run))),
+        device=response.device,
+        digests=Digests(response.digests.graph, response.digests.program),
+    )
+
+
+def explanation(response: program_pb2.CompileProgramResponse) -> Explanation:
+    """From the answer of CompileProgram with validate_only."""
+    program = response.program
+    return Explanation(
+        overrides=resolutions(program.overrides),
+        defaulted=list(program.defaulted),
+        findings=[Detail(item.reason, item.message, item.node, item.field) for item in response.findings],
+        inputs=specs(program.inputs),
+        outputs=specs(program.outputs),
+        ys=specs(program.ys),
+        xs=specs(program.xs),
+    )
+
+
+def sample_result(response: rule_pb2.SampleRuleResponse) -> SampleResult:
+    """From the answer of SampleRule."""
+    return SampleResult(
+        {item.name: array(item.value.inline) if item.HasField("value") else None for item in response.gradients},
+        {item.name: array(item.value.inline) for item in response.outputs},
+    )
+
+
+def rule_info(rule: rule_pb2.Rule) -> RuleInfo:
+    """From a rule's message."""
+    definition = rule.definition
+    form = definition.WhichOneof("form")
+    return RuleInfo(
+        name=rule.name.removeprefix("rules/"),
+        kind=rule_pb2.RuleKind.Name(rule.kind).removeprefix("RULE_KIND_").lower(),
+        expression=definition.expression if form == "expression" else None,
+        graph=_graph_bytes(definition.graph) if form == "graph" else None,
+        params={param.name: _param_default(param) for param in definition.params},
+        description=rule.description,
+        op_types=tuple(rule.op_types),
+        reference=rule.reference,
+        digest=rule.digest,
+        per_sample=rule.per_sample if rule.HasField("per_sample") else None,
+        aliases=tuple(rule.aliases),
+        create_time=rule.create_time.ToNanoseconds() / 1e9 if rule.HasField("create_time") else None,
+    )
+
+
+def resolutions(messages: Iterable[override_pb2.Resolution]) -> list[Resolution]:
+    """From the messages, in their order."""
+    return [
+        Resolution(
+            message.node,
+            message.op_type,
+            message.rule,
+            message.label,
+            override_pb2.ResolutionStatus.Name(message.status).removeprefix("RESOLUTION_STATUS_").lower(),
+            message.function,
+        )
+        for message in messages
+    ]
+
+
+def specs(messages: Iterable[tensor_pb2.TensorSpec]) -> ByName[TensorSpec]:
+    """Specs by name."""
+    return ByName({message.name: TensorSpec.of(message) for message in messages})
+
+
+def array(message: tensor_pb2.Tensor) -> Array:
+    """An array that its receiver may change."""
+    try:
+        return to_numpy(message, writable=True)
+    except ValueError as cause:
+        raise InvalidTensorError(f"the server's answer: {cause}") from None
+
+
+def sparse(message: tensor_pb2.SparseTensor) -> Sparse:
+    """A sparse gradient."""
+    return Sparse(array(message.values), array(message.indices), array(message.dense_shape))
+
+
+def _graph_bytes(source: rule_pb2.GraphSource) -> bytes:
+    if source.WhichOneof("source") == "inline":
+        return source.inline.SerializeToString(deterministic=True)
+    return source.serialized
+
+
+def _param_default(param: rule_pb2.RuleParam) -> Any:
+    kind = param.default_value.WhichOneof("value")
+    if kind == "number":
+        return param.default_value.number
+    return array(param.default_value.tensor) if kind == "tensor" else None

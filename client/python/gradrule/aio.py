@@ -1,0 +1,317 @@
+"""The async twin of the client: the same words, awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterable, AsyncIterator, Iterable
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import grpc
+import grpc.aio
+
+from gradrule import _calls, _channel, _requests, _results
+from gradrule._local import LocalServer
+from gradrule._overrides import Overrides, Params, Rule
+from gradrule._program import ProgramBase, merged
+from gradrule._requests import CallParams, Feeds, GradYs, Names
+from gradrule._sources import GraphLike
+from gradrule._status import error_of, parsed, serialized, waiting_error
+from gradrule.errors import EngineUnavailableError, InvalidParamError, UnavailableError
+
+__all__ = ["AsyncClient", "AsyncProgram", "connect", "local"]
+
+R = TypeVar("R")
+
+_POLL_S = 0.1
+
+
+def connect(
+    target: str,
+    *,
+    credentials: grpc.ChannelCredentials | None = None,
+    token: str | None = None,
+    timeout: float = 30.0,
+) -> AsyncClient:
+    """`gradrule.connect` for asyncio. Call it where the event loop runs."""
+    if credentials is None:
+        channel = grpc.aio.insecure_channel(_channel.address(target), options=_channel.OPTIONS)
+    else:
+        channel = grpc.aio.secure_channel(_channel.address(target), credentials, options=_channel.OPTIONS)
+    return AsyncClient(channel, target, token=token, timeout=timeout)
+
+
+def local(**settings: Any) -> AsyncLocal:
+    """`gradrule.local` for asyncio: `async with gr.aio.local() as client`."""
+    return AsyncLocal(LocalServer(settings))
+
+
+class AsyncLocal:
+    """A server of one's own, for the length of an `async with`."""
+
+    def __init__(self, server: LocalServer) -> None:
+        self._server = server
+        self._client: AsyncClient | None = None
+
+    async def __aenter__(self) -> AsyncClient:
+        self._client = connect(await asyncio.to_thread(self._server.start))
+        return self._client
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._client is not None:
+                await self._client.close()
+        finally:
+            await asyncio.to_thread(self._server.stop)
+
+
+class AsyncClient:
+    """`gradrule.Client` for asyncio: the same methods with the same words, awaited."""
+
+    def __init__(self, channel: grpc.aio.Channel, target: str, *, token: str | None, timeout: float) -> None:
+        self._channel = channel
+        self._metadata = _channel.metadata(token)
+        self._timeout = timeout
+        self._methods: dict[str, grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]] = {}
+        self.target = target
+
+    # Rules.
+
+    async def create_rule(
+        self,
+        name: str,
+        expression: str | None = None,
+        *,
+        graph: GraphLike | None = None,
+        params: Params | Iterable[str] | None = None,
+        description: str = "",
+        timeout: float | None = None,
+    ) -> _results.RuleInfo:
+        """As `Client.create_rule`."""
+        return await self._run(_calls.create_rule(name, expression, graph, params, description), timeout)
+
+    async def get_rule(self, name: str, *, timeout: float | None = None) -> _results.RuleInfo:
+        """As `Client.get_rule`."""
+        return await self._run(_calls.get_rule(name), timeout)
+
+    async def list_rules(self, kind: str | None = None, *, timeout: float | None = None) -> list[_results.RuleInfo]:
+        """As `Client.list_rules`."""
+        rules, token = await self._run(_calls.list_rules(kind, ""), timeout)
+        while token:
+            more, token = await self._run(_calls.list_rules(kind, token), timeout)
+            rules += more
+        return rules
+
+    async def delete_rule(self, name: str, *, timeout: float | None = None) -> None:
+        """As `Client.delete_rule`."""
+        await self._run(_calls.delete_rule(name), timeout)
+
+    async def sample_rule(
+        self,
+        rule: str | Rule,
+        *,
+        x: Any = None,
+        y: Any = None,
+        dy: Any = None,
+        params: Params | None = None,
+        op_type: str | None = None,
+        timeout: float | None = None,
+        **more: Any,
+    ) -> _results.SampleResult:
+        """As `Client.sample_rule`."""
+        values = {"x": x, "y": y, "dy": dy, **more}
+        return await self._run(_calls.sample_rule(rule, values, params, op_type), timeout)
+
+    # Evaluation.
+
+    async def evaluate(
+        self,
+        graph: GraphLike,
+        feeds: Feeds | None = None,
+        fetches: Names = (),
+        ys: Names = (),
+        xs: Names = (),
+        grad_ys: GradYs | None = None,
+        stop_gradients: Names = (),
+        unconnected_gradients: str = "none",
+        overrides: Overrides | None = None,
+        no_gradient: str = "error",
+        params: CallParams | None = None,
+        timeout: float | None = None,
+    ) -> _results.Result:
+        """As `Client.evaluate`."""
+        words = _requests.Words(fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient)
+        return await self._run(_calls.evaluate(graph, feeds, params, words), timeout)
+
+    async def explain(
+        self,
+        graph: GraphLike,
+        feeds: Feeds | None = None,
+        fetches: Names = (),
+        ys: Names = (),
+        xs: Names = (),
+        grad_ys: GradYs | None = None,
+        stop_gradients: Names = (),
+        unconnected_gradients: str = "none",
+        overrides: Overrides | None = None,
+        no_gradient: str = "error",
+        params: CallParams | None = None,
+        timeout: float | None = None,
+    ) -> _results.Explanation:
+        """As `Client.explain`."""
+        words = _requests.Words(fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient)
+        return await self._run(_calls.explain(graph, words), timeout)
+
+    # Programs.
+
+    async def compile(
+        self,
+        graph: GraphLike,
+        *,
+        fetches: Names = (),
+        ys: Names = (),
+        xs: Names = (),
+        grad_ys: GradYs | None = None,
+        stop_gradients: Names = (),
+        unconnected_gradients: str = "none",
+        overrides: Overrides | None = None,
+        no_gradient: str = "error",
+        name: str | None = None,
+        timeout: float | None = None,
+    ) -> AsyncProgram:
+        """As `Client.compile`."""
+        words = _requests.Words(fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient)
+        return AsyncProgram(self, await self._run(_calls.compile_program(graph, name, words), timeout))
+
+    async def program(self, name: str, *, timeout: float | None = None) -> AsyncProgram:
+        """As `Client.program`."""
+        return AsyncProgram(self, await self._run(_calls.get_program(name), timeout))
+
+    async def list_programs(self, *, timeout: float | None = None) -> list[AsyncProgram]:
+        """As `Client.list_programs`."""
+        messages, token = await self._run(_calls.list_programs(""), timeout)
+        while token:
+            more, token = await self._run(_calls.list_programs(token), timeout)
+            messages += more
+        return [AsyncProgram(self, message) for message in messages]
+
+    async def delete_program(self, name: str, *, timeout: float | None = None) -> None:
+        """As `Client.delete_program`."""
+        await self._run(_calls.delete_program(name), timeout)
+
+    # The connection.
+
+    async def wait_ready(self, timeout: float | None = None) -> None:
+        """As `Client.wait_ready`."""
+        limit = time.monotonic() + (self._timeout if timeout is None else timeout)
+        check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(_channel.HEALTH_METHOD)
+        while True:
+            left = limit - time.monotonic()
+            try:
+                answer = await check(
+                    _channel.HEALTH_REQUEST, timeout=max(left, 0.001), metadata=self._metadata, wait_for_ready=True
+                )
+            except grpc.RpcError as failure:
+                if (error := waiting_error(failure, self.target)) is not None:
+                    raise error from None
+            else:
+                if answer == _channel.HEALTH_SERVING:
+                    return
+            if left < _POLL_S:
+                raise EngineUnavailableError(f"the server at {self.target!r} has no engine ready")
+            await asyncio.sleep(_POLL_S)
+
+    async def close(self) -> None:
+        """As `Client.close`."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"<AsyncClient of {self.target!r}>"
+
+    async def _run(self, call: _calls.Call[R], timeout: float | None) -> R:
+        method = self._methods.get(call.method)
+        if method is None:
+            method = self._methods[call.method] = self._channel.unary_unary(call.method)
+        request = serialized(call.request)
+        deadline = self._timeout if timeout is None else timeout
+        try:
+            answer = await method(request, timeout=deadline, metadata=self._metadata)
+        except grpc.RpcError as failure:
+            raise error_of(failure) from None
+        except grpc.aio.UsageError as cause:
+            raise UnavailableError(f"the client of {self.target!r} is closed") from cause
+        return parsed(call.answer, call.decode, answer)
+
+
+class AsyncProgram(ProgramBase):
+    """`gradrule.Program` for asyncio."""
+
+    def __init__(self, client: AsyncClient, message: Any) -> None:
+        super().__init__(message)
+        self._client = client
+
+    async def __call__(self, feeds: Feeds | None = None, /, **named: Any) -> _results.Result:
+        """Runs the program on feeds given as a dict or by keyword."""
+        return await self.evaluate(merged(feeds, named))
+
+    async def evaluate(
+        self,
+        feeds: Feeds | None = None,
+        *,
+        params: CallParams | None = None,
+        grad_ys: GradYs | None = None,
+        timeout: float | None = None,
+    ) -> _results.Result:
+        """As `Program.evaluate`."""
+        return await self._client._run(self._call(feeds, params, grad_ys), timeout)
+
+    async def map(
+        self,
+        feeds: Iterable[Feeds] | AsyncIterable[Feeds],
+        in_flight: int = 16,
+        *,
+        params: CallParams | None = None,
+        timeout: float | None = None,
+    ) -> AsyncIterator[_results.Result]:
+        """As `Program.map`; `async for result in p.map(…)`. The feeds may come from an async iterable too."""
+        if in_flight < 1:
+            raise InvalidParamError(f"in_flight is at least 1, not {in_flight}")
+        pending: deque[asyncio.Task[_results.Result]] = deque()
+        try:
+            async for one in _each(feeds):
+                if len(pending) >= in_flight:
+                    yield await pending.popleft()
+                call = self._call(one, params, None)
+                pending.append(asyncio.ensure_future(self._client._run(call, timeout)))
+            while pending:
+                yield await pending.popleft()
+        finally:
+            for task in pending:
+                task.cancel()
+            # Their outcome is nobody's any more, but an unread failure would be reported as lost.
+            await asyncio.gather(*pending, return_exceptions=True)
+
+    async def delete(self, *, timeout: float | None = None) -> None:
+        """As `Program.delete`."""
+        await self._client.delete_program(self.name, timeout=timeout)
+
+
+async def _each(feeds: Iterable[Feeds] | AsyncIterable[Feeds]) -> AsyncIterator[Feeds]:
+    if isinstance(feeds, AsyncIterable):
+        async for one in feeds:
+            yield one
+    else:
+        for one in feeds:
+            yield one
