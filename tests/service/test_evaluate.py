@@ -189,6 +189,7 @@ def test_three_kinds_of_no_gradient(either: Any, channel: Any) -> None:
         "not_differentiable",
     ]
     r = either.evaluate(graph.SerializeToString(), feeds={"x": [1.0]}, ys=["y"], xs=["apart", "i"])
+    assert dict(r.gradient_kinds) == {"apart": "unconnected", "i": "not_differentiable"}
     assert r.gradients["apart"] is None
     assert r.gradients["i"] is None
 
@@ -258,14 +259,8 @@ def test_answers_tell_where_and_how_long(either: Any) -> None:
     import hashlib
 
     assert r.digests.graph == hashlib.sha256(GRAPH.SerializeToString()).hexdigest()
-    for part in (r.timings.queue, r.timings.compile, r.timings.run):
-        assert 0 <= seconds(part) < 30
-    assert seconds(r.timings.run) > 0
-
-
-def seconds(span: Any) -> float:
-    """A duration as a number."""
-    return float(span.total_seconds()) if hasattr(span, "total_seconds") else float(span)
+    assert all(0 <= part < 30 for part in (r.timings.queue, r.timings.compile, r.timings.run))
+    assert r.timings.run > 0
 
 
 def test_second_call_compiles_nothing(either: Any) -> None:
@@ -274,8 +269,8 @@ def test_second_call_compiles_nothing(either: Any) -> None:
     words: dict[str, Any] = {"fetches": [f"y{id(either)}"]}
     first = either.evaluate(g, feeds={"x": [1.0]}, **words)
     second = either.evaluate(g, feeds={"x": [2.0, 3.0]}, **words)
-    assert seconds(first.timings.compile) > 0
-    assert seconds(second.timings.compile) == 0
+    assert first.timings.compile > 0
+    assert second.timings.compile == 0
     assert first.digests == second.digests
 
 
@@ -293,7 +288,7 @@ def test_program(either: Any) -> None:
     for r in (called, evaluated, by_name):
         assert_close(r.outputs["p"], (A * B) ** 2)
         assert_close(r.gradients["a"], 2 * A * B * B)
-    assert seconds(evaluated.timings.compile) == 0
+    assert evaluated.timings.compile == 0
     upstream = p.evaluate(FEEDS, grad_ys=[np.float32([1, 0, 0])])
     assert_close(upstream.gradients["a"], 2 * A * B * B * np.float32([1, 0, 0]))
 

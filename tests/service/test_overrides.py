@@ -210,6 +210,7 @@ def test_explain_runs_nothing_and_tells_the_same(either: Any) -> None:
     overrides = [gr.Override("default", scope="a"), gr.Override("ste", op_type="Sign")]
     explained = either.explain(tower(), ys=["y"], xs=["x"], overrides=overrides)
     r = ask(either, tower(), overrides)
+    assert not explained.findings
     assert explained.overrides == r.overrides
     assert explained.defaulted == r.defaulted
 
@@ -235,3 +236,12 @@ def test_nested_names_are_selectable(client: Any) -> None:
     one = client.evaluate(graph, overrides=[gr.Override("ste", scope="layer1")], **words)
     assert rules_by_node(one)[first] == "ste"
     assert_close(one.gradients["layer1/x"], np.float32([2]))
+
+
+def test_explain_lists_all_that_is_wrong(either: Any) -> None:
+    overrides = [gr.Override("ste_sing", op_type="Sign"), gr.Override("ste", op_type="Sgin")]
+    explained = either.explain(tower(), ys=["y"], xs=["x"], overrides=overrides)
+    assert {finding.reason for finding in explained.findings} == {"UNKNOWN_RULE", "UNKNOWN_OP_TYPE"}
+    assert not explained.overrides
+    with refused("UNKNOWN_RULE"):
+        either.explain(tower(), ys=["y"], xs=["x"], overrides=overrides[:1]).raise_for_findings()

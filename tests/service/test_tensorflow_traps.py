@@ -314,10 +314,12 @@ def test_bool_tensor_is_told(either: Any) -> None:
 
 def test_unknown_rule_is_told_before_anything_runs(either: Any) -> None:
     graph = loaded(drawn(at_top))
-    for call in (either.explain, either.compile):
-        with refused("UNKNOWN_RULE") as refusal:
-            call(graph, ys=["y"], xs=["x"], overrides={"Sign": "ste_sing"})
-        refusal.says("ste_sing", "Did you mean", "ste_sign")
+    words: dict[str, Any] = {"ys": ["y"], "xs": ["x"], "overrides": {"Sign": "ste_sing"}}
+    with refused("UNKNOWN_RULE") as refusal:
+        either.compile(graph, **words)
+    refusal.says("ste_sing", "Did you mean", "ste_sign")
+    with refused("UNKNOWN_RULE"):
+        either.explain(graph, **words).raise_for_findings()
 
 
 def test_node_that_a_gradient_makes_is_not_overridden(client: Any) -> None:
@@ -351,13 +353,13 @@ def test_op_rule_on_another_op(either: Any) -> None:
 
 def test_op_rule_that_lacks_attributes(either: Any) -> None:
     with refused("RULE_NOT_APPLICABLE") as refusal:
-        either.explain(loaded(drawn(at_top)), ys=["y"], xs=["x"], overrides={"Sign": "MatMul"})
+        either.compile(loaded(drawn(at_top)), ys=["y"], xs=["x"], overrides={"Sign": "MatMul"})
     refusal.says("MatMul", "Sign")
 
 
 def test_op_that_has_no_gradient_is_no_rule(either: Any) -> None:
     with refused("RULE_NOT_APPLICABLE") as refusal:
-        either.explain(loaded(drawn(at_top)), ys=["y"], xs=["x"], overrides={"Sign": "ArgMax"})
+        either.compile(loaded(drawn(at_top)), ys=["y"], xs=["x"], overrides={"Sign": "ArgMax"})
     refusal.says("ArgMax", "not differentiable")
 
 

@@ -1,0 +1,283 @@
+"""A server's life: settings, start, health, drain, and what outlives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+import gradrule as gr
+from tests.service import endless, raw
+from tests.service.answers import assert_close, refused
+from tests.service.servers import RunningServer, running_server, serve_command, server_environment, wait_until
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+GRADIENTS = "gradrule.v1.GradientService"
+
+
+def refused_start(*flags: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """A server that must not start: how it ended."""
+    return subprocess.run(
+        serve_command(*flags), capture_output=True, text=True, timeout=90, env=server_environment(environment), check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "words"),
+    [
+        (["--prot", "0"], {}, ["--prot", "Did you mean", "--port"]),
+        (["--port", "many"], {}, ["--port", "many"]),
+        (["--port", "99999"], {}, ["--port", "99999"]),
+        (["--device", "tpu"], {}, ["--device", "tpu", "gpu:N"]),
+        ([], {"GRADRULE_PROT": "0"}, ["GRADRULE_PROT", "GRADRULE_PORT"]),
+        ([], {"GRADRULE_MAX_MESSAGE_BYTES": "lots"}, ["GRADRULE_MAX_MESSAGE_BYTES", "lots"]),
+    ],
+)
+def test_settings_that_are_refused(flags: list[str], environment: dict[str, str], words: list[str]) -> None:
+    ended = refused_start(*flags, environment=environment)
+    assert ended.returncode == 2
+    assert not ended.stdout
+    assert "Traceback" not in ended.stderr
+    for word in words:
+        assert word in ended.stderr
+
+
+def test_gpu_that_is_not_there(tmp_path: Path) -> None:
+    flags = ("--port", "0", "--data-dir", str(tmp_path), "--device", "gpu:0")
+    ended = refused_start(*flags, environment={"CUDA_VISIBLE_DEVICES": "-1"})
+    assert ended.returncode == 1
+    assert "listening" not in ended.stdout
+    assert "Traceback" not in ended.stderr
+    assert "gpu:0" in ended.stderr.lower()
+
+
+def test_port_that_is_taken(server: RunningServer, tmp_path: Path) -> None:
+    port = server.target.rpartition(":")[2]
+    ended = refused_start("--port", port, "--data-dir", str(tmp_path))
+    assert ended.returncode == 1
+    assert port in ended.stderr
+
+
+def test_data_folder_that_another_server_holds(server: RunningServer) -> None:
+    ended = refused_start("--port", "0", "--data-dir", str(server.data_dir / "registry"))
+    assert ended.returncode == 1
+    assert str(server.data_dir / "registry") in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_flag_wins_over_environment(tmp_path: Path) -> None:
+    environment = {"GRADRULE_MAX_MESSAGE_BYTES": "4KiB", "GRADRULE_REFLECTION": "false"}
+    with running_server(tmp_path, ["--max-message-bytes", "1MiB"], environment) as running, gr.connect(
+        running.target
+    ) as client:
+        g = gr.Graph()
+        g.op("Neg", g.placeholder("x", "float32", [None]), name="y")
+        r = client.evaluate(g, feeds={"x": np.ones(10_000, np.float32)}, fetches=["y"])
+        assert r.outputs["y"].sum() == -10_000
+        with refused("MESSAGE_TOO_LARGE"):
+            client.evaluate(g, feeds={"x": np.ones(300_000, np.float32)}, fetches=["y"])
+        assert running.terminate() == 0
+
+
+def health(target: str, service: str) -> int | None:
+    """What the server says of a service; None where it is not reached."""
+    with grpc.insecure_channel(target) as channel:
+        try:
+            stub = health_pb2_grpc.HealthStub(channel)
+            status: int = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5).status
+        except grpc.RpcError as failure:
+            if failure.code() is grpc.StatusCode.UNAVAILABLE:  # type: ignore[attr-defined]  # a Call too
+                return None
+            raise
+    return status
+
+
+def test_health_of_a_server_that_is_up(server: RunningServer) -> None:
+    assert health(server.target, "") == SERVING
+    assert health(server.target, GRADIENTS) == SERVING
+
+
+def test_health_of_an_unknown_service(server: RunningServer) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        health(server.target, "gradrule.v1.Nothing")
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND  # type: ignore[attr-defined]  # a Call too
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server whose engine these tests may kill."""
+    with running_server(tmp_path_factory.mktemp("own")) as running:
+        yield running
+
+
+def test_health_follows_the_engine(own: RunningServer) -> None:
+    engine = own.wait_for_engine()
+    os.kill(engine, signal.SIGKILL)
+    wait_until(lambda: True if health(own.target, GRADIENTS) == NOT_SERVING else None, "NOT_SERVING")
+    assert health(own.target, "") == SERVING
+    wait_until(lambda: True if health(own.target, GRADIENTS) == SERVING else None, "SERVING again", 60)
+    assert own.engine_pid() not in (None, engine)
+
+
+def test_engine_killed_while_it_is_idle(own: RunningServer) -> None:
+    with gr.connect(own.target) as client:
+        p = client.compile(raw.sign_graph().SerializeToString(), fetches=["y"], ys=["y"], xs=["x"], overrides={"Sign": "ste"})
+        engine = own.wait_for_engine()
+        os.kill(engine, signal.SIGKILL)
+        try:
+            p.evaluate({"x": [2.0]}, timeout=30)
+        except gr.errors.GradruleError as caught:
+            assert caught.reason in {"ENGINE_CRASHED", "ENGINE_UNAVAILABLE"}
+            if caught.reason == "ENGINE_UNAVAILABLE":
+                assert caught.retry_delay is not None
+                assert caught.retry_delay > 0
+        wait_until(lambda: True if health(own.target, GRADIENTS) == SERVING else None, "another engine", 60)
+        r = p.evaluate({"x": [2.0]})
+        assert_close(r.outputs["y"], np.float32([1]))
+        assert_close(r.gradients["x"], np.float32([1]))
+
+
+def test_loop_that_never_ends(own: RunningServer) -> None:
+    with gr.connect(own.target) as client:
+        p = client.compile(endless.graph_def(), fetches=["y"])
+        started = time.monotonic()
+        with refused("DEADLINE_EXCEEDED"):
+            p.evaluate({"x": endless.STAYS}, timeout=1.5)
+        assert time.monotonic() - started < 5
+
+        def answered() -> Any:
+            try:
+                return p.evaluate({"x": endless.ENDS})
+            except gr.errors.GradruleError as caught:
+                assert caught.reason in {"ENGINE_CRASHED", "ENGINE_UNAVAILABLE"}
+                return None
+
+        assert wait_until(answered, "an answer", 60).outputs["y"] == endless.ENDS
+
+
+def test_calls_beside_a_loop_that_never_ends(own: RunningServer) -> None:
+    """While one call hangs, others are answered."""
+    with gr.connect(own.target) as client:
+        hanging = threading.Thread(target=lambda: _ignoring_the_deadline(client))
+        hanging.start()
+        time.sleep(1.0)
+        r = client.evaluate(raw.sign_graph().SerializeToString(), feeds={"x": [3.0]}, fetches=["y"], timeout=2.0)
+        assert r.outputs["y"].tolist() == [1.0]
+        hanging.join()
+    wait_until(lambda: True if health(own.target, GRADIENTS) == SERVING else None, "an engine", 60)
+
+
+def _ignoring_the_deadline(client: Any) -> None:
+    with refused("DEADLINE_EXCEEDED"):
+        client.evaluate(endless.graph_def(), feeds={"x": endless.STAYS}, fetches=["y"], timeout=4.0)
+
+
+def test_sigterm_drains(tmp_path: Path) -> None:
+    """A call that runs when SIGTERM comes is finished, then the server exits 0."""
+    with running_server(tmp_path) as running:
+        slow = gr.Graph()
+        x = slow.placeholder("x", "float32", [None, None])
+        for _ in range(12):
+            x = slow.op("MatMul", x, x)
+            x = slow.op("Tanh", x)
+        slow.op("Sum", x, [0, 1], name="y")
+        with gr.connect(running.target) as client:
+            p = client.compile(slow, fetches=["y"])
+            matrix = np.full((1500, 1500), 1e-3, np.float32)
+            p.evaluate({"x": matrix})
+            answers: list[Any] = []
+            call = threading.Thread(target=lambda: answers.append(p.evaluate({"x": matrix}, timeout=30)))
+            call.start()
+            time.sleep(0.15)
+            engine = running.engine_pid()
+            assert running.terminate() == 0
+            call.join()
+        assert len(answers) == 1
+        assert np.isfinite(answers[0].outputs["y"])
+        assert engine is not None
+        wait_until(lambda: None if Path(f"/proc/{engine}").exists() else True, "end of the engine")
+        assert "Traceback" not in running.log.read_text()
+
+
+def test_sigterm_while_it_starts(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        serve_command("--port", "0", "--data-dir", str(tmp_path)),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=server_environment(),
+    )
+    time.sleep(1.5)
+    process.terminate()
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0, stderr
+
+
+def sign_program(client: Any) -> Any:
+    """y = sign(x) with a USER rule."""
+    return client.compile(
+        raw.sign_graph().SerializeToString(), fetches=["y"], ys=["y"], xs=["x"], overrides={"Sign": "Kept"}, name="kept"
+    )
+
+
+def check_kept(client: Any, factor: float) -> None:
+    r = client.program("programs/kept").evaluate({"x": [2.0]})
+    assert_close(r.outputs["y"], np.float32([1]))
+    assert_close(r.gradients["x"], np.float32([factor]))
+
+
+def test_rules_and_programs_outlive_the_server(tmp_path: Path) -> None:
+    """Stopped, started, the rule's name given to another rule, and killed right after the acknowledgement."""
+    with running_server(tmp_path) as first:
+        with gr.connect(first.target) as client:
+            client.create_rule("Kept", "5 * dy", description="kept")
+            digests = sign_program(client).digests
+            check_kept(client, 5)
+        assert first.terminate() == 0
+    with running_server(tmp_path) as second, gr.connect(second.target) as client:
+        assert client.get_rule("Kept").expression == "5 * dy"
+        p = client.program("programs/kept")
+        assert p.digests == digests
+        assert [(spec.name, spec.dtype) for spec in p.inputs.values()] == [("x", "float32")]
+        check_kept(client, 5)
+        client.delete_rule("Kept")
+        client.create_rule("Kept", "7 * dy")
+        check_kept(client, 5)
+        client.create_rule("Late", "9 * dy")
+        second.kill()
+    with running_server(tmp_path) as third, gr.connect(third.target) as client:
+        assert client.get_rule("Late").expression == "9 * dy"
+        assert client.get_rule("Kept").expression == "7 * dy"
+        check_kept(client, 5)
+        fresh = client.compile(
+            raw.sign_graph().SerializeToString(), fetches=["y"], ys=["y"], xs=["x"], overrides={"Sign": "Kept"}
+        )
+        assert fresh.name != "programs/kept"
+        assert_close(fresh.evaluate({"x": [2.0]}).gradients["x"], np.float32([7]))
+        compiled_last = client.compile(raw.sign_graph().SerializeToString(), fetches=["x"], name="last")
+        third.kill()
+    with running_server(tmp_path) as fourth, gr.connect(fourth.target) as client:
+        assert {item.name for item in client.list_programs()} == {"programs/kept", "programs/last", fresh.name}
+        assert client.program(compiled_last.name).evaluate({"x": [4.0]}).outputs["x"].tolist() == [4.0]
+
+
+def test_local_server_lives_as_long_as_its_block(tmp_path: Path) -> None:
+    with gr.local(data_dir=str(tmp_path)) as client:
+        client.create_rule("Mine", "5 * dy")
+        r = client.evaluate(
+            raw.sign_graph().SerializeToString(), feeds={"x": [2.0]}, ys=["y"], xs=["x"], overrides={"Sign": "Mine"}
+        )
+        assert_close(r.gradients["x"], np.float32([5]))
+    with pytest.raises(gr.errors.GradruleError):
+        client.get_rule("Mine")
