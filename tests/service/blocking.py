@@ -43,14 +43,14 @@ class Blocking:
     """Waits for each call of an asynchronous client or program."""
 
     def __init__(self, target: Any, loop: LoopThread) -> None:
-        self._target = target
+        self.target = target
         self._loop = loop
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._wrapped(self._loop.run(self._target, *args, **kwargs))
+        return self._wrapped(self._loop.run(self.target, *args, **kwargs))
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(self._target, name)
+        value = getattr(self.target, name)
         if not callable(value):
             return value
 
