@@ -1,4 +1,4 @@
-"""Element types as the rules see them: which are differentiable, their names, their NumPy types. A type is a `Dt` number."""
+"""Element types as rules see them: which are differentiable, their names and NumPy types. A type is a `Dt` number."""
 
 from __future__ import annotations
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import numpy as np
 
+from gradrule._dtypes import as_dt
 from gradrule.v1 import graph_pb2, tensor_pb2
 from gradrule_server.rules import dtypes
 
@@ -17,7 +16,7 @@ Attr = int | bool | graph_pb2.AttrValue
 
 def type_attr(dtype: int) -> graph_pb2.AttrValue:
     """An attribute that holds an element type."""
-    return graph_pb2.AttrValue(type=cast(tensor_pb2.Dt, dtype))
+    return graph_pb2.AttrValue(type=as_dt(dtype))
 
 
 class GraphBuilder:
@@ -43,7 +42,7 @@ class GraphBuilder:
         key = ("constant", raw, content.ndim, dtype)
         if key not in self._made:
             shape = tensor_pb2.TensorShape(dim=[tensor_pb2.TensorShape.Dim(size=size) for size in content.shape])
-            tensor = tensor_pb2.Tensor(dtype=cast(tensor_pb2.Dt, dtype), tensor_shape=shape, tensor_content=raw)
+            tensor = tensor_pb2.Tensor(dtype=as_dt(dtype), tensor_shape=shape, tensor_content=raw)
             name = self._fresh("Const")
             self.graph.node.add(
                 name=name, op="Const", attr={"dtype": type_attr(dtype), "value": graph_pb2.AttrValue(tensor=tensor)}

@@ -37,8 +37,8 @@ class GraphForm:
 def read_graph(serialized: bytes, params: Sequence[str]) -> GraphForm:
     """The rule that a graph's bytes say.
 
-    INVALID_GRAPH, DUPLICATE_NODE, DANGLING_INPUT, GRAPH_CYCLE where it is no graph; INVALID_RULE where it has no results, one of them
-    twice, or a placeholder that is neither a variable nor a declared param.
+    INVALID_GRAPH, DUPLICATE_NODE, DANGLING_INPUT, GRAPH_CYCLE where it is no graph; INVALID_RULE where it has no
+    results, one of them twice, or a placeholder that is neither a variable nor a declared param.
     """
     graph = graph_pb2.Graph()
     try:
@@ -64,7 +64,8 @@ def read_graph(serialized: bytes, params: Sequence[str]) -> GraphForm:
     if not variables:
         raise _refused(
             errors_pb2.ERROR_REASON_INVALID_RULE,
-            "the rule's graph is only a constant: no result depends on a placeholder x, y, dy or default. ZerosLike(x) is a gradient of zeros",
+            "the rule's graph is only a constant: no result depends on a placeholder x, y, dy or default. "
+            "ZerosLike(x) is a gradient of zeros",
         )
     return GraphForm(kept, variables, used_params, results)
 
@@ -72,8 +73,8 @@ def read_graph(serialized: bytes, params: Sequence[str]) -> GraphForm:
 def bind_graph(form: GraphForm, signature: Signature) -> RuleGraph:
     """The rule for an op of these element types.
 
-    RULE_ARITY where the op lacks a variable or an input that the rule gives a gradient for, RULE_NOT_APPLICABLE where a placeholder
-    has another type than the op's tensor.
+    RULE_ARITY where the op lacks a variable or an input that the rule gives a gradient for, RULE_NOT_APPLICABLE where a
+    placeholder has another type than the op's tensor.
     """
     graph = graph_pb2.Graph()
     graph.CopyFrom(form.graph)
@@ -119,7 +120,7 @@ def _results(nodes: Mapping[str, graph_pb2.Node]) -> dict[int, str]:
         near = did_you_mean("dx", nodes)
         raise _refused(
             errors_pb2.ERROR_REASON_INVALID_RULE,
-            f"the rule's graph has no result: name the node that gives the gradient of input 0 dx, of input 1 dx1, and so on.{near}",
+            f"the rule's graph has no result: the node with the gradient of input 0 is called dx, of input 1 dx1{near}",
         )
     return dict(sorted(results.items()))
 
@@ -161,7 +162,7 @@ def _placeholders(nodes: Sequence[graph_pb2.Node], params: Sequence[str]) -> tup
         if node.op in _UNBOUND:
             raise _refused(
                 errors_pb2.ERROR_REASON_INVALID_RULE,
-                f"a rule's inputs are nodes of op Placeholder, this is a {node.op}; declare a param for a value with a default",
+                f"a rule's inputs are nodes of op Placeholder, not {node.op}; a param may have a default value",
                 node.name,
             )
         if node.op != "Placeholder":
@@ -175,7 +176,8 @@ def _placeholders(nodes: Sequence[graph_pb2.Node], params: Sequence[str]) -> tup
             )
             raise _refused(
                 errors_pb2.ERROR_REASON_INVALID_RULE,
-                f"placeholder {node.name!r} is unknown.{did_you_mean(node.name, [*FAMILIES, *params])} A rule's placeholders are "
+                f"placeholder {node.name!r} is unknown.{did_you_mean(node.name, [*FAMILIES, *params])} "
+                f"A rule's placeholders are "
                 f"x, y, dy and default, with an index or without, and {declared}",
                 node.name,
             )
@@ -197,7 +199,8 @@ def _set_type(node: graph_pb2.Node, dtype: int, variable: str) -> None:
     if stated != dtype:
         raise _refused(
             errors_pb2.ERROR_REASON_RULE_NOT_APPLICABLE,
-            f"the rule's placeholder {node.name!r} is {dtypes.dtype_name(stated)}, but {variable} of the op is {dtypes.dtype_name(dtype)}",
+            f"the rule's placeholder {node.name!r} is {dtypes.dtype_name(stated)}, but {variable} of the op is "
+            f"{dtypes.dtype_name(dtype)}",
             node.name,
         )
     node.attr["dtype"].CopyFrom(type_attr(dtype))
@@ -212,7 +215,7 @@ def _feed_as_double(graph: graph_pb2.Graph, nodes: Mapping[str, graph_pb2.Node],
     if dtype not in dtypes.NUMPY:
         raise _refused(
             errors_pb2.ERROR_REASON_INVALID_RULE,
-            f"a param is of a float, int or bool type, this one is {dtypes.dtype_name(dtype)}",
+            f"a param is no {dtypes.dtype_name(dtype)}: say a float, int or bool type",
             name,
         )
     fed = f"param/{name}"

@@ -24,7 +24,7 @@ class Param:
 
 
 def read_param_value(value: rule_pb2.ParamValue, name: str, field: str) -> ParamNumber:
-    """The number, or the tensor as float64. INVALID_PARAM where the message holds none, or no tensor of real numbers."""
+    """The number, or the tensor as float64. INVALID_PARAM where there is none, or no tensor of real numbers."""
     kind = value.WhichOneof("value")
     if kind == "number":
         return value.number

@@ -18,7 +18,7 @@ _DIGEST_VERSION = b"gradrule.rule.v1"
 
 @dataclass(frozen=True, eq=False)
 class RuleContent:
-    """A rule's content: an expression, or a graph's bytes, and params. Reading it checks it: INVALID_EXPRESSION, INVALID_RULE, …"""
+    """A rule's content: an expression, or a graph's bytes, and params. Making one checks it: INVALID_EXPRESSION, …"""
 
     expression: str | None = None
     graph_bytes: bytes | None = None
@@ -40,7 +40,7 @@ class RuleContent:
 
     @classmethod
     def from_definition(cls, definition: rule_pb2.RuleDefinition) -> RuleContent:
-        """The content that a message says. INVALID_RULE, INVALID_EXPRESSION, INVALID_PARAM, and what a graph's reading raises."""
+        """The content that a message says. INVALID_RULE, INVALID_EXPRESSION, INVALID_PARAM, or as `read_graph`."""
         params = _read_params(definition)
         match definition.WhichOneof("form"):
             case "expression":
@@ -94,7 +94,7 @@ class RuleContent:
         return self._graph is not None and any(variable.startswith("default") for variable in self._graph.variables)
 
     def bind(self, signature: Signature) -> RuleGraph:
-        """The rule as a graph for an op of these types: RULE_ARITY, RULE_NOT_APPLICABLE, RULE_OUTPUT where it does not fit."""
+        """The rule as a graph for an op of these types; RULE_ARITY, RULE_NOT_APPLICABLE, RULE_OUTPUT if it is none."""
         if self._graph is not None:
             return bind_graph(self._graph, signature)
         assert self.formula is not None
@@ -130,7 +130,7 @@ def _read_params(definition: rule_pb2.RuleDefinition) -> tuple[Param, ...]:
 
 
 def _is_of_catalogue(definition: rule_pb2.RuleDefinition, param: str) -> bool:
-    """True for a rule of the catalogue: `clip` of ste_sign and `norm` of gradient_clip_norm keep the names that people know."""
+    """True for a rule of the catalogue: `clip` of ste_sign, `norm` of gradient_clip_norm have the names people know."""
     # The catalogue is made of RuleContents, so it can be imported only once this module is.
     from gradrule_server.rules.catalogue import BUILTINS
 

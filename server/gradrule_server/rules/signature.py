@@ -1,4 +1,4 @@
-"""What a rule is bound to, and what binding gives: the op's element types in, a graph with its inputs and results out."""
+"""What a rule is bound to, and what binding gives: an op's element types in, a graph with inputs and results out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Signature:
         return self.outputs[0] if self.outputs else dtypes.Dt.DT_FLOAT
 
     def dtype_of(self, family: str, index: int) -> int:
-        """Type of variable `x0`, `y0`, `dy0` or `default0`, given as its family and index. RULE_ARITY if the op lacks it."""
+        """Type of variable `x0`, `y0`, `dy0` or `default0`, by family and index. RULE_ARITY if the op lacks it."""
         of_inputs = family in ("x", "default")
         held = self.inputs if of_inputs else self.outputs
         if index < len(held):
@@ -47,11 +47,13 @@ class Signature:
 class RuleGraph:
     """A rule bound to a signature.
 
-    `graph`: nodes of plain TensorFlow ops with all attributes. `inputs`: variable (`x0`, `dy1`, `default0`) or `param/NAME` → the
-    placeholder that takes it; only those that are used; a param's placeholder is DT_DOUBLE of any shape. `results`: per op input
-    the tensor's name, None for "not connected". `shape_sources`: per op input what the result's shape comes from: variables,
-    `param/NAME`, `reduced/x0` (some axes of x0 of size 1), `graph` (not known); a result whose sources are its own input alone
-    has that input's shape, one without sources has rank 0.
+    `graph`: nodes of plain TensorFlow ops with all attributes.
+    `inputs`: variable (`x0`, `dy1`, `default0`) or `param/NAME` → the placeholder that takes it; only those used.
+    A param's placeholder is DT_DOUBLE of any shape.
+    `results`: per op input the tensor's name, None for "not connected".
+    `shape_sources`: per op input what the result's shape is broadcast from: variables (`default0` counts as x0),
+    `param/NAME`, `reduced/x0` (x0 with axes of size 1), `graph` (not known). A result whose sources are its own input
+    alone has that input's shape, one without sources has rank 0.
     """
 
     graph: graph_pb2.Graph
@@ -77,6 +79,6 @@ def not_differentiable(signature: Signature, index: int) -> GradruleError:
     """RULE_ARITY: the rule gives a gradient for an input whose type has none."""
     return error(
         errors_pb2.ERROR_REASON_RULE_ARITY,
-        f"the rule gives a gradient for input {index}, which is {dtypes.dtype_name(signature.inputs[index])} and has none: "
-        f"say None there",
+        f"the rule gives a gradient for input {index}, which is {dtypes.dtype_name(signature.inputs[index])} "
+        "and has none: say None there",
     )

@@ -35,7 +35,7 @@ RULES = (
     BuiltinRule(
         "swish_sign",
         "dy * beta * (2 - beta * x * tanh(beta * x / 2)) / (1 + cosh(beta * x))",
-        "The slope of SignSwish: beta at 0, negative where abs(beta x) > 2.4. Zero where cosh overflows and x is finite.",
+        "The slope of SignSwish: beta at 0, negative where abs(beta x) > 2.4, zero where cosh overflows.",
         "Darabi et al. 2018 (BNN+), arXiv:1812.11800; larq swish_sign",
         params=(Param("beta", 5.0, "steepness, > 0"),),
         op_types=("Sign",),
@@ -109,14 +109,16 @@ RULES = (
     BuiltinRule(
         "lower_bound",
         "(where(x >= x1 or dy < 0, dy, 0), None)",
-        "Of Maximum(x, b): passes the gradient where x >= b, and where descent would raise x. Nothing for b; b broadcasts to x.",
+        "Of Maximum(x, b): passes the gradient where x >= b, and where descent would raise x. "
+        "Nothing for b, which broadcasts to x.",
         "tensorflow-compression, lower_bound (identity_if_towards)",
         op_types=("Maximum",),
     ),
     BuiltinRule(
         "upper_bound",
         "(where(x <= x1 or dy > 0, dy, 0), None)",
-        "Of Minimum(x, b): passes the gradient where x <= b, and where descent would lower x. Nothing for b; b broadcasts to x.",
+        "Of Minimum(x, b): passes the gradient where x <= b, and where descent would lower x. "
+        "Nothing for b, which broadcasts to x.",
         "tensorflow-compression, upper_bound (identity_if_towards)",
         op_types=("Minimum",),
     ),

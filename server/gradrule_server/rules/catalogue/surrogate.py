@@ -1,6 +1,6 @@
-"""Surrogate gradients of spiking networks: the forward op is a step at 0, x is potential minus threshold, dx = dy times a factor.
+"""Surrogate gradients of spiking networks: the forward op is a step at 0, x is potential minus threshold.
 
-What the step is at 0 is the forward op's business, not the rule's.
+dx is dy times a factor. What the step is at 0 is the forward op's business, not the rule's.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ RULES = (
     _factor(
         "sigmoid_surrogate",
         "slope * sigmoid(slope * x) * (1 - sigmoid(slope * x))",
-        "The slope of sigmoid(slope x): slope/4 at 0. Written with s(1 - s), which does not overflow as snntorch's exp form does.",
+        "The slope of sigmoid(slope x): slope/4 at 0. Written with s(1 - s): snntorch's form with exp overflows.",
         "snntorch sigmoid (slope 25), spikingjelly Sigmoid (4)",
         Param("slope", 25.0, "steepness, > 0"),
     ),
@@ -88,7 +88,7 @@ RULES = (
         "triangle",
         "gamma * maximum(0, 1 - abs(x))",
         "gamma at 0, falling linearly to 0 at abs(x) = 1.",
-        "Bellec et al. 2018 (LSNN), arXiv:1803.09574; e-prop 2020; norse (snntorch's triangular is ±threshold and no triangle)",
+        "Bellec et al. 2018 (LSNN), arXiv:1803.09574; norse (snntorch's triangular is ±threshold, no triangle)",
         Param("gamma", 0.3, "height"),
     ),
     _factor(
@@ -124,7 +124,8 @@ RULES = (
     _factor(
         "multi_gaussian",
         "gamma * ((1 + h) * exp(-square(x / lens) / 2) / (lens * sqrt(2 * pi))"
-        " - h * (exp(-square((x - lens) / (s * lens)) / 2) + exp(-square((x + lens) / (s * lens)) / 2)) / (s * lens * sqrt(2 * pi)))",
+        " - h * (exp(-square((x - lens) / (s * lens)) / 2) + exp(-square((x + lens) / (s * lens)) / 2))"
+        " / (s * lens * sqrt(2 * pi)))",
         "A normal density of deviation lens less two wide ones (deviation s lens) at ±lens.",
         "Yin, Corradi, Bohté 2021, arXiv:2103.12593",
         Param("lens", 0.5, "deviation, > 0"),

@@ -15,8 +15,8 @@ from gradrule_server.rules.rule import RuleContent
 class BuiltinRule:
     """A rule that ships with the server.
 
-    `op_types`: ops it is meant for (it works on others too; none: any op). `description`: what it does, also at kinks and zeros.
-    `reference`: where it is from.
+    `op_types`: ops it is meant for (it works on others too; none: any op). `description`: what it does, also at kinks
+    and zeros. `reference`: where it is from.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The expression language: one line of text over x, y, dy, default and params → a graph. See docs/expression-language.md."""
+"""The expression language: a line of text over x, y, dy, default, params → a graph. See docs/expression-language.md."""
 
 from gradrule_server.rules.language.formula import Formula as Formula
 from gradrule_server.rules.language.formula import parse as parse

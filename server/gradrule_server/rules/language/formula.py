@@ -26,7 +26,7 @@ from gradrule_server.rules.language.tree import (
 
 @dataclass(frozen=True)
 class Formula:
-    """An expression of the language. `text` is what was written, line breaks as blanks; `params` are all that it may use."""
+    """An expression of the language. `text`: as written, line breaks as blanks. `params`: all that it may use."""
 
     text: str
     form: Form
@@ -60,7 +60,8 @@ class Formula:
 def parse(expression: str, params: Sequence[str] = ()) -> Formula:
     """The formula that `expression` says, over the variables and `params`.
 
-    INVALID_EXPRESSION where it cannot be read or a number stands where a truth value must; INVALID_RULE where it is only a constant.
+    INVALID_EXPRESSION where it cannot be read or a number stands where a truth value must; INVALID_RULE where it is
+    only a constant.
     """
     text, form = parse_form(expression, params)
     formula = Formula(text, form, tuple(params))
@@ -70,8 +71,8 @@ def parse(expression: str, params: Sequence[str] = ()) -> Formula:
     if not formula.variables:
         raise error(
             errors_pb2.ERROR_REASON_INVALID_RULE,
-            f"the rule {text.strip()[:80]!r} is only a constant: it names none of x, y, dy, default. A gradient of zeros is "
-            f"zeros_like(x), one of ones is ones_like(x)",
+            f"the rule {text.strip()[:80]!r} is only a constant: it names none of x, y, dy, default. "
+            "A gradient of zeros is zeros_like(x), one of ones is ones_like(x)",
             field="expression",
         )
     return formula
@@ -98,7 +99,7 @@ def _check_truth_values(text: str, call: Call) -> None:
             raise invalid_expression(
                 text,
                 argument.offset,
-                f"{call.function!r} wants a truth value here, such as x > 0, and this is a number; v != 0 makes one of it",
+                f"{call.function!r} wants a truth value, such as x > 0, and this is a number; v != 0 makes one of it",
             )
 
 

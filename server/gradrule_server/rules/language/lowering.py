@@ -31,8 +31,8 @@ from gradrule_server.rules.signature import RuleGraph, Signature, count, listed,
 def lower(formula: Formula, signature: Signature) -> RuleGraph:
     """The formula for an op of these element types.
 
-    RULE_ARITY where its variables or its number of gradients do not fit the op, RULE_NOT_APPLICABLE where types do not meet,
-    RULE_OUTPUT where a gradient's type is not its input's.
+    RULE_ARITY where its variables or its number of gradients do not fit the op, RULE_NOT_APPLICABLE where types do not
+    meet, RULE_OUTPUT where a gradient's type is not its input's.
     """
     lowering = Lowering(formula.text, signature)
     results: list[str | None] = []
@@ -55,24 +55,22 @@ def _per_input(formula: Formula, signature: Signature) -> Sequence[Expression | 
         if len(form.expressions) != number_of_inputs:
             raise _arity(
                 f"the rule gives {count(len(form.expressions), 'gradient')}, but the op has "
-                f"{count(number_of_inputs, 'input')}{listed('x', number_of_inputs)}: the tuple wants one entry per input"
+                f"{count(number_of_inputs, 'input')}{listed('x', number_of_inputs)}: a tuple has one entry per input"
             )
         for index, expression in enumerate(form.expressions):
             if expression is not None and index not in differentiable:
                 raise not_differentiable(signature, index)
         return form.expressions
     if not differentiable:
-        raise _arity(
-            "the op has no input of a floating or complex type, so there is no gradient that the rule could give"
-        )
+        raise _arity("the op has no input of a floating or complex type, so the rule has no gradient to give")
     if isinstance(form, Each):
         return [form.expression if index in differentiable else None for index in range(number_of_inputs)]
     if not isinstance(form, First) and len(differentiable) > 1:
         names = [f"x{index}" for index in differentiable[:8]]
         raise _arity(
             f"a single expression serves an op with one differentiable input, and this op has {len(differentiable)} "
-            f"({', '.join(names)}{', …' if len(differentiable) > 8 else ''}): say first(…) for the first one alone, each(…) for all, "
-            f"or a tuple with one entry for each of the op's {count(number_of_inputs, 'input')}"
+            f"({', '.join(names)}{', …' if len(differentiable) > 8 else ''}): say first(…) for the first one alone, "
+            f"each(…) for all, or a tuple with one entry for each of the op's {count(number_of_inputs, 'input')}"
         )
     return [form.expression if index == differentiable[0] else None for index in range(number_of_inputs)]
 
@@ -135,7 +133,7 @@ class Lowering:
             pointed(
                 self._text,
                 expression.offset,
-                f"the gradient of input {index} must be {dtypes.dtype_name(wanted)} as the input is, and this is {given}",
+                f"the gradient of input {index} must be {dtypes.dtype_name(wanted)} as the input is; this is {given}",
             ),
             field="expression",
         )

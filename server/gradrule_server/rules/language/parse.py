@@ -151,7 +151,7 @@ class _Reader:
         )
         raise self._error(
             node,
-            f"unknown name {name!r}.{did_you_mean(name, known)} Names are x, y, dy and default, with an index or without, "
+            f"unknown name {name!r}.{did_you_mean(name, known)} Names are x, y, dy, default, with an index or without, "
             f"pi, inf, nan, and {declared}",
         )
 
@@ -176,7 +176,7 @@ class _Reader:
             if what is not None:
                 raise self._error(node, f"{name!r} is {what}, not a function: write {name} * (…) for a product")
             raise self._error(
-                node, f"unknown function {name!r}.{did_you_mean(name, FUNCTIONS)} Functions are {', '.join(FUNCTIONS)}"
+                node, f"unknown function {name!r}.{did_you_mean(name, FUNCTIONS)} Functions: {', '.join(FUNCTIONS)}"
             )
         if name in ("each", "first"):
             raise self._error(node, f"{name}(…) stands only outermost, around the whole formula")

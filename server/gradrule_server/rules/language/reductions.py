@@ -6,7 +6,7 @@ Ranks are not known while a rule becomes a graph, so whole tensors are flattened
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from gradrule.v1 import graph_pb2
 from gradrule_server.rules import dtypes
@@ -152,7 +152,7 @@ def _softmax(context: Context, axes: Axes, value: Value, *, log: bool) -> Value:
 
 def _reduced(context: Context, op: str, axes: Axes, value: Value, tensor: str, dtype: int) -> Value:
     builder = context.builder
-    types: dict[str, int] = {} if dtype == Dt.DT_BOOL else {"T": dtype}
+    types: dict[str, Any] = {} if dtype == Dt.DT_BOOL else {"T": dtype}
     if axes.kind == "all":
         # A flat tensor has one axis whatever the rank was, so the result's rank 0 is known before anything runs.
         if value.sources:

@@ -1,4 +1,4 @@
-"""Values while a formula becomes a graph: their element types, whether they may still change them, where their shapes come from."""
+"""Values while a formula becomes a graph: their types, whether these may still change, where their shapes come from."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _REDUCED = "reduced/"
 class Value:
     """A constant (`tensor` None), or a tensor of the graph.
 
-    `weak`: made of literals and params alone; it takes the type of what it meets. `sources`: what the shape is broadcast from, none
-    for rank 0; `reduced/x0` stands for a shape that broadcasts to that of x0.
+    `weak`: made of literals and params alone; it takes the type of what it meets. `sources`: what the shape is
+    broadcast from, none for rank 0; `reduced/x0` stands for a shape that broadcasts to that of x0.
     """
 
     dtype: int
@@ -63,7 +63,8 @@ def reduced_sources(value: Value) -> frozenset[str]:
 def common_dtype(values: Sequence[Value], x_dtype: int, *, keep_bool: bool = False) -> int | None:
     """The type in which values compute together; None if all are weak and so stay (in float64).
 
-    One type among the tensors wins, literals and params follow it, bool is cast to it. Only bools: x's type, or bool with `keep_bool`.
+    One type among the tensors wins, literals and params follow it, bool is cast to it. Only bools: x's type, or bool
+    with `keep_bool`.
     """
     strong = {value.dtype for value in values if not value.weak and not value.is_bool}
     if len(strong) > 1:
@@ -110,4 +111,4 @@ def _conflict(found: Sequence[int]) -> str:
         return (
             f'{names} meet: cast the {dtypes.dtype_name(integers[0])} one, for example cast(v, x) or cast(v, "float32")'
         )
-    return f'{names} meet, and nothing is converted silently: cast one of them, for example cast(v, x) or cast(v, "float32")'
+    return f'{names} meet, and nothing is converted silently: cast one, for example cast(v, x) or cast(v, "float32")'
