@@ -1,0 +1,7 @@
+"""`python -m gradrule.cli`."""
+
+import sys
+
+from gradrule.cli.main import main
+
+sys.exit(main())

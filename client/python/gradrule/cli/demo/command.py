@@ -1,0 +1,138 @@
+"""`gradrule demo`: the whole story, from a server's start to two pictures and a line of JSON."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradrule.cli import output
+from gradrule.cli.connection import forget_client_variables
+from gradrule.cli.failures import missing_extra
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from gradrule import Client
+    from gradrule.cli.demo.data import Digits
+    from gradrule.cli.demo.training import Recipe, Run
+
+RULE = {"Sign": "ste_sign"}
+_EPOCHS = 20
+_RELU_EPOCHS = 4
+
+
+def add(commands: Any) -> None:
+    """Adds the command."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "demo",
+        help="train a binary network on handwritten digits through a server, with a rule and without",
+        description="Starts a server of its own, trains a network with sign activations and binary weights on "
+        "scikit-learn's digits twice, with TensorFlow's gradient of Sign and with the rule ste_sign, and draws what a "
+        "second network looks at by guided backpropagation. The last line of the output is one JSON object.",
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, default=Path("out/demo"), help="folder for the pictures [default: out/demo]"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the split, the weights and the batches [default: 0]")
+    parser.add_argument(
+        "--epochs", type=_epochs, default=_EPOCHS, help=f"of each training of the binary network [default: {_EPOCHS}]"
+    )
+    parser.add_argument(
+        "--device", default="auto", help="where the server computes: auto, cpu or gpu:N [default: auto]"
+    )
+    parser.set_defaults(run=run)
+
+
+def _epochs(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
+    return int(text)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the demo."""
+    screen = output.console()
+    try:
+        import matplotlib  # noqa: F401  # only whether it is there
+        import sklearn  # noqa: F401
+    except ModuleNotFoundError as cause:
+        raise missing_extra(f"the demo is not complete ({cause.name} is missing):", "demo") from None
+    import gradrule as gr
+    from gradrule.cli.demo import data
+
+    started = time.perf_counter()
+    options.out.mkdir(parents=True, exist_ok=True)
+    digits = data.load(options.seed)
+    forget_client_variables()
+    screen.print("starting a server …")
+    with gr.local(device=options.device) as client:
+        screen.print(f"server at {client.target}, ready after {time.perf_counter() - started:.1f} s")
+        summary = _story(screen, client, digits, options)
+    output.print_json({**summary, "seconds": round(time.perf_counter() - started, 2)})
+    return 0
+
+
+def _story(screen: Console, client: Client, digits: Digits, options: argparse.Namespace) -> dict[str, object]:
+    from gradrule.cli.demo import pictures, saliency
+    from gradrule.cli.demo.networks import binary_network, relu_network
+    from gradrule.cli.demo.training import Recipe
+
+    def train(title: str, network: Any, recipe: Recipe, overrides: dict[str, str] | None) -> Run:
+        return _train(screen, client, title, network, digits, recipe, overrides, options.seed)
+
+    binary = Recipe(options.epochs, learning_rate=0.03, weight_limit=1.0)
+    default = train("binary network, own gradient", binary_network(options.seed), binary, None)
+    rule = train("binary network, ste_sign", binary_network(options.seed), binary, RULE)
+    relu = relu_network(options.seed)
+    explained = train("ReLU network", relu, Recipe(_RELU_EPOCHS, learning_rate=0.003), None)
+
+    curves = options.out / "learning_curves.png"
+    pictures.learning_curves({"TensorFlow's gradient of Sign": default, "rule ste_sign": rule}, curves)
+    chosen = saliency.one_of_each(digits)
+    x, labels = digits.test_x[chosen], digits.test_labels[chosen]
+    plain, guided = saliency.gradients(client, relu, explained.weights, x, labels)
+    seen = options.out / "saliency.png"
+    pictures.saliency({"digit": x, "gradient": plain, "guided": guided}, labels, seen)
+
+    rows = [
+        ["binary, signs everywhere", "TensorFlow's own (zero)", *_figures(default)],
+        ["binary, signs everywhere", "Sign → ste_sign", *_figures(rule)],
+        ["ReLU, floats", "TensorFlow's own", *_figures(explained)],
+    ]
+    output.table(screen, "held-back digits", ("network", "gradient", "test accuracy", "steps", "steps/s"), rows)
+    screen.print(f"pictures: {curves}, {seen}")
+    steps = len(default.losses) + len(rule.losses)
+    return {
+        "accuracy_default": round(default.accuracy, 4),
+        "accuracy_rule": round(rule.accuracy, 4),
+        "accuracy_relu": round(explained.accuracy, 4),
+        "steps": steps,
+        "steps_per_second": round(steps / (default.seconds + rule.seconds), 1),
+        "device": rule.device,
+        "seed": options.seed,
+        "learning_curves": str(curves),
+        "saliency": str(seen),
+    }
+
+
+def _train(
+    screen: Console,
+    client: Client,
+    title: str,
+    network: Any,
+    digits: Digits,
+    recipe: Recipe,
+    overrides: dict[str, str] | None,
+    seed: int,
+) -> Run:
+    from gradrule.cli.demo import progress
+    from gradrule.cli.demo.training import train
+
+    with progress.shown(screen, title, recipe.steps(digits)) as report:
+        return train(client, network, digits, recipe, overrides=overrides, seed=seed, progress=report)
+
+
+def _figures(run: Run) -> list[str]:
+    return [f"{run.accuracy:.3f}", str(len(run.losses)), f"{len(run.losses) / run.seconds:.0f}"]

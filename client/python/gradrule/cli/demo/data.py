@@ -1,0 +1,39 @@
+"""The handwritten digits that ship with scikit-learn, split for training and testing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gradrule._tensors import Array
+
+SIDE = 8
+PIXELS = SIDE * SIDE
+CLASSES = 10
+_TEST_PART = 0.25
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Images as float32 of shape (n, 64), scaled from 0..16 to -1..1; labels as int64 of shape (n,)."""
+
+    train_x: Array
+    train_labels: Array
+    test_x: Array
+    test_labels: Array
+
+
+def load(seed: int) -> Digits:
+    """All 1,797 digits; a quarter of each class, chosen by the seed, is held back for testing."""
+    from sklearn.datasets import load_digits
+
+    bunch = load_digits()
+    images = (bunch.data / 8.0 - 1.0).astype(np.float32)
+    labels = bunch.target.astype(np.int64)
+    rng = np.random.default_rng(seed)
+    held_back = np.zeros(len(labels), bool)
+    for label in range(CLASSES):
+        members = rng.permutation(np.flatnonzero(labels == label))
+        held_back[members[: round(len(members) * _TEST_PART)]] = True
+    return Digits(images[~held_back], labels[~held_back], images[held_back], labels[held_back])

@@ -1,0 +1,95 @@
+"""The two networks of the demo, as graphs. Their weights are placeholders: the client holds the values."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gradrule._graph import Graph
+from gradrule._handles import TensorHandle
+from gradrule._tensors import Array
+from gradrule.cli.demo.data import CLASSES, PIXELS, SIDE
+
+# The logits are divided by the root of the last fan-in like every other layer; this makes up for it.
+_GAIN = 2.0
+
+
+@dataclass
+class Network:
+    """A graph and the first values of its weights, by the names of their placeholders.
+
+    The graph takes `x` (float32, (n, 64)) and `labels` (int64, (n,)); it has `logits` ((n, 10)), `loss` (the mean cross
+    entropy) and `score` (the sum over examples of the logit of the label).
+    """
+
+    graph: Graph = field(default_factory=Graph)
+    weights: dict[str, Array] = field(default_factory=dict)
+
+    def inputs(self) -> tuple[TensorHandle, TensorHandle]:
+        """The placeholders `x` and `labels`."""
+        x = self.graph.placeholder("x", "float32", [None, PIXELS])
+        return x, self.graph.placeholder("labels", "int64", [None])
+
+    def weight(self, name: str, value: Array) -> TensorHandle:
+        """A placeholder for a weight whose first value is given."""
+        self.weights[name] = value.astype(np.float32)
+        return self.graph.placeholder(name, "float32", value.shape)
+
+    def outputs(self, logits: TensorHandle, labels: TensorHandle) -> None:
+        """Names the logits and adds loss and score."""
+        g = self.graph
+        logits = g.one("Identity", logits, name="logits")
+        losses, _ = g.op("SparseSoftmaxCrossEntropyWithLogits", logits, labels)
+        g.reduce_mean(losses, axis=[0], name="loss")
+        g.reduce_sum(logits * g.one_hot(labels, CLASSES), axis=[0, 1], name="score")
+
+
+def binary_network(seed: int, hidden: Sequence[int] = (256, 256)) -> Network:
+    """Dense layers with binary weights and sign activations.
+
+    Layer i computes `sign(h @ sign(w_i) / sqrt(fan_in))`, the last one without the outer sign. Every trainable
+    weight is the argument of a sign, so without a rule for `Sign` the gradient of all of them is zero.
+    """
+    rng = np.random.default_rng(seed)
+    network = Network()
+    g = network.graph
+    h, labels = network.inputs()
+    widths = [PIXELS, *hidden, CLASSES]
+    for layer, (fan_in, width) in enumerate(itertools.pairwise(widths), start=1):
+        latent = network.weight(f"w{layer}", rng.uniform(-0.5, 0.5, (fan_in, width)))
+        h = g.matmul(h, g.one("Sign", latent, name=f"binary_w{layer}")) * (1 / math.sqrt(fan_in))
+        if layer < len(widths) - 1:
+            h = g.one("Sign", h, name=f"sign{layer}")
+    network.outputs(h * _GAIN, labels)
+    return network
+
+
+def relu_network(seed: int, channels: Sequence[int] = (16, 32), width: int = 64) -> Network:
+    """Two convolutions and two dense layers with ReLU, in plain floats: the network whose decisions are explained."""
+    rng = np.random.default_rng(seed)
+    network = Network()
+    g = network.graph
+
+    def weight(name: str, *shape: int) -> TensorHandle:
+        return network.weight(name, rng.normal(0.0, math.sqrt(2 / math.prod(shape[:-1])), shape))
+
+    def bias(name: str, size: int) -> TensorHandle:
+        return network.weight(name, np.zeros(size))
+
+    x, labels = network.inputs()
+    h = g.one("Reshape", x, [-1, SIDE, SIDE, 1])
+    first, second = channels
+    for layer, (fan_in, fan_out, stride) in enumerate([(1, first, 1), (first, second, 2)], start=1):
+        kernel = weight(f"kernel{layer}", 3, 3, fan_in, fan_out)
+        h = g.one("Conv2D", h, kernel, strides=[1, stride, stride, 1], padding="SAME")
+        h = g.one("Relu", g.one("BiasAdd", h, bias(f"kernel{layer}_bias", fan_out)))
+    flat = (SIDE // 2) ** 2 * second
+    h = g.one("Reshape", h, [-1, flat])
+    h = g.one("Relu", g.one("BiasAdd", g.matmul(h, weight("dense", flat, width)), bias("dense_bias", width)))
+    logits = g.one("BiasAdd", g.matmul(h, weight("logits_w", width, CLASSES)), bias("logits_bias", CLASSES))
+    network.outputs(logits, labels)
+    return network

@@ -1,0 +1,59 @@
+"""The demo's two PNGs. Figures are made without pyplot: no display, no global state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from gradrule._tensors import Array
+from gradrule.cli.demo.data import SIDE
+from gradrule.cli.demo.training import Run
+
+_DPI = 120
+_SMOOTH = 15
+
+
+def learning_curves(runs: Mapping[str, Run], path: Path) -> None:
+    """Test accuracy and training loss by step, a line for each run."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for label, run in runs.items():
+        steps, accuracies = zip(*run.accuracies, strict=True)
+        left.plot(steps, accuracies, marker="o", markersize=3, label=label)
+        window = min(_SMOOTH, len(run.losses))
+        smooth = np.convolve(run.losses, np.ones(window) / window, mode="valid")
+        right.plot(np.arange(window, len(run.losses) + 1), smooth, label=label)
+    left.set(title="accuracy on held-back digits", xlabel="step", ylim=(0, 1))
+    right.set(title=f"training loss (mean of {_SMOOTH} steps)", xlabel="step", yscale="log")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.savefig(path, dpi=_DPI)
+
+
+def saliency(rows: Mapping[str, Array], labels: Array, path: Path) -> None:
+    """A column for each digit and a row for each of the named arrays of shape (n, 64).
+
+    The first row is drawn as digits, grey; the others as gradients: red for positive, blue for negative,
+    each on its own scale.
+    """
+    count = len(labels)
+    figure = Figure(figsize=(1.2 * count + 1, 1.3 * len(rows)), layout="constrained")
+    grid = figure.subplots(len(rows), count, squeeze=False)
+    for row, (title, values) in enumerate(rows.items()):
+        for column, flat in enumerate(values):
+            axes = grid[row][column]
+            image = flat.reshape(SIDE, SIDE)
+            if row == 0:
+                axes.imshow(image, cmap="gray")
+                axes.set_title(str(labels[column]))
+            else:
+                largest = float(np.abs(image).max()) or 1.0
+                axes.imshow(image, cmap="seismic", vmin=-largest, vmax=largest)
+            axes.set_xticks([])
+            axes.set_yticks([])
+        grid[row][0].set_ylabel(title)
+    figure.savefig(path, dpi=_DPI)

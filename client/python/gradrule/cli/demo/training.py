@@ -1,0 +1,96 @@
+"""Training through the server: the program is compiled once, each step sends a batch and the weights."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradrule._tensors import Array
+from gradrule.cli.demo.adam import Adam
+from gradrule.cli.demo.data import Digits
+from gradrule.cli.demo.networks import Network
+
+if TYPE_CHECKING:
+    from gradrule import Client
+
+_BATCH = 64
+# Called after each step with the number of steps done, the loss and the latest test accuracy.
+Progress = Callable[[int, float, float], None]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train: epochs, the first learning rate (it falls to zero along a cosine), and Adam's limit of weights."""
+
+    epochs: int
+    learning_rate: float
+    weight_limit: float | None = None
+
+    def steps(self, digits: Digits) -> int:
+        """Number of steps; what does not fill a batch at the end of an epoch waits for another epoch's shuffle."""
+        return self.epochs * (len(digits.train_x) // _BATCH)
+
+
+@dataclass
+class Run:
+    """What a training gave. accuracies: (step, accuracy on the test digits); seconds: spent in steps alone."""
+
+    weights: dict[str, Array] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    accuracies: list[tuple[int, float]] = field(default_factory=list)
+    seconds: float = 0.0
+    device: str = ""
+
+    @property
+    def accuracy(self) -> float:
+        """On the test digits, after the last step."""
+        return self.accuracies[-1][1]
+
+
+def train(
+    client: Client,
+    network: Network,
+    digits: Digits,
+    recipe: Recipe,
+    *,
+    overrides: dict[str, str] | None,
+    seed: int,
+    progress: Progress,
+) -> Run:
+    """Trains with the gradients that the server gives under the overrides, and tests after each epoch."""
+    step = client.compile(network.graph, ys=["loss"], xs=list(network.weights), fetches=["loss"], overrides=overrides)
+    classify = client.compile(network.graph, fetches=["logits"])
+    optimizer = Adam(network.weights, recipe.weight_limit)
+    rng = np.random.default_rng(seed)
+    run = Run(optimizer.weights)
+    total = recipe.steps(digits)
+
+    def feeds(**values: Array) -> dict[Any, Any]:
+        return {**values, **optimizer.weights}
+
+    def test() -> None:
+        logits = classify.evaluate(feeds(x=digits.test_x)).outputs["logits"]
+        right = np.argmax(logits, axis=1) == digits.test_labels
+        run.accuracies.append((len(run.losses), float(np.mean(right))))
+
+    test()
+    for _ in range(recipe.epochs):
+        order = rng.permutation(len(digits.train_x))
+        for first in range(0, len(order) - _BATCH + 1, _BATCH):
+            batch = order[first : first + _BATCH]
+            started = time.perf_counter()
+            result = step.evaluate(feeds(x=digits.train_x[batch], labels=digits.train_labels[batch]))
+            falling = 0.5 * (1 + math.cos(math.pi * len(run.losses) / total))
+            gradients = {name: np.asarray(result.gradients[name]) for name in optimizer.weights}
+            optimizer.step(gradients, recipe.learning_rate * falling)
+            run.seconds += time.perf_counter() - started
+            run.losses.append(float(result.outputs["loss"]))
+            run.device = result.device
+            progress(len(run.losses), run.losses[-1], run.accuracy)
+        test()
+    return run

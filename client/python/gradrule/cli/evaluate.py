@@ -1,0 +1,113 @@
+"""`gradrule evaluate`: outputs and gradients of a graph or of a compiled program."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gradrule import _tensors
+from gradrule._results import Result, Sparse
+from gradrule.cli import output
+from gradrule.cli.connection import add_connection, connect
+from gradrule.cli.failures import USAGE, CommandError
+from gradrule.cli.words import PROGRAM_PREFIX, add_call, add_words, call_params, feeds, load_graph, refuse_words, words
+
+
+def add(commands: Any) -> None:
+    """Adds the command."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "evaluate",
+        help="outputs and gradients of a graph",
+        description="Sends a graph, overrides and feeds, and shows outputs, gradients, and which node got which rule.",
+    )
+    parser.add_argument("graph", metavar="GRAPH", help=f"file .pb, .pbtxt or .json, or {PROGRAM_PREFIX}ID")
+    add_words(parser)
+    add_call(parser)
+    parser.add_argument(
+        "--out",
+        metavar="FILE.npz",
+        type=Path,
+        help="write outputs/NAME and gradients/NAME here; bfloat16 as float32, sparse gradients as dense ones",
+    )
+    parser.add_argument("--json", action="store_true", help="print one line of JSON instead of tables")
+    add_connection(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Evaluates and shows."""
+    if options.out is not None and options.out.suffix != ".npz":
+        raise CommandError(f"--out takes a name that ends with .npz, not {str(options.out)!r}", USAGE)
+    result = _evaluate(options)
+    if options.out is not None:
+        _save(result, options.out)
+    if options.json:
+        output.print_json(_json(result))
+    else:
+        _show(result)
+    return 0
+
+
+def _evaluate(options: argparse.Namespace) -> Result:
+    if not options.graph.startswith(PROGRAM_PREFIX):
+        graph = load_graph(options.graph)
+        with connect(options) as client:
+            return client.evaluate(graph, feeds=feeds(options), params=call_params(options), **words(options))
+    refuse_words(options)
+    with connect(options) as client:
+        program = client.program(options.graph)
+        grad_ys = dict(options.grad_y) or None
+        return program.evaluate(feeds(options), params=call_params(options), grad_ys=grad_ys)
+
+
+def _show(result: Result) -> None:
+    screen = output.console()
+    outputs = [output.array_row(name, value) for name, value in result.outputs.items()]
+    output.table(screen, "outputs", output.ARRAY_COLUMNS, outputs)
+    gradients = [output.array_row(name, value, result.gradient_kinds[name]) for name, value in result.gradients.items()]
+    output.table(screen, "gradients", output.ARRAY_COLUMNS, gradients)
+    output.table(screen, "overrides", output.RESOLUTION_COLUMNS, output.resolution_rows(result.overrides))
+    if result.defaulted:
+        screen.print(f"own gradient: {', '.join(result.defaulted)}")
+    times = result.timings
+    screen.print(
+        f"{result.device}: queue {times.queue * 1e3:.3g} ms, compile {times.compile * 1e3:.3g} ms, "
+        f"run {times.run * 1e3:.3g} ms"
+    )
+
+
+def _json(result: Result) -> dict[str, object]:
+    return {
+        "outputs": {name: output.array_json(value) for name, value in result.outputs.items()},
+        "gradients": {
+            name: output.array_json(value, result.gradient_kinds[name]) for name, value in result.gradients.items()
+        },
+        "overrides": [asdict(item) for item in result.overrides],
+        "defaulted": result.defaulted,
+        "device": result.device,
+        "timings": asdict(result.timings),
+        "digests": asdict(result.digests),
+    }
+
+
+def _save(result: Result, path: Path) -> None:
+    found: dict[str, _tensors.Array] = {}
+    for name, value in result.outputs.items():
+        found[f"outputs/{name}"] = _plain(name, value)
+    for name, gradient in result.gradients.items():
+        if gradient is not None:
+            dense = gradient.to_dense() if isinstance(gradient, Sparse) else gradient
+            found[f"gradients/{name}"] = _plain(name, dense)
+    with path.open("wb") as file:
+        np.savez(file, allow_pickle=False, **found)
+
+
+def _plain(name: str, array: _tensors.Array) -> _tensors.Array:
+    """NumPy's files know NumPy's own types only."""
+    if array.dtype.kind == "O":
+        raise CommandError(f"{name!r} holds strings, which a .npz file cannot hold safely; use --json")
+    return array.astype(np.float32) if output.dtype_text(array) == "bfloat16" else array

@@ -1,0 +1,75 @@
+"""`gradrule explain`: which node gets which rule, before anything runs."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import Any
+
+from gradrule._results import Explanation
+from gradrule.cli import output
+from gradrule.cli.connection import add_connection, connect
+from gradrule.cli.failures import FAILED
+from gradrule.cli.words import add_call, add_words, load_graph, words
+
+
+def add(commands: Any) -> None:
+    """Adds the command."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "explain",
+        help="which node gets which rule, before anything runs",
+        description="Checks a graph with its overrides. Exit code 1 where something is wrong; all of it is listed.",
+    )
+    parser.add_argument("graph", metavar="GRAPH", help="file .pb, .pbtxt or .json")
+    add_words(parser)
+    add_call(parser)
+    parser.add_argument("--json", action="store_true", help="print one line of JSON instead of tables")
+    add_connection(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Explains. Feeds and params are taken, so that a line for `evaluate` fits, and decide nothing."""
+    graph = load_graph(options.graph)
+    with connect(options) as client:
+        found = client.explain(graph, **words(options))
+    if options.json:
+        output.print_json(_json(found))
+    else:
+        _show(found, {node.name: node.op_type for node in graph.find()})
+    return FAILED if found.findings else 0
+
+
+def _show(found: Explanation, op_types: dict[str, str]) -> None:
+    screen = output.console()
+    if found.findings:
+        rows = [[item.reason, item.node, item.field, item.message] for item in found.findings]
+        output.table(screen, "wrong", ("reason", "node", "field", "what, and what would be right"), rows)
+        return
+    specs = [
+        [role, spec.name, spec.dtype, output.shape_text(spec.shape), "optional" if spec.optional else ""]
+        for role, group in (("feed", found.inputs), ("fetch", found.outputs), ("y", found.ys), ("x", found.xs))
+        for spec in group.values()
+    ]
+    output.table(screen, "tensors", ("", "name", "type", "shape", ""), specs)
+    # Nodes inside functions are named `call/inner` and are not among the graph's own.
+    own = [[node, op_types.get(node, ""), "its own", "", "active"] for node in found.defaulted]
+    rows = [*output.resolution_rows(found.overrides), *own]
+    output.table(screen, "rules", output.RESOLUTION_COLUMNS, rows)
+
+
+def _json(found: Explanation) -> dict[str, object]:
+    return {
+        "overrides": [asdict(item) for item in found.overrides],
+        "defaulted": found.defaulted,
+        "findings": [asdict(item) for item in found.findings],
+        **{
+            role: [asdict(spec) for spec in group.values()]
+            for role, group in (
+                ("inputs", found.inputs),
+                ("outputs", found.outputs),
+                ("ys", found.ys),
+                ("xs", found.xs),
+            )
+        },
+    }

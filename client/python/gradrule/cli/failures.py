@@ -1,0 +1,40 @@
+"""What ends a command early: one message on stderr and an exit code."""
+
+from __future__ import annotations
+
+import sys
+
+from gradrule.errors import GradruleError
+
+FAILED = 1
+USAGE = 2
+INTERRUPTED = 130
+
+
+class CommandError(Exception):
+    """A command cannot go on. The message says why and what to do; `code` is the exit code."""
+
+    def __init__(self, message: str, code: int = FAILED) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def missing_extra(what: str, extra: str) -> CommandError:
+    """The error for a part that this installation lacks."""
+    return CommandError(f"{what} not installed; get it with: pip install 'gradrule[{extra}]'")
+
+
+def report(command: str, message: str) -> None:
+    """Writes the one message to stderr."""
+    print(f"{command}: {message}", file=sys.stderr)
+
+
+def describe(failure: GradruleError) -> str:
+    """Reason, message, all findings with the field they concern, and when to try again."""
+    lines = [str(failure)]
+    fields = [f"{detail.field}" for detail in failure.details if detail.field]
+    if fields:
+        lines.append(f"  at: {', '.join(dict.fromkeys(fields))}")
+    if failure.retry_delay is not None:
+        lines.append(f"  worth another try after {failure.retry_delay:g} s")
+    return "\n".join(lines)

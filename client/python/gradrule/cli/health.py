@@ -1,0 +1,47 @@
+"""`gradrule health`: is an engine ready?"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from gradrule.cli.connection import DEFAULT_TARGET, TARGET_VARIABLE, default_target, seconds
+from gradrule.cli.failures import FAILED, CommandError
+
+_SERVING = 1
+_STATUS_NAMES = {0: "UNKNOWN", _SERVING: "SERVING", 2: "NOT_SERVING", 3: "SERVICE_UNKNOWN"}
+_TIMEOUT = 5.0
+
+
+def add(commands: Any) -> None:
+    """Adds the command."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "health", help="say whether a server is ready (exit code 0) or not (1)"
+    )
+    parser.add_argument(
+        "target",
+        metavar="HOST:PORT",
+        nargs="?",
+        default=default_target(),
+        help=f"server to ask [default: {DEFAULT_TARGET}] [{TARGET_VARIABLE}]",
+    )
+    parser.add_argument("--timeout", metavar="SECONDS", type=seconds, default=_TIMEOUT, help=f"[default: {_TIMEOUT:g}]")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Asks `grpc.health.v1` about `gradrule.v1.GradientService` and prints the status. Needs grpc alone."""
+    import grpc
+
+    from gradrule import _channel
+
+    with grpc.insecure_channel(_channel.address(options.target)) as channel:
+        check = channel.unary_unary(_channel.HEALTH_METHOD)
+        try:
+            answer = check(_channel.HEALTH_REQUEST, timeout=options.timeout)
+        except grpc.RpcError as cause:
+            raise CommandError(f"{options.target}: {cause.code().name}: {cause.details()}") from None
+    # One enum in field 1; proto3 leaves a zero out.
+    number = answer[1] if len(answer) > 1 else 0
+    print(_STATUS_NAMES.get(number, str(number)))
+    return 0 if number == _SERVING else FAILED

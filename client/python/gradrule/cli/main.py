@@ -1,0 +1,68 @@
+"""The command line `gradrule`: finds the command, runs it, and turns failures into one message and an exit code.
+
+Exit codes: 0 done, 1 the server refused or something failed, 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from gradrule.cli import evaluate, explain, health, programs, rules, serve
+from gradrule.cli.demo import command as demo
+from gradrule.cli.failures import FAILED, INTERRUPTED, CommandError, describe, report
+from gradrule.errors import GradruleError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; gives its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["serve"]:
+        # The server reads its own flags: their list lives with its settings.
+        return _guarded("gradrule serve", lambda: serve.run(arguments[1:]))
+    parser = build_parser()
+    if not arguments:
+        parser.print_help()
+        return 0
+    try:
+        options = parser.parse_args(arguments)
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else FAILED
+    except GradruleError as refusal:
+        report("gradrule", describe(refusal))
+        return FAILED
+    return _guarded(f"gradrule {options.command}", lambda: int(options.run(options)))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands. Each sets `run`, which takes the options and gives an exit code."""
+    parser = argparse.ArgumentParser(
+        prog="gradrule",
+        description="Gradients with rules of your own, as a service.",
+        epilog="`gradrule COMMAND --help` tells more.",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands.add_parser("serve", help="start a server; `gradrule serve --help` lists its settings", add_help=False)
+    for group in (health, rules, programs, evaluate, explain, demo):
+        group.add(commands)
+    return parser
+
+
+def _guarded(command: str, run: Callable[[], int]) -> int:
+    try:
+        return run()
+    except CommandError as failure:
+        report(command, str(failure))
+        return failure.code
+    except GradruleError as refusal:
+        report(command, describe(refusal))
+    except BrokenPipeError:
+        # The reader has gone (`| head`): nothing more can be said, not even by the flush at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as failure:
+        report(command, str(failure))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return FAILED

@@ -1,0 +1,131 @@
+"""What commands show: tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradrule import _tensors
+from gradrule._dtypes import name_of
+from gradrule._results import Resolution, Sparse
+from gradrule.cli.failures import missing_extra
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_PIPE_WIDTH = 200
+_SHOWN_VALUES = 24
+
+
+def console() -> Console:
+    """Standard output. Names and messages are shown as they are: nothing in them is markup."""
+    try:
+        from rich.console import Console
+    except ModuleNotFoundError:
+        raise missing_extra("`rich`, which draws the tables, is", "cli") from None
+    screen = Console(markup=False, highlight=False, emoji=False, soft_wrap=False)
+    if not screen.is_terminal:
+        screen.width = _PIPE_WIDTH
+    return screen
+
+
+def table(screen: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Prints a table; nothing at all where there are no rows."""
+    from rich import box
+    from rich.table import Table
+
+    drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, expand=False)
+    for column in columns:
+        drawn.add_column(column, overflow="fold")
+    for row in rows:
+        drawn.add_row(*row)
+    if drawn.row_count:
+        screen.print(drawn)
+
+
+def print_json(value: object) -> None:
+    """One line of strict JSON."""
+    print(json.dumps(value, allow_nan=False, ensure_ascii=False))
+
+
+def resolution_rows(overrides: Iterable[Resolution]) -> list[list[str]]:
+    """Rows of `RESOLUTION_COLUMNS`."""
+    return [[item.node, item.op_type, item.rule, item.label, item.status.replace("_", " ")] for item in overrides]
+
+
+RESOLUTION_COLUMNS = ("node", "op type", "rule", "label", "status")
+ARRAY_COLUMNS = ("name", "type", "shape", "norm", "values")
+
+
+def array_row(name: str, value: _tensors.Array | Sparse | None, kind: str = "dense") -> list[str]:
+    """A row of `ARRAY_COLUMNS`. A sparse gradient is shown as its slices; one that is not there says why."""
+    if value is None:
+        return [name, "", "", "", kind.replace("_", " ")]
+    if isinstance(value, Sparse):
+        shape = shape_text(tuple(int(size) for size in value.dense_shape))
+        shown = f"slices {_values(value.indices)} of\n{_values(value.values)}"
+        return [name, f"{dtype_text(value.values)}, sparse", shape, norm_text(value.to_dense()), shown]
+    return [name, dtype_text(value), shape_text(value.shape), norm_text(value), _values(value)]
+
+
+def dtype_text(array: _tensors.Array) -> str:
+    """`float32`; `string` for arrays of objects."""
+    return name_of(_tensors.number_of_array(array))
+
+
+def shape_text(shape: Sequence[int | None] | None) -> str:
+    """`[?, 3]`; `unknown` where not even the rank is known."""
+    if shape is None:
+        return "unknown"
+    return f"[{', '.join('?' if size is None else str(size) for size in shape)}]"
+
+
+def norm_text(array: _tensors.Array) -> str:
+    """The L2 norm of numbers that are not integers."""
+    if not array.size or array.dtype.kind in "OSUbiu" or "int" in array.dtype.name:
+        return ""
+    wide = array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+    return f"{np.linalg.norm(wide.ravel()):.6g}"
+
+
+def _values(array: _tensors.Array) -> str:
+    wide = array.astype(np.float32) if array.dtype.kind == "V" or array.dtype.name == "bfloat16" else array
+    return np.array2string(wide, threshold=_SHOWN_VALUES, edgeitems=3, precision=6, max_line_width=100)
+
+
+def array_json(value: _tensors.Array | Sparse | None, kind: str = "dense") -> dict[str, object]:
+    """Kind, dtype, shape and values. Values are nested lists; see `_plain` for those that JSON lacks."""
+    if value is None:
+        return {"kind": kind}
+    if isinstance(value, Sparse):
+        return {
+            "kind": "sparse",
+            "dtype": dtype_text(value.values),
+            "shape": [int(size) for size in value.dense_shape],
+            "indices": value.indices.tolist(),
+            "values": _plain(value.values.tolist()),
+        }
+    return {"kind": kind, "dtype": dtype_text(value), "shape": list(value.shape), "values": _plain(value.tolist())}
+
+
+def _plain(value: Any) -> Any:
+    """Infinities and NaN as protobuf's JSON writes them, complex numbers as pairs, bytes as text or else in base64."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, complex):
+        return [_plain(value.real), _plain(value.imag)]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, bytes):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            return {"base64": base64.b64encode(value).decode()}
+    if isinstance(value, bool | int | float | str):
+        return value
+    return float(value)

@@ -1,0 +1,153 @@
+"""Values as they are written on a command line: feeds, overrides, params.
+
+Each function is an argparse type: it raises `ArgumentTypeError` for what it cannot read, which is a usage error.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import ArgumentTypeError
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gradrule import _tensors
+from gradrule._overrides import Override, Rule
+
+_EXPRESSION = "expr:"
+_TENSOR = "tensor:"
+_VARIABLE = re.compile(r"(x|y|dy|default)\d*")
+_SELECTORS = {"op": "op_type", "node": "node", "scope": "scope"}
+
+
+def feed(text: str) -> dict[str, Any]:
+    """`x=FILE.npy`, `x=FILE.npz`, `x=FILE.npz:KEY`, `x=[1, 2.5]`, or `FILE.npz` alone for all that it holds."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        if text.endswith(".npz"):
+            return _load_npz(Path(text))
+        raise ArgumentTypeError(f"expected NAME=VALUE or a file FILE.npz, got {text!r}")
+    return {_name(name, text): read_value(value, name)}
+
+
+def variable(text: str) -> dict[str, Any]:
+    """`x=VALUE` for a variable of the rule language: x, y, dy or default, with or without digits."""
+    name = text.partition("=")[0]
+    if not _VARIABLE.fullmatch(name):
+        raise ArgumentTypeError(f"{name!r} is no variable; expected x, x1, y, dy, default, … before the = in {text!r}")
+    return feed(text)
+
+
+def grad_y(text: str) -> tuple[str, Any]:
+    """`y=FILE.npy`, `y=[1, 2.5]`, or `y=tensor:NAME` for a tensor of the graph."""
+    name, value = _assignment(text, "Y=VALUE")
+    if value.startswith(_TENSOR):
+        return name, value.removeprefix(_TENSOR)
+    return name, read_value(value, name)
+
+
+def override(text: str) -> Override:
+    """`Sign=RULE` by op type, `node:GLOB=RULE`, `scope:NAME=RULE`; `expr:…` for RULE is a rule of this call alone."""
+    selector, rule = _assignment(text, "OP_TYPE=RULE, node:GLOB=RULE or scope:NAME=RULE")
+    kind, colon, rest = selector.partition(":")
+    field, pattern = (_SELECTORS.get(kind), rest) if colon else ("op_type", selector)
+    if field is None:
+        raise ArgumentTypeError(f"{kind!r} is no selector; expected one of {', '.join(_SELECTORS)} in {text!r}")
+    if not pattern:
+        raise ArgumentTypeError(f"nothing is selected in {text!r}")
+    selectors: dict[str, Any] = {field: pattern}
+    return Override(rule_of(rule), **selectors)
+
+
+def rule_of(text: str) -> str | Rule:
+    """A rule's name; `expr:FORMULA` is a rule that is not registered."""
+    return Rule(text.removeprefix(_EXPRESSION)) if text.startswith(_EXPRESSION) else text
+
+
+def call_param(text: str) -> tuple[str, str, Any]:
+    """`LABEL.PARAM=NUMBER` → label, param, value. The label may hold dots."""
+    key, value = _assignment(text, "LABEL.PARAM=VALUE")
+    label, dot, param = key.rpartition(".")
+    if not (dot and label and param):
+        raise ArgumentTypeError(
+            f"expected LABEL.PARAM=VALUE, got {text!r}; the label is the override's op type or glob"
+        )
+    return label, param, _literal(value, text)
+
+
+def rule_param(text: str) -> tuple[str, Any]:
+    """`a=1` declares a param with a default, `a` one without."""
+    if "=" not in text:
+        return text, None
+    name, value = _assignment(text, "NAME=VALUE")
+    return name, _literal(value, text)
+
+
+def read_value(text: str, name: str) -> Any:
+    """An array from a `.npy` or `.npz` file, or a JSON value: numbers, strings, booleans, nested lists of them."""
+    path, key = _file(text)
+    if path is None:
+        return _literal(text, f"{name}={text}")
+    if path.suffix == ".npy":
+        array = _open(path)
+        if not isinstance(array, np.ndarray):
+            raise ArgumentTypeError(f"{path} is no .npy file of one array")
+        return array
+    arrays = _load_npz(path)
+    if not key and len(arrays) == 1:
+        return next(iter(arrays.values()))
+    if (key or name) not in arrays:
+        raise ArgumentTypeError(f"{path} has no array {key or name!r}; it has {', '.join(map(repr, arrays)) or 'none'}")
+    return arrays[key or name]
+
+
+def _assignment(text: str, expected: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not value:
+        raise ArgumentTypeError(f"expected {expected}, got {text!r}")
+    return _name(name, text), value
+
+
+def _name(name: str, text: str) -> str:
+    if not name:
+        raise ArgumentTypeError(f"there is no name before the = in {text!r}")
+    return name
+
+
+def _file(text: str) -> tuple[Path | None, str]:
+    if text.endswith((".npy", ".npz")):
+        return Path(text), ""
+    before, colon, key = text.rpartition(":")
+    return (Path(before), key) if colon and before.endswith(".npz") else (None, "")
+
+
+def _load_npz(path: Path) -> dict[str, _tensors.Array]:
+    opened = _open(path)
+    if isinstance(opened, np.ndarray):
+        raise ArgumentTypeError(f"{path} is no .npz file; name it .npy if it holds one array")
+    return opened
+
+
+def _open(path: Path) -> _tensors.Array | dict[str, _tensors.Array]:
+    """Pickled objects are refused: reading them would run their code."""
+    try:
+        opened = np.load(path, allow_pickle=False)
+        if isinstance(opened, np.ndarray):
+            return opened
+        with opened:
+            return {name: opened[name] for name in opened.files}
+    except FileNotFoundError:
+        raise ArgumentTypeError(f"there is no file {str(path)!r}") from None
+    except (OSError, ValueError, EOFError) as cause:
+        raise ArgumentTypeError(f"cannot read {str(path)!r}: {cause}") from None
+
+
+def _literal(text: str, whole: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise ArgumentTypeError(
+            f"{text!r} in {whole!r} is neither a .npy or .npz file nor a JSON value such as 2.5, [1, 2] or '\"text\"'"
+        ) from None
