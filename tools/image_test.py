@@ -193,7 +193,7 @@ def gradient_of_sign(client: gr.Client) -> list[float]:
     graph.op("Sign", graph.placeholder("x", "float32", [None]), name="y")
     x = np.array([-2.0, 0.5, 3.0], np.float32)
     result = client.evaluate(graph, feeds={"x": x}, ys=["y"], xs=["x"], overrides={"Sign": "ImageTest"})
-    return [float(value) for value in result.gradients["x"]]
+    return [float(value) for value in np.asarray(result.gradients["x"])]
 
 
 @contextmanager

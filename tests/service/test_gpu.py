@@ -51,9 +51,9 @@ def test_rule_on_the_gpu_agrees_with_numpy(gpu_client: gr.Client) -> None:
     )
     product = x @ w
     upstream = np.sign(product) + np.where(np.abs(product) <= 1, product, 0)
-    np.testing.assert_allclose(r.outputs["loss"], np.abs(product).sum(), rtol=1e-12)
-    np.testing.assert_allclose(r.gradients["x"], upstream @ w.T, rtol=1e-10, atol=1e-10)
-    np.testing.assert_allclose(r.gradients["w"], x.T @ upstream, rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(np.asarray(r.outputs["loss"]), np.abs(product).sum(), rtol=1e-12)
+    np.testing.assert_allclose(np.asarray(r.gradients["x"]), upstream @ w.T, rtol=1e-10, atol=1e-10)
+    np.testing.assert_allclose(np.asarray(r.gradients["w"]), x.T @ upstream, rtol=1e-10, atol=1e-10)
     assert r.device.upper().startswith("GPU:0")
 
 
@@ -62,5 +62,5 @@ def test_a_compiled_program_stays_on_the_gpu(gpu_client: gr.Client) -> None:
     x, w = np.ones((2, 64)), np.zeros((64, 32))
     answers = [program(x=x, w=w) for _ in range(3)]
     for answer in answers:
-        np.testing.assert_array_equal(answer.gradients["x"], np.zeros((2, 64)))
+        np.testing.assert_array_equal(np.asarray(answer.gradients["x"]), np.zeros((2, 64)))
         assert answer.device.upper().startswith("GPU:0")
