@@ -126,7 +126,9 @@ def sum_to(context: Context, value: Value, like: Value) -> Value:
     wanted = builder.add("Shape", like_tensor, T=like_dtype, out_type=_INT32)
     axes = builder.add("BroadcastGradientArgs", wanted, shape, T=_INT32)
     total = builder.add("Sum", tensor, axes, T=dtype, Tidx=_INT32, keep_dims=False)
-    return Value(dtype, builder.add("Reshape", total, wanted, T=dtype, Tshape=_INT32), sources=like.sources)
+    # As with "sample", the node's name is what an error of TensorFlow's shows.
+    summed = builder.add("Reshape", total, wanted, name="sum_to_shape_of_like", T=dtype, Tshape=_INT32)
+    return Value(dtype, summed, sources=like.sources)
 
 
 def _softmax(context: Context, axes: Axes, value: Value, *, log: bool) -> Value:

@@ -71,7 +71,9 @@ def read(expression: str) -> Source:
         body = ast.parse(stripped, mode="eval").body
         return Source(text, body, stripped.encode(), shift)
     except SyntaxError as cause:
-        raise _syntax_error(text, shift + max(0, (cause.offset or 1) - 1), cause.msg) from None
+        # At the end of the text Python gives no position.
+        offset = cause.offset - 1 if cause.offset else len(stripped)
+        raise _syntax_error(text, shift + offset, cause.msg) from None
     except (RecursionError, MemoryError):
         raise invalid_expression(text, shift, f"the expression is nested more than {MAX_DEPTH} deep") from None
     except ValueError as cause:
