@@ -3,7 +3,7 @@
 import { create } from "@bufbuild/protobuf";
 
 import { dtOf, isDType } from "./dtypes.js";
-import { errorOf } from "./errors.js";
+import { GradruleError, errorOf } from "./errors.js";
 import { ATTRS } from "./gen/attrs.js";
 import { AttrValueSchema, AttrValue_ListValueSchema } from "./gen/gradrule/v1/graph_pb.js";
 import type { AttrValue, AttrValue_ListValue } from "./gen/gradrule/v1/graph_pb.js";
@@ -38,14 +38,16 @@ export function attrOf(opType: string, name: string, value: AttrInput): AttrValu
   try {
     return attr(kindOf(opType, name) ?? guess(value), value);
   } catch (cause) {
-    throw errorOf("INVALID_ATTR", `Attribute ${name} of ${opType}: ${(cause as Error).message}`);
+    if (!(cause instanceof GradruleError)) throw cause;
+    throw errorOf("INVALID_ATTR", `Attribute ${name} of ${opType}: ${cause.message}`);
   }
 }
 
 function kindOf(opType: string, name: string): AttrKind | undefined {
-  const row = Object.hasOwn(ATTRS, opType) ? ATTRS[opType]! : "";
-  const entry = row.split(", ").find((text) => text.startsWith(`${name} `));
-  return entry?.slice(name.length + 1) as AttrKind | undefined;
+  if (!Object.hasOwn(ATTRS, opType)) return undefined;
+  const kinds = new Map(ATTRS[opType]!.split(", ").map((entry) => entry.split(" ") as [string, AttrKind]));
+  if (kinds.has(name) || name.startsWith("_")) return kinds.get(name);
+  throw errorOf("INVALID_ATTR", `there is none of this name; there are ${[...kinds.keys()].join(", ")}.`);
 }
 
 function guess(value: AttrInput): AttrKind {

@@ -33,14 +33,14 @@ const SERVICE_CONFIG = {
       name: [{}],
       retryPolicy: {
         maxAttempts: 4,
-        initialBackoff: "0.1s",
-        maxBackoff: "2s",
+        initialBackoff: "0.05s",
+        maxBackoff: "1s",
         backoffMultiplier: 2,
         retryableStatusCodes: ["UNAVAILABLE"],
       },
     },
   ],
-  retryThrottling: { maxTokens: 100, tokenRatio: 0.1 },
+  retryThrottling: { maxTokens: 10, tokenRatio: 0.1 },
 };
 
 const CHANNEL_OPTIONS = {

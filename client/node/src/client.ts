@@ -3,24 +3,23 @@
 import { Channel } from "./channel.js";
 import type { CallOptions, ConnectOptions } from "./channel.js";
 import { errorOf } from "./errors.js";
-import type { GradruleError } from "./errors.js";
 import { GradientService } from "./gen/gradrule/v1/evaluate_pb.js";
 import { ProgramService } from "./gen/gradrule/v1/program_pb.js";
-import type { Finding } from "./gen/gradrule/v1/program_pb.js";
 import { RuleKind, RuleService } from "./gen/gradrule/v1/rule_pb.js";
 import type { Graph } from "./graph.js";
-import { Program, ProgramInfo } from "./program.js";
-import type { ProgramCallOptions } from "./program.js";
+import type { RuleRef } from "./overrides.js";
+import { Program, explanationOf } from "./program.js";
+import type { Explanation, ProgramCallOptions } from "./program.js";
 import { evaluationOf } from "./results.js";
 import type { Evaluation } from "./results.js";
 import { definitionMessage, paramValues, ruleOf } from "./rules.js";
 import type { Kind, ParamDefaults, Params, Rule, RuleForm } from "./rules.js";
-import { callParams, feedMessages, nameOf, namedTensors, specMessage, splitGradYs } from "./spec.js";
-import type { Feeds, GradYs, RuleRef, SpecOptions } from "./spec.js";
+import { callParams, feedMessages, namedTensors, namesOf, specMessage, splitGradYs } from "./spec.js";
+import type { Feeds, GradYs, SpecOptions } from "./spec.js";
 import type { Tensor } from "./tensor.js";
 import { namedTensorOf } from "./wire.js";
 
-const PAGE_SIZE = 1000;
+const PAGE_SIZE = 200;
 
 export interface CreateRuleOptions extends CallOptions {
   readonly params?: ParamDefaults;
@@ -79,7 +78,8 @@ export class Client {
 
   /** All rules, or those of one kind. */
   async listRules(options: CallOptions & { readonly kind?: Kind } = {}): Promise<Rule[]> {
-    const kind = options.kind === undefined ? RuleKind.UNSPECIFIED : RuleKind[options.kind];
+    const kind =
+      options.kind === undefined ? RuleKind.UNSPECIFIED : RuleKind[options.kind.toUpperCase() as Uppercase<Kind>];
     const rules: Rule[] = [];
     let pageToken = "";
     do {
@@ -102,7 +102,7 @@ export class Client {
       source:
         typeof rule === "string"
           ? { case: "name" as const, value: resource("rules", rule) }
-          : { case: "definition" as const, value: definitionMessage(rule) },
+          : { case: "definition" as const, value: definitionMessage(rule, Object.keys(options.params ?? {})) },
       values: feedMessages(values, () => undefined),
       params: paramValues(options.params ?? {}),
       opType: options.opType ?? "",
@@ -116,39 +116,35 @@ export class Client {
 
   /** Forward outputs and gradients of a graph in one call. */
   async evaluate(graph: Graph, options: EvaluateOptions = {}): Promise<Evaluation> {
-    const { inGraph, values } = splitGradYs(options.gradYs, (options.ys ?? []).map(nameOf));
+    const gradYs = splitGradYs(options.gradYs, namesOf(options.ys, graph), graph);
+    const dtypeOf = (name: string) => graph.dtypeOf(name);
     const request = {
-      target: { case: "spec" as const, value: specMessage(graph, options, inGraph) },
-      feeds: feedMessages(options.feeds ?? {}, (name) => graph.dtypeOf(name)),
-      gradYs: namedTensors(
-        values.map(({ y, value }) => [y, value]),
-        (name) => graph.dtypeOf(name),
-      ),
+      target: { case: "spec" as const, value: specMessage(graph, options, gradYs) },
+      feeds: feedMessages(options.feeds ?? {}, dtypeOf, graph),
+      gradYs: namedTensors(gradYs.values, dtypeOf, "gradYs"),
       params: callParams(options.params),
     };
     return evaluationOf(await this.#channel.unary(GradientService.method.evaluate, request, options));
   }
 
-  /** Which node gets which rule, and the signature, without running or keeping anything. */
-  async explain(graph: Graph, options: EvaluateOptions = {}): Promise<ProgramInfo> {
-    const { inGraph } = splitGradYs(options.gradYs, (options.ys ?? []).map(nameOf));
-    const request = { spec: specMessage(graph, options, inGraph), validateOnly: true };
-    const answer = await this.#channel.unary(ProgramService.method.compileProgram, request, options);
-    const [first] = answer.findings;
-    if (first) throw refusedBy(first, answer.findings);
-    return wanted((message) => new ProgramInfo(message), answer.program);
+  /** Which node gets which rule, the signature, and all that is wrong; nothing is run or kept. */
+  async explain(graph: Graph, options: EvaluateOptions = {}): Promise<Explanation> {
+    const gradYs = splitGradYs(options.gradYs, namesOf(options.ys, graph), graph);
+    const request = { spec: specMessage(graph, options, gradYs), validateOnly: true };
+    return explanationOf(await this.#channel.unary(ProgramService.method.compileProgram, request, options));
   }
 
   /** Checks and compiles a program, which the server keeps until it is deleted. */
   async compile(graph: Graph, options: CompileOptions = {}): Promise<Program> {
-    const { inGraph, values } = splitGradYs(options.gradYs, (options.ys ?? []).map(nameOf));
-    if (values.length > 0) {
+    const gradYs = splitGradYs(options.gradYs, namesOf(options.ys, graph), graph);
+    const [given] = gradYs.values;
+    if (given) {
       throw errorOf(
         "INVALID_DERIVATIVE",
-        `gradYs gives a value for ${values[0]!.y}; give values with each call, and names of tensors here.`,
+        `gradYs gives a value for ${given[0]}; values are given with each call, names of tensors here.`,
       );
     }
-    const request = { spec: specMessage(graph, options, inGraph), programId: options.name ?? "" };
+    const request = { spec: specMessage(graph, options, gradYs), programId: options.name ?? "" };
     const answer = await this.#channel.unary(ProgramService.method.compileProgram, request, options);
     return wanted((message) => new Program(this.#channel, message), answer.program);
   }
@@ -192,9 +188,4 @@ function resource(collection: string, name: string): string {
 function wanted<M, T>(read: (message: M) => T, message: M | undefined): T {
   if (message === undefined) throw errorOf("INTERNAL", "The server's answer is empty.");
   return read(message);
-}
-
-function refusedBy(first: Finding, all: readonly Finding[]): GradruleError {
-  const details = all.map(({ reason, message, node, field }) => ({ reason, message, node, field }));
-  return errorOf(first.reason, first.message, { details });
 }

@@ -11,6 +11,9 @@ import type { DType } from "./dtypes.js";
 import { errorOf } from "./errors.js";
 import { GraphSchema, NodeSchema } from "./gen/gradrule/v1/graph_pb.js";
 import type { Graph as GraphMessage, Node } from "./gen/gradrule/v1/graph_pb.js";
+import { UniqueNames, bare } from "./names.js";
+import { ruleAndParams } from "./overrides.js";
+import type { Override, RuleChoice } from "./overrides.js";
 import { tensor } from "./tensor.js";
 import type { TensorLike } from "./tensor.js";
 import { shapeOf } from "./wire.js";
@@ -40,7 +43,7 @@ export class Output {
 }
 
 export interface OpOptions {
-  /** Name within the current scope. Default: the op type, with a number where that is taken. */
+  /** Name within the current scope, with a number where it is taken. Default: the op type. */
   readonly name?: string;
   /** Attributes. Those that follow from the inputs may be left out: the server fills them in. */
   readonly attrs?: Readonly<Record<string, AttrInput>>;
@@ -50,13 +53,16 @@ export interface OpOptions {
 
 /** A dataflow graph whose bytes are those of a TensorFlow GraphDef. */
 export class Graph {
-  private readonly names: Map<string, Node>;
+  private readonly nodes: Map<string, Node>;
+  private readonly names: UniqueNames;
   private readonly scopes: string[] = [];
-  private readonly overrideMaps: ReadonlyMap<string, string>[] = [];
+  private readonly overrideMaps: ReadonlyMap<string, RuleChoice>[] = [];
+  private readonly recorded: Override[] = [];
   private bytes: Uint8Array | undefined;
 
   constructor(private readonly message: GraphMessage = create(GraphSchema)) {
-    this.names = new Map(message.node.map((node) => [node.name, node]));
+    this.nodes = new Map(message.node.map((node) => [node.name, node]));
+    this.names = new UniqueNames(this.nodes.keys());
   }
 
   /** The graph with these bytes (a GraphDef's). Throws INVALID_GRAPH where they are none. */
@@ -83,19 +89,27 @@ export class Graph {
     return this.message.node.map(({ name }) => name);
   }
 
-  /** The tensors that are fed: one per placeholder. */
-  get inputs(): readonly TensorSpec[] {
-    return this.message.node.flatMap((node) => {
-      const dtype = PLACEHOLDERS.has(node.op) ? dtypeOfNode(node) : undefined;
-      if (dtype === undefined) return [];
-      return [{ name: node.name, dtype, shape: shapeOfNode(node), optional: node.op === "PlaceholderWithDefault" }];
-    });
+  /** The placeholders, by name. */
+  get inputs(): Readonly<Record<string, TensorSpec>> {
+    const specs: [string, TensorSpec][] = [];
+    for (const node of this.message.node) {
+      const { name, op } = node;
+      const dtype = PLACEHOLDERS.has(op) ? dtypeOfNode(node) : undefined;
+      if (dtype === undefined) continue;
+      specs.push([name, { name, dtype, shape: shapeOfNode(node), optional: op === "PlaceholderWithDefault" }]);
+    }
+    return Object.fromEntries(specs);
+  }
+
+  /** What override maps recorded for single nodes beside what nodes can carry; a request sends it after its own. */
+  get nodeOverrides(): readonly Override[] {
+    return this.recorded;
   }
 
   /** A handle for a tensor by its name, `node` or `node:index`. Throws UNKNOWN_TENSOR where no such node is. */
   get(name: string): Output {
     const [, node, index] = /^(.*?)(?::(\d+))?$/.exec(name) ?? [];
-    if (node === undefined || !this.names.has(node)) {
+    if (node === undefined || !this.nodes.has(node)) {
       throw errorOf("UNKNOWN_TENSOR", `The graph has no node ${JSON.stringify(node ?? name)}.`);
     }
     return new Output(this, node, Number(index ?? 0));
@@ -103,7 +117,7 @@ export class Graph {
 
   /** Element type of a placeholder or a constant, by its name; undefined where only the server knows. */
   dtypeOf(name: string): DType | undefined {
-    const node = this.names.get(name.replace(/:0$/, ""));
+    const node = this.nodes.get(bare(name));
     return node && (PLACEHOLDERS.has(node.op) || node.op === "Const") ? dtypeOfNode(node) : undefined;
   }
 
@@ -120,7 +134,7 @@ export class Graph {
     return this.op("Const", [], name === undefined ? { attrs } : { name, attrs });
   }
 
-  /** Adds a node and returns its first output, or as many as `outputs` says. Throws DUPLICATE_NODE, INVALID_ATTR. */
+  /** Adds a node and returns its first output, or as many as `outputs` says. Throws INVALID_ATTR, DANGLING_INPUT. */
   op(opType: string, inputs: readonly (Output | string)[], options: OpOptions & { outputs: number }): Output[];
   op(opType: string, inputs: readonly (Output | string)[], options?: OpOptions): Output;
   op(
@@ -128,43 +142,52 @@ export class Graph {
     inputs: readonly (Output | string)[],
     options: OpOptions & { outputs?: number } = {},
   ): Output | Output[] {
-    const node = create(NodeSchema, { name: this.freshName(opType, options.name), op: opType });
-    node.input = [
-      ...inputs.map((input) => this.inputName(input, node.name)),
-      ...(options.control ?? []).map((output) => `^${this.get(this.inputName(output, node.name)).node}`),
-    ];
-    for (const [name, value] of Object.entries(options.attrs ?? {})) node.attr[name] = attrOf(opType, name, value);
-    const rule = this.overrideMaps.findLast((map) => map.has(opType))?.get(opType);
-    if (rule !== undefined) node.attr[GRADIENT_ATTR] = attrOf(opType, GRADIENT_ATTR, rule);
+    const attrs = Object.entries(options.attrs ?? {}).map(([name, value]) => [name, attrOf(opType, name, value)]);
+    const wished = this.scoped(options.name ?? opType);
+    const names = inputs.map((input) => this.inputName(input, wished));
+    const controls = (options.control ?? []).map((output) => `^${this.get(this.inputName(output, wished)).node}`);
+    const node = create(NodeSchema, {
+      name: this.names.make(wished),
+      op: opType,
+      input: [...names, ...controls],
+      attr: Object.fromEntries(attrs) as Node["attr"],
+    });
+    this.override(node);
     this.message.node.push(node);
-    this.names.set(node.name, node);
+    this.nodes.set(node.name, node);
     this.bytes = undefined;
     if (options.outputs === undefined) return new Output(this, node.name, 0);
     return Array.from({ length: options.outputs }, (_, index) => new Output(this, node.name, index));
   }
 
-  /** Puts `name/` before the names of the nodes that `build` makes. Scopes nest. */
+  /** Puts `name/` before the names of the nodes that `build` makes, with a number where it is taken. Scopes nest. */
   nameScope<T>(name: string, build: () => T): T {
-    return within(this.scopes, name, build);
+    return within(this.scopes, this.names.make(this.scoped(name)), build);
   }
 
   /**
-   * Nodes that `build` makes get the rule that the map gives for their op type. Maps nest: the innermost that names the
-   * op type decides; `default` carves out an exception.
+   * Nodes that `build` makes get the rule that the map gives for their op type: a name, a rule that is registered nowhere,
+   * or either with params. Maps nest: the innermost that names the op type decides; `default` carves out an exception.
    */
-  gradientOverrideMap<T>(map: Readonly<Record<string, string>>, build: () => T): T {
+  gradientOverrideMap<T>(map: Readonly<Record<string, RuleChoice>>, build: () => T): T {
     return within(this.overrideMaps, new Map(Object.entries(map)), build);
   }
 
-  private freshName(opType: string, wished: string | undefined): string {
-    const name = [...this.scopes, wished ?? opType].join("/");
-    if (!this.names.has(name)) return name;
-    if (wished !== undefined) {
-      throw errorOf("DUPLICATE_NODE", `The graph already has a node ${JSON.stringify(name)}; names are unique.`);
+  private scoped(name: string): string {
+    const scope = this.scopes.at(-1);
+    return scope === undefined ? name : `${scope}/${name}`;
+  }
+
+  private override(node: Node): void {
+    const choice = this.overrideMaps.findLast((map) => map.has(node.op))?.get(node.op);
+    if (choice === undefined) return;
+    const [rule, params] = ruleAndParams(choice);
+    if (typeof rule === "string" && Object.keys(params).length === 0) {
+      node.attr[GRADIENT_ATTR] = attrOf(node.op, GRADIENT_ATTR, rule);
+    } else {
+      // Optional, as in TensorFlow: a node of the context may lie off the path of what a request differentiates.
+      this.recorded.push({ rule, node: node.name, opType: node.op, params, label: node.op, optional: true });
     }
-    let number = 1;
-    while (this.names.has(`${name}_${number}`)) number++;
-    return `${name}_${number}`;
   }
 
   private inputName(input: Output | string, node: string): string {

@@ -4,13 +4,16 @@ import { timestampDate } from "@bufbuild/protobuf/wkt";
 
 import type { CallOptions, Channel } from "./channel.js";
 import { errorOf } from "./errors.js";
+import type { Detail } from "./errors.js";
 import { GradientService } from "./gen/gradrule/v1/evaluate_pb.js";
-import type { Program as ProgramMessage } from "./gen/gradrule/v1/program_pb.js";
+import { ProgramService } from "./gen/gradrule/v1/program_pb.js";
+import type { CompileProgramResponse, Program as ProgramMessage } from "./gen/gradrule/v1/program_pb.js";
+import { bare } from "./names.js";
 import { digestsOf, evaluationOf, resolutionOf } from "./results.js";
 import type { Digests, Evaluation, Resolution } from "./results.js";
 import { callParams, feedMessages, namedTensors, splitGradYs } from "./spec.js";
-import type { CallParams, Feeds, GradYs } from "./spec.js";
-import { specOf } from "./wire.js";
+import type { CallParams, DTypeOf, Feeds, GradYs } from "./spec.js";
+import { specsOf } from "./wire.js";
 import type { TensorSpec } from "./wire.js";
 
 /** What one call of a program may say beside its feeds. */
@@ -21,79 +24,103 @@ export interface ProgramCallOptions extends CallOptions {
   readonly gradYs?: GradYs;
 }
 
-/** What is known of a compiled program. */
-export class ProgramInfo {
-  /** `programs/{id}`. */
-  readonly name: string;
-  readonly digests: Digests;
+/** What a program does: which tensors, which rules. */
+class Signature {
   /** What a call feeds. */
-  readonly inputs: readonly TensorSpec[];
+  readonly inputs: Readonly<Record<string, TensorSpec>>;
   /** What it puts out. */
-  readonly outputs: readonly TensorSpec[];
-  readonly ys: readonly TensorSpec[];
-  readonly xs: readonly TensorSpec[];
+  readonly outputs: Readonly<Record<string, TensorSpec>>;
+  /** What it differentiates. */
+  readonly ys: Readonly<Record<string, TensorSpec>>;
+  /** With respect to what. */
+  readonly xs: Readonly<Record<string, TensorSpec>>;
   /** Which node got which rule. */
   readonly overrides: readonly Resolution[];
   /** Nodes on the path that no override took. */
   readonly defaulted: readonly string[];
-  readonly device: string;
-  readonly createTime: Date | null;
 
-  constructor(message: ProgramMessage) {
-    this.name = message.name;
-    this.digests = digestsOf(message.digests);
-    this.inputs = message.inputs.map(specOf);
-    this.outputs = message.outputs.map(specOf);
-    this.ys = message.ys.map(specOf);
-    this.xs = message.xs.map(specOf);
-    this.overrides = message.overrides.map(resolutionOf);
-    this.defaulted = message.defaulted;
-    this.device = message.device;
-    this.createTime = message.createTime ? timestampDate(message.createTime) : null;
+  constructor(message: ProgramMessage | undefined) {
+    this.inputs = specsOf(message?.inputs ?? []);
+    this.outputs = specsOf(message?.outputs ?? []);
+    this.ys = specsOf(message?.ys ?? []);
+    this.xs = specsOf(message?.xs ?? []);
+    this.overrides = (message?.overrides ?? []).map(resolutionOf);
+    this.defaulted = message?.defaulted ?? [];
   }
 }
 
+/** What a program would be. `findings` lists all that is wrong; then the rest is empty. */
+export class Explanation extends Signature {
+  constructor(
+    message: ProgramMessage | undefined,
+    readonly findings: readonly Detail[],
+  ) {
+    super(message);
+  }
+
+  /** Throws the error that `evaluate` or `compile` would reject with, if there is one. */
+  throwFindings(): void {
+    const [first] = this.findings;
+    if (first) throw errorOf(first.reason, first.message, { details: this.findings });
+  }
+}
+
+/** From the answer of CompileProgram with validate_only. */
+export function explanationOf({ program, findings }: CompileProgramResponse): Explanation {
+  return new Explanation(
+    program,
+    findings.map(({ reason, message, node, field }) => ({ reason, message, node, field })),
+  );
+}
+
 /** A compiled program with the connection to its server. */
-export class Program extends ProgramInfo {
+export class Program extends Signature {
+  /** `programs/{id}`. */
+  readonly name: string;
+  readonly digests: Digests;
+  /** Where it runs, `CPU:0` for example. */
+  readonly device: string;
+  readonly createTime: Date | null;
   readonly #channel: Channel;
+  // In the order asked, which the keys of a record need not keep.
+  readonly #ys: readonly string[];
 
   constructor(channel: Channel, message: ProgramMessage) {
     super(message);
+    this.name = message.name;
+    this.digests = digestsOf(message.digests);
+    this.device = message.device;
+    this.createTime = message.createTime ? timestampDate(message.createTime) : null;
     this.#channel = channel;
+    this.#ys = message.ys.map(({ name }) => name);
   }
 
   /** Runs once. Rejects with MISSING_FEED, UNKNOWN_FEED, FEED_DTYPE, FEED_SHAPE, EXECUTION_FAILED and others. */
   async evaluate(feeds: Feeds = {}, options: ProgramCallOptions = {}): Promise<Evaluation> {
-    const { inGraph, values } = splitGradYs(
-      options.gradYs,
-      this.ys.map(({ name }) => name),
-    );
-    if (inGraph.length > 0) {
+    const { inGraph, values } = splitGradYs(options.gradYs, this.#ys);
+    const [named] = inGraph;
+    if (named) {
       throw errorOf(
         "INVALID_DERIVATIVE",
-        `gradYs names the tensor ${inGraph[0]!.tensor}; tensors of the graph are chosen in compile(), a call gives values.`,
+        `gradYs names the tensor ${named[1]}; tensors of the graph are chosen in compile(), a call gives values.`,
       );
     }
-    const known = dtypes(this.inputs);
-    const knownYs = dtypes(this.ys);
     const request = {
       target: { case: "program" as const, value: this.name },
-      feeds: feedMessages(feeds, (name) => known.get(plain(name))),
-      gradYs: namedTensors(
-        values.map(({ y, value }) => [y, value]),
-        (name) => knownYs.get(plain(name)),
-      ),
+      feeds: feedMessages(feeds, dtypeIn(this.inputs)),
+      gradYs: namedTensors(values, dtypeIn(this.ys), "gradYs"),
       params: callParams(options.params),
     };
     return evaluationOf(await this.#channel.unary(GradientService.method.evaluate, request, options));
   }
+
+  /** Forgets the program on its server. PROGRAM_NOT_FOUND. */
+  async delete(options: CallOptions = {}): Promise<void> {
+    await this.#channel.unary(ProgramService.method.deleteProgram, { name: this.name }, options);
+  }
 }
 
-function dtypes(specs: readonly TensorSpec[]): Map<string, TensorSpec["dtype"]> {
-  return new Map(specs.map(({ name, dtype }) => [plain(name), dtype]));
-}
-
-/** `y:0` is `y`. */
-function plain(name: string): string {
-  return name.replace(/:0$/, "");
+function dtypeIn(specs: Readonly<Record<string, TensorSpec>>): DTypeOf {
+  const known = new Map(Object.values(specs).map(({ name, dtype }) => [bare(name), dtype]));
+  return (name) => known.get(bare(name));
 }

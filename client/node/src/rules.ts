@@ -21,8 +21,8 @@ import { tensorMessage, tensorOf } from "./wire.js";
 /** Values of a rule's params. */
 export type Params = Readonly<Record<string, TensorLike>>;
 
-/** Params that a rule declares, with their defaults; null where every use must give a value. */
-export type ParamDefaults = Readonly<Record<string, TensorLike | null>>;
+/** Params that a rule declares: their names, or defaults by name, null where every use must give a value. */
+export type ParamDefaults = readonly string[] | Readonly<Record<string, TensorLike | null>>;
 
 /** What a rule computes: a formula over `x`, `y`, `dy`, `default`, params, or a graph from `x`, `dy`, … to `dx`. */
 export type RuleForm = string | { readonly expression: string } | { readonly graph: Graph };
@@ -33,7 +33,7 @@ export type RuleSource = ({ readonly expression: string } | { readonly graph: Gr
 };
 
 /** Where a rule comes from: TensorFlow's registry, the catalogue, or a client. */
-export type Kind = "OP" | "BUILTIN" | "USER";
+export type Kind = "op" | "builtin" | "user";
 
 /** A rule of the registry. */
 export interface Rule {
@@ -42,7 +42,8 @@ export interface Rule {
   readonly kind: Kind;
   readonly expression: string | null;
   readonly graph: Graph | null;
-  readonly params: readonly { name: string; default: number | Tensor | null; description: string }[];
+  /** Defaults by name, null where every use must give a value. */
+  readonly params: Readonly<Record<string, number | Tensor | null>>;
   readonly description: string;
   /** Op types that the rule is meant for. */
   readonly opTypes: readonly string[];
@@ -56,14 +57,25 @@ export interface Rule {
   readonly aliases: readonly string[];
 }
 
-/** The message of a rule's content. */
-export function definitionMessage(source: RuleSource): MessageInitShape<typeof RuleDefinitionSchema> {
-  const params = Object.entries(source.params ?? {}).map(([name, value]) =>
+/** The message of a rule's content. Where it declares no params itself, those that its use gives count as declared. */
+export function definitionMessage(
+  source: RuleSource,
+  usedParams: readonly string[] = [],
+): MessageInitShape<typeof RuleDefinitionSchema> {
+  const params = declared(source.params ?? usedParams).map(([name, value]) =>
     value === null ? { name } : { name, defaultValue: paramValue(value) },
   );
   if ("expression" in source) return { form: { case: "expression", value: source.expression }, params };
   const graph = { source: { case: "serialized" as const, value: source.graph.toBytes() } };
   return { form: { case: "graph", value: graph }, params };
+}
+
+function declared(params: ParamDefaults): (readonly [string, TensorLike | null])[] {
+  return isNames(params) ? params.map((name) => [name, null]) : Object.entries(params);
+}
+
+function isNames(params: ParamDefaults): params is readonly string[] {
+  return Array.isArray(params);
 }
 
 /** The messages of param values by name. */
@@ -83,14 +95,15 @@ export function ruleOf(message: RuleMessage): Rule {
   const form = message.definition?.form;
   return {
     name: message.name.replace(/^rules\//, ""),
-    kind: RuleKind[message.kind] as Kind,
+    kind: RuleKind[message.kind].toLowerCase() as Kind,
     expression: form?.case === "expression" ? form.value : null,
     graph: form?.case === "graph" ? graphOf(form.value) : null,
-    params: (message.definition?.params ?? []).map((param) => ({
-      name: param.name,
-      default: param.defaultValue ? paramOf(param.defaultValue) : null,
-      description: param.description,
-    })),
+    params: Object.fromEntries(
+      (message.definition?.params ?? []).map(({ name, defaultValue }) => [
+        name,
+        defaultValue ? paramOf(defaultValue) : null,
+      ]),
+    ),
     description: message.description,
     opTypes: message.opTypes,
     reference: message.reference,

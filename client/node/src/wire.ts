@@ -163,7 +163,12 @@ export function sparseOf(message: SparseTensor): Sparse {
   return new Sparse(tensorOf(values), tensorOf(indices), Array.from(tensorOf(denseShape).data as Int32Array, Number));
 }
 
-export function specOf(message: SpecMessage): TensorSpec {
+/** Specs by name. */
+export function specsOf(messages: readonly SpecMessage[]): Readonly<Record<string, TensorSpec>> {
+  return Object.fromEntries(messages.map((message) => [message.name, specOf(message)]));
+}
+
+function specOf(message: SpecMessage): TensorSpec {
   const dtype = dtypeOfDt(message.dtype);
   if (dtype === undefined) {
     throw invalidTensor(

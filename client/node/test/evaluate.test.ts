@@ -83,6 +83,44 @@ test("overrides by node, scope and label, with params of the call", async () => 
   assert.deepEqual(dense(once, "x").toArray(), [30, 300]);
 });
 
+test("a rule of the builder's context that is registered nowhere", async () => {
+  const g = new Graph();
+  const x = g.placeholder("x", "float32", [null]);
+  const y = g.gradientOverrideMap({ Sign: [{ expression: "k * dy" }, { k: 4 }], Neg: "gradient_zero" }, () =>
+    g.op("Sign", [x], { name: "y" }),
+  );
+  const ask = { feeds: { x: [1] }, fetches: y };
+  assert.deepEqual(dense(await client.evaluate(g, { ...ask, ys: y, xs: x }), "x").toArray(), [4]);
+  const later = await client.evaluate(g, { ...ask, ys: y, xs: x, params: { Sign: { k: 6 } } });
+  assert.deepEqual(dense(later, "x").toArray(), [6]);
+  const mine = await client.evaluate(g, { ...ask, ys: y, xs: x, overrides: { Sign: { expression: "dy" } } });
+  assert.deepEqual(dense(mine, "x").toArray(), [1]);
+  assert.deepEqual((await client.evaluate(g, ask)).outputs["y"]?.toArray(), [1]);
+});
+
+test("what can be told without the server is refused before anything is sent", async () => {
+  const g = single("Identity", "int32");
+  const other = single("Neg").get("y");
+  const nobody = connect("127.0.0.1:1");
+  const rows: [object, typeof errors.InternalError, RegExp][] = [
+    [{ feeds: { x: [1.5] } }, errors.InvalidTensorError, /^feeds\.x: Element 0 is 1\.5, which is no int32/],
+    [{ fetches: other }, errors.UnknownTensorError, /handle y belongs to another graph/],
+    [{ feeds: new Map([[other, [1]]]) }, errors.UnknownTensorError, /another graph/],
+    [{ ys: "y", gradYs: { z: [1] } }, errors.InvalidDerivativeError, /gradYs has z, which is none of the ys: y/],
+    [{ ys: "y", gradYs: [null, null] }, errors.InvalidDerivativeError, /2 entries for 1 ys/],
+    [{ unconnectedGradients: "zeros" }, errors.InvalidDerivativeError, /"none" or "zero"/],
+    [{ noGradient: "zero" }, errors.UnsupportedError, /"zero" is not there yet/],
+  ];
+  for (const [options, type, message] of rows) {
+    await assert.rejects(nobody.evaluate(g, options), (thrown) => {
+      assert.ok(thrown instanceof type, String(thrown));
+      assert.match(thrown.message, message);
+      return true;
+    });
+  }
+  nobody.close();
+});
+
 test("tensors of every type go through the server unchanged", async () => {
   const rows: [DType, TensorLike, typeof Float32Array | object][] = [
     ["float32", [1.5, -2], Float32Array],

@@ -69,15 +69,22 @@ test("an attribute means what its op says", () => {
   );
   assert.throws(() => g.op("Sum", [x, x], { attrs: { keep_dims: 1 } }), errors.InvalidAttrError);
   assert.throws(() => attr("list(int)", 3), errors.InvalidAttrError);
+  assert.throws(
+    () => g.op("LeakyRelu", [x], { attrs: { aplha: 1 } }),
+    (thrown) =>
+      thrown instanceof errors.InvalidAttrError && /aplha of LeakyRelu: .*there are alpha, T\./.test(thrown.message),
+  );
 });
 
-test("names: scopes, numbers, and no name twice", () => {
+test("names are made unique as TensorFlow does it, in scopes too", () => {
   const g = new Graph();
   const x = g.placeholder("x", "float32", []);
   const inner = g.nameScope("outer", () => g.nameScope("inner", () => [g.op("Neg", [x]), g.op("Neg", [x])]));
   assert.deepEqual(inner.map(String), ["outer/inner/Neg", "outer/inner/Neg_1"]);
+  assert.equal(g.nameScope("outer", () => g.op("Neg", [x], { name: "a" })).name, "outer_1/a");
   assert.equal(g.op("Neg", [x]).name, "Neg");
-  assert.throws(() => g.placeholder("x", "float32", []), errors.DuplicateNodeError);
+  assert.equal(g.placeholder("x", "float32", []).name, "x_1");
+  assert.equal(g.op("Neg", [x], { name: "X_1" }).name, "X_1_1");
   assert.throws(() => new Graph().op("Neg", [x]), errors.DanglingInputError);
   assert.throws(() => g.nameScope("broken", () => g.op("Neg", [x], { name: "Neg", attrs: { T: 1 } })));
   assert.equal(g.op("Neg", [x]).name, "Neg_1", "a scope ends where its function throws");
@@ -115,7 +122,7 @@ test("a loaded graph keeps its bytes until it is extended", async () => {
     const loaded = await load(path);
     assert.deepEqual(loaded.toBytes(), bytes);
     assert.deepEqual(loaded.nodeNames, ["x", "y"]);
-    assert.deepEqual(loaded.inputs, [{ name: "x", dtype: "bfloat16", shape: [null], optional: false }]);
+    assert.deepEqual(loaded.inputs, { x: { name: "x", dtype: "bfloat16", shape: [null], optional: false } });
     assert.equal(loaded.dtypeOf("x:0"), "bfloat16");
     assert.equal(loaded.dtypeOf("y"), undefined);
     const z = loaded.op("Neg", [loaded.get("y:0")], { name: "z" });
