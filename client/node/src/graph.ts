@@ -167,7 +167,8 @@ export class Graph {
 
   /**
    * Nodes that `build` makes get the rule that the map gives for their op type: a name, a rule that is registered
-   * nowhere, or either with params. Maps nest: the innermost that names the op type decides; `default` carves out an exception.
+   * nowhere, or either with params. Maps nest: the innermost that names the op type decides; `default` carves out an
+   * exception.
    */
   gradientOverrideMap<T>(map: Readonly<Record<string, RuleChoice>>, build: () => T): T {
     return within(this.overrideMaps, new Map(Object.entries(map)), build);
