@@ -41,7 +41,7 @@ def table() -> bytes:
     """The bytes of the table."""
     signatures = [OpSignature.FromString(definition) for definition in op_definitions()]
     rows = {signature.name: _opdefs.row_of(signature) for signature in signatures}
-    return _opdefs.encode_table(rows, gradients(), tf.__version__)
+    return _opdefs.encode_table(rows, gradients(), tf.__version__, tf.version.GRAPH_DEF_VERSION)
 
 
 def main() -> int:

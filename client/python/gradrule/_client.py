@@ -215,6 +215,8 @@ class Client:
             except grpc.RpcError as failure:
                 if (error := waiting_error(failure, self.target)) is not None:
                     raise error from None
+            except ValueError as cause:
+                raise self._closed() from cause
             else:
                 if answer == _channel.HEALTH_SERVING:
                     return

@@ -42,7 +42,9 @@ class Graph(GraphOps):
     """
 
     def __init__(self) -> None:
-        self._start(graph_pb2.Graph(), b"")
+        # Without a version TensorFlow reads a graph as one of its oldest: a scalar's shape as unknown, for example.
+        versions = graph_pb2.Versions(producer=_opdefs.graph_version())
+        self._start(graph_pb2.Graph(versions=versions), b"")
 
     def _start(self, message: graph_pb2.Graph, data: bytes) -> None:
         self._message = message
@@ -113,7 +115,8 @@ class Graph(GraphOps):
         Raises `UnknownOpTypeError`, `TypeMismatchError`, `InvalidAttrError`, `InvalidTensorError`.
         """
         definition = self._definition(op_type)
-        full_name = self._unique(name or op_type)
+        # Functions' names may start as no node's name does.
+        full_name = self._unique(name or op_type.lstrip("_"))
         where = f"{op_type} node {full_name!r}"
         by_name = {arg.name: attrs.pop(arg.name) for arg in definition.inputs if arg.name in attrs}
         known = {attr.name: attr for attr in definition.attrs}

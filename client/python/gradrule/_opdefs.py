@@ -72,6 +72,12 @@ def gradients() -> tuple[str, ...]:
     return _gradients()
 
 
+def graph_version() -> int:
+    """TensorFlow's version of the graph format, which says how a graph's older habits are read."""
+    version: int = _table()["graph_version"]
+    return version
+
+
 def suggest(op_type: str, more: Iterable[str] = ()) -> str:
     """` Did you mean 'Sign'?` for a name that is no op type (nor one of `more`), or nothing."""
     known = {*names(), *more}
@@ -109,9 +115,9 @@ def row_of(signature: OpSignature) -> Row:
     return row
 
 
-def encode_table(ops: Mapping[str, Row], gradients: Mapping[str, str], tensorflow: str) -> bytes:
+def encode_table(ops: Mapping[str, Row], gradients: Mapping[str, str], tensorflow: str, graph_version: int) -> bytes:
     """The bytes of `data/ops.json.gz`; equal input gives equal bytes."""
-    table = {"tensorflow": tensorflow, "gradients": dict(gradients), "ops": dict(ops)}
+    table = {"tensorflow": tensorflow, "graph_version": graph_version, "gradients": dict(gradients), "ops": dict(ops)}
     text = json.dumps(table, sort_keys=True, separators=(",", ":"))
     return gzip.compress(text.encode(), compresslevel=9, mtime=0)
 

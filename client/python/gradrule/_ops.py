@@ -141,6 +141,6 @@ class GraphOps(ABC):
     def _reduce(self, op_type: str, x: Any, axis: Any, keepdims: bool, name: str | None) -> TensorHandle:
         if axis is None:
             axis = self.one("Range", 0, self.one("Rank", x), 1)
-        elif not isinstance(axis, TensorHandle | int):
+        elif isinstance(axis, set | range | tuple):
             axis = list(axis)
         return self.one(op_type, x, axis, keep_dims=keepdims, name=name)

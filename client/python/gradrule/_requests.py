@@ -216,7 +216,7 @@ def _pairs(values: Any, what: str) -> Iterable[tuple[Any, Any]]:
 def _split_grad_ys(
     grad_ys: GradYs | None, ys: Sequence[str], graph: GraphLike | None
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Upstream gradients by y: those that are tensors of the graph, and those that are values. None entries drop out."""
+    """Upstream gradients by y: those that are tensors of the graph, and those that are values. None drops out."""
     if grad_ys is None:
         return {}, {}
     given: dict[str, Any] = {}
@@ -235,7 +235,8 @@ def _split_grad_ys(
             raise InvalidDerivativeError(f"grad_ys has {len(grad_ys)} entries for {len(ys)} ys; None stands for ones")
         given = dict(zip(ys, grad_ys, strict=True))
     else:
-        raise InvalidDerivativeError(f"grad_ys is a dict by y or a list in order of ys, not {type(grad_ys).__name__}")
+        kind = type(grad_ys).__name__
+        raise InvalidDerivativeError(f"grad_ys is a dict by y or a list in the order of ys, not {kind}")
     tensors: dict[str, str] = {}
     values: dict[str, Any] = {}
     for y, value in given.items():

@@ -17,8 +17,9 @@ def graph_bytes(graph: GraphLike) -> bytes:
     """The bytes of a `Graph`, of a GraphDef's bytes, or of a GraphDef message. Raises `InvalidGraphError`."""
     if isinstance(graph, bytes | bytearray | memoryview):
         return bytes(graph)
+    # A builder's graph, or any protobuf message; `to_bytes` alone would take an int.
     for method in ("to_bytes", "SerializeToString"):
-        if callable(write := getattr(graph, method, None)):
+        if not isinstance(graph, int) and callable(write := getattr(graph, method, None)):
             data: bytes = write()
             return data
     if callable(as_graph_def := getattr(graph, "as_graph_def", None)):

@@ -87,9 +87,11 @@ def dtype_number(dtype: DtypeLike) -> int:
         if dtype is python_type:
             return number
     name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or str(dtype)
-    short = str(name).rpartition(".")[2].removeprefix("DT_")
+    short = str(name).rpartition(".")[2]
     if short in NUMBERS:
         return NUMBERS[short]
+    if short in Dt.keys() and Dt.Value(short) in NAMES:  # noqa: SIM118  # an enum wrapper is no dict
+        return Dt.Value(short)
     try:
         return number_of_array(np.empty(0, np.dtype(dtype)))
     except (TypeError, ValueError):

@@ -218,6 +218,8 @@ class AsyncClient:
             except grpc.RpcError as failure:
                 if (error := waiting_error(failure, self.target)) is not None:
                     raise error from None
+            except grpc.aio.UsageError as cause:
+                raise self._closed() from cause
             else:
                 if answer == _channel.HEALTH_SERVING:
                     return
@@ -251,8 +253,11 @@ class AsyncClient:
         except grpc.RpcError as failure:
             raise error_of(failure) from None
         except grpc.aio.UsageError as cause:
-            raise UnavailableError(f"the client of {self.target!r} is closed") from cause
+            raise self._closed() from cause
         return parsed(call.answer, call.decode, answer)
+
+    def _closed(self) -> UnavailableError:
+        return UnavailableError(f"the client of {self.target!r} is closed")
 
 
 class AsyncProgram(ProgramBase):

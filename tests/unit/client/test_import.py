@@ -1,0 +1,45 @@
+"""What importing the client brings along."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import gradrule as gr
+from gradrule import _client, aio
+
+
+def loaded_by(code: str) -> set[str]:
+    script = f"import sys\n{code}\nprint(*sys.modules)"
+    output = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    return {name.partition(".")[0] for name in output.stdout.split()}
+
+
+def test_importing_is_light() -> None:
+    assert not loaded_by("import gradrule") & {"grpc", "numpy", "tensorflow", "google"}
+
+
+def test_nothing_imports_tensorflow_or_the_server() -> None:
+    everything = "import gradrule as gr\nfor name in gr.__all__: getattr(gr, name)\nimport gradrule._status"
+    build = "g = gr.Graph()\ny = g.sign(g.placeholder('x', 'float32'))\ng.to_bytes()"
+    assert not loaded_by(f"{everything}\n{build}") & {"tensorflow", "keras", "gradrule_server"}
+
+
+def test_all_names_are_there() -> None:
+    assert all(getattr(gr, name) is not None for name in gr.__all__)
+    assert set(gr.__all__) <= set(dir(gr))
+
+
+def test_the_async_client_has_every_word_of_the_sync_one() -> None:
+    for sync, twin in ((_client.Client, aio.AsyncClient), (_client.Program, aio.AsyncProgram)):
+        for name, method in inspect.getmembers(sync, inspect.isfunction):
+            if name.startswith("_") and name != "__call__":
+                continue
+            wanted = inspect.signature(method).parameters
+            if name == "map":
+                assert list(inspect.signature(getattr(twin, name)).parameters) == list(wanted)
+            else:
+                assert inspect.signature(getattr(twin, name)).parameters == wanted, name
+    assert inspect.signature(gr.connect).parameters == inspect.signature(aio.connect).parameters
+    assert inspect.signature(gr.local).parameters == inspect.signature(aio.local).parameters

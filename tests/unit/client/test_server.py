@@ -1,0 +1,129 @@
+"""What the clients do beyond single calls, against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradrule as gr
+from tests.service.servers import RunningServer
+
+
+def squares() -> gr.Graph:
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [None])
+    g.square(x, name="y")
+    g.log(g.reduce_max(x), name="z")
+    return g
+
+
+@pytest.fixture
+def program(either: Any) -> Iterator[Any]:
+    compiled = either.compile(squares(), ys=["y"], xs=["x"], fetches=["y"])
+    yield compiled
+    compiled.delete()
+
+
+def test_map_keeps_the_order(program: Any) -> None:
+    found = [r.outputs["y"].tolist() for r in program.map(({"x": [float(n)]} for n in range(50)), in_flight=7)]
+    assert found == [[float(n * n)] for n in range(50)]
+
+
+def test_map_raises_in_turn(program: Any) -> None:
+    feeds: Any = [{"x": [1.0]}, {"x": np.float64([1.0])}, {"x": [3.0]}]
+    with pytest.raises(gr.errors.FeedDtypeError):
+        list(program.map(feeds, in_flight=2))
+    with pytest.raises(gr.errors.InvalidParamError, match="at least 1"):
+        list(program.map([{"x": [1.0]}], in_flight=0))
+    assert program(x=[2.0]).outputs["y"].tolist() == [4.0]
+
+
+def test_map_is_lazy(client: gr.Client) -> None:
+    compiled = client.compile(squares(), ys=["y"], xs=["x"], fetches=["y"])
+    taken = []
+
+    def feeds() -> Iterator[Any]:
+        for n in range(1000):
+            taken.append(n)
+            yield {"x": [float(n)]}
+
+    results = compiled.map(feeds(), in_flight=4)
+    next(results)
+    assert len(taken) <= 6
+    results.close()  # type: ignore[attr-defined]  # it is a generator
+    assert compiled(x=[2.0]).outputs["y"].tolist() == [4.0]
+    compiled.delete()
+
+
+def test_async_map_of_an_async_iterable(server: RunningServer) -> None:
+    async def run() -> list[float]:
+        async with gr.aio.connect(server.target) as client:
+            compiled = await client.compile(squares(), fetches=["y"])
+
+            async def feeds() -> Any:
+                for n in range(20):
+                    yield {"x": [float(n)]}
+
+            found = [float(r.outputs["y"][0]) async for r in compiled.map(feeds(), in_flight=3)]
+            await compiled.delete()
+            return found
+
+    assert asyncio.run(run()) == [float(n * n) for n in range(20)]
+
+
+def test_a_program_tells_what_it_is(program: Any, either: Any) -> None:
+    assert list(program.inputs) == ["x"]
+    assert program.inputs["x"].dtype == "float32"
+    assert list(program.outputs) == ["y"]
+    again = either.program(program.name.removeprefix("programs/"))
+    assert (again.name, again.digests) == (program.name, program.digests)
+    assert program.name in [listed.name for listed in either.list_programs()]
+    r = program({"x": [3.0]})
+    assert (r.gradients["x"].tolist(), r.defaulted) == ([6.0], program.defaulted)
+    assert program.defaulted == ["y"]
+
+
+def test_lists_take_the_programs_types_and_arrays_must_have_them(program: Any) -> None:
+    assert program(x=[1, 2]).outputs["y"].tolist() == [1.0, 4.0]
+    with pytest.raises(gr.errors.FeedDtypeError, match=r"float64.*float32"):
+        program(x=np.float64([1]))
+    with pytest.raises(gr.errors.UnknownFeedError, match="twice"):
+        program({"x": [1.0]}, x=[2.0])
+    assert program.evaluate({"x": [1, 2]}, grad_ys={"y": [1, 10]}).gradients["x"].tolist() == [2.0, 40.0]
+    with pytest.raises(gr.errors.InvalidDerivativeError, match="compile"):
+        program.evaluate({"x": [1, 2]}, grad_ys={"y": "x"})
+
+
+def test_deadlines(either: Any) -> None:
+    with pytest.raises(gr.errors.DeadlineExceededError):
+        either.evaluate(squares(), {"x": [1.0]}, fetches=["y"], timeout=1e-6)
+
+
+def test_wait_ready(either: Any) -> None:
+    either.wait_ready(timeout=10)
+
+
+def test_local_servers(tmp_path: Path) -> None:
+    with gr.local(engine_threads=1, reflection=False, data_dir=tmp_path / "kept") as client:
+        client.create_rule("Twice", "2 * dy")
+        r = client.evaluate(squares(), {"x": [3.0]}, ys="y", xs="x", overrides={"Square": "Twice"})
+        assert r.gradients["x"].tolist() == [2.0]  # type: ignore[union-attr]
+    assert any((tmp_path / "kept").iterdir())
+    with pytest.raises(gr.errors.UnavailableError):
+        client.wait_ready(timeout=0.2)
+
+    async def run() -> str:
+        async with gr.aio.local(data_dir=tmp_path / "kept") as other:
+            return (await other.get_rule("Twice")).expression or ""
+
+    assert asyncio.run(run()) == "2 * dy"
+
+
+def test_a_local_server_that_does_not_start_says_why() -> None:
+    with pytest.raises(gr.errors.UnavailableError, match=r"(?s)exit code 2.*no-such-flag"), gr.local(no_such_flag=1):
+        pass
