@@ -1,0 +1,80 @@
+"""What is measured: graphs, what is asked of them, and the values of a call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import gradrule as gr
+from gradrule import _tensors
+from gradrule.v1 import evaluate_pb2
+
+RULE = {"Sign": "ste_sign"}
+
+
+@dataclass(frozen=True)
+class Work:
+    """A graph with fetches, ys and xs, always under `RULE`, and feeds for it."""
+
+    graph: gr.Graph
+    fetches: list[str]
+    ys: list[str]
+    xs: list[str]
+    feeds: dict[Any, Any]
+
+    def compile(self, client: gr.Client) -> gr.Program:
+        return client.compile(self.graph, fetches=self.fetches, ys=self.ys, xs=self.xs, overrides=RULE)
+
+    def evaluate(self, client: gr.Client) -> gr.Result:
+        """With the graph in the request."""
+        return client.evaluate(self.graph, self.feeds, fetches=self.fetches, ys=self.ys, xs=self.xs, overrides=RULE)
+
+    def named_request(self, program: gr.Program) -> bytes:
+        """The bytes of a call by program name."""
+        return self._with_feeds(evaluate_pb2.EvaluateRequest(program=program.name))
+
+    def inline_request(self) -> bytes:
+        """The bytes of a call with the graph in it."""
+        request = evaluate_pb2.EvaluateRequest()
+        request.spec.graph.serialized = self.graph.to_bytes()
+        request.spec.fetches.extend(self.fetches)
+        request.spec.vjp.ys.extend(self.ys)
+        request.spec.vjp.xs.extend(self.xs)
+        for op_type, rule in RULE.items():
+            request.spec.overrides.add(rule=rule).selector.op_type = op_type
+        return self._with_feeds(request)
+
+    def _with_feeds(self, request: evaluate_pb2.EvaluateRequest) -> bytes:
+        for name, value in self.feeds.items():
+            request.feeds.add(name=name).value.inline.CopyFrom(_tensors.to_message(value))
+        return request.SerializeToString()
+
+
+def tiny() -> Work:
+    """(2, 4) by (4, 3), sign, sum: forward and two gradients."""
+    g = gr.Graph()
+    x, w = g.placeholder("x", "float32", [2, 4]), g.placeholder("w", "float32", [4, 3])
+    g.reduce_sum(g.one("Sign", g.matmul(x, w)), axis=[0, 1], name="loss")
+    rng = np.random.default_rng(0)
+    feeds = {"x": rng.normal(size=(2, 4)).astype(np.float32), "w": rng.normal(size=(4, 3)).astype(np.float32)}
+    return Work(g, ["loss"], ["loss"], ["x", "w"], feeds)
+
+
+def large(size: int) -> Work:
+    """A float32 vector in, its gradient of the same size out, nothing fetched."""
+    g = gr.Graph()
+    g.one("Sign", g.placeholder("x", "float32", [None]), name="y")
+    return Work(g, [], ["y"], ["x"], {"x": np.random.default_rng(0).normal(size=size).astype(np.float32)})
+
+
+def chain(nodes: int, *, on_path: bool) -> Work:
+    """A graph of so many nodes, on four numbers. on_path: all of them run; else all but a handful lie aside."""
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [4])
+    last = x
+    for _ in range(nodes - 2):
+        last = g.one("Tanh", last)
+    g.one("Sign", last if on_path else x, name="y")
+    return Work(g, ["y"], ["y"], ["x"], {"x": np.linspace(-0.9, 0.9, 4, dtype=np.float32)})
