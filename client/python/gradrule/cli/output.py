@@ -39,7 +39,8 @@ def table(screen: Console, title: str, columns: Sequence[str], rows: Iterable[Se
     from rich import box
     from rich.table import Table
 
-    drawn = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, expand=False)
+    style = box.SIMPLE_HEAD if any(columns) else box.SIMPLE
+    drawn = Table(title=title, title_justify="left", box=style, show_header=any(columns), pad_edge=False)
     for column in columns:
         drawn.add_column(column, overflow="fold")
     for row in rows:

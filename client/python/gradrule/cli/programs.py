@@ -74,7 +74,7 @@ def run_list(options: argparse.Namespace) -> int:
         for program in programs
     ]
     columns = ("name", "feeds", "fetches", "gradient of", "compiled")
-    output.table(screen, f"{len(programs)} programs", columns, rows)
+    output.table(screen, f"programs ({len(programs)})", columns, rows)
     if not rows:
         screen.print("no programs")
     return 0

@@ -92,9 +92,9 @@ def run_list(options: argparse.Namespace) -> int:
         return 0
     screen = output.console()
     rows = [[rule.name, rule.kind, _params(rule), _content(rule), rule.description] for rule in rules]
-    output.table(screen, f"{len(rules)} rules", ("name", "kind", "params", "formula", "description"), rows)
+    output.table(screen, f"rules ({len(rules)})", ("name", "kind", "params", "formula", "description"), rows)
     if not rows:
-        screen.print("no rules")
+        screen.print("no rules" if options.kind is None else f"no rules of kind {options.kind}")
     return 0
 
 
