@@ -57,6 +57,8 @@ async def serve(settings: Settings) -> None:
             await _start_engine(engine, stopping)
             if not stopping.is_set():
                 rules.set_op_rules(engine.greeting.gradients)
+                for name in rules.clashes:
+                    _log.warning("the kept rule %r hides a rule of this release; the latter is builtin/%s", name, name)
                 if engine.greeting.op_table_digest != _opdefs.digest():
                     _log.warning(
                         "TensorFlow %s defines other ops than the table that ships", engine.greeting.tensorflow_version

@@ -26,6 +26,9 @@ from pydantic.fields import FieldInfo
 from gradrule_server.errors import did_you_mean
 
 ENVIRONMENT_PREFIX = "GRADRULE_"
+
+# Variables of the command line's other half: whoever has set them for clients must be able to start a server too.
+_OF_CLIENTS = frozenset({"GRADRULE_TARGET", "GRADRULE_TOKEN"})
 _MEBIBYTE = 1024 * 1024
 
 
@@ -143,7 +146,7 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
     names = {environment_name(name): name for name in Settings.model_fields}
     values = {}
     for variable, value in sorted(environ.items()):
-        if variable.startswith(ENVIRONMENT_PREFIX):
+        if variable.startswith(ENVIRONMENT_PREFIX) and variable not in _OF_CLIENTS:
             if variable not in names:
                 raise SettingsError(
                     f"The environment variable {variable} is no setting.{did_you_mean(variable, names)}"

@@ -12,6 +12,7 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.checks import require_same_shape
 from gradrule_server.engine.imports import import_graph
+from gradrule_server.engine.names import readable
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.rules import RuleContent, RuleGraph, Signature
 
@@ -47,7 +48,7 @@ class OpGradientRule(BoundRule):
             raise
         except Exception as cause:
             # The function was written for another op: what it misses can be anything, and all means the same here.
-            raise self._not_applicable(op, node, f"{type(cause).__name__}: {cause}") from cause
+            raise self._not_applicable(op, node, f"{type(cause).__name__}: {readable(str(cause))}") from cause
         gradients = list(result) if isinstance(result, (list, tuple)) else [result]
         if len(gradients) != len(op.inputs):
             raise error(

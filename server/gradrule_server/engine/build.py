@@ -57,6 +57,8 @@ class Built:
     inputs: list[Input] = field(default_factory=list)
     grad_ys: list[Input] = field(default_factory=list)
     params: list[ParamInput] = field(default_factory=list)
+    unused: list[bool] = field(default_factory=list)
+    """Per input: whether the results do not depend on it, so that a call need not feed it."""
     outputs: list[str] = field(default_factory=list)
     gradients: list[tuple[str, str]] = field(default_factory=list)
     """(x as asked, form); a dense gradient is one returned tensor, a sparse one three, the other forms none."""
@@ -97,6 +99,9 @@ def build(request: link_pb2.CompileRequest) -> Built:
         *(tf.TensorSpec(None, tf.float64, name=f"param{index}") for index in range(len(built.params))),
     ]
     built.function = tf.function(run, input_signature=signature, autograph=False).get_concrete_function()
+    returned = {id(tensor) for tensor in built.function.graph.outputs}
+    arguments = built.function.graph.inputs[: len(built.inputs)]
+    built.unused = [not argument.consumers() and id(argument) not in returned for argument in arguments]
     return built
 
 

@@ -25,6 +25,9 @@ Gradient = tf.Tensor | tf.IndexedSlices | None
 GRADIENT_NAME = "gradrule"
 MARK_ATTR = "_gradrule_mark"
 
+# Registered as not differentiable, and rightly so: these cut the path on purpose, or their outputs are constants.
+_GRADIENT_IS_ZERO = frozenset({"StopGradient", "ZerosLike", "OnesLike"})
+
 _OWN_GRADIENT = -1
 _FOREIGN_GRADIENT = -2
 
@@ -99,7 +102,7 @@ _current: contextvars.ContextVar[Differentiation] = contextvars.ContextVar("diff
 
 
 def own_gradient(op: tf.Operation, dys: Sequence[Gradient], node: str) -> Sequence[Gradient]:
-    """The gradient that TensorFlow registers for the op's type. NO_GRADIENT if it registers nothing."""
+    """The gradient that TensorFlow registers for the op's type. NO_GRADIENT if it registers none."""
     try:
         function = tf_private.gradient_of(op.type)
     except LookupError:
@@ -110,6 +113,13 @@ def own_gradient(op: tf.Operation, dys: Sequence[Gradient], node: str) -> Sequen
             node=node,
         ) from None
     if function is None:
+        if op.type not in _GRADIENT_IS_ZERO:
+            raise error(
+                errors_pb2.ERROR_REASON_NO_GRADIENT,
+                f"node {node!r}: TensorFlow registers {op.type!r} as not differentiable, so nothing would reach what lies "
+                f"before it. Override it with a rule, or cut the path on purpose with stop_gradients=[{node!r}].",
+                node=node,
+            )
         return [None] * len(op.inputs)
     result: Any = function(op, *dys)
     return list(result) if isinstance(result, (list, tuple)) else [result]

@@ -22,8 +22,8 @@ def run(built: Built, request: link_pb2.RunRequest, device: str) -> bytes:
     started = time.monotonic_ns()
     call = evaluate_pb2.EvaluateRequest.FromString(request.request)
     arguments = [
-        *_fed(call.feeds, built.inputs, what="feed", field="feeds"),
-        *_fed(call.grad_ys, built.grad_ys, what="grad_y", field="grad_ys"),
+        *_fed(call.feeds, built.inputs, built.unused, what="feed", field="feeds"),
+        *_fed(call.grad_ys, built.grad_ys, [False] * len(built.grad_ys), what="grad_y", field="grad_ys"),
         *_params(built, request.params),
     ]
     results = _execute(built, arguments)
@@ -60,13 +60,18 @@ def _execute(built: Built, arguments: list[tf.Tensor]) -> Sequence[tf.Tensor]:
     return results
 
 
-def _fed(given: Iterable[tensor_pb2.NamedTensor], inputs: Sequence[Input], *, what: str, field: str) -> list[tf.Tensor]:
+def _fed(
+    given: Iterable[tensor_pb2.NamedTensor], inputs: Sequence[Input], unused: Sequence[bool], *, what: str, field: str
+) -> list[tf.Tensor]:
     """The given values in the order of `inputs`; all that is wrong with them comes as one error."""
     by_name = {item.name.removesuffix(":0"): item.value for item in given}
     findings: list[Finding] = []
     tensors: list[tf.Tensor] = []
-    for item in inputs:
+    for item, is_unused in zip(inputs, unused, strict=True):
         value = by_name.get(item.name.removesuffix(":0"))
+        if value is None and is_unused:
+            tensors.append(tf.zeros([size or 0 for size in item.shape] if item.shape.rank else [], item.dtype))
+            continue
         if value is None:
             wanted = f"{item.dtype.name} of shape {item.shape}"
             findings.append(
