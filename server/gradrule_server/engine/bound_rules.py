@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
@@ -16,7 +17,7 @@ from gradrule_server.engine.names import readable
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.rules import RuleContent, RuleGraph, Signature
 
-Gradient = tf.Tensor | tf.IndexedSlices | None
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 OwnGradient = Callable[[tf.Operation, Sequence[Gradient], str], Sequence[Gradient]]
 
 

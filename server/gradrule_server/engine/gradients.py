@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
@@ -20,7 +20,7 @@ from gradrule_server.engine.names import IMPORT_SCOPE
 from gradrule_server.errors import error
 from gradrule_server.link.v1 import link_pb2
 
-Gradient = tf.Tensor | tf.IndexedSlices | None
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
 GRADIENT_NAME = "gradrule"
 MARK_ATTR = "_gradrule_mark"
@@ -93,7 +93,7 @@ class Differentiation:
     def _public_name(self, op: tf.Operation) -> str | None:
         """The node's name in the uploaded graph; None for a node that a gradient made."""
         if op.name.startswith(IMPORT_SCOPE):
-            return op.name.removeprefix(IMPORT_SCOPE)
+            return str(op.name).removeprefix(IMPORT_SCOPE)
         scope = self._scopes.get(getattr(op.graph, "name", ""))
         return None if scope is None else f"{scope}/{op.name}"
 
@@ -116,8 +116,8 @@ def own_gradient(op: tf.Operation, dys: Sequence[Gradient], node: str) -> Sequen
         if op.type not in _GRADIENT_IS_ZERO:
             raise error(
                 errors_pb2.ERROR_REASON_NO_GRADIENT,
-                f"node {node!r}: TensorFlow registers {op.type!r} as not differentiable, so nothing would reach what lies "
-                f"before it. Override it with a rule, or cut the path on purpose with stop_gradients=[{node!r}].",
+                f"node {node!r}: TensorFlow registers {op.type!r} as not differentiable, so nothing would reach what "
+                f"lies before it. Override it with a rule, or cut the path on purpose with stop_gradients=[{node!r}].",
                 node=node,
             )
         return [None] * len(op.inputs)

@@ -79,9 +79,11 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed = True
-        for answer in (*self._waiting.values(), self.greeting):
+        for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(EngineGone())
+        if not self.greeting.done():
+            self.greeting.set_exception(EngineGone())
         # A greeting that nobody waits for must not be reported as an exception that was never retrieved.
         if self.greeting.done() and not self.greeting.cancelled():
             self.greeting.exception()
