@@ -13,6 +13,7 @@ from gradrule_server.errors import GradruleError, did_you_mean, error
 from gradrule_server.rules import dtypes
 from gradrule_server.rules.dtypes import Dt
 from gradrule_server.rules.graph_builder import type_attr
+from gradrule_server.rules.language.errors import quoted
 from gradrule_server.rules.language.names import FAMILIES, split_variable
 from gradrule_server.rules.signature import RuleGraph, Signature, count, listed, not_differentiable
 
@@ -147,7 +148,7 @@ def _reached(nodes: Mapping[str, graph_pb2.Node], roots: Iterable[str]) -> set[s
             if needed not in nodes:
                 raise _refused(
                     errors_pb2.ERROR_REASON_DANGLING_INPUT,
-                    f"input {source!r} is no node of the rule's graph.{did_you_mean(needed, nodes)}",
+                    f"input {quoted(source)} is no node of the rule's graph.{did_you_mean(needed, nodes)}",
                     name,
                 )
             if needed not in done:
@@ -162,7 +163,7 @@ def _placeholders(nodes: Sequence[graph_pb2.Node], params: Sequence[str]) -> tup
         if node.op in _UNBOUND:
             raise _refused(
                 errors_pb2.ERROR_REASON_INVALID_RULE,
-                f"a rule's inputs are nodes of op Placeholder, not {node.op}; a param may have a default value",
+                f"a rule's inputs are nodes of op Placeholder, not {quoted(node.op)}; a param may have a default value",
                 node.name,
             )
         if node.op != "Placeholder":
@@ -176,7 +177,7 @@ def _placeholders(nodes: Sequence[graph_pb2.Node], params: Sequence[str]) -> tup
             )
             raise _refused(
                 errors_pb2.ERROR_REASON_INVALID_RULE,
-                f"placeholder {node.name!r} is unknown.{did_you_mean(node.name, [*FAMILIES, *params])} "
+                f"placeholder {quoted(node.name)} is unknown.{did_you_mean(node.name, [*FAMILIES, *params])} "
                 f"A rule's placeholders are "
                 f"x, y, dy and default, with an index or without, and {declared}",
                 node.name,
@@ -234,4 +235,4 @@ def _feed_as_double(graph: graph_pb2.Graph, nodes: Mapping[str, graph_pb2.Node],
 
 
 def _refused(reason: errors_pb2.ErrorReason.ValueType, message: str, node: str = "") -> GradruleError:
-    return error(reason, f"node {node!r}: {message}" if node else message, node=node, field="graph")
+    return error(reason, f"node {quoted(node)}: {message}" if node else message, node=node, field="graph")

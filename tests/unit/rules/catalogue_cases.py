@@ -1,7 +1,8 @@
 """One case per rule of the catalogue: what the rule's source says, written out slowly, one element at a time.
 
-`element(x, y, dy, default, params)` gives the gradient of one element; `primitive(x, params)` is the smooth function whose slope a
-surrogate is. Rules that look at a whole tensor, or at two inputs, have `whole(values, params)` instead, which gives a tuple.
+`element(x, y, dy, default, params)` gives the gradient of one element; `primitive(x, params)` is the smooth function
+whose slope a surrogate is. Rules that look at a whole tensor, or at two inputs, have `whole(values, params)` instead,
+which gives a tuple.
 """
 
 from __future__ import annotations
@@ -15,16 +16,6 @@ import numpy as np
 
 Params = Mapping[str, Any]
 Element = Callable[[float, float, float, float, Any], float]
-
-
-@dataclass(frozen=True)
-class P:
-    """Params as attributes."""
-
-    values: Params
-
-    def __getattr__(self, name: str) -> Any:
-        return self.values[name]
 
 
 @dataclass(frozen=True)
@@ -100,10 +91,9 @@ CASES: Mapping[str, Case] = {
         primitive=lambda x, p: sign(x) if abs(x) > 1 else 2 * x - sign(x) * x * x,
     ),
     "swish_sign": Case(
-        lambda x, y, dy, own, p: dy
-        * p.beta
-        * (2 - p.beta * x * math.tanh(p.beta * x / 2))
-        / (1 + math.cosh(p.beta * x)),
+        lambda x, y, dy, own, p: (
+            dy * p.beta * (2 - p.beta * x * math.tanh(p.beta * x / 2)) / (1 + math.cosh(p.beta * x))
+        ),
         primitive=lambda x, p: 2 * logistic(p.beta * x) * (1 + p.beta * x * (1 - logistic(p.beta * x))) - 1,
         other={"beta": 2.0},
     ),
@@ -166,19 +156,18 @@ CASES: Mapping[str, Case] = {
         other={"k": 1.5},
     ),
     "circ": Case(
-        lambda x, y, dy, own, p: dy
-        * 2
-        * p.alpha
-        * (1 / (2 * math.sqrt(p.alpha**2 + x**2)) - x**2 / (2 * (p.alpha**2 + x**2) ** 1.5)),
+        lambda x, y, dy, own, p: (
+            dy * 2 * p.alpha * (1 / (2 * math.sqrt(p.alpha**2 + x**2)) - x**2 / (2 * (p.alpha**2 + x**2) ** 1.5))
+        ),
         primitive=lambda x, p: p.alpha * x / math.sqrt(x**2 + p.alpha**2),
         other={"alpha": 1.5},
     ),
     "triangle": Case(lambda x, y, dy, own, p: dy * p.gamma * max(0.0, 1 - abs(x)), other={"gamma": 2.0}),
     "piecewise_quadratic": Case(
         lambda x, y, dy, own, p: dy * (p.alpha - p.alpha**2 * abs(x)) if abs(x) <= 1 / p.alpha else 0.0,
-        primitive=lambda x, p: (x > 0) + 0.0
-        if abs(x) > 1 / p.alpha
-        else -(p.alpha**2) / 2 * abs(x) * x + p.alpha * x + 0.5,
+        primitive=lambda x, p: (
+            (x > 0) + 0.0 if abs(x) > 1 / p.alpha else -(p.alpha**2) / 2 * abs(x) * x + p.alpha * x + 0.5
+        ),
         other={"alpha": 0.5},
     ),
     "piecewise_exp": Case(
@@ -208,9 +197,9 @@ CASES: Mapping[str, Case] = {
     ),
     "heaviside_gradient": Case(lambda x, y, dy, own, p: dy if x > 0 else 0.0),
     "s2nn": Case(
-        lambda x, y, dy, own, p: dy * p.alpha / (2 * math.cosh(p.alpha * x / 2)) ** 2
-        if x < 0
-        else dy * p.beta / (x + 1),
+        lambda x, y, dy, own, p: (
+            dy * p.alpha / (2 * math.cosh(p.alpha * x / 2)) ** 2 if x < 0 else dy * p.beta / (x + 1)
+        ),
         primitive=lambda x, p: logistic(p.alpha * x) if x < 0 else p.beta * math.log(abs(x + 1)) + 0.5,
         other={"alpha": 2.0, "beta": 0.5},
     ),
@@ -250,9 +239,7 @@ CASES: Mapping[str, Case] = {
     "nan_to_zero": Case(lambda x, y, dy, own, p: dy if math.isfinite(dy) else 0.0),
     "tanh_agree": Case(lambda x, y, dy, own, p: dy * abs(sign(y) + sign(dy)) / 2),
     # stable
-    "log1pexp": Case(
-        lambda x, y, dy, own, p: dy / (1 + math.exp(-x)), primitive=lambda x, p: math.log1p(math.exp(x))
-    ),
+    "log1pexp": Case(lambda x, y, dy, own, p: dy / (1 + math.exp(-x)), primitive=lambda x, p: math.log1p(math.exp(x))),
     "safe_sqrt": Case(lambda x, y, dy, own, p: dy * 0.5 / y if y > 0 else 0.0),
     "safe_log": Case(lambda x, y, dy, own, p: dy / max(x, p.eps), other={"eps": 0.5}),
     "safe_div": Case(whole=safe_div, inputs=2),

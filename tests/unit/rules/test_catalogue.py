@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.rules import Param, RuleContent, Signature
 from gradrule_server.rules.catalogue import BUILTINS, BuiltinRule, Catalogue
-from tests.unit.rules.catalogue_cases import CASES, Case, P
+from tests.unit.rules.catalogue_cases import CASES, Case
 from tests.unit.rules.running import Array, number_of, run
 
 SHAPE = (6, 20)
@@ -43,11 +44,12 @@ def gradients(rule: BuiltinRule, case: Case, values: dict[str, Any], params: dic
 def expected(case: Case, values: dict[str, Array], params: dict[str, Any]) -> tuple[Any, ...]:
     wide = {name: value.astype(np.float64) for name, value in values.items()}
     if case.whole is not None:
-        return case.whole(wide, P(params))
+        return case.whole(wide, SimpleNamespace(**params))
     element = case.element
     assert element is not None
-    columns = [wide[name].ravel() for name in ("x0", "y0", "dy0", "default0")]
-    return (np.reshape([element(*entries, P(params)) for entries in zip(*columns, strict=True)], SHAPE),)
+    xs, ys, dys, owns = (wide[name].ravel() for name in ("x0", "y0", "dy0", "default0"))
+    p = SimpleNamespace(**params)
+    return (np.reshape([element(*entry, p) for entry in zip(xs, ys, dys, owns, strict=True)], SHAPE),)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -78,7 +80,10 @@ def test_surrogate_is_the_slope_of_its_primitive(name: str) -> None:
     # Away from kinks, where central differences mean nothing.
     x = np.array([-2.3, -1.7, -0.61, -0.27, 0.13, 0.43, 0.83, 1.31, 2.9])
     step = 1e-5
-    slopes = [(primitive(at + step, P(params)) - primitive(at - step, P(params))) / (2 * step) for at in x]
+    slopes = [
+        (primitive(at + step, SimpleNamespace(**params)) - primitive(at - step, SimpleNamespace(**params))) / (2 * step)
+        for at in x
+    ]
     values = {"x0": x, "y0": np.zeros_like(x), "dy0": np.ones_like(x), "default0": np.zeros_like(x)}
     (result,) = gradients(rule, case, values, params)
     np.testing.assert_allclose(np.asarray(result), slopes, rtol=1e-6, atol=1e-9)

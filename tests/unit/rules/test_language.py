@@ -18,14 +18,21 @@ from tests.unit.rules.language_table import DOCUMENT, Refusal, Row, code, expres
 from tests.unit.rules.running import Array, exact, run
 
 ROWS = expression_rows()
-TOLERANCE = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 2e-6, "float64": 1e-12, "complex64": 2e-6, "complex128": 1e-12}
+TOLERANCE = {
+    "float16": 4e-3,
+    "bfloat16": 3e-2,
+    "float32": 2e-6,
+    "float64": 1e-12,
+    "complex64": 2e-6,
+    "complex128": 1e-12,
+}
 ELEMENTWISE = [row for row in ROWS if row.id.startswith("fn-") and not row.inputs and isinstance(row.gives, str)]
 
 # Functions whose formula in the table has a meaning for complex numbers, too.
-COMPLEX = (
+_COMPLEX = (
     "sign exp log log1p expm1 sqrt rsqrt square reciprocal sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh "
     "sigmoid div-no-nan zeros-like ones-like stop-gradient conj-of-real"
-).split()
+)
 
 
 def check(row: Row, dtype: str | None = None) -> None:
@@ -99,11 +106,13 @@ def test_function_in_other_float_types(row: Row, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "complex128"])
-@pytest.mark.parametrize("name", COMPLEX)
+@pytest.mark.parametrize("name", _COMPLEX.split())
 def test_function_of_complex_numbers(name: str, dtype: str) -> None:
     row = next(row for row in ELEMENTWISE if row.id == f"fn-{name}")
     if name in ("conj-of-real", "sign"):
-        row = Row(row.id, row.section, row.expression.replace(" + 0 * dy", ""), "np.conj(x) * dy" if name != "sign" else SIGN)
+        row = Row(
+            row.id, row.section, row.expression.replace(" + 0 * dy", ""), "np.conj(x) * dy" if name != "sign" else SIGN
+        )
     check(row, dtype)
 
 

@@ -7,6 +7,7 @@ from gradrule_server.errors import GradruleError, error
 
 # Longer expressions are cut around the column, so that the error stays small.
 _SHOWN = 96
+_SHOWN_NAME = 64
 
 
 def pointed(text: str, offset: int, message: str) -> str:
@@ -28,3 +29,8 @@ def invalid_expression(text: str, offset: int, message: str) -> GradruleError:
 def not_applicable(text: str, offset: int, message: str) -> GradruleError:
     """RULE_NOT_APPLICABLE: what stands at a character of `text` does not fit the op's element types."""
     return error(errors_pb2.ERROR_REASON_RULE_NOT_APPLICABLE, pointed(text, offset, message), field="expression")
+
+
+def quoted(name: str) -> str:
+    """A name of the caller's in quotes, cut where it is long."""
+    return repr(name) if len(name) <= _SHOWN_NAME else f"{name[:_SHOWN_NAME]!r}…"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 import re
 
+from gradrule_server.rules.language.errors import quoted
 from gradrule_server.rules.language.functions import CONSTANTS, FUNCTIONS
 
 FAMILIES = ("x", "y", "dy", "default")
@@ -25,7 +26,7 @@ def split_variable(name: str) -> tuple[str, int, bool] | None:
 def param_name_problem(name: str) -> str | None:
     """Why a param cannot be called so; None if it can."""
     if len(name) > _MAX_LENGTH:
-        return f"a param's name has at most {_MAX_LENGTH} characters, this one has {len(name)}: {name[:_MAX_LENGTH]!r}…"
+        return f"a param's name has at most {_MAX_LENGTH} characters, this one has {len(name)}: {quoted(name)}"
     if not (name.isidentifier() and name.isascii()):
         return f"{name!r} is no identifier: a param's name is made of letters, digits and _, and starts with no digit"
     if keyword.iskeyword(name):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from gradrule_server.errors import GradruleError, did_you_mean
 from gradrule_server.rules import dtypes
-from gradrule_server.rules.language.errors import invalid_expression
+from gradrule_server.rules.language.errors import invalid_expression, quoted
 from gradrule_server.rules.language.functions import CONSTANTS, FUNCTIONS, SPELLINGS, Function
 from gradrule_server.rules.language.names import FAMILIES, split_variable
 from gradrule_server.rules.language.screen import ALLOWED, MAX_DEPTH, Source, read
@@ -151,7 +151,8 @@ class _Reader:
         )
         raise self._error(
             node,
-            f"unknown name {name!r}.{did_you_mean(name, known)} Names are x, y, dy, default, with an index or without, "
+            f"unknown name {quoted(name)}.{did_you_mean(name, known)} "
+            "Names are x, y, dy, default, with or without an index, "
             f"pi, inf, nan, and {declared}",
         )
 
@@ -176,7 +177,8 @@ class _Reader:
             if what is not None:
                 raise self._error(node, f"{name!r} is {what}, not a function: write {name} * (…) for a product")
             raise self._error(
-                node, f"unknown function {name!r}.{did_you_mean(name, FUNCTIONS)} Functions: {', '.join(FUNCTIONS)}"
+                node,
+                f"unknown function {quoted(name)}.{did_you_mean(name, FUNCTIONS)} Functions: {', '.join(FUNCTIONS)}",
             )
         if name in ("each", "first"):
             raise self._error(node, f"{name}(…) stands only outermost, around the whole formula")
@@ -199,7 +201,7 @@ class _Reader:
                 raise invalid_expression(
                     self._source.text,
                     self._source.start(word),
-                    f"{function.name} takes no keyword {word.arg!r}: {function.usage}",
+                    f"{function.name} takes no keyword {quoted(word.arg or '**')}: {function.usage}",
                 )
             axis = word.value
         if function.axis and axis is None and len(positional) == 2:
@@ -228,7 +230,8 @@ class _Reader:
             if node.value == "sample":
                 return Axes("sample")
             raise self._error(
-                node, f'unknown axis {node.value!r}: an axis is None, an integer, a tuple of integers, or "sample"'
+                node,
+                f'unknown axis {quoted(node.value)}: an axis is None, an integer, a tuple of integers, or "sample"',
             )
         entries = node.elts if isinstance(node, ast.Tuple) else [node]
         axes = tuple(self._axis(entry) for entry in entries)
@@ -252,7 +255,9 @@ class _Reader:
         dtype = dtypes.BY_NAME.get(str(node.value))
         if dtype is None:
             near = did_you_mean(str(node.value), dtypes.BY_NAME)
-            raise self._error(node, f"unknown type {node.value!r}.{near} Types are {', '.join(dtypes.BY_NAME)}")
+            raise self._error(
+                node, f"unknown type {quoted(str(node.value))}.{near} Types are {', '.join(dtypes.BY_NAME)}"
+            )
         return dtype
 
     def _between(self, left: ast.expr, symbol: str) -> int:

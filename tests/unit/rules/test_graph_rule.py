@@ -1,0 +1,202 @@
+"""Rules given as graphs, made and run by TensorFlow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradrule.v1 import graph_pb2, rule_pb2, tensor_pb2
+from gradrule_server.errors import GradruleError, reason_name
+from gradrule_server.rules import Param, RuleContent, Signature, graph_rule
+from tests.unit.rules.running import number_of, run
+
+FLOAT, DOUBLE, INT = (number_of(name) for name in ("float32", "float64", "int32"))
+ONE = Signature((FLOAT,), (FLOAT,))
+TWO = Signature((FLOAT, FLOAT), (FLOAT,))
+X = np.array([-1.0, 0.5, 2.0], np.float32)
+DY = np.array([1.0, 2.0, 3.0], np.float32)
+
+
+def made(build: Callable[[Callable[..., tf.Tensor]], None]) -> bytes:
+    """The bytes of a graph; `build` gets a function that makes placeholders."""
+    graph = tf.Graph()
+    with graph.as_default():
+        build(lambda name, dtype=tf.float32: tf.compat.v1.placeholder(dtype, name=name))
+    return bytes(graph.as_graph_def().SerializeToString())
+
+
+def named(value: tf.Tensor, name: str) -> None:
+    tf.identity(value, name=name)
+
+
+def quantize_grad(variable: Callable[..., tf.Tensor]) -> None:
+    x, dy = variable("x"), variable("dy")
+    named(tf.where(tf.abs(x) <= 1.0, dy, tf.zeros_like(dy)), "dx")
+
+
+def scaled(variable: Callable[..., tf.Tensor]) -> None:
+    named(variable("dy") * variable("alpha") + tf.cast(variable("beta", tf.float64), tf.float32), "dx")
+
+
+def twice(variable: Callable[..., tf.Tensor]) -> None:
+    named(variable("dy"), "dx")
+    named(variable("x"), "dx0")
+
+
+def refused(content: Callable[[], object]) -> tuple[str, GradruleError]:
+    with pytest.raises(GradruleError) as caught:
+        content()
+    return reason_name(caught.value.reason), caught.value
+
+
+def test_a_graph_is_run() -> None:
+    definition = rule_pb2.RuleDefinition(graph=rule_pb2.GraphSource(serialized=made(quantize_grad)))
+    graph = graph_rule(definition, ONE)
+    assert set(graph.inputs) == {"x0", "dy0"}
+    assert graph.shape_sources == (frozenset({"graph"}),)
+    (result,) = run(graph, {"x0": X, "dy0": DY})
+    np.testing.assert_array_equal(np.asarray(result), [1, 2, 0])
+
+
+def test_an_inline_graph_is_the_same_rule() -> None:
+    serialized = made(quantize_grad)
+    inline = graph_pb2.Graph.FromString(serialized)
+    content = RuleContent.from_definition(rule_pb2.RuleDefinition(graph=rule_pb2.GraphSource(inline=inline)))
+    (result,) = run(content.bind(ONE), {"x0": X, "dy0": DY})
+    np.testing.assert_array_equal(np.asarray(result), [1, 2, 0])
+    assert content.per_sample is None
+    again = RuleContent.from_definition(content.to_definition())
+    assert again.digest == content.digest
+
+
+def test_params_are_fed_as_float64() -> None:
+    content = RuleContent(graph_bytes=made(scaled), params=(Param("alpha", 2.0), Param("beta"), Param("unused")))
+    graph = content.bind(ONE)
+    assert set(graph.inputs) == {"dy0", "param/alpha", "param/beta"}
+    types = {node.name: node.attr["dtype"].type for node in graph.graph.node if node.op == "Placeholder"}
+    assert types[graph.inputs["param/alpha"]] == types[graph.inputs["param/beta"]] == DOUBLE
+    (result,) = run(graph, {"dy0": DY, "param/alpha": np.float64(0.5), "param/beta": np.float64(1)})
+    np.testing.assert_allclose(np.asarray(result), [1.5, 2, 2.5])
+
+
+def test_two_inputs_and_one_that_is_not_connected() -> None:
+    def both(variable: Callable[..., tf.Tensor]) -> None:
+        dy = variable("dy0")
+        named(dy * variable("x1"), "dx0")
+        named(dy * variable("x0"), "dx1")
+
+    def second(variable: Callable[..., tf.Tensor]) -> None:
+        named(variable("dy") + variable("default1"), "dx1")
+
+    first, other = run(RuleContent(graph_bytes=made(both)).bind(TWO), {"x0": X, "x1": 2 * X, "dy0": DY})
+    np.testing.assert_allclose(np.asarray(first), DY * 2 * X)
+    np.testing.assert_allclose(np.asarray(other), DY * X)
+    content = RuleContent(graph_bytes=made(second))
+    assert content.uses_default
+    assert content.bind(TWO).results == (None, "dx1:0")
+
+
+def test_types_left_out_follow_the_op() -> None:
+    graph = graph_pb2.Graph()
+    graph.node.add(name="dy", op="Placeholder")
+    graph.node.add(name="dx", op="Identity", input=["dy"]).attr["T"].type = tensor_pb2.DT_DOUBLE
+    content = RuleContent(graph_bytes=graph.SerializeToString())
+    (result,) = run(content.bind(Signature((DOUBLE,), (DOUBLE,))), {"dy0": DY.astype(np.float64)})
+    np.testing.assert_array_equal(np.asarray(result), DY)
+
+
+def test_what_no_result_needs_is_left_out() -> None:
+    def with_more(variable: Callable[..., tf.Tensor]) -> None:
+        quantize_grad(variable)
+        named(variable("something_else") * 2.0, "unused")
+
+    graph = RuleContent(graph_bytes=made(with_more)).bind(ONE)
+    assert not [node for node in graph.graph.node if node.name in ("unused", "something_else")]
+
+
+def test_a_param_whose_placeholder_name_is_taken() -> None:
+    def taken(variable: Callable[..., tf.Tensor]) -> None:
+        named(tf.identity(variable("dy"), name="param/alpha") * variable("alpha"), "dx")
+
+    graph = RuleContent(graph_bytes=made(taken), params=(Param("alpha"),)).bind(ONE)
+    (result,) = run(graph, {"dy0": DY, "param/alpha": np.float64(3)})
+    np.testing.assert_allclose(np.asarray(result), 3 * DY)
+
+
+@pytest.mark.parametrize(
+    ("reason", "words", "build"),
+    [
+        ("INVALID_RULE", "no result", lambda variable: named(variable("dy"), "result")),
+        ("INVALID_RULE", "Did you mean 'alpha'", lambda variable: named(variable("dy") * variable("alhpa"), "dx")),
+        ("INVALID_RULE", "only a constant", lambda variable: named(tf.constant(0.0), "dx")),
+        ("INVALID_RULE", "dx and dx0", twice),
+        ("INVALID_RULE", "'x' and 'x0'", lambda variable: named(variable("x") + variable("x0"), "dx")),
+        (
+            "INVALID_RULE",
+            "not 'PlaceholderWithDefault'",
+            lambda variable: named(variable("dy") * tf.compat.v1.placeholder_with_default(1.0, [], name="alpha"), "dx"),
+        ),
+    ],
+)
+def test_a_faulty_graph_is_refused(reason: str, words: str, build: Callable[..., None]) -> None:
+    found, error = refused(lambda: RuleContent(graph_bytes=made(build), params=(Param("alpha"),)))
+    assert found == reason
+    assert words in error.message
+
+
+def test_what_is_no_graph_is_refused() -> None:
+    assert refused(lambda: RuleContent(graph_bytes=b"\xff\xff\xff"))[0] == "INVALID_GRAPH"
+    assert refused(lambda: RuleContent(graph_bytes=b""))[0] == "INVALID_RULE"
+    graph = graph_pb2.Graph()
+    graph.node.add(name="dx", op="Identity", input=["dz"])
+    reason, error = refused(lambda: RuleContent(graph_bytes=graph.SerializeToString()))
+    assert reason == "DANGLING_INPUT"
+    assert error.findings[0].node == "dx"
+    graph.node.add(name="dz", op="Identity", input=["dx"])
+    assert refused(lambda: RuleContent(graph_bytes=graph.SerializeToString()))[0] == "GRAPH_CYCLE"
+    graph.node.add(name="dz", op="Identity", input=["dx"])
+    assert refused(lambda: RuleContent(graph_bytes=graph.SerializeToString()))[0] == "DUPLICATE_NODE"
+
+
+def test_a_deep_graph_is_read() -> None:
+    graph = graph_pb2.Graph()
+    graph.node.add(name="dy", op="Placeholder")
+    for number in range(5000):
+        graph.node.add(name=f"n{number}", op="Identity", input=[f"n{number - 1}" if number else "dy"])
+    graph.node.add(name="dx", op="Identity", input=["n4999"])
+    assert len(RuleContent(graph_bytes=graph.SerializeToString()).bind(ONE).graph.node) == 5002
+
+
+def test_a_graph_that_does_not_fit_the_op() -> None:
+    content = RuleContent(graph_bytes=made(quantize_grad))
+    reason, error = refused(lambda: content.bind(Signature((DOUBLE,), (DOUBLE,))))
+    assert reason == "RULE_NOT_APPLICABLE"
+    assert "'x' is float32, but x0 of the op is float64" in error.message
+    second = RuleContent(graph_bytes=made(lambda variable: named(variable("x1") * variable("dy"), "dx")))
+    assert refused(lambda: second.bind(ONE))[0] == "RULE_ARITY"
+    third = RuleContent(graph_bytes=made(lambda variable: named(variable("dy"), "dx2")))
+    assert "dx2, but the op has 2 inputs (x0, x1)" in refused(lambda: third.bind(TWO))[1].message
+    assert refused(lambda: content.bind(Signature((INT,), (FLOAT,))))[0] in ("RULE_ARITY", "RULE_NOT_APPLICABLE")
+    integer = RuleContent(graph_bytes=made(lambda variable: named(variable("dy"), "dx1")))
+    assert refused(lambda: integer.bind(Signature((FLOAT, INT), (FLOAT,))))[0] == "RULE_ARITY"
+
+
+VALID = made(quantize_grad)
+
+
+@given(st.binary(max_size=60), st.lists(st.tuples(st.integers(0, len(VALID) - 1), st.integers(0, 255)), max_size=6))
+@settings(max_examples=300, deadline=None)
+def test_any_bytes_are_a_rule_or_a_typed_error(noise: bytes, changes: list[tuple[int, int]]) -> None:
+    changed = bytearray(VALID)
+    for position, byte in changes:
+        changed[position] = byte
+    for serialized in (noise, bytes(changed), VALID + noise):
+        try:
+            RuleContent(graph_bytes=serialized).bind(ONE)
+        except GradruleError as error:
+            assert error.message

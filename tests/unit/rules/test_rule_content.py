@@ -1,0 +1,157 @@
+"""Rules as content: what definitions are read, what they become, and what their digests hold."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gradrule import _tensors
+from gradrule.v1 import rule_pb2, tensor_pb2
+from gradrule_server.errors import GradruleError, reason_name
+from gradrule_server.rules import Param, RuleContent, Signature, read_param_value, write_param_value
+from tests.unit.rules.running import number_of
+
+FLOAT = number_of("float32")
+ONE = Signature((FLOAT,), (FLOAT,))
+
+
+def definition(expression: str, *params: rule_pb2.RuleParam) -> rule_pb2.RuleDefinition:
+    return rule_pb2.RuleDefinition(expression=expression, params=params)
+
+
+def refused(message: rule_pb2.RuleDefinition) -> tuple[str, str]:
+    with pytest.raises(GradruleError) as caught:
+        RuleContent.from_definition(message)
+    return reason_name(caught.value.reason), caught.value.message
+
+
+def ops(content: RuleContent, signature: Signature = ONE) -> list[str]:
+    return [node.op for node in content.bind(signature).graph.node]
+
+
+def test_definition_and_back() -> None:
+    tensor = rule_pb2.ParamValue(tensor=_tensors.to_message(np.array([1, 2], np.int32)))
+    message = definition(
+        "a * dy + b + c",
+        rule_pb2.RuleParam(name="a", default_value=rule_pb2.ParamValue(number=2.0), description="factor"),
+        rule_pb2.RuleParam(name="b", default_value=tensor),
+        rule_pb2.RuleParam(name="c"),
+    )
+    content = RuleContent.from_definition(message)
+    a, b, c = content.params
+    assert (a.name, a.default, a.description) == ("a", 2.0, "factor")
+    np.testing.assert_array_equal(np.asarray(b.default), [1.0, 2.0])
+    assert np.asarray(b.default).dtype == np.float64
+    assert c.default is None
+    again = RuleContent.from_definition(content.to_definition())
+    assert again.to_definition() == content.to_definition()
+    assert again.digest == content.digest
+
+
+def test_digest_holds_the_form_and_the_names_of_params() -> None:
+    def digest(expression: str, **params: float | None) -> str:
+        return RuleContent(expression=expression, params=tuple(Param(*item) for item in params.items())).digest
+
+    same = digest("a * dy", a=1.0)
+    assert same == digest(" a * dy ", a=2.0) == digest("a * dy", a=None)
+    others = [digest("a*dy", a=1.0), digest("dy * a", a=1.0), digest("a * dy", a=1.0, b=1.0), digest("dy")]
+    assert len({same, *others}) == 5
+    assert len(same) == 64
+
+
+def test_a_definition_needs_one_form() -> None:
+    assert refused(rule_pb2.RuleDefinition())[0] == "INVALID_RULE"
+    assert refused(rule_pb2.RuleDefinition(graph=rule_pb2.GraphSource()))[0] == "INVALID_RULE"
+    with pytest.raises(GradruleError):
+        RuleContent()
+
+
+def test_every_faulty_param_name_is_told() -> None:
+    names = [rule_pb2.RuleParam(name=name) for name in ("x", "ok", "ok", "exp", "lambda")]
+    with pytest.raises(GradruleError) as caught:
+        RuleContent.from_definition(definition("dy", *names))
+    assert [finding.field for finding in caught.value.findings] == [f"params[{index}].name" for index in (0, 2, 3, 4)]
+    assert "declared twice" in caught.value.findings[1].message
+
+
+def test_only_the_catalogue_names_a_param_after_a_function() -> None:
+    clip = rule_pb2.RuleParam(name="clip")
+    assert refused(definition("where(abs(x) < clip, dy, 0)", clip))[0] == "INVALID_RULE"
+    copied = RuleContent.from_definition(definition("where(abs(x) <= clip, dy, 0)", clip))
+    assert copied.params[0].name == "clip"
+
+
+@pytest.mark.parametrize(
+    ("tensor", "words"),
+    [
+        (_tensors.to_message(np.array([1j])), "complex128"),
+        (_tensors.to_message(np.array([b"a"], object)), "is a tensor of"),
+        (tensor_pb2.Tensor(dtype=tensor_pb2.DT_FLOAT, tensor_content=b"123"), "3 bytes"),
+    ],
+)
+def test_a_default_is_made_of_real_numbers(tensor: tensor_pb2.Tensor, words: str) -> None:
+    param = rule_pb2.RuleParam(name="a", default_value=rule_pb2.ParamValue(tensor=tensor))
+    reason, message = refused(definition("a * dy", param))
+    assert reason == "INVALID_PARAM"
+    assert words in message
+    empty = rule_pb2.RuleParam(name="a", default_value=rule_pb2.ParamValue())
+    assert refused(definition("a * dy", empty))[0] == "INVALID_PARAM"
+
+
+def test_param_values_to_messages_and_back() -> None:
+    assert read_param_value(write_param_value(0.1), "a", "") == 0.1
+    array = np.array([[1.0], [np.inf]])
+    np.testing.assert_array_equal(np.asarray(read_param_value(write_param_value(array), "a", "")), array)
+
+
+def test_graphs_are_lean() -> None:
+    assert ops(RuleContent(expression="dy")) == ["Placeholder"]
+    assert ops(RuleContent(expression="where(abs(x) <= 1, dy, 0)")) == [
+        "Placeholder", "Abs", "Const", "LessEqual", "Placeholder", "Const", "SelectV2",
+    ]  # fmt: skip
+    assert ops(RuleContent(expression="dy * (2 * pi / 3)")) == ["Placeholder", "Const", "Mul"]
+    twice = ops(RuleContent(expression="dy * sigmoid(3 * x) * (1 - sigmoid(3 * x))"))
+    assert twice.count("Sigmoid") == 1
+    scaled = ops(RuleContent(expression="scale * dy", params=(Param("scale"),)))
+    assert scaled == ["Placeholder", "Placeholder", "Cast", "Mul"]
+    double = Signature((number_of("float64"),), (number_of("float64"),))
+    assert "Cast" not in ops(RuleContent(expression="scale * dy", params=(Param("scale"),)), double)
+    assert ops(RuleContent(expression="cast(2 * dy, x)")) == ["Placeholder", "Const", "Mul"]
+
+
+def test_only_what_is_used_is_an_input() -> None:
+    content = RuleContent(expression="where(a > 0, dy, cast(0, x))", params=(Param("a"), Param("unused")))
+    graph = content.bind(ONE)
+    assert set(graph.inputs) == {"param/a", "dy0"}
+    types = {node.name: node.attr["dtype"].type for node in graph.graph.node if node.op == "Placeholder"}
+    assert types[graph.inputs["param/a"]] == tensor_pb2.DT_DOUBLE
+
+
+@pytest.mark.parametrize(
+    ("expression", "sources"),
+    [
+        ("dy", {"dy0"}),
+        ("x * 2", {"x0"}),
+        ("default", {"x0"}),
+        ("x + mean(x, axis=1)", {"x0"}),
+        ("mean(x, axis=1)", {"reduced/x0"}),
+        ("dy * mean(x, axis='sample')", {"dy0", "reduced/x0"}),
+        ("sum(dy)", set()),
+        ("a * x", {"x0", "param/a"}),
+        ("x * sum(a * x)", {"x0"}),
+        ("sum_to(dy, x)", {"x0"}),
+        ("where(dy > 0, x, size(y))", {"x0", "dy0"}),
+        ("softmax(x, axis=0)", {"x0"}),
+        ("zeros_like(dy)", {"dy0"}),
+    ],
+)
+def test_where_a_shape_comes_from(expression: str, sources: set[str]) -> None:
+    content = RuleContent(expression=expression, params=(Param("a"),))
+    assert content.bind(ONE).shape_sources == (frozenset(sources),)
+
+
+def test_what_is_known_of_a_rule() -> None:
+    assert RuleContent(expression="dy").per_sample is True
+    assert RuleContent(expression="dy / norm(dy)").per_sample is False
+    assert RuleContent(expression="default").uses_default
+    assert not RuleContent(expression="dy").uses_default
