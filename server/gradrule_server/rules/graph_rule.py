@@ -14,7 +14,7 @@ from gradrule_server.rules import dtypes
 from gradrule_server.rules.dtypes import Dt
 from gradrule_server.rules.graph_builder import type_attr
 from gradrule_server.rules.language.errors import quoted
-from gradrule_server.rules.language.names import FAMILIES, split_variable
+from gradrule_server.rules.language.names import FAMILIES, declared, split_variable
 from gradrule_server.rules.signature import RuleGraph, Signature, count, listed, not_differentiable
 
 _RESULT = re.compile(r"dx(0|[1-9][0-9]{0,5})?")
@@ -172,14 +172,11 @@ def _placeholders(nodes: Sequence[graph_pb2.Node], params: Sequence[str]) -> tup
         if node.name in params:
             used[node.name] = node.name
         elif variable is None:
-            declared = (
-                f"the declared params ({', '.join(params)})" if params else "declared params (this rule has none)"
-            )
             raise _refused(
                 errors_pb2.ERROR_REASON_INVALID_RULE,
                 f"placeholder {quoted(node.name)} is unknown.{did_you_mean(node.name, [*FAMILIES, *params])} "
                 f"A rule's placeholders are "
-                f"x, y, dy and default, with an index or without, and {declared}",
+                f"x, y, dy and default, with an index or without, and {declared(params)}",
                 node.name,
             )
         else:

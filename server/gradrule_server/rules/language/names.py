@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
+from collections.abc import Sequence
 
 from gradrule_server.rules.language.errors import quoted
 from gradrule_server.rules.language.functions import CONSTANTS, FUNCTIONS
@@ -13,6 +14,7 @@ FAMILIES = ("x", "y", "dy", "default")
 _VARIABLE = re.compile(r"(x|y|dy|default)(0|[1-9][0-9]{0,5})?")
 _RESERVED = re.compile(r"(x|y|dy|default)[0-9]*")
 _MAX_LENGTH = 64
+_LISTED = 12
 
 
 def split_variable(name: str) -> tuple[str, int, bool] | None:
@@ -41,3 +43,10 @@ def param_name_problem(name: str) -> str | None:
 def is_function(name: str) -> bool:
     """True for the name of a function, which only the catalogue's params may carry."""
     return name in FUNCTIONS
+
+
+def declared(params: Sequence[str]) -> str:
+    """The declared params, for an error: `the declared params (alpha, beta)`."""
+    if not params:
+        return "declared params (this rule has none)"
+    return f"the declared params ({', '.join(params[:_LISTED])}{', …' if len(params) > _LISTED else ''})"

@@ -9,7 +9,7 @@ from gradrule_server.errors import GradruleError, did_you_mean
 from gradrule_server.rules import dtypes
 from gradrule_server.rules.language.errors import invalid_expression, quoted
 from gradrule_server.rules.language.functions import CONSTANTS, FUNCTIONS, SPELLINGS, Function
-from gradrule_server.rules.language.names import FAMILIES, split_variable
+from gradrule_server.rules.language.names import FAMILIES, declared, split_variable
 from gradrule_server.rules.language.screen import ALLOWED, MAX_DEPTH, Source, read
 from gradrule_server.rules.language.tree import (
     EVERYTHING,
@@ -144,16 +144,11 @@ class _Reader:
         if name in FUNCTIONS:
             raise self._error(node, f"{name!r} is a function and wants its arguments: {FUNCTIONS[name].usage}")
         known = [*FAMILIES, "x0", "x1", "y0", "dy0", "default0", *self._params, *CONSTANTS, *FUNCTIONS]
-        declared = (
-            f"the declared params ({', '.join(self._params)})"
-            if self._params
-            else "declared params (this rule has none)"
-        )
         raise self._error(
             node,
             f"unknown name {quoted(name)}.{did_you_mean(name, known)} "
             "Names are x, y, dy, default, with or without an index, "
-            f"pi, inf, nan, and {declared}",
+            f"pi, inf, nan, and {declared(self._params)}",
         )
 
     def _compare(self, node: ast.Compare, depth: int) -> Call:
