@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -10,6 +11,7 @@ import tensorflow as tf
 
 from gradrule import _tensors
 from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2, tensor_pb2
+from gradrule_server.engine import tf_private
 from gradrule_server.engine.build import DENSE, SPARSE, UNCONNECTED, Built, Input
 from gradrule_server.engine.checks import failed_check
 from gradrule_server.engine.names import readable
@@ -51,7 +53,8 @@ def run(built: Built, request: link_pb2.RunRequest, device: str) -> bytes:
 
 def _execute(built: Built, arguments: list[tf.Tensor]) -> Sequence[tf.Tensor]:
     try:
-        results: Sequence[tf.Tensor] = built.function(*arguments)
+        with tf_private.on_calling_thread() if built.small else contextlib.nullcontext():
+            results: Sequence[tf.Tensor] = built.function(*arguments)
     except tf.errors.OpError as cause:
         found = failed_check(cause.message)
         if found is not None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework import op_def_pb2
 from tensorflow.python.client import pywrap_tf_session as c_api
+from tensorflow.python.eager import context
 from tensorflow.python.framework import ops
 
 GradientFunction = Callable[..., Any]
@@ -29,6 +31,15 @@ def all_op_definitions() -> list[bytes]:
     """Serialised `OpDef` of every op type that TensorFlow has registered."""
     registered = op_def_pb2.OpList.FromString(c_api.TF_GetBuffer(c_api.TF_GetAllOpList()))
     return [op.SerializeToString() for op in registered.op]
+
+
+def on_calling_thread() -> AbstractContextManager[None]:
+    """Within this context functions run op by op on the thread that calls them.
+
+    It saves a small function the hand-over to other threads, which costs more than its kernels.
+    """
+    manager: AbstractContextManager[None] = context.function_executor_type("SINGLE_THREADED_EXECUTOR")
+    return manager
 
 
 def in_graph(graph: tf.Graph, tensor: tf.Tensor) -> tf.Tensor:
