@@ -14,14 +14,18 @@ from tensorflow.core.framework import (
     full_type_pb2,
     function_pb2,
     graph_debug_info_pb2,
-    graph_pb2 as tf_graph_pb2,
     node_def_pb2,
     op_def_pb2,
     resource_handle_pb2,
-    tensor_pb2 as tf_tensor_pb2,
     tensor_shape_pb2,
     types_pb2,
     versions_pb2,
+)
+from tensorflow.core.framework import (
+    graph_pb2 as tf_graph_pb2,
+)
+from tensorflow.core.framework import (
+    tensor_pb2 as tf_tensor_pb2,
 )
 
 from gradrule.v1 import graph_pb2, tensor_pb2
@@ -48,6 +52,7 @@ MIRRORED: dict[Any, Any] = {
 
 OWN = {"TensorSpec", "TensorSource", "NamedTensor", "SparseTensor"}
 """Messages of tensor.proto that are gradrule's alone."""
+
 
 def descriptors(message: Descriptor, mirror: Descriptor) -> list[tuple[Descriptor, Descriptor]]:
     """The pair and its nested pairs."""
@@ -199,7 +204,8 @@ def unknown_fields(message: Any) -> list[int]:
     """Numbers of unknown fields, at any depth."""
     from google.protobuf.unknown_fields import UnknownFieldSet
 
-    found = [field.field_number for field in UnknownFieldSet(message)]
+    fields: Any = UnknownFieldSet(message)
+    found = [field.field_number for field in fields]
     for field, value in message.ListFields():
         if field.message_type is None:
             continue
@@ -211,7 +217,8 @@ def unknown_fields(message: Any) -> list[int]:
     return found
 
 
-UNKNOWN = b"\xfa\x3e\x05later"  # field 1007, length-delimited
+# Field 1007, length-delimited.
+UNKNOWN = b"\xfa\x3e\x05later"
 NUMBER_OF_UNKNOWN = 1007
 
 
@@ -243,4 +250,5 @@ def test_tensors_round_trip(dtype: Any, shape: tuple[int, ...]) -> None:
     assert ours.dtype == wanted.dtype
     np.testing.assert_array_equal(ours, wanted)
     message = _tensors.to_message(wanted)
-    np.testing.assert_array_equal(tf.make_ndarray(tf_tensor_pb2.TensorProto.FromString(message.SerializeToString())), wanted)
+    theirs = tf_tensor_pb2.TensorProto.FromString(message.SerializeToString())
+    np.testing.assert_array_equal(tf.make_ndarray(theirs), wanted)

@@ -1,4 +1,4 @@
-"""A request and an answer for each kind of use, those of later days too: everything fits by adding fields, RPCs and values.
+"""A request and an answer for each kind of use, those of later days too: all fit by adding fields, RPCs and values.
 
 Each file of `uses` names what does not exist yet under `adds` (`Message.field`, `Enum.VALUE`, `Service.Rpc`); `embeds`
 tells which messages of today lie inside new ones.

@@ -53,10 +53,10 @@ def refused_raw(reason: str) -> Iterator[Refusal]:
     try:
         yield refusal
     except grpc.RpcError as caught:
-        details = dict(caught.trailing_metadata()).get("grpc-status-details-bin")  # type: ignore[attr-defined]  # a Call too
+        details = dict(caught.trailing_metadata()).get("grpc-status-details-bin")
         assert details is not None, f"no details with {caught}"
         status = status_pb2.Status.FromString(details)
-        assert status.code == caught.code().value[0]  # type: ignore[attr-defined]  # a Call too
+        assert status.code == caught.code().value[0]
         info, violations = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
         for detail in status.details:
             detail.Unpack(info)

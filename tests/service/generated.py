@@ -1,4 +1,4 @@
-"""Random graphs with random overrides, and the same rules twice: as gradrule's expressions and as Python for TensorFlow."""
+"""Random graphs with random overrides, and each rule twice: as gradrule's expression and as Python for TensorFlow."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def nested_cases(draw: st.DrawFn) -> Nested:
         return graph.as_graph_def()
 
     return Nested(
-        graph_def=draw_graph(lambda x: _wrapped(wrapping, body, turns)(x)),
+        graph_def=draw_graph(_wrapped(wrapping, body, turns)),
         flat_def=draw_graph(flat),
         dtype=dtype,
         feed=feed,
@@ -280,9 +280,13 @@ def _wrapped(wrapping: str, body: Callable[[Any], Any], turns: int) -> Callable[
         return tf.switch_case(tf.minimum(tf.size(value), 1), [lambda: value, lambda: body(value)])
 
     called = tf.function(body)
+
+    def call_it(value: Any) -> Any:
+        return called(value)
+
     return {
         "call": called,
-        "call in call": tf.function(lambda value: called(value)),
+        "call in call": tf.function(call_it),
         "while": looped,
         "if": branched,
         "case": switched,

@@ -47,7 +47,7 @@ def evaluate(
     stop_gradients: Sequence[str] = (),
     unconnected_gradients: str = "none",
 ) -> Result:
-    """Runs the graph here. `rules`: by node name; what `Graph.gradient_override_map` does is to write the same attribute."""
+    """Runs the graph here. `rules`: by node name; `Graph.gradient_override_map` writes the same attribute."""
     copy = type(graph_def).FromString(graph_def.SerializeToString())
     asked: set[str] = set()
     for node in nodes(copy):

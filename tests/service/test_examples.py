@@ -135,7 +135,11 @@ def test_stop_gradient_form(either: Any) -> None:
 
 def where_graph() -> gr.Graph:
     g = gr.Graph()
-    c, a, b = g.placeholder("c", "bool", [None]), g.placeholder("a", "float32", [None]), g.placeholder("b", "float32", [None])
+    c, a, b = (
+        g.placeholder("c", "bool", [None]),
+        g.placeholder("a", "float32", [None]),
+        g.placeholder("b", "float32", [None]),
+    )
     g.op("SelectV2", c, g.op("Square", a), g.op("Sin", b), name="y")
     return g
 
@@ -152,7 +156,9 @@ def test_where_sends_gradients_to_both_branches(either: Any) -> None:
 
 def test_where_with_a_rule_of_its_own(either: Any, rule: RuleMaker) -> None:
     rule("BothBranches", "(None, where(x, dy, 0.5 * dy), where(x, 0.25 * dy, dy))")
-    r = either.evaluate(where_graph(), feeds=WHERE_FEEDS, ys=["y"], xs=["a", "b"], overrides={"SelectV2": "BothBranches"})
+    r = either.evaluate(
+        where_graph(), feeds=WHERE_FEEDS, ys=["y"], xs=["a", "b"], overrides={"SelectV2": "BothBranches"}
+    )
     assert_close(r.gradients["a"], np.float32([2, 0.5 * 4, 6]))
     assert_close(r.gradients["b"], np.float32([0.25 * np.cos(0.5), np.cos(1), 0.25 * np.cos(1.5)]))
 

@@ -52,19 +52,18 @@ def test_selectors(client: Any, selectors: dict[str, str], matched: set[str]) ->
     assert_close(r.gradients["x"], np.float32([1 + len(matched)]))
 
 
-@pytest.mark.parametrize("selectors", [{"node": "*"}, {"node": "a/b"}, {"scope": "a/"}, {"scope": "s"}, {"op_type": "Neg"}])
-def test_selectors_that_match_nothing_useful(client: Any, selectors: dict[str, str]) -> None:
-    """`*` does not cross `/`, so at top level it means y, whose gradient it may well give; the rest matches nothing."""
-    if selectors == {"node": "*"}:
-        r = ask(client, tower(), [gr.Override("gradient_scale", node="*", params={"alpha": 1.0}, optional=True)])
-        assert not any("/" in node for node in statuses(r))
-        return
-    if selectors == {"scope": "a/"}:
-        r = ask(client, tower(), [gr.Override("ste", **selectors)])
-        assert set(statuses(r)) == {"a/s1", "a/b/s2"}
-        return
+@pytest.mark.parametrize(
+    "selectors", [{"node": "a/b"}, {"scope": "s"}, {"scope": "a/s"}, {"op_type": "Neg"}, {"node": "s1"}]
+)
+def test_selectors_that_match_nothing(client: Any, selectors: dict[str, str]) -> None:
     with refused("UNMATCHED_OVERRIDE"):
         ask(client, tower(), [gr.Override("ste", **selectors)])
+
+
+def test_star_does_not_cross_slashes(client: Any) -> None:
+    r = ask(client, tower(), [gr.Override(gr.Rule("each(default)"), node="*", optional=True)])
+    assert "y" in statuses(r)
+    assert not any("/" in node for node in statuses(r))
 
 
 def test_first_match_wins(client: Any) -> None:
@@ -227,15 +226,34 @@ def test_nested_names_are_selectable(client: Any) -> None:
             tf.identity(block(first), name="out")
 
     graph = loaded(drawn(build))
-    words: dict[str, Any] = {"feeds": {"x": [2.0]}, "ys": ["layer2/out"], "xs": ["layer1/x"]}
-    words["feeds"] = {"layer1/x": [2.0]}
+    words: dict[str, Any] = {"feeds": {"layer1/x": [2.0]}, "ys": ["layer2/out"], "xs": ["layer1/x"]}
     everywhere = client.evaluate(graph, overrides=[gr.Override("ste", node="**/binarise")], **words)
     assert len(rules_by_node(everywhere)) == 2
     assert_close(everywhere.gradients["layer1/x"], np.float32([4]))
     (first,) = [node for node in rules_by_node(everywhere) if node.startswith("layer1")]
-    one = client.evaluate(graph, overrides=[gr.Override("ste", scope="layer1")], **words)
-    assert rules_by_node(one)[first] == "ste"
+    one = client.evaluate(graph, overrides=[gr.Override("ste", op_type="Sign", scope="layer1")], **words)
+    assert rules_by_node(one) == {first: "ste"}
     assert_close(one.gradients["layer1/x"], np.float32([2]))
+
+
+def test_call_as_a_whole_takes_a_rule(client: Any) -> None:
+    @tf.function
+    def block(value: Any) -> Any:
+        return tf.sign(value) + value
+
+    graph_def = drawn(lambda: tf.identity(block(placeholder("x")), name="y"))
+    (call,) = [node.name for node in graph_def.node if node.op.endswith("PartitionedCall")]
+    r = client.evaluate(
+        loaded(graph_def),
+        feeds={"x": [2.0]},
+        fetches=["y"],
+        ys=["y"],
+        xs=["x"],
+        overrides=[gr.Override(gr.Rule("7 * dy"), node=call)],
+    )
+    assert rules_by_node(r) == {call: "inline"}
+    assert_close(r.outputs["y"], np.float32([3]))
+    assert_close(r.gradients["x"], np.float32([7]))
 
 
 def test_explain_lists_all_that_is_wrong(either: Any) -> None:

@@ -211,7 +211,7 @@ def test_model_that_is_already_built(client: Any) -> None:
     graph = loaded(model.get_concrete_function().graph.as_graph_def())
     x = np.float32([[1, -1], [2, 3]])
     r = client.evaluate(graph, feeds={"image": x}, ys=["score"], xs=["image"], overrides={"Relu": gr.Rule("-dy")})
-    assert_close(r.gradients["image"], -np.ones((2, 2), np.float32) @ np.float32([[1, 2], [-1, 1]]))
+    assert_close(r.gradients["image"], -np.ones((2, 2), np.float32) @ np.array([[1, 2], [-1, 1]], np.float32))
 
 
 def test_two_registrations_of_one_name(either: Any, rule: RuleMaker) -> None:
@@ -245,8 +245,10 @@ def test_too_few_or_too_many_gradients(either: Any, expression: str) -> None:
 
 def test_single_expression_on_two_inputs(either: Any) -> None:
     with refused("RULE_ARITY") as refusal:
-        either.evaluate(loaded(drawn(multiply)), feeds={"a": X, "b": X}, ys=["y"], xs=["a"], overrides={"Mul": "ste"})
-    refusal.says("ste", "Mul", "2")
+        either.evaluate(
+            loaded(drawn(multiply)), feeds={"a": X, "b": X}, ys=["y"], xs=["a"], overrides={"Mul": gr.Rule("dy")}
+        )
+    refusal.says("y", "Mul", "2")
 
 
 def test_rule_that_gives_nothing_cuts_the_path(client: Any) -> None:
@@ -261,10 +263,8 @@ def test_rule_that_gives_nothing_cuts_the_path(client: Any) -> None:
     assert_close(r.gradients["b"], X)
 
 
-@pytest.mark.parametrize(
-    ("expression", "words"), [("sum(dy, axis=0)", ("y", "Sign")), ("cast(dy, float64)", ("y", "Sign"))]
-)
-def test_wrong_shape_or_dtype(either: Any, expression: str, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("expression", ["sum(dy, axis=0)", 'cast(dy, "float64")', "dy > 0"])
+def test_wrong_shape_or_dtype(either: Any, expression: str) -> None:
     def build() -> None:
         tf.sign(placeholder("x", shape=(2, 3)), name="y")
 
@@ -327,9 +327,7 @@ def test_node_that_a_gradient_makes_is_not_overridden(client: Any) -> None:
         x = placeholder("x")
         tf.reduce_sum(tf.abs(x) + tf.sign(x), name="y")
 
-    r = client.evaluate(
-        loaded(drawn(build)), feeds={"x": X}, ys=["y"], xs=["x"], overrides={"Sign": gr.Rule("5 * dy")}
-    )
+    r = client.evaluate(loaded(drawn(build)), feeds={"x": X}, ys=["y"], xs=["x"], overrides={"Sign": gr.Rule("5 * dy")})
     assert list(rules_by_node(r)) == ["Sign"]
     assert_close(r.gradients["x"], np.sign(X) + 5)
     with refused("UNMATCHED_OVERRIDE"):
@@ -357,10 +355,16 @@ def test_op_rule_that_lacks_attributes(either: Any) -> None:
     refusal.says("MatMul", "Sign")
 
 
-def test_op_that_has_no_gradient_is_no_rule(either: Any) -> None:
-    with refused("RULE_NOT_APPLICABLE") as refusal:
+def test_gradient_of_an_op_with_other_inputs(either: Any) -> None:
+    with refused("RULE_ARITY") as refusal:
         either.compile(loaded(drawn(at_top)), ys=["y"], xs=["x"], overrides={"Sign": "ArgMax"})
-    refusal.says("ArgMax", "not differentiable")
+    refusal.says("ArgMax", "2", "Sign")
+
+
+def test_op_that_has_no_gradient_is_no_rule(either: Any) -> None:
+    with refused("UNKNOWN_RULE") as refusal:
+        either.compile(loaded(drawn(at_top)), ys=["y"], xs=["x"], overrides={"Sign": "RandomShuffle"})
+    refusal.says("RandomShuffle")
 
 
 def test_slices_that_arrive_are_made_dense(either: Any) -> None:

@@ -1,0 +1,211 @@
+"""Bad rules, overrides and derivatives: each a typed error, with nothing lost and the next request fine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+import gradrule as gr
+from gradrule.v1 import graph_pb2, override_pb2, rule_pb2
+from tests.service import raw
+from tests.service.answers import refused, refused_raw
+from tests.service.refusals import X, fine, provokes, sign
+
+# Rules.
+
+
+@provokes("INVALID_EXPRESSION")
+@fine
+@pytest.mark.parametrize(
+    ("expression", "column", "word"),
+    [
+        ("dy * ", 5, ""),
+        ("dy * foo(x)", 6, "foo"),
+        ("dy +* x", 5, ""),
+        ("where(x, dy)", 1, "where"),
+        ("dy.shape", 1, ""),
+    ],
+)
+def test_bad_expression(either: Any, expression: str, column: int, word: str) -> None:
+    with refused("INVALID_EXPRESSION") as refusal:
+        either.create_rule("Bad", expression)
+    refusal.says(f"column {column}", word)
+    with refused("UNKNOWN_RULE"):
+        either.get_rule("Bad")
+
+
+@provokes("INVALID_RULE")
+@fine
+@pytest.mark.parametrize(
+    ("expression", "params"), [("3", None), ("dy * x", {"x": 1.0}), ("dy * lambda_", {"lambda": 1.0})]
+)
+def test_bad_rule(client: Any, expression: str, params: Any) -> None:
+    with refused("INVALID_RULE"):
+        client.create_rule("Bad", expression, params=params)
+
+
+@provokes("UNKNOWN_RULE")
+@fine
+@pytest.mark.parametrize("action", ["get_rule", "delete_rule"])
+def test_unknown_rule(either: Any, action: str) -> None:
+    with refused("UNKNOWN_RULE") as refusal:
+        getattr(either, action)("gradient_reversl")
+    refusal.says("gradient_reversal")
+
+
+@provokes("RULE_EXISTS")
+@fine
+def test_rule_exists(either: Any, rule: Callable[..., str]) -> None:
+    rule("Once", "2 * dy")
+    with refused("RULE_EXISTS"):
+        either.create_rule("Once", "3 * dy")
+    assert either.get_rule("Once").expression == "2 * dy"
+
+
+@provokes("RULE_READ_ONLY")
+@fine
+@pytest.mark.parametrize("name", ["Relu", "ste", "builtin/ste"])
+def test_rule_that_ships_cannot_be_deleted(either: Any, name: str) -> None:
+    with refused("RULE_READ_ONLY"):
+        either.delete_rule(name)
+
+
+@provokes("UNKNOWN_PARAM")
+@fine
+def test_unknown_param(either: Any) -> None:
+    words: dict[str, Any] = {"feeds": X, "ys": ["y"], "xs": ["x"]}
+    scaled = gr.Rule("alpha * dy", params={"alpha": 1.0})
+    with refused("UNKNOWN_PARAM") as refusal:
+        either.evaluate(sign(), overrides={"Sign": (scaled, {"alhpa": 2.0})}, **words)
+    refusal.says("alhpa", "alpha")
+    with refused("UNKNOWN_PARAM") as refusal:
+        either.evaluate(sign(), overrides={"Sign": scaled}, params={"Sing": {"alpha": 2.0}}, **words)
+    refusal.says("Sing", "Sign")
+
+
+@provokes("MISSING_PARAM")
+@fine
+def test_missing_param(either: Any) -> None:
+    scaled = gr.Rule("alpha * dy", params=["alpha"])
+    with refused("MISSING_PARAM") as refusal:
+        either.evaluate(sign(), feeds=X, ys=["y"], xs=["x"], overrides={"Sign": scaled})
+    refusal.says("alpha")
+
+
+@provokes("INVALID_PARAM")
+@fine
+def test_param_without_a_value(channel: grpc.Channel) -> None:
+    definition = rule_pb2.RuleDefinition(expression="alpha * dy", params=[rule_pb2.RuleParam(name="alpha")])
+    override = override_pb2.Override(
+        selector=override_pb2.Selector(op_type="Sign"), definition=definition, params={"alpha": rule_pb2.ParamValue()}
+    )
+    with refused_raw("INVALID_PARAM") as refusal:
+        raw.evaluate(channel, raw.request(raw.sign_graph(), overrides=[override], vjp=raw.vjp()))
+    refusal.says("alpha")
+
+
+# Overrides and derivatives.
+
+
+@provokes("INVALID_OVERRIDE")
+@fine
+def test_overrides_without_ys(either: Any) -> None:
+    with refused("INVALID_OVERRIDE") as refusal:
+        either.evaluate(sign(), feeds=X, fetches=["y"], overrides={"Sign": "ste"})
+    refusal.says("ys")
+
+
+@fine
+def test_override_that_selects_nothing(channel: grpc.Channel) -> None:
+    with refused_raw("INVALID_OVERRIDE"):
+        raw.evaluate(
+            channel, raw.request(raw.sign_graph(), overrides=[override_pb2.Override(rule="ste")], vjp=raw.vjp())
+        )
+
+
+@provokes("UNMATCHED_OVERRIDE")
+@fine
+def test_unmatched_override(either: Any) -> None:
+    for override in (gr.Override("ste", op_type="Floor"), gr.Override("ste", node="z"), gr.Override("ste", scope="s")):
+        with refused("UNMATCHED_OVERRIDE"):
+            either.evaluate(sign(), feeds=X, ys=["y"], xs=["x"], overrides=[override])
+
+
+@provokes("INACTIVE_OVERRIDE")
+@fine
+def test_inactive_override(either: Any) -> None:
+    g = sign()
+    g.op("Floor", g.tensor("x"), name="aside")
+    with refused("INACTIVE_OVERRIDE") as refusal:
+        either.evaluate(g, feeds=X, ys=["y"], xs=["x"], overrides={"Floor": "ste"})
+    refusal.says("aside")
+
+
+@provokes("RULE_ARITY")
+@fine
+@pytest.mark.parametrize("expression", ["(dy, dy)", "dy * x1"])
+def test_wrong_arity(either: Any, expression: str) -> None:
+    with refused("RULE_ARITY") as refusal:
+        either.evaluate(sign(), feeds=X, ys=["y"], xs=["x"], overrides={"Sign": gr.Rule(expression)})
+    refusal.says("y", "Sign")
+
+
+@provokes("RULE_OUTPUT")
+@fine
+def test_shape_that_is_wrong_only_when_it_runs(either: Any) -> None:
+    g = gr.Graph()
+    g.op("Sign", g.placeholder("x", "float32", None), name="y")
+    squeezed = gr.Rule("sum(dy, axis=0)")
+    for shape in ((2, 3), (3, 3)):
+        with refused("RULE_OUTPUT") as refusal:
+            either.evaluate(
+                g, feeds={"x": np.ones(shape, np.float32)}, ys=["y"], xs=["x"], overrides={"Sign": squeezed}
+            )
+        refusal.says("rule 'inline'", "node 'y'", f"(1, {shape[1]})", str(shape))
+
+
+@provokes("RULE_NOT_APPLICABLE")
+@fine
+def test_rule_that_does_not_apply(either: Any) -> None:
+    with refused("RULE_NOT_APPLICABLE"):
+        either.evaluate(sign(), feeds=X, ys=["y"], xs=["x"], overrides={"Sign": "Conv2D"})
+
+
+@provokes("FOREIGN_GRADIENT")
+@fine
+def test_foreign_gradient(channel: grpc.Channel) -> None:
+    foreign = raw.node("y", "Sign", "x", _gradient_op_type=graph_pb2.AttrValue(s=b"CustomGradient-3"))
+    with refused_raw("FOREIGN_GRADIENT") as refusal:
+        raw.evaluate(channel, raw.request(raw.graph(raw.placeholder(), foreign), vjp=raw.vjp()))
+    refusal.says("CustomGradient-3", "y")
+
+
+@provokes("NO_GRADIENT")
+@fine
+def test_no_gradient(either: Any) -> None:
+    g = gr.Graph()
+    g.op("RandomShuffle", g.placeholder("x", "float32", [None]), name="y")
+    with refused("NO_GRADIENT") as refusal:
+        either.evaluate(g, feeds=X, ys=["y"], xs=["x"])
+    refusal.says("y", "RandomShuffle")
+
+
+@provokes("INVALID_DERIVATIVE")
+@fine
+def test_derivative_that_makes_no_sense(either: Any) -> None:
+    complex_sign = gr.Graph()
+    complex_sign.op("Sign", complex_sign.placeholder("x", "complex64", [None]), name="y")
+    with refused("INVALID_DERIVATIVE") as refusal:
+        either.evaluate(complex_sign, feeds=X, ys=["y"], xs=["x"])
+    refusal.says("y", "complex64")
+    for words in (
+        {"ys": ["y"]},
+        {"xs": ["x"], "fetches": ["y"]},
+        {"ys": ["y"], "xs": ["x"], "grad_ys": {"x": [1.0, 1.0]}},
+    ):
+        with refused("INVALID_DERIVATIVE"):
+            either.evaluate(sign(), feeds=X, **words)

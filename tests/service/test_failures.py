@@ -1,0 +1,228 @@
+"""What goes wrong while things run, and limits; and that every reason for an error has a test that provokes it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent import futures
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import gradrule as gr
+from gradrule.v1 import errors_pb2
+from gradrule_server.errors import error, reason_name
+from gradrule_server.front.status import code_of, status_of
+from tests.service import endless, raw
+from tests.service.answers import refused, refused_raw
+from tests.service.graph_defs import drawn, loaded, placeholder
+from tests.service.refusals import PROVOKED, X, fine, provokes, sign
+from tests.service.servers import RunningServer, running_server, wait_until
+
+UNIT_LEVEL = {"INTERNAL"}
+"""Reasons that nothing from outside can provoke: a fault of the server's own."""
+
+
+def test_every_reason_has_a_test() -> None:
+    for module in ("test_bad_input", "test_bad_rules"):
+        importlib.import_module(f"tests.service.{module}")
+    reasons = {reason_name(number) for number in errors_pb2.ErrorReason.values() if number}
+    assert reasons == set(PROVOKED) | UNIT_LEVEL
+    assert not set(PROVOKED) & UNIT_LEVEL
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server with tight limits: one request at a time."""
+    flags = ("--max-message-bytes", "1MiB", "--max-concurrent-requests", "1", "--max-nodes", "40", "--max-rules", "3")
+    with running_server(tmp_path_factory.mktemp("small"), flags) as running:
+        yield running
+
+
+@pytest.fixture
+def small_channel(small: RunningServer) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(small.target) as opened:
+        yield opened
+
+
+@provokes("LIMIT_EXCEEDED")
+def test_graph_that_is_too_large(small_channel: grpc.Channel) -> None:
+    chain = [raw.node(f"n{i}", "Neg", f"n{i - 1}" if i else "x") for i in range(50)]
+    with refused_raw("LIMIT_EXCEEDED") as refusal:
+        raw.evaluate(small_channel, raw.request(raw.graph(raw.placeholder(), *chain), fetches=["n49"]))
+    refusal.says("40")
+    raw.assert_healthy(small_channel)
+
+
+# Programs and running.
+
+
+@provokes("PROGRAM_NOT_FOUND")
+@fine
+def test_program_not_found(client: Any, channel: grpc.Channel) -> None:
+    with refused("PROGRAM_NOT_FOUND") as refusal:
+        client.program("programs/nowhere")
+    refusal.says("nowhere")
+    message = raw.request(raw.sign_graph())
+    message.program = "programs/nowhere"
+    with refused_raw("PROGRAM_NOT_FOUND"):
+        raw.evaluate(channel, message)
+
+
+@provokes("PROGRAM_EXISTS")
+@fine
+def test_program_exists(either: Any) -> None:
+    first = either.compile(sign(), fetches=["y"], name="taken")
+    assert either.compile(sign(), fetches=["y"], name="taken").name == first.name == "programs/taken"
+    with refused("PROGRAM_EXISTS") as refusal:
+        either.compile(sign(), fetches=["x"], name="taken")
+    refusal.says("taken")
+
+
+@provokes("EXECUTION_FAILED")
+@fine
+def test_kernel_that_fails(either: Any) -> None:
+    g = gr.Graph()
+    g.op("FloorDiv", g.placeholder("x", "int32", []), g.placeholder("by", "int32", []), name="y")
+    with refused("EXECUTION_FAILED") as refusal:
+        either.evaluate(g, feeds={"x": 1, "by": 0}, fetches=["y"])
+    refusal.says("division by zero")
+
+
+@provokes("DEADLINE_EXCEEDED")
+def test_deadline(small: RunningServer, small_channel: grpc.Channel) -> None:
+    with gr.connect(small.target) as client, refused("DEADLINE_EXCEEDED"):
+        client.evaluate(endless.graph_def(), feeds={"x": endless.STAYS}, fetches=["y"], timeout=1.0)
+    wait_until(lambda: small_is_free(small_channel), "a free server")
+
+
+@provokes("MESSAGE_TOO_LARGE")
+def test_message_that_is_too_large(small: RunningServer, small_channel: grpc.Channel) -> None:
+    with gr.connect(small.target) as client, refused("MESSAGE_TOO_LARGE"):
+        client.evaluate(sign(), feeds={"x": np.zeros(600_000, np.float32)}, fetches=["y"])
+    raw.assert_healthy(small_channel)
+
+
+def small_is_free(small_channel: grpc.Channel) -> bool | None:
+    try:
+        raw.assert_healthy(small_channel)
+    except grpc.RpcError:
+        return None
+    return True
+
+
+class Background:
+    """An endless call in a thread, and what became of it."""
+
+    def __init__(self, client: Any, timeout: float = 30.0) -> None:
+        self.error: gr.errors.GradruleError | None = None
+        self._words = {"feeds": {"x": endless.STAYS}, "fetches": ["y"], "timeout": timeout}
+        self._client = client
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._client.evaluate(endless.graph_def(), **self._words)
+        except gr.errors.GradruleError as caught:
+            self.error = caught
+
+    def join(self) -> gr.errors.GradruleError:
+        self._thread.join(40)
+        assert self.error is not None
+        return self.error
+
+
+def busy(small_channel: grpc.Channel) -> bool | None:
+    """True as soon as the server turns a request away."""
+    return True if small_is_free(small_channel) is None else None
+
+
+@provokes("OVERLOADED")
+def test_overloaded(small: RunningServer, small_channel: grpc.Channel) -> None:
+    with gr.connect(small.target) as client:
+        background = Background(client, timeout=6.0)
+        wait_until(lambda: busy(small_channel), "a busy server")
+        with refused_raw("OVERLOADED"):
+            raw.evaluate(small_channel, raw.request(raw.sign_graph()))
+        assert background.join().reason == "DEADLINE_EXCEEDED"
+    wait_until(lambda: small_is_free(small_channel), "a free server")
+
+
+@provokes("CANCELLED")
+def test_cancelled(small: RunningServer, small_channel: grpc.Channel) -> None:
+    client = gr.connect(small.target)
+    background = Background(client)
+    wait_until(lambda: busy(small_channel), "a busy server")
+    client.close()
+    with refused("CANCELLED"):
+        raise background.join()
+    wait_until(lambda: small_is_free(small_channel), "a free server", 60)
+
+
+@provokes("ENGINE_CRASHED", "ENGINE_UNAVAILABLE")
+def test_engine_that_dies_while_it_works(small: RunningServer, small_channel: grpc.Channel) -> None:
+    engine = small.wait_for_engine()
+    with gr.connect(small.target) as client:
+        background = Background(client)
+        wait_until(lambda: busy(small_channel), "a busy server")
+        time.sleep(0.5)  # the request is with the engine by now
+        os.kill(engine, signal.SIGKILL)
+        with refused("ENGINE_CRASHED"):
+            raise background.join()
+    with refused_raw("ENGINE_UNAVAILABLE"):
+        raw.evaluate(small_channel, raw.request(raw.sign_graph()))
+    wait_until(lambda: small_is_free(small_channel), "another engine", 60)
+    assert small.engine_pid() != engine
+
+
+@provokes("UNAVAILABLE")
+def test_server_that_is_gone(tmp_path_factory: pytest.TempPathFactory) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    started = time.monotonic()
+    with gr.connect(f"127.0.0.1:{port}") as client, refused("UNAVAILABLE") as refusal:
+        client.evaluate(sign(), feeds=X, fetches=["y"], timeout=5.0)
+    assert time.monotonic() - started < 10
+    assert refusal.error.code is grpc.StatusCode.UNAVAILABLE
+
+
+@provokes("UNSUPPORTED")
+def test_server_that_lacks_the_method() -> None:
+    other = grpc.server(futures.ThreadPoolExecutor(1))
+    port = other.add_insecure_port("127.0.0.1:0")
+    other.start()
+    try:
+        with gr.connect(f"127.0.0.1:{port}") as client, refused("UNSUPPORTED"):
+            client.get_rule("ste")
+    finally:
+        other.stop(None).wait()
+
+
+# What cannot be provoked from outside, at the place where it would become a status.
+
+
+@pytest.mark.parametrize("reason", sorted(UNIT_LEVEL))
+def test_status_of_a_fault(reason: str) -> None:
+    number = errors_pb2.ErrorReason.Value(f"ERROR_REASON_{reason}")
+    status = status_of(error(number, "the server failed"))
+    assert code_of(number) is grpc.StatusCode.INTERNAL
+    assert (status.code, status.message) == (grpc.StatusCode.INTERNAL.value[0], "the server failed")
+
+
+def test_nothing_is_lost_over_all_of_this(client: Any, server: RunningServer) -> None:
+    """The registry still holds what it held, and a graph of TensorFlow's still gives its gradient."""
+    assert {item.name for item in client.list_rules(kind="user")} == set()
+    graph = loaded(drawn(lambda: tf.square(placeholder("x"), name="y")))
+    r = client.evaluate(graph, feeds={"x": [3.0]}, ys=["y"], xs=["x"])
+    assert r.gradients["x"].tolist() == [6.0]
+    assert server.process.poll() is None
