@@ -29,7 +29,7 @@ class Wire:
 
     def __init__(self, target: str, method: str) -> None:
         self._channel = grpc.insecure_channel(target, options=OPTIONS)
-        self._send = self._channel.unary_unary(method)
+        self._send: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(method)
 
     @classmethod
     def echo(cls, target: str) -> Self:
@@ -64,7 +64,7 @@ class WireInFlight:
         self._loop = loop
         self._in_flight = in_flight
         self._channel = self._loop.run_until_complete(self._open(target))
-        self._send = self._channel.unary_unary(method)
+        self._send: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(method)
 
     async def _open(self, target: str) -> grpc.aio.Channel:
         return grpc.aio.insecure_channel(target, options=OPTIONS)

@@ -19,7 +19,7 @@ OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_leng
 
 
 def _handler(behaviour: Any) -> grpc.GenericRpcHandler:
-    method = grpc.unary_unary_rpc_method_handler(behaviour)
+    method: grpc.RpcMethodHandler[bytes, bytes] = grpc.unary_unary_rpc_method_handler(behaviour)
     return grpc.method_handlers_generic_handler("bench.Echo", {"Call": method})
 
 

@@ -20,8 +20,8 @@ class CommandError(Exception):
 
 
 def missing_extra(what: str, extra: str) -> CommandError:
-    """The error for a part that this installation lacks."""
-    return CommandError(f"{what} not installed; get it with: pip install 'gradrule[{extra}]'")
+    """The error for a part that this installation lacks; `what` says so."""
+    return CommandError(f"{what}; get it with: pip install 'gradrule[{extra}]'")
 
 
 def report(command: str, message: str) -> None:

@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     from gradrule import _channel
 
     with grpc.insecure_channel(_channel.address(options.target)) as channel:
-        check = channel.unary_unary(_channel.HEALTH_METHOD)
+        check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_channel.HEALTH_METHOD)
         try:
             answer = check(_channel.HEALTH_REQUEST, timeout=options.timeout)
         except grpc.RpcError as cause:

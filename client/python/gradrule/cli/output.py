@@ -27,7 +27,7 @@ def console() -> Console:
     try:
         from rich.console import Console
     except ModuleNotFoundError:
-        raise missing_extra("`rich`, which draws the tables, is", "cli") from None
+        raise missing_extra("`rich`, which draws the tables, is not installed", "cli") from None
     screen = Console(markup=False, highlight=False, emoji=False, soft_wrap=False)
     if not screen.is_terminal:
         screen.width = _PIPE_WIDTH

@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
         import matplotlib  # noqa: F401  # only whether it is there
         import sklearn  # noqa: F401
     except ModuleNotFoundError as cause:
-        raise missing_extra(f"the demo is not complete ({cause.name} is missing):", "demo") from None
+        raise missing_extra(f"the demo is not complete ({cause.name} is missing)", "demo") from None
     import gradrule as gr
     from gradrule.cli.demo import data
 

@@ -1,0 +1,311 @@
+"""The command line against a real server: what people type, what they read, and the exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import gradrule as gr
+from gradrule.cli.main import main
+from tests.service.servers import RunningServer
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command left."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+    def rows(self, *words: str) -> list[str]:
+        """Lines of the output that hold all the words."""
+        return [line for line in self.out.splitlines() if all(word in line for word in words)]
+
+
+Shell = Callable[..., Done]
+
+
+@pytest.fixture
+def shell(
+    server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Shell:
+    """Runs a command in a folder that holds `graph.pb` and values for it."""
+    monkeypatch.setenv("GRADRULE_TARGET", server.target)
+    monkeypatch.chdir(tmp_path)
+    g = gr.Graph()
+    x, w = g.placeholder("x", "float32", [None]), g.placeholder("w", "float32", [None])
+    y = g.one("Mul", g.one("Sign", x, name="layer/sign"), w, name="y")
+    g.cast(x, "int32", name="i")
+    g.cast(y, "bfloat16", name="narrow")
+    g.one("AsString", x, name="text")
+    g.one("Square", w, name="aside")
+    g.placeholder("upstream", "float32", [None])
+    Path("graph.pb").write_bytes(g.to_bytes())
+    np.save("x.npy", np.float32([-2, 0.5, 3]))
+    np.savez("both.npz", x=np.float32([-2, 0.5, 3]), w=np.float32([1, 2, 3]))
+
+    def run(*arguments: str) -> Done:
+        code = main(arguments)
+        printed = capsys.readouterr()
+        return Done(code, printed.out, printed.err)
+
+    return run
+
+
+@pytest.fixture
+def half(shell: Shell) -> Iterator[str]:
+    """The rule `CliHalf`: a·dy with a = 0.5."""
+    assert shell("rules", "create", "CliHalf", "a * dy", "--param", "a=0.5", "--description", "Scales.").code == 0
+    yield "CliHalf"
+    shell("rules", "delete", "CliHalf")
+
+
+def test_life_of_a_rule(shell: Shell) -> None:
+    made = shell("rules", "create", "CliRule", "(a + b) * dy", "--param", "a=2", "--param", "b", "--json")
+    assert made.code == 0
+    assert made.json["params"] == {"a": 2.0, "b": None}
+    listed = shell("rules", "list", "--kind", "user")
+    assert listed.rows("CliRule", "(a + b) * dy", "a=2, b")
+    shown = shell("rules", "show", "CliRule")
+    assert made.json["digest"] in shown.out
+    other = shell("rules", "create", "CliRule", "3 * dy")
+    assert (other.code, other.out) == (1, "")
+    assert "RULE_EXISTS" in other.err
+    assert shell("rules", "delete", "CliRule").code == 0
+    gone = shell("rules", "show", "CliRule")
+    assert gone.code == 1
+    assert "UNKNOWN_RULE" in gone.err
+
+
+def test_rules_of_all_kinds_are_listed(shell: Shell, half: str) -> None:
+    rules = {rule["name"]: rule["kind"] for rule in shell("rules", "list", "--json").json}
+    assert (rules[half], rules["ste_sign"], rules["MatMul"]) == ("user", "builtin", "op")
+    only = {rule["kind"] for rule in shell("rules", "list", "--kind", "builtin", "--json").json}
+    assert only == {"builtin"}
+
+
+def test_a_rule_from_a_graph(shell: Shell) -> None:
+    g = gr.Graph()
+    g.one("Mul", g.placeholder("dy", "float32"), 7.0, name="dx")
+    Path("rule.pb").write_bytes(g.to_bytes())
+    assert shell("rules", "create", "CliGraphRule", "--graph", "rule.pb").code == 0
+    try:
+        words = ("evaluate", "graph.pb", "--feed", "both.npz", "--y", "y", "--x", "x", "--json")
+        done = shell(*words, "--override", "Sign=CliGraphRule")
+        assert done.json["gradients"]["x"]["values"] == [7.0, 14.0, 21.0]
+    finally:
+        shell("rules", "delete", "CliGraphRule")
+
+
+def test_sample_runs_a_rule_on_numbers(shell: Shell) -> None:
+    done = shell("rules", "sample", "ste_sign", "--value", "x=[-2.0, 0.5, 3]", "--value", "dy=[1.0, 10, 100]", "--json")
+    assert done.json["gradients"]["dx"]["values"] == [0.0, 10.0, 0.0]
+    done = shell("rules", "sample", "expr:a * dy", "--value", "x=[1.0]", "--param", "a=4")
+    assert done.rows("dx", "float32", "[4.]")
+
+
+def test_evaluate_shows_outputs_gradients_and_rules(shell: Shell, half: str) -> None:
+    done = shell(
+        "evaluate", "graph.pb", "--feed", "x=x.npy", "--feed", "w=[1, 2, 3]", "--fetch", "y", "--y", "y",
+        "--x", "x", "--x", "w", "--x", "aside", "--x", "i", "--override", "Sign=CliHalf",
+    )  # fmt: skip
+    assert done.code == 0
+    assert done.rows("y", "float32", "[3]", "[-1.  2.  3.]")
+    assert done.rows("x", "float32", "[3]", "[0.5 1.  1.5]")
+    assert done.rows("w", "float32", "[3]", "[-1.  1.  1.]")
+    assert done.rows("aside", "unconnected")
+    assert done.rows("i", "not differentiable")
+    assert done.rows("layer/sign", "Sign", "CliHalf", "active")
+    assert done.rows("own gradient: y")
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ((), [0.5, 1.0, 1.5]),
+        (("--param", "Sign.a=2"), [2.0, 4.0, 6.0]),
+        (("--grad-y", "y=[1, 10, 100]"), [0.5, 10.0, 150.0]),
+        (("--grad-y", "y=tensor:upstream", "--feed", "upstream=[1, 10, 100]"), [0.5, 10.0, 150.0]),
+    ],
+)
+def test_the_words_of_evaluate_decide(shell: Shell, half: str, more: tuple[str, ...], expected: list[float]) -> None:
+    words = (
+        "evaluate",
+        "graph.pb",
+        "--feed",
+        "both.npz",
+        "--y",
+        "y",
+        "--x",
+        "x",
+        "--override",
+        "Sign=CliHalf",
+        "--json",
+    )
+    assert shell(*words, *more).json["gradients"]["x"]["values"] == expected
+
+
+def test_stop_gradients_cut_the_path(shell: Shell) -> None:
+    words = ("evaluate", "graph.pb", "--feed", "both.npz", "--y", "y", "--x", "x", "--x", "w", "--json")
+    assert shell(*words).json["gradients"]["x"]["values"] == [0.0, 0.0, 0.0]
+    stopped = shell(*words, "--stop-gradient", "layer/sign").json["gradients"]
+    assert stopped["x"] == {"kind": "unconnected"}
+    assert stopped["w"]["values"] == [-1.0, 1.0, 1.0]
+
+
+def test_unconnected_gradients_can_be_zero(shell: Shell) -> None:
+    words = ("evaluate", "graph.pb", "--feed", "both.npz", "--y", "y", "--x", "aside", "--json")
+    assert shell(*words).json["gradients"]["aside"] == {"kind": "unconnected"}
+    assert shell(*words, "--unconnected", "zero").json["gradients"]["aside"]["values"] == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("selector", ["Sign", "node:layer/*", "scope:layer"])
+def test_each_selector_reaches_the_node(shell: Shell, selector: str) -> None:
+    words = ("evaluate", "graph.pb", "--feed", "both.npz", "--y", "y", "--x", "x", "--json")
+    done = shell(*words, "--override", f"{selector}=expr:dy * 3").json
+    assert done["gradients"]["x"]["values"] == [3.0, 6.0, 9.0]
+    assert [(item["node"], item["rule"], item["status"]) for item in done["overrides"]] == [
+        ("layer/sign", "inline", "active")
+    ]
+
+
+def test_results_go_to_a_file(shell: Shell) -> None:
+    done = shell(
+        "evaluate", "graph.pb", "--feed", "both.npz", "--fetch", "narrow", "--fetch", "i", "--y", "y", "--x", "w",
+        "--x", "aside", "--out", "results.npz",
+    )  # fmt: skip
+    assert done.code == 0
+    with np.load("results.npz", allow_pickle=False) as saved:
+        assert set(saved.files) == {"outputs/narrow", "outputs/i", "gradients/w"}
+        assert saved["outputs/narrow"].dtype == np.float32
+        np.testing.assert_array_equal(
+            saved["outputs/narrow"], np.float32([-1, 2, 3]).astype(ml_dtypes.bfloat16).astype(np.float32)
+        )
+        np.testing.assert_array_equal(saved["outputs/i"], np.int32([-2, 0, 3]))
+        np.testing.assert_array_equal(saved["gradients/w"], np.float32([-1, 1, 1]))
+
+
+def test_strings_are_shown_but_not_pickled(shell: Shell) -> None:
+    words = ("evaluate", "graph.pb", "--feed", "x=x.npy", "--fetch", "text")
+    assert shell(*words, "--json").json["outputs"]["text"]["values"][1].startswith("0.5")
+    refused = shell(*words, "--out", "text.npz")
+    assert refused.code == 1
+    assert "strings" in refused.err
+    assert not Path("text.npz").exists()
+
+
+def test_explain_tells_before_anything_runs(shell: Shell) -> None:
+    done = shell("explain", "graph.pb", "--fetch", "y", "--y", "y", "--x", "x", "--override", "Sign=ste_sign")
+    assert done.code == 0
+    assert done.rows("feed", "x", "float32", "[?]")
+    assert done.rows("layer/sign", "Sign", "ste_sign", "active")
+    assert done.rows("y", "Mul", "its own")
+    told = shell("explain", "graph.pb", "--y", "y", "--x", "x", "--override", "Sign=ste_sign", "--json").json
+    assert told["findings"] == []
+    assert told["defaulted"] == ["y"]
+
+
+def test_explain_lists_all_that_is_wrong(shell: Shell) -> None:
+    words = ("explain", "graph.pb", "--y", "y", "--x", "x", "--override", "Sgn=ste_sign", "--override", "Mul=ste_sgn")
+    done = shell(*words)
+    assert done.code == 1
+    assert done.rows("UNKNOWN_OP_TYPE", "'Sign'")
+    assert done.rows("UNKNOWN_RULE", "'ste_sign'")
+    assert {item["reason"] for item in shell(*words, "--json").json["findings"]} == {"UNKNOWN_OP_TYPE", "UNKNOWN_RULE"}
+
+
+def test_life_of_a_program(shell: Shell) -> None:
+    made = shell(
+        "programs", "compile", "graph.pb", "--name", "cli-program", "--fetch", "y", "--y", "y", "--x", "x",
+        "--override", "Sign=ste_sign",
+    )  # fmt: skip
+    assert made.code == 0
+    assert made.rows("layer/sign", "ste_sign", "active")
+    assert shell("programs", "list").rows("programs/cli-program", "x: float32[?]", "y by x")
+    shown = shell("programs", "show", "cli-program", "--json").json
+    assert shown["name"] == "programs/cli-program"
+    assert [spec["name"] for spec in shown["xs"]] == ["x"]
+    ran = shell("evaluate", "programs/cli-program", "--feed", "both.npz", "--grad-y", "y=[1, 10, 100]", "--json").json
+    assert ran["gradients"]["x"]["values"] == [0.0, 20.0, 0.0]
+    assert ran["overrides"] == shown["overrides"]
+    assert shell("programs", "delete", "programs/cli-program").code == 0
+    gone = shell("programs", "show", "cli-program")
+    assert gone.code == 1
+    assert "PROGRAM_NOT_FOUND" in gone.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("evaluate", "graph.pb", "--feed", "x=x.npy", "--y", "y", "--x", "x"), ("MISSING_FEED", "'w'")),
+        (("evaluate", "graph.pb", "--feed", "x=x.npy", "--fetch", "z"), ("UNKNOWN_TENSOR", "'z'")),
+        (("evaluate", "none.pb", "--fetch", "y"), ("none.pb", "No such file")),
+        (("rules", "show", "ste_sgn"), ("UNKNOWN_RULE", "'ste_sign'")),
+        (("rules", "delete", "ste_sign"), ("RULE_READ_ONLY",)),
+        (("rules", "create", "Bad", "dy +"), ("INVALID_EXPRESSION",)),
+        (("rules", "create", "Neither"), ("either an expression or a graph",)),
+        (("rules", "list", "--target", "127.0.0.1:1", "--timeout", "5"), ("UNAVAILABLE",)),
+    ],
+)
+def test_refusals_are_one_message_on_stderr(shell: Shell, arguments: tuple[str, ...], words: tuple[str, ...]) -> None:
+    done = shell(*arguments)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith(f"gradrule {arguments[0]}: ")
+    assert "Traceback" not in done.err
+    assert all(word in done.err for word in words)
+
+
+def test_a_feed_given_twice_is_wrong_usage(shell: Shell) -> None:
+    done = shell("evaluate", "graph.pb", "--feed", "both.npz", "--feed", "x=[1]", "--fetch", "y")
+    assert (done.code, done.out) == (2, "")
+    assert "'x' is fed twice" in done.err
+
+
+def test_health(shell: Shell, server: RunningServer) -> None:
+    assert shell("health") == Done(0, "SERVING\n", "")
+    assert shell("health", server.target).code == 0
+    refused = shell("health", "127.0.0.1:1")
+    assert (refused.code, refused.out) == (1, "")
+    assert "UNAVAILABLE" in refused.err
+
+
+def test_a_reader_that_goes_away_costs_no_traceback(server: RunningServer) -> None:
+    command = f"{sys.executable} -m gradrule.cli rules list --target {server.target} | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("rules (")
+    assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_serve_from_start_to_drain(tmp_path: Path) -> None:
+    environment = os.environ | {"GRADRULE_TARGET": "localhost:1", "GRADRULE_DATA_DIR": str(tmp_path / "data")}
+    command = [sys.executable, "-m", "gradrule.cli", "serve", "--port", "0", "--device", "cpu"]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            target = process.stdout.readline().strip().rpartition(" ")[2]
+            assert main(["health", target]) == 0
+            assert main(["rules", "create", "Kept", "dy", "--target", target]) == 0
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+    assert (tmp_path / "data").is_dir()

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from gradrule.cli import connection
+from gradrule.cli.main import build_parser, main
+
+COMMANDS = ("serve", "health", "rules", "programs", "evaluate", "explain", "demo")
+
+
+def without(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command line in an installation that lacks a module."""
+    code = (
+        f"import sys; sys.modules[{module!r}] = None; from gradrule.cli.main import main; sys.exit(main({arguments!r}))"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_bare_call_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert all(command in out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command != "serve"])
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    assert f"gradrule {command}" in capsys.readouterr().out
+
+
+def test_help_of_serve_is_the_servers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--help"]) == 0
+    assert "--data-dir" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nonsense"], "invalid choice"),
+        (["rules"], "VERB"),
+        (["rules", "list", "--kind", "none"], "invalid choice"),
+        (["rules", "list", "--timeout", "0"], "positive number of seconds"),
+        (["evaluate"], "GRAPH"),
+        (["evaluate", "g.pb", "--override", "Sign"], "OP_TYPE=RULE"),
+        (["evaluate", "programs/p", "--y", "y"], "fixes --y already"),
+        (["evaluate", "g.pb", "--out", "x.npy"], "ends with .npz"),
+        (["demo", "--epochs", "0"], "at least 1"),
+        (["serve", "--prot", "1"], "--port"),
+    ],
+)
+def test_wrong_usage_is_code_2_on_stderr(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert words in printed.err
+    assert printed.out == ""
+
+
+def test_target_and_token_come_from_flag_then_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADRULE_TARGET", "elsewhere:1")
+    monkeypatch.setenv("GRADRULE_TOKEN", "secret")
+    options = build_parser().parse_args(["rules", "list"])
+    assert (options.target, options.token) == ("elsewhere:1", "secret")
+    options = build_parser().parse_args(["rules", "list", "--target", "here:2", "--token", "t"])
+    assert (options.target, options.token) == ("here:2", "t")
+    monkeypatch.delenv("GRADRULE_TARGET")
+    assert build_parser().parse_args(["rules", "list"]).target == "localhost:8470"
+
+
+def test_the_clients_variables_are_kept_from_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADRULE_TARGET", "elsewhere:1")
+    monkeypatch.setenv("GRADRULE_DEVICE", "cpu")
+    connection.forget_client_variables()
+    assert "GRADRULE_TARGET" not in os.environ
+    assert os.environ["GRADRULE_DEVICE"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "extra"),
+    [
+        ("pydantic", ("serve",), "gradrule[server]"),
+        ("rich", ("demo",), "gradrule[cli]"),
+        ("sklearn", ("demo",), "gradrule[demo]"),
+    ],
+)
+def test_a_missing_part_is_named_with_what_brings_it(module: str, arguments: tuple[str, ...], extra: str) -> None:
+    done = without(module, *arguments)
+    assert done.returncode == 1
+    assert extra in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_health_needs_no_tables() -> None:
+    done = without("rich", "health", "127.0.0.1:1", "--timeout", "5")
+    assert done.returncode == 1
+    assert "127.0.0.1:1: UNAVAILABLE" in done.stderr
+
+
+def test_the_command_line_starts_without_tensorflow_or_matplotlib() -> None:
+    code = """
+import sys
+from gradrule.cli.main import main
+main([])
+print(sorted({"tensorflow", "matplotlib", "sklearn"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
