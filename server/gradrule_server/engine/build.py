@@ -57,11 +57,10 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class ParamInput:
-    """A param of a bound rule, always float64; `default` is None where each call must give it."""
+    """A param of a bound rule, always float64."""
 
     rule: int
     name: str
-    default: tf.Tensor | None
 
 
 @dataclass(slots=True)
@@ -94,7 +93,7 @@ def build(request: link_pb2.CompileRequest) -> Built:
             for spec in request.inputs
         ],
         params=[
-            ParamInput(index, param.name, None if param.default is None else tf.constant(param.default, tf.float64))
+            ParamInput(index, param.name)
             for index, content in enumerate(contents)
             if content is not None
             for param in content.params

@@ -127,14 +127,8 @@ def _params(built: Built, settings: Iterable[link_pb2.ParamSetting]) -> list[tf.
     given: Mapping[tuple[int, str], rule_pb2.ParamValue] = {(item.rule, item.name): item.value for item in settings}
     tensors: list[tf.Tensor] = []
     for param in built.params:
-        value = given.get((param.rule, param.name))
-        if value is None:
-            if param.default is None:
-                raise error(
-                    errors_pb2.ERROR_REASON_MISSING_PARAM, f"param {param.name!r} has no default and was given no value"
-                )
-            tensors.append(param.default)
-        elif value.WhichOneof("value") == "tensor":
+        value = given[param.rule, param.name]
+        if value.WhichOneof("value") == "tensor":
             tensors.append(tf.constant(_array(value.tensor, f"param {param.name!r}", "params").astype(np.float64)))
         else:
             tensors.append(tf.constant(value.number, tf.float64))

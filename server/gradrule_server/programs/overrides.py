@@ -10,7 +10,7 @@ from gradrule_server.errors import Finding, GradruleError, did_you_mean
 from gradrule_server.graphs import OverrideSpec
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.rule_lookup import ResolvedRule, RuleLookup
-from gradrule_server.rules import RuleContent
+from gradrule_server.rules import RuleContent, write_param_value
 
 DEFAULT_RULE = "default"
 INLINE_RULE = "inline"
@@ -35,9 +35,16 @@ class OverrideTable:
     findings: list[Finding] = field(default_factory=list)
 
     def bind(self, rule: ResolvedRule, label: str) -> int:
-        """Adds a rule for an override; returns its index."""
+        """Adds a rule for an override; returns its index.
+
+        Defaults are settings like any others: programs that differ only in values share one compiled form.
+        """
+        index = len(self.bound)
         self.bound.append(BoundOverride(rule, label))
-        return len(self.bound) - 1
+        for param in rule.content.params if rule.content is not None else ():
+            if param.default is not None:
+                self.settings[index, param.name] = write_param_value(param.default)
+        return index
 
     def messages(self) -> list[link_pb2.BoundRule]:
         """The bound rules as the engine takes them."""
@@ -70,7 +77,7 @@ class OverrideTable:
             for index, bound in enumerate(self.bound)
             if bound.rule.content is not None
             for param in bound.rule.content.params
-            if param.default is None and (index, param.name) not in settings
+            if (index, param.name) not in settings
         ]
         if missing:
             raise GradruleError(missing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from gradrule_server.programs.rule_lookup import RuleLookup
 
 FORMAT_VERSION = 1
 """Goes into every digest: programs of another format are other programs."""
+
+_serial = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,8 @@ def prepare(spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, 
                 fed=sorted(call.feeds),
                 overrides=table.specs,
                 known_rule=known_rule,
+                # TensorFlow's functions have names for the whole process, so no two programs may share one.
+                namespace=f"gr{next(_serial)}",
             ),
             limits,
         )

@@ -363,7 +363,7 @@ class RunRequest(google.protobuf.message.Message):
     """Bytes of the `gradrule.v1.EvaluateRequest`, of which the engine reads feeds and grad_ys."""
     @property
     def params(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ParamSetting]:
-        """Params that differ from the rules' defaults."""
+        """Values of all params of all rules."""
 
     def __init__(
         self,
