@@ -80,13 +80,14 @@ def copy_graph(
     fed: Mapping[int, AbstractSet[int]],
     asked: AbstractSet[Ref],
     apart: AbstractSet[Ref],
+    namespace: str,
 ) -> Copy:
     """Copies everything that `top` leads to.
 
     `fed`: outputs by node that requests give. `asked`: tensors whose new places are told. `apart`: outputs of calls
     that must be tensors of their own: a gradient with respect to them must not pass through what uses them inside.
     """
-    copier = _Copier(resolver, fed, apart)
+    copier = _Copier(resolver, fed, apart, namespace)
     destination = Destination(Body(""), "")
     placed = copier.copy(top, destination)
     tensors = {ref: placed.ref(ref) for ref in asked}
@@ -94,8 +95,11 @@ def copy_graph(
 
 
 class _Copier:
-    def __init__(self, resolver: Resolver, fed: Mapping[int, AbstractSet[int]], apart: AbstractSet[Ref]) -> None:
+    def __init__(
+        self, resolver: Resolver, fed: Mapping[int, AbstractSet[int]], apart: AbstractSet[Ref], namespace: str
+    ) -> None:
         self._resolver = resolver
+        self._namespace = namespace
         self._fed = fed
         self._apart: dict[int, set[int]] = {}
         for node, output in apart:
@@ -134,30 +138,31 @@ class _Copier:
             if gate is not None and (is_call(node) or all(ref[0] < source.arg_count for ref in node.inputs)):
                 controls.append(gate)
             copy = Node(name, node.op, inputs, controls, node.attrs, node.outputs, unsupported=node.unsupported)
-            whole = self._resolve(node, copy, into.public(public), source, live=live)
+            resolved = self._resolve(node, into.public(public), source, live=live)
+            # A rule for a call replaces the gradient of the whole call, so the call must still be there.
+            whole = isinstance(resolved, Match) and resolved.rule != OWN_GRADIENT
             if is_call(node) and not whole:
                 apart = self._apart.get(position, set()) if is_top else set()
-                self._inline(node, copy, into, position, placed, apart, live=live, awaited=position in awaited)
+                self._inline(
+                    node, copy, into, position, placed, apart, resolved, live=live, awaited=position in awaited
+                )
             else:
                 placed.nodes[position] = into.add(copy)
+                if resolved is not None:
+                    self.resolved[id(copy)] = resolved
                 copy.watched = live and bool(inputs) and any(dtype in DIFFERENTIABLE for dtype in node.outputs or ())
                 self._copy_functions(node, copy, into.public(name), live=live and not is_call(node))
             if fed:
                 self._feed(node, public, sorted(fed), into, position, placed)
         return placed
 
-    def _resolve(self, node: Node, copy: Node, public: str, source: Body, *, live: bool) -> bool:
-        """Notes which rule the node gets; returns whether it is a call whose gradient a rule replaces as a whole."""
+    def _resolve(self, node: Node, public: str, source: Body, *, live: bool) -> Match | Foreign | None:
+        """Which rule the node gets, if gradients are asked node by node where it lies."""
         types = [_type(source, ref) for ref in node.inputs]
         resolved = self._resolver.resolve(node, public, types, source.name)
-        if resolved is None:
-            return not live and is_call(node)
         if isinstance(resolved, Match):
             self.matches.append(resolved)
-        whole = is_call(node) and isinstance(resolved, Match) and resolved.rule != OWN_GRADIENT
-        if live and (whole or not is_call(node)):
-            self.resolved[id(copy)] = resolved
-        return whole
+        return resolved if live else None
 
     def _inline(
         self,
@@ -167,6 +172,7 @@ class _Copier:
         position: int,
         placed: _Placed,
         apart: AbstractSet[int],
+        resolved: Match | Foreign | None,
         *,
         live: bool,
         awaited: bool,
@@ -182,10 +188,15 @@ class _Copier:
         outputs = []
         for number, ref in enumerate(body.results):
             output = inner.ref(ref)
-            # An argument that is handed back must still wait; an asked tensor must not be one that the inside uses too.
-            if number in apart or (gate is not None and ref[0] < body.arg_count):
+            # An argument that is handed back must still wait; an asked tensor must not be one that the inside uses
+            # too; what was resolved for the call itself needs a node that gradients pass through.
+            if number in apart or resolved is not None or (gate is not None and ref[0] < body.arg_count):
                 waits = [] if gate is None else [gate]
-                output = (into.add(_identity(into, call.name, number, output, body.result_types[number], waits)), 0)
+                result = _identity(into, call.name, number, output, body.result_types[number], waits)
+                output = (into.add(result), 0)
+                if resolved is not None:
+                    self.resolved[id(result)] = resolved
+                    result.watched = body.result_types[number] in DIFFERENTIABLE
             outputs.append(output)
         placed.outputs[position] = outputs
         if awaited:
@@ -202,7 +213,7 @@ class _Copier:
         copy.functions = tuple(functions)
 
     def _copy_function(self, source: Body, attr: str, public: str, *, live: bool) -> Body:
-        name = f"gr_{len(self.scopes):04d}_{attr}"
+        name = f"{self._namespace}_{len(self.scopes):04d}_{attr}"
         self.scopes[name] = public
         body = Body(
             name,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradrule._dtypes import as_dt
 from gradrule.v1.graph_pb2 import Graph
 from gradrule.v1.tensor_pb2 import Dt, TensorShape
 from gradrule_server.graphs.check import check
+from gradrule_server.graphs.collector import paused_collection
 from gradrule_server.graphs.copying import UNKNOWN_SHAPE, Copy, copy_graph
 from gradrule_server.graphs.findings import Findings, Reason, quote
 from gradrule_server.graphs.ir import PLACEHOLDER_WITH_DEFAULT, PLACEHOLDERS, Body, Limits, Node, Ref
@@ -34,6 +35,8 @@ class ExpandRequest:
     fed: Sequence[str] = ()
     overrides: Sequence[OverrideSpec] = ()
     known_rule: Callable[[str], int | None] = _no_rule
+    # Starts the names of all functions: those of other programs in the same process must differ.
+    namespace: str = "gr"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ class Expanded:
     scopes: dict[str, str]
     matches: list[Match]
     inputs: list[GraphInput]
-    # Name in the expanded graph, and element type, by the name asked.
+    # Name in the expanded graph, and element type, by the name asked; a stop_gradient off the path has no such name.
     tensor_names: dict[str, str]
     dtypes: dict[str, Dt.ValueType]
     # Names of all placeholders of the uploaded graph's top level, needed or not.
@@ -72,7 +75,11 @@ def expand(graph: Graph, request: ExpandRequest, limits: Limits | None = None) -
 
     Raises `GradruleError` with all findings.
     """
-    limits = limits or Limits()
+    with paused_collection():
+        return _expand(graph, request, limits or Limits())
+
+
+def _expand(graph: Graph, request: ExpandRequest, limits: Limits) -> Expanded:
     findings = Findings()
     top, library = check(graph, limits, findings)
     names = TensorNames(top, findings)
@@ -87,8 +94,9 @@ def expand(graph: Graph, request: ExpandRequest, limits: Limits | None = None) -
         if top.nodes[position].op not in PLACEHOLDERS:
             cut.setdefault(position, set()).add(output)
     apart = {asked[name] for name in (*request.xs, *request.stop_gradients)}
-    copy = copy_graph(top, resolver, cut, {*asked.values(), *fed.values()}, apart)
-    places = _prune(copy)
+    copy = copy_graph(top, resolver, cut, {*asked.values(), *fed.values()}, apart, request.namespace)
+    # What only stop_gradients name is on no path: it stops nothing, and needs no feed.
+    places = _prune(copy, {*(asked[name] for name in _computed(request)), *fed.values()})
     findings.all += resolver.unmatched() if request.ys else []
     _check_supported(copy, findings)
     findings.raise_if_any()
@@ -99,7 +107,7 @@ def expand(graph: Graph, request: ExpandRequest, limits: Limits | None = None) -
         scopes={body.name: copy.scopes[body.name] for body in bodies_of(copy.body) if body.name},
         matches=copy.matches,
         inputs=_inputs(top, copy.body, cut, fed),
-        tensor_names={name: tensor_name(copy.body, places[ref]) for name, ref in asked.items()},
+        tensor_names={name: tensor_name(copy.body, places[ref]) for name, ref in asked.items() if ref in places},
         dtypes={name: _dtype(top, ref) for name, ref in asked.items()},
         placeholders=[node.name for node in top.nodes if node.op in PLACEHOLDERS],
     )
@@ -136,10 +144,14 @@ def _fed(request: ExpandRequest, names: TensorNames, findings: Findings) -> dict
     return fed
 
 
-def _prune(copy: Copy) -> dict[Ref, Ref]:
-    """Leaves what asked and fed tensors need; returns where those went."""
-    moved = prune(copy.body, {producer for producer, _ in copy.tensors.values()})
-    return {asked: (moved[producer], output) for asked, (producer, output) in copy.tensors.items()}
+def _computed(request: ExpandRequest) -> list[str]:
+    return [*request.fetches, *request.ys, *request.xs, *request.grad_y_tensors]
+
+
+def _prune(copy: Copy, roots: Iterable[Ref]) -> dict[Ref, Ref]:
+    """Leaves what the roots need; returns where tensors went that are left."""
+    moved = prune(copy.body, {copy.tensors[root][0] for root in roots})
+    return {asked: (moved[node], output) for asked, (node, output) in copy.tensors.items() if node in moved}
 
 
 def _check_supported(copy: Copy, findings: Findings) -> None:
@@ -153,16 +165,19 @@ def _check_supported(copy: Copy, findings: Findings) -> None:
 def _mark(copy: Copy) -> list[Mark]:
     """Numbers the nodes that run and that an override took, or that name a gradient of another process."""
     marks: list[Mark] = []
+    numbers: dict[int, int] = {}
     for _, node in nodes_of(copy.body):
         resolved = copy.resolved.get(id(node))
         if resolved is None:
             continue
-        node.mark = len(marks)
-        if isinstance(resolved, Foreign):
-            marks.append(Mark(FOREIGN_GRADIENT, resolved.node, resolved.name))
-        else:
-            resolved.mark = len(marks)
-            marks.append(Mark(resolved.rule, resolved.node))
+        if id(resolved) not in numbers:
+            numbers[id(resolved)] = len(marks)
+            if isinstance(resolved, Foreign):
+                marks.append(Mark(FOREIGN_GRADIENT, resolved.node, resolved.name))
+            else:
+                resolved.mark = len(marks)
+                marks.append(Mark(resolved.rule, resolved.node))
+        node.mark = numbers[id(resolved)]
     return marks
 
 

@@ -35,6 +35,9 @@ class Library:
             if name in self._functions:
                 message = f"Function {quote(name)} is there twice; names of functions must be unique."
                 findings.add(Reason.ERROR_REASON_DUPLICATE_NODE, message, name)
+            if not name:
+                findings.add(Reason.ERROR_REASON_INVALID_GRAPH, "A function of the graph has no name.")
+                continue
             self._functions.setdefault(name, function)
 
     def __contains__(self, name: str) -> bool:

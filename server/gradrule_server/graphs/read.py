@@ -100,12 +100,13 @@ def read_function_body(draft: Draft, function: graph_pb2.Function, substitute: S
     for name, count in draft.results:
         text = function.ret.get(name, "")
         source = _inner_source(text, draft)
+        if source and not source[1] and source[0] + count > draft.body.arg_count:
+            source = None
         if source is None:
             hint = _inner_hint(text, draft, findings)
             message = f"Result {quote(name)} {where} is {quote(text)}, which is not there.{hint}"
             findings.add(Reason.ERROR_REASON_DANGLING_INPUT, message)
-        for offset in range(count):
-            draft.result_sources.append(None if source is None else (source[0], source[1], source[2] + offset))
+        draft.result_sources += _spread(source, count)
     for name, node in sorted(function.control_ret.items()):
         if node in draft.index:
             draft.body.control_results.append((name, draft.index[node]))
@@ -202,6 +203,14 @@ def _inner_hint(text: str, draft: Draft, findings: Findings) -> str:
     if name in draft.index:
         return " In a function an output is written 'node:output_name:index'."
     return findings.near(name, [*draft.args, *draft.index])
+
+
+def _spread(source: Source | None, count: int) -> list[Source | None]:
+    """Where each tensor of a result comes from: outputs of one node, or arguments, which are one node each."""
+    if source is None:
+        return [None] * count
+    node, arg, index = source
+    return [(node, arg, index + offset) if arg else (node + offset, "", 0) for offset in range(count)]
 
 
 def _is_index(text: str) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 from gradrule import _infer, _opdefs
 from gradrule._dtypes import as_dt
 from gradrule.v1 import graph_pb2
@@ -96,11 +94,14 @@ def _write_function(body: Body, message: graph_pb2.Function) -> None:
         target.input.extend(
             f"^{body.nodes[control].name}" for control in node.controls if body.nodes[control].op != ARG
         )
-    for name, dtype, ref in zip(_unique(body.result_names), body.result_types, body.results, strict=True):
+    # Results get new names: nothing outside refers to them, and TensorFlow makes node names of them.
+    for number, (dtype, ref) in enumerate(zip(body.result_types, body.results, strict=True)):
+        name = f"result_{number}"
         signature.output_arg.add(name=name, type=as_dt(dtype))
         message.ret[name] = _inner_name(body, ref, layouts)
-    for name, control in body.control_results:
+    for number, (_, control) in enumerate(body.control_results):
         if body.nodes[control].op != ARG:
+            name = f"control_{number}"
             signature.control_output.append(name)
             message.control_ret[name] = body.nodes[control].name
 
@@ -123,15 +124,3 @@ def _output_names(node: Node) -> list[str]:
         raise AssertionError(f"{node.op} passed the checks")
     slices = _infer.output_slices(op, node.attrs)
     return [f"{name}:{index}" for name, (_, count) in slices.items() for index in range(count)]
-
-
-def _unique(names: Iterable[str]) -> Iterator[str]:
-    """The names, apart from one another: flattening a list may have made one that was there."""
-    taken: set[str] = set()
-    for name in names:
-        free, count = name, 0
-        while free in taken:
-            count += 1
-            free = f"{name}_{count}"
-        taken.add(free)
-        yield free

@@ -1,0 +1,254 @@
+"""Which node gets which rule."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradrule.v1.graph_pb2 import AttrValue, Graph
+from gradrule_server import graphs
+from gradrule_server.errors import Reason
+from gradrule_server.graphs import OverrideSpec
+from gradrule_server.graphs.select import compile_glob
+from tests.unit.graphs.helpers import (
+    call,
+    expand,
+    function,
+    graph,
+    node,
+    nodes_of,
+    only_finding,
+    placeholder,
+    reasons_of,
+)
+
+INNER = function("inner", ["a"], {"r": "s:y:0"}, [node("s", "Sign", "a"), node("t", "Relu", "a")])
+
+
+def network() -> Graph:
+    return graph(
+        placeholder(),
+        node("a/s", "Sign", "x"),
+        node("a/b/s", "Sign", "a/s"),
+        node("a/b/r", "Relu", "a/b/s"),
+        call("c", "inner", "a/b/r"),
+        node("y", "Tanh", "c"),
+        node("off/s", "Sign", "x"),
+        functions=[INNER],
+    )
+
+
+def matches(*specs: OverrideSpec, made: Graph | None = None, **request: Any) -> dict[str, str]:
+    expanded = expand(made or network(), ["y"], ys=["y"], xs=["x"], overrides=specs, **request)
+    return {match.node: match.label for match in expanded.matches}
+
+
+def spec(label: str, **conditions: Any) -> OverrideSpec:
+    return OverrideSpec(rule_index=7, rule_name="rule", label=label, **conditions)
+
+
+@pytest.mark.parametrize(
+    ("conditions", "nodes"),
+    [
+        ({"op_type": "Sign"}, {"a/s", "a/b/s", "c/s", "off/s"}),
+        ({"node": "a/s"}, {"a/s"}),
+        ({"node": "a/*"}, {"a/s"}),
+        ({"node": "a/**"}, {"a/s", "a/b/s", "a/b/r"}),
+        ({"node": "*/?"}, {"a/s", "off/s", "c/s", "c/t"}),
+        ({"node": "**s", "op_type": "Sign", "scope": "a/b"}, {"a/b/s"}),
+        ({"scope": "a"}, {"a/s", "a/b/s", "a/b/r"}),
+        ({"scope": "a/"}, {"a/s", "a/b/s", "a/b/r"}),
+        ({"scope": "c"}, {"c/s", "c/t"}),
+        ({"op_type": "inner_by_name"}, {"d"}),
+    ],
+)
+def test_conditions(conditions: dict[str, object], nodes: set[str]) -> None:
+    made = network()
+    if "inner_by_name" in conditions.values():
+        made.library.function.add().CopyFrom(INNER)
+        made.library.function[-1].signature.name = "inner_by_name"
+        made.node.append(node("d", "inner_by_name", "x"))
+    found = matches(spec("o", **conditions), made=made)
+    assert {name for name in found if name != "d/s"} == nodes
+
+
+def test_first_match_wins_and_default_carves_out() -> None:
+    carve = OverrideSpec(scope="a/b", label="carve")
+    found = matches(carve, spec("all", op_type="Sign"))
+    assert found == {"a/b/s": "carve", "a/b/r": "carve", "a/s": "all", "c/s": "all", "off/s": "all"}
+    expanded = expand(network(), ["y"], ys=["y"], xs=["x"], overrides=[carve, spec("all", op_type="Sign")])
+    assert {mark.node: mark.rule for mark in expanded.marks} == {"a/b/s": -1, "a/b/r": -1, "a/s": 7, "c/s": 7}
+    written = nodes_of(expanded)
+    for number, mark in enumerate(expanded.marks):
+        assert written[mark.node].attr["_gradrule_mark"].i == number
+    assert sum("_gradrule_mark" in item.attr for item in written.values()) == len(expanded.marks)
+
+
+def test_what_a_match_tells() -> None:
+    expanded = expand(network(), ["y"], ys=["y"], xs=["x"], overrides=[spec("Sign", op_type="Sign", index=0)])
+    inside = next(match for match in expanded.matches if match.node == "c/s")
+    assert (inside.op_type, inside.function, inside.rule_name, inside.override) == ("Sign", "inner", "rule", 0)
+    pruned = next(match for match in expanded.matches if match.node == "off/s")
+    assert pruned.mark is None
+    assert pruned.differentiable
+
+
+def test_types_without_gradients() -> None:
+    made = graph(
+        placeholder(),
+        node("i", "Cast", "x", DstT=AttrValue(type=3)),
+        node("y", "Cast", "i", DstT=AttrValue(type=1)),
+    )
+    expanded = expand(
+        made, ["y"], ys=["y"], xs=["x"], overrides=[spec("o", op_type="Cast"), spec("p", op_type="Placeholder")]
+    )
+    assert {match.node: match.differentiable for match in expanded.matches} == {"x": True, "i": False, "y": False}
+    assert "_gradient_op_type" not in nodes_of(expanded)["i"].attr
+    assert "_gradient_op_type" not in nodes_of(expanded)["x"].attr
+
+
+def test_an_own_attribute_comes_after_overrides() -> None:
+    made = network()
+    for item in made.node:
+        if item.op == "Sign":
+            item.attr["_gradient_op_type"].s = b"known"
+    asked: list[str] = []
+
+    def known_rule(name: str) -> int | None:
+        asked.append(name)
+        return 3 if name == "known" else None
+
+    expanded = expand(made, ["y"], ys=["y"], xs=["x"], overrides=[spec("o", node="a/s")], known_rule=known_rule)
+    own = {match.node: (match.rule, match.label, match.override) for match in expanded.matches if match.label != "o"}
+    assert own == {"a/b/s": (3, "known", -1), "off/s": (3, "known", -1)}
+    assert asked == ["known"]
+
+
+def test_gradients_of_other_processes() -> None:
+    made = network()
+    for item in made.node:
+        if item.op == "Sign":
+            item.attr["_gradient_op_type"].s = b"CustomGradient-17"
+    expanded = expand(made, ["y"], ys=["y"], xs=["x"], overrides=[OverrideSpec(node="a/s", label="o")])
+    assert [(mark.rule, mark.node, mark.foreign) for mark in expanded.marks] == [
+        (-1, "a/s", ""),
+        (-2, "a/b/s", "CustomGradient-17"),
+    ]
+    assert [match.node for match in expanded.matches] == ["a/s"]
+
+
+def test_unknown_rule_in_an_attribute() -> None:
+    made = network()
+    made.node[1].attr["_gradient_op_type"].s = b"Unheard"
+    finding = only_finding(made, Reason.ERROR_REASON_UNKNOWN_RULE, ["y"], ys=["y"], xs=["x"])
+    assert "'Unheard'" in finding.message
+    assert finding.node == "a/s"
+    expand(made, ["y"])
+
+
+def test_notes_on_calls_are_no_wish() -> None:
+    made = network()
+    made.node[4].attr["_gradient_op_type"].s = b"PartitionedCall-12"
+    assert expand(made, ["y"], ys=["y"], xs=["x"]).marks == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason", "hint"),
+    [
+        (spec("o"), "INVALID_OVERRIDE", "op_type, node and scope"),
+        (spec("o", op_type="Sing"), "UNKNOWN_OP_TYPE", "'Sign'"),
+        (spec("o", op_type="Abs"), "UNMATCHED_OVERRIDE", "there is no Abs"),
+        (spec("o", node="a/z/s"), "UNMATCHED_OVERRIDE", "'a/s'"),
+        (spec("o", node="a/S"), "UNMATCHED_OVERRIDE", "'a/s'"),
+        (spec("o", op_type="Tanh", node="a/s"), "UNMATCHED_OVERRIDE", "of op type Tanh"),
+        (spec("o", scope="a/bb"), "UNMATCHED_OVERRIDE", "'a/b'"),
+        (spec("o", node="*" * 2000), "INVALID_OVERRIDE", "1000"),
+    ],
+)
+def test_overrides_that_cannot_be_meant(wrong: OverrideSpec, reason: str, hint: str) -> None:
+    finding = only_finding(
+        network(), Reason.Value(f"ERROR_REASON_{reason}"), ["y"], ys=["y"], xs=["x"], overrides=[wrong]
+    )
+    assert hint in finding.message
+    assert finding.field == "overrides[0]"
+
+
+def test_optional_overrides_may_match_nothing() -> None:
+    assert matches(spec("o", op_type="Abs", optional=True)) == {}
+
+
+def test_a_shadowed_override_names_what_shadows_it() -> None:
+    specs = [spec("first", op_type="Sign"), spec("second", node="a/s", index=1)]
+    finding = only_finding(
+        network(), Reason.ERROR_REASON_UNMATCHED_OVERRIDE, ["y"], ys=["y"], xs=["x"], overrides=specs
+    )
+    assert "'first'" in finding.message
+    assert finding.field == "overrides[1]"
+
+
+def test_a_matched_call_stays_a_call() -> None:
+    nested = function("outer", ["a"], {"r": "i:r:0"}, [node("i", "inner", "a")])
+    made = graph(placeholder(), call("c", "outer", "x"), node("y", "Tanh", "c"), functions=[INNER, nested])
+    specs = [spec("call", node="c"), spec("sign", op_type="Sign", index=1, optional=True)]
+    expanded = expand(made, ["y"], ys=["y"], xs=["x"], overrides=specs)
+    written = nodes_of(expanded)
+    assert written["c"].op == "PartitionedCall"
+    assert [mark.node for mark in expanded.marks] == ["c"]
+    assert {match.node: match.mark for match in expanded.matches} == {"c": 0, "c/i/s": None}
+    body = Graph.FromString(expanded.graph_bytes).library.function
+    assert [item.signature.name for item in body] == [written["c"].attr["f"].func.name]
+    assert {item.name for item in body[0].node_def} == {"i/s", "i/t"}
+    assert not any(item.attr.keys() & {"_gradient_op_type", "_gradrule_mark"} for item in body[0].node_def)
+
+
+def test_default_on_a_call_marks_what_it_gives_and_leaves_the_inside_alone() -> None:
+    carve = OverrideSpec(node="c", label="carve")
+    expanded = expand(network(), ["y"], ys=["y"], xs=["x"], overrides=[carve, spec("s", op_type="Sign", index=1)])
+    written = nodes_of(expanded)
+    marked = next(item for item in written.values() if item.op == "Identity")
+    assert expanded.marks[marked.attr["_gradrule_mark"].i] == graphs.Mark(-1, "c")
+    assert marked.attr["_gradient_op_type"].s == b"gradrule"
+    assert "c/s" in {mark.node for mark in expanded.marks}
+    assert reasons_of(network(), ["y"], ys=["y"], xs=["x"], overrides=[spec("n", node="nope")]) == [
+        "UNMATCHED_OVERRIDE"
+    ]
+
+
+def slow_glob(glob: str, name: str) -> bool:
+    """The definition of globs, tried out in every way there is."""
+
+    @functools.cache
+    def fits(g: int, n: int) -> bool:
+        if g == len(glob):
+            return n == len(name)
+        if glob[g] == "*":
+            end = g
+            while end < len(glob) and glob[end] == "*":
+                end += 1
+            crosses = end - g > 1
+            return fits(end, n) or (n < len(name) and (crosses or name[n] != "/") and fits(g, n + 1))
+        if n == len(name):
+            return False
+        return (name[n] == glob[g] or (glob[g] == "?" and name[n] != "/")) and fits(g + 1, n + 1)
+
+    return fits(0, 0)
+
+
+@settings(max_examples=3000, deadline=None)
+@given(st.text("ab/*?", max_size=9), st.text("ab/", max_size=11))
+def test_globs_mean_what_they_say(glob: str, name: str) -> None:
+    assert bool(compile_glob(glob).fullmatch(name)) == slow_glob(glob, name)
+
+
+@pytest.mark.parametrize("glob", ["*a" * 30 + "b", "**a" * 30 + "b", "a**" * 30 + "*?b", "*?" * 30 + "b/c"])
+def test_globs_take_no_exponential_time(glob: str) -> None:
+    pattern = compile_glob(glob)
+    start = time.perf_counter()
+    assert not pattern.fullmatch("a" * 200)
+    assert not pattern.fullmatch("a/" * 100)
+    assert time.perf_counter() - start < 1.0
