@@ -14,8 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -100,12 +100,12 @@ def build_secrets(folder: Path) -> list[str]:
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes below PID, parents before children."""
+    """The processes below PID, parents before children. Any of a process's threads may have forked."""
     try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        forks = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
     except FileNotFoundError:
         return []
-    return [found for child in map(int, children) for found in (child, *descendants(child))]
+    return [found for child in map(int, " ".join(forks).split()) for found in (child, *descendants(child))]
 
 
 def command_of(pid: int) -> list[str]:
@@ -120,14 +120,19 @@ class Server:
     """The image's own entry point and command, with a free port, in a chroot of a container."""
 
     def __init__(self, buildah: Buildah, container: str, volume: Path, command: list[str], log: Path) -> None:
-        self._buildah, self._container, self._volume, self._log = buildah, container, volume, log
+        self._buildah, self._container, self._volume = buildah, container, volume
         self._command = command
+        self.pids: list[int] = []
         begun = time.monotonic()
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
-                self._run(*command), env=buildah.environment, stdout=subprocess.PIPE, stderr=errors, text=True
+                self._run(*command), env=buildah.environment, stdout=subprocess.PIPE, stderr=errors
             )
-        self.address = self._wait_for_address()
+        try:
+            self.address = self._wait_for_address()
+        except BaseException:
+            self.reap()
+            raise
         self.start_s = time.monotonic() - begun
         self.pids = [pid for pid in descendants(self._process.pid) if "gradrule" in " ".join(command_of(pid))]
 
@@ -139,10 +144,10 @@ class Server:
         stdout = self._process.stdout
         assert stdout is not None
         os.set_blocking(stdout.fileno(), False)
-        deadline, said = time.monotonic() + START_S, ""
+        deadline, said = time.monotonic() + START_S, b""
         while time.monotonic() < deadline:
-            said += stdout.read() or ""
-            for line in said.splitlines():
+            said += stdout.read() or b""
+            for line in said.decode().splitlines():
                 if line.startswith("gradrule: listening on "):
                     return "127.0.0.1:" + line.rpartition(":")[2]
             check(self._process.poll() is None, f"the server ended with {self._process.returncode} before it listened")
@@ -181,9 +186,10 @@ class Server:
 
     def reap(self) -> None:
         """End what still runs, whatever happened."""
-        for pid in [*reversed(self.pids), *descendants(self._process.pid), self._process.pid]:
+        for pid in {*self.pids, *descendants(self._process.pid), self._process.pid}:
             if command_of(pid):
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         self._process.wait()
 
 
@@ -194,6 +200,25 @@ def gradient_of_sign(client: gr.Client) -> list[float]:
     x = np.array([-2.0, 0.5, 3.0], np.float32)
     result = client.evaluate(graph, feeds={"x": x}, ys=["y"], xs=["x"], overrides={"Sign": "ImageTest"})
     return [float(value) for value in np.asarray(result.gradients["x"])]
+
+
+@contextmanager
+def reaping(server: Server) -> Iterator[None]:
+    """Nothing of the server is left afterwards."""
+    try:
+        yield
+    finally:
+        server.reap()
+
+
+@contextmanager
+def reporting(last_words: Callable[[], str]) -> Iterator[None]:
+    """Show the server's log where something went wrong."""
+    try:
+        yield
+    except BaseException:
+        print(last_words(), file=sys.stderr)
+        raise
 
 
 @contextmanager
@@ -240,29 +265,28 @@ def live_and_die(buildah: Buildah, folder: Path) -> dict[str, object]:
     def start() -> Server:
         return Server(buildah, container, volume, command, log)
 
-    server = start()
-    try:
-        user = server.user()
-        check(user == 10001, f"the server runs as user {user}")
-        check(server.health() == 0, "the health check fails while the server serves")
-        with gr.connect(server.address) as client:
-            client.create_rule("ImageTest", "3 * where(abs(x) <= 1, dy, 0)")
-            check(gradient_of_sign(client) == [0.0, 3.0, 0.0], "a wrong gradient")
-        first_start_s, first = server.start_s, server
-        check(first.end(signal.SIGKILL) != 0, "the server outlived kill -9")
+    def last_words() -> str:
+        return log.read_text(errors="replace")[-4000:]
+
+    with reporting(last_words):
         server = start()
-        with gr.connect(server.address) as client:
-            found = [rule.name for rule in client.list_rules(kind="user")]
-            check(any(name.endswith("ImageTest") for name in found), f"the user rules after kill -9 are {found}")
-            check(gradient_of_sign(client) == [0.0, 3.0, 0.0], "a wrong gradient after kill -9")
-        drained = server.end(signal.SIGTERM)
-        check(drained == 0, f"SIGTERM ends the server with {drained}")
-    except BaseException:
-        print(log.read_text(errors="replace")[-4000:], file=sys.stderr)
-        raise
-    finally:
-        server.reap()
-    return {"start_s": first_start_s, "restart_s": server.start_s, "rules_found": len(found), "user": user}
+        with reaping(server):
+            user = server.user()
+            check(user == 10001, f"the server runs as user {user}")
+            check(server.health() == 0, "the health check fails while the server serves")
+            with gr.connect(server.address) as client:
+                client.create_rule("ImageTest", "3 * where(abs(x) <= 1, dy, 0)")
+                check(gradient_of_sign(client) == [0.0, 3.0, 0.0], "a wrong gradient")
+            check(server.end(signal.SIGKILL) != 0, "the server outlived kill -9")
+        again = start()
+        with reaping(again):
+            with gr.connect(again.address) as client:
+                found = [rule.name for rule in client.list_rules(kind="user")]
+                check(any(name.endswith("ImageTest") for name in found), f"the user rules after kill -9 are {found}")
+                check(gradient_of_sign(client) == [0.0, 3.0, 0.0], "a wrong gradient after kill -9")
+            drained = again.end(signal.SIGTERM)
+            check(drained == 0, f"SIGTERM ends the server with {drained}")
+    return {"start_s": server.start_s, "restart_s": again.start_s, "rules_found": len(found), "user": user}
 
 
 def main() -> None:
