@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -64,3 +65,14 @@ def rule(client: Any) -> Iterator[Callable[..., str]]:
     yield register
     for name in names:
         client.delete_rule(name)
+
+
+@pytest.fixture(autouse=True)
+def forgotten_gradients() -> Iterator[None]:
+    """Takes out of TensorFlow's registry, which is process-wide and cannot forget, what a test has put there."""
+    yield
+    ops: Any = sys.modules.get("tensorflow.python.framework.ops")
+    if ops is not None:
+        registered = ops.gradient_registry._registry
+        for name in [name for name in registered if name.startswith(("GradruleReference", "CustomGradient-"))]:
+            del registered[name]
