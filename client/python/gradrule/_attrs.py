@@ -98,12 +98,7 @@ def natural(value: Any) -> _tensors.Array:
     """An array as TensorFlow makes one of a value: Python floats are float32, ints int32, arrays keep their type."""
     if hasattr(value, "dtype") or hasattr(value, "__array__"):
         return np.asarray(value)
-    try:
-        array = np.asarray(value)
-    except ValueError:
-        raise _tensors.RaggedError("the list is ragged: rows differ in length") from None
-    if array.dtype.kind in "SUO":
-        return np.asarray(value, object)
+    array = _tensors.natural_array(value)
     if array.dtype == np.float64:
         return array.astype(np.float32)
     if array.dtype.kind in "iu":

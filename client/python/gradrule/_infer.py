@@ -12,39 +12,16 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
 from weakref import WeakKeyDictionary
 
-from gradrule._dtypes import NAMES, REF_OFFSET, as_dt, base, name_of
-from gradrule._opdefs import ArgDef, AttrDef, OpDef
+from gradrule._attrplans import AttrPlan, InferError
+from gradrule._dtypes import REF_OFFSET, as_dt, base, name_of
+from gradrule._opdefs import ArgDef, OpDef
 from gradrule.v1.graph_pb2 import AttrValue
 
-Kind = Literal["TYPE_MISMATCH", "INVALID_ATTR"]
+__all__ = ["Completed", "InferError", "complete", "input_slices", "output_slices"]
+
 Slices = Mapping[str, tuple[int, int]]
-
-_FIELD = {
-    "int": "i",
-    "float": "f",
-    "bool": "b",
-    "string": "s",
-    "type": "type",
-    "shape": "shape",
-    "tensor": "tensor",
-    "func": "func",
-}
-_LIST_FIELDS = tuple(_FIELD.values())
-
-
-class InferError(Exception):
-    """A node does not fit its op's definition.
-
-    `kind` is the reason's name, `message` a sentence without the node's name.
-    """
-
-    def __init__(self, kind: Kind, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
-        self.message = message
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,65 +61,12 @@ def output_slices(op: OpDef, attrs: Mapping[str, AttrValue]) -> Slices:
     return _slices(op, op.outputs, attrs, _plan(op).fixed_outputs)
 
 
-class _AttrPlan:
-    """One attribute, with what checks need."""
-
-    __slots__ = ("allowed", "attr", "field", "is_list", "name")
-
-    def __init__(self, attr: AttrDef) -> None:
-        self.attr = attr
-        self.name = attr.name
-        self.is_list = attr.type.startswith("list(")
-        self.field = _FIELD[attr.type[5:-1] if self.is_list else attr.type]
-        self.allowed: frozenset[object] | None = None
-        if attr.allowed is not None:
-            self.allowed = frozenset(getattr(attr.allowed.list, self.field))
-
-    def check(self, value: AttrValue) -> None:
-        field = value.WhichOneof("value")
-        if field == "placeholder":
-            return
-        if field is None or field != ("list" if self.is_list else self.field):
-            raise InferError(
-                "INVALID_ATTR",
-                f"attribute {self.name!r} is {_article(self.attr.type)}, not {_article(_kind_of(value))}",
-            )
-        entries: Sequence[object]
-        if self.is_list:
-            entries = getattr(value.list, self.field)
-            for other in _LIST_FIELDS:
-                if other != self.field and getattr(value.list, other):
-                    raise InferError(
-                        "INVALID_ATTR", f"attribute {self.name!r} is a {self.attr.type}, not a list of {other}"
-                    )
-            size, what = len(entries), "length "
-        else:
-            entries = (getattr(value, self.field),)
-            size, what = (value.i, "") if self.field == "i" else (0, "")
-        minimum = self.attr.minimum
-        if minimum is not None and size < minimum:
-            raise InferError("INVALID_ATTR", f"attribute {self.name!r} has {what}{size}; the least is {minimum}")
-        if self.field == "type" and any(entry not in NAMES for entry in entries):
-            raise InferError("INVALID_ATTR", f"attribute {self.name!r} holds an element type that is not set")
-        if self.allowed is not None:
-            for entry in entries:
-                if entry not in self.allowed:
-                    raise InferError(
-                        "INVALID_ATTR", f"attribute {self.name!r} cannot be {_shown(entry)}; {self.choices()}"
-                    )
-
-    def choices(self) -> str:
-        """`allowed: float32, float64`."""
-        shown = sorted(_shown(entry) for entry in self.allowed or ())
-        return f"allowed: {', '.join(shown)}"
-
-
 class _Plan:
     """What follows from a definition alone."""
 
     def __init__(self, op: OpDef) -> None:
         self.op = op
-        self.attrs = {attr.name: _AttrPlan(attr) for attr in op.attrs}
+        self.attrs = {attr.name: AttrPlan(attr) for attr in op.attrs}
         self.fixed_inputs = _fixed_slices(op.inputs)
         self.fixed_outputs = _fixed_slices(op.outputs)
         # How many tensors of a variable-length argument one unit of its length attribute stands for.
@@ -193,7 +117,7 @@ class _Known:
             if value is not None:
                 self._read(attr, value)
 
-    def _read(self, attr: _AttrPlan, value: AttrValue) -> None:
+    def _read(self, attr: AttrPlan, value: AttrValue) -> None:
         if value.HasField("placeholder"):
             self.blurred.add(attr.name)
         elif attr.field == "type":
@@ -359,7 +283,7 @@ class _Known:
             )
         return added
 
-    def _found_value(self, attr: _AttrPlan) -> AttrValue:
+    def _found_value(self, attr: AttrPlan) -> AttrValue:
         if attr.is_list:
             return _types(self.lists[attr.name])
         if attr.field == "type":
@@ -405,23 +329,6 @@ def _slices(op: OpDef, args: Sequence[ArgDef], attrs: Mapping[str, AttrValue], f
 
 def _types(numbers: Sequence[int]) -> AttrValue:
     return AttrValue(list=AttrValue.ListValue(type=map(as_dt, numbers)))
-
-
-def _shown(entry: object) -> str:
-    if isinstance(entry, int):
-        return name_of(entry)
-    return repr(entry.decode(errors="replace")) if isinstance(entry, bytes) else str(entry)
-
-
-def _kind_of(value: AttrValue) -> str:
-    field = value.WhichOneof("value")
-    if field is None:
-        return "value that is not set"
-    return next((name for name, own in _FIELD.items() if own == field), field)
-
-
-def _article(text: str) -> str:
-    return f"{'an' if text[0] in 'aeiou' else 'a'} {text}"
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -238,27 +238,35 @@ def _filled(values: Array, count: int, dtype: np.dtype[Any], name: str) -> Array
 def from_value(value: Any, number: int) -> Array:
     """A Python number, string or nested list as an array of the wanted element type.
 
-    `ValueError` where that would lose something: floats for an integer type, integers out of range, ragged lists.
+    `ValueError` where that would lose something: floats for an integer type, numbers out of range, ragged lists.
     """
     dtype = numpy_dtype(number)
-    try:
-        natural = np.asarray(value)
-    except ValueError:
-        raise RaggedError("the list is ragged: rows differ in length") from None
+    natural = natural_array(value)
     kind = natural.dtype.kind
     if number == Dt.DT_STRING:
-        # NumPy's own string types drop trailing zero bytes.
         natural = np.asarray(value, object)
         _byte_strings(natural)
         return natural
     if natural.size and not _fits(natural, kind, dtype):
         raise ValueError(f"{_KINDS.get(kind, str(natural.dtype))} cannot become {name_of(number)} without loss")
-    if natural.dtype == object and natural.size:
-        raise ValueError(f"{value!r} cannot become {name_of(number)}")
+    with np.errstate(over="ignore"):
+        array: Array = natural.astype(dtype)
+    if _numeric_kind(dtype) in "fc" and not np.isfinite(array[np.isfinite(natural)]).all():
+        raise ValueError(f"the values are too large for {name_of(number)}")
+    return array
+
+
+def natural_array(value: Any) -> Array:
+    """What NumPy makes of a value; strings as an `object` array. Raises `RaggedError`."""
     try:
-        return natural.astype(dtype)
-    except (OverflowError, TypeError) as cause:
-        raise ValueError(f"{value!r} cannot become {name_of(number)}: {cause}") from None
+        array = np.asarray(value)
+    except UnicodeDecodeError:
+        # Bytes beside str, which NumPy would decode.
+        return np.asarray(value, object)
+    except ValueError:
+        raise RaggedError("the list is ragged: rows differ in length") from None
+    # NumPy's own string types drop trailing zero bytes.
+    return np.asarray(value, object) if array.dtype.kind in "SU" else array
 
 
 _KINDS = {
@@ -267,8 +275,7 @@ _KINDS = {
     "u": "integers",
     "b": "bools",
     "c": "complex numbers",
-    "U": "strings",
-    "S": "strings",
+    "O": "strings and other objects",
 }
 
 

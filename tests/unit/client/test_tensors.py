@@ -201,6 +201,9 @@ def test_other_dtype_names() -> None:
         ([None], "float32"),
         ([[1.0], [1.0, 2.0]], "float32"),
         ([2**70], "int64"),
+        ([1e300], "float32"),
+        ([1e6], "float16"),
+        ([1e6], "float8_e4m3fn"),
     ],
 )
 def test_lists_never_lose_anything(value: Any, dtype: str) -> None:
@@ -227,4 +230,8 @@ def test_lists_take_the_type(value: Any, dtype: str) -> None:
 
 
 def test_string_values_keep_zero_bytes() -> None:
+    assert _tensors.from_value([["ä"], [b"\xff\x00"]], _tensors.dtype_number("string")).tolist() == [
+        ["ä"],
+        [b"\xff\x00"],
+    ]
     assert _tensors.from_value(["a", b"b\x00"], _tensors.dtype_number("string")).tolist() == ["a", b"b\x00"]
