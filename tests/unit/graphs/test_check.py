@@ -51,6 +51,10 @@ def test_duplicate_nodes_and_functions() -> None:
     assert reasons_of(made, ["x"]) == ["DUPLICATE_NODE", "DUPLICATE_NODE"]
 
 
+def test_functions_need_names() -> None:
+    assert reasons_of(graph(placeholder(), functions=[Function()]), ["x"]) == ["INVALID_GRAPH"]
+
+
 def test_node_and_argument_of_one_name() -> None:
     body = function("f", ["a"], {"r": "a"}, [node("a", "NoOp")])
     assert "DUPLICATE_NODE" in reasons_of(graph(placeholder(), call("y", "f", "x"), functions=[body]), ["y"])

@@ -75,8 +75,11 @@ def test_only_what_is_asked_for_is_left() -> None:
     assert set(nodes_of(expanded)) == {"x", "y"}
     assert [item.name for item in expanded.inputs] == ["x"]
     assert expanded.placeholders == ["x", "z"]
-    for more in ({"xs": ["z"]}, {"grad_y_tensors": ["z"]}, {"stop_gradients": ["z"]}, {"fed": ["z"]}):
+    for more in ({"xs": ["z"]}, {"grad_y_tensors": ["z"]}, {"fed": ["z"]}):
         assert [item.name for item in expand(made, ["y"], **more).inputs] == ["x", "z"]
+    stopped = expand(made, ["y"], stop_gradients=["z", "y"])
+    assert [item.name for item in stopped.inputs] == ["x"]
+    assert stopped.tensor_names == {"y": "y:0"}
 
 
 def test_inputs_tell_type_shape_and_default() -> None:
