@@ -99,6 +99,7 @@ def build(request: link_pb2.CompileRequest) -> Built:
             for param in content.params
         ],
     )
+    built.statuses = [override_pb2.RESOLUTION_STATUS_OFF_PATH] * len(request.marks)
     # Which grad_ys are arguments is known only together with their types, which the import tells.
     fed = [index for index, upstream in enumerate(request.grad_ys) if upstream.WhichOneof("source") == "fed"]
     y_specs = _specs_of(graph_def, built.inputs, [request.ys[index].tensor for index in fed]) if fed else []

@@ -23,8 +23,9 @@ def require_same_shape(
     if value.shape.is_fully_defined() and like.shape.is_fully_defined() and value.shape == like.shape:
         return value
     got, wanted = tf.shape(value), tf.shape(like)
-    # A plain Equal fails on ranks that differ, before the message below can be given.
-    same = tf.reduce_all(tf.raw_ops.Equal(x=got, y=wanted, incompatible_shape_error=False))
+    # A plain Equal fails on some ranks that differ, before the message below can be given, and broadcasts others.
+    same_sizes = tf.reduce_all(tf.raw_ops.Equal(x=got, y=wanted, incompatible_shape_error=False))
+    same = tf.logical_and(tf.equal(tf.size(got), tf.size(wanted)), same_sizes)
     check = tf.raw_ops.Assert(condition=same, data=[f"{_MARKER}|{int(reason)}|{where}|", got, wanted], summarize=16)
     with tf.control_dependencies([check]):
         checked = tf.identity(value)
@@ -40,5 +41,6 @@ def failed_check(message: str) -> GradruleError | None:
     got, wanted = (", ".join(match[group].split()) for group in ("got", "wanted"))
     return error(
         cast("errors_pb2.ErrorReason.ValueType", int(match["reason"])),
-        f"{match['where']}: has shape ({got}), must have ({wanted})",
+        # TensorFlow escapes the quotes of what an assertion prints.
+        f"{match['where'].replace(chr(92), '')}: has shape ({got}), must have ({wanted})",
     )

@@ -22,7 +22,6 @@ from gradrule_server.link.v1 import link_pb2
 
 Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
-GRADIENT_NAME = "gradrule"
 MARK_ATTR = "_gradrule_mark"
 
 # Registered as not differentiable, and rightly so: these cut the path on purpose, or their outputs are constants.
@@ -132,6 +131,6 @@ def _mark_of(op: tf.Operation) -> int | None:
         return None
 
 
-@tf.RegisterGradient(GRADIENT_NAME)
+@tf.RegisterGradient(tf_private.GRADIENT_NAME)
 def _dispatch(op: tf.Operation, *dys: Gradient) -> Sequence[Gradient]:
     return _current.get().gradient(op, dys)

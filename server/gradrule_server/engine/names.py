@@ -7,21 +7,21 @@ import re
 IMPORT_SCOPE = "g/"
 """Prefix of the uploaded graph's nodes in the built one, so that nothing collides with what building adds."""
 
+_STACK = re.compile(
+    r"^Graph execution error:\s*|Detected at node .*?\(most recent call last\):\n|<stack traces unavailable>\n"
+    r"|^  File .*?\n|\n\nStack trace.*\Z",
+    re.MULTILINE | re.DOTALL,
+)
+_LOCATION = re.compile(r"\s*\[\[.*?\]\]", re.DOTALL)
+_CALL = re.compile(r"\s*\[Op:\w+\]\s*(name:\s*\S*)?")
 _NODE_REFERENCE = re.compile(r"\{\{(?:\w+ )?([^}]*)\}\}")
 _SCOPE_IN_TEXT = re.compile(r"(?<![\w/])g/(?=[\w.])")
-_LOCATION = re.compile(r"\s*\[\[.*?\]\]", re.DOTALL)
 
 
 def readable(message: str) -> str:
-    """TensorFlow's message without decorations of ours and of its own: one line, names as in the uploaded graph."""
-    first = (
-        message.split("\n\nStack trace", maxsplit=1)[0]
-        .split("\n\nDetected at", maxsplit=1)[0]
-        .split("\nDetected at", maxsplit=1)[0]
-    )
-    first = re.sub(r"^Graph execution error:\s*", "", first.strip())
-    first = _LOCATION.sub("", first)
-    first = _NODE_REFERENCE.sub(r"\1", first)
-    first = _SCOPE_IN_TEXT.sub("", first)
-    first = re.sub(r"\s*\[Op:\w+\]\s*(name:\s*\S*)?", "", first)
-    return " ".join(first.split())
+    """TensorFlow's message without its decorations and without ours: one line, names as in the uploaded graph."""
+    text = message
+    for decoration in (_STACK, _LOCATION, _CALL):
+        text = decoration.sub("", text)
+    text = _NODE_REFERENCE.sub(r"\1", text)
+    return " ".join(_SCOPE_IN_TEXT.sub("", text).split())

@@ -12,13 +12,16 @@ from tensorflow.python.client import pywrap_tf_session as c_api
 from tensorflow.python.eager import context
 from tensorflow.python.framework import ops
 
+GRADIENT_NAME = "gradrule"
+"""The one name that gradrule itself registers; it is no tenant's rule."""
+
 GradientFunction = Callable[..., Any]
 
 
 def registered_gradients() -> dict[str, GradientFunction | None]:
-    """TensorFlow's gradient registry by op type; None where an op is registered as not differentiable."""
+    """TensorFlow's own gradients by op type; None where an op is registered as not differentiable."""
     registry = ops.gradient_registry
-    return {name: registry.lookup(name) for name in registry.list()}
+    return {name: registry.lookup(name) for name in registry.list() if name != GRADIENT_NAME}
 
 
 def gradient_of(op_type: str) -> GradientFunction | None:

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, NoReturn, TypeVar
+from typing import Generic, NoReturn, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -24,6 +24,7 @@ _log = logging.getLogger(__name__)
 
 _OVERLOAD_RETRY_S = 0.2
 
+Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 RequestT = TypeVar("RequestT", bound=Message)
 
 
@@ -52,7 +53,7 @@ class Door:
 
     def service(self, name: str, methods: MethodTable) -> grpc.GenericRpcHandler:
         """A gRPC service from its methods, each with the type of its request."""
-        handlers = {
+        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
             method_name: grpc.unary_unary_rpc_method_handler(self._unary(request_type, method))
             for method_name, (request_type, method) in methods.items()
         }
@@ -61,8 +62,8 @@ class Door:
 
     def _unary(
         self, request_type: type[RequestT], method: Method[RequestT]
-    ) -> Callable[[bytes, grpc.aio.ServicerContext], Awaitable[bytes]]:
-        async def handle(raw: bytes, context: grpc.aio.ServicerContext) -> bytes:
+    ) -> Callable[[bytes, Context], Awaitable[bytes]]:
+        async def handle(raw: bytes, context: Context) -> bytes:
             received_ns = time.monotonic_ns()
             try:
                 with self._admitted():
@@ -93,7 +94,7 @@ class Door:
             )
         return _Admission(self)
 
-    def _ends_at(self, context: grpc.aio.ServicerContext) -> float:
+    def _ends_at(self, context: Context) -> float:
         remaining = context.time_remaining()
         seconds = self._default_deadline_s if remaining is None else min(remaining, self._max_deadline_s)
         return asyncio.get_running_loop().time() + seconds
@@ -127,7 +128,7 @@ def _parse(request_type: type[RequestT], raw: bytes) -> RequestT:
         ) from cause
 
 
-async def _abort(context: grpc.aio.ServicerContext, cause: GradruleError) -> NoReturn:
+async def _abort(context: Context, cause: GradruleError) -> NoReturn:
     status = status_of(cause)
     await context.abort(
         code_of(cause.reason), status.message, trailing_metadata=((DETAILS_KEY, status.SerializeToString()),)

@@ -1,0 +1,63 @@
+"""Errors as statuses: codes, details, and sizes that trailers can carry."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from google.rpc import error_details_pb2
+
+from gradrule.v1 import errors_pb2
+from gradrule_server.errors import Finding, GradruleError, Resource, error
+from gradrule_server.front.status import MAX_FINDINGS_BYTES, code_of, status_of
+
+_PROTO = Path(__file__).resolve().parents[3] / "protos/gradrule/v1/errors.proto"
+
+
+def _documented_codes() -> dict[str, str]:
+    """The code that errors.proto puts in brackets before each reason."""
+    text = re.sub(r"\n\s*//", " ", _PROTO.read_text())
+    return {name: code for code, name in re.findall(r"\[([A-Z_]+)\]\.\s+(ERROR_REASON_\w+) =", text)}
+
+
+def test_every_reason_has_the_code_that_the_proto_documents() -> None:
+    documented = _documented_codes()
+    reasons = {name: number for name, number in errors_pb2.ErrorReason.items() if number}
+    assert documented.keys() == reasons.keys()
+    assert {name: code_of(errors_pb2.ErrorReason.Value(name)).name for name in reasons} == documented
+
+
+def _details(status: object) -> dict[str, object]:
+    found = {}
+    for packed in status.details:  # type: ignore[attr-defined]
+        for kind in ("ErrorInfo", "BadRequest", "RetryInfo", "ResourceInfo"):
+            message = getattr(error_details_pb2, kind)()
+            if packed.Is(message.DESCRIPTOR):
+                packed.Unpack(message)
+                found[kind] = message
+    return found
+
+
+def test_details_tell_reason_findings_delay_and_resource() -> None:
+    cause = error(
+        errors_pb2.ERROR_REASON_OVERLOADED, "full", retry_after_s=1.5, resource=Resource("gradrule.v1.Rule", "rules/a")
+    )
+    details = _details(status_of(cause))
+    assert details["ErrorInfo"].reason == "OVERLOADED"  # type: ignore[attr-defined]
+    assert details["ErrorInfo"].domain == "gradrule"  # type: ignore[attr-defined]
+    assert details["RetryInfo"].retry_delay.ToSeconds() == 1  # type: ignore[attr-defined]
+    assert details["ResourceInfo"].resource_name == "rules/a"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("text", ["x" * 5000, "ü" * 5000])
+def test_many_long_findings_are_cut_to_what_trailers_carry_and_counted(text: str) -> None:
+    cause = GradruleError([Finding(errors_pb2.ERROR_REASON_DANGLING_INPUT, text, "n" * 900) for _ in range(500)])
+    status = status_of(cause)
+    details = _details(status)
+    kept = len(details["BadRequest"].field_violations)  # type: ignore[attr-defined]
+    assert 1 <= kept < 500
+    assert details["BadRequest"].ByteSize() <= MAX_FINDINGS_BYTES  # type: ignore[attr-defined]
+    assert details["ErrorInfo"].metadata["findings_total"] == "500"  # type: ignore[attr-defined]
+    # What is sent: the status, and its message once more, percent-encoded.
+    assert status.ByteSize() + 3 * len(status.message.encode()) < 9_000
