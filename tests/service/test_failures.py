@@ -24,6 +24,7 @@ from gradrule_server.front.status import code_of, status_of
 from tests.service import endless, raw
 from tests.service.answers import refused, refused_raw
 from tests.service.graph_defs import drawn, loaded, placeholder
+from tests.service.health import GRADIENTS, NOT_SERVING, health, wait_for_another_engine
 from tests.service.refusals import PROVOKED, X, fine, provokes, sign
 from tests.service.servers import RunningServer, running_server, wait_until
 
@@ -99,9 +100,11 @@ def test_kernel_that_fails(either: Any) -> None:
 
 @provokes("DEADLINE_EXCEEDED")
 def test_deadline(small: RunningServer, small_channel: grpc.Channel) -> None:
+    engine = small.wait_for_engine()
     with gr.connect(small.target) as client, refused("DEADLINE_EXCEEDED"):
         client.evaluate(endless.graph_def(), feeds={"x": endless.STAYS}, fetches=["y"], timeout=1.0)
-    wait_until(lambda: small_is_free(small_channel), "a free server")
+    wait_for_another_engine(small, engine)
+    raw.assert_healthy(small_channel)
 
 
 @provokes("MESSAGE_TOO_LARGE")
@@ -109,14 +112,6 @@ def test_message_that_is_too_large(small: RunningServer, small_channel: grpc.Cha
     with gr.connect(small.target) as client, refused("MESSAGE_TOO_LARGE"):
         client.evaluate(sign(), feeds={"x": np.zeros(600_000, np.float32)}, fetches=["y"])
     raw.assert_healthy(small_channel)
-
-
-def small_is_free(small_channel: grpc.Channel) -> bool | None:
-    try:
-        raw.assert_healthy(small_channel)
-    except grpc.RpcError:
-        return None
-    return True
 
 
 class Background:
@@ -141,31 +136,43 @@ class Background:
         return self.error
 
 
-def busy(small_channel: grpc.Channel) -> bool | None:
-    """True as soon as the server turns a request away."""
-    return True if small_is_free(small_channel) is None else None
+def wait_until_busy(small_channel: grpc.Channel) -> None:
+    """Until the server turns a request away because it holds another."""
+
+    def probe() -> bool | None:
+        try:
+            raw.assert_healthy(small_channel)
+        except grpc.RpcError as failure:
+            return True if failure.code() is grpc.StatusCode.RESOURCE_EXHAUSTED else None
+        return None
+
+    wait_until(probe, "a busy server")
 
 
 @provokes("OVERLOADED")
 def test_overloaded(small: RunningServer, small_channel: grpc.Channel) -> None:
+    engine = small.wait_for_engine()
     with gr.connect(small.target) as client:
         background = Background(client, timeout=6.0)
-        wait_until(lambda: busy(small_channel), "a busy server")
+        wait_until_busy(small_channel)
         with refused_raw("OVERLOADED"):
             raw.evaluate(small_channel, raw.request(raw.sign_graph()))
         assert background.join().reason == "DEADLINE_EXCEEDED"
-    wait_until(lambda: small_is_free(small_channel), "a free server")
+    wait_for_another_engine(small, engine)
+    raw.assert_healthy(small_channel)
 
 
 @provokes("CANCELLED")
 def test_cancelled(small: RunningServer, small_channel: grpc.Channel) -> None:
+    engine = small.wait_for_engine()
     client = gr.connect(small.target)
-    background = Background(client)
-    wait_until(lambda: busy(small_channel), "a busy server")
+    background = Background(client, timeout=5.0)
+    wait_until_busy(small_channel)
     client.close()
     with refused("CANCELLED"):
         raise background.join()
-    wait_until(lambda: small_is_free(small_channel), "a free server", 60)
+    wait_for_another_engine(small, engine)
+    raw.assert_healthy(small_channel)
 
 
 @provokes("ENGINE_CRASHED", "ENGINE_UNAVAILABLE")
@@ -173,15 +180,16 @@ def test_engine_that_dies_while_it_works(small: RunningServer, small_channel: gr
     engine = small.wait_for_engine()
     with gr.connect(small.target) as client:
         background = Background(client)
-        wait_until(lambda: busy(small_channel), "a busy server")
-        time.sleep(0.5)  # the request is with the engine by now
+        wait_until_busy(small_channel)
+        time.sleep(1.0)  # the request is with the engine by now
         os.kill(engine, signal.SIGKILL)
         with refused("ENGINE_CRASHED"):
             raise background.join()
+    wait_until(lambda: True if health(small.target, GRADIENTS) == NOT_SERVING else None, "no engine")
     with refused_raw("ENGINE_UNAVAILABLE"):
         raw.evaluate(small_channel, raw.request(raw.sign_graph()))
-    wait_until(lambda: small_is_free(small_channel), "another engine", 60)
-    assert small.engine_pid() != engine
+    wait_for_another_engine(small, engine)
+    raw.assert_healthy(small_channel)
 
 
 @provokes("UNAVAILABLE")

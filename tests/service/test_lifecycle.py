@@ -14,16 +14,12 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 import gradrule as gr
 from tests.service import endless, raw
 from tests.service.answers import assert_close, refused
+from tests.service.health import GRADIENTS, NOT_SERVING, SERVING, health, wait_for_another_engine
 from tests.service.servers import RunningServer, running_server, serve_command, server_environment, wait_until
-
-SERVING = health_pb2.HealthCheckResponse.SERVING
-NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-GRADIENTS = "gradrule.v1.GradientService"
 
 
 def refused_start(*flags: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -96,19 +92,6 @@ def test_flag_wins_over_environment(tmp_path: Path) -> None:
         assert running.terminate() == 0
 
 
-def health(target: str, service: str) -> int | None:
-    """What the server says of a service; None where it is not reached."""
-    with grpc.insecure_channel(target) as channel:
-        try:
-            stub: Any = health_pb2_grpc.HealthStub(channel)
-            status: int = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5).status
-        except grpc.RpcError as failure:
-            if failure.code() is grpc.StatusCode.UNAVAILABLE:
-                return None
-            raise
-    return status
-
-
 def test_health_of_a_server_that_is_up(server: RunningServer) -> None:
     assert health(server.target, "") == SERVING
     assert health(server.target, GRADIENTS) == SERVING
@@ -125,12 +108,6 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server whose engine these tests may kill."""
     with running_server(tmp_path_factory.mktemp("own")) as running:
         yield running
-
-
-def wait_for_another_engine(running: RunningServer, engine: int) -> None:
-    """Until an engine other than this one serves."""
-    running.wait_for_engine(other_than=engine)
-    wait_until(lambda: True if health(running.target, GRADIENTS) == SERVING else None, "another engine", 60)
 
 
 def test_health_follows_the_engine(own: RunningServer) -> None:
