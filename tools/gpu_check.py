@@ -8,7 +8,6 @@ where a test failed, no test ran, or the bench did not finish.
 """
 
 import json
-import os
 import subprocess
 import sys
 import venv
@@ -53,9 +52,8 @@ def run_tests() -> dict[str, int]:
 
 def run_bench(words: list[str]) -> object:
     """Run the bench with its server on the first GPU; the JSON of its last line, or None where it did not finish."""
-    environment = {**os.environ, "GRADRULE_DEVICE": "gpu:0"}
-    command = [PYTHON, "tests/benchmarks/bench.py", *words]
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+    command = [PYTHON, "tests/benchmarks/bench.py", "--device", "gpu:0", *words]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
     print(done.stdout)
     return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
 

@@ -192,16 +192,16 @@ def inline_latency(targets: Targets, counts: Counts) -> list[Row]:
     return rows
 
 
-def measure(counts: Counts) -> list[Row]:
-    """Starts everything, measures all rows, and ends what it started."""
+def measure(counts: Counts, device: str = "cpu") -> list[Row]:
+    """Starts everything, measures all rows, and ends what it started. `device` is that of `gradrule serve`."""
     import gradrule as gr
     from tests.benchmarks.peers import running
 
     with (
-        gr.local(device="cpu") as client,
+        gr.local(device=device) as client,
         running("echo_server.py", "sync") as echo_sync,
         running("echo_server.py", "aio") as echo_aio,
-        running("tf_server.py") as tensorflow,
+        running("tf_server.py", gpu=device != "cpu") as tensorflow,
     ):
         targets = Targets(client, echo_sync, echo_aio, tensorflow)
         rows: list[Row] = []
@@ -239,12 +239,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds and calls: rougher figures, sooner")
+    parser.add_argument("--device", default="cpu", help="cpu or gpu:N, as for `gradrule serve` [default: cpu]")
     options = parser.parse_args(arguments)
     from gradrule.cli import output
 
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     started = time.perf_counter()
-    rows = measure(QUICK if options.quick else FULL)
+    rows = measure(QUICK if options.quick else FULL, options.device)
     show(rows)
     output.print_json(summary(rows, time.perf_counter() - started))
     return 0

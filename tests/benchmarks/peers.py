@@ -21,14 +21,15 @@ class PeerFailed(Exception):
 
 
 @contextmanager
-def running(script: str, *arguments: str) -> Iterator[str]:
+def running(script: str, *arguments: str, gpu: bool = False) -> Iterator[str]:
     """Starts a script of this folder that prints its port; gives `127.0.0.1:port`; ends the process on leaving."""
+    devices = {"TF_FORCE_GPU_ALLOW_GROWTH": "true"} if gpu else {"CUDA_VISIBLE_DEVICES": "-1"}
     process = subprocess.Popen(
         [sys.executable, str(_HERE / script), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "-1"},
+        env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"} | devices,
     )
     try:
         yield f"127.0.0.1:{_port(process, script)}"
