@@ -1,7 +1,7 @@
-"""The one error type that the server raises, and which gRPC code each reason maps to.
+"""The one error type that the server raises.
 
-Pure: no gRPC, no TensorFlow. Domain code raises `GradruleError`; `front.status` turns it into a `google.rpc.Status`, and
-the engine into a `Fault`.
+Pure: no gRPC, no TensorFlow. Domain code raises `GradruleError`; `front.status` turns it into a `google.rpc.Status`,
+and the engine into a `Fault`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
 
 from gradrule.v1 import errors_pb2, override_pb2, program_pb2, tensor_pb2
+from gradrule_server.engine import tf_private
 from gradrule_server.engine.bound_rules import BoundRule, GraphRule, OpGradientRule
 from gradrule_server.engine.checks import require_same_shape
 from gradrule_server.engine.gradients import Differentiation, own_gradient
@@ -63,7 +65,7 @@ class ParamInput:
     name: str
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Built:
     """A function of feeds, fed grad_ys and params, in this order, that returns fetches, then tensors of gradients."""
 
@@ -86,6 +88,18 @@ class Built:
 def build(request: link_pb2.CompileRequest) -> Built:
     """Builds the program; `GradruleError` where TensorFlow refuses the graph or a rule does not fit its node."""
     graph_def = tf_graph_pb2.GraphDef.FromString(request.graph)
+    # Removed with the program: names are unique to it, so nothing else refers to them.
+    functions = tf_private.add_functions(graph_def.library)
+    try:
+        built = _build(request, graph_def)
+    except BaseException:
+        tf_private.remove_functions(functions)
+        raise
+    weakref.finalize(built, tf_private.remove_functions, functions)
+    return built
+
+
+def _build(request: link_pb2.CompileRequest, graph_def: tf_graph_pb2.GraphDef) -> Built:
     contents = [_content(rule) for rule in request.rules]
     built = Built(
         inputs=[

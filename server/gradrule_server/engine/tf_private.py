@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.framework import op_def_pb2
+from tensorflow.core.framework import function_pb2, op_def_pb2
 from tensorflow.python.client import pywrap_tf_session as c_api
 from tensorflow.python.eager import context
 from tensorflow.python.framework import ops
@@ -34,6 +34,19 @@ def all_op_definitions() -> list[bytes]:
     """Serialised `OpDef` of every op type that TensorFlow has registered."""
     registered = op_def_pb2.OpList.FromString(c_api.TF_GetBuffer(c_api.TF_GetAllOpList()))
     return [op.SerializeToString() for op in registered.op]
+
+
+def add_functions(library: function_pb2.FunctionDefLibrary) -> list[str]:
+    """Makes functions known to the process, where a built function looks for its loop bodies; returns their names."""
+    for function in library.function:
+        context.context().add_function_def(function)
+    return [function.signature.name for function in library.function]
+
+
+def remove_functions(names: Iterable[str]) -> None:
+    """Takes back what `add_functions` made known."""
+    for name in names:
+        context.context().remove_function(name)
 
 
 def on_calling_thread() -> AbstractContextManager[None]:

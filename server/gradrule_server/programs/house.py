@@ -11,8 +11,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable
 
-from google.protobuf.message import DecodeError
-
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
 from gradrule_server import graphs
 from gradrule_server.errors import Finding, GradruleError, error
@@ -65,19 +63,20 @@ class ProgramHouse:
         call = _call_shape(request)
         compile_started = time.monotonic_ns()
         if target == "program":
-            program, payload = await self._named(request.program, call, ends_at), raw
+            program, is_new = await self._named(request.program, call, ends_at)
+            payload = raw
         else:
-            program = await self._inline(request.spec, call, ends_at)
+            program, is_new = await self._inline(request.spec, call, ends_at)
             payload = evaluate_pb2.EvaluateRequest(feeds=request.feeds, grad_ys=request.grad_ys).SerializeToString()
         settings = program.settings(request.params)
-        key, compiled_now = await self._loaded.key_of(program.prepared, ends_at)
-        compile_ns = time.monotonic_ns() - compile_started
+        key, is_loaded_now = await self._loaded.key_of(program.prepared, ends_at)
+        compile_ns = time.monotonic_ns() - compile_started if is_new or is_loaded_now else 0
         run = link_pb2.RunRequest(key=key, received_ns=received_ns + compile_ns, request=payload, params=settings)
         with self._loaded.in_use(program.key):
             answer = await self._engine.call(Kind.RUN, run.SerializeToString(), _left(ends_at))
         # Concatenating messages merges them, so an answer of any size is not parsed again here.
         tail = evaluate_pb2.EvaluateResponse()
-        if compiled_now or target == "spec":
+        if compile_ns:
             tail.timings.compile.FromNanoseconds(compile_ns)
         return answer + program.digests_tail + tail.SerializeToString() + (program.tail if target == "spec" else b"")
 
@@ -124,12 +123,15 @@ class ProgramHouse:
         for key in [key for key in self._compiled if isinstance(key, tuple) and key[1] == stored.program.name]:
             del self._compiled[key]
 
-    async def _named(self, name: str, call: CallShape, ends_at: float) -> Compiled:
+    async def _named(self, name: str, call: CallShape, ends_at: float) -> tuple[Compiled, bool]:
+        """The program for this call, and whether it was made just now."""
         full = name if name.startswith("programs/") else f"programs/{name}"
-        base = await self._cached(("program", full, CallShape()), lambda: self._from_store(full, CallShape(), ends_at))
+        base, is_new = await self._cached(
+            ("program", full, CallShape()), lambda: self._from_store(full, CallShape(), ends_at)
+        )
         variant = CallShape(call.feeds - base.placeholders, call.grad_ys)
         if variant == CallShape():
-            return base
+            return base, is_new
         return await self._cached(("program", full, variant), lambda: self._from_store(full, variant, ends_at))
 
     async def _from_store(self, name: str, call: CallShape, ends_at: float) -> Compiled:
@@ -137,7 +139,7 @@ class ProgramHouse:
         spec, snapshot = await asyncio.to_thread(self._programs.content, stored)
         return await self._compile(spec, call, SnapshotLookup(snapshot), ends_at)
 
-    async def _inline(self, spec: program_pb2.ProgramSpec, call: CallShape, ends_at: float) -> Compiled:
+    async def _inline(self, spec: program_pb2.ProgramSpec, call: CallShape, ends_at: float) -> tuple[Compiled, bool]:
         spec_hash = hashlib.sha256(spec.SerializeToString(deterministic=True)).digest()
         key = ("inline", spec_hash, self._rules.revision, call)
         return await self._cached(key, lambda: self._compile(spec, call, RegistryLookup(self._rules), ends_at))
@@ -149,14 +151,15 @@ class ProgramHouse:
         reply = await self._loaded.load(prepared, ends_at)
         return compiled(prepared, reply, self._engine.greeting.device)
 
-    async def _cached(self, key: Hashable, make: Callable[[], Awaitable[Compiled]]) -> Compiled:
+    async def _cached(self, key: Hashable, make: Callable[[], Awaitable[Compiled]]) -> tuple[Compiled, bool]:
+        """The program, and whether it was made just now."""
         found = self._compiled.get(key)
         if found is not None:
             self._compiled.move_to_end(key)
-            return found
+            return found, False
         program = await make()
         self._remember(key, program)
-        return program
+        return program, True
 
     def _remember(self, key: Hashable, program: Compiled) -> None:
         self._compiled[key] = program
@@ -172,14 +175,6 @@ _NOT_FINDINGS = frozenset(
         errors_pb2.ERROR_REASON_INTERNAL,
     }
 )
-
-
-def parse_evaluate(raw: bytes) -> evaluate_pb2.EvaluateRequest:
-    """The request; MALFORMED_REQUEST for anything else."""
-    try:
-        return evaluate_pb2.EvaluateRequest.FromString(raw)
-    except DecodeError as cause:
-        raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the bytes are no EvaluateRequest") from cause
 
 
 def _call_shape(request: evaluate_pb2.EvaluateRequest) -> CallShape:

@@ -93,7 +93,8 @@ def prepare(spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, 
         ys=_endpoints(vjp.ys, expanded),
         xs=_endpoints(vjp.xs, expanded),
         grad_ys=[_upstream(y, upstream, call, expanded) for y in vjp.ys],
-        stop_gradients=[expanded.tensor_names[name] for name in vjp.stop_gradients],
+        # One that nothing asked for depends on is not in the expanded graph.
+        stop_gradients=[expanded.tensor_names[name] for name in vjp.stop_gradients if name in expanded.tensor_names],
         unconnected_gradients=vjp.unconnected_gradients,
     )
     key = _digest(graph_digest, spec, call, table)
