@@ -64,11 +64,11 @@ node: $(NODE_CLIENT)/node_modules/.installed ## set up and build the Node client
 bench: $(VENV)/.installed ## measure against a bare echo and TensorFlow's own server; JSON on the last line
 	$(VENV)/bin/python tests/benchmarks/bench.py $(ARGS)
 
-gpu-wheels: ## fetch what gpu-check installs, into WHEELS=folder (here: with a network)
-	$(PYTHON) tools/gpu_check.py fetch "$(or $(WHEELS),wheels)"
+gpu-wheels: ## fetch what gpu-check installs, into WHEELS=folder (for a machine without a network)
+	$(PYTHON) tools/gpu_check.py fetch "$(or $(WHEELS),out/wheels)"
 
 gpu-check: ## GPU tests and the bench from WHEELS=folder, without a network; JSON on the last line
-	$(PYTHON) tools/gpu_check.py check "$(or $(WHEELS),wheels)" $(ARGS)
+	$(PYTHON) tools/gpu_check.py check "$(or $(WHEELS),out/wheels)" $(ARGS)
 
 image-test: $(VENV)/.installed ## build the container image without a Docker engine, kill -9 it, find its rules again
 	$(VENV)/bin/python tools/image_test.py $(ARGS)
