@@ -147,6 +147,7 @@ def wait_until_busy(small_channel: grpc.Channel) -> None:
         return None
 
     wait_until(probe, "a busy server")
+    time.sleep(1.0)  # compiled by now, and running
 
 
 @provokes("OVERLOADED")
@@ -181,7 +182,6 @@ def test_engine_that_dies_while_it_works(small: RunningServer, small_channel: gr
     with gr.connect(small.target) as client:
         background = Background(client)
         wait_until_busy(small_channel)
-        time.sleep(1.0)  # the request is with the engine by now
         os.kill(engine, signal.SIGKILL)
         with refused("ENGINE_CRASHED"):
             raise background.join()
