@@ -57,7 +57,9 @@ def test_node(server: RunningServer) -> None:
     script = NODE_CLIENT / f"readme-{os.getpid()}.mjs"
     script.write_text(blocks("node").replace(_ADDRESS, server.target))
     try:
-        done = subprocess.run(["node", script.name], cwd=NODE_CLIENT, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            ["node", script.name], cwd=NODE_CLIENT, capture_output=True, text=True, timeout=60, check=False
+        )
     finally:
         script.unlink()
     assert done.returncode == 0, done.stderr
@@ -79,7 +81,13 @@ def test_shell(server: RunningServer, tmp_path: Path) -> None:
         "COLUMNS": "120",
     }
     done = subprocess.run(
-        ["sh", "-e", "-c", blocks("shell")], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        ["sh", "-e", "-c", blocks("shell")],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "HalfGrad" in done.stdout and "active" in done.stdout
