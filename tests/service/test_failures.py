@@ -125,10 +125,16 @@ class Background:
         self._thread.start()
 
     def _run(self) -> None:
-        try:
-            self._client.evaluate(endless.graph_def(), **self._words)
-        except gr.errors.GradruleError as caught:
-            self.error = caught
+        while self.error is None:
+            try:
+                self._client.evaluate(endless.graph_def(), **self._words)
+            except gr.errors.OverloadedError:
+                continue  # Whoever looks whether the server is busy held its only place.
+            except gr.errors.GradruleError as caught:
+                self.error = caught
+
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
 
     def join(self) -> gr.errors.GradruleError:
         self._thread.join(40)
@@ -177,19 +183,51 @@ def test_cancelled(small: RunningServer, small_channel: grpc.Channel) -> None:
 
 
 @provokes("ENGINE_CRASHED", "ENGINE_UNAVAILABLE")
-def test_engine_that_dies_while_it_works(small: RunningServer, small_channel: grpc.Channel) -> None:
-    engine = small.wait_for_engine()
-    with gr.connect(small.target) as client:
-        background = Background(client)
+def test_engine_that_dies_twice_while_it_works(small: RunningServer, small_channel: grpc.Channel) -> None:
+    """A call that lost its engine is run again on the next; it fails only if that dies too."""
+    first = small.wait_for_engine()
+    with gr.connect(small.target, timeout=90.0) as client:
+        background = Background(client, timeout=90.0)
         wait_until_busy(small_channel)
-        os.kill(engine, signal.SIGKILL)
+        os.kill(first, signal.SIGKILL)
+        wait_for_another_engine(small, first)
+        second = small.wait_for_engine(other_than=first)
+        assert background.is_running()
+        os.kill(second, signal.SIGKILL)
         with refused("ENGINE_CRASHED"):
             raise background.join()
     wait_until(lambda: True if health(small.target, GRADIENTS) == NOT_SERVING else None, "no engine")
     with refused_raw("ENGINE_UNAVAILABLE"):
         raw.evaluate(small_channel, raw.request(raw.sign_graph()))
-    wait_for_another_engine(small, engine)
+    wait_for_another_engine(small, second)
     raw.assert_healthy(small_channel)
+
+
+def test_calls_that_lose_their_engine_to_another_s_are_run_again(server: RunningServer, client: Any) -> None:
+    """A call that overruns its deadline takes the engine with it; whoever is in that engine too notices nothing."""
+    engine = server.wait_for_engine()
+    p = client.compile(endless.graph_def(), fetches=["y"])
+    slow = client.compile(_slow(), fetches=["y"])
+    wanted = slow({"x": np.float32(3)}).outputs["y"]
+    with futures.ThreadPoolExecutor() as pool:
+        hangs = pool.submit(p.evaluate, {"x": endless.STAYS}, timeout=1.0)
+        time.sleep(0.8)
+        beside = [pool.submit(slow.evaluate, {"x": np.float32(3)}, timeout=60.0) for _ in range(3)]
+        with refused("DEADLINE_EXCEEDED"):
+            hangs.result()
+        assert [call.result().outputs["y"] for call in beside] == [wanted] * 3
+    wait_for_another_engine(server, engine)
+
+
+def _slow() -> Any:
+    """y = x after a loop of some seconds."""
+
+    def build() -> None:
+        x = placeholder("x", shape=())
+        _, last = tf.while_loop(lambda i, _: i < 250_000, lambda i, value: (i + 1, value * 1.0), [0, x])
+        tf.identity(last, name="y")
+
+    return drawn(build)
 
 
 @provokes("UNAVAILABLE")

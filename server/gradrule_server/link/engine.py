@@ -42,6 +42,7 @@ class Engine:
         self._threads = threads
         self._on_change = on_change
         self._connection: Connection | None = None
+        self._up = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._last_words: collections.deque[str] = collections.deque(maxlen=20)
@@ -53,6 +54,11 @@ class Engine:
     def ready(self) -> bool:
         """An engine is up."""
         return self._connection is not None
+
+    async def wait_ready(self, timeout: float) -> None:
+        """Waits until an engine is up, for at most `timeout` seconds."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._up.wait(), timeout)
 
     async def start(self) -> None:
         """Starts the process and waits for its greeting. `EngineRefused` where it cannot run as asked."""
@@ -83,6 +89,8 @@ class Engine:
             self._end_if_overrun(work, connection, ends_at)
             raise
         except EngineGone:
+            # The socket tells of an engine's death before the operating system does.
+            self._set_down(connection)
             raise error(errors_pb2.ERROR_REASON_ENGINE_CRASHED, self._obituary()) from None
 
     def tell(self, kind: Kind, payload: bytes) -> None:
@@ -145,14 +153,14 @@ class Engine:
         self.greeting = greeting
         self.generation += 1
         self._connection = connection
+        self._up.set()
         self._on_change(True)
         return process, connection
 
     async def _supervise(self, process: asyncio.subprocess.Process, connection: Connection) -> None:
         while True:
             code = await process.wait()
-            self._connection = None
-            self._on_change(False)
+            self._set_down(connection)
             connection.close()
             _log.warning("engine %d ended (%s); starting another", process.pid, _how_it_ended(code))
             while self._connection is None:
@@ -161,6 +169,12 @@ class Engine:
                 except EngineRefused as refusal:
                     _log.error("engine does not start: %s", refusal)
                     await asyncio.sleep(_RESTART_DELAY_S)
+
+    def _set_down(self, connection: Connection) -> None:
+        if self._connection is connection:
+            self._connection = None
+            self._up.clear()
+            self._on_change(False)
 
     def _end_if_overrun(self, work: asyncio.Future[bytes], connection: Connection, ends_at: float) -> None:
         def end() -> None:

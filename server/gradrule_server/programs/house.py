@@ -69,11 +69,16 @@ class ProgramHouse:
             program, is_new = await self._inline(request.spec, call, ends_at)
             payload = evaluate_pb2.EvaluateRequest(feeds=request.feeds, grad_ys=request.grad_ys).SerializeToString()
         settings = program.settings(request.params)
-        key, is_loaded_now = await self._loaded.key_of(program.prepared, ends_at)
-        compile_ns = time.monotonic_ns() - compile_started if is_new or is_loaded_now else 0
-        run = link_pb2.RunRequest(key=key, received_ns=received_ns + compile_ns, request=payload, params=settings)
-        with self._loaded.in_use(program.key):
-            answer = await self._engine.call(Kind.RUN, run.SerializeToString(), _left(ends_at))
+        run = link_pb2.RunRequest(request=payload, params=settings)
+        try:
+            answer, is_loaded_now = await self._run(program, run, received_ns, compile_started, ends_at)
+        except GradruleError as cause:
+            if cause.reason != errors_pb2.ERROR_REASON_ENGINE_CRASHED:
+                raise
+            # Most likely another call's engine-killer: evaluation is pure, so it is run again, once.
+            await self._engine.wait_ready(_left(ends_at))
+            answer, is_loaded_now = await self._run(program, run, received_ns, compile_started, ends_at)
+        compile_ns = run.received_ns - received_ns if is_new or is_loaded_now else 0
         # Concatenating messages merges them, so an answer of any size is not parsed again here.
         tail = evaluate_pb2.EvaluateResponse()
         if compile_ns:
@@ -122,6 +127,16 @@ class ProgramHouse:
         await asyncio.to_thread(self._programs.delete, name)
         for key in [key for key in self._compiled if isinstance(key, tuple) and key[1] == stored.program.name]:
             del self._compiled[key]
+
+    async def _run(
+        self, program: Compiled, run: link_pb2.RunRequest, received_ns: int, compile_started_ns: int, ends_at: float
+    ) -> tuple[bytes, bool]:
+        """Runs on the engine as it is now; tells also whether the program had to be loaded first."""
+        run.key, is_loaded_now = await self._loaded.key_of(program.prepared, ends_at)
+        # Queueing is counted from here: what came before is compiling.
+        run.received_ns = received_ns + time.monotonic_ns() - compile_started_ns
+        with self._loaded.in_use(program.key):
+            return await self._engine.call(Kind.RUN, run.SerializeToString(), _left(ends_at)), is_loaded_now
 
     async def _named(self, name: str, call: CallShape, ends_at: float) -> tuple[Compiled, bool]:
         """The program for this call, and whether it was made just now."""

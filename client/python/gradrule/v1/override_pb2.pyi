@@ -52,7 +52,8 @@ global___ResolutionStatus = ResolutionStatus
 class Selector(google.protobuf.message.Message):
     """Which nodes an override means. Conditions given together must all hold; none at all is INVALID_OVERRIDE.
 
-    Nodes in functions, loop bodies and branches are named `call/inner`.
+    Nodes in functions, loop bodies and branches are named `call/inner`. A call, a loop or a branch is a node too: a selector
+    that matches it gives the rule to it as a whole, and what lies inside is not asked then.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

@@ -19,7 +19,8 @@ export const file_gradrule_v1_override: GenFile = /*@__PURE__*/
 /**
  * Which nodes an override means. Conditions given together must all hold; none at all is INVALID_OVERRIDE.
  *
- * Nodes in functions, loop bodies and branches are named `call/inner`.
+ * Nodes in functions, loop bodies and branches are named `call/inner`. A call, a loop or a branch is a node too: a selector
+ * that matches it gives the rule to it as a whole, and what lies inside is not asked then.
  *
  * @generated from message gradrule.v1.Selector
  */
