@@ -34,9 +34,7 @@ def op_definitions() -> list[bytes]:
 def gradients() -> dict[str, str]:
     """`registered` or `none` by op type, as TensorFlow's gradient registry has it."""
     registry = ops.gradient_registry
-    # Where an engine runs in this process, its own registration is there too.
-    names = [name for name in registry.list() if name != "gradrule"]
-    return {name: "none" if registry.lookup(name) is None else "registered" for name in names}
+    return {name: "none" if registry.lookup(name) is None else "registered" for name in registry.list()}
 
 
 def table() -> bytes:

@@ -130,7 +130,19 @@ def to_message(array: Any, dtype: DtypeLike = None) -> Tensor:
         wanted = numpy_dtype(number)
         if values.dtype.newbyteorder("=") != wanted:
             raise ValueError(f"values are {values.dtype}, not {name_of(number)}")
-    message = Tensor(dtype=as_dt(number), tensor_shape=shape_message(values.shape))
+    message = Tensor()
+    _write(message, values, number)
+    return message
+
+
+def write_message(message: Tensor, array: Array) -> None:
+    """Like `to_message`, into an empty message that is part of another: a large tensor is copied once less."""
+    _write(message, array, number_of_array(array))
+
+
+def _write(message: Tensor, values: Array, number: int) -> None:
+    message.dtype = as_dt(number)
+    message.tensor_shape.CopyFrom(shape_message(values.shape))
     if number == Dt.DT_STRING:
         message.string_val.extend(_byte_strings(values))
     elif number in _NARROW_INTS:
@@ -139,7 +151,6 @@ def to_message(array: Any, dtype: DtypeLike = None) -> Tensor:
         if values.dtype.byteorder == ">" or (values.dtype.byteorder == "=" and not np.little_endian):
             values = values.astype(values.dtype.newbyteorder("<"))
         message.tensor_content = values.tobytes()
-    return message
 
 
 def to_numpy(message: Tensor, *, writable: bool = False) -> Array:
@@ -151,15 +162,17 @@ def to_numpy(message: Tensor, *, writable: bool = False) -> Array:
     dtype = numpy_dtype(number)
     shape = _known_shape(message.tensor_shape)
     count = math.prod(shape)
-    if message.tensor_content:
+    # Each look at a bytes field copies it.
+    content = message.tensor_content
+    if content:
         if number == Dt.DT_STRING:
             raise ValueError("strings lie in string_val, not in tensor_content")
-        size = len(message.tensor_content)
+        size = len(content)
         if size != count * dtype.itemsize:
             raise ValueError(
                 f"{size} bytes do not fit {name_of(number)} of shape {list(shape)}: {count * dtype.itemsize}"
             )
-        array = np.frombuffer(message.tensor_content, dtype.newbyteorder("<")).reshape(shape)
+        array = np.frombuffer(content, dtype.newbyteorder("<")).reshape(shape)
         array = array.astype(dtype, copy=False)
         return array.copy() if writable else array
     return _filled(_listed_values(message, dtype), count, dtype, name_of(number)).reshape(shape)

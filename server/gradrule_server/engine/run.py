@@ -32,15 +32,15 @@ def run(built: Built, request: link_pb2.RunRequest, device: str) -> bytes:
     response = evaluate_pb2.EvaluateResponse(device=device)
     values = iter(results)
     for name in built.outputs:
-        response.outputs.add(name=name).value.inline.CopyFrom(_message(next(values)))
+        _write(response.outputs.add(name=name).value.inline, next(values))
     for x, form in built.gradients:
         gradient = response.gradients.add(x=x)
         if form == DENSE:
-            gradient.dense.CopyFrom(_message(next(values)))
+            _write(gradient.dense, next(values))
         elif form == SPARSE:
-            gradient.sparse.values.CopyFrom(_message(next(values)))
-            gradient.sparse.indices.CopyFrom(_message(next(values)))
-            gradient.sparse.dense_shape.CopyFrom(_message(next(values)))
+            _write(gradient.sparse.values, next(values))
+            _write(gradient.sparse.indices, next(values))
+            _write(gradient.sparse.dense_shape, next(values))
         elif form == UNCONNECTED:
             gradient.unconnected.SetInParent()
         else:
@@ -135,8 +135,9 @@ def _params(built: Built, settings: Iterable[link_pb2.ParamSetting]) -> list[tf.
     return tensors
 
 
-def _message(tensor: tf.Tensor) -> tensor_pb2.Tensor:
-    return _tensors.to_message(tensor.numpy())
+def _write(message: tensor_pb2.Tensor, tensor: tf.Tensor) -> None:
+    # A scalar string comes as bytes, not as an array.
+    _tensors.write_message(message, np.asarray(tensor.numpy(), object if tensor.dtype == tf.string else None))
 
 
 def _dtype_name(dtype: int) -> str:

@@ -13,16 +13,14 @@ from gradrule_server.graphs.select import GRADIENT_ATTR
 GRADIENT_NAME = b"gradrule"
 MARK_ATTR = "_gradrule_mark"
 
-# A graph that names no version was made by a builder of today. Below 24 TensorFlow would take a placeholder's shape ()
-# for unknown, and it would let ops through that it has deprecated since.
-_PRODUCER = 1882
-
 
 def write_graph(top: Body, versions: Versions) -> bytes:
     """The message's bytes; functions in the order in which they are met."""
     graph = Graph()
     graph.versions.CopyFrom(versions)
-    graph.versions.producer = graph.versions.producer or _PRODUCER
+    # A graph that names no version was made by a builder of today. Below 24 TensorFlow would take a placeholder's shape
+    # () for unknown, and it would let ops through that it has deprecated since.
+    graph.versions.producer = graph.versions.producer or _opdefs.graph_version()
     for body in bodies_of(top):
         if body.name:
             _write_function(body, graph.library.function.add())
