@@ -1,4 +1,4 @@
-# One set of verbs for a person, a hook and CI. Needs Python 3.11 to 3.13 and make; everything else is set up below, once.
+# One set of verbs for a person, a hook and CI. Needs Python 3.11 or 3.12 and make; everything else is set up below, once.
 # Words after the verb's own are passed with ARGS: make test ARGS="-k ste_sign", make bench ARGS="--quick".
 
 SHELL := /bin/bash
@@ -13,8 +13,8 @@ PIP_FLAGS := --quiet --disable-pip-version-check --require-hashes
 ARGS ?=
 
 # The first Python that is supported, unless PYTHON names one.
-PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python; do \
-	"$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null && echo "$$python" && break; done)
+PYTHON ?= $(shell for python in python3.11 python3.12 python3 python; do \
+	"$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo "$$python" && break; done)
 
 # Node comes from the system where that has 20 or newer, else from the tools' environment.
 SYSTEM_NODE := $(shell npm --version >/dev/null 2>&1 && \
@@ -83,7 +83,7 @@ clean: ## remove everything that make made
 	find . -name '*.egg-info' -not -path './.git/*' -prune -exec rm -rf {} +
 
 define make_venv
-	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 to 3.13 found; name one: make PYTHON=/path/to/python" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or 3.12 found; name one: make PYTHON=/path/to/python" >&2; exit 1; }
 	test -x $1/bin/python || $(PYTHON) -m venv $1
 endef
 
