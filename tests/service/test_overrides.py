@@ -263,3 +263,36 @@ def test_explain_lists_all_that_is_wrong(either: Any) -> None:
     assert not explained.overrides
     with refused("UNKNOWN_RULE"):
         either.explain(tower(), ys=["y"], xs=["x"], overrides=overrides[:1]).raise_for_findings()
+
+
+def test_params_by_label_go_to_the_rules_that_have_them(either: Any) -> None:
+    overrides = [
+        gr.Override(gr.Rule("alpha * dy", params={"alpha": 1.0}), scope="a", label="both"),
+        gr.Override("ste", scope="c", label="both"),
+    ]
+    r = ask(either, tower(), overrides, params={"both": {"alpha": 5.0}})
+    assert_close(r.gradients["x"], np.float32([1 + 5 + 5 + 1]))
+    with refused("UNKNOWN_PARAM") as refusal:
+        ask(either, tower(), overrides, params={"both": {"alfa": 5.0}})
+    refusal.says("'alfa'", "'alpha'")
+
+
+def test_params_of_a_rule_that_no_node_has_are_not_missed(either: Any) -> None:
+    overrides = [gr.Override("gradient_scale", op_type="Floor", optional=True), gr.Override("ste", op_type="Sign")]
+    assert_close(ask(either, tower(), overrides).gradients["x"], np.float32([4]))
+
+
+def test_a_rule_named_by_a_node_is_labelled_by_op_type(client: Any) -> None:
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [None])
+    with g.gradient_override_map({"Sign": "gradient_scale", "Tanh": "gradient_scale"}):
+        g.identity(g.op("Sign", x) + g.op("Tanh", x), name="y")
+    r = client.evaluate(
+        gr.Graph.from_bytes(g.to_bytes()),
+        feeds={"x": [2.0]},
+        ys=["y"],
+        xs=["x"],
+        params={"Sign": {"factor": 3.0}, "Tanh": {"factor": 4.0}},
+    )
+    assert_close(r.gradients["x"], np.float32([7]))
+    assert {item.label for item in r.overrides} == {"Sign", "Tanh"}

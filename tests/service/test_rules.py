@@ -109,6 +109,19 @@ def test_sample_of_an_op_rule(either: Any) -> None:
     assert_close(sampled(either.sample_rule("Tanh", x=x)), 1 - np.tanh(x) ** 2)
 
 
+def test_a_sampled_gradient_has_the_shape_of_x(either: Any) -> None:
+    assert_close(sampled(either.sample_rule(gr.Rule("sum(dy) + 0 * sum(x)"), x=np.ones((2, 3)))), np.full((2, 3), 6.0))
+    with refused("RULE_OUTPUT") as refusal:
+        either.sample_rule("ste", x=np.float32([1, 2, 3]), dy=np.float32([1]))
+    refusal.says("[1]", "[3]")
+
+
+def test_a_sampled_rule_is_called_by_its_name(either: Any) -> None:
+    with refused("MISSING_PARAM") as refusal:
+        either.sample_rule("gradient_scale", x=np.float32([1]))
+    refusal.says("'gradient_scale'", "'factor'")
+
+
 def test_sample_without_what_it_needs(either: Any) -> None:
     with refused("MISSING_FEED") as refusal:
         either.sample_rule("guided_relu", dy=np.float32([1]))

@@ -101,6 +101,7 @@ def build(request: link_pb2.CompileRequest) -> Built:
 
 def _build(request: link_pb2.CompileRequest, graph_def: tf_graph_pb2.GraphDef) -> Built:
     contents = [_content(rule) for rule in request.rules]
+    used = {mark.rule for mark in request.marks}
     built = Built(
         inputs=[
             Input(spec.name, tf.as_dtype(spec.dtype), tf.TensorShape(_shape_proto(spec.shape)))
@@ -109,7 +110,7 @@ def _build(request: link_pb2.CompileRequest, graph_def: tf_graph_pb2.GraphDef) -
         params=[
             ParamInput(index, param.name)
             for index, content in enumerate(contents)
-            if content is not None
+            if content is not None and index in used
             for param in content.params
         ],
     )

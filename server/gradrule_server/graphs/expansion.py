@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from gradrule._dtypes import as_dt
 from gradrule.v1.graph_pb2 import Graph
 from gradrule.v1.tensor_pb2 import Dt, TensorShape
+from gradrule_server.errors import error
 from gradrule_server.graphs.check import check
 from gradrule_server.graphs.collector import paused_collection
 from gradrule_server.graphs.copying import UNKNOWN_SHAPE, Copy, copy_graph
@@ -19,13 +20,14 @@ from gradrule_server.graphs.select import FOREIGN_GRADIENT, Foreign, Mark, Match
 from gradrule_server.graphs.write import tensor_name, write_graph
 
 
-def _no_rule(_: str) -> None:
-    return None
+def _no_rule(name: str, _: str) -> int:
+    raise error(Reason.ERROR_REASON_UNKNOWN_RULE, f"there is no rule {quote(name)}")
 
 
 @dataclass(frozen=True, slots=True)
 class ExpandRequest:
-    """Names of tensors as requests write them. `known_rule`: index of the rule that an attribute names, or None."""
+    """Names of tensors as requests write them. `known_rule`: index of the rule that an attribute of an op of some
+    type names; UNKNOWN_RULE if there is none."""
 
     fetches: Sequence[str] = ()
     ys: Sequence[str] = ()
@@ -34,7 +36,7 @@ class ExpandRequest:
     stop_gradients: Sequence[str] = ()
     fed: Sequence[str] = ()
     overrides: Sequence[OverrideSpec] = ()
-    known_rule: Callable[[str], int | None] = _no_rule
+    known_rule: Callable[[str, str], int] = _no_rule
     # Starts the names of all functions: those of other programs in the same process must differ.
     namespace: str = "gr"
 

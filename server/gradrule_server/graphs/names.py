@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.ir import CONTAINERS, Body, Ref
+from gradrule_server.graphs.ir import CONTAINERS, PLACEHOLDERS, Body, Ref
 
+_SHOWN = 10
 _TENSOR = re.compile(r"([^:^]+)(?::([0-9]{1,9}))?")
 
 
@@ -40,7 +41,8 @@ class TensorNames:
         name, output = parsed
         position = self.index.get(name)
         if position is None:
-            message = f"The graph has no tensor {quote(text)}: it has no node {quote(name)}.{self._hint(name)}"
+            hint = self._hint(name) + (self._placeholders() if is_feed else "")
+            message = f"The graph has no tensor {quote(text)}: it has no node {quote(name)}.{hint}"
             self._findings.add(reason, message, field=field)
             return None
         outputs = self._top.nodes[position].outputs
@@ -54,6 +56,11 @@ class TensorNames:
     def node(self, ref: Ref) -> str:
         """Name of the node that a tensor belongs to."""
         return self._top.nodes[ref[0]].name
+
+    def _placeholders(self) -> str:
+        names = [node.name for node in self._top.nodes if node.op in PLACEHOLDERS]
+        shown = ", ".join(quote(name) for name in names[:_SHOWN]) + (", …" if len(names) > _SHOWN else "")
+        return f" Its placeholders: {shown or 'none'}."
 
     def _hint(self, name: str) -> str:
         parts = name.split("/")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from gradrule import _opdefs
 from gradrule.v1.graph_pb2 import AttrValue
-from gradrule_server.errors import did_you_mean
+from gradrule_server.errors import GradruleError, did_you_mean
 from gradrule_server.graphs.findings import Finding, Findings, Reason, near_name, quote
 from gradrule_server.graphs.ir import DIFFERENTIABLE, Node, is_call
 from gradrule_server.graphs.library import Library
@@ -87,15 +87,15 @@ class _Selector:
 
 @dataclass(slots=True)
 class Resolver:
-    """Decides node by node. `known_rule`: index of the rule of a name, or None; asked once per name."""
+    """Decides node by node. `known_rule`: index of the rule of a name, for an op type; UNKNOWN_RULE if there is none."""
 
     specs: Sequence[OverrideSpec]
-    known_rule: Callable[[str], int | None]
+    known_rule: Callable[[str, str], int]
     differentiates: bool
     findings: Findings
     _selectors: list[_Selector] = field(default_factory=list)
     _by_op: dict[str, list[_Selector]] = field(default_factory=dict)
-    _rules: dict[str, int | None] = field(default_factory=dict)
+    _rules: dict[tuple[str, str], int | GradruleError] = field(default_factory=dict)
     _seen: list[tuple[str, str, str]] = field(default_factory=list)
     _unknown: set[str] = field(default_factory=set)
 
@@ -140,18 +140,26 @@ class Resolver:
         wish = value.s.decode(errors="replace")
         if not wish or (is_call(node) and _CALL_NOTE.fullmatch(wish)):
             return None
-        if wish not in self._rules:
-            self._rules[wish] = OWN_GRADIENT if wish == DEFAULT_RULE else self.known_rule(wish)
-        rule = self._rules[wish]
-        if rule is not None:
-            return _match(node, name, types, function, rule, wish, wish, -1)
+        if (wish, node.op) not in self._rules:
+            self._rules[wish, node.op] = self._rule(wish, node.op)
+        rule = self._rules[wish, node.op]
+        if not isinstance(rule, GradruleError):
+            return _match(node, name, types, function, rule, wish, node.op, -1)
         if _FOREIGN.fullmatch(wish):
             return Foreign(name, wish)
         if self.differentiates and wish not in self._unknown:
             self._unknown.add(wish)
-            message = f"Node {quote(name)} wants the rule {quote(wish)} ({GRADIENT_ATTR}), which does not exist."
+            message = f"Node {quote(name)} wants the rule {quote(wish)} ({GRADIENT_ATTR}): {rule.message}"
             self.findings.add(Reason.ERROR_REASON_UNKNOWN_RULE, message, name)
         return None
+
+    def _rule(self, wish: str, op_type: str) -> int | GradruleError:
+        if wish == DEFAULT_RULE:
+            return OWN_GRADIENT
+        try:
+            return self.known_rule(wish, op_type)
+        except GradruleError as cause:
+            return cause
 
     def _unmatched(self, selector: _Selector) -> Finding:
         spec = selector.spec

@@ -33,6 +33,8 @@ class Compiled:
     digests_tail: bytes
     placeholders: frozenset[str]
     """Canonical names of the graph's placeholders: feeding these never needs another program."""
+    used_rules: frozenset[int]
+    """Indices of the rules that some node carries: only their params matter."""
 
     @property
     def key(self) -> str:
@@ -41,7 +43,7 @@ class Compiled:
     def settings(self, params: Mapping[str, evaluate_pb2.ParamValues]) -> list[link_pb2.ParamSetting]:
         """The params of one call."""
         values: dict[str, Mapping[str, rule_pb2.ParamValue]] = {label: item.values for label, item in params.items()}
-        return self.prepared.table.call_settings(values)
+        return self.prepared.table.call_settings(values, self.used_rules)
 
 
 def compiled(prepared: Prepared, reply: link_pb2.CompileReply, device: str) -> Compiled:
@@ -84,6 +86,7 @@ def compiled(prepared: Prepared, reply: link_pb2.CompileReply, device: str) -> C
         tail=tail.SerializeToString(),
         digests_tail=evaluate_pb2.EvaluateResponse(digests=digests).SerializeToString(),
         placeholders=frozenset(canonical(name) for name in expanded.placeholders),
+        used_rules=frozenset(mark.rule for mark in expanded.marks),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradrule.v1 import errors_pb2, override_pb2, rule_pb2
@@ -55,8 +55,10 @@ class OverrideTable:
             for bound in self.bound
         ]
 
-    def call_settings(self, params: Mapping[str, Mapping[str, rule_pb2.ParamValue]]) -> list[link_pb2.ParamSetting]:
-        """The params of one call: the overrides' values, then those by label.
+    def call_settings(
+        self, params: Mapping[str, Mapping[str, rule_pb2.ParamValue]], used: Container[int]
+    ) -> list[link_pb2.ParamSetting]:
+        """The params of one call for the rules in `used`: the overrides' values, then those by label.
 
         Raises UNKNOWN_PARAM, MISSING_PARAM, INVALID_PARAM.
         """
@@ -75,13 +77,17 @@ class OverrideTable:
                 field="params",
             )
             for index, bound in enumerate(self.bound)
-            if bound.rule.content is not None
+            if bound.rule.content is not None and index in used
             for param in bound.rule.content.params
             if (index, param.name) not in settings
         ]
         if missing:
             raise GradruleError(missing)
-        return [link_pb2.ParamSetting(rule=rule, name=name, value=value) for (rule, name), value in settings.items()]
+        return [
+            link_pb2.ParamSetting(rule=rule, name=name, value=value)
+            for (rule, name), value in settings.items()
+            if rule in used
+        ]
 
     def _set_by_label(
         self,
@@ -100,10 +106,18 @@ class OverrideTable:
                     field=f"params[{label!r}]",
                 )
             ]
+        # Overrides may share a label, and a rule that lacks the param is not the one that is meant.
+        declared = {index: self._declared(index) for index in indices}
         findings: list[Finding] = []
-        for index in indices:
-            findings += self.set_params(settings, index, values, f"params[{label!r}]")
+        for name, value in values.items():
+            meant = [index for index in indices if name in declared[index]] or indices[:1]
+            for index in meant:
+                findings += self.set_params(settings, index, {name: value}, f"params[{label!r}]")
         return findings
+
+    def _declared(self, index: int) -> list[str]:
+        content = self.bound[index].rule.content
+        return [] if content is None else [param.name for param in content.params]
 
     def set_params(
         self,
@@ -113,8 +127,7 @@ class OverrideTable:
         field: str,
     ) -> list[Finding]:
         """Sets params of one bound rule; returns what is wrong with them."""
-        rule = self.bound[index].rule
-        declared = [] if rule.content is None else [param.name for param in rule.content.params]
+        rule, declared = self.bound[index].rule, self._declared(index)
         findings: list[Finding] = []
         for name, value in values.items():
             if name not in declared:

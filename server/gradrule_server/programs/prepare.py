@@ -53,12 +53,9 @@ def prepare(spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, 
     table = read_overrides(spec.overrides, lookup)
     findings = [*_check_wishes(spec, call), *table.findings]
 
-    def known_rule(name: str) -> int | None:
-        try:
-            rule = lookup.resolve(name)
-        except GradruleError:
-            return None
-        return table.bind(rule, name)
+    def known_rule(name: str, op_type: str) -> int:
+        # Labelled as the entry `{op_type: name}` of a map would be.
+        return table.bind(lookup.resolve(name), op_type)
 
     upstream = {canonical(item.y): item.tensor for item in vjp.grad_ys}
     try:

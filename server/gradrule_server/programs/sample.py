@@ -15,7 +15,7 @@ from gradrule import _infer, _opdefs, _tensors
 from gradrule.v1 import errors_pb2, evaluate_pb2, graph_pb2, override_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, did_you_mean, error
 from gradrule_server.programs.house import ProgramHouse
-from gradrule_server.programs.overrides import OverrideTable
+from gradrule_server.programs.overrides import INLINE_RULE, OverrideTable
 from gradrule_server.programs.rule_lookup import ResolvedRule
 from gradrule_server.registry.rules import RuleRegistry
 from gradrule_server.rules import RuleContent, Signature
@@ -55,7 +55,7 @@ async def sample(
         evaluation = _by_itself(request, content, xs, values)
     raw = evaluation.SerializeToString()
     answer = evaluate_pb2.EvaluateResponse.FromString(await house.evaluate(evaluation, raw, received_ns, ends_at))
-    return _response(answer, len(xs))
+    return _response(answer, xs)
 
 
 def _values(request: rule_pb2.SampleRuleRequest) -> dict[str, tensor_pb2.Tensor]:
@@ -118,11 +118,12 @@ def _by_itself(
 
 def _param_values(request: rule_pb2.SampleRuleRequest, content: RuleContent) -> dict[str, tensor_pb2.Tensor]:
     table = OverrideTable()
-    index = table.bind(ResolvedRule("sampled", content), "sampled")
+    name = request.name.removeprefix("rules/") or INLINE_RULE
+    index = table.bind(ResolvedRule(name, content), name)
     findings = table.set_params(table.settings, index, request.params, "params")
     if findings:
         raise GradruleError(findings)
-    given = {setting.name: setting.value for setting in table.call_settings({})}
+    given = {setting.name: setting.value for setting in table.call_settings({}, {index})}
     values = {}
     for param in content.params:
         value = given.get(param.name)
@@ -189,7 +190,7 @@ def _through_op(
     return evaluation
 
 
-def _response(answer: evaluate_pb2.EvaluateResponse, inputs: int) -> rule_pb2.SampleRuleResponse:
+def _response(answer: evaluate_pb2.EvaluateResponse, xs: list[tensor_pb2.Tensor]) -> rule_pb2.SampleRuleResponse:
     """Gradients as `dx`, `dx1`, …, outputs as `y`, `y1`, …, whichever way they were computed."""
     response = rule_pb2.SampleRuleResponse()
     found: dict[str, tensor_pb2.Tensor] = {}
@@ -202,12 +203,27 @@ def _response(answer: evaluate_pb2.EvaluateResponse, inputs: int) -> rule_pb2.Sa
             response.outputs.add(name=f"y{index or ''}").value.inline.CopyFrom(output.value.inline)
         else:
             found[output.name] = output.value.inline
-    for index in range(inputs):
+    for index, x in enumerate(xs):
         entry = response.gradients.add(name=f"dx{index or ''}")
         value = found.get(_gradient_name(index))
         if value is not None:
-            entry.value.inline.CopyFrom(value)
+            entry.value.inline.CopyFrom(_shaped_like(value, x, index))
     return response
+
+
+def _shaped_like(gradient: tensor_pb2.Tensor, x: tensor_pb2.Tensor, index: int) -> tensor_pb2.Tensor:
+    """The gradient in its input's shape, a rank 0 one broadcast to it, as on a node; RULE_OUTPUT otherwise."""
+    shape, wanted = ([dim.size for dim in tensor.tensor_shape.dim] for tensor in (gradient, x))
+    if shape == wanted:
+        return gradient
+    if not shape:
+        return _tensors.to_message(np.broadcast_to(_tensors.to_numpy(gradient), wanted))
+    raise error(
+        errors_pb2.ERROR_REASON_RULE_OUTPUT,
+        f"the gradient of x{index} has shape {shape}, but x{index} has {wanted}: do the given values have shapes that "
+        f"fit? Only rank 0 is broadcast, sum_to(v, x{index}) sums down to the input's shape",
+        field="values",
+    )
 
 
 def _gradient_name(index: int) -> str:

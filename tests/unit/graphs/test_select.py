@@ -117,16 +117,16 @@ def test_an_own_attribute_comes_after_overrides() -> None:
     for item in made.node:
         if item.op == "Sign":
             item.attr["_gradient_op_type"].s = b"known"
-    asked: list[str] = []
+    asked: list[tuple[str, str]] = []
 
-    def known_rule(name: str) -> int | None:
-        asked.append(name)
-        return 3 if name == "known" else None
+    def known_rule(name: str, op_type: str) -> int:
+        asked.append((name, op_type))
+        return 3
 
     expanded = expand(made, ["y"], ys=["y"], xs=["x"], overrides=[spec("o", node="a/s")], known_rule=known_rule)
     own = {match.node: (match.rule, match.label, match.override) for match in expanded.matches if match.label != "o"}
-    assert own == {"a/b/s": (3, "known", -1), "off/s": (3, "known", -1)}
-    assert asked == ["known"]
+    assert own == {"a/b/s": (3, "Sign", -1), "off/s": (3, "Sign", -1)}
+    assert asked == [("known", "Sign")]
 
 
 def test_gradients_of_other_processes() -> None:
