@@ -1,4 +1,8 @@
-"""The front end's end of the socket to an engine: requests out, answers matched by id, on an asyncio loop."""
+"""The front end's end of the socket to an engine: requests out, answers matched by id, on an asyncio loop.
+
+What waits, waits here: an engine is never sent more than its threads take up at once. So whatever was sent runs, and
+whatever was not can be dropped without the engine's knowing.
+"""
 
 from __future__ import annotations
 
@@ -6,44 +10,82 @@ import asyncio
 import itertools
 from typing import cast
 
-from gradrule.v1 import errors_pb2
-from gradrule_server.errors import Finding, GradruleError
+from gradrule_server.link.faults import error_of
 from gradrule_server.link.framing import HEADER_BYTES, Kind, pack_header, unpack_header
 from gradrule_server.link.v1 import link_pb2
 
 
 class EngineGone(Exception):
-    """The engine closed its end, or died, before it answered."""
+    """The engine closed its end, or died, before it answered. `started`: it had been sent the request."""
+
+    def __init__(self, *, started: bool) -> None:
+        super().__init__()
+        self.started = started
+
+
+class Work:
+    """A request to an engine: it waits, then runs, then `answer` has the payload of its answer, or what went wrong."""
+
+    __slots__ = ("_ended", "_timer", "answer", "connection", "id", "kind", "payload")
+
+    def __init__(self, connection: Connection, request_id: int, kind: Kind, payload: bytes) -> None:
+        self.connection = connection
+        self.id = request_id
+        self.kind = kind
+        self.payload = payload
+        self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._ended = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def ended(self) -> bool:
+        """The engine is done with it, or never saw it and never will. (`answer` may be cancelled long before.)"""
+        return self._ended
+
+    def watch(self, timer: asyncio.TimerHandle | None) -> None:
+        """Sets the timer that goes off if the work does not end; it takes the place of the one set before."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = timer
+
+    def end(self) -> None:
+        """The engine is done with it."""
+        self._ended = True
+        self.watch(None)
 
 
 class Connection(asyncio.Protocol):
-    """Frames over a stream. Not thread-safe: everything happens on the loop that made it."""
+    """Frames over a stream to an engine of so many threads. Everything happens on the loop that made it."""
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
         self._ids = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[bytes]] = {}
+        self._waiting: dict[int, Work] = {}
+        self._running: dict[int, Work] = {}
+        self._compiling = False
         self._closed = False
         self.greeting: asyncio.Future[link_pb2.Greeting] = asyncio.get_running_loop().create_future()
 
-    @property
-    def in_flight(self) -> int:
-        """Requests that wait for their answer."""
-        return len(self._waiting)
-
-    async def request(self, kind: Kind, payload: bytes) -> bytes:
-        """Sends a frame and waits for its answer's payload; a FAULT is raised as `GradruleError`."""
+    def submit(self, kind: Kind, payload: bytes) -> Work:
+        """Sends a request, as soon as a thread is free for it; a FAULT becomes its answer's `GradruleError`."""
         if self._closed or self._transport is None:
-            raise EngineGone
-        request_id = next(self._ids)
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._waiting[request_id] = answer
-        try:
-            self._write(kind, request_id, payload)
-            return await answer
-        finally:
-            self._waiting.pop(request_id, None)
+            raise EngineGone(started=False)
+        work = Work(self, next(self._ids), kind, payload)
+        if self._can_start(kind):
+            self._start(work)
+        else:
+            self._waiting[work.id] = work
+        return work
+
+    def drop(self, work: Work) -> bool:
+        """Takes back a request that still waits; False where it has been sent."""
+        if self._waiting.pop(work.id, None) is None:
+            return False
+        work.answer.cancel()
+        work.end()
+        return True
 
     def tell(self, kind: Kind, payload: bytes) -> None:
         """Sends a frame that has no answer."""
@@ -54,11 +96,6 @@ class Connection(asyncio.Protocol):
         """Closes the socket, upon which the engine ends."""
         if self._transport is not None:
             self._transport.close()
-
-    def _write(self, kind: Kind, request_id: int, payload: bytes) -> None:
-        if self._transport is None:
-            raise EngineGone
-        self._transport.writelines([pack_header(kind, request_id, len(payload)), payload])
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -79,31 +116,56 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed = True
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(EngineGone())
+        for works, started in ((self._running, True), (self._waiting, False)):
+            for work in works.values():
+                work.end()
+                if not work.answer.done():
+                    work.answer.set_exception(EngineGone(started=started))
+            works.clear()
         if not self.greeting.done():
-            self.greeting.set_exception(EngineGone())
+            self.greeting.set_exception(EngineGone(started=True))
         # A greeting that nobody waits for must not be reported as an exception that was never retrieved.
-        if self.greeting.done() and not self.greeting.cancelled():
+        if not self.greeting.cancelled():
             self.greeting.exception()
+
+    def _can_start(self, kind: Kind) -> bool:
+        # An engine compiles one program at a time, and the others would keep its threads from running.
+        return len(self._running) < self._threads and not (kind is Kind.COMPILE and self._compiling)
+
+    def _start(self, work: Work) -> None:
+        self._running[work.id] = work
+        self._compiling |= work.kind is Kind.COMPILE
+        self._write(work.kind, work.id, work.payload)
+        work.payload = b""
+
+    def _start_waiting(self) -> None:
+        while len(self._running) < self._threads:
+            work = next((work for work in self._waiting.values() if self._can_start(work.kind)), None)
+            if work is None:
+                return
+            del self._waiting[work.id]
+            self._start(work)
+
+    def _write(self, kind: Kind, request_id: int, payload: bytes) -> None:
+        if self._transport is not None:
+            self._transport.writelines([pack_header(kind, request_id, len(payload)), payload])
 
     def _deliver(self, kind: Kind, request_id: int, payload: bytes) -> None:
         if kind is Kind.GREETING:
-            self.greeting.set_result(link_pb2.Greeting.FromString(payload))
+            if not self.greeting.done():
+                self.greeting.set_result(link_pb2.Greeting.FromString(payload))
             return
-        answer = self._waiting.get(request_id)
-        if answer is None or answer.done():
+        work = self._running.pop(request_id, None)
+        if work is None:
+            return
+        work.end()
+        if work.kind is Kind.COMPILE:
+            self._compiling = False
+        if self._waiting:
+            self._start_waiting()
+        if work.answer.done():
             return  # The caller gave up: its deadline passed, or it cancelled.
         if kind is Kind.FAULT:
-            answer.set_exception(_error_of(link_pb2.Fault.FromString(payload)))
+            work.answer.set_exception(error_of(link_pb2.Fault.FromString(payload)))
         else:
-            answer.set_result(payload)
-
-
-def _error_of(fault: link_pb2.Fault) -> GradruleError:
-    findings = [
-        Finding(errors_pb2.ErrorReason.Value(f"ERROR_REASON_{item.reason}"), item.message, item.node, item.field)
-        for item in fault.findings
-    ]
-    return GradruleError(findings or [Finding(fault.reason, fault.message)])
+            work.answer.set_result(payload)

@@ -1,37 +1,29 @@
-"""An engine process as the front end holds it: started, greeted, restarted when it dies, stopped."""
+"""An engine as the front end holds it: started, given work, ended when it overruns, replaced when it dies, stopped."""
 
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import logging
-import os
-import socket
-import sys
 from collections.abc import Callable
 
 from gradrule.v1 import errors_pb2
-from gradrule_server.errors import error
-from gradrule_server.link.connection import Connection, EngineGone
-from gradrule_server.link.framing import LINK_VERSION, Kind
+from gradrule_server.errors import Finding, GradruleError, error
+from gradrule_server.link.connection import Connection, EngineGone, Work
+from gradrule_server.link.faults import EngineLost
+from gradrule_server.link.framing import Kind
+from gradrule_server.link.process import EngineProcess, EngineRefused, start_process
 from gradrule_server.link.v1 import link_pb2
+
+__all__ = ["Engine", "EngineRefused"]
 
 _log = logging.getLogger(__name__)
 
-_GREETING_TIMEOUT_S = 120.0
-_STOP_TIMEOUT_S = 5.0
 _RESTART_DELAY_S = 0.5
-_OVERRUN_GRACE_S = 0.5
 _RETRY_AFTER_S = 2.0
-
-# What an engine's environment may hold: where Python and libraries are, and TensorFlow's and CUDA's own settings.
-_PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
-_PASSED_ON_PREFIXES = ("TF_", "CUDA_", "NVIDIA_", "XLA_", "OMP_")
-
-
-class EngineRefused(Exception):
-    """The engine cannot start as asked (no such device, another release); trying again would not help."""
+_OVERRUN_GRACE_S = 0.5
+# How long a call that was cancelled may go on before its deadline: ending an engine costs others more than that.
+_CANCEL_PATIENCE_S = 5.0
 
 
 class Engine:
@@ -41,62 +33,85 @@ class Engine:
         self._device = device
         self._threads = threads
         self._on_change = on_change
-        self._connection: Connection | None = None
+        self._engine: EngineProcess | None = None
         self._up = asyncio.Event()
-        self._process: asyncio.subprocess.Process | None = None
+        self._overrun: Connection | None = None
         self._supervisor: asyncio.Task[None] | None = None
-        self._last_words: collections.deque[str] = collections.deque(maxlen=20)
         self.greeting = link_pb2.Greeting()
         self.generation = 0
         """Grows with each new process: what the last one had loaded is gone."""
 
     @property
-    def ready(self) -> bool:
-        """An engine is up."""
-        return self._connection is not None
+    def pid(self) -> int | None:
+        """The process that serves; None while there is none."""
+        return self._engine.pid if self._engine is not None and self._up.is_set() else None
 
-    async def wait_ready(self, timeout: float) -> None:
-        """Waits until an engine is up, for at most `timeout` seconds."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._up.wait(), timeout)
+    async def wait_ready(self) -> None:
+        """Waits until an engine is up."""
+        await self._up.wait()
 
     async def start(self) -> None:
         """Starts the process and waits for its greeting. `EngineRefused` where it cannot run as asked."""
-        process, connection = await self._spawn()
-        self._supervisor = asyncio.create_task(self._supervise(process, connection), name="engine-supervisor")
+        await self._start()
+        self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
+        self._supervisor.add_done_callback(_report_end)
 
-    async def call(self, kind: Kind, payload: bytes, timeout: float) -> bytes:
-        """One request. ENGINE_UNAVAILABLE while there is no engine, ENGINE_CRASHED if it dies meanwhile.
+    async def call(self, kind: Kind, payload: bytes, ends_at: float) -> bytes:
+        """One request, given up when the caller is cancelled. `ends_at`: loop time after which it is of no use.
 
-        A call that overruns `timeout` seconds is DEADLINE_EXCEEDED; the process is ended if it does not finish soon,
-        since nothing else stops a kernel or a loop that never ends.
+        ENGINE_UNAVAILABLE while there is no engine; `EngineLost` if it dies meanwhile. An engine that is still at it
+        soon after the call was given up is ended, since nothing else stops a kernel or a loop that never ends.
         """
-        connection = self._connection
-        if connection is None:
+        loop = asyncio.get_running_loop()
+        if loop.time() >= ends_at:
+            raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, "the deadline passed before the engine was asked")
+        work = self.submit(kind, payload)
+        try:
+            return await work.answer
+        except asyncio.CancelledError:
+            self.abandon(work, min(max(0.0, ends_at - loop.time()), _CANCEL_PATIENCE_S))
+            raise
+        except EngineGone as gone:
+            raise self.lost(work.connection, gone) from None
+
+    def submit(self, kind: Kind, payload: bytes) -> Work:
+        """Hands a request in, for callers that share its answer; ENGINE_UNAVAILABLE while there is no engine."""
+        if self._engine is None or not self._up.is_set():
             raise error(
                 errors_pb2.ERROR_REASON_ENGINE_UNAVAILABLE,
                 "no engine is ready yet; it is being started",
                 retry_after_s=_RETRY_AFTER_S,
             )
-        ends_at = asyncio.get_running_loop().time() + timeout
-        work = asyncio.ensure_future(connection.request(kind, payload))
         try:
-            return await asyncio.wait_for(asyncio.shield(work), timeout)
-        except TimeoutError:
-            self._end_if_overrun(work, connection, ends_at)
-            raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, f"not done within {timeout:.3g} s") from None
-        except asyncio.CancelledError:
-            self._end_if_overrun(work, connection, ends_at)
-            raise
-        except EngineGone:
-            # The socket tells of an engine's death before the operating system does.
-            self._set_down(connection)
-            raise error(errors_pb2.ERROR_REASON_ENGINE_CRASHED, self._obituary()) from None
+            return self._engine.connection.submit(kind, payload)
+        except EngineGone as gone:
+            raise self.lost(self._engine.connection, gone) from None
+
+    def abandon(self, work: Work, patience_s: float) -> None:
+        """Nobody waits for it any more: it is dropped, or, where it runs, the engine is ended after `patience_s`."""
+        if not work.ended and not work.connection.drop(work):
+            timer = asyncio.get_running_loop().call_later(patience_s + _OVERRUN_GRACE_S, self._end_overrun, work)
+            work.watch(timer)
+
+    def lost(self, connection: Connection, gone: EngineGone) -> GradruleError:
+        """The error of a request whose engine is gone."""
+        engine = self._engine
+        how = "its connection broke"
+        if engine is not None and engine.connection is connection:
+            how = engine.how_it_ended()
+            # The socket tells of a death before the operating system does; an engine that lives is lost without it.
+            self._set_down()
+            engine.kill()
+        held = "held" if gone.started else "was to get"
+        return EngineLost(
+            [Finding(errors_pb2.ERROR_REASON_ENGINE_CRASHED, f"the engine died while it {held} the request: {how}")],
+            suspect=gone.started and self._overrun is not connection,
+        )
 
     def tell(self, kind: Kind, payload: bytes) -> None:
         """One message without an answer."""
-        if self._connection is not None:
-            self._connection.tell(kind, payload)
+        if self._engine is not None:
+            self._engine.connection.tell(kind, payload)
 
     async def stop(self) -> None:
         """Ends the process."""
@@ -104,101 +119,52 @@ class Engine:
             self._supervisor.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._supervisor
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-        if self._process is not None and self._process.returncode is None:
-            try:
-                await asyncio.wait_for(self._process.wait(), _STOP_TIMEOUT_S)
-            except TimeoutError:
-                self._process.kill()
-                await self._process.wait()
+        if self._engine is not None:
+            await self._engine.stop()
 
-    async def _spawn(self) -> tuple[asyncio.subprocess.Process, Connection]:
-        ours, theirs = socket.socketpair()
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if name in _PASSED_ON or name.startswith(_PASSED_ON_PREFIXES)
-        }
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "gradrule_server.engine",
-                *("--fd", str(theirs.fileno()), "--device", self._device, "--threads", str(self._threads)),
-                pass_fds=[theirs.fileno()],
-                env=environment,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE,
-            )
-        self._process = process
-        asyncio.get_running_loop().create_task(self._read_stderr(process), name="engine-stderr")
-        _, connection = await asyncio.get_running_loop().create_connection(Connection, sock=ours)
+    async def _start(self) -> None:
+        engine = self._engine = await start_process(self._device, self._threads)
         try:
-            greeting = await asyncio.wait_for(connection.greeting, _GREETING_TIMEOUT_S)
-        except (EngineGone, TimeoutError):
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
-            raise EngineRefused(self._obituary()) from None
-        if greeting.refusal:
-            await process.wait()
-            raise EngineRefused(greeting.refusal)
-        if greeting.link_version != LINK_VERSION:
-            connection.close()
-            await process.wait()
-            raise EngineRefused(f"the engine speaks version {greeting.link_version} of the link, not {LINK_VERSION}")
-        self.greeting = greeting
+            self.greeting = await engine.greet()
+        except BaseException:
+            engine.kill()
+            engine.connection.close()
+            raise
         self.generation += 1
-        self._connection = connection
         self._up.set()
         self._on_change(True)
-        return process, connection
 
-    async def _supervise(self, process: asyncio.subprocess.Process, connection: Connection) -> None:
+    async def _supervise(self) -> None:
         while True:
-            code = await process.wait()
-            self._set_down(connection)
-            connection.close()
-            _log.warning("engine %d ended (%s); starting another", process.pid, _how_it_ended(code))
-            while self._connection is None:
-                try:
-                    process, connection = await self._spawn()
-                except EngineRefused as refusal:
-                    _log.error("engine does not start: %s", refusal)
-                    await asyncio.sleep(_RESTART_DELAY_S)
+            if self._engine is not None:
+                await self._engine.process.wait()
+                self._set_down()
+                self._engine.connection.close()
+                _log.warning("engine %d ended (%s); starting another", self._engine.pid, self._engine.how_it_ended())
+            try:
+                await self._start()
+            except EngineRefused as refusal:
+                _log.error("engine does not start: %s", refusal)
+            except Exception:
+                # Whatever it is (no memory, no file descriptors), a server without an engine must go on trying.
+                _log.exception("engine cannot be started")
+            if not self._up.is_set():
+                self._engine = None
+                await asyncio.sleep(_RESTART_DELAY_S)
 
-    def _set_down(self, connection: Connection) -> None:
-        if self._connection is connection:
-            self._connection = None
+    def _set_down(self) -> None:
+        if self._up.is_set():
             self._up.clear()
             self._on_change(False)
 
-    def _end_if_overrun(self, work: asyncio.Future[bytes], connection: Connection, ends_at: float) -> None:
-        def end() -> None:
-            if not work.done() and self._connection is connection and self._process is not None:
-                _log.warning("a request overran its deadline; ending engine %d", self._process.pid)
-                self._process.kill()
-
-        # The answer, or the exception, of a call that nobody waits for any more is of no use to anyone.
-        work.add_done_callback(lambda done: done.cancelled() or done.exception())
-        asyncio.get_running_loop().call_at(ends_at + _OVERRUN_GRACE_S, end)
-
-    async def _read_stderr(self, process: asyncio.subprocess.Process) -> None:
-        if process.stderr is None:
-            return
-        async for line in process.stderr:
-            text = line.decode(errors="replace").rstrip()
-            self._last_words.append(text)
-            _log.info("engine %d: %s", process.pid, text)
-
-    def _obituary(self) -> str:
-        code = self._process.returncode if self._process is not None else None
-        how = _how_it_ended(code) if code is not None else "its connection broke"
-        return f"the engine died while it held the request: {how}"
+    def _end_overrun(self, work: Work) -> None:
+        engine = self._engine
+        if engine is not None and engine.connection is work.connection and not work.ended:
+            _log.warning("a request overran its deadline; ending engine %d", engine.pid)
+            self._overrun = work.connection
+            engine.kill()
 
 
-def _how_it_ended(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"signal {-code}"
+def _report_end(supervisor: asyncio.Task[None]) -> None:
+    if not supervisor.cancelled() and (cause := supervisor.exception()) is not None:
+        _log.critical("the engine's supervisor failed: no engine will be started any more", exc_info=cause)

@@ -231,6 +231,7 @@ class EvaluateResponse(google.protobuf.message.Message):
     TIMINGS_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
     DIGESTS_FIELD_NUMBER: builtins.int
+    REWRITTEN_FIELD_NUMBER: builtins.int
     device: builtins.str
     """Where it ran, `CPU:0` for example."""
     @property
@@ -257,6 +258,10 @@ class EvaluateResponse(google.protobuf.message.Message):
     def digests(self) -> gradrule.v1.program_pb2.Digests:
         """Hashes of what ran."""
 
+    @property
+    def rewritten(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Nodes that rewrites replaced. Only with an inline program."""
+
     def __init__(
         self,
         *,
@@ -267,8 +272,9 @@ class EvaluateResponse(google.protobuf.message.Message):
         timings: global___Timings | None = ...,
         device: builtins.str = ...,
         digests: gradrule.v1.program_pb2.Digests | None = ...,
+        rewritten: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["digests", b"digests", "timings", b"timings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["defaulted", b"defaulted", "device", b"device", "digests", b"digests", "gradients", b"gradients", "outputs", b"outputs", "overrides", b"overrides", "timings", b"timings"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["defaulted", b"defaulted", "device", b"device", "digests", b"digests", "gradients", b"gradients", "outputs", b"outputs", "overrides", b"overrides", "rewritten", b"rewritten", "timings", b"timings"]) -> None: ...
 
 global___EvaluateResponse = EvaluateResponse

@@ -9,7 +9,9 @@ import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
+import gradrule.v1.graph_pb2
 import gradrule.v1.rule_pb2
+import gradrule.v1.tensor_pb2
 import sys
 import typing
 
@@ -19,6 +21,30 @@ else:
     import typing_extensions
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+class _PositionNearest:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _PositionNearestEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_PositionNearest.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    POSITION_NEAREST_UNSPECIFIED: _PositionNearest.ValueType  # 0
+    """Not set."""
+    POSITION_NEAREST_XS: _PositionNearest.ValueType  # 1
+    """The nodes with no other candidate between them and the xs: the first layers."""
+    POSITION_NEAREST_YS: _PositionNearest.ValueType  # 2
+    """The nodes with no other candidate between them and the ys: the last layers."""
+
+class PositionNearest(_PositionNearest, metaclass=_PositionNearestEnumTypeWrapper):
+    """One end of the path from xs to ys."""
+
+POSITION_NEAREST_UNSPECIFIED: PositionNearest.ValueType  # 0
+"""Not set."""
+POSITION_NEAREST_XS: PositionNearest.ValueType  # 1
+"""The nodes with no other candidate between them and the xs: the first layers."""
+POSITION_NEAREST_YS: PositionNearest.ValueType  # 2
+"""The nodes with no other candidate between them and the ys: the last layers."""
+global___PositionNearest = PositionNearest
 
 class _ResolutionStatus:
     ValueType = typing.NewType("ValueType", builtins.int)
@@ -49,34 +75,205 @@ RESOLUTION_STATUS_NOT_DIFFERENTIABLE: ResolutionStatus.ValueType  # 3
 global___ResolutionStatus = ResolutionStatus
 
 @typing.final
-class Selector(google.protobuf.message.Message):
-    """Which nodes an override means. Conditions given together must all hold; none at all is INVALID_OVERRIDE.
+class Position(google.protobuf.message.Message):
+    """A place on the path from xs to ys, among the nodes that all other conditions of the selector hold for (the candidates).
 
-    Nodes in functions, loop bodies and branches are named `call/inner`. A call, a loop or a branch is a node too: a selector
-    that matches it gives the rule to it as a whole, and what lies inside is not asked then.
+    A candidate's index is the largest number of other candidates on one path from the xs to it, itself not counted. Branches
+    that run side by side may hold several nodes of one index. Nodes off the path have none.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    NEAREST_FIELD_NUMBER: builtins.int
+    INDEX_FIELD_NUMBER: builtins.int
+    nearest: global___PositionNearest.ValueType
+    """One end."""
+    index: builtins.int
+    """Counted from the xs, 0 is the nearest; negative: counted from the ys in the same way, -1 is the nearest."""
+    def __init__(
+        self,
+        *,
+        nearest: global___PositionNearest.ValueType = ...,
+        index: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["index", b"index", "nearest", b"nearest", "place", b"place"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["index", b"index", "nearest", b"nearest", "place", b"place"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["place", b"place"]) -> typing.Literal["nearest", "index"] | None: ...
+
+global___Position = Position
+
+@typing.final
+class Region(google.protobuf.message.Message):
+    """A subgraph, given by its border: the nodes that the outputs depend on, up to the inputs.
+
+    What the inside takes from elsewhere (weights, constants) must not depend on the xs, and nothing but the outputs may be used outside:
+    INVALID_OVERRIDE otherwise. Its rule sees the inputs as `x, x1, …`, the outputs as `y, y1, …`. It wins over all overrides of
+    nodes inside; two that share a node are INVALID_OVERRIDE.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INPUTS_FIELD_NUMBER: builtins.int
+    OUTPUTS_FIELD_NUMBER: builtins.int
+    @property
+    def inputs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Tensors that go in, `node` or `node:output`; at least one. They are not part of the region."""
+
+    @property
+    def outputs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Tensors that come out; at least one."""
+
+    def __init__(
+        self,
+        *,
+        inputs: collections.abc.Iterable[builtins.str] | None = ...,
+        outputs: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["inputs", b"inputs", "outputs", b"outputs"]) -> None: ...
+
+global___Region = Region
+
+@typing.final
+class Selector(google.protobuf.message.Message):
+    """Which nodes an override means. Conditions given together must all hold; none at all is INVALID_OVERRIDE.
+
+    Nodes in functions, loop bodies and branches are named `call/inner`. A call, a loop or a branch is a node too: a selector
+    that matches it gives the rule to it as a whole, and what lies inside is not asked then. (A call is asked by op type, node, regex and
+    scope alone; the other conditions look at what is inside.)
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class AttrsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        @property
+        def value(self) -> gradrule.v1.graph_pb2.AttrValue: ...
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: gradrule.v1.graph_pb2.AttrValue | None = ...,
+        ) -> None: ...
+        def HasField(self, field_name: typing.Literal["value", b"value"]) -> builtins.bool: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     OP_TYPE_FIELD_NUMBER: builtins.int
     NODE_FIELD_NUMBER: builtins.int
     SCOPE_FIELD_NUMBER: builtins.int
+    NODE_REGEX_FIELD_NUMBER: builtins.int
+    POSITION_FIELD_NUMBER: builtins.int
+    PATTERN_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
+    REGION_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    ATTRS_FIELD_NUMBER: builtins.int
+    DEPENDS_ON_FIELD_NUMBER: builtins.int
     op_type: builtins.str
-    """Exact op type. One that neither TensorFlow nor the graph knows is UNKNOWN_OP_TYPE."""
+    """Exact op type, or a group of op types: `@activation`, `@linear`, `@convolution`, `@dense`, `@pool`, `@sum`, `@bias`, `@step`. An Add is
+    `@bias` where one side does not depend on the xs, else `@sum`.
+    One that neither TensorFlow nor the graph knows is UNKNOWN_OP_TYPE.
+    `@step` is a pattern: Greater or GreaterEqual, then Cast. Its rule sees `x` = left - right, and its gradient goes to both sides.
+    """
     node: builtins.str
     """Node name: exact, or a glob in which `?` and `*` stay within a part between slashes and `**` crosses them."""
     scope: builtins.str
     """Name scope: the nodes whose name starts with `scope/`."""
+    node_regex: builtins.str
+    """Regular expression (RE2) that matches the whole node name. A faulty one is INVALID_OVERRIDE."""
+    dtype: gradrule.v1.tensor_pb2.Dt.ValueType
+    """Element type of the node's first output."""
+    rank: builtins.int
+    """Rank of the node's first output. It is TensorFlow that knows: RULE_NOT_APPLICABLE where it does not before running."""
+    @property
+    def position(self) -> global___Position:
+        """Where on the path from xs to ys."""
+
+    @property
+    def pattern(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """A chain of op types or groups, each of which takes the output of the one before and is alone in doing so: `MatMul`, `BiasAdd`. The chain
+        gets one rule: its `x` are the first op's data inputs and then the others' in order, its `y` the last op's outputs.
+        The other conditions speak of the chain's last node, except that op_type cannot be given with it.
+        """
+
+    @property
+    def region(self) -> global___Region:
+        """A subgraph; no other condition can be given with it."""
+
+    @property
+    def attrs(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, gradrule.v1.graph_pb2.AttrValue]:
+        """Attributes of the node, equal to these values; defaults count."""
+
+    @property
+    def depends_on(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Tensors, `node` or `node:output`: the node depends on at least one of them."""
+
     def __init__(
         self,
         *,
         op_type: builtins.str = ...,
         node: builtins.str = ...,
         scope: builtins.str = ...,
+        node_regex: builtins.str = ...,
+        position: global___Position | None = ...,
+        pattern: collections.abc.Iterable[builtins.str] | None = ...,
+        dtype: gradrule.v1.tensor_pb2.Dt.ValueType = ...,
+        region: global___Region | None = ...,
+        rank: builtins.int | None = ...,
+        attrs: collections.abc.Mapping[builtins.str, gradrule.v1.graph_pb2.AttrValue] | None = ...,
+        depends_on: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["node", b"node", "op_type", b"op_type", "scope", b"scope"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_rank", b"_rank", "position", b"position", "rank", b"rank", "region", b"region"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_rank", b"_rank", "attrs", b"attrs", "depends_on", b"depends_on", "dtype", b"dtype", "node", b"node", "node_regex", b"node_regex", "op_type", b"op_type", "pattern", b"pattern", "position", b"position", "rank", b"rank", "region", b"region", "scope", b"scope"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_rank", b"_rank"]) -> typing.Literal["rank"] | None: ...
 
 global___Selector = Selector
+
+@typing.final
+class PresetChoice(google.protobuf.message.Message):
+    """A preset, chosen by an override."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class ParamsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        @property
+        def value(self) -> gradrule.v1.rule_pb2.ParamValue: ...
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: gradrule.v1.rule_pb2.ParamValue | None = ...,
+        ) -> None: ...
+        def HasField(self, field_name: typing.Literal["value", b"value"]) -> builtins.bool: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    NAME_FIELD_NUMBER: builtins.int
+    PARAMS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Its name; UNKNOWN_RULE if there is none."""
+    @property
+    def params(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, gradrule.v1.rule_pb2.ParamValue]:
+        """Params by name, for all rules of the preset that have one of the name. UNKNOWN_PARAM where none has."""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        params: collections.abc.Mapping[builtins.str, gradrule.v1.rule_pb2.ParamValue] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "params", b"params"]) -> None: ...
+
+global___PresetChoice = PresetChoice
 
 @typing.final
 class Override(google.protobuf.message.Message):
@@ -108,22 +305,29 @@ class Override(google.protobuf.message.Message):
     SELECTOR_FIELD_NUMBER: builtins.int
     RULE_FIELD_NUMBER: builtins.int
     DEFINITION_FIELD_NUMBER: builtins.int
+    PRESET_FIELD_NUMBER: builtins.int
     PARAMS_FIELD_NUMBER: builtins.int
     LABEL_FIELD_NUMBER: builtins.int
     OPTIONAL_FIELD_NUMBER: builtins.int
     rule: builtins.str
     """Name of a registered rule (UNKNOWN_RULE if there is none), or `default`: the op's own gradient, to carve out an exception."""
     label: builtins.str
-    """Name by which a call gives params and an answer tells the override. Default: op type, else node, else scope."""
+    """Name by which a call gives params and an answer tells the override. Default: the first of op type, node, scope, regex, the pattern
+    joined by `+`, the preset's name, the region's first output.
+    """
     optional: builtins.bool
     """True: it is no error if no node on the path matches."""
     @property
     def selector(self) -> global___Selector:
-        """Which nodes. Required."""
+        """Which nodes. Required, except with a preset, which has selectors of its own."""
 
     @property
     def definition(self) -> gradrule.v1.rule_pb2.RuleDefinition:
         """A rule that is not registered."""
+
+    @property
+    def preset(self) -> global___PresetChoice:
+        """A named list of overrides. Wherever it stands in the list, it comes after all that are no presets."""
 
     @property
     def params(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, gradrule.v1.rule_pb2.ParamValue]:
@@ -135,13 +339,14 @@ class Override(google.protobuf.message.Message):
         selector: global___Selector | None = ...,
         rule: builtins.str = ...,
         definition: gradrule.v1.rule_pb2.RuleDefinition | None = ...,
+        preset: global___PresetChoice | None = ...,
         params: collections.abc.Mapping[builtins.str, gradrule.v1.rule_pb2.ParamValue] | None = ...,
         label: builtins.str = ...,
         optional: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["choice", b"choice", "definition", b"definition", "rule", b"rule", "selector", b"selector"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["choice", b"choice", "definition", b"definition", "label", b"label", "optional", b"optional", "params", b"params", "rule", b"rule", "selector", b"selector"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["choice", b"choice"]) -> typing.Literal["rule", "definition"] | None: ...
+    def HasField(self, field_name: typing.Literal["choice", b"choice", "definition", b"definition", "preset", b"preset", "rule", b"rule", "selector", b"selector"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["choice", b"choice", "definition", b"definition", "label", b"label", "optional", b"optional", "params", b"params", "preset", b"preset", "rule", b"rule", "selector", b"selector"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["choice", b"choice"]) -> typing.Literal["rule", "definition", "preset"] | None: ...
 
 global___Override = Override
 
@@ -157,18 +362,25 @@ class Resolution(google.protobuf.message.Message):
     LABEL_FIELD_NUMBER: builtins.int
     STATUS_FIELD_NUMBER: builtins.int
     FUNCTION_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
     node: builtins.str
     """The node, nested ones as `call/inner`."""
     op_type: builtins.str
     """Its op type."""
     rule: builtins.str
-    """The rule's name; `default`; or `inline` for a rule that is not registered."""
+    """The rule's name; `default`; `inline` for a rule that is not registered; or, with label `no_gradient`, what `ProgramSpec.no_gradient` did:
+    `default`, `pass` or `zero`.
+    """
     label: builtins.str
     """The override's label."""
     status: global___ResolutionStatus.ValueType
     """Whether the rule is used."""
     function: builtins.str
     """Name of the function of the graph that the node lies in; empty at top level."""
+    @property
+    def nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """All nodes of a pattern or a region, `node` included; empty for a single node."""
+
     def __init__(
         self,
         *,
@@ -178,7 +390,8 @@ class Resolution(google.protobuf.message.Message):
         label: builtins.str = ...,
         status: global___ResolutionStatus.ValueType = ...,
         function: builtins.str = ...,
+        nodes: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["function", b"function", "label", b"label", "node", b"node", "op_type", b"op_type", "rule", b"rule", "status", b"status"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["function", b"function", "label", b"label", "node", b"node", "nodes", b"nodes", "op_type", b"op_type", "rule", b"rule", "status", b"status"]) -> None: ...
 
 global___Resolution = Resolution

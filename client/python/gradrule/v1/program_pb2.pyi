@@ -57,14 +57,32 @@ class _NoGradientEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """The same as ERROR."""
     NO_GRADIENT_ERROR: _NoGradient.ValueType  # 1
     """Refuse, with reason NO_GRADIENT."""
+    NO_GRADIENT_DEFAULT: _NoGradient.ValueType  # 2
+    """What TensorFlow does: an op that it registers as not differentiable cuts the path; one that it does not know is refused."""
+    NO_GRADIENT_PASS: _NoGradient.ValueType  # 3
+    """Straight through: the first output's upstream gradient goes to the first differentiable input, which must have its type and shape
+    (RULE_OUTPUT); the other inputs are not connected.
+    """
+    NO_GRADIENT_ZERO: _NoGradient.ValueType  # 4
+    """Zeros for every differentiable input."""
 
 class NoGradient(_NoGradient, metaclass=_NoGradientEnumTypeWrapper):
-    """What to do with an op on the path that has no gradient and no override."""
+    """What to do with an op on the path that has no gradient and no override. Nodes that a policy decided are told as overrides with label
+    `no_gradient`.
+    """
 
 NO_GRADIENT_UNSPECIFIED: NoGradient.ValueType  # 0
 """The same as ERROR."""
 NO_GRADIENT_ERROR: NoGradient.ValueType  # 1
 """Refuse, with reason NO_GRADIENT."""
+NO_GRADIENT_DEFAULT: NoGradient.ValueType  # 2
+"""What TensorFlow does: an op that it registers as not differentiable cuts the path; one that it does not know is refused."""
+NO_GRADIENT_PASS: NoGradient.ValueType  # 3
+"""Straight through: the first output's upstream gradient goes to the first differentiable input, which must have its type and shape
+(RULE_OUTPUT); the other inputs are not connected.
+"""
+NO_GRADIENT_ZERO: NoGradient.ValueType  # 4
+"""Zeros for every differentiable input."""
 global___NoGradient = NoGradient
 
 @typing.final
@@ -142,6 +160,7 @@ class ProgramSpec(google.protobuf.message.Message):
     FETCHES_FIELD_NUMBER: builtins.int
     VJP_FIELD_NUMBER: builtins.int
     NO_GRADIENT_FIELD_NUMBER: builtins.int
+    REWRITES_FIELD_NUMBER: builtins.int
     no_gradient: global___NoGradient.ValueType
     """Default: ERROR."""
     @property
@@ -160,6 +179,12 @@ class ProgramSpec(google.protobuf.message.Message):
     def vjp(self) -> global___Vjp:
         """Gradients of ys, pulled back."""
 
+    @property
+    def rewrites(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Changes to the graph before overrides are resolved, in this order. `fold_batch_norm`: a batch normalisation in inference mode is folded
+        into the linear op before it, which LRP needs. An unknown one is UNSUPPORTED.
+        """
+
     def __init__(
         self,
         *,
@@ -168,9 +193,10 @@ class ProgramSpec(google.protobuf.message.Message):
         fetches: collections.abc.Iterable[builtins.str] | None = ...,
         vjp: global___Vjp | None = ...,
         no_gradient: global___NoGradient.ValueType = ...,
+        rewrites: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["derivative", b"derivative", "graph", b"graph", "vjp", b"vjp"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["derivative", b"derivative", "fetches", b"fetches", "graph", b"graph", "no_gradient", b"no_gradient", "overrides", b"overrides", "vjp", b"vjp"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["derivative", b"derivative", "fetches", b"fetches", "graph", b"graph", "no_gradient", b"no_gradient", "overrides", b"overrides", "rewrites", b"rewrites", "vjp", b"vjp"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["derivative", b"derivative"]) -> typing.Literal["vjp"] | None: ...
 
 global___ProgramSpec = ProgramSpec
@@ -213,6 +239,7 @@ class Program(google.protobuf.message.Message):
     DEFAULTED_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
     CREATE_TIME_FIELD_NUMBER: builtins.int
+    REWRITTEN_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`programs/{id}`; the id is the one asked for, or made from the content."""
     device: builtins.str
@@ -249,6 +276,10 @@ class Program(google.protobuf.message.Message):
     def create_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When it was compiled first."""
 
+    @property
+    def rewritten(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Nodes that rewrites replaced."""
+
     def __init__(
         self,
         *,
@@ -262,9 +293,10 @@ class Program(google.protobuf.message.Message):
         defaulted: collections.abc.Iterable[builtins.str] | None = ...,
         device: builtins.str = ...,
         create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
+        rewritten: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time", "digests", b"digests"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "defaulted", b"defaulted", "device", b"device", "digests", b"digests", "inputs", b"inputs", "name", b"name", "outputs", b"outputs", "overrides", b"overrides", "xs", b"xs", "ys", b"ys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "defaulted", b"defaulted", "device", b"device", "digests", b"digests", "inputs", b"inputs", "name", b"name", "outputs", b"outputs", "overrides", b"overrides", "rewritten", b"rewritten", "xs", b"xs", "ys", b"ys"]) -> None: ...
 
 global___Program = Program
 

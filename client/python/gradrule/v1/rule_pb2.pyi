@@ -113,10 +113,13 @@ class RuleParam(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     DEFAULT_VALUE_FIELD_NUMBER: builtins.int
     DESCRIPTION_FIELD_NUMBER: builtins.int
+    RANGE_FIELD_NUMBER: builtins.int
     name: builtins.str
     """An identifier: no Python keyword, none of x, y, dy, default (with or without digits), no function's name."""
     description: builtins.str
-    """Meaning, unit, range; for people."""
+    """Meaning and unit; for people."""
+    range: builtins.str
+    """Values it takes: comma-separated conditions `> 0`, `>= 0`, `< 1`, `<= 1`, `integer`; empty: all. Other values are INVALID_PARAM."""
     @property
     def default_value(self) -> global___ParamValue:
         """Value where none is given. Not set: every use must give one (MISSING_PARAM)."""
@@ -127,9 +130,10 @@ class RuleParam(google.protobuf.message.Message):
         name: builtins.str = ...,
         default_value: global___ParamValue | None = ...,
         description: builtins.str = ...,
+        range: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["default_value", b"default_value"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["default_value", b"default_value", "description", b"description", "name", b"name"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["default_value", b"default_value", "description", b"description", "name", b"name", "range", b"range"]) -> None: ...
 
 global___RuleParam = RuleParam
 
@@ -183,6 +187,10 @@ class Rule(google.protobuf.message.Message):
     CREATE_TIME_FIELD_NUMBER: builtins.int
     PER_SAMPLE_FIELD_NUMBER: builtins.int
     ALIASES_FIELD_NUMBER: builtins.int
+    FORMULA_FIELD_NUMBER: builtins.int
+    FAMILY_FIELD_NUMBER: builtins.int
+    HIDES_BUILTIN_FIELD_NUMBER: builtins.int
+    TRUE_GRADIENT_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`rules/{name}`."""
     kind: global___RuleKind.ValueType
@@ -197,6 +205,16 @@ class Rule(google.protobuf.message.Message):
     """True where each example along axis 0 gets a gradient that no other example changes, as read from the expression.
     Not set where it is not known (OP rules, graphs). Output only.
     """
+    formula: builtins.str
+    """What the rule computes, in the notation of the expression language, for people: the expression itself where there is one. Output only."""
+    family: builtins.str
+    """Family of a BUILTIN rule: `surrogate` for example. Output only."""
+    hides_builtin: builtins.bool
+    """True for a USER rule that has the name of a BUILTIN rule, which arrived later: the name means the USER rule, `builtin/NAME` the other.
+    Output only.
+    """
+    true_gradient: builtins.bool
+    """True where the rule is the true gradient of the ops it is meant for, up to rounding. Output only."""
     @property
     def definition(self) -> global___RuleDefinition:
         """Content. Not set for OP rules."""
@@ -226,9 +244,13 @@ class Rule(google.protobuf.message.Message):
         create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         per_sample: builtins.bool | None = ...,
         aliases: collections.abc.Iterable[builtins.str] | None = ...,
+        formula: builtins.str = ...,
+        family: builtins.str = ...,
+        hides_builtin: builtins.bool = ...,
+        true_gradient: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_per_sample", b"_per_sample", "create_time", b"create_time", "definition", b"definition", "per_sample", b"per_sample"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_per_sample", b"_per_sample", "aliases", b"aliases", "create_time", b"create_time", "definition", b"definition", "description", b"description", "digest", b"digest", "kind", b"kind", "name", b"name", "op_types", b"op_types", "per_sample", b"per_sample", "reference", b"reference"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_per_sample", b"_per_sample", "aliases", b"aliases", "create_time", b"create_time", "definition", b"definition", "description", b"description", "digest", b"digest", "family", b"family", "formula", b"formula", "hides_builtin", b"hides_builtin", "kind", b"kind", "name", b"name", "op_types", b"op_types", "per_sample", b"per_sample", "reference", b"reference", "true_gradient", b"true_gradient"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_per_sample", b"_per_sample"]) -> typing.Literal["per_sample"] | None: ...
 
 global___Rule = Rule
@@ -418,11 +440,30 @@ class SampleRuleRequest(google.protobuf.message.Message):
         def HasField(self, field_name: typing.Literal["value", b"value"]) -> builtins.bool: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class AttrsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        @property
+        def value(self) -> gradrule.v1.graph_pb2.AttrValue: ...
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: gradrule.v1.graph_pb2.AttrValue | None = ...,
+        ) -> None: ...
+        def HasField(self, field_name: typing.Literal["value", b"value"]) -> builtins.bool: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     NAME_FIELD_NUMBER: builtins.int
     DEFINITION_FIELD_NUMBER: builtins.int
     VALUES_FIELD_NUMBER: builtins.int
     PARAMS_FIELD_NUMBER: builtins.int
     OP_TYPE_FIELD_NUMBER: builtins.int
+    ATTRS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """A registered rule: `rules/{name}`, or the bare name."""
     op_type: builtins.str
@@ -443,6 +484,10 @@ class SampleRuleRequest(google.protobuf.message.Message):
     def params(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, global___ParamValue]:
         """Param values by name."""
 
+    @property
+    def attrs(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, gradrule.v1.graph_pb2.AttrValue]:
+        """Attributes of that op that do not follow from its inputs."""
+
     def __init__(
         self,
         *,
@@ -451,9 +496,10 @@ class SampleRuleRequest(google.protobuf.message.Message):
         values: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
         params: collections.abc.Mapping[builtins.str, global___ParamValue] | None = ...,
         op_type: builtins.str = ...,
+        attrs: collections.abc.Mapping[builtins.str, gradrule.v1.graph_pb2.AttrValue] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["definition", b"definition", "name", b"name", "source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["definition", b"definition", "name", b"name", "op_type", b"op_type", "params", b"params", "source", b"source", "values", b"values"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attrs", b"attrs", "definition", b"definition", "name", b"name", "op_type", b"op_type", "params", b"params", "source", b"source", "values", b"values"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["source", b"source"]) -> typing.Literal["name", "definition"] | None: ...
 
 global___SampleRuleRequest = SampleRuleRequest
@@ -483,3 +529,73 @@ class SampleRuleResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["gradients", b"gradients", "outputs", b"outputs"]) -> None: ...
 
 global___SampleRuleResponse = SampleRuleResponse
+
+@typing.final
+class Preset(google.protobuf.message.Message):
+    """A named list of overrides."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    DESCRIPTION_FIELD_NUMBER: builtins.int
+    REFERENCE_FIELD_NUMBER: builtins.int
+    OVERRIDES_FIELD_NUMBER: builtins.int
+    PARAMS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Its name."""
+    description: builtins.str
+    """What it does, and for which models."""
+    reference: builtins.str
+    """Paper or library that it is from."""
+    @property
+    def overrides(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Its overrides in order, one line each, for people: `@convolution → lrp_zplus(eps=1e-06)`."""
+
+    @property
+    def params(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RuleParam]:
+        """Params of its rules, each name once, with the preset's values as defaults."""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        description: builtins.str = ...,
+        reference: builtins.str = ...,
+        overrides: collections.abc.Iterable[builtins.str] | None = ...,
+        params: collections.abc.Iterable[global___RuleParam] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["description", b"description", "name", b"name", "overrides", b"overrides", "params", b"params", "reference", b"reference"]) -> None: ...
+
+global___Preset = Preset
+
+@typing.final
+class ListPresetsRequest(google.protobuf.message.Message):
+    """Request of ListPresets."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ListPresetsRequest = ListPresetsRequest
+
+@typing.final
+class ListPresetsResponse(google.protobuf.message.Message):
+    """Answer of ListPresets."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PRESETS_FIELD_NUMBER: builtins.int
+    @property
+    def presets(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Preset]:
+        """Presets by name."""
+
+    def __init__(
+        self,
+        *,
+        presets: collections.abc.Iterable[global___Preset] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["presets", b"presets"]) -> None: ...
+
+global___ListPresetsResponse = ListPresetsResponse

@@ -60,6 +60,11 @@ class RuleServiceStub(object):
                 request_serializer=gradrule_dot_v1_dot_rule__pb2.SampleRuleRequest.SerializeToString,
                 response_deserializer=gradrule_dot_v1_dot_rule__pb2.SampleRuleResponse.FromString,
                 _registered_method=True)
+        self.ListPresets = channel.unary_unary(
+                '/gradrule.v1.RuleService/ListPresets',
+                request_serializer=gradrule_dot_v1_dot_rule__pb2.ListPresetsRequest.SerializeToString,
+                response_deserializer=gradrule_dot_v1_dot_rule__pb2.ListPresetsResponse.FromString,
+                _registered_method=True)
 
 
 class RuleServiceServicer(object):
@@ -102,6 +107,13 @@ class RuleServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListPresets(self, request, context):
+        """All presets, by name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RuleServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -129,6 +141,11 @@ def add_RuleServiceServicer_to_server(servicer, server):
                     servicer.SampleRule,
                     request_deserializer=gradrule_dot_v1_dot_rule__pb2.SampleRuleRequest.FromString,
                     response_serializer=gradrule_dot_v1_dot_rule__pb2.SampleRuleResponse.SerializeToString,
+            ),
+            'ListPresets': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPresets,
+                    request_deserializer=gradrule_dot_v1_dot_rule__pb2.ListPresetsRequest.FromString,
+                    response_serializer=gradrule_dot_v1_dot_rule__pb2.ListPresetsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -267,6 +284,33 @@ class RuleService(object):
             '/gradrule.v1.RuleService/SampleRule',
             gradrule_dot_v1_dot_rule__pb2.SampleRuleRequest.SerializeToString,
             gradrule_dot_v1_dot_rule__pb2.SampleRuleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPresets(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gradrule.v1.RuleService/ListPresets',
+            gradrule_dot_v1_dot_rule__pb2.ListPresetsRequest.SerializeToString,
+            gradrule_dot_v1_dot_rule__pb2.ListPresetsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -53,6 +53,12 @@ class RuleServiceStub:
     ]
     """Runs a rule on tensors, without a graph. Fails with UNKNOWN_RULE, MISSING_FEED and whatever the rule itself fails with."""
 
+    ListPresets: grpc.UnaryUnaryMultiCallable[
+        gradrule.v1.rule_pb2.ListPresetsRequest,
+        gradrule.v1.rule_pb2.ListPresetsResponse,
+    ]
+    """All presets, by name."""
+
 class RuleServiceAsyncStub:
     """The registry of rules."""
 
@@ -87,6 +93,12 @@ class RuleServiceAsyncStub:
         gradrule.v1.rule_pb2.SampleRuleResponse,
     ]
     """Runs a rule on tensors, without a graph. Fails with UNKNOWN_RULE, MISSING_FEED and whatever the rule itself fails with."""
+
+    ListPresets: grpc.aio.UnaryUnaryMultiCallable[
+        gradrule.v1.rule_pb2.ListPresetsRequest,
+        gradrule.v1.rule_pb2.ListPresetsResponse,
+    ]
+    """All presets, by name."""
 
 class RuleServiceServicer(metaclass=abc.ABCMeta):
     """The registry of rules."""
@@ -132,5 +144,13 @@ class RuleServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[gradrule.v1.rule_pb2.SampleRuleResponse, collections.abc.Awaitable[gradrule.v1.rule_pb2.SampleRuleResponse]]:
         """Runs a rule on tensors, without a graph. Fails with UNKNOWN_RULE, MISSING_FEED and whatever the rule itself fails with."""
+
+    @abc.abstractmethod
+    def ListPresets(
+        self,
+        request: gradrule.v1.rule_pb2.ListPresetsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[gradrule.v1.rule_pb2.ListPresetsResponse, collections.abc.Awaitable[gradrule.v1.rule_pb2.ListPresetsResponse]]:
+        """All presets, by name."""
 
 def add_RuleServiceServicer_to_server(servicer: RuleServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

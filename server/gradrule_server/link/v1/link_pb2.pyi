@@ -71,10 +71,13 @@ class BoundRule(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     DEFINITION_FIELD_NUMBER: builtins.int
     OP_GRADIENT_FIELD_NUMBER: builtins.int
+    CODE_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Name for errors and answers."""
     op_gradient: builtins.str
     """The gradient that TensorFlow registers for this op type."""
+    code: builtins.str
+    """A rule of the catalogue that is code: its name."""
     @property
     def definition(self) -> gradrule.v1.rule_pb2.RuleDefinition:
         """A formula or a graph."""
@@ -85,10 +88,11 @@ class BoundRule(google.protobuf.message.Message):
         name: builtins.str = ...,
         definition: gradrule.v1.rule_pb2.RuleDefinition | None = ...,
         op_gradient: builtins.str = ...,
+        code: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["definition", b"definition", "form", b"form", "op_gradient", b"op_gradient"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["definition", b"definition", "form", b"form", "name", b"name", "op_gradient", b"op_gradient"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["form", b"form"]) -> typing.Literal["definition", "op_gradient"] | None: ...
+    def HasField(self, field_name: typing.Literal["code", b"code", "definition", b"definition", "form", b"form", "op_gradient", b"op_gradient"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["code", b"code", "definition", b"definition", "form", b"form", "name", b"name", "op_gradient", b"op_gradient"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["form", b"form"]) -> typing.Literal["definition", "op_gradient", "code"] | None: ...
 
 global___BoundRule = BoundRule
 
@@ -101,20 +105,37 @@ class MarkedNode(google.protobuf.message.Message):
     RULE_FIELD_NUMBER: builtins.int
     NODE_FIELD_NUMBER: builtins.int
     FOREIGN_FIELD_NUMBER: builtins.int
+    SUBGRAPH_OUTPUTS_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    OTHERWISE_FIELD_NUMBER: builtins.int
     rule: builtins.int
     """Index into CompileRequest.rules; -1: the op's own gradient (`default`); -2: a gradient of a foreign process."""
     node: builtins.str
     """Name for people: `call/inner`."""
     foreign: builtins.str
     """For rule -2: the foreign name."""
+    subgraph_outputs: builtins.int
+    """For a subgraph, whose node is an IdentityN: how many of its inputs are the subgraph's outputs; the others are its inputs."""
+    rank: builtins.int
+    """The mark holds only if the node's first output has this rank."""
+    otherwise: builtins.int
+    """The mark that holds otherwise. Not set: none."""
     def __init__(
         self,
         *,
         rule: builtins.int = ...,
         node: builtins.str = ...,
         foreign: builtins.str = ...,
+        subgraph_outputs: builtins.int = ...,
+        rank: builtins.int | None = ...,
+        otherwise: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["foreign", b"foreign", "node", b"node", "rule", b"rule"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_otherwise", b"_otherwise", "_rank", b"_rank", "otherwise", b"otherwise", "rank", b"rank"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_otherwise", b"_otherwise", "_rank", b"_rank", "foreign", b"foreign", "node", b"node", "otherwise", b"otherwise", "rank", b"rank", "rule", b"rule", "subgraph_outputs", b"subgraph_outputs"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_otherwise", b"_otherwise"]) -> typing.Literal["otherwise"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_rank", b"_rank"]) -> typing.Literal["rank"] | None: ...
 
 global___MarkedNode = MarkedNode
 
@@ -152,6 +173,7 @@ class CompileRequest(google.protobuf.message.Message):
     GRAD_YS_FIELD_NUMBER: builtins.int
     STOP_GRADIENTS_FIELD_NUMBER: builtins.int
     UNCONNECTED_GRADIENTS_FIELD_NUMBER: builtins.int
+    NO_GRADIENT_FIELD_NUMBER: builtins.int
     key: builtins.str
     """Key by which RUN and UNLOAD name the program: its digest."""
     graph: builtins.bytes
@@ -160,6 +182,8 @@ class CompileRequest(google.protobuf.message.Message):
     """
     unconnected_gradients: gradrule.v1.program_pb2.UnconnectedGradients.ValueType
     """As in Vjp."""
+    no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType
+    """As in ProgramSpec."""
     @property
     def marks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MarkedNode]:
         """Overridden nodes."""
@@ -211,8 +235,9 @@ class CompileRequest(google.protobuf.message.Message):
         grad_ys: collections.abc.Iterable[global___Upstream] | None = ...,
         stop_gradients: collections.abc.Iterable[builtins.str] | None = ...,
         unconnected_gradients: gradrule.v1.program_pb2.UnconnectedGradients.ValueType = ...,
+        no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["fetches", b"fetches", "grad_ys", b"grad_ys", "graph", b"graph", "inputs", b"inputs", "key", b"key", "marks", b"marks", "rules", b"rules", "scopes", b"scopes", "stop_gradients", b"stop_gradients", "unconnected_gradients", b"unconnected_gradients", "xs", b"xs", "ys", b"ys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["fetches", b"fetches", "grad_ys", b"grad_ys", "graph", b"graph", "inputs", b"inputs", "key", b"key", "marks", b"marks", "no_gradient", b"no_gradient", "rules", b"rules", "scopes", b"scopes", "stop_gradients", b"stop_gradients", "unconnected_gradients", b"unconnected_gradients", "xs", b"xs", "ys", b"ys"]) -> None: ...
 
 global___CompileRequest = CompileRequest
 
@@ -278,9 +303,10 @@ class CompileReply(google.protobuf.message.Message):
     OUTPUTS_FIELD_NUMBER: builtins.int
     YS_FIELD_NUMBER: builtins.int
     XS_FIELD_NUMBER: builtins.int
+    WITHOUT_GRADIENT_FIELD_NUMBER: builtins.int
     @property
     def statuses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[gradrule.v1.override_pb2.ResolutionStatus.ValueType]:
-        """Status of each mark, in their order."""
+        """Status of each mark, in their order; unspecified where a node of another rank was met."""
 
     @property
     def defaulted(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -302,6 +328,10 @@ class CompileReply(google.protobuf.message.Message):
     def xs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.TensorSpec]:
         """xs with types and shapes."""
 
+    @property
+    def without_gradient(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WithoutGradient]:
+        """Nodes that CompileRequest.no_gradient decided."""
+
     def __init__(
         self,
         *,
@@ -311,10 +341,33 @@ class CompileReply(google.protobuf.message.Message):
         outputs: collections.abc.Iterable[gradrule.v1.tensor_pb2.TensorSpec] | None = ...,
         ys: collections.abc.Iterable[gradrule.v1.tensor_pb2.TensorSpec] | None = ...,
         xs: collections.abc.Iterable[gradrule.v1.tensor_pb2.TensorSpec] | None = ...,
+        without_gradient: collections.abc.Iterable[global___WithoutGradient] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["defaulted", b"defaulted", "inputs", b"inputs", "outputs", b"outputs", "statuses", b"statuses", "xs", b"xs", "ys", b"ys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["defaulted", b"defaulted", "inputs", b"inputs", "outputs", b"outputs", "statuses", b"statuses", "without_gradient", b"without_gradient", "xs", b"xs", "ys", b"ys"]) -> None: ...
 
 global___CompileReply = CompileReply
+
+@typing.final
+class WithoutGradient(google.protobuf.message.Message):
+    """A node whose op has no gradient."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: builtins.int
+    OP_TYPE_FIELD_NUMBER: builtins.int
+    node: builtins.str
+    """Name for people."""
+    op_type: builtins.str
+    """Its op type."""
+    def __init__(
+        self,
+        *,
+        node: builtins.str = ...,
+        op_type: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["node", b"node", "op_type", b"op_type"]) -> None: ...
+
+global___WithoutGradient = WithoutGradient
 
 @typing.final
 class ParamSetting(google.protobuf.message.Message):
@@ -404,10 +457,13 @@ class Fault(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
     FINDINGS_FIELD_NUMBER: builtins.int
+    NOT_LOADED_FIELD_NUMBER: builtins.int
     reason: gradrule.v1.errors_pb2.ErrorReason.ValueType
     """Reason."""
     message: builtins.str
     """What is wrong, where, and what would be right."""
+    not_loaded: builtins.bool
+    """The engine does not hold the program that RUN names."""
     @property
     def findings(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.program_pb2.Finding]:
         """All findings."""
@@ -418,7 +474,8 @@ class Fault(google.protobuf.message.Message):
         reason: gradrule.v1.errors_pb2.ErrorReason.ValueType = ...,
         message: builtins.str = ...,
         findings: collections.abc.Iterable[gradrule.v1.program_pb2.Finding] | None = ...,
+        not_loaded: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["findings", b"findings", "message", b"message", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["findings", b"findings", "message", b"message", "not_loaded", b"not_loaded", "reason", b"reason"]) -> None: ...
 
 global___Fault = Fault

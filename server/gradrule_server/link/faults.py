@@ -1,0 +1,51 @@
+"""Errors on their way between the processes, and findings as messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradrule.v1 import errors_pb2, program_pb2
+from gradrule_server.errors import Finding, GradruleError, reason_name
+from gradrule_server.link.v1 import link_pb2
+
+
+@dataclass
+class NotLoaded(GradruleError):
+    """The engine does not hold the program that it was to run; it is to be loaded again."""
+
+
+@dataclass
+class EngineLost(GradruleError):
+    """The engine ended before it answered. ENGINE_CRASHED.
+
+    `suspect`: it may have been this request that ended it; False where it had not started, or where the engine was
+    ended for another request's sake.
+    """
+
+    suspect: bool = True
+
+
+def finding_message(finding: Finding) -> program_pb2.Finding:
+    """A finding as the API and the link tell it."""
+    return program_pb2.Finding(
+        reason=reason_name(finding.reason), message=finding.message, node=finding.node, field=finding.field
+    )
+
+
+def fault_message(cause: GradruleError) -> link_pb2.Fault:
+    """An error as an engine sends it."""
+    return link_pb2.Fault(
+        reason=cause.reason,
+        message=cause.message,
+        findings=[finding_message(item) for item in cause.findings],
+        not_loaded=isinstance(cause, NotLoaded),
+    )
+
+
+def error_of(fault: link_pb2.Fault) -> GradruleError:
+    """The error that an engine sent."""
+    findings = [
+        Finding(errors_pb2.ErrorReason.Value(f"ERROR_REASON_{item.reason}"), item.message, item.node, item.field)
+        for item in fault.findings
+    ] or [Finding(fault.reason, fault.message)]
+    return NotLoaded(findings) if fault.not_loaded else GradruleError(findings)

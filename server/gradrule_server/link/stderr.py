@@ -1,0 +1,56 @@
+"""What an engine writes to its stderr, as lines of the front end's log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+_log = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 64 * 1024
+_MAX_LINE_BYTES = 4 * 1024
+
+
+class Lines:
+    """Cuts a stream of bytes into lines, each at most so long; what is longer is left out."""
+
+    def __init__(self, limit: int = _MAX_LINE_BYTES) -> None:
+        self._limit = limit
+        self._begun = b""
+        self._left_out = 0
+
+    def feed(self, chunk: bytes) -> list[str]:
+        """The lines that end within the chunk."""
+        *ended, rest = chunk.split(b"\n")
+        lines = []
+        for part in ended:
+            self._add(part)
+            lines.append(self._take())
+        self._add(rest)
+        return lines
+
+    def end(self) -> list[str]:
+        """The last line, if no line break ended it."""
+        return [self._take()] if self._begun else []
+
+    def _add(self, part: bytes) -> None:
+        kept = part[: self._limit - len(self._begun)]
+        self._begun += kept
+        self._left_out += len(part) - len(kept)
+
+    def _take(self) -> str:
+        text = self._begun.decode(errors="replace").rstrip()
+        if self._left_out:
+            text += f"… ({self._left_out} bytes more)"
+        self._begun, self._left_out = b"", 0
+        return text
+
+
+async def log_stderr(stream: asyncio.StreamReader, pid: int) -> None:
+    """Logs until the engine ends. It must read on whatever comes: a full pipe would stop the engine."""
+    lines = Lines()
+    while chunk := await stream.read(_CHUNK_BYTES):
+        for line in lines.feed(chunk):
+            _log.info("engine %d: %s", pid, line)
+    for line in lines.end():
+        _log.info("engine %d: %s", pid, line)
