@@ -20,7 +20,10 @@ Place = tuple[int, str]
 
 @dataclass(frozen=True, slots=True)
 class RuleEntry:
-    """A rule under its name. An OP rule has no content, digest or time: it is the gradient of `op_type`."""
+    """A rule under its name. An OP rule has no content, digest or time: it is the gradient of `op_type`.
+
+    `hides_builtin`: a USER rule whose name a BUILTIN rule has too.
+    """
 
     name: str
     kind: rule_pb2.RuleKind.ValueType
@@ -33,6 +36,10 @@ class RuleEntry:
     create_time: datetime.datetime | None = None
     per_sample: bool | None = None
     aliases: tuple[str, ...] = ()
+    formula: str = ""
+    family: str = ""
+    true_gradient: bool = False
+    hides_builtin: bool = False
 
 
 @dataclass(frozen=True)

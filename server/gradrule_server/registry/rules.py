@@ -6,7 +6,7 @@ import datetime
 import re
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from gradrule.v1 import errors_pb2, rule_pb2
@@ -14,7 +14,7 @@ from gradrule_server.errors import GradruleError, Resource, did_you_mean, error
 from gradrule_server.registry import paging
 from gradrule_server.registry.names import BUILTIN_PREFIX, Names, RuleEntry, by_name
 from gradrule_server.registry.store import RuleRow, Store, StoreError
-from gradrule_server.rules import RuleContent
+from gradrule_server.rules import RuleContent, write_param
 from gradrule_server.rules.catalogue import BUILTINS, BuiltinRule
 
 _PREFIX = "rules/"
@@ -42,9 +42,11 @@ class RuleRegistry:
         self._max_rules = max_rules
         self._changing = threading.Lock()
         self._revision = 0
+        shipped = by_name(_builtin_entry(rule) for rule in builtins)
+        kept = [_kept_entry(store, row) for row in store.rules()]
         self._names = Names(
-            user={row.name: _kept_entry(store, row) for row in store.rules()},
-            builtin=by_name(_builtin_entry(rule) for rule in builtins),
+            user={entry.name: _hiding(entry, shipped) for entry in kept},
+            builtin=shipped,
             op=_op_entries(op_gradients),
         )
 
@@ -64,7 +66,7 @@ class RuleRegistry:
             self._replace(replace(self._names, op=_op_entries(op_gradients)))
 
     def create(self, name: str, definition: rule_pb2.RuleDefinition, description: str) -> RuleEntry:
-        """Registers a USER rule, `rules/NAME` or bare; equal content (form, params, defaults) returns what is there.
+        """Registers a USER rule, `rules/NAME` or bare; equal content (form, params with ranges) returns what is there.
 
         Raises INVALID_RULE (the name), RULE_EXISTS, LIMIT_EXCEEDED, and what reading the definition raises.
         """
@@ -157,6 +159,10 @@ def to_proto(entry: RuleEntry) -> rule_pb2.Rule:
         digest=entry.digest,
         per_sample=entry.per_sample,
         aliases=entry.aliases,
+        formula=entry.formula,
+        family=entry.family,
+        hides_builtin=entry.hides_builtin,
+        true_gradient=entry.true_gradient,
     )
     if entry.create_time is not None:
         rule.create_time.FromDatetime(entry.create_time)
@@ -176,7 +182,7 @@ def _valid_name(name: str) -> str:
 
 def _kept_entry(store: Store, row: RuleRow) -> RuleEntry:
     try:
-        content = RuleContent.from_definition(rule_pb2.RuleDefinition.FromString(row.definition))
+        content = RuleContent.from_kept(row.name, rule_pb2.RuleDefinition.FromString(row.definition))
     except GradruleError as cause:
         raise StoreError(
             f"the rule {row.name!r} in {store.path} cannot be read by this server ({cause.message}); start the version "
@@ -194,7 +200,13 @@ def _user_entry(row: RuleRow, content: RuleContent) -> RuleEntry:
         digest=content.digest,
         create_time=_EPOCH + datetime.timedelta(microseconds=row.create_time_us),
         per_sample=content.per_sample,
+        formula=content.expression or "",
     )
+
+
+def _hiding(entry: RuleEntry, builtin: Mapping[str, RuleEntry]) -> RuleEntry:
+    """The USER rule's entry, which says so where a BUILTIN of its name arrived later."""
+    return replace(entry, hides_builtin=True) if entry.name in builtin else entry
 
 
 def _builtin_entry(rule: BuiltinRule) -> RuleEntry:
@@ -206,8 +218,11 @@ def _builtin_entry(rule: BuiltinRule) -> RuleEntry:
         op_types=tuple(rule.op_types),
         reference=rule.reference,
         digest=rule.content.digest,
-        per_sample=rule.content.per_sample,
+        per_sample=rule.per_sample,
         aliases=tuple(rule.aliases),
+        formula=rule.formula,
+        family=BUILTINS.family_of(rule) if rule.name in BUILTINS else "",
+        true_gradient=rule.true_gradient,
     )
 
 
@@ -225,15 +240,13 @@ def _op_entries(op_types: Iterable[str]) -> dict[str, RuleEntry]:
 
 
 def _equal(kept: RuleContent | None, new: RuleContent) -> bool:
-    """Same form, params and default values; what is written for people does not count."""
-    return kept is not None and kept.digest == new.digest and _defaults(kept) == _defaults(new)
+    """Same form and params, with their defaults and ranges; what is written for people does not count."""
+    return kept is not None and kept.digest == new.digest and _declared(kept) == _declared(new)
 
 
-def _defaults(content: RuleContent) -> list[tuple[str, bool, bytes]]:
-    return [
-        (param.name, param.HasField("default_value"), param.default_value.SerializeToString(deterministic=True))
-        for param in content.to_definition().params
-    ]
+def _declared(content: RuleContent) -> list[bytes]:
+    entries = [write_param(replace(param, description="")) for param in content.params]
+    return [entry.SerializeToString(deterministic=True) for entry in entries]
 
 
 def _taken(name: str, holder: RuleEntry) -> GradruleError:
@@ -253,7 +266,7 @@ def _what(entry: RuleEntry) -> str:
     if entry.content is None:
         return f"the OP rule {entry.name!r}, TensorFlow's gradient of {entry.op_type}"
     definition = entry.content.to_definition()
-    form = definition.expression if definition.WhichOneof("form") == "expression" else "a graph"
+    form = definition.expression or ("a graph" if entry.content.code is None else entry.formula)
     if len(form) > _SHOWN_EXPRESSION:
         form = form[:_SHOWN_EXPRESSION] + "…"
     kind = rule_pb2.RuleKind.Name(entry.kind).removeprefix("RULE_KIND_")

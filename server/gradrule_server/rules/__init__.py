@@ -3,6 +3,7 @@
 from gradrule_server.rules.graph_rule import GraphForm as GraphForm
 from gradrule_server.rules.params import Param as Param
 from gradrule_server.rules.params import read_param_value as read_param_value
+from gradrule_server.rules.params import write_param as write_param
 from gradrule_server.rules.params import write_param_value as write_param_value
 from gradrule_server.rules.rule import RuleContent as RuleContent
 from gradrule_server.rules.rule import graph_rule as graph_rule

@@ -27,10 +27,10 @@ class GraphBuilder:
         self._made: dict[tuple[object, ...], str] = {}
         self._counts: dict[str, int] = {}
 
-    def placeholder(self, name: str, dtype: int) -> str:
-        """A value from outside, of any shape."""
+    def placeholder(self, name: str, dtype: int, *, scalar: bool = False) -> str:
+        """A value from outside, of any shape, or of rank 0."""
         if ("placeholder", name) not in self._made:
-            shape = graph_pb2.AttrValue(shape=tensor_pb2.TensorShape(unknown_rank=True))
+            shape = graph_pb2.AttrValue(shape=tensor_pb2.TensorShape(unknown_rank=not scalar))
             self.graph.node.add(name=name, op="Placeholder", attr={"dtype": type_attr(dtype), "shape": shape})
             self._made["placeholder", name] = name
         return name

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
+from gradrule import _infer, _opdefs
 from gradrule.v1 import errors_pb2, graph_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, did_you_mean, error
 from gradrule_server.rules import dtypes
@@ -26,7 +27,8 @@ _SHAPE_NOT_KNOWN = frozenset({"graph"})
 class GraphForm:
     """A rule's graph, read and checked, without what no result needs.
 
-    `variables`: `x0` → its placeholder's node name; `params` likewise; `results`: input index → result node.
+    `variables`: `x0` → its placeholder's node name; `params` likewise; `results`: input index → result node. Nodes of
+    the graph come after those that they take.
     """
 
     graph: graph_pb2.Graph
@@ -38,8 +40,8 @@ class GraphForm:
 def read_graph(serialized: bytes, params: Sequence[str]) -> GraphForm:
     """The rule that a graph's bytes say.
 
-    INVALID_GRAPH, DUPLICATE_NODE, DANGLING_INPUT, GRAPH_CYCLE where it is no graph; INVALID_RULE where it has no
-    results, one of them twice, or a placeholder that is neither a variable nor a declared param.
+    INVALID_GRAPH, DUPLICATE_NODE, DANGLING_INPUT, GRAPH_CYCLE, UNKNOWN_OP_TYPE where it is no graph; INVALID_RULE where
+    it has no results, one of them twice, a function, or a placeholder that is neither a variable nor a declared param.
     """
     graph = graph_pb2.Graph()
     try:
@@ -57,11 +59,10 @@ def read_graph(serialized: bytes, params: Sequence[str]) -> GraphForm:
         nodes[node.name] = node
     results = _results(nodes)
     reached = _reached(nodes, results.values())
-    variables, used_params = _placeholders([node for name, node in nodes.items() if name in reached], params)
-    kept = graph_pb2.Graph(library=graph.library, versions=graph.versions)
-    kept.node.extend(node for name, node in nodes.items() if name in reached)
-    if not graph.HasField("library"):
-        kept.ClearField("library")
+    needed = set(reached)
+    kept = graph_pb2.Graph(versions=graph.versions, node=[nodes[name] for name in reached])
+    _check_ops(kept.node, {function.signature.name for function in graph.library.function})
+    variables, used_params = _placeholders([node for name, node in nodes.items() if name in needed], params)
     if not variables:
         raise _refused(
             errors_pb2.ERROR_REASON_INVALID_RULE,
@@ -87,6 +88,7 @@ def bind_graph(form: GraphForm, signature: Signature) -> RuleGraph:
         inputs[variable] = name
     for param, name in form.params.items():
         inputs[f"param/{param}"] = _feed_as_double(graph, nodes, name)
+    _complete(graph)
     for index in form.results:
         if index >= len(signature.inputs):
             raise _refused(
@@ -126,16 +128,53 @@ def _results(nodes: Mapping[str, graph_pb2.Node]) -> dict[int, str]:
     return dict(sorted(results.items()))
 
 
-def _reached(nodes: Mapping[str, graph_pb2.Node], roots: Iterable[str]) -> set[str]:
-    """Names of the nodes that the roots depend on; refuses inputs that are not there and circles."""
-    done: set[str] = set()
+def _check_ops(nodes: Iterable[graph_pb2.Node], functions: Container[str]) -> None:
+    for node in nodes:
+        called = [value.func.name for value in node.attr.values() if value.WhichOneof("value") == "func"]
+        called += [function.name for value in node.attr.values() for function in value.list.func]
+        if node.op in functions or called:
+            # Functions have names for a whole process, in which other callers' rules run too.
+            message = f"it runs the function {quoted(called[0] if called else node.op)}, and a rule's graph has none"
+            raise _refused(errors_pb2.ERROR_REASON_INVALID_RULE, message, node.name)
+        if _opdefs.find(node.op) is None:
+            message = f"there is no op type {quoted(node.op)}.{did_you_mean(node.op, _opdefs.names())}"
+            raise _refused(errors_pb2.ERROR_REASON_UNKNOWN_OP_TYPE, message, node.name)
+
+
+def _complete(graph: graph_pb2.Graph) -> None:
+    """Fills in attributes that follow from the inputs, now that the inputs have types."""
+    outputs: dict[str, tuple[int, ...]] = {}
+    # Placeholders of params were added last; all else is in order.
+    for node in sorted(graph.node, key=lambda item: item.op != "Placeholder"):
+        op = _opdefs.find(node.op)
+        if op is None:
+            raise AssertionError(f"{node.op} passed the checks")
+        sources = [source.partition(":") for source in node.input if not source.startswith("^")]
+        try:
+            types = [outputs[name][int(index or 0)] for name, _, index in sources]
+        except (IndexError, ValueError):
+            message = f"one of its inputs {list(node.input)} is an output that its node does not have"
+            raise _refused(errors_pb2.ERROR_REASON_DANGLING_INPUT, message, node.name) from None
+        try:
+            completed = _infer.complete(op, dict(node.attr), types)
+        except _infer.InferError as cause:
+            reason = errors_pb2.ErrorReason.Value(f"ERROR_REASON_{cause.kind}")
+            raise _refused(reason, cause.message, node.name) from cause
+        for name, value in completed.added.items():
+            node.attr[name].CopyFrom(value)
+        outputs[node.name] = completed.outputs
+
+
+def _reached(nodes: Mapping[str, graph_pb2.Node], roots: Iterable[str]) -> list[str]:
+    """Names of the nodes that the roots depend on, in order; refuses inputs that are not there and circles."""
+    done: dict[str, None] = {}
     open_nodes: set[str] = set()
     pending = [(name, False) for name in roots]
     while pending:
         name, leaving = pending.pop()
         if leaving:
             open_nodes.discard(name)
-            done.add(name)
+            done[name] = None
             continue
         if name in done:
             continue
@@ -153,7 +192,7 @@ def _reached(nodes: Mapping[str, graph_pb2.Node], roots: Iterable[str]) -> set[s
                 )
             if needed not in done:
                 pending.append((needed, False))
-    return done
+    return list(done)
 
 
 def _placeholders(nodes: Sequence[graph_pb2.Node], params: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,17 +10,54 @@ from numpy.typing import NDArray
 from gradrule import _tensors
 from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server.errors import error
+from gradrule_server.rules.ranges import Range, parse_range
 
 ParamNumber = float | NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Param:
-    """A param of a rule. `default` None: every use must give a value. An array broadcasts against x as NumPy does."""
+    """A param of a rule. `default` None: every use must give a value. An array broadcasts against x as NumPy does.
+
+    `range`: conditions that every element must meet (`> 0, integer`); empty: all values. ValueError where the range
+    cannot be read or the default is outside.
+    """
 
     name: str
     default: ParamNumber | None = None
     description: str = ""
+    range: str = ""
+    _range: Range = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_range", parse_range(self.range))
+        problem = None if self.default is None else self.problem(self.default)
+        if problem is not None:
+            raise ValueError(problem)
+
+    def problem(self, value: ParamNumber) -> str | None:
+        """Why the param does not take the value; None if it does."""
+        outside = self._range.problem(value)
+        return None if outside is None else f"param {self.name!r}: {outside}"
+
+    def check(self, value: rule_pb2.ParamValue, field: str) -> None:
+        """INVALID_PARAM where the message holds no value, or one outside the range.
+
+        Without a range a tensor is not looked into: it may be large, and whoever computes with it reads it anyway.
+        """
+        if not self.range and value.WhichOneof("value") is not None:
+            return
+        outside = self.problem(read_param_value(value, self.name, field))
+        if outside is not None:
+            raise error(errors_pb2.ERROR_REASON_INVALID_PARAM, outside, field=field)
+
+
+def write_param(param: Param) -> rule_pb2.RuleParam:
+    """The message that declares the param."""
+    entry = rule_pb2.RuleParam(name=param.name, description=param.description, range=param.range)
+    if param.default is not None:
+        entry.default_value.CopyFrom(write_param_value(param.default))
+    return entry
 
 
 def read_param_value(value: rule_pb2.ParamValue, name: str, field: str) -> ParamNumber:

@@ -1,4 +1,4 @@
-"""What a rule is: a formula or a graph with its params, checked once, bound to ops as often as needed."""
+"""What a rule is: a formula, a graph or code of the engine, with its params; checked once, bound as often as needed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.rules.graph_rule import GraphForm, bind_graph, read_graph
 from gradrule_server.rules.language import Formula, lower, parse
 from gradrule_server.rules.language.names import is_function, param_name_problem
-from gradrule_server.rules.params import Param, ParamNumber, read_param_value, write_param_value
+from gradrule_server.rules.params import Param, read_param_value, write_param
 from gradrule_server.rules.signature import RuleGraph, Signature
 
 _DIGEST_VERSION = b"gradrule.rule.v1"
@@ -18,11 +18,16 @@ _DIGEST_VERSION = b"gradrule.rule.v1"
 
 @dataclass(frozen=True, eq=False)
 class RuleContent:
-    """A rule's content: an expression, or a graph's bytes, and params. Making one checks it: INVALID_EXPRESSION, …"""
+    """A rule's content: one form, and params. Making one checks it: INVALID_EXPRESSION, …
+
+    The forms are an expression, a graph's bytes, and (of the catalogue alone) `code`, the name by which the engine
+    has the rule.
+    """
 
     expression: str | None = None
     graph_bytes: bytes | None = None
     params: tuple[Param, ...] = ()
+    code: str | None = None
     formula: Formula | None = field(init=False, repr=False)
     _graph: GraphForm | None = field(init=False, repr=False)
 
@@ -30,7 +35,7 @@ class RuleContent:
         names = [param.name for param in self.params]
         formula = None if self.expression is None else parse(self.expression, names)
         graph = None if self.graph_bytes is None else read_graph(self.graph_bytes, names)
-        if (formula is None) == (graph is None):
+        if sum(form is not None for form in (formula, graph, self.code)) != 1:
             raise error(
                 errors_pb2.ERROR_REASON_INVALID_RULE,
                 "a rule is either an expression or a graph, and this is neither or both",
@@ -41,7 +46,22 @@ class RuleContent:
     @classmethod
     def from_definition(cls, definition: rule_pb2.RuleDefinition) -> RuleContent:
         """The content that a message says. INVALID_RULE, INVALID_EXPRESSION, INVALID_PARAM, or as `read_graph`."""
-        params = _read_params(definition)
+        return cls._from(definition, _read_params(definition, names_are_new=True))
+
+    @classmethod
+    def from_kept(cls, name: str, definition: rule_pb2.RuleDefinition) -> RuleContent:
+        """The content of the rule `name` as `to_definition` wrote it; without a form it is code of the engine.
+
+        A function that the language got since then takes no param's name away. INVALID_RULE where there is no such
+        code.
+        """
+        params = _read_params(definition, names_are_new=False)
+        if definition.WhichOneof("form") is None and _is_code(name):
+            return cls(code=name, params=params)
+        return cls._from(definition, params)
+
+    @classmethod
+    def _from(cls, definition: rule_pb2.RuleDefinition, params: tuple[Param, ...]) -> RuleContent:
         match definition.WhichOneof("form"):
             case "expression":
                 return cls(expression=definition.expression, params=params)
@@ -55,23 +75,22 @@ class RuleContent:
                 )
 
     def to_definition(self) -> rule_pb2.RuleDefinition:
-        """The message that `from_definition` reads."""
+        """The message that `from_definition` reads; code has no form in it, and `from_kept` reads it."""
         definition = rule_pb2.RuleDefinition()
         if self.expression is not None:
             definition.expression = self.expression
         if self.graph_bytes is not None:
             definition.graph.serialized = self.graph_bytes
-        for param in self.params:
-            entry = definition.params.add(name=param.name, description=param.description)
-            if param.default is not None:
-                entry.default_value.CopyFrom(write_param_value(param.default))
+        definition.params.extend(map(write_param, self.params))
         return definition
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of the form and the params' names; their default values do not count."""
+        """SHA-256 (hex) of the form and the params' names; their default values and ranges do not count."""
         if self.graph_bytes is not None:
             form = [b"graph", self.graph_bytes]
+        elif self.code is not None:
+            form = [b"code", self.code.encode()]
         else:
             form = [b"expression", (self.expression or "").strip().encode()]
         parts = [_DIGEST_VERSION, *form, *(param.name.encode() for param in self.params)]
@@ -83,18 +102,24 @@ class RuleContent:
 
     @property
     def per_sample(self) -> bool | None:
-        """True if no example along axis 0 changes another's gradient; None for graphs, where it is not known."""
+        """True if no example along axis 0 changes another's gradient; None for graphs and code, which are not read."""
         return None if self.formula is None else self.formula.per_sample
 
     @property
     def uses_default(self) -> bool:
-        """True if the rule needs the op's own gradient."""
+        """True if the rule needs the op's own gradient as a variable; code asks for it where it needs it."""
         if self.formula is not None:
             return self.formula.uses_default
         return self._graph is not None and any(variable.startswith("default") for variable in self._graph.variables)
 
     def bind(self, signature: Signature) -> RuleGraph:
         """The rule as a graph for an op of these types; RULE_ARITY, RULE_NOT_APPLICABLE, RULE_OUTPUT if it is none."""
+        if self.code is not None:
+            raise error(
+                errors_pb2.ERROR_REASON_RULE_NOT_APPLICABLE,
+                f"the rule {self.code!r} is part of the server's code and needs an op to run on, with its weights and "
+                "attributes: name an op type",
+            )
         if self._graph is not None:
             return bind_graph(self._graph, signature)
         assert self.formula is not None
@@ -106,7 +131,7 @@ def graph_rule(definition: rule_pb2.RuleDefinition, signature: Signature) -> Rul
     return RuleContent.from_definition(definition).bind(signature)
 
 
-def _read_params(definition: rule_pb2.RuleDefinition) -> tuple[Param, ...]:
+def _read_params(definition: rule_pb2.RuleDefinition, *, names_are_new: bool) -> tuple[Param, ...]:
     findings: list[Finding] = []
     params: list[Param] = []
     seen: set[str] = set()
@@ -115,29 +140,55 @@ def _read_params(definition: rule_pb2.RuleDefinition) -> tuple[Param, ...]:
         problem = param_name_problem(entry.name)
         if problem is None and entry.name in seen:
             problem = f"param {entry.name!r} is declared twice"
-        if problem is None and is_function(entry.name) and not _is_of_catalogue(definition, entry.name):
+        if problem is None and names_are_new and _is_function_of_others(entry.name, definition):
             problem = f"{entry.name!r} is a function of the language; {entry.name + '_'!r} would do"
         if problem is not None:
             findings.append(Finding(errors_pb2.ERROR_REASON_INVALID_RULE, problem, field=f"{where}.name"))
         seen.add(entry.name)
-        default: ParamNumber | None = None
-        if entry.HasField("default_value"):
-            default = read_param_value(entry.default_value, entry.name, f"{where}.default_value")
-        params.append(Param(entry.name, default, entry.description))
+        try:
+            params.append(_read_param(entry, where))
+        except GradruleError as cause:
+            findings += cause.findings
     if findings:
         raise GradruleError(findings)
     return tuple(params)
 
 
-def _is_of_catalogue(definition: rule_pb2.RuleDefinition, param: str) -> bool:
-    """True for a rule of the catalogue: `clip` of ste_sign, `norm` of gradient_clip_norm have the names people know."""
+def _read_param(entry: rule_pb2.RuleParam, where: str) -> Param:
+    try:
+        declared = Param(entry.name, None, entry.description, entry.range)
+    except ValueError as cause:
+        raise error(
+            errors_pb2.ERROR_REASON_INVALID_RULE, f"param {entry.name!r}: {cause}", field=f"{where}.range"
+        ) from cause
+    if not entry.HasField("default_value"):
+        return declared
+    field = f"{where}.default_value"
+    default = read_param_value(entry.default_value, entry.name, field)
+    problem = declared.problem(default)
+    if problem is not None:
+        raise error(errors_pb2.ERROR_REASON_INVALID_PARAM, f"{problem} (its default value)", field=field)
+    return Param(entry.name, default, entry.description, entry.range)
+
+
+def _is_function_of_others(param: str, definition: rule_pb2.RuleDefinition) -> bool:
+    """True for a function's name, except in the catalogue: `clip` of ste_sign is the name that people know."""
+    if not is_function(param):
+        return False
     # The catalogue is made of RuleContents, so it can be imported only once this module is.
     from gradrule_server.rules.catalogue import BUILTINS
 
-    return any(
+    return not any(
         builtin.expression == definition.expression and any(own.name == param for own in builtin.params)
         for builtin in BUILTINS
+        if builtin.expression is not None
     )
+
+
+def _is_code(name: str) -> bool:
+    from gradrule_server.rules.catalogue import BUILTINS
+
+    return name in BUILTINS and BUILTINS[name].code
 
 
 def _graph_bytes(source: rule_pb2.GraphSource) -> bytes:

@@ -49,7 +49,8 @@ class RuleGraph:
 
     `graph`: nodes of plain TensorFlow ops with all attributes.
     `inputs`: variable (`x0`, `dy1`, `default0`) or `param/NAME` → the placeholder that takes it; only those used.
-    A param's placeholder is DT_DOUBLE of any shape.
+    A param's placeholder is DT_DOUBLE of any shape. `salt` is there where the rule draws random numbers: DT_INT64 of
+    rank 0, a number of the op's own, so that two ops draw different ones.
     `results`: per op input the tensor's name, None for "not connected".
     `shape_sources`: per op input what the result's shape is broadcast from: variables (`default0` counts as x0),
     `param/NAME`, `reduced/x0` (x0 with axes of size 1), `graph` (not known). A result whose sources are its own input

@@ -35,6 +35,13 @@ def expression(text: str, **params: float | None) -> rule_pb2.RuleDefinition:
     return definition
 
 
+def ranged(text: str, range_: str, **params: float | None) -> rule_pb2.RuleDefinition:
+    definition = expression(text, **params)
+    for param in definition.params:
+        param.range = range_
+    return definition
+
+
 @pytest.fixture
 def registry(store: Store) -> RuleRegistry:
     return RuleRegistry(store, OPS, builtins=(ALIASED,))
@@ -90,6 +97,7 @@ def test_equal_content_returns_the_rule_that_is_there(registry: RuleRegistry) ->
         expression("a * dy", a=None),
         expression("a * dy", a=0.0),
         expression("dy * 3 * a", a=1.0),
+        ranged("a * dy", "> 0", a=1.0),
     ],
 )
 def test_other_content_under_a_taken_name_names_the_holder(
@@ -159,6 +167,58 @@ def test_builtins_have_all_that_a_person_asks_for(registry: RuleRegistry) -> Non
     assert rule.aliases == ["hard_tanh_ste"]
     assert rule.description
     assert rule.digest == STE_SIGN.content.digest
+    assert rule.formula == STE_SIGN.expression
+    assert rule.family == "straight_through"
+    assert rule.per_sample
+    assert not rule.true_gradient
+    assert not rule.hides_builtin
+    assert [param.range for param in rule.definition.params] == ["> 0"]
+
+
+def test_all_builtins_are_told_with_formula_and_family(store: Store) -> None:
+    registry = RuleRegistry(store, OPS)
+    told = [to_proto(entry) for entry in registry.list(BUILTIN, 1000, "")[0]]
+    assert len(told) == len(BUILTINS)
+    for rule in told:
+        row = BUILTINS[rule.name.removeprefix("rules/")]
+        assert (rule.formula, rule.family) == (row.formula, BUILTINS.family_of(row))
+        assert rule.true_gradient == row.true_gradient
+        assert (rule.per_sample if rule.HasField("per_sample") else None) == row.per_sample
+        assert rule.definition.expression == (row.expression or "")
+    code = to_proto(registry.get("lrp_epsilon"))
+    assert code.definition.WhichOneof("form") is None
+    assert [param.name for param in code.definition.params] == ["eps"]
+    assert len(code.digest) == 64
+    with pytest.raises(GradruleError, match=r"BUILTIN rule 'lrp_epsilon' \(x \* vjp"):
+        registry.create("lrp_epsilon", expression("dy"), "")
+
+
+def test_ranges_of_user_rules_are_kept(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    definition = ranged("a * dy", "> 0, integer", a=2.0)
+    made = RuleRegistry(store, OPS).create("Q", definition, "")
+    assert to_proto(made).formula == "a * dy"
+    assert to_proto(made).family == ""
+    store.close()
+    store = Store(tmp_path)
+    registry = RuleRegistry(store, OPS)
+    assert to_proto(registry.get("Q")).definition == definition
+    assert registry.create("Q", definition, "") is registry.get("Q")
+    with pytest.raises(GradruleError, match="outside its range"):
+        registry.create("R", ranged("a * dy", "> 0", a=-1.0), "")
+    store.close()
+
+
+def test_rules_of_an_earlier_server_are_read(tmp_path: Path) -> None:
+    """A definition without ranges, and with a param whose name has become a function's since."""
+    store = Store(tmp_path)
+    RuleRegistry(store, OPS).create("Q", expression("2 * dy"), "")
+    earlier = expression("normal * dy", normal=1.0).SerializeToString()
+    with sqlite3.connect(store.path) as connection:
+        connection.execute("UPDATE rules SET definition = ?", (earlier,))
+    kept = to_proto(RuleRegistry(store, OPS).get("Q"))
+    assert kept.definition == expression("normal * dy", normal=1.0)
+    store.close()
 
 
 def test_op_rules_are_those_of_the_engine(registry: RuleRegistry) -> None:
@@ -238,7 +298,10 @@ def test_a_rule_keeps_its_name_when_an_upgrade_brings_the_same(store: Store) -> 
     assert hidden == ("Sign", "ste_sign")
     for name in ("ste_sign", "Sign", "mine"):
         assert registry.get(name).kind == USER
+    assert to_proto(registry.get("ste_sign")).hides_builtin
+    assert [entry.name for entry in registry.list(USER, 100, "")[0] if entry.hides_builtin] == ["ste_sign"]
     for name in ("builtin/ste_sign", "builtin/hard_tanh_ste", "hard_tanh_ste"):
+        assert not registry.get(name).hides_builtin
         assert registry.get(name).kind == BUILTIN
         assert to_proto(registry.get(name)).name == "rules/builtin/ste_sign"
     # Each listed name means the rule that it is listed with; the hidden OP rule has none.

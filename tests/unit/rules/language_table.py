@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.unit.rules.running import Array, number_of, value_for
+from tests.unit.rules.running import SALT, Array, number_of, value_for
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "expression-language.md"
 
@@ -55,6 +55,7 @@ class Row:
     def values(self, dtype: str | None = None) -> dict[str, Array]:
         """A value for every variable and param."""
         values = {name: value_for(name, kind, shape) for name, (kind, shape) in self.specs(dtype).items()}
+        values["salt"] = np.array(SALT)
         values |= {f"param/{name}": np.array(value, np.float64) for name, value in self.params.items()}
         return values
 

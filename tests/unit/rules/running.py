@@ -51,6 +51,28 @@ def value_for(variable: str, dtype: str, shape: tuple[int, ...]) -> Array:
     return plain.astype(numpy_type(dtype))
 
 
+SALT = 7
+"""What stands for a number made of an op's name."""
+
+_STRIDE = 0x9E3779B97F4A7C15
+
+
+class Draws:
+    """Random numbers as docs/expression-language.md defines them, by TensorFlow's public functions."""
+
+    def uniform(self, like: Any, seed: int, k: int = 0, dtype: str = "float64") -> Array:
+        return self._draw(tf.random.stateless_uniform, like, seed, k, dtype)
+
+    def normal(self, like: Any, seed: int, k: int = 0, dtype: str = "float64") -> Array:
+        return self._draw(tf.random.stateless_normal, like, seed, k, dtype)
+
+    def _draw(self, function: Any, like: Any, seed: int, k: int, dtype: str) -> Array:
+        # int64 wraps round, as the definition's "modulo" does.
+        salted = np.array([SALT + k * _STRIDE & 2**64 - 1], np.uint64).view(np.int64)[0]
+        pair = np.array([seed, salted], np.int64)
+        return exact(function(np.shape(like), seed=pair, dtype=dtype, alg="philox").numpy())
+
+
 def exact(value: Array) -> Array:
     """The same numbers in float64, complex128 or int64, for a reference that adds no rounding of its own."""
     if value.dtype.kind == "c":

@@ -200,3 +200,36 @@ def test_any_bytes_are_a_rule_or_a_typed_error(noise: bytes, changes: list[tuple
             RuleContent(graph_bytes=serialized).bind(ONE)
         except GradruleError as error:
             assert error.message
+
+
+def test_attributes_that_follow_from_the_inputs_may_be_left_out() -> None:
+    graph = graph_pb2.Graph.FromString(made(quantize_grad))
+    for node in graph.node:
+        if node.op in ("Abs", "LessEqual", "SelectV2", "Identity"):
+            del node.attr["T"]
+    content = RuleContent(graph_bytes=graph.SerializeToString())
+    (result,) = run(content.bind(ONE), {"x0": X, "dy0": DY})
+    np.testing.assert_array_equal(np.asarray(result), [1, 2, 0])
+
+
+def test_ops_that_do_not_exist_and_functions_are_refused() -> None:
+    graph = graph_pb2.Graph.FromString(made(quantize_grad))
+    next(node for node in graph.node if node.op == "Abs").op = "Absolute"
+    reason, error = refused(lambda: RuleContent(graph_bytes=graph.SerializeToString()))
+    assert reason == "UNKNOWN_OP_TYPE"
+    assert "'Absolute'" in error.message
+
+    @tf.function
+    def inner(dy: tf.Tensor) -> tf.Tensor:
+        return 2.0 * dy
+
+    reason, error = refused(lambda: RuleContent(graph_bytes=made(lambda variable: named(inner(variable("dy")), "dx"))))
+    assert reason == "INVALID_RULE"
+    assert "inner" in error.message
+
+
+def test_inputs_that_do_not_fit_are_told_at_their_node() -> None:
+    graph = graph_pb2.Graph.FromString(made(quantize_grad))
+    next(node for node in graph.node if node.op == "Abs").input[0] = "x:3"
+    reason, error = refused(lambda: RuleContent(graph_bytes=graph.SerializeToString()).bind(ONE))
+    assert (reason, error.findings[0].node) == ("DANGLING_INPUT", "Abs")

@@ -15,7 +15,7 @@ from gradrule_server.rules import RuleContent, Signature
 from gradrule_server.rules.language import Formula, lower, parse
 from gradrule_server.rules.language.functions import BINARY, COMPARISONS, FUNCTIONS, LOGIC
 from tests.unit.rules.language_table import DOCUMENT, Refusal, Row, code, expression_rows, refusal, rows
-from tests.unit.rules.running import Array, exact, run
+from tests.unit.rules.running import Array, Draws, exact, run
 
 ROWS = expression_rows()
 TOLERANCE = {
@@ -66,7 +66,7 @@ def reference(row: Row, values: dict[str, Array]) -> tuple[Any, ...]:
     names: dict[str, Any] = {name: exact(value) for name, value in values.items()}
     names |= {family: names[f"{family}0"] for family in ("x", "y", "dy", "default")}
     with np.errstate(all="ignore"):
-        result = eval(row.gives, {"np": np, "sp": scipy.special}, names)
+        result = eval(row.gives, {"np": np, "sp": scipy.special, "rng": Draws()}, names)
     return result if isinstance(result, tuple) else (result,)
 
 

@@ -155,3 +155,53 @@ def test_what_is_known_of_a_rule() -> None:
     assert RuleContent(expression="dy / norm(dy)").per_sample is False
     assert RuleContent(expression="default").uses_default
     assert not RuleContent(expression="dy").uses_default
+
+
+def test_code_is_a_name_and_params() -> None:
+    content = RuleContent(code="lrp_epsilon", params=(Param("eps", 1e-6, "", "> 0"),))
+    assert content.formula is None
+    assert content.per_sample is None
+    assert not content.uses_default
+    written = content.to_definition()
+    assert written.WhichOneof("form") is None
+    assert [param.name for param in written.params] == ["eps"]
+    again = RuleContent.from_kept("lrp_epsilon", written)
+    assert again.code == "lrp_epsilon"
+    assert again.digest == content.digest
+    others = [
+        RuleContent(code="lrp_zplus", params=content.params).digest,
+        RuleContent(code="lrp_epsilon").digest,
+        RuleContent(expression="dy", params=content.params).digest,
+    ]
+    assert len({content.digest, *others}) == 4
+    with pytest.raises(GradruleError):
+        content.bind(ONE)
+    for form in ({"expression": "dy"}, {"graph_bytes": b""}):
+        with pytest.raises(GradruleError):
+            RuleContent(code="lrp_epsilon", **form)
+
+
+@pytest.mark.parametrize("name", ["ste", "no_such_rule", "builtin/lrp_epsilon", ""])
+def test_only_the_names_of_code_are_read_without_a_form(name: str) -> None:
+    with pytest.raises(GradruleError) as caught:
+        RuleContent.from_kept(name, rule_pb2.RuleDefinition())
+    assert reason_name(caught.value.reason) == "INVALID_RULE"
+
+
+def test_what_is_kept_keeps_its_names_of_params() -> None:
+    """A function that the language got later takes none away; all else is checked."""
+    message = definition("normal * dy", rule_pb2.RuleParam(name="normal"))
+    assert refused(message)[0] == "INVALID_RULE"
+    assert ops(RuleContent.from_kept("mine", message)) == ["Placeholder", "Placeholder", "Cast", "Mul"]
+    with pytest.raises(GradruleError):
+        RuleContent.from_kept("mine", definition("dy", rule_pb2.RuleParam(name="x")))
+
+
+def test_a_rule_that_draws_asks_for_salt() -> None:
+    graph = RuleContent(expression="dy + normal(x, seed)", params=(Param("seed"),)).bind(ONE)
+    assert set(graph.inputs) == {"dy0", "x0", "param/seed", "salt"}
+    (salt,) = [node for node in graph.graph.node if node.name == graph.inputs["salt"]]
+    assert salt.attr["dtype"].type == tensor_pb2.DT_INT64
+    assert not salt.attr["shape"].shape.unknown_rank
+    assert len(salt.attr["shape"].shape.dim) == 0
+    assert graph.shape_sources == (frozenset({"dy0", "x0"}),)

@@ -13,7 +13,7 @@ RULES = (
         "-scale * dy",
         "Turns the gradient round.",
         "Ganin, Lempitsky 2015, arXiv:1409.7495 (scale is the paper's lambda, a keyword of the language)",
-        params=(Param("scale", 1.0, "the paper's lambda, >= 0"),),
+        params=(Param("scale", 1.0, "the paper's lambda", ">= 0"),),
         op_types=_IDENTITY,
     ),
     BuiltinRule(
@@ -29,7 +29,7 @@ RULES = (
         "clip(dy, low, high)",
         "Cuts every element of the gradient to [low, high].",
         "common practice",
-        params=(Param("low", -1.0, "lower bound"), Param("high", 1.0, "upper bound, >= low")),
+        params=(Param("low", -1.0, "lower bound"), Param("high", 1.0, "upper bound, which wins over low")),
         op_types=_IDENTITY,
     ),
     BuiltinRule(
@@ -37,7 +37,7 @@ RULES = (
         "dy * (norm / maximum(norm(dy), norm))",
         "Scales the gradient of the whole tensor down to the norm, if it is longer; zero stays zero.",
         "TensorFlow's guide to automatic differentiation; tf.clip_by_norm",
-        params=(Param("norm", 1.0, "largest Euclidean norm, > 0"),),
+        params=(Param("norm", 1.0, "largest Euclidean norm", "> 0"),),
         op_types=_IDENTITY,
     ),
     BuiltinRule(
@@ -65,7 +65,19 @@ RULES = (
         "dy / (norm(dy) + eps)",
         "The gradient of the whole tensor, scaled to norm 1.",
         "common practice",
-        params=(Param("eps", 1e-6, "keeps a zero gradient zero, > 0"),),
+        params=(Param("eps", 1e-6, "keeps a zero gradient zero", "> 0"),),
+        op_types=_IDENTITY,
+    ),
+    BuiltinRule(
+        "gradient_noise",
+        "dy + normal(dy, seed) * sqrt(eta) / (1 + step) ** 0.275",
+        "Adds normal noise of variance eta / (1 + step)^0.55, which fades as training goes on.",
+        "Neelakantan et al. 2015, arXiv:1511.06807",
+        params=(
+            Param("eta", 0.3, "variance at step 0; the paper tries 0.01, 0.3 and 1", ">= 0"),
+            Param("step", None, "number of the training step, from 0 on", ">= 0"),
+            Param("seed", None, "another one for every call gives other noise", "integer"),
+        ),
         op_types=_IDENTITY,
     ),
     BuiltinRule(
@@ -80,5 +92,16 @@ RULES = (
         "Passes the gradient where it has the sign of the output, half of it where the output is 0.",
         "public code",
         op_types=("Tanh",),
+    ),
+    BuiltinRule(
+        "feedback_alignment",
+        None,
+        "dx goes through a fixed random B in the place of the weights, drawn from the seed and the op's name; weights "
+        "and bias get their own gradients.",
+        "Lillicrap et al. 2014, arXiv:1411.0247",
+        params=(Param("seed", 0.0, "which B; the same for all of a training", "integer"),),
+        op_types=("@linear",),
+        formula="vjp(dy; B) for x, B drawn from seed; default for weights and bias",
+        per_sample=False,
     ),
 )

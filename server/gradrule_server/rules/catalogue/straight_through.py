@@ -1,4 +1,7 @@
-"""Straight-through estimators: gradients for quantisers and roundings, whose own gradient is zero almost everywhere."""
+"""Straight-through estimators: gradients for quantisers and roundings, whose own gradient is zero almost everywhere.
+
+Whole quantisers, as regions, are in `quantisers`.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ RULES = (
         "Passes the gradient where abs(x) <= clip, the edge included; zero outside.",
         "Courbariaux et al. 2016 (BinaryNet), arXiv:1602.02830, eq. 4; larq ste_sign",
         aliases=("ste_tern", "ste_heaviside"),
-        params=(Param("clip", 1.0, "half the width of the window, > 0"),),
+        params=(Param("clip", 1.0, "half the width of the window", "> 0"),),
         op_types=("Sign",),
     ),
     BuiltinRule(
@@ -37,7 +40,16 @@ RULES = (
         "dy * beta * (2 - beta * x * tanh(beta * x / 2)) / (1 + cosh(beta * x))",
         "The slope of SignSwish: beta at 0, negative where abs(beta x) > 2.4, zero where cosh overflows.",
         "Darabi et al. 2018 (BNN+), arXiv:1812.11800; larq swish_sign",
-        params=(Param("beta", 5.0, "steepness, > 0"),),
+        params=(Param("beta", 5.0, "steepness", "> 0"),),
+        op_types=("Sign",),
+    ),
+    BuiltinRule(
+        "magnitude_aware_sign",
+        "where(abs(x) <= clip, dy, 0) * mean(abs(x), axis='channel')",
+        "ste_sign times the mean magnitude of each channel (the last axis), which counts as a constant; the edge is "
+        "inside.",
+        "Liu et al. 2018 (Bi-Real Net), arXiv:1808.00278, section 3.3; larq MagnitudeAwareSign",
+        params=(Param("clip", 1.0, "half the width of the window", "> 0"),),
         op_types=("Sign",),
     ),
     BuiltinRule(
@@ -52,7 +64,7 @@ RULES = (
         "clip(dy, -c, c)",
         "Passes the gradient, cut to [-c, c].",
         "TensorLayer, sign()",
-        params=(Param("c", 1.0, "largest absolute gradient, > 0"),),
+        params=(Param("c", 1.0, "largest absolute gradient", "> 0"),),
         op_types=("Sign",),
     ),
     BuiltinRule(
@@ -60,7 +72,7 @@ RULES = (
         "dy * k * t * (1 - square(tanh(t * x)))",
         "The slope of k tanh(t x). Training raises t and sets k = max(1/t, 1); both are given per call.",
         "Qin et al. 2020 (IR-Net, error decay estimator), arXiv:1909.10788, eq. 9",
-        params=(Param("k", 1.0, "height of the tanh"), Param("t", 1.0, "steepness, > 0")),
+        params=(Param("k", 1.0, "height of the tanh"), Param("t", 1.0, "steepness", "> 0")),
         op_types=("Sign",),
     ),
     BuiltinRule(
@@ -69,9 +81,9 @@ RULES = (
         "The slope of sign(x) abs(x)^(1/o): held constant at m^(1/o)/m within abs(x) <= m, zero beyond t.",
         "Wu et al. 2023 (ReSTE), arXiv:2308.06689",
         params=(
-            Param("o", 3.0, "order of the root, >= 1"),
-            Param("t", 1.5, "half the width of the window, > 0"),
-            Param("m", 0.1, "within abs(x) <= m the slope stays finite, > 0"),
+            Param("o", 3.0, "order of the root", ">= 1"),
+            Param("t", 1.5, "half the width of the window", "> 0"),
+            Param("m", 0.1, "within abs(x) <= m the slope stays finite", "> 0"),
         ),
         op_types=("Sign",),
     ),
@@ -80,7 +92,7 @@ RULES = (
         "dy * (1 + delta * sign(dy) * (x - y))",
         "Scales the gradient by how far rounding moved the element.",
         "Lee, Kim, Ham 2021 (element-wise gradient scaling), arXiv:2104.00903, eq. 4",
-        params=(Param("delta", 1e-3, "strength, >= 0; 0 is ste"),),
+        params=(Param("delta", 1e-3, "strength; 0 is ste", ">= 0"),),
         op_types=("Round",),
     ),
     BuiltinRule(
@@ -97,6 +109,7 @@ RULES = (
         "The gradient of abs with slope +1 at 0, where TensorFlow's is 0.",
         "brevitas, abs_binary_sign_grad",
         op_types=("Abs",),
+        true_gradient=True,
     ),
     BuiltinRule(
         "log_tailed_relu",

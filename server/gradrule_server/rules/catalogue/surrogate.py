@@ -8,7 +8,7 @@ from __future__ import annotations
 from gradrule_server.rules.catalogue.table import BuiltinRule
 from gradrule_server.rules.params import Param
 
-_STEPS = ("Sign", "Ceil", "Floor")
+_STEPS = ("@step", "Sign", "Ceil", "Floor")
 
 
 def _factor(
@@ -19,13 +19,25 @@ def _factor(
     )
 
 
+def _cosines() -> str:
+    """(4/T)·sum of cos((2i−1)·πu) for i = 1 … m, u = 2x/T, m = n−1: sin(2mπu) / (2 sin(πu)).
+
+    With u = k + f, k whole and abs(f) <= 1/2, it is (−1)^k·sin(2mπf) / (2 sin(πf)), which loses no digits far from 0
+    and is m·(−1)^k where f is 0. The inner `where` keeps a gradient of this gradient finite there.
+    """
+    u = "(2 * x / period)"
+    f = f"({u} - round{u})"
+    ratio = f"where({f} == 0, n - 1, sin(2 * (n - 1) * pi * {f}) / (2 * where({f} == 0, 1, sin(pi * {f}))))"
+    return f"4 / period * (1 - 2 * mod(round{u}, 2)) * {ratio}"
+
+
 RULES = (
     _factor(
         "fast_sigmoid",
         "1 / square(1 + slope * abs(x))",
         "The slope of a fast sigmoid x / (1 + slope abs(x)): 1 at 0.",
-        "Zenke, Ganguli 2018 (SuperSpike), arXiv:1705.11146; snntorch (slope 25), norse (slope 100)",
-        Param("slope", 25.0, "steepness, > 0"),
+        "Zenke, Ganguli 2018 (SuperSpike), arXiv:1705.11146; snntorch (slope 25)",
+        Param("slope", 25.0, "steepness", "> 0"),
         aliases=("superspike",),
     ),
     _factor(
@@ -40,49 +52,49 @@ RULES = (
         "1 / (2 * alpha * square(1 / alpha + abs(x)))",
         "The slope of (softsign(alpha x) + 1) / 2: alpha/2 at 0.",
         "spikingjelly, SoftSign",
-        Param("alpha", 2.0, "steepness, > 0"),
+        Param("alpha", 2.0, "steepness", "> 0"),
     ),
     _factor(
         "atan",
         "alpha / 2 / (1 + square(pi * alpha * x / 2))",
         "The slope of atan(pi alpha x / 2) / pi + 1/2: alpha/2 at 0.",
         "Fang et al. 2021, arXiv:2007.05785; snntorch, spikingjelly ATan",
-        Param("alpha", 2.0, "steepness, > 0"),
+        Param("alpha", 2.0, "steepness", "> 0"),
     ),
     _factor(
         "sigmoid_surrogate",
         "slope * sigmoid(slope * x) * (1 - sigmoid(slope * x))",
         "The slope of sigmoid(slope x): slope/4 at 0. Written with s(1 - s): snntorch's form with exp overflows.",
         "snntorch sigmoid (slope 25), spikingjelly Sigmoid (4)",
-        Param("slope", 25.0, "steepness, > 0"),
+        Param("slope", 25.0, "steepness", "> 0"),
     ),
     _factor(
         "tanh_surrogate",
         "1 - square(tanh(alpha * x))",
         "1 at 0; the slope of tanh(alpha x) without its factor alpha.",
         "norse, tanh",
-        Param("alpha", 1.0, "steepness, > 0"),
+        Param("alpha", 1.0, "steepness", "> 0"),
     ),
     _factor(
         "erf",
         "alpha / sqrt(pi) * exp(-square(alpha * x))",
         "The slope of erfc(-alpha x) / 2: alpha/sqrt(pi) at 0.",
         "spikingjelly, Erf",
-        Param("alpha", 2.0, "steepness, > 0"),
+        Param("alpha", 2.0, "steepness", "> 0"),
     ),
     _factor(
         "heavi_erfc",
         "2 / sqrt(pi) * exp(-square(k * x))",
         "2/sqrt(pi) at 0, a Gaussian of x.",
         "norse, heavi_erfc",
-        Param("k", 0.5, "steepness, > 0"),
+        Param("k", 0.5, "steepness", "> 0"),
     ),
     _factor(
         "circ",
         "alpha ** 3 / (square(x) + alpha ** 2) ** 1.5",
         "The slope of a circular distance: 1 at 0.",
         "norse, heavi_circ",
-        Param("alpha", 0.5, "width, > 0"),
+        Param("alpha", 0.5, "width", "> 0"),
     ),
     _factor(
         "triangle",
@@ -96,21 +108,21 @@ RULES = (
         "where(abs(x) <= 1 / alpha, alpha - square(alpha) * abs(x), 0)",
         "alpha at 0, falling linearly to 0 at abs(x) = 1/alpha.",
         "spikingjelly, PiecewiseQuadratic",
-        Param("alpha", 1.0, "steepness, > 0"),
+        Param("alpha", 1.0, "steepness", "> 0"),
     ),
     _factor(
         "piecewise_exp",
         "alpha / 2 * exp(-alpha * abs(x))",
         "alpha/2 at 0, falling off exponentially.",
         "spikingjelly, PiecewiseExp",
-        Param("alpha", 1.0, "steepness, > 0"),
+        Param("alpha", 1.0, "steepness", "> 0"),
     ),
     _factor(
         "boxcar",
         "where(abs(x) < 0.5 / alpha, alpha, 0)",
         "alpha within abs(x) < 1/(2 alpha), the edge not included; zero outside.",
         "spikingjelly, Rect",
-        Param("alpha", 1.0, "height, and 1/width, > 0"),
+        Param("alpha", 1.0, "height, and 1/width", "> 0"),
         aliases=("rect",),
     ),
     _factor(
@@ -118,7 +130,7 @@ RULES = (
         "gamma * exp(-square(x / lens) / 2) / (lens * sqrt(2 * pi))",
         "gamma times the normal density of deviation lens.",
         "Yin, Corradi, Bohté 2021, arXiv:2103.12593",
-        Param("lens", 0.5, "deviation, > 0"),
+        Param("lens", 0.5, "deviation", "> 0"),
         Param("gamma", 0.5, "height"),
     ),
     _factor(
@@ -128,9 +140,9 @@ RULES = (
         " / (s * lens * sqrt(2 * pi)))",
         "A normal density of deviation lens less two wide ones (deviation s lens) at ±lens.",
         "Yin, Corradi, Bohté 2021, arXiv:2103.12593",
-        Param("lens", 0.5, "deviation, > 0"),
+        Param("lens", 0.5, "deviation", "> 0"),
         Param("h", 0.15, "weight of the wide ones"),
-        Param("s", 6.0, "how much wider they are, > 0"),
+        Param("s", 6.0, "how much wider they are", "> 0"),
         Param("gamma", 0.5, "height"),
     ),
     _factor(
@@ -138,7 +150,7 @@ RULES = (
         "gamma * exp(-alpha * abs(x))",
         "gamma at 0, falling off exponentially.",
         "Shrestha, Orchard 2018 (SLAYER), arXiv:1810.08646",
-        Param("alpha", 5.0, "steepness, > 0"),
+        Param("alpha", 5.0, "steepness", "> 0"),
         Param("gamma", 1.0, "height"),
     ),
     _factor(
@@ -146,7 +158,7 @@ RULES = (
         "where(abs(x) < w, 1 / (2 * w), c)",
         "1/(2w) within abs(x) < w, the edge not included; c outside.",
         "spikingjelly, PiecewiseLeakyReLU",
-        Param("w", 1.0, "half the width, > 0"),
+        Param("w", 1.0, "half the width", "> 0"),
         Param("c", 0.01, "slope outside"),
     ),
     _factor(
@@ -165,12 +177,31 @@ RULES = (
         Param("slope", 0.1, "slope at and below 0"),
     ),
     _factor(
+        "stochastic_spike_operator",
+        "where(x > 0, 1, (uniform(x, seed) - 0.5 + mean) * var)",
+        "1 above 0; at and below it a random slope, uniform in [mean - 1/2, mean + 1/2) and times var.",
+        "snntorch, SSO (its var is named a variance, and is a factor)",
+        Param("mean", 0.0, "mean of the noise before it is scaled"),
+        Param("var", 0.2, "factor of the noise"),
+        Param("seed", None, "another one for every call gives other noise", "integer"),
+    ),
+    _factor(
         "spike_rate_escape",
         "slope * exp(-beta * abs(x - 1))",
         "An escape rate: slope at x = 1, falling off exponentially.",
         "snntorch, spike_rate_escape",
-        Param("beta", 1.0, "steepness, > 0"),
+        Param("beta", 1.0, "steepness", "> 0"),
         Param("slope", 25.0, "height"),
+    ),
+    _factor(
+        "sparse_fast_sigmoid",
+        "where(where(mode == 0, x > band, abs(x) < band), 1 / square(1 + slope * abs(x)), 0)",
+        "A fast sigmoid's slope, and zero outside a band, whose edge is outside: x > band with mode 0 (snntorch's "
+        "code), abs(x) < band with mode 1 (the paper).",
+        "Perez-Nieves, Goodman 2021, arXiv:2105.08810; snntorch SFS",
+        Param("slope", 25.0, "steepness", "> 0"),
+        Param("band", 1.0, "edge of the band", "> 0"),
+        Param("mode", 0.0, "0: x > band, 1: abs(x) < band", ">= 0, <= 1, integer"),
     ),
     _factor("heaviside_gradient", "x > 0", "1 above 0, zero at and below it.", "snntorch, Heaviside"),
     _factor(
@@ -178,7 +209,7 @@ RULES = (
         "where(x < 0, alpha * sigmoid(alpha * x) * (1 - sigmoid(alpha * x)), beta / (x + 1))",
         "A sigmoid's slope below 0; beta/(x + 1) from 0 on.",
         "Suetake et al. 2022 (S²NN), arXiv:2201.10879; spikingjelly S2NN",
-        Param("alpha", 4.0, "steepness below 0, > 0"),
+        Param("alpha", 4.0, "steepness below 0", "> 0"),
         Param("beta", 1.0, "height from 0 on"),
     ),
     _factor(
@@ -186,20 +217,29 @@ RULES = (
         "(1 + 2 * abs(x) / (q - 1)) ** -q",
         "1 at 0; q sets how heavy the tail is.",
         "Herranz-Celotti, Rouat 2022, arXiv:2202.00282",
-        Param("q", 2.0, "tail exponent, > 1"),
+        Param("q", 2.0, "tail exponent", "> 1"),
     ),
     _factor(
         "nonzero_sign_log_abs",
         "1 / (1 / alpha + abs(x))",
         "alpha at 0, falling off with 1/abs(x).",
         "spikingjelly, NonzeroSignLogAbs",
-        Param("alpha", 1.0, "height, > 0"),
+        Param("alpha", 1.0, "height", "> 0"),
+    ),
+    _factor(
+        "squarewave_fourier",
+        _cosines(),
+        "The slope of a square wave's Fourier series: 4/period times the sum of cos((2i - 1) 2pi x/period) for i from "
+        "1 to n - 1, in closed form, so that n is a param like any other. Periodic: it does not vanish far from 0.",
+        "spikingjelly, SquarewaveFourierSeries",
+        Param("n", 2.0, "number of terms plus 1", ">= 2, integer"),
+        Param("period", 8.0, "period of the wave", "> 0"),
     ),
     _factor(
         "multi_level",
         "0 <= x <= levels",
         "1 where 0 <= x <= levels, both edges included; zero outside.",
         "spikingjelly, multi-level quantisation",
-        Param("levels", None, "number of levels, > 0"),
+        Param("levels", None, "number of levels", "> 0"),
     ),
 )

@@ -13,24 +13,45 @@ from gradrule_server.rules.rule import RuleContent
 
 @dataclass(frozen=True, eq=False)
 class BuiltinRule:
-    """A rule that ships with the server.
+    """A rule that ships with the server: an expression, or (`expression` None) code of the engine under this name.
 
-    `op_types`: ops it is meant for (it works on others too; none: any op). `description`: what it does, also at kinks
-    and zeros. `reference`: where it is from.
+    `description`: what it does, also at kinks and zeros. `reference`: where it is from. `op_types`: ops and groups of
+    ops it is meant for (it works on others too; none: any op). `true_gradient`: it is the gradient of those ops, up to
+    rounding, but for single points that the description names.
+    `formula`: what it computes, for people. Of an expression it is the expression; of code it is written in the same
+    notation, in which `vjp(v)` is the op's own gradient of its input for the upstream gradient v.
+    `per_sample`: stated for code alone, since it is read from an expression.
     """
 
     name: str
-    expression: str
+    expression: str | None
     description: str
     reference: str
     aliases: tuple[str, ...] = ()
     params: tuple[Param, ...] = ()
     op_types: tuple[str, ...] = ()
+    true_gradient: bool = False
+    formula: str = ""
+    per_sample: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.expression is None and not self.formula:
+            raise ValueError(f"the rule {self.name!r} is code and lacks a formula for people")
+        if self.expression is not None:
+            # Reading it here makes a faulty row an error at start-up, not at its first use.
+            object.__setattr__(self, "formula", self.expression)
+            object.__setattr__(self, "per_sample", self.content.per_sample)
+
+    @property
+    def code(self) -> bool:
+        """True if the engine computes it; False if it is data."""
+        return self.expression is None
 
     @cached_property
     def content(self) -> RuleContent:
         """The rule as it is bound to ops."""
-        return RuleContent(expression=self.expression, params=self.params)
+        code = self.name if self.code else None
+        return RuleContent(expression=self.expression, params=self.params, code=code)
 
 
 class Catalogue:
@@ -74,5 +95,3 @@ class Catalogue:
             self._by_name[name] = rule
         self._families[rule.name] = family
         self._rules.append(rule)
-        # Reading the formula here makes a faulty row an error at start-up, not at its first use.
-        _ = rule.content

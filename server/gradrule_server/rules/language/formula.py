@@ -10,7 +10,7 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.errors import error
 from gradrule_server.rules import dtypes
 from gradrule_server.rules.language.errors import invalid_expression
-from gradrule_server.rules.language.functions import LOGIC, MIXING, UNARY
+from gradrule_server.rules.language.functions import LOGIC, MIXING, RANDOM, UNARY
 from gradrule_server.rules.language.parse import parse_form
 from gradrule_server.rules.language.tree import (
     Call,
@@ -68,6 +68,7 @@ def parse(expression: str, params: Sequence[str] = ()) -> Formula:
     for part in formula._parts:
         if isinstance(part, Call):
             _check_truth_values(text, part)
+            _check_seed(text, part)
     if not formula.variables:
         raise error(
             errors_pb2.ERROR_REASON_INVALID_RULE,
@@ -101,6 +102,20 @@ def _check_truth_values(text: str, call: Call) -> None:
                 argument.offset,
                 f"{call.function!r} wants a truth value, such as x > 0, and this is a number; v != 0 makes one of it",
             )
+
+
+def _check_seed(text: str, call: Call) -> None:
+    """Refuses a seed that is made of more than literals and params: it must be one number, known to the caller."""
+    if call.function not in RANDOM:
+        return
+    seed = call.arguments[1]
+    if not _is_number(seed) or any(isinstance(part, Variable) for part in walk(seed)):
+        problem = "is a number or a param: it must be known without the op"
+    elif isinstance(seed, Constant) and not float(seed.value).is_integer():
+        problem = "is a whole number"
+    else:
+        return
+    raise invalid_expression(text, seed.offset, f"the seed of {call.function!r} {problem}")
 
 
 def _is_number(expression: Expression) -> bool:

@@ -154,6 +154,9 @@ REDUCTIONS: Mapping[str, tuple[str, Domain]] = {
 # Calls that mix elements along axes; whether a rule is per sample is read from their axes.
 MIXING = frozenset(REDUCTIONS) | {"norm", "size", "softmax", "log_softmax"}
 
+# Random numbers: the op; both take the shape of `v` and a seed.
+RANDOM: Mapping[str, str] = {"uniform": "StatelessRandomUniformV2", "normal": "StatelessRandomNormalV2"}
+
 CONSTANTS: Mapping[str, float | bool] = {"pi": math.pi, "inf": math.inf, "nan": math.nan, "True": True, "False": False}
 
 
@@ -163,6 +166,7 @@ def _functions() -> dict[str, Function]:
     functions += [Function(name, f"{name}(a, b, …)", 2, None) for name in ("maximum", "minimum")]
     functions += [Function(name, f"{name}(v)", 1, 1) for name in ("zeros_like", "ones_like", "stop_gradient")]
     functions += [Function(name, f"{name}(v)", 1, 1) for name in ("conj", "real", "imag")]
+    functions += [Function(name, f"{name}(v, seed)", 2, 2) for name in RANDOM]
     functions += [
         Function(name, f"{name}(v, axis=None)", 1, 1, axis=True) for name in ("sum", "mean", "prod", "any", "all")
     ]

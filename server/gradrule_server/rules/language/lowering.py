@@ -11,10 +11,18 @@ from gradrule_server.errors import GradruleError, error
 from gradrule_server.rules import dtypes
 from gradrule_server.rules.dtypes import Dt
 from gradrule_server.rules.graph_builder import GraphBuilder
-from gradrule_server.rules.language import reductions
+from gradrule_server.rules.language import noise, reductions
 from gradrule_server.rules.language.errors import not_applicable, pointed
 from gradrule_server.rules.language.formula import Formula
-from gradrule_server.rules.language.functions import BINARY, COMPARISONS, REDUCTIONS, UNARY, Domain, Elementwise
+from gradrule_server.rules.language.functions import (
+    BINARY,
+    COMPARISONS,
+    RANDOM,
+    REDUCTIONS,
+    UNARY,
+    Domain,
+    Elementwise,
+)
 from gradrule_server.rules.language.tree import Call, Constant, Each, Expression, First, ParamUse, PerInput, Variable
 from gradrule_server.rules.language.values import (
     TypeConflict,
@@ -89,6 +97,7 @@ class Lowering:
         self._text = text
         self._signature = signature
         self._each: int | None = None
+        self._draws: dict[tuple[object, ...], int] = {}
 
     def at_input(self, index: int | None) -> Lowering:
         """Within `each`: bare names mean this input from here on, and its type is "x's type"."""
@@ -199,6 +208,8 @@ class Lowering:
             return self.elementwise(UNARY[function], [self.numeric(arguments[0])], function)
         if function in BINARY:
             return self._binary(function, arguments)
+        if function in RANDOM:
+            return self._draw(RANDOM[function], arguments)
         return _SPECIAL[function](self, arguments)
 
     def elementwise(self, row: Elementwise, values: Sequence[Value], function: str) -> Value:
@@ -283,6 +294,12 @@ class Lowering:
     def _clip(self, values: list[Value]) -> Value:
         value, low, high = values
         return self._binary("minimum", [self._binary("maximum", [value, low]), high])
+
+    def _draw(self, op: str, values: Sequence[Value]) -> Value:
+        """Equal calls are one call here as everywhere, so that a formula can use its noise twice."""
+        salt = self.inputs[noise.SALT] = noise.salt(self.builder)
+        number = self._draws.setdefault((op, self._each, *values), len(self._draws))
+        return noise.draw(self, op, values[0], values[1], salt, number)
 
     def _cast(self, value: Value, dtype: int) -> Value:
         if value.dtype in dtypes.COMPLEX and dtype not in dtypes.COMPLEX:

@@ -44,6 +44,7 @@ _COMPARISONS: dict[type[ast.cmpop], str] = {
     ast.NotEq: "!=",
 }
 _LAST_AXIS = Axes("list", (-1,))
+_AXES = 'an axis is None, an integer, a tuple of integers, "sample" or "channel"'
 
 
 def parse_form(expression: str, params: Sequence[str]) -> tuple[str, Form]:
@@ -127,7 +128,9 @@ class _Reader:
                 "there are no imaginary numbers in the language; real(v), imag(v) and conj(v) take a complex apart",
             )
         if isinstance(value, str):
-            raise self._error(node, 'a string stands only as axis="sample" or as the type in cast(v, "float32")')
+            raise self._error(
+                node, 'a string stands only as axis="sample", as axis="channel" or as the type in cast(v, "float32")'
+            )
         if value is None:
             raise self._error(node, "None stands only as an entry of the tuple, or as axis=None; zeros_like(x) is zero")
         raise self._error(node, f"this is not in the language: {ALLOWED}")
@@ -222,12 +225,9 @@ class _Reader:
         if _is_none(node):
             return EVERYTHING
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if node.value == "sample":
-                return Axes("sample")
-            raise self._error(
-                node,
-                f'unknown axis {quoted(node.value)}: an axis is None, an integer, a tuple of integers, or "sample"',
-            )
+            if node.value in ("sample", "channel"):
+                return Axes(node.value)
+            raise self._error(node, f"unknown axis {quoted(node.value)}: {_AXES}")
         entries = node.elts if isinstance(node, ast.Tuple) else [node]
         axes = tuple(self._axis(entry) for entry in entries)
         if not axes:
@@ -244,7 +244,7 @@ class _Reader:
         value = inner.value if isinstance(inner, ast.Constant) else None
         if isinstance(value, int) and not isinstance(value, bool) and value < 256:
             return sign * value
-        raise self._error(node, 'an axis is None, an integer, a tuple of integers, or "sample"')
+        raise self._error(node, _AXES)
 
     def _dtype(self, node: ast.Constant) -> int:
         dtype = dtypes.BY_NAME.get(str(node.value))

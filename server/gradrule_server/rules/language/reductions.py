@@ -1,6 +1,7 @@
 """Functions that go along axes: reductions, norm, size, softmax, and sum_to.
 
-Ranks are not known while a rule becomes a graph, so whole tensors are flattened, and "sample" axes are computed.
+Ranks are not known while a rule becomes a graph, so whole tensors are flattened, and "sample" and "channel" axes are
+computed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _INT64 = Dt.DT_INT64
 _INT32 = Dt.DT_INT32
 
 # What TensorFlow says about a scalar here names the node, so the node's name says what is wrong.
-_SAMPLE_NODE = "axis_sample_wants_rank_1_or_more"
+_AXES_NODES = {"sample": "axis_sample_wants_rank_1_or_more", "channel": "axis_channel_wants_rank_1_or_more"}
 
 
 class Context(Protocol):
@@ -85,11 +86,11 @@ def size(context: Context, axes: Axes, value: Value) -> Value:
     if axes.kind == "all":
         return Value(_INT64, builder.add("Size", tensor, T=dtype, out_type=_INT64), weak=True)
     shape = builder.add("Shape", tensor, T=dtype, out_type=_INT64)
-    if axes.kind == "sample":
+    if axes.kind in _AXES_NODES:
         wanted = builder.add(
             "GatherV2",
             shape,
-            _sample_axes(builder, tensor, dtype),
+            _named_axes(builder, axes.kind, tensor, dtype),
             builder.constant(0, _INT32),
             Tparams=_INT64,
             Tindices=_INT32,
@@ -163,8 +164,8 @@ def _reduced(context: Context, op: str, axes: Axes, value: Value, tensor: str, d
         else:
             indices = builder.constant([], _INT32)
         return Value(dtype, builder.add(op, tensor, indices, Tidx=_INT32, keep_dims=False, **types))
-    if axes.kind == "sample":
-        indices = _sample_axes(builder, tensor, dtype)
+    if axes.kind in _AXES_NODES:
+        indices = _named_axes(builder, axes.kind, tensor, dtype)
     else:
         indices = builder.constant(list(axes.axes), _INT32)
     return Value(
@@ -174,11 +175,18 @@ def _reduced(context: Context, op: str, axes: Axes, value: Value, tensor: str, d
     )
 
 
-def _sample_axes(builder: GraphBuilder, tensor: str, dtype: int) -> str:
-    """All axes but axis 0; Range refuses to count from 1 to 0, so a scalar is an error."""
+def _named_axes(builder: GraphBuilder, kind: str, tensor: str, dtype: int) -> str:
+    """All axes but the first (`sample`) or the last (`channel`).
+
+    Range refuses to count from 1 to 0 or from 0 to -1, so a scalar is an error.
+    """
     rank = builder.add("Rank", tensor, T=dtype)
-    one = builder.constant(1, _INT32)
-    return builder.add("Range", one, rank, one, name=_SAMPLE_NODE, Tidx=_INT32)
+    zero, one = builder.constant(0, _INT32), builder.constant(1, _INT32)
+    if kind == "sample":
+        first, end = one, rank
+    else:
+        first, end = zero, builder.add("Sub", rank, one, T=_INT32)
+    return builder.add("Range", first, end, one, name=_AXES_NODES[kind], Tidx=_INT32)
 
 
 def _dimension(builder: GraphBuilder, shape: str, axis: int) -> str:

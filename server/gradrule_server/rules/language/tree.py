@@ -38,7 +38,7 @@ class ParamUse:
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """What a reduction reduces: everything (`None`), all but axis 0 (`sample`), or the axes listed."""
+    """What a reduction reduces: `all`, all but axis 0 (`sample`), all but the last axis (`channel`), or a `list`."""
 
     kind: str
     axes: tuple[int, ...] = ()

@@ -1,0 +1,179 @@
+"""Named lists of overrides that make one method of a whole model: what zennit calls composites.
+
+Presets have names of their own: `guided_backprop` is a rule and a preset. Each entry is optional, since no model has
+all kinds of layers. Entries name their rules `builtin/NAME`, so that no rule of a user's gets in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from gradrule.v1 import override_pb2
+from gradrule_server.errors import did_you_mean
+from gradrule_server.rules.catalogue import BUILTINS
+from gradrule_server.rules.params import Param, read_param_value, write_param_value
+
+BUILTIN_PREFIX = "builtin/"
+OWN_GRADIENT = "default"
+
+_EPS = 1e-6
+_CITED = "zennit, Anders et al. 2021, arXiv:2106.13200"
+_EPS_NOTE = (
+    "`eps` is zennit's epsilon and its stabilizer at once. Batch norm should be folded into the layer before it."
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Preset:
+    """Overrides in order, under a name. ValueError where two of its rules have one param with different values."""
+
+    name: str
+    description: str
+    reference: str
+    overrides: tuple[override_pb2.Override, ...]
+    aliases: tuple[str, ...] = ()
+
+    @cached_property
+    def params(self) -> tuple[Param, ...]:
+        """Params of its rules, each name once, with the preset's values as defaults; None where one must be given."""
+        found: dict[str, Param] = {}
+        for override in self.overrides:
+            if override.rule == OWN_GRADIENT:
+                continue
+            for declared in BUILTINS[override.rule.removeprefix(BUILTIN_PREFIX)].params:
+                value = declared.default
+                if declared.name in override.params:
+                    value = read_param_value(override.params[declared.name], declared.name, "params")
+                param = Param(declared.name, value, declared.description, declared.range)
+                if found.setdefault(declared.name, param).default != value:
+                    raise ValueError(f"the preset {self.name!r} has two values of the param {declared.name!r}")
+        return tuple(found.values())
+
+
+class Presets:
+    """Presets in the order of their names. `presets[name]` takes aliases too; KeyError suggests near names."""
+
+    def __init__(self, presets: Iterable[Preset]) -> None:
+        self._by_name: dict[str, Preset] = {}
+        for preset in presets:
+            for name in (preset.name, *preset.aliases):
+                if name in self._by_name:
+                    raise ValueError(f"the name {name!r} of the preset {preset.name!r} is taken")
+                self._by_name[name] = preset
+            # Reading the params here makes a faulty preset an error at start-up, not at its first use.
+            _ = preset.params
+
+    def __iter__(self) -> Iterator[Preset]:
+        return iter(sorted(set(self._by_name.values()), key=lambda preset: preset.name))
+
+    def __len__(self) -> int:
+        return len(set(self._by_name.values()))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
+
+    def __getitem__(self, name: str) -> Preset:
+        preset = self._by_name.get(name)
+        if preset is None:
+            raise KeyError(f"there is no preset {name!r}.{did_you_mean(name, self._by_name)}")
+        return preset
+
+
+def _entry(selector: override_pb2.Selector, rule: str, **params: float) -> override_pb2.Override:
+    values = {name: write_param_value(value) for name, value in params.items()}
+    return override_pb2.Override(selector=selector, rule=BUILTIN_PREFIX + rule, params=values, optional=True)
+
+
+def _ops(op_type: str, rule: str, **params: float) -> override_pb2.Override:
+    return _entry(override_pb2.Selector(op_type=op_type), rule, **params)
+
+
+def _layers(group: str, rule: str, **params: float) -> tuple[override_pb2.Override, ...]:
+    """A layer with its bias as one, since the bias is part of what its output is made of; then layers without one."""
+    return (_entry(override_pb2.Selector(pattern=[group, "@bias"]), rule, **params), _ops(group, rule, **params))
+
+
+def _first(group: str, rule: str, **params: float) -> override_pb2.Override:
+    """The first layers. Only for rules in which the bias has no part: a pair could be a later layer."""
+    position = override_pb2.Position(nearest=override_pb2.POSITION_NEAREST_XS)
+    return _entry(override_pb2.Selector(op_type=group, position=position), rule, **params)
+
+
+_SUMS = (_ops("@sum", "lrp_norm", eps=_EPS), _ops("@pool", "lrp_norm", eps=_EPS))
+
+# Behind the layers, because the addition of a bias may be an op of @sum.
+_BASE = (
+    # Softmax is an @activation, but zennit leaves it its own gradient.
+    override_pb2.Override(selector=override_pb2.Selector(op_type="Softmax"), rule=OWN_GRADIENT, optional=True),
+    _ops("@activation", "lrp_pass"),
+    *_SUMS,
+    *(_ops(op_type, "lrp_pass") for op_type in ("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3")),
+)
+_EPSILON = _layers("@dense", "lrp_epsilon", eps=_EPS)
+_PLUS = _layers("@convolution", "lrp_zplus", eps=_EPS)
+_ALPHA_BETA = _layers("@convolution", "lrp_alpha_beta", alpha=2.0, beta=1.0, eps=_EPS)
+_FLAT = _first("@linear", "lrp_flat", eps=_EPS)
+_BOX = _first("@convolution", "lrp_zbox", eps=_EPS)
+
+PRESETS = Presets(
+    [
+        Preset(
+            "epsilon_plus",
+            f"LRP: zplus on convolutions, epsilon on dense layers. {_EPS_NOTE}",
+            f"{_CITED}, EpsilonPlus",
+            (*_PLUS, *_EPSILON, *_BASE),
+        ),
+        Preset(
+            "epsilon_plus_flat",
+            f"LRP: flat on the first layer, zplus on other convolutions, epsilon on other dense layers. {_EPS_NOTE}",
+            f"{_CITED}, EpsilonPlusFlat",
+            (_FLAT, *_PLUS, *_EPSILON, *_BASE),
+        ),
+        Preset(
+            "epsilon_alpha2_beta1",
+            f"LRP: alpha 2, beta 1 on convolutions, epsilon on dense layers. {_EPS_NOTE}",
+            f"{_CITED}, EpsilonAlpha2Beta1",
+            (*_ALPHA_BETA, *_EPSILON, *_BASE),
+        ),
+        Preset(
+            "epsilon_alpha2_beta1_flat",
+            "LRP: flat on the first layer, alpha 2, beta 1 on other convolutions, epsilon on other dense layers. "
+            f"{_EPS_NOTE}",
+            f"{_CITED}, EpsilonAlpha2Beta1Flat",
+            (_FLAT, *_ALPHA_BETA, *_EPSILON, *_BASE),
+        ),
+        Preset(
+            "epsilon_gamma_box",
+            "LRP: zbox on the first convolution, whose inputs lie within low and high, gamma on the others, epsilon on "
+            f"dense layers. {_EPS_NOTE}",
+            f"{_CITED}, EpsilonGammaBox",
+            (_BOX, *_layers("@convolution", "lrp_gamma", gamma=0.25, eps=_EPS), *_EPSILON, *_BASE),
+        ),
+        Preset(
+            "excitation_backprop",
+            "zplus on convolutions and dense layers, norm on sums and average pools; all else keeps its own gradient.",
+            f"Zhang et al. 2016, arXiv:1608.00507; {_CITED}, ExcitationBackprop",
+            (*_layers("@linear", "lrp_zplus", eps=_EPS), *_SUMS),
+        ),
+        Preset(
+            "deconvnet",
+            "Passes the positive part of the upstream gradient through every relu.",
+            f"Zeiler, Fergus 2013, arXiv:1311.2901; {_CITED}, DeconvNet",
+            (_ops("Relu", "deconvnet"),),
+        ),
+        Preset(
+            "guided_backprop",
+            "The gradient of every relu where the upstream gradient is positive.",
+            f"Springenberg et al. 2014, arXiv:1412.6806; {_CITED}, GuidedBackprop",
+            (_ops("Relu", "guided_relu"),),
+        ),
+        Preset(
+            "beta_smooth",
+            "The slope of a softplus in place of every relu's.",
+            f"Dombrowski et al. 2019, arXiv:1906.07983; {_CITED}, BetaSmooth",
+            (_ops("Relu", "relu_beta_smooth", beta=10.0),),
+        ),
+    ]
+)

@@ -1,0 +1,133 @@
+"""Asking a rule that is data: bound for one element type, run on values of any shape, compared with its case."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from gradrule_server.rules import RuleGraph, Signature
+from gradrule_server.rules.catalogue import BuiltinRule
+from tests.rules.case import Array, Case, Results, Values
+from tests.unit.rules.running import SALT, exact, number_of, numpy_type
+
+# 16-bit numbers are rounded after every step, so theirs is a part of the largest number too.
+TOLERANCE = {"float64": 1e-11, "float32": 2e-5, "float16": 2e-2, "bfloat16": 1e-1}
+
+
+def params_of(rule: BuiltinRule, case: Case, *, own: bool) -> dict[str, Any]:
+    """The rule's defaults, the case's values over them (or only where there is no default, with `own`)."""
+    return {
+        param.name: case.other[param.name]
+        if param.default is None or (param.name in case.other and not own)
+        else param.default
+        for param in rule.params
+    }
+
+
+def raw_values(case: Case, shape: tuple[int, ...], draw: Callable[[tuple[int, ...]], Array]) -> Values:
+    """float64 values for every variable that a rule may ask for, from `draw`, made to fit each other by the case."""
+    shapes = {"same": shape, "scalar": ()}
+    values = {f"x{index}": draw(shapes[kind]) for index, kind in enumerate(case.inputs)}
+    values |= {f"default{index}": draw(shapes[kind]) for index, kind in enumerate(case.inputs)}
+    values |= {name: draw(shapes[case.output]) for name in ("y0", "dy0")}
+    if case.prepare is not None:
+        case.prepare(values)
+    return values
+
+
+def quarters(seed: int = 7) -> Callable[[tuple[int, ...]], Array]:
+    """Multiples of 1/4, exact in every type, so that edges and zeros are hit."""
+    random = np.random.default_rng(seed)
+    return lambda shape: np.asarray(random.integers(-12, 13, shape) / 4, np.float64)
+
+
+def smooth(seed: int = 11) -> Callable[[tuple[int, ...]], Array]:
+    """Numbers with many digits, none of them near an edge of a rule."""
+    random = np.random.default_rng(seed)
+    return lambda shape: np.asarray(random.uniform(0.05, 0.2, shape) + random.integers(-10, 10, shape) / 4, np.float64)
+
+
+def in_type(values: Values, dtype: str) -> Values:
+    return {name: np.asarray(value).astype(numpy_type(dtype)) for name, value in values.items()}
+
+
+def expected(case: Case, values: Values, params: Mapping[str, Any], dtype: str) -> Results:
+    """What the case says to these values."""
+    wide = {name: exact(value) for name, value in values.items()}
+    if case.whole is not None:
+        return case.whole(wide, SimpleNamespace(**params, dtype=dtype))
+    element = case.element
+    assert element is not None
+    p = SimpleNamespace(**params)
+    columns = (wide[name].ravel() for name in ("x0", "y0", "dy0", "default0"))
+    gradients = [element(x, y, dy, own, p) for x, y, dy, own in zip(*columns, strict=True)]
+    return (np.reshape(np.asarray(gradients, np.float64), wide["x0"].shape),)
+
+
+def compare(results: Sequence[Array | None], wanted: Results, values: Values, dtype: str) -> None:
+    """AssertionError unless there is one gradient per input, of its type, shape and numbers."""
+    assert len(results) == len(wanted)
+    for index, (result, reference) in enumerate(zip(results, wanted, strict=True)):
+        assert (result is None) == (reference is None)
+        if result is None or reference is None:
+            continue
+        assert result.dtype == numpy_type(dtype)
+        assert result.shape in (values[f"x{index}"].shape, ())
+        tolerance = TOLERANCE[dtype]
+        largest = min(10.0, float(np.abs(reference).max(initial=1.0))) if dtype in ("float16", "bfloat16") else 1.0
+        # What float16 cannot hold is infinite in it.
+        held = np.where(np.abs(reference) > 65504, np.copysign(np.inf, reference), reference)
+        wide = np.broadcast_to(held if dtype == "float16" else reference, result.shape)
+        np.testing.assert_allclose(exact(result), wide, rtol=tolerance, atol=tolerance * largest)
+
+
+class Asked:
+    """A rule bound for one element type. Calling it runs it; it holds a session until it is closed."""
+
+    def __init__(self, rule: BuiltinRule, case: Case, dtype: str) -> None:
+        number = number_of(dtype)
+        self.rule_graph: RuleGraph = rule.content.bind(Signature((number,) * len(case.inputs), (number,)))
+        self.graph = tf.Graph()
+        with self.graph.as_default():
+            tf.import_graph_def(graph_def(self.rule_graph), name="")
+        options = tf.compat.v1.ConfigProto()
+        # Optimising the graph takes longer than running it.
+        options.graph_options.rewrite_options.disable_meta_optimizer = True
+        self._session = tf.compat.v1.Session(graph=self.graph, config=options)
+
+    def __enter__(self) -> Asked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._session.close()
+
+    def __call__(self, values: Values, params: Mapping[str, Any]) -> list[Array | None]:
+        """One gradient per input."""
+        wanted = [name for name in self.rule_graph.results if name is not None]
+        computed = iter(self.fetch(wanted, values, params))
+        return [None if name is None else next(computed) for name in self.rule_graph.results]
+
+    def fetch(self, tensors: Sequence[Any], values: Values, params: Mapping[str, Any]) -> list[Array]:
+        """Any tensors of the graph."""
+        given = feeds(self.rule_graph, values, params)
+        return [np.asarray(value) for value in self._session.run(list(tensors), given)]
+
+    def placeholder(self, variable: str) -> Any:
+        """The tensor that takes a variable; None where the rule does not ask for it."""
+        name = self.rule_graph.inputs.get(variable)
+        return None if name is None else self.graph.get_tensor_by_name(f"{name}:0")
+
+
+def graph_def(rule_graph: RuleGraph) -> Any:
+    return tf.compat.v1.GraphDef.FromString(rule_graph.graph.SerializeToString())
+
+
+def feeds(rule_graph: RuleGraph, values: Values, params: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by the tensors' names."""
+    given: dict[str, Any] = dict(values) | {f"param/{name}": np.float64(value) for name, value in params.items()}
+    given["salt"] = np.int64(SALT)
+    return {f"{placeholder}:0": given[variable] for variable, placeholder in rule_graph.inputs.items()}

@@ -1,0 +1,102 @@
+"""Sites built around real ops, rules evaluated at them, and the comparison with what a case expects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from gradrule_server.engine.code_rules import CODE_RULES
+from gradrule_server.engine.site import Site
+from tests.rules.code_cases import SALT, Case
+from tests.rules.code_layers import Array, Build
+
+# Of the largest element expected.
+TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "float16": 0.02, "bfloat16": 0.1}
+
+
+def site_of(build: Build, operands: Sequence[tf.Tensor]) -> Site:
+    """A site of the current graph."""
+    ops = build(*operands)
+    *_, last = ops
+
+    def reference(tensor: tf.Tensor, baseline: tf.Tensor) -> tf.Tensor:
+        x0 = tf.broadcast_to(tf.cast(baseline, operands[0].dtype), tf.shape(operands[0]))
+        return x0 if tensor is ops[0].inputs[0] else build(x0)[-1].outputs[0]
+
+    def own(dys: Sequence[Any]) -> Sequence[Any]:
+        return tf.gradients(last.outputs, list(operands), list(dys))
+
+    what = "+".join(op.type for op in ops)
+    return Site("layer/node", what, tuple(operands), tuple(last.outputs), tuple(ops), own, reference, SALT)
+
+
+def evaluate(
+    case: Case,
+    operands: Sequence[Array],
+    dys: Sequence[Array],
+    *,
+    params: Mapping[str, Any] | None = None,
+    jit: bool = False,
+    batch_unknown: bool = False,
+    then: Callable[[list[tf.Tensor], Sequence[tf.Tensor]], Any] | None = None,
+) -> list[Array | None]:
+    """What the rule gives at the case's site; `then` makes something else of it and the operands."""
+
+    def run(operands: Sequence[tf.Tensor], dys: Sequence[tf.Tensor], params: Mapping[str, tf.Tensor]) -> Any:
+        site = site_of(case.build, operands)
+        results = CODE_RULES[case.rule](site, case.upstream(site.outputs, dys), params)
+        return list(results) if then is None else then([r for r in results if r is not None], operands)
+
+    def spec(value: Array, unknown: bool) -> tf.TensorSpec:
+        return tf.TensorSpec([None, *value.shape[1:]] if unknown else value.shape, value.dtype)
+
+    params = case.params if params is None else params
+    function = tf.function(
+        run,
+        jit_compile=jit,
+        autograph=False,
+        input_signature=[
+            [spec(value, batch_unknown and index == 0) for index, value in enumerate(operands)],
+            [spec(dy, batch_unknown) for dy in dys],
+            {name: tf.TensorSpec(None, tf.float64) for name in params},
+        ],
+    )
+    values = {name: tf.constant(value, tf.float64) for name, value in params.items()}
+    results = function(list(map(tf.constant, operands)), list(map(tf.constant, dys)), values)
+    return [None if result is None else result.numpy() for result in results]
+
+
+def given(case: Case, dtype: str) -> tuple[list[Array], list[Array]]:
+    """Operands and dys of a case in a type; complex where the case is."""
+    is_complex = case.operands[0].dtype.kind == "c"
+    kind: Any = {"float32": np.complex64, "float64": np.complex128}[dtype] if is_complex else dtype
+    kind = tf.as_dtype(kind).as_numpy_dtype
+
+    def fit(value: Array) -> Array:
+        return (np.clip(np.round(2 * value) / 2, -4, 4) if case.coarse else value).astype(kind)
+
+    operands = [fit(value) for value in case.operands]
+    with tf.Graph().as_default():
+        shapes = [output.shape.as_list() for output in case.build(*map(tf.constant, operands))[-1].outputs]
+    random = np.random.default_rng(7)
+    dys = [random.normal(size=shape) + (1j * random.normal(size=shape) if is_complex else 0) for shape in shapes]
+    return operands, [fit(dy) for dy in dys]
+
+
+def check(case: Case, results: Sequence[Array | None], operands: Sequence[Array], dys: Sequence[Array]) -> None:
+    """Each gradient is there or not as expected, has its operand's type, and is as close as the type allows."""
+    exact: Any = np.complex128 if operands[0].dtype.kind == "c" else np.float64
+    wanted = case.expected([v.astype(exact) for v in operands], [v.astype(exact) for v in dys])
+    for result, want, operand in zip(results, wanted, operands, strict=True):
+        assert (result is None) == (want is None)
+        if result is None or want is None:
+            continue
+        assert result.dtype == operand.dtype
+        assert result.shape == want.shape == operand.shape
+        scale = max(1.0, float(np.abs(want).max(initial=0.0)))
+        np.testing.assert_allclose(
+            result.astype(exact), want, rtol=0, atol=scale * TOLERANCES[operand.real.dtype.name], equal_nan=False
+        )

@@ -1,0 +1,117 @@
+"""Rules that are code against NumPy written from their formulas, and what they do at zeros, at borders, under XLA."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from gradrule_server.engine.code_rules import CODE_RULES
+from tests.rules.code_cases import CASES, CODE_CASES, LAYER_RULES, Case
+from tests.rules.code_sites import check, evaluate, given
+
+ON_CPU = [case for case in CASES if not case.only_xla]
+# Layers that differ in most respects, for what the formula does not depend on.
+_TELLING = ("matmul_bias_broadcasts", "batch_matmul_adj", "conv2d_same_strides_biasadd", "depthwise_biasadd")
+FEW = [case for case in ON_CPU if case.label in _TELLING or case.rule not in LAYER_RULES]
+
+
+def of_type(cases: Sequence[Case], *dtypes: str) -> pytest.MarkDecorator:
+    """Cases with each of the types that their ops have."""
+    pairs = [(case, dtype) for case in cases for dtype in dtypes if dtype in case.dtypes]
+    return pytest.mark.parametrize(("case", "dtype"), pairs, ids=[f"{case}-{dtype}" for case, dtype in pairs])
+
+
+def test_every_rule_has_a_case() -> None:
+    assert set(CODE_RULES) == CODE_CASES
+
+
+@of_type(ON_CPU, "float64", "float32", "float16", "bfloat16")
+def test_formula(case: Case, dtype: str) -> None:
+    operands, dys = given(case, dtype)
+    check(case, evaluate(case, operands, dys), operands, dys)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.only_xla or (case in FEW and case.has_xla)], ids=str)
+def test_xla(case: Case) -> None:
+    operands, dys = given(case, "float32")
+    check(case, evaluate(case, operands, dys, jit=True), operands, dys)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("rule", sorted(CODE_RULES))
+def test_error_of_a_thousandth_is_noticed(rule: str, dtype: str) -> None:
+    case = next(case for case in CASES if case.rule == rule)
+    operands, dys = given(case, dtype)
+    spoiled = [None if r is None else (r * 1.001).astype(r.dtype) for r in evaluate(case, operands, dys)]
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        check(case, spoiled, operands, dys)
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_can_be_differentiated_again(case: Case) -> None:
+    operands, dys = given(case, case.dtypes[0])
+
+    def again(results: list[tf.Tensor], operands: Sequence[tf.Tensor]) -> Any:
+        ones = [tf.ones_like(result) for result in results]
+        return tf.gradients(results, list(operands), ones, unconnected_gradients="zero")
+
+    for result, operand in zip(evaluate(case, operands, dys, then=again), operands, strict=True):
+        assert result is not None
+        assert result.shape == operand.shape
+        assert np.isfinite(result).all()
+
+
+# The eigendecomposition itself refuses them.
+@pytest.mark.parametrize("case", [case for case in FEW if case.rule != "eigh_lorentzian"], ids=str)
+def test_nan_and_infinity_do_not_raise(case: Case) -> None:
+    operands, dys = given(case, "float32")
+    operands[0].flat[0], operands[0].flat[-1], dys[0].flat[0] = np.nan, np.inf, np.inf
+    evaluate(case, operands, dys)
+    evaluate(case, operands, dys, params=dict.fromkeys(case.params, np.nan))
+
+
+def _has_batch(case: Case) -> bool:
+    """Whether axis 0 of x is that of the outputs and no axis of matrices."""
+    return not any(part in case.label for part in ("_ta", "adj", "broadcasts", "complex"))
+
+
+@pytest.mark.parametrize("case", [case for case in ON_CPU if _has_batch(case)], ids=str)
+def test_batch_of_unknown_size(case: Case) -> None:
+    operands, dys = given(case, "float32")
+    check(case, evaluate(case, operands, dys, batch_unknown=True), operands, dys)
+
+
+# oneDNN's convolution gives an empty batch the shape of its input, which is a fault of TensorFlow's forward.
+@pytest.mark.parametrize(
+    "case", [case for case in ON_CPU if _has_batch(case) and not case.label.startswith(("conv", "depthwise"))], ids=str
+)
+def test_empty_batch(case: Case) -> None:
+    operands, dys = given(case, "float32")
+    x, *others = operands
+    results = evaluate(case, [x[:0], *others], [dy[:0] for dy in dys], batch_unknown=True)
+    assert results[0] is not None
+    assert results[0].shape == (0, *x.shape[1:])
+    for result, operand in zip(results[1:], others, strict=True):
+        assert result is None or np.array_equal(result, np.zeros_like(operand))
+
+
+@pytest.mark.parametrize("case", [case for case in ON_CPU if case.keeps], ids=str)
+def test_relevance_is_kept(case: Case) -> None:
+    """Where eps is 0 and the bias, if any, has no part in it."""
+    operands, dys = given(case, "float64")
+    results = evaluate(case, operands, dys, params={**case.params, **({"eps": 0.0} if "eps" in case.params else {})})
+    total = sum(float(r.sum()) for r in results if r is not None)
+    assert total == pytest.approx(float(dys[0].sum()), rel=1e-9)
+
+
+@pytest.mark.parametrize("eps", [1e-6, 0.0])
+@of_type([case for case in FEW if case.rule.startswith(("lrp_", "maxpool"))], "float32", "float16")
+def test_zeros_give_numbers(case: Case, dtype: str, eps: float) -> None:
+    operands, dys = given(case, dtype)
+    params = {name: eps if name == "eps" else value for name, value in case.params.items()}
+    results = evaluate(case, [np.zeros_like(v) for v in operands], dys, params=params)
+    assert all(np.isfinite(r).all() for r in results if r is not None)
