@@ -5,7 +5,21 @@ bytes → `parse` → message → `expand` (check, resolve overrides, inline cal
 
 from gradrule_server.graphs.expansion import Expanded, ExpandRequest, GraphInput, expand
 from gradrule_server.graphs.ir import Limits
+from gradrule_server.graphs.marks import Mark
 from gradrule_server.graphs.read import parse
-from gradrule_server.graphs.select import Mark, Match, OverrideSpec
+from gradrule_server.graphs.resolve import Match
+from gradrule_server.graphs.selectors import DEFAULT_RULE, OWN_GRADIENT, OverrideSpec
 
-__all__ = ["ExpandRequest", "Expanded", "GraphInput", "Limits", "Mark", "Match", "OverrideSpec", "expand", "parse"]
+__all__ = [
+    "DEFAULT_RULE",
+    "OWN_GRADIENT",
+    "ExpandRequest",
+    "Expanded",
+    "GraphInput",
+    "Limits",
+    "Mark",
+    "Match",
+    "OverrideSpec",
+    "expand",
+    "parse",
+]

@@ -6,7 +6,7 @@ destination, under its name; that of a loop or branch goes into a destination of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
@@ -14,7 +14,8 @@ from gradrule._dtypes import as_dt
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule.v1.tensor_pb2 import TensorShape
 from gradrule_server.graphs.ir import ARG, DIFFERENTIABLE, Body, Node, Ref, is_call
-from gradrule_server.graphs.select import OWN_GRADIENT, Foreign, Match, Resolver
+from gradrule_server.graphs.resolve import GRADIENT_ATTR, Foreign, Match, Resolved, Resolver
+from gradrule_server.graphs.selectors import OWN_GRADIENT, Place
 
 UNKNOWN_SHAPE = AttrValue(shape=TensorShape(unknown_rank=True))
 
@@ -69,9 +70,12 @@ class Copy:
     tensors: dict[Ref, Ref]
     # Public name of the container by name of the new function.
     scopes: dict[str, str]
-    matches: list[Match]
-    # What was resolved for a node, by the node's identity.
-    resolved: dict[int, Match | Foreign]
+    # Nodes that overrides may take; those without an attribute of their own only if there are overrides.
+    places: list[Place]
+    # What was resolved for calls, by the identity of the nodes that stand for them.
+    resolved: dict[int, Resolved]
+    # Gives free names in a body.
+    unique: Callable[[Body, str], str]
 
 
 def copy_graph(
@@ -91,7 +95,7 @@ def copy_graph(
     destination = Destination(Body(""), "")
     placed = copier.copy(top, destination)
     tensors = {ref: placed.ref(ref) for ref in asked}
-    return Copy(destination.body, tensors, copier.scopes, copier.matches, copier.resolved)
+    return Copy(destination.body, tensors, copier.scopes, copier.places, copier.resolved, copier.unique)
 
 
 class _Copier:
@@ -105,18 +109,33 @@ class _Copier:
         for node, output in apart:
             self._apart.setdefault(node, set()).add(output)
         self.scopes: dict[str, str] = {}
-        self.matches: list[Match] = []
-        self.resolved: dict[int, Match | Foreign] = {}
+        self.places: list[Place] = []
+        self.resolved: dict[int, Resolved] = {}
+        self._destinations: dict[int, Destination] = {}
 
     def copy(self, top: Body, into: Destination) -> _Placed:
         """Copies the top level."""
-        return self._copy(top, into, "", [], None, live=True)
+        self._destinations[id(into.body)] = into
+        return self._copy(top, into, "", [], None, live=True, around=None)
+
+    def unique(self, body: Body, name: str) -> str:
+        """A free name in a body that was made here."""
+        return self._destinations[id(body)].unique(name)
 
     def _copy(
-        self, source: Body, into: Destination, prefix: str, args: Sequence[Ref], gate: int | None, *, live: bool
+        self,
+        source: Body,
+        into: Destination,
+        prefix: str,
+        args: Sequence[Ref],
+        gate: int | None,
+        *,
+        live: bool,
+        around: str | None,
     ) -> _Placed:
         """Puts the nodes of `source` into `into`. `args`: what its arguments are there. `gate`: a node that all must
-        wait for. `live`: whether gradients are asked node by node here."""
+        wait for. `live`: whether gradients are asked node by node here. `around`: label of an override that took a call
+        around this."""
         nodes, is_top = source.nodes, not source.name
         names = [into.unique(prefix + node.name) for node in nodes[source.arg_count :]]
         placed = _Placed([-1] * len(nodes))
@@ -138,30 +157,44 @@ class _Copier:
             if gate is not None and (is_call(node) or all(ref[0] < source.arg_count for ref in node.inputs)):
                 controls.append(gate)
             copy = Node(name, node.op, inputs, controls, node.attrs, node.outputs, unsupported=node.unsupported)
-            resolved = self._resolve(node, into.public(public), source, live=live)
+            asks = is_call(node) and around is None
+            resolved = self._call(node, into.public(public), source, live=live) if asks else None
+            label = resolved.label if isinstance(resolved, Match) else around
             # A rule for a call replaces the gradient of the whole call, so the call must still be there.
             whole = isinstance(resolved, Match) and resolved.rule != OWN_GRADIENT
             if is_call(node) and not whole:
                 apart = self._apart.get(position, set()) if is_top else set()
                 self._inline(
-                    node, copy, into, position, placed, apart, resolved, live=live, awaited=position in awaited
+                    node,
+                    copy,
+                    into,
+                    position,
+                    placed,
+                    apart,
+                    resolved,
+                    live=live,
+                    around=label,
+                    awaited=position in awaited,
                 )
             else:
                 placed.nodes[position] = into.add(copy)
                 if resolved is not None:
-                    self.resolved[id(copy)] = resolved
+                    self.resolved[id(copy)] = [resolved]
+                elif self._resolver.choosers or GRADIENT_ATTR in node.attrs:
+                    place = Place(
+                        into.public(public), source.name, into.body, placed.nodes[position], live, None, around
+                    )
+                    self.places.append(place)
                 copy.watched = live and bool(inputs) and any(dtype in DIFFERENTIABLE for dtype in node.outputs or ())
-                self._copy_functions(node, copy, into.public(name), live=live and not is_call(node))
+                self._copy_functions(node, copy, into.public(name), live=live and not is_call(node), around=label)
             if fed:
                 self._feed(node, public, sorted(fed), into, position, placed)
         return placed
 
-    def _resolve(self, node: Node, public: str, source: Body, *, live: bool) -> Match | Foreign | None:
-        """Which rule the node gets, if gradients are asked node by node where it lies."""
+    def _call(self, node: Node, public: str, source: Body, *, live: bool) -> Match | Foreign | None:
+        """Which rule a call as a whole gets, if gradients are asked node by node where it lies."""
         types = [_type(source, ref) for ref in node.inputs]
-        resolved = self._resolver.resolve(node, public, types, source.name)
-        if isinstance(resolved, Match):
-            self.matches.append(resolved)
+        resolved = self._resolver.whole(node, public, types, source.name)
         return resolved if live else None
 
     def _inline(
@@ -175,6 +208,7 @@ class _Copier:
         resolved: Match | Foreign | None,
         *,
         live: bool,
+        around: str | None,
         awaited: bool,
     ) -> None:
         """Puts the body of a call where the call is."""
@@ -184,18 +218,20 @@ class _Copier:
             gate = call.controls[0]
         elif call.controls:
             gate = into.add(Node(into.unique(f"{call.name}/before"), "NoOp", [], call.controls, {}, ()))
-        inner = self._copy(body, into, f"{call.name}/", call.inputs, gate, live=live)
+        inner = self._copy(body, into, f"{call.name}/", call.inputs, gate, live=live, around=around)
+        ends = [inner.nodes[control] for _, control in body.control_results]
         outputs = []
         for number, ref in enumerate(body.results):
             output = inner.ref(ref)
             # An argument that is handed back must still wait; an asked tensor must not be one that the inside uses
             # too; what was resolved for the call itself needs a node that gradients pass through.
-            if number in apart or resolved is not None or (gate is not None and ref[0] < body.arg_count):
-                waits = [] if gate is None else [gate]
+            waits = [] if gate is None or ref[0] >= body.arg_count else [gate]
+            waits += _not_behind(into.body, output[0], ends)
+            if number in apart or resolved is not None or waits:
                 result = _identity(into, call.name, number, output, body.result_types[number], waits)
                 output = (into.add(result), 0)
                 if resolved is not None:
-                    self.resolved[id(result)] = resolved
+                    self.resolved[id(result)] = [resolved]
                     result.watched = body.result_types[number] in DIFFERENTIABLE
             outputs.append(output)
         placed.outputs[position] = outputs
@@ -205,14 +241,15 @@ class _Copier:
             after.update(() if gate is None else (gate,))
             placed.nodes[position] = into.add(Node(call.name, "NoOp", [], sorted(after), {}, ()))
 
-    def _copy_functions(self, node: Node, copy: Node, public: str, *, live: bool) -> None:
+    def _copy_functions(self, node: Node, copy: Node, public: str, *, live: bool, around: str | None) -> None:
         """Gives a container, or a call that stays one, functions of its own."""
         functions = []
         for attr, bodies in node.functions:
-            functions.append((attr, tuple(self._copy_function(body, attr, public, live=live) for body in bodies)))
+            copies = (self._copy_function(body, attr, public, live=live, around=around) for body in bodies)
+            functions.append((attr, tuple(copies)))
         copy.functions = tuple(functions)
 
-    def _copy_function(self, source: Body, attr: str, public: str, *, live: bool) -> Body:
+    def _copy_function(self, source: Body, attr: str, public: str, *, live: bool, around: str | None) -> Body:
         name = f"{self._namespace}_{len(self.scopes):04d}_{attr}"
         self.scopes[name] = public
         body = Body(
@@ -223,11 +260,11 @@ class _Copier:
             result_types=source.result_types,
             is_stateful=source.is_stateful,
         )
-        into = Destination(body, public)
+        into = self._destinations[id(body)] = Destination(body, public)
         args = []
         for arg in source.nodes[: source.arg_count]:
             args.append((into.add(Node(into.unique(arg.name), ARG, [], [], {}, arg.outputs)), 0))
-        placed = self._copy(source, into, "", args, None, live=live)
+        placed = self._copy(source, into, "", args, None, live=live, around=around)
         body.results = [placed.ref(ref) for ref in source.results]
         body.control_results = [(result, placed.nodes[position]) for result, position in source.control_results]
         return body
@@ -254,6 +291,22 @@ class _Copier:
             for output in fed:
                 outputs[output] = (alias, output)
         placed.outputs[position], placed.nodes[position] = outputs, alias
+
+
+def _not_behind(body: Body, result: int, ends: Sequence[int]) -> list[int]:
+    """Those of the nodes that the result does not wait for already."""
+    missing = dict.fromkeys(ends)
+    if not missing:
+        return []
+    seen: set[int] = set()
+    pending = [result]
+    while pending and missing:
+        position = pending.pop()
+        if position not in seen:
+            seen.add(position)
+            missing.pop(position, None)
+            pending += [*(producer for producer, _ in body.nodes[position].inputs), *body.nodes[position].controls]
+    return list(missing)
 
 
 def _type(source: Body, ref: Ref) -> int:

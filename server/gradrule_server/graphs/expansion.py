@@ -14,9 +14,13 @@ from gradrule_server.graphs.collector import paused_collection
 from gradrule_server.graphs.copying import UNKNOWN_SHAPE, Copy, copy_graph
 from gradrule_server.graphs.findings import Findings, Reason, quote
 from gradrule_server.graphs.ir import PLACEHOLDER_WITH_DEFAULT, PLACEHOLDERS, Body, Limits, Node, Ref
-from gradrule_server.graphs.names import TensorNames, canonical
+from gradrule_server.graphs.marks import Mark, mark
+from gradrule_server.graphs.names import TensorNames, canonical, parse_tensor_name
 from gradrule_server.graphs.prune import bodies_of, nodes_of, prune
-from gradrule_server.graphs.select import FOREIGN_GRADIENT, Foreign, Mark, Match, OverrideSpec, Resolver, check_specs
+from gradrule_server.graphs.resolve import Asked, Match, Resolver, Scene
+from gradrule_server.graphs.rewrites import check_rewrites, rewrite
+from gradrule_server.graphs.selectors import OverrideSpec, choosers
+from gradrule_server.graphs.subgraphs import weave
 from gradrule_server.graphs.write import tensor_name, write_graph
 
 
@@ -36,6 +40,7 @@ class ExpandRequest:
     stop_gradients: Sequence[str] = ()
     fed: Sequence[str] = ()
     overrides: Sequence[OverrideSpec] = ()
+    rewrites: Sequence[str] = ()
     known_rule: Callable[[str, str], int] = _no_rule
     # Starts the names of all functions: those of other programs in the same process must differ.
     namespace: str = "gr"
@@ -61,6 +66,8 @@ class Expanded:
     scopes: dict[str, str]
     matches: list[Match]
     inputs: list[GraphInput]
+    # Public names of the nodes that rewrites replaced.
+    rewritten: list[str]
     # Name in the expanded graph, and element type, by the name asked; a stop_gradient off the path has no such name.
     tensor_names: dict[str, str]
     dtypes: dict[str, Dt.ValueType]
@@ -87,27 +94,32 @@ def _expand(graph: Graph, request: ExpandRequest, limits: Limits) -> Expanded:
     names = TensorNames(top, findings)
     asked = _asked(request, names)
     fed = _fed(request, names, findings)
-    check_specs(request.overrides, library, findings)
+    resolver = Resolver(choosers(request.overrides, library, findings), request.known_rule, bool(request.ys), findings)
+    check_rewrites(request.rewrites, findings)
     findings.raise_if_any()
 
-    resolver = Resolver(request.overrides, request.known_rule, bool(request.ys), findings)
     cut: dict[int, set[int]] = {}
     for position, output in fed.values():
         if top.nodes[position].op not in PLACEHOLDERS:
             cut.setdefault(position, set()).add(output)
     apart = {asked[name] for name in (*request.xs, *request.stop_gradients)}
-    copy = copy_graph(top, resolver, cut, {*asked.values(), *fed.values()}, apart, request.namespace)
+    named = _selected(request.overrides, names)
+    copy = copy_graph(top, resolver, cut, {*asked.values(), *fed.values(), *named.values()}, apart, request.namespace)
+    rewritten = rewrite(copy, request.rewrites, {copy.tensors[asked[name]] for name in request.xs})
+    scene = _resolve(copy, resolver, request, asked, named, findings)
+    matches = resolver.matches(scene)
+    findings.all += resolver.unmatched(scene) if request.ys else []
     # What only stop_gradients name is on no path: it stops nothing, and needs no feed.
     places = _prune(copy, {*(asked[name] for name in _computed(request)), *fed.values()})
-    findings.all += resolver.unmatched() if request.ys else []
     _check_supported(copy, findings)
     findings.raise_if_any()
-    marks = _mark(copy)
+    marks = mark(copy.body, {**copy.resolved, **scene.resolved})
     return Expanded(
         graph_bytes=write_graph(copy.body, graph.versions),
         marks=marks,
         scopes={body.name: copy.scopes[body.name] for body in bodies_of(copy.body) if body.name},
-        matches=copy.matches,
+        matches=matches,
+        rewritten=rewritten,
         inputs=_inputs(top, copy.body, cut, fed),
         tensor_names={name: tensor_name(copy.body, places[ref]) for name, ref in asked.items() if ref in places},
         dtypes={name: _dtype(top, ref) for name, ref in asked.items()},
@@ -146,6 +158,58 @@ def _fed(request: ExpandRequest, names: TensorNames, findings: Findings) -> dict
     return fed
 
 
+def _selected(overrides: Iterable[OverrideSpec], names: TensorNames) -> dict[str, Ref]:
+    """Tensors of the top level that selectors name, by name; those in functions are found in the copy."""
+    texts = {
+        text
+        for spec in overrides
+        for text in (*spec.selector.region.inputs, *spec.selector.region.outputs, *spec.selector.depends_on)
+    }
+    found = ((text, names.look_up(text)) for text in texts)
+    return {text: ref for text, ref in found if ref is not None}
+
+
+def _resolve(
+    copy: Copy,
+    resolver: Resolver,
+    request: ExpandRequest,
+    asked: Mapping[str, Ref],
+    named: Mapping[str, Ref],
+    findings: Findings,
+) -> Scene:
+    """Decides which node of the copy gets which rule, and ties up subgraphs that get one."""
+    inner: dict[str, tuple[Body, int]] = {}
+
+    def find(text: str, field: str) -> tuple[Body, Ref] | None:
+        if text in named:
+            return copy.body, copy.tensors[named[text]]
+        if not inner:
+            inner.update({place.name: (place.body, place.index) for place in copy.places})
+        name, output = parse_tensor_name(text) or ("", 0)
+        found = inner.get(name)
+        if found is None or output >= len(found[0].nodes[found[1]].outputs or ()):
+            message = f"There is no tensor {quote(text)}.{findings.near(name, inner)}"
+            findings.add(Reason.ERROR_REASON_UNKNOWN_TENSOR, message, field=field)
+            return None
+        return found[0], (found[1], output)
+
+    def moved(texts: Iterable[str]) -> frozenset[Ref]:
+        return frozenset(copy.tensors[asked[text]] for text in texts)
+
+    scene = Scene(
+        copy.body, copy.places, Asked(moved(request.xs), moved(request.ys), moved(request.stop_gradients)), find
+    )
+    if request.ys:
+        resolver.resolve(scene)
+    subgraphs = scene.subgraphs
+    knots, moves = weave([(subgraph, match.node) for subgraph, match in subgraphs], copy.unique)
+    for knot, (_, match) in zip(knots, subgraphs, strict=True):
+        scene.resolved[id(knot)] = [match]
+    gone = moves.get(id(copy.body), {})
+    copy.tensors = {ref: gone.get(place, place) for ref, place in copy.tensors.items()}
+    return scene
+
+
 def _computed(request: ExpandRequest) -> list[str]:
     return [*request.fetches, *request.ys, *request.xs, *request.grad_y_tensors]
 
@@ -162,25 +226,6 @@ def _check_supported(copy: Copy, findings: Findings) -> None:
             name = f"{copy.scopes[body.name]}/{node.name}" if body.name else node.name
             message = f"Node {quote(name)} ({node.op}) {node.unsupported}."
             findings.add(Reason.ERROR_REASON_UNSUPPORTED_OP, message, name)
-
-
-def _mark(copy: Copy) -> list[Mark]:
-    """Numbers the nodes that run and that an override took, or that name a gradient of another process."""
-    marks: list[Mark] = []
-    numbers: dict[int, int] = {}
-    for _, node in nodes_of(copy.body):
-        resolved = copy.resolved.get(id(node))
-        if resolved is None:
-            continue
-        if id(resolved) not in numbers:
-            numbers[id(resolved)] = len(marks)
-            if isinstance(resolved, Foreign):
-                marks.append(Mark(FOREIGN_GRADIENT, resolved.node, resolved.name))
-            else:
-                resolved.mark = len(marks)
-                marks.append(Mark(resolved.rule, resolved.node))
-        node.mark = numbers[id(resolved)]
-    return marks
 
 
 def _inputs(top: Body, body: Body, cut: Container[int], fed: Mapping[str, Ref]) -> list[GraphInput]:

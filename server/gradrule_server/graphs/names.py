@@ -30,6 +30,15 @@ class TensorNames:
         self._findings = findings
         self.index = {node.name: position for position, node in enumerate(top.nodes)}
 
+    def look_up(self, text: str) -> Ref | None:
+        """The tensor, if there is one."""
+        name, output = parse_tensor_name(text) or ("", 0)
+        position = self.index.get(name)
+        if position is None:
+            return None
+        outputs = self._top.nodes[position].outputs
+        return None if outputs is None or output >= len(outputs) else (position, output)
+
     def find(self, text: str, field: str, *, is_feed: bool = False) -> Ref | None:
         """The tensor; None after noting what is wrong. `field`: where the request says it."""
         reason = Reason.ERROR_REASON_UNKNOWN_FEED if is_feed else Reason.ERROR_REASON_UNKNOWN_TENSOR

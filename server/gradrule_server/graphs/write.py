@@ -8,7 +8,7 @@ from gradrule.v1 import graph_pb2
 from gradrule.v1.graph_pb2 import AttrValue, Graph, NameAttrList, Versions
 from gradrule_server.graphs.ir import ARG, CALLS, LOOPS, Body, Node, Ref, is_call
 from gradrule_server.graphs.prune import bodies_of
-from gradrule_server.graphs.select import GRADIENT_ATTR
+from gradrule_server.graphs.resolve import GRADIENT_ATTR
 
 GRADIENT_NAME = b"gradrule"
 MARK_ATTR = "_gradrule_mark"

@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 
 from gradrule.v1.graph_pb2 import AttrValue, Function, Graph, NameAttrList
+from gradrule.v1.override_pb2 import Selector
 from gradrule.v1.tensor_pb2 import Dt, Tensor, TensorShape
 from gradrule_server import graphs
 from gradrule_server.errors import Reason
@@ -58,7 +59,7 @@ def test_names_that_are_taken() -> None:
         functions=[INNER],
     )
     expanded = expand(
-        made, ["c/s_1"], ys=["c/s_1"], xs=["x"], overrides=[graphs.OverrideSpec(op_type="Sign", label="o")]
+        made, ["c/s_1"], ys=["c/s_1"], xs=["x"], overrides=[graphs.OverrideSpec(Selector(op_type="Sign"), label="o")]
     )
     assert {name: item.op for name, item in nodes_of(expanded).items()} == {
         "x": "Placeholder",

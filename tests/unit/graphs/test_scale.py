@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from gradrule.v1.graph_pb2 import Graph
+from gradrule.v1.override_pb2 import Selector
 from gradrule_server import graphs
 from tests.unit.graphs.helpers import call, expand, function, graph, node, placeholder, reasons_of
 
@@ -42,8 +43,10 @@ def seconds(made: Graph, overrides: list[graphs.OverrideSpec]) -> float:
 
 @pytest.mark.parametrize("make", [chain, wide, calls])
 def test_time_grows_linearly(make: Callable[[int], Graph]) -> None:
-    overrides = [graphs.OverrideSpec(op_type="Sign", label="s", optional=True)]
-    overrides += [graphs.OverrideSpec(node=f"**/p*{i}/*q", label=str(i), optional=True, index=i) for i in range(1, 20)]
+    overrides = [graphs.OverrideSpec(Selector(op_type="Sign"), label="s", optional=True)]
+    overrides += [
+        graphs.OverrideSpec(Selector(node=f"**/p*{i}/*q"), label=str(i), optional=True, index=i) for i in range(1, 20)
+    ]
     small, large = seconds(make(2_000), overrides), seconds(make(32_000), overrides)
     # 1.15 is the bar; sixteen times the nodes leave room for a noisy machine without letting a square through.
     assert math.log(large / small) / math.log(16) < 1.3

@@ -11,13 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradrule.v1.graph_pb2 import AttrValue, Graph
+from gradrule.v1.override_pb2 import Selector
 from gradrule_server import graphs
 from gradrule_server.errors import Reason
 from gradrule_server.graphs import OverrideSpec
-from gradrule_server.graphs.select import compile_glob
+from gradrule_server.graphs.globs import compile_glob
 from tests.unit.graphs.helpers import (
     call,
     expand,
+    findings_of,
     function,
     graph,
     node,
@@ -48,8 +50,8 @@ def matches(*specs: OverrideSpec, made: Graph | None = None, **request: Any) -> 
     return {match.node: match.label for match in expanded.matches}
 
 
-def spec(label: str, **conditions: Any) -> OverrideSpec:
-    return OverrideSpec(rule_index=7, rule_name="rule", label=label, **conditions)
+def spec(label: str, *, optional: bool = False, index: int = 0, **conditions: Any) -> OverrideSpec:
+    return OverrideSpec(Selector(**conditions), 7, "rule", label, optional=optional, index=index)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,7 @@ def test_conditions(conditions: dict[str, object], nodes: set[str]) -> None:
 
 
 def test_first_match_wins_and_default_carves_out() -> None:
-    carve = OverrideSpec(scope="a/b", label="carve")
+    carve = OverrideSpec(Selector(scope="a/b"), label="carve")
     found = matches(carve, spec("all", op_type="Sign"))
     assert found == {"a/b/s": "carve", "a/b/r": "carve", "a/s": "all", "c/s": "all", "off/s": "all"}
     expanded = expand(network(), ["y"], ys=["y"], xs=["x"], overrides=[carve, spec("all", op_type="Sign")])
@@ -134,7 +136,7 @@ def test_gradients_of_other_processes() -> None:
     for item in made.node:
         if item.op == "Sign":
             item.attr["_gradient_op_type"].s = b"CustomGradient-17"
-    expanded = expand(made, ["y"], ys=["y"], xs=["x"], overrides=[OverrideSpec(node="a/s", label="o")])
+    expanded = expand(made, ["y"], ys=["y"], xs=["x"], overrides=[OverrideSpec(Selector(node="a/s"), label="o")])
     assert [(mark.rule, mark.node, mark.foreign) for mark in expanded.marks] == [
         (-1, "a/s", ""),
         (-2, "a/b/s", "CustomGradient-17"),
@@ -199,24 +201,31 @@ def test_a_matched_call_stays_a_call() -> None:
     written = nodes_of(expanded)
     assert written["c"].op == "PartitionedCall"
     assert [mark.node for mark in expanded.marks] == ["c"]
-    assert {match.node: match.mark for match in expanded.matches} == {"c": 0, "c/i/s": None}
+    assert {match.node: match.mark for match in expanded.matches} == {"c": 0}
     body = Graph.FromString(expanded.graph_bytes).library.function
     assert [item.signature.name for item in body] == [written["c"].attr["f"].func.name]
     assert {item.name for item in body[0].node_def} == {"i/s", "i/t"}
     assert not any(item.attr.keys() & {"_gradient_op_type", "_gradrule_mark"} for item in body[0].node_def)
 
 
-def test_default_on_a_call_marks_what_it_gives_and_leaves_the_inside_alone() -> None:
-    carve = OverrideSpec(node="c", label="carve")
+def test_default_on_a_call_exempts_the_inside_too() -> None:
+    carve = OverrideSpec(Selector(node="c"), label="carve")
     expanded = expand(network(), ["y"], ys=["y"], xs=["x"], overrides=[carve, spec("s", op_type="Sign", index=1)])
     written = nodes_of(expanded)
     marked = next(item for item in written.values() if item.op == "Identity")
     assert expanded.marks[marked.attr["_gradrule_mark"].i] == graphs.Mark(-1, "c")
     assert marked.attr["_gradient_op_type"].s == b"gradrule"
-    assert "c/s" in {mark.node for mark in expanded.marks}
+    assert {mark.node for mark in expanded.marks} == {"c", "a/s", "a/b/s"}
+    assert "c/s" not in {match.node for match in expanded.matches}
     assert reasons_of(network(), ["y"], ys=["y"], xs=["x"], overrides=[spec("n", node="nope")]) == [
         "UNMATCHED_OVERRIDE"
     ]
+
+
+def test_what_lies_in_a_taken_call_is_not_asked() -> None:
+    specs = [spec("call", node="c"), spec("inner", node="c/s", index=1)]
+    (finding,) = findings_of(network(), ["y"], ys=["y"], xs=["x"], overrides=specs)
+    assert finding.message.endswith("taken by an earlier override ('call').")
 
 
 def slow_glob(glob: str, name: str) -> bool:

@@ -1,0 +1,49 @@
+"""Numbers the nodes that run and that an override took, for the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gradrule_server.graphs.ir import Body
+from gradrule_server.graphs.prune import nodes_of
+from gradrule_server.graphs.resolve import FOREIGN_GRADIENT, Foreign, Resolved
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What a node's `_gradrule_mark` counts: index of the rule (-1 `default`, -2 foreign), public name of the node.
+
+    `outputs`: of a subgraph, how many tensors come out; 0 for a single node. `rank`: the mark holds only for outputs of
+    this rank, else the mark numbered `otherwise`.
+    """
+
+    rule: int
+    node: str
+    foreign: str = ""
+    outputs: int = 0
+    rank: int | None = None
+    otherwise: int | None = None
+
+
+def mark(top: Body, resolved: Mapping[int, Resolved]) -> list[Mark]:
+    """Numbers what was resolved for the nodes (by id) that are there; a match that several nodes stand for once."""
+    marks: list[Mark] = []
+    numbers: dict[int, int] = {}
+    for _, node in nodes_of(top):
+        found = resolved.get(id(node))
+        if not found:
+            continue
+        if id(found[0]) not in numbers:
+            numbers[id(found[0])] = len(marks)
+            last = len(marks) + len(found) - 1
+            for item in found:
+                number = len(marks)
+                if isinstance(item, Foreign):
+                    marks.append(Mark(FOREIGN_GRADIENT, item.node, item.name))
+                else:
+                    item.mark = number
+                    otherwise = number + 1 if number < last else None
+                    marks.append(Mark(item.rule, item.node, "", item.outputs, item.rank, otherwise))
+        node.mark = numbers[id(found[0])]
+    return marks

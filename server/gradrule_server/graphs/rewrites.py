@@ -1,0 +1,245 @@
+"""Changes to the expanded graph before overrides are resolved."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from gradrule._dtypes import as_dt
+from gradrule.v1.graph_pb2 import AttrValue
+from gradrule.v1.tensor_pb2 import Dt, Tensor, TensorShape
+from gradrule_server.errors import did_you_mean
+from gradrule_server.graphs import paths
+from gradrule_server.graphs.copying import Copy
+from gradrule_server.graphs.findings import Findings, Reason, quote
+from gradrule_server.graphs.groups import GROUPS, PLAIN_ADDS
+from gradrule_server.graphs.ir import Body, Node, Ref
+from gradrule_server.graphs.prune import bodies_of
+from gradrule_server.graphs.selectors import Place
+
+FOLD_BATCH_NORM = "fold_batch_norm"
+_REWRITES = (FOLD_BATCH_NORM,)
+
+_BATCH_NORMS = frozenset({"FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"})
+_LINEAR = GROUPS["@linear"]
+
+
+def check_rewrites(names: Sequence[str], findings: Findings) -> None:
+    """UNSUPPORTED for a rewrite that does not exist."""
+    for number, name in enumerate(names):
+        if name not in _REWRITES:
+            message = (
+                f"There is no rewrite {quote(name)}.{did_you_mean(name, _REWRITES)} There is: {', '.join(_REWRITES)}."
+            )
+            findings.add(Reason.ERROR_REASON_UNSUPPORTED, message, field=f"spec.rewrites[{number}]")
+
+
+def rewrite(copy: Copy, names: Sequence[str], xs: Collection[Ref]) -> list[str]:
+    """Makes the changes in place; returns the public names of the nodes that were replaced."""
+    rewritten: list[str] = []
+    if FOLD_BATCH_NORM in names:
+        reached = paths.dependents(copy.body, copy.body, xs)
+        for body in bodies_of(copy.body):
+            rewritten += _Folding(copy, body, reached, xs if body is copy.body else ()).run()
+    return rewritten
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A linear op, the bias add behind it if there is one, and the normalisation `scale · v + shift` that follows.
+
+    `last`: node whose first output is the result. `shift` and `scale` are made by `_Folding`.
+    """
+
+    linear: int
+    bias: int | None
+    last: int
+    mul: int | None = None
+
+
+class _Folding:
+    """Folds batch normalisations of one body into the linear ops before them.
+
+    scale · (x W + b) + shift = x (W · scale) + (b · scale + shift), scale and shift per output channel. The nodes that
+    compute the new weights are part of the graph, so gradients with respect to weights stay right.
+    """
+
+    def __init__(self, copy: Copy, body: Body, reached: Collection[int], xs: Collection[Ref]) -> None:
+        self._copy = copy
+        self._body = body
+        self._reached = reached
+        self._xs = xs
+        self._consumers = paths.consumers_of(body)
+        asked = copy.tensors.values() if body is copy.body else ()
+        self._kept = {ref[0] for ref in (*asked, *body.results)}
+        self._moves: dict[Ref, Ref] = {}
+        self._left_behind: set[int] = set()
+
+    def run(self) -> list[str]:
+        """Folds all there are; returns their public names."""
+        nodes = self._body.nodes
+        names = []
+        places = {place.index: place for place in self._copy.places if place.body is self._body}
+        for last in range(len(nodes)):
+            found = self._find(last)
+            if found is not None:
+                names.append(places[last].name if last in places else nodes[last].name)
+                self._fold(found, places)
+        if self._moves:
+            for node in nodes:
+                node.inputs = [self._moves.get(ref, ref) for ref in node.inputs]
+            self._body.results = [self._moves.get(ref, ref) for ref in self._body.results]
+            if self._body is self._copy.body:
+                tensors = self._copy.tensors
+                self._copy.tensors = {ref: self._moves.get(place, place) for ref, place in tensors.items()}
+            # It leads nowhere any more, and is no selector's business.
+            self._copy.places = [place for place in self._copy.places if id(place) not in self._left_behind]
+        return names
+
+    def _find(self, last: int) -> _Found | None:
+        node = self._body.nodes[last]
+        if node.op in _BATCH_NORMS and not node.attrs["is_training"].b:
+            return self._behind_linear(node.inputs[0], last, None)
+        if node.op in PLAIN_ADDS:
+            # What tf.nn.batch_normalization makes: v · scale + shift.
+            value = self._changing(node)
+            if value is not None and self._body.nodes[value[0]].op == "Mul" and self._is_alone(value[0], last):
+                inner = self._changing(self._body.nodes[value[0]])
+                if inner is not None:
+                    return self._behind_linear(inner, last, value[0])
+        return None
+
+    def _behind_linear(self, value: Ref, last: int, mul: int | None) -> _Found | None:
+        user = last if mul is None else mul
+        producer = self._body.nodes[value[0]]
+        bias = None
+        if producer.op in ("BiasAdd", *PLAIN_ADDS):
+            inner = producer.inputs[0] if producer.op == "BiasAdd" else self._changing(producer)
+            if inner is None or not self._is_alone(value[0], user):
+                return None
+            bias, user = value[0], value[0]
+            value = inner
+        linear = self._body.nodes[value[0]]
+        if linear.op not in _LINEAR or not self._is_alone(value[0], user):
+            return None
+        producer_of_weights = self._body.nodes[linear.inputs[1][0]]
+        return None if id(producer_of_weights) in self._reached else _Found(value[0], bias, last, mul)
+
+    def _changing(self, node: Node) -> Ref | None:
+        """The one of two operands that depends on the xs."""
+        live = [ref for ref in node.inputs if id(self._body.nodes[ref[0]]) in self._reached or ref in self._xs]
+        return live[0] if len(live) == 1 else None
+
+    def _is_alone(self, producer: int, consumer: int) -> bool:
+        return self._consumers[producer] == [consumer] and producer not in self._kept
+
+    def _fold(self, found: _Found, places: dict[int, Place]) -> None:
+        nodes = self._body.nodes
+        linear = nodes[found.linear]
+        dtype = (linear.outputs or ())[0]
+        scale, shift = self._affine(found, dtype)
+        if found.bias is not None:
+            bias = self._other(found.bias)
+            shift = self._add("AddV2", [self._add("Mul", [bias, scale], dtype, "bias_scaled"), shift], dtype, "bias")
+        weights = self._add("Mul", [linear.inputs[1], self._shaped(scale, linear)], dtype, "weights")
+        folded = Node(
+            self._copy.unique(self._body, f"{linear.name}/folded"),
+            linear.op,
+            [linear.inputs[0], weights],
+            linear.controls,
+            linear.attrs,
+            linear.outputs,
+            watched=linear.watched,
+        )
+        value = self._append(folded, found.linear, places)
+        attrs = {"T": AttrValue(type=as_dt(dtype))}
+        data_format = linear.attrs.get("data_format")
+        spatial = data_format is not None and data_format.s.startswith(b"NC")
+        attrs["data_format"] = AttrValue(s=b"NCHW" if spatial else b"NHWC")
+        name = self._copy.unique(self._body, f"{nodes[found.last].name}/folded")
+        added = Node(name, "BiasAdd", [value, shift], [], attrs, (dtype,), watched=linear.watched)
+        self._moves[found.last, 0] = self._append(added, found.last, places)
+        self._left_behind |= {
+            id(places[index]) for index in (found.bias, found.mul) if index is not None and index in places
+        }
+
+    def _affine(self, found: _Found, dtype: int) -> tuple[Ref, Ref]:
+        """Scale and shift per output channel, of the linear op's element type."""
+        node = self._body.nodes[found.last]
+        if found.mul is not None:
+            return self._flat(self._other(found.mul), dtype), self._flat(self._other(found.last), dtype)
+        _, gamma, beta, mean, variance = node.inputs
+        own = (self._body.nodes[gamma[0]].outputs or ())[gamma[1]]
+        epsilon = self._constant(node.attrs["epsilon"].f, own)
+        root = self._add("Rsqrt", [self._add("AddV2", [variance, epsilon], own, "variance")], own, "rsqrt")
+        scale = self._add("Mul", [gamma, root], own, "scale")
+        shift = self._add("Sub", [beta, self._add("Mul", [mean, scale], own, "mean_scaled")], own, "shift")
+        return self._cast(scale, own, dtype), self._cast(shift, own, dtype)
+
+    def _other(self, position: int) -> Ref:
+        """The operand that does not depend on the xs."""
+        node = self._body.nodes[position]
+        if node.op == "BiasAdd":
+            return node.inputs[1]
+        changing = self._changing(node)
+        return next(ref for ref in node.inputs if ref != changing)
+
+    def _flat(self, ref: Ref, dtype: int) -> Ref:
+        """One entry per channel, whatever axes of size 1 stand around them."""
+        return self._add("Reshape", [ref, self._int_list([-1])], dtype, "flat", Tshape=Dt.DT_INT32)
+
+    def _shaped(self, scale: Ref, linear: Node) -> Ref:
+        """The scale in the shape that broadcasts over the linear op's weights."""
+        dtype = (linear.outputs or ())[0]
+        transposed = linear.attrs.get("transpose_b") or linear.attrs.get("adj_y")
+        if transposed is not None and transposed.b:
+            return self._add("Reshape", [scale, self._int_list([-1, 1])], dtype, "column", Tshape=Dt.DT_INT32)
+        if linear.op != "DepthwiseConv2dNative":
+            return scale
+        # [height, width, channels, multiplier]: output channels run over the last two axes.
+        weights = linear.inputs[1]
+        shape = self._node(
+            "Shape", [weights], {"T": _type(dtype), "out_type": _type(Dt.DT_INT32)}, Dt.DT_INT32, "shape"
+        )
+        ends = [self._int_list([value]) for value in (2, 4, 1)]
+        masks = {f"{mask}_mask": AttrValue(i=0) for mask in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
+        attrs = {"T": _type(Dt.DT_INT32), "Index": _type(Dt.DT_INT32), **masks}
+        last_two = self._node("StridedSlice", [shape, *ends], attrs, Dt.DT_INT32, "channels")
+        return self._add("Reshape", [scale, last_two], dtype, "channels_scale", Tshape=Dt.DT_INT32)
+
+    def _cast(self, ref: Ref, dtype: int, wanted: int) -> Ref:
+        if dtype == wanted:
+            return ref
+        attrs = {"SrcT": _type(dtype), "DstT": _type(wanted), "Truncate": AttrValue(b=False)}
+        return self._node("Cast", [ref], attrs, wanted, "cast")
+
+    def _constant(self, value: float, dtype: int) -> Ref:
+        tensor = Tensor(dtype=as_dt(dtype), tensor_shape=TensorShape(), float_val=[value])
+        return self._node("Const", [], {"dtype": _type(dtype), "value": AttrValue(tensor=tensor)}, dtype, "epsilon")
+
+    def _int_list(self, values: Sequence[int]) -> Ref:
+        shape = TensorShape(dim=[TensorShape.Dim(size=len(values))])
+        tensor = Tensor(dtype=Dt.DT_INT32, tensor_shape=shape, int_val=values)
+        attrs = {"dtype": _type(Dt.DT_INT32), "value": AttrValue(tensor=tensor)}
+        return self._node("Const", [], attrs, Dt.DT_INT32, "sizes")
+
+    def _add(self, op: str, inputs: list[Ref], dtype: int, name: str, **types: int) -> Ref:
+        attrs = {"T": _type(dtype)} | {key: _type(value) for key, value in types.items()}
+        return self._node(op, inputs, attrs, dtype, name)
+
+    def _node(self, op: str, inputs: list[Ref], attrs: dict[str, AttrValue], dtype: int, name: str) -> Ref:
+        full = self._copy.unique(self._body, f"{FOLD_BATCH_NORM}/{name}")
+        return self._append(Node(full, op, inputs, [], attrs, (dtype,)), None, {})
+
+    def _append(self, node: Node, stands_for: int | None, places: dict[int, Place]) -> Ref:
+        """Adds a node; one that stands for another takes over its public name."""
+        self._body.nodes.append(node)
+        index = len(self._body.nodes) - 1
+        old = places.get(stands_for) if stands_for is not None else None
+        if old is not None:
+            old.index = index
+        return index, 0
+
+
+def _type(dtype: int) -> AttrValue:
+    return AttrValue(type=as_dt(dtype))
