@@ -33,6 +33,7 @@ def main() -> int:
     from gradrule import _opdefs
     from gradrule_server.engine import tf_private
     from gradrule_server.engine.device import DeviceRefused, choose_device
+    from gradrule_server.engine.optimizer import configure_optimizer
     from gradrule_server.engine.service import EngineService, tensorflow_version
 
     try:
@@ -48,6 +49,7 @@ def main() -> int:
         gradients=sorted(name for name, function in tf_private.registered_gradients().items() if function is not None),
         device=device,
     )
+    configure_optimizer()
     service = EngineService(frames, device)
     frames.send(Kind.GREETING, 0, greeting.SerializeToString())
     serve_frames(frames, service.handle, options.threads)

@@ -1,24 +1,23 @@
-"""A rule bound to an override of a program: from a node's tensors to one checked gradient per input."""
+"""A rule bound to an override of a program: from a site's tensors to one checked gradient per input."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, NoReturn
 
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.engine import tf_private
-from gradrule_server.engine.checks import require_same_shape
+from gradrule_server.engine.checks import checked_gradient
+from gradrule_server.engine.code_rules import CODE_RULES
 from gradrule_server.engine.imports import import_graph
 from gradrule_server.engine.names import readable
+from gradrule_server.engine.site import Gradient, Site
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.rules import RuleContent, RuleGraph, Signature
-
-Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
-OwnGradient = Callable[[tf.Operation, Sequence[Gradient], str], Sequence[Gradient]]
 
 
 class BoundRule:
@@ -27,9 +26,29 @@ class BoundRule:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def gradients(self, op: tf.Operation, dys: Sequence[Gradient], node: str) -> Sequence[Gradient]:
-        """One gradient per input of `op`; RULE_ARITY, RULE_OUTPUT, RULE_NOT_APPLICABLE where the rule gives no such."""
+    def gradients(self, site: Site, dys: Sequence[Gradient]) -> Sequence[Gradient]:
+        """One gradient per input of the site; RULE_ARITY, RULE_OUTPUT, RULE_NOT_APPLICABLE if the rule gives none."""
         raise NotImplementedError
+
+    def _checked(self, gradients: Sequence[Gradient], site: Site) -> list[Gradient]:
+        if len(gradients) != len(site.inputs):
+            raise error(
+                errors_pb2.ERROR_REASON_RULE_ARITY,
+                f"rule {self.name!r} gives {len(gradients)} gradients, but node {site.node!r} ({site.what}) has "
+                f"{len(site.inputs)} inputs",
+                node=site.node,
+            )
+        return [
+            checked_gradient(gradient, value, rule=self.name, node=site.node, index=index)
+            for index, (gradient, value) in enumerate(zip(gradients, site.inputs, strict=True))
+        ]
+
+    def _not_applicable(self, site: Site, why: str) -> GradruleError:
+        return error(
+            errors_pb2.ERROR_REASON_RULE_NOT_APPLICABLE,
+            f"rule {self.name!r} cannot be used on node {site.node!r} ({site.what}): {why}",
+            node=site.node,
+        )
 
 
 class OpGradientRule(BoundRule):
@@ -39,36 +58,51 @@ class OpGradientRule(BoundRule):
         super().__init__(op_type)
         self._op_type = op_type
 
-    def gradients(self, op: tf.Operation, dys: Sequence[Gradient], node: str) -> Sequence[Gradient]:
+    def gradients(self, site: Site, dys: Sequence[Gradient]) -> Sequence[Gradient]:
         function = tf_private.gradient_of(self._op_type)
         if function is None:
-            raise self._not_applicable(op, node, f"TensorFlow registers {self._op_type!r} as not differentiable")
+            raise self._not_applicable(site, f"TensorFlow registers {self._op_type!r} as not differentiable")
         try:
-            result = function(op, *dys)
+            result: Any = function(site.op or _StandIn(site), *dys)
         except GradruleError:
             raise
         except Exception as cause:
             # The function was written for another op: what it misses can be anything, and all means the same here.
-            raise self._not_applicable(op, node, f"{type(cause).__name__}: {readable(str(cause))}") from cause
-        gradients = list(result) if isinstance(result, (list, tuple)) else [result]
-        if len(gradients) != len(op.inputs):
-            raise error(
-                errors_pb2.ERROR_REASON_RULE_ARITY,
-                f"rule {self.name!r} gives {len(gradients)} gradients, but node {node!r} ({op.type}) has "
-                f"{len(op.inputs)} inputs",
-                node=node,
-            )
-        return [
-            _checked(gradient, value, rule=self.name, node=node, index=index, shape_known=False)
-            for index, (gradient, value) in enumerate(zip(gradients, op.inputs, strict=True))
-        ]
+            raise self._not_applicable(site, f"{type(cause).__name__}: {readable(str(cause))}") from cause
+        return self._checked(list(result) if isinstance(result, (list, tuple)) else [result], site)
 
-    def _not_applicable(self, op: tf.Operation, node: str, why: str) -> GradruleError:
-        return error(
-            errors_pb2.ERROR_REASON_RULE_NOT_APPLICABLE,
-            f"OP rule {self.name!r} cannot be used on node {node!r} ({op.type}): {why}",
-            node=node,
-        )
+
+class _StandIn:
+    """A subgraph as a gradient function of TensorFlow's sees an op; it has no attributes."""
+
+    def __init__(self, site: Site) -> None:
+        self.inputs, self.outputs, self.name, self.type = list(site.inputs), list(site.outputs), site.node, site.what
+
+    def get_attr(self, name: str) -> NoReturn:
+        """As an op that lacks the attribute."""
+        raise ValueError(f"a subgraph has no attribute {name!r}")
+
+
+class CodeRule(BoundRule):
+    """A rule of the catalogue that is code."""
+
+    def __init__(self, name: str, code: str, params: Mapping[str, tf.Tensor]) -> None:
+        super().__init__(name)
+        self._run = CODE_RULES[code]
+        self._params = params
+
+    def gradients(self, site: Site, dys: Sequence[Gradient]) -> Sequence[Gradient]:
+        dense = [
+            tf.zeros_like(y) if dy is None else tf.convert_to_tensor(dy)
+            for y, dy in zip(site.outputs, dys, strict=True)
+        ]
+        try:
+            gradients = self._run(site, dense, self._params)
+        except GradruleError:
+            raise
+        except (ValueError, TypeError, LookupError, NotImplementedError, tf.errors.OpError) as cause:
+            raise self._not_applicable(site, readable(str(cause))) from cause
+        return self._checked(gradients, site)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,20 +116,17 @@ class _Prepared:
 class GraphRule(BoundRule):
     """A rule given by an expression or a graph."""
 
-    def __init__(
-        self, name: str, content: RuleContent, params: Mapping[str, tf.Tensor], own_gradient: OwnGradient
-    ) -> None:
+    def __init__(self, name: str, content: RuleContent, params: Mapping[str, tf.Tensor]) -> None:
         super().__init__(name)
         self._content = content
-        self._params = params
-        self._own_gradient = own_gradient
+        self._params = {f"param/{param}": value for param, value in params.items()}
         self._prepared: dict[Signature, _Prepared] = {}
 
-    def gradients(self, op: tf.Operation, dys: Sequence[Gradient], node: str) -> Sequence[Gradient]:
-        prepared = self._prepare(op, node)
+    def gradients(self, site: Site, dys: Sequence[Gradient]) -> Sequence[Gradient]:
+        prepared = self._prepare(site)
         rule_graph = prepared.rule_graph
         graph = tf.compat.v1.get_default_graph()
-        values = self._values(op, dys, node, rule_graph.inputs)
+        values = self._values(site, dys, rule_graph.inputs)
         bound = {
             f"{placeholder}:0": tf_private.in_graph(graph, values[variable])
             for variable, placeholder in rule_graph.inputs.items()
@@ -105,22 +136,18 @@ class GraphRule(BoundRule):
         gradients: list[Gradient] = []
         for index, (result, source) in enumerate(zip(rule_graph.results, rule_graph.shape_sources, strict=True)):
             gradient = None if result is None else computed[result]
+            shape_known = source <= {f"x{index}"}
             gradients.append(
-                _checked(
-                    gradient,
-                    op.inputs[index],
-                    rule=self.name,
-                    node=node,
-                    index=index,
-                    shape_known=source <= {f"x{index}"},
+                checked_gradient(
+                    gradient, site.inputs[index], rule=self.name, node=site.node, index=index, shape_known=shape_known
                 )
             )
         return gradients
 
-    def _prepare(self, op: tf.Operation, node: str) -> _Prepared:
+    def _prepare(self, site: Site) -> _Prepared:
         signature = Signature(
-            tuple(value.dtype.base_dtype.as_datatype_enum for value in op.inputs),
-            tuple(value.dtype.base_dtype.as_datatype_enum for value in op.outputs),
+            tuple(value.dtype.base_dtype.as_datatype_enum for value in site.inputs),
+            tuple(value.dtype.base_dtype.as_datatype_enum for value in site.outputs),
         )
         prepared = self._prepared.get(signature)
         if prepared is None:
@@ -128,63 +155,27 @@ class GraphRule(BoundRule):
                 rule_graph = self._content.bind(signature)
             except GradruleError as cause:
                 raise error(
-                    cause.reason, f"rule {self.name!r} on node {node!r} ({op.type}): {cause.message}", node=node
+                    cause.reason,
+                    f"rule {self.name!r} on node {site.node!r} ({site.what}): {cause.message}",
+                    node=site.node,
                 ) from cause
             graph_def = tf_graph_pb2.GraphDef.FromString(rule_graph.graph.SerializeToString())
             prepared = self._prepared[signature] = _Prepared(rule_graph, graph_def)
         return prepared
 
-    def _values(
-        self, op: tf.Operation, dys: Sequence[Gradient], node: str, wanted: Mapping[str, str]
-    ) -> dict[str, tf.Tensor]:
+    def _values(self, site: Site, dys: Sequence[Gradient], wanted: Mapping[str, str]) -> dict[str, tf.Tensor]:
         values: dict[str, tf.Tensor] = dict(self._params)
-        values.update({f"x{index}": value for index, value in enumerate(op.inputs)})
-        values.update({f"y{index}": value for index, value in enumerate(op.outputs)})
+        values.update({f"x{index}": value for index, value in enumerate(site.inputs)})
+        values.update({f"y{index}": value for index, value in enumerate(site.outputs)})
         for index, dy in enumerate(dys):
             if dy is not None:
                 # A rule sees dense gradients only: `5 * dy` means nothing on slices.
                 values[f"dy{index}"] = tf.convert_to_tensor(dy)
             elif f"dy{index}" in wanted:
-                values[f"dy{index}"] = tf.zeros_like(op.outputs[index])
+                values[f"dy{index}"] = tf.zeros_like(site.outputs[index])
+        if "salt" in wanted:
+            values["salt"] = tf.constant(site.salt, tf.int64)
         if any(variable.startswith("default") for variable in wanted):
-            own = self._own_gradient(op, dys, node)
-            for index, (gradient, value) in enumerate(zip(own, op.inputs, strict=True)):
+            for index, (gradient, value) in enumerate(zip(site.own(dys), site.inputs, strict=True)):
                 values[f"default{index}"] = tf.zeros_like(value) if gradient is None else tf.convert_to_tensor(gradient)
         return values
-
-
-def _checked(gradient: Gradient, value: tf.Tensor, *, rule: str, node: str, index: int, shape_known: bool) -> Gradient:
-    """`gradient` if it has the dtype and shape of `value`, a rank 0 one broadcast to it; RULE_OUTPUT otherwise.
-
-    Where the shapes are known only at run time, the check is made then.
-    """
-    if gradient is None:
-        return None
-    where = f"rule {rule!r} on node {node!r}, gradient of input {index}"
-    wanted = value.dtype.base_dtype
-    if not (wanted.is_floating or wanted.is_complex):
-        raise error(
-            errors_pb2.ERROR_REASON_RULE_OUTPUT,
-            f"{where}: the input is {wanted.name}, which has no gradient; the rule must give None for it",
-            node=node,
-        )
-    if gradient.dtype.base_dtype != wanted:
-        raise error(
-            errors_pb2.ERROR_REASON_RULE_OUTPUT,
-            f"{where}: the gradient is {gradient.dtype.base_dtype.name}, but the input is {wanted.name}",
-            node=node,
-        )
-    if isinstance(gradient, tf.IndexedSlices):
-        return gradient
-    if gradient.shape.rank == 0 and value.shape.rank != 0:
-        return tf.fill(tf.shape(value), gradient)
-    if shape_known:
-        return gradient
-    if not gradient.shape.is_compatible_with(value.shape):
-        raise error(
-            errors_pb2.ERROR_REASON_RULE_OUTPUT,
-            f"{where}: the gradient has shape {gradient.shape}, but the input has {value.shape}; only rank 0 is "
-            f"broadcast, sum_to(v, x{index}) sums down to the input's shape",
-            node=node,
-        )
-    return require_same_shape(gradient, value, errors_pb2.ERROR_REASON_RULE_OUTPUT, where)

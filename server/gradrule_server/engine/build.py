@@ -12,14 +12,16 @@ from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
 
 from gradrule.v1 import errors_pb2, override_pb2, program_pb2, tensor_pb2
 from gradrule_server.engine import tf_private
-from gradrule_server.engine.bound_rules import BoundRule, GraphRule, OpGradientRule
+from gradrule_server.engine.bound_rules import BoundRule, CodeRule, GraphRule, OpGradientRule
 from gradrule_server.engine.checks import require_same_shape
-from gradrule_server.engine.gradients import Differentiation, own_gradient
+from gradrule_server.engine.gradients import Differentiation
 from gradrule_server.engine.imports import import_graph, tensor_name
 from gradrule_server.engine.names import IMPORT_SCOPE, readable
+from gradrule_server.engine.references import Reference
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.rules import RuleContent
+from gradrule_server.rules.catalogue import BUILTINS
 
 UNCONNECTED = "unconnected"
 NOT_DIFFERENTIABLE = "not_differentiable"
@@ -82,6 +84,7 @@ class Built:
     """(x as asked, form); a dense gradient is one returned tensor, a sparse one three, the other forms none."""
     statuses: list[override_pb2.ResolutionStatus.ValueType] = field(default_factory=list)
     defaulted: list[str] = field(default_factory=list)
+    without_gradient: list[link_pb2.WithoutGradient] = field(default_factory=list)
     specs: dict[str, list[tensor_pb2.TensorSpec]] = field(default_factory=dict)
 
 
@@ -169,31 +172,33 @@ class _Trace:
             ]
         )
         tensors = dict(zip(wanted, _import(self._graph_def, feeds, list(wanted)), strict=True))
+        for endpoint in request.fetches:
+            _require_value(endpoint.name, tensors[endpoint.tensor])
         outputs = [tensors[endpoint.tensor] for endpoint in request.fetches]
         built.outputs = [endpoint.name for endpoint in request.fetches]
         for group, endpoints in (("outputs", request.fetches), ("ys", request.ys), ("xs", request.xs)):
             built.specs[group] = [spec_message(endpoint.name, tensors[endpoint.tensor]) for endpoint in endpoints]
         built.specs["inputs"] = [spec_message(item.name, feeds[tensor_name(item.name)]) for item in built.inputs]
         if request.ys:
-            outputs += self._differentiate(tensors, fed_grad_ys, params)
+            outputs += self._differentiate(tensors, feeds, fed_grad_ys, params)
         return outputs
 
     def _differentiate(
-        self, tensors: dict[str, tf.Tensor], fed_grad_ys: list[tf.Tensor], params: Sequence[tf.Tensor]
+        self,
+        tensors: dict[str, tf.Tensor],
+        feeds: dict[str, tf.Tensor],
+        fed_grad_ys: list[tf.Tensor],
+        params: Sequence[tf.Tensor],
     ) -> list[tf.Tensor]:
         request, built = self._request, self._built
-        values: dict[int, dict[str, tf.Tensor]] = {}
-        for item, value in zip(built.params, params, strict=True):
-            values.setdefault(item.rule, {})[f"param/{item.name}"] = value
-        rules: list[BoundRule] = [
-            OpGradientRule(rule.op_gradient)
-            if content is None
-            else GraphRule(rule.name, content, values.get(index, {}), own_gradient)
-            for index, (rule, content) in enumerate(zip(request.rules, self._contents, strict=True))
-        ]
-        differentiation = Differentiation(request.marks, rules, request.scopes)
-        ys, grad_ys = self._ys(tensors, fed_grad_ys)
         xs = [tensors[endpoint.tensor] for endpoint in request.xs]
+        reference = Reference(
+            self._graph_def, feeds, {tensor_name(endpoint.tensor): tensors[endpoint.tensor] for endpoint in request.xs}
+        )
+        differentiation = Differentiation(
+            request.marks, self._rules(params), request.scopes, request.no_gradient, reference.of
+        )
+        ys, grad_ys = self._ys(tensors, fed_grad_ys)
         with differentiation.active():
             gradients = _gradients(
                 ys,
@@ -203,11 +208,27 @@ class _Trace:
                 _UNCONNECTED_MODES[request.unconnected_gradients],
             )
         built.statuses, built.defaulted = differentiation.statuses, differentiation.defaulted
+        built.without_gradient = differentiation.without_gradient
         return [
             tensor
             for endpoint, x, gradient in zip(request.xs, xs, gradients, strict=True)
-            for tensor in self._lay_out(endpoint.name, x, gradient, connected=bool(ys))
+            for tensor in self._lay_out(endpoint.name, x, gradient)
         ]
+
+    def _rules(self, params: Sequence[tf.Tensor]) -> list[BoundRule]:
+        values: dict[int, dict[str, tf.Tensor]] = {}
+        for item, value in zip(self._built.params, params, strict=True):
+            values.setdefault(item.rule, {})[item.name] = value
+        rules: list[BoundRule] = []
+        for index, (rule, content) in enumerate(zip(self._request.rules, self._contents, strict=True)):
+            given = values.get(index, {})
+            if content is None:
+                rules.append(OpGradientRule(rule.op_gradient))
+            elif content.code is not None:
+                rules.append(CodeRule(rule.name, content.code, given))
+            else:
+                rules.append(GraphRule(rule.name, content, given))
+        return rules
 
     def _ys(
         self, tensors: dict[str, tf.Tensor], fed_grad_ys: list[tf.Tensor]
@@ -246,9 +267,9 @@ class _Trace:
                 grad_ys.append(grad_y)
         return ys, grad_ys
 
-    def _lay_out(self, name: str, x: tf.Tensor, gradient: Any, *, connected: bool) -> list[tf.Tensor]:
+    def _lay_out(self, name: str, x: tf.Tensor, gradient: Any) -> list[tf.Tensor]:
         layout = self._built.gradients
-        if not connected or not (x.dtype.is_floating or x.dtype.is_complex):
+        if not (x.dtype.is_floating or x.dtype.is_complex):
             layout.append((name, NOT_DIFFERENTIABLE))
             return []
         if gradient is None:
@@ -268,7 +289,25 @@ def _is_small(graph: tf.Graph) -> bool:
 
 
 def _content(rule: link_pb2.BoundRule) -> RuleContent | None:
-    return RuleContent.from_definition(rule.definition) if rule.WhichOneof("form") == "definition" else None
+    match rule.WhichOneof("form"):
+        case "definition":
+            return RuleContent.from_kept(rule.name, rule.definition)
+        case "code":
+            return BUILTINS[rule.code].content
+        case _:
+            return None
+
+
+def _require_value(name: str, tensor: tf.Tensor) -> None:
+    """UNSUPPORTED_OP for what is no value that could leave the process."""
+    if tensor.dtype.base_dtype in (tf.resource, tf.variant):
+        raise error(
+            errors_pb2.ERROR_REASON_UNSUPPORTED_OP,
+            f"{name!r} ({tensor.op.type}) is a {tensor.dtype.base_dtype.name}, which has no value to put out; fetch "
+            f"what is read from it",
+            node=name,
+            field="spec.fetches",
+        )
 
 
 def _import(graph_def: tf_graph_pb2.GraphDef, feeds: dict[str, tf.Tensor], wanted: list[str]) -> list[tf.Tensor]:
@@ -288,12 +327,13 @@ def _gradients(
     unconnected: tf.UnconnectedGradients,
 ) -> list[Any]:
     if not ys:
-        return [None] * len(xs)
+        is_zero = unconnected == tf.UnconnectedGradients.ZERO
+        return [tf.zeros_like(x) if is_zero else None for x in xs]
     try:
         gradients: list[Any] = tf.gradients(
             ys, xs, grad_ys=grad_ys, stop_gradients=stop_gradients, unconnected_gradients=unconnected
         )
-    except (ValueError, TypeError, LookupError, tf.errors.OpError) as cause:
+    except (ValueError, TypeError, LookupError, NotImplementedError, tf.errors.OpError) as cause:
         raise error(
             errors_pb2.ERROR_REASON_INVALID_DERIVATIVE, f"TensorFlow cannot differentiate this: {readable(str(cause))}"
         ) from cause

@@ -8,6 +8,7 @@ from typing import cast
 import tensorflow as tf
 
 from gradrule.v1 import errors_pb2
+from gradrule_server.engine.site import Gradient
 from gradrule_server.errors import GradruleError, error
 
 _MARKER = "gradrule-check"
@@ -31,6 +32,45 @@ def require_same_shape(
         checked = tf.identity(value)
     checked.set_shape(like.shape)
     return checked
+
+
+def checked_gradient(
+    gradient: Gradient, value: tf.Tensor, *, rule: str, node: str, index: int, shape_known: bool = False
+) -> Gradient:
+    """`gradient` if it has the dtype and shape of `value`, a rank 0 one broadcast to it; RULE_OUTPUT otherwise.
+
+    Where the shapes are known only at run time, the check is made then.
+    """
+    if gradient is None:
+        return None
+    where = f"rule {rule!r} on node {node!r}, gradient of input {index}"
+    wanted = value.dtype.base_dtype
+    if not (wanted.is_floating or wanted.is_complex):
+        raise error(
+            errors_pb2.ERROR_REASON_RULE_OUTPUT,
+            f"{where}: the input is {wanted.name}, which has no gradient; the rule must give None for it",
+            node=node,
+        )
+    if gradient.dtype.base_dtype != wanted:
+        raise error(
+            errors_pb2.ERROR_REASON_RULE_OUTPUT,
+            f"{where}: the gradient is {gradient.dtype.base_dtype.name}, but the input is {wanted.name}",
+            node=node,
+        )
+    if isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    if gradient.shape.rank == 0 and value.shape.rank != 0:
+        return tf.fill(tf.shape(value), gradient)
+    if shape_known:
+        return gradient
+    if not gradient.shape.is_compatible_with(value.shape):
+        raise error(
+            errors_pb2.ERROR_REASON_RULE_OUTPUT,
+            f"{where}: the gradient has shape {gradient.shape}, but the input has {value.shape}; only rank 0 is "
+            f"broadcast, sum_to(v, x{index}) sums down to the input's shape",
+            node=node,
+        )
+    return require_same_shape(gradient, value, errors_pb2.ERROR_REASON_RULE_OUTPUT, where)
 
 
 def failed_check(message: str) -> GradruleError | None:

@@ -1,26 +1,27 @@
 """The one gradient that gradrule registers with TensorFlow, and what it does for each node that asks for it.
 
 Every node of a program's graph carries `_gradient_op_type="gradrule"`, so TensorFlow asks `_dispatch` for its gradient
-wherever the node lies: at top level, in a loop body, in a branch. An overridden node also carries `_gradrule_mark`.
+wherever the node lies: at top level, in a loop body, in a branch. An overridden node also carries `_gradrule_mark`; a
+subgraph that is overridden has a marked IdentityN behind it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
-from gradrule.v1 import errors_pb2, override_pb2
+from gradrule.v1 import errors_pb2, override_pb2, program_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.bound_rules import BoundRule
-from gradrule_server.engine.names import IMPORT_SCOPE
-from gradrule_server.errors import error
+from gradrule_server.engine.checks import checked_gradient
+from gradrule_server.engine.names import IMPORT_SCOPE, readable
+from gradrule_server.engine.site import Gradient, Site, salt_of
+from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.v1 import link_pb2
-
-Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 
 MARK_ATTR = "_gradrule_mark"
 
@@ -32,6 +33,9 @@ _FOREIGN_GRADIENT = -2
 
 _ACTIVE = override_pb2.RESOLUTION_STATUS_ACTIVE
 _OFF_PATH = override_pb2.RESOLUTION_STATUS_OFF_PATH
+_NO_MATCH = override_pb2.RESOLUTION_STATUS_UNSPECIFIED
+
+Reference = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 
 
 class Differentiation:
@@ -42,22 +46,38 @@ class Differentiation:
         marks: Sequence[link_pb2.MarkedNode],
         rules: Sequence[BoundRule],
         scopes: Mapping[str, str],
+        no_gradient: program_pb2.NoGradient.ValueType,
+        reference: Reference,
     ) -> None:
         self._marks = marks
         self._rules = rules
         self._scopes = scopes
+        self._no_gradient = no_gradient
+        self._reference = reference
         self._asked: set[int] = set()
+        self._other_rank: set[int] = set()
         self._defaulted: dict[str, None] = {}
+        self._without_gradient: dict[str, str] = {}
+        self._inside = 0
 
     @property
     def statuses(self) -> list[override_pb2.ResolutionStatus.ValueType]:
-        """Per mark: ACTIVE where its gradient was asked."""
-        return [_ACTIVE if index in self._asked else _OFF_PATH for index in range(len(self._marks))]
+        """Per mark: ACTIVE where its gradient was asked, unspecified where the node turned out to have another rank."""
+        return [
+            _ACTIVE if index in self._asked else _NO_MATCH if index in self._other_rank else _OFF_PATH
+            for index in range(len(self._marks))
+        ]
 
     @property
     def defaulted(self) -> list[str]:
         """Nodes without a mark whose gradient was asked, from xs towards ys."""
-        return list(self._defaulted)[::-1]
+        return [name for name in list(self._defaulted)[::-1] if name not in self._without_gradient]
+
+    @property
+    def without_gradient(self) -> list[link_pb2.WithoutGradient]:
+        """Nodes that the policy decided, from xs towards ys."""
+        found = list(self._without_gradient.items())[::-1]
+        return [link_pb2.WithoutGradient(node=node, op_type=op_type) for node, op_type in found]
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -70,16 +90,16 @@ class Differentiation:
 
     def gradient(self, op: tf.Operation, dys: Sequence[Gradient]) -> Sequence[Gradient]:
         """One gradient per input of `op`."""
-        index = _mark_of(op)
+        index = self._mark_of(op)
         if index is None:
             name = self._public_name(op)
-            if name is not None:
+            if name is not None and not self._inside:
                 self._defaulted[name] = None
-            return own_gradient(op, dys, name or op.name)
+            return self._own(op, dys, name or op.name)
         mark = self._marks[index]
         self._asked.add(index)
         if mark.rule == _OWN_GRADIENT:
-            return own_gradient(op, dys, mark.node)
+            return self._own(op, dys, mark.node)
         if mark.rule == _FOREIGN_GRADIENT:
             raise error(
                 errors_pb2.ERROR_REASON_FOREIGN_GRADIENT,
@@ -87,7 +107,136 @@ class Differentiation:
                 f"that made the graph. Override the node with a rule, or with 'default' for the op's own gradient.",
                 node=mark.node,
             )
-        return self._rules[mark.rule].gradients(op, dys, mark.node)
+        outputs = mark.subgraph_outputs
+        site = self._subgraph_site(op, outputs, mark.node) if outputs else self._site(op, mark.node)
+        gradients = self._rules[mark.rule].gradients(site, list(dys)[: len(site.outputs)])
+        return [*([None] * outputs), *gradients]
+
+    def _mark_of(self, op: tf.Operation) -> int | None:
+        """The number of the mark that holds for the op, if one does."""
+        try:
+            index: int | None = int(op.get_attr(MARK_ATTR))
+        except ValueError:
+            return None
+        while index is not None:
+            mark = self._marks[index]
+            if not mark.HasField("rank"):
+                return index
+            rank = op.outputs[0].shape.rank
+            if rank is None:
+                raise error(
+                    errors_pb2.ERROR_REASON_RULE_NOT_APPLICABLE,
+                    f"an override asks for the rank of node {mark.node!r} ({op.type}), which is not known before "
+                    f"running: give the placeholders shapes, or select without rank",
+                    node=mark.node,
+                )
+            if rank == mark.rank:
+                return index
+            self._other_rank.add(index)
+            index = mark.otherwise if mark.HasField("otherwise") else None
+        return None
+
+    def _site(self, op: tf.Operation, node: str) -> Site:
+        graph = tf.compat.v1.get_default_graph()
+
+        def own(dys: Sequence[Gradient]) -> Sequence[Gradient]:
+            return self._own(op, dys, node)
+
+        return Site(
+            node=node,
+            what=op.type,
+            inputs=tuple(tf_private.in_graph(graph, value) for value in op.inputs),
+            outputs=tuple(tf_private.in_graph(graph, value) for value in op.outputs),
+            ops=(op,),
+            own=own,
+            reference=self._reference,
+            salt=salt_of(node),
+            op=op,
+        )
+
+    def _subgraph_site(self, knot: tf.Operation, outputs: int, node: str) -> Site:
+        """The subgraph that an IdentityN passes on: it takes the subgraph's outputs, then its inputs."""
+        graph = tf.compat.v1.get_default_graph()
+        ys, xs = list(knot.inputs)[:outputs], list(knot.inputs)[outputs:]
+        ops = _between(xs, ys)
+
+        def own(dys: Sequence[Gradient]) -> Sequence[Gradient]:
+            # A missing upstream gradient would count as ones here.
+            pairs = [(y, dy) for y, dy in zip(ys, dys, strict=True) if dy is not None]
+            self._inside += 1
+            try:
+                return tf_private.gradients_in(knot.graph, [y for y, _ in pairs], xs, [dy for _, dy in pairs])
+            finally:
+                self._inside -= 1
+
+        return Site(
+            node=node,
+            what="+".join(op.type for op in ops),
+            inputs=tuple(tf_private.in_graph(graph, value) for value in xs),
+            outputs=tuple(tf_private.in_graph(graph, value) for value in ys),
+            ops=tuple(ops),
+            own=own,
+            reference=self._reference,
+            salt=salt_of(node),
+        )
+
+    def _own(self, op: tf.Operation, dys: Sequence[Gradient], node: str) -> Sequence[Gradient]:
+        """The gradient that TensorFlow registers for the op's type; what the policy says if it registers none."""
+        try:
+            function = tf_private.gradient_of(op.type)
+        except LookupError:
+            return self._without(
+                op,
+                dys,
+                node,
+                f"node {node!r}: op type {op.type!r} has no gradient. Override it with a rule, or cut the path with "
+                f"stop_gradients=[{node!r}].",
+                known=False,
+            )
+        if function is None:
+            if op.type in _GRADIENT_IS_ZERO:
+                return [None] * len(op.inputs)
+            return self._without(
+                op,
+                dys,
+                node,
+                f"node {node!r}: TensorFlow registers {op.type!r} as not differentiable, so nothing would reach what "
+                f"lies before it. Override it with a rule, or cut the path on purpose with stop_gradients=[{node!r}].",
+                known=True,
+            )
+        try:
+            result: Any = function(op, *dys)
+        except GradruleError:
+            raise
+        except Exception as cause:
+            # What a gradient function cannot do it says in many ways: NotImplementedError, ValueError, TypeError.
+            raise error(
+                errors_pb2.ERROR_REASON_NO_GRADIENT,
+                f"node {node!r}: TensorFlow's gradient of {op.type!r} does not work here: {readable(str(cause))}",
+                node=node,
+            ) from cause
+        return list(result) if isinstance(result, (list, tuple)) else [result]
+
+    def _without(
+        self, op: tf.Operation, dys: Sequence[Gradient], node: str, message: str, *, known: bool
+    ) -> Sequence[Gradient]:
+        """What an op without a gradient gives, by the program's policy. NO_GRADIENT if that is to refuse."""
+        policy = self._no_gradient
+        refuses = policy in (program_pb2.NO_GRADIENT_UNSPECIFIED, program_pb2.NO_GRADIENT_ERROR)
+        if refuses or (policy == program_pb2.NO_GRADIENT_DEFAULT and not known):
+            raise error(errors_pb2.ERROR_REASON_NO_GRADIENT, message, node=node)
+        self._without_gradient[node] = op.type
+        differentiable = [_is_differentiable(value) for value in op.inputs]
+        if policy == program_pb2.NO_GRADIENT_ZERO:
+            return [
+                tf.zeros_like(value) if takes else None for value, takes in zip(op.inputs, differentiable, strict=True)
+            ]
+        gradients: list[Gradient] = [None] * len(op.inputs)
+        if policy == program_pb2.NO_GRADIENT_PASS and any(differentiable) and dys[0] is not None:
+            first = differentiable.index(True)
+            dy = tf.convert_to_tensor(dys[0])
+            gradients[first] = checked_gradient(dy, op.inputs[first], rule="pass", node=node, index=first)
+        return gradients
 
     def _public_name(self, op: tf.Operation) -> str | None:
         """The node's name in the uploaded graph; None for a node that a gradient made."""
@@ -100,35 +249,27 @@ class Differentiation:
 _current: contextvars.ContextVar[Differentiation] = contextvars.ContextVar("differentiation")
 
 
-def own_gradient(op: tf.Operation, dys: Sequence[Gradient], node: str) -> Sequence[Gradient]:
-    """The gradient that TensorFlow registers for the op's type. NO_GRADIENT if it registers none."""
-    try:
-        function = tf_private.gradient_of(op.type)
-    except LookupError:
-        raise error(
-            errors_pb2.ERROR_REASON_NO_GRADIENT,
-            f"node {node!r}: op type {op.type!r} has no gradient. Override it with a rule, or cut the path with "
-            f"stop_gradients=[{node!r}].",
-            node=node,
-        ) from None
-    if function is None:
-        if op.type not in _GRADIENT_IS_ZERO:
-            raise error(
-                errors_pb2.ERROR_REASON_NO_GRADIENT,
-                f"node {node!r}: TensorFlow registers {op.type!r} as not differentiable, so nothing would reach what "
-                f"lies before it. Override it with a rule, or cut the path on purpose with stop_gradients=[{node!r}].",
-                node=node,
-            )
-        return [None] * len(op.inputs)
-    result: Any = function(op, *dys)
-    return list(result) if isinstance(result, (list, tuple)) else [result]
+def _is_differentiable(value: tf.Tensor) -> bool:
+    return bool(value.dtype.is_floating or value.dtype.is_complex)
 
 
-def _mark_of(op: tf.Operation) -> int | None:
-    try:
-        return int(op.get_attr(MARK_ATTR))
-    except ValueError:
-        return None
+def _between(xs: Sequence[tf.Tensor], ys: Sequence[tf.Tensor]) -> list[tf.Operation]:
+    """The ops on the way from the tensors `xs` to the tensors `ys`, producers before consumers."""
+    border = {x.ref() for x in xs}
+    reaches: dict[tf.Operation, bool] = {}
+    order: list[tf.Operation] = []
+    pending = [(y.op, False) for y in ys]
+    while pending:
+        op, ready = pending.pop()
+        if ready:
+            reaches[op] = any(value.ref() in border or reaches.get(value.op, False) for value in op.inputs)
+            if reaches[op]:
+                order.append(op)
+        elif op not in reaches:
+            reaches[op] = False
+            pending.append((op, True))
+            pending += [(value.op, False) for value in op.inputs if value.ref() not in border]
+    return order
 
 
 @tf.RegisterGradient(tf_private.GRADIENT_NAME)

@@ -17,6 +17,13 @@ from gradrule_server.engine.checks import failed_check
 from gradrule_server.engine.names import readable
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.rules import read_param_value
+
+# A message ends at 2 GiB; the rest is for names and for what the front end adds.
+_MAX_ANSWER_BYTES = 2**31 - 2**26
+# As a varint, which a negative number fills.
+_NARROW_INT_BYTES = 10
+_NARROW_INTS = frozenset({"int2", "uint2", "int4", "uint4"})
 
 
 def run(built: Built, request: link_pb2.RunRequest, device: str) -> bytes:
@@ -29,6 +36,7 @@ def run(built: Built, request: link_pb2.RunRequest, device: str) -> bytes:
         *_params(built, request.params),
     ]
     results = _execute(built, arguments)
+    _check_size(results)
     response = evaluate_pb2.EvaluateResponse(device=device)
     values = iter(results)
     for name in built.outputs:
@@ -127,17 +135,35 @@ def _params(built: Built, settings: Iterable[link_pb2.ParamSetting]) -> list[tf.
     given: Mapping[tuple[int, str], rule_pb2.ParamValue] = {(item.rule, item.name): item.value for item in settings}
     tensors: list[tf.Tensor] = []
     for param in built.params:
-        value = given[param.rule, param.name]
-        if value.WhichOneof("value") == "tensor":
-            tensors.append(tf.constant(_array(value.tensor, f"param {param.name!r}", "params").astype(np.float64)))
-        else:
-            tensors.append(tf.constant(value.number, tf.float64))
+        value = read_param_value(given[param.rule, param.name], param.name, "params")
+        tensors.append(tf.constant(value, tf.float64))
     return tensors
+
+
+def _check_size(results: Iterable[tf.Tensor]) -> None:
+    """MESSAGE_TOO_LARGE, before anything is copied."""
+    size = sum(_size_of(tensor) for tensor in results)
+    if size > _MAX_ANSWER_BYTES:
+        raise error(
+            errors_pb2.ERROR_REASON_MESSAGE_TOO_LARGE,
+            f"the answer's tensors take {size} bytes; a message holds at most {_MAX_ANSWER_BYTES}",
+            field="fetches",
+        )
+
+
+def _size_of(tensor: tf.Tensor) -> int:
+    if tensor.dtype == tf.string:
+        return sum(len(value) for value in np.asarray(tensor.numpy(), object).flat)
+    size: int = tensor.shape.num_elements()
+    return size * (_NARROW_INT_BYTES if tensor.dtype.name in _NARROW_INTS else tensor.dtype.size)
 
 
 def _write(message: tensor_pb2.Tensor, tensor: tf.Tensor) -> None:
     # A scalar string comes as bytes, not as an array.
     _tensors.write_message(message, np.asarray(tensor.numpy(), object if tensor.dtype == tf.string else None))
+    if tensor.dtype.is_quantized:
+        # In NumPy such values are plain integers.
+        message.dtype = tensor.dtype.as_datatype_enum
 
 
 def _dtype_name(dtype: int) -> str:

@@ -8,10 +8,11 @@ import threading
 import tensorflow as tf
 from google.protobuf.message import DecodeError
 
-from gradrule.v1 import errors_pb2, program_pb2
+from gradrule.v1 import errors_pb2
 from gradrule_server.engine.build import Built, build
 from gradrule_server.engine.run import run
-from gradrule_server.errors import GradruleError, reason_name
+from gradrule_server.errors import Finding, GradruleError, error
+from gradrule_server.link.faults import NotLoaded, fault_message
 from gradrule_server.link.framing import Frame, FrameSocket, Kind
 from gradrule_server.link.v1 import link_pb2
 
@@ -37,18 +38,15 @@ class EngineService:
         except Exception as cause:
             # The boundary of the process: an unforeseen error must reach the caller as one, and the log in full.
             _log.exception("request %d failed", frame.request_id)
-            self._frames.send(
-                Kind.FAULT,
-                frame.request_id,
-                link_pb2.Fault(
-                    reason=errors_pb2.ERROR_REASON_INTERNAL, message=type(cause).__name__
-                ).SerializeToString(),
-            )
+            self._send_fault(frame, error(errors_pb2.ERROR_REASON_INTERNAL, type(cause).__name__))
 
     def _answer(self, frame: Frame) -> None:
         if frame.kind is Kind.RUN:
             request = link_pb2.RunRequest.FromString(frame.payload)
-            built = self._programs[request.key]
+            built = self._programs.get(request.key)
+            if built is None:
+                message = f"the engine holds no program {request.key!r}"
+                raise NotLoaded([Finding(errors_pb2.ERROR_REASON_INTERNAL, message)])
             self._frames.send(Kind.RAN, frame.request_id, run(built, request, self._device))
         elif frame.kind is Kind.COMPILE:
             reply = self._compile(link_pb2.CompileRequest.FromString(frame.payload))
@@ -65,6 +63,7 @@ class EngineService:
         return link_pb2.CompileReply(
             statuses=built.statuses,
             defaulted=built.defaulted,
+            without_gradient=built.without_gradient,
             inputs=built.specs["inputs"],
             outputs=built.specs["outputs"],
             ys=built.specs["ys"],
@@ -72,12 +71,7 @@ class EngineService:
         )
 
     def _send_fault(self, frame: Frame, cause: GradruleError) -> None:
-        findings = [
-            program_pb2.Finding(reason=reason_name(item.reason), message=item.message, node=item.node, field=item.field)
-            for item in cause.findings
-        ]
-        fault = link_pb2.Fault(reason=cause.reason, message=cause.message, findings=findings)
-        self._frames.send(Kind.FAULT, frame.request_id, fault.SerializeToString())
+        self._frames.send(Kind.FAULT, frame.request_id, fault_message(cause).SerializeToString())
 
 
 def tensorflow_version() -> str:

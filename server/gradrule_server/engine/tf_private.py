@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,6 +11,7 @@ from tensorflow.core.framework import function_pb2, op_def_pb2
 from tensorflow.python.client import pywrap_tf_session as c_api
 from tensorflow.python.eager import context
 from tensorflow.python.framework import ops
+from tensorflow.python.ops import gradients_util
 
 GRADIENT_NAME = "gradrule"
 """The one name that gradrule itself registers; it is no tenant's rule."""
@@ -56,6 +57,16 @@ def on_calling_thread() -> AbstractContextManager[None]:
     """
     manager: AbstractContextManager[None] = context.function_executor_type("SINGLE_THREADED_EXECUTOR")
     return manager
+
+
+def gradients_in(
+    graph: tf.Graph, ys: Sequence[tf.Tensor], xs: Sequence[tf.Tensor], grad_ys: Sequence[Any]
+) -> list[Any]:
+    """`tf.gradients` of tensors of `graph`, which may be another than the one in which gradients are built."""
+    if not ys:
+        return [None] * len(xs)
+    found: list[Any] = gradients_util._GradientsHelper(list(ys), list(xs), grad_ys=list(grad_ys), src_graph=graph)
+    return found
 
 
 def in_graph(graph: tf.Graph, tensor: tf.Tensor) -> tf.Tensor:

@@ -1,0 +1,118 @@
+"""A linear op, alone or with a bias add after it, that can be applied to other operands and transposed.
+
+With data x, weights W and a bias b that may be missing, the site's output is Wx + b, whatever the op calls its product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
+
+from gradrule_server.engine import tf_private
+from gradrule_server.engine.code_rules.common import not_applicable, wide
+from gradrule_server.engine.site import Site
+
+MATRIX_PRODUCTS = frozenset({"MatMul", "BatchMatMul", "BatchMatMulV2"})
+CONVOLUTIONS = frozenset({"Conv2D", "Conv3D", "DepthwiseConv2dNative"})
+_BIAS_ADDS = frozenset({"BiasAdd", "Add", "AddV2"})
+
+_MEANT_FOR = (
+    "MatMul, BatchMatMul, Conv2D, Conv3D and DepthwiseConv2dNative of real numbers, alone or with a BiasAdd, Add or "
+    "AddV2 after them"
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Applied:
+    """A linear op applied to operands: `output` is Wx."""
+
+    x: tf.Tensor
+    output: tf.Tensor
+
+    def transposed(self, r: tf.Tensor) -> tf.Tensor:
+        """Wᵀr, of the shape of x: the op's own gradient for `r` at its output."""
+        op = self.output.op
+        gradient = cast("tf_private.GradientFunction", tf_private.gradient_of(op.type))
+        return gradient(op, _sum_to(r, self.output))[0]
+
+    def relevance(self, r: tf.Tensor) -> tf.Tensor:
+        """x∘Wᵀr: the share of each element of x in the outputs, each output weighted by `r`."""
+        return self.x * self.transposed(r)
+
+
+class Linear:
+    """A site whose first op is linear. RULE_NOT_APPLICABLE for any other.
+
+    `x`, `w`, `bias`, `y`: data, weights, bias (or None) and output; in float32 where the site's type has 16 bits, as
+    what rules divide by is often so small that the quotient overflows float16. `op`: the linear op of the forward.
+    """
+
+    def __init__(self, site: Site, rule: str) -> None:
+        linear, *adds = site.ops
+        if (
+            linear.type not in MATRIX_PRODUCTS | CONVOLUTIONS
+            or len(adds) > 1
+            or any(add.type not in _BIAS_ADDS for add in adds)
+            or len(site.inputs) != 2 + len(adds)
+            or not site.inputs[0].dtype.is_floating
+        ):
+            raise not_applicable(site, rule, _MEANT_FOR)
+        self.op = linear
+        self._bias_add = adds[0] if adds else None
+        self._n_inputs = len(site.inputs)
+        self._dtype = site.inputs[0].dtype
+        self.dtype = wide(self._dtype)
+        self.x, self.w = (tf.cast(value, self.dtype) for value in site.inputs[:2])
+        self.bias = tf.cast(site.inputs[2], self.dtype) if adds else None
+        self.y = tf.cast(site.outputs[0], self.dtype)
+
+    def apply(self, x: tf.Tensor, w: tf.Tensor) -> Applied:
+        """The op on other data and weights of the same shapes, without the bias."""
+        return Applied(x, _repeated(self.op, [x, w]))
+
+    def add_bias(self, z: tf.Tensor, change: Callable[[tf.Tensor], tf.Tensor]) -> tf.Tensor:
+        """z + change(b); z where the site has no bias."""
+        if self._bias_add is None or self.bias is None:
+            return z
+        return _repeated(self._bias_add, [z, change(self.bias)])
+
+    def cast(self, value: tf.Tensor) -> tf.Tensor:
+        """An upstream gradient or a param in the type that is calculated in."""
+        return tf.cast(value, self.dtype)
+
+    def only_data(self, gradient: tf.Tensor) -> list[tf.Tensor | None]:
+        """A rule's answer: `gradient` for the data, nothing for weights and bias."""
+        return [tf.cast(gradient, self._dtype), *[None] * (self._n_inputs - 1)]
+
+
+def positive(value: tf.Tensor) -> tf.Tensor:
+    """v⁺ = max(v, 0)."""
+    return tf.maximum(value, tf.zeros([], value.dtype))
+
+
+def negative(value: tf.Tensor) -> tf.Tensor:
+    """v⁻ = min(v, 0)."""
+    return tf.minimum(value, tf.zeros([], value.dtype))
+
+
+def _repeated(op: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Tensor:
+    """The op on other inputs, in the current graph: `op` itself may belong to an outer one.
+
+    Attributes with an underscore are left out: among them is the one that would make gradrule ask for a rule again.
+    """
+    attributes = {name: value for name, value in op.node_def.attr.items() if not name.startswith("_")}
+    attributes["T"] = attr_value_pb2.AttrValue(type=inputs[0].dtype.as_datatype_enum)
+    graph = tf.compat.v1.get_default_graph()
+    return graph.create_op(op.type, list(inputs), attrs=attributes).outputs[0]
+
+
+def _sum_to(r: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
+    """`r` summed over the axes along which `like` is broadcast to it, as where a bias has more rows than Wx."""
+    if r.shape.is_fully_defined() and r.shape == like.shape:
+        return r
+    axes, _ = tf.raw_ops.BroadcastGradientArgs(s0=tf.shape(like), s1=tf.shape(r))
+    return tf.reshape(tf.reduce_sum(r, axes), tf.shape(like))

@@ -1,0 +1,48 @@
+"""Where a rule is used: an op, or a subgraph that counts as one op."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import tensorflow as tf
+
+Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
+OwnGradient: TypeAlias = Callable[[Sequence[Gradient]], Sequence[Gradient]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Site:
+    """An op or a subgraph, as a rule sees it.
+
+    `node`: its name for people. `what`: its op type, or those of a chain joined by `+`.
+    `inputs`, `outputs`: as tensors of the graph in which gradients are built.
+    `ops`: the forward ops, producers before consumers; a single op has one.
+    `own`: the gradients of the inputs that TensorFlow gives for upstream gradients of the outputs.
+    `reference`: a tensor of the forward graph as it is where all xs are a baseline (a number or a tensor that
+    broadcasts to them); RULE_NOT_APPLICABLE inside loops and branches.
+    `salt`: a number made of the name, so that random rules differ from node to node.
+    `op`: the op itself; None for a subgraph.
+    """
+
+    node: str
+    what: str
+    inputs: tuple[tf.Tensor, ...]
+    outputs: tuple[tf.Tensor, ...]
+    ops: tuple[tf.Operation, ...]
+    own: OwnGradient
+    reference: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+    salt: int
+    op: tf.Operation | None = None
+
+
+def salt_of(node: str) -> int:
+    """The same number for the same name, in every process."""
+    return int.from_bytes(hashlib.sha256(node.encode()).digest()[:8], "little", signed=True)
+
+
+CodeRule: TypeAlias = Callable[[Site, Sequence[tf.Tensor], Mapping[str, tf.Tensor]], Sequence[tf.Tensor | None]]
+"""A rule of the catalogue that is code: from a site, dense upstream gradients (zeros where none arrives) and params
+(float64) to one gradient per input."""
