@@ -82,6 +82,7 @@ async def _start_engine(engine: Engine, stopping: asyncio.Event) -> None:
         await starting
     else:
         starting.cancel()
+        await asyncio.wait({starting})
 
 
 def configure_logging(level: str) -> None:

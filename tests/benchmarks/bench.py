@@ -37,11 +37,12 @@ class Counts:
     large_bytes: int
     inline_calls: int
     inline_nodes: int
+    rule_calls: int
     budget_s: float
 
 
-FULL = Counts(7, 200, 1500, 5, 16 * 2**20, 15, 5000, budget_s=20.0)
-QUICK = Counts(3, 60, 400, 2, 16 * 2**20, 5, 5000, budget_s=5.0)
+FULL = Counts(7, 200, 1500, 5, 16 * 2**20, 15, 5000, 60, budget_s=20.0)
+QUICK = Counts(3, 60, 400, 2, 16 * 2**20, 5, 5000, 20, budget_s=5.0)
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,9 @@ def measure(counts: Counts, device: str = "cpu") -> list[Row]:
     """Starts everything, measures all rows, and ends what it started. `device` is that of `gradrule serve`."""
     import gradrule as gr
     from tests.benchmarks.peers import running
+    from tests.benchmarks.rule_cost import rule_cost
 
+    rows: list[Row] = []
     with (
         gr.local(device=device) as client,
         running("echo_server.py", "sync") as echo_sync,
@@ -204,10 +207,11 @@ def measure(counts: Counts, device: str = "cpu") -> list[Row]:
         running("tf_server.py", gpu=device != "cpu") as tensorflow,
     ):
         targets = Targets(client, echo_sync, echo_aio, tensorflow)
-        rows: list[Row] = []
         for part in (tiny_latency, tiny_rate, large_latency, inline_latency):
             rows += part(targets, counts)
-        return rows
+    # The others have ended: this one runs in this process, and alone.
+    rows += rule_cost(rounds=counts.rounds, calls=counts.rule_calls, budget_s=counts.budget_s)
+    return rows
 
 
 def show(rows: Sequence[Row]) -> None:

@@ -113,6 +113,7 @@ PYTHON = {
     "RuleService.ListRules": "list_rules",
     "RuleService.DeleteRule": "delete_rule",
     "RuleService.SampleRule": "sample_rule",
+    "RuleService.ListPresets": "list_presets",
     "ProgramService.CompileProgram": "compile",
     "ProgramService.GetProgram": "program",
     "ProgramService.ListPrograms": "list_programs",

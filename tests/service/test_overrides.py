@@ -296,3 +296,36 @@ def test_a_rule_named_by_a_node_is_labelled_by_op_type(client: Any) -> None:
     )
     assert_close(r.gradients["x"], np.float32([7]))
     assert {item.label for item in r.overrides} == {"Sign", "Tanh"}
+
+
+def test_default_exempts_a_loop_with_all_that_is_in_it(client: Any) -> None:
+    def build() -> None:
+        x = placeholder("x")
+        _, out = tf.while_loop(lambda i, v: i < 2, lambda i, v: (i + 1, v + tf.sign(v)), [0, x], name="loop")
+        tf.identity(out + tf.sign(x), name="y")
+
+    overrides = [gr.Override("default", node="loop"), gr.Override("ste", op_type="Sign")]
+    r = ask(client, loaded(drawn(build)), overrides)
+    assert_close(r.gradients["x"], np.float32([2]))
+    assert sorted(rules_by_node(r).values()) == ["default", "ste"]
+
+
+def test_side_effects_of_a_call_happen_before_its_results_are_used(client: Any) -> None:
+    """An assertion that only the function's control results name, as rewritten graphs have it."""
+
+    @tf.function
+    def checked(v: Any) -> Any:
+        tf.debugging.Assert(tf.reduce_all(v > 0), ["NEGATIVE"], name="check")
+        return v * 2.0
+
+    graph_def = drawn(lambda: tf.identity(checked(placeholder("x")), name="y"))
+    for function in graph_def.library.function:
+        for node in function.node_def:
+            kept = [item for item in node.input if not item.startswith("^")]
+            del node.input[:]
+            node.input.extend(kept)
+    g = loaded(graph_def)
+    assert_close(client.evaluate(g, {"x": [1.0]}, fetches=["y"]).outputs["y"], np.float32([2]))
+    with refused("EXECUTION_FAILED") as refusal:
+        client.evaluate(g, {"x": [-1.0]}, fetches=["y"])
+    refusal.says("NEGATIVE")

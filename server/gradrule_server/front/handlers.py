@@ -67,7 +67,7 @@ class Door:
             received_ns = time.monotonic_ns()
             try:
                 with self._admitted():
-                    answer = await method(Call(_parse(request_type, raw), raw, received_ns, self._ends_at(context)))
+                    answer = await self._in_time(request_type, method, raw, received_ns, context)
             except GradruleError as cause:
                 await _abort(context, cause)
             except Exception:
@@ -94,10 +94,18 @@ class Door:
             )
         return _Admission(self)
 
-    def _ends_at(self, context: Context) -> float:
+    async def _in_time(
+        self, request_type: type[RequestT], method: Method[RequestT], raw: bytes, received_ns: int, context: Context
+    ) -> Message | bytes:
+        """The one place that keeps deadlines: whatever runs when it passes is cancelled."""
         remaining = context.time_remaining()
         seconds = self._default_deadline_s if remaining is None else min(remaining, self._max_deadline_s)
-        return asyncio.get_running_loop().time() + seconds
+        ends_at = asyncio.get_running_loop().time() + seconds
+        try:
+            async with asyncio.timeout_at(ends_at):
+                return await method(Call(_parse(request_type, raw), raw, received_ns, ends_at))
+        except TimeoutError as cause:
+            raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, f"not done within {seconds:.3g} s") from cause
 
     def enter(self) -> None:
         """Counts a call in."""

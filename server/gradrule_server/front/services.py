@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, rule_pb2
-from gradrule_server.errors import error, reason_name
+from gradrule_server.errors import error
 from gradrule_server.front.handlers import Call, MethodTable
+from gradrule_server.link.faults import finding_message
 from gradrule_server.programs.house import ProgramHouse
 from gradrule_server.programs.sample import sample
+from gradrule_server.registry import presets
 from gradrule_server.registry.rules import RuleRegistry, to_proto
+from gradrule_server.rules.catalogue.presets import PRESETS
 
 RULE_SERVICE = "gradrule.v1.RuleService"
 PROGRAM_SERVICE = "gradrule.v1.ProgramService"
@@ -30,6 +33,7 @@ class RuleServicer:
             "ListRules": (rule_pb2.ListRulesRequest, self.list),
             "DeleteRule": (rule_pb2.DeleteRuleRequest, self.delete),
             "SampleRule": (rule_pb2.SampleRuleRequest, self.sample),
+            "ListPresets": (rule_pb2.ListPresetsRequest, self.list_presets),
         }
 
     async def create(self, call: Call[rule_pb2.CreateRuleRequest]) -> rule_pb2.CreateRuleResponse:
@@ -56,6 +60,9 @@ class RuleServicer:
     async def sample(self, call: Call[rule_pb2.SampleRuleRequest]) -> rule_pb2.SampleRuleResponse:
         return await sample(call.request, self._rules, self._house, call.received_ns, call.ends_at)
 
+    async def list_presets(self, call: Call[rule_pb2.ListPresetsRequest]) -> rule_pb2.ListPresetsResponse:
+        return rule_pb2.ListPresetsResponse(presets=map(presets.to_proto, PRESETS))
+
 
 class ProgramServicer:
     """`ProgramService`."""
@@ -74,32 +81,20 @@ class ProgramServicer:
     async def compile(self, call: Call[program_pb2.CompileProgramRequest]) -> program_pb2.CompileProgramResponse:
         request = call.request
         if not request.validate_only:
-            program = await self._house.compile(request.spec, request.program_id, call.ends_at)
+            program = await self._house.compile(request.spec, request.program_id)
             return program_pb2.CompileProgramResponse(program=program)
-        checked, findings = await self._house.check(request.spec, call.ends_at)
-        return program_pb2.CompileProgramResponse(
-            program=checked,
-            findings=[
-                program_pb2.Finding(
-                    reason=reason_name(item.reason), message=item.message, node=item.node, field=item.field
-                )
-                for item in findings
-            ],
-        )
+        checked, findings = await self._house.check(request.spec)
+        return program_pb2.CompileProgramResponse(program=checked, findings=map(finding_message, findings))
 
     async def get(self, call: Call[program_pb2.GetProgramRequest]) -> program_pb2.GetProgramResponse:
-        return program_pb2.GetProgramResponse(program=await self._house.get(call.request.name))
+        return program_pb2.GetProgramResponse(program=await self._house.kept.get(call.request.name))
 
     async def list(self, call: Call[program_pb2.ListProgramsRequest]) -> program_pb2.ListProgramsResponse:
-        programs, token = await self._house.list(call.request.page_size, call.request.page_token)
-        response = program_pb2.ListProgramsResponse(programs=programs, next_page_token=token)
-        for program in response.programs:
-            program.ClearField("overrides")
-            program.ClearField("defaulted")
-        return response
+        programs, token = await self._house.kept.list(call.request.page_size, call.request.page_token)
+        return program_pb2.ListProgramsResponse(programs=programs, next_page_token=token)
 
     async def delete(self, call: Call[program_pb2.DeleteProgramRequest]) -> program_pb2.DeleteProgramResponse:
-        await self._house.delete(call.request.name)
+        await self._house.kept.delete(call.request.name)
         return program_pb2.DeleteProgramResponse()
 
 

@@ -18,6 +18,7 @@ DETAILS_KEY = "grpc-status-details-bin"
 # Larger trailers are lost on the way, and the error with them.
 MAX_FINDINGS_BYTES = 4096
 MAX_MESSAGE_BYTES = 1024
+_MAX_NAME_BYTES = 256
 
 _INVALID = grpc.StatusCode.INVALID_ARGUMENT
 _CODES = {
@@ -61,7 +62,9 @@ def status_of(cause: GradruleError) -> status_pb2.Status:
         details.append(retry)
     if cause.resource is not None:
         details.append(
-            error_details_pb2.ResourceInfo(resource_type=cause.resource.type, resource_name=cause.resource.name)
+            error_details_pb2.ResourceInfo(
+                resource_type=cause.resource.type, resource_name=_cut(cause.resource.name, _MAX_NAME_BYTES)
+            )
         )
     status = status_pb2.Status(code=code_of(cause.reason).value[0], message=_cut(cause.message, MAX_MESSAGE_BYTES))
     for detail in details:
@@ -77,7 +80,7 @@ def _violations(findings: Sequence[Finding]) -> tuple[error_details_pb2.BadReque
     kept = 0
     for finding in findings:
         violation = error_details_pb2.BadRequest.FieldViolation(
-            field=_cut(finding.field or (f"node:{finding.node}" if finding.node else ""), 256),
+            field=_cut(finding.field or (f"node:{finding.node}" if finding.node else ""), _MAX_NAME_BYTES),
             description=_cut(finding.message, MAX_MESSAGE_BYTES),
             reason=reason_name(finding.reason),
         )
@@ -89,5 +92,6 @@ def _violations(findings: Sequence[Finding]) -> tuple[error_details_pb2.BadReque
 
 
 def _cut(text: str, limit: int) -> str:
-    data = text.encode()
+    # No character takes less than a byte, so what lies behind the limit is not looked at, however long it is.
+    data = text[: limit + 1].encode()
     return text if len(data) <= limit else data[: limit - 3].decode(errors="ignore") + "…"

@@ -15,6 +15,16 @@ _ACTIVE = override_pb2.RESOLUTION_STATUS_ACTIVE
 _OFF_PATH = override_pb2.RESOLUTION_STATUS_OFF_PATH
 _NOT_DIFFERENTIABLE = override_pb2.RESOLUTION_STATUS_NOT_DIFFERENTIABLE
 
+# Met at a node of another rank than the override's: no match after all.
+_NO_MATCH = override_pb2.RESOLUTION_STATUS_UNSPECIFIED
+
+NO_GRADIENT_LABEL = "no_gradient"
+NO_GRADIENT_RULES = {
+    program_pb2.NO_GRADIENT_DEFAULT: "default",
+    program_pb2.NO_GRADIENT_PASS: "pass",
+    program_pb2.NO_GRADIENT_ZERO: "zero",
+}
+
 _STATUS_TEXT = {
     _ACTIVE: "active",
     _OFF_PATH: "off the path from ys to xs",
@@ -49,7 +59,8 @@ class Compiled:
 def compiled(prepared: Prepared, reply: link_pb2.CompileReply, device: str) -> Compiled:
     """Puts together what the engine found. UNMATCHED_OVERRIDE or INACTIVE_OVERRIDE where an override has no effect."""
     expanded = prepared.expanded
-    matches = list(zip(expanded.matches, _statuses(expanded, reply), strict=True))
+    statuses = _statuses(expanded, reply)
+    matches = [(match, status) for match, status in zip(expanded.matches, statuses, strict=True) if status != _NO_MATCH]
     if prepared.request.ys:
         _check_effect(prepared, matches)
     resolutions = [
@@ -60,8 +71,19 @@ def compiled(prepared: Prepared, reply: link_pb2.CompileReply, device: str) -> C
             label=match.label,
             status=status,
             function=match.function,
+            nodes=match.nodes,
         )
         for match, status in matches
+    ]
+    resolutions += [
+        override_pb2.Resolution(
+            node=node.node,
+            op_type=node.op_type,
+            rule=NO_GRADIENT_RULES[prepared.request.no_gradient],
+            label=NO_GRADIENT_LABEL,
+            status=_ACTIVE,
+        )
+        for node in reply.without_gradient
     ]
     digests = program_pb2.Digests(graph=prepared.graph_digest, program=prepared.key)
     optional = [
@@ -78,8 +100,9 @@ def compiled(prepared: Prepared, reply: link_pb2.CompileReply, device: str) -> C
         overrides=resolutions,
         defaulted=reply.defaulted,
         device=device,
+        rewritten=expanded.rewritten,
     )
-    tail = evaluate_pb2.EvaluateResponse(overrides=resolutions, defaulted=reply.defaulted)
+    tail = evaluate_pb2.EvaluateResponse(overrides=resolutions, defaulted=reply.defaulted, rewritten=expanded.rewritten)
     return Compiled(
         prepared=prepared,
         message=message,
@@ -93,8 +116,9 @@ def compiled(prepared: Prepared, reply: link_pb2.CompileReply, device: str) -> C
 def _statuses(expanded: graphs.Expanded, reply: link_pb2.CompileReply) -> list[override_pb2.ResolutionStatus.ValueType]:
     statuses = []
     for match in expanded.matches:
-        if match.mark is not None and reply.statuses[match.mark] == _ACTIVE:
-            statuses.append(_ACTIVE)
+        status = _OFF_PATH if match.mark is None else reply.statuses[match.mark]
+        if status in (_ACTIVE, _NO_MATCH):
+            statuses.append(status)
         else:
             statuses.append(_OFF_PATH if match.differentiable else _NOT_DIFFERENTIABLE)
     return statuses
@@ -107,12 +131,12 @@ def _check_effect(
     by_override: dict[int, list[tuple[graphs.Match, override_pb2.ResolutionStatus.ValueType]]] = {}
     for match, status in matches:
         by_override.setdefault(match.override, []).append((match, status))
-    for item in prepared.table.specs:
-        if item.optional:
-            continue
+    # A preset is many overrides under one index, and has an effect if one of them has.
+    for item in {item.index: item for item in prepared.table.specs if not item.optional}.values():
         hits = by_override.get(item.index, [])
         if any(status == _ACTIVE for _, status in hits):
             continue
+        what = f"preset {item.label!r}" if item.is_preset else f"override {item.label!r} (rule {item.rule_name!r})"
         shown = "; ".join(
             f"{match.node!r} ({match.op_type}): {_STATUS_TEXT[status]}" for match, status in hits[:_SHOWN_NODES]
         )
@@ -120,8 +144,8 @@ def _check_effect(
         findings.append(
             Finding(
                 errors_pb2.ERROR_REASON_INACTIVE_OVERRIDE,
-                f"override {item.label!r} (rule {item.rule_name!r}) has no effect: no gradient passes through any node "
-                f"that it matches: {shown}{more}. Say optional if that is meant.",
+                f"{what} has no effect: no gradient passes through any node that it matches"
+                f"{': ' if shown else ' (none has the rank)'}{shown}{more}. Say optional if that is meant.",
                 node=hits[0][0].node if hits else "",
                 field=f"overrides[{item.index}]",
             )

@@ -4,21 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from gradrule_server.link.connection import EngineGone, Work
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.programs.prepare import Prepared
+
+# A compilation that runs and that nobody waits for any more ends by itself, and whoever asks again finds its result.
+# To end the engine instead would cost everybody all that is loaded.
+_PATIENCE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Load:
+class Loadable:
+    """What an engine needs to load a program: its digest, and the bytes of its `CompileRequest`."""
+
+    key: str
+    request: bytes
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """A program on its way into the engine, or there."""
+
+    key: str
     engine_key: str
-    graph_bytes: int
-    reply: asyncio.Task[link_pb2.CompileReply]
+    size: int
+    work: Work
+    holders: int = 0
+
+    @property
+    def is_ready(self) -> bool:
+        return self.work.answer.done()
 
 
 class LoadedPrograms:
@@ -29,78 +49,78 @@ class LoadedPrograms:
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
         self._generation = 0
-        self._loads: OrderedDict[str, _Load] = OrderedDict()
-        self._in_use: Counter[str] = Counter()
+        self._loads: OrderedDict[str, Load] = OrderedDict()
+        self._bytes = 0
         self._serial = 0
 
-    async def load(self, prepared: Prepared, ends_at: float) -> link_pb2.CompileReply:
-        """What the engine says of the program; compiles it unless it is loaded."""
-        _, reply = await self._load(prepared, ends_at)
-        return reply
-
-    async def key_of(self, prepared: Prepared, ends_at: float) -> tuple[str, bool]:
-        """The engine's key for the program, and whether it had to be compiled first."""
-        known = self._current(prepared.key)
-        ready = known is not None and known.reply.done()
-        engine_key, _ = await self._load(prepared, ends_at)
-        return engine_key, not ready
-
     @contextlib.contextmanager
-    def in_use(self, key: str) -> Iterator[None]:
-        """Within this context the program is not dropped."""
-        self._in_use[key] += 1
-        try:
-            yield
-        finally:
-            self._in_use[key] -= 1
-            if not self._in_use[key]:
-                del self._in_use[key]
-
-    async def _load(self, prepared: Prepared, ends_at: float) -> tuple[str, link_pb2.CompileReply]:
-        load = self._current(prepared.key)
+    def held(self, program: Loadable) -> Iterator[Load]:
+        """Sees to it that the program gets loaded; within this context it is not dropped."""
+        load = self._current(program.key)
         if load is None:
-            # An engine handles messages side by side: with its own key, a new load never meets an old one's UNLOAD.
-            self._serial += 1
-            engine_key = f"{prepared.key}/{self._serial}"
-            load = _Load(
-                engine_key,
-                len(prepared.request.graph),
-                asyncio.create_task(self._compile(prepared, engine_key, ends_at)),
-            )
-            self._loads[prepared.key] = load
-            load.reply.add_done_callback(lambda done: self._forget_failed(prepared.key, load))
-            self._drop_surplus()
+            load = self._start(program)
         else:
-            self._loads.move_to_end(prepared.key)
-        # Several callers may wait for one load; one that gives up must not take it from the others.
-        return load.engine_key, await asyncio.shield(load.reply)
+            self._loads.move_to_end(program.key)
+        load.holders += 1
+        if load.holders == 1:
+            load.work.watch(None)
+        try:
+            self._drop_surplus()
+            yield load
+        finally:
+            load.holders -= 1
+            if not load.holders:
+                self._engine.abandon(load.work, _PATIENCE_S)
+                if load.work.answer.cancelled():
+                    self.forget(load)
 
-    async def _compile(self, prepared: Prepared, engine_key: str, ends_at: float) -> link_pb2.CompileReply:
-        request = link_pb2.CompileRequest()
-        request.CopyFrom(prepared.request)
-        request.key = engine_key
-        left = max(0.001, ends_at - asyncio.get_running_loop().time())
-        return link_pb2.CompileReply.FromString(
-            await self._engine.call(Kind.COMPILE, request.SerializeToString(), left)
-        )
+    async def ready(self, load: Load) -> link_pb2.CompileReply:
+        """What the engine says of a program that is held; waits until it is loaded."""
+        return link_pb2.CompileReply.FromString(await self.wait(load))
 
-    def _current(self, key: str) -> _Load | None:
+    async def wait(self, load: Load) -> bytes:
+        """Waits until a program that is held is loaded."""
+        try:
+            # Several callers may wait for one load; one that gives up must not take it from the others.
+            return load.work.answer.result() if load.is_ready else await asyncio.shield(load.work.answer)
+        except EngineGone as gone:
+            raise self._engine.lost(load.work.connection, gone) from None
+
+    def forget(self, load: Load) -> None:
+        """The engine does not have it after all."""
+        if self._loads.get(load.key) is load:
+            del self._loads[load.key]
+            self._bytes -= load.size
+
+    def _start(self, program: Loadable) -> Load:
+        # An engine handles messages side by side: with its own key, a new load never meets an old one's UNLOAD.
+        self._serial += 1
+        engine_key = f"{program.key}/{self._serial}"
+        # Concatenating messages merges them: the last key counts.
+        own_key = link_pb2.CompileRequest(key=engine_key).SerializeToString()
+        work = self._engine.submit(Kind.COMPILE, program.request + own_key)
+        load = self._loads[program.key] = Load(program.key, engine_key, len(program.request), work)
+        self._bytes += load.size
+        work.answer.add_done_callback(lambda answer: self._forget_failed(load, answer))
+        return load
+
+    def _current(self, key: str) -> Load | None:
         if self._generation != self._engine.generation:
             self._generation = self._engine.generation
             self._loads.clear()
+            self._bytes = 0
         return self._loads.get(key)
 
-    def _forget_failed(self, key: str, load: _Load) -> None:
-        if (load.reply.cancelled() or load.reply.exception() is not None) and self._loads.get(key) is load:
-            del self._loads[key]
+    def _forget_failed(self, load: Load, answer: asyncio.Future[bytes]) -> None:
+        if answer.cancelled() or answer.exception() is not None:
+            self.forget(load)
 
     def _drop_surplus(self) -> None:
-        held = sum(load.graph_bytes for load in self._loads.values())
-        for key in list(self._loads):
-            if len(self._loads) <= self._capacity and held <= self._capacity_bytes:
-                return
-            load = self._loads[key]
-            if load.reply.done() and not self._in_use[key]:
-                del self._loads[key]
-                held -= load.graph_bytes
+        if len(self._loads) <= self._capacity and self._bytes <= self._capacity_bytes:
+            return
+        for load in list(self._loads.values()):
+            if load.is_ready and not load.holders:
+                self.forget(load)
                 self._engine.tell(Kind.UNLOAD, link_pb2.UnloadRequest(key=load.engine_key).SerializeToString())
+                if len(self._loads) <= self._capacity and self._bytes <= self._capacity_bytes:
+                    return

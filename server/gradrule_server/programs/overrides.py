@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 
 from gradrule.v1 import errors_pb2, override_pb2, rule_pb2
 from gradrule_server.errors import Finding, GradruleError, did_you_mean
-from gradrule_server.graphs import OverrideSpec
+from gradrule_server.graphs import DEFAULT_RULE, OWN_GRADIENT, OverrideSpec
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.rule_lookup import ResolvedRule, RuleLookup
 from gradrule_server.rules import RuleContent, write_param_value
+from gradrule_server.rules.catalogue.presets import PRESETS
 
-DEFAULT_RULE = "default"
 INLINE_RULE = "inline"
-_OWN_GRADIENT = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +47,7 @@ class OverrideTable:
 
     def messages(self) -> list[link_pb2.BoundRule]:
         """The bound rules as the engine takes them."""
-        return [
-            link_pb2.BoundRule(name=bound.rule.name, op_gradient=bound.rule.name)
-            if bound.rule.content is None
-            else link_pb2.BoundRule(name=bound.rule.name, definition=bound.rule.content.to_definition())
-            for bound in self.bound
-        ]
+        return [_message(bound.rule) for bound in self.bound]
 
     def call_settings(
         self, params: Mapping[str, Mapping[str, rule_pb2.ParamValue]], used: Container[int]
@@ -107,7 +101,7 @@ class OverrideTable:
                 )
             ]
         # Overrides may share a label, and a rule that lacks the param is not the one that is meant.
-        declared = {index: self._declared(index) for index in indices}
+        declared = {index: self.declared(index) for index in indices}
         findings: list[Finding] = []
         for name, value in values.items():
             meant = [index for index in indices if name in declared[index]] or indices[:1]
@@ -115,7 +109,8 @@ class OverrideTable:
                 findings += self.set_params(settings, index, {name: value}, f"params[{label!r}]")
         return findings
 
-    def _declared(self, index: int) -> list[str]:
+    def declared(self, index: int) -> list[str]:
+        """Names of the params of one bound rule."""
         content = self.bound[index].rule.content
         return [] if content is None else [param.name for param in content.params]
 
@@ -127,7 +122,8 @@ class OverrideTable:
         field: str,
     ) -> list[Finding]:
         """Sets params of one bound rule; returns what is wrong with them."""
-        rule, declared = self.bound[index].rule, self._declared(index)
+        rule = self.bound[index].rule
+        declared = {} if rule.content is None else {param.name: param for param in rule.content.params}
         findings: list[Finding] = []
         for name, value in values.items():
             if name not in declared:
@@ -139,24 +135,32 @@ class OverrideTable:
                         field=f"{field}.{name}",
                     )
                 )
-            elif value.WhichOneof("value") is None:
-                findings.append(
-                    Finding(
-                        errors_pb2.ERROR_REASON_INVALID_PARAM, f"param {name!r} holds no value", field=f"{field}.{name}"
-                    )
-                )
+                continue
+            try:
+                declared[name].check(value, f"{field}.{name}")
+            except GradruleError as cause:
+                findings += cause.findings
             else:
                 settings[index, name] = value
         return findings
+
+
+def _message(rule: ResolvedRule) -> link_pb2.BoundRule:
+    if rule.content is None:
+        return link_pb2.BoundRule(name=rule.name, op_gradient=rule.name)
+    if rule.content.code is not None:
+        return link_pb2.BoundRule(name=rule.name, code=rule.content.code)
+    return link_pb2.BoundRule(name=rule.name, definition=rule.content.to_definition())
 
 
 def read_overrides(overrides: Sequence[override_pb2.Override], lookup: RuleLookup) -> OverrideTable:
     """Resolves every override's rule and params; what is wrong is collected in `findings`."""
     table = OverrideTable()
     for index, override in enumerate(overrides):
-        selector = override.selector
-        label = override.label or selector.op_type or selector.node or selector.scope
         where = f"overrides[{index}]"
+        if override.WhichOneof("choice") == "preset":
+            _add_preset(table, override, index, lookup)
+            continue
         try:
             rule = _rule_of(override, lookup, where)
         except GradruleError as cause:
@@ -164,32 +168,74 @@ def read_overrides(overrides: Sequence[override_pb2.Override], lookup: RuleLooku
                 Finding(item.reason, item.message, item.node, f"{where}.rule") for item in cause.findings
             ]
             continue
-        if rule is None:
-            rule_index, rule_name = _OWN_GRADIENT, DEFAULT_RULE
-            if override.params:
-                table.findings.append(
-                    Finding(
-                        errors_pb2.ERROR_REASON_UNKNOWN_PARAM,
-                        "the rule 'default' has no params",
-                        field=f"{where}.params",
-                    )
+        label = override.label or _default_label(override.selector)
+        bound = _bind(table, rule, label)
+        if rule is None and override.params:
+            table.findings.append(
+                Finding(
+                    errors_pb2.ERROR_REASON_UNKNOWN_PARAM, "the rule 'default' has no params", field=f"{where}.params"
                 )
-        else:
-            rule_index, rule_name = table.bind(rule, label), rule.name
-            table.findings += table.set_params(table.settings, rule_index, override.params, f"{where}.params")
+            )
+        elif rule is not None:
+            table.findings += table.set_params(table.settings, bound, override.params, f"{where}.params")
         table.specs.append(
             OverrideSpec(
-                op_type=selector.op_type,
-                node=selector.node,
-                scope=selector.scope,
-                rule_index=rule_index,
-                rule_name=rule_name,
-                label=label,
-                optional=override.optional,
-                index=index,
+                override.selector, bound, DEFAULT_RULE if rule is None else rule.name, label, override.optional, index
             )
         )
     return table
+
+
+def _add_preset(table: OverrideTable, override: override_pb2.Override, index: int, lookup: RuleLookup) -> None:
+    """Adds a preset's overrides; its params go to all of its rules that have them."""
+    choice, where = override.preset, f"overrides[{index}]"
+    if choice.name not in PRESETS:
+        known = sorted(preset.name for preset in PRESETS)
+        message = f"there is no preset {choice.name!r}.{did_you_mean(choice.name, known)} Presets: {', '.join(known)}"
+        table.findings.append(Finding(errors_pb2.ERROR_REASON_UNKNOWN_RULE, message, field=f"{where}.preset.name"))
+        return
+    if override.HasField("selector"):
+        message = "a preset has selectors of its own: give it without one"
+        table.findings.append(Finding(errors_pb2.ERROR_REASON_INVALID_OVERRIDE, message, field=f"{where}.selector"))
+    preset = PRESETS[choice.name]
+    label = override.label or choice.name
+    declared: dict[str, list[int]] = {}
+    for entry in preset.overrides:
+        rule = None if entry.rule == DEFAULT_RULE else lookup.resolve(entry.rule)
+        bound = _bind(table, rule, label)
+        name = DEFAULT_RULE
+        if rule is not None:
+            name = rule.name
+            table.findings += table.set_params(table.settings, bound, entry.params, f"{where}.preset")
+            for param in table.declared(bound):
+                declared.setdefault(param, []).append(bound)
+        table.specs.append(OverrideSpec(entry.selector, bound, name, label, override.optional, index, is_preset=True))
+    for name, value in choice.params.items():
+        if name not in declared:
+            message = (
+                f"preset {choice.name!r} has no param {name!r}.{did_you_mean(name, declared)} "
+                f"Params: {', '.join(sorted(declared)) or 'none'}"
+            )
+            table.findings.append(
+                Finding(errors_pb2.ERROR_REASON_UNKNOWN_PARAM, message, field=f"{where}.preset.params.{name}")
+            )
+        for bound in declared.get(name, ()):
+            table.findings += table.set_params(table.settings, bound, {name: value}, f"{where}.preset.params")
+
+
+def _bind(table: OverrideTable, rule: ResolvedRule | None, label: str) -> int:
+    return OWN_GRADIENT if rule is None else table.bind(rule, label)
+
+
+def _default_label(selector: override_pb2.Selector) -> str:
+    return (
+        selector.op_type
+        or selector.node
+        or selector.scope
+        or selector.node_regex
+        or "+".join(selector.pattern)
+        or next(iter(selector.region.outputs), "")
+    )
 
 
 def _rule_of(override: override_pb2.Override, lookup: RuleLookup, where: str) -> ResolvedRule | None:

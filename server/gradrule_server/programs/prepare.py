@@ -15,7 +15,7 @@ from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.overrides import OverrideTable, read_overrides
 from gradrule_server.programs.rule_lookup import RuleLookup
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Goes into every digest: programs of another format are other programs."""
 
 _serial = itertools.count()
@@ -69,6 +69,7 @@ def prepare(spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, 
                 stop_gradients=list(vjp.stop_gradients),
                 fed=sorted(call.feeds),
                 overrides=table.specs,
+                rewrites=list(spec.rewrites),
                 known_rule=known_rule,
                 # TensorFlow's functions have names for the whole process, so no two programs may share one.
                 namespace=f"gr{next(_serial)}",
@@ -82,7 +83,17 @@ def prepare(spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, 
 
     request = link_pb2.CompileRequest(
         graph=expanded.graph_bytes,
-        marks=[link_pb2.MarkedNode(rule=mark.rule, node=mark.node, foreign=mark.foreign) for mark in expanded.marks],
+        marks=[
+            link_pb2.MarkedNode(
+                rule=mark.rule,
+                node=mark.node,
+                foreign=mark.foreign,
+                subgraph_outputs=mark.outputs,
+                rank=mark.rank,
+                otherwise=mark.otherwise,
+            )
+            for mark in expanded.marks
+        ],
         rules=table.messages(),
         scopes=expanded.scopes,
         inputs=[_input_spec(item) for item in expanded.inputs if not item.optional],
@@ -93,6 +104,7 @@ def prepare(spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, 
         # One that nothing asked for depends on is not in the expanded graph.
         stop_gradients=[expanded.tensor_names[name] for name in vjp.stop_gradients if name in expanded.tensor_names],
         unconnected_gradients=vjp.unconnected_gradients,
+        no_gradient=spec.no_gradient,
     )
     key = _digest(graph_digest, spec, call, table)
     request.key = key
@@ -129,6 +141,16 @@ def _check_wishes(spec: program_pb2.ProgramSpec, call: CallShape) -> list[Findin
     if bool(vjp.ys) != bool(vjp.xs):
         given, missing = ("ys", "xs") if vjp.ys else ("xs", "ys")
         add(errors_pb2.ERROR_REASON_INVALID_DERIVATIVE, f"there are {given} but no {missing}", f"spec.vjp.{missing}")
+    for value, enum, where in (
+        (vjp.unconnected_gradients, program_pb2.UnconnectedGradients, "spec.vjp.unconnected_gradients"),
+        (spec.no_gradient, program_pb2.NoGradient, "spec.no_gradient"),
+    ):
+        if value not in enum.values():
+            known = ", ".join(enum.keys()[1:])
+            add(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"there is no value {value}; there are {known}", where)
+    asked = [canonical(item.y) for item in vjp.grad_ys]
+    for name in sorted({name for name in asked if asked.count(name) > 1}):
+        add(errors_pb2.ERROR_REASON_INVALID_DERIVATIVE, f"grad_ys names {name!r} twice", "spec.vjp.grad_ys")
     ys = {canonical(name) for name in vjp.ys}
     for name in sorted({canonical(item.y) for item in vjp.grad_ys} | call.grad_ys):
         if name not in ys:
@@ -166,7 +188,8 @@ def _digest(graph_digest: str, spec: program_pb2.ProgramSpec, call: CallShape, t
         for bound in table.bound
     ]
     overrides = [
-        [item.op_type, item.node, item.scope, item.rule_index, item.label, item.optional] for item in table.specs
+        [item.selector.SerializeToString(deterministic=True).hex(), item.rule_index, item.label, item.optional]
+        for item in table.specs
     ]
     vjp = spec.vjp
     content = {
@@ -182,6 +205,8 @@ def _digest(graph_digest: str, spec: program_pb2.ProgramSpec, call: CallShape, t
         "feeds": sorted(call.feeds),
         "stop_gradients": list(vjp.stop_gradients),
         "unconnected_gradients": vjp.unconnected_gradients,
+        "no_gradient": spec.no_gradient,
+        "rewrites": list(spec.rewrites),
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server.errors import Resource, error
+from gradrule_server.registry.names import BUILTIN_PREFIX
 from gradrule_server.registry.rules import RuleRegistry
 from gradrule_server.rules import RuleContent
 
@@ -55,7 +56,10 @@ class SnapshotLookup:
     def __init__(self, snapshot: bytes) -> None:
         self._rules = {
             rule.aliases[0]: ResolvedRule(
-                rule.name, None if rule.kind == rule_pb2.RULE_KIND_OP else RuleContent.from_definition(rule.definition)
+                rule.name,
+                None
+                if rule.kind == rule_pb2.RULE_KIND_OP
+                else RuleContent.from_kept(rule.name.removeprefix(BUILTIN_PREFIX), rule.definition),
             )
             for rule in rule_pb2.ListRulesResponse.FromString(snapshot).rules
         }

@@ -7,20 +7,22 @@ own gradient, or because it *is* an op's gradient), a graph of that one op is di
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from gradrule import _infer, _opdefs, _tensors
 from gradrule.v1 import errors_pb2, evaluate_pb2, graph_pb2, override_pb2, rule_pb2, tensor_pb2
+from gradrule_server import graphs
 from gradrule_server.errors import GradruleError, did_you_mean, error
+from gradrule_server.graphs.tensors import tensor_fault
 from gradrule_server.programs.house import ProgramHouse
 from gradrule_server.programs.overrides import INLINE_RULE, OverrideTable
 from gradrule_server.programs.rule_lookup import ResolvedRule
 from gradrule_server.registry.rules import RuleRegistry
-from gradrule_server.rules import RuleContent, Signature
+from gradrule_server.rules import RuleContent, Signature, read_param_value
 
-_VARIABLE = re.compile(r"(x|y|dy|default)(\d*)")
+_VARIABLE = re.compile(r"(x|y|dy|default)(0|[1-9][0-9]{0,3})?")
 _PARAM_PREFIX = "param/"
 
 
@@ -34,7 +36,7 @@ async def sample(
             errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the request names no rule and holds none", field="source"
         )
     values = _values(request)
-    xs = _numbered(values, "x")
+    xs = [values[f"x{index}"] for index in range(_count(values, "x"))]
     if not xs:
         raise error(errors_pb2.ERROR_REASON_MISSING_FEED, "a rule is sampled at some x: give x", field="values")
     content: RuleContent | None
@@ -52,6 +54,8 @@ async def sample(
             raise error(
                 errors_pb2.ERROR_REASON_MISSING_FEED, "an OP rule needs an op to run on: give op_type", field="op_type"
             )
+        if request.attrs:
+            raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "attrs are an op's: give op_type too", field="attrs")
         evaluation = _by_itself(request, content, xs, values)
     raw = evaluation.SerializeToString()
     answer = evaluate_pb2.EvaluateResponse.FromString(await house.evaluate(evaluation, raw, received_ns, ends_at))
@@ -68,14 +72,57 @@ def _values(request: rule_pb2.SampleRuleRequest) -> dict[str, tensor_pb2.Tensor]
                 f"{item.name!r} is no variable of a rule: x, y, dy, default, numbered after the first",
                 field="values",
             )
-        values[f"{match[1]}{match[2] or 0}"] = item.value.inline
+        name = f"{match[1]}{match[2] or 0}"
+        if name in values:
+            raise error(errors_pb2.ERROR_REASON_UNKNOWN_FEED, f"{name} is given twice", field="values")
+        values[name] = _checked(item.value, item.name)
     return values
 
 
-def _numbered(values: Mapping[str, tensor_pb2.Tensor], prefix: str) -> list[tensor_pb2.Tensor]:
-    found: list[tensor_pb2.Tensor] = []
-    while (value := values.get(f"{prefix}{len(found)}")) is not None:
-        found.append(value)
+def _checked(source: tensor_pb2.TensorSource, name: str) -> tensor_pb2.Tensor:
+    """The tensor; INVALID_TENSOR or LIMIT_EXCEEDED where it cannot be read."""
+    fault = tensor_fault(source.inline, graphs.Limits())
+    if source.WhichOneof("source") is None:
+        fault = errors_pb2.ERROR_REASON_INVALID_TENSOR, "holds no tensor"
+    if fault is not None:
+        raise error(fault[0], f"{name} {fault[1]}", field="values")
+    try:
+        _tensors.to_numpy(source.inline)
+    except ValueError as cause:
+        raise error(errors_pb2.ERROR_REASON_INVALID_TENSOR, f"{name}: {cause}", field="values") from cause
+    return source.inline
+
+
+def _indices(values: Iterable[str], prefix: str) -> list[int]:
+    return sorted(int(name.removeprefix(prefix)) for name in values if name.rstrip("0123456789") == prefix)
+
+
+def _count(values: Iterable[str], prefix: str) -> int:
+    """How many there are; MISSING_FEED where one is left out."""
+    indices = _indices(values, prefix)
+    for index, found in enumerate(indices):
+        if index != found:
+            raise error(
+                errors_pb2.ERROR_REASON_MISSING_FEED,
+                f"{prefix}{found} is given, but {prefix}{index} is not",
+                field="values",
+            )
+    return len(indices)
+
+
+def _outputs(values: Mapping[str, tensor_pb2.Tensor], xs: list[tensor_pb2.Tensor]) -> list[tensor_pb2.Tensor]:
+    """A tensor like each output: the y, else its dy, else, of the first one, x."""
+    count = max([0, *_indices(values, "y"), *_indices(values, "dy")]) + 1
+    outputs = [values.get(f"y{index}") or values.get(f"dy{index}") for index in range(count)]
+    outputs[0] = outputs[0] or xs[0]
+    found = [output for output in outputs if output is not None]
+    if len(found) < count:
+        index = outputs.index(None)
+        raise error(
+            errors_pb2.ERROR_REASON_MISSING_FEED,
+            f"output {count - 1} is given, but neither y{index} nor dy{index} is",
+            field="values",
+        )
     return found
 
 
@@ -86,7 +133,7 @@ def _by_itself(
     values: dict[str, tensor_pb2.Tensor],
 ) -> evaluate_pb2.EvaluateRequest:
     """The rule's own graph as a forward program."""
-    outputs = _numbered(values, "y") or _numbered(values, "dy") or xs[:1]
+    outputs = _outputs(values, xs)
     rule_graph = content.bind(Signature(tuple(x.dtype for x in xs), tuple(y.dtype for y in outputs)))
     missing = [
         variable
@@ -126,16 +173,19 @@ def _param_values(request: rule_pb2.SampleRuleRequest, content: RuleContent) -> 
     given = {setting.name: setting.value for setting in table.call_settings({}, {index})}
     values = {}
     for param in content.params:
-        value = given.get(param.name)
-        array = (
-            param.default
-            if value is None
-            else _tensors.to_numpy(value.tensor)
-            if value.HasField("tensor")
-            else value.number
-        )
-        values[param.name] = _tensors.to_message(np.asarray(array, np.float64))
+        value = param.default
+        if param.name in given:
+            value = read_param_value(_bounded(given[param.name]), param.name, f"params.{param.name}")
+        values[param.name] = _tensors.to_message(np.asarray(value, np.float64))
     return values
+
+
+def _bounded(value: rule_pb2.ParamValue) -> rule_pb2.ParamValue:
+    """The value; INVALID_PARAM where a few bytes stand for a tensor that has no room here."""
+    fault = tensor_fault(value.tensor, graphs.Limits()) if value.HasField("tensor") else None
+    if fault is not None:
+        raise error(errors_pb2.ERROR_REASON_INVALID_PARAM, f"the param {fault[1]}", field="params")
+    return value
 
 
 def _through_op(
@@ -160,14 +210,21 @@ def _through_op(
             field="op_type",
         )
     try:
-        output_types = _infer.complete(op, {}, [x.dtype for x in xs]).outputs
+        output_types = _infer.complete(op, request.attrs, [x.dtype for x in xs]).outputs
     except _infer.InferError as cause:
         raise error(
             errors_pb2.ErrorReason.Value(f"ERROR_REASON_{cause.kind}"), f"op {op_type!r}: {cause}", field="op_type"
         ) from cause
+    beyond = [index for index in _indices(values, "dy") if index >= len(output_types)]
+    if beyond:
+        raise error(
+            errors_pb2.ERROR_REASON_UNKNOWN_FEED,
+            f"dy{beyond[0]} is given, but {op_type} has {len(output_types)} outputs, counted from 0",
+            field="values",
+        )
     evaluation = evaluate_pb2.EvaluateRequest()
     spec = evaluation.spec
-    node = graph_pb2.Node(name="op", op=op_type)
+    node = graph_pb2.Node(name="op", op=op_type, attr=request.attrs)
     for index, x in enumerate(xs):
         name = f"x{index}"
         placeholder = spec.graph.inline.node.add(name=name, op="Placeholder")

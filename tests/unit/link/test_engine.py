@@ -3,22 +3,60 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
+from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
+import tensorflow as tf
 
-from gradrule.v1 import errors_pb2
+from gradrule.v1 import errors_pb2, evaluate_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError
+from gradrule_server.link import engine as engine_module
 from gradrule_server.link.engine import Engine, EngineRefused
+from gradrule_server.link.faults import EngineLost, NotLoaded
 from gradrule_server.link.framing import Kind
+from gradrule_server.link.process import start_process
 from gradrule_server.link.v1 import link_pb2
+from tests.service import endless
 
 
-async def _until(condition, seconds: float = 60) -> None:  # type: ignore[no-untyped-def]
+async def _until(condition: Callable[[], Any], seconds: float = 60) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.05)
+
+
+def _in(seconds: float) -> float:
+    return asyncio.get_running_loop().time() + seconds
+
+
+@pytest.fixture
+async def engine() -> AsyncIterator[Engine]:
+    """An engine of two threads that holds the program `endless`."""
+    started = Engine("cpu", 2)
+    await started.start()
+    yield started
+    await started.stop()
+
+
+async def _compile_endless(engine: Engine) -> None:
+    graph = endless.graph_def()
+    request = link_pb2.CompileRequest(
+        key="endless",
+        graph=graph.SerializeToString(),
+        inputs=[tensor_pb2.TensorSpec(name="x", dtype=tensor_pb2.DT_FLOAT)],
+        fetches=[link_pb2.Endpoint(name="y", tensor="y:0")],
+    )
+    await engine.call(Kind.COMPILE, request.SerializeToString(), _in(60))
+
+
+def _run(x: float) -> bytes:
+    call = evaluate_pb2.EvaluateRequest()
+    call.feeds.add(name="x").value.inline.ParseFromString(tf.make_tensor_proto(x, tf.float32).SerializeToString())
+    return link_pb2.RunRequest(key="endless", request=call.SerializeToString()).SerializeToString()
 
 
 async def test_an_engine_that_dies_is_replaced_and_says_so() -> None:
@@ -28,26 +66,115 @@ async def test_an_engine_that_dies_is_replaced_and_says_so() -> None:
     try:
         assert engine.greeting.device == "CPU:0"
         assert "Sign" in engine.greeting.gradients
-        first = engine._process
+        first = engine.pid
         assert first is not None
-        os.kill(first.pid, signal.SIGKILL)
-        await _until(lambda: not engine.ready)
+        os.kill(first, signal.SIGKILL)
+        await _until(lambda: engine.pid is None)
         with pytest.raises(GradruleError) as refusal:
-            await engine.call(Kind.RUN, b"", 1.0)
+            await engine.call(Kind.RUN, b"", _in(1.0))
         assert refusal.value.reason == errors_pb2.ERROR_REASON_ENGINE_UNAVAILABLE
         assert refusal.value.retry_after_s
-        await _until(lambda: engine.ready)
+        await _until(lambda: engine.pid)
         assert engine.generation == 2
         assert changes == [True, False, True]
-        with pytest.raises(GradruleError) as unknown_key:
-            await engine.call(Kind.RUN, link_pb2.RunRequest(key="nothing").SerializeToString(), 10.0)
+        with pytest.raises(NotLoaded) as unknown_key:
+            await engine.call(Kind.RUN, link_pb2.RunRequest(key="nothing").SerializeToString(), _in(10))
         assert unknown_key.value.reason == errors_pb2.ERROR_REASON_INTERNAL
+        last = engine.pid
+        assert last is not None
     finally:
         await engine.stop()
-    assert engine._process is not None and engine._process.returncode is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(last, 0)
 
 
 async def test_a_device_that_is_not_there_refuses_the_start() -> None:
     engine = Engine("gpu:7", 2)
     with pytest.raises(EngineRefused, match=r"gpu:7.*--device cpu"):
         await engine.start()
+
+
+async def test_a_call_that_never_started_is_dropped_and_a_running_one_that_overran_ends_the_engine(
+    engine: Engine,
+) -> None:
+    """Two endless calls hold both threads; a third's deadline passes: only theirs are the engine's end."""
+    await _compile_endless(engine)
+    first = engine.pid
+    ends_at = _in(4.0)
+    hanging = [asyncio.create_task(engine.call(Kind.RUN, _run(endless.STAYS), ends_at)) for _ in range(2)]
+    await asyncio.sleep(0.5)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await engine.call(Kind.RUN, _run(endless.ENDS), _in(0.5))
+    waiting = asyncio.create_task(engine.call(Kind.RUN, _run(endless.ENDS), _in(60)))
+    await asyncio.sleep(1.5)
+    assert engine.pid == first
+    await asyncio.sleep(max(0.0, ends_at - asyncio.get_running_loop().time()))
+    for call in hanging:
+        call.cancel()
+    await asyncio.wait(hanging)
+    with pytest.raises(EngineLost) as lost:
+        await waiting
+    assert not lost.value.suspect
+    await _until(lambda: engine.pid not in (None, first))
+
+
+async def test_a_call_beside_one_that_overruns_is_not_to_blame(engine: Engine) -> None:
+    await _compile_endless(engine)
+    beside = asyncio.create_task(engine.call(Kind.RUN, _run(endless.STAYS), _in(60)))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await engine.call(Kind.RUN, _run(endless.STAYS), _in(0.5))
+    with pytest.raises(EngineLost) as lost:
+        await beside
+    assert not lost.value.suspect
+
+
+async def test_a_cancelled_call_does_not_hold_its_thread_until_its_deadline(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "_CANCEL_PATIENCE_S", 0.5)
+    await _compile_endless(engine)
+    first = engine.pid
+    hanging = asyncio.create_task(engine.call(Kind.RUN, _run(endless.STAYS), _in(300)))
+    await asyncio.sleep(0.5)
+    hanging.cancel()
+    await _until(lambda: engine.pid not in (None, first), 30)
+
+
+async def test_a_deadline_that_has_passed_sends_nothing(engine: Engine) -> None:
+    with pytest.raises(GradruleError) as late:
+        await engine.call(Kind.COMPILE, b"not looked at", _in(-1))
+    assert late.value.reason == errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED
+
+
+async def test_starting_is_tried_again_whatever_it_fails_with(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    start, failures = start_process, [OSError(errno.EMFILE, "Too many open files"), RuntimeError("odd")]
+
+    async def failing(device: str, threads: int) -> Any:
+        if failures:
+            raise failures.pop()
+        return await start(device, threads)
+
+    monkeypatch.setattr(engine_module, "start_process", failing)
+    monkeypatch.setattr(engine_module, "_RESTART_DELAY_S", 0.05)
+    assert engine.pid is not None
+    os.kill(engine.pid, signal.SIGKILL)
+    await _until(lambda: engine.generation == 2)
+    assert [record.exc_info is not None for record in caplog.records if "cannot be started" in record.message] == [
+        True,
+        True,
+    ]
+
+
+async def test_a_start_that_fails_leaves_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def no_process(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", no_process)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="memory"):
+        await Engine("cpu", 1).start()
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,119 @@
+"""Compiled programs as the front end keeps them, so that the next call finds them: bounded in number and bytes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from gradrule_server.programs.compiled import Compiled
+from gradrule_server.programs.loaded import Loadable
+from gradrule_server.programs.prepare import CallShape
+
+# What a message's content takes at least as Python objects, in proportion to its bytes.
+_OBJECT_FACTOR = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Runnable:
+    """A program that can run, and be loaded again into a new engine."""
+
+    compiled: Compiled
+    loadable: Loadable
+
+    @property
+    def size(self) -> int:
+        """Roughly the bytes that it takes."""
+        told = self.compiled.message.ByteSize() + len(self.compiled.tail)
+        return len(self.loadable.request) + _OBJECT_FACTOR * told
+
+
+class Named(NamedTuple):
+    """Key of a kept program as one kind of call needs it."""
+
+    name: str
+    call: CallShape
+
+
+class Inline(NamedTuple):
+    """Key of a program that calls bring along. Its rules are those that names meant at `revision` of the registry."""
+
+    spec_hash: bytes
+    revision: int
+    call: CallShape
+
+
+Key: TypeAlias = Named | Inline
+
+
+class ProgramCache:
+    """The programs used last."""
+
+    def __init__(self, capacity: int, capacity_bytes: int) -> None:
+        self._capacity = capacity
+        self._capacity_bytes = capacity_bytes
+        self._programs: OrderedDict[Key, tuple[Runnable, int]] = OrderedDict()
+        self._bytes = 0
+        self._revision = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Roughly the bytes of all programs."""
+        return self._bytes
+
+    def get(self, key: Key) -> Runnable | None:
+        """The program, if it is there."""
+        found = self._programs.get(key)
+        if found is None:
+            return None
+        self._programs.move_to_end(key)
+        return found[0]
+
+    def put(self, key: Key, program: Runnable) -> None:
+        """Keeps the program; the ones that were used least recently go. The last one stays, however large it is."""
+        if isinstance(key, Inline):
+            if key.revision < self._revision:
+                return
+            if key.revision > self._revision:
+                # Names mean other rules by now: nobody will ask for these again.
+                self._revision = key.revision
+                self._remove([old for old in self._programs if isinstance(old, Inline)])
+        self._remove([key] if key in self._programs else [])
+        size = program.size
+        self._programs[key] = (program, size)
+        self._bytes += size
+        while len(self._programs) > 1 and (len(self._programs) > self._capacity or self._bytes > self._capacity_bytes):
+            self._remove([next(iter(self._programs))])
+
+    def forget(self, name: str) -> None:
+        """The name belongs to no program any more."""
+        self._remove([key for key in self._programs if isinstance(key, Named) and key.name == name])
+
+    def _remove(self, keys: list[Key]) -> None:
+        for key in keys:
+            _, size = self._programs.pop(key)
+            self._bytes -= size
+
+
+class NameChanges:
+    """Tells whoever reads a program by name whether the name was given up meanwhile."""
+
+    def __init__(self) -> None:
+        self._watches: list[set[str]] = []
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[set[str]]:
+        """The names that were given up since this context was entered."""
+        names: set[str] = set()
+        self._watches.append(names)
+        try:
+            yield names
+        finally:
+            self._watches = [watch for watch in self._watches if watch is not names]
+
+    def given_up(self, name: str) -> None:
+        """The name was given up just now."""
+        for names in self._watches:
+            names.add(name)

@@ -1,0 +1,54 @@
+"""From a program's spec to something that runs: prepared in a thread, loaded into the engine, put together."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+from gradrule.v1 import program_pb2
+from gradrule_server import graphs
+from gradrule_server.link.engine import Engine
+from gradrule_server.link.v1 import link_pb2
+from gradrule_server.programs.cache import Runnable
+from gradrule_server.programs.compiled import compiled
+from gradrule_server.programs.loaded import Loadable, LoadedPrograms
+from gradrule_server.programs.prepare import CallShape, Prepared, prepare
+from gradrule_server.programs.retries import Retries
+from gradrule_server.programs.rule_lookup import RuleLookup
+
+
+class Compiler:
+    """Compiles; keeps nothing."""
+
+    def __init__(self, engine: Engine, loaded: LoadedPrograms, limits: graphs.Limits) -> None:
+        self._engine = engine
+        self._loaded = loaded
+        self._limits = limits
+
+    async def compile(
+        self, spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, retries: Retries
+    ) -> Runnable:
+        """The program for calls of this shape; `GradruleError` with all that is wrong with it."""
+        prepared, loadable = await asyncio.to_thread(_prepare, spec, call, lookup, self._limits)
+
+        async def load() -> link_pb2.CompileReply:
+            with self._loaded.held(loadable) as held:
+                return await self._loaded.ready(held)
+
+        reply = await retries.run(load)
+        program = await asyncio.to_thread(compiled, prepared, reply, self._engine.greeting.device)
+        return Runnable(program, loadable)
+
+
+def _prepare(
+    spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, limits: graphs.Limits
+) -> tuple[Prepared, Loadable]:
+    """Prepares, and leaves the graph's bytes in one place: the message that goes to engines."""
+    prepared = prepare(spec, call, lookup, limits)
+    loadable = Loadable(prepared.key, prepared.request.SerializeToString())
+    # A message gives up its memory as a whole: the rest is copied, then the whole goes.
+    prepared.request.ClearField("graph")
+    rest = link_pb2.CompileRequest()
+    rest.CopyFrom(prepared.request)
+    expanded = dataclasses.replace(prepared.expanded, graph_bytes=b"")
+    return dataclasses.replace(prepared, request=rest, expanded=expanded), loadable

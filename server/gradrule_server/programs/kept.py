@@ -1,0 +1,90 @@
+"""Programs by name: made and kept until deleted, found again for each call, from the cache or from the store."""
+
+from __future__ import annotations
+
+import asyncio
+
+from gradrule.v1 import program_pb2
+from gradrule_server.programs.cache import NameChanges, Named, ProgramCache, Runnable
+from gradrule_server.programs.compiler import Compiler
+from gradrule_server.programs.prepare import CallShape, override_values
+from gradrule_server.programs.retries import Retries
+from gradrule_server.programs.rule_lookup import RegistryLookup, SnapshotLookup
+from gradrule_server.registry.programs import ProgramRegistry
+from gradrule_server.registry.rules import RuleRegistry
+
+_BASE = CallShape()
+_PREFIX = "programs/"
+
+
+class KeptPrograms:
+    """The programs that have names."""
+
+    def __init__(self, programs: ProgramRegistry, rules: RuleRegistry, compiler: Compiler, cache: ProgramCache) -> None:
+        self._programs = programs
+        self._rules = rules
+        self._compiler = compiler
+        self._cache = cache
+        self._changes = NameChanges()
+        self._deletions: set[asyncio.Task[None]] = set()
+
+    async def create(self, spec: program_pb2.ProgramSpec, program_id: str, retries: Retries) -> program_pb2.Program:
+        """Compiles and keeps a program; without an id it gets one."""
+        lookup = RegistryLookup(self._rules)
+        program = await self._compiler.compile(spec, _BASE, lookup, retries)
+        with self._changes.watched() as given_up:
+            stored = await asyncio.to_thread(
+                self._programs.create,
+                program_id or None,
+                spec,
+                lookup.snapshot(),
+                program.compiled.message,
+                override_values(program.compiled.prepared.table),
+            )
+            if stored.program.name not in given_up:
+                self._cache.put(Named(stored.program.name, _BASE), program)
+        return stored.program
+
+    async def find(self, name: str, call: CallShape, retries: Retries) -> tuple[Runnable, bool]:
+        """The program for a call of this shape, and whether it was made just now."""
+        full = name if name.startswith(_PREFIX) else _PREFIX + name
+        base, is_new = await self._find(Named(full, _BASE), retries)
+        variant = CallShape(call.feeds - base.compiled.placeholders, call.grad_ys)
+        if variant == _BASE:
+            return base, is_new
+        return await self._find(Named(full, variant), retries)
+
+    async def get(self, name: str) -> program_pb2.Program:
+        """What is told of a program."""
+        return (await asyncio.to_thread(self._programs.get, name)).program
+
+    async def list(self, page_size: int, page_token: str) -> tuple[list[program_pb2.Program], str]:
+        """A page of programs, and the next page's token."""
+        stored, token = await asyncio.to_thread(self._programs.list, page_size, page_token)
+        return [item.program for item in stored], token
+
+    async def delete(self, name: str) -> None:
+        """Forgets a program."""
+        # A caller that gives up must not leave behind a cache that still knows what the store has forgotten.
+        deletion = asyncio.ensure_future(self._delete(name))
+        self._deletions.add(deletion)
+        deletion.add_done_callback(self._deletions.discard)
+        await asyncio.shield(deletion)
+
+    async def _delete(self, name: str) -> None:
+        full = (await asyncio.to_thread(self._programs.get, name)).program.name
+        await asyncio.to_thread(self._programs.delete, full)
+        self._changes.given_up(full)
+        self._cache.forget(full)
+
+    async def _find(self, key: Named, retries: Retries) -> tuple[Runnable, bool]:
+        found = self._cache.get(key)
+        if found is not None:
+            return found, False
+        with self._changes.watched() as given_up:
+            stored = await asyncio.to_thread(self._programs.get, key.name)
+            spec, snapshot = await asyncio.to_thread(self._programs.content, stored)
+            program = await self._compiler.compile(spec, key.call, SnapshotLookup(snapshot), retries)
+            if key.name not in given_up:
+                self._cache.put(key, program)
+        return program, True

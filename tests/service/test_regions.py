@@ -1,0 +1,178 @@
+"""Regions: a rule for a subgraph, as `tf.custom_gradient` does it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import gradrule as gr
+from tests.service.answers import assert_close, refused, statuses
+from tests.service.graph_defs import drawn, loaded, placeholder
+
+X = np.float32([100.0, -2.0, 0.5])
+
+
+def naive_log1pexp(scale: bool = False) -> gr.Graph:
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [None])
+    e = g.op("Exp", x, name="e")
+    out = g.op("Log", g.op("AddV2", e, g.constant(np.float32(1)), name="sum"), name="out")
+    g.op("Mul", out, g.constant(np.float32(2)), name="y")
+    return g
+
+
+def test_log1pexp_as_a_region(either: Any) -> None:
+    overrides = [gr.Override("log1pexp", region=gr.Region(inputs=["x"], outputs=["out"]))]
+    r = either.evaluate(naive_log1pexp(), {"x": X}, ys=["y"], xs=["x"], overrides=overrides)
+    assert_close(r.gradients["x"], np.float32(2 / (1 + np.exp(-X.astype(np.float64)))))
+    assert np.isnan(either.evaluate(naive_log1pexp(), {"x": X}, ys=["y"], xs=["x"]).gradients["x"][0])
+    (resolution,) = r.overrides
+    assert (resolution.node, resolution.nodes, resolution.label) == ("out", ("e", "sum", "out"), "out")
+
+
+def test_same_as_custom_gradient_with_two_inputs_and_outputs(client: Any) -> None:
+    @tf.custom_gradient
+    def rotate(a: Any, b: Any) -> Any:
+        def backward(da: Any, db: Any) -> Any:
+            return 3 * da + b * db, a * da - db
+
+        return (a * b, tf.sin(a) + b), backward
+
+    a, b = np.float32([1.0, 2.0]), np.float32([0.5, -1.0])
+    with tf.GradientTape() as tape:
+        at, bt = tf.constant(a), tf.constant(b)
+        tape.watch([at, bt])
+        first, second = rotate(at, bt)
+        loss = tf.reduce_sum(first * first + second)
+    wanted = tape.gradient(loss, [at, bt])
+
+    g = gr.Graph()
+    x, z = g.placeholder("a", "float32", [None]), g.placeholder("b", "float32", [None])
+    product = g.op("Mul", x, z, name="product")
+    shifted = g.op("AddV2", g.op("Sin", x, name="sin"), z, name="shifted")
+    g.reduce_sum(product * product + shifted, name="y")
+    rule = gr.Rule("(3 * dy0 + x1 * dy1, x0 * dy0 - dy1)")
+    region = gr.Region([x, z], [product, shifted])
+    r = client.evaluate(
+        g, {"a": a, "b": b}, ys=["y"], xs=["a", "b"], overrides=[gr.Override(rule, region=region, label="rotate")]
+    )
+    assert_close(r.gradients["a"], wanted[0].numpy())
+    assert_close(r.gradients["b"], wanted[1].numpy())
+    assert r.overrides[0].label == "rotate"
+
+
+def test_a_region_wins_over_nodes_inside_and_can_use_its_own_gradient(either: Any) -> None:
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [None])
+    g.op("Tanh", g.op("Relu", x, name="r"), name="y")
+    region = gr.Override(gr.Rule("2 * default"), region=gr.Region(["x"], ["y"]))
+    inner = gr.Override(gr.Rule("1000 * dy"), op_type="Relu", optional=True)
+    r = either.evaluate(g, {"x": [0.5, -1.0]}, ys=["y"], xs=["x"], overrides=[inner, region])
+    assert_close(r.gradients["x"], np.float32([2 * (1 - np.tanh(0.5) ** 2), 0]))
+    assert statuses(r) == {"y": "active"}
+    assert r.defaulted == []
+
+
+def test_an_op_rule_on_a_region(client: Any) -> None:
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [None])
+    g.op("Sign", g.op("Floor", x, name="f"), name="y")
+    overrides = [gr.Override("Tanh", region=gr.Region(["x"], ["y"]))]
+    r = client.evaluate(g, {"x": [0.5, -1.5]}, ys=["y"], xs=["x"], overrides=overrides)
+    # Tanh's gradient is dy (1 - y²), and y is a sign.
+    assert_close(r.gradients["x"], np.float32([1, 0]))
+    with refused("RULE_NOT_APPLICABLE"):
+        client.evaluate(
+            g, {"x": [0.5]}, ys=["y"], xs=["x"], overrides=[gr.Override("MatMul", region=gr.Region(["x"], ["y"]))]
+        )
+
+
+def test_inside_functions_and_loops(client: Any) -> None:
+    @tf.function
+    def soft(v: Any) -> Any:
+        return tf.math.log(tf.exp(v, name="e") + 1.0, name="l")
+
+    def in_call() -> None:
+        tf.identity(soft(placeholder("x")), name="y")
+
+    def in_loop() -> None:
+        x = placeholder("x")
+        _, out = tf.while_loop(
+            lambda i, v: i < 2,
+            lambda i, v: (i + 1, tf.math.log(tf.exp(tf.identity(v, name="v"), name="e") + 1.0, name="l")),
+            [0, x],
+            name="loop",
+        )
+        tf.identity(out, name="y")
+
+    for build in (in_call, in_loop):
+        g = loaded(drawn(build))
+        plain = client.evaluate(g, {"x": [0.5, -1.0]}, ys=["y"], xs=["x"])
+        # TensorFlow numbers the nodes of a loop's body: l_0.
+        by_name = {name.rpartition("/")[2].split("_")[0]: name for name in plain.defaulted}
+        overrides = [gr.Override("log1pexp", region=gr.Region([by_name.get("v", "x")], [by_name["l"]]))]
+        r = client.evaluate(g, {"x": [0.5, -1.0]}, ys=["y"], xs=["x"], overrides=overrides)
+        assert_close(r.gradients["x"], plain.gradients["x"])
+        assert by_name["l"] in statuses(r)
+        assert by_name["e"] not in r.defaulted
+        large = client.evaluate(g, {"x": [200.0]}, ys=["y"], xs=["x"], overrides=overrides)
+        assert_close(large.gradients["x"], np.float32([1]))
+
+
+def branching() -> gr.Graph:
+    g = gr.Graph()
+    x, w = g.placeholder("x", "float32", [None]), g.placeholder("w", "float32", [None])
+    a = g.op("Relu", x, name="a")
+    b = g.op("Mul", a, w, name="b")
+    c = g.op("Tanh", b, name="c")
+    g.op("AddV2", c, a, name="y")
+    return g
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "xs", "reason", "says"),
+    [
+        (["x"], ["c"], ["x"], "INVALID_OVERRIDE", "'a' inside it is used outside, by y"),
+        (["a"], ["c"], ["x", "w"], "INVALID_OVERRIDE", "'w' goes into it"),
+        (["c"], ["a"], ["x"], "INVALID_OVERRIDE", "does not depend"),
+        (["x"], ["nope"], ["x"], "UNKNOWN_TENSOR", "nope"),
+        (["a"], ["c"], ["b"], "INVALID_OVERRIDE", "inside it is used outside"),
+    ],
+)
+def test_regions_that_cannot_be(
+    client: Any, inputs: list[str], outputs: list[str], xs: list[str], reason: str, says: str
+) -> None:
+    override = gr.Override(gr.Rule("each(zeros_like(x))"), region=gr.Region(inputs, outputs))
+    with refused(reason) as refusal:
+        client.evaluate(branching(), {"x": [1.0], "w": [2.0]}, ys=["y"], xs=xs, overrides=[override])
+    refusal.says(says)
+
+
+def test_weights_that_nothing_is_asked_of_may_stay_inside(client: Any) -> None:
+    override = gr.Override(gr.Rule("7 * dy"), region=gr.Region(["a"], ["c"]))
+    r = client.evaluate(branching(), {"x": [1.0], "w": [2.0]}, ys=["y"], xs=["x"], overrides=[override])
+    assert_close(r.gradients["x"], np.float32([8]))
+
+
+def test_overlapping_regions(client: Any) -> None:
+    overrides = [
+        gr.Override(gr.Rule("(dy, None)"), region=gr.Region(["a", "w"], ["c"]), label="one"),
+        gr.Override(gr.Rule("dy"), region=gr.Region(["b"], ["c"]), label="two"),
+    ]
+    with refused("INVALID_OVERRIDE") as refusal:
+        client.evaluate(branching(), {"x": [1.0], "w": [2.0]}, ys=["y"], xs=["x"], overrides=overrides)
+    refusal.says("overlap", "'one'", "'two'", "'c'")
+
+
+def test_neighbouring_regions(client: Any) -> None:
+    g = gr.Graph()
+    v = g.placeholder("x", "float32", [None])
+    for name in ("a", "b", "c"):
+        v = g.op("Sign", v, name=name)
+    pairs = [("x", "a", 2), ("a", "b", 3), ("b", "c", 5)]
+    overrides = [gr.Override(gr.Rule(f"{k} * dy"), region=gr.Region([i], [o])) for i, o, k in pairs]
+    r = client.evaluate(g, {"x": [1.0]}, ys=["c"], xs=["x", "a", "b"], overrides=overrides)
+    assert [float(r.gradients[name][0]) for name in ("x", "a", "b")] == [30.0, 15.0, 5.0]

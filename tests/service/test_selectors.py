@@ -1,0 +1,232 @@
+"""Selectors beyond names: regex, groups, position on the path, predicates, dependence, chains of ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import gradrule as gr
+from tests.service.answers import assert_close, refused, rules_by_node, statuses
+from tests.service.graph_defs import drawn, loaded, placeholder
+
+TEN = gr.Rule("10 * dy")
+X = np.float32([[1.0, -2.0, 3.0], [0.5, 0.25, -1.0]])
+
+
+def tower() -> gr.Graph:
+    """x → relu a → tanh b → relu c → y, and beside it x → relu side → y."""
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [None, 3])
+    a = g.op("Relu", x, name="block1/a")
+    b = g.op("Tanh", a, name="block1/b")
+    c = g.op("Relu", b, name="block2/c")
+    side = g.op("Relu", x, name="side")
+    g.op("AddV2", c, side, name="y")
+    return g
+
+
+def matched(client: Any, *overrides: Any, graph: gr.Graph | None = None, xs: Any = "x", ys: Any = "y") -> set[str]:
+    return set(rules_by_node(client.evaluate(graph or tower(), {"x": X}, ys=[ys], xs=[xs], overrides=list(overrides))))
+
+
+@pytest.mark.parametrize(
+    ("conditions", "nodes"),
+    [
+        ({"node_regex": "block[0-9]+/[ac]"}, {"block1/a", "block2/c"}),
+        ({"node_regex": "block1/.*", "op_type": "Tanh"}, {"block1/b"}),
+        ({"op_type": "@activation"}, {"block1/a", "block1/b", "block2/c", "side"}),
+        ({"op_type": "@activation", "scope": "block1"}, {"block1/a", "block1/b"}),
+        ({"op_type": "Relu", "position": "nearest_xs"}, {"block1/a", "side"}),
+        ({"op_type": "Relu", "position": 0}, {"block1/a", "side"}),
+        ({"op_type": "Relu", "position": 1}, {"block2/c"}),
+        ({"op_type": "Relu", "position": "nearest_ys"}, {"block2/c", "side"}),
+        ({"op_type": "Relu", "position": -2}, {"block1/a"}),
+        ({"op_type": "@activation", "position": 2}, {"block2/c"}),
+        ({"op_type": "@activation", "depends_on": ["block1/a"]}, {"block1/b", "block2/c"}),
+        ({"op_type": "Relu", "depends_on": "x"}, {"block1/a", "block2/c", "side"}),
+        ({"op_type": "Relu", "dtype": "float32"}, {"block1/a", "block2/c", "side"}),
+        ({"op_type": "Relu", "rank": 2}, {"block1/a", "block2/c", "side"}),
+        ({"pattern": ("Relu", "Tanh")}, {"block1/b"}),
+        ({"pattern": ("@activation", "@activation", "Relu")}, {"block2/c"}),
+    ],
+    ids=str,
+)
+def test_conditions(either: Any, conditions: dict[str, Any], nodes: set[str]) -> None:
+    rule = "linearize" if "pattern" in conditions else TEN
+    assert matched(either, gr.Override(rule, **conditions)) == nodes
+
+
+@pytest.mark.parametrize(
+    ("conditions", "reason", "says"),
+    [
+        ({"node_regex": "a("}, "INVALID_OVERRIDE", "missing )"),
+        ({"node_regex": "block"}, "UNMATCHED_OVERRIDE", "as a whole"),
+        ({"op_type": "@activations"}, "UNKNOWN_OP_TYPE", "'@activation'"),
+        ({"op_type": "@convolution"}, "UNMATCHED_OVERRIDE", "Conv2D"),
+        ({"op_type": "Relu", "position": 2}, "UNMATCHED_OVERRIDE", "place on the path"),
+        ({"op_type": "Relu", "dtype": "float64"}, "UNMATCHED_OVERRIDE", "float64"),
+        ({"op_type": "Relu", "rank": 4}, "INACTIVE_OVERRIDE", "rank"),
+        ({"op_type": "Relu", "depends_on": "nope"}, "UNKNOWN_TENSOR", "nope"),
+        ({"op_type": "Relu", "depends_on": "y"}, "UNMATCHED_OVERRIDE", "dependence on 'y'"),
+        ({"pattern": ("Relu", "Relu")}, "UNMATCHED_OVERRIDE", "no chain Relu → Relu"),
+        ({"pattern": ("Relu", "Thanh")}, "UNKNOWN_OP_TYPE", "Thanh"),
+        ({"pattern": ("Relu", "Tanh"), "rank": 2}, "INVALID_OVERRIDE", "rank"),
+        ({"pattern": ("Relu", "Tanh"), "op_type": "Tanh"}, "INVALID_OVERRIDE", "op_type"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_meant(client: Any, conditions: dict[str, Any], reason: str, says: str) -> None:
+    with refused(reason) as refusal:
+        matched(client, gr.Override(TEN, **conditions))
+    refusal.says(says)
+
+
+def test_attributes_with_their_defaults(client: Any) -> None:
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [None, 3])
+    one = g.op("LeakyRelu", x, name="one")
+    g.op("LeakyRelu", one, alpha=0.5, name="y")
+    assert matched(client, gr.Override(TEN, op_type="LeakyRelu", attrs={"alpha": 0.5}), graph=g) == {"y"}
+    assert matched(client, gr.Override(TEN, op_type="LeakyRelu", attrs={"alpha": 0.2}), graph=g) == {"one"}
+
+
+def test_a_rank_that_does_not_fit_leaves_the_node_to_later_overrides(client: Any) -> None:
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [2, 3])
+    flat = g.op("Relu", g.reshape(g.op("Relu", x, name="two"), [-1]), name="one")
+    g.identity(flat, name="y")
+    overrides = [gr.Override(gr.Rule("10 * dy"), op_type="Relu", rank=1), gr.Override("linearize", op_type="Relu")]
+    r = client.evaluate(g, {"x": X}, ys=["y"], xs=["x"], overrides=overrides)
+    assert rules_by_node(r) == {"one": "inline", "two": "linearize"}
+    assert_close(r.gradients["x"], np.full((2, 3), 10, np.float32))
+    unknown = gr.Graph()
+    unknown.op("Relu", unknown.placeholder("x", "float32", None), name="y")
+    with refused("RULE_NOT_APPLICABLE") as refusal:
+        matched(client, gr.Override(TEN, op_type="Relu", rank=1), graph=unknown)
+    refusal.says("'y'", "rank")
+
+
+def test_dependence_and_position_reach_into_loops_and_calls(client: Any) -> None:
+    @tf.function
+    def inner(v: Any) -> Any:
+        return tf.nn.relu(v, name="last")
+
+    def build() -> None:
+        x = placeholder("x", shape=(2, 3))
+        first = tf.nn.relu(x, name="first")
+        _, looped = tf.while_loop(
+            lambda i, v: i < 2, lambda i, v: (i + 1, tf.nn.relu(v, name="middle")), [0, first], name="loop"
+        )
+        tf.identity(inner(looped), name="y")
+
+    g = loaded(drawn(build))
+    by_position = [matched(client, gr.Override(TEN, op_type="Relu", position=n), graph=g) for n in (0, 1, 2, -1)]
+    assert by_position[0] == {"first"}
+    # TensorFlow numbers the nodes of a loop's body: middle_0.
+    assert [name.rpartition("/")[2].split("_")[0] for (name,) in by_position[1:]] == ["middle", "last", "last"]
+    behind = matched(client, gr.Override(TEN, op_type="Relu", depends_on="first"), graph=g)
+    assert {name.rpartition("/")[2].split("_")[0] for name in behind} == {"middle", "last"}
+
+
+# Chains of ops.
+
+
+def dense_layer(bias: str = "BiasAdd") -> gr.Graph:
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [None, 3])
+    w = g.constant(np.float32([[1, -1], [2, 0.5], [-1, 1]]), name="w")
+    h = g.op(bias, g.op("MatMul", x, w, name="mm"), g.constant(np.float32([0.5, -0.25]), name="b"), name="add")
+    g.op("Relu", h, name="y")
+    return g
+
+
+def test_a_chain_sees_all_its_inputs(either: Any) -> None:
+    # x0 and x1 are the first op's inputs, x2 is the bias; y is what comes out of the last op.
+    rule = gr.Rule("(0 * x0 + sum(dy) + sum(y), 0 * x1 + 1, sum_to(dy * x2, x2))")
+    overrides = [gr.Override(rule, pattern=("MatMul", "BiasAdd", "Relu"))]
+    r = either.evaluate(dense_layer(), {"x": X}, fetches=["y"], ys=["y"], xs=["x", "w", "b"], overrides=overrides)
+    assert_close(r.gradients["x"], np.full((2, 3), 4 + r.outputs["y"].sum(), np.float32))
+    assert_close(r.gradients["w"], np.ones((3, 2), np.float32))
+    assert_close(r.gradients["b"], np.float32([1, -0.5]))
+    (resolution,) = r.overrides
+    assert (resolution.node, resolution.nodes) == ("y", ("mm", "add", "y"))
+    assert resolution.op_type == "MatMul+BiasAdd+Relu"
+    assert resolution.label == "MatMul+BiasAdd+Relu"
+    assert r.defaulted == []
+
+
+def test_default_of_a_chain_is_its_own_gradient(either: Any) -> None:
+    plain = either.evaluate(dense_layer(), {"x": X}, ys=["y"], xs=["x", "w", "b"])
+    rule = gr.Rule("(3 * default0, 3 * default1, 3 * default2)")
+    overrides = [gr.Override(rule, pattern=("MatMul", "BiasAdd", "Relu"))]
+    r = either.evaluate(dense_layer(), {"x": X}, ys=["y"], xs=["x", "w", "b"], overrides=overrides)
+    for name in ("x", "w", "b"):
+        assert_close(r.gradients[name], 3 * plain.gradients[name])
+
+
+def test_a_bias_is_what_does_not_depend_on_the_xs(client: Any) -> None:
+    rule = gr.Rule("(0 * x0 + 1, None, None)")
+    added = matched(client, gr.Override(rule, pattern=("@dense", "@bias")), graph=dense_layer("AddV2"))
+    assert added == {"add"}
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [None, 3])
+    mixed = g.op("MatMul", x, g.constant(np.eye(3, dtype=np.float32)), name="mm")
+    g.op("AddV2", mixed, x, name="y")
+    with refused("UNMATCHED_OVERRIDE"):
+        matched(client, gr.Override(rule, pattern=("@dense", "@bias")), graph=g)
+    both = gr.Rule("(dy, dy)")
+    assert matched(client, gr.Override(both, op_type="@sum"), graph=g) == {"y"}
+    with refused("UNMATCHED_OVERRIDE"):
+        matched(client, gr.Override(both, op_type="@sum"), graph=dense_layer("AddV2"))
+
+
+def test_a_chain_whose_middle_is_used_elsewhere_is_none(client: Any) -> None:
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [None, 3])
+    a = g.op("Relu", x, name="a")
+    g.op("AddV2", g.op("Tanh", a, name="b"), a, name="y")
+    with refused("UNMATCHED_OVERRIDE"):
+        matched(client, gr.Override("linearize", pattern=("Relu", "Tanh")), graph=g)
+    with refused("UNMATCHED_OVERRIDE"):
+        matched(client, gr.Override("linearize", pattern=("Relu", "Tanh")), xs="block1/a")
+
+
+def test_first_match_wins_among_chains_and_nodes(client: Any) -> None:
+    chain, node = gr.Override("linearize", pattern=("Relu", "Tanh")), gr.Override(TEN, op_type="Tanh", optional=True)
+    r = client.evaluate(tower(), {"x": X}, ys=["y"], xs=["x"], overrides=[chain, node])
+    assert statuses(r) == {"block1/b": "active"}
+    with refused("UNMATCHED_OVERRIDE") as refusal:
+        client.evaluate(tower(), {"x": X}, ys=["y"], xs=["x"], overrides=[gr.Override(TEN, op_type="Tanh"), chain])
+    refusal.says("'Relu+Tanh'", "'Tanh'")
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["top", "loop"])
+def test_a_step_gets_a_surrogate_gradient(either: Any, inside: bool) -> None:
+    """Greater and Cast, with a threshold that is broadcast: dx goes to the potential, -dx summed to the threshold."""
+
+    def spike(v: Any, threshold: Any) -> Any:
+        return tf.cast(tf.greater(v, threshold), tf.float32)
+
+    def build() -> None:
+        x, threshold = placeholder("x", shape=(2, 3)), placeholder("t", shape=(3,))
+        if inside:
+            _, out = tf.while_loop(
+                lambda i, v: i < 1, lambda i, v: (i + 1, v * spike(x, threshold)), [0, tf.ones((2, 3))]
+            )
+        else:
+            out = spike(x, threshold)
+        tf.identity(out, name="y")
+
+    threshold = np.float32([0.5, 0.0, -0.5])
+    dy = np.float32([[1, 2, 3], [4, 5, 6]])
+    words: dict[str, Any] = {"ys": ["y"], "xs": ["x", "t"], "grad_ys": {"y": dy}, "fetches": ["y"]}
+    r = either.evaluate(
+        loaded(drawn(build)), {"x": X, "t": threshold}, overrides={"@step": ("fast_sigmoid", {"slope": 2.0})}, **words
+    )
+    assert_close(r.outputs["y"], (threshold < X).astype(np.float32))
+    factor = dy / (1 + 2 * np.abs(X - threshold)) ** 2
+    assert_close(r.gradients["x"], factor.astype(np.float32))
+    assert_close(r.gradients["t"], -factor.sum(0).astype(np.float32))

@@ -1,0 +1,97 @@
+"""What the front end sends to an engine, and when: against a transport that only notes it."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradrule.v1 import errors_pb2
+from gradrule_server.errors import Finding, GradruleError
+from gradrule_server.link.connection import Connection, EngineGone
+from gradrule_server.link.faults import NotLoaded, fault_message
+from gradrule_server.link.framing import Kind, pack_header
+from tests.unit.link.fake_engine import Transport, connected
+
+
+def answer(connection: Connection, transport: Transport, payload: bytes, kind: Kind = Kind.RAN) -> None:
+    """Answers the request that was sent with this payload."""
+    request_id = next(number for _, number, sent in transport.sent if sent == payload)
+    connection.data_received(pack_header(kind, request_id, len(payload)) + payload)
+
+
+async def test_an_engine_gets_no_more_than_its_threads_take_up() -> None:
+    connection, transport = connected(2)
+    works = [connection.submit(Kind.RUN, name) for name in (b"a", b"b", b"c", b"d")]
+    assert transport.payloads() == [b"a", b"b"]
+    answer(connection, transport, b"b")
+    assert transport.payloads() == [b"a", b"b", b"c"]
+    assert await works[1].answer == b"b"
+    assert [work.ended for work in works] == [False, True, False, False]
+
+
+async def test_what_waits_is_dropped_without_the_engine_s_knowing() -> None:
+    connection, transport = connected(1)
+    running, waiting, last = (connection.submit(Kind.RUN, name) for name in (b"a", b"b", b"c"))
+    assert connection.drop(waiting)
+    assert waiting.ended
+    assert waiting.answer.cancelled()
+    assert not connection.drop(running)
+    assert not running.ended
+    answer(connection, transport, b"a")
+    assert transport.payloads() == [b"a", b"c"]
+    assert not last.ended
+
+
+async def test_one_compilation_at_a_time_leaves_threads_to_runs() -> None:
+    connection, transport = connected(3)
+    for name in (b"c1", b"c2", b"c3"):
+        connection.submit(Kind.COMPILE, name)
+    connection.submit(Kind.RUN, b"r")
+    assert transport.payloads() == [b"c1", b"r"]
+    answer(connection, transport, b"c1", Kind.COMPILED)
+    assert transport.payloads() == [b"c1", b"r", b"c2"]
+
+
+async def test_a_request_that_was_given_up_keeps_its_thread_until_it_is_answered() -> None:
+    connection, transport = connected(1)
+    given_up = connection.submit(Kind.RUN, b"a")
+    given_up.answer.cancel()
+    connection.submit(Kind.RUN, b"b")
+    assert transport.payloads() == [b"a"]
+    answer(connection, transport, b"a")
+    assert given_up.ended
+    assert transport.payloads() == [b"a", b"b"]
+
+
+async def test_a_lost_engine_tells_what_had_started() -> None:
+    connection, _ = connected(1)
+    running, waiting = connection.submit(Kind.RUN, b"a"), connection.submit(Kind.RUN, b"b")
+    connection.connection_lost(None)
+    for work, started in ((running, True), (waiting, False)):
+        with pytest.raises(EngineGone) as gone:
+            await work.answer
+        assert gone.value.started is started
+        assert work.ended
+    with pytest.raises(EngineGone):
+        connection.submit(Kind.RUN, b"c")
+
+
+@pytest.mark.parametrize("kind", [GradruleError, NotLoaded])
+async def test_a_fault_arrives_as_the_error_that_it_was(kind: type[GradruleError]) -> None:
+    connection, transport = connected(1)
+    work = connection.submit(Kind.RUN, b"a")
+    sent = kind([Finding(errors_pb2.ERROR_REASON_FEED_SHAPE, "wrong", "n", "feeds"), Finding(2, "too", "", "")])
+    fault = fault_message(sent).SerializeToString()
+    connection.data_received(pack_header(Kind.FAULT, transport.sent[0][1], len(fault)) + fault)
+    with pytest.raises(kind) as caught:
+        await work.answer
+    assert type(caught.value) is kind
+    assert list(caught.value.findings) == list(sent.findings)
+
+
+async def test_frames_that_arrive_in_pieces() -> None:
+    connection, transport = connected(2)
+    works = [connection.submit(Kind.RUN, name) for name in (b"a", b"b")]
+    data = b"".join(pack_header(Kind.RAN, number, 3) + b"xyz" for _, number, _ in transport.sent)
+    for position in range(len(data)):
+        connection.data_received(data[position : position + 1])
+    assert [await work.answer for work in works] == [b"xyz", b"xyz"]

@@ -1,0 +1,84 @@
+"""What the front end remembers of programs, and what it must not."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from gradrule.v1 import program_pb2
+from gradrule_server.programs.cache import Inline, NameChanges, Named, ProgramCache, Runnable
+from gradrule_server.programs.loaded import Loadable
+from gradrule_server.programs.prepare import CallShape
+
+_CALL = CallShape()
+
+
+def runnable(size: int = 100) -> Runnable:
+    compiled = SimpleNamespace(message=program_pb2.Program(), tail=b"")
+    return Runnable(compiled, Loadable("key", b"g" * size))
+
+
+def test_the_number_is_bounded_and_the_one_used_last_stays() -> None:
+    cache = ProgramCache(2, 10**6)
+    for name in ("a", "b"):
+        cache.put(Named(name, _CALL), runnable())
+    assert cache.get(Named("a", _CALL)) is not None
+    cache.put(Named("c", _CALL), runnable())
+    assert [name for name in "abc" if cache.get(Named(name, _CALL)) is not None] == ["a", "c"]
+
+
+def test_bytes_are_bounded_save_for_the_last() -> None:
+    cache = ProgramCache(100, 1000)
+    for index in range(50):
+        cache.put(Named(str(index), _CALL), runnable(300))
+        assert cache.held_bytes <= 1000
+    large = Named("large", _CALL)
+    cache.put(large, runnable(5000))
+    assert cache.get(large) is not None
+    assert cache.held_bytes == 5000
+    cache.put(large, runnable(10))
+    assert cache.held_bytes == 10
+
+
+def test_overrides_that_are_told_count_too() -> None:
+    told = program_pb2.Program(defaulted=["node" * 100] * 100)
+    assert Runnable(SimpleNamespace(message=told, tail=b""), Loadable("key", b"")).size > told.ByteSize()
+
+
+def test_inline_programs_of_older_rules_go() -> None:
+    cache = ProgramCache(100, 10**6)
+    cache.put(Inline(b"a", 1, _CALL), runnable())
+    cache.put(Named("n", _CALL), runnable())
+    cache.put(Inline(b"a", 2, _CALL), runnable())
+    # One that was begun before a rule changed, and is ready only now.
+    cache.put(Inline(b"b", 1, _CALL), runnable())
+    assert cache.held_bytes == 200
+    assert cache.get(Inline(b"a", 2, _CALL)) is not None
+    assert cache.get(Named("n", _CALL)) is not None
+
+
+def test_forgetting_a_name_forgets_its_variants() -> None:
+    cache = ProgramCache(100, 10**6)
+    for call in (_CALL, CallShape(frozenset({"h"}))):
+        cache.put(Named("n", call), runnable())
+    cache.put(Named("m", _CALL), runnable())
+    cache.forget("n")
+    assert cache.held_bytes == 100
+    assert cache.get(Named("m", _CALL)) is not None
+
+
+def test_names_that_are_given_up_are_told_to_whoever_watches() -> None:
+    changes = NameChanges()
+    changes.given_up("before")
+    with changes.watched() as outer:
+        with changes.watched() as inner:
+            changes.given_up("a")
+        changes.given_up("b")
+    changes.given_up("after")
+    assert (outer, inner) == ({"a", "b"}, {"a"})
+
+
+@pytest.mark.parametrize("key", [Named("n", _CALL), Inline(b"n", 1, _CALL)])
+def test_what_is_not_there(key: Named | Inline) -> None:
+    assert ProgramCache(1, 1).get(key) is None

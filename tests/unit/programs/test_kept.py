@@ -1,0 +1,155 @@
+"""Programs whose names are given up while something about them is under way."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gradrule.v1 import program_pb2
+from gradrule_server.errors import GradruleError
+from gradrule_server.programs.cache import ProgramCache, Runnable
+from gradrule_server.programs.kept import KeptPrograms
+from gradrule_server.programs.loaded import Loadable
+from gradrule_server.programs.overrides import OverrideTable
+from gradrule_server.programs.prepare import CallShape
+from gradrule_server.programs.retries import Retries
+from gradrule_server.registry.programs import ProgramRegistry
+from gradrule_server.registry.rules import RuleRegistry
+from gradrule_server.registry.store import Store
+from tests.unit.link.fake_engine import FakeEngine
+
+_CALL = CallShape()
+
+
+class FakeCompiler:
+    """Takes as long as the test wants. A program's digest is its spec's first fetch."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.asked = 0
+
+    async def compile(self, spec: program_pb2.ProgramSpec, *_: Any) -> Runnable:
+        self.asked += 1
+        await self.gate.wait()
+        digest = spec.fetches[0]
+        compiled: Any = SimpleNamespace(
+            key=digest,
+            message=program_pb2.Program(digests=program_pb2.Digests(program=digest)),
+            tail=b"",
+            placeholders=frozenset({"x"}),
+            prepared=SimpleNamespace(table=OverrideTable()),
+        )
+        return Runnable(compiled, Loadable(digest, b""))
+
+
+class House:
+    """Kept programs with all that is around them."""
+
+    def __init__(self, store: Store) -> None:
+        self.compiler = FakeCompiler()
+        self.registry = ProgramRegistry(store)
+        self.retries = Retries(FakeEngine())
+        self.restart(store)
+
+    def restart(self, store: Store) -> None:
+        """An empty cache."""
+        rules = RuleRegistry(store, ["Sign"])
+        self.kept = KeptPrograms(self.registry, rules, self.compiler, ProgramCache(10, 10**6))
+
+    async def create(self, digest: str) -> None:
+        await self.kept.create(program_pb2.ProgramSpec(fetches=[digest]), "p", self.retries)
+
+    async def find(self, call: CallShape = _CALL) -> str:
+        program, _ = await self.kept.find("programs/p", call, self.retries)
+        return program.compiled.key
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = Store(tmp_path)
+    yield opened
+    opened.close()
+
+
+async def test_a_name_that_is_given_to_another_program_while_the_old_one_is_read(store: Store) -> None:
+    house = House(store)
+    await house.create("old")
+    house.restart(store)
+    house.compiler.gate.clear()
+    in_flight = asyncio.create_task(house.find())
+    while house.compiler.asked < 2:
+        await asyncio.sleep(0.001)
+    await house.kept.delete("programs/p")
+    house.compiler.gate.set()
+    await house.create("new")
+    assert await in_flight == "old"
+    assert await house.find() == "new"
+    assert await house.find(CallShape(frozenset({"h"}))) == "new"
+
+
+async def test_variants_go_with_their_program(store: Store) -> None:
+    house = House(store)
+    await house.create("old")
+    other = CallShape(frozenset({"x", "h"}))
+    assert await house.find(other) == "old"
+    await house.kept.delete("p")
+    await house.create("new")
+    assert await house.find(other) == "new"
+
+
+async def test_feeding_placeholders_needs_no_variant(store: Store) -> None:
+    house = House(store)
+    await house.create("old")
+    assert await house.find(CallShape(frozenset({"x"}))) == "old"
+    assert house.compiler.asked == 1
+
+
+async def test_a_deletion_whose_caller_gives_up_is_finished(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    house = House(store)
+    await house.create("old")
+    deleting, go_on = threading.Event(), threading.Event()
+    delete = house.registry.delete
+
+    def slowly(name: str) -> None:
+        deleting.set()
+        go_on.wait(10)
+        delete(name)
+
+    monkeypatch.setattr(house.registry, "delete", slowly)
+    deletion = asyncio.create_task(house.kept.delete("p"))
+    await asyncio.to_thread(deleting.wait, 10)
+    deletion.cancel()
+    await asyncio.wait([deletion])
+    go_on.set()
+
+    async def find_until_refused() -> None:
+        while await house.find():
+            await asyncio.sleep(0.001)
+
+    with pytest.raises(GradruleError, match="PROGRAM_NOT_FOUND"):
+        await asyncio.wait_for(find_until_refused(), 10)
+
+
+async def test_a_program_that_is_deleted_while_it_is_kept_is_not_remembered(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house = House(store)
+    create, loop = house.registry.create, asyncio.get_running_loop()
+
+    def create_and_lose(*args: Any) -> Any:
+        stored = create(*args)
+        # The deletion is complete before the loop hears of the creation.
+        asyncio.run_coroutine_threadsafe(house.kept.delete("p"), loop).result(10)
+        return stored
+
+    monkeypatch.setattr(house.registry, "create", create_and_lose)
+    await house.create("old")
+    with pytest.raises(GradruleError, match="PROGRAM_NOT_FOUND"):
+        await house.find()

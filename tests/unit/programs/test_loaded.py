@@ -1,0 +1,192 @@
+"""Which programs an engine holds, against an engine that answers when the test says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+import pytest
+
+from gradrule.v1 import errors_pb2
+from gradrule_server.errors import GradruleError, error
+from gradrule_server.link import engine as engine_module
+from gradrule_server.link.faults import EngineLost, fault_message
+from gradrule_server.link.framing import Kind
+from gradrule_server.link.v1 import link_pb2
+from gradrule_server.programs import loaded as loaded_module
+from gradrule_server.programs.loaded import Load, Loadable, LoadedPrograms
+from tests.unit.link.fake_engine import FakeEngine
+
+
+def program(name: str, size: int = 10) -> Loadable:
+    return Loadable(name, link_pb2.CompileRequest(key=name, graph=b"g" * size).SerializeToString())
+
+
+def keys(engine: FakeEngine) -> list[str]:
+    """What was sent to be compiled."""
+    return [link_pb2.CompileRequest.FromString(sent).key for sent in engine.sent(Kind.COMPILE)]
+
+
+def unloaded(engine: FakeEngine) -> list[str]:
+    return [link_pb2.UnloadRequest.FromString(sent).key for sent in engine.sent(Kind.UNLOAD)]
+
+
+async def use(loaded: LoadedPrograms, item: Loadable, until: Awaitable[Any] | None = None) -> str:
+    """Holds a program until it is loaded, and then until `until` is done."""
+    with loaded.held(item) as load:
+        await loaded.wait(load)
+        if until is not None:
+            await until
+        return load.engine_key
+
+
+async def test_a_program_is_loaded_once_for_all_who_ask_for_it() -> None:
+    engine = FakeEngine()
+    loaded = LoadedPrograms(engine, 10, 10**6)
+    users = [asyncio.create_task(use(loaded, program("a"))) for _ in range(3)]
+    engine.answer(await engine.next(Kind.COMPILE), Kind.COMPILED)
+    assert len(set(await asyncio.gather(*users))) == 1
+    assert await use(loaded, program("a")) == keys(engine)[0]
+    assert len(keys(engine)) == 1
+
+
+async def test_a_program_is_not_dropped_between_its_load_and_its_use() -> None:
+    """The moment at which another program's load makes one too many."""
+    engine = FakeEngine()
+    loaded = LoadedPrograms(engine, 1, 10**6)
+    first = asyncio.create_task(use(loaded, program("a"), asyncio.sleep(0.05)))
+    compile_a = await engine.next(Kind.COMPILE)
+    second = asyncio.create_task(use(loaded, program("b")))
+    await asyncio.sleep(0)
+    # Nobody has run since the answer arrived when the other program is asked for.
+    engine.answer(compile_a, Kind.COMPILED)
+    with loaded.held(program("c")):
+        assert unloaded(engine) == []
+    key = await first
+    assert unloaded(engine) == []
+    second.cancel()
+    await asyncio.wait([second])
+    with loaded.held(program("d")):
+        assert unloaded(engine) == [key]
+
+
+async def test_bytes_count_too_and_the_one_used_last_stays() -> None:
+    engine = FakeEngine()
+    loaded = LoadedPrograms(engine, 10, 250)
+
+    async def load(name: str, count: int) -> str:
+        user = asyncio.create_task(use(loaded, program(name, 100)))
+        engine.answer(await engine.next(Kind.COMPILE, count), Kind.COMPILED)
+        return await user
+
+    first, second = await load("a", 1), await load("b", 2)
+    await use(loaded, program("a", 100))
+    await load("c", 3)
+    assert unloaded(engine) == [second]
+    assert await use(loaded, program("a", 100)) == first
+
+
+async def test_one_who_gives_up_does_not_take_the_load_from_the_others() -> None:
+    engine = FakeEngine()
+    loaded = LoadedPrograms(engine, 10, 10**6)
+    hurried = asyncio.create_task(use(loaded, program("a")))
+    patient = asyncio.create_task(use(loaded, program("a")))
+    await engine.next(Kind.COMPILE)
+    hurried.cancel()
+    await asyncio.wait([hurried])
+    engine.answer(await engine.next(Kind.COMPILE), Kind.COMPILED)
+    assert await patient == keys(engine)[0]
+
+
+async def test_a_load_that_nobody_waits_for_goes_on_and_is_found_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaded_module, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(engine_module, "_OVERRUN_GRACE_S", 0.0)
+    engine = FakeEngine()
+    loaded = LoadedPrograms(engine, 10, 10**6)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await use(loaded, program("a"))
+    late = asyncio.create_task(use(loaded, program("a")))
+    # Longer than an engine is given whose load nobody waits for.
+    await asyncio.sleep(0.1)
+    assert not engine.process.is_killed
+    engine.answer(await engine.next(Kind.COMPILE), Kind.COMPILED)
+    assert await late == keys(engine)[0]
+    assert len(keys(engine)) == 1
+
+
+async def test_a_load_that_nobody_waits_for_and_that_does_not_end_ends_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loaded_module, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(engine_module, "_OVERRUN_GRACE_S", 0.0)
+    engine = FakeEngine()
+    loaded = LoadedPrograms(engine, 10, 10**6)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await use(loaded, program("a"))
+    await asyncio.sleep(0.1)
+    assert engine.process.is_killed
+
+
+async def test_a_load_that_never_started_is_dropped_and_asked_for_anew() -> None:
+    engine = FakeEngine()
+    loaded = LoadedPrograms(engine, 10, 10**6)
+    first = asyncio.create_task(use(loaded, program("a")))
+    compile_a = await engine.next(Kind.COMPILE)
+    # One compilation at a time: this one waits.
+    second = asyncio.create_task(use(loaded, program("b")))
+    await asyncio.sleep(0)
+    second.cancel()
+    # The very same moment: no callback has run in between.
+    third = asyncio.create_task(use(loaded, program("b")))
+    engine.answer(compile_a, Kind.COMPILED)
+    await first
+    engine.answer(await engine.next(Kind.COMPILE, 2), Kind.COMPILED)
+    assert (await third).startswith("b/")
+    assert len(keys(engine)) == 2
+
+
+async def test_a_load_that_failed_is_tried_again_by_the_next() -> None:
+    engine = FakeEngine()
+    loaded = LoadedPrograms(engine, 10, 10**6)
+    fault = fault_message(error(errors_pb2.ERROR_REASON_INVALID_GRAPH, "no")).SerializeToString()
+    for count in (1, 2):
+        user = asyncio.create_task(use(loaded, program("a")))
+        engine.answer(await engine.next(Kind.COMPILE, count), Kind.FAULT, fault)
+        with pytest.raises(GradruleError, match="INVALID_GRAPH"):
+            await user
+
+
+async def test_a_new_engine_is_asked_again() -> None:
+    engine = FakeEngine()
+    loaded = LoadedPrograms(engine, 10, 10**6)
+    user = asyncio.create_task(use(loaded, program("a")))
+    await engine.next(Kind.COMPILE)
+    engine.process.kill()
+    with pytest.raises(EngineLost) as lost:
+        await user
+    assert lost.value.suspect
+    engine.start_another()
+    again = asyncio.create_task(use(loaded, program("a")))
+    engine.answer(await engine.next(Kind.COMPILE), Kind.COMPILED)
+    assert (await again).startswith("a/")
+
+
+async def test_what_the_engine_does_not_have_after_all_is_loaded_again() -> None:
+    engine = FakeEngine()
+    loaded = LoadedPrograms(engine, 10, 10**6)
+    found: list[Load] = []
+
+    async def user() -> None:
+        with loaded.held(program("a")) as load:
+            await loaded.wait(load)
+            found.append(load)
+
+    for count in (1, 2):
+        task = asyncio.create_task(user())
+        engine.answer(await engine.next(Kind.COMPILE, count), Kind.COMPILED)
+        await task
+        loaded.forget(found[-1])
+    assert found[0].engine_key != found[1].engine_key

@@ -1,0 +1,127 @@
+"""What of a SampleRule request is refused, and what reaches the engine; against a house that notes it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradrule import _tensors
+from gradrule.v1 import evaluate_pb2, graph_pb2, rule_pb2, tensor_pb2
+from gradrule_server.errors import GradruleError, reason_name
+from gradrule_server.programs.sample import sample
+from gradrule_server.registry.rules import RuleRegistry
+from gradrule_server.registry.store import Store
+
+_BROKEN = tensor_pb2.Tensor(dtype=tensor_pb2.DT_FLOAT, tensor_content=b"abc")
+_STRING = tensor_pb2.Tensor(dtype=tensor_pb2.DT_STRING, string_val=[b"q"])
+_HUGE = tensor_pb2.Tensor(
+    dtype=tensor_pb2.DT_FLOAT,
+    float_val=[1.0],
+    tensor_shape=tensor_pb2.TensorShape(dim=[tensor_pb2.TensorShape.Dim(size=2**40)]),
+)
+
+
+class Asked(Exception):
+    """What the house was asked to evaluate."""
+
+    def __init__(self, request: evaluate_pb2.EvaluateRequest) -> None:
+        super().__init__()
+        self.request = request
+
+
+class House:
+    async def evaluate(self, request: evaluate_pb2.EvaluateRequest, *_: Any) -> bytes:
+        raise Asked(request)
+
+
+@pytest.fixture(scope="module")
+def rules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RuleRegistry]:
+    store = Store(tmp_path_factory.mktemp("store"))
+    yield RuleRegistry(store, ["Sign", "Cast", "Split", "Conv2D"])
+    store.close()
+
+
+def asked(rules: RuleRegistry, request: rule_pb2.SampleRuleRequest, **values: Any) -> evaluate_pb2.EvaluateRequest:
+    for name, value in values.items():
+        message = value if isinstance(value, tensor_pb2.Tensor) else _tensors.to_message(np.float32(value))
+        request.values.add(name=name).value.inline.CopyFrom(message)
+    with pytest.raises(Asked) as caught:
+        asyncio.run(sample(request, rules, House(), 0, 0.0))
+    return caught.value.request
+
+
+def refusal(rules: RuleRegistry, request: rule_pb2.SampleRuleRequest, **values: Any) -> tuple[str, str]:
+    with pytest.raises(GradruleError) as caught:
+        asked(rules, request, **values)
+    return reason_name(caught.value.reason), caught.value.message
+
+
+def formula(expression: str, *params: str) -> rule_pb2.SampleRuleRequest:
+    request = rule_pb2.SampleRuleRequest()
+    request.definition.expression = expression
+    request.definition.params.extend(rule_pb2.RuleParam(name=name) for name in params)
+    return request
+
+
+@pytest.mark.parametrize(
+    ("values", "reason", "word"),
+    [
+        ({"x": _BROKEN}, "INVALID_TENSOR", "x"),
+        ({"x": [1], "dy": _BROKEN}, "INVALID_TENSOR", "dy"),
+        ({"x": _HUGE}, "LIMIT_EXCEEDED", "x"),
+        ({"x": tensor_pb2.Tensor()}, "INVALID_TENSOR", "x"),
+        ({"x": [1], "x0": [5]}, "UNKNOWN_FEED", "x0"),
+        ({"x": [1], "x2": [5]}, "MISSING_FEED", "x1"),
+        ({"x": [1], "x01": [5]}, "UNKNOWN_FEED", "x01"),
+        ({"x": [1], "dy2": [5]}, "MISSING_FEED", "dy1"),
+        ({"dy": [1]}, "MISSING_FEED", "x"),
+    ],
+)
+def test_values_that_are_refused(rules: RuleRegistry, values: dict[str, Any], reason: str, word: str) -> None:
+    found, message = refusal(rules, formula("dy * x"), **values)
+    assert found == reason
+    assert word in message
+
+
+def test_a_value_without_a_tensor(rules: RuleRegistry) -> None:
+    request = formula("dy * x")
+    request.values.add(name="x")
+    assert refusal(rules, request) == ("INVALID_TENSOR", "x holds no tensor")
+
+
+@pytest.mark.parametrize("tensor", [_BROKEN, _STRING, _HUGE])
+def test_params_that_are_refused(rules: RuleRegistry, tensor: tensor_pb2.Tensor) -> None:
+    request = formula("dy * x * alpha", "alpha")
+    request.params["alpha"].tensor.CopyFrom(tensor)
+    assert refusal(rules, request, x=[1.0])[0] == "INVALID_PARAM"
+
+
+def test_a_second_upstream_gradient_beside_one_y(rules: RuleRegistry) -> None:
+    request = asked(rules, formula("dy * x + dy1"), x=[2.0], y=[1.0], dy=[5.0], dy1=[7.0])
+    fed = {item.name: _tensors.to_numpy(item.value.inline).tolist() for item in request.feeds}
+    assert sorted(fed.values()) == [[2.0], [5.0], [7.0]]
+
+
+def test_an_upstream_gradient_of_an_output_that_the_op_lacks(rules: RuleRegistry) -> None:
+    request = rule_pb2.SampleRuleRequest(name="Sign", op_type="Sign")
+    found, message = refusal(rules, request, x=[1.0], dy1=[1.0])
+    assert found == "UNKNOWN_FEED"
+    assert "dy1" in message
+
+
+def test_attrs_go_to_the_op(rules: RuleRegistry) -> None:
+    request = rule_pb2.SampleRuleRequest(name="Cast", attrs={"DstT": graph_pb2.AttrValue(type=tensor_pb2.DT_DOUBLE)})
+    spec = asked(rules, request, x=[1.0]).spec
+    op = next(node for node in spec.graph.inline.node if node.name == "op")
+    assert (op.op, op.attr["DstT"].type) == ("Cast", tensor_pb2.DT_DOUBLE)
+
+
+def test_attrs_that_follow_from_nothing(rules: RuleRegistry) -> None:
+    assert refusal(rules, rule_pb2.SampleRuleRequest(name="Cast"), x=[1.0])[0] == "INVALID_ATTR"
+    request = formula("dy * x")
+    request.attrs["DstT"].type = tensor_pb2.DT_DOUBLE
+    assert refusal(rules, request, x=[1.0])[0] == "MALFORMED_REQUEST"
