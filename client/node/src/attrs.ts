@@ -9,6 +9,7 @@ import { AttrValueSchema, AttrValue_ListValueSchema } from "./gen/gradrule/v1/gr
 import type { AttrValue, AttrValue_ListValue } from "./gen/gradrule/v1/graph_pb.js";
 import { tensor } from "./tensor.js";
 import type { Tensor, TensorLike } from "./tensor.js";
+import { shown } from "./values.js";
 import { shapeMessage, tensorMessage } from "./wire.js";
 import type { Shape } from "./wire.js";
 
@@ -43,9 +44,24 @@ export function attrOf(opType: string, name: string, value: AttrInput): AttrValu
   }
 }
 
+/**
+ * The same where `opType` may be a group or left out: then the value means what some op type that has the attribute
+ * says. Throws INVALID_ATTR where none has it.
+ */
+export function attrOfAny(opType: string, name: string, value: AttrInput): AttrValue {
+  if (Object.hasOwn(ATTRS, opType) || name.startsWith("_") || isAttrValue(value)) return attrOf(opType, name, value);
+  const owner = Object.keys(ATTRS).find((known) => kindsOf(known).has(name));
+  if (owner === undefined) throw errorOf("INVALID_ATTR", `No op type has an attribute ${JSON.stringify(name)}.`);
+  return attrOf(owner, name, value);
+}
+
+function kindsOf(opType: string): Map<string, AttrKind> {
+  return new Map(ATTRS[opType]!.split(", ").map((entry) => entry.split(" ") as [string, AttrKind]));
+}
+
 function kindOf(opType: string, name: string): AttrKind | undefined {
   if (!Object.hasOwn(ATTRS, opType)) return undefined;
-  const kinds = new Map(ATTRS[opType]!.split(", ").map((entry) => entry.split(" ") as [string, AttrKind]));
+  const kinds = kindsOf(opType);
   if (kinds.has(name) || name.startsWith("_")) return kinds.get(name);
   throw errorOf("INVALID_ATTR", `there is none of this name; there are ${[...kinds.keys()].join(", ")}.`);
 }
@@ -126,6 +142,5 @@ function typeOf(value: AttrInput): ReturnType<typeof dtOf> {
 }
 
 function unfit(kind: AttrKind, value: AttrInput): Error {
-  const shown = typeof value === "bigint" ? `${value}n` : JSON.stringify(value);
-  return errorOf("INVALID_ATTR", `${shown} is no value of type ${kind}.`);
+  return errorOf("INVALID_ATTR", `${shown(value)} is no value of type ${kind}.`);
 }

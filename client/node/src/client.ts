@@ -1,20 +1,24 @@
 // The client: one method per thing that a server does.
 
+import { attrOfAny } from "./attrs.js";
+import type { AttrInput } from "./attrs.js";
 import { Channel } from "./channel.js";
 import type { CallOptions, ConnectOptions } from "./channel.js";
 import { errorOf } from "./errors.js";
 import { GradientService } from "./gen/gradrule/v1/evaluate_pb.js";
 import { ProgramService } from "./gen/gradrule/v1/program_pb.js";
 import { RuleKind, RuleService } from "./gen/gradrule/v1/rule_pb.js";
+import type { AttrValue } from "./gen/gradrule/v1/graph_pb.js";
 import type { Graph } from "./graph.js";
+import { namesOf } from "./handles.js";
 import type { RuleRef } from "./overrides.js";
 import { Program, explanationOf } from "./program.js";
 import type { Explanation, ProgramCallOptions } from "./program.js";
 import { evaluationOf } from "./results.js";
 import type { Evaluation } from "./results.js";
-import { definitionMessage, paramValues, ruleOf } from "./rules.js";
-import type { Kind, ParamDefaults, Params, Rule, RuleForm } from "./rules.js";
-import { callParams, feedMessages, namedTensors, namesOf, specMessage, splitGradYs } from "./spec.js";
+import { definitionMessage, paramValues, presetOf, ruleOf } from "./rules.js";
+import type { Kind, ParamDefaults, Params, Preset, Rule, RuleForm } from "./rules.js";
+import { callParams, feedMessages, namedTensors, specMessage, splitGradYs } from "./spec.js";
 import type { Feeds, GradYs, SpecOptions } from "./spec.js";
 import type { Tensor } from "./tensor.js";
 import { namedTensorOf } from "./wire.js";
@@ -30,6 +34,8 @@ export interface SampleRuleOptions extends CallOptions {
   readonly params?: Params;
   /** Op whose outputs and own gradient the rule sees. Default for OP rules: the rule's own. */
   readonly opType?: string;
+  /** Attributes of that op that do not follow from its inputs. */
+  readonly attrs?: Readonly<Record<string, AttrInput>>;
 }
 
 /** What a rule gives: `dx`, `dx1`, … (null: not connected), and the op's outputs `y`, `y1`, … where one was run. */
@@ -96,8 +102,15 @@ export class Client {
     await this.#channel.unary(RuleService.method.deleteRule, { name: resource("rules", name) }, options);
   }
 
+  /** All presets, by name: named override lists, which `{ preset: name }` in a list of overrides chooses. */
+  async listPresets(options: CallOptions = {}): Promise<Preset[]> {
+    return (await this.#channel.unary(RuleService.method.listPresets, {}, options)).presets.map(presetOf);
+  }
+
   /** Runs a rule on tensors: `sampleRule("ste", { x: [1, 2], dy: [1, 1] })`. A `dy` left out is ones. */
   async sampleRule(rule: RuleRef, values: Feeds, options: SampleRuleOptions = {}): Promise<Sample> {
+    const op = options.opType ?? (typeof rule === "string" ? rule : "");
+    const attrs = Object.entries(options.attrs ?? {}).map(([name, value]) => [name, attrOfAny(op, name, value)]);
     const request = {
       source:
         typeof rule === "string"
@@ -106,6 +119,7 @@ export class Client {
       values: feedMessages(values, () => undefined),
       params: paramValues(options.params ?? {}),
       opType: options.opType ?? "",
+      attrs: Object.fromEntries(attrs) as Record<string, AttrValue>,
     };
     const answer = await this.#channel.unary(RuleService.method.sampleRule, request, options);
     return {

@@ -11,6 +11,7 @@ import type { DType } from "./dtypes.js";
 import { errorOf } from "./errors.js";
 import { GraphSchema, NodeSchema } from "./gen/gradrule/v1/graph_pb.js";
 import type { Graph as GraphMessage, Node } from "./gen/gradrule/v1/graph_pb.js";
+import { Output } from "./handles.js";
 import { UniqueNames, bare } from "./names.js";
 import { ruleAndParams } from "./overrides.js";
 import type { Override, RuleChoice } from "./overrides.js";
@@ -23,24 +24,6 @@ import type { Shape, TensorSpec } from "./wire.js";
 const GRADIENT_ATTR = "_gradient_op_type";
 
 const PLACEHOLDERS = new Set(["Placeholder", "PlaceholderWithDefault", "PlaceholderV2"]);
-
-/** An output of a node, for use as an input of others and wherever a tensor is named. */
-export class Output {
-  constructor(
-    readonly graph: Graph,
-    readonly node: string,
-    readonly index: number,
-  ) {}
-
-  /** Name in the graph: `node`, or `node:index` for outputs after the first. */
-  get name(): string {
-    return this.index === 0 ? this.node : `${this.node}:${this.index}`;
-  }
-
-  toString(): string {
-    return this.name;
-  }
-}
 
 export interface OpOptions {
   /** Name within the current scope, with a number where it is taken. Default: the op type. */
@@ -182,7 +165,7 @@ export class Graph {
   private override(node: Node): void {
     const choice = this.overrideMaps.findLast((map) => map.has(node.op))?.get(node.op);
     if (choice === undefined) return;
-    const [rule, params] = ruleAndParams(choice);
+    const [rule, params] = ruleAndParams(choice, `gradientOverrideMap's ${node.op}`);
     if (typeof rule === "string" && Object.keys(params).length === 0) {
       node.attr[GRADIENT_ATTR] = attrOf(node.op, GRADIENT_ATTR, rule);
     } else {

@@ -10,14 +10,25 @@ export type { DType, DataOf, TypedArray } from "./dtypes.js";
 export { GradruleError, REASONS, errors } from "./errors.js";
 export type { Detail, ErrorName, Reason } from "./errors.js";
 export { bfloat16Bits, bfloat16Value, float16Bits, float16Value } from "./float16.js";
-export { Graph, Output, load } from "./graph.js";
+export { Graph, load } from "./graph.js";
 export type { OpOptions } from "./graph.js";
-export type { Override, Overrides, RuleChoice, RuleRef } from "./overrides.js";
+export { Output } from "./handles.js";
+export type { Name, Names } from "./handles.js";
+export type {
+  Conditions,
+  Override,
+  Overrides,
+  Position,
+  PresetChoice,
+  Region,
+  RuleChoice,
+  RuleRef,
+} from "./overrides.js";
 export { Explanation, Program } from "./program.js";
 export type { ProgramCallOptions } from "./program.js";
 export type { Digests, Evaluation, Gradient, GradientKind, Resolution } from "./results.js";
-export type { Kind, ParamDefaults, Params, Rule, RuleForm, RuleSource } from "./rules.js";
-export type { CallParams, Feeds, GradY, GradYs, Name, Names, SpecOptions } from "./spec.js";
+export type { Kind, Param, ParamDefaults, Params, Preset, Rule, RuleForm, RuleSource } from "./rules.js";
+export type { CallParams, Feeds, GradY, GradYs, SpecOptions } from "./spec.js";
 export { Tensor, tensor } from "./tensor.js";
 export type { Complex, Nested, Scalar, TensorLike } from "./tensor.js";
 export { Sparse } from "./wire.js";

@@ -1,10 +1,21 @@
 // Overrides as a caller writes them, and their messages.
 
+import { create, toBinary } from "@bufbuild/protobuf";
 import type { MessageInitShape } from "@bufbuild/protobuf";
 
-import type { OverrideSchema } from "./gen/gradrule/v1/override_pb.js";
+import { attrOfAny } from "./attrs.js";
+import type { AttrInput } from "./attrs.js";
+import { DTYPES, dtOf, isDType } from "./dtypes.js";
+import type { DType } from "./dtypes.js";
+import { errorOf } from "./errors.js";
+import { PositionNearest, PositionSchema, RegionSchema, SelectorSchema } from "./gen/gradrule/v1/override_pb.js";
+import type { OverrideSchema, Position as PositionMessage, Selector } from "./gen/gradrule/v1/override_pb.js";
+import type { Graph } from "./graph.js";
+import { Output, nameOf, namesOf } from "./handles.js";
+import type { Names } from "./handles.js";
 import { definitionMessage, paramValues } from "./rules.js";
 import type { Params, RuleSource } from "./rules.js";
+import { isRecord, oneOf, shown } from "./values.js";
 
 /** A rule by its name, or one that is registered nowhere. */
 export type RuleRef = string | RuleSource;
@@ -12,56 +23,244 @@ export type RuleRef = string | RuleSource;
 /** A rule, or a rule with its params. */
 export type RuleChoice = RuleRef | readonly [RuleRef, Params];
 
-/** Nodes with the rule that they get. What is given of `opType`, `node` and `scope` must all hold. */
-export interface Override {
-  readonly rule: RuleRef;
+/** A place on the path from xs to ys: an end of it, or a number that counts from the xs (negative: from the ys). */
+export type Position = "nearest_xs" | "nearest_ys" | number;
+
+/**
+ * A subgraph, given by the tensors that go in and come out; at least one of each. Its rule sees them as `x, x1, …` and
+ * `y, y1, …`, as `tf.custom_gradient` sees a function's.
+ */
+export interface Region {
+  readonly inputs: Names;
+  readonly outputs: Names;
+}
+
+/** Which nodes an override means. Conditions given together must all hold; at least one is needed. */
+export interface Conditions {
+  /** Exact, or a group: `@activation`, `@linear`, `@convolution`, `@dense`, `@pool`, `@sum`, `@step`. */
   readonly opType?: string;
-  /** Exact name, or a glob: `*` and `?` stay between slashes, `**` crosses them. */
-  readonly node?: string;
+  /** Exact name, a glob (`*` and `?` stay between slashes, `**` crosses them), or a handle of the node. */
+  readonly node?: string | Output;
+  /** RE2 expression that matches the whole name. */
+  readonly nodeRegex?: string;
+  /** The nodes under `scope/`. */
   readonly scope?: string;
+  /** Place on the path, among the nodes that the other conditions hold for. */
+  readonly position?: Position;
+  /** A chain of op types or groups that gets one rule: `["MatMul", "BiasAdd"]`. The rest speaks of its last node. */
+  readonly pattern?: readonly string[];
+  /** Element type of the node's first output. */
+  readonly dtype?: DType;
+  /** Rank of the node's first output. */
+  readonly rank?: number;
+  /** Attributes of the node; defaults count. */
+  readonly attrs?: Readonly<Record<string, AttrInput>>;
+  /** Tensors, on at least one of which the node depends. */
+  readonly dependsOn?: Names;
+  /** A subgraph, by itself. */
+  readonly region?: Region;
+}
+
+interface Use {
   readonly params?: Params;
-  /** By which a call gives params. Default: op type, else node, else scope. */
+  /**
+   * By which a call gives params and an answer tells the override. Default: the preset's name, else the first of op
+   * type, node, scope, regex, the pattern joined by `+`, the region's first output.
+   */
   readonly label?: string;
   /** True: no error where no node on the path matches. */
   readonly optional?: boolean;
 }
 
-/** Rules by op type, or an ordered list in which the first match decides. */
-export type Overrides = Readonly<Record<string, RuleChoice>> | readonly Override[];
-
-/** The rule and the params of a choice. */
-export function ruleAndParams(choice: RuleChoice): readonly [RuleRef, Params] {
-  return isPair(choice) ? choice : [choice, {}];
+/** Nodes with the rule that they get; `default` carves out an exception. */
+export interface Override extends Conditions, Use {
+  readonly rule: RuleRef;
 }
 
-/** The messages of overrides, in order. */
-export function overrideMessages(overrides: Overrides): MessageInitShape<typeof OverrideSchema>[] {
-  if (isList(overrides)) return overrides.map(overrideMessage);
+/**
+ * A named list of overrides, which come after all that are of no preset. Params go to all rules of the preset that have
+ * one of the name.
+ */
+export interface PresetChoice extends Use {
+  readonly preset: string;
+}
+
+/** Rules by op type, or an ordered list in which the first match decides. */
+export type Overrides = Readonly<Record<string, RuleChoice>> | readonly (Override | PresetChoice)[];
+
+type OverrideMessage = MessageInitShape<typeof OverrideSchema>;
+
+const PRESET_WORDS = ["preset", "params", "label", "optional"] satisfies (keyof PresetChoice)[];
+const OVERRIDE_WORDS = [
+  "rule",
+  "opType",
+  "node",
+  "nodeRegex",
+  "scope",
+  "position",
+  "pattern",
+  "dtype",
+  "rank",
+  "attrs",
+  "dependsOn",
+  "region",
+  "params",
+  "label",
+  "optional",
+] satisfies (keyof Override)[];
+
+const NEAREST = { nearest_xs: PositionNearest.XS, nearest_ys: PositionNearest.YS };
+
+/** The rule and the params of a choice. Throws INVALID_OVERRIDE, saying `where`, for what is none. */
+export function ruleAndParams(choice: RuleChoice, where: string): readonly [RuleRef, Params] {
+  if (!Array.isArray(choice)) return [checkedRule(choice as RuleRef, where), {}];
+  if (choice.length !== 2) throw invalid(`${where} is ${shown(choice)}; a rule with its params is a pair of both.`);
+  const [rule, params] = choice as readonly [RuleRef, Params];
+  return [checkedRule(rule, where), params];
+}
+
+/** The messages of overrides, in order. Handles must be of `graph`. Throws INVALID_OVERRIDE and what values throw. */
+export function overrideMessages(overrides: Overrides, graph?: Graph): OverrideMessage[] {
+  if (isList(overrides)) {
+    return overrides.map((entry, index) => {
+      const where = `overrides[${index}]`;
+      if (!isRecord(entry)) throw invalid(`${where} is ${shown(entry)}; a list holds objects with a rule or a preset.`);
+      return isPreset(entry) ? presetMessage(entry, where) : overrideMessage(entry, where, graph);
+    });
+  }
+  if (!isRecord(overrides))
+    throw invalid(`overrides is an object of rules by op type, or a list, not ${shown(overrides)}.`);
   return Object.entries(overrides).map(([opType, choice]) => {
-    const [rule, params] = ruleAndParams(choice);
-    return overrideMessage({ rule, opType, params });
+    // TensorFlow's op types start with a capital.
+    if (opType === "rule" || opType === "preset") {
+      throw invalid(`overrides has the key ${opType}, but its keys are op types; a single override goes into a list.`);
+    }
+    const where = `overrides.${opType}`;
+    const [rule, params] = ruleAndParams(choice, where);
+    return overrideMessage({ rule, opType, params }, where, graph);
   });
 }
 
-function isPair(choice: RuleChoice): choice is readonly [RuleRef, Params] {
-  return Array.isArray(choice);
+function presetMessage(choice: PresetChoice, where: string): OverrideMessage {
+  checkWords(choice, PRESET_WORDS, `${where}, a preset,`);
+  const { preset, params = {}, label, optional } = choice;
+  if (typeof preset !== "string") throw invalid(`${where} chooses a preset by its name, not by ${shown(preset)}.`);
+  return {
+    choice: { case: "preset", value: { name: preset, params: paramValues(params, `params of ${where}`) } },
+    label: text(label, "label", where),
+    optional: optional ?? false,
+  };
 }
 
-function isList(overrides: Overrides): overrides is readonly Override[] {
+function overrideMessage(override: Override, where: string, graph: Graph | undefined): OverrideMessage {
+  checkWords(override, OVERRIDE_WORDS, where);
+  const { params = {}, label, optional } = override;
+  const rule = checkedRule(override.rule, where);
+  const values = paramValues(params, `params of ${where}`);
+  return {
+    selector: selectorMessage(override, where, graph),
+    choice:
+      typeof rule === "string"
+        ? { case: "rule", value: rule }
+        : { case: "definition", value: definitionMessage(rule, Object.keys(params)) },
+    params: values,
+    label: text(label, "label", where),
+    optional: optional ?? false,
+  };
+}
+
+function selectorMessage(conditions: Conditions, where: string, graph: Graph | undefined): Selector {
+  const { node, position, pattern, dtype, rank, attrs = {}, dependsOn, region } = conditions;
+  const selector = create(SelectorSchema, {
+    opType: text(conditions.opType, "opType", where),
+    node: node instanceof Output ? nodeOf(node, graph) : text(node, "node", where, "a string or a handle"),
+    nodeRegex: text(conditions.nodeRegex, "nodeRegex", where),
+    scope: text(conditions.scope, "scope", where),
+  });
+  if (position !== undefined) selector.position = positionMessage(position, where);
+  if (pattern !== undefined) selector.pattern = checkedPattern(pattern, where);
+  if (dtype !== undefined) {
+    if (!isDType(dtype)) throw invalid(`dtype of ${where} is ${oneOf(DTYPES)}, not ${shown(dtype)}.`);
+    selector.dtype = dtOf(dtype);
+  }
+  if (rank !== undefined) {
+    if (rank !== rank >>> 0) throw invalid(`rank of ${where} is an integer from 0, not ${shown(rank)}.`);
+    selector.rank = rank;
+  }
+  if (!isRecord(attrs)) throw invalid(`attrs of ${where} is an object of values by name, not ${shown(attrs)}.`);
+  for (const [name, value] of Object.entries(attrs)) {
+    selector.attrs[name] = attrOfAny(selector.opType || (selector.pattern.at(-1) ?? ""), name, value);
+  }
+  if (dependsOn !== undefined) selector.dependsOn = tensors(dependsOn, `dependsOn of ${where}`, graph);
+  if (region !== undefined) {
+    if (!isRecord(region)) throw invalid(`region of ${where} is { inputs, outputs }, not ${shown(region)}.`);
+    checkWords(region, ["inputs", "outputs"], `region of ${where}`);
+    const inputs = tensors(region.inputs, `region.inputs of ${where}`, graph);
+    selector.region = create(RegionSchema, {
+      inputs,
+      outputs: tensors(region.outputs, `region.outputs of ${where}`, graph),
+    });
+  }
+  if (toBinary(SelectorSchema, selector).length === 0) {
+    throw invalid(`${where} selects nothing; give opType, node, scope, pattern, region, or another condition.`);
+  }
+  return selector;
+}
+
+function positionMessage(position: Position, where: string): PositionMessage {
+  if (typeof position === "number" && position === (position | 0)) {
+    return create(PositionSchema, { place: { case: "index", value: position } });
+  }
+  if (typeof position === "string" && Object.hasOwn(NEAREST, position)) {
+    return create(PositionSchema, { place: { case: "nearest", value: NEAREST[position] } });
+  }
+  throw invalid(`position of ${where} is ${oneOf(Object.keys(NEAREST))}, or an integer, not ${shown(position)}.`);
+}
+
+function checkedPattern(pattern: readonly string[], where: string): string[] {
+  if (Array.isArray(pattern) && pattern.length > 0 && pattern.every((word) => typeof word === "string" && word)) {
+    return [...pattern];
+  }
+  throw invalid(`pattern of ${where} is a list of op types such as ["MatMul", "BiasAdd"], not ${shown(pattern)}.`);
+}
+
+function checkedRule(rule: RuleRef, where: string): RuleRef {
+  if (typeof rule === "string" || (isRecord(rule) && ("expression" in rule || "graph" in rule))) return rule;
+  throw invalid(`${where} takes a rule's name, { expression } or { graph }, not ${shown(rule)}.`);
+}
+
+function tensors(names: Names, what: string, graph: Graph | undefined): string[] {
+  const found = namesOf(names, graph);
+  if (found.length === 0) throw invalid(`${what} names no tensor; at least one is needed.`);
+  return found;
+}
+
+function nodeOf(handle: Output, graph: Graph | undefined): string {
+  nameOf(handle, graph);
+  return handle.node;
+}
+
+function text(value: unknown, what: string, where: string, kinds = "a string"): string {
+  if (typeof value === "string") return value;
+  if (value === undefined) return "";
+  throw invalid(`${what} of ${where} is ${kinds}, not ${shown(value)}.`);
+}
+
+/** A word that is not known would make an override mean more than was meant. */
+function checkWords(given: object, known: readonly string[], what: string): void {
+  const words = Object.entries(given).filter(([, value]) => value !== undefined);
+  const unknown = words.map(([word]) => word).find((word) => !known.includes(word));
+  if (unknown !== undefined) throw invalid(`${what} has ${unknown}, which is none of ${known.join(", ")}.`);
+}
+
+function isList(overrides: Overrides): overrides is readonly (Override | PresetChoice)[] {
   return Array.isArray(overrides);
 }
 
-function overrideMessage(override: Override): MessageInitShape<typeof OverrideSchema> {
-  const { rule, opType, node, scope, params = {}, label, optional } = override;
-  const choice =
-    typeof rule === "string"
-      ? { case: "rule" as const, value: rule }
-      : { case: "definition" as const, value: definitionMessage(rule, Object.keys(params)) };
-  return {
-    selector: { opType: opType ?? "", node: node ?? "", scope: scope ?? "" },
-    choice,
-    params: paramValues(params),
-    label: label ?? "",
-    optional: optional ?? false,
-  };
+function isPreset(entry: Override | PresetChoice): entry is PresetChoice {
+  return "preset" in entry && entry.preset !== undefined;
+}
+
+function invalid(message: string): Error {
+  return errorOf("INVALID_OVERRIDE", message);
 }

@@ -38,6 +38,8 @@ class Signature {
   readonly overrides: readonly Resolution[];
   /** Nodes on the path that no override took. */
   readonly defaulted: readonly string[];
+  /** Nodes that rewrites replaced. */
+  readonly rewritten: readonly string[];
 
   constructor(message: ProgramMessage | undefined) {
     this.inputs = specsOf(message?.inputs ?? []);
@@ -46,6 +48,7 @@ class Signature {
     this.xs = specsOf(message?.xs ?? []);
     this.overrides = (message?.overrides ?? []).map(resolutionOf);
     this.defaulted = message?.defaulted ?? [];
+    this.rewritten = message?.rewritten ?? [];
   }
 }
 

@@ -15,12 +15,14 @@ export interface Resolution {
   /** The node, nested ones as `call/inner`. */
   readonly node: string;
   readonly opType: string;
-  /** Name of the rule, `default`, or `inline`. */
+  /** Name of the rule, `default`, or `inline`; with label `no_gradient`: what `noGradient` did. */
   readonly rule: string;
   readonly label: string;
   readonly status: "active" | "off_path" | "not_differentiable";
   /** Function of the graph that the node lies in; empty at top level. */
   readonly function: string;
+  /** All nodes of a pattern or a region; empty for a single node. */
+  readonly nodes: readonly string[];
 }
 
 /** SHA-256 (hex) of the graph's bytes, and of all that the program is made of. */
@@ -49,6 +51,8 @@ export interface Evaluation {
   /** Where it ran, `CPU:0` for example. */
   readonly device: string;
   readonly digests: Digests;
+  /** Nodes that rewrites replaced; empty for a program. */
+  readonly rewritten: readonly string[];
 }
 
 const STATUSES = {
@@ -65,9 +69,9 @@ const KINDS = {
 } as const;
 
 export function resolutionOf(message: ResolutionMessage): Resolution {
-  const { node, opType, rule, label, function: within } = message;
+  const { node, opType, rule, label, function: within, nodes } = message;
   if (message.status === ResolutionStatus.UNSPECIFIED) throw unreadable(`override of ${node}`);
-  return { node, opType, rule, label, status: STATUSES[message.status], function: within };
+  return { node, opType, rule, label, status: STATUSES[message.status], function: within, nodes };
 }
 
 export function evaluationOf(message: EvaluateResponse): Evaluation {
@@ -82,6 +86,7 @@ export function evaluationOf(message: EvaluateResponse): Evaluation {
     timings: { queue: seconds(queue), compile: seconds(compile), run: seconds(run) },
     device: message.device,
     digests: digestsOf(message.digests),
+    rewritten: message.rewritten,
   };
 }
 

@@ -8,8 +8,9 @@ import type { ParamValuesSchema } from "./gen/gradrule/v1/evaluate_pb.js";
 import { NoGradient, UnconnectedGradients } from "./gen/gradrule/v1/program_pb.js";
 import type { ProgramSpecSchema } from "./gen/gradrule/v1/program_pb.js";
 import type { NamedTensorSchema } from "./gen/gradrule/v1/tensor_pb.js";
-import { Output } from "./graph.js";
 import type { Graph } from "./graph.js";
+import { Output, nameOf, namesOf } from "./handles.js";
+import type { Name, Names } from "./handles.js";
 import { bare } from "./names.js";
 import { overrideMessages } from "./overrides.js";
 import type { Overrides } from "./overrides.js";
@@ -17,13 +18,8 @@ import { paramValues } from "./rules.js";
 import type { Params } from "./rules.js";
 import { Tensor, tensor } from "./tensor.js";
 import type { TensorLike } from "./tensor.js";
+import { isRecord, oneOf, shown } from "./values.js";
 import { namedTensor } from "./wire.js";
-
-/** A tensor of a graph: its name (`y` is `y:0`) or its handle. */
-export type Name = string | Output;
-
-/** One tensor of a graph, or several. */
-export type Names = Name | readonly Name[];
 
 /** Tensors by name; a Map may have handles as keys. */
 export type Feeds = Readonly<Record<string, TensorLike>> | ReadonlyMap<Name, TensorLike>;
@@ -33,6 +29,15 @@ export type GradY = TensorLike | Output | null;
 
 /** Upstream gradients by y, or in the order of ys. */
 export type GradYs = Readonly<Record<string, GradY>> | ReadonlyMap<Name, GradY> | readonly GradY[];
+
+const UNCONNECTED = { none: UnconnectedGradients.NONE, zero: UnconnectedGradients.ZERO } as const;
+
+const NO_GRADIENT = {
+  error: NoGradient.ERROR,
+  default: NoGradient.DEFAULT,
+  pass: NoGradient.PASS,
+  zero: NoGradient.ZERO,
+} as const;
 
 /** What to compute, in the words of `tf.gradients` and `Session.run`. */
 export interface SpecOptions {
@@ -45,10 +50,15 @@ export interface SpecOptions {
   /** Tensors that count as constants. */
   readonly stopGradients?: Names;
   /** What a gradient is where y does not depend on x: null or zeros. Default: `none`. */
-  readonly unconnectedGradients?: "none" | "zero";
+  readonly unconnectedGradients?: keyof typeof UNCONNECTED;
   readonly overrides?: Overrides;
-  /** What to do with an op on the path that has no gradient. Default, and so far all there is: `error`. */
-  readonly noGradient?: "error";
+  /**
+   * What an op on the path does that has no gradient and no override: `error` refuses (the default), `default` does as
+   * TensorFlow does, `pass` hands the upstream gradient on, `zero` gives zeros.
+   */
+  readonly noGradient?: keyof typeof NO_GRADIENT;
+  /** Changes to the graph before overrides are resolved: `fold_batch_norm` folds batch norms into linear ops. */
+  readonly rewrites?: string | readonly string[];
 }
 
 /** Param values by the label of an override. */
@@ -63,27 +73,6 @@ type Entries<T> = readonly (readonly [string, T])[];
 export interface SplitGradYs {
   readonly inGraph: Entries<string>;
   readonly values: Entries<TensorLike>;
-}
-
-/** The names of one tensor or several. Throws UNKNOWN_TENSOR for a handle of another graph. */
-export function namesOf(names: Names | undefined, graph?: Graph): string[] {
-  if (names === undefined) return [];
-  return (isMany(names) ? names : [names]).map((name) => nameOf(name, graph));
-}
-
-function isMany(names: Names): names is readonly Name[] {
-  return Array.isArray(names);
-}
-
-function nameOf(name: Name, graph: Graph | undefined): string {
-  if (typeof name === "string") return name;
-  if (!(name instanceof Output)) {
-    throw errorOf("UNKNOWN_TENSOR", `A tensor is named by a string or a handle, not by ${JSON.stringify(name)}.`);
-  }
-  if (graph !== undefined && name.graph !== graph) {
-    throw errorOf("UNKNOWN_TENSOR", `The handle ${name.name} belongs to another graph.`);
-  }
-  return name.name;
 }
 
 /** Sorts upstream gradients by where they come from. Throws INVALID_DERIVATIVE where they do not fit the ys. */
@@ -119,21 +108,18 @@ function entriesOf<T>(
   return [...(values as ReadonlyMap<Name, T>)].map(([name, value]) => [nameOf(name, graph), value]);
 }
 
-/** The message of a program. Throws UNKNOWN_TENSOR, INVALID_DERIVATIVE, UNSUPPORTED. */
+/** The message of a program. Throws UNKNOWN_TENSOR, INVALID_DERIVATIVE, INVALID_OVERRIDE, UNSUPPORTED. */
 export function specMessage(
   graph: Graph,
   options: SpecOptions,
   { inGraph, values }: SplitGradYs,
 ): MessageInitShape<typeof ProgramSpecSchema> {
-  if ((options.noGradient ?? "error") !== "error") {
-    throw errorOf("UNSUPPORTED", `noGradient is "error"; ${JSON.stringify(options.noGradient)} is not there yet.`);
-  }
   const vjp = {
     ys: namesOf(options.ys, graph),
     xs: namesOf(options.xs, graph),
     gradYs: inGraph.map(([y, name]) => ({ y, tensor: name })),
     stopGradients: namesOf(options.stopGradients, graph),
-    unconnectedGradients: unconnected(options.unconnectedGradients ?? "none"),
+    unconnectedGradients: chosen(options.unconnectedGradients ?? "none", UNCONNECTED, "unconnectedGradients"),
   };
   const parts = [vjp.ys, vjp.xs, vjp.gradYs, vjp.stopGradients, values];
   const differentiates = parts.some((part) => part.length > 0);
@@ -141,17 +127,25 @@ export function specMessage(
   const recorded = differentiates ? graph.nodeOverrides : [];
   return {
     graph: { source: { case: "serialized", value: graph.toBytes() } },
-    overrides: [...overrideMessages(options.overrides ?? []), ...overrideMessages(recorded)],
+    overrides: [...overrideMessages(options.overrides ?? [], graph), ...overrideMessages(recorded)],
     fetches: namesOf(options.fetches, graph),
     derivative: differentiates ? { case: "vjp", value: vjp } : { case: undefined },
-    noGradient: NoGradient.ERROR,
+    noGradient: chosen(options.noGradient ?? "error", NO_GRADIENT, "noGradient"),
+    rewrites: rewriteNames(options.rewrites ?? []),
   };
 }
 
-function unconnected(word: "none" | "zero"): UnconnectedGradients {
-  if (word === "none") return UnconnectedGradients.NONE;
-  if (word === "zero") return UnconnectedGradients.ZERO;
-  throw errorOf("INVALID_DERIVATIVE", `unconnectedGradients is "none" or "zero", not ${JSON.stringify(word)}.`);
+function chosen<W extends string, T>(word: W, choices: Readonly<Record<W, T>>, what: string): T {
+  if (typeof word === "string" && Object.hasOwn(choices, word)) return choices[word];
+  throw errorOf("INVALID_DERIVATIVE", `${what} is ${oneOf(Object.keys(choices))}, not ${shown(word)}.`);
+}
+
+function rewriteNames(rewrites: string | readonly string[]): string[] {
+  const names: readonly unknown[] = Array.isArray(rewrites) ? rewrites : [rewrites];
+  return names.map((name) => {
+    if (typeof name === "string") return name;
+    throw errorOf("UNSUPPORTED", `rewrites are named by strings, such as "fold_batch_norm", not by ${shown(name)}.`);
+  });
 }
 
 /** The messages of feeds. */
@@ -185,8 +179,13 @@ function asTensor(value: TensorLike, dtype: DType | undefined): Tensor {
   return tensor(value, typed || dtype === undefined ? {} : { dtype });
 }
 
-/** The messages of params by label. */
+/** The messages of params by label. Throws INVALID_PARAM. */
 export function callParams(params: CallParams | undefined): Record<string, MessageInitShape<typeof ParamValuesSchema>> {
+  if (params !== undefined && !isRecord(params)) {
+    throw errorOf("INVALID_PARAM", `params is an object of values by label, then by param, not ${shown(params)}.`);
+  }
   const labels = Object.entries(params ?? {});
-  return Object.fromEntries(labels.map(([label, values]) => [label, { values: paramValues(values) }]));
+  return Object.fromEntries(
+    labels.map(([label, values]) => [label, { values: paramValues(values, `params.${label}`) }]),
+  );
 }

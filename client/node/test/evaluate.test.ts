@@ -109,7 +109,12 @@ test("what can be told without the server is refused before anything is sent", a
     [{ ys: "y", gradYs: { z: [1] } }, errors.InvalidDerivativeError, /gradYs has z, which is none of the ys: y/],
     [{ ys: "y", gradYs: [null, null] }, errors.InvalidDerivativeError, /2 entries for 1 ys/],
     [{ unconnectedGradients: "zeros" }, errors.InvalidDerivativeError, /"none" or "zero"/],
-    [{ noGradient: "zero" }, errors.UnsupportedError, /"zero" is not there yet/],
+    [{ noGradient: "cut" }, errors.InvalidDerivativeError, /"error", "default", "pass" or "zero", not "cut"/],
+    [{ rewrites: [3] }, errors.UnsupportedError, /"fold_batch_norm", not by 3/],
+    [{ params: new Map([["k", {}]]) }, errors.InvalidParamError, /params is an object of values by label, .* not Map/],
+    [{ params: { k: 2 } }, errors.InvalidParamError, /params\.k is an object of values .*, not 2/],
+    [{ params: { Identity: { k: "2" } } }, errors.InvalidParamError, /Param k is a number or a tensor of numbers/],
+    [{ params: { Identity: { k: null } } }, errors.InvalidParamError, /Param k: .*null/],
   ];
   for (const [options, type, message] of rows) {
     await assert.rejects(nobody.evaluate(g, options), (thrown) => {

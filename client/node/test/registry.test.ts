@@ -67,6 +67,56 @@ test("a rule of two inputs, an op's own gradient, and a rule that is a graph", a
   assert.deepEqual(reversed.gradients["dx"]?.toArray(), [-2, -3]);
 });
 
+test("what a rule says of itself", async () => {
+  const spike = await client.getRule("fast_sigmoid");
+  assert.equal(spike.formula, spike.expression);
+  assert.equal(spike.family, "surrogate");
+  assert.equal(spike.trueGradient, false);
+  assert.equal(spike.hidesBuiltin, false);
+  assert.ok(spike.opTypes.includes("@step"));
+  const [slope] = spike.paramInfos;
+  assert.deepEqual([slope?.name, slope?.default, slope?.range], ["slope", spike.params["slope"], "> 0"]);
+  assert.ok(slope?.description);
+  assert.equal((await client.getRule("log1pexp")).trueGradient, true);
+  const coded = await client.getRule("lrp_zplus");
+  assert.equal(coded.expression, null);
+  assert.ok(coded.formula);
+  const name = freshName("plain");
+  const { formula, family, paramInfos } = await client.createRule(name, "k * dy", { params: { k: 2 } });
+  assert.deepEqual([formula, family], ["k * dy", ""]);
+  assert.deepEqual(paramInfos, [{ name: "k", default: 2, description: "", range: "" }]);
+  await assert.rejects(
+    client.sampleRule("fast_sigmoid", { x: [1] }, { params: { slope: -1 } }),
+    errors.InvalidParamError,
+  );
+});
+
+test("presets are listed", async () => {
+  const presets = await client.listPresets();
+  const names = presets.map(({ name }) => name);
+  assert.deepEqual(names, [...names].sort());
+  const plus = presets.find(({ name }) => name === "epsilon_plus");
+  assert.ok(plus?.description && plus.reference);
+  assert.ok(plus.overrides.some((line) => line.includes("lrp_zplus")));
+  assert.ok(plus.params.some(({ name, range }) => name === "eps" && range === "> 0"));
+  const box = presets.find(({ name }) => name === "epsilon_gamma_box");
+  assert.equal(box?.params.find(({ name }) => name === "low")?.default, null);
+});
+
+test("a sample's op has attributes", async () => {
+  const values = { x: [-2, 3] };
+  const leaky = await client.sampleRule("LeakyRelu", values, { attrs: { alpha: 0.5 } });
+  assert.deepEqual(leaky.outputs["y"]?.toArray(), [-1, 3]);
+  assert.deepEqual(leaky.gradients["dx"]?.toArray(), [0.5, 1]);
+  const rule = { expression: "2 * default" };
+  const twice = await client.sampleRule(rule, values, { opType: "LeakyRelu", attrs: { alpha: 1 } });
+  assert.deepEqual(twice.gradients["dx"]?.toArray(), [2, 2]);
+  await assert.rejects(
+    client.sampleRule("LeakyRelu", values, { attrs: { aplha: 1 } }),
+    (thrown) => thrown instanceof errors.InvalidAttrError && /aplha of LeakyRelu/.test(thrown.message),
+  );
+});
+
 test("a param without a default must be given", async () => {
   const name = freshName("required");
   const made = await client.createRule(name, "k * dy", { params: ["k"] });

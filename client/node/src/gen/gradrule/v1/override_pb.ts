@@ -6,27 +6,107 @@
 
 import type { GenEnum, GenFile, GenMessage } from "@bufbuild/protobuf/codegenv2";
 import { enumDesc, fileDesc, messageDesc } from "@bufbuild/protobuf/codegenv2";
+import type { AttrValue } from "./graph_pb.js";
+import { file_gradrule_v1_graph } from "./graph_pb.js";
 import type { ParamValue, RuleDefinition } from "./rule_pb.js";
 import { file_gradrule_v1_rule } from "./rule_pb.js";
+import type { Dt } from "./tensor_pb.js";
+import { file_gradrule_v1_tensor } from "./tensor_pb.js";
 import type { Message } from "@bufbuild/protobuf";
 
 /**
  * Describes the file gradrule/v1/override.proto.
  */
 export const file_gradrule_v1_override: GenFile = /*@__PURE__*/
-  fileDesc("ChpncmFkcnVsZS92MS9vdmVycmlkZS5wcm90bxILZ3JhZHJ1bGUudjEiOAoIU2VsZWN0b3ISDwoHb3BfdHlwZRgBIAEoCRIMCgRub2RlGAIgASgJEg0KBXNjb3BlGAMgASgJIpwCCghPdmVycmlkZRInCghzZWxlY3RvchgBIAEoCzIVLmdyYWRydWxlLnYxLlNlbGVjdG9yEg4KBHJ1bGUYAiABKAlIABIxCgpkZWZpbml0aW9uGAMgASgLMhsuZ3JhZHJ1bGUudjEuUnVsZURlZmluaXRpb25IABIxCgZwYXJhbXMYBCADKAsyIS5ncmFkcnVsZS52MS5PdmVycmlkZS5QYXJhbXNFbnRyeRINCgVsYWJlbBgFIAEoCRIQCghvcHRpb25hbBgGIAEoCBpGCgtQYXJhbXNFbnRyeRILCgNrZXkYASABKAkSJgoFdmFsdWUYAiABKAsyFy5ncmFkcnVsZS52MS5QYXJhbVZhbHVlOgI4AUIICgZjaG9pY2UiiQEKClJlc29sdXRpb24SDAoEbm9kZRgBIAEoCRIPCgdvcF90eXBlGAIgASgJEgwKBHJ1bGUYAyABKAkSDQoFbGFiZWwYBCABKAkSLQoGc3RhdHVzGAUgASgOMh0uZ3JhZHJ1bGUudjEuUmVzb2x1dGlvblN0YXR1cxIQCghmdW5jdGlvbhgGIAEoCSqdAQoQUmVzb2x1dGlvblN0YXR1cxIhCh1SRVNPTFVUSU9OX1NUQVRVU19VTlNQRUNJRklFRBAAEhwKGFJFU09MVVRJT05fU1RBVFVTX0FDVElWRRABEh4KGlJFU09MVVRJT05fU1RBVFVTX09GRl9QQVRIEAISKAokUkVTT0xVVElPTl9TVEFUVVNfTk9UX0RJRkZFUkVOVElBQkxFEANiBnByb3RvMw", [file_gradrule_v1_rule]);
+  fileDesc("ChpncmFkcnVsZS92MS9vdmVycmlkZS5wcm90bxILZ3JhZHJ1bGUudjEiVQoIUG9zaXRpb24SLwoHbmVhcmVzdBgBIAEoDjIcLmdyYWRydWxlLnYxLlBvc2l0aW9uTmVhcmVzdEgAEg8KBWluZGV4GAIgASgFSABCBwoFcGxhY2UiKQoGUmVnaW9uEg4KBmlucHV0cxgBIAMoCRIPCgdvdXRwdXRzGAIgAygJIvICCghTZWxlY3RvchIPCgdvcF90eXBlGAEgASgJEgwKBG5vZGUYAiABKAkSDQoFc2NvcGUYAyABKAkSEgoKbm9kZV9yZWdleBgEIAEoCRInCghwb3NpdGlvbhgFIAEoCzIVLmdyYWRydWxlLnYxLlBvc2l0aW9uEg8KB3BhdHRlcm4YBiADKAkSHgoFZHR5cGUYByABKA4yDy5ncmFkcnVsZS52MS5EdBIjCgZyZWdpb24YCCABKAsyEy5ncmFkcnVsZS52MS5SZWdpb24SEQoEcmFuaxgJIAEoDUgAiAEBEi8KBWF0dHJzGAogAygLMiAuZ3JhZHJ1bGUudjEuU2VsZWN0b3IuQXR0cnNFbnRyeRISCgpkZXBlbmRzX29uGAsgAygJGkQKCkF0dHJzRW50cnkSCwoDa2V5GAEgASgJEiUKBXZhbHVlGAIgASgLMhYuZ3JhZHJ1bGUudjEuQXR0clZhbHVlOgI4AUIHCgVfcmFuayKbAQoMUHJlc2V0Q2hvaWNlEgwKBG5hbWUYASABKAkSNQoGcGFyYW1zGAIgAygLMiUuZ3JhZHJ1bGUudjEuUHJlc2V0Q2hvaWNlLlBhcmFtc0VudHJ5GkYKC1BhcmFtc0VudHJ5EgsKA2tleRgBIAEoCRImCgV2YWx1ZRgCIAEoCzIXLmdyYWRydWxlLnYxLlBhcmFtVmFsdWU6AjgBIskCCghPdmVycmlkZRInCghzZWxlY3RvchgBIAEoCzIVLmdyYWRydWxlLnYxLlNlbGVjdG9yEg4KBHJ1bGUYAiABKAlIABIxCgpkZWZpbml0aW9uGAMgASgLMhsuZ3JhZHJ1bGUudjEuUnVsZURlZmluaXRpb25IABIrCgZwcmVzZXQYByABKAsyGS5ncmFkcnVsZS52MS5QcmVzZXRDaG9pY2VIABIxCgZwYXJhbXMYBCADKAsyIS5ncmFkcnVsZS52MS5PdmVycmlkZS5QYXJhbXNFbnRyeRINCgVsYWJlbBgFIAEoCRIQCghvcHRpb25hbBgGIAEoCBpGCgtQYXJhbXNFbnRyeRILCgNrZXkYASABKAkSJgoFdmFsdWUYAiABKAsyFy5ncmFkcnVsZS52MS5QYXJhbVZhbHVlOgI4AUIICgZjaG9pY2UimAEKClJlc29sdXRpb24SDAoEbm9kZRgBIAEoCRIPCgdvcF90eXBlGAIgASgJEgwKBHJ1bGUYAyABKAkSDQoFbGFiZWwYBCABKAkSLQoGc3RhdHVzGAUgASgOMh0uZ3JhZHJ1bGUudjEuUmVzb2x1dGlvblN0YXR1cxIQCghmdW5jdGlvbhgGIAEoCRINCgVub2RlcxgHIAMoCSplCg9Qb3NpdGlvbk5lYXJlc3QSIAocUE9TSVRJT05fTkVBUkVTVF9VTlNQRUNJRklFRBAAEhcKE1BPU0lUSU9OX05FQVJFU1RfWFMQARIXChNQT1NJVElPTl9ORUFSRVNUX1lTEAIqnQEKEFJlc29sdXRpb25TdGF0dXMSIQodUkVTT0xVVElPTl9TVEFUVVNfVU5TUEVDSUZJRUQQABIcChhSRVNPTFVUSU9OX1NUQVRVU19BQ1RJVkUQARIeChpSRVNPTFVUSU9OX1NUQVRVU19PRkZfUEFUSBACEigKJFJFU09MVVRJT05fU1RBVFVTX05PVF9ESUZGRVJFTlRJQUJMRRADYgZwcm90bzM", [file_gradrule_v1_graph, file_gradrule_v1_rule, file_gradrule_v1_tensor]);
+
+/**
+ * A place on the path from xs to ys, among the nodes that all other conditions of the selector hold for (the candidates).
+ *
+ * A candidate's index is the largest number of other candidates on one path from the xs to it, itself not counted. Branches
+ * that run side by side may hold several nodes of one index. Nodes off the path have none.
+ *
+ * @generated from message gradrule.v1.Position
+ */
+export type Position = Message<"gradrule.v1.Position"> & {
+  /**
+   * Exactly one must be set; none is INVALID_OVERRIDE.
+   *
+   * @generated from oneof gradrule.v1.Position.place
+   */
+  place: {
+    /**
+     * One end.
+     *
+     * @generated from field: gradrule.v1.PositionNearest nearest = 1;
+     */
+    value: PositionNearest;
+    case: "nearest";
+  } | {
+    /**
+     * Counted from the xs, 0 is the nearest; negative: counted from the ys in the same way, -1 is the nearest.
+     *
+     * @generated from field: int32 index = 2;
+     */
+    value: number;
+    case: "index";
+  } | { case: undefined; value?: undefined };
+};
+
+/**
+ * Describes the message gradrule.v1.Position.
+ * Use `create(PositionSchema)` to create a new message.
+ */
+export const PositionSchema: GenMessage<Position> = /*@__PURE__*/
+  messageDesc(file_gradrule_v1_override, 0);
+
+/**
+ * A subgraph, given by its border: the nodes that the outputs depend on, up to the inputs.
+ *
+ * What the inside takes from elsewhere (weights, constants) must not depend on the xs, and nothing but the outputs may be used outside:
+ * INVALID_OVERRIDE otherwise. Its rule sees the inputs as `x, x1, …`, the outputs as `y, y1, …`. It wins over all overrides of
+ * nodes inside; two that share a node are INVALID_OVERRIDE.
+ *
+ * @generated from message gradrule.v1.Region
+ */
+export type Region = Message<"gradrule.v1.Region"> & {
+  /**
+   * Tensors that go in, `node` or `node:output`; at least one. They are not part of the region.
+   *
+   * @generated from field: repeated string inputs = 1;
+   */
+  inputs: string[];
+
+  /**
+   * Tensors that come out; at least one.
+   *
+   * @generated from field: repeated string outputs = 2;
+   */
+  outputs: string[];
+};
+
+/**
+ * Describes the message gradrule.v1.Region.
+ * Use `create(RegionSchema)` to create a new message.
+ */
+export const RegionSchema: GenMessage<Region> = /*@__PURE__*/
+  messageDesc(file_gradrule_v1_override, 1);
 
 /**
  * Which nodes an override means. Conditions given together must all hold; none at all is INVALID_OVERRIDE.
  *
  * Nodes in functions, loop bodies and branches are named `call/inner`. A call, a loop or a branch is a node too: a selector
- * that matches it gives the rule to it as a whole, and what lies inside is not asked then.
+ * that matches it gives the rule to it as a whole, and what lies inside is not asked then. (A call is asked by op type, node, regex and
+ * scope alone; the other conditions look at what is inside.)
  *
  * @generated from message gradrule.v1.Selector
  */
 export type Selector = Message<"gradrule.v1.Selector"> & {
   /**
-   * Exact op type. One that neither TensorFlow nor the graph knows is UNKNOWN_OP_TYPE.
+   * Exact op type, or a group of op types: `@activation`, `@linear`, `@convolution`, `@dense`, `@pool`, `@sum`, `@bias`, `@step`. An Add is
+   * `@bias` where one side does not depend on the xs, else `@sum`.
+   * One that neither TensorFlow nor the graph knows is UNKNOWN_OP_TYPE.
+   * `@step` is a pattern: Greater or GreaterEqual, then Cast. Its rule sees `x` = left - right, and its gradient goes to both sides.
    *
    * @generated from field: string op_type = 1;
    */
@@ -45,6 +125,64 @@ export type Selector = Message<"gradrule.v1.Selector"> & {
    * @generated from field: string scope = 3;
    */
   scope: string;
+
+  /**
+   * Regular expression (RE2) that matches the whole node name. A faulty one is INVALID_OVERRIDE.
+   *
+   * @generated from field: string node_regex = 4;
+   */
+  nodeRegex: string;
+
+  /**
+   * Where on the path from xs to ys.
+   *
+   * @generated from field: gradrule.v1.Position position = 5;
+   */
+  position?: Position | undefined;
+
+  /**
+   * A chain of op types or groups, each of which takes the output of the one before and is alone in doing so: `MatMul`, `BiasAdd`. The chain
+   * gets one rule: its `x` are the first op's data inputs and then the others' in order, its `y` the last op's outputs.
+   * The other conditions speak of the chain's last node, except that op_type cannot be given with it.
+   *
+   * @generated from field: repeated string pattern = 6;
+   */
+  pattern: string[];
+
+  /**
+   * Element type of the node's first output.
+   *
+   * @generated from field: gradrule.v1.Dt dtype = 7;
+   */
+  dtype: Dt;
+
+  /**
+   * A subgraph; no other condition can be given with it.
+   *
+   * @generated from field: gradrule.v1.Region region = 8;
+   */
+  region?: Region | undefined;
+
+  /**
+   * Rank of the node's first output. It is TensorFlow that knows: RULE_NOT_APPLICABLE where it does not before running.
+   *
+   * @generated from field: optional uint32 rank = 9;
+   */
+  rank?: number | undefined;
+
+  /**
+   * Attributes of the node, equal to these values; defaults count.
+   *
+   * @generated from field: map<string, gradrule.v1.AttrValue> attrs = 10;
+   */
+  attrs: { [key: string]: AttrValue };
+
+  /**
+   * Tensors, `node` or `node:output`: the node depends on at least one of them.
+   *
+   * @generated from field: repeated string depends_on = 11;
+   */
+  dependsOn: string[];
 };
 
 /**
@@ -52,7 +190,35 @@ export type Selector = Message<"gradrule.v1.Selector"> & {
  * Use `create(SelectorSchema)` to create a new message.
  */
 export const SelectorSchema: GenMessage<Selector> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_override, 0);
+  messageDesc(file_gradrule_v1_override, 2);
+
+/**
+ * A preset, chosen by an override.
+ *
+ * @generated from message gradrule.v1.PresetChoice
+ */
+export type PresetChoice = Message<"gradrule.v1.PresetChoice"> & {
+  /**
+   * Its name; UNKNOWN_RULE if there is none.
+   *
+   * @generated from field: string name = 1;
+   */
+  name: string;
+
+  /**
+   * Params by name, for all rules of the preset that have one of the name. UNKNOWN_PARAM where none has.
+   *
+   * @generated from field: map<string, gradrule.v1.ParamValue> params = 2;
+   */
+  params: { [key: string]: ParamValue };
+};
+
+/**
+ * Describes the message gradrule.v1.PresetChoice.
+ * Use `create(PresetChoiceSchema)` to create a new message.
+ */
+export const PresetChoiceSchema: GenMessage<PresetChoice> = /*@__PURE__*/
+  messageDesc(file_gradrule_v1_override, 3);
 
 /**
  * A selector with the rule that its nodes get.
@@ -63,7 +229,7 @@ export const SelectorSchema: GenMessage<Selector> = /*@__PURE__*/
  */
 export type Override = Message<"gradrule.v1.Override"> & {
   /**
-   * Which nodes. Required.
+   * Which nodes. Required, except with a preset, which has selectors of its own.
    *
    * @generated from field: gradrule.v1.Selector selector = 1;
    */
@@ -90,6 +256,14 @@ export type Override = Message<"gradrule.v1.Override"> & {
      */
     value: RuleDefinition;
     case: "definition";
+  } | {
+    /**
+     * A named list of overrides. Wherever it stands in the list, it comes after all that are no presets.
+     *
+     * @generated from field: gradrule.v1.PresetChoice preset = 7;
+     */
+    value: PresetChoice;
+    case: "preset";
   } | { case: undefined; value?: undefined };
 
   /**
@@ -100,7 +274,8 @@ export type Override = Message<"gradrule.v1.Override"> & {
   params: { [key: string]: ParamValue };
 
   /**
-   * Name by which a call gives params and an answer tells the override. Default: op type, else node, else scope.
+   * Name by which a call gives params and an answer tells the override. Default: the first of op type, node, scope, regex, the pattern
+   * joined by `+`, the preset's name, the region's first output.
    *
    * @generated from field: string label = 5;
    */
@@ -119,7 +294,7 @@ export type Override = Message<"gradrule.v1.Override"> & {
  * Use `create(OverrideSchema)` to create a new message.
  */
 export const OverrideSchema: GenMessage<Override> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_override, 1);
+  messageDesc(file_gradrule_v1_override, 4);
 
 /**
  * Which rule a node got.
@@ -142,7 +317,8 @@ export type Resolution = Message<"gradrule.v1.Resolution"> & {
   opType: string;
 
   /**
-   * The rule's name; `default`; or `inline` for a rule that is not registered.
+   * The rule's name; `default`; `inline` for a rule that is not registered; or, with label `no_gradient`, what `ProgramSpec.no_gradient` did:
+   * `default`, `pass` or `zero`.
    *
    * @generated from field: string rule = 3;
    */
@@ -168,6 +344,13 @@ export type Resolution = Message<"gradrule.v1.Resolution"> & {
    * @generated from field: string function = 6;
    */
   function: string;
+
+  /**
+   * All nodes of a pattern or a region, `node` included; empty for a single node.
+   *
+   * @generated from field: repeated string nodes = 7;
+   */
+  nodes: string[];
 };
 
 /**
@@ -175,7 +358,41 @@ export type Resolution = Message<"gradrule.v1.Resolution"> & {
  * Use `create(ResolutionSchema)` to create a new message.
  */
 export const ResolutionSchema: GenMessage<Resolution> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_override, 2);
+  messageDesc(file_gradrule_v1_override, 5);
+
+/**
+ * One end of the path from xs to ys.
+ *
+ * @generated from enum gradrule.v1.PositionNearest
+ */
+export enum PositionNearest {
+  /**
+   * Not set.
+   *
+   * @generated from enum value: POSITION_NEAREST_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * The nodes with no other candidate between them and the xs: the first layers.
+   *
+   * @generated from enum value: POSITION_NEAREST_XS = 1;
+   */
+  XS = 1,
+
+  /**
+   * The nodes with no other candidate between them and the ys: the last layers.
+   *
+   * @generated from enum value: POSITION_NEAREST_YS = 2;
+   */
+  YS = 2,
+}
+
+/**
+ * Describes the enum gradrule.v1.PositionNearest.
+ */
+export const PositionNearestSchema: GenEnum<PositionNearest> = /*@__PURE__*/
+  enumDesc(file_gradrule_v1_override, 0);
 
 /**
  * What became of a node that an override matched.
@@ -216,5 +433,5 @@ export enum ResolutionStatus {
  * Describes the enum gradrule.v1.ResolutionStatus.
  */
 export const ResolutionStatusSchema: GenEnum<ResolutionStatus> = /*@__PURE__*/
-  enumDesc(file_gradrule_v1_override, 0);
+  enumDesc(file_gradrule_v1_override, 1);
 

@@ -20,7 +20,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file gradrule/v1/program.proto.
  */
 export const file_gradrule_v1_program: GenFile = /*@__PURE__*/
-  fileDesc("ChlncmFkcnVsZS92MS9wcm9ncmFtLnByb3RvEgtncmFkcnVsZS52MSIiCgVHcmFkWRIJCgF5GAEgASgJEg4KBnRlbnNvchgCIAEoCSKcAQoDVmpwEgoKAnlzGAEgAygJEgoKAnhzGAIgAygJEiMKB2dyYWRfeXMYAyADKAsyEi5ncmFkcnVsZS52MS5HcmFkWRIWCg5zdG9wX2dyYWRpZW50cxgEIAMoCRJAChV1bmNvbm5lY3RlZF9ncmFkaWVudHMYBSABKA4yIS5ncmFkcnVsZS52MS5VbmNvbm5lY3RlZEdyYWRpZW50cyLOAQoLUHJvZ3JhbVNwZWMSJwoFZ3JhcGgYASABKAsyGC5ncmFkcnVsZS52MS5HcmFwaFNvdXJjZRIoCglvdmVycmlkZXMYAiADKAsyFS5ncmFkcnVsZS52MS5PdmVycmlkZRIPCgdmZXRjaGVzGAMgAygJEh8KA3ZqcBgEIAEoCzIQLmdyYWRydWxlLnYxLlZqcEgAEiwKC25vX2dyYWRpZW50GAUgASgOMhcuZ3JhZHJ1bGUudjEuTm9HcmFkaWVudEIMCgpkZXJpdmF0aXZlIikKB0RpZ2VzdHMSDQoFZ3JhcGgYASABKAkSDwoHcHJvZ3JhbRgCIAEoCSLbAgoHUHJvZ3JhbRIMCgRuYW1lGAEgASgJEiUKB2RpZ2VzdHMYAiABKAsyFC5ncmFkcnVsZS52MS5EaWdlc3RzEicKBmlucHV0cxgDIAMoCzIXLmdyYWRydWxlLnYxLlRlbnNvclNwZWMSKAoHb3V0cHV0cxgEIAMoCzIXLmdyYWRydWxlLnYxLlRlbnNvclNwZWMSIwoCeXMYBSADKAsyFy5ncmFkcnVsZS52MS5UZW5zb3JTcGVjEiMKAnhzGAYgAygLMhcuZ3JhZHJ1bGUudjEuVGVuc29yU3BlYxIqCglvdmVycmlkZXMYByADKAsyFy5ncmFkcnVsZS52MS5SZXNvbHV0aW9uEhEKCWRlZmF1bHRlZBgIIAMoCRIOCgZkZXZpY2UYCSABKAkSLwoLY3JlYXRlX3RpbWUYCiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wIkcKB0ZpbmRpbmcSDgoGcmVhc29uGAEgASgJEg8KB21lc3NhZ2UYAiABKAkSDAoEbm9kZRgDIAEoCRINCgVmaWVsZBgEIAEoCSJqChVDb21waWxlUHJvZ3JhbVJlcXVlc3QSJgoEc3BlYxgBIAEoCzIYLmdyYWRydWxlLnYxLlByb2dyYW1TcGVjEhIKCnByb2dyYW1faWQYAiABKAkSFQoNdmFsaWRhdGVfb25seRgDIAEoCCJnChZDb21waWxlUHJvZ3JhbVJlc3BvbnNlEiUKB3Byb2dyYW0YASABKAsyFC5ncmFkcnVsZS52MS5Qcm9ncmFtEiYKCGZpbmRpbmdzGAIgAygLMhQuZ3JhZHJ1bGUudjEuRmluZGluZyIhChFHZXRQcm9ncmFtUmVxdWVzdBIMCgRuYW1lGAEgASgJIjsKEkdldFByb2dyYW1SZXNwb25zZRIlCgdwcm9ncmFtGAEgASgLMhQuZ3JhZHJ1bGUudjEuUHJvZ3JhbSI8ChNMaXN0UHJvZ3JhbXNSZXF1ZXN0EhEKCXBhZ2Vfc2l6ZRgBIAEoBRISCgpwYWdlX3Rva2VuGAIgASgJIlcKFExpc3RQcm9ncmFtc1Jlc3BvbnNlEiYKCHByb2dyYW1zGAEgAygLMhQuZ3JhZHJ1bGUudjEuUHJvZ3JhbRIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkiJAoURGVsZXRlUHJvZ3JhbVJlcXVlc3QSDAoEbmFtZRgBIAEoCSIXChVEZWxldGVQcm9ncmFtUmVzcG9uc2UqfQoUVW5jb25uZWN0ZWRHcmFkaWVudHMSJQohVU5DT05ORUNURURfR1JBRElFTlRTX1VOU1BFQ0lGSUVEEAASHgoaVU5DT05ORUNURURfR1JBRElFTlRTX05PTkUQARIeChpVTkNPTk5FQ1RFRF9HUkFESUVOVFNfWkVSTxACKkAKCk5vR3JhZGllbnQSGwoXTk9fR1JBRElFTlRfVU5TUEVDSUZJRUQQABIVChFOT19HUkFESUVOVF9FUlJPUhABMucCCg5Qcm9ncmFtU2VydmljZRJZCg5Db21waWxlUHJvZ3JhbRIiLmdyYWRydWxlLnYxLkNvbXBpbGVQcm9ncmFtUmVxdWVzdBojLmdyYWRydWxlLnYxLkNvbXBpbGVQcm9ncmFtUmVzcG9uc2USTQoKR2V0UHJvZ3JhbRIeLmdyYWRydWxlLnYxLkdldFByb2dyYW1SZXF1ZXN0Gh8uZ3JhZHJ1bGUudjEuR2V0UHJvZ3JhbVJlc3BvbnNlElMKDExpc3RQcm9ncmFtcxIgLmdyYWRydWxlLnYxLkxpc3RQcm9ncmFtc1JlcXVlc3QaIS5ncmFkcnVsZS52MS5MaXN0UHJvZ3JhbXNSZXNwb25zZRJWCg1EZWxldGVQcm9ncmFtEiEuZ3JhZHJ1bGUudjEuRGVsZXRlUHJvZ3JhbVJlcXVlc3QaIi5ncmFkcnVsZS52MS5EZWxldGVQcm9ncmFtUmVzcG9uc2ViBnByb3RvMw", [file_google_protobuf_timestamp, file_gradrule_v1_override, file_gradrule_v1_rule, file_gradrule_v1_tensor]);
+  fileDesc("ChlncmFkcnVsZS92MS9wcm9ncmFtLnByb3RvEgtncmFkcnVsZS52MSIiCgVHcmFkWRIJCgF5GAEgASgJEg4KBnRlbnNvchgCIAEoCSKcAQoDVmpwEgoKAnlzGAEgAygJEgoKAnhzGAIgAygJEiMKB2dyYWRfeXMYAyADKAsyEi5ncmFkcnVsZS52MS5HcmFkWRIWCg5zdG9wX2dyYWRpZW50cxgEIAMoCRJAChV1bmNvbm5lY3RlZF9ncmFkaWVudHMYBSABKA4yIS5ncmFkcnVsZS52MS5VbmNvbm5lY3RlZEdyYWRpZW50cyLgAQoLUHJvZ3JhbVNwZWMSJwoFZ3JhcGgYASABKAsyGC5ncmFkcnVsZS52MS5HcmFwaFNvdXJjZRIoCglvdmVycmlkZXMYAiADKAsyFS5ncmFkcnVsZS52MS5PdmVycmlkZRIPCgdmZXRjaGVzGAMgAygJEh8KA3ZqcBgEIAEoCzIQLmdyYWRydWxlLnYxLlZqcEgAEiwKC25vX2dyYWRpZW50GAUgASgOMhcuZ3JhZHJ1bGUudjEuTm9HcmFkaWVudBIQCghyZXdyaXRlcxgGIAMoCUIMCgpkZXJpdmF0aXZlIikKB0RpZ2VzdHMSDQoFZ3JhcGgYASABKAkSDwoHcHJvZ3JhbRgCIAEoCSLuAgoHUHJvZ3JhbRIMCgRuYW1lGAEgASgJEiUKB2RpZ2VzdHMYAiABKAsyFC5ncmFkcnVsZS52MS5EaWdlc3RzEicKBmlucHV0cxgDIAMoCzIXLmdyYWRydWxlLnYxLlRlbnNvclNwZWMSKAoHb3V0cHV0cxgEIAMoCzIXLmdyYWRydWxlLnYxLlRlbnNvclNwZWMSIwoCeXMYBSADKAsyFy5ncmFkcnVsZS52MS5UZW5zb3JTcGVjEiMKAnhzGAYgAygLMhcuZ3JhZHJ1bGUudjEuVGVuc29yU3BlYxIqCglvdmVycmlkZXMYByADKAsyFy5ncmFkcnVsZS52MS5SZXNvbHV0aW9uEhEKCWRlZmF1bHRlZBgIIAMoCRIOCgZkZXZpY2UYCSABKAkSLwoLY3JlYXRlX3RpbWUYCiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhEKCXJld3JpdHRlbhgLIAMoCSJHCgdGaW5kaW5nEg4KBnJlYXNvbhgBIAEoCRIPCgdtZXNzYWdlGAIgASgJEgwKBG5vZGUYAyABKAkSDQoFZmllbGQYBCABKAkiagoVQ29tcGlsZVByb2dyYW1SZXF1ZXN0EiYKBHNwZWMYASABKAsyGC5ncmFkcnVsZS52MS5Qcm9ncmFtU3BlYxISCgpwcm9ncmFtX2lkGAIgASgJEhUKDXZhbGlkYXRlX29ubHkYAyABKAgiZwoWQ29tcGlsZVByb2dyYW1SZXNwb25zZRIlCgdwcm9ncmFtGAEgASgLMhQuZ3JhZHJ1bGUudjEuUHJvZ3JhbRImCghmaW5kaW5ncxgCIAMoCzIULmdyYWRydWxlLnYxLkZpbmRpbmciIQoRR2V0UHJvZ3JhbVJlcXVlc3QSDAoEbmFtZRgBIAEoCSI7ChJHZXRQcm9ncmFtUmVzcG9uc2USJQoHcHJvZ3JhbRgBIAEoCzIULmdyYWRydWxlLnYxLlByb2dyYW0iPAoTTGlzdFByb2dyYW1zUmVxdWVzdBIRCglwYWdlX3NpemUYASABKAUSEgoKcGFnZV90b2tlbhgCIAEoCSJXChRMaXN0UHJvZ3JhbXNSZXNwb25zZRImCghwcm9ncmFtcxgBIAMoCzIULmdyYWRydWxlLnYxLlByb2dyYW0SFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIiQKFERlbGV0ZVByb2dyYW1SZXF1ZXN0EgwKBG5hbWUYASABKAkiFwoVRGVsZXRlUHJvZ3JhbVJlc3BvbnNlKn0KFFVuY29ubmVjdGVkR3JhZGllbnRzEiUKIVVOQ09OTkVDVEVEX0dSQURJRU5UU19VTlNQRUNJRklFRBAAEh4KGlVOQ09OTkVDVEVEX0dSQURJRU5UU19OT05FEAESHgoaVU5DT05ORUNURURfR1JBRElFTlRTX1pFUk8QAiqFAQoKTm9HcmFkaWVudBIbChdOT19HUkFESUVOVF9VTlNQRUNJRklFRBAAEhUKEU5PX0dSQURJRU5UX0VSUk9SEAESFwoTTk9fR1JBRElFTlRfREVGQVVMVBACEhQKEE5PX0dSQURJRU5UX1BBU1MQAxIUChBOT19HUkFESUVOVF9aRVJPEAQy5wIKDlByb2dyYW1TZXJ2aWNlElkKDkNvbXBpbGVQcm9ncmFtEiIuZ3JhZHJ1bGUudjEuQ29tcGlsZVByb2dyYW1SZXF1ZXN0GiMuZ3JhZHJ1bGUudjEuQ29tcGlsZVByb2dyYW1SZXNwb25zZRJNCgpHZXRQcm9ncmFtEh4uZ3JhZHJ1bGUudjEuR2V0UHJvZ3JhbVJlcXVlc3QaHy5ncmFkcnVsZS52MS5HZXRQcm9ncmFtUmVzcG9uc2USUwoMTGlzdFByb2dyYW1zEiAuZ3JhZHJ1bGUudjEuTGlzdFByb2dyYW1zUmVxdWVzdBohLmdyYWRydWxlLnYxLkxpc3RQcm9ncmFtc1Jlc3BvbnNlElYKDURlbGV0ZVByb2dyYW0SIS5ncmFkcnVsZS52MS5EZWxldGVQcm9ncmFtUmVxdWVzdBoiLmdyYWRydWxlLnYxLkRlbGV0ZVByb2dyYW1SZXNwb25zZWIGcHJvdG8z", [file_google_protobuf_timestamp, file_gradrule_v1_override, file_gradrule_v1_rule, file_gradrule_v1_tensor]);
 
 /**
  * A y whose upstream gradient is a tensor of the graph.
@@ -147,6 +147,14 @@ export type ProgramSpec = Message<"gradrule.v1.ProgramSpec"> & {
    * @generated from field: gradrule.v1.NoGradient no_gradient = 5;
    */
   noGradient: NoGradient;
+
+  /**
+   * Changes to the graph before overrides are resolved, in this order. `fold_batch_norm`: a batch normalisation in inference mode is folded
+   * into the linear op before it, which LRP needs. An unknown one is UNSUPPORTED.
+   *
+   * @generated from field: repeated string rewrites = 6;
+   */
+  rewrites: string[];
 };
 
 /**
@@ -259,6 +267,13 @@ export type Program = Message<"gradrule.v1.Program"> & {
    * @generated from field: google.protobuf.Timestamp create_time = 10;
    */
   createTime?: Timestamp | undefined;
+
+  /**
+   * Nodes that rewrites replaced.
+   *
+   * @generated from field: repeated string rewritten = 11;
+   */
+  rewritten: string[];
 };
 
 /**
@@ -542,7 +557,8 @@ export const UnconnectedGradientsSchema: GenEnum<UnconnectedGradients> = /*@__PU
   enumDesc(file_gradrule_v1_program, 0);
 
 /**
- * What to do with an op on the path that has no gradient and no override.
+ * What to do with an op on the path that has no gradient and no override. Nodes that a policy decided are told as overrides with label
+ * `no_gradient`.
  *
  * @generated from enum gradrule.v1.NoGradient
  */
@@ -560,6 +576,28 @@ export enum NoGradient {
    * @generated from enum value: NO_GRADIENT_ERROR = 1;
    */
   ERROR = 1,
+
+  /**
+   * What TensorFlow does: an op that it registers as not differentiable cuts the path; one that it does not know is refused.
+   *
+   * @generated from enum value: NO_GRADIENT_DEFAULT = 2;
+   */
+  DEFAULT = 2,
+
+  /**
+   * Straight through: the first output's upstream gradient goes to the first differentiable input, which must have its type and shape
+   * (RULE_OUTPUT); the other inputs are not connected.
+   *
+   * @generated from enum value: NO_GRADIENT_PASS = 3;
+   */
+  PASS = 3,
+
+  /**
+   * Zeros for every differentiable input.
+   *
+   * @generated from enum value: NO_GRADIENT_ZERO = 4;
+   */
+  ZERO = 4,
 }
 
 /**

@@ -8,7 +8,7 @@ import type { GenEnum, GenFile, GenMessage, GenService } from "@bufbuild/protobu
 import { enumDesc, fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
 import type { Timestamp } from "@bufbuild/protobuf/wkt";
 import { file_google_protobuf_timestamp } from "@bufbuild/protobuf/wkt";
-import type { Graph } from "./graph_pb.js";
+import type { AttrValue, Graph } from "./graph_pb.js";
 import { file_gradrule_v1_graph } from "./graph_pb.js";
 import type { NamedTensor, Tensor } from "./tensor_pb.js";
 import { file_gradrule_v1_tensor } from "./tensor_pb.js";
@@ -18,7 +18,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file gradrule/v1/rule.proto.
  */
 export const file_gradrule_v1_rule: GenFile = /*@__PURE__*/
-  fileDesc("ChZncmFkcnVsZS92MS9ydWxlLnByb3RvEgtncmFkcnVsZS52MSJTCgtHcmFwaFNvdXJjZRIkCgZpbmxpbmUYASABKAsyEi5ncmFkcnVsZS52MS5HcmFwaEgAEhQKCnNlcmlhbGl6ZWQYAiABKAxIAEIICgZzb3VyY2UiTgoKUGFyYW1WYWx1ZRIQCgZudW1iZXIYASABKAFIABIlCgZ0ZW5zb3IYAiABKAsyEy5ncmFkcnVsZS52MS5UZW5zb3JIAEIHCgV2YWx1ZSJeCglSdWxlUGFyYW0SDAoEbmFtZRgBIAEoCRIuCg1kZWZhdWx0X3ZhbHVlGAIgASgLMhcuZ3JhZHJ1bGUudjEuUGFyYW1WYWx1ZRITCgtkZXNjcmlwdGlvbhgDIAEoCSKBAQoOUnVsZURlZmluaXRpb24SFAoKZXhwcmVzc2lvbhgBIAEoCUgAEikKBWdyYXBoGAIgASgLMhguZ3JhZHJ1bGUudjEuR3JhcGhTb3VyY2VIABImCgZwYXJhbXMYAyADKAsyFi5ncmFkcnVsZS52MS5SdWxlUGFyYW1CBgoEZm9ybSKeAgoEUnVsZRIMCgRuYW1lGAEgASgJEiMKBGtpbmQYAiABKA4yFS5ncmFkcnVsZS52MS5SdWxlS2luZBIvCgpkZWZpbml0aW9uGAMgASgLMhsuZ3JhZHJ1bGUudjEuUnVsZURlZmluaXRpb24SEwoLZGVzY3JpcHRpb24YBCABKAkSEAoIb3BfdHlwZXMYBSADKAkSEQoJcmVmZXJlbmNlGAYgASgJEg4KBmRpZ2VzdBgHIAEoCRIvCgtjcmVhdGVfdGltZRgIIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASFwoKcGVyX3NhbXBsZRgJIAEoCEgAiAEBEg8KB2FsaWFzZXMYCiADKAlCDQoLX3Blcl9zYW1wbGUiNAoRQ3JlYXRlUnVsZVJlcXVlc3QSHwoEcnVsZRgBIAEoCzIRLmdyYWRydWxlLnYxLlJ1bGUiNQoSQ3JlYXRlUnVsZVJlc3BvbnNlEh8KBHJ1bGUYASABKAsyES5ncmFkcnVsZS52MS5SdWxlIh4KDkdldFJ1bGVSZXF1ZXN0EgwKBG5hbWUYASABKAkiMgoPR2V0UnVsZVJlc3BvbnNlEh8KBHJ1bGUYASABKAsyES5ncmFkcnVsZS52MS5SdWxlIl4KEExpc3RSdWxlc1JlcXVlc3QSIwoEa2luZBgBIAEoDjIVLmdyYWRydWxlLnYxLlJ1bGVLaW5kEhEKCXBhZ2Vfc2l6ZRgCIAEoBRISCgpwYWdlX3Rva2VuGAMgASgJIk4KEUxpc3RSdWxlc1Jlc3BvbnNlEiAKBXJ1bGVzGAEgAygLMhEuZ3JhZHJ1bGUudjEuUnVsZRIXCg9uZXh0X3BhZ2VfdG9rZW4YAiABKAkiIQoRRGVsZXRlUnVsZVJlcXVlc3QSDAoEbmFtZRgBIAEoCSIUChJEZWxldGVSdWxlUmVzcG9uc2UinwIKEVNhbXBsZVJ1bGVSZXF1ZXN0Eg4KBG5hbWUYASABKAlIABIxCgpkZWZpbml0aW9uGAIgASgLMhsuZ3JhZHJ1bGUudjEuUnVsZURlZmluaXRpb25IABIoCgZ2YWx1ZXMYAyADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvchI6CgZwYXJhbXMYBCADKAsyKi5ncmFkcnVsZS52MS5TYW1wbGVSdWxlUmVxdWVzdC5QYXJhbXNFbnRyeRIPCgdvcF90eXBlGAUgASgJGkYKC1BhcmFtc0VudHJ5EgsKA2tleRgBIAEoCRImCgV2YWx1ZRgCIAEoCzIXLmdyYWRydWxlLnYxLlBhcmFtVmFsdWU6AjgBQggKBnNvdXJjZSJsChJTYW1wbGVSdWxlUmVzcG9uc2USKwoJZ3JhZGllbnRzGAEgAygLMhguZ3JhZHJ1bGUudjEuTmFtZWRUZW5zb3ISKQoHb3V0cHV0cxgCIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yKmIKCFJ1bGVLaW5kEhkKFVJVTEVfS0lORF9VTlNQRUNJRklFRBAAEhAKDFJVTEVfS0lORF9PUBABEhUKEVJVTEVfS0lORF9CVUlMVElOEAISEgoOUlVMRV9LSU5EX1VTRVIQAzKMAwoLUnVsZVNlcnZpY2USTQoKQ3JlYXRlUnVsZRIeLmdyYWRydWxlLnYxLkNyZWF0ZVJ1bGVSZXF1ZXN0Gh8uZ3JhZHJ1bGUudjEuQ3JlYXRlUnVsZVJlc3BvbnNlEkQKB0dldFJ1bGUSGy5ncmFkcnVsZS52MS5HZXRSdWxlUmVxdWVzdBocLmdyYWRydWxlLnYxLkdldFJ1bGVSZXNwb25zZRJKCglMaXN0UnVsZXMSHS5ncmFkcnVsZS52MS5MaXN0UnVsZXNSZXF1ZXN0Gh4uZ3JhZHJ1bGUudjEuTGlzdFJ1bGVzUmVzcG9uc2USTQoKRGVsZXRlUnVsZRIeLmdyYWRydWxlLnYxLkRlbGV0ZVJ1bGVSZXF1ZXN0Gh8uZ3JhZHJ1bGUudjEuRGVsZXRlUnVsZVJlc3BvbnNlEk0KClNhbXBsZVJ1bGUSHi5ncmFkcnVsZS52MS5TYW1wbGVSdWxlUmVxdWVzdBofLmdyYWRydWxlLnYxLlNhbXBsZVJ1bGVSZXNwb25zZWIGcHJvdG8z", [file_google_protobuf_timestamp, file_gradrule_v1_graph, file_gradrule_v1_tensor]);
+  fileDesc("ChZncmFkcnVsZS92MS9ydWxlLnByb3RvEgtncmFkcnVsZS52MSJTCgtHcmFwaFNvdXJjZRIkCgZpbmxpbmUYASABKAsyEi5ncmFkcnVsZS52MS5HcmFwaEgAEhQKCnNlcmlhbGl6ZWQYAiABKAxIAEIICgZzb3VyY2UiTgoKUGFyYW1WYWx1ZRIQCgZudW1iZXIYASABKAFIABIlCgZ0ZW5zb3IYAiABKAsyEy5ncmFkcnVsZS52MS5UZW5zb3JIAEIHCgV2YWx1ZSJtCglSdWxlUGFyYW0SDAoEbmFtZRgBIAEoCRIuCg1kZWZhdWx0X3ZhbHVlGAIgASgLMhcuZ3JhZHJ1bGUudjEuUGFyYW1WYWx1ZRITCgtkZXNjcmlwdGlvbhgDIAEoCRINCgVyYW5nZRgEIAEoCSKBAQoOUnVsZURlZmluaXRpb24SFAoKZXhwcmVzc2lvbhgBIAEoCUgAEikKBWdyYXBoGAIgASgLMhguZ3JhZHJ1bGUudjEuR3JhcGhTb3VyY2VIABImCgZwYXJhbXMYAyADKAsyFi5ncmFkcnVsZS52MS5SdWxlUGFyYW1CBgoEZm9ybSLtAgoEUnVsZRIMCgRuYW1lGAEgASgJEiMKBGtpbmQYAiABKA4yFS5ncmFkcnVsZS52MS5SdWxlS2luZBIvCgpkZWZpbml0aW9uGAMgASgLMhsuZ3JhZHJ1bGUudjEuUnVsZURlZmluaXRpb24SEwoLZGVzY3JpcHRpb24YBCABKAkSEAoIb3BfdHlwZXMYBSADKAkSEQoJcmVmZXJlbmNlGAYgASgJEg4KBmRpZ2VzdBgHIAEoCRIvCgtjcmVhdGVfdGltZRgIIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASFwoKcGVyX3NhbXBsZRgJIAEoCEgAiAEBEg8KB2FsaWFzZXMYCiADKAkSDwoHZm9ybXVsYRgLIAEoCRIOCgZmYW1pbHkYDCABKAkSFQoNaGlkZXNfYnVpbHRpbhgNIAEoCBIVCg10cnVlX2dyYWRpZW50GA4gASgIQg0KC19wZXJfc2FtcGxlIjQKEUNyZWF0ZVJ1bGVSZXF1ZXN0Eh8KBHJ1bGUYASABKAsyES5ncmFkcnVsZS52MS5SdWxlIjUKEkNyZWF0ZVJ1bGVSZXNwb25zZRIfCgRydWxlGAEgASgLMhEuZ3JhZHJ1bGUudjEuUnVsZSIeCg5HZXRSdWxlUmVxdWVzdBIMCgRuYW1lGAEgASgJIjIKD0dldFJ1bGVSZXNwb25zZRIfCgRydWxlGAEgASgLMhEuZ3JhZHJ1bGUudjEuUnVsZSJeChBMaXN0UnVsZXNSZXF1ZXN0EiMKBGtpbmQYASABKA4yFS5ncmFkcnVsZS52MS5SdWxlS2luZBIRCglwYWdlX3NpemUYAiABKAUSEgoKcGFnZV90b2tlbhgDIAEoCSJOChFMaXN0UnVsZXNSZXNwb25zZRIgCgVydWxlcxgBIAMoCzIRLmdyYWRydWxlLnYxLlJ1bGUSFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIiEKEURlbGV0ZVJ1bGVSZXF1ZXN0EgwKBG5hbWUYASABKAkiFAoSRGVsZXRlUnVsZVJlc3BvbnNlIp8DChFTYW1wbGVSdWxlUmVxdWVzdBIOCgRuYW1lGAEgASgJSAASMQoKZGVmaW5pdGlvbhgCIAEoCzIbLmdyYWRydWxlLnYxLlJ1bGVEZWZpbml0aW9uSAASKAoGdmFsdWVzGAMgAygLMhguZ3JhZHJ1bGUudjEuTmFtZWRUZW5zb3ISOgoGcGFyYW1zGAQgAygLMiouZ3JhZHJ1bGUudjEuU2FtcGxlUnVsZVJlcXVlc3QuUGFyYW1zRW50cnkSDwoHb3BfdHlwZRgFIAEoCRI4CgVhdHRycxgGIAMoCzIpLmdyYWRydWxlLnYxLlNhbXBsZVJ1bGVSZXF1ZXN0LkF0dHJzRW50cnkaRgoLUGFyYW1zRW50cnkSCwoDa2V5GAEgASgJEiYKBXZhbHVlGAIgASgLMhcuZ3JhZHJ1bGUudjEuUGFyYW1WYWx1ZToCOAEaRAoKQXR0cnNFbnRyeRILCgNrZXkYASABKAkSJQoFdmFsdWUYAiABKAsyFi5ncmFkcnVsZS52MS5BdHRyVmFsdWU6AjgBQggKBnNvdXJjZSJsChJTYW1wbGVSdWxlUmVzcG9uc2USKwoJZ3JhZGllbnRzGAEgAygLMhguZ3JhZHJ1bGUudjEuTmFtZWRUZW5zb3ISKQoHb3V0cHV0cxgCIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yInkKBlByZXNldBIMCgRuYW1lGAEgASgJEhMKC2Rlc2NyaXB0aW9uGAIgASgJEhEKCXJlZmVyZW5jZRgDIAEoCRIRCglvdmVycmlkZXMYBCADKAkSJgoGcGFyYW1zGAUgAygLMhYuZ3JhZHJ1bGUudjEuUnVsZVBhcmFtIhQKEkxpc3RQcmVzZXRzUmVxdWVzdCI7ChNMaXN0UHJlc2V0c1Jlc3BvbnNlEiQKB3ByZXNldHMYASADKAsyEy5ncmFkcnVsZS52MS5QcmVzZXQqYgoIUnVsZUtpbmQSGQoVUlVMRV9LSU5EX1VOU1BFQ0lGSUVEEAASEAoMUlVMRV9LSU5EX09QEAESFQoRUlVMRV9LSU5EX0JVSUxUSU4QAhISCg5SVUxFX0tJTkRfVVNFUhADMt4DCgtSdWxlU2VydmljZRJNCgpDcmVhdGVSdWxlEh4uZ3JhZHJ1bGUudjEuQ3JlYXRlUnVsZVJlcXVlc3QaHy5ncmFkcnVsZS52MS5DcmVhdGVSdWxlUmVzcG9uc2USRAoHR2V0UnVsZRIbLmdyYWRydWxlLnYxLkdldFJ1bGVSZXF1ZXN0GhwuZ3JhZHJ1bGUudjEuR2V0UnVsZVJlc3BvbnNlEkoKCUxpc3RSdWxlcxIdLmdyYWRydWxlLnYxLkxpc3RSdWxlc1JlcXVlc3QaHi5ncmFkcnVsZS52MS5MaXN0UnVsZXNSZXNwb25zZRJNCgpEZWxldGVSdWxlEh4uZ3JhZHJ1bGUudjEuRGVsZXRlUnVsZVJlcXVlc3QaHy5ncmFkcnVsZS52MS5EZWxldGVSdWxlUmVzcG9uc2USTQoKU2FtcGxlUnVsZRIeLmdyYWRydWxlLnYxLlNhbXBsZVJ1bGVSZXF1ZXN0Gh8uZ3JhZHJ1bGUudjEuU2FtcGxlUnVsZVJlc3BvbnNlElAKC0xpc3RQcmVzZXRzEh8uZ3JhZHJ1bGUudjEuTGlzdFByZXNldHNSZXF1ZXN0GiAuZ3JhZHJ1bGUudjEuTGlzdFByZXNldHNSZXNwb25zZWIGcHJvdG8z", [file_google_protobuf_timestamp, file_gradrule_v1_graph, file_gradrule_v1_tensor]);
 
 /**
  * A graph, as a message or as its bytes.
@@ -116,11 +116,18 @@ export type RuleParam = Message<"gradrule.v1.RuleParam"> & {
   defaultValue?: ParamValue | undefined;
 
   /**
-   * Meaning, unit, range; for people.
+   * Meaning and unit; for people.
    *
    * @generated from field: string description = 3;
    */
   description: string;
+
+  /**
+   * Values it takes: comma-separated conditions `> 0`, `>= 0`, `< 1`, `<= 1`, `integer`; empty: all. Other values are INVALID_PARAM.
+   *
+   * @generated from field: string range = 4;
+   */
+  range: string;
 };
 
 /**
@@ -137,7 +144,7 @@ export const RuleParamSchema: GenMessage<RuleParam> = /*@__PURE__*/
  */
 export type RuleDefinition = Message<"gradrule.v1.RuleDefinition"> & {
   /**
-   * Exactly one must be set, except that OP rules have neither.
+   * Exactly one must be set, except that OP rules, and BUILTIN rules that are part of the server's code, have neither.
    *
    * @generated from oneof gradrule.v1.RuleDefinition.form
    */
@@ -251,6 +258,35 @@ export type Rule = Message<"gradrule.v1.Rule"> & {
    * @generated from field: repeated string aliases = 10;
    */
   aliases: string[];
+
+  /**
+   * What the rule computes, in the notation of the expression language, for people: the expression itself where there is one. Output only.
+   *
+   * @generated from field: string formula = 11;
+   */
+  formula: string;
+
+  /**
+   * Family of a BUILTIN rule: `surrogate` for example. Output only.
+   *
+   * @generated from field: string family = 12;
+   */
+  family: string;
+
+  /**
+   * True for a USER rule that has the name of a BUILTIN rule, which arrived later: the name means the USER rule, `builtin/NAME` the other.
+   * Output only.
+   *
+   * @generated from field: bool hides_builtin = 13;
+   */
+  hidesBuiltin: boolean;
+
+  /**
+   * True where the rule is the true gradient of the ops it is meant for, up to rounding. Output only.
+   *
+   * @generated from field: bool true_gradient = 14;
+   */
+  trueGradient: boolean;
 };
 
 /**
@@ -494,6 +530,13 @@ export type SampleRuleRequest = Message<"gradrule.v1.SampleRuleRequest"> & {
    * @generated from field: string op_type = 5;
    */
   opType: string;
+
+  /**
+   * Attributes of that op that do not follow from its inputs.
+   *
+   * @generated from field: map<string, gradrule.v1.AttrValue> attrs = 6;
+   */
+  attrs: { [key: string]: AttrValue };
 };
 
 /**
@@ -530,6 +573,91 @@ export type SampleRuleResponse = Message<"gradrule.v1.SampleRuleResponse"> & {
  */
 export const SampleRuleResponseSchema: GenMessage<SampleRuleResponse> = /*@__PURE__*/
   messageDesc(file_gradrule_v1_rule, 14);
+
+/**
+ * A named list of overrides.
+ *
+ * @generated from message gradrule.v1.Preset
+ */
+export type Preset = Message<"gradrule.v1.Preset"> & {
+  /**
+   * Its name.
+   *
+   * @generated from field: string name = 1;
+   */
+  name: string;
+
+  /**
+   * What it does, and for which models.
+   *
+   * @generated from field: string description = 2;
+   */
+  description: string;
+
+  /**
+   * Paper or library that it is from.
+   *
+   * @generated from field: string reference = 3;
+   */
+  reference: string;
+
+  /**
+   * Its overrides in order, one line each, for people: `@convolution → lrp_zplus(eps=1e-06)`.
+   *
+   * @generated from field: repeated string overrides = 4;
+   */
+  overrides: string[];
+
+  /**
+   * Params of its rules, each name once, with the preset's values as defaults.
+   *
+   * @generated from field: repeated gradrule.v1.RuleParam params = 5;
+   */
+  params: RuleParam[];
+};
+
+/**
+ * Describes the message gradrule.v1.Preset.
+ * Use `create(PresetSchema)` to create a new message.
+ */
+export const PresetSchema: GenMessage<Preset> = /*@__PURE__*/
+  messageDesc(file_gradrule_v1_rule, 15);
+
+/**
+ * Request of ListPresets.
+ *
+ * @generated from message gradrule.v1.ListPresetsRequest
+ */
+export type ListPresetsRequest = Message<"gradrule.v1.ListPresetsRequest"> & {
+};
+
+/**
+ * Describes the message gradrule.v1.ListPresetsRequest.
+ * Use `create(ListPresetsRequestSchema)` to create a new message.
+ */
+export const ListPresetsRequestSchema: GenMessage<ListPresetsRequest> = /*@__PURE__*/
+  messageDesc(file_gradrule_v1_rule, 16);
+
+/**
+ * Answer of ListPresets.
+ *
+ * @generated from message gradrule.v1.ListPresetsResponse
+ */
+export type ListPresetsResponse = Message<"gradrule.v1.ListPresetsResponse"> & {
+  /**
+   * Presets by name.
+   *
+   * @generated from field: repeated gradrule.v1.Preset presets = 1;
+   */
+  presets: Preset[];
+};
+
+/**
+ * Describes the message gradrule.v1.ListPresetsResponse.
+ * Use `create(ListPresetsResponseSchema)` to create a new message.
+ */
+export const ListPresetsResponseSchema: GenMessage<ListPresetsResponse> = /*@__PURE__*/
+  messageDesc(file_gradrule_v1_rule, 17);
 
 /**
  * Where a rule comes from.
@@ -628,6 +756,16 @@ export const RuleService: GenService<{
     methodKind: "unary";
     input: typeof SampleRuleRequestSchema;
     output: typeof SampleRuleResponseSchema;
+  },
+  /**
+   * All presets, by name.
+   *
+   * @generated from rpc gradrule.v1.RuleService.ListPresets
+   */
+  listPresets: {
+    methodKind: "unary";
+    input: typeof ListPresetsRequestSchema;
+    output: typeof ListPresetsResponseSchema;
   },
 }> = /*@__PURE__*/
   serviceDesc(file_gradrule_v1_rule, 0);
