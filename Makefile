@@ -8,6 +8,7 @@ SHELL := /bin/bash
 
 VENV := .venv
 TOOLS := .venv-tools
+PEERS := .venv-peers
 NODE_CLIENT := client/node
 PIP_FLAGS := --quiet --disable-pip-version-check --require-hashes
 ARGS ?=
@@ -23,7 +24,7 @@ NODE_PATH := $(if $(SYSTEM_NODE),,:$(CURDIR)/$(TOOLS)/bin)
 NODE_NEEDS := $(if $(SYSTEM_NODE),,$(TOOLS)/.installed)
 export PATH := $(CURDIR)/$(VENV)/bin$(NODE_PATH):$(PATH)
 
-.PHONY: help demo test lint format proto proto-baseline tables node bench gpu-wheels gpu-check image-test lock clean
+.PHONY: help demo test test-peers lint format proto proto-baseline tables node bench gpu-wheels gpu-check image-test lock clean
 
 help: ## say what each verb does
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r verb text; do printf '  make %-15s %s\n' "$$verb" "$$text"; done
@@ -33,6 +34,10 @@ demo: $(VENV)/.installed ## train a binary network through a server of its own; 
 
 test: $(VENV)/.installed $(NODE_CLIENT)/node_modules/.installed ## all tests, the Node client's too
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+test-peers: $(VENV)/.installed $(PEERS)/.installed ## compare rules with the libraries they come from; writes tests/peers/results.json
+	$(PEERS)/bin/python -m tests.peers.reference out/peers
+	$(VENV)/bin/python -m tests.peers.compare out/peers $(ARGS)
 
 lint: $(VENV)/.installed $(TOOLS)/.installed $(NODE_CLIENT)/node_modules/.installed ## style, types, import rules, protos, stubs
 	$(VENV)/bin/ruff check
@@ -77,7 +82,7 @@ lock: $(TOOLS)/.installed ## write requirements/*.txt anew (run it with Python 3
 	$(TOOLS)/bin/python tools/lock.py
 
 clean: ## remove everything that make made
-	rm -rf $(VENV) $(TOOLS) .venv-gpu out build dist $(NODE_CLIENT)/node_modules $(NODE_CLIENT)/dist
+	rm -rf $(VENV) $(TOOLS) $(PEERS) .venv-gpu out build dist $(NODE_CLIENT)/node_modules $(NODE_CLIENT)/dist
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 	find . -name '*.egg-info' -not -path './.git/*' -prune -exec rm -rf {} +
@@ -96,6 +101,12 @@ $(VENV)/.installed: requirements/dev.txt pyproject.toml
 $(TOOLS)/.installed: requirements/tools.txt
 	$(call make_venv,$(TOOLS))
 	$(TOOLS)/bin/python -m pip install $(PIP_FLAGS) -r requirements/tools.txt
+	@touch $@
+
+# The CPU build of torch is on PyTorch's own index, which PIP_EXTRA_INDEX_URL may have to name.
+$(PEERS)/.installed: requirements/peers.txt
+	$(call make_venv,$(PEERS))
+	$(PEERS)/bin/python -m pip install $(PIP_FLAGS) --no-deps -r requirements/peers.txt
 	@touch $@
 
 $(NODE_CLIENT)/node_modules/.installed: $(NODE_CLIENT)/package-lock.json $(NODE_NEEDS)

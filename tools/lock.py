@@ -1,4 +1,4 @@
-"""Writes the lock files in requirements/ from pyproject.toml and requirements/tools.in.
+"""Writes the lock files in requirements/ from pyproject.toml, requirements/tools.in and requirements/peers.in.
 
 Run it with `make lock`, on the oldest Python that is supported. The files name packages, versions and hashes; where the
 packages come from is the business of whoever installs them.
@@ -16,12 +16,14 @@ LOCKS = ROOT / "requirements"
 FLAGS = [
     "--quiet",
     "--generate-hashes",
-    "--allow-unsafe",
     "--strip-extras",
     "--no-emit-index-url",
     "--no-emit-find-links",
     "--no-emit-trusted-host",
 ]
+
+# Dependencies that `make test-peers` does without, see requirements/peers.in: the lock is installed with --no-deps.
+LEFT_OUT_OF_PEERS = ("torchvision", "torchaudio", "tensorboard")
 
 
 def flatten(extra: str) -> list[str]:
@@ -40,11 +42,15 @@ def flatten(extra: str) -> list[str]:
     return sorted(found)
 
 
-def pip_compile(name: str, requirements: list[str], constraint: str | None = None) -> None:
+def pip_compile(
+    name: str, requirements: list[str], constraint: str | None = None, left_out: tuple[str, ...] = ()
+) -> None:
     """Write requirements/NAME.txt; versions follow the file CONSTRAINT where one is named."""
     arguments = [sys.executable, "-m", "piptools", "compile", *FLAGS, "--output-file", f"requirements/{name}.txt", "-"]
     if constraint is not None:
         arguments += ["--constraint", f"requirements/{constraint}.txt"]
+    # Packages that pip-tools calls unsafe, setuptools for one, are locked unless others are called so.
+    arguments += [f"--unsafe-package={package}" for package in left_out] or ["--allow-unsafe"]
     environment = {**os.environ, "CUSTOM_COMPILE_COMMAND": "make lock"}
     subprocess.run(arguments, input="\n".join(requirements), text=True, check=True, cwd=ROOT, env=environment)
 
@@ -56,6 +62,7 @@ def main() -> None:
     pip_compile("server", flatten("server"), constraint="dev")
     pip_compile("gpu", flatten("gpu"), constraint="dev")
     pip_compile("gpu-check", sorted({*flatten("gpu"), *flatten("test")}), constraint="dev")
+    pip_compile("peers", (LOCKS / "peers.in").read_text().splitlines(), left_out=LEFT_OUT_OF_PEERS)
 
 
 if __name__ == "__main__":

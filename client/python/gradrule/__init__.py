@@ -16,14 +16,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gradrule import aio, errors
     from gradrule._client import Client, Program, connect
+    from gradrule._comparison import ComparedRow, Comparison, Parting
+    from gradrule._differences import FiniteDifferences
     from gradrule._graph import Graph
     from gradrule._handles import Node, TensorHandle
     from gradrule._load import load
     from gradrule._local import local
-    from gradrule._overrides import Override, Rule
+    from gradrule._overrides import Override, Preset, Region
     from gradrule._results import (
         Digests,
         Explanation,
+        ParamInfo,
+        PresetInfo,
         Resolution,
         Result,
         RuleInfo,
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
         Sparse,
         Timings,
     )
+    from gradrule._rules import Rule
     from gradrule._specs import TensorSpec
     from gradrule.errors import GradruleError
 
@@ -39,8 +44,10 @@ __version__ = "0.1.0"
 __all__ = [
     "connect", "local", "aio", "Client", "Program",
     "Graph", "TensorHandle", "Node", "load",
-    "Rule", "Override",
-    "Result", "Explanation", "SampleResult", "RuleInfo", "Resolution", "Timings", "Digests", "Sparse", "TensorSpec",
+    "Rule", "Override", "Region", "Preset",
+    "Result", "Explanation", "SampleResult", "RuleInfo", "PresetInfo", "ParamInfo",
+    "Comparison", "ComparedRow", "Parting", "FiniteDifferences",
+    "Resolution", "Timings", "Digests", "Sparse", "TensorSpec",
     "errors", "GradruleError",
     "__version__",
 ]  # fmt: skip
@@ -54,12 +61,20 @@ _HOMES = {
     "TensorHandle": "_handles",
     "Node": "_handles",
     "load": "_load",
-    "Rule": "_overrides",
+    "Rule": "_rules",
     "Override": "_overrides",
+    "Preset": "_overrides",
+    "Region": "_overrides",
+    "Comparison": "_comparison",
+    "ComparedRow": "_comparison",
+    "Parting": "_comparison",
+    "FiniteDifferences": "_differences",
     "Result": "_results",
     "Explanation": "_results",
     "SampleResult": "_results",
     "RuleInfo": "_results",
+    "PresetInfo": "_results",
+    "ParamInfo": "_results",
     "Resolution": "_results",
     "Timings": "_results",
     "Digests": "_results",

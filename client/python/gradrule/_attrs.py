@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gradrule import _tensors
+from gradrule import _opdefs, _tensors
 from gradrule._dtypes import as_dt
 from gradrule._opdefs import AttrDef
 from gradrule.errors import InvalidAttrError
@@ -29,6 +29,19 @@ def attr_value(attr: AttrDef, value: Any, where: str) -> AttrValue:
         return AttrValue(**{field: convert(value)})
     except (TypeError, ValueError, OverflowError) as cause:
         raise InvalidAttrError(f"{where}: attribute {attr.name!r} is of type {attr.type}: {cause}") from None
+
+
+def attr_of_op(op_type: str, name: str, value: Any, where: str) -> AttrValue:
+    """The message for an attribute of an op type; where that is a group or not given, as some op type declares it.
+
+    Raises `InvalidAttrError`.
+    """
+    own = _opdefs.find(op_type)
+    known = [own] if own is not None else [op for op in map(_opdefs.find, _opdefs.names()) if op is not None]
+    declared = next((attr for op in known for attr in op.attrs if attr.name == name), None)
+    if declared is None:
+        raise InvalidAttrError(f"{where}: {op_type if own else 'no op type'} has no attribute {name!r}")
+    return attr_value(declared, value, where)
 
 
 def free_value(name: str, value: Any, where: str) -> AttrValue:

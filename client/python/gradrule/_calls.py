@@ -11,8 +11,8 @@ from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import Message
 
-from gradrule import _requests, _results
-from gradrule._overrides import Params, Rule
+from gradrule import _requests, _results, _samples
+from gradrule._rules import Params, Rule
 from gradrule._sources import GraphLike
 from gradrule.errors import InvalidDerivativeError, InvalidRuleError
 from gradrule.v1 import evaluate_pb2, program_pb2, rule_pb2
@@ -85,13 +85,27 @@ def delete_rule(name: str) -> Call[None]:
     )
 
 
+def list_presets() -> Call[list[_results.PresetInfo]]:
+    """ListPresets."""
+    return Call(
+        f"/{_PACKAGE}.RuleService/ListPresets",
+        rule_pb2.ListPresetsRequest(),
+        rule_pb2.ListPresetsResponse.FromString,
+        lambda response: list(map(_results.preset_info, response.presets)),
+    )
+
+
 def sample_rule(
-    rule: str | Rule, values: Mapping[str, Any], params: Params | None, op_type: str | None
+    rule: str | Rule,
+    values: Mapping[str, Any],
+    params: Params | None,
+    op_type: str | None,
+    attrs: Mapping[str, Any] | None,
 ) -> Call[_results.SampleResult]:
     """SampleRule."""
     return Call(
         f"/{_PACKAGE}.RuleService/SampleRule",
-        _requests.sample_request(rule, values, params, op_type),
+        _samples.sample_request(rule, values, params, op_type, attrs),
         rule_pb2.SampleRuleResponse.FromString,
         _results.sample_result,
     )
@@ -138,9 +152,14 @@ def compile_program(graph: GraphLike, name: str | None, words: _requests.Words) 
     )
 
 
-def explain(graph: GraphLike, words: _requests.Words) -> Call[_results.Explanation]:
-    """CompileProgram, only checking."""
-    spec, _ = _requests.program_spec(graph, words)
+def explain(
+    graph: GraphLike, feeds: _requests.Feeds | None, params: _requests.CallParams | None, words: _requests.Words
+) -> Call[_results.Explanation]:
+    """CompileProgram, only checking. What a call would give besides is checked here and not sent."""
+    spec, grad_ys = _requests.program_spec(graph, words)
+    type_of = _requests.types_of_graph(graph)
+    call = _requests.evaluate_request(feeds, type_of, grad_ys=grad_ys, params=params, graph=graph)
+    _requests.check_call(spec, call, graph)
     return Call(
         f"/{_PACKAGE}.ProgramService/CompileProgram",
         program_pb2.CompileProgramRequest(spec=spec, validate_only=True),

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import grpc
 
-from gradrule import _calls, _channel, _requests, _results
-from gradrule._overrides import Overrides, Params, Rule
+from gradrule import _calls, _channel, _compare, _deadlines, _requests, _results
+from gradrule._comparison import Comparison
+from gradrule._overrides import Overrides
 from gradrule._program import ProgramBase, merged
 from gradrule._requests import CallParams, Feeds, GradYs, Names
+from gradrule._rules import Params, Rule
 from gradrule._sources import GraphLike
 from gradrule._status import error_of, parsed, serialized, waiting_error
-from gradrule.errors import CancelledError, EngineUnavailableError, InvalidParamError, UnavailableError
+from gradrule.errors import (
+    CancelledError,
+    EngineUnavailableError,
+    GradruleError,
+    InvalidParamError,
+    UnavailableError,
+)
 
 R = TypeVar("R")
 
@@ -35,6 +43,7 @@ def connect(
     credentials: gRPC's channel credentials for TLS; without them the connection is plain. token: sent as a bearer token
     with each call. timeout: seconds for a call that gives none of its own.
     """
+    timeout = _deadlines.seconds(timeout)
     if credentials is None:
         channel = grpc.insecure_channel(_channel.address(target), options=_channel.OPTIONS)
     else:
@@ -90,6 +99,10 @@ class Client:
         """Forgets a USER rule; programs compiled with it keep it. Raises `UnknownRuleError`, `RuleReadOnlyError`."""
         self._run(_calls.delete_rule(name), timeout)
 
+    def list_presets(self, *, timeout: float | None = None) -> list[_results.PresetInfo]:
+        """All presets: named override lists, for `gr.Preset`."""
+        return self._run(_calls.list_presets(), timeout)
+
     def sample_rule(
         self,
         rule: str | Rule,
@@ -99,16 +112,18 @@ class Client:
         dy: Any = None,
         params: Params | None = None,
         op_type: str | None = None,
+        attrs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
         **more: Any,
     ) -> _results.SampleResult:
         """Runs a rule on values, without a graph.
 
         x, y, dy: values of the rule's variables; further ones (`x1`, `dy1`, `default`, …) by keyword. A missing `dy` is
-        ones; a missing `y` or `default` is computed by `op_type`. Lists of floats are float32.
+        ones; a missing `y` or `default` is computed by `op_type`. Lists of numbers are float32, save for inputs that
+        the op takes as integers only; arrays keep their type. attrs: attributes of the op that follow from no input.
         """
         values = {"x": x, "y": y, "dy": dy, **more}
-        return self._run(_calls.sample_rule(rule, values, params, op_type), timeout)
+        return self._run(_calls.sample_rule(rule, values, params, op_type, attrs), timeout)
 
     # Evaluation.
 
@@ -124,6 +139,7 @@ class Client:
         unconnected_gradients: str = "none",
         overrides: Overrides | None = None,
         no_gradient: str = "error",
+        rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         timeout: float | None = None,
     ) -> _results.Result:
@@ -131,10 +147,14 @@ class Client:
 
         feeds: values by tensor; lists take the tensor's element type, arrays must have it. fetches: tensors to put out.
         ys, xs: what to differentiate with respect to what. grad_ys: upstream gradients, a dict by y or a list in the
-        order of ys, of arrays or names of tensors. overrides: a dict of op type to rule, or a list of `Override`.
-        params: values by the override's label, then by param.
+        order of ys, of arrays or names of tensors. overrides: a dict of op type to rule, or a list of `Override` and
+        `Preset`. no_gradient: what an op on the path without a gradient does: `error`, `default` (as TensorFlow does),
+        `pass`, `zero`. rewrites: `fold_batch_norm` folds batch norms into the linear ops before them. params: values by
+        the override's label, then by param.
         """
-        words = _requests.Words(fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient)
+        words = _requests.Words(
+            fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
+        )
         return self._run(_calls.evaluate(graph, feeds, params, words), timeout)
 
     def explain(
@@ -149,15 +169,52 @@ class Client:
         unconnected_gradients: str = "none",
         overrides: Overrides | None = None,
         no_gradient: str = "error",
+        rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         timeout: float | None = None,
     ) -> _results.Explanation:
         """Which node would get which rule, and all that is wrong, without running anything.
 
-        Takes the words of `evaluate`; feeds and params, which decide nothing here, are not sent.
+        Takes the words of `evaluate`. Feeds, params and grad_ys decide nothing here and are not sent; those that no
+        call could take (names that the graph or the overrides lack, values of another type) are refused all the same.
         """
-        words = _requests.Words(fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient)
-        return self._run(_calls.explain(graph, words), timeout)
+        words = _requests.Words(
+            fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
+        )
+        return self._run(_calls.explain(graph, feeds, params, words), timeout)
+
+    def compare(
+        self,
+        graph: GraphLike,
+        feeds: Feeds | None,
+        ys: Names,
+        xs: Names,
+        overrides: Mapping[str, Overrides | None],
+        *,
+        grad_ys: GradYs | None = None,
+        finite_differences: bool = True,
+        rewrites: Sequence[str] = (),
+        timeout: float | None = None,
+    ) -> Comparison:
+        """The gradients of one graph under several override maps, its own, and finite differences.
+
+        overrides: by a label, what `evaluate` takes. The comparison tells norms of the upstream gradients of all tensors
+        on the path, and where each label parts from the default. finite_differences: False spares the evaluations that
+        they take, two for each element of a small x. timeout: of each call.
+        """
+        steps = _compare.plan(graph, feeds, ys, xs, overrides, grad_ys, finite_differences, rewrites)
+        try:
+            call = next(steps)
+            while True:
+                try:
+                    answer = self._run(call, timeout)
+                except GradruleError as refusal:
+                    call = steps.throw(refusal)
+                else:
+                    call = steps.send(answer)
+        except StopIteration as end:
+            found: Comparison = end.value
+            return found
 
     # Programs.
 
@@ -173,15 +230,18 @@ class Client:
         unconnected_gradients: str = "none",
         overrides: Overrides | None = None,
         no_gradient: str = "error",
+        rewrites: Sequence[str] = (),
         name: str | None = None,
         timeout: float | None = None,
     ) -> Program:
         """Checks and compiles once what then runs many times; kept by the server until it is deleted.
 
-        The words are those of `evaluate`; grad_ys holds names of tensors. name: a wished id; default: made from the
-        content. Equal content returns the program that is there.
+        The words are those of `evaluate`; grad_ys holds names of tensors. Params stand in the overrides or come with
+        each call. name: a wished id; default: made from the content. Equal content returns the program that is there.
         """
-        words = _requests.Words(fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient)
+        words = _requests.Words(
+            fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
+        )
         return Program(self, self._run(_calls.compile_program(graph, name, words), timeout))
 
     def program(self, name: str, *, timeout: float | None = None) -> Program:
@@ -204,7 +264,7 @@ class Client:
 
     def wait_ready(self, timeout: float | None = None) -> None:
         """Returns as soon as an engine is ready. Raises `UnavailableError` or `EngineUnavailableError` in time."""
-        limit = time.monotonic() + (self._timeout if timeout is None else timeout)
+        limit = time.monotonic() + _deadlines.of_call(timeout, self._timeout)
         check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(_channel.HEALTH_METHOD)
         while True:
             left = limit - time.monotonic()
@@ -240,8 +300,8 @@ class Client:
         return f"<Client of {self.target!r}>"
 
     def _run(self, call: _calls.Call[R], timeout: float | None) -> R:
+        deadline = _deadlines.of_call(timeout, self._timeout)
         request = serialized(call.request)
-        deadline = self._timeout if timeout is None else timeout
         try:
             answer = self._method(call.method)(request, timeout=deadline, metadata=self._metadata)
         except grpc.RpcError as failure:
@@ -251,8 +311,8 @@ class Client:
         return parsed(call.answer, call.decode, answer)
 
     def _start(self, call: _calls.Call[Any], timeout: float | None) -> grpc.Future[bytes]:
+        deadline = _deadlines.of_call(timeout, self._timeout)
         request = serialized(call.request)
-        deadline = self._timeout if timeout is None else timeout
         try:
             return self._method(call.method).future(request, timeout=deadline, metadata=self._metadata)
         except ValueError as cause:

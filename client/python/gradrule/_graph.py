@@ -12,18 +12,22 @@ from google.protobuf.message import DecodeError
 from gradrule import _opdefs, _tensors
 from gradrule._arguments import Conversion, assign_arguments
 from gradrule._attrs import attr_value, free_value, natural
+from gradrule._contexts import GRADIENT_ATTR, OverrideContexts
 from gradrule._dtypes import as_dt, name_of
 from gradrule._graphtypes import GraphTypes
-from gradrule._handles import Node, TensorHandle
+from gradrule._handles import Node, TensorHandle, as_tensor
 from gradrule._infer import InferError, complete
 from gradrule._names import UniqueNames, glob, is_node_name, near, split
 from gradrule._ops import GraphOps
-from gradrule._overrides import Override, OverrideValue, Rule, rule_and_params
+from gradrule._overrides import Override
+from gradrule._rules import OverrideValue
 from gradrule._specs import TensorSpec
 from gradrule.errors import (
     InvalidAttrError,
     InvalidGraphError,
+    InvalidOverrideError,
     InvalidTensorError,
+    TypeMismatchError,
     UnknownOpTypeError,
     UnknownTensorError,
     of_reason,
@@ -54,8 +58,7 @@ class Graph(GraphOps):
         for node in message.node:
             self._names.reserve(node.name)
         self._scope = ""
-        self._gradient_overrides: dict[str, OverrideValue] = {}
-        self._node_overrides: list[Override] = []
+        self._contexts = OverrideContexts(message)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Graph:
@@ -69,7 +72,15 @@ class Graph(GraphOps):
         return graph
 
     def to_bytes(self) -> bytes:
-        """The bytes of the GraphDef; equal graphs give equal bytes, an untouched loaded graph its own."""
+        """The bytes of the GraphDef; equal graphs give equal bytes, an untouched loaded graph its own.
+
+        Raises `InvalidOverrideError` where bytes would lose a rule: `gradient_override_map` puts only names into them.
+        """
+        self._contexts.refuse_export()
+        return self.plain_bytes()
+
+    def plain_bytes(self) -> bytes:
+        """`to_bytes` without what `node_overrides` holds, which a request sends beside them."""
         if not self._bytes:
             self._bytes = self._message.SerializeToString(deterministic=True)
         return self._bytes
@@ -86,7 +97,7 @@ class Graph(GraphOps):
     @property
     def node_overrides(self) -> tuple[Override, ...]:
         """Overrides that `gradient_override_map` recorded for single nodes; a request sends them after its own."""
-        return tuple(self._node_overrides)
+        return self._contexts.recorded
 
     # Making nodes.
 
@@ -130,7 +141,10 @@ class Graph(GraphOps):
                 raise InvalidAttrError(
                     f"{where} has no attribute {key!r}; it has: {', '.join(known)}.{near(key, known)}"
                 )
-        arguments = assign_arguments(definition, inputs, by_name, where)
+        arguments = [
+            (arg, [as_tensor(entry) for entry in entries])
+            for arg, entries in assign_arguments(definition, inputs, by_name, where)
+        ]
         conversion = Conversion(definition, messages, where)
         conversion.learn(arguments)
         tensors = [
@@ -141,7 +155,7 @@ class Graph(GraphOps):
         for tensor in tensors:
             if tensor.graph is not self:
                 raise InvalidGraphError(f"{where}: input {tensor.name!r} belongs to another graph")
-        controls = ["^" + (node.name if isinstance(node, Node) else node.node.name) for node in control_inputs]
+        controls = [f"^{control.name}" for control in self._controls(control_inputs, where)]
         handles = self._add(op_type, full_name, tensors, messages, controls)
         if not handles:
             return self.node(full_name)
@@ -156,10 +170,23 @@ class Graph(GraphOps):
         assert isinstance(handle, TensorHandle)
         return handle
 
+    def _controls(self, given: Any, where: str) -> list[Node]:
+        controls = []
+        for control in [given] if isinstance(given, Node | TensorHandle) else given:
+            node = control.node if isinstance(control, TensorHandle) else control
+            if not isinstance(node, Node):
+                raise TypeMismatchError(
+                    f"{where}: control_inputs are nodes or handles, not {control!r}; g.node(name) finds a node"
+                )
+            if node.graph is not self:
+                raise InvalidGraphError(f"{where}: control input {node.name!r} belongs to another graph")
+            controls.append(node)
+        return controls
+
     def _definition(self, op_type: str) -> _opdefs.OpDef:
-        definition = self._types.definition(op_type)
+        definition = self._types.definition(op_type) if isinstance(op_type, str) else None
         if definition is None:
-            hint = _opdefs.suggest(op_type, self._types.functions())
+            hint = _opdefs.suggest(str(op_type), self._types.functions())
             raise UnknownOpTypeError(f"{op_type!r} is neither an op type nor a function of the graph.{hint}")
         return definition
 
@@ -186,21 +213,10 @@ class Graph(GraphOps):
         node.input.extend(controls or ())
         for key, value in completed.attrs.items():
             node.attr[key].CopyFrom(value)
-        if (override := self._gradient_overrides.get(op_type)) is not None:
-            self._apply(override, node)
+        self._contexts.apply(node)
         self._bytes = b""
         self._types.added(node, completed.outputs)
         return self.outputs_of(name)
-
-    def _apply(self, override: OverrideValue, node: graph_pb2.Node) -> None:
-        rule, params = rule_and_params(override, f"gradient_override_map[{node.op!r}]")
-        if isinstance(rule, Rule) or params:
-            # Optional, as in TensorFlow: a node of the context may lie off the path of what a request differentiates.
-            self._node_overrides.append(
-                Override(rule, node=node.name, op_type=node.op, params=params, label=node.op, optional=True)
-            )
-        else:
-            node.attr["_gradient_op_type"].s = rule.encode()
 
     def _unique(self, name: str) -> str:
         full = self._scope + name
@@ -222,21 +238,21 @@ class Graph(GraphOps):
         finally:
             self._scope = outer
 
-    @contextlib.contextmanager
-    def gradient_override_map(self, overrides: Mapping[str, OverrideValue]) -> Iterator[None]:
+    def gradient_override_map(
+        self, overrides: Mapping[str, OverrideValue], *, optional: bool = False
+    ) -> contextlib.AbstractContextManager[None]:
         """Nodes made inside get rules by op type; an inner context wins over an outer one.
 
-        Values: a rule's name, `gr.Rule`, or either with params, `(rule, {"alpha": 2.0})`.
+        Values: a rule's name, `gr.Rule`, or either with params, `(rule, {"alpha": 2.0})`. Leaving it raises
+        `UnmatchedOverrideError` for an op type of which no node was made inside, unless `optional`.
         """
-        for op_type, value in overrides.items():
+        if not isinstance(overrides, Mapping):
+            raise InvalidOverrideError(
+                f"gradient_override_map takes a dict of op type to rule, not {type(overrides).__name__}"
+            )
+        for op_type in overrides:
             self._definition(op_type)
-            rule_and_params(value, f"gradient_override_map[{op_type!r}]")
-        outer = self._gradient_overrides
-        self._gradient_overrides = {**outer, **overrides}
-        try:
-            yield
-        finally:
-            self._gradient_overrides = outer
+        return self._contexts.entered(overrides, optional)
 
     # Finding.
 
@@ -285,6 +301,11 @@ class Graph(GraphOps):
             shapes = message.attr["_output_shapes"].list.shape
             return _tensors.shape_tuple(shapes[index]) if index < len(shapes) else None
         return None
+
+    def wishing_op_types(self) -> set[str]:
+        """Op types of the nodes, functions' included, that name a rule themselves; calls give params by them."""
+        bodies = [self._message.node, *(function.node_def for function in self._message.library.function)]
+        return {node.op for body in bodies for node in body if GRADIENT_ATTR in node.attr}
 
     @property
     def inputs(self) -> Mapping[str, TensorSpec]:

@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from gradrule._dtypes import name_of
+from gradrule._dtypes import base, name_of
+from gradrule.errors import UnknownTensorError
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule.v1.graph_pb2 import Node as NodeMessage
+from gradrule.v1.tensor_pb2 import Dt
 
 if TYPE_CHECKING:
     from gradrule._graph import Graph
 
 
 class TensorHandle:
-    """An output of a node. Operators build nodes; `==` compares identity, so that handles can be keys."""
+    """An output of a node. Operators build nodes; `==` compares identity, so that handles can be keys.
+
+    `& | ^ ~` are logical on bools and bitwise on integers. `h[1:, ..., None, -1]` is TensorFlow's strided slice.
+    """
 
     # NumPy arrays on the left leave the operator to the handle.
     __array_priority__ = 100
@@ -75,6 +80,18 @@ class TensorHandle:
     def __rtruediv__(self, other: Any) -> TensorHandle:
         return self.graph.one("RealDiv", other, self)
 
+    def __floordiv__(self, other: Any) -> TensorHandle:
+        return self.graph.one("FloorDiv", self, other)
+
+    def __rfloordiv__(self, other: Any) -> TensorHandle:
+        return self.graph.one("FloorDiv", other, self)
+
+    def __mod__(self, other: Any) -> TensorHandle:
+        return self.graph.one("FloorMod", self, other)
+
+    def __rmod__(self, other: Any) -> TensorHandle:
+        return self.graph.one("FloorMod", other, self)
+
     def __pow__(self, other: Any) -> TensorHandle:
         return self.graph.one("Pow", self, other)
 
@@ -90,6 +107,35 @@ class TensorHandle:
     def __neg__(self) -> TensorHandle:
         return self.graph.one("Neg", self)
 
+    def __pos__(self) -> TensorHandle:
+        return self
+
+    def __invert__(self) -> TensorHandle:
+        return self.graph.one("Invert" if self._is_integer() else "LogicalNot", self)
+
+    def __and__(self, other: Any) -> TensorHandle:
+        return self.graph.one("BitwiseAnd" if self._is_integer() else "LogicalAnd", self, other)
+
+    def __rand__(self, other: Any) -> TensorHandle:
+        return self.graph.one("BitwiseAnd" if self._is_integer() else "LogicalAnd", other, self)
+
+    def __or__(self, other: Any) -> TensorHandle:
+        return self.graph.one("BitwiseOr" if self._is_integer() else "LogicalOr", self, other)
+
+    def __ror__(self, other: Any) -> TensorHandle:
+        return self.graph.one("BitwiseOr" if self._is_integer() else "LogicalOr", other, self)
+
+    def __xor__(self, other: Any) -> TensorHandle:
+        return self._xor(self, other)
+
+    def __rxor__(self, other: Any) -> TensorHandle:
+        return self._xor(other, self)
+
+    def __getitem__(self, key: Any) -> TensorHandle:
+        from gradrule._indexing import index
+
+        return index(self, key)
+
     def __abs__(self) -> TensorHandle:
         return self.graph.one("Abs", self)
 
@@ -104,6 +150,15 @@ class TensorHandle:
 
     def __ge__(self, other: Any) -> TensorHandle:
         return self.graph.one("GreaterEqual", self, other)
+
+    def _is_integer(self) -> bool:
+        return name_of(base(self.number)).startswith(("int", "uint"))
+
+    def _xor(self, left: Any, right: Any) -> TensorHandle:
+        if self._is_integer():
+            return self.graph.one("BitwiseXor", left, right)
+        # NotEqual takes any type; stating the one that is meant refuses the others.
+        return self.graph.one("NotEqual", left, right, T=Dt.DT_BOOL)
 
 
 class Node:
@@ -148,3 +203,15 @@ class Node:
 
     def __hash__(self) -> int:
         return hash((id(self.graph), self.name))
+
+
+def as_tensor(value: Any) -> Any:
+    """A node's only output; anything else as it is. Raises `UnknownTensorError` for a node with several or none."""
+    if not isinstance(value, Node):
+        return value
+    outputs = value.outputs
+    if len(outputs) == 1:
+        return outputs[0]
+    names = ", ".join(repr(output.name) for output in outputs)
+    what = f"{len(outputs)} outputs, say which: {names}" if outputs else "no output"
+    raise UnknownTensorError(f"{value.op_type} node {value.name!r} stands for no tensor: it has {what}")

@@ -16,6 +16,8 @@ from gradrule._graph import Graph
 from gradrule.errors import InvalidGraphError, UnsupportedError
 from gradrule.v1 import graph_pb2
 
+_SAVED_MODEL = ("saved_model.pb", "saved_model.pbtxt")
+
 # Zero values whose names differ from TensorFlow's: one convention for enums holds in all of gradrule's messages.
 _RENAMED = {"DT_INVALID": "DT_UNSPECIFIED", "TFT_UNSET": "TFT_UNSPECIFIED"}
 
@@ -31,10 +33,12 @@ def load(path: str | os.PathLike[str], signature: str = "serving_default") -> Gr
     kept (`.pb`) or skipped. Raises `InvalidGraphError`, and `UnsupportedError` for SavedModels.
     """
     file = Path(path)
-    if file.is_dir() or file.name in ("saved_model.pb", "saved_model.pbtxt"):
+    if _is_saved_model(file):
         raise UnsupportedError(
             f"{file} is a SavedModel, which this version does not read; freeze it to a GraphDef (.pb) with TensorFlow"
         )
+    if file.is_dir():
+        raise InvalidGraphError(f"{file} is a folder; expected a file that ends with {', '.join(_READERS)}")
     reader = _READERS.get(file.suffix.lower())
     if reader is None:
         raise InvalidGraphError(f"{file}: expected a file that ends with {', '.join(_READERS)}")
@@ -48,6 +52,12 @@ def load(path: str | os.PathLike[str], signature: str = "serving_default") -> Gr
         raise InvalidGraphError(f"{file} holds no graph: {cause}") from None
     except InvalidGraphError as cause:
         raise InvalidGraphError(f"{file}: {cause.message}") from None
+
+
+def _is_saved_model(path: Path) -> bool:
+    if path.is_dir():
+        return any((path / name).exists() for name in _SAVED_MODEL)
+    return path.name in _SAVED_MODEL and path.exists()
 
 
 def _from_text(data: bytes) -> Graph:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from gradrule.errors import UnavailableError
+from gradrule.errors import GradruleError, InvalidParamError, UnavailableError
 
 if TYPE_CHECKING:
     from gradrule._client import Client
@@ -23,6 +23,8 @@ _READY = "gradrule: listening on "
 _START_S = 120.0
 _STOP_S = 30.0
 _STDERR_LINES = 20
+# The server's exit code for settings that it does not know or cannot take.
+_WRONG_SETTINGS = 2
 
 
 @contextlib.contextmanager
@@ -30,7 +32,8 @@ def local(**settings: Any) -> Iterator[Client]:
     """Starts a server on a free port with a registry of its own, gives a client of it, and stops it at the end.
 
     settings: flags of `gradrule serve`, `device="cpu"` for `--device cpu`. Needs the extra `gradrule[server]` or
-    `gradrule[gpu]`. Raises `UnavailableError` with the server's own words where it does not start.
+    `gradrule[gpu]`. Raises `InvalidParamError` for settings that the server refuses, `UnavailableError` where it does
+    not start for another reason, both with the server's own words.
     """
     from gradrule._client import connect
 
@@ -104,14 +107,21 @@ class LocalServer:
                 raise self._failure(f"the server was not ready within {_START_S:g} seconds", log) from None
             if line is None:
                 assert self._process is not None
-                raise self._failure(f"the server ended with exit code {self._process.wait()} before it was ready", log)
+                code = self._process.wait()
+                if code == _WRONG_SETTINGS:
+                    raise self._failure(
+                        "the server does not take these settings (its flag --data-dir is data_dir here)",
+                        log,
+                        InvalidParamError,
+                    )
+                raise self._failure(f"the server ended with exit code {code} before it was ready", log)
             if line.startswith(_READY):
                 return line.removeprefix(_READY).strip()
 
-    def _failure(self, what: str, log: Path) -> UnavailableError:
+    def _failure(self, what: str, log: Path, kind: type[GradruleError] = UnavailableError) -> GradruleError:
         tail = log.read_text(errors="replace").splitlines()[-_STDERR_LINES:]
         self.stop()
-        return UnavailableError("\n".join([what + (", saying:" if tail else ""), *tail]))
+        return kind("\n".join([what + (", saying:" if tail else ""), *tail]))
 
 
 def _read_lines(stream: IO[str], lines: queue.SimpleQueue[str | None]) -> None:

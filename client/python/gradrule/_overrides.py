@@ -1,90 +1,92 @@
-"""Rules and overrides as a user writes them, and their messages."""
+"""Overrides as a user writes them, and their messages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
-import numpy as np
+from gradrule._attrs import attr_of_op
+from gradrule._dtypes import as_dt
+from gradrule._handles import Node, TensorHandle, as_tensor
+from gradrule._names import near
+from gradrule._rules import OverrideValue, Params, Rule, RuleLike, param_value, rule_and_params
+from gradrule._tensors import DtypeLike, dtype_number
+from gradrule.errors import InvalidOverrideError
+from gradrule.v1 import override_pb2
 
-from gradrule import _tensors
-from gradrule.errors import InvalidOverrideError, InvalidParamError, InvalidRuleError
-from gradrule.v1 import override_pb2, rule_pb2
+TensorName: TypeAlias = "str | TensorHandle | Node"
 
-if TYPE_CHECKING:
-    from gradrule._sources import GraphLike
-
-Params: TypeAlias = "Mapping[str, Any]"
+_NEAREST = {
+    "nearest_xs": override_pb2.POSITION_NEAREST_XS,
+    "nearest_ys": override_pb2.POSITION_NEAREST_YS,
+}
 
 
-class Rule:
-    """A rule that is not registered: it fits wherever a rule's name fits.
+class Region:
+    """A subgraph, given by the tensors that go in and come out, by name or as handles.
 
-    expression: a formula over `x`, `y`, `dy`, `default` and the params. graph: in its place, a graph with placeholders
-    of those names and nodes `dx`, `dx1`, …. params: what it declares, a dict of name to default (None: a value must be
-    given with each use) or a list of names. Raises `InvalidRuleError` unless one of expression and graph is given.
+    Its rule sees the inputs as `x, x1, …` and the outputs as `y, y1, …`, as `tf.custom_gradient` sees a function's.
+    Raises `InvalidOverrideError` unless there is at least one of each.
     """
 
-    __slots__ = ("expression", "graph", "params")
+    __slots__ = ("inputs", "outputs")
 
-    def __init__(
-        self,
-        expression: str | None = None,
-        *,
-        graph: GraphLike | None = None,
-        params: Params | Iterable[str] | None = None,
-    ) -> None:
-        if (expression is None) == (graph is None):
-            raise InvalidRuleError("a rule is either an expression or a graph")
-        if expression is not None and not isinstance(expression, str):
-            raise InvalidRuleError(f"an expression is a string, not {type(expression).__name__}")
-        self.expression = expression
-        self.graph = graph
-        if params is None or isinstance(params, Mapping):
-            self.params: dict[str, Any] | None = None if params is None else dict(params)
-        else:
-            self.params = dict.fromkeys(params)
-
-    def definition(self, used_params: Iterable[str] = ()) -> rule_pb2.RuleDefinition:
-        """The message. Where the rule declares no params itself, those that its use gives count as declared."""
-        from gradrule._sources import graph_source
-
-        definition = rule_pb2.RuleDefinition()
-        if self.expression is not None:
-            definition.expression = self.expression
-        else:
-            definition.graph.CopyFrom(graph_source(self.graph))
-        declared = dict.fromkeys(used_params) if self.params is None else self.params
-        for name, default in declared.items():
-            param = definition.params.add(name=name)
-            if default is not None:
-                param.default_value.CopyFrom(param_value(name, default))
-        return definition
+    def __init__(self, inputs: TensorName | Iterable[TensorName], outputs: TensorName | Iterable[TensorName]) -> None:
+        self.inputs = _tensor_names(inputs, "inputs of a region")
+        self.outputs = _tensor_names(outputs, "outputs of a region")
+        if not (self.inputs and self.outputs):
+            raise InvalidOverrideError("a region has at least one input and one output")
 
     def __repr__(self) -> str:
-        what = repr(self.expression) if self.expression is not None else "graph=…"
-        return f"Rule({what}{f', params={self.params!r}' if self.params else ''})"
+        return f"Region(inputs={list(self.inputs)!r}, outputs={list(self.outputs)!r})"
 
 
-RuleLike: TypeAlias = "str | Rule"
-OverrideValue: TypeAlias = "RuleLike | tuple[RuleLike, Params]"
+class Preset:
+    """A named list of overrides: `gr.Preset("epsilon_plus", eps=1e-6)`.
+
+    Wherever it stands in a list, it comes after all that are no presets. params: for all rules of the preset that have
+    one of the name. label: how calls give params and answers tell it; default: its name. optional: no error where
+    nothing matches.
+    """
+
+    __slots__ = ("label", "name", "optional", "params")
+
+    def __init__(self, name: str, /, *, label: str | None = None, optional: bool = False, **params: Any) -> None:
+        if not isinstance(name, str):
+            raise InvalidOverrideError(f"a preset is chosen by its name, not by {name!r}")
+        self.name, self.label, self.optional, self.params = name, label, optional, params
+
+    def message(self) -> override_pb2.Override:
+        """The message."""
+        message = override_pb2.Override(
+            preset=override_pb2.PresetChoice(name=self.name), label=self.label or "", optional=self.optional
+        )
+        for name, value in self.params.items():
+            message.preset.params[name].CopyFrom(param_value(name, value))
+        return message
+
+    def __repr__(self) -> str:
+        return f"Preset({', '.join([repr(self.name), *(f'{name}={value!r}' for name, value in self.params.items())])})"
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class Override:
     """Which nodes get which rule. Selectors given together must all hold; at least one is needed.
 
-    rule: a registered rule's name, `default` to carve out an exception, or a `Rule`. op_type: exact. node: exact name
-    or glob (`*` and `?` stay between slashes, `**` crosses them). scope: nodes under `scope/`. params: values for the
-    rule. label: how calls give params and answers tell the override; default: op type, else node, else scope.
-    optional: no error where nothing matches.
+    rule: a registered rule's name, `default` to carve out an exception, or a `Rule`. op_type: exact, or a group such as
+    `@activation`, `@linear`, `@step`. node: exact name, a `Node`, or a glob (`*` and `?` stay between slashes, `**`
+    crosses them). node_regex: an RE2 expression that matches the whole name. scope: nodes under `scope/`.
+    position: `nearest_xs`, `nearest_ys`, or a number that counts the nodes on the path from the xs (negative: from the
+    ys). pattern: a chain of op types or groups that gets one rule. dtype, rank: of the node's first output. attrs:
+    attributes that the node has. depends_on: tensors, on one of which the node depends. region: a `Region`, by itself.
+    params: values for the rule. label: how calls give params and answers tell the override; default: the first of op
+    type, node, scope, regex, the pattern joined by `+`, the region's first output. optional: no error where nothing
+    matches.
     """
 
     rule: RuleLike
-    op_type: str | None
-    node: str | None
-    scope: str | None
+    selector: override_pb2.Selector
     params: Params | None
     label: str | None
     optional: bool
@@ -94,28 +96,65 @@ class Override:
         rule: RuleLike,
         *,
         op_type: str | None = None,
-        node: str | None = None,
+        node: str | Node | None = None,
+        node_regex: str | None = None,
         scope: str | None = None,
+        position: str | int | None = None,
+        pattern: Sequence[str] | None = None,
+        dtype: DtypeLike | None = None,
+        rank: int | None = None,
+        attrs: Mapping[str, Any] | None = None,
+        depends_on: TensorName | Iterable[TensorName] = (),
+        region: Region | None = None,
         params: Params | None = None,
         label: str | None = None,
         optional: bool = False,
     ) -> None:
         if not isinstance(rule, str | Rule):
             raise InvalidOverrideError(f"an override takes a rule's name or a gr.Rule, not {type(rule).__name__}")
-        if not (op_type or node or scope):
-            raise InvalidOverrideError(f"the override with rule {rule!r} selects nothing; give op_type, node or scope")
-        values = (rule, op_type, node, scope, params, label, optional)
+        if isinstance(node, Node):
+            node = node.name
+        texts = {"op_type": op_type, "node": node, "node_regex": node_regex, "scope": scope, "label": label}
+        for word, text in texts.items():
+            if not isinstance(text, str | None):
+                also = " or a node of a graph" if word == "node" else ""
+                raise InvalidOverrideError(f"the {word} of an override is a string{also}, not {text!r}")
+        if not isinstance(params, Mapping | None):
+            raise InvalidOverrideError(f"the params of an override are a dict by name, not {params!r}")
+        selector = override_pb2.Selector(
+            op_type=op_type or "", node=node or "", node_regex=node_regex or "", scope=scope or ""
+        )
+        if position is not None:
+            selector.position.CopyFrom(_position(position))
+        if pattern is not None:
+            selector.pattern.extend(_pattern(pattern))
+        if dtype is not None:
+            selector.dtype = as_dt(dtype_number(dtype))
+        if rank is not None:
+            if not isinstance(rank, int) or rank < 0:
+                raise InvalidOverrideError(f"the rank of an override is a number from 0 on, not {rank!r}")
+            selector.rank = rank
+        for name, value in (attrs or {}).items():
+            named = op_type or (pattern or [""])[-1]
+            selector.attrs[name].CopyFrom(attr_of_op(named, name, value, f"attrs[{name!r}] of an override"))
+        selector.depends_on.extend(_tensor_names(depends_on, "depends_on"))
+        if region is not None:
+            if not isinstance(region, Region):
+                raise InvalidOverrideError(f"the region of an override is a gr.Region, not {region!r}")
+            selector.region.inputs.extend(region.inputs)
+            selector.region.outputs.extend(region.outputs)
+        if not selector.ListFields():
+            raise InvalidOverrideError(
+                f"the override with rule {rule!r} selects nothing; give op_type, node, scope, pattern, region, …"
+            )
+        values = (rule, selector, params, label, optional)
         for field, value in zip(self.__slots__, values, strict=True):
             object.__setattr__(self, field, value)
 
     def message(self) -> override_pb2.Override:
         """The message."""
         params = dict(self.params or {})
-        message = override_pb2.Override(
-            selector=override_pb2.Selector(op_type=self.op_type or "", node=self.node or "", scope=self.scope or ""),
-            label=self.label or "",
-            optional=self.optional,
-        )
+        message = override_pb2.Override(selector=self.selector, label=self.label or "", optional=self.optional)
         if isinstance(self.rule, str):
             message.rule = self.rule
         else:
@@ -125,29 +164,15 @@ class Override:
         return message
 
 
-Overrides: TypeAlias = "Mapping[str, OverrideValue] | Sequence[Override]"
-
-
-def rule_and_params(value: OverrideValue, where: str) -> tuple[RuleLike, Params | None]:
-    """The parts of `rule` or `(rule, params)`. `where` names the entry in errors."""
-    if isinstance(value, str | Rule):
-        return value, None
-    pair: Any = value
-    if isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str | Rule):
-        rule, params = pair
-        if isinstance(params, Mapping):
-            return rule, params
-        raise InvalidOverrideError(f"{where}: params are a dict by name, not {type(params).__name__}")
-    raise InvalidOverrideError(
-        f"{where}: expected a rule's name, a gr.Rule, or a tuple of one and its params; got {value!r}"
-    )
+Overrides: TypeAlias = "Mapping[str, OverrideValue] | Sequence[Override | Preset] | Override | Preset"
 
 
 def override_messages(overrides: Overrides | None) -> list[override_pb2.Override]:
-    """The messages of a dict by op type, or of a list of `Override`, in order. Raises `InvalidOverrideError`."""
+    """The messages of a dict by op type, or of a list of `Override` and `Preset`, in order. Raises
+    `InvalidOverrideError`."""
     if overrides is None:
         return []
-    if isinstance(overrides, Override):
+    if isinstance(overrides, Override | Preset):
         return [overrides.message()]
     if isinstance(overrides, Mapping):
         messages = []
@@ -159,20 +184,55 @@ def override_messages(overrides: Overrides | None) -> list[override_pb2.Override
         return messages
     messages = []
     for index, override in enumerate(overrides):
-        if not isinstance(override, Override):
-            raise InvalidOverrideError(f"overrides[{index}] is {type(override).__name__}; a list holds gr.Override")
+        if not isinstance(override, Override | Preset):
+            raise InvalidOverrideError(
+                f"overrides[{index}] is {type(override).__name__}; a list holds gr.Override and gr.Preset"
+            )
         messages.append(override.message())
     return messages
 
 
-def param_value(name: str, value: Any) -> rule_pb2.ParamValue:
-    """A param's value: a number, or what becomes a tensor of floats, ints or bools. Raises `InvalidParamError`."""
-    if isinstance(value, bool | int | float):
-        return rule_pb2.ParamValue(number=value)
-    try:
-        array = np.asarray(value)
-        if array.dtype.kind not in "SUOT":
-            return rule_pb2.ParamValue(tensor=_tensors.to_message(array))
-    except ValueError as cause:
-        raise InvalidParamError(f"param {name!r}: {cause}") from None
-    raise InvalidParamError(f"param {name!r} is a number or a tensor of numbers, not {value!r}")
+def label_of(message: override_pb2.Override) -> str:
+    """The label that the server gives to an override; empty where it follows from none of its parts."""
+    selector = message.selector
+    return (
+        message.label
+        or message.preset.name
+        or selector.op_type
+        or selector.node
+        or selector.scope
+        or selector.node_regex
+        or "+".join(selector.pattern)
+        or next(iter(selector.region.outputs), "")
+    )
+
+
+def _position(position: str | int) -> override_pb2.Position:
+    if isinstance(position, int) and not isinstance(position, bool):
+        return override_pb2.Position(index=position)
+    if position in _NEAREST:
+        return override_pb2.Position(nearest=_NEAREST[str(position)])
+    raise InvalidOverrideError(
+        f"the position of an override is 'nearest_xs', 'nearest_ys' or a number, not {position!r}."
+        f"{near(position, _NEAREST) if isinstance(position, str) else ''}"
+    )
+
+
+def _pattern(pattern: Sequence[str]) -> list[str]:
+    if isinstance(pattern, str) or not all(isinstance(word, str) and word for word in pattern) or not pattern:
+        raise InvalidOverrideError(
+            f'the pattern of an override is a sequence of op types such as ("MatMul", "BiasAdd"), not {pattern!r}'
+        )
+    return list(pattern)
+
+
+def _tensor_names(tensors: TensorName | Iterable[TensorName], what: str) -> list[str]:
+    found = []
+    for tensor in [tensors] if isinstance(tensors, str | TensorHandle | Node) else tensors:
+        name = as_tensor(tensor)
+        if isinstance(name, TensorHandle):
+            name = name.name
+        if not isinstance(name, str):
+            raise InvalidOverrideError(f"{what}: {tensor!r} is neither a tensor's name nor a handle")
+        found.append(name)
+    return found

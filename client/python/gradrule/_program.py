@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from gradrule import _calls, _results
-from gradrule._handles import TensorHandle
-from gradrule._requests import CallParams, Feeds, GradYs
+from gradrule._requests import CallParams, Feeds, GradYs, Name
 from gradrule._specs import TensorSpec
 from gradrule.errors import UnknownFeedError
 from gradrule.v1 import evaluate_pb2, program_pb2
@@ -86,7 +85,7 @@ class ProgramBase:
 
 def merged(feeds: Feeds | None, named: Mapping[str, Any]) -> Feeds:
     """Feeds of a call, given as a dict, by keywords, or both."""
-    together: dict[str | TensorHandle, Any] = dict(feeds or {})
+    together: dict[Name, Any] = dict(feeds or {})
     for name, value in named.items():
         if name in together:
             raise UnknownFeedError(f"{name!r} is fed twice, in the dict and by keyword")

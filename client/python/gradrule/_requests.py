@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -12,9 +12,10 @@ from gradrule import _tensors
 from gradrule._attrs import natural
 from gradrule._dtypes import base, name_of
 from gradrule._graph import Graph
-from gradrule._handles import TensorHandle
+from gradrule._handles import Node, TensorHandle, as_tensor
 from gradrule._names import bare, near
-from gradrule._overrides import Overrides, override_messages, param_value
+from gradrule._overrides import Overrides, label_of, override_messages
+from gradrule._rules import param_value
 from gradrule._sources import GraphLike, graph_bytes
 from gradrule.errors import (
     FeedDtypeError,
@@ -22,12 +23,13 @@ from gradrule.errors import (
     InvalidGraphError,
     InvalidParamError,
     InvalidTensorError,
+    UnknownFeedError,
+    UnknownParamError,
     UnknownTensorError,
-    UnsupportedError,
 )
-from gradrule.v1 import evaluate_pb2, program_pb2, rule_pb2, tensor_pb2
+from gradrule.v1 import evaluate_pb2, program_pb2, tensor_pb2
 
-Name: TypeAlias = "str | TensorHandle"
+Name: TypeAlias = "str | TensorHandle | Node"
 Names: TypeAlias = "Name | Iterable[Name]"
 Feeds: TypeAlias = "Mapping[Name, Any]"
 GradYs: TypeAlias = "Mapping[Name, Any] | Sequence[Any]"
@@ -36,9 +38,17 @@ CallParams: TypeAlias = "Mapping[str, Mapping[str, Any]]"
 # Element type of a tensor by its name; 0 where it is not known. The flag: whether to go to any length to know it.
 TypeOf: TypeAlias = Callable[[str, bool], int]
 
+_C = TypeVar("_C")
+
 _UNCONNECTED = {
     "none": program_pb2.UNCONNECTED_GRADIENTS_NONE,
     "zero": program_pb2.UNCONNECTED_GRADIENTS_ZERO,
+}
+_NO_GRADIENT = {
+    "error": program_pb2.NO_GRADIENT_ERROR,
+    "default": program_pb2.NO_GRADIENT_DEFAULT,
+    "pass": program_pb2.NO_GRADIENT_PASS,
+    "zero": program_pb2.NO_GRADIENT_ZERO,
 }
 
 
@@ -54,20 +64,20 @@ class Words:
     unconnected_gradients: str = "none"
     overrides: Overrides | None = None
     no_gradient: str = "error"
+    rewrites: Sequence[str] = ()
 
 
 def program_spec(graph: GraphLike, words: Words) -> tuple[program_pb2.ProgramSpec, dict[str, Any]]:
     """The program, and the upstream gradients that are values and so travel with each call, by y."""
-    if words.unconnected_gradients not in _UNCONNECTED:
-        raise InvalidDerivativeError(f"unconnected_gradients is 'none' or 'zero', not {words.unconnected_gradients!r}")
-    if words.no_gradient != "error":
-        raise UnsupportedError(f"no_gradient is 'error'; {words.no_gradient!r} is not there yet")
+    unconnected = _chosen(words.unconnected_gradients, _UNCONNECTED, "unconnected_gradients")
     spec = program_pb2.ProgramSpec(
         fetches=names_of(words.fetches, graph),
-        no_gradient=program_pb2.NO_GRADIENT_ERROR,
+        no_gradient=_chosen(words.no_gradient, _NO_GRADIENT, "no_gradient"),
         overrides=override_messages(words.overrides),
+        rewrites=[words.rewrites] if isinstance(words.rewrites, str) else list(words.rewrites),
     )
-    spec.graph.serialized = graph_bytes(graph)
+    # A builder's overrides of single nodes, which bytes cannot hold, go beside them.
+    spec.graph.serialized = graph.plain_bytes() if isinstance(graph, Graph) else graph_bytes(graph)
     y_names, x_names = names_of(words.ys, graph), names_of(words.xs, graph)
     tensors, values = _split_grad_ys(words.grad_ys, y_names, graph)
     stops = names_of(words.stop_gradients, graph)
@@ -75,7 +85,7 @@ def program_spec(graph: GraphLike, words: Words) -> tuple[program_pb2.ProgramSpe
         spec.vjp.ys.extend(y_names)
         spec.vjp.xs.extend(x_names)
         spec.vjp.stop_gradients.extend(stops)
-        spec.vjp.unconnected_gradients = _UNCONNECTED[words.unconnected_gradients]
+        spec.vjp.unconnected_gradients = unconnected
         for y, tensor in tensors.items():
             spec.vjp.grad_ys.add(y=y, tensor=tensor)
         # With nothing to differentiate, what the builder recorded has no meaning, and would be refused.
@@ -99,12 +109,48 @@ def evaluate_request(
         request.feeds.append(named_tensor(name, value, type_of, f"feeds[{name!r}]"))
     for y, value in (grad_ys or {}).items():
         request.grad_ys.append(named_tensor(y, value, type_of, f"grad_ys[{y!r}]"))
+    if not isinstance(params, Mapping | None):
+        raise InvalidParamError(f"params is a dict of labels to dicts of values, not {type(params).__name__}")
     for label, values in (params or {}).items():
+        if not isinstance(label, str):
+            raise InvalidParamError(f"params are named by the override's label, a string, not by {label!r}")
         if not isinstance(values, Mapping):
             raise InvalidParamError(f"params[{label!r}] is a dict of values by the rule's param names, not {values!r}")
         for name, value in values.items():
             request.params[label].values[name].CopyFrom(param_value(name, value))
     return request
+
+
+def check_call(spec: program_pb2.ProgramSpec, call: evaluate_pb2.EvaluateRequest, graph: GraphLike) -> None:
+    """Refuses feeds and params that fit neither the graph nor the program's overrides."""
+    if not (call.feeds or call.params):
+        return
+    try:
+        read = graph if isinstance(graph, Graph) else Graph.from_bytes(spec.graph.serialized)
+    except InvalidGraphError:
+        # The server says what is wrong with the graph.
+        return
+    fed: set[str] = set()
+    for feed in call.feeds:
+        try:
+            tensor = read.tensor(feed.name)
+        except UnknownTensorError as cause:
+            known = ", ".join(map(repr, read.inputs)) or "none"
+            raise UnknownFeedError(f"feeds[{feed.name!r}]: {cause.message} Placeholders: {known}") from None
+        if tensor.name in fed:
+            raise UnknownFeedError(f"the tensor {feed.name!r} is fed twice")
+        fed.add(tensor.name)
+        # Arrays for a graph that came as bytes have not been compared yet.
+        if tensor.number and feed.value.inline.dtype != base(tensor.number):
+            actual = name_of(feed.value.inline.dtype)
+            raise FeedDtypeError(f"feeds[{feed.name!r}] is an array of {actual}, the tensor is {tensor.dtype}")
+    labels = {*map(label_of, spec.overrides), *read.wishing_op_types()}
+    for label in call.params:
+        if label not in labels and "" not in labels:
+            raise UnknownParamError(
+                f"params name the label {label!r}, which no override has.{near(label, labels)} "
+                f"Labels: {', '.join(map(repr, sorted(labels))) or 'none'}"
+            )
 
 
 def types_of_graph(graph: GraphLike) -> TypeOf:
@@ -151,13 +197,14 @@ def program_grad_ys(grad_ys: GradYs | None, ys: Sequence[str]) -> dict[str, Any]
 
 def names_of(names: Names, graph: GraphLike | None = None) -> list[str]:
     """Names of tensors, from names and handles, one or many."""
-    if isinstance(names, str | TensorHandle):
+    if isinstance(names, str | TensorHandle | Node):
         names = [names]
     return [name_of_tensor(name, graph) for name in names]
 
 
 def name_of_tensor(name: Any, graph: GraphLike | None = None) -> str:
-    """A tensor's name, from a name or a handle of this graph."""
+    """A tensor's name, from a name, a handle of this graph, or a node of it that has one output."""
+    name = as_tensor(name)
     if isinstance(name, TensorHandle):
         if isinstance(graph, Graph) and name.graph is not graph:
             raise UnknownTensorError(f"the handle {name.name!r} belongs to another graph")
@@ -175,7 +222,7 @@ def named_tensor(name: str, value: Any, type_of: TypeOf, where: str) -> tensor_p
 
 def tensor_message(value: Any, number: int, where: str) -> tensor_pb2.Tensor:
     """A value as a tensor of an element type (0: its own)."""
-    if value is None or isinstance(value, TensorHandle):
+    if value is None or isinstance(value, TensorHandle | Node):
         raise InvalidTensorError(f"{where} is {value!r}; expected an array, a list or a number")
     if is_array(value):
         array = np.asarray(value)
@@ -205,6 +252,14 @@ def tensor_message(value: Any, number: int, where: str) -> tensor_pb2.Tensor:
 def is_array(value: Any) -> bool:
     """Whether a value has an element type of its own: NumPy's arrays and scalars, tensors of other libraries."""
     return hasattr(value, "dtype") or hasattr(value, "__array__")
+
+
+def _chosen(value: Any, choices: Mapping[str, _C], what: str) -> _C:
+    if isinstance(value, str) and value in choices:
+        return choices[value]
+    *most, last = map(repr, choices)
+    known = f"{', '.join(most)} or {last}" if most else last
+    raise InvalidDerivativeError(f"{what} is {known}, not {value!r}.{near(str(value), choices)}")
 
 
 def _pairs(values: Any, what: str) -> Iterable[tuple[Any, Any]]:
@@ -240,29 +295,8 @@ def _split_grad_ys(
     tensors: dict[str, str] = {}
     values: dict[str, Any] = {}
     for y, value in given.items():
-        if isinstance(value, str | TensorHandle):
+        if isinstance(value, str | TensorHandle | Node):
             tensors[y] = name_of_tensor(value, graph)
         elif value is not None:
             values[y] = value
     return tensors, values
-
-
-def sample_request(
-    rule: Any,
-    values: Mapping[str, Any],
-    params: Mapping[str, Any] | None,
-    op_type: str | None,
-) -> rule_pb2.SampleRuleRequest:
-    """A request of SampleRule. `values` by the language's variable names; None entries drop out."""
-    request = rule_pb2.SampleRuleRequest(op_type=op_type or "")
-    if isinstance(rule, str):
-        request.name = rule
-    else:
-        request.definition.CopyFrom(rule.definition(params or ()))
-    for name, value in values.items():
-        if value is not None:
-            message = tensor_message(value, 0, name)
-            request.values.append(tensor_pb2.NamedTensor(name=name, value=tensor_pb2.TensorSource(inline=message)))
-    for name, value in (params or {}).items():
-        request.params[name].CopyFrom(param_value(name, value))
-    return request

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from gradrule._handles import TensorHandle
+from gradrule._handles import TensorHandle, as_tensor
 from gradrule._names import bare, near
 from gradrule._specs import TensorSpec
 from gradrule._tensors import Array, to_numpy
@@ -19,11 +19,12 @@ V = TypeVar("V")
 
 
 class ByName(dict[str, V]):
-    """Values by tensor, under the names as given. Handles work as keys too, and `y` is `y:0`."""
+    """Values by tensor, under the names as given. Keys may be handles or nodes of one output too, and `y` is `y:0`."""
 
     def __missing__(self, key: Any) -> V:
         found = self._own_key(key)
         if found is None:
+            key = as_tensor(key)
             name = key.name if isinstance(key, TensorHandle) else str(key)
             raise KeyError(f"{name}: there is {', '.join(map(repr, self)) or 'nothing'}.{near(name, self)}")
         return dict.__getitem__(self, found)
@@ -37,6 +38,7 @@ class ByName(dict[str, V]):
         return default if found is None else dict.__getitem__(self, found)
 
     def _own_key(self, key: object) -> str | None:
+        key = as_tensor(key)
         name = key.name if isinstance(key, TensorHandle) else key
         if not isinstance(name, str):
             return None
@@ -61,6 +63,13 @@ class Sparse:
         np.add.at(dense, self.indices, self.values)
         return dense
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        """`to_dense`, for NumPy's functions."""
+        if copy is False:
+            raise ValueError("a sparse gradient becomes an array only as a copy")
+        dense = self.to_dense()
+        return dense if dtype is None else dense.astype(dtype, copy=False)
+
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
@@ -68,6 +77,8 @@ class Resolution:
 
     node: nested ones as `call/inner`. rule: its name, `default`, or `inline`. label: the override's.
     status: `active`, `off_path` or `not_differentiable`. function: the function that the node lies in, or empty.
+    nodes: all nodes of a pattern or region; empty for a single node. With label `no_gradient` the rule is what the
+    policy of that name did.
     """
 
     node: str
@@ -76,6 +87,7 @@ class Resolution:
     label: str
     status: str
     function: str = ""
+    nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +113,7 @@ class Result:
 
     outputs: arrays by fetch. gradients: by x an array, a `Sparse`, or None where there is none; `gradient_kinds` tells
     why: `dense`, `sparse`, `unconnected`, `not_differentiable`. overrides: which node got which rule. defaulted: nodes
-    on the path that no override took.
+    on the path that no override took. rewritten: nodes that rewrites replaced.
     """
 
     outputs: Mapping[str, Array]
@@ -112,6 +124,7 @@ class Result:
     timings: Timings
     device: str
     digests: Digests
+    rewritten: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +138,7 @@ class Explanation:
     outputs: Mapping[str, TensorSpec]
     ys: Mapping[str, TensorSpec]
     xs: Mapping[str, TensorSpec]
+    rewritten: list[str]
 
     def raise_for_findings(self) -> None:
         """Raises the error that `evaluate` or `compile` would raise, if there is one."""
@@ -142,11 +156,34 @@ class SampleResult:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ParamInfo:
+    """A param: its default (None: a value must be given), meaning, and range: conditions such as `> 0, integer`."""
+
+    name: str
+    default: Any
+    description: str
+    range: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PresetInfo:
+    """A preset: a named list of overrides, one line each."""
+
+    name: str
+    description: str
+    reference: str
+    overrides: tuple[str, ...]
+    params: tuple[ParamInfo, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RuleInfo:
     """A rule of the registry.
 
     kind: `op`, `builtin` or `user`. expression: None for OP rules and rules that are graphs. params: defaults by name,
-    None where a value must be given. per_sample: None where it is not known.
+    None where a value must be given; `param_infos` tells more. per_sample: None where it is not known. formula: what it
+    computes, for people. true_gradient: whether it is the true gradient of the ops in op_types. hides_builtin: whether
+    a builtin of the name is now to be had as `builtin/NAME` only.
     """
 
     name: str
@@ -160,6 +197,11 @@ class RuleInfo:
     digest: str
     per_sample: bool | None
     aliases: tuple[str, ...]
+    formula: str
+    family: str
+    true_gradient: bool
+    hides_builtin: bool
+    param_infos: tuple[ParamInfo, ...]
     create_time: float | None = field(default=None)
 
 
@@ -186,6 +228,7 @@ def result(response: evaluate_pb2.EvaluateResponse) -> Result:
         timings=Timings(*(part.ToNanoseconds() / 1e9 for part in (timings.queue, timings.compile, timings.run))),
         device=response.device,
         digests=Digests(response.digests.graph, response.digests.program),
+        rewritten=list(response.rewritten),
     )
 
 
@@ -200,6 +243,7 @@ def explanation(response: program_pb2.CompileProgramResponse) -> Explanation:
         outputs=specs(program.outputs),
         ys=specs(program.ys),
         xs=specs(program.xs),
+        rewritten=list(program.rewritten),
     )
 
 
@@ -227,8 +271,19 @@ def rule_info(rule: rule_pb2.Rule) -> RuleInfo:
         digest=rule.digest,
         per_sample=rule.per_sample if rule.HasField("per_sample") else None,
         aliases=tuple(rule.aliases),
+        formula=rule.formula,
+        family=rule.family,
+        true_gradient=rule.true_gradient,
+        hides_builtin=rule.hides_builtin,
+        param_infos=tuple(map(_param_info, definition.params)),
         create_time=rule.create_time.ToNanoseconds() / 1e9 if rule.HasField("create_time") else None,
     )
+
+
+def preset_info(preset: rule_pb2.Preset) -> PresetInfo:
+    """From a preset's message."""
+    params = tuple(map(_param_info, preset.params))
+    return PresetInfo(preset.name, preset.description, preset.reference, tuple(preset.overrides), params)
 
 
 def resolutions(messages: Iterable[override_pb2.Resolution]) -> list[Resolution]:
@@ -241,6 +296,7 @@ def resolutions(messages: Iterable[override_pb2.Resolution]) -> list[Resolution]
             message.label,
             override_pb2.ResolutionStatus.Name(message.status).removeprefix("RESOLUTION_STATUS_").lower(),
             message.function,
+            tuple(message.nodes),
         )
         for message in messages
     ]
@@ -268,6 +324,10 @@ def _graph_bytes(source: rule_pb2.GraphSource) -> bytes:
     if source.WhichOneof("source") == "inline":
         return source.inline.SerializeToString(deterministic=True)
     return source.serialized
+
+
+def _param_info(param: rule_pb2.RuleParam) -> ParamInfo:
+    return ParamInfo(param.name, _param_default(param), param.description, param.range)
 
 
 def _param_default(param: rule_pb2.RuleParam) -> Any:

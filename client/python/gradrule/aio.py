@@ -5,21 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Iterable
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import grpc
 import grpc.aio
 
-from gradrule import _calls, _channel, _requests, _results
+from gradrule import _calls, _channel, _compare, _deadlines, _requests, _results
+from gradrule._comparison import Comparison
 from gradrule._local import LocalServer
-from gradrule._overrides import Overrides, Params, Rule
+from gradrule._overrides import Overrides
 from gradrule._program import ProgramBase, merged
 from gradrule._requests import CallParams, Feeds, GradYs, Names
+from gradrule._rules import Params, Rule
 from gradrule._sources import GraphLike
 from gradrule._status import error_of, parsed, serialized, waiting_error
-from gradrule.errors import EngineUnavailableError, InvalidParamError, UnavailableError
+from gradrule.errors import EngineUnavailableError, GradruleError, InvalidParamError, UnavailableError
 
 __all__ = ["AsyncClient", "AsyncProgram", "connect", "local"]
 
@@ -36,6 +38,7 @@ def connect(
     timeout: float = 30.0,
 ) -> AsyncClient:
     """`gradrule.connect` for asyncio. Call it where the event loop runs."""
+    timeout = _deadlines.seconds(timeout)
     if credentials is None:
         channel = grpc.aio.insecure_channel(_channel.address(target), options=_channel.OPTIONS)
     else:
@@ -110,6 +113,10 @@ class AsyncClient:
         """As `Client.delete_rule`."""
         await self._run(_calls.delete_rule(name), timeout)
 
+    async def list_presets(self, *, timeout: float | None = None) -> list[_results.PresetInfo]:
+        """As `Client.list_presets`."""
+        return await self._run(_calls.list_presets(), timeout)
+
     async def sample_rule(
         self,
         rule: str | Rule,
@@ -119,12 +126,13 @@ class AsyncClient:
         dy: Any = None,
         params: Params | None = None,
         op_type: str | None = None,
+        attrs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
         **more: Any,
     ) -> _results.SampleResult:
         """As `Client.sample_rule`."""
         values = {"x": x, "y": y, "dy": dy, **more}
-        return await self._run(_calls.sample_rule(rule, values, params, op_type), timeout)
+        return await self._run(_calls.sample_rule(rule, values, params, op_type, attrs), timeout)
 
     # Evaluation.
 
@@ -140,11 +148,14 @@ class AsyncClient:
         unconnected_gradients: str = "none",
         overrides: Overrides | None = None,
         no_gradient: str = "error",
+        rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         timeout: float | None = None,
     ) -> _results.Result:
         """As `Client.evaluate`."""
-        words = _requests.Words(fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient)
+        words = _requests.Words(
+            fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
+        )
         return await self._run(_calls.evaluate(graph, feeds, params, words), timeout)
 
     async def explain(
@@ -159,12 +170,43 @@ class AsyncClient:
         unconnected_gradients: str = "none",
         overrides: Overrides | None = None,
         no_gradient: str = "error",
+        rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         timeout: float | None = None,
     ) -> _results.Explanation:
         """As `Client.explain`."""
-        words = _requests.Words(fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient)
-        return await self._run(_calls.explain(graph, words), timeout)
+        words = _requests.Words(
+            fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
+        )
+        return await self._run(_calls.explain(graph, feeds, params, words), timeout)
+
+    async def compare(
+        self,
+        graph: GraphLike,
+        feeds: Feeds | None,
+        ys: Names,
+        xs: Names,
+        overrides: Mapping[str, Overrides | None],
+        *,
+        grad_ys: GradYs | None = None,
+        finite_differences: bool = True,
+        rewrites: Sequence[str] = (),
+        timeout: float | None = None,
+    ) -> Comparison:
+        """As `Client.compare`."""
+        steps = _compare.plan(graph, feeds, ys, xs, overrides, grad_ys, finite_differences, rewrites)
+        try:
+            call = next(steps)
+            while True:
+                try:
+                    answer = await self._run(call, timeout)
+                except GradruleError as refusal:
+                    call = steps.throw(refusal)
+                else:
+                    call = steps.send(answer)
+        except StopIteration as end:
+            found: Comparison = end.value
+            return found
 
     # Programs.
 
@@ -180,11 +222,14 @@ class AsyncClient:
         unconnected_gradients: str = "none",
         overrides: Overrides | None = None,
         no_gradient: str = "error",
+        rewrites: Sequence[str] = (),
         name: str | None = None,
         timeout: float | None = None,
     ) -> AsyncProgram:
         """As `Client.compile`."""
-        words = _requests.Words(fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient)
+        words = _requests.Words(
+            fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
+        )
         return AsyncProgram(self, await self._run(_calls.compile_program(graph, name, words), timeout))
 
     async def program(self, name: str, *, timeout: float | None = None) -> AsyncProgram:
@@ -207,7 +252,7 @@ class AsyncClient:
 
     async def wait_ready(self, timeout: float | None = None) -> None:
         """As `Client.wait_ready`."""
-        limit = time.monotonic() + (self._timeout if timeout is None else timeout)
+        limit = time.monotonic() + _deadlines.of_call(timeout, self._timeout)
         check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(_channel.HEALTH_METHOD)
         while True:
             left = limit - time.monotonic()
@@ -246,8 +291,8 @@ class AsyncClient:
         method = self._methods.get(call.method)
         if method is None:
             method = self._methods[call.method] = self._channel.unary_unary(call.method)
+        deadline = _deadlines.of_call(timeout, self._timeout)
         request = serialized(call.request)
-        deadline = self._timeout if timeout is None else timeout
         try:
             answer = await method(request, timeout=deadline, metadata=self._metadata)
         except grpc.RpcError as failure:

@@ -111,5 +111,10 @@ def test_files_that_are_no_graphs(tmp_path: Path, name: str, content: bytes, kin
 def test_missing_files_and_folders(tmp_path: Path) -> None:
     with pytest.raises(gr.errors.InvalidGraphError, match="No such file"):
         gr.load(tmp_path / "none.pb")
+    with pytest.raises(gr.errors.InvalidGraphError, match=r"No such file"):
+        gr.load(tmp_path / "none" / "saved_model.pb")
+    with pytest.raises(gr.errors.InvalidGraphError, match=r"is a folder; expected a file that ends with \.pb"):
+        gr.load(tmp_path)
+    (tmp_path / "saved_model.pb").write_bytes(b"")
     with pytest.raises(gr.errors.UnsupportedError, match="SavedModel"):
         gr.load(tmp_path)

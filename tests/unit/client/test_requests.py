@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -131,8 +132,11 @@ def test_options() -> None:
     assert found.vjp.unconnected_gradients == program_pb2.UNCONNECTED_GRADIENTS_ZERO
     with pytest.raises(gr.errors.InvalidDerivativeError, match="'none' or 'zero'"):
         spec(simple(), ys="y", xs="x", unconnected_gradients="zeros")
-    with pytest.raises(gr.errors.UnsupportedError, match="'skip'"):
-        spec(simple(), ys="y", xs="x", no_gradient="skip")
+    for value in ("skip", ["error"], None):
+        with pytest.raises(
+            gr.errors.InvalidDerivativeError, match=rf"no_gradient is 'error'.*{re.escape(repr(value))}"
+        ):
+            spec(simple(), ys="y", xs="x", no_gradient=value)
 
 
 def test_override_dicts_in_every_form() -> None:
@@ -210,6 +214,55 @@ def test_params_of_a_call() -> None:
     assert to_numpy(request.params["Sign"].values["w"].tensor).tolist() == [1, 2]
 
 
+def check(graph: Any, feeds: Any = None, params: Any = None, **words: Any) -> None:
+    found, _ = spec(graph, **words)
+    _requests.check_call(found, fed(graph, feeds, params=params), graph)
+
+
+@pytest.mark.parametrize("form", [lambda g: g, lambda g: g.to_bytes()], ids=["Graph", "bytes"])
+@pytest.mark.parametrize(
+    ("feeds", "params", "kind", "says"),
+    [
+        ({"xx": [1.0]}, None, gr.errors.UnknownFeedError, r"feeds\['xx'\].*Did you mean 'x'.*'x', 'n'"),
+        ({"x:1": [1.0]}, None, gr.errors.UnknownFeedError, "'x:1'"),
+        ({"x": [1.0], "x:0": [2.0]}, None, gr.errors.UnknownFeedError, "twice"),
+        ({"x": np.float64([1])}, None, gr.errors.FeedDtypeError, "float64"),
+        (
+            None,
+            {"Sgin": {"a": 1}},
+            gr.errors.UnknownParamError,
+            r"'Sgin'.*Did you mean 'Sign'.*Labels: 'L', 'Sign', 'z'",
+        ),
+        (None, {"Mul": {}, "Sign": 3}, gr.errors.InvalidParamError, "'Sign'"),
+        (None, {3: {"a": 1}}, gr.errors.InvalidParamError, "not by 3"),
+        (None, [("Sign", 1)], gr.errors.InvalidParamError, "not list"),
+    ],
+)
+def test_calls_that_no_program_could_take(form: Any, feeds: Any, params: Any, kind: type[Exception], says: str) -> None:
+    overrides = [
+        gr.Override("ste", op_type="Sign"),
+        gr.Override("ste", node="z"),
+        gr.Override("ste", op_type="Mul", label="L"),
+    ]
+    check(form(simple()), {"x": [1.0]}, {"L": {"a": 1}, "z": {"a": 2}}, ys="z", xs="x", overrides=overrides)
+    with pytest.raises(kind, match=says):
+        check(form(simple()), feeds, params, ys="z", xs="x", overrides=overrides)
+
+
+def test_nodes_that_name_their_rule_are_labels() -> None:
+    g = gr.Graph()
+    x = g.placeholder("x", "float32")
+    with g.gradient_override_map({"Sign": "ste", "Relu": ("ste", {"a": 1})}):
+        g.relu(g.sign(x), name="y")
+    check(g, {}, {"Sign": {"a": 1}, "Relu": {"a": 2}}, ys="y", xs="x")
+    with pytest.raises(gr.errors.UnknownParamError, match="Labels: 'Relu', 'Sign'"):
+        check(g, {}, {"Abs": {"a": 1}}, ys="y", xs="x")
+
+
+def test_feeds_of_bytes_that_are_no_graph_are_the_servers_to_refuse() -> None:
+    check(b"\xff\xff", {"x": np.float32([1])}, fetches="x")
+
+
 def response() -> evaluate_pb2.EvaluateResponse:
     found = evaluate_pb2.EvaluateResponse(device="CPU:0", defaulted=["a"])
     found.outputs.add(name="y:0").value.inline.CopyFrom(to_message(np.float32([1, 2])))
@@ -253,6 +306,16 @@ def test_sparse_slices_add_up() -> None:
     assert isinstance(sparse, gr.Sparse)
     reference = tf.convert_to_tensor(tf.IndexedSlices(sparse.values, sparse.indices, sparse.dense_shape))
     np.testing.assert_array_equal(sparse.to_dense(), reference.numpy())
+
+
+def test_sparse_gradients_are_arrays_to_numpy() -> None:
+    sparse: Any = _results.result(response()).gradients["b"]
+    assert np.asarray(sparse).tolist() == [[3, 4], [0, 0], [6, 8], [0, 0]]
+    assert np.asarray(sparse).dtype == np.float32
+    assert np.asarray(sparse, np.float64).dtype == np.float64
+    assert np.sum(sparse) == 21.0
+    with pytest.raises(ValueError, match="copy"):
+        sparse.__array__(copy=False)
 
 
 def test_results_by_handle() -> None:

@@ -124,6 +124,33 @@ def test_local_servers(tmp_path: Path) -> None:
     assert asyncio.run(run()) == "2 * dy"
 
 
-def test_a_local_server_that_does_not_start_says_why() -> None:
-    with pytest.raises(gr.errors.UnavailableError, match=r"(?s)exit code 2.*no-such-flag"), gr.local(no_such_flag=1):
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"data_dri": "x"}, r"(?s)--data-dir is data_dir here.*'--data-dri'.*Did you mean '--data-dir'"),
+        ({"default_deadline_s": float("nan")}, "--default-deadline-s"),
+        ({"device": "tpu"}, "--device"),
+    ],
+)
+def test_settings_that_a_local_server_does_not_take(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(gr.errors.InvalidParamError, match=says), gr.local(**settings):
         pass
+
+
+def test_a_local_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(gr.errors.UnavailableError, match=r"(?s)exit code 1.*file"),
+        gr.local(data_dir=tmp_path / "file"),
+    ):
+        pass
+
+
+def test_what_explain_is_told_of_a_call_is_checked(either: Any) -> None:
+    words: dict[str, Any] = {"ys": "y", "xs": "x", "overrides": {"Square": (gr.Rule("a * dy"), {"a": 1.0})}}
+    explained = either.explain(squares(), {"x": [1.0]}, params={"Square": {"a": 2.0}}, grad_ys={"y": [1.0]}, **words)
+    assert [item.status for item in explained.overrides] == ["active"]
+    with pytest.raises(gr.errors.UnknownFeedError, match="Did you mean 'x'"):
+        either.explain(squares(), {"xx": [1.0]}, **words)
+    with pytest.raises(gr.errors.UnknownParamError, match=r"'Squares'.*Did you mean 'Square'"):
+        either.explain(squares(), params={"Squares": {"a": 1.0}}, **words)

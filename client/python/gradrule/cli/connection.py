@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -41,6 +42,13 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
         default=os.environ.get(TOKEN_VARIABLE),
         help=f"bearer token that is sent along [{TOKEN_VARIABLE}]",
     )
+
+
+def finish(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
+    """Adds `--json` and the server's flags to a command that shows something, and what runs it."""
+    parser.add_argument("--json", action="store_true", help="print one line of JSON instead of tables")
+    add_connection(parser)
+    parser.set_defaults(run=run)
 
 
 def connect(options: argparse.Namespace) -> Client:

@@ -12,7 +12,7 @@ import numpy as np
 from gradrule import _tensors
 from gradrule._results import Result, Sparse
 from gradrule.cli import output
-from gradrule.cli.connection import add_connection, connect
+from gradrule.cli.connection import connect, finish
 from gradrule.cli.failures import USAGE, CommandError
 from gradrule.cli.words import PROGRAM_PREFIX, add_call, add_words, call_params, feeds, load_graph, refuse_words, words
 
@@ -33,9 +33,7 @@ def add(commands: Any) -> None:
         type=Path,
         help="write outputs/NAME and gradients/NAME here; bfloat16 as float32, sparse gradients as dense ones",
     )
-    parser.add_argument("--json", action="store_true", help="print one line of JSON instead of tables")
-    add_connection(parser)
-    parser.set_defaults(run=run)
+    finish(parser, run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -73,6 +71,8 @@ def _show(result: Result) -> None:
     output.table(screen, "overrides", output.RESOLUTION_COLUMNS, output.resolution_rows(result.overrides))
     if result.defaulted:
         screen.print(f"own gradient: {', '.join(result.defaulted)}")
+    if result.rewritten:
+        screen.print(f"rewritten: {', '.join(result.rewritten)}")
     times = result.timings
     screen.print(
         f"{result.device}: queue {times.queue * 1e3:.3g} ms, compile {times.compile * 1e3:.3g} ms, "
@@ -88,6 +88,7 @@ def _json(result: Result) -> dict[str, object]:
         },
         "overrides": [asdict(item) for item in result.overrides],
         "defaulted": result.defaulted,
+        "rewritten": result.rewritten,
         "device": result.device,
         "timings": asdict(result.timings),
         "digests": asdict(result.digests),

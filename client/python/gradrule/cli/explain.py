@@ -8,9 +8,9 @@ from typing import Any
 
 from gradrule._results import Explanation
 from gradrule.cli import output
-from gradrule.cli.connection import add_connection, connect
+from gradrule.cli.connection import connect, finish
 from gradrule.cli.failures import FAILED
-from gradrule.cli.words import add_call, add_words, load_graph, words
+from gradrule.cli.words import add_call, add_words, call_params, feeds, load_graph, words
 
 
 def add(commands: Any) -> None:
@@ -23,16 +23,14 @@ def add(commands: Any) -> None:
     parser.add_argument("graph", metavar="GRAPH", help="file .pb, .pbtxt or .json")
     add_words(parser)
     add_call(parser)
-    parser.add_argument("--json", action="store_true", help="print one line of JSON instead of tables")
-    add_connection(parser)
-    parser.set_defaults(run=run)
+    finish(parser, run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Explains. Feeds and params are taken, so that a line for `evaluate` fits, and decide nothing."""
+    """Explains. Feeds and params are taken, so that a line for `evaluate` fits; they are checked and decide nothing."""
     graph = load_graph(options.graph)
     with connect(options) as client:
-        found = client.explain(graph, **words(options))
+        found = client.explain(graph, feeds=feeds(options), params=call_params(options), **words(options))
     if options.json:
         output.print_json(_json(found))
     else:
@@ -56,12 +54,15 @@ def _show(found: Explanation, op_types: dict[str, str]) -> None:
     own = [[node, op_types.get(node, ""), "its own", "", "active"] for node in found.defaulted]
     rows = [*output.resolution_rows(found.overrides), *own]
     output.table(screen, "rules", output.RESOLUTION_COLUMNS, rows)
+    if found.rewritten:
+        screen.print(f"rewritten: {', '.join(found.rewritten)}")
 
 
 def _json(found: Explanation) -> dict[str, object]:
     return {
         "overrides": [asdict(item) for item in found.overrides],
         "defaulted": found.defaulted,
+        "rewritten": found.rewritten,
         "findings": [asdict(item) for item in found.findings],
         **{
             role: [asdict(spec) for spec in group.values()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from gradrule.errors import GradruleError
+from gradrule.errors import GradruleError, UnknownRuleError
 
 FAILED = 1
 USAGE = 2
@@ -35,6 +35,8 @@ def describe(failure: GradruleError) -> str:
     fields = [f"{detail.field}" for detail in failure.details if detail.field]
     if fields:
         lines.append(f"  at: {', '.join(dict.fromkeys(fields))}")
+    if isinstance(failure, UnknownRuleError) and any(field.endswith(".rule") for field in fields):
+        lines.append("  a formula in the place of a rule's name is written expr:FORMULA")
     if failure.retry_delay is not None:
         lines.append(f"  worth another try after {failure.retry_delay:g} s")
     return "\n".join(lines)

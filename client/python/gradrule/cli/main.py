@@ -10,15 +10,16 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from gradrule.cli import evaluate, explain, health, programs, rules, serve
+from gradrule.cli import compare, evaluate, explain, health, programs, serve
 from gradrule.cli.demo import command as demo
 from gradrule.cli.failures import FAILED, INTERRUPTED, CommandError, describe, report
+from gradrule.cli.rules import command as rules
 from gradrule.errors import GradruleError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; gives its exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = _with_intervals(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["serve"]:
         # The server reads its own flags: their list lives with its settings.
         return _guarded("gradrule serve", lambda: serve.run(arguments[1:]))
@@ -45,9 +46,20 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser("serve", help="start a server; `gradrule serve --help` lists its settings", add_help=False)
-    for group in (health, rules, programs, evaluate, explain, demo):
+    for group in (health, rules, programs, evaluate, explain, compare, demo):
         group.add(commands)
     return parser
+
+
+def _with_intervals(arguments: Sequence[str]) -> list[str]:
+    """`--range -3:3` as `--range=-3:3`: argparse would take the second word for a flag."""
+    joined: list[str] = []
+    for word in arguments:
+        if joined and joined[-1] == "--range":
+            joined[-1] = f"--range={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def _guarded(command: str, run: Callable[[], int]) -> int:

@@ -100,7 +100,10 @@ def _values(array: _tensors.Array) -> str:
 
 
 def array_json(value: _tensors.Array | Sparse | None, kind: str = "dense") -> dict[str, object]:
-    """Kind, dtype, shape and values. Values are nested lists; see `_plain` for those that JSON lacks."""
+    """Kind, dtype, shape and values; `kind` alone where there is no value.
+
+    Values are nested lists; see `_plain` for those that JSON lacks.
+    """
     if value is None:
         return {"kind": kind}
     if isinstance(value, Sparse):
@@ -111,7 +114,7 @@ def array_json(value: _tensors.Array | Sparse | None, kind: str = "dense") -> di
             "indices": value.indices.tolist(),
             "values": _plain(value.values.tolist()),
         }
-    return {"kind": kind, "dtype": dtype_text(value), "shape": list(value.shape), "values": _plain(value.tolist())}
+    return {"kind": "dense", "dtype": dtype_text(value), "shape": list(value.shape), "values": _plain(value.tolist())}
 
 
 def _plain(value: Any) -> Any:

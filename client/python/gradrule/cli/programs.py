@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradrule._specs import TensorSpec
 from gradrule.cli import output
-from gradrule.cli.connection import add_connection, connect
+from gradrule.cli.connection import connect, finish
 from gradrule.cli.words import add_words, load_graph, words
 
 if TYPE_CHECKING:
@@ -27,24 +27,18 @@ def add(commands: Any) -> None:
     parser.add_argument("graph", metavar="GRAPH", help="file .pb, .pbtxt or .json")
     parser.add_argument("--name", help="wished name [default: made from the content]")
     add_words(parser)
-    _finish(parser, run_compile)
+    finish(parser, run_compile)
 
     parser = group.add_parser("list", help="programs by name")
-    _finish(parser, run_list)
+    finish(parser, run_list)
 
     parser = group.add_parser("show", help="feeds, fetches and rules of one program")
     parser.add_argument("name", metavar="NAME")
-    _finish(parser, run_show)
+    finish(parser, run_show)
 
     parser = group.add_parser("delete", help="forget a program")
     parser.add_argument("name", metavar="NAME")
-    _finish(parser, run_delete)
-
-
-def _finish(parser: argparse.ArgumentParser, run: Any) -> None:
-    parser.add_argument("--json", action="store_true", help="print one line of JSON instead of tables")
-    add_connection(parser)
-    parser.set_defaults(run=run)
+    finish(parser, run_delete)
 
 
 def run_compile(options: argparse.Namespace) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from gradrule.cli.connection import forget_client_variables
 from gradrule.cli.failures import missing_extra
 
-_SERVER_PARTS = {"gradrule_server", "grpc_health", "grpc_reflection", "pydantic", "pydantic_settings", "sqlalchemy"}
+_SERVER_PARTS = {"gradrule_server", "grpc_health", "grpc_reflection", "pydantic", "sqlalchemy"}
 
 
 def run(arguments: Sequence[str]) -> int:

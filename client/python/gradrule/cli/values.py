@@ -1,4 +1,4 @@
-"""Values as they are written on a command line: feeds, overrides, params.
+"""Values as they are written on a command line: feeds, rules, params.
 
 Each function is an argparse type: it raises `ArgumentTypeError` for what it cannot read, which is a usage error.
 """
@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 
 from gradrule import _tensors
-from gradrule._overrides import Override, Rule
+from gradrule._rules import Rule
 
-_EXPRESSION = "expr:"
+EXPRESSION = "expr:"
 _TENSOR = "tensor:"
 _VARIABLE = re.compile(r"(x|y|dy|default)\d*")
-_SELECTORS = {"op": "op_type", "node": "node", "scope": "scope"}
+# What a registry takes for a rule's name, which an op type is too.
+_RULE_NAME = re.compile(r"((rules|builtin)/)?[A-Za-z_][A-Za-z0-9_.>-]*")
 
 
 def feed(text: str) -> dict[str, Any]:
@@ -42,54 +43,51 @@ def variable(text: str) -> dict[str, Any]:
 
 def grad_y(text: str) -> tuple[str, Any]:
     """`y=FILE.npy`, `y=[1, 2.5]`, or `y=tensor:NAME` for a tensor of the graph."""
-    name, value = _assignment(text, "Y=VALUE")
+    name, value = assignment(text, "Y=VALUE")
     if value.startswith(_TENSOR):
         return name, value.removeprefix(_TENSOR)
     return name, read_value(value, name)
 
 
-def override(text: str) -> Override:
-    """`Sign=RULE` by op type, `node:GLOB=RULE`, `scope:NAME=RULE`; `expr:…` for RULE is a rule of this call alone."""
-    selector, rule = _assignment(text, "OP_TYPE=RULE, node:GLOB=RULE or scope:NAME=RULE")
-    kind, colon, rest = selector.partition(":")
-    field, pattern = (_SELECTORS.get(kind), rest) if colon else ("op_type", selector)
-    if field is None:
-        raise ArgumentTypeError(f"{kind!r} is no selector; expected one of {', '.join(_SELECTORS)} in {text!r}")
-    if not pattern:
-        raise ArgumentTypeError(f"nothing is selected in {text!r}")
-    selectors: dict[str, Any] = {field: pattern}
-    return Override(rule_of(rule), **selectors)
-
-
 def rule_of(text: str) -> str | Rule:
     """A rule's name; `expr:FORMULA` is a rule that is not registered."""
-    return Rule(text.removeprefix(_EXPRESSION)) if text.startswith(_EXPRESSION) else text
+    if text.startswith(EXPRESSION):
+        return Rule(text.removeprefix(EXPRESSION))
+    if not _RULE_NAME.fullmatch(text):
+        raise ArgumentTypeError(f"{text!r} is no rule's name; write a formula as {EXPRESSION + text!r}")
+    return text
 
 
 def call_param(text: str) -> tuple[str, str, Any]:
     """`LABEL.PARAM=NUMBER` → label, param, value. The label may hold dots."""
-    key, value = _assignment(text, "LABEL.PARAM=VALUE")
+    key, value = assignment(text, "LABEL.PARAM=VALUE")
     label, dot, param = key.rpartition(".")
     if not (dot and label and param):
         raise ArgumentTypeError(
             f"expected LABEL.PARAM=VALUE, got {text!r}; the label is the override's op type or glob"
         )
-    return label, param, _literal(value, text)
+    return label, param, literal(value, text)
 
 
 def rule_param(text: str) -> tuple[str, Any]:
     """`a=1` declares a param with a default, `a` one without."""
     if "=" not in text:
         return text, None
-    name, value = _assignment(text, "NAME=VALUE")
-    return name, _literal(value, text)
+    name, value = assignment(text, "NAME=VALUE")
+    return name, literal(value, text)
+
+
+def sample_param(text: str) -> tuple[str, Any]:
+    """`a=1` for a param of the rule that is sampled."""
+    name, value = assignment(text, "NAME=VALUE")
+    return name, literal(value, text)
 
 
 def read_value(text: str, name: str) -> Any:
     """An array from a `.npy` or `.npz` file, or a JSON value: numbers, strings, booleans, nested lists of them."""
     path, key = _file(text)
     if path is None:
-        return _literal(text, f"{name}={text}")
+        return literal(text, f"{name}={text}")
     if path.suffix == ".npy":
         array = _open(path)
         if not isinstance(array, np.ndarray):
@@ -103,7 +101,8 @@ def read_value(text: str, name: str) -> Any:
     return arrays[key or name]
 
 
-def _assignment(text: str, expected: str) -> tuple[str, str]:
+def assignment(text: str, expected: str) -> tuple[str, str]:
+    """The parts of `NAME=VALUE`, neither of them empty; `expected` is how it should look."""
     name, equals, value = text.partition("=")
     if not equals or not value:
         raise ArgumentTypeError(f"expected {expected}, got {text!r}")
@@ -144,7 +143,8 @@ def _open(path: Path) -> _tensors.Array | dict[str, _tensors.Array]:
         raise ArgumentTypeError(f"cannot read {str(path)!r}: {cause}") from None
 
 
-def _literal(text: str, whole: str) -> Any:
+def literal(text: str, whole: str) -> Any:
+    """A JSON value. `whole`: what it is part of, for the message."""
     try:
         return json.loads(text)
     except ValueError:

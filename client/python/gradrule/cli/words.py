@@ -1,15 +1,15 @@
-"""The flags that say what to differentiate, shared by `evaluate`, `explain` and `programs compile`."""
+"""The flags that say what to differentiate, shared by `evaluate`, `explain`, `programs compile` and `compare`."""
 
 from __future__ import annotations
 
 import argparse
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from gradrule.cli import values
+from gradrule.cli import overrides, values
 from gradrule.cli.failures import USAGE, CommandError
 
 if TYPE_CHECKING:
-    from gradrule import Graph, Override
+    from gradrule import Graph, Override, Preset
 
 PROGRAM_PREFIX = "programs/"
 
@@ -23,18 +23,51 @@ class Words(TypedDict):
     grad_ys: dict[Any, Any] | None
     stop_gradients: list[str]
     unconnected_gradients: str
-    overrides: list[Override] | None
+    overrides: list[Override | Preset] | None
+    no_gradient: str
+    rewrites: list[str]
 
 
 def add_words(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that make a program of a graph."""
+    group = add_ends(parser, fetch="tensor to put out", stop_gradient="tensor that counts as a constant")
+    group.add_argument(
+        "--override",
+        metavar="SELECTOR=RULE",
+        type=overrides.override,
+        action="append",
+        default=[],
+        help="which nodes get which rule: Sign=ste_sign, Sign=ste_sign:clip=2, @activation=lrp_pass, "
+        "'node:layer_*/Sign=NAME', 'regex:conv[0-9]+=NAME', scope:block=NAME, near_xs:Conv2D=NAME, "
+        "pattern:MatMul+BiasAdd=NAME, 'region:x,w>y=NAME', 'Sign=expr:0.5 * dy'; conditions joined by & must all "
+        f"hold ({', '.join(overrides.CONDITIONS)}); the first match wins; may be repeated",
+    )
+    group.add_argument(
+        "--preset",
+        metavar="NAME[:PARAM=VALUE,…]",
+        type=overrides.preset,
+        action="append",
+        default=[],
+        help="a named list of overrides, which comes after all others: epsilon_plus, epsilon_plus:eps=1e-4 "
+        "(`gradrule rules presets` lists them); may be repeated",
+    )
+    group.add_argument(
+        "--unconnected", choices=("none", "zero"), help="gradient where y does not depend on x [default: none]"
+    )
+    group.add_argument(
+        "--no-gradient",
+        choices=("error", "default", "pass", "zero"),
+        help="what an op on the path without a gradient does [default: error]",
+    )
+    add_rewrites(group)
+
+
+def add_ends(parser: argparse.ArgumentParser, **more: str) -> Any:
+    """Adds the flags for ys, xs and upstream gradients, and some for tensors besides; returns their group."""
     group = parser.add_argument_group("program")
-    for flag, text in (
-        ("--fetch", "tensor to put out"),
-        ("--y", "tensor to differentiate"),
-        ("--x", "tensor to differentiate with respect to"),
-        ("--stop-gradient", "tensor that counts as a constant"),
-    ):
+    texts = {"y": "tensor to differentiate", "x": "tensor to differentiate with respect to", **more}
+    for word, text in texts.items():
+        flag = f"--{word.replace('_', '-')}"
         group.add_argument(flag, metavar="TENSOR", action="append", default=[], help=f"{text}; may be repeated")
     group.add_argument(
         "--grad-y",
@@ -44,23 +77,22 @@ def add_words(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="upstream gradient of a y: a .npy file, inline [1, 2], or tensor:NAME; may be repeated",
     )
+    return group
+
+
+def add_rewrites(group: Any) -> None:
+    """Adds `--rewrite`."""
     group.add_argument(
-        "--override",
-        metavar="SELECTOR=RULE",
-        type=values.override,
+        "--rewrite",
+        metavar="NAME",
         action="append",
         default=[],
-        help="which nodes get which rule: Sign=ste_sign, 'node:layer_*/Sign=NAME', 'scope:block=NAME', "
-        "'Sign=expr:0.5 * dy'; the first match wins; may be repeated",
-    )
-    group.add_argument(
-        "--unconnected", choices=("none", "zero"), help="gradient where y does not depend on x [default: none]"
+        help="fold_batch_norm folds batch norms into the linear ops before them; may be repeated",
     )
 
 
-def add_call(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that each run has of its own."""
-    group = parser.add_argument_group("values")
+def add_feeds(group: Any) -> None:
+    """Adds `--feed`."""
     group.add_argument(
         "--feed",
         metavar="NAME=VALUE",
@@ -69,6 +101,12 @@ def add_call(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="x=FILE.npy, x=FILE.npz:KEY, 'x=[1, 2.5]', or FILE.npz for all in it; may be repeated",
     )
+
+
+def add_call(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that each run has of its own."""
+    group = parser.add_argument_group("values")
+    add_feeds(group)
     group.add_argument(
         "--param",
         metavar="LABEL.PARAM=VALUE",
@@ -88,7 +126,9 @@ def words(options: argparse.Namespace) -> Words:
         "grad_ys": dict(options.grad_y) or None,
         "stop_gradients": options.stop_gradient,
         "unconnected_gradients": options.unconnected or "none",
-        "overrides": options.override or None,
+        "overrides": [*options.override, *options.preset] or None,
+        "no_gradient": options.no_gradient or "error",
+        "rewrites": options.rewrite,
     }
 
 
@@ -128,7 +168,10 @@ def refuse_words(options: argparse.Namespace) -> None:
             ("--x", options.x),
             ("--stop-gradient", options.stop_gradient),
             ("--override", options.override),
+            ("--preset", options.preset),
             ("--unconnected", options.unconnected),
+            ("--no-gradient", options.no_gradient),
+            ("--rewrite", options.rewrite),
         )
         if value
     ]

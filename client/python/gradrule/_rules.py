@@ -1,0 +1,98 @@
+"""Rules as a user writes them, their params, and their messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from gradrule import _tensors
+from gradrule.errors import InvalidOverrideError, InvalidParamError, InvalidRuleError
+from gradrule.v1 import rule_pb2
+
+if TYPE_CHECKING:
+    from gradrule._sources import GraphLike
+
+Params: TypeAlias = "Mapping[str, Any]"
+
+
+class Rule:
+    """A rule that is not registered: it fits wherever a rule's name fits.
+
+    expression: a formula over `x`, `y`, `dy`, `default` and the params. graph: in its place, a graph with placeholders
+    of those names and nodes `dx`, `dx1`, …. params: what it declares, a dict of name to default (None: a value must be
+    given with each use) or a list of names. Raises `InvalidRuleError` unless one of expression and graph is given.
+    """
+
+    __slots__ = ("expression", "graph", "params")
+
+    def __init__(
+        self,
+        expression: str | None = None,
+        *,
+        graph: GraphLike | None = None,
+        params: Params | Iterable[str] | None = None,
+    ) -> None:
+        if (expression is None) == (graph is None):
+            raise InvalidRuleError("a rule is either an expression or a graph")
+        if expression is not None and not isinstance(expression, str):
+            raise InvalidRuleError(f"an expression is a string, not {type(expression).__name__}")
+        self.expression = expression
+        self.graph = graph
+        if params is None or isinstance(params, Mapping):
+            self.params: dict[str, Any] | None = None if params is None else dict(params)
+        else:
+            self.params = dict.fromkeys(params)
+
+    def definition(self, used_params: Iterable[str] = ()) -> rule_pb2.RuleDefinition:
+        """The message. Where the rule declares no params itself, those that its use gives count as declared."""
+        from gradrule._sources import graph_source
+
+        definition = rule_pb2.RuleDefinition()
+        if self.expression is not None:
+            definition.expression = self.expression
+        else:
+            definition.graph.CopyFrom(graph_source(self.graph))
+        declared = dict.fromkeys(used_params) if self.params is None else self.params
+        for name, default in declared.items():
+            param = definition.params.add(name=name)
+            if default is not None:
+                param.default_value.CopyFrom(param_value(name, default))
+        return definition
+
+    def __repr__(self) -> str:
+        what = repr(self.expression) if self.expression is not None else "graph=…"
+        return f"Rule({what}{f', params={self.params!r}' if self.params else ''})"
+
+
+RuleLike: TypeAlias = "str | Rule"
+OverrideValue: TypeAlias = "RuleLike | tuple[RuleLike, Params]"
+
+
+def rule_and_params(value: OverrideValue, where: str) -> tuple[RuleLike, Params | None]:
+    """The parts of `rule` or `(rule, params)`. `where` names the entry in errors."""
+    if isinstance(value, str | Rule):
+        return value, None
+    pair: Any = value
+    if isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str | Rule):
+        rule, params = pair
+        if isinstance(params, Mapping):
+            return rule, params
+        raise InvalidOverrideError(f"{where}: params are a dict by name, not {type(params).__name__}")
+    raise InvalidOverrideError(
+        f"{where}: expected a rule's name, a gr.Rule, or a tuple of one and its params; got {value!r}"
+    )
+
+
+def param_value(name: str, value: Any) -> rule_pb2.ParamValue:
+    """A param's value: a number, or what becomes a tensor of floats, ints or bools. Raises `InvalidParamError`."""
+    if isinstance(value, bool | int | float):
+        return rule_pb2.ParamValue(number=value)
+    try:
+        array = np.asarray(value)
+        if array.dtype.kind not in "SUOT":
+            return rule_pb2.ParamValue(tensor=_tensors.to_message(array))
+    except ValueError as cause:
+        raise InvalidParamError(f"param {name!r}: {cause}") from None
+    raise InvalidParamError(f"param {name!r} is a number or a tensor of numbers, not {value!r}")

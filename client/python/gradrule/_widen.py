@@ -1,0 +1,56 @@
+"""A graph with float64 in the place of float32, for finite differences that can be trusted."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gradrule import _tensors
+from gradrule._graph import Graph
+from gradrule.v1 import graph_pb2
+from gradrule.v1.tensor_pb2 import Dt, Tensor
+
+
+def widened(graph: Graph) -> bytes:
+    """The bytes of the graph in which every type float32, constants' too, is float64. It may be one that cannot run."""
+    message = graph_pb2.Graph.FromString(graph.plain_bytes())
+    for node in message.node:
+        _widen_node(node)
+    for function in message.library.function:
+        for argument in (*function.signature.input_arg, *function.signature.output_arg):
+            if argument.type == Dt.DT_FLOAT:
+                argument.type = Dt.DT_DOUBLE
+        for attr in function.attr.values():
+            _widen_attr(attr)
+        for node in function.node_def:
+            _widen_node(node)
+    return message.SerializeToString(deterministic=True)
+
+
+def _widen_node(node: graph_pb2.Node) -> None:
+    for attr in node.attr.values():
+        _widen_attr(attr)
+
+
+def _widen_attr(attr: graph_pb2.AttrValue) -> None:
+    match attr.WhichOneof("value"):
+        case "type" if attr.type == Dt.DT_FLOAT:
+            attr.type = Dt.DT_DOUBLE
+        case "tensor":
+            _widen_tensor(attr.tensor)
+        case "func":
+            for inner in attr.func.attr.values():
+                _widen_attr(inner)
+        case "list":
+            for index, number in enumerate(attr.list.type):
+                if number == Dt.DT_FLOAT:
+                    attr.list.type[index] = Dt.DT_DOUBLE
+            for tensor in attr.list.tensor:
+                _widen_tensor(tensor)
+            for function in attr.list.func:
+                for inner in function.attr.values():
+                    _widen_attr(inner)
+
+
+def _widen_tensor(tensor: Tensor) -> None:
+    if tensor.dtype == Dt.DT_FLOAT:
+        tensor.CopyFrom(_tensors.to_message(_tensors.to_numpy(tensor).astype(np.float64)))

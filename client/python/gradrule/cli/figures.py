@@ -1,0 +1,79 @@
+"""PNG and SVG files by Matplotlib. Figures are made without pyplot: no display, no global state."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradrule.cli.failures import missing_extra
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from gradrule._tensors import Array
+    from gradrule.cli.rules.curves import Curve
+
+_DPI = 120
+_STYLES: dict[str, dict[str, Any]] = {
+    "forward": {"color": "0.55", "linewidth": 1.4},
+    "gradient": {"color": "C0", "linewidth": 2.0},
+    "opposite": {"color": "C3", "linewidth": 1.4, "linestyle": "--"},
+}
+_SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def picture(text: str) -> Path:
+    """An argparse type: the name of a picture file."""
+    path = Path(text)
+    if path.suffix not in _SUFFIXES:
+        raise argparse.ArgumentTypeError(f"a picture's name ends with {', '.join(_SUFFIXES)}, got {text!r}")
+    return path
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure. Raises `CommandError` where Matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise missing_extra("`matplotlib`, which draws pictures, is not installed", "demo") from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def draw_curve(curve: Curve, path: Path) -> None:
+    """The op and the gradient over one axis."""
+    figure = new_figure(7, 4.2)
+    axes = figure.subplots()
+    axes.axhline(0, color="0.8", linewidth=0.8)
+    axes.axvline(0, color="0.8", linewidth=0.8)
+    for line in curve.lines:
+        axes.plot(curve.x, finite(line.values), label=line.label, **_STYLES[line.role])
+    axes.set(title=curve.title, xlabel="\n".join([curve.axis, *curve.notes]))
+    axes.legend()
+    figure.savefig(path, dpi=_DPI)
+
+
+def draw_norms(names: Sequence[str], norms: dict[str, list[float]], parts: dict[str, int], path: Path) -> None:
+    """A line of norms for each label over the tensors, from ys to xs; a ring where the label parts from the default."""
+    figure = new_figure(max(6.0, 1.5 + 0.45 * len(names)), 5)
+    axes = figure.subplots()
+    for order, (label, values) in enumerate(norms.items()):
+        drawn = np.array([value if value > 0 else np.nan for value in values])
+        axes.plot(range(len(names)), drawn, label=label, marker="o", markersize=4, color=f"C{order}")
+        if label in parts:
+            place = parts[label]
+            axes.plot([place], [drawn[place]], marker="o", markersize=12, fillstyle="none", color=f"C{order}")
+    axes.set_yscale("log")
+    axes.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=8)
+    axes.set(ylabel="norm of the gradient", title="from the ys to the xs; a ring: here it parts from the default")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=_DPI)
+
+
+def finite(values: Array) -> Array:
+    """Infinities as gaps, as NaN is."""
+    return np.where(np.isfinite(values), values, np.nan)

@@ -1,0 +1,186 @@
+"""Overrides, presets and maps of them as they are written on a command line.
+
+Each function is an argparse type: it raises `ArgumentTypeError` for what it cannot read, which is a usage error.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import ArgumentTypeError
+from typing import Any
+
+from gradrule._dtypes import NUMBERS
+from gradrule._overrides import Override, Preset, Region
+from gradrule.cli.values import EXPRESSION, assignment, literal, rule_of
+from gradrule.errors import GradruleError
+
+PRESET = "preset:"
+
+_NUMBER = re.compile(r"-?\d+")
+_PARAM = re.compile(r"[A-Za-z_]\w*")
+_OPENING, _CLOSING = "([{", ")]}"
+
+
+def override(text: str) -> Override:
+    """`SELECTOR=RULE[:param=value,…]`; RULE `expr:FORMULA` is a rule of this call alone.
+
+    A selector is one condition or several joined by `&`, which must all hold: see `CONDITIONS`.
+    """
+    selector, right = assignment(text, "OP_TYPE=RULE, node:GLOB=RULE, pattern:MatMul+BiasAdd=RULE, …")
+    conditions: dict[str, Any] = {}
+    for condition in selector.split("&"):
+        for field, value in _condition(condition.strip(), text).items():
+            if field in conditions and field != "attrs":
+                raise ArgumentTypeError(f"{field} is given twice in {text!r}")
+            conditions[field] = {**conditions.get(field, {}), **value} if field == "attrs" else value
+    rule, params = _with_params(right)
+    try:
+        return Override(rule_of(rule), params=params or None, **conditions)
+    except GradruleError as refusal:
+        raise ArgumentTypeError(f"{refusal.message} in {text!r}") from None
+
+
+def preset(text: str) -> Preset:
+    """`NAME` or `NAME:param=value,…`."""
+    name, params = _with_params(text)
+    if not _PARAM.fullmatch(name):
+        raise ArgumentTypeError(f"{name!r} is no preset's name; expected NAME or NAME:param=value,… in {text!r}")
+    return Preset(name, **params)
+
+
+def override_map(text: str) -> tuple[str, list[Override | Preset]]:
+    """`LABEL=OVERRIDE,OVERRIDE,…`, in which `preset:NAME` stands for a preset; `LABEL=` alone has none."""
+    label, equals, rest = text.partition("=")
+    if not equals or not label:
+        raise ArgumentTypeError(f"expected NAME=OVERRIDE,OVERRIDE,… got {text!r}")
+    return label, [
+        preset(part.removeprefix(PRESET)) if part.startswith(PRESET) else override(part) for part in _parts(rest)
+    ]
+
+
+def preset_map(text: str) -> tuple[str, list[Override | Preset]]:
+    """`LABEL=PRESET` or `LABEL=PRESET:param=value,…`."""
+    label, chosen = assignment(text, "NAME=PRESET")
+    return label, [preset(chosen)]
+
+
+def _condition(text: str, whole: str) -> dict[str, Any]:
+    kind, colon, rest = text.partition(":")
+    if not colon and kind in ("near_xs", "near_ys"):
+        return {"position": kind.replace("near_", "nearest_")}
+    if not colon:
+        kind, rest = "op", text
+    if not rest:
+        raise ArgumentTypeError(f"nothing is selected in {whole!r}")
+    match kind:
+        case "op":
+            return {"op_type": rest}
+        case "node" | "scope":
+            return {kind: rest}
+        case "regex":
+            return {"node_regex": rest}
+        case "pattern":
+            return {"pattern": _words(rest, "+", whole)}
+        case "region":
+            return {"region": _region(rest, whole)}
+        case "near_xs" | "near_ys":
+            return {"op_type": rest, "position": kind.replace("near_", "nearest_")}
+        case "position" | "rank":
+            if not _NUMBER.fullmatch(rest):
+                raise ArgumentTypeError(f"{kind} is a number, not {rest!r}, in {whole!r}")
+            return {kind: int(rest)}
+        case "dtype":
+            if rest not in NUMBERS:
+                raise ArgumentTypeError(f"{rest!r} is no element type such as float32, in {whole!r}")
+            return {"dtype": rest}
+        case "depends_on":
+            return {"depends_on": _words(rest, ",", whole)}
+        case "attr":
+            name, _, value = rest.partition(":")
+            return {"attrs": {name: _attr(value)}}
+        case _:
+            raise ArgumentTypeError(f"{kind!r} is no selector; expected one of {', '.join(CONDITIONS)} in {whole!r}")
+
+
+CONDITIONS = (
+    "op", "node", "regex", "scope", "pattern", "region", "near_xs", "near_ys", "position", "dtype", "rank",
+    "depends_on", "attr",
+)  # fmt: skip
+"""What stands before the colon of a condition."""
+
+
+def _region(text: str, whole: str) -> Region:
+    inputs, arrow, outputs = text.partition(">")
+    if not arrow or ">" in outputs:
+        raise ArgumentTypeError(f"a region is written region:INPUT,…>OUTPUT,…=RULE, not {whole!r}")
+    return Region(_words(inputs, ",", whole), _words(outputs, ",", whole))
+
+
+def _words(text: str, separator: str, whole: str) -> list[str]:
+    words = [word.strip() for word in text.split(separator)]
+    if not all(words):
+        raise ArgumentTypeError(f"there is an empty name in {whole!r}")
+    return words
+
+
+def _attr(text: str) -> Any:
+    """Text that is no JSON stands for itself: `attr:padding:SAME`."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _with_params(text: str) -> tuple[str, dict[str, Any]]:
+    """`NAME:param=value,…` as its parts. A formula has no params here: they would be part of it."""
+    if text.startswith(EXPRESSION):
+        return text, {}
+    name, colon, rest = text.partition(":")
+    params: dict[str, Any] = {}
+    for part in _split(rest) if colon else ():
+        param, value = assignment(part, "param=value")
+        if not _PARAM.fullmatch(param):
+            raise ArgumentTypeError(f"{param!r} is no param's name in {text!r}")
+        params[param] = literal(value, text)
+    return name, params
+
+
+def _parts(text: str) -> list[str]:
+    """The overrides of a map. A comma inside a region or between params separates nothing."""
+    parts: list[str] = []
+    unfinished = ""
+    for piece in _split(text):
+        piece = f"{unfinished},{piece}" if unfinished else piece
+        unfinished = ""
+        if "=" not in piece and not piece.startswith(PRESET):
+            unfinished = piece
+        elif parts and _is_param(piece):
+            parts[-1] += f",{piece}"
+        else:
+            parts.append(piece)
+    return [*parts, unfinished] if unfinished else parts
+
+
+def _is_param(piece: str) -> bool:
+    """A rule's name is no JSON value, and a param's value is one."""
+    name, _, value = piece.partition("=")
+    if not _PARAM.fullmatch(name):
+        return False
+    try:
+        json.loads(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _split(text: str) -> list[str]:
+    """At the commas outside all brackets."""
+    depth, parts = 0, [""]
+    for character in text:
+        depth += (character in _OPENING) - (character in _CLOSING)
+        if character == "," and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts if part.strip()]

@@ -1,0 +1,3 @@
+"""stub"""
+from typing import Any
+def add(group: Any) -> None: ...

@@ -1,0 +1,160 @@
+"""A rule as a curve: values of the op and of the gradient, asked of a server with `sample_rule`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradrule._results import RuleInfo
+from gradrule._rules import Rule
+from gradrule._tensors import Array
+from gradrule.cli.rules.sites import NoSiteError, Site, examples_used, params_of, site_of
+from gradrule.cli.rules.text import number
+from gradrule.errors import GradruleError, MissingFeedError
+
+if TYPE_CHECKING:
+    from gradrule import Client
+
+POINTS = 241
+# Where each point is a call of its own.
+_FEW_POINTS = 121
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a curve. role: `forward` for the op, `gradient`, `opposite` for the gradient at -dy."""
+
+    label: str
+    values: Array
+    role: str = "gradient"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """axis: `x`, or `dy` where only that counts. lines: the op first where there is one, then gradients.
+
+    notes: what one must know to read it: params that were made up, further inputs.
+    """
+
+    title: str
+    axis: str
+    x: Array
+    lines: tuple[Line, ...]
+    notes: tuple[str, ...]
+
+
+def curve(
+    client: Client,
+    rule: RuleInfo | Rule,
+    *,
+    op_type: str | None = None,
+    others: tuple[Any, ...] = (),
+    params: Mapping[str, Any] | None = None,
+    interval: tuple[float, float] | None = None,
+    dy: float = 1.0,
+    over: str | None = None,
+) -> Curve:
+    """The curve of a rule. Raises `NoSiteError` where it is no function of one number."""
+    given = dict(params or {})
+    site = site_of(rule, op_type, others)
+    values = params_of(rule, given)
+    sampler = Sampler(client, rule, site, values)
+    over_dy = site.over_dy if over is None else over == "dy"
+    low, high = interval or site.interval
+    x = np.linspace(low, high, POINTS if sampler.is_separate else _FEW_POINTS)
+    notes = _notes(rule, site, given, sampler)
+    title = _title(rule, values)
+    if over_dy:
+        _, gradient = sampler.at(x, x)
+        return Curve(title, "dy", x, (Line("dx", gradient),), notes)
+    forward, gradient = sampler.at(x, np.full_like(x, dy))
+    _, opposite = sampler.at(x, np.full_like(x, -dy))
+    lines = [] if forward is None else [Line(site.forward, forward, "forward")]
+    lines.append(Line(f"dx, dy = {dy:g}", gradient))
+    if not np.allclose(opposite, -gradient, rtol=1e-4, atol=1e-6, equal_nan=True):
+        lines.append(Line(f"dx, dy = {-dy:g}", opposite, "opposite"))
+    return Curve(title, "x", x, tuple(lines), notes)
+
+
+class Sampler:
+    """Runs a rule at many numbers, each by itself.
+
+    A number v is the first element of a tensor [v, 0] whose second element gets no upstream gradient, so that rules
+    that look at a whole sample or tensor have something to look at. Where samples are not independent of each other,
+    each number is a call.
+    """
+
+    def __init__(self, client: Client, rule: RuleInfo | Rule, site: Site, params: Mapping[str, Any]) -> None:
+        self._client = client
+        self._rule = rule.name if isinstance(rule, RuleInfo) else rule
+        self._site = site
+        self._params = dict(params)
+        self.is_separate = isinstance(rule, RuleInfo) and rule.per_sample is True
+
+    def at(self, x: Array, dy: Array, dtype: str = "float32") -> tuple[Array | None, Array]:
+        """The op's output, where there is an op, and the gradient, at each x with its dy."""
+        xs, dys = (np.stack([part, np.zeros_like(part)], axis=1).astype(dtype) for part in (x, dy))
+        if self.is_separate:
+            return self._call(xs, dys)
+        calls = [self._call(xs[index : index + 1], dys[index : index + 1]) for index in range(len(x))]
+        forwards = [forward for forward, _ in calls if forward is not None]
+        gradient = np.concatenate([gradient for _, gradient in calls]) if calls else x[:0]
+        return (np.concatenate(forwards) if forwards else None), gradient
+
+    def _call(self, x: Array, dy: Array) -> tuple[Array | None, Array]:
+        site = self._site
+        values: dict[str, Any] = {name: np.asarray(value, x.dtype) for name, value in site.inputs.items()}
+        step = (x > 0).astype(x.dtype) if site.is_step else None
+        y = step
+        if site.y:
+            import gradrule as gr
+
+            y = self._client.sample_rule(gr.Rule(f"{site.y} + 0 * x"), x=x).gradients["dx"]
+        try:
+            sampled = self._client.sample_rule(
+                self._rule, x=x, y=y, dy=dy, params=self._params or None, op_type=site.op_type, **values
+            )
+        except MissingFeedError as refusal:
+            raise NoSiteError(f"{refusal.message} (an op with --op-type, further inputs with --feed)") from None
+        gradient = sampled.gradients["dx"]
+        if gradient is None:
+            raise NoSiteError("the rule gives no gradient to the first input")
+        forward = sampled.outputs.get("y") if y is None else y
+        return (None if forward is None else _first(forward)), _first(gradient)
+
+
+def why_not(failure: CommandFailure) -> str:
+    """A failure as the reason why there is no curve."""
+    return failure.message if isinstance(failure, GradruleError) else str(failure)
+
+
+CommandFailure = GradruleError | NoSiteError
+
+
+def _first(rows: Array) -> Array:
+    return np.asarray(rows, np.float64).reshape(len(rows), -1)[:, 0]
+
+
+def _title(rule: RuleInfo | Rule, params: Mapping[str, Any]) -> str:
+    if isinstance(rule, Rule):
+        name, shown = rule.expression or "", dict(params)
+    else:
+        name, shown = rule.name, {**rule.params, **params}
+    values = ", ".join(f"{name}={number(value)}" for name, value in shown.items())
+    return f"{name} ({values})" if values else name
+
+
+def _notes(rule: RuleInfo | Rule, site: Site, given: Mapping[str, Any], sampler: Sampler) -> tuple[str, ...]:
+    notes = []
+    made_up = examples_used(rule, given)
+    if made_up:
+        values = ", ".join(f"{name}={number(value)}" for name, value in made_up.items())
+        notes.append(f"{values}: made up, since a value must be given")
+    if site.others and not site.op_type:
+        notes.append(", ".join(f"{name} = {number(value)}" for name, value in site.inputs.items()))
+    if not sampler.is_separate:
+        notes.append("each number stands in a tensor [x, 0] of its own; dy is 0 for the 0")
+    return tuple(notes)

@@ -1,0 +1,116 @@
+"""`gradrule rules plot` and `gallery`: rules to be seen."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradrule._results import RuleInfo
+from gradrule._rules import Rule
+from gradrule.cli import figures, output
+from gradrule.cli.connection import connect, finish
+from gradrule.cli.failures import USAGE, CommandError
+from gradrule.cli.rules import inputs
+
+if TYPE_CHECKING:
+    from gradrule import Client
+    from gradrule.cli.rules.curves import Curve
+
+
+def add(group: Any) -> None:
+    """Adds the verbs."""
+    parser = group.add_parser(
+        "plot",
+        help="draw a rule: the op and the gradient",
+        description="Draws the op and the rule's gradient over x, or, for rules that only look at what arrives, over "
+        "dy. The gradient of the opposite dy is dashed where it is more than the same with another sign.",
+    )
+    inputs.add_rule(parser)
+    inputs.add_feeds(parser, "value of a further input: x1=0.5")
+    inputs.add_range(parser)
+    parser.add_argument("--dy", type=float, default=1.0, help="upstream gradient [default: 1]")
+    parser.add_argument("--over", choices=("x", "dy"), help="the horizontal axis [default: what the rule looks at]")
+    parser.add_argument(
+        "--output", metavar="FILE.png", type=figures.picture, help="draw into this file (.png, .svg, .pdf)"
+    )
+    parser.add_argument("--terminal", action="store_true", help="draw in the terminal too [default without --output]")
+    finish(parser, run_plot)
+
+    parser = group.add_parser(
+        "gallery",
+        help="one HTML page with every builtin rule",
+        description="Writes DIR/index.html, a page that needs no other file: every builtin rule by family with its "
+        "curve, formula, params, source and an example, and the presets.",
+    )
+    parser.add_argument("folder", metavar="DIR", type=Path)
+    finish(parser, run_gallery)
+
+
+def run_plot(options: argparse.Namespace) -> int:
+    """Draws one rule."""
+    from gradrule.cli.rules import terminal
+    from gradrule.cli.rules.curves import curve
+
+    feeds = inputs.feeds(options)
+    expected = [f"x{index}" for index in range(1, len(feeds) + 1)]
+    if sorted(feeds) != expected:
+        raise CommandError(f"--feed gives further inputs, x1, x2, … in full, not {', '.join(sorted(feeds))}", USAGE)
+    if options.output is not None:
+        figures.new_figure(1, 1)
+    with connect(options) as client:
+        drawn = curve(
+            client,
+            info_of(client, options.rule),
+            op_type=options.op_type,
+            others=tuple(feeds[name] for name in expected),
+            params=dict(options.param),
+            interval=options.range,
+            dy=options.dy,
+            over=options.over,
+        )
+    if options.output is not None:
+        figures.draw_curve(drawn, options.output)
+    if options.json:
+        output.print_json(_json(drawn))
+        return 0
+    screen = output.console()
+    if options.terminal or options.output is None:
+        terminal.draw(screen, drawn)
+    if options.output is not None:
+        screen.print(f"wrote {options.output}")
+    return 0
+
+
+def info_of(client: Client, rule: str | Rule) -> RuleInfo | Rule:
+    """All about a rule that is given by its name."""
+    return client.get_rule(rule) if isinstance(rule, str) else rule
+
+
+def run_gallery(options: argparse.Namespace) -> int:
+    """Writes the page."""
+    from gradrule.cli.rules import gallery
+
+    options.folder.mkdir(parents=True, exist_ok=True)
+    path = options.folder / "index.html"
+    with connect(options) as client:
+        page = gallery.page(client)
+    path.write_text(page.html, encoding="utf-8")
+    if options.json:
+        output.print_json({"file": str(path), "rules": page.rules, "curves": page.curves, "presets": page.presets})
+    else:
+        print(f"wrote {path}: {page.rules} rules, {page.curves} with a curve, {page.presets} presets")
+    return 0
+
+
+def _json(curve: Curve) -> dict[str, object]:
+    return {
+        "title": curve.title,
+        "axis": curve.axis,
+        "x": output.array_json(curve.x)["values"],
+        "lines": [
+            {"label": line.label, "role": line.role, "values": output.array_json(line.values)["values"]}
+            for line in curve.lines
+        ],
+        "notes": list(curve.notes),
+    }

@@ -1,0 +1,181 @@
+"""One HTML page with every builtin rule: curve, formula, params, source, an example. It needs no other file."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING
+
+from gradrule._results import ParamInfo, PresetInfo, RuleInfo
+from gradrule.cli.rules import examples, svg, text
+from gradrule.cli.rules.curves import Curve, curve
+from gradrule.cli.rules.sites import NoSiteError
+from gradrule.errors import GradruleError
+
+if TYPE_CHECKING:
+    from gradrule import Client
+
+FAMILIES = {
+    "straight_through": "Straight-through: quantisation and rounding",
+    "surrogate": "Surrogate gradients: spiking networks",
+    "attribution": "Attribution: what a model looks at",
+    "flow": "Flow: domain adaptation, optimisation, hygiene",
+    "stable": "Numerically stable gradients",
+}
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1c2430; --soft: #5d6878; --line: #d5dae2; --paper: #fff; --card: #f7f8fa;
+  --gradient: #0b63ce; --opposite: #c62f2f; --forward: #9aa4b2; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e4e8ee; --soft: #9aa4b2; --line: #353d49; --paper: #14181e;
+  --card: #1c222b; --gradient: #62a8ff; --opposite: #ff7b72; --forward: #66707e; } }
+body { font: 15px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 0 auto;
+  max-width: 1400px; padding: 0 20px 60px; }
+code, pre { font: 13px/1.4 ui-monospace, Consolas, monospace; }
+nav { position: sticky; top: 0; background: var(--paper); padding: 10px 0; border-bottom: 1px solid var(--line);
+  display: flex; gap: 14px; flex-wrap: wrap; z-index: 1; }
+nav a { color: var(--gradient); text-decoration: none; }
+nav input { margin-left: auto; padding: 4px 8px; min-width: 220px; }
+.rules { display: grid; grid-template-columns: repeat(auto-fill, minmax(400px, 1fr)); gap: 16px; }
+article { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 14px 16px;
+  min-width: 0; }
+article h3 { margin: 0 0 4px; font: 600 16px ui-monospace, monospace; }
+article h3 small { font-weight: 400; color: var(--soft); }
+.formula, pre { display: block; overflow-x: auto; white-space: pre; padding: 6px 8px; margin: 6px 0;
+  background: var(--paper); border: 1px solid var(--line); border-radius: 4px; }
+.none { color: var(--soft); border: 1px dashed var(--line); border-radius: 4px; padding: 14px; margin: 6px 0; }
+.note, .source { color: var(--soft); font-size: 13px; margin: 4px 0; }
+table { border-collapse: collapse; font-size: 13px; margin: 6px 0; }
+td, th { text-align: left; padding: 2px 12px 2px 0; vertical-align: top; }
+th { color: var(--soft); font-weight: 500; }
+svg { width: 100%; max-width: 420px; display: block; }
+svg text { font: 10px sans-serif; fill: var(--soft); }
+svg .frame { fill: none; stroke: var(--line); } svg .zero { stroke: var(--line); }
+polyline { fill: none; stroke-linejoin: round; } polyline.forward { stroke: var(--forward); stroke-width: 1.4; }
+polyline.gradient { stroke: var(--gradient); stroke-width: 2.2; }
+polyline.opposite { stroke: var(--opposite); stroke-width: 1.4; stroke-dasharray: 5 4; }
+.forward-key { color: var(--forward); } .gradient-key { color: var(--gradient); }
+.opposite-key { color: var(--opposite); }
+"""
+
+_SCRIPT = """
+const box = document.querySelector("input");
+box.addEventListener("input", () => {
+  const words = box.value.toLowerCase().split(/\\s+/);
+  for (const card of document.querySelectorAll("article")) {
+    const text = card.textContent.toLowerCase();
+    card.hidden = !words.every((word) => text.includes(word));
+  }
+});
+"""
+
+
+@dataclass(frozen=True)
+class Page:
+    """The page and what is on it."""
+
+    html: str
+    rules: int
+    curves: int
+    presets: int
+
+
+def page(client: Client) -> Page:
+    """The page, from what the server tells and samples."""
+    rules = sorted(client.list_rules("builtin"), key=lambda rule: (_order(rule.family), rule.name))
+    presets = client.list_presets()
+    curves = 0
+    sections = []
+    for family, members in itertools.groupby(rules, key=lambda rule: rule.family):
+        cards = []
+        for rule in members:
+            drawn = _curve_or_reason(client, rule)
+            curves += isinstance(drawn, Curve)
+            cards.append(_card(rule, drawn))
+        sections.append(_section(family, FAMILIES.get(family, family), cards))
+    sections.append(_section("presets", "Presets: named lists of overrides", [_preset_card(item) for item in presets]))
+    links = "".join(f'<a href="#{escape(name)}">{escape(name)}</a>' for name in _names(rules))
+    html = (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>gradrule: rules</title>\n'
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>\n'
+        f"<h1>The rules of gradrule</h1>\n<p>{len(rules)} rules, {len(presets)} presets. Curves: "
+        '<span class="forward-key">the op</span>, <span class="gradient-key">its gradient for dy = 1</span>, and '
+        '<span class="opposite-key">for dy = -1</span> where that is more than the same with another sign.</p>\n'
+        f'<nav>{links}<input type="search" placeholder="find a rule, an op, a paper"></nav>\n'
+        f"{''.join(sections)}<script>{_SCRIPT}</script></body></html>\n"
+    )
+    return Page(html, len(rules), curves, len(presets))
+
+
+def _names(rules: Sequence[RuleInfo]) -> list[str]:
+    return [*dict.fromkeys(rule.family for rule in rules), "presets"]
+
+
+def _order(family: str) -> tuple[int, str]:
+    known = list(FAMILIES)
+    return (known.index(family) if family in known else len(known), family)
+
+
+def _curve_or_reason(client: Client, rule: RuleInfo) -> Curve | str:
+    try:
+        return curve(client, rule)
+    except NoSiteError as reason:
+        return str(reason)
+    except GradruleError as refusal:
+        return refusal.message
+
+
+def _section(anchor: str, title: str, cards: Sequence[str]) -> str:
+    return f'<h2 id="{escape(anchor)}">{escape(title)}</h2>\n<div class="rules">\n{"".join(cards)}</div>\n'
+
+
+def _card(rule: RuleInfo, drawn: Curve | str) -> str:
+    aliases = f" <small>also {escape(', '.join(rule.aliases))}</small>" if rule.aliases else ""
+    parts = [f'<article id="{escape(rule.name)}"><h3>{escape(rule.name)}{aliases}</h3>']
+    parts.append(f"<div>{_markup(rule.description)}</div>")
+    if isinstance(drawn, Curve):
+        parts.append(svg.draw(drawn))
+        parts += [f'<p class="note">{escape(note)}</p>' for note in drawn.notes]
+    else:
+        reason = drawn if drawn.startswith("no curve") else f"no curve: {drawn}"
+        parts.append(f'<div class="none">{escape(reason)}</div>')
+    parts.append(f'<code class="formula">{escape(text.formula(rule))}</code>')
+    parts.append(_params(rule.param_infos))
+    facts = [("for", ", ".join(rule.op_types) or "any op or region"), ("source", rule.reference)]
+    facts.append(("true gradient", "yes" if rule.true_gradient else ""))
+    facts.append(("per sample", {True: "yes", False: "no", None: ""}[rule.per_sample]))
+    parts += [f'<p class="source">{name}: {escape(value)}</p>' for name, value in facts if value]
+    return "".join([*parts, _example(examples.of_rule(rule)), "</article>\n"])
+
+
+def _preset_card(preset: PresetInfo) -> str:
+    return "".join(
+        [
+            f'<article id="preset-{escape(preset.name)}"><h3>{escape(preset.name)}</h3>',
+            f"<div>{_markup(preset.description)}</div>",
+            f"<pre>{escape(chr(10).join(preset.overrides))}</pre>",
+            _params(preset.params),
+            f'<p class="source">source: {escape(preset.reference)}</p>',
+            _example(examples.of_preset(preset)),
+            "</article>\n",
+        ]
+    )
+
+
+def _params(infos: Sequence[ParamInfo]) -> str:
+    if not infos:
+        return ""
+    head = "".join(f"<th>{escape(column)}</th>" for column in text.PARAM_COLUMNS)
+    rows = "".join(f"<tr>{''.join(f'<td>{_markup(cell)}</td>' for cell in row)}</tr>" for row in text.param_rows(infos))
+    return f"<table><tr>{head}</tr>{rows}</table>"
+
+
+def _example(example: examples.Example) -> str:
+    return f"<pre>{escape(example.python)}</pre><pre>{escape(example.shell)}</pre>"
+
+
+def _markup(description: str) -> str:
+    """Text between backticks as code."""
+    pieces = escape(description).split("`")
+    return "".join(f"<code>{piece}</code>" if index % 2 else piece for index, piece in enumerate(pieces))

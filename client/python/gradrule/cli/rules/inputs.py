@@ -1,0 +1,65 @@
+"""The flags of verbs that run a rule: `sample`, `plot`, `check`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any
+
+from gradrule.cli import values
+from gradrule.cli.failures import USAGE, CommandError
+
+
+def add_rule(parser: argparse.ArgumentParser) -> None:
+    """Adds the rule, its params and the op that it stands at."""
+    parser.add_argument("rule", metavar="NAME", type=values.rule_of, help="a rule's name, or expr:FORMULA")
+    parser.add_argument(
+        "--param",
+        metavar="NAME=VALUE",
+        type=values.sample_param,
+        action="append",
+        default=[],
+        help="value of one of the rule's params; may be repeated",
+    )
+    parser.add_argument("--op-type", metavar="TYPE", help="op whose outputs and own gradient the rule sees")
+
+
+def add_feeds(parser: argparse.ArgumentParser, text: str, *more_flags: str) -> None:
+    """Adds `--feed` for the rule's variables."""
+    parser.add_argument(
+        "--feed",
+        *more_flags,
+        dest="feed",
+        metavar="VARIABLE=VALUE",
+        type=values.variable,
+        action="append",
+        default=[],
+        help=f"{text}; may be repeated",
+    )
+
+
+def add_range(parser: argparse.ArgumentParser) -> None:
+    """Adds `--range`."""
+    parser.add_argument("--range", metavar="FROM:TO", type=interval, help="of x [default: what suits the op, or -3:3]")
+
+
+def feeds(options: argparse.Namespace) -> dict[str, Any]:
+    """Values by variable. One that is given twice is a usage error."""
+    given: dict[str, Any] = {}
+    for one in options.feed:
+        if twice := given.keys() & one.keys():
+            raise CommandError(f"{min(twice)!r} is fed twice", USAGE)
+        given.update(one)
+    return given
+
+
+def interval(text: str) -> tuple[float, float]:
+    """`-3:3`."""
+    first, colon, last = text.partition(":")
+    try:
+        low, high = float(first), float(last)
+    except ValueError:
+        low, high = 0.0, 0.0
+    if not (colon and low < high and math.isfinite(low) and math.isfinite(high)):
+        raise argparse.ArgumentTypeError(f"expected FROM:TO with FROM less than TO, such as -3:3, got {text!r}")
+    return low, high

@@ -1,0 +1,87 @@
+"""A curve as a small SVG picture, for pages: no library, no file, colours by the page's style sheet."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gradrule.cli.rules.curves import Curve
+
+if TYPE_CHECKING:
+    from gradrule._tensors import Array
+
+_WIDTH, _HEIGHT = 300.0, 170.0
+_LEFT, _RIGHT, _TOP, _BOTTOM = 40.0, 8.0, 8.0, 20.0
+
+
+def draw(curve: Curve) -> str:
+    """The picture. Lines have the classes `forward`, `gradient`, `opposite`."""
+    low, high = span(curve)
+    width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+
+    def across(x: float) -> float:
+        return _LEFT + width * (x - float(curve.x[0])) / float(curve.x[-1] - curve.x[0])
+
+    def down(value: float) -> float:
+        return _TOP + height * (high - value) / (high - low)
+
+    parts = [f'<rect class="frame" x="{_LEFT:g}" y="{_TOP:g}" width="{width:g}" height="{height:g}"/>']
+    if low < 0 < high:
+        parts.append(_segment(_LEFT, down(0), _LEFT + width, down(0)))
+    if curve.x[0] < 0 < curve.x[-1]:
+        parts.append(_segment(across(0), _TOP, across(0), _TOP + height))
+    for value in (float(curve.x[0]), 0.0, float(curve.x[-1])):
+        if curve.x[0] <= value <= curve.x[-1]:
+            parts.append(_text(across(value), _HEIGHT - 5, f"{value:g}", "middle"))
+    parts.append(_text(_LEFT + 0.75 * width, _HEIGHT - 5, curve.axis, "middle"))
+    for value in (_nice(low, high, up=False), _nice(low, high, up=True)):
+        parts.append(_text(_LEFT - 4, down(value) + 4, f"{value:.3g}", "end"))
+    for line in curve.lines:
+        for points in _runs(curve.x, line.values):
+            path = " ".join(f"{across(x):.1f},{down(y):.1f}" for x, y in points)
+            parts.append(f'<polyline class="{line.role}" points="{path}"/>')
+    title = escape(", ".join([curve.title, *(line.label for line in curve.lines)]))
+    return f'<svg viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" role="img"><title>{title}</title>{"".join(parts)}</svg>'
+
+
+def span(curve: Curve) -> tuple[float, float]:
+    """The lowest and highest value to be shown, with a margin; a few far outliers are cut off."""
+    values = np.concatenate([line.values[np.isfinite(line.values)] for line in curve.lines])
+    if not values.size:
+        return -1.0, 1.0
+    low, high = float(values.min()), float(values.max())
+    near_low, near_high = (float(value) for value in np.percentile(values, [2, 98]))
+    reach = 3 * max(near_high - near_low, 1e-3)
+    low, high = max(low, near_low - reach), min(high, near_high + reach)
+    margin = 0.06 * (high - low) or 1.0
+    return low - margin, high + margin
+
+
+def _nice(low: float, high: float, up: bool) -> float:
+    """A round number near an end of the axis."""
+    inner = (high - low) * 0.05
+    value = high - inner if up else low + inner
+    step = 10.0 ** np.floor(np.log10(high - low)) / 2
+    rounded = float((np.floor if up else np.ceil)(value / step + (1e-6 if up else -1e-6)) * step)
+    return rounded + 0.0 if low <= rounded <= high else value
+
+
+def _segment(x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<line class="zero" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _runs(x: Array, values: Array) -> list[list[tuple[float, float]]]:
+    """The finite stretches of a line."""
+    runs: list[list[tuple[float, float]]] = [[]]
+    for place, value in zip(x.tolist(), values.tolist(), strict=True):
+        if np.isfinite(value):
+            runs[-1].append((place, value))
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]

@@ -1,0 +1,68 @@
+"""A rule and its params in words, and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from gradrule._results import ParamInfo, PresetInfo, RuleInfo
+from gradrule.cli import output
+
+
+def number(value: Any) -> str:
+    """A param's value: `1` for 1.0."""
+    return f"{value:g}" if isinstance(value, float) else str(np.asarray(value).tolist())
+
+
+def params(infos: Sequence[ParamInfo]) -> str:
+    """`clip=1, seed`: a param without a default must be given."""
+    return ", ".join(info.name if info.default is None else f"{info.name}={number(info.default)}" for info in infos)
+
+
+def param_rows(infos: Sequence[ParamInfo]) -> list[list[str]]:
+    """Rows of `PARAM_COLUMNS`."""
+    return [
+        [info.name, "must be given" if info.default is None else number(info.default), info.range, info.description]
+        for info in infos
+    ]
+
+
+PARAM_COLUMNS = ("param", "default", "range", "meaning")
+
+
+def formula(rule: RuleInfo) -> str:
+    """What the rule computes, for people."""
+    if rule.formula or rule.expression is not None:
+        return rule.formula or rule.expression or ""
+    if rule.graph is not None:
+        return f"a graph of {len(rule.graph)} bytes"
+    return "TensorFlow's own" if rule.kind == "op" else ""
+
+
+def rule_json(rule: RuleInfo) -> dict[str, object]:
+    """All about a rule; a graph by its size."""
+    found = asdict(rule)
+    found["graph_bytes"] = None if rule.graph is None else len(rule.graph)
+    del found["graph"]
+    found["params"] = {name: _value(value) for name, value in rule.params.items()}
+    found["param_infos"] = _params_json(rule.param_infos)
+    return found
+
+
+def preset_json(preset: PresetInfo) -> dict[str, object]:
+    """All about a preset."""
+    return {**asdict(preset), "params": _params_json(preset.params)}
+
+
+def _params_json(infos: Sequence[ParamInfo]) -> list[dict[str, object]]:
+    return [
+        {"name": info.name, "default": _value(info.default), "description": info.description, "range": info.range}
+        for info in infos
+    ]
+
+
+def _value(value: Any) -> object:
+    return value if value is None or isinstance(value, float) else output.array_json(value)

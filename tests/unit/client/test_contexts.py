@@ -1,0 +1,96 @@
+"""Contexts of the builder: no override in them is lost without a word."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import gradrule as gr
+from gradrule import _requests
+
+
+def graph() -> tuple[gr.Graph, gr.TensorHandle]:
+    g = gr.Graph()
+    return g, g.placeholder("x", "float32", [None])
+
+
+def test_a_context_without_a_node_of_its_op_type_is_refused() -> None:
+    g, x = graph()
+    with (
+        pytest.raises(gr.errors.UnmatchedOverrideError, match=r"'Relu'.*only Relu6, Sign\. Did you mean 'Relu6'") as e,
+        g.gradient_override_map({"Relu": "r", "Sign": "s"}),
+    ):
+        g.relu6(g.sign(x))
+    assert [detail.field for detail in e.value.details] == ["gradient_override_map['Relu']"]
+
+
+def test_an_empty_context_names_every_op_type_that_it_waited_for() -> None:
+    g, x = graph()
+    g.sign(x)
+    with (
+        pytest.raises(gr.errors.UnmatchedOverrideError, match="nothing at all") as e,
+        g.gradient_override_map({"Sign": "s", "Relu": gr.Rule("dy")}),
+    ):
+        pass
+    assert "gradient_override_map['Relu']" in str(e.value)
+    # The context is left: nodes made later are not given its rule.
+    assert "_gradient_op_type" not in g.sign(x).node.attrs
+
+
+def test_what_an_inner_context_takes_counts_for_the_outer_one() -> None:
+    g, x = graph()
+    with g.gradient_override_map({"Sign": "outer"}), g.gradient_override_map({"Sign": "inner"}):
+        y = g.sign(x)
+    assert y.node.attrs["_gradient_op_type"].s == b"inner"
+
+
+def test_an_inner_context_counts_its_own_nodes_only() -> None:
+    g, x = graph()
+    with g.gradient_override_map({"Sign": "outer"}):
+        g.sign(x)
+        with pytest.raises(gr.errors.UnmatchedOverrideError), g.gradient_override_map({"Sign": "inner"}):
+            g.relu(x)
+
+
+def test_optional_contexts_and_empty_ones_may_take_nothing() -> None:
+    g, x = graph()
+    with g.gradient_override_map({"Relu": "r"}, optional=True), g.gradient_override_map({}):
+        g.sign(x)
+
+
+def test_an_error_inside_a_context_stays_what_it_is() -> None:
+    g, _ = graph()
+    with pytest.raises(ZeroDivisionError), g.gradient_override_map({"Sign": "s"}):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind"),
+    [("Sign", gr.errors.InvalidOverrideError), ({3: "r"}, gr.errors.UnknownOpTypeError)],
+)
+def test_what_is_no_map_is_refused(overrides: Any, kind: type[Exception]) -> None:
+    g, _ = graph()
+    with pytest.raises(kind), g.gradient_override_map(overrides):
+        pass
+
+
+@pytest.mark.parametrize("value", [gr.Rule("2 * dy"), ("ste", {"threshold": 2.0})], ids=["rule", "params"])
+def test_bytes_that_would_lose_an_override_are_refused(value: Any) -> None:
+    g, x = graph()
+    with g.gradient_override_map({"Sign": value}):
+        g.sign(x, name="s")
+    with pytest.raises(gr.errors.InvalidOverrideError, match=r"node 's' the rule .*only the name"):
+        g.to_bytes()
+    with pytest.raises(gr.errors.InvalidOverrideError, match="'s'"):
+        gr.Rule(graph=g).definition()
+    spec, _ = _requests.program_spec(g, _requests.Words(ys="s", xs="x"))
+    assert [override.selector.node for override in spec.overrides] == ["s"]
+    assert [node.name for node in gr.Graph.from_bytes(spec.graph.serialized).find()] == ["x", "s"]
+
+
+def test_names_travel_in_bytes() -> None:
+    g, x = graph()
+    with g.gradient_override_map({"Sign": "ste"}):
+        g.sign(x, name="s")
+    assert gr.Graph.from_bytes(g.to_bytes()).node("s").attrs["_gradient_op_type"].s == b"ste"
