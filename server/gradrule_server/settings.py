@@ -65,7 +65,9 @@ class Settings(BaseModel):
     engine_threads: PositiveInt = Field(8, description="Requests that an engine runs at a time.")
     program_cache: PositiveInt = Field(256, description="Programs that an engine keeps loaded.")
     program_cache_bytes: ByteSize = Field(
-        ByteSize(1024 * _MEBIBYTE), gt=0, description="Bytes of graphs that an engine keeps loaded."
+        ByteSize(1024 * _MEBIBYTE),
+        gt=0,
+        description="Bytes of graphs that an engine keeps loaded, and the front end as many again.",
     )
     drain_s: float = Field(20.0, ge=0, description="Seconds that running requests get after SIGTERM.")
     max_nodes: PositiveInt = Field(200_000, description="Nodes of a graph, its functions included.")

@@ -52,6 +52,17 @@ def test_python(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> No
     scope["client"].close()
 
 
+def test_overrides_are_ones_that_a_server_knows(client: Any) -> None:
+    scope: dict[str, Any] = {"gr": gr}
+    exec(blocks("overrides"), scope)
+    presets = {preset.name for preset in client.list_presets()}
+    for override in scope["overrides"]:
+        if isinstance(override, gr.Preset):
+            assert override.name in presets
+        elif override.rule != "default":
+            assert client.get_rule(override.rule)
+
+
 def test_node(server: RunningServer) -> None:
     npm("run", "build")
     script = NODE_CLIENT / f"readme-{os.getpid()}.mjs"

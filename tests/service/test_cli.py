@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -19,26 +16,7 @@ import pytest
 import gradrule as gr
 from gradrule.cli.main import main
 from tests.service.servers import RunningServer
-
-
-@dataclass(frozen=True)
-class Done:
-    """What a command left."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.out)
-
-    def rows(self, *words: str) -> list[str]:
-        """Lines of the output that hold all the words."""
-        return [line for line in self.out.splitlines() if all(word in line for word in words)]
-
-
-Shell = Callable[..., Done]
+from tests.service.shell import Done, Shell, shell_in
 
 
 @pytest.fixture
@@ -46,8 +24,7 @@ def shell(
     server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Shell:
     """Runs a command in a folder that holds `graph.pb` and values for it."""
-    monkeypatch.setenv("GRADRULE_TARGET", server.target)
-    monkeypatch.chdir(tmp_path)
+    run = shell_in(tmp_path, server, monkeypatch, capsys)
     g = gr.Graph()
     x, w = g.placeholder("x", "float32", [None]), g.placeholder("w", "float32", [None])
     y = g.one("Mul", g.one("Sign", x, name="layer/sign"), w, name="y")
@@ -59,11 +36,6 @@ def shell(
     Path("graph.pb").write_bytes(g.to_bytes())
     np.save("x.npy", np.float32([-2, 0.5, 3]))
     np.savez("both.npz", x=np.float32([-2, 0.5, 3]), w=np.float32([1, 2, 3]))
-
-    def run(*arguments: str) -> Done:
-        code = main(arguments)
-        printed = capsys.readouterr()
-        return Done(code, printed.out, printed.err)
 
     return run
 

@@ -71,8 +71,8 @@ class OverrideContexts:
         params = f" with params {dict(first.params)!r}" if first.params else ""
         raise InvalidOverrideError(
             f"gradient_override_map gave node {first.selector.node!r}{more} the rule {first.rule!r}{params}, which "
-            "bytes cannot hold: only the name of a registered rule travels in them. Register the rule with its params as "
-            "defaults (client.create_rule) and give its name, or send the gr.Graph itself to evaluate or compile"
+            "bytes cannot hold: only the name of a registered rule travels in them. Register the rule with its params "
+            "as defaults (client.create_rule) and give its name, or send the gr.Graph itself to evaluate or compile"
         )
 
 

@@ -56,6 +56,11 @@ class ProgramBase:
         return list(self._message.defaulted)
 
     @property
+    def rewritten(self) -> list[str]:
+        """Nodes that rewrites replaced."""
+        return list(self._message.rewritten)
+
+    @property
     def digests(self) -> _results.Digests:
         """SHA-256 of the graph's bytes and of the program."""
         return _results.Digests(self._message.digests.graph, self._message.digests.program)
@@ -80,7 +85,8 @@ class ProgramBase:
 
     def _decode(self, response: evaluate_pb2.EvaluateResponse) -> _results.Result:
         # The answer of a compiled program leaves out what the program told once.
-        return replace(_results.result(response), overrides=self.overrides, defaulted=self.defaulted)
+        told = {"overrides": self.overrides, "defaulted": self.defaulted, "rewritten": self.rewritten}
+        return replace(_results.result(response), **told)
 
 
 def merged(feeds: Feeds | None, named: Mapping[str, Any]) -> Feeds:

@@ -3,12 +3,13 @@
 bytes → `parse` → message → `expand` (check, resolve overrides, inline calls, prune) → `Expanded`.
 """
 
-from gradrule_server.graphs.expansion import Expanded, ExpandRequest, GraphInput, expand
+from gradrule_server.graphs.expansion import Expanded, ExpandRequest, GraphInput, expand, placeholders
 from gradrule_server.graphs.ir import Limits
 from gradrule_server.graphs.marks import Mark
 from gradrule_server.graphs.read import parse
 from gradrule_server.graphs.resolve import Match
 from gradrule_server.graphs.selectors import DEFAULT_RULE, OWN_GRADIENT, OverrideSpec
+from gradrule_server.graphs.tensors import tensor_fault
 
 __all__ = [
     "DEFAULT_RULE",
@@ -22,4 +23,6 @@ __all__ = [
     "OverrideSpec",
     "expand",
     "parse",
+    "placeholders",
+    "tensor_fault",
 ]

@@ -79,6 +79,11 @@ class Expanded:
         return self.dtypes[name]
 
 
+def placeholders(graph: Graph) -> frozenset[str]:
+    """Names of the top level's placeholders."""
+    return frozenset(node.name for node in graph.node if node.op in PLACEHOLDERS)
+
+
 def expand(graph: Graph, request: ExpandRequest, limits: Limits | None = None) -> Expanded:
     """Checks the graph and the request, resolves overrides, inlines calls, and leaves what the asked tensors need.
 

@@ -419,7 +419,8 @@ class Scene:
     def _positioned(
         self, position: override_pb2.Position, found: Sequence[tuple[Place, Subgraph | None]]
     ) -> list[tuple[Place, Subgraph | None]]:
-        on_path = [item for item in found if id(item[0].node) in self._behind_xs & self._before_ys]
+        path = self._behind_xs & self._before_ys
+        on_path = [item for item in found if id(item[0].node) in path]
         ids = {id(place.node) for place, _ in on_path}
         index = position.index
         if position.WhichOneof("place") == "nearest":

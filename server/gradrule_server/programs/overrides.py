@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 
 from gradrule.v1 import errors_pb2, override_pb2, rule_pb2
 from gradrule_server.errors import Finding, GradruleError, did_you_mean
-from gradrule_server.graphs import DEFAULT_RULE, OWN_GRADIENT, OverrideSpec
+from gradrule_server.graphs import DEFAULT_RULE, OWN_GRADIENT, Limits, OverrideSpec, tensor_fault
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.rule_lookup import ResolvedRule, RuleLookup
 from gradrule_server.rules import RuleContent, write_param_value
 from gradrule_server.rules.catalogue.presets import PRESETS
 
 INLINE_RULE = "inline"
+# A few bytes can stand for a tensor of any size.
+_PARAM_LIMITS = Limits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,11 @@ class OverrideTable:
                         field=f"{field}.{name}",
                     )
                 )
+                continue
+            fault = tensor_fault(value.tensor, _PARAM_LIMITS) if value.WhichOneof("value") == "tensor" else None
+            if fault:
+                message = f"param {name!r} {fault[1]}"
+                findings.append(Finding(errors_pb2.ERROR_REASON_INVALID_PARAM, message, field=f"{field}.{name}"))
                 continue
             try:
                 declared[name].check(value, f"{field}.{name}")

@@ -41,12 +41,7 @@ class Param:
         return None if outside is None else f"param {self.name!r}: {outside}"
 
     def check(self, value: rule_pb2.ParamValue, field: str) -> None:
-        """INVALID_PARAM where the message holds no value, or one outside the range.
-
-        Without a range a tensor is not looked into: it may be large, and whoever computes with it reads it anyway.
-        """
-        if not self.range and value.WhichOneof("value") is not None:
-            return
+        """INVALID_PARAM where the message holds no value, one that is no real number, or one outside the range."""
         outside = self.problem(read_param_value(value, self.name, field))
         if outside is not None:
             raise error(errors_pb2.ERROR_REASON_INVALID_PARAM, outside, field=field)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from gradrule.v1.graph_pb2 import Graph
-from gradrule.v1.override_pb2 import Selector
+from gradrule.v1.override_pb2 import Position, Selector
 from gradrule_server import graphs
 from tests.unit.graphs.helpers import call, expand, function, graph, node, placeholder, reasons_of
 
@@ -47,6 +47,8 @@ def test_time_grows_linearly(make: Callable[[int], Graph]) -> None:
     overrides += [
         graphs.OverrideSpec(Selector(node=f"**/p*{i}/*q"), label=str(i), optional=True, index=i) for i in range(1, 20)
     ]
+    paths = [Selector(op_type="Tanh", position=Position(index=-1)), Selector(pattern=["Tanh", "Sign"])]
+    overrides += [graphs.OverrideSpec(item, label="path", optional=True, index=99) for item in paths]
     small, large = seconds(make(2_000), overrides), seconds(make(32_000), overrides)
     # 1.15 is the bar; sixteen times the nodes leave room for a noisy machine without letting a square through.
     assert math.log(large / small) / math.log(16) < 1.3

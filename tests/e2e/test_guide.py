@@ -1,0 +1,68 @@
+"""The guide to writing rules: its code is run as it stands, and prints what it says it prints."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.service.servers import RunningServer
+
+GUIDE = Path(__file__).resolve().parents[2] / "docs/writing-rules.md"
+_BLOCK = re.compile(r"<!-- guide: (\w+) -->\n```\w+\n(.*?)```", re.DOTALL)
+_PRINTED = re.compile(r"^\s*print\(.*\) +# (.*)$", re.MULTILINE)
+_ADDRESS = "localhost:8470"
+_RULES = ("Triangle", "RunningSum")
+
+
+def blocks(language: str) -> str:
+    found = [code for name, code in _BLOCK.findall(GUIDE.read_text(encoding="utf-8")) if name == language]
+    assert found
+    return "\n".join(found)
+
+
+@pytest.fixture
+def guide_rules(client: Any) -> Iterator[None]:
+    """The rules that the guide creates, there for the shell and gone afterwards."""
+    client.create_rule("Triangle", "dy * gamma * maximum(0, 1 - abs(x))", params={"gamma": 0.3})
+    yield
+    for rule in client.list_rules("user"):
+        if rule.name in _RULES:
+            client.delete_rule(rule.name)
+
+
+@pytest.mark.usefixtures("guide_rules")
+def test_python(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
+    code = blocks("python")
+    scope: dict[str, Any] = {}
+    exec(code.replace(_ADDRESS, server.target), scope)
+    scope["client"].close()
+    # A line that prints several times lists what it prints with | in between.
+    expected = [part for line in _PRINTED.findall(code) for part in line.split(" | ")]
+    assert capsys.readouterr().out.splitlines() == expected
+
+
+@pytest.mark.usefixtures("guide_rules")
+def test_shell(server: RunningServer, tmp_path: Path) -> None:
+    command = tmp_path / "gradrule"
+    command.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m gradrule.cli "$@"\n')
+    command.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "GRADRULE_TARGET": server.target}
+    done = subprocess.run(
+        ["sh", "-e", "-c", blocks("shell")], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("all that is claimed holds") == 2
+    assert "dx, dy = 1" in done.stdout
+
+
+def test_its_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#]+)", GUIDE.read_text(encoding="utf-8")):
+        assert (GUIDE.parent / target).exists(), target

@@ -1,0 +1,128 @@
+"""`gradrule compare`, and the selectors, presets and rewrites of the command line, against a real server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib import image
+
+import gradrule as gr
+from tests.service.servers import RunningServer
+from tests.service.shell import Shell, shell_in
+
+X = np.float32([[1.0, -2.0, 3.0], [0.5, 0.25, -1.0]])
+
+
+@pytest.fixture
+def shell(
+    server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Shell:
+    """A folder with a dense layer, x · w + b → relu → y, and values for it."""
+    run = shell_in(tmp_path, server, monkeypatch, capsys)
+    g = gr.Graph()
+    x, w = g.placeholder("x", "float32", [None, 3]), g.placeholder("w", "float32", [3, 2])
+    h = g.op("BiasAdd", g.matmul(x, w, name="layer/mm"), g.constant(np.float32([0.5, -0.25])), name="layer/add")
+    g.op("Relu", h, name="y")
+    Path("graph.pb").write_bytes(g.to_bytes())
+    np.savez("values.npz", x=X, w=np.float32([[1, -1], [2, 0.5], [-1, 1]]))
+    return run
+
+
+EVALUATE = ("evaluate", "graph.pb", "--feed", "values.npz", "--y", "y", "--x", "x", "--json")
+
+
+@pytest.mark.parametrize(
+    ("flags", "node", "rule"),
+    [
+        (("--override", "@activation=lrp_pass"), "y", "lrp_pass"),
+        (("--override", "regex:layer/.*&BiasAdd=expr:(0.5 * default0, default1)"), "layer/add", "inline"),
+        (("--override", "pattern:@dense+@bias=lrp_zplus:eps=1e-3"), "layer/add", "lrp_zplus"),
+        (("--override", "region:layer/mm>y=expr:2 * default"), "y", "inline"),
+        (("--override", "near_ys:Relu=guided_relu"), "y", "guided_relu"),
+        (("--override", "Relu&depends_on:x&rank:2=guided_relu"), "y", "guided_relu"),
+        (("--preset", "epsilon_plus"), "layer/add", "lrp_epsilon"),
+        (("--preset", "epsilon_plus:eps=1e-3", "--override", "Relu=guided_relu"), "y", "guided_relu"),
+    ],
+)
+def test_selectors_and_presets_reach_their_nodes(shell: Shell, flags: tuple[str, ...], node: str, rule: str) -> None:
+    done = shell(*EVALUATE, *flags)
+    assert done.code == 0, done.err
+    assert (node, rule, "active") in [(item["node"], item["rule"], item["status"]) for item in done.json["overrides"]]
+
+
+def test_params_stand_in_the_override_and_in_the_call(shell: Shell) -> None:
+    words = (*EVALUATE, "--override", "Relu=relu_beta_smooth:beta=0.5")
+    smooth = np.array(shell(*words).json["gradients"]["x"]["values"])
+    steep = np.array(shell(*words, "--param", "Relu.beta=500").json["gradients"]["x"]["values"])
+    own = np.array(shell(*EVALUATE).json["gradients"]["x"]["values"])
+    np.testing.assert_allclose(steep, own, atol=1e-4)
+    assert np.abs(smooth - own).max() > 0.1
+
+
+def test_policies_for_what_has_no_gradient(shell: Shell) -> None:
+    g = gr.Graph()
+    g.op("RandomShuffle", g.placeholder("x", "float32", [None]), name="y")
+    Path("shuffle.pb").write_bytes(g.to_bytes())
+    words = ("evaluate", "shuffle.pb", "--feed", "x=[1, 2]", "--y", "y", "--x", "x", "--json")
+    assert "NO_GRADIENT" in shell(*words).err
+    assert shell(*words, "--no-gradient", "pass").json["gradients"]["x"]["values"] == [1, 1]
+    assert shell(*words, "--no-gradient", "zero").json["gradients"]["x"]["values"] == [0, 0]
+
+
+def test_a_rewrite_is_told(shell: Shell) -> None:
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [None, 4, 4, 1])
+    h = g.op("Conv2D", x, np.ones((3, 3, 1, 2), np.float32), strides=[1, 1, 1, 1], padding="SAME", name="conv")
+    constants = [g.constant(np.float32(values)) for values in ([1, 2], [0, 1], [0.5, 0], [1, 2])]
+    h, *_ = g.op("FusedBatchNormV3", h, *constants, is_training=False, name="bn")
+    g.op("Relu", h, name="y")
+    Path("bn.pb").write_bytes(g.to_bytes())
+    np.save("bn.npy", np.ones((1, 4, 4, 1), np.float32))
+    words = ("bn.pb", "--y", "y", "--x", "x", "--preset", "epsilon_plus", "--rewrite", "fold_batch_norm")
+    told = shell("evaluate", *words, "--feed", "x=bn.npy", "--json").json
+    assert "bn" in told["rewritten"]
+    assert shell("explain", *words).rows("rewritten:", "bn")
+    made = shell("programs", "compile", *words, "--name", "cli-rewritten", "--json").json
+    assert "bn" in made["rewritten"]
+    assert shell("programs", "delete", "cli-rewritten").code == 0
+
+
+COMPARE = ("compare", "graph.pb", "--feed", "values.npz", "--y", "y", "--x", "x", "--x", "w")
+
+
+def test_compare_prints_norms_and_where_maps_part(shell: Shell) -> None:
+    done = shell(
+        *COMPARE, "--map", "half=BiasAdd=expr:(0.5 * default0, default1)", "--map", "guided=Relu=guided_relu",
+        "--preset", "lrp=epsilon_plus:eps=1e-4",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert done.rows("tensor", "op type", "default", "half", "guided", "lrp")
+    assert done.rows("layer/add", "BiasAdd") and done.rows("layer/mm", "MatMul", "(50.0%)")
+    assert done.rows("half: parts from default at layer/mm (50.0%), behind it inline at layer/add")
+    assert done.rows("guided: never parts from default")
+    assert done.rows("lrp: parts from default")
+    assert done.rows("finite differences: central differences in float64, along every element")
+
+
+def test_compare_draws_and_tells_in_json(shell: Shell) -> None:
+    done = shell(
+        *COMPARE, "--map", "both=Relu=guided_relu", "--map", "both=MatMul=expr:each(2 * default)",
+        "--no-finite-differences", "--output", "norms.png", "--json",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    told = done.json
+    assert told["labels"] == ["default", "both"]
+    assert told["finite_differences"] is None
+    assert told["partings"]["both"]["tensor"] == "x"
+    assert {item["rule"] for item in told["overrides"]["both"]} == {"guided_relu", "inline"}
+    (row,) = [row for row in told["rows"] if row["tensor"] == "w" and row["label"] == "both"]
+    assert row["difference"] == pytest.approx(1)
+    assert image.imread("norms.png").shape[:2] > (300, 500)
+
+
+def test_compare_refuses_as_the_other_commands_do(shell: Shell) -> None:
+    done = shell(*COMPARE, "--map", "bad=Relu=guided_rel")
+    assert (done.code, done.out) == (1, "")
+    assert "overrides['bad']" in done.err and "'guided_relu'" in done.err

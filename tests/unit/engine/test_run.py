@@ -1,0 +1,39 @@
+"""Answers, as far as they can be made without a program."""
+
+from __future__ import annotations
+
+import pytest
+import tensorflow as tf
+
+from gradrule.v1 import tensor_pb2
+from gradrule_server.engine import run
+from gradrule_server.errors import GradruleError, reason_name
+
+
+@pytest.mark.parametrize(
+    ("tensor", "size"),
+    [
+        (tf.zeros([10, 3], tf.float64), 240),
+        (tf.zeros([], tf.bool), 1),
+        (tf.constant([b"abc", b"", b"de"]), 5),
+        (tf.constant(b"abc"), 3),
+        (tf.cast(tf.zeros([7], tf.int8), tf.as_dtype("int4")), 70),
+        (tf.bitcast(tf.zeros([6], tf.int8), tf.qint8), 6),
+    ],
+)
+def test_an_answer_that_is_too_large_is_refused_before_it_is_copied(
+    monkeypatch: pytest.MonkeyPatch, tensor: tf.Tensor, size: int
+) -> None:
+    monkeypatch.setattr(run, "_MAX_ANSWER_BYTES", 2 * size)
+    run._check_size([tensor, tensor])
+    monkeypatch.setattr(run, "_MAX_ANSWER_BYTES", 2 * size - 1)
+    with pytest.raises(GradruleError) as caught:
+        run._check_size([tensor, tensor])
+    assert reason_name(caught.value.reason) == "MESSAGE_TOO_LARGE"
+    assert str(2 * size) in caught.value.message
+
+
+def test_quantised_values_keep_their_type() -> None:
+    message = tensor_pb2.Tensor()
+    run._write(message, tf.bitcast(tf.constant([1, -2], tf.int8), tf.qint8))
+    assert (message.dtype, message.tensor_content) == (tensor_pb2.DT_QINT8, b"\x01\xfe")
