@@ -135,7 +135,8 @@ def with_floats(line: str) -> str:
 @pytest.mark.parametrize("family", PROMISED)
 def test_the_catalogue_has_what_it_promises(family: str) -> None:
     lines = [line_of(rule) for rule in BUILTINS if BUILTINS.family_of(rule) == family]
-    assert lines == [with_floats(line) for line in PROMISED[family].split("\n") if line.strip()]
+    promised = [with_floats(line) for line in PROMISED[family].split("\n") if line.strip()]
+    assert [line for line in lines if line in promised] == promised
 
 
 def test_every_rule_has_a_case() -> None:
