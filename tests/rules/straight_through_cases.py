@@ -144,6 +144,15 @@ CASES: Mapping[str, Case] = {
     ),
     "reste": Case(lambda x, y, dy, own, p: dy * reste_factor(x, p), other={"o": 2.0, "t": 1.2, "m": 0.3}),
     "ewgs": Case(lambda x, y, dy, own, p: dy * (1 + p.delta * sign(dy) * (x - y)), other={"delta": 0.25}),
+    "soft_round": Case(
+        lambda x, y, dy, own, p: (
+            dy * p.alpha / math.cosh(p.alpha * (x - math.floor(x) - 0.5)) ** 2 / (2 * math.tanh(p.alpha / 2))
+        ),
+        primitive=lambda x, p: (
+            math.floor(x) + 0.5 + math.tanh(p.alpha * (x - math.floor(x) - 0.5)) / (2 * math.tanh(p.alpha / 2))
+        ),
+        other={"alpha": 2.0},
+    ),
     "clamp_window": Case(lambda x, y, dy, own, p: dy if p.lo <= x <= p.hi else 0.0, other={"lo": -0.75, "hi": 1.0}),
     "abs_binary_sign": Case(lambda x, y, dy, own, p: dy if x >= 0 else -dy, true=lambda xs, p: np.abs(xs[0])),
     "log_tailed_relu": Case(

@@ -96,6 +96,14 @@ RULES = (
         op_types=("Round",),
     ),
     BuiltinRule(
+        "soft_round",
+        "dy * alpha * (1 - square(tanh(alpha * (x - floor(x) - 0.5)))) / (2 * tanh(alpha / 2))",
+        "The slope of a soft rounding that keeps whole numbers: largest halfway between them; nearly dy for small alpha.",
+        "Agustsson, Theis 2020, arXiv:2006.09952; tensorflow-compression soft_round",
+        params=(Param("alpha", 5.0, "steepness", "> 0"),),
+        op_types=("Round",),
+    ),
+    BuiltinRule(
         "clamp_window",
         "first(where(lo <= x <= hi, dy, 0))",
         "Passes the gradient of the first input where lo <= x <= hi, both edges included.",
