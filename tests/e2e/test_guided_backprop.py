@@ -152,5 +152,8 @@ def test_the_picture(explained: Explained, tmp_path: Path) -> None:
     assert drawn.shape[1] > drawn.shape[0] > 300
     # Guided gradients lie where there is ink: the corners of the images are empty.
     ink = explained.x > -1
-    outside = {name: np.abs(value)[~ink].mean() / np.abs(value)[ink].mean() for name, value in (("plain", plain), ("guided", guided))}
+    outside = {
+        name: np.abs(value)[~ink].mean() / np.abs(value)[ink].mean()
+        for name, value in (("plain", plain), ("guided", guided))
+    }
     assert outside["guided"] < 1

@@ -77,6 +77,22 @@ def test_deeplift_explains_the_whole_difference(client: Any) -> None:
     )
 
 
+def test_deeplift_right_behind_an_input(client: Any) -> None:
+    g = gr.Graph()
+    g.op("Relu", g.placeholder("x", "float64", [None]), name="y")
+    r = client.evaluate(
+        g, {"x": np.float64([2.0])}, ys=["y"], xs=["x"], overrides={"Relu": ("deeplift_rescale", {"baseline": -2.0})}
+    )
+    np.testing.assert_allclose(r.gradients["x"], [0.5])
+
+
+def test_random_rules_are_sampled_without_a_node(either: Any) -> None:
+    words: dict[str, Any] = {"x": np.zeros(50, np.float32), "params": {"seed": 3}}
+    one = either.sample_rule("stochastic_spike_operator", **words).gradients["dx"]
+    np.testing.assert_array_equal(one, either.sample_rule("stochastic_spike_operator", **words).gradients["dx"])
+    assert len(np.unique(one)) > 40
+
+
 def test_deeplift_has_no_reference_inside_a_loop(client: Any) -> None:
     def build() -> None:
         x = placeholder("x", tf.float32, (None,))

@@ -196,7 +196,9 @@ def test_the_gallery_shows_every_rule(client: Any, shell: Shell, builtins: list[
         example = examples.of_rule(rule)
         assert example.python in text and example.shell in text
     assert {f"preset-{preset.name}" for preset in client.list_presets()} <= cards.texts.keys()
-    drawable = [rule.name for rule in builtins if rule.per_sample and rule.family == "surrogate" and "seed" not in rule.params]
+    drawable = [
+        rule.name for rule in builtins if rule.per_sample and rule.family == "surrogate" and "seed" not in rule.params
+    ]
     assert cards.curves >= set(drawable)
 
 
@@ -301,6 +303,20 @@ def test_behaviour_of_types_shapes_and_special_values(client: Any) -> None:
     assert by_x[0.0] == 0 and by_x[float("inf")] == 0
     refused = report(client, "expr:dy / norm(dy, axis='sample')")
     assert refused.shapes[0].gives == "refused: EXECUTION_FAILED"
+
+
+@pytest.mark.parametrize("name", ["Tanh", "Sqrt", "Softplus", "Minimum"])
+def test_an_op_rule_claims_to_be_its_ops_gradient(client: Any, name: str) -> None:
+    found = report(client, name, interval=(0.1, 4.0))
+    assert found.of == name and found.holds
+
+
+def test_what_cannot_be_compared_is_noted(client: Any) -> None:
+    softmax = report(client, "Softmax")
+    assert softmax.of is None and softmax.holds and "several elements" in softmax.notes[0]
+    quantised = report(client, "fake_quant")
+    assert [item.gives for item in quantised.types if item.difference is None] != []
+    assert any("float64" in note for note in quantised.notes)
 
 
 def test_samples_that_depend_on_each_other_are_found(client: Any) -> None:

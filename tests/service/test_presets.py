@@ -193,3 +193,61 @@ def test_training_batch_norms_and_unknown_rewrites(client: Any) -> None:
     with refused("UNSUPPORTED") as refusal:
         client.evaluate(g, {"x": IMAGES.astype(np.float32)}, fetches=["y"], rewrites=["fold_batchnorm"])
     refusal.says("'fold_batch_norm'")
+
+
+def affine(scale: Any, shift: Any) -> gr.Graph:
+    def build() -> None:
+        x = placeholder("x", tf.float64, (3, 4))
+        linear = tf.matmul(x, tf.constant(HEAD[:4]))
+        tf.identity(linear * tf.constant(scale) + tf.constant(shift), name="y")
+
+    return loaded(drawn(build))
+
+
+@pytest.mark.parametrize(
+    ("scale", "shift", "folds"),
+    [
+        (np.arange(1.0, 4.0), np.ones(3), True),
+        (np.arange(1.0, 4.0).reshape(1, 3), np.ones((1, 3)), True),
+        (np.arange(1.0, 4.0).reshape(3, 1), np.ones((3, 1)), False),
+        (np.float64(2), np.float64(1), False),
+    ],
+    ids=["channels", "row", "column", "scalar"],
+)
+def test_only_what_is_per_channel_is_folded(client: Any, scale: Any, shift: Any, folds: bool) -> None:
+    x = RNG.normal(size=(3, 4))
+    words: dict[str, Any] = {"fetches": ["y"], "ys": ["y"], "xs": ["x"]}
+    plain = client.evaluate(affine(scale, shift), {"x": x}, **words)
+    folded = client.evaluate(affine(scale, shift), {"x": x}, rewrites=["fold_batch_norm"], **words)
+    assert bool(folded.rewritten) == folds
+    np.testing.assert_allclose(folded.outputs["y"], plain.outputs["y"])
+    np.testing.assert_allclose(folded.gradients["x"], plain.gradients["x"])
+
+
+def test_presets_that_differ_from_overrides_only_in_their_order_are_other_programs(client: Any) -> None:
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [None])
+    with g.gradient_override_map({"Relu": "default"}):
+        inner = g.op("Relu", x)
+    g.op("Neg", inner, name="y")
+    preset = gr.Preset("guided_backprop", optional=True)
+    override = gr.Override("builtin/guided_relu", op_type="Relu", label="guided_backprop", optional=True)
+    for overrides, wanted in ((preset, -1.0), (override, 0.0), (preset, -1.0)):
+        r = client.evaluate(g, {"x": [2.0]}, ys=["y"], xs=["x"], overrides=overrides)
+        assert float(r.gradients["x"][0]) == wanted
+
+
+def test_params_of_a_preset_stand_in_the_preset(channel: Any) -> None:
+    from gradrule.v1 import evaluate_pb2
+    from tests.service import raw
+    from tests.service.answers import refused_raw
+
+    request = evaluate_pb2.EvaluateRequest()
+    request.spec.graph.serialized = network().to_bytes()
+    request.spec.vjp.ys.append("y")
+    request.spec.vjp.xs.append("x")
+    override = request.spec.overrides.add()
+    override.preset.name = "epsilon_plus"
+    override.params["eps"].number = 1.0
+    with refused_raw("UNKNOWN_PARAM"):
+        raw.send(channel, "GradientService/Evaluate", request.SerializeToString())

@@ -176,3 +176,65 @@ def test_neighbouring_regions(client: Any) -> None:
     overrides = [gr.Override(gr.Rule(f"{k} * dy"), region=gr.Region([i], [o])) for i, o, k in pairs]
     r = client.evaluate(g, {"x": [1.0]}, ys=["c"], xs=["x", "a", "b"], overrides=overrides)
     assert [float(r.gradients[name][0]) for name in ("x", "a", "b")] == [30.0, 15.0, 5.0]
+
+
+def test_inputs_that_depend_on_one_another_count_as_variables_of_their_own(client: Any) -> None:
+    """out = x · h with h = x²: the subgraph's own gradients are h and x, whatever lies before them."""
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [None])
+    h = g.op("Square", x, name="h")
+    g.op("Mul", x, h, name="out")
+    override = gr.Override(gr.Rule("each(default)"), region=gr.Region(["x", "h"], ["out"]))
+    r = client.evaluate(g, {"x": [2.0]}, ys=["out"], xs=["x"], overrides=[override])
+    assert_close(r.gradients["x"], np.float32([12]))
+
+
+def test_a_tensor_that_goes_in_twice_is_counted_once(client: Any) -> None:
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [None])
+    g.op("AddV2", g.op("Mul", x, x, name="m"), g.constant(np.float32(1)), name="y")
+    override = gr.Override(gr.Rule("each(default)"), pattern=("Mul", "AddV2"))
+    assert_close(
+        client.evaluate(g, {"x": [3.0]}, ys=["y"], xs=["x"], overrides=[override]).gradients["x"], np.float32([6])
+    )
+    twice = gr.Override(gr.Rule("each(default)"), region=gr.Region(["x"], ["y", "y"]))
+    with refused("INVALID_OVERRIDE") as refusal:
+        client.evaluate(g, {"x": [3.0]}, ys=["y"], xs=["x"], overrides=[twice])
+    refusal.says("'y' is named twice")
+
+
+def branches() -> gr.Graph:
+    def build() -> None:
+        x, z = placeholder("x", shape=(2,)), placeholder("z", shape=(2,))
+        b = 3.0 * z
+        tf.identity(
+            tf.cond(tf.reduce_sum(x) > 0, lambda: tf.multiply(tf.sin(x, name="h"), b, name="o"), lambda: x), name="y"
+        )
+
+    return loaded(drawn(build))
+
+
+def test_arguments_of_a_branch_depend_on_the_xs_too(client: Any) -> None:
+    words: dict[str, Any] = {"ys": ["y"], "xs": ["x", "z"]}
+    feeds = {"x": np.float32([1, 2]), "z": np.float32([3, 4])}
+    plain = client.evaluate(branches(), feeds, **words)
+    inner = {name.rpartition("/")[2].split("_")[0]: name for name in plain.defaulted if "/" in name}
+    override = gr.Override(gr.Rule("dy"), region=gr.Region([inner["h"]], [inner["o"]]))
+    with refused("INVALID_OVERRIDE") as refusal:
+        client.evaluate(branches(), feeds, overrides=[override], **words)
+    refusal.says("goes into it from outside")
+    # An argument has a name as any tensor has, so that it can be an input.
+    argument = refusal.message.partition("the region cannot be: '")[2].partition("'")[0]
+    both = gr.Override(gr.Rule("each(default)"), region=gr.Region([inner["h"], argument], [inner["o"]]))
+    r = client.evaluate(branches(), feeds, overrides=[both], **words)
+    for name in ("x", "z"):
+        assert_close(r.gradients[name], plain.gradients[name])
+
+
+def test_a_region_around_a_branch_wins_over_what_is_in_it(client: Any) -> None:
+    feeds = {"x": np.float32([1, 2]), "z": np.float32([3, 4])}
+    region = gr.Override(gr.Rule("(7 * dy, None)"), region=gr.Region(["x", "z"], ["y"]))
+    inside = gr.Override(gr.Rule("100 * dy"), op_type="Sin", optional=True)
+    r = client.evaluate(branches(), feeds, ys=["y"], xs=["x"], overrides=[region, inside])
+    assert_close(r.gradients["x"], np.float32([7, 7]))
+    assert set(statuses(r).values()) == {"active"}

@@ -230,3 +230,40 @@ def test_a_step_gets_a_surrogate_gradient(either: Any, inside: bool) -> None:
     factor = dy / (1 + 2 * np.abs(X - threshold)) ** 2
     assert_close(r.gradients["x"], factor.astype(np.float32))
     assert_close(r.gradients["t"], -factor.sum(0).astype(np.float32))
+
+
+def test_positions_are_counted_along_the_gradients_path(client: Any) -> None:
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [None, 3])
+    cut = g.op("Relu", x, name="cut")
+    g.op("Relu", g.op("AddV2", g.op("Tanh", cut, name="stopped"), x), name="y")
+    words: dict[str, Any] = {"ys": ["y"], "xs": ["x"], "stop_gradients": ["stopped"]}
+    nearest = gr.Override("ste", op_type="Relu", position="nearest_xs")
+    r = client.evaluate(g, {"x": X}, overrides=[nearest], **words)
+    assert set(rules_by_node(r)) == {"y"}
+
+
+def test_a_chain_behind_an_override_by_rank_is_told(client: Any) -> None:
+    by_rank = gr.Override(gr.Rule("(0 * x0 + 1, None)"), op_type="MatMul", rank=2, label="by rank")
+    chain = gr.Override("lrp_epsilon", pattern=("MatMul", "BiasAdd"))
+    with refused("INVALID_OVERRIDE") as refusal:
+        matched(client, by_rank, chain, graph=dense_layer())
+    refusal.says("'mm'", "'by rank'", "rank")
+
+
+@pytest.mark.parametrize("pattern", [("Neg",) * 33, ("Neg", "")])
+def test_patterns_of_odd_length(client: Any, pattern: tuple[str, ...]) -> None:
+    with refused("INVALID_OVERRIDE"):
+        matched(client, gr.Override(TEN, pattern=pattern))
+
+
+def test_one_finding_for_one_fault(client: Any) -> None:
+    override = gr.Override(TEN, op_type="Relu", depends_on="nope")
+    (finding,) = client.explain(tower(), ys=["y"], xs=["x"], overrides=[override]).findings
+    assert finding.reason == "UNKNOWN_TENSOR"
+    step = gr.Graph()
+    x = step.placeholder("x", "float32", [None, 3])
+    step.cast(step.op("Greater", x, 0.0), "float32", name="y")
+    with refused("RULE_NOT_APPLICABLE") as refusal:
+        matched(client, gr.Override("lrp_epsilon", op_type="@step"), graph=step)
+    refusal.says("Greater+Cast", "lrp_epsilon")

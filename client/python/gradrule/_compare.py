@@ -19,7 +19,7 @@ from gradrule._graph import Graph
 from gradrule._names import bare, split
 from gradrule._overrides import Overrides
 from gradrule._requests import Feeds, GradYs, Names, Words, names_of
-from gradrule._results import Explanation, Resolution, Result, Sparse
+from gradrule._results import ByName, Explanation, Resolution, Result, Sparse
 from gradrule._sources import GraphLike, graph_bytes
 from gradrule._tensors import Array
 from gradrule.errors import GradruleError, InvalidDerivativeError, InvalidOverrideError, NoGradientError, of_reason
@@ -109,7 +109,9 @@ def _check_labels(overrides: Mapping[str, Overrides | None]) -> None:
         )
     for label in overrides:
         if not isinstance(label, str) or label in (DEFAULT, FINITE_DIFFERENCES):
-            raise InvalidOverrideError(f"{label!r} is no label; {DEFAULT!r} and {FINITE_DIFFERENCES!r} are always there")
+            raise InvalidOverrideError(
+                f"{label!r} is no label; {DEFAULT!r} and {FINITE_DIFFERENCES!r} are always there"
+            )
 
 
 def _read(run: _Run, explained: Explanation, label: str) -> None:
@@ -173,13 +175,17 @@ def _gradients(
         except GradruleError as refusal:
             notes.append(f"{run.label}: only the gradients of the xs can be compared: {refusal.message}")
         if result is not None and _active(result.overrides) != _active(run.resolutions):
-            notes.append(f"{run.label}: only the gradients of the xs can be compared: overrides depend on what is asked")
+            notes.append(
+                f"{run.label}: only the gradients of the xs can be compared: overrides depend on what is asked"
+            )
             result = None
     if result is None:
         try:
             result = yield _evaluate(question, run, [])
         except GradruleError as refusal:
-            raise of_reason(refusal.reason, f"overrides[{run.label!r}]: {refusal.message}", details=refusal.details) from None
+            raise of_reason(
+                refusal.reason, f"overrides[{run.label!r}]: {refusal.message}", details=refusal.details
+            ) from None
     run.gradients = {name: _dense(value) for name, value in result.gradients.items()}
 
 
@@ -217,7 +223,9 @@ def _comparison(
             gradient = run.gradients.get(name)
             node = question.read.node(split(name)[0])
             standard = None if reference is None else reference.gradients.get(name)
-            difference = _difference(gradient, standard)
+            # Tensors inside a pattern or a region were not asked for, and differ in nothing.
+            is_asked = name in run.gradients and reference is not None and name in reference.gradients
+            difference = _difference(gradient, standard) if is_asked else None
             is_x = name in question.xs
             rows.append(
                 ComparedRow(
@@ -242,7 +250,7 @@ def _comparison(
     return Comparison(
         labels=tuple([run.label for run in runs] + ([FINITE_DIFFERENCES] if measured else [])),
         reference=reference.label if reference else None,
-        gradients={run.label: {x: run.gradients.get(x) for x in question.xs} for run in runs},
+        gradients={run.label: ByName({x: run.gradients.get(x) for x in question.xs}) for run in runs},
         rows=tuple(rows),
         partings=partings,
         overrides={run.label: run.resolutions for run in runs},
@@ -267,9 +275,7 @@ def _difference(gradient: Array | None, standard: Array | None) -> float | None:
 def _rules_behind(graph: Graph, run: _Run, tensor: str) -> tuple[Resolution, ...]:
     """The rules of the nodes that take the tensor: what made the difference."""
     takers = {node.name for node in graph.find() if any(_is_tensor(name, tensor) for name in node.inputs)}
-    return tuple(
-        item for item in run.resolutions if item.status == "active" and takers & {item.node, *item.nodes}
-    )
+    return tuple(item for item in run.resolutions if item.status == "active" and takers & {item.node, *item.nodes})
 
 
 def _is_tensor(name: str, tensor: str) -> bool:

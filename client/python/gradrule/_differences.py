@@ -13,6 +13,7 @@ from gradrule._dtypes import base, name_of
 from gradrule._graph import Graph
 from gradrule._names import bare
 from gradrule._requests import Feeds, GradYs, Words, name_of_tensor, tensor_message, types_of_graph
+from gradrule._results import ByName
 from gradrule._sources import GraphLike
 from gradrule._tensors import Array
 from gradrule._widen import widened
@@ -118,14 +119,15 @@ def _measure(
     grad_ys: GradYs | None,
 ) -> Steps:
     type_of = types_of_graph(read)
-    arrays = {}
+    arrays: dict[str, Array] = {}
     for key, value in (feeds or {}).items():
         name = name_of_tensor(key, graph)
         arrays[bare(name)] = _results.array(tensor_message(value, type_of(name, True), f"feeds[{name!r}]"))
     named = _named_weights(ys, grad_ys, graph)
     # An x inside the graph has a value of its own, and is fed with it from here on.
     inner = [bare(x) for x in xs if bare(x) not in arrays]
-    first = yield _calls.evaluate(graph, dict(arrays), None, Words(fetches=[*ys, *named.values(), *inner]))
+    given: dict[Any, Any] = {**arrays}
+    first = yield _calls.evaluate(graph, given, None, Words(fetches=[*ys, *named.values(), *inner]))
     weights = {
         y: np.asarray(first.outputs[named[y]] if y in named else _weight(y, grad_ys, ys, first.outputs[y]), np.float64)
         for y in ys
@@ -136,9 +138,9 @@ def _measure(
     once_more = yield forward.run()
     if any(not np.array_equal(again.outputs[y], once_more.outputs[y], equal_nan=True) for y in ys):
         raise _NotRepeatableError
-    gradients: dict[str, Array | None] = {}
-    directions: dict[str, Array] = {}
-    derivatives: dict[str, Array] = {}
+    gradients: ByName[Array | None] = ByName()
+    directions: ByName[Array] = ByName()
+    derivatives: ByName[Array] = ByName()
     rng = np.random.default_rng(_SEED)
     for x in xs:
         value = forward.feeds[bare(x)]
@@ -184,7 +186,9 @@ def _best_forward(
     own = _Forward(graph, arrays, ys, _narrowest(arrays.values()))
     if own.dtype != "float32":
         return own
-    wide_arrays = {name: value.astype(np.float64) if _dtype(value) == "float32" else value for name, value in arrays.items()}
+    wide_arrays = {
+        name: value.astype(np.float64) if _dtype(value) == "float32" else value for name, value in arrays.items()
+    }
     wide = _Forward(widened(read), wide_arrays, ys, "float64")
     try:
         answer = yield wide.run()

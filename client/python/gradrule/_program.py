@@ -85,8 +85,8 @@ class ProgramBase:
 
     def _decode(self, response: evaluate_pb2.EvaluateResponse) -> _results.Result:
         # The answer of a compiled program leaves out what the program told once.
-        told = {"overrides": self.overrides, "defaulted": self.defaulted, "rewritten": self.rewritten}
-        return replace(_results.result(response), **told)
+        result = _results.result(response)
+        return replace(result, overrides=self.overrides, defaulted=self.defaulted, rewritten=self.rewritten)
 
 
 def merged(feeds: Feeds | None, named: Mapping[str, Any]) -> Feeds:

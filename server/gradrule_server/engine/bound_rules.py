@@ -13,7 +13,7 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.checks import checked_gradient
 from gradrule_server.engine.code_rules import CODE_RULES
-from gradrule_server.engine.imports import import_graph
+from gradrule_server.engine.imports import replay
 from gradrule_server.engine.names import readable
 from gradrule_server.engine.site import Gradient, Site
 from gradrule_server.errors import GradruleError, error
@@ -132,7 +132,7 @@ class GraphRule(BoundRule):
             for variable, placeholder in rule_graph.inputs.items()
         }
         wanted = [name for name in rule_graph.results if name is not None]
-        computed = dict(zip(wanted, import_graph(prepared.graph_def, bound, wanted, scope="rule"), strict=True))
+        computed = dict(zip(wanted, replay(prepared.graph_def, bound, wanted, scope="rule"), strict=True))
         gradients: list[Gradient] = []
         for index, (result, source) in enumerate(zip(rule_graph.results, rule_graph.shape_sources, strict=True)):
             gradient = None if result is None else computed[result]

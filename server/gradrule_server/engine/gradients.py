@@ -108,7 +108,7 @@ class Differentiation:
                 node=mark.node,
             )
         outputs = mark.subgraph_outputs
-        site = self._subgraph_site(op, outputs, mark.node) if outputs else self._site(op, mark.node)
+        site = self._subgraph_site(op, mark) if outputs else self._site(op, mark.node)
         gradients = self._rules[mark.rule].gradients(site, list(dys)[: len(site.outputs)])
         return [*([None] * outputs), *gradients]
 
@@ -154,11 +154,12 @@ class Differentiation:
             op=op,
         )
 
-    def _subgraph_site(self, knot: tf.Operation, outputs: int, node: str) -> Site:
+    def _subgraph_site(self, knot: tf.Operation, mark: link_pb2.MarkedNode) -> Site:
         """The subgraph that an IdentityN passes on: it takes the subgraph's outputs, then its inputs."""
         graph = tf.compat.v1.get_default_graph()
-        ys, xs = list(knot.inputs)[:outputs], list(knot.inputs)[outputs:]
-        ops = _between(xs, ys)
+        ys, xs = list(knot.inputs)[: mark.subgraph_outputs], list(knot.inputs)[mark.subgraph_outputs :]
+        # A step's input is a difference that nothing of the forward graph uses.
+        ops = [ys[0].op.inputs[0].op, ys[0].op] if mark.is_step else _between(xs, ys)
 
         def own(dys: Sequence[Gradient]) -> Sequence[Gradient]:
             # A missing upstream gradient would count as ones here.
@@ -170,14 +171,14 @@ class Differentiation:
                 self._inside -= 1
 
         return Site(
-            node=node,
-            what="+".join(op.type for op in ops),
+            node=mark.node,
+            what=mark.op_type,
             inputs=tuple(tf_private.in_graph(graph, value) for value in xs),
             outputs=tuple(tf_private.in_graph(graph, value) for value in ys),
             ops=tuple(ops),
             own=own,
             reference=self._reference,
-            salt=salt_of(node),
+            salt=salt_of(mark.node),
         )
 
     def _own(self, op: tf.Operation, dys: Sequence[Gradient], node: str) -> Sequence[Gradient]:

@@ -29,14 +29,17 @@ class Reference:
 
     def of(self, tensor: tf.Tensor, baseline: tf.Tensor) -> tf.Tensor:
         """The tensor's counterpart; RULE_NOT_APPLICABLE inside loops and branches."""
+        # Placeholders are arguments here, outside the import.
+        if any(tensor is x for x in self._xs.values()):
+            return self._baseline(tensor, baseline)
+        if any(tensor is fed for fed in self._feeds.values()):
+            return tensor
         if tensor.graph is not self._graph or not tensor.name.startswith(IMPORT_SCOPE):
             raise error(
                 errors_pb2.ERROR_REASON_RULE_NOT_APPLICABLE,
                 f"{tensor.name!r} lies in a loop or a branch, where there is no reference forward",
             )
         name = tensor.name.removeprefix(IMPORT_SCOPE)
-        if name in self._xs:
-            return self._baseline(self._xs[name], baseline)
         if baseline.name not in self._scopes:
             self._scopes[baseline.name] = self._import(baseline)
         return self._graph.get_tensor_by_name(f"{self._scopes[baseline.name]}/{name}")

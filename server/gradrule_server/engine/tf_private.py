@@ -62,11 +62,20 @@ def on_calling_thread() -> AbstractContextManager[None]:
 def gradients_in(
     graph: tf.Graph, ys: Sequence[tf.Tensor], xs: Sequence[tf.Tensor], grad_ys: Sequence[Any]
 ) -> list[Any]:
-    """`tf.gradients` of tensors of `graph`, which may be another than the one in which gradients are built."""
+    """Partial gradients of tensors of `graph`, which may be another than the one in which gradients are built.
+
+    Each x counts as a variable of its own, even where one depends on another; of one that stands there twice the first
+    place gets the gradient.
+    """
     if not ys:
         return [None] * len(xs)
-    found: list[Any] = gradients_util._GradientsHelper(list(ys), list(xs), grad_ys=list(grad_ys), src_graph=graph)
-    return found
+    found: list[Any] = gradients_util._GradientsHelper(
+        list(ys), list(xs), grad_ys=list(grad_ys), stop_gradients=list(xs), src_graph=graph
+    )
+    first = {x.ref(): index for index, x in reversed(list(enumerate(xs)))}
+    return [
+        gradient if first[x.ref()] == index else None for index, (x, gradient) in enumerate(zip(xs, found, strict=True))
+    ]
 
 
 def in_graph(graph: tf.Graph, tensor: tf.Tensor) -> tf.Tensor:

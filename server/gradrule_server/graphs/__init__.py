@@ -7,7 +7,7 @@ from gradrule_server.graphs.expansion import Expanded, ExpandRequest, GraphInput
 from gradrule_server.graphs.ir import Limits
 from gradrule_server.graphs.marks import Mark
 from gradrule_server.graphs.read import parse
-from gradrule_server.graphs.resolve import Match
+from gradrule_server.graphs.scene import Match
 from gradrule_server.graphs.selectors import DEFAULT_RULE, OWN_GRADIENT, OverrideSpec
 from gradrule_server.graphs.tensors import tensor_fault
 

@@ -14,7 +14,8 @@ from gradrule._dtypes import as_dt
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule.v1.tensor_pb2 import TensorShape
 from gradrule_server.graphs.ir import ARG, DIFFERENTIABLE, Body, Node, Ref, is_call
-from gradrule_server.graphs.resolve import GRADIENT_ATTR, Foreign, Match, Resolved, Resolver
+from gradrule_server.graphs.resolve import GRADIENT_ATTR, Resolver
+from gradrule_server.graphs.scene import Foreign, Match, Resolved
 from gradrule_server.graphs.selectors import OWN_GRADIENT, Place
 
 UNKNOWN_SHAPE = AttrValue(shape=TensorShape(unknown_rank=True))

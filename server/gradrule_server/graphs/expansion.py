@@ -17,8 +17,9 @@ from gradrule_server.graphs.ir import PLACEHOLDER_WITH_DEFAULT, PLACEHOLDERS, Bo
 from gradrule_server.graphs.marks import Mark, mark
 from gradrule_server.graphs.names import TensorNames, canonical, parse_tensor_name
 from gradrule_server.graphs.prune import bodies_of, nodes_of, prune
-from gradrule_server.graphs.resolve import Asked, Match, Resolver, Scene
+from gradrule_server.graphs.resolve import Resolver
 from gradrule_server.graphs.rewrites import check_rewrites, rewrite
+from gradrule_server.graphs.scene import Asked, Match, Scene
 from gradrule_server.graphs.selectors import OverrideSpec, choosers
 from gradrule_server.graphs.subgraphs import weave
 from gradrule_server.graphs.write import tensor_name, write_graph
@@ -189,6 +190,10 @@ def _resolve(
         if text in named:
             return copy.body, copy.tensors[named[text]]
         if not inner:
+            for body in bodies_of(copy.body):
+                if body.name:
+                    args = enumerate(body.nodes[: body.arg_count])
+                    inner.update({f"{copy.scopes[body.name]}/{arg.name}": (body, index) for index, arg in args})
             inner.update({place.name: (place.body, place.index) for place in copy.places})
         name, output = parse_tensor_name(text) or ("", 0)
         found = inner.get(name)
@@ -202,7 +207,11 @@ def _resolve(
         return frozenset(copy.tensors[asked[text]] for text in texts)
 
     scene = Scene(
-        copy.body, copy.places, Asked(moved(request.xs), moved(request.ys), moved(request.stop_gradients)), find
+        copy.body,
+        copy.places,
+        copy.scopes,
+        Asked(moved(request.xs), moved(request.ys), moved(request.stop_gradients)),
+        find,
     )
     if request.ys:
         resolver.resolve(scene)

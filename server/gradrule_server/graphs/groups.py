@@ -9,7 +9,7 @@ BIAS = "@bias"
 SUM = "@sum"
 
 _CONVOLUTION = frozenset({"Conv2D", "Conv3D", "DepthwiseConv2dNative"})
-_DENSE = frozenset({"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"})
+_DENSE = frozenset({"MatMul", "BatchMatMul", "BatchMatMulV2"})
 
 GROUPS: Mapping[str, frozenset[str]] = {
     "@activation": frozenset(

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from gradrule_server.graphs.ir import Body
 from gradrule_server.graphs.prune import nodes_of
-from gradrule_server.graphs.resolve import FOREIGN_GRADIENT, Foreign, Resolved
+from gradrule_server.graphs.resolve import FOREIGN_GRADIENT
+from gradrule_server.graphs.scene import Foreign, Resolved
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +16,7 @@ class Mark:
     """What a node's `_gradrule_mark` counts: index of the rule (-1 `default`, -2 foreign), public name of the node.
 
     `outputs`: of a subgraph, how many tensors come out; 0 for a single node. `rank`: the mark holds only for outputs of
-    this rank, else the mark numbered `otherwise`.
+    this rank, else the mark numbered `otherwise`. `op_type`: a subgraph's, for people; `is_step`: as in `Subgraph`.
     """
 
     rule: int
@@ -24,6 +25,8 @@ class Mark:
     outputs: int = 0
     rank: int | None = None
     otherwise: int | None = None
+    op_type: str = ""
+    is_step: bool = False
 
 
 def mark(top: Body, resolved: Mapping[int, Resolved]) -> list[Mark]:
@@ -44,6 +47,9 @@ def mark(top: Body, resolved: Mapping[int, Resolved]) -> list[Mark]:
                 else:
                     item.mark = number
                     otherwise = number + 1 if number < last else None
-                    marks.append(Mark(item.rule, item.node, "", item.outputs, item.rank, otherwise))
+                    op_type = item.op_type if item.outputs else ""
+                    marks.append(
+                        Mark(item.rule, item.node, "", item.outputs, item.rank, otherwise, op_type, item.is_step)
+                    )
         node.mark = numbers[id(found[0])]
     return marks

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Container, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 
-from gradrule_server.graphs.ir import LOOPS, Body, Node, Ref, is_call
+from gradrule_server.graphs.ir import DIFFERENTIABLE, LOOPS, Body, Node, Ref, is_call
 
 Ranks = dict[int, int]
 
@@ -36,31 +37,46 @@ def consumers_of(body: Body) -> list[list[int]]:
     return consumers
 
 
-def dependents(top: Body, home: Body, seeds: Collection[Ref]) -> set[int]:
-    """Nodes (by id) that depend on one of the tensors of `home`; their own producers only if they depend on another."""
-    walk = _Forward(home, frozenset(seeds))
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What gradients do not follow: tensors of the top level that count as constants."""
+
+    constants: AbstractSet[Ref] = frozenset()
+
+    @staticmethod
+    def passes(node: Node) -> bool:
+        """Whether gradients can pass through a node at all."""
+        return node.op != "StopGradient" and any(dtype in DIFFERENTIABLE for dtype in node.outputs or ())
+
+
+def dependents(top: Body, home: Body, seeds: Collection[Ref], cut: Cut | None = None) -> set[int]:
+    """Nodes (by id) that depend on one of the tensors of `home`; their own producers only if they depend on another.
+
+    `cut`: dependence that gradients follow, not any.
+    """
+    walk = _Forward(home, frozenset(seeds), cut)
     walk.run(top, set())
     return walk.found
 
 
-def dependencies(top: Body, targets: Collection[Ref]) -> set[int]:
-    """Nodes (by id) that one of the tensors depends on, their producers included."""
+def dependencies(top: Body, targets: Collection[Ref], cut: Cut | None = None) -> set[int]:
+    """Nodes (by id) that one of the tensors depends on, their producers included. `cut`: as for `dependents`."""
     found: set[int] = set()
-    _backward(top, {producer for producer, _ in targets}, found)
+    _backward(top, {producer for producer, _ in targets}, cut, found)
     return found
 
 
-def ranks_from_xs(top: Body, candidates: AbstractSet[int]) -> Ranks:
-    """Per candidate (by id): the largest number of other candidates on one path that leads to it."""
+def ranks_from_xs(top: Body, candidates: AbstractSet[int], path: AbstractSet[int]) -> Ranks:
+    """Per candidate (by id): the largest number of other candidates on one way along the path that leads to it."""
     ranks: Ranks = {}
-    _rank_forward(top, [], candidates, ranks)
+    _rank_forward(top, [], candidates, path, ranks)
     return ranks
 
 
-def ranks_from_ys(top: Body, candidates: AbstractSet[int]) -> Ranks:
-    """Per candidate (by id): the largest number of other candidates on one path that leads on from it."""
+def ranks_from_ys(top: Body, candidates: AbstractSet[int], path: AbstractSet[int]) -> Ranks:
+    """Per candidate (by id): the largest number of other candidates on one way along the path that leads on from it."""
     ranks: Ranks = {}
-    _rank_backward(top, 0, candidates, ranks)
+    _rank_backward(top, 0, candidates, path, ranks)
     return ranks
 
 
@@ -75,8 +91,8 @@ def _inner(node: Node) -> Iterator[tuple[Body, int, bool]]:
 class _Forward:
     """Notes dependents. Each body remembers which of its arguments depend, and is walked again only if more do."""
 
-    def __init__(self, home: Body, seeds: AbstractSet[Ref]) -> None:
-        self._home, self._seeds = home, seeds
+    def __init__(self, home: Body, seeds: AbstractSet[Ref], cut: Cut | None) -> None:
+        self._home, self._seeds, self._cut = home, seeds, cut
         self.found: set[int] = set()
         self._known: dict[int, tuple[frozenset[int], set[int]]] = {}
 
@@ -87,10 +103,18 @@ class _Forward:
             return results
         args = args | (known or frozenset())
         seeds = self._seeds if body is self._home else frozenset()
+        constants = self._cut.constants if self._cut is not None and not body.name else frozenset()
         reached = set(args)
+        self.found |= {id(body.nodes[position]) for position in args}
         for position in in_order(body):
             node = body.nodes[position]
-            hit = [index for index, ref in enumerate(node.inputs) if ref[0] in reached or ref in seeds]
+            if self._cut is not None and not self._cut.passes(node):
+                continue
+            hit = [
+                index
+                for index, ref in enumerate(node.inputs)
+                if (ref[0] in reached or ref in seeds) and ref not in constants
+            ]
             is_reached = bool(hit)
             # A tensor of a loop's body may be a seed though nothing that goes into the loop depends on one.
             for inner, offset, goes_round in _inner(node) if hit or body is not self._home else ():
@@ -106,20 +130,23 @@ class _Forward:
         return results
 
 
-def _backward(body: Body, roots: Container[int], found: set[int]) -> None:
+def _backward(body: Body, roots: Container[int], cut: Cut | None, found: set[int]) -> None:
     nodes, needed = body.nodes, bytearray(len(body.nodes))
+    constants = cut.constants if cut is not None and not body.name else frozenset()
     for position in reversed(in_order(body)):
         node = nodes[position]
-        if not needed[position] and position not in roots:
+        if (not needed[position] and position not in roots) or (cut is not None and not cut.passes(node)):
             continue
         found.add(id(node))
-        for producer, _ in node.inputs:
-            needed[producer] = 1
+        for ref in node.inputs:
+            needed[ref[0]] |= ref not in constants
         for inner, _, _ in _inner(node):
-            _backward(inner, {ref[0] for ref in inner.results}, found)
+            _backward(inner, {ref[0] for ref in inner.results}, cut, found)
 
 
-def _rank_forward(body: Body, args: Sequence[int], candidates: AbstractSet[int], ranks: Ranks) -> int:
+def _rank_forward(
+    body: Body, args: Sequence[int], candidates: AbstractSet[int], path: AbstractSet[int], ranks: Ranks
+) -> int:
     """Ranks a body's candidates; returns the largest rank behind one of its results."""
     behind = [0] * len(body.nodes)
     behind[: len(args)] = args
@@ -127,6 +154,8 @@ def _rank_forward(body: Body, args: Sequence[int], candidates: AbstractSet[int],
         if position < len(args):
             continue
         node = body.nodes[position]
+        if id(node) not in path:
+            continue
         before = [behind[producer] for producer, _ in node.inputs]
         rank = max(before, default=0)
         after = rank
@@ -134,22 +163,24 @@ def _rank_forward(body: Body, args: Sequence[int], candidates: AbstractSet[int],
             ranks[id(node)] = rank
             after += 1
         for inner, offset, _ in _inner(node):
-            after = max(after, _rank_forward(inner, before[offset:], candidates, ranks))
+            after = max(after, _rank_forward(inner, before[offset:], candidates, path, ranks))
         behind[position] = after
     return max((behind[ref[0]] for ref in body.results), default=0)
 
 
-def _rank_backward(body: Body, base: int, candidates: AbstractSet[int], ranks: Ranks) -> int:
+def _rank_backward(body: Body, base: int, candidates: AbstractSet[int], path: AbstractSet[int], ranks: Ranks) -> int:
     """Ranks a body's candidates, `base` of which lie behind its results; returns the largest rank of its arguments."""
     ahead = [base] * len(body.nodes)
     for position in reversed(in_order(body)):
         node = body.nodes[position]
+        if id(node) not in path:
+            continue
         before = ahead[position]
         if id(node) in candidates:
             ranks[id(node)] = before
             before += 1
         for inner, _, _ in _inner(node):
-            before = max(before, _rank_backward(inner, ahead[position], candidates, ranks))
+            before = max(before, _rank_backward(inner, ahead[position], candidates, path, ranks))
         for producer, _ in node.inputs:
             ahead[producer] = max(ahead[producer], before)
     return max(ahead[: body.arg_count], default=base)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from gradrule_server.graphs import paths
 from gradrule_server.graphs.copying import Copy
 from gradrule_server.graphs.findings import Findings, Reason, quote
 from gradrule_server.graphs.groups import GROUPS, PLAIN_ADDS
-from gradrule_server.graphs.ir import Body, Node, Ref
+from gradrule_server.graphs.ir import PLACEHOLDERS, Body, Node, Ref
 from gradrule_server.graphs.prune import bodies_of
 from gradrule_server.graphs.selectors import Place
 
@@ -22,6 +23,11 @@ _REWRITES = (FOLD_BATCH_NORM,)
 
 _BATCH_NORMS = frozenset({"FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"})
 _LINEAR = GROUPS["@linear"]
+# What the weights of a normalisation are computed by.
+_ELEMENTWISE = frozenset(
+    {"Identity", "Cast", "Neg", "Rsqrt", "Sqrt", "Square", "Reciprocal", "StopGradient"}
+    | {"Add", "AddV2", "Sub", "Mul", "RealDiv", "Maximum"}
+)
 
 
 def check_rewrites(names: Sequence[str], findings: Findings) -> None:
@@ -99,15 +105,42 @@ class _Folding:
     def _find(self, last: int) -> _Found | None:
         node = self._body.nodes[last]
         if node.op in _BATCH_NORMS and not node.attrs["is_training"].b:
-            return self._behind_linear(node.inputs[0], last, None)
+            found = self._behind_linear(node.inputs[0], last, None)
+            return found if found is not None and self._has_format(found.linear, node.attrs["data_format"].s) else None
         if node.op in PLAIN_ADDS:
             # What tf.nn.batch_normalization makes: v · scale + shift.
             value = self._changing(node)
             if value is not None and self._body.nodes[value[0]].op == "Mul" and self._is_alone(value[0], last):
                 inner = self._changing(self._body.nodes[value[0]])
-                if inner is not None:
-                    return self._behind_linear(inner, last, value[0])
+                found = None if inner is None else self._behind_linear(inner, last, value[0])
+                if found is not None and all(self._is_per_channel(self._other(at), found) for at in (value[0], last)):
+                    return found
         return None
+
+    def _has_format(self, linear: int, data_format: bytes) -> bool:
+        own = self._body.nodes[linear].attrs.get("data_format")
+        return own is not None and own.s == data_format
+
+    def _is_per_channel(self, ref: Ref, found: _Found) -> bool:
+        """Whether an operand is known to hold one number per output channel of the linear op, and nothing else."""
+        linear = self._body.nodes[found.linear]
+        channels, shape = self._channels(linear), static_shape(self._body, ref)
+        data_format = linear.attrs.get("data_format")
+        # Behind the channels come the spatial axes, if there are any.
+        behind = len(data_format.s) - 2 if data_format is not None and data_format.s.startswith(b"NC") else 0
+        if channels is None or shape is None or len(shape) <= behind:
+            return False
+        axis = len(shape) - 1 - behind
+        return shape[axis] == channels and math.prod(shape) == channels
+
+    def _channels(self, linear: Node) -> int | None:
+        weights = static_shape(self._body, linear.inputs[1])
+        if weights is None or (linear.op.startswith("Batch") and len(weights) != 2):
+            return None
+        if linear.op == "DepthwiseConv2dNative":
+            return weights[-1] * weights[-2]
+        transposed = linear.attrs.get("transpose_b") or linear.attrs.get("adj_y")
+        return weights[-2 if transposed is not None and transposed.b else -1]
 
     def _behind_linear(self, value: Ref, last: int, mul: int | None) -> _Found | None:
         user = last if mul is None else mul
@@ -119,6 +152,8 @@ class _Folding:
                 return None
             bias, user = value[0], value[0]
             value = inner
+            if producer.op != "BiasAdd" and not self._is_per_channel(self._other(bias), _Found(value[0], bias, last)):
+                return None
         linear = self._body.nodes[value[0]]
         if linear.op not in _LINEAR or not self._is_alone(value[0], user):
             return None
@@ -139,7 +174,7 @@ class _Folding:
         dtype = (linear.outputs or ())[0]
         scale, shift = self._affine(found, dtype)
         if found.bias is not None:
-            bias = self._other(found.bias)
+            bias = self._flat(self._other(found.bias), dtype)
             shift = self._add("AddV2", [self._add("Mul", [bias, scale], dtype, "bias_scaled"), shift], dtype, "bias")
         weights = self._add("Mul", [linear.inputs[1], self._shaped(scale, linear)], dtype, "weights")
         folded = Node(
@@ -239,6 +274,27 @@ class _Folding:
         if old is not None:
             old.index = index
         return index, 0
+
+
+def static_shape(body: Body, ref: Ref, depth: int = 12) -> tuple[int, ...] | None:
+    """The shape of a tensor made of constants and placeholders by at most `depth` elementwise ops; None: not known."""
+    node = body.nodes[ref[0]]
+    if node.op == "Const":
+        return tuple(dim.size for dim in node.attrs["value"].tensor.tensor_shape.dim)
+    if node.op in PLACEHOLDERS:
+        shape = node.attrs["shape"].shape
+        sizes = tuple(dim.size for dim in shape.dim)
+        return None if shape.unknown_rank or any(size < 0 for size in sizes) else sizes
+    if node.op in _ELEMENTWISE and depth:
+        shapes = [static_shape(body, operand, depth - 1) for operand in node.inputs]
+        return None if any(shape is None for shape in shapes) else _broadcast([shape or () for shape in shapes])
+    return None
+
+
+def _broadcast(shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    rank = max(map(len, shapes))
+    padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
+    return tuple(max(sizes) if 0 not in sizes else 0 for sizes in zip(*padded, strict=True))
 
 
 def _type(dtype: int) -> AttrValue:

@@ -20,6 +20,7 @@ OWN_GRADIENT = -1
 
 _LOCAL = frozenset({"op_type", "node", "scope", "node_regex"})
 _ALONE = frozenset({"region"})
+_MAX_PATTERN = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,8 @@ class Place:
     """A node of the expanded graph, as selectors see it.
 
     `name`: its public name. `function`: where in the uploaded graph it lies. `live`: whether gradients are asked node
-    by node here. `label`: of the override that took it; `around`: of one that took a call around it as a whole.
+    by node here. `label`: of the override that took it; `around`: of one that took a call around it as a whole;
+    `by_rank`: of one that takes it if it has the right rank.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Place:
     live: bool
     label: str | None = None
     around: str | None = None
+    by_rank: str = ""
 
     @property
     def node(self) -> Node:
@@ -84,6 +87,8 @@ class Chooser:
     prefix: str
     names: tuple[NameTest, ...]
     taken: int = 0
+    # Something is wrong with it that has been noted already.
+    faulty: bool = False
     shadowed_by: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -142,6 +147,9 @@ def _chooser(spec: OverrideSpec, library: Library, findings: Findings) -> Choose
     if "position" in given and not _is_place(selector.position):
         invalid("position is empty: say nearest_xs, nearest_ys or a number.")
     words = tuple(selector.pattern) or ((STEP, "Cast") if selector.op_type == STEP else (selector.op_type,))
+    if len(words) > _MAX_PATTERN or not all(selector.pattern):
+        invalid(f"a pattern has 1 to {_MAX_PATTERN} words, none of them empty.")
+        return None
     if "rank" in given and len(words) > 1:
         invalid("rank cannot be given with a pattern.")
     words = tuple(word for word in words if word)
@@ -163,7 +171,8 @@ def _chooser(spec: OverrideSpec, library: Library, findings: Findings) -> Choose
 
 def _is_place(position: override_pb2.Position) -> bool:
     place = position.WhichOneof("place")
-    return place == "index" or (place == "nearest" and position.nearest != override_pb2.POSITION_NEAREST_UNSPECIFIED)
+    nearest = (override_pb2.POSITION_NEAREST_XS, override_pb2.POSITION_NEAREST_YS)
+    return place == "index" or (place == "nearest" and position.nearest in nearest)
 
 
 def _check_word(word: str, spec: OverrideSpec, library: Library, findings: Findings) -> None:
@@ -241,6 +250,8 @@ def _missing(chooser: Chooser, seen: Sequence[Seen]) -> str:
         reasons.append(f"dependence on {', '.join(map(quote, selector.depends_on))}")
     if selector.HasField("position"):
         reasons.append("this place on the path from xs to ys")
+    if not reasons:
+        return f"no node {kind}is one: what an add is depends on which of its sides depend on the xs."
     return f"no node {kind}with such a name has {' and '.join(reasons)}."
 
 

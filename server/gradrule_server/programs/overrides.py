@@ -94,6 +94,9 @@ class OverrideTable:
         indices = [index for index, bound in enumerate(self.bound) if bound.label == label]
         if not indices:
             labels = sorted({bound.label for bound in self.bound})
+            if any(spec.label == label for spec in self.specs):
+                message = f"params name the label {label!r}, whose rule is 'default', which has no params"
+                return [Finding(errors_pb2.ERROR_REASON_UNKNOWN_PARAM, message, field=f"params[{label!r}]")]
             return [
                 Finding(
                     errors_pb2.ERROR_REASON_UNKNOWN_PARAM,
@@ -204,6 +207,9 @@ def _add_preset(table: OverrideTable, override: override_pb2.Override, index: in
     if override.HasField("selector"):
         message = "a preset has selectors of its own: give it without one"
         table.findings.append(Finding(errors_pb2.ERROR_REASON_INVALID_OVERRIDE, message, field=f"{where}.selector"))
+    if override.params:
+        message = "the params of a preset stand in the preset itself"
+        table.findings.append(Finding(errors_pb2.ERROR_REASON_UNKNOWN_PARAM, message, field=f"{where}.params"))
     preset = PRESETS[choice.name]
     label = override.label or choice.name
     declared: dict[str, list[int]] = {}

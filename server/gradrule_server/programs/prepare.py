@@ -93,6 +93,8 @@ def prepare(spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, 
                 subgraph_outputs=mark.outputs,
                 rank=mark.rank,
                 otherwise=mark.otherwise,
+                op_type=mark.op_type,
+                is_step=mark.is_step,
             )
             for mark in expanded.marks
         ],
@@ -190,7 +192,14 @@ def _digest(graph_digest: str, spec: program_pb2.ProgramSpec, call: CallShape, t
         for bound in table.bound
     ]
     overrides = [
-        [item.selector.SerializeToString(deterministic=True).hex(), item.rule_index, item.label, item.optional]
+        [
+            item.selector.SerializeToString(deterministic=True).hex(),
+            item.rule_index,
+            item.label,
+            item.optional,
+            item.index,
+            item.is_preset,
+        ]
         for item in table.specs
     ]
     vjp = spec.vjp

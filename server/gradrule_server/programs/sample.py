@@ -24,6 +24,7 @@ from gradrule_server.rules import RuleContent, Signature, read_param_value
 
 _VARIABLE = re.compile(r"(x|y|dy|default)(0|[1-9][0-9]{0,3})?")
 _PARAM_PREFIX = "param/"
+_SALT = "salt"
 
 
 async def sample(
@@ -138,7 +139,7 @@ def _by_itself(
     missing = [
         variable
         for variable in rule_graph.inputs
-        if not variable.startswith(_PARAM_PREFIX) and variable not in values and not variable.startswith("dy")
+        if not variable.startswith((_PARAM_PREFIX, "dy")) and variable != _SALT and variable not in values
     ]
     if missing:
         raise error(
@@ -156,7 +157,10 @@ def _by_itself(
     params = _param_values(request, content)
     for variable, placeholder in rule_graph.inputs.items():
         feed = evaluation.feeds.add(name=placeholder)
-        if variable.startswith(_PARAM_PREFIX):
+        if variable == _SALT:
+            # Made of a node's name elsewhere, and here there is no node.
+            feed.value.inline.CopyFrom(_tensors.to_message(np.int64(0)))
+        elif variable.startswith(_PARAM_PREFIX):
             feed.value.inline.CopyFrom(params[variable.removeprefix(_PARAM_PREFIX)])
         else:
             feed.value.inline.CopyFrom(values.get(variable) or _ones_like(outputs[int(variable[2:])]))

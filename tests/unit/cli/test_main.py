@@ -6,10 +6,12 @@ import sys
 
 import pytest
 
+from gradrule import errors
 from gradrule.cli import connection
+from gradrule.cli.failures import describe
 from gradrule.cli.main import build_parser, main
 
-COMMANDS = ("serve", "health", "rules", "programs", "evaluate", "explain", "demo")
+COMMANDS = ("serve", "health", "rules", "programs", "evaluate", "explain", "compare", "demo")
 
 
 def without(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -46,7 +48,22 @@ def test_help_of_serve_is_the_servers(capsys: pytest.CaptureFixture[str]) -> Non
         (["rules", "list", "--timeout", "0"], "positive number of seconds"),
         (["evaluate"], "GRAPH"),
         (["evaluate", "g.pb", "--override", "Sign"], "OP_TYPE=RULE"),
+        (["evaluate", "g.pb", "--override", "Sign=2*dy"], "'2*dy' is no rule's name; write a formula as 'expr:2*dy'"),
+        (["rules", "sample", "2 * dy"], "'expr:2 * dy'"),
+        (["rules", "sample", "ste", "--param", "a"], "NAME=VALUE"),
+        (["rules", "sample", "ste", "--feed", "x=1", "--feed", "x=2"], "'x' is fed twice"),
         (["evaluate", "programs/p", "--y", "y"], "fixes --y already"),
+        (["evaluate", "programs/p", "--preset", "epsilon_plus"], "fixes --preset already"),
+        (["evaluate", "programs/p", "--no-gradient", "pass"], "fixes --no-gradient already"),
+        (["evaluate", "programs/p", "--rewrite", "fold_batch_norm"], "fixes --rewrite already"),
+        (["evaluate", "g.pb", "--no-gradient", "stop"], "invalid choice"),
+        (["compare", "g.pb", "--y", "y", "--x", "x"], "nothing to compare"),
+        (["compare", "g.pb", "--map", "Sign"], "NAME=OVERRIDE"),
+        (["compare", "g.pb", "--map", "a=Sign=ste", "--output", "a.txt"], ".png"),
+        (["rules", "plot", "ste", "--range", "3:-3"], "FROM less than TO"),
+        (["rules", "plot", "ste", "--feed", "y=1"], "x1, x2"),
+        (["rules", "plot", "ste", "--output", "ste"], ".png"),
+        (["rules", "check", "ste", "--of", "Sign", "--op-type", "Sign"], "--of says what op it is"),
         (["evaluate", "g.pb", "--out", "x.npy"], "ends with .npz"),
         (["demo", "--epochs", "0"], "at least 1"),
         (["serve", "--prot", "1"], "--port"),
@@ -84,6 +101,8 @@ def test_the_clients_variables_are_kept_from_the_server(monkeypatch: pytest.Monk
         ("pydantic", ("serve",), "gradrule[server]"),
         ("rich", ("demo",), "gradrule[cli]"),
         ("sklearn", ("demo",), "gradrule[demo]"),
+        ("matplotlib", ("rules", "plot", "ste", "--output", "ste.png"), "gradrule[demo]"),
+        ("matplotlib", ("compare", "g.pb", "--map", "a=Sign=ste", "--output", "a.png"), "gradrule[demo]"),
     ],
 )
 def test_a_missing_part_is_named_with_what_brings_it(module: str, arguments: tuple[str, ...], extra: str) -> None:
@@ -91,6 +110,23 @@ def test_a_missing_part_is_named_with_what_brings_it(module: str, arguments: tup
     assert done.returncode == 1
     assert extra in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_unknown_rule_of_an_override_may_have_been_a_formula() -> None:
+    detail = errors.Detail("UNKNOWN_RULE", "there is no rule 'dy'.", field="overrides[0].rule")
+    assert "expr:FORMULA" in describe(errors.UnknownRuleError("there is no rule 'dy'.", details=[detail]))
+    assert "expr:" not in describe(errors.UnknownRuleError("there is no rule 'dy'."))
+
+
+def test_values_of_a_sampled_rule_are_feeds() -> None:
+    parsed = [build_parser().parse_args(["rules", "sample", "ste", flag, "x=[1]"]) for flag in ("--feed", "--value")]
+    assert [options.feed for options in parsed] == [[{"x": [1]}]] * 2
+
+
+def test_a_range_may_start_with_a_minus() -> None:
+    done = without("rich", "rules", "plot", "ste", "--range", "-3:3", "--target", "127.0.0.1:1", "--timeout", "5")
+    assert done.returncode == 1
+    assert "UNAVAILABLE" in done.stderr
 
 
 def test_health_needs_no_tables() -> None:

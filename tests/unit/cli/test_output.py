@@ -36,6 +36,7 @@ def test_large_arrays_are_cut() -> None:
 def test_gradients_that_are_not_there_say_which_kind() -> None:
     assert output.array_row("g", None, "not_differentiable")[-1] == "not differentiable"
     assert output.array_json(None, "unconnected") == {"kind": "unconnected"}
+    assert output.array_json(np.float32([1]), "unconnected")["kind"] == "dense"
 
 
 def test_sparse_gradients_show_their_slices_and_the_norm_of_the_whole() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import gradrule as gr
 from gradrule.cli import values
 
 
@@ -68,10 +67,6 @@ def test_a_npz_file_alone_feeds_all_that_it_holds(files: Path) -> None:
         (values.feed, "y=two.npz", "no array 'y'; it has 'x', 'w'"),
         (values.feed, "y=two.npz:z", "no array 'z'"),
         (values.variable, "z=1", "'z' is no variable"),
-        (values.override, "Sign", "expected OP_TYPE=RULE"),
-        (values.override, "Sign=", "expected OP_TYPE=RULE"),
-        (values.override, "nodes:a/*=ste", "'nodes' is no selector; expected one of op, node, scope"),
-        (values.override, "node:=ste", "nothing is selected"),
         (values.call_param, "alpha=2", "expected LABEL.PARAM=VALUE"),
         (values.call_param, ".alpha=2", "expected LABEL.PARAM=VALUE"),
         (values.call_param, "Sign.alpha=two", "JSON value"),
@@ -83,25 +78,6 @@ def test_what_cannot_be_read_says_what_would_be_right(
 ) -> None:
     with pytest.raises(ArgumentTypeError, match=re.escape(words)):
         read(text)
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("Sign=QuantizeGrad", gr.Override("QuantizeGrad", op_type="Sign")),
-        ("op:Sign=ste", gr.Override("ste", op_type="Sign")),
-        ("node:layer/*=ste", gr.Override("ste", node="layer/*")),
-        ("scope:block=default", gr.Override("default", scope="block")),
-    ],
-)
-def test_overrides(text: str, expected: gr.Override) -> None:
-    assert values.override(text) == expected
-
-
-def test_an_override_may_hold_a_formula_with_equals_signs_and_colons() -> None:
-    read = values.override("Sign=expr:where(x == 0, dy, 0)")
-    assert isinstance(read.rule, gr.Rule)
-    assert (read.op_type, read.rule.expression) == ("Sign", "where(x == 0, dy, 0)")
 
 
 def test_params_upstream_gradients_and_declared_params() -> None:

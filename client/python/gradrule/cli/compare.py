@@ -1,3 +1,162 @@
-"""stub"""
-from typing import Any
-def add(group: Any) -> None: ...
+"""`gradrule compare`: one graph under several override maps, and where they part."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from gradrule.cli import figures, output, overrides
+from gradrule.cli.connection import connect, finish
+from gradrule.cli.failures import USAGE, CommandError
+from gradrule.cli.words import add_ends, add_feeds, add_rewrites, feeds, load_graph
+
+if TYPE_CHECKING:
+    from gradrule import Comparison, Override, Preset
+
+
+def add(commands: Any) -> None:
+    """Adds the command."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "compare",
+        help="one graph under several override maps, and where they part",
+        description="Evaluates a graph with its own gradient and with each of the override maps, takes finite "
+        "differences, and shows the norm of the upstream gradient of each tensor on the path from ys to xs.",
+    )
+    parser.add_argument("graph", metavar="GRAPH", help="file .pb, .pbtxt or .json")
+    group = add_ends(parser)
+    add_feeds(group)
+    group.add_argument(
+        "--map",
+        metavar="NAME=OVERRIDE,…",
+        type=overrides.override_map,
+        action="append",
+        default=[],
+        help="an override map: 'guided=Relu=guided_relu', 'both=Sign=ste_sign:clip=2,preset:epsilon_plus', with the "
+        "selectors of `gradrule evaluate --override`; one name given again continues the map; may be repeated",
+    )
+    group.add_argument(
+        "--preset",
+        metavar="NAME=PRESET",
+        type=overrides.preset_map,
+        action="append",
+        default=[],
+        help="an override map that is a preset: lrp=epsilon_plus:eps=1e-4; may be repeated",
+    )
+    add_rewrites(group)
+    group.add_argument("--no-finite-differences", action="store_true", help="spare the many evaluations that they take")
+    parser.add_argument(
+        "--output", metavar="FILE.png", type=figures.picture, help="draw the norms into this file (.png, .svg, .pdf)"
+    )
+    finish(parser, run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compares and shows."""
+    maps: dict[str, list[Override | Preset]] = {}
+    for label, chosen in [*options.map, *options.preset]:
+        maps.setdefault(label, []).extend(chosen)
+    if not maps:
+        raise CommandError("nothing to compare: give --map NAME=OVERRIDE,… or --preset NAME=PRESET", USAGE)
+    if options.output is not None:
+        figures.new_figure(1, 1)
+    graph = load_graph(options.graph)
+    with connect(options) as client:
+        found = client.compare(
+            graph,
+            feeds(options),
+            options.y,
+            options.x,
+            dict(maps),
+            grad_ys=dict(options.grad_y) or None,
+            finite_differences=not options.no_finite_differences,
+            rewrites=options.rewrite,
+        )
+    if options.output is not None:
+        _draw(found, options)
+    if options.json:
+        output.print_json(output.plain(_json(found)))
+    else:
+        _show(found)
+        if options.output is not None:
+            print(f"wrote {options.output}")
+    return 0
+
+
+def _show(found: Comparison) -> None:
+    screen = output.console()
+    for is_x, title in ((False, "norms of upstream gradients, from the ys to the xs"), (True, "gradients of the xs")):
+        tensors = dict.fromkeys((row.tensor, row.op_type) for row in found.rows if row.is_x == is_x)
+        cells = {(row.tensor, row.label): _cell(row.norm, row.difference) for row in found.rows if row.is_x == is_x}
+        labels = [label for label in found.labels if any(key[1] == label for key in cells)]
+        rows = [[*tensor, *(cells.get((tensor[0], label), "") for label in labels)] for tensor in tensors]
+        output.table(screen, title, ("tensor", "op type", *labels), rows)
+    rows = [
+        [row.tensor, row.label, _percent(row.from_finite_differences)]
+        for row in found.rows
+        if row.from_finite_differences is not None
+    ]
+    output.table(screen, "distance from finite differences", ("x", "label", "relative"), rows)
+    if found.finite_differences is not None:
+        screen.print(f"finite differences: {found.finite_differences.how}")
+    if found.reference is not None:
+        screen.print(f"in brackets: distance from {found.reference}, relative to its norm")
+    for label, parting in found.partings.items():
+        if parting is None:
+            screen.print(f"{label}: never parts from {found.reference}")
+            continue
+        behind = ", ".join(f"{item.rule} at {item.node}" for item in parting.rules)
+        screen.print(
+            f"{label}: parts from {found.reference} at {parting.tensor} ({_percent(parting.difference)})"
+            f"{f', behind it {behind}' if behind else ''}"
+        )
+    for note in found.notes:
+        screen.print(f"note: {note}")
+
+
+def _cell(norm: float | None, difference: float | None) -> str:
+    if norm is None:
+        return "none"
+    text = f"{norm:.4g}"
+    return text if difference is None or difference < _EQUAL else f"{text} ({_percent(difference)})"
+
+
+_EQUAL = 1e-6
+
+
+def _percent(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.1e}" if 0 < value < 1e-3 else f"{value:.1%}" if value < 10 else f"× {value:.3g}"
+
+
+def _draw(found: Comparison, options: argparse.Namespace) -> None:
+    tensors, xs = (list(dict.fromkeys(row.tensor for row in found.rows if row.is_x == is_x)) for is_x in (False, True))
+    norms = {
+        label: {tensor: norm for tensor, norm in found.norms(label).items() if norm is not None}
+        for label in found.labels
+    }
+    parts = {label: item.tensor for label, item in found.partings.items() if item is not None}
+    figures.draw_norms(tensors, xs, norms, parts, options.output)
+
+
+def _json(found: Comparison) -> dict[str, object]:
+    measured = found.finite_differences
+    return {
+        "labels": list(found.labels),
+        "reference": found.reference,
+        "rows": found.table(),
+        "gradients": {
+            label: {x: output.array_json(value, "unconnected") for x, value in by_x.items()}
+            for label, by_x in found.gradients.items()
+        },
+        "partings": {label: None if item is None else asdict(item) for label, item in found.partings.items()},
+        "overrides": {label: _dicts(items) for label, items in found.overrides.items()},
+        "finite_differences": None if measured is None else {"how": measured.how, "norms": measured.norms},
+        "notes": list(found.notes),
+    }
+
+
+def _dicts(items: Sequence[Any]) -> list[dict[str, Any]]:
+    return [asdict(item) for item in items]

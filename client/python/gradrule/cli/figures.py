@@ -56,22 +56,38 @@ def draw_curve(curve: Curve, path: Path) -> None:
     figure.savefig(path, dpi=_DPI)
 
 
-def draw_norms(names: Sequence[str], norms: dict[str, list[float]], parts: dict[str, int], path: Path) -> None:
-    """A line of norms for each label over the tensors, from ys to xs; a ring where the label parts from the default."""
-    figure = new_figure(max(6.0, 1.5 + 0.45 * len(names)), 5)
+def draw_norms(
+    tensors: Sequence[str], xs: Sequence[str], norms: dict[str, dict[str, float]], parts: dict[str, str], path: Path
+) -> None:
+    """Norms by tensor for each label: a line from the ys to the xs, which stand by themselves at the end.
+
+    parts: the tensor at which a label parts from the reference, which gets a ring.
+    """
+    places = {tensor: place for place, tensor in enumerate([*tensors, *xs])}
+    figure = new_figure(max(6.0, 1.5 + 0.45 * len(places)), 5)
     axes = figure.subplots()
-    for order, (label, values) in enumerate(norms.items()):
-        drawn = np.array([value if value > 0 else np.nan for value in values])
-        axes.plot(range(len(names)), drawn, label=label, marker="o", markersize=4, color=f"C{order}")
+    for order, (label, by_tensor) in enumerate(norms.items()):
+        # The first are the widest, so that lines that lie on each other are seen.
+        style: dict[str, Any] = {"color": f"C{order}", "linewidth": max(1.0, 5.0 - order), "alpha": 0.8}
+        style |= {"marker": "o", "markersize": max(3.0, 8.0 - order)}
+        axes.plot(range(len(tensors)), [_positive(by_tensor.get(name)) for name in tensors], label=label, **style)
+        style["linestyle"] = "none"
+        axes.plot([places[name] for name in xs], [_positive(by_tensor.get(name)) for name in xs], **style)
         if label in parts:
-            place = parts[label]
-            axes.plot([place], [drawn[place]], marker="o", markersize=12, fillstyle="none", color=f"C{order}")
+            ring: dict[str, Any] = {"marker": "o", "markersize": 14, "fillstyle": "none", "color": f"C{order}"}
+            axes.plot([places[parts[label]]], [_positive(by_tensor.get(parts[label]))], **ring)
+    axes.axvline(len(tensors) - 0.5, color="0.8")
     axes.set_yscale("log")
-    axes.set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=8)
-    axes.set(ylabel="norm of the gradient", title="from the ys to the xs; a ring: here it parts from the default")
+    axes.set_xticks(range(len(places)), list(places), rotation=60, ha="right", fontsize=8)
+    axes.set(ylabel="norm of the upstream gradient", title="from the ys to the xs; a ring: here it parts")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=_DPI)
+
+
+def _positive(value: float | None) -> float:
+    """On a logarithmic axis zero is a gap, as nothing is."""
+    return value if value else float("nan")
 
 
 def finite(values: Array) -> Array:

@@ -112,17 +112,22 @@ def array_json(value: _tensors.Array | Sparse | None, kind: str = "dense") -> di
             "dtype": dtype_text(value.values),
             "shape": [int(size) for size in value.dense_shape],
             "indices": value.indices.tolist(),
-            "values": _plain(value.values.tolist()),
+            "values": plain(value.values.tolist()),
         }
-    return {"kind": "dense", "dtype": dtype_text(value), "shape": list(value.shape), "values": _plain(value.tolist())}
+    return {"kind": "dense", "dtype": dtype_text(value), "shape": list(value.shape), "values": plain(value.tolist())}
 
 
-def _plain(value: Any) -> Any:
-    """Infinities and NaN as protobuf's JSON writes them, complex numbers as pairs, bytes as text or else in base64."""
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
+def plain(value: Any) -> Any:
+    """A value as strict JSON has it.
+
+    Infinities and NaN as protobuf's JSON writes them, complex numbers as pairs, bytes as text or else in base64.
+    """
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
     if isinstance(value, complex):
-        return [_plain(value.real), _plain(value.imag)]
+        return [plain(value.real), plain(value.imag)]
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, bytes):
@@ -130,6 +135,6 @@ def _plain(value: Any) -> Any:
             return value.decode()
         except UnicodeDecodeError:
             return {"base64": base64.b64encode(value).decode()}
-    if isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool | int | float | str):
         return value
     return float(value)

@@ -110,6 +110,8 @@ def _show(program: Program, as_json: bool) -> None:
     output.table(screen, "overrides", output.RESOLUTION_COLUMNS, output.resolution_rows(program.overrides))
     if program.defaulted:
         screen.print(f"own gradient: {', '.join(program.defaulted)}")
+    if program.rewritten:
+        screen.print(f"rewritten: {', '.join(program.rewritten)}")
 
 
 def _specs(specs: Mapping[str, TensorSpec]) -> str:
@@ -130,6 +132,7 @@ def _json(program: Program) -> dict[str, object]:
         "xs": [asdict(spec) for spec in program.xs.values()],
         "overrides": [asdict(item) for item in program.overrides],
         "defaulted": program.defaulted,
+        "rewritten": program.rewritten,
         "device": program.device,
         "create_time": program.create_time,
         "digests": asdict(program.digests),

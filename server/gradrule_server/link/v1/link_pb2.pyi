@@ -108,6 +108,8 @@ class MarkedNode(google.protobuf.message.Message):
     SUBGRAPH_OUTPUTS_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
     OTHERWISE_FIELD_NUMBER: builtins.int
+    OP_TYPE_FIELD_NUMBER: builtins.int
+    IS_STEP_FIELD_NUMBER: builtins.int
     rule: builtins.int
     """Index into CompileRequest.rules; -1: the op's own gradient (`default`); -2: a gradient of a foreign process."""
     node: builtins.str
@@ -120,6 +122,10 @@ class MarkedNode(google.protobuf.message.Message):
     """The mark holds only if the node's first output has this rank."""
     otherwise: builtins.int
     """The mark that holds otherwise. Not set: none."""
+    op_type: builtins.str
+    """For a subgraph: its op type for people, the op types of a chain joined by `+`."""
+    is_step: builtins.bool
+    """For a subgraph: it is a comparison and the Cast behind it, and its input is the difference of the two sides."""
     def __init__(
         self,
         *,
@@ -129,9 +135,11 @@ class MarkedNode(google.protobuf.message.Message):
         subgraph_outputs: builtins.int = ...,
         rank: builtins.int | None = ...,
         otherwise: builtins.int | None = ...,
+        op_type: builtins.str = ...,
+        is_step: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_otherwise", b"_otherwise", "_rank", b"_rank", "otherwise", b"otherwise", "rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_otherwise", b"_otherwise", "_rank", b"_rank", "foreign", b"foreign", "node", b"node", "otherwise", b"otherwise", "rank", b"rank", "rule", b"rule", "subgraph_outputs", b"subgraph_outputs"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_otherwise", b"_otherwise", "_rank", b"_rank", "foreign", b"foreign", "is_step", b"is_step", "node", b"node", "op_type", b"op_type", "otherwise", b"otherwise", "rank", b"rank", "rule", b"rule", "subgraph_outputs", b"subgraph_outputs"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_otherwise", b"_otherwise"]) -> typing.Literal["otherwise"] | None: ...
     @typing.overload

@@ -98,7 +98,7 @@ RULES = (
     BuiltinRule(
         "soft_round",
         "dy * alpha * (1 - square(tanh(alpha * (x - floor(x) - 0.5)))) / (2 * tanh(alpha / 2))",
-        "The slope of a soft rounding that keeps whole numbers: largest halfway between them; nearly dy for small alpha.",
+        "The slope of a soft rounding: largest halfway between whole numbers; nearly dy for small alpha.",
         "Agustsson, Theis 2020, arXiv:2006.09952; tensorflow-compression soft_round",
         params=(Param("alpha", 5.0, "steepness", "> 0"),),
         op_types=("Round",),

@@ -52,10 +52,7 @@ def run_plot(options: argparse.Namespace) -> int:
     from gradrule.cli.rules import terminal
     from gradrule.cli.rules.curves import curve
 
-    feeds = inputs.feeds(options)
-    expected = [f"x{index}" for index in range(1, len(feeds) + 1)]
-    if sorted(feeds) != expected:
-        raise CommandError(f"--feed gives further inputs, x1, x2, … in full, not {', '.join(sorted(feeds))}", USAGE)
+    others = further_inputs(options)
     if options.output is not None:
         figures.new_figure(1, 1)
     with connect(options) as client:
@@ -63,7 +60,7 @@ def run_plot(options: argparse.Namespace) -> int:
             client,
             info_of(client, options.rule),
             op_type=options.op_type,
-            others=tuple(feeds[name] for name in expected),
+            others=others,
             params=dict(options.param),
             interval=options.range,
             dy=options.dy,
@@ -80,6 +77,15 @@ def run_plot(options: argparse.Namespace) -> int:
     if options.output is not None:
         screen.print(f"wrote {options.output}")
     return 0
+
+
+def further_inputs(options: argparse.Namespace) -> tuple[Any, ...]:
+    """The values of x1, x2, … in order."""
+    feeds = inputs.feeds(options)
+    expected = [f"x{index}" for index in range(1, len(feeds) + 1)]
+    if sorted(feeds) != expected:
+        raise CommandError(f"--feed gives further inputs, x1, x2, … in full, not {', '.join(sorted(feeds))}", USAGE)
+    return tuple(feeds[name] for name in expected)
 
 
 def info_of(client: Client, rule: str | Rule) -> RuleInfo | Rule:

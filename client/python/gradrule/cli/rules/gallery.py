@@ -138,8 +138,7 @@ def _card(rule: RuleInfo, drawn: Curve | str) -> str:
         parts.append(svg.draw(drawn))
         parts += [f'<p class="note">{escape(note)}</p>' for note in drawn.notes]
     else:
-        reason = drawn if drawn.startswith("no curve") else f"no curve: {drawn}"
-        parts.append(f'<div class="none">{escape(reason)}</div>')
+        parts.append(f'<div class="none">no curve: {escape(drawn)}</div>')
     parts.append(f'<code class="formula">{escape(text.formula(rule))}</code>')
     parts.append(_params(rule.param_infos))
     facts = [("for", ", ".join(rule.op_types) or "any op or region"), ("source", rule.reference)]

@@ -53,7 +53,9 @@ def _plain(*op_types: str, low: float = DEFAULT_RANGE[0], high: float = DEFAULT_
 
 
 SITES: Mapping[str, Site] = {
-    **_plain("Sign", "Round", "Rint", "Floor", "Ceil", "Abs", "Identity", "Relu", "LeakyRelu", "Elu", "Selu", "Softsign"),
+    **_plain(
+        "Sign", "Round", "Rint", "Floor", "Ceil", "Abs", "Identity", "Relu", "LeakyRelu", "Elu", "Selu", "Softsign"
+    ),
     **_plain("Exp", "Square", "Sin", "Cos", "Neg", "Erf", "Expm1", "Sinh", "Cosh"),
     **_plain("Sigmoid", "Tanh", "Softplus", low=-4.0, high=4.0),
     **_plain("Relu6", low=-3.0, high=9.0),
@@ -138,7 +140,9 @@ def _chosen(rule: RuleInfo | Rule, op_type: str | None) -> Site:
                 site = SITES[name]
                 return replace(site, over_dy=name == "Identity" and _needs_only_dy(rule))
         if rule.op_types:
-            raise NoSiteError(f"no curve: {_WHY_NOT.get(rule.op_types[0], 'it is for ' + ', '.join(rule.op_types))}")
+            raise NoSiteError(
+                f"it is no function of one number: {_WHY_NOT.get(rule.op_types[0], f'it is for {rule.op_types[0]}')}"
+            )
         if rule.kind == "builtin" and rule.name in _REGIONS:
             return _REGIONS[rule.name]
     return Site(over_dy=_needs_only_dy(rule))

@@ -25,7 +25,7 @@ def draw(curve: Curve) -> str:
         return _LEFT + width * (x - float(curve.x[0])) / float(curve.x[-1] - curve.x[0])
 
     def down(value: float) -> float:
-        return _TOP + height * (high - value) / (high - low)
+        return _TOP + height * (high - min(max(value, low), high)) / (high - low)
 
     parts = [f'<rect class="frame" x="{_LEFT:g}" y="{_TOP:g}" width="{width:g}" height="{height:g}"/>']
     if low < 0 < high:
@@ -52,7 +52,7 @@ def span(curve: Curve) -> tuple[float, float]:
     if not values.size:
         return -1.0, 1.0
     low, high = float(values.min()), float(values.max())
-    near_low, near_high = (float(value) for value in np.percentile(values, [2, 98]))
+    near_low, near_high = (float(value) for value in np.percentile(values, [3, 97], method="nearest"))
     reach = 3 * max(near_high - near_low, 1e-3)
     low, high = max(low, near_low - reach), min(high, near_high + reach)
     margin = 0.06 * (high - low) or 1.0

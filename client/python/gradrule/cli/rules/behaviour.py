@@ -1,0 +1,134 @@
+"""How a rule behaves, whatever it claims: types, shapes, numbers that are none, samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from gradrule._results import RuleInfo
+from gradrule._tensors import Array
+from gradrule.cli.rules.subject import Subject
+from gradrule.errors import GradruleError
+
+_DTYPES: tuple[type, ...] = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
+_SHAPES = ((), (0,), (3,), (2, 3), (2, 2, 3), (0, 3))
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class TypeBehaviour:
+    """difference: the largest from float64's result, relative to its largest element; None where it was refused."""
+
+    dtype: str
+    gives: str
+    difference: float | None
+    is_finite: bool | None
+    holds: bool
+
+
+@dataclass(frozen=True)
+class ShapeBehaviour:
+    """gives: the gradient's shape, or why it was refused."""
+
+    shape: tuple[int, ...]
+    gives: str
+    holds: bool
+
+
+@dataclass(frozen=True)
+class SpecialValue:
+    """What comes out for an x and a dy, in float32."""
+
+    x: float
+    dy: float
+    dx: float
+
+
+@dataclass(frozen=True)
+class SampleBehaviour:
+    """claimed: what the registry says, None where it does not know. found: whether samples proved independent."""
+
+    claimed: bool | None
+    found: bool
+    holds: bool
+
+
+def types(subject: Subject, low: float, high: float) -> list[TypeBehaviour]:
+    """The four floating types. What is compared is the arithmetic: all see the numbers that the narrow type has."""
+    # No round numbers: there are kinks.
+    places = low + (high - low) * np.linspace(0.0317, 0.9713, 13)
+    found = []
+    for dtype in _DTYPES:
+        name = np.dtype(dtype).name
+        x: Array = places.astype(dtype)
+        try:
+            gradient = subject.gradient(x, np.ones_like(x))
+        except GradruleError as refusal:
+            found.append(TypeBehaviour(name, _refused(refusal), None, None, True))
+            continue
+        try:
+            wide = np.asarray(subject.gradient(x.astype(np.float64), np.ones(x.shape)), np.float64)
+        except GradruleError:
+            wide = None
+        narrow = np.asarray(gradient, np.float64)
+        is_finite = bool(np.isfinite(narrow).all())
+        difference = None
+        if wide is not None and is_finite:
+            size = float(np.abs(wide).max(initial=0.0))
+            difference = float(np.abs(narrow - wide).max(initial=0.0)) / (size or 1.0)
+        gives = gradient.dtype.name
+        found.append(TypeBehaviour(name, gives, difference, is_finite, gives == name))
+    return found
+
+
+def shapes(subject: Subject, low: float, high: float) -> list[ShapeBehaviour]:
+    """From rank 0 to 3, and without elements."""
+    rng = np.random.default_rng(_SEED)
+    found = []
+    for shape in _SHAPES:
+        x = rng.uniform(low, high, shape).astype(np.float32)
+        try:
+            given = subject.gradient(x, np.ones_like(x)).shape
+        except GradruleError as refusal:
+            found.append(ShapeBehaviour(shape, _refused(refusal), True))
+        else:
+            found.append(ShapeBehaviour(shape, str(list(given)), given == shape))
+    return found
+
+
+def specials(subject: Subject, low: float, high: float) -> list[SpecialValue]:
+    """NaN, infinities, zeros and the ends of float32, for x with dy = 1, then for dy in the middle of the range."""
+    info = np.finfo(np.float32)
+    ends = (np.nan, np.inf, -np.inf, 0.0, -0.0, float(info.max), -float(info.max), float(info.tiny))
+    middle = low + 0.6 * (high - low)
+    pairs = [(value, 1.0) for value in ends] + [(middle, value) for value in (np.nan, np.inf, -np.inf, 0.0)]
+    found = []
+    for x, dy in pairs:
+        given = subject.gradient(np.array([x], np.float32), np.array([dy], np.float32))
+        found.append(SpecialValue(x, dy, float(given[0])))
+    return found
+
+
+def samples(subject: Subject, low: float, high: float) -> SampleBehaviour | None:
+    """Whether a sample's gradient stays when another sample changes; None where the rule takes no batch."""
+    claimed = subject.rule.per_sample if isinstance(subject.rule, RuleInfo) else None
+    rng = np.random.default_rng(_SEED)
+    x, dy = rng.uniform(low, high, (2, 5)).astype(np.float32), rng.normal(size=(2, 5)).astype(np.float32)
+    other_x, other_dy = x.copy(), dy.copy()
+    other_x[1], other_dy[1] = x[0] / 2 + low / 3, 4 * dy[1] + 1
+    try:
+        one, two = subject.gradient(x, dy), subject.gradient(other_x, other_dy)
+    except GradruleError:
+        return None
+    independent = _equal(one[0], two[0])
+    return SampleBehaviour(claimed, independent, independent or claimed is not True)
+
+
+def _equal(one: Array, two: Array) -> bool:
+    return bool(np.array_equal(one, two, equal_nan=True))
+
+
+def _refused(refusal: GradruleError) -> str:
+    return f"refused: {refusal.reason}"

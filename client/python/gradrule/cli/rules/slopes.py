@@ -1,0 +1,180 @@
+"""A rule against central finite differences of what it claims to be the gradient of, number by number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from gradrule._tensors import Array
+from gradrule.cli.rules.subject import Subject
+
+POINTS = 241
+_STEP = 1e-4
+_TOLERANCE = 1e-5
+# Kinks: intervals are halved until they are this narrow; one-sided slopes are taken over this step.
+_NARROW = 1e-7
+_KINK = 1e-3
+_JUMP = 1e-4
+_SNAP = 2e-7
+_SEED = 0
+
+Function = Callable[[Array], Array]
+
+
+@dataclass(frozen=True)
+class Kink:
+    """A point where the slopes on both sides differ, or, with `is_jump`, the values. rule: the gradient for dy = 1."""
+
+    x: float
+    left: float
+    right: float
+    is_jump: bool
+    rule: float
+
+
+@dataclass(frozen=True)
+class InputClaim:
+    """The comparison for one input. at, dy, rule, expected: where the difference is largest. skipped: points at kinks
+    or where a value is not finite."""
+
+    name: str
+    compared: int
+    skipped: int
+    largest: float
+    at: float | None
+    dy: float | None
+    rule: float
+    expected: float
+    holds: bool
+
+
+def kinks_of(subject: Subject, low: float, high: float) -> list[Kink]:
+    """All kinks and jumps of the forward within the range, in order."""
+
+    def forward(x: Array) -> Array:
+        return np.asarray(subject.forward(x), np.float64)
+
+    places = _places(forward, np.linspace(low, high, POINTS))
+    if not places:
+        return []
+    x = np.array(places)
+    left = (forward(x - _NARROW) - forward(x - 2 * _NARROW)) / _NARROW
+    right = (forward(x + 2 * _NARROW) - forward(x + _NARROW)) / _NARROW
+    change = np.abs(forward(x + _NARROW) - forward(x - _NARROW))
+    rule = subject.gradient(x, np.ones_like(x))
+    return [
+        Kink(place, float(a), float(b), bool(c > _JUMP), float(given))
+        for place, a, b, c, given in zip(places, left, right, change, rule, strict=True)
+    ]
+
+
+def compare(subject: Subject, low: float, high: float, kinks: list[Kink]) -> list[InputClaim]:
+    """The claim for the first input at each point, and for each further one summed over all points."""
+    x = np.linspace(low, high, POINTS)
+    rng = np.random.default_rng(_SEED)
+    # Upstream gradients of both signs: a rule that only holds for one of them is found.
+    dy = rng.uniform(0.5, 1.5, x.shape) * rng.choice([-1.0, 1.0], x.shape)
+    step = _STEP * np.maximum(1, np.abs(x))
+    slope, doubt = _slopes(subject.forward, x, step)
+    near = np.zeros(x.shape, bool)
+    for kink in kinks:
+        near |= np.abs(x - kink.x) < 2 * step
+    given = subject.gradients(x, dy)
+    first = np.zeros_like(x) if given[0] is None else np.asarray(given[0], np.float64)
+    usable = ~near & np.isfinite(slope) & np.isfinite(doubt)
+    expected = dy * slope
+    difference = np.where(usable, np.abs(first - expected), 0.0)
+    # A rule that is not finite where the slope is has failed there.
+    difference[usable & ~np.isfinite(first)] = np.inf
+    allowed = _TOLERANCE * np.maximum(1, np.abs(expected)) + np.abs(dy) * doubt
+    excess = np.where(usable, difference / np.where(usable, allowed, 1.0), 0.0)
+    worst = int(np.argmax(excess))
+    claims = [
+        InputClaim(
+            "x", int(usable.sum()), int((~usable).sum()), float(difference.max(initial=0.0)), float(x[worst]),
+            float(dy[worst]), float(first[worst]), float(expected[worst]), bool(excess.max(initial=0.0) <= 1),
+        )
+    ]  # fmt: skip
+    quiet = np.where(usable, dy, 0.0)
+    summed = subject.gradients(x, quiet)
+    for index, name in enumerate(subject.site.inputs, start=1):
+        gradient = summed[index] if index < len(summed) else None
+        if gradient is not None:
+            claims.append(_further(subject, name, x, quiet, float(np.sum(gradient))))
+    return claims
+
+
+def is_elementwise(subject: Subject, low: float, high: float) -> bool:
+    """Whether each element of the gradient, and of the forward, depends on the element at its place alone."""
+    x = np.linspace(low, high, 8)[1:7]
+    other = x.copy()
+    other[1::2] = low + 0.37 * (high - low)
+    functions: list[Function] = [lambda at: subject.gradient(at, np.ones_like(at))]
+    if subject.has_forward:
+        functions.append(subject.forward)
+    pairs = [(function(x), function(other)) for function in functions]
+    return all(np.array_equal(one[::2], two[::2], equal_nan=True) for one, two in pairs)
+
+
+def _further(subject: Subject, name: str, x: Array, dy: Array, given: float) -> InputClaim:
+    value = float(subject.site.inputs[name])
+    step = _STEP * max(1.0, abs(value))
+
+    def weighted(at: Array) -> Array:
+        totals = [np.sum(dy * subject.forward(x, {**subject.site.inputs, name: one})) for one in at]
+        return np.array(totals)
+
+    slope, doubt = _slopes(weighted, np.array([value]), np.array([step]))
+    expected = float(slope[0])
+    difference = abs(given - expected)
+    allowed = _TOLERANCE * max(1.0, abs(expected), float(np.abs(dy).sum())) + float(doubt[0])
+    return InputClaim(name, 1, 0, difference, value, None, given, expected, difference <= allowed)
+
+
+def _slopes(function: Function, x: Array, step: Array) -> tuple[Array, Array]:
+    """Central differences, made better by a second pair at half the step, and how far the two are apart."""
+    places = np.concatenate([x + step, x - step, x + step / 2, x - step / 2])
+    values = np.asarray(function(places), np.float64).reshape(4, -1)
+    with np.errstate(invalid="ignore"):
+        wide = (values[0] - values[1]) / (2 * step)
+        narrow = (values[2] - values[3]) / step
+        slope = (4 * narrow - wide) / 3
+        return slope, np.abs(slope - narrow)
+
+
+def _places(function: Function, grid: Array) -> list[float]:
+    """Where slopes or values change at once: every interval is halved towards its greater change."""
+    a, b = grid[:-1].copy(), grid[1:].copy()
+    while float((b - a).max()) > _NARROW:
+        middle = (a + b) / 2
+        first, second = _changes(function, a, middle), _changes(function, middle, b)
+        right = second > first
+        a, b = np.where(right, middle, a), np.where(right, b, middle)
+    slope_a, slope_b, value_a, value_b = _ends(function, a, b)
+    with np.errstate(invalid="ignore"):
+        scale = np.maximum(1, np.maximum(np.abs(slope_a), np.abs(slope_b)))
+        found = (np.abs(slope_b - slope_a) > _KINK * scale) | (np.abs(value_b - value_a) > _JUMP)
+    places: list[float] = []
+    for place in ((a + b) / 2)[found]:
+        rounded = round(float(place), 4)
+        exact = rounded if abs(rounded - place) < _SNAP else float(place)
+        if not places or exact - places[-1] > 10 * _NARROW:
+            places.append(exact + 0.0)
+    return places
+
+
+def _changes(function: Function, a: Array, b: Array) -> Array:
+    slope_a, slope_b, value_a, value_b = _ends(function, a, b)
+    with np.errstate(invalid="ignore"):
+        straight = (slope_a + slope_b) / 2 * (b - a)
+        change = np.abs(value_b - value_a - straight) + np.abs(slope_b - slope_a) * (b - a)
+    return np.asarray(np.nan_to_num(change, nan=0.0))
+
+
+def _ends(function: Function, a: Array, b: Array) -> tuple[Array, Array, Array, Array]:
+    """Slopes of an interval's ends, taken outwards, and values there."""
+    values = np.asarray(function(np.concatenate([a - _NARROW, a, b, b + _NARROW])), np.float64).reshape(4, -1)
+    with np.errstate(invalid="ignore"):
+        return (values[1] - values[0]) / _NARROW, (values[3] - values[2]) / _NARROW, values[1], values[2]

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import io
+import re
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import gradrule as gr
+from gradrule.cli.rules import svg, terminal
+from gradrule.cli.rules.curves import Curve, Line
+from gradrule.cli.rules.sites import SITES, NoSiteError, params_of, site_of
+
+X = np.linspace(-2, 2, 41)
+
+
+def made(*lines: Line) -> Curve:
+    return Curve("rule <a & b>", "x", X, lines, ("a note",))
+
+
+def info(**words: Any) -> gr.RuleInfo:
+    given: dict[str, Any] = {
+        "name": "r", "kind": "builtin", "expression": "dy * x", "graph": None, "params": {}, "description": "",
+        "op_types": (), "reference": "", "digest": "", "per_sample": True, "aliases": (), "formula": "", "family": "",
+        "true_gradient": False, "hides_builtin": False, "param_infos": (),
+    }  # fmt: skip
+    return gr.RuleInfo(**given | words)
+
+
+def test_svg_has_a_line_for_each_finite_stretch() -> None:
+    broken = np.where(np.abs(X) < 0.2, np.nan, X)
+    drawn = ElementTree.fromstring(svg.draw(made(Line("Sign(x)", np.sign(X), "forward"), Line("dx", broken))))
+    lines = [element for element in drawn.iter() if element.tag == "polyline"]
+    assert [line.get("class") for line in lines] == ["forward", "gradient", "gradient"]
+    points = [tuple(map(float, point.split(","))) for point in (lines[1].get("points") or "").split()]
+    xs, ys = zip(*points, strict=True)
+    assert list(xs) == sorted(xs) and list(ys) == sorted(ys, reverse=True)
+    title = drawn.find("title")
+    assert title is not None and title.text == "rule <a & b>, Sign(x), dx"
+
+
+def test_a_far_outlier_does_not_flatten_the_picture() -> None:
+    values = np.sin(X)
+    values[20] = 1e6
+    low, high = svg.span(made(Line("dx", values)))
+    assert high < 20 and low < -1
+    assert svg.span(made(Line("dx", np.full_like(X, np.nan)))) == (-1, 1)
+    low, high = svg.span(made(Line("dx", np.ones_like(X))))
+    assert low < 1 < high
+
+
+def test_terminal_draws_axes_and_lines() -> None:
+    screen = Console(width=100, record=True, markup=False, highlight=False, file=io.StringIO())
+    terminal.draw(screen, made(Line("Relu(x)", np.maximum(X, 0), "forward"), Line("dx", 1.0 * (X > 0), "opposite")))
+    text = screen.export_text()
+    rows = [line for line in text.splitlines() if "│" in line]
+    assert len(rows) == 16
+    assert "2.08" in rows[0] and "-0.08" in rows[-1]
+    # Relu rises to the right: the first row has dots at its end alone.
+    first = rows[0].partition("│")[2]
+    assert re.fullmatch("⠀{60,}[⠀-⣿]*[⠁-⣿]", first)
+    assert "── Relu(x)" in text and "╌╌ dx" in text and "a note" in text
+
+
+def test_the_first_op_that_makes_one_number_of_one_is_chosen() -> None:
+    assert site_of(info(op_types=("@linear", "@activation")), None).op_type == "Relu"
+    assert site_of(info(op_types=("@step", "Sign")), None).is_step
+    assert site_of(info(op_types=("Sign",)), "Tanh").op_type == "Tanh"
+    assert site_of(info(op_types=("Identity",), expression="-dy"), None).over_dy
+    assert not site_of(info(op_types=("Identity",), expression="dy * y"), None).over_dy
+    assert site_of(gr.Rule("dy * x"), None).op_type is None
+    assert site_of(info(op_types=("Minimum",)), None, (0.5,)).forward == "Minimum(x, 0.5)"
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (info(op_types=("@linear",)), "layers with weights"),
+        (info(op_types=("Svd",)), "it is for Svd"),
+        (gr.Rule("(dy * x1, dy * x0)"), "--feed x1=…"),
+    ],
+)
+def test_why_there_is_none(rule: Any, words: str) -> None:
+    with pytest.raises(NoSiteError, match=re.escape(words)):
+        site_of(rule, None)
+
+
+def test_params_are_made_up_for_the_catalogue_alone() -> None:
+    seed = gr.ParamInfo("seed", None, "", "")
+    assert params_of(info(param_infos=(seed,)), {}) == {"seed": 0}
+    assert params_of(info(param_infos=(seed,)), {"seed": 3}) == {"seed": 3}
+    with pytest.raises(NoSiteError, match="--param seed"):
+        params_of(info(kind="user", param_infos=(seed,)), {})
+
+
+def test_all_sites_are_ops_that_exist() -> None:
+    from gradrule import _opdefs
+
+    for name, site in SITES.items():
+        if site.op_type is not None:
+            definition = _opdefs.find(site.op_type)
+            assert definition is not None, name
+            assert len(definition.inputs) == 1 + len(site.others), name

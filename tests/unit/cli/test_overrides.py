@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import re
+from argparse import ArgumentTypeError
+from collections.abc import Callable
+
+import pytest
+
+import gradrule as gr
+from gradrule.cli import overrides
+
+SELECTORS: dict[str, dict[str, object]] = {
+    "Sign": {"op_type": "Sign"},
+    "op:Sign": {"op_type": "Sign"},
+    "@activation": {"op_type": "@activation"},
+    "node:layer/*": {"node": "layer/*"},
+    "regex:conv[0-9]+(_1)?": {"node_regex": "conv[0-9]+(_1)?"},
+    "scope:block": {"scope": "block"},
+    "pattern:MatMul+BiasAdd": {"pattern": ["MatMul", "BiasAdd"]},
+    "region:x,w>y": {"region": gr.Region(["x", "w"], ["y"])},
+    "region:x>y:1,z": {"region": gr.Region(["x"], ["y:1", "z"])},
+    "near_xs:Conv2D": {"op_type": "Conv2D", "position": "nearest_xs"},
+    "near_ys:@linear": {"op_type": "@linear", "position": "nearest_ys"},
+    "scope:block & near_ys": {"scope": "block", "position": "nearest_ys"},
+    "Relu&position:-2": {"op_type": "Relu", "position": -2},
+    "Relu&dtype:float32&rank:4": {"op_type": "Relu", "dtype": "float32", "rank": 4},
+    "Relu&depends_on:x,w:1": {"op_type": "Relu", "depends_on": ["x", "w:1"]},
+    "Conv2D&attr:padding:SAME&attr:explicit_paddings:[]": {
+        "op_type": "Conv2D",
+        "attrs": {"padding": "SAME", "explicit_paddings": []},
+    },
+}
+
+
+@pytest.mark.parametrize("text", SELECTORS)
+def test_every_selector(text: str) -> None:
+    assert overrides.override(f"{text}=ste").message() == gr.Override("ste", **SELECTORS[text]).message()
+
+
+def test_every_word_of_an_override_can_be_said() -> None:
+    """What the message of a selector has, a condition can say."""
+    said = {
+        field.name
+        for text in SELECTORS
+        for field, _ in overrides.override(f"{text}=ste").message().selector.ListFields()
+    }
+    assert said == {field.name for field in gr.Override("ste", op_type="Sign").message().selector.DESCRIPTOR.fields}
+
+
+def test_an_override_may_hold_a_formula_with_equals_signs_and_colons() -> None:
+    read = overrides.override("Sign=expr:where(x == 0, dy, 0)")
+    assert isinstance(read.rule, gr.Rule)
+    assert (read.selector.op_type, read.rule.expression) == ("Sign", "where(x == 0, dy, 0)")
+
+
+def test_params_of_a_rule() -> None:
+    read = overrides.override("Sign=ste_sign:clip=2,mask=[1, 2]")
+    assert (read.rule, read.params) == ("ste_sign", {"clip": 2, "mask": [1, 2]})
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "params"),
+    [
+        ("epsilon_plus", "epsilon_plus", {}),
+        ("epsilon_plus:eps=1e-4", "epsilon_plus", {"eps": 1e-4}),
+        ("epsilon_gamma_box:low=-1,high=1", "epsilon_gamma_box", {"low": -1, "high": 1}),
+    ],
+)
+def test_presets(text: str, name: str, params: dict[str, object]) -> None:
+    read = overrides.preset(text)
+    assert (read.name, read.params) == (name, params)
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "expected"),
+    [
+        ("none=", "none", []),
+        ("guided=Relu=guided_relu", "guided", [gr.Override("guided_relu", op_type="Relu")]),
+        (
+            "both=Sign=ste_sign,Relu=guided_relu",
+            "both",
+            [gr.Override("ste_sign", op_type="Sign"), gr.Override("guided_relu", op_type="Relu")],
+        ),
+        (
+            "params=Sign=ste_sign:clip=2,other=[1, 2],Relu=guided_relu",
+            "params",
+            [
+                gr.Override("ste_sign", op_type="Sign", params={"clip": 2, "other": [1, 2]}),
+                gr.Override("guided_relu", op_type="Relu"),
+            ],
+        ),
+        (
+            "region=region:x,w>y,z=lsq,Relu=ste",
+            "region",
+            [gr.Override("lsq", region=gr.Region(["x", "w"], ["y", "z"])), gr.Override("ste", op_type="Relu")],
+        ),
+        (
+            "formula=Sign=expr:where(abs(x) <= 1, dy, 0),Relu=ste",
+            "formula",
+            [gr.Override(gr.Rule("where(abs(x) <= 1, dy, 0)"), op_type="Sign"), gr.Override("ste", op_type="Relu")],
+        ),
+        (
+            "preset=Relu=ste,preset:epsilon_plus:eps=1e-4,preset:deconvnet",
+            "preset",
+            [gr.Override("ste", op_type="Relu"), gr.Preset("epsilon_plus", eps=1e-4), gr.Preset("deconvnet")],
+        ),
+    ],
+)
+def test_maps(text: str, label: str, expected: list[gr.Override | gr.Preset]) -> None:
+    found_label, found = overrides.override_map(text)
+    assert found_label == label
+    assert [item.message() for item in found] == [item.message() for item in expected]
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "words"),
+    [
+        (overrides.override, "Sign", "expected OP_TYPE=RULE"),
+        (overrides.override, "Sign=", "expected OP_TYPE=RULE"),
+        (
+            overrides.override,
+            "nodes:a/*=ste",
+            "'nodes' is no selector; expected one of op, node, regex, scope, pattern",
+        ),
+        (overrides.override, "node:=ste", "nothing is selected"),
+        (overrides.override, "Sign&op:Relu=ste", "op_type is given twice"),
+        (overrides.override, "region:x=ste", "region:INPUT,…>OUTPUT,…=RULE"),
+        (overrides.override, "region:>y=ste", "empty name"),
+        (overrides.override, "pattern:MatMul++Relu=ste", "empty name"),
+        (overrides.override, "Relu&position:first=ste", "position is a number, not 'first'"),
+        (overrides.override, "Relu&dtype:float=ste", "no element type such as float32"),
+        (overrides.override, "Relu&rank:-1=ste", "from 0 on"),
+        (overrides.override, "Sign=ste_sign:clip", "expected param=value"),
+        (overrides.override, "Sign=ste_sign:clip=wide", "JSON value"),
+        (overrides.override, "Sign=2*dy", "write a formula as 'expr:2*dy'"),
+        (overrides.preset, "epsilon plus", "no preset's name"),
+        (overrides.override_map, "Sign", "NAME=OVERRIDE"),
+        (overrides.override_map, "a=Sign", "expected OP_TYPE=RULE"),
+    ],
+)
+def test_what_cannot_be_read_says_what_would_be_right(read: Callable[[str], object], text: str, words: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=re.escape(words)):
+        read(text)
