@@ -35,7 +35,7 @@ def compile_program(channel: grpc.Channel, request: evaluate_pb2.EvaluateRequest
 
 def test_a_name_that_changes_hands_while_its_old_program_is_read(tmp_path: Path) -> None:
     with running_server(tmp_path) as first, grpc.insecure_channel(first.target) as channel:
-        compile_program(channel, raw.request(chain(3000, "Identity")), "p")
+        compile_program(channel, raw.request(chain(20_000, "Identity")), "p")
     with running_server(tmp_path) as second, grpc.insecure_channel(second.target) as channel:
         compile_program(channel, raw.request(chain(1)), "other")
 
@@ -47,7 +47,7 @@ def test_a_name_that_changes_hands_while_its_old_program_is_read(tmp_path: Path)
 
         with futures.ThreadPoolExecutor() as pool:
             in_flight = pool.submit(evaluate)
-            time.sleep(0.3)
+            time.sleep(0.1)
             assert not in_flight.done()
             request = program_pb2.DeleteProgramRequest(name="programs/p")
             program_pb2_grpc.ProgramServiceStub(channel).DeleteProgram(request)
