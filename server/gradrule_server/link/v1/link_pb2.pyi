@@ -14,6 +14,7 @@ import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
 import gradrule.v1.errors_pb2
+import gradrule.v1.evaluate_pb2
 import gradrule.v1.override_pb2
 import gradrule.v1.program_pb2
 import gradrule.v1.rule_pb2
@@ -110,6 +111,8 @@ class MarkedNode(google.protobuf.message.Message):
     OTHERWISE_FIELD_NUMBER: builtins.int
     OP_TYPE_FIELD_NUMBER: builtins.int
     IS_STEP_FIELD_NUMBER: builtins.int
+    SUBGRAPH_INPUTS_FIELD_NUMBER: builtins.int
+    EVERY_ORDER_FIELD_NUMBER: builtins.int
     rule: builtins.int
     """Index into CompileRequest.rules; -1: the op's own gradient (`default`); -2: a gradient of a foreign process."""
     node: builtins.str
@@ -126,6 +129,10 @@ class MarkedNode(google.protobuf.message.Message):
     """For a subgraph: its op type for people, the op types of a chain joined by `+`."""
     is_step: builtins.bool
     """For a subgraph: it is a comparison and the Cast behind it, and its input is the difference of the two sides."""
+    subgraph_inputs: builtins.int
+    """For a subgraph: how many of the IdentityN's inputs, behind the outputs, the rule sees; the rest gets no gradient. Not set: all."""
+    every_order: builtins.bool
+    """The rule holds in every differentiation, not only in the first."""
     def __init__(
         self,
         *,
@@ -137,15 +144,68 @@ class MarkedNode(google.protobuf.message.Message):
         otherwise: builtins.int | None = ...,
         op_type: builtins.str = ...,
         is_step: builtins.bool = ...,
+        subgraph_inputs: builtins.int | None = ...,
+        every_order: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_otherwise", b"_otherwise", "_rank", b"_rank", "otherwise", b"otherwise", "rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_otherwise", b"_otherwise", "_rank", b"_rank", "foreign", b"foreign", "is_step", b"is_step", "node", b"node", "op_type", b"op_type", "otherwise", b"otherwise", "rank", b"rank", "rule", b"rule", "subgraph_outputs", b"subgraph_outputs"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_otherwise", b"_otherwise", "_rank", b"_rank", "_subgraph_inputs", b"_subgraph_inputs", "otherwise", b"otherwise", "rank", b"rank", "subgraph_inputs", b"subgraph_inputs"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_otherwise", b"_otherwise", "_rank", b"_rank", "_subgraph_inputs", b"_subgraph_inputs", "every_order", b"every_order", "foreign", b"foreign", "is_step", b"is_step", "node", b"node", "op_type", b"op_type", "otherwise", b"otherwise", "rank", b"rank", "rule", b"rule", "subgraph_inputs", b"subgraph_inputs", "subgraph_outputs", b"subgraph_outputs"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_otherwise", b"_otherwise"]) -> typing.Literal["otherwise"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_rank", b"_rank"]) -> typing.Literal["rank"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_subgraph_inputs", b"_subgraph_inputs"]) -> typing.Literal["subgraph_inputs"] | None: ...
 
 global___MarkedNode = MarkedNode
+
+@typing.final
+class MadeNode(google.protobuf.message.Message):
+    """A rule for nodes that gradients make, in differentiations after the first."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OP_TYPE_FIELD_NUMBER: builtins.int
+    RULE_FIELD_NUMBER: builtins.int
+    op_type: builtins.str
+    """Op type of such nodes."""
+    rule: builtins.int
+    """Index into CompileRequest.rules."""
+    def __init__(
+        self,
+        *,
+        op_type: builtins.str = ...,
+        rule: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["op_type", b"op_type", "rule", b"rule"]) -> None: ...
+
+global___MadeNode = MadeNode
+
+@typing.final
+class BoundVariable(google.protobuf.message.Message):
+    """A variable whose value the program brings along."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SPEC_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    @property
+    def spec(self) -> gradrule.v1.tensor_pb2.TensorSpec:
+        """Its tensor in the expanded graph, with the name that calls use."""
+
+    @property
+    def value(self) -> gradrule.v1.tensor_pb2.TensorSource:
+        """Its value. A blob lies in the folder that the engine was started with."""
+
+    def __init__(
+        self,
+        *,
+        spec: gradrule.v1.tensor_pb2.TensorSpec | None = ...,
+        value: gradrule.v1.tensor_pb2.TensorSource | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["spec", b"spec", "value", b"value"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["spec", b"spec", "value", b"value"]) -> None: ...
+
+global___BoundVariable = BoundVariable
 
 @typing.final
 class CompileRequest(google.protobuf.message.Message):
@@ -182,6 +242,12 @@ class CompileRequest(google.protobuf.message.Message):
     STOP_GRADIENTS_FIELD_NUMBER: builtins.int
     UNCONNECTED_GRADIENTS_FIELD_NUMBER: builtins.int
     NO_GRADIENT_FIELD_NUMBER: builtins.int
+    DERIVATIVE_FIELD_NUMBER: builtins.int
+    STACKED_GRAD_YS_FIELD_NUMBER: builtins.int
+    DIRECTIONS_FIELD_NUMBER: builtins.int
+    MADE_FIELD_NUMBER: builtins.int
+    VARIABLES_FIELD_NUMBER: builtins.int
+    UPDATES_FIELD_NUMBER: builtins.int
     key: builtins.str
     """Key by which RUN and UNLOAD name the program: its digest."""
     graph: builtins.bytes
@@ -192,6 +258,10 @@ class CompileRequest(google.protobuf.message.Message):
     """As in Vjp."""
     no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType
     """As in ProgramSpec."""
+    derivative: gradrule.v1.evaluate_pb2.Derivative.ValueType
+    """What to compute of ys and xs; never unspecified where there are ys."""
+    stacked_grad_ys: builtins.bool
+    """As in EvaluateRequest."""
     @property
     def marks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MarkedNode]:
         """Overridden nodes."""
@@ -228,6 +298,22 @@ class CompileRequest(google.protobuf.message.Message):
     def stop_gradients(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Tensors that count as constants, in the expanded graph."""
 
+    @property
+    def directions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bool]:
+        """For each x, whether calls give a tangent or a vector. Empty unless derivative is JVP or HVP."""
+
+    @property
+    def made(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MadeNode]:
+        """Rules for nodes that gradients make, first match first."""
+
+    @property
+    def variables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BoundVariable]:
+        """Variables with values. A call may feed them all the same."""
+
+    @property
+    def updates(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Endpoint]:
+        """What the graph assigns to variables: name of the variable, tensor with its new value."""
+
     def __init__(
         self,
         *,
@@ -244,8 +330,14 @@ class CompileRequest(google.protobuf.message.Message):
         stop_gradients: collections.abc.Iterable[builtins.str] | None = ...,
         unconnected_gradients: gradrule.v1.program_pb2.UnconnectedGradients.ValueType = ...,
         no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType = ...,
+        derivative: gradrule.v1.evaluate_pb2.Derivative.ValueType = ...,
+        stacked_grad_ys: builtins.bool = ...,
+        directions: collections.abc.Iterable[builtins.bool] | None = ...,
+        made: collections.abc.Iterable[global___MadeNode] | None = ...,
+        variables: collections.abc.Iterable[global___BoundVariable] | None = ...,
+        updates: collections.abc.Iterable[global___Endpoint] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["fetches", b"fetches", "grad_ys", b"grad_ys", "graph", b"graph", "inputs", b"inputs", "key", b"key", "marks", b"marks", "no_gradient", b"no_gradient", "rules", b"rules", "scopes", b"scopes", "stop_gradients", b"stop_gradients", "unconnected_gradients", b"unconnected_gradients", "xs", b"xs", "ys", b"ys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["derivative", b"derivative", "directions", b"directions", "fetches", b"fetches", "grad_ys", b"grad_ys", "graph", b"graph", "inputs", b"inputs", "key", b"key", "made", b"made", "marks", b"marks", "no_gradient", b"no_gradient", "rules", b"rules", "scopes", b"scopes", "stacked_grad_ys", b"stacked_grad_ys", "stop_gradients", b"stop_gradients", "unconnected_gradients", b"unconnected_gradients", "updates", b"updates", "variables", b"variables", "xs", b"xs", "ys", b"ys"]) -> None: ...
 
 global___CompileRequest = CompileRequest
 
