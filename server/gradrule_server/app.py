@@ -66,6 +66,7 @@ async def serve(settings: Settings) -> None:
                 print(f"gradrule: listening on {settings.host}:{port}", flush=True)
                 await stopping.wait()
         finally:
+            door.drain()
             await front.drain(settings.drain_s)
             await engine.stop()
     finally:

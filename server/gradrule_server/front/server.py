@@ -46,11 +46,12 @@ class Front:
 
     def add_services(self, rules: RuleRegistry, house: ProgramHouse, door: Door, *, with_reflection: bool) -> None:
         """Adds gradrule's services, and reflection if wanted."""
+        gradients = GradientServicer(house, door)
         self._server.add_generic_rpc_handlers(
             (
                 door.service(RULE_SERVICE, RuleServicer(rules, house).methods()),
                 door.service(PROGRAM_SERVICE, ProgramServicer(house).methods()),
-                door.service(GRADIENT_SERVICE, GradientServicer(house).methods()),
+                door.service(GRADIENT_SERVICE, gradients.methods(), gradients.streams()),
             )
         )
         if with_reflection:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Mapping
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, rule_pb2
 from gradrule_server.errors import error
-from gradrule_server.front.handlers import Call, MethodTable
+from gradrule_server.front.handlers import Call, Door, MethodTable, StreamMethod
+from gradrule_server.front.streams import Multiplexed, Write
 from gradrule_server.link.faults import finding_message
 from gradrule_server.programs.house import ProgramHouse
 from gradrule_server.programs.sample import sample
@@ -101,11 +103,19 @@ class ProgramServicer:
 class GradientServicer:
     """`GradientService`."""
 
-    def __init__(self, house: ProgramHouse) -> None:
+    def __init__(self, house: ProgramHouse, door: Door) -> None:
         self._house = house
+        self._door = door
 
     def methods(self) -> MethodTable:
         return {"Evaluate": (evaluate_pb2.EvaluateRequest, self.evaluate)}
 
+    def streams(self) -> Mapping[str, StreamMethod]:
+        return {"StreamEvaluate": self.stream}
+
     async def evaluate(self, call: Call[evaluate_pb2.EvaluateRequest]) -> bytes:
         return await self._house.evaluate(call.request, call.raw, call.received_ns, call.ends_at)
+
+    async def stream(self, requests: AsyncIterator[bytes], write: Write) -> None:
+        methods: MethodTable = {"evaluate": (evaluate_pb2.EvaluateRequest, self.evaluate)}
+        await Multiplexed(self._door, methods, write).run(requests)

@@ -575,6 +575,7 @@ class StreamEvaluateRequest(google.protobuf.message.Message):
     PULL_BACK_FIELD_NUMBER: builtins.int
     CLOSE_HANDLE_FIELD_NUMBER: builtins.int
     CANCEL_FIELD_NUMBER: builtins.int
+    TIMEOUT_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """A number of the client's choice, not that of another request under way on this stream; 0 is allowed."""
     @property
@@ -597,6 +598,10 @@ class StreamEvaluateRequest(google.protobuf.message.Message):
     def cancel(self) -> global___CancelRequest:
         """Give up another request. It has no answer of its own."""
 
+    @property
+    def timeout(self) -> google.protobuf.duration_pb2.Duration:
+        """How long the request may take, from its arrival. Default and bound: settings of the server's, as for calls."""
+
     def __init__(
         self,
         *,
@@ -606,9 +611,10 @@ class StreamEvaluateRequest(google.protobuf.message.Message):
         pull_back: global___PullBackRequest | None = ...,
         close_handle: global___CloseHandleRequest | None = ...,
         cancel: global___CancelRequest | None = ...,
+        timeout: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["cancel", b"cancel", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cancel", b"cancel", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "request_id", b"request_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["cancel", b"cancel", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "timeout", b"timeout"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cancel", b"cancel", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "request_id", b"request_id", "timeout", b"timeout"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["evaluate", "forward", "pull_back", "close_handle", "cancel"] | None: ...
 
 global___StreamEvaluateRequest = StreamEvaluateRequest

@@ -11,6 +11,7 @@ UNLOAD (no answer), FAULT (in place of COMPILED or RAN).
 import builtins
 import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
 import google.protobuf.message
 import gradrule.v1.errors_pb2
@@ -579,3 +580,89 @@ class Fault(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["findings", b"findings", "message", b"message", "not_loaded", b"not_loaded", "reason", b"reason"]) -> None: ...
 
 global___Fault = Fault
+
+@typing.final
+class RawStreamRequest(google.protobuf.message.Message):
+    """A `gradrule.v1.StreamEvaluateRequest` with its parts as bytes: the front end passes most of them on as they are. The same on the wire."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    EVALUATE_FIELD_NUMBER: builtins.int
+    FORWARD_FIELD_NUMBER: builtins.int
+    PULL_BACK_FIELD_NUMBER: builtins.int
+    CLOSE_HANDLE_FIELD_NUMBER: builtins.int
+    CANCEL_FIELD_NUMBER: builtins.int
+    TIMEOUT_FIELD_NUMBER: builtins.int
+    request_id: builtins.int
+    """As there."""
+    evaluate: builtins.bytes
+    """An EvaluateRequest."""
+    forward: builtins.bytes
+    """A ForwardRequest."""
+    pull_back: builtins.bytes
+    """A PullBackRequest."""
+    close_handle: builtins.bytes
+    """A CloseHandleRequest."""
+    cancel: builtins.bytes
+    """A CancelRequest."""
+    @property
+    def timeout(self) -> google.protobuf.duration_pb2.Duration:
+        """As there."""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.int = ...,
+        evaluate: builtins.bytes = ...,
+        forward: builtins.bytes = ...,
+        pull_back: builtins.bytes = ...,
+        close_handle: builtins.bytes = ...,
+        cancel: builtins.bytes = ...,
+        timeout: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["cancel", b"cancel", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "timeout", b"timeout"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cancel", b"cancel", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "request_id", b"request_id", "timeout", b"timeout"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["evaluate", "forward", "pull_back", "close_handle", "cancel"] | None: ...
+
+global___RawStreamRequest = RawStreamRequest
+
+@typing.final
+class RawStreamResponse(google.protobuf.message.Message):
+    """A `gradrule.v1.StreamEvaluateResponse` with its parts as bytes. The same on the wire."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    EVALUATE_FIELD_NUMBER: builtins.int
+    FORWARD_FIELD_NUMBER: builtins.int
+    PULL_BACK_FIELD_NUMBER: builtins.int
+    CLOSE_HANDLE_FIELD_NUMBER: builtins.int
+    STATUS_FIELD_NUMBER: builtins.int
+    request_id: builtins.int
+    """As there."""
+    evaluate: builtins.bytes
+    """An EvaluateResponse."""
+    forward: builtins.bytes
+    """A ForwardResponse."""
+    pull_back: builtins.bytes
+    """A PullBackResponse."""
+    close_handle: builtins.bytes
+    """A CloseHandleResponse."""
+    status: builtins.bytes
+    """A `google.rpc.Status`."""
+    def __init__(
+        self,
+        *,
+        request_id: builtins.int = ...,
+        evaluate: builtins.bytes = ...,
+        forward: builtins.bytes = ...,
+        pull_back: builtins.bytes = ...,
+        close_handle: builtins.bytes = ...,
+        status: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "response", b"response", "status", b"status"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request_id", b"request_id", "response", b"response", "status", b"status"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["response", b"response"]) -> typing.Literal["evaluate", "forward", "pull_back", "close_handle", "status"] | None: ...
+
+global___RawStreamResponse = RawStreamResponse
