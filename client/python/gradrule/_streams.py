@@ -208,7 +208,8 @@ class _AsyncConnection:
 
 def message(number: int, call: Call[Any], timeout: float) -> bytes:
     """A call as one message of a stream; `call.method` is the field of the request."""
-    request = evaluate_pb2.StreamEvaluateRequest(request_id=number, **{call.method: call.request})
+    kind: dict[str, Any] = {call.method: call.request}
+    request = evaluate_pb2.StreamEvaluateRequest(request_id=number, **kind)
     request.timeout.FromNanoseconds(int(timeout * 1e9))
     return serialized(request)
 

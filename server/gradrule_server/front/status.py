@@ -37,6 +37,10 @@ _CODES = {
     errors_pb2.ERROR_REASON_UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
     errors_pb2.ERROR_REASON_UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
     errors_pb2.ERROR_REASON_INTERNAL: grpc.StatusCode.INTERNAL,
+    errors_pb2.ERROR_REASON_BLOB_NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    errors_pb2.ERROR_REASON_HANDLE_EXPIRED: grpc.StatusCode.FAILED_PRECONDITION,
+    errors_pb2.ERROR_REASON_QUOTA_EXCEEDED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors_pb2.ERROR_REASON_SESSION_LOST: grpc.StatusCode.ABORTED,
 }
 
 

@@ -37,7 +37,7 @@ class StartSession(google.protobuf.message.Message):
 
     @property
     def overrides(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.override_pb2.Override]:
-        """Overrides, as in ProgramSpec; they hold in every step. An override that is on no path of a step is no error there if another step uses it."""
+        """Overrides, as in ProgramSpec; they hold wherever something is differentiated."""
 
     @property
     def variables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
@@ -364,36 +364,6 @@ class AssignResponse(google.protobuf.message.Message):
 global___AssignResponse = AssignResponse
 
 @typing.final
-class SaveRequest(google.protobuf.message.Message):
-    """Exports the graph with the variables' present values as constants."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-
-global___SaveRequest = SaveRequest
-
-@typing.final
-class SaveResponse(google.protobuf.message.Message):
-    """Answer to a SaveRequest."""
-
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    GRAPH_FIELD_NUMBER: builtins.int
-    graph: builtins.bytes
-    """The bytes of a GraphDef in which each variable is a constant of its name."""
-    def __init__(
-        self,
-        *,
-        graph: builtins.bytes = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["graph", b"graph"]) -> None: ...
-
-global___SaveResponse = SaveResponse
-
-@typing.final
 class RunSessionRequest(google.protobuf.message.Message):
     """One message of a client's."""
 
@@ -404,7 +374,6 @@ class RunSessionRequest(google.protobuf.message.Message):
     EVALUATE_FIELD_NUMBER: builtins.int
     READ_FIELD_NUMBER: builtins.int
     ASSIGN_FIELD_NUMBER: builtins.int
-    SAVE_FIELD_NUMBER: builtins.int
     @property
     def start(self) -> global___StartSession:
         """Begin."""
@@ -425,10 +394,6 @@ class RunSessionRequest(google.protobuf.message.Message):
     def assign(self) -> global___AssignRequest:
         """Assign."""
 
-    @property
-    def save(self) -> global___SaveRequest:
-        """Export."""
-
     def __init__(
         self,
         *,
@@ -437,11 +402,10 @@ class RunSessionRequest(google.protobuf.message.Message):
         evaluate: global___SessionEvaluateRequest | None = ...,
         read: global___ReadRequest | None = ...,
         assign: global___AssignRequest | None = ...,
-        save: global___SaveRequest | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["assign", b"assign", "evaluate", b"evaluate", "read", b"read", "request", b"request", "save", b"save", "start", b"start", "step", b"step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["assign", b"assign", "evaluate", b"evaluate", "read", b"read", "request", b"request", "save", b"save", "start", b"start", "step", b"step"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["start", "step", "evaluate", "read", "assign", "save"] | None: ...
+    def HasField(self, field_name: typing.Literal["assign", b"assign", "evaluate", b"evaluate", "read", b"read", "request", b"request", "start", b"start", "step", b"step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["assign", b"assign", "evaluate", b"evaluate", "read", b"read", "request", b"request", "start", b"start", "step", b"step"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["start", "step", "evaluate", "read", "assign"] | None: ...
 
 global___RunSessionRequest = RunSessionRequest
 
@@ -456,7 +420,6 @@ class RunSessionResponse(google.protobuf.message.Message):
     EVALUATE_FIELD_NUMBER: builtins.int
     READ_FIELD_NUMBER: builtins.int
     ASSIGN_FIELD_NUMBER: builtins.int
-    SAVE_FIELD_NUMBER: builtins.int
     STATUS_FIELD_NUMBER: builtins.int
     status: builtins.bytes
     """The message failed: the bytes of a `google.rpc.Status`."""
@@ -480,10 +443,6 @@ class RunSessionResponse(google.protobuf.message.Message):
     def assign(self) -> global___AssignResponse:
         """Answer to assign."""
 
-    @property
-    def save(self) -> global___SaveResponse:
-        """Answer to save."""
-
     def __init__(
         self,
         *,
@@ -492,11 +451,10 @@ class RunSessionResponse(google.protobuf.message.Message):
         evaluate: gradrule.v1.evaluate_pb2.EvaluateResponse | None = ...,
         read: global___ReadResponse | None = ...,
         assign: global___AssignResponse | None = ...,
-        save: global___SaveResponse | None = ...,
         status: builtins.bytes = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["assign", b"assign", "evaluate", b"evaluate", "read", b"read", "response", b"response", "save", b"save", "started", b"started", "status", b"status", "step", b"step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["assign", b"assign", "evaluate", b"evaluate", "read", b"read", "response", b"response", "save", b"save", "started", b"started", "status", b"status", "step", b"step"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["response", b"response"]) -> typing.Literal["started", "step", "evaluate", "read", "assign", "save", "status"] | None: ...
+    def HasField(self, field_name: typing.Literal["assign", b"assign", "evaluate", b"evaluate", "read", b"read", "response", b"response", "started", b"started", "status", b"status", "step", b"step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["assign", b"assign", "evaluate", b"evaluate", "read", b"read", "response", b"response", "started", b"started", "status", b"status", "step", b"step"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["response", b"response"]) -> typing.Literal["started", "step", "evaluate", "read", "assign", "status"] | None: ...
 
 global___RunSessionResponse = RunSessionResponse
