@@ -69,6 +69,11 @@ class Settings(BaseModel):
         gt=0,
         description="Bytes of graphs that an engine keeps loaded, and the front end as many again.",
     )
+    max_handle_bytes: ByteSize = Field(
+        ByteSize(1024 * _MEBIBYTE), gt=0, description="Bytes that forward handles keep on the device, of all streams."
+    )
+    max_handles: PositiveInt = Field(1024, description="Forward handles at a time, of all streams.")
+    handle_ttl_s: PositiveFloat = Field(60.0, description="Seconds that a forward handle is kept after its last use.")
     drain_s: float = Field(20.0, ge=0, description="Seconds that running requests get after SIGTERM.")
     max_nodes: PositiveInt = Field(200_000, description="Nodes of a graph, its functions included.")
     max_inlined_nodes: PositiveInt = Field(1_000_000, description="Nodes of a graph after its calls are inlined.")

@@ -6,6 +6,7 @@ Sessions: variables that the server holds for the length of one stream."""
 import builtins
 import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
 import google.protobuf.message
 import gradrule.v1.evaluate_pb2
@@ -374,6 +375,7 @@ class RunSessionRequest(google.protobuf.message.Message):
     EVALUATE_FIELD_NUMBER: builtins.int
     READ_FIELD_NUMBER: builtins.int
     ASSIGN_FIELD_NUMBER: builtins.int
+    TIMEOUT_FIELD_NUMBER: builtins.int
     @property
     def start(self) -> global___StartSession:
         """Begin."""
@@ -394,6 +396,10 @@ class RunSessionRequest(google.protobuf.message.Message):
     def assign(self) -> global___AssignRequest:
         """Assign."""
 
+    @property
+    def timeout(self) -> google.protobuf.duration_pb2.Duration:
+        """How long the message may take. Default and bound: settings of the server's, as for calls."""
+
     def __init__(
         self,
         *,
@@ -402,9 +408,10 @@ class RunSessionRequest(google.protobuf.message.Message):
         evaluate: global___SessionEvaluateRequest | None = ...,
         read: global___ReadRequest | None = ...,
         assign: global___AssignRequest | None = ...,
+        timeout: google.protobuf.duration_pb2.Duration | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["assign", b"assign", "evaluate", b"evaluate", "read", b"read", "request", b"request", "start", b"start", "step", b"step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["assign", b"assign", "evaluate", b"evaluate", "read", b"read", "request", b"request", "start", b"start", "step", b"step"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["assign", b"assign", "evaluate", b"evaluate", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["assign", b"assign", "evaluate", b"evaluate", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["start", "step", "evaluate", "read", "assign"] | None: ...
 
 global___RunSessionRequest = RunSessionRequest

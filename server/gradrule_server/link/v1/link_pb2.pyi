@@ -5,7 +5,7 @@ Messages between the front end and an engine, inside one server. Not an API: bot
 
 A frame on the socket is a header (see link/framing.py) and one of these messages. Kinds and payloads:
 GREETING (engine → front, once), COMPILE → COMPILED, RUN → RAN (the bytes of a `gradrule.v1.EvaluateResponse`),
-UNLOAD (no answer), FAULT (in place of COMPILED or RAN).
+UNLOAD (no answer), FORWARD → RAN, PULL_BACK → RAN, RELEASE (no answer), FAULT (in place of COMPILED or RAN).
 """
 
 import builtins
@@ -582,6 +582,97 @@ class Fault(google.protobuf.message.Message):
 global___Fault = Fault
 
 @typing.final
+class ForwardRequest(google.protobuf.message.Message):
+    """Runs the forward part of a split program and keeps what pulling back needs: FORWARD → RAN (a ForwardReply)."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    HANDLE_FIELD_NUMBER: builtins.int
+    handle: builtins.str
+    """Name under which it is kept."""
+    @property
+    def run(self) -> global___RunRequest:
+        """The run."""
+
+    def __init__(
+        self,
+        *,
+        run: global___RunRequest | None = ...,
+        handle: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["run", b"run"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["handle", b"handle", "run", b"run"]) -> None: ...
+
+global___ForwardRequest = ForwardRequest
+
+@typing.final
+class ForwardReply(google.protobuf.message.Message):
+    """What became of a FORWARD."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESPONSE_FIELD_NUMBER: builtins.int
+    KEPT_BYTES_FIELD_NUMBER: builtins.int
+    response: builtins.bytes
+    """Bytes of a `gradrule.v1.EvaluateResponse`."""
+    kept_bytes: builtins.int
+    """Bytes that are kept on the device."""
+    def __init__(
+        self,
+        *,
+        response: builtins.bytes = ...,
+        kept_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kept_bytes", b"kept_bytes", "response", b"response"]) -> None: ...
+
+global___ForwardReply = ForwardReply
+
+@typing.final
+class PullBackRequest(google.protobuf.message.Message):
+    """Pulls back through what a FORWARD kept: PULL_BACK → RAN (the bytes of a `gradrule.v1.PullBackResponse`)."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: builtins.int
+    RECEIVED_NS_FIELD_NUMBER: builtins.int
+    REQUEST_FIELD_NUMBER: builtins.int
+    handle: builtins.str
+    """Name of what is kept; HANDLE_EXPIRED where there is nothing of the name."""
+    received_ns: builtins.int
+    """When the front end read the request: CLOCK_MONOTONIC, nanoseconds."""
+    request: builtins.bytes
+    """Bytes of a `gradrule.v1.PullBackRequest`."""
+    def __init__(
+        self,
+        *,
+        handle: builtins.str = ...,
+        received_ns: builtins.int = ...,
+        request: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["handle", b"handle", "received_ns", b"received_ns", "request", b"request"]) -> None: ...
+
+global___PullBackRequest = PullBackRequest
+
+@typing.final
+class ReleaseRequest(google.protobuf.message.Message):
+    """Lets go what a FORWARD kept: RELEASE, no answer."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: builtins.int
+    handle: builtins.str
+    """Its name."""
+    def __init__(
+        self,
+        *,
+        handle: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["handle", b"handle"]) -> None: ...
+
+global___ReleaseRequest = ReleaseRequest
+
+@typing.final
 class RawStreamRequest(google.protobuf.message.Message):
     """A `gradrule.v1.StreamEvaluateRequest` with its parts as bytes: the front end passes most of them on as they are. The same on the wire."""
 
@@ -666,3 +757,36 @@ class RawStreamResponse(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["response", b"response"]) -> typing.Literal["evaluate", "forward", "pull_back", "close_handle", "status"] | None: ...
 
 global___RawStreamResponse = RawStreamResponse
+
+@typing.final
+class RawForwardResponse(google.protobuf.message.Message):
+    """A `gradrule.v1.ForwardResponse` with its answer as bytes. The same on the wire."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EVALUATE_FIELD_NUMBER: builtins.int
+    HANDLE_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    TTL_FIELD_NUMBER: builtins.int
+    evaluate: builtins.bytes
+    """An EvaluateResponse."""
+    handle: builtins.str
+    """As there."""
+    bytes: builtins.int
+    """As there."""
+    @property
+    def ttl(self) -> google.protobuf.duration_pb2.Duration:
+        """As there."""
+
+    def __init__(
+        self,
+        *,
+        evaluate: builtins.bytes = ...,
+        handle: builtins.str = ...,
+        bytes: builtins.int = ...,
+        ttl: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["ttl", b"ttl"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "evaluate", b"evaluate", "handle", b"handle", "ttl", b"ttl"]) -> None: ...
+
+global___RawForwardResponse = RawForwardResponse
