@@ -39,7 +39,8 @@ def _by_rule(rule: str) -> Callable[[tf.Tensor], Any]:
     from gradrule.v1 import program_pb2
     from gradrule_server.engine.build import build
     from gradrule_server.graphs import Limits
-    from gradrule_server.programs.prepare import CallShape, prepare
+    from gradrule_server.programs.prepare import prepare
+    from gradrule_server.programs.shape import CallShape
 
     g = gr.Graph()
     sign = g.one("Sign", g.placeholder("x", "float32", [ELEMENTS]))

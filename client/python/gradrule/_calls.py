@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 from google.protobuf.message import Message
 
 from gradrule import _requests, _results, _samples
+from gradrule._groups import flat_words, groups_of
 from gradrule._rules import Params, Rule
 from gradrule._sources import GraphLike
 from gradrule.errors import InvalidDerivativeError, InvalidRuleError
@@ -112,14 +113,21 @@ def sample_rule(
 
 
 def evaluate(
-    graph: GraphLike, feeds: _requests.Feeds | None, params: _requests.CallParams | None, words: _requests.Words
+    graph: GraphLike,
+    feeds: _requests.Feeds | None,
+    params: _requests.CallParams | None,
+    words: _requests.Words,
+    stacked_grad_ys: bool = False,
 ) -> Call[_results.Result]:
     """Evaluate with an inline program."""
-    spec, grad_ys = _requests.program_spec(graph, words)
+    groups = groups_of(words.xs, graph)
+    spec, grad_ys = _requests.program_spec(graph, flat_words(words, graph))
     type_of = _requests.types_of_graph(graph)
-    request = _requests.evaluate_request(feeds, type_of, grad_ys=grad_ys, params=params, graph=graph)
+    request = _requests.evaluate_request(
+        feeds, type_of, grad_ys=grad_ys, params=params, graph=graph, stacked_grad_ys=stacked_grad_ys
+    )
     request.spec.CopyFrom(spec)
-    return _evaluate(request, _results.result)
+    return evaluate_call(request, lambda response: _results.result(response, groups))
 
 
 def evaluate_program(
@@ -128,18 +136,19 @@ def evaluate_program(
     params: _requests.CallParams | None,
     grad_ys: _requests.GradYs | None,
     decode: Callable[[evaluate_pb2.EvaluateResponse], _results.Result],
+    stacked_grad_ys: bool = False,
 ) -> Call[_results.Result]:
     """Evaluate by a program's name."""
     type_of = _requests.types_of_specs([*program.inputs, *program.ys])
     values = _requests.program_grad_ys(grad_ys, [spec.name for spec in program.ys])
-    request = _requests.evaluate_request(feeds, type_of, grad_ys=values, params=params)
+    request = _requests.evaluate_request(feeds, type_of, grad_ys=values, params=params, stacked_grad_ys=stacked_grad_ys)
     request.program = program.name
-    return _evaluate(request, decode)
+    return evaluate_call(request, decode)
 
 
 def compile_program(graph: GraphLike, name: str | None, words: _requests.Words) -> Call[program_pb2.Program]:
     """CompileProgram."""
-    spec, grad_ys = _requests.program_spec(graph, words)
+    spec, grad_ys = _requests.program_spec(graph, flat_words(words, graph))
     if grad_ys:
         raise InvalidDerivativeError(
             f"grad_ys of {next(iter(grad_ys))!r} is a value; compile takes names of tensors, calls give values"
@@ -156,7 +165,7 @@ def explain(
     graph: GraphLike, feeds: _requests.Feeds | None, params: _requests.CallParams | None, words: _requests.Words
 ) -> Call[_results.Explanation]:
     """CompileProgram, only checking. What a call would give besides is checked here and not sent."""
-    spec, grad_ys = _requests.program_spec(graph, words)
+    spec, grad_ys = _requests.program_spec(graph, flat_words(words, graph))
     type_of = _requests.types_of_graph(graph)
     call = _requests.evaluate_request(feeds, type_of, grad_ys=grad_ys, params=params, graph=graph)
     _requests.check_call(spec, call, graph)
@@ -198,7 +207,8 @@ def delete_program(name: str) -> Call[None]:
     )
 
 
-def _evaluate(request: evaluate_pb2.EvaluateRequest, decode: Callable[[Any], _results.Result]) -> Call[_results.Result]:
+def evaluate_call(request: evaluate_pb2.EvaluateRequest, decode: Callable[[Any], R]) -> Call[R]:
+    """Evaluate."""
     return Call(f"/{_PACKAGE}.GradientService/Evaluate", request, evaluate_pb2.EvaluateResponse.FromString, decode)
 
 

@@ -11,10 +11,12 @@ from typing import Any, Self, TypeVar
 import grpc
 
 from gradrule import _calls, _channel, _compare, _deadlines, _requests, _results
+from gradrule._client_derivatives import Derivatives, ProgramDerivatives
 from gradrule._comparison import Comparison
+from gradrule._groups import groups_of
 from gradrule._overrides import Overrides
-from gradrule._program import ProgramBase, merged
-from gradrule._requests import CallParams, Feeds, GradYs, Names
+from gradrule._program import merged
+from gradrule._requests import CallParams, Feeds, GradYs, GroupedNames, Names
 from gradrule._rules import Params, Rule
 from gradrule._sources import GraphLike
 from gradrule._status import error_of, parsed, serialized, waiting_error
@@ -51,7 +53,7 @@ def connect(
     return Client(channel, target, token=token, timeout=timeout)
 
 
-class Client:
+class Client(Derivatives):
     """A connection to a server. Safe to share between threads; made by `connect` or `local`.
 
     Every call has a deadline: its `timeout` in seconds, or that of `connect`. Every failure is a `GradruleError`.
@@ -133,7 +135,7 @@ class Client:
         feeds: Feeds | None = None,
         fetches: Names = (),
         ys: Names = (),
-        xs: Names = (),
+        xs: GroupedNames = (),
         grad_ys: GradYs | None = None,
         stop_gradients: Names = (),
         unconnected_gradients: str = "none",
@@ -142,6 +144,7 @@ class Client:
         rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         timeout: float | None = None,
+        stacked_grad_ys: bool = False,
     ) -> _results.Result:
         """Forward outputs and gradients in one call, in the words of `tf.gradients` and `Session.run`.
 
@@ -150,12 +153,14 @@ class Client:
         order of ys, of arrays or names of tensors. overrides: a dict of op type to rule, or a list of `Override` and
         `Preset`. no_gradient: what an op on the path without a gradient does: `error`, `default` (as TensorFlow does),
         `pass`, `zero`. rewrites: `fold_batch_norm` folds batch norms into the linear ops before them. params: values by
-        the override's label, then by param.
+        the override's label, then by param. stacked_grad_ys: many pull-backs at once, each given grad_y has one more
+        axis in front, of one size, and so have all gradients. xs may stand in groups, a dict of names to xs; so do
+        the gradients then.
         """
         words = _requests.Words(
             fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
         )
-        return self._run(_calls.evaluate(graph, feeds, params, words), timeout)
+        return self._run(_calls.evaluate(graph, feeds, params, words, stacked_grad_ys), timeout)
 
     def explain(
         self,
@@ -163,7 +168,7 @@ class Client:
         feeds: Feeds | None = None,
         fetches: Names = (),
         ys: Names = (),
-        xs: Names = (),
+        xs: GroupedNames = (),
         grad_ys: GradYs | None = None,
         stop_gradients: Names = (),
         unconnected_gradients: str = "none",
@@ -224,7 +229,7 @@ class Client:
         *,
         fetches: Names = (),
         ys: Names = (),
-        xs: Names = (),
+        xs: GroupedNames = (),
         grad_ys: GradYs | None = None,
         stop_gradients: Names = (),
         unconnected_gradients: str = "none",
@@ -242,7 +247,8 @@ class Client:
         words = _requests.Words(
             fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
         )
-        return Program(self, self._run(_calls.compile_program(graph, name, words), timeout))
+        message = self._run(_calls.compile_program(graph, name, words), timeout)
+        return Program(self, message, groups_of(xs, graph))
 
     def program(self, name: str, *, timeout: float | None = None) -> Program:
         """The program `programs/{id}`, or by its bare id. Raises `ProgramNotFoundError`."""
@@ -337,11 +343,13 @@ class Client:
         return parsed(call.answer, call.decode, data)
 
 
-class Program(ProgramBase):
+class Program(ProgramDerivatives):
     """A compiled program of a client: only tensors travel. Made by `Client.compile` and `Client.program`."""
 
-    def __init__(self, client: Client, message: Any) -> None:
-        super().__init__(message)
+    _client: Client
+
+    def __init__(self, client: Client, message: Any, groups: _results.Groups = None) -> None:
+        super().__init__(message, groups)
         self._client = client
 
     def __call__(self, feeds: Feeds | None = None, /, **named: Any) -> _results.Result:
@@ -354,10 +362,14 @@ class Program(ProgramBase):
         *,
         params: CallParams | None = None,
         grad_ys: GradYs | None = None,
+        stacked_grad_ys: bool = False,
         timeout: float | None = None,
     ) -> _results.Result:
-        """Runs the program. grad_ys: arrays, a dict by y or a list in the order of ys."""
-        return self._client._run(self._call(feeds, params, grad_ys), timeout)
+        """Runs the program. grad_ys: arrays, a dict by y or a list in the order of ys.
+
+        stacked_grad_ys: as in `Client.evaluate`.
+        """
+        return self._client._run(self._call(feeds, params, grad_ys, stacked_grad_ys), timeout)
 
     def map(
         self,

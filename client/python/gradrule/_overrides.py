@@ -17,6 +17,11 @@ from gradrule.v1 import override_pb2
 
 TensorName: TypeAlias = "str | TensorHandle | Node"
 
+_ORDERS = {
+    # Not said: it is what overrides do.
+    "first": override_pb2.OVERRIDE_ORDER_UNSPECIFIED,
+    "all": override_pb2.OVERRIDE_ORDER_ALL,
+}
 _NEAREST = {
     "nearest_xs": override_pb2.POSITION_NEAREST_XS,
     "nearest_ys": override_pb2.POSITION_NEAREST_YS,
@@ -47,20 +52,26 @@ class Preset:
 
     Wherever it stands in a list, it comes after all that are no presets. params: for all rules of the preset that have
     one of the name. label: how calls give params and answers tell it; default: its name. optional: no error where
-    nothing matches.
+    nothing matches. order: as in `Override`.
     """
 
-    __slots__ = ("label", "name", "optional", "params")
+    __slots__ = ("label", "name", "optional", "order", "params")
 
-    def __init__(self, name: str, /, *, label: str | None = None, optional: bool = False, **params: Any) -> None:
+    def __init__(
+        self, name: str, /, *, label: str | None = None, optional: bool = False, order: str = "first", **params: Any
+    ) -> None:
         if not isinstance(name, str):
             raise InvalidOverrideError(f"a preset is chosen by its name, not by {name!r}")
         self.name, self.label, self.optional, self.params = name, label, optional, params
+        self.order = _order(order)
 
     def message(self) -> override_pb2.Override:
         """The message."""
         message = override_pb2.Override(
-            preset=override_pb2.PresetChoice(name=self.name), label=self.label or "", optional=self.optional
+            preset=override_pb2.PresetChoice(name=self.name),
+            label=self.label or "",
+            optional=self.optional,
+            order=_ORDERS[self.order],
         )
         for name, value in self.params.items():
             message.preset.params[name].CopyFrom(param_value(name, value))
@@ -82,7 +93,9 @@ class Override:
     attributes that the node has. depends_on: tensors, on one of which the node depends. region: a `Region`, by itself.
     params: values for the rule. label: how calls give params and answers tell the override; default: the first of op
     type, node, scope, regex, the pattern joined by `+`, the region's first output. optional: no error where nothing
-    matches.
+    matches. order: `first`, the rule holds in the first differentiation, and where its result is differentiated again
+    (`hvp`) the op's own gradient does; `all`, it holds in every one, and then at nodes that gradients made too, where
+    nothing but an op type is asked for.
     """
 
     rule: RuleLike
@@ -90,6 +103,7 @@ class Override:
     params: Params | None
     label: str | None
     optional: bool
+    order: str
 
     def __init__(
         self,
@@ -109,6 +123,7 @@ class Override:
         params: Params | None = None,
         label: str | None = None,
         optional: bool = False,
+        order: str = "first",
     ) -> None:
         if not isinstance(rule, str | Rule):
             raise InvalidOverrideError(f"an override takes a rule's name or a gr.Rule, not {type(rule).__name__}")
@@ -147,14 +162,19 @@ class Override:
             raise InvalidOverrideError(
                 f"the override with rule {rule!r} selects nothing; give op_type, node, scope, pattern, region, …"
             )
-        values = (rule, selector, params, label, optional)
+        values = (rule, selector, params, label, optional, _order(order))
         for field, value in zip(self.__slots__, values, strict=True):
             object.__setattr__(self, field, value)
 
     def message(self) -> override_pb2.Override:
         """The message."""
         params = dict(self.params or {})
-        message = override_pb2.Override(selector=self.selector, label=self.label or "", optional=self.optional)
+        message = override_pb2.Override(
+            selector=self.selector,
+            label=self.label or "",
+            optional=self.optional,
+            order=_ORDERS[self.order],
+        )
         if isinstance(self.rule, str):
             message.rule = self.rule
         else:
@@ -205,6 +225,12 @@ def label_of(message: override_pb2.Override) -> str:
         or "+".join(selector.pattern)
         or next(iter(selector.region.outputs), "")
     )
+
+
+def _order(order: str) -> str:
+    if order not in _ORDERS:
+        raise InvalidOverrideError(f"the order of an override is 'first' or 'all', not {order!r}")
+    return order
 
 
 def _position(position: str | int) -> override_pb2.Position:

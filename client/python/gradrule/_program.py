@@ -16,8 +16,9 @@ from gradrule.v1 import evaluate_pb2, program_pb2
 class ProgramBase:
     """A compiled program, as the server described it."""
 
-    def __init__(self, message: program_pb2.Program) -> None:
+    def __init__(self, message: program_pb2.Program, groups: _results.Groups = None) -> None:
         self._message = message
+        self._groups = groups
         self._overrides = _results.resolutions(message.overrides)
 
     @property
@@ -79,13 +80,13 @@ class ProgramBase:
         return f"<{type(self).__name__} {self.name!r}>"
 
     def _call(
-        self, feeds: Feeds | None, params: CallParams | None, grad_ys: GradYs | None
+        self, feeds: Feeds | None, params: CallParams | None, grad_ys: GradYs | None, stacked_grad_ys: bool = False
     ) -> _calls.Call[_results.Result]:
-        return _calls.evaluate_program(self._message, feeds, params, grad_ys, self._decode)
+        return _calls.evaluate_program(self._message, feeds, params, grad_ys, self._decode, stacked_grad_ys)
 
     def _decode(self, response: evaluate_pb2.EvaluateResponse) -> _results.Result:
         # The answer of a compiled program leaves out what the program told once.
-        result = _results.result(response)
+        result = _results.result(response, self._groups)
         return replace(result, overrides=self.overrides, defaulted=self.defaulted, rewritten=self.rewritten)
 
 

@@ -31,6 +31,7 @@ from gradrule.v1 import evaluate_pb2, program_pb2, tensor_pb2
 
 Name: TypeAlias = "str | TensorHandle | Node"
 Names: TypeAlias = "Name | Iterable[Name]"
+GroupedNames: TypeAlias = "Names | Mapping[str, Names]"
 Feeds: TypeAlias = "Mapping[Name, Any]"
 GradYs: TypeAlias = "Mapping[Name, Any] | Sequence[Any]"
 CallParams: TypeAlias = "Mapping[str, Mapping[str, Any]]"
@@ -58,7 +59,7 @@ class Words:
 
     fetches: Names = ()
     ys: Names = ()
-    xs: Names = ()
+    xs: GroupedNames = ()
     grad_ys: GradYs | None = None
     stop_gradients: Names = ()
     unconnected_gradients: str = "none"
@@ -68,7 +69,10 @@ class Words:
 
 
 def program_spec(graph: GraphLike, words: Words) -> tuple[program_pb2.ProgramSpec, dict[str, Any]]:
-    """The program, and the upstream gradients that are values and so travel with each call, by y."""
+    """The program, and the upstream gradients that are values and so travel with each call, by y.
+
+    The words have their xs without groups (`_groups.flat_words`).
+    """
     unconnected = _chosen(words.unconnected_gradients, _UNCONNECTED, "unconnected_gradients")
     spec = program_pb2.ProgramSpec(
         fetches=names_of(words.fetches, graph),
@@ -101,9 +105,10 @@ def evaluate_request(
     grad_ys: Mapping[str, Any] | None = None,
     params: CallParams | None = None,
     graph: GraphLike | None = None,
+    stacked_grad_ys: bool = False,
 ) -> evaluate_pb2.EvaluateRequest:
     """A call's values; the caller sets what to run. `grad_ys`: values only, by y."""
-    request = evaluate_pb2.EvaluateRequest()
+    request = evaluate_pb2.EvaluateRequest(stacked_grad_ys=stacked_grad_ys)
     for key, value in _pairs(feeds or {}, "feeds"):
         name = name_of_tensor(key, graph)
         request.feeds.append(named_tensor(name, value, type_of, f"feeds[{name!r}]"))

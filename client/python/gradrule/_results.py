@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from gradrule.errors import Detail, InvalidTensorError, of_reason
 from gradrule.v1 import evaluate_pb2, override_pb2, program_pb2, rule_pb2, tensor_pb2
 
 V = TypeVar("V")
+
+Groups: TypeAlias = "Mapping[str, list[str]] | None"
+"""Names of xs by group; None where there are no groups."""
 
 
 class ByName(dict[str, V]):
@@ -111,13 +114,14 @@ class Digests:
 class Result:
     """What an evaluation gives.
 
-    outputs: arrays by fetch. gradients: by x an array, a `Sparse`, or None where there is none; `gradient_kinds` tells
-    why: `dense`, `sparse`, `unconnected`, `not_differentiable`. overrides: which node got which rule. defaulted: nodes
-    on the path that no override took. rewritten: nodes that rewrites replaced.
+    outputs: arrays by fetch. gradients: by x (by group and x, where xs were given in groups) an array, a `Sparse`, or
+    None where there is none; `gradient_kinds` tells why, by x: `dense`, `sparse`, `unconnected`, `not_differentiable`.
+    overrides: which node got which rule. defaulted: nodes on the path that no override took. rewritten: nodes that
+    rewrites replaced.
     """
 
     outputs: Mapping[str, Array]
-    gradients: Mapping[str, Array | Sparse | None]
+    gradients: Mapping[str, Any]
     gradient_kinds: Mapping[str, str]
     overrides: list[Resolution]
     defaulted: list[str]
@@ -205,23 +209,34 @@ class RuleInfo:
     create_time: float | None = field(default=None)
 
 
-def result(response: evaluate_pb2.EvaluateResponse) -> Result:
+def gradients_by_x(messages: Iterable[evaluate_pb2.Gradient]) -> ByName[Array | Sparse | None]:
+    """Gradients; None where there is none."""
+    found: ByName[Array | Sparse | None] = ByName()
+    for gradient in messages:
+        match gradient.WhichOneof("value"):
+            case "dense":
+                found[gradient.x] = array(gradient.dense)
+            case "sparse":
+                found[gradient.x] = sparse(gradient.sparse)
+            case _:
+                found[gradient.x] = None
+    return found
+
+
+def regrouped(values: ByName[V], groups: Groups) -> ByName[Any]:
+    """Values by x; with groups, by group and x."""
+    if groups is None:
+        return values
+    return ByName({group: ByName({name: values[name] for name in names}) for group, names in groups.items()})
+
+
+def result(response: evaluate_pb2.EvaluateResponse, groups: Groups = None) -> Result:
     """From the answer of Evaluate."""
-    gradients: ByName[Array | Sparse | None] = ByName()
-    kinds: ByName[str] = ByName()
-    for gradient in response.gradients:
-        kind = gradient.WhichOneof("value") or "unconnected"
-        kinds[gradient.x] = kind
-        if kind == "dense":
-            gradients[gradient.x] = array(gradient.dense)
-        elif kind == "sparse":
-            gradients[gradient.x] = sparse(gradient.sparse)
-        else:
-            gradients[gradient.x] = None
+    kinds = ByName({item.x: item.WhichOneof("value") or "unconnected" for item in response.gradients})
     timings = response.timings
     return Result(
         outputs=ByName({output.name: array(output.value.inline) for output in response.outputs}),
-        gradients=gradients,
+        gradients=regrouped(gradients_by_x(response.gradients), groups),
         gradient_kinds=kinds,
         overrides=resolutions(response.overrides),
         defaulted=list(response.defaulted),

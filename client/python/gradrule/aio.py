@@ -13,11 +13,13 @@ import grpc
 import grpc.aio
 
 from gradrule import _calls, _channel, _compare, _deadlines, _requests, _results
+from gradrule._aio_derivatives import AsyncDerivatives, AsyncProgramDerivatives
 from gradrule._comparison import Comparison
+from gradrule._groups import groups_of
 from gradrule._local import LocalServer
 from gradrule._overrides import Overrides
-from gradrule._program import ProgramBase, merged
-from gradrule._requests import CallParams, Feeds, GradYs, Names
+from gradrule._program import merged
+from gradrule._requests import CallParams, Feeds, GradYs, GroupedNames, Names
 from gradrule._rules import Params, Rule
 from gradrule._sources import GraphLike
 from gradrule._status import error_of, parsed, serialized, waiting_error
@@ -72,7 +74,7 @@ class AsyncLocal:
             await asyncio.to_thread(self._server.stop)
 
 
-class AsyncClient:
+class AsyncClient(AsyncDerivatives):
     """`gradrule.Client` for asyncio: the same methods with the same words, awaited."""
 
     def __init__(self, channel: grpc.aio.Channel, target: str, *, token: str | None, timeout: float) -> None:
@@ -142,7 +144,7 @@ class AsyncClient:
         feeds: Feeds | None = None,
         fetches: Names = (),
         ys: Names = (),
-        xs: Names = (),
+        xs: GroupedNames = (),
         grad_ys: GradYs | None = None,
         stop_gradients: Names = (),
         unconnected_gradients: str = "none",
@@ -151,12 +153,13 @@ class AsyncClient:
         rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         timeout: float | None = None,
+        stacked_grad_ys: bool = False,
     ) -> _results.Result:
         """As `Client.evaluate`."""
         words = _requests.Words(
             fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
         )
-        return await self._run(_calls.evaluate(graph, feeds, params, words), timeout)
+        return await self._run(_calls.evaluate(graph, feeds, params, words, stacked_grad_ys), timeout)
 
     async def explain(
         self,
@@ -164,7 +167,7 @@ class AsyncClient:
         feeds: Feeds | None = None,
         fetches: Names = (),
         ys: Names = (),
-        xs: Names = (),
+        xs: GroupedNames = (),
         grad_ys: GradYs | None = None,
         stop_gradients: Names = (),
         unconnected_gradients: str = "none",
@@ -216,7 +219,7 @@ class AsyncClient:
         *,
         fetches: Names = (),
         ys: Names = (),
-        xs: Names = (),
+        xs: GroupedNames = (),
         grad_ys: GradYs | None = None,
         stop_gradients: Names = (),
         unconnected_gradients: str = "none",
@@ -230,7 +233,8 @@ class AsyncClient:
         words = _requests.Words(
             fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
         )
-        return AsyncProgram(self, await self._run(_calls.compile_program(graph, name, words), timeout))
+        message = await self._run(_calls.compile_program(graph, name, words), timeout)
+        return AsyncProgram(self, message, groups_of(xs, graph))
 
     async def program(self, name: str, *, timeout: float | None = None) -> AsyncProgram:
         """As `Client.program`."""
@@ -305,11 +309,13 @@ class AsyncClient:
         return UnavailableError(f"the client of {self.target!r} is closed")
 
 
-class AsyncProgram(ProgramBase):
+class AsyncProgram(AsyncProgramDerivatives):
     """`gradrule.Program` for asyncio."""
 
-    def __init__(self, client: AsyncClient, message: Any) -> None:
-        super().__init__(message)
+    _client: AsyncClient
+
+    def __init__(self, client: AsyncClient, message: Any, groups: _results.Groups = None) -> None:
+        super().__init__(message, groups)
         self._client = client
 
     async def __call__(self, feeds: Feeds | None = None, /, **named: Any) -> _results.Result:
@@ -322,10 +328,11 @@ class AsyncProgram(ProgramBase):
         *,
         params: CallParams | None = None,
         grad_ys: GradYs | None = None,
+        stacked_grad_ys: bool = False,
         timeout: float | None = None,
     ) -> _results.Result:
         """As `Program.evaluate`."""
-        return await self._client._run(self._call(feeds, params, grad_ys), timeout)
+        return await self._client._run(self._call(feeds, params, grad_ys, stacked_grad_ys), timeout)
 
     async def map(
         self,

@@ -23,15 +23,21 @@ def require_same_shape(
     """`value`, checked at run time to have the shape of `like` unless that is known already."""
     if value.shape.is_fully_defined() and like.shape.is_fully_defined() and value.shape == like.shape:
         return value
-    got, wanted = tf.shape(value), tf.shape(like)
+    checked = require_same(value, tf.shape(value), tf.shape(like), reason, where)
+    checked.set_shape(like.shape)
+    return checked
+
+
+def require_same(
+    value: tf.Tensor, got: tf.Tensor, wanted: tf.Tensor, reason: errors_pb2.ErrorReason.ValueType, where: str
+) -> tf.Tensor:
+    """`value`, if at run time the vectors of sizes `got` and `wanted` are equal."""
     # A plain Equal fails on some ranks that differ, before the message below can be given, and broadcasts others.
     same_sizes = tf.reduce_all(tf.raw_ops.Equal(x=got, y=wanted, incompatible_shape_error=False))
     same = tf.logical_and(tf.equal(tf.size(got), tf.size(wanted)), same_sizes)
     check = tf.raw_ops.Assert(condition=same, data=[f"{_MARKER}|{int(reason)}|{where}|", got, wanted], summarize=16)
     with tf.control_dependencies([check]):
-        checked = tf.identity(value)
-    checked.set_shape(like.shape)
-    return checked
+        return tf.identity(value)
 
 
 def checked_gradient(

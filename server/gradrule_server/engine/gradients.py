@@ -2,13 +2,15 @@
 
 Every node of a program's graph carries `_gradient_op_type="gradrule"`, so TensorFlow asks `_dispatch` for its gradient
 wherever the node lies: at top level, in a loop body, in a branch. An overridden node also carries `_gradrule_mark`; a
-subgraph that is overridden has a marked IdentityN behind it.
+subgraph that is overridden has a marked IdentityN behind it. Where gradients are differentiated again, the nodes that
+they made carry the same attribute (`tf_private.watch`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +30,8 @@ MARK_ATTR = "_gradrule_mark"
 # Registered as not differentiable, and rightly so: these cut the path on purpose, or their outputs are constants.
 _GRADIENT_IS_ZERO = frozenset({"StopGradient", "ZerosLike", "OnesLike"})
 
+_EXTENDED = "_rewritten"
+
 _OWN_GRADIENT = -1
 _FOREIGN_GRADIENT = -2
 
@@ -38,8 +42,24 @@ _NO_MATCH = override_pb2.RESOLUTION_STATUS_UNSPECIFIED
 Reference = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 
 
+class Turn(enum.Enum):
+    """Which differentiation of a program is built.
+
+    FIRST: of ys; all overrides hold. AGAIN: of the first one's gradients; overrides for every order hold. TRANSPOSE: of
+    gradients by their upstream gradients, which turns pulling back into pushing forward; no override holds, for the
+    rules have spoken already.
+    """
+
+    FIRST = enum.auto()
+    AGAIN = enum.auto()
+    TRANSPOSE = enum.auto()
+
+
 class Differentiation:
-    """Answers TensorFlow's questions for gradients while one program is built, and notes which nodes were asked."""
+    """Answers TensorFlow's questions for gradients while one program is built, and notes which nodes were asked.
+
+    What is noted is what the first differentiation asked. `made`: rules for nodes that gradients make, by op type.
+    """
 
     def __init__(
         self,
@@ -48,12 +68,18 @@ class Differentiation:
         scopes: Mapping[str, str],
         no_gradient: program_pb2.NoGradient.ValueType,
         reference: Reference,
+        made: Sequence[link_pb2.MadeNode] = (),
     ) -> None:
         self._marks = marks
         self._rules = rules
         self._scopes = scopes
         self._no_gradient = no_gradient
         self._reference = reference
+        self._made: dict[str, tuple[int, int]] = {}
+        for number, item in enumerate(made):
+            self._made.setdefault(item.op_type, (number, item.rule))
+        self._turn = Turn.FIRST
+        self._asked_made: set[int] = set()
         self._asked: set[int] = set()
         self._other_rank: set[int] = set()
         self._defaulted: dict[str, None] = {}
@@ -79,26 +105,39 @@ class Differentiation:
         found = list(self._without_gradient.items())[::-1]
         return [link_pb2.WithoutGradient(node=node, op_type=op_type) for node, op_type in found]
 
+    @property
+    def made(self) -> list[int]:
+        """Which of the rules for nodes that gradients make were asked for, as indices."""
+        return sorted(self._asked_made)
+
     @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self, turn: Turn = Turn.FIRST) -> Iterator[None]:
         """Within this context `_dispatch` asks this object."""
         token = _current.set(self)
+        self._turn, before = turn, self._turn
         try:
             yield
         finally:
+            self._turn = before
             _current.reset(token)
 
     def gradient(self, op: tf.Operation, dys: Sequence[Gradient]) -> Sequence[Gradient]:
         """One gradient per input of `op`."""
+        first = self._turn is Turn.FIRST
         index = self._mark_of(op)
         if index is None:
             name = self._public_name(op)
-            if name is not None and not self._inside:
+            if name is None:
+                return self._gradient_of_made(op, dys)
+            if first and not self._inside:
                 self._defaulted[name] = None
-            return self._own(op, dys, name or op.name)
+            return self._own(op, dys, name)
         mark = self._marks[index]
-        self._asked.add(index)
-        if mark.rule == _OWN_GRADIENT:
+        if first:
+            self._asked.add(index)
+        holds = first or (mark.every_order and self._turn is Turn.AGAIN)
+        if mark.rule == _OWN_GRADIENT or (mark.rule >= 0 and not holds):
+            # Of a subgraph this is the IdentityN's, and leads through the inside.
             return self._own(op, dys, mark.node)
         if mark.rule == _FOREIGN_GRADIENT:
             raise error(
@@ -111,6 +150,18 @@ class Differentiation:
         site = self._subgraph_site(op, mark) if outputs else self._site(op, mark.node)
         gradients = self._rules[mark.rule].gradients(site, list(dys)[: len(site.outputs)])
         return [*([None] * outputs), *gradients]
+
+    def _gradient_of_made(self, op: tf.Operation, dys: Sequence[Gradient]) -> Sequence[Gradient]:
+        """Gradients of a node that a gradient, or a rule, made."""
+        if self._turn is not Turn.FIRST:
+            tf_private.watch_inside(op)
+        number, rule = self._made.get(op.type, (0, _OWN_GRADIENT))
+        if self._turn is not Turn.AGAIN or op.type not in self._made:
+            return self._own(op, dys, op.name)
+        self._asked_made.add(number)
+        if rule == _OWN_GRADIENT:
+            return self._own(op, dys, op.name)
+        return self._rules[rule].gradients(self._site(op, readable(op.name)), dys)
 
     def _mark_of(self, op: tf.Operation) -> int | None:
         """The number of the mark that holds for the op, if one does."""
@@ -174,7 +225,8 @@ class Differentiation:
             node=mark.node,
             what=mark.op_type,
             inputs=tuple(tf_private.in_graph(graph, value) for value in xs),
-            outputs=tuple(tf_private.in_graph(graph, value) for value in ys),
+            # Behind the IdentityN, where the rule stands in the way of whoever differentiates again.
+            outputs=tuple(tf_private.in_graph(graph, value) for value in knot.outputs[: len(ys)]),
             ops=tuple(ops),
             own=own,
             reference=self._reference,
@@ -226,7 +278,8 @@ class Differentiation:
         refuses = policy in (program_pb2.NO_GRADIENT_UNSPECIFIED, program_pb2.NO_GRADIENT_ERROR)
         if refuses or (policy == program_pb2.NO_GRADIENT_DEFAULT and not known):
             raise error(errors_pb2.ERROR_REASON_NO_GRADIENT, message, node=node)
-        self._without_gradient[node] = op.type
+        if self._turn is Turn.FIRST:
+            self._without_gradient[node] = op.type
         differentiable = [_is_differentiable(value) for value in op.inputs]
         if policy == program_pb2.NO_GRADIENT_ZERO:
             return [
@@ -243,7 +296,11 @@ class Differentiation:
         """The node's name in the uploaded graph; None for a node that a gradient made."""
         if op.name.startswith(IMPORT_SCOPE):
             return str(op.name).removeprefix(IMPORT_SCOPE)
-        scope = self._scopes.get(getattr(op.graph, "name", ""))
+        graph = getattr(op.graph, "name", "")
+        # TensorFlow renames what it extends, so that a second differentiation finds its intermediate results.
+        while graph not in self._scopes and graph.endswith(_EXTENDED):
+            graph = graph.removesuffix(_EXTENDED)
+        scope = self._scopes.get(graph)
         return None if scope is None else f"{scope}/{op.name}"
 
 

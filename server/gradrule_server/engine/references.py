@@ -41,7 +41,9 @@ class Reference:
             )
         name = tensor.name.removeprefix(IMPORT_SCOPE)
         if baseline.name not in self._scopes:
-            self._scopes[baseline.name] = self._import(baseline)
+            # Gradients may be built in a graph of their own; the forward part has one place.
+            with self._graph.as_default():
+                self._scopes[baseline.name] = self._import(baseline)
         return self._graph.get_tensor_by_name(f"{self._scopes[baseline.name]}/{name}")
 
     def _import(self, baseline: tf.Tensor) -> str:

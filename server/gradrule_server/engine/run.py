@@ -12,7 +12,8 @@ import tensorflow as tf
 from gradrule import _tensors
 from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2, tensor_pb2
 from gradrule_server.engine import tf_private
-from gradrule_server.engine.build import DENSE, SPARSE, UNCONNECTED, Built, Input
+from gradrule_server.engine.answers import write_derivatives, write_tensor
+from gradrule_server.engine.built import Built, Input
 from gradrule_server.engine.checks import failed_check
 from gradrule_server.engine.names import readable
 from gradrule_server.errors import Finding, GradruleError, error
@@ -32,7 +33,8 @@ def run(built: Built, request: link_pb2.RunRequest, device: str) -> bytes:
     call = evaluate_pb2.EvaluateRequest.FromString(request.request)
     arguments = [
         *_fed(call.feeds, built.inputs, built.unused, what="feed", field="feeds"),
-        *_fed(call.grad_ys, built.grad_ys, [False] * len(built.grad_ys), what="grad_y", field="grad_ys"),
+        *_grad_ys(call, built),
+        *_directions(call, built),
         *_params(built, request.params),
     ]
     results = _execute(built, arguments)
@@ -40,19 +42,8 @@ def run(built: Built, request: link_pb2.RunRequest, device: str) -> bytes:
     response = evaluate_pb2.EvaluateResponse(device=device)
     values = iter(results)
     for name in built.outputs:
-        _write(response.outputs.add(name=name).value.inline, next(values))
-    for x, form in built.gradients:
-        gradient = response.gradients.add(x=x)
-        if form == DENSE:
-            _write(gradient.dense, next(values))
-        elif form == SPARSE:
-            _write(gradient.sparse.values, next(values))
-            _write(gradient.sparse.indices, next(values))
-            _write(gradient.sparse.dense_shape, next(values))
-        elif form == UNCONNECTED:
-            gradient.unconnected.SetInParent()
-        else:
-            gradient.not_differentiable.SetInParent()
+        write_tensor(response.outputs.add(name=name).value.inline, next(values))
+    write_derivatives(response, built, list(values))
     finished = time.monotonic_ns()
     response.timings.queue.FromNanoseconds(max(0, started - request.received_ns))
     response.timings.run.FromNanoseconds(finished - started)
@@ -69,6 +60,28 @@ def _execute(built: Built, arguments: list[tf.Tensor]) -> Sequence[tf.Tensor]:
             raise found from cause
         raise error(errors_pb2.ERROR_REASON_EXECUTION_FAILED, readable(cause.message)) from cause
     return results
+
+
+def _grad_ys(call: evaluate_pb2.EvaluateRequest, built: Built) -> list[tf.Tensor]:
+    """The fed upstream gradients; stacked, they are all of one length."""
+    inputs = built.grad_ys
+    if built.stacked:
+        inputs = [Input(item.name, item.dtype, tf.TensorShape([None]).concatenate(item.shape)) for item in inputs]
+    tensors = _fed(call.grad_ys, inputs, [False] * len(inputs), what="grad_y", field="grad_ys")
+    if built.stacked and len({int(tensor.shape[0]) for tensor in tensors}) > 1:
+        sizes = ", ".join(f"{item.name!r}: {tensor.shape[0]}" for item, tensor in zip(inputs, tensors, strict=True))
+        raise error(
+            errors_pb2.ERROR_REASON_FEED_SHAPE,
+            f"stacked grad_ys have one size on axis 0, the number of pull-backs; these have {sizes}",
+            field="grad_ys",
+        )
+    return tensors
+
+
+def _directions(call: evaluate_pb2.EvaluateRequest, built: Built) -> list[tf.Tensor]:
+    is_jvp = built.kind == evaluate_pb2.DERIVATIVE_JVP
+    what, field, given = ("tangent", "tangents", call.tangents) if is_jvp else ("vector", "vectors", call.vectors)
+    return _fed(given, built.directions, [False] * len(built.directions), what=what, field=field)
 
 
 def _fed(
@@ -156,14 +169,6 @@ def _size_of(tensor: tf.Tensor) -> int:
         return sum(len(value) for value in np.asarray(tensor.numpy(), object).flat)
     size: int = tensor.shape.num_elements()
     return size * (_NARROW_INT_BYTES if tensor.dtype.name in _NARROW_INTS else tensor.dtype.size)
-
-
-def _write(message: tensor_pb2.Tensor, tensor: tf.Tensor) -> None:
-    # A scalar string comes as bytes, not as an array.
-    _tensors.write_message(message, np.asarray(tensor.numpy(), object if tensor.dtype == tf.string else None))
-    if tensor.dtype.is_quantized:
-        # In NumPy such values are plain integers.
-        message.dtype = tensor.dtype.as_datatype_enum
 
 
 def _dtype_name(dtype: int) -> str:

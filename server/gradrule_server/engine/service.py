@@ -68,6 +68,7 @@ class EngineService:
             outputs=built.specs["outputs"],
             ys=built.specs["ys"],
             xs=built.specs["xs"],
+            made=built.made,
         )
 
     def _send_fault(self, frame: Frame, cause: GradruleError) -> None:

@@ -4,7 +4,7 @@ bytes → `parse` → message → `expand` (check, resolve overrides, inline cal
 """
 
 from gradrule_server.graphs.expansion import Expanded, ExpandRequest, GraphInput, expand, placeholders
-from gradrule_server.graphs.ir import Limits
+from gradrule_server.graphs.ir import DIFFERENTIABLE, Limits
 from gradrule_server.graphs.marks import Mark
 from gradrule_server.graphs.read import parse
 from gradrule_server.graphs.scene import Match
@@ -13,6 +13,7 @@ from gradrule_server.graphs.tensors import tensor_fault
 
 __all__ = [
     "DEFAULT_RULE",
+    "DIFFERENTIABLE",
     "OWN_GRADIENT",
     "ExpandRequest",
     "Expanded",

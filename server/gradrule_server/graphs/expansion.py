@@ -42,6 +42,9 @@ class ExpandRequest:
     fed: Sequence[str] = ()
     overrides: Sequence[OverrideSpec] = ()
     rewrites: Sequence[str] = ()
+    # The field of the request that asks for derivatives, and whether gradients are differentiated again.
+    derivative: str = "vjp"
+    again: bool = False
     known_rule: Callable[[str, str], int] = _no_rule
     # Starts the names of all functions: those of other programs in the same process must differ.
     namespace: str = "gr"
@@ -100,7 +103,9 @@ def _expand(graph: Graph, request: ExpandRequest, limits: Limits) -> Expanded:
     names = TensorNames(top, findings)
     asked = _asked(request, names)
     fed = _fed(request, names, findings)
-    resolver = Resolver(choosers(request.overrides, library, findings), request.known_rule, bool(request.ys), findings)
+    resolver = Resolver(
+        choosers(request.overrides, library, findings), request.known_rule, bool(request.ys), findings, request.again
+    )
     check_rewrites(request.rewrites, findings)
     findings.raise_if_any()
 
@@ -136,10 +141,10 @@ def _expand(graph: Graph, request: ExpandRequest, limits: Limits) -> Expanded:
 def _asked(request: ExpandRequest, names: TensorNames) -> dict[str, Ref]:
     groups = (
         ("fetches", request.fetches),
-        ("vjp.ys", request.ys),
-        ("vjp.xs", request.xs),
-        ("vjp.grad_ys", request.grad_y_tensors),
-        ("vjp.stop_gradients", request.stop_gradients),
+        (f"{request.derivative}.ys", request.ys),
+        (f"{request.derivative}.xs", request.xs),
+        (f"{request.derivative}.grad_ys", request.grad_y_tensors),
+        (f"{request.derivative}.stop_gradients", request.stop_gradients),
     )
     asked: dict[str, Ref] = {}
     for group, texts in groups:

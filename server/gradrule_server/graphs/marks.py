@@ -17,6 +17,7 @@ class Mark:
 
     `outputs`: of a subgraph, how many tensors come out; 0 for a single node. `rank`: the mark holds only for outputs of
     this rank, else the mark numbered `otherwise`. `op_type`: a subgraph's, for people; `is_step`: as in `Subgraph`.
+    `every_order`: the rule holds in every differentiation.
     """
 
     rule: int
@@ -27,6 +28,7 @@ class Mark:
     otherwise: int | None = None
     op_type: str = ""
     is_step: bool = False
+    every_order: bool = False
 
 
 def mark(top: Body, resolved: Mapping[int, Resolved]) -> list[Mark]:
@@ -49,7 +51,17 @@ def mark(top: Body, resolved: Mapping[int, Resolved]) -> list[Mark]:
                     otherwise = number + 1 if number < last else None
                     op_type = item.op_type if item.outputs else ""
                     marks.append(
-                        Mark(item.rule, item.node, "", item.outputs, item.rank, otherwise, op_type, item.is_step)
+                        Mark(
+                            item.rule,
+                            item.node,
+                            "",
+                            item.outputs,
+                            item.rank,
+                            otherwise,
+                            op_type,
+                            item.is_step,
+                            item.every_order,
+                        )
                     )
         node.mark = numbers[id(found[0])]
     return marks

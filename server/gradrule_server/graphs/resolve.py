@@ -43,6 +43,8 @@ class Resolver:
     known_rule: Callable[[str, str], int]
     differentiates: bool
     findings: Findings
+    # Whether gradients are differentiated again, so that overrides may meet nodes that gradients make.
+    again: bool = False
     _rules: dict[tuple[str, str], int | GradruleError] = field(default_factory=dict)
     _calls: list[tuple[Seen, Match | None]] = field(default_factory=list)
     _unknown: set[str] = field(default_factory=set)
@@ -120,7 +122,9 @@ class Resolver:
         idle = [
             group
             for group in by_index.values()
-            if not any(chooser.taken or chooser.faulty for chooser in group) and not group[0].spec.optional
+            if not any(chooser.taken or chooser.faulty for chooser in group)
+            and not group[0].spec.optional
+            and not (self.again and any(chooser.spec.made_op_types for chooser in group))
         ]
         if not idle:
             return []
@@ -235,7 +239,17 @@ _NAMED_OPS = 4
 
 
 def _match(spec: OverrideSpec, name: str, op_type: str, function: str, differentiable: bool) -> Match:
-    return Match(spec.rule_index, name, op_type, function, spec.rule_name, spec.label, spec.index, differentiable)
+    return Match(
+        spec.rule_index,
+        name,
+        op_type,
+        function,
+        spec.rule_name,
+        spec.label,
+        spec.index,
+        differentiable,
+        every_order=spec.every_order,
+    )
 
 
 def _wish(node: Node) -> str:

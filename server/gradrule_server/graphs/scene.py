@@ -40,6 +40,7 @@ class Match:
     nodes: tuple[str, ...] = ()
     outputs: int = 0
     is_step: bool = False
+    every_order: bool = False
     mark: int | None = None
 
 

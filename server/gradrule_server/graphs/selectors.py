@@ -11,13 +11,15 @@ from gradrule.v1 import override_pb2
 from gradrule_server.errors import did_you_mean
 from gradrule_server.graphs.findings import Finding, Findings, Reason, near_name, quote
 from gradrule_server.graphs.globs import MAX_PATTERN, NameTest, name_test, regex_test
-from gradrule_server.graphs.groups import GROUPS, STEP, op_types_of
+from gradrule_server.graphs.groups import BIAS, GROUPS, STEP, SUM, op_types_of
 from gradrule_server.graphs.ir import Body, Node
 from gradrule_server.graphs.library import Library
 
 DEFAULT_RULE = "default"
 OWN_GRADIENT = -1
 
+# Groups that ask for more than an op type.
+_PLACED = frozenset({STEP, BIAS, SUM})
 _LOCAL = frozenset({"op_type", "node", "scope", "node_regex"})
 _ALONE = frozenset({"region"})
 _MAX_PATTERN = 32
@@ -27,7 +29,8 @@ _MAX_PATTERN = 32
 class OverrideSpec:
     """One override: which nodes, which rule (-1: `default`). `index`: its place in the request.
 
-    `is_preset`: it is part of a preset, and comes after what nodes themselves say.
+    `is_preset`: it is part of a preset, and comes after what nodes themselves say. `every_order`: it holds in every
+    differentiation, not only in the first.
     """
 
     selector: override_pb2.Selector
@@ -37,6 +40,14 @@ class OverrideSpec:
     optional: bool = False
     index: int = 0
     is_preset: bool = False
+    every_order: bool = False
+
+    @property
+    def made_op_types(self) -> frozenset[str]:
+        """Op types of nodes made by gradients that it means too: it holds in every order and asks for nothing else."""
+        asked = [field.name for field, _ in self.selector.ListFields()]
+        word = self.selector.op_type
+        return op_types_of(word) if self.every_order and asked == ["op_type"] and word not in _PLACED else frozenset()
 
     @property
     def field(self) -> str:

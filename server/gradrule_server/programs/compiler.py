@@ -12,9 +12,10 @@ from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.cache import Runnable
 from gradrule_server.programs.compiled import compiled
 from gradrule_server.programs.loaded import Loadable, LoadedPrograms
-from gradrule_server.programs.prepare import CallShape, Prepared, prepare
+from gradrule_server.programs.prepare import Prepared, prepare
 from gradrule_server.programs.retries import Retries
 from gradrule_server.programs.rule_lookup import RuleLookup
+from gradrule_server.programs.shape import CallShape
 
 
 class Compiler:

@@ -22,9 +22,9 @@ from gradrule_server.programs.cache import Inline, ProgramCache, Runnable
 from gradrule_server.programs.compiler import Compiler
 from gradrule_server.programs.kept import KeptPrograms
 from gradrule_server.programs.loaded import LoadedPrograms
-from gradrule_server.programs.prepare import CallShape, canonical
 from gradrule_server.programs.retries import Retries
 from gradrule_server.programs.rule_lookup import RegistryLookup
+from gradrule_server.programs.shape import CallShape, canonical
 from gradrule_server.registry.programs import ProgramRegistry
 from gradrule_server.registry.rules import RuleRegistry
 
@@ -74,7 +74,10 @@ class ProgramHouse:
             payload = raw
         else:
             program, is_new = await self._inline(request.spec, call, retries)
-            payload = evaluate_pb2.EvaluateRequest(feeds=request.feeds, grad_ys=request.grad_ys).SerializeToString()
+            values = evaluate_pb2.EvaluateRequest(
+                feeds=request.feeds, grad_ys=request.grad_ys, tangents=request.tangents, vectors=request.vectors
+            )
+            payload = values.SerializeToString()
         run = link_pb2.RunRequest(request=payload, params=program.compiled.settings(request.params))
 
         async def attempt() -> tuple[bytes, bool]:
@@ -146,6 +149,10 @@ def _call_shape(request: evaluate_pb2.EvaluateRequest) -> CallShape:
     return CallShape(
         _names([item.name for item in request.feeds], "feeds"),
         _names([item.name for item in request.grad_ys], "grad_ys"),
+        request.derivative,
+        _names([item.name for item in request.tangents], "tangents"),
+        _names([item.name for item in request.vectors], "vectors"),
+        request.stacked_grad_ys,
     )
 
 

@@ -190,7 +190,13 @@ def read_overrides(overrides: Sequence[override_pb2.Override], lookup: RuleLooku
             table.findings += table.set_params(table.settings, bound, override.params, f"{where}.params")
         table.specs.append(
             OverrideSpec(
-                override.selector, bound, DEFAULT_RULE if rule is None else rule.name, label, override.optional, index
+                override.selector,
+                bound,
+                DEFAULT_RULE if rule is None else rule.name,
+                label,
+                override.optional,
+                index,
+                every_order=_holds_always(override),
             )
         )
     return table
@@ -222,7 +228,18 @@ def _add_preset(table: OverrideTable, override: override_pb2.Override, index: in
             table.findings += table.set_params(table.settings, bound, entry.params, f"{where}.preset")
             for param in table.declared(bound):
                 declared.setdefault(param, []).append(bound)
-        table.specs.append(OverrideSpec(entry.selector, bound, name, label, override.optional, index, is_preset=True))
+        table.specs.append(
+            OverrideSpec(
+                entry.selector,
+                bound,
+                name,
+                label,
+                override.optional,
+                index,
+                is_preset=True,
+                every_order=_holds_always(override),
+            )
+        )
     for name, value in choice.params.items():
         if name not in declared:
             message = (
@@ -234,6 +251,10 @@ def _add_preset(table: OverrideTable, override: override_pb2.Override, index: in
             )
         for bound in declared.get(name, ()):
             table.findings += table.set_params(table.settings, bound, {name: value}, f"{where}.preset.params")
+
+
+def _holds_always(override: override_pb2.Override) -> bool:
+    return override.order == override_pb2.OVERRIDE_ORDER_ALL
 
 
 def _bind(table: OverrideTable, rule: ResolvedRule | None, label: str) -> int:

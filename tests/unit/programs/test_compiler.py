@@ -8,7 +8,7 @@ from gradrule.v1 import program_pb2
 from gradrule_server import graphs
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs import compiler
-from gradrule_server.programs.prepare import CallShape
+from gradrule_server.programs.shape import CallShape
 from tests.service import raw
 
 

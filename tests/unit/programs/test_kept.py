@@ -17,8 +17,8 @@ from gradrule_server.programs.cache import ProgramCache, Runnable
 from gradrule_server.programs.kept import KeptPrograms
 from gradrule_server.programs.loaded import Loadable
 from gradrule_server.programs.overrides import OverrideTable
-from gradrule_server.programs.prepare import CallShape
 from gradrule_server.programs.retries import Retries
+from gradrule_server.programs.shape import CallShape
 from gradrule_server.registry.programs import ProgramRegistry
 from gradrule_server.registry.rules import RuleRegistry
 from gradrule_server.registry.store import Store

@@ -373,7 +373,9 @@ class EvaluateResponse(google.protobuf.message.Message):
 
     @property
     def output_tangents(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
-        """Jacobian-vector products, in the order of ys; zeros where y does not depend on any x that has a tangent."""
+        """Jacobian-vector products, in the order of ys; zeros where y does not depend on any x that has a tangent, and no value where y is of a
+        type that has no gradient.
+        """
 
     @property
     def jacobians(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___JacobianBlock]:

@@ -249,6 +249,7 @@ class CompileRequest(google.protobuf.message.Message):
     MADE_FIELD_NUMBER: builtins.int
     VARIABLES_FIELD_NUMBER: builtins.int
     UPDATES_FIELD_NUMBER: builtins.int
+    SPLIT_FIELD_NUMBER: builtins.int
     key: builtins.str
     """Key by which RUN and UNLOAD name the program: its digest."""
     graph: builtins.bytes
@@ -263,6 +264,8 @@ class CompileRequest(google.protobuf.message.Message):
     """What to compute of ys and xs; never unspecified where there are ys."""
     stacked_grad_ys: builtins.bool
     """As in EvaluateRequest."""
+    split: builtins.bool
+    """The forward part and the backward part are built as two functions, so that one forward run serves many pull-backs. Only for VJP."""
     @property
     def marks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MarkedNode]:
         """Overridden nodes."""
@@ -337,8 +340,9 @@ class CompileRequest(google.protobuf.message.Message):
         made: collections.abc.Iterable[global___MadeNode] | None = ...,
         variables: collections.abc.Iterable[global___BoundVariable] | None = ...,
         updates: collections.abc.Iterable[global___Endpoint] | None = ...,
+        split: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["derivative", b"derivative", "directions", b"directions", "fetches", b"fetches", "grad_ys", b"grad_ys", "graph", b"graph", "inputs", b"inputs", "key", b"key", "made", b"made", "marks", b"marks", "no_gradient", b"no_gradient", "rules", b"rules", "scopes", b"scopes", "stacked_grad_ys", b"stacked_grad_ys", "stop_gradients", b"stop_gradients", "unconnected_gradients", b"unconnected_gradients", "updates", b"updates", "variables", b"variables", "xs", b"xs", "ys", b"ys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["derivative", b"derivative", "directions", b"directions", "fetches", b"fetches", "grad_ys", b"grad_ys", "graph", b"graph", "inputs", b"inputs", "key", b"key", "made", b"made", "marks", b"marks", "no_gradient", b"no_gradient", "rules", b"rules", "scopes", b"scopes", "split", b"split", "stacked_grad_ys", b"stacked_grad_ys", "stop_gradients", b"stop_gradients", "unconnected_gradients", b"unconnected_gradients", "updates", b"updates", "variables", b"variables", "xs", b"xs", "ys", b"ys"]) -> None: ...
 
 global___CompileRequest = CompileRequest
 
@@ -405,6 +409,7 @@ class CompileReply(google.protobuf.message.Message):
     YS_FIELD_NUMBER: builtins.int
     XS_FIELD_NUMBER: builtins.int
     WITHOUT_GRADIENT_FIELD_NUMBER: builtins.int
+    MADE_FIELD_NUMBER: builtins.int
     @property
     def statuses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[gradrule.v1.override_pb2.ResolutionStatus.ValueType]:
         """Status of each mark, in their order; unspecified where a node of another rank was met."""
@@ -433,6 +438,10 @@ class CompileReply(google.protobuf.message.Message):
     def without_gradient(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WithoutGradient]:
         """Nodes that CompileRequest.no_gradient decided."""
 
+    @property
+    def made(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Rules of CompileRequest.made that a node made by a gradient asked for, as indices into it."""
+
     def __init__(
         self,
         *,
@@ -443,8 +452,9 @@ class CompileReply(google.protobuf.message.Message):
         ys: collections.abc.Iterable[gradrule.v1.tensor_pb2.TensorSpec] | None = ...,
         xs: collections.abc.Iterable[gradrule.v1.tensor_pb2.TensorSpec] | None = ...,
         without_gradient: collections.abc.Iterable[global___WithoutGradient] | None = ...,
+        made: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["defaulted", b"defaulted", "inputs", b"inputs", "outputs", b"outputs", "statuses", b"statuses", "without_gradient", b"without_gradient", "xs", b"xs", "ys", b"ys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["defaulted", b"defaulted", "inputs", b"inputs", "made", b"made", "outputs", b"outputs", "statuses", b"statuses", "without_gradient", b"without_gradient", "xs", b"xs", "ys", b"ys"]) -> None: ...
 
 global___CompileReply = CompileReply
 
@@ -514,7 +524,7 @@ class RunRequest(google.protobuf.message.Message):
     received_ns: builtins.int
     """When the front end read the request: CLOCK_MONOTONIC, nanoseconds."""
     request: builtins.bytes
-    """Bytes of the `gradrule.v1.EvaluateRequest`, of which the engine reads feeds and grad_ys."""
+    """Bytes of the `gradrule.v1.EvaluateRequest`, of which the engine reads feeds, grad_ys, tangents and vectors."""
     @property
     def params(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ParamSetting]:
         """Values of all params of all rules."""

@@ -1,0 +1,153 @@
+"""Jacobian-vector products, Jacobians and Hessian-vector products, as data: requests and answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradrule._calls import Call, evaluate_call
+from gradrule._groups import flat_words, groups_of
+from gradrule._requests import (
+    CallParams,
+    Feeds,
+    TypeOf,
+    Words,
+    evaluate_request,
+    name_of_tensor,
+    named_tensor,
+    program_spec,
+    types_of_graph,
+    types_of_specs,
+)
+from gradrule._results import ByName, Groups, Sparse, array, gradients_by_x, regrouped
+from gradrule._sources import GraphLike
+from gradrule._tensors import Array
+from gradrule.errors import InvalidDerivativeError
+from gradrule.v1 import evaluate_pb2, program_pb2
+
+Tangents = ByName[Array | None]
+"""By y; None where a y is of a type without derivatives."""
+
+Jacobians = ByName[Any]
+"""By y, then by x (by group and x, where xs were given in groups): an array, or None where there is none."""
+
+Products = ByName[Any]
+"""By x (by group and x, where xs were given in groups): an array, a `Sparse`, or None where there is none."""
+
+
+def jvp(
+    graph: GraphLike, feeds: Feeds | None, tangents: Feeds, params: CallParams | None, words: Words
+) -> Call[Tangents]:
+    """Evaluate, for Jacobian-vector products of a graph."""
+    request = _inline(graph, feeds, params, words, program_pb2.Jvp, "jvp")
+    _add_directions(request, tangents, types_of_graph(graph), "tangents", graph)
+    return evaluate_call(request, _tangents)
+
+
+def jacobian(
+    graph: GraphLike, feeds: Feeds | None, params: CallParams | None, words: Words, *, batched: bool
+) -> Call[Jacobians]:
+    """Evaluate, for Jacobians of a graph."""
+    request = _inline(graph, feeds, params, words, program_pb2.Jacobian, "jacobian")
+    request.spec.jacobian.batched = batched
+    groups = groups_of(words.xs, graph)
+    return evaluate_call(request, lambda response: _jacobians(response, groups))
+
+
+def hvp(
+    graph: GraphLike, feeds: Feeds | None, vectors: Feeds, params: CallParams | None, words: Words
+) -> Call[Products]:
+    """Evaluate, for Hessian-vector products of a graph."""
+    request = _inline(graph, feeds, params, words, program_pb2.Hvp, "hvp")
+    _add_directions(request, vectors, types_of_graph(graph), "vectors", graph)
+    groups = groups_of(words.xs, graph)
+    return evaluate_call(request, lambda response: _products(response, groups))
+
+
+def program_jvp(
+    program: program_pb2.Program, feeds: Feeds | None, tangents: Feeds, params: CallParams | None
+) -> Call[Tangents]:
+    """Evaluate, for Jacobian-vector products of a program's ys and xs."""
+    request = _of_program(program, feeds, params, evaluate_pb2.DERIVATIVE_JVP)
+    _add_directions(request, tangents, types_of_specs(program.xs), "tangents", None)
+    return evaluate_call(request, _tangents)
+
+
+def program_jacobian(
+    program: program_pb2.Program, feeds: Feeds | None, params: CallParams | None, groups: Groups, *, batched: bool
+) -> Call[Jacobians]:
+    """Evaluate, for Jacobians of a program's ys by its xs."""
+    kind = evaluate_pb2.DERIVATIVE_BATCH_JACOBIAN if batched else evaluate_pb2.DERIVATIVE_JACOBIAN
+    request = _of_program(program, feeds, params, kind)
+    return evaluate_call(request, lambda response: _jacobians(response, groups))
+
+
+def program_hvp(
+    program: program_pb2.Program, feeds: Feeds | None, vectors: Feeds, params: CallParams | None, groups: Groups
+) -> Call[Products]:
+    """Evaluate, for Hessian-vector products of a program's ys and xs."""
+    request = _of_program(program, feeds, params, evaluate_pb2.DERIVATIVE_HVP)
+    _add_directions(request, vectors, types_of_specs(program.xs), "vectors", None)
+    return evaluate_call(request, lambda response: _products(response, groups))
+
+
+def _inline(
+    graph: GraphLike,
+    feeds: Feeds | None,
+    params: CallParams | None,
+    words: Words,
+    kind: type[program_pb2.Jvp | program_pb2.Jacobian | program_pb2.Hvp],
+    part: str,
+) -> evaluate_pb2.EvaluateRequest:
+    spec, _ = program_spec(graph, flat_words(words, graph))
+    vjp = spec.vjp
+    asked = kind(ys=vjp.ys, xs=vjp.xs, stop_gradients=vjp.stop_gradients)
+    if not isinstance(asked, program_pb2.Jvp):
+        asked.unconnected_gradients = vjp.unconnected_gradients
+    getattr(spec, part).CopyFrom(asked)
+    request = evaluate_request(feeds, types_of_graph(graph), params=params, graph=graph)
+    request.spec.CopyFrom(spec)
+    return request
+
+
+def _of_program(
+    program: program_pb2.Program,
+    feeds: Feeds | None,
+    params: CallParams | None,
+    derivative: evaluate_pb2.Derivative.ValueType,
+) -> evaluate_pb2.EvaluateRequest:
+    request = evaluate_request(feeds, types_of_specs([*program.inputs, *program.ys]), params=params)
+    request.program = program.name
+    request.derivative = derivative
+    return request
+
+
+def _add_directions(
+    request: evaluate_pb2.EvaluateRequest, given: Feeds, type_of: TypeOf, word: str, graph: GraphLike | None
+) -> None:
+    if not hasattr(given, "items"):
+        raise InvalidDerivativeError(f"{word} is a dict of values by x, not {type(given).__name__}")
+    if not given:
+        raise InvalidDerivativeError(f"{word} holds nothing: give one for at least one x")
+    messages = request.tangents if word == "tangents" else request.vectors
+    for key, value in given.items():
+        name = name_of_tensor(key, graph)
+        messages.append(named_tensor(name, value, type_of, f"{word}[{name!r}]"))
+
+
+def _tangents(response: evaluate_pb2.EvaluateResponse) -> Tangents:
+    return ByName(
+        {item.name: array(item.value.inline) if item.HasField("value") else None for item in response.output_tangents}
+    )
+
+
+def _jacobians(response: evaluate_pb2.EvaluateResponse, groups: Groups) -> Jacobians:
+    by_y: ByName[ByName[Array | None]] = ByName()
+    for block in response.jacobians:
+        by_x = by_y[block.y] if block.y in by_y else by_y.setdefault(block.y, ByName())
+        by_x[block.x] = array(block.dense) if block.HasField("dense") else None
+    return ByName({y: regrouped(by_x, groups) for y, by_x in by_y.items()})
+
+
+def _products(response: evaluate_pb2.EvaluateResponse, groups: Groups) -> Products:
+    found: ByName[Array | Sparse | None] = gradients_by_x(response.gradients)
+    return regrouped(found, groups)
