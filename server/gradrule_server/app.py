@@ -12,6 +12,7 @@ from gradrule_server import graphs
 from gradrule_server.front.handlers import Door
 from gradrule_server.front.server import Front
 from gradrule_server.link.engine import Engine
+from gradrule_server.programs.handles import HandleHouse
 from gradrule_server.programs.house import ProgramHouse
 from gradrule_server.registry.programs import ProgramRegistry
 from gradrule_server.registry.rules import RuleRegistry
@@ -50,8 +51,15 @@ async def serve(settings: Settings) -> None:
             capacity=settings.program_cache,
             capacity_bytes=settings.program_cache_bytes,
         )
+        handles = HandleHouse(
+            house,
+            engine,
+            max_bytes=settings.max_handle_bytes,
+            max_handles=settings.max_handles,
+            ttl_s=settings.handle_ttl_s,
+        )
         door = Door(settings.max_concurrent_requests, settings.default_deadline_s, settings.max_deadline_s)
-        front.add_services(rules, house, door, with_reflection=settings.reflection)
+        front.add_services(rules, house, handles, door, with_reflection=settings.reflection)
         port = await front.start(f"{settings.host}:{settings.port}")
         try:
             await _start_engine(engine, stopping)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gradrule._client import Client, Program, connect
     from gradrule._comparison import ComparedRow, Comparison, Parting
     from gradrule._differences import FiniteDifferences
+    from gradrule._forward import AsyncForwardHandle, ForwardHandle
     from gradrule._graph import Graph
     from gradrule._handles import Node, TensorHandle
     from gradrule._load import load
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "connect", "local", "aio", "Client", "Program",
+    "connect", "local", "aio", "Client", "Program", "ForwardHandle", "AsyncForwardHandle",
     "Graph", "TensorHandle", "Node", "load",
     "Rule", "Override", "Region", "Preset",
     "Result", "Explanation", "SampleResult", "RuleInfo", "PresetInfo", "ParamInfo",
@@ -57,6 +58,8 @@ _HOMES = {
     "Client": "_client",
     "Program": "_client",
     "local": "_local",
+    "ForwardHandle": "_forward",
+    "AsyncForwardHandle": "_forward",
     "Graph": "_graph",
     "TensorHandle": "_handles",
     "Node": "_handles",

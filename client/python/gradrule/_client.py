@@ -13,6 +13,7 @@ import grpc
 from gradrule import _calls, _channel, _compare, _deadlines, _requests, _results
 from gradrule._client_derivatives import Derivatives, ProgramDerivatives
 from gradrule._comparison import Comparison
+from gradrule._forward import ForwardHandle
 from gradrule._groups import groups_of
 from gradrule._overrides import Overrides
 from gradrule._program import merged
@@ -20,6 +21,7 @@ from gradrule._requests import CallParams, Feeds, GradYs, GroupedNames, Names
 from gradrule._rules import Params, Rule
 from gradrule._sources import GraphLike
 from gradrule._status import error_of, parsed, serialized, waiting_error
+from gradrule._streams import Stream
 from gradrule.errors import (
     CancelledError,
     EngineUnavailableError,
@@ -64,6 +66,7 @@ class Client(Derivatives):
         self._metadata = _channel.metadata(token)
         self._timeout = timeout
         self._methods: dict[str, grpc.UnaryUnaryMultiCallable[bytes, bytes]] = {}
+        self._stream = Stream(channel, self._metadata)
         self.target = target
 
     # Rules.
@@ -292,6 +295,7 @@ class Client(Derivatives):
 
     def close(self) -> None:
         """Closes the connection; calls under way are cancelled."""
+        self._stream.close()
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -370,6 +374,22 @@ class Program(ProgramDerivatives):
         stacked_grad_ys: as in `Client.evaluate`.
         """
         return self._client._run(self._call(feeds, params, grad_ys, stacked_grad_ys), timeout)
+
+    def forward(
+        self,
+        feeds: Feeds | None = None,
+        *,
+        params: CallParams | None = None,
+        ttl: float | None = None,
+        timeout: float | None = None,
+    ) -> ForwardHandle:
+        """Runs forward once; `vjp` of what it returns pulls back as often as wanted.
+
+        ttl: seconds that the server keeps it after its last use; default, and most: a setting of the server's. Raises
+        `QuotaExceededError` where the server keeps too much already.
+        """
+        seconds = _deadlines.of_call(timeout, self._client._timeout)
+        return ForwardHandle(self._client._stream, self, feeds, params, ttl, seconds)
 
     def map(
         self,

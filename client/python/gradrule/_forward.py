@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from gradrule import _requests, _results
 from gradrule._calls import Call, evaluate_program
 from gradrule._program import ProgramBase
 from gradrule._requests import CallParams, Feeds, GradYs
-from gradrule._results import ByName, Sparse
 from gradrule._streams import AsyncStream, Stream
 from gradrule._tensors import Array
 from gradrule.errors import HandleExpiredError, InvalidParamError, UnavailableError
 from gradrule.v1 import evaluate_pb2
 
-Gradients = Mapping[str, "Array | Sparse | None"]
+Gradients = Mapping[str, Any]
+"""By x an array, a `Sparse`, or None where there is none."""
 
 # What a handle that is gone is told by: the server says so, or its stream is no more.
 _LOST = (HandleExpiredError, UnavailableError)
@@ -25,13 +25,11 @@ _LOST = (HandleExpiredError, UnavailableError)
 class ForwardBase:
     """What the sync and async handles have in common."""
 
-    def __init__(
-        self, program: ProgramBase, feeds: Feeds | None, params: CallParams | None, ttl: float | None
-    ) -> None:
+    def __init__(self, program: ProgramBase, feeds: Feeds | None, params: CallParams | None, ttl: float | None) -> None:
         if ttl is not None and not ttl > 0:
             raise InvalidParamError(f"ttl is in seconds, more than 0, not {ttl!r}")
-        self._message = program.message
-        request = evaluate_program(self._message, feeds, params, None, program.decode).request
+        self._message, self._groups = program.message, program.groups
+        request: Any = evaluate_program(self._message, feeds, params, None, _results.result).request
         self._request = evaluate_pb2.ForwardRequest(evaluate=request)
         if ttl is not None:
             self._request.ttl.FromNanoseconds(int(ttl * 1e9))
@@ -64,7 +62,7 @@ class ForwardBase:
         request.handle = self._handle
 
         def decode(answer: evaluate_pb2.PullBackResponse) -> Gradients:
-            return ByName((item.x, _results.gradient(item)) for item in answer.gradients)
+            return _results.regrouped(_results.gradients_by_x(answer.gradients), self._groups)
 
         return Call("pull_back", request, evaluate_pb2.PullBackResponse.FromString, decode)
 
@@ -178,5 +176,3 @@ class AsyncForwardHandle(ForwardBase):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
-
-

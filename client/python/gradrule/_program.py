@@ -22,6 +22,16 @@ class ProgramBase:
         self._overrides = _results.resolutions(message.overrides)
 
     @property
+    def message(self) -> program_pb2.Program:
+        """What the server told."""
+        return self._message
+
+    @property
+    def groups(self) -> _results.Groups:
+        """The groups that xs were given in; None where they were a plain list."""
+        return self._groups
+
+    @property
     def name(self) -> str:
         """`programs/{id}`."""
         return self._message.name

@@ -230,17 +230,21 @@ def regrouped(values: ByName[V], groups: Groups) -> ByName[Any]:
     return ByName({group: ByName({name: values[name] for name in names}) for group, names in groups.items()})
 
 
+def timings(message: evaluate_pb2.Timings) -> Timings:
+    """Times in seconds."""
+    return Timings(*(part.ToNanoseconds() / 1e9 for part in (message.queue, message.compile, message.run)))
+
+
 def result(response: evaluate_pb2.EvaluateResponse, groups: Groups = None) -> Result:
     """From the answer of Evaluate."""
     kinds = ByName({item.x: item.WhichOneof("value") or "unconnected" for item in response.gradients})
-    timings = response.timings
     return Result(
         outputs=ByName({output.name: array(output.value.inline) for output in response.outputs}),
         gradients=regrouped(gradients_by_x(response.gradients), groups),
         gradient_kinds=kinds,
         overrides=resolutions(response.overrides),
         defaulted=list(response.defaulted),
-        timings=Timings(*(part.ToNanoseconds() / 1e9 for part in (timings.queue, timings.compile, timings.run))),
+        timings=timings(response.timings),
         device=response.device,
         digests=Digests(response.digests.graph, response.digests.program),
         rewritten=list(response.rewritten),

@@ -15,7 +15,6 @@ from google.protobuf.message import DecodeError
 from gradrule import _requests, _results, _sources
 from gradrule._calls import Call
 from gradrule._graph import Graph
-from gradrule._handles import Node, TensorHandle
 from gradrule._names import bare
 from gradrule._overrides import Overrides, override_messages
 from gradrule._requests import CallParams, Feeds, GradYs, Name, Names
@@ -26,7 +25,7 @@ from gradrule._status import error_of, error_of_status, serialized
 from gradrule._tensors import Array, to_numpy
 from gradrule.errors import InternalError, InvalidOptimizerError, UnavailableError
 from gradrule.optimizers import Optimizer
-from gradrule.v1 import evaluate_pb2, program_pb2, session_pb2
+from gradrule.v1 import evaluate_pb2, session_pb2
 
 R = TypeVar("R")
 

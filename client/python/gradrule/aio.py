@@ -15,6 +15,7 @@ import grpc.aio
 from gradrule import _calls, _channel, _compare, _deadlines, _requests, _results
 from gradrule._aio_derivatives import AsyncDerivatives, AsyncProgramDerivatives
 from gradrule._comparison import Comparison
+from gradrule._forward import AsyncForwardHandle
 from gradrule._groups import groups_of
 from gradrule._local import LocalServer
 from gradrule._overrides import Overrides
@@ -23,6 +24,7 @@ from gradrule._requests import CallParams, Feeds, GradYs, GroupedNames, Names
 from gradrule._rules import Params, Rule
 from gradrule._sources import GraphLike
 from gradrule._status import error_of, parsed, serialized, waiting_error
+from gradrule._streams import AsyncStream
 from gradrule.errors import EngineUnavailableError, GradruleError, InvalidParamError, UnavailableError
 
 __all__ = ["AsyncClient", "AsyncProgram", "connect", "local"]
@@ -82,6 +84,7 @@ class AsyncClient(AsyncDerivatives):
         self._metadata = _channel.metadata(token)
         self._timeout = timeout
         self._methods: dict[str, grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]] = {}
+        self._stream = AsyncStream(channel, self._metadata)
         self.target = target
 
     # Rules.
@@ -278,6 +281,7 @@ class AsyncClient(AsyncDerivatives):
 
     async def close(self) -> None:
         """As `Client.close`."""
+        await self._stream.close()
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -333,6 +337,18 @@ class AsyncProgram(AsyncProgramDerivatives):
     ) -> _results.Result:
         """As `Program.evaluate`."""
         return await self._client._run(self._call(feeds, params, grad_ys, stacked_grad_ys), timeout)
+
+    async def forward(
+        self,
+        feeds: Feeds | None = None,
+        *,
+        params: CallParams | None = None,
+        ttl: float | None = None,
+        timeout: float | None = None,
+    ) -> AsyncForwardHandle:
+        """As `Program.forward`; `async with await p.forward(…) as h`."""
+        seconds = _deadlines.of_call(timeout, self._client._timeout)
+        return await AsyncForwardHandle(self._client._stream, self, feeds, params, ttl, seconds).run()
 
     async def map(
         self,

@@ -285,6 +285,28 @@ class InternalError(GradruleError):
     CODE = "INTERNAL"
 
 
+class HandleExpiredError(GradruleError):
+    """A forward handle was closed, lapsed, or lost with its engine. `ForwardHandle` runs forward again by itself."""
+
+    CODE = "FAILED_PRECONDITION"
+
+
+class QuotaExceededError(GradruleError):
+    """A bound on sessions, handles or bytes is reached; the message names it. Close some, or ask for less at a time."""
+
+    CODE = "RESOURCE_EXHAUSTED"
+
+
+class InvalidOptimizerError(GradruleError):
+    """A session's optimiser is none of `gradrule.optimizers`, or has a setting that Keras does not take."""
+
+
+class SessionLostError(GradruleError):
+    """The engine that held the session died. Start another, from what `read` or `save` gave last."""
+
+    CODE = "ABORTED"
+
+
 def class_name(reason: str) -> str:
     """`UNKNOWN_RULE` → `UnknownRuleError`."""
     return "".join(part.capitalize() for part in reason.split("_")) + "Error"

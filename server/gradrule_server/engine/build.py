@@ -52,10 +52,7 @@ def _build(request: link_pb2.CompileRequest, graph_def: tf_graph_pb2.GraphDef) -
     contents = [_content(rule) for rule in request.rules]
     used = {mark.rule for mark in request.marks} | {made.rule for made in request.made}
     built = Built(
-        inputs=[
-            Input(spec.name, tf.as_dtype(spec.dtype), tf.TensorShape(_shape_proto(spec.shape)))
-            for spec in request.inputs
-        ],
+        inputs=[Input(spec.name, tf.as_dtype(spec.dtype), shape_of(spec.shape)) for spec in request.inputs],
         params=[
             ParamInput(index, param.name)
             for index, content in enumerate(contents)
@@ -128,8 +125,9 @@ def _specs_of(graph_def: tf_graph_pb2.GraphDef, inputs: Sequence[Input], names: 
     return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
-def _shape_proto(shape: tensor_pb2.TensorShape) -> list[int | None] | None:
-    return None if shape.unknown_rank else [None if dim.size < 0 else dim.size for dim in shape.dim]
+def shape_of(shape: tensor_pb2.TensorShape) -> tf.TensorShape:
+    """A shape from its message."""
+    return tf.TensorShape(None if shape.unknown_rank else [None if dim.size < 0 else dim.size for dim in shape.dim])
 
 
-__all__ = ["Built", "Input", "ParamInput", "build"]
+__all__ = ["Built", "Input", "ParamInput", "build", "shape_of"]

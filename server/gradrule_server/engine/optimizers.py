@@ -29,7 +29,7 @@ NAMES = (
 )
 
 _LEARNING_RATE = "learning_rate"
-# Averages of variables would have to be swapped in and out, and accumulated gradients span steps: not a step's business.
+# Averages of variables would have to be swapped in and out, and accumulated gradients span steps.
 _NOT_OFFERED = frozenset({"name", "self", "kwargs"} | {"use_ema", "ema_momentum", "ema_overwrite_frequency"})
 _NOT_OFFERED |= {"loss_scale_factor", "gradient_accumulation_steps"}
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -20,6 +21,8 @@ from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.rules import read_param_value
 
+T = TypeVar("T")
+
 # A message ends at 2 GiB; the rest is for names and for what the front end adds.
 _MAX_ANSWER_BYTES = 2**31 - 2**26
 # As a varint, which a negative number fills.
@@ -31,44 +34,53 @@ def run(built: Built, request: link_pb2.RunRequest, device: str) -> bytes:
     """Runs the program; returns the bytes of an `EvaluateResponse` with outputs, gradients, timings and device."""
     started = time.monotonic_ns()
     call = evaluate_pb2.EvaluateRequest.FromString(request.request)
-    arguments = [
-        *_fed(call.feeds, built.inputs, built.unused, what="feed", field="feeds"),
-        *_grad_ys(call, built),
-        *_directions(call, built),
-        *_params(built, request.params),
-    ]
-    results = _execute(built, arguments)
-    _check_size(results)
+    results = execute(built, lambda: built.function(*arguments_of(built, call, request.params)))
+    check_size(results)
     response = evaluate_pb2.EvaluateResponse(device=device)
     values = iter(results)
     for name in built.outputs:
         write_tensor(response.outputs.add(name=name).value.inline, next(values))
     write_derivatives(response, built, list(values))
-    finished = time.monotonic_ns()
-    response.timings.queue.FromNanoseconds(max(0, started - request.received_ns))
-    response.timings.run.FromNanoseconds(finished - started)
+    set_timings(response.timings, request.received_ns, started)
     return response.SerializeToString()
 
 
-def _execute(built: Built, arguments: list[tf.Tensor]) -> Sequence[tf.Tensor]:
+def set_timings(timings: evaluate_pb2.Timings, received_ns: int, started_ns: int) -> None:
+    """Where the time went, until now."""
+    timings.queue.FromNanoseconds(max(0, started_ns - received_ns))
+    timings.run.FromNanoseconds(time.monotonic_ns() - started_ns)
+
+
+def arguments_of(
+    built: Built, call: evaluate_pb2.EvaluateRequest, params: Iterable[link_pb2.ParamSetting]
+) -> list[tf.Tensor]:
+    """What the built function takes, from what a call gives."""
+    return [
+        *_fed(call.feeds, built.inputs, built.unused, what="feed", field="feeds"),
+        *grad_ys_of(call.grad_ys, built.grad_ys, stacked=built.stacked),
+        *_directions(call, built),
+        *_params(built, params),
+    ]
+
+
+def execute(built: Built, function: Callable[[], T]) -> T:
+    """What a function of a program returns; a failed check as the error that it stands for, or EXECUTION_FAILED."""
     try:
         with tf_private.on_calling_thread() if built.small else contextlib.nullcontext():
-            results: Sequence[tf.Tensor] = built.function(*arguments)
+            return function()
     except tf.errors.OpError as cause:
         found = failed_check(cause.message)
         if found is not None:
             raise found from cause
         raise error(errors_pb2.ERROR_REASON_EXECUTION_FAILED, readable(cause.message)) from cause
-    return results
 
 
-def _grad_ys(call: evaluate_pb2.EvaluateRequest, built: Built) -> list[tf.Tensor]:
+def grad_ys_of(given: Iterable[tensor_pb2.NamedTensor], inputs: Sequence[Input], *, stacked: bool) -> list[tf.Tensor]:
     """The fed upstream gradients; stacked, they are all of one length."""
-    inputs = built.grad_ys
-    if built.stacked:
+    if stacked:
         inputs = [Input(item.name, item.dtype, tf.TensorShape([None]).concatenate(item.shape)) for item in inputs]
-    tensors = _fed(call.grad_ys, inputs, [False] * len(inputs), what="grad_y", field="grad_ys")
-    if built.stacked and len({int(tensor.shape[0]) for tensor in tensors}) > 1:
+    tensors = _fed(given, inputs, [False] * len(inputs), what="grad_y", field="grad_ys")
+    if stacked and len({int(tensor.shape[0]) for tensor in tensors}) > 1:
         sizes = ", ".join(f"{item.name!r}: {tensor.shape[0]}" for item, tensor in zip(inputs, tensors, strict=True))
         raise error(
             errors_pb2.ERROR_REASON_FEED_SHAPE,
@@ -153,7 +165,7 @@ def _params(built: Built, settings: Iterable[link_pb2.ParamSetting]) -> list[tf.
     return tensors
 
 
-def _check_size(results: Iterable[tf.Tensor]) -> None:
+def check_size(results: Iterable[tf.Tensor]) -> None:
     """MESSAGE_TOO_LARGE, before anything is copied."""
     size = sum(_size_of(tensor) for tensor in results)
     if size > _MAX_ANSWER_BYTES:

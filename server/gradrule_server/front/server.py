@@ -15,6 +15,7 @@ from gradrule_server.front.services import (
     ProgramServicer,
     RuleServicer,
 )
+from gradrule_server.programs.handles import HandleHouse
 from gradrule_server.programs.house import ProgramHouse
 from gradrule_server.registry.rules import RuleRegistry
 
@@ -44,9 +45,11 @@ class Front:
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
 
-    def add_services(self, rules: RuleRegistry, house: ProgramHouse, door: Door, *, with_reflection: bool) -> None:
+    def add_services(
+        self, rules: RuleRegistry, house: ProgramHouse, handles: HandleHouse, door: Door, *, with_reflection: bool
+    ) -> None:
         """Adds gradrule's services, and reflection if wanted."""
-        gradients = GradientServicer(house, door)
+        gradients = GradientServicer(house, handles, door)
         self._server.add_generic_rpc_handlers(
             (
                 door.service(RULE_SERVICE, RuleServicer(rules, house).methods()),

@@ -108,6 +108,8 @@ def wish_of(spec: program_pb2.ProgramSpec, call: CallShape) -> tuple[Wish, list[
         wrong(f"there is no value {call.derivative}; there are {known}", "derivative", _MALFORMED)
         return Wish(), findings
     part = spec.WhichOneof("derivative")
+    if part is None and call.split:
+        wrong("there are no ys, so there is nothing to pull back", "evaluate.spec.vjp.ys")
     if part is None:
         for word in ("derivative", "stacked_grad_ys", *_TAKES):
             if getattr(call, word):
@@ -141,6 +143,8 @@ def wish_of(spec: program_pb2.ProgramSpec, call: CallShape) -> tuple[Wish, list[
         message = f"there is no value {wish.unconnected_gradients}; there are {known}"
         wrong(message, f"{where}.unconnected_gradients", _MALFORMED)
     _check_call(wish, call, wrong)
+    if call.split:
+        _check_split(wish, wrong)
     named = [canonical(item.y) for item in spec.vjp.grad_ys]
     for name in sorted({name for name in named if named.count(name) > 1}):
         wrong(f"grad_ys names {name!r} twice", "spec.vjp.grad_ys")
@@ -171,6 +175,18 @@ def _check_call(wish: Wish, call: CallShape, wrong: Callable[[str, str], None]) 
         wrong(
             "stacked_grad_ys says that grad_ys hold many upstream gradients each, but none is given", "stacked_grad_ys"
         )
+
+
+def _check_split(wish: Wish, wrong: Callable[[str, str], None]) -> None:
+    """What can be pulled back later."""
+    if wish.kind != Kind.DERIVATIVE_VJP:
+        wrong(f"what can be pulled back is {_NAMES[Kind.DERIVATIVE_VJP]}, and this is {_NAMES[wish.kind]}", "evaluate")
+    for word, given in (("grad_ys", wish.grad_ys_fed), ("stacked_grad_ys", wish.stacked)):
+        if given:
+            wrong(f"{word} come with each pull-back, not with the forward run", f"evaluate.{word}")
+    if wish.grad_ys:
+        message = "grad_ys that are tensors of the graph are part of its forward run; give them with each pull-back"
+        wrong(message, "evaluate.spec.vjp.grad_ys")
 
 
 def _instead(kind: Kind.ValueType) -> str:

@@ -10,6 +10,7 @@ import hashlib
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
 from gradrule_server import graphs
@@ -32,6 +33,25 @@ MAX_FINDINGS = 100
 
 # An output's number that is written with zeros before it, and would go by another name in the engine.
 _PADDED_OUTPUT = re.compile(r"(.*):0+([0-9]+)")
+
+
+@dataclass(slots=True)
+class _Run:
+    """How a call runs. `handle`: name under which the engine keeps what pulling back needs; empty: it keeps nothing."""
+
+    ends_at: float
+    handle: str = ""
+    kept_bytes: int = 0
+
+    async def on(self, engine: Engine, run: link_pb2.RunRequest) -> bytes:
+        """The engine's answer."""
+        if not self.handle:
+            return await engine.call(Kind.RUN, run.SerializeToString(), self.ends_at)
+        request = link_pb2.ForwardRequest(run=run, handle=self.handle)
+        answer = await engine.call(Kind.FORWARD, request.SerializeToString(), self.ends_at)
+        reply = link_pb2.ForwardReply.FromString(answer)
+        self.kept_bytes = reply.kept_bytes
+        return reply.response
 
 
 class ProgramHouse:
@@ -61,12 +81,29 @@ class ProgramHouse:
 
         `raw`: the request's bytes; `ends_at`: loop time of the deadline.
         """
+        return (await self._evaluate(request, raw, _call_shape(request), received_ns, _Run(ends_at)))[0]
+
+    async def forward(
+        self, request: evaluate_pb2.EvaluateRequest, handle: str, received_ns: int, ends_at: float
+    ) -> tuple[bytes, int, int]:
+        """Runs the forward part and has the engine keep what pulling back needs, under the name `handle`.
+
+        Returns an `EvaluateResponse`'s bytes, the bytes kept, and the engine's generation.
+        """
+        call = replace(_call_shape(request), split=True)
+        run = _Run(ends_at, handle)
+        answer, generation = await self._evaluate(request, request.SerializeToString(), call, received_ns, run)
+        return answer, run.kept_bytes, generation
+
+    async def _evaluate(
+        self, request: evaluate_pb2.EvaluateRequest, raw: bytes, call: CallShape, received_ns: int, how: _Run
+    ) -> tuple[bytes, int]:
+        """An `EvaluateResponse`'s bytes, and the generation of the engine that ran."""
         target = request.WhichOneof("target")
         if target is None:
             raise error(
                 errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the request names no program and holds none", field="target"
             )
-        call = _call_shape(request)
         retries = Retries(self._engine)
         compile_started = time.monotonic_ns()
         if target == "program":
@@ -80,16 +117,16 @@ class ProgramHouse:
             payload = values.SerializeToString()
         run = link_pb2.RunRequest(request=payload, params=program.compiled.settings(request.params))
 
-        async def attempt() -> tuple[bytes, bool]:
-            return await self._run(program, run, received_ns, compile_started, ends_at)
+        async def attempt() -> tuple[bytes, bool, int]:
+            return await self._run(program, run, received_ns, compile_started, how)
 
-        answer, is_loaded_now = await retries.run(attempt)
+        answer, is_loaded_now, generation = await retries.run(attempt)
         # Concatenating messages merges them, so an answer of any size is not parsed again here.
         tail = evaluate_pb2.EvaluateResponse()
         if is_new or is_loaded_now:
             tail.timings.compile.FromNanoseconds(run.received_ns - received_ns)
         parts = [answer, program.compiled.digests_tail, tail.SerializeToString()]
-        return b"".join([*parts, program.compiled.tail] if target == "spec" else parts)
+        return b"".join([*parts, program.compiled.tail] if target == "spec" else parts), generation
 
     async def compile(self, spec: program_pb2.ProgramSpec, program_id: str) -> program_pb2.Program:
         """Compiles and keeps a program."""
@@ -119,17 +156,18 @@ class ProgramHouse:
         return program, True
 
     async def _run(
-        self, program: Runnable, run: link_pb2.RunRequest, received_ns: int, compile_started_ns: int, ends_at: float
-    ) -> tuple[bytes, bool]:
-        """Runs on the engine as it is now; tells also whether the program had to be loaded first."""
+        self, program: Runnable, run: link_pb2.RunRequest, received_ns: int, compile_started_ns: int, how: _Run
+    ) -> tuple[bytes, bool, int]:
+        """Runs on the engine as it is now; tells also whether the program had to be loaded first, and which engine."""
         with self._loaded.held(program.loadable) as load:
             is_loaded_now = not load.is_ready
             await self._loaded.wait(load)
             run.key = load.engine_key
             # Queueing is counted from here: what came before is compiling.
             run.received_ns = received_ns + time.monotonic_ns() - compile_started_ns
+            generation = self._engine.generation
             try:
-                return await self._engine.call(Kind.RUN, run.SerializeToString(), ends_at), is_loaded_now
+                return await how.on(self._engine, run), is_loaded_now, generation
             except NotLoaded:
                 self._loaded.forget(load)
                 raise

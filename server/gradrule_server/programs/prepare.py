@@ -103,6 +103,7 @@ def prepare(spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, 
         no_gradient=spec.no_gradient,
         derivative=wish.kind,
         stacked_grad_ys=wish.stacked,
+        split=call.split,
         directions=wish.directed(expanded),
         made=_made(table) if wish.again else (),
     )
@@ -212,6 +213,7 @@ def _digest(
         "feeds": sorted(call.feeds),
         "derivative": wish.content(),
         "directions": list(request.directions),
+        "split": request.split,
         "no_gradient": spec.no_gradient,
         "rewrites": list(spec.rewrites),
     }

@@ -20,6 +20,8 @@ class CallShape:
     tangents: frozenset[str] = frozenset()
     vectors: frozenset[str] = frozenset()
     stacked_grad_ys: bool = False
+    split: bool = False
+    """The forward part runs now, and is pulled back later: grad_ys come then."""
 
 
 def canonical(name: str) -> str:
