@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.framework import function_pb2, op_def_pb2
+from tensorflow.core.framework import attr_value_pb2, function_pb2, op_def_pb2
 from tensorflow.python.client import pywrap_tf_session as c_api
 from tensorflow.python.eager import context
 from tensorflow.python.framework import ops
@@ -15,6 +15,9 @@ from tensorflow.python.ops import gradients_util
 
 GRADIENT_NAME = "gradrule"
 """The one name that gradrule itself registers; it is no tenant's rule."""
+
+GRADIENT_ATTR = "_gradient_op_type"
+"""Names the registered gradient that an op has instead of its type's."""
 
 GradientFunction = Callable[..., Any]
 
@@ -76,6 +79,20 @@ def gradients_in(
     return [
         gradient if first[x.ref()] == index else None for index, (x, gradient) in enumerate(zip(xs, found, strict=True))
     ]
+
+
+def identity_n(tensors: Sequence[tf.Tensor], notes: Mapping[str, str | int]) -> list[tf.Tensor]:
+    """The tensors, through an IdentityN of the default graph that carries attributes of its own."""
+    value_of = attr_value_pb2.AttrValue
+    attrs = {
+        name: value_of(s=value.encode()) if isinstance(value, str) else value_of(i=value)
+        for name, value in notes.items()
+    }
+    types = [tensor.dtype.base_dtype.as_datatype_enum for tensor in tensors]
+    attrs["T"] = value_of(list=value_of.ListValue(type=types))
+    graph = tf.compat.v1.get_default_graph()
+    # Made without the public function, which knows no attributes of others.
+    return list(graph.create_op("IdentityN", list(tensors), attrs=attrs, name="rule/gradient").outputs)
 
 
 def in_graph(graph: tf.Graph, tensor: tf.Tensor) -> tf.Tensor:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from gradrule._dtypes import as_dt
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule.v1.tensor_pb2 import TensorShape
-from gradrule_server.graphs.ir import ARG, DIFFERENTIABLE, Body, Node, Ref, is_call
-from gradrule_server.graphs.resolve import GRADIENT_ATTR, Resolver
+from gradrule_server.graphs.ir import ARG, DIFFERENTIABLE, GRADIENT_ATTR, Body, Node, Ref, is_call
+from gradrule_server.graphs.resolve import Resolver
 from gradrule_server.graphs.scene import Foreign, Match, Resolved
 from gradrule_server.graphs.selectors import OWN_GRADIENT, Place
 
@@ -97,6 +97,13 @@ def copy_graph(
     placed = copier.copy(top, destination)
     tensors = {ref: placed.ref(ref) for ref in asked}
     return Copy(destination.body, tensors, copier.scopes, copier.places, copier.resolved, copier.unique)
+
+
+def copy_function(source: Body, scope: str, resolver: Resolver, namespace: str) -> Copy:
+    """Copies a function and everything that it leads to; its nodes are named under `scope`."""
+    copier = _Copier(resolver, {}, frozenset(), namespace)
+    body = copier.copy_function(source, "rule", scope, live=True, around=None)
+    return Copy(body, {}, copier.scopes, copier.places, copier.resolved, copier.unique)
 
 
 class _Copier:
@@ -246,11 +253,12 @@ class _Copier:
         """Gives a container, or a call that stays one, functions of its own."""
         functions = []
         for attr, bodies in node.functions:
-            copies = (self._copy_function(body, attr, public, live=live, around=around) for body in bodies)
+            copies = (self.copy_function(body, attr, public, live=live, around=around) for body in bodies)
             functions.append((attr, tuple(copies)))
         copy.functions = tuple(functions)
 
-    def _copy_function(self, source: Body, attr: str, public: str, *, live: bool, around: str | None) -> Body:
+    def copy_function(self, source: Body, attr: str, public: str, *, live: bool, around: str | None) -> Body:
+        """A copy of a function, under a name of its own."""
         name = f"{self._namespace}_{len(self.scopes):04d}_{attr}"
         self.scopes[name] = public
         body = Body(
