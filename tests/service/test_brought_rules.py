@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,15 @@ from tests.service.brought_graphs import brought, brought_def, knots
 from tests.service.graph_defs import loaded, placeholder
 
 X = np.float32([-2.0, 0.5, 3.0])
+
+
+@contextlib.contextmanager
+def told(reason: str, text: str) -> Iterator[None]:
+    """The block is refused for this reason, in words that hold the text."""
+    with refused(reason) as refusal:
+        yield
+    refusal.says(text)
+
 
 Build = Callable[[Callable[..., Any], Sequence[Any]], Any]
 
@@ -282,7 +292,7 @@ def test_nodes_inside_are_off_the_path(client: Any) -> None:
     r = client.evaluate(g, feeds, ys=["y"], xs=["x0"], overrides=[inside])
     assert_close(r.gradients["x0"], locally(softened, X, X)[0])
     assert {resolution.status for resolution in r.overrides if resolution.op_type == "Relu"} == {"off_path"}
-    with refused("INACTIVE_OVERRIDE", "off the path"):
+    with told("INACTIVE_OVERRIDE", "off the path"):
         client.evaluate(g, feeds, ys=["y"], xs=["x0"], overrides={"Relu": "ste"})
 
 
@@ -315,12 +325,12 @@ def test_an_op_override_of_the_node_sees_the_region(client: Any) -> None:
 
 def test_a_region_that_is_not_there(client: Any) -> None:
     g = uploaded(two_spikes)
-    with refused("UNMATCHED_OVERRIDE", "'spike_fn'"):
+    with told("UNMATCHED_OVERRIDE", "'spike_fn'"):
         client.evaluate(g, {"x0": X}, ys=["y"], xs=["x0"], overrides=[gr.Override("ste", region="spike_f")])
     plain = uploaded(lambda _, xs: tf.sin(xs[0]))
-    with refused("UNMATCHED_OVERRIDE", "none"):
+    with told("UNMATCHED_OVERRIDE", "none"):
         client.evaluate(plain, {"x0": X}, ys=["y"], xs=["x0"], overrides=[gr.Override("ste", region="f")])
-    with refused("INVALID_OVERRIDE", "op_type"):
+    with told("INVALID_OVERRIDE", "op_type"):
         both = gr.Override("ste", region="spike_fn", op_type="IdentityN")
         client.evaluate(g, {"x0": X}, ys=["y"], xs=["x0"], overrides=[both])
 
@@ -398,7 +408,7 @@ def _calls_itself(graph_def: Any) -> None:
     ],
 )
 def test_what_does_not_fit_is_told(client: Any, change: Callable[[Any], None], reason: str, text: str) -> None:
-    with refused(reason, text):
+    with told(reason, text):
         client.evaluate(broken(change), {"x0": X, "x1": X}, ys=["y"], xs=["x0", "x1"])
 
 

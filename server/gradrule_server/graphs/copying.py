@@ -14,6 +14,7 @@ from gradrule._dtypes import as_dt
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule.v1.tensor_pb2 import TensorShape
 from gradrule_server.graphs.ir import ARG, DIFFERENTIABLE, GRADIENT_ATTR, Body, Node, Ref, is_call
+from gradrule_server.graphs.knots import OUTPUTS_NOTE
 from gradrule_server.graphs.resolve import Resolver
 from gradrule_server.graphs.scene import Foreign, Match, Resolved
 from gradrule_server.graphs.selectors import OWN_GRADIENT, Place
@@ -71,7 +72,7 @@ class Copy:
     tensors: dict[Ref, Ref]
     # Public name of the container by name of the new function.
     scopes: dict[str, str]
-    # Nodes that overrides may take; those without an attribute of their own only if there are overrides.
+    # Nodes that overrides may take; those that say nothing of their gradient only if there are overrides.
     places: list[Place]
     # What was resolved for calls, by the identity of the nodes that stand for them.
     resolved: dict[int, Resolved]
@@ -188,7 +189,7 @@ class _Copier:
                 placed.nodes[position] = into.add(copy)
                 if resolved is not None:
                     self.resolved[id(copy)] = [resolved]
-                elif self._resolver.choosers or GRADIENT_ATTR in node.attrs:
+                elif self._resolver.choosers or GRADIENT_ATTR in node.attrs or OUTPUTS_NOTE in node.attrs:
                     place = Place(
                         into.public(public), source.name, into.body, placed.nodes[position], live, None, around
                     )
