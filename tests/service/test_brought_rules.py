@@ -428,3 +428,23 @@ def test_programs_keep_what_their_graph_brought(client: Any) -> None:
     first = client.compile(g, ys=["y"], xs=["x0"])
     assert first.digests.program == client.compile(g, ys=["y"], xs=["x0"]).digests.program
     assert_close(first(x0=X).gradients["x0"], locally(build, X)[0])
+
+
+def test_a_rule_with_the_rule_for_its_own_gradient(either: Any) -> None:
+    inner = gr.Rule("each(dy0)", params={"b": 3.0})
+    gradient = gr.Rule("(b * dy * x2, None, dy * y)", params={"b": 2.0}, gradient=inner)
+    created = either.create_rule("SoftSign", "dy * exp(x)", gradient=gradient)
+    try:
+        told = either.get_rule("SoftSign")
+        assert told.digest == created.digest
+        assert told.gradient is not None and told.gradient.gradient is not None
+        assert told.gradient.expression == "(b * dy * x2, None, dy * y)"
+        assert told.params == {"b": 2.0}
+        g = gr.Graph()
+        g.op("Sign", g.placeholder("x", "float32", [None]), name="y")
+        r = either.evaluate(g, {"x": X}, ys=["y"], xs=["x"], overrides={"Sign": "SoftSign"})
+        assert_close(r.gradients["x"], np.exp(X))
+        r = either.evaluate(g, {"x": X}, ys=["y"], xs=["x"], overrides={"Sign": gr.Rule("dy * x", gradient=gradient)})
+        assert_close(r.gradients["x"], X)
+    finally:
+        either.delete_rule("SoftSign")

@@ -83,9 +83,7 @@ class Client:
         `Rule` says. Equal content under the same name returns the rule that is there; other content raises
         `RuleExistsError`.
         """
-        return self._run(
-            _calls.create_rule(name, expression, graph, params, gradient, description), timeout
-        )
+        return self._run(_calls.create_rule(name, expression, graph, params, gradient, description), timeout)
 
     def get_rule(self, name: str, *, timeout: float | None = None) -> _results.RuleInfo:
         """The rule of a name. Raises `UnknownRuleError`."""

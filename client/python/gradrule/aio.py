@@ -96,9 +96,7 @@ class AsyncClient:
         timeout: float | None = None,
     ) -> _results.RuleInfo:
         """As `Client.create_rule`."""
-        return await self._run(
-            _calls.create_rule(name, expression, graph, params, gradient, description), timeout
-        )
+        return await self._run(_calls.create_rule(name, expression, graph, params, gradient, description), timeout)
 
     async def get_rule(self, name: str, *, timeout: float | None = None) -> _results.RuleInfo:
         """As `Client.get_rule`."""
