@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from gradrule.v1.graph_pb2 import AttrValue, Graph, Node
-from gradrule_server.graphs.findings import Findings, Reason
+from gradrule_server.graphs.findings import Findings, Reason, quote
 from gradrule_server.graphs.ir import GRADIENT_ATTR, Body, Limits, is_call
+from gradrule_server.graphs.knots import OUTPUTS_NOTE
 from gradrule_server.graphs.library import Library
 from gradrule_server.graphs.order import chain_text, find_cycles, sort_nodes
 from gradrule_server.graphs.read import Draft, read_top
@@ -45,11 +46,29 @@ def _check_body(draft: Draft, library: Library, limits: Limits, findings: Findin
         if GRADIENT_ATTR in node.attrs:
             wish = node.attrs[GRADIENT_ATTR].s.decode(errors="replace")
             library.ask_gradient(wish, draft.where(node.name), node.name)
+    _check_knots(draft, findings)
     loops = [node for node in draft.body.nodes if node.op in LOOP_OPS]
     if loops:
         first = loops[0]
         message = f"{draft.where(first.name)} ({first.op}; {len(loops)} nodes of this kind) {CONTROL_FLOW_V1}."
         findings.add(Reason.ERROR_REASON_UNSUPPORTED_OP, message, first.name)
+
+
+def _check_knots(draft: Draft, findings: Findings) -> None:
+    """INVALID_GRAPH where something takes what a knot passes on besides a region's results: no gradient comes back."""
+    nodes = draft.body.nodes
+    results: dict[int, int] = {}
+    for position, node in enumerate(nodes):
+        if OUTPUTS_NOTE in node.attrs:
+            results[position] = node.attrs[OUTPUTS_NOTE].i
+    for node in nodes if results else ():
+        for producer, output in node.inputs:
+            if output >= results.get(producer, output + 1):
+                message = (
+                    f"{draft.where(node.name)} takes output {output} of {quote(nodes[producer].name)}, which passes on "
+                    f"{results[producer]} results of a region; take the tensor from where it comes from."
+                )
+                findings.add(Reason.ERROR_REASON_INVALID_GRAPH, message, node.name)
 
 
 def _check_recursion(graph: Graph, library: Library, findings: Findings) -> bool:

@@ -194,6 +194,12 @@ def test_notes_that_do_not_fit(notes: dict[str, Any], word: str) -> None:
     assert word in refused(made)["INVALID_GRAPH"]
 
 
+def test_nothing_takes_what_a_knot_passes_on_besides_results() -> None:
+    made = simple(doubling(), G="grad_f")
+    made.node.append(node("z", "Neg", "y:1"))
+    assert "'z' takes output 1 of 'y'" in refused(made)["INVALID_GRAPH"]
+
+
 def test_a_plain_op_gets_a_gradient_by_name() -> None:
     made = brings(graph(placeholder(), node("y", "Sign", "x"), functions=[doubling()]), G="grad_f")
     made.node[1].attr[GRADIENT].s = b"G"

@@ -527,8 +527,8 @@ class FunctionLibrary(google.protobuf.message.Message):
         is not there means "not connected". Functions of another form are gradients of another process: FOREIGN_GRADIENT where one is asked.
 
         An IdentityN with the attributes `_gradrule_outputs` = n and `_gradrule_inputs` = m passes on what a region computes: its first n inputs are the
-        region's outputs (`y`), the others (`x`) its m inputs, to which the gradients go, and what the gradient needs besides. `_gradrule_region` is
-        the region's name (see Selector.region_name). INVALID_GRAPH where they do not fit the node.
+        region's outputs (`y`), the others (`x`) its m inputs, to which the gradients go, and what the gradient needs besides. Nothing else may take its
+        outputs from n on. `_gradrule_region` is the region's name (see Selector.region_name). INVALID_GRAPH where they do not fit the node.
         """
 
     def __init__(
