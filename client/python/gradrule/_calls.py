@@ -40,10 +40,11 @@ def create_rule(
     expression: str | None,
     graph: GraphLike | None,
     params: Params | Iterable[str] | None,
+    gradient: Rule | None,
     description: str,
 ) -> Call[_results.RuleInfo]:
     """CreateRule."""
-    definition = Rule(expression, graph=graph, params=params).definition()
+    definition = Rule(expression, graph=graph, params=params, gradient=gradient).definition()
     rule = rule_pb2.Rule(name=_full("rules", name), definition=definition, description=description)
     return Call(
         f"/{_PACKAGE}.RuleService/CreateRule",

@@ -78,15 +78,17 @@ class Client(Derivatives):
         *,
         graph: GraphLike | None = None,
         params: Params | Iterable[str] | None = None,
+        gradient: Rule | None = None,
         description: str = "",
         timeout: float | None = None,
     ) -> _results.RuleInfo:
         """Registers a rule: an expression over `x, y, dy, default` and params, or a graph.
 
-        params: defaults by name, None where each use must give a value. Equal content under the same name returns the
-        rule that is there; other content raises `RuleExistsError`.
+        params: defaults by name, None where each use must give a value. gradient: the rule for its own gradient, as
+        `Rule` says. Equal content under the same name returns the rule that is there; other content raises
+        `RuleExistsError`.
         """
-        return self._run(_calls.create_rule(name, expression, graph, params, description), timeout)
+        return self._run(_calls.create_rule(name, expression, graph, params, gradient, description), timeout)
 
     def get_rule(self, name: str, *, timeout: float | None = None) -> _results.RuleInfo:
         """The rule of a name. Raises `UnknownRuleError`."""

@@ -90,12 +90,13 @@ class Override:
     crosses them). node_regex: an RE2 expression that matches the whole name. scope: nodes under `scope/`.
     position: `nearest_xs`, `nearest_ys`, or a number that counts the nodes on the path from the xs (negative: from the
     ys). pattern: a chain of op types or groups that gets one rule. dtype, rank: of the node's first output. attrs:
-    attributes that the node has. depends_on: tensors, on one of which the node depends. region: a `Region`, by itself.
-    params: values for the rule. label: how calls give params and answers tell the override; default: the first of op
-    type, node, scope, regex, the pattern joined by `+`, the region's first output. optional: no error where nothing
-    matches. order: `first`, the rule holds in the first differentiation, and where its result is differentiated again
-    (`hvp`) the op's own gradient does; `all`, it holds in every one, and then at nodes that gradients made too, where
-    nothing but an op type is asked for.
+    attributes that the node has. depends_on: tensors, on one of which the node depends. region: a `Region`, by itself,
+    or the name of a function with a gradient of its own (`tf.custom_gradient`) that the graph was traced with: each
+    call of it. params: values for the rule. label: how calls give params and answers tell the override; default: the
+    first of op type, node, scope, regex, the pattern joined by `+`, the region's name or first output. optional: no
+    error where nothing matches. order: `first`, the rule holds in the first differentiation, and where its result is
+    differentiated again (`hvp`) the op's own gradient does; `all`, it holds in every one, and then at nodes that
+    gradients made too, where nothing but an op type is asked for.
     """
 
     rule: RuleLike
@@ -119,7 +120,7 @@ class Override:
         rank: int | None = None,
         attrs: Mapping[str, Any] | None = None,
         depends_on: TensorName | Iterable[TensorName] = (),
-        region: Region | None = None,
+        region: Region | str | None = None,
         params: Params | None = None,
         label: str | None = None,
         optional: bool = False,
@@ -154,10 +155,13 @@ class Override:
             selector.attrs[name].CopyFrom(attr_of_op(named, name, value, f"attrs[{name!r}] of an override"))
         selector.depends_on.extend(_tensor_names(depends_on, "depends_on"))
         if region is not None:
-            if not isinstance(region, Region):
-                raise InvalidOverrideError(f"the region of an override is a gr.Region, not {region!r}")
-            selector.region.inputs.extend(region.inputs)
-            selector.region.outputs.extend(region.outputs)
+            if isinstance(region, str) and region:
+                selector.region_name = region
+            elif isinstance(region, Region):
+                selector.region.inputs.extend(region.inputs)
+                selector.region.outputs.extend(region.outputs)
+            else:
+                raise InvalidOverrideError(f"the region of an override is a gr.Region or a name, not {region!r}")
         if not selector.ListFields():
             raise InvalidOverrideError(
                 f"the override with rule {rule!r} selects nothing; give op_type, node, scope, pattern, region, …"
@@ -223,6 +227,7 @@ def label_of(message: override_pb2.Override) -> str:
         or selector.scope
         or selector.node_regex
         or "+".join(selector.pattern)
+        or selector.region_name
         or next(iter(selector.region.outputs), "")
     )
 

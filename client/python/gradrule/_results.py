@@ -10,6 +10,7 @@ import numpy as np
 
 from gradrule._handles import TensorHandle, as_tensor
 from gradrule._names import bare, near
+from gradrule._rules import Rule
 from gradrule._specs import TensorSpec
 from gradrule._tensors import Array, to_numpy
 from gradrule.errors import Detail, InvalidTensorError, of_reason
@@ -187,7 +188,8 @@ class RuleInfo:
     kind: `op`, `builtin` or `user`. expression: None for OP rules and rules that are graphs. params: defaults by name,
     None where a value must be given; `param_infos` tells more. per_sample: None where it is not known. formula: what it
     computes, for people. true_gradient: whether it is the true gradient of the ops in op_types. hides_builtin: whether
-    a builtin of the name is now to be had as `builtin/NAME` only.
+    a builtin of the name is now to be had as `builtin/NAME` only. gradient: the rule for its own gradient, if it
+    carries one.
     """
 
     name: str
@@ -207,6 +209,7 @@ class RuleInfo:
     hides_builtin: bool
     param_infos: tuple[ParamInfo, ...]
     create_time: float | None = field(default=None)
+    gradient: Rule | None = field(default=None)
 
 
 def gradients_by_x(messages: Iterable[evaluate_pb2.Gradient]) -> ByName[Array | Sparse | None]:
@@ -296,6 +299,17 @@ def rule_info(rule: rule_pb2.Rule) -> RuleInfo:
         hides_builtin=rule.hides_builtin,
         param_infos=tuple(map(_param_info, definition.params)),
         create_time=rule.create_time.ToNanoseconds() / 1e9 if rule.HasField("create_time") else None,
+        gradient=_rule(definition.gradient) if definition.HasField("gradient") else None,
+    )
+
+
+def _rule(definition: rule_pb2.RuleDefinition) -> Rule:
+    is_graph = definition.WhichOneof("form") == "graph"
+    return Rule(
+        None if is_graph else definition.expression,
+        graph=_graph_bytes(definition.graph) if is_graph else None,
+        params={param.name: _param_default(param) for param in definition.params},
+        gradient=_rule(definition.gradient) if definition.HasField("gradient") else None,
     )
 
 

@@ -96,11 +96,12 @@ class AsyncClient(AsyncDerivatives):
         *,
         graph: GraphLike | None = None,
         params: Params | Iterable[str] | None = None,
+        gradient: Rule | None = None,
         description: str = "",
         timeout: float | None = None,
     ) -> _results.RuleInfo:
         """As `Client.create_rule`."""
-        return await self._run(_calls.create_rule(name, expression, graph, params, description), timeout)
+        return await self._run(_calls.create_rule(name, expression, graph, params, gradient, description), timeout)
 
     async def get_rule(self, name: str, *, timeout: float | None = None) -> _results.RuleInfo:
         """As `Client.get_rule`."""

@@ -21,7 +21,9 @@ from gradrule_server.rules import RuleContent, RuleGraph, Signature
 
 
 class BoundRule:
-    """What all rules share: the check of what comes out."""
+    """What all rules share: the check of what comes out. `own_gradient`: the rule for this rule's own gradient."""
+
+    own_gradient: BoundRule | None = None
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -120,6 +122,9 @@ class GraphRule(BoundRule):
         super().__init__(name)
         self._content = content
         self._params = {f"param/{param}": value for param, value in params.items()}
+        if content.gradient is not None:
+            # Params of one name are one.
+            self.own_gradient = GraphRule(f"{name} (its gradient)", content.gradient, params)
         self._prepared: dict[Signature, _Prepared] = {}
 
     def gradients(self, site: Site, dys: Sequence[Gradient]) -> Sequence[Gradient]:

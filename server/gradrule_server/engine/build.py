@@ -113,6 +113,8 @@ def _content(rule: link_pb2.BoundRule) -> RuleContent | None:
             return RuleContent.from_kept(rule.name, rule.definition)
         case "code":
             return BUILTINS[rule.code].content
+        case "brought":
+            return RuleContent(graph_bytes=rule.brought, brought=True)
         case _:
             return None
 

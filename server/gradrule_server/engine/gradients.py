@@ -59,6 +59,7 @@ class Differentiation:
     """Answers TensorFlow's questions for gradients while one program is built, and notes which nodes were asked.
 
     What is noted is what the first differentiation asked. `made`: rules for nodes that gradients make, by op type.
+    `again`: the gradients will be differentiated again.
     """
 
     def __init__(
@@ -69,15 +70,20 @@ class Differentiation:
         no_gradient: program_pb2.NoGradient.ValueType,
         reference: Reference,
         made: Sequence[link_pb2.MadeNode] = (),
+        *,
+        again: bool = False,
     ) -> None:
-        self._marks = marks
-        self._rules = rules
+        self._mark_count = len(marks)
+        # Gradients that carry a rule of their own add to both.
+        self._marks = list(marks)
+        self._rules = list(rules)
         self._scopes = scopes
         self._no_gradient = no_gradient
         self._reference = reference
         self._made: dict[str, tuple[int, int]] = {}
         for number, item in enumerate(made):
             self._made.setdefault(item.op_type, (number, item.rule))
+        self._again = again
         self._turn = Turn.FIRST
         self._asked_made: set[int] = set()
         self._asked: set[int] = set()
@@ -91,7 +97,7 @@ class Differentiation:
         """Per mark: ACTIVE where its gradient was asked, unspecified where the node turned out to have another rank."""
         return [
             _ACTIVE if index in self._asked else _NO_MATCH if index in self._other_rank else _OFF_PATH
-            for index in range(len(self._marks))
+            for index in range(self._mark_count)
         ]
 
     @property
@@ -143,13 +149,45 @@ class Differentiation:
             raise error(
                 errors_pb2.ERROR_REASON_FOREIGN_GRADIENT,
                 f"node {mark.node!r} ({op.type}) names the gradient {mark.foreign!r}, which exists only in the process "
-                f"that made the graph. Override the node with a rule, or with 'default' for the op's own gradient.",
+                f"that made the graph. Upload the model as the Python client traces or loads it where TensorFlow is "
+                f"(gr.trace, gr.load): then its gradients come along. Or override the node with a rule, or with "
+                f"'default' for the op's own gradient.",
                 node=mark.node,
             )
         outputs = mark.subgraph_outputs
         site = self._subgraph_site(op, mark) if outputs else self._site(op, mark.node)
-        gradients = self._rules[mark.rule].gradients(site, list(dys)[: len(site.outputs)])
-        return [*([None] * outputs), *gradients]
+        rule, upstream = self._rules[mark.rule], list(dys)[: len(site.outputs)]
+        gradients = rule.gradients(site, upstream)
+        if rule.own_gradient is not None and self._again:
+            gradients = self._tie(gradients, site, upstream, rule.own_gradient)
+        unseen = len(op.inputs) - outputs - len(gradients)
+        return [*([None] * outputs), *gradients, *([None] * unseen)]
+
+    def _tie(
+        self, gradients: Sequence[Gradient], site: Site, dys: Sequence[Gradient], rule: BoundRule
+    ) -> Sequence[Gradient]:
+        """The gradients, as a subgraph that has a rule: its inputs are all that the rule that gave them was given."""
+        given = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        if not given:
+            return gradients
+        # The rule counts on every upstream gradient being there.
+        upstream = [
+            tf.zeros_like(y) if dy is None else tf.convert_to_tensor(dy)
+            for y, dy in zip(site.outputs, dys, strict=True)
+        ]
+        results = [tf.convert_to_tensor(gradients[index]) for index in given]
+        what = f"gradient of {site.what}"
+        mark = link_pb2.MarkedNode(
+            rule=len(self._rules), node=site.node, subgraph_outputs=len(given), op_type=what, every_order=True
+        )
+        notes: dict[str, str | int] = {tf_private.GRADIENT_ATTR: tf_private.GRADIENT_NAME, MARK_ATTR: len(self._marks)}
+        self._rules.append(rule)
+        self._marks.append(mark)
+        knot = tf_private.identity_n([*results, *site.inputs, *site.outputs, *upstream], notes)
+        tied = list(gradients)
+        for index, result in zip(given, knot, strict=False):
+            tied[index] = result
+        return tied
 
     def _gradient_of_made(self, op: tf.Operation, dys: Sequence[Gradient]) -> Sequence[Gradient]:
         """Gradients of a node that a gradient, or a rule, made."""
@@ -198,7 +236,7 @@ class Differentiation:
             what=op.type,
             inputs=tuple(tf_private.in_graph(graph, value) for value in op.inputs),
             outputs=tuple(tf_private.in_graph(graph, value) for value in op.outputs),
-            ops=(op,),
+            find_ops=lambda: (op,),
             own=own,
             reference=self._reference,
             salt=salt_of(node),
@@ -208,9 +246,13 @@ class Differentiation:
     def _subgraph_site(self, knot: tf.Operation, mark: link_pb2.MarkedNode) -> Site:
         """The subgraph that an IdentityN passes on: it takes the subgraph's outputs, then its inputs."""
         graph = tf.compat.v1.get_default_graph()
-        ys, xs = list(knot.inputs)[: mark.subgraph_outputs], list(knot.inputs)[mark.subgraph_outputs :]
-        # A step's input is a difference that nothing of the forward graph uses.
-        ops = [ys[0].op.inputs[0].op, ys[0].op] if mark.is_step else _between(xs, ys)
+        inputs, outputs = list(knot.inputs), mark.subgraph_outputs
+        end = outputs + mark.subgraph_inputs if mark.HasField("subgraph_inputs") else len(inputs)
+        ys, xs = inputs[:outputs], inputs[outputs:end]
+
+        def find_ops() -> Sequence[tf.Operation]:
+            # A step's input is a difference that nothing of the forward graph uses.
+            return [ys[0].op.inputs[0].op, ys[0].op] if mark.is_step else _between(xs, ys)
 
         def own(dys: Sequence[Gradient]) -> Sequence[Gradient]:
             # A missing upstream gradient would count as ones here.
@@ -227,7 +269,7 @@ class Differentiation:
             inputs=tuple(tf_private.in_graph(graph, value) for value in xs),
             # Behind the IdentityN, where the rule stands in the way of whoever differentiates again.
             outputs=tuple(tf_private.in_graph(graph, value) for value in knot.outputs[: len(ys)]),
-            ops=tuple(ops),
+            find_ops=find_ops,
             own=own,
             reference=self._reference,
             salt=salt_of(mark.node),

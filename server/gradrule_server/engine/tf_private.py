@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,7 +16,9 @@ from tensorflow.python.ops import cond_v2, gradients_util, while_v2
 GRADIENT_NAME = "gradrule"
 """The one name that gradrule itself registers; it is no tenant's rule."""
 
-_GRADIENT_ATTR = "_gradient_op_type"
+GRADIENT_ATTR = "_gradient_op_type"
+"""Names the registered gradient that an op has instead of its type's."""
+
 _LOOPS = frozenset({"While", "StatelessWhile"})
 # Where TensorFlow looks for the graph of a branch.
 _BRANCHES: dict[str, Callable[[int], str]] = {
@@ -92,9 +94,9 @@ def watch(ops: Iterable[tf.Operation]) -> None:
     """Sees to it that the gradients of these ops are asked of gradrule."""
     for op in ops:
         try:
-            op.get_attr(_GRADIENT_ATTR)
+            op.get_attr(GRADIENT_ATTR)
         except ValueError:
-            op._set_attr(_GRADIENT_ATTR, attr_value_pb2.AttrValue(s=GRADIENT_NAME.encode()))
+            op._set_attr(GRADIENT_ATTR, attr_value_pb2.AttrValue(s=GRADIENT_NAME.encode()))
 
 
 def watch_inside(op: tf.Operation) -> None:
@@ -134,6 +136,20 @@ def gradients_from(
 def call_with_captures(function: Any, arguments: Sequence[tf.Tensor], captures: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Runs a concrete function that returns a flat list, with other tensors in the place of those it captured."""
     return list(function._call_flat(list(arguments), list(captures)) or ())
+
+
+def identity_n(tensors: Sequence[tf.Tensor], notes: Mapping[str, str | int]) -> list[tf.Tensor]:
+    """The tensors, through an IdentityN of the default graph that carries attributes of its own."""
+    value_of = attr_value_pb2.AttrValue
+    attrs = {
+        name: value_of(s=value.encode()) if isinstance(value, str) else value_of(i=value)
+        for name, value in notes.items()
+    }
+    types = [tensor.dtype.base_dtype.as_datatype_enum for tensor in tensors]
+    attrs["T"] = value_of(list=value_of.ListValue(type=types))
+    graph = tf.compat.v1.get_default_graph()
+    # Made without the public function, which knows no attributes of others.
+    return list(graph.create_op("IdentityN", list(tensors), attrs=attrs, name="rule/gradient").outputs)
 
 
 def in_graph(graph: tf.Graph, tensor: tf.Tensor) -> tf.Tensor:

@@ -81,7 +81,13 @@ class Trace:
             self._graph_def, feeds, {tensor_name(endpoint.tensor): tensors[endpoint.tensor] for endpoint in request.xs}
         )
         return Differentiation(
-            request.marks, self._rules(params), request.scopes, request.no_gradient, reference.of, request.made
+            request.marks,
+            self._rules(params),
+            request.scopes,
+            request.no_gradient,
+            reference.of,
+            request.made,
+            again=self._built.kind == _KIND.DERIVATIVE_HVP,
         )
 
     def _derivatives(

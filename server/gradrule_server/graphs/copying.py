@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from gradrule._dtypes import as_dt
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule.v1.tensor_pb2 import TensorShape
-from gradrule_server.graphs.ir import ARG, DIFFERENTIABLE, Body, Node, Ref, is_call
-from gradrule_server.graphs.resolve import GRADIENT_ATTR, Resolver
+from gradrule_server.graphs.ir import ARG, DIFFERENTIABLE, GRADIENT_ATTR, Body, Node, Ref, is_call
+from gradrule_server.graphs.knots import OUTPUTS_NOTE
+from gradrule_server.graphs.resolve import Resolver
 from gradrule_server.graphs.scene import Foreign, Match, Resolved
 from gradrule_server.graphs.selectors import OWN_GRADIENT, Place
 
@@ -71,7 +72,7 @@ class Copy:
     tensors: dict[Ref, Ref]
     # Public name of the container by name of the new function.
     scopes: dict[str, str]
-    # Nodes that overrides may take; those without an attribute of their own only if there are overrides.
+    # Nodes that overrides may take; those that say nothing of their gradient only if there are overrides.
     places: list[Place]
     # What was resolved for calls, by the identity of the nodes that stand for them.
     resolved: dict[int, Resolved]
@@ -97,6 +98,13 @@ def copy_graph(
     placed = copier.copy(top, destination)
     tensors = {ref: placed.ref(ref) for ref in asked}
     return Copy(destination.body, tensors, copier.scopes, copier.places, copier.resolved, copier.unique)
+
+
+def copy_function(source: Body, scope: str, resolver: Resolver, namespace: str) -> Copy:
+    """Copies a function and everything that it leads to; its nodes are named under `scope`."""
+    copier = _Copier(resolver, {}, frozenset(), namespace)
+    body = copier.copy_function(source, "rule", scope, live=True, around=None)
+    return Copy(body, {}, copier.scopes, copier.places, copier.resolved, copier.unique)
 
 
 class _Copier:
@@ -181,7 +189,7 @@ class _Copier:
                 placed.nodes[position] = into.add(copy)
                 if resolved is not None:
                     self.resolved[id(copy)] = [resolved]
-                elif self._resolver.choosers or GRADIENT_ATTR in node.attrs:
+                elif self._resolver.choosers or GRADIENT_ATTR in node.attrs or OUTPUTS_NOTE in node.attrs:
                     place = Place(
                         into.public(public), source.name, into.body, placed.nodes[position], live, None, around
                     )
@@ -246,11 +254,12 @@ class _Copier:
         """Gives a container, or a call that stays one, functions of its own."""
         functions = []
         for attr, bodies in node.functions:
-            copies = (self._copy_function(body, attr, public, live=live, around=around) for body in bodies)
+            copies = (self.copy_function(body, attr, public, live=live, around=around) for body in bodies)
             functions.append((attr, tuple(copies)))
         copy.functions = tuple(functions)
 
-    def _copy_function(self, source: Body, attr: str, public: str, *, live: bool, around: str | None) -> Body:
+    def copy_function(self, source: Body, attr: str, public: str, *, live: bool, around: str | None) -> Body:
+        """A copy of a function, under a name of its own."""
         name = f"{self._namespace}_{len(self.scopes):04d}_{attr}"
         self.scopes[name] = public
         body = Body(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ from gradrule._dtypes import as_dt
 from gradrule.v1.graph_pb2 import Graph
 from gradrule.v1.tensor_pb2 import Dt, TensorShape
 from gradrule_server.errors import error
+from gradrule_server.graphs.brought import expand_rules
 from gradrule_server.graphs.check import check
 from gradrule_server.graphs.collector import paused_collection
 from gradrule_server.graphs.copying import UNKNOWN_SHAPE, Copy, copy_graph
@@ -22,17 +24,24 @@ from gradrule_server.graphs.rewrites import check_rewrites, rewrite
 from gradrule_server.graphs.scene import Asked, Match, Scene
 from gradrule_server.graphs.selectors import OverrideSpec, choosers
 from gradrule_server.graphs.subgraphs import weave
+from gradrule_server.graphs.wishes import Wishes
 from gradrule_server.graphs.write import tensor_name, write_graph
+from gradrule_server.graphs.write_rule import write_rule
 
 
 def _no_rule(name: str, _: str) -> int:
     raise error(Reason.ERROR_REASON_UNKNOWN_RULE, f"there is no rule {quote(name)}")
 
 
+def _no_place(label: str) -> int:
+    raise error(Reason.ERROR_REASON_UNSUPPORTED, f"there is no place for {quote(label)}, a rule of the graph's own")
+
+
 @dataclass(frozen=True, slots=True)
 class ExpandRequest:
     """Names of tensors as requests write them. `known_rule`: index of the rule that an attribute of an op of some
-    type names; UNKNOWN_RULE if there is none."""
+    type names; UNKNOWN_RULE if there is none. `bring`: a new index, under a label, for a rule that the graph brings
+    along."""
 
     fetches: Sequence[str] = ()
     ys: Sequence[str] = ()
@@ -46,6 +55,7 @@ class ExpandRequest:
     derivative: str = "vjp"
     again: bool = False
     known_rule: Callable[[str, str], int] = _no_rule
+    bring: Callable[[str], int] = _no_place
     # Starts the names of all functions: those of other programs in the same process must differ.
     namespace: str = "gr"
 
@@ -75,6 +85,8 @@ class Expanded:
     # Name in the expanded graph, and element type, by the name asked; a stop_gradient off the path has no such name.
     tensor_names: dict[str, str]
     dtypes: dict[str, Dt.ValueType]
+    # Graphs of the rules that the graph brings along, by index: variables are placeholders, results `dx`, `dx1`, …
+    brought: dict[int, bytes]
     # Names of all placeholders of the uploaded graph's top level, needed or not.
     placeholders: list[str] = field(default_factory=list)
 
@@ -103,8 +115,9 @@ def _expand(graph: Graph, request: ExpandRequest, limits: Limits) -> Expanded:
     names = TensorNames(top, findings)
     asked = _asked(request, names)
     fed = _fed(request, names, findings)
+    wishes = Wishes(request.known_rule, request.bring, library.gradients, library.foreign, bool(request.ys), findings)
     resolver = Resolver(
-        choosers(request.overrides, library, findings), request.known_rule, bool(request.ys), findings, request.again
+        choosers(request.overrides, library, findings), wishes, bool(request.ys), findings, request.again
     )
     check_rewrites(request.rewrites, findings)
     findings.raise_if_any()
@@ -122,15 +135,18 @@ def _expand(graph: Graph, request: ExpandRequest, limits: Limits) -> Expanded:
     findings.all += resolver.unmatched(scene) if request.ys else []
     # What only stop_gradients name is on no path: it stops nothing, and needs no feed.
     places = _prune(copy, {*(asked[name] for name in _computed(request)), *fed.values()})
-    _check_supported(copy, findings)
+    rules = expand_rules(wishes, request.namespace)
+    roots = [copy.body, *rules.bodies.values()]
+    _check_supported(roots, {**copy.scopes, **rules.scopes}, findings)
     findings.raise_if_any()
-    marks = mark(copy.body, {**copy.resolved, **scene.resolved})
+    marks = mark(roots, {**copy.resolved, **scene.resolved, **rules.resolved})
     return Expanded(
-        graph_bytes=write_graph(copy.body, graph.versions),
+        graph_bytes=write_graph(copy.body, rules.bodies.values(), graph.versions),
         marks=marks,
         scopes={body.name: copy.scopes[body.name] for body in bodies_of(copy.body) if body.name},
         matches=matches,
         rewritten=rewritten,
+        brought={index: write_rule(rules.bodies[name], graph.versions) for (name, _), index in wishes.brought.items()},
         inputs=_inputs(top, copy.body, cut, fed),
         tensor_names={name: tensor_name(copy.body, places[ref]) for name, ref in asked.items() if ref in places},
         dtypes={name: _dtype(top, ref) for name, ref in asked.items()},
@@ -239,10 +255,10 @@ def _prune(copy: Copy, roots: Iterable[Ref]) -> dict[Ref, Ref]:
     return {asked: (moved[node], output) for asked, (node, output) in copy.tensors.items() if node in moved}
 
 
-def _check_supported(copy: Copy, findings: Findings) -> None:
-    for body, node in nodes_of(copy.body):
+def _check_supported(roots: Iterable[Body], scopes: Mapping[str, str], findings: Findings) -> None:
+    for body, node in itertools.chain.from_iterable(map(nodes_of, roots)):
         if node.unsupported:
-            name = f"{copy.scopes[body.name]}/{node.name}" if body.name else node.name
+            name = f"{scopes[body.name]}/{node.name}" if body.name else node.name
             message = f"Node {quote(name)} ({node.op}) {node.unsupported}."
             findings.add(Reason.ERROR_REASON_UNSUPPORTED_OP, message, name)
 

@@ -15,6 +15,9 @@ Ref = tuple[int, int]
 
 ARG = "_Arg"
 
+# Names the rule, or the gradient of another process, that gives the node's gradient.
+GRADIENT_ATTR = "_gradient_op_type"
+
 CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 
 # Ops that run functions as parts of themselves, with their attributes that hold one.

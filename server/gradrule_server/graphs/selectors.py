@@ -21,8 +21,9 @@ OWN_GRADIENT = -1
 # Groups that ask for more than an op type.
 _PLACED = frozenset({STEP, BIAS, SUM})
 _LOCAL = frozenset({"op_type", "node", "scope", "node_regex"})
-_ALONE = frozenset({"region"})
+_ALONE = frozenset({"region", "region_name"})
 _MAX_PATTERN = 32
+_SHOWN_REGIONS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,11 @@ class Chooser:
     shadowed_by: dict[str, int] = field(default_factory=dict)
 
     @property
+    def is_region(self) -> bool:
+        """Whether it means a region, given by its border or by name."""
+        return self.spec.selector.HasField("region") or bool(self.spec.selector.region_name)
+
+    @property
     def takes_calls(self) -> bool:
         """Whether calls as a whole are asked: only names and op types are known of them before they are inlined."""
         return all(entry.name in _LOCAL for entry, _ in self.spec.selector.ListFields())
@@ -150,7 +156,8 @@ def _chooser(spec: OverrideSpec, library: Library, findings: Findings) -> Choose
         findings.add(Reason.ERROR_REASON_INVALID_OVERRIDE, message, field=spec.field)
         return None
     if given & _ALONE and len(given) > 1:
-        invalid(f"a region is selected by itself, without {', '.join(sorted(given - _ALONE))}.")
+        region = min(given & _ALONE)
+        invalid(f"a region is selected by itself, without {', '.join(sorted(given - {region}))}.")
     if "region" in given and not (selector.region.inputs and selector.region.outputs):
         invalid("a region has at least one input and one output.")
     if {"pattern", "op_type"} <= given:
@@ -215,17 +222,25 @@ class Seen:
     name: str
 
 
-def unmatched(chooser: Chooser, seen: Sequence[Seen]) -> Finding:
-    """UNMATCHED_OVERRIDE: which condition fails, and what there is instead."""
+def unmatched(chooser: Chooser, seen: Sequence[Seen], regions: Sequence[str]) -> Finding:
+    """UNMATCHED_OVERRIDE: which condition fails, and what there is instead. `regions`: names of those in the graph."""
     spec = chooser.spec
     if chooser.shadowed_by:
         count = sum(chooser.shadowed_by.values())
         nodes = f"all {count} nodes that it matches are" if count > 1 else "the only node that it matches is"
         by = ", ".join(quote(label) for label in chooser.shadowed_by)
         message = f"Override {quote(spec.label)} takes no node: {nodes} taken by an earlier override ({by})."
+    elif spec.selector.region_name:
+        message = f"Override {quote(spec.label)}: {_no_region(spec.selector.region_name, regions)}"
     else:
         message = f"Override {quote(spec.label)} matches no node of the graph: {_missing(chooser, seen)}"
     return Finding(Reason.ERROR_REASON_UNMATCHED_OVERRIDE, message, field=spec.field)
+
+
+def _no_region(name: str, regions: Sequence[str]) -> str:
+    known = ", ".join(map(quote, regions[:_SHOWN_REGIONS])) or "none: no function in it has a gradient of its own"
+    more = f" and {len(regions) - _SHOWN_REGIONS} more" if len(regions) > _SHOWN_REGIONS else ""
+    return f"the graph brings no region {quote(name)} along.{did_you_mean(name, regions)} Its regions: {known}{more}."
 
 
 def _missing(chooser: Chooser, seen: Sequence[Seen]) -> str:

@@ -47,6 +47,24 @@ class OverrideTable:
                 self.settings[index, param.name] = write_param_value(param.default)
         return index
 
+    def bring(self, label: str) -> int:
+        """A place for a rule that the graph brings along; returns its index."""
+        return self.bind(ResolvedRule(label, None, brought=True), label)
+
+    def fill(self, brought: Mapping[int, bytes]) -> None:
+        """Gives rules that the graph brings along their content, by index."""
+        for index, graph_bytes in brought.items():
+            label = self.bound[index].label
+            try:
+                content = RuleContent(graph_bytes=graph_bytes, brought=True)
+            except GradruleError as cause:
+                findings = [
+                    Finding(item.reason, f"rule {label!r}, which the graph brings along: {item.message}", item.node)
+                    for item in cause.findings
+                ]
+                raise GradruleError(findings) from cause
+            self.bound[index] = BoundOverride(ResolvedRule(label, content, brought=True), label)
+
     def messages(self) -> list[link_pb2.BoundRule]:
         """The bound rules as the engine takes them."""
         return [_message(bound.rule) for bound in self.bound]
@@ -158,6 +176,8 @@ class OverrideTable:
 def _message(rule: ResolvedRule) -> link_pb2.BoundRule:
     if rule.content is None:
         return link_pb2.BoundRule(name=rule.name, op_gradient=rule.name)
+    if rule.content.brought:
+        return link_pb2.BoundRule(name=rule.name, brought=rule.content.graph_bytes or b"")
     if rule.content.code is not None:
         return link_pb2.BoundRule(name=rule.name, code=rule.content.code)
     return link_pb2.BoundRule(name=rule.name, definition=rule.content.to_definition())
@@ -268,6 +288,7 @@ def _default_label(selector: override_pb2.Selector) -> str:
         or selector.scope
         or selector.node_regex
         or "+".join(selector.pattern)
+        or selector.region_name
         or next(iter(selector.region.outputs), "")
     )
 

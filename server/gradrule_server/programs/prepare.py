@@ -14,7 +14,7 @@ from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.derivative import Wish, wish_of
 from gradrule_server.programs.overrides import OverrideTable, read_overrides
-from gradrule_server.programs.rule_lookup import RuleLookup
+from gradrule_server.programs.rule_lookup import ResolvedRule, RuleLookup
 from gradrule_server.programs.shape import CallShape, canonical
 
 FORMAT_VERSION = 2
@@ -63,6 +63,7 @@ def prepare(spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, 
                 derivative=wish.part,
                 again=wish.again,
                 known_rule=known_rule,
+                bring=table.bring,
                 # TensorFlow's functions have names for the whole process, so no two programs may share one.
                 namespace=f"gr{next(_serial)}",
             ),
@@ -73,6 +74,7 @@ def prepare(spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, 
     findings += wish.undirected(expanded)
     if findings:
         raise GradruleError(findings)
+    table.fill(expanded.brought)
 
     request = link_pb2.CompileRequest(
         graph=expanded.graph_bytes,
@@ -86,6 +88,7 @@ def prepare(spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, 
                 otherwise=mark.otherwise,
                 op_type=mark.op_type,
                 is_step=mark.is_step,
+                subgraph_inputs=mark.inputs,
                 every_order=mark.every_order,
             )
             for mark in expanded.marks
@@ -186,12 +189,7 @@ def _digest(
     table: OverrideTable,
 ) -> str:
     """SHA-256 over all that decides what is computed; param values are not part of it."""
-    rules = [
-        ["op", bound.rule.name]
-        if bound.rule.content is None
-        else ["content", bound.rule.content.digest, bound.rule.name]
-        for bound in table.bound
-    ]
+    rules = [_identity(bound.rule) for bound in table.bound]
     overrides = [
         [
             item.selector.SerializeToString(deterministic=True).hex(),
@@ -218,6 +216,13 @@ def _digest(
         "rewrites": list(spec.rewrites),
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _identity(rule: ResolvedRule) -> list[str]:
+    if rule.brought:
+        # Its content is part of the graph; expanded, it has names of functions that differ each time.
+        return ["brought", rule.name]
+    return ["op", rule.name] if rule.content is None else ["content", rule.content.digest, rule.name]
 
 
 def override_values(table: OverrideTable) -> bytes:

@@ -110,10 +110,13 @@ CONDITIONS = (
 """What stands before the colon of a condition."""
 
 
-def _region(text: str, whole: str) -> Region:
+def _region(text: str, whole: str) -> Region | str:
+    """`NAME`, or `INPUT,…>OUTPUT,…`."""
     inputs, arrow, outputs = text.partition(">")
+    if not arrow and "," not in text:
+        return text
     if not arrow or ">" in outputs:
-        raise ArgumentTypeError(f"a region is written region:INPUT,…>OUTPUT,…=RULE, not {whole!r}")
+        raise ArgumentTypeError(f"a region is written region:INPUT,…>OUTPUT,…=RULE, or region:NAME=RULE, not {whole!r}")
     return Region(_words(inputs, ",", whole), _words(outputs, ",", whole))
 
 

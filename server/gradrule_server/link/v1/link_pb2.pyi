@@ -74,12 +74,17 @@ class BoundRule(google.protobuf.message.Message):
     DEFINITION_FIELD_NUMBER: builtins.int
     OP_GRADIENT_FIELD_NUMBER: builtins.int
     CODE_FIELD_NUMBER: builtins.int
+    BROUGHT_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Name for errors and answers."""
     op_gradient: builtins.str
     """The gradient that TensorFlow registers for this op type."""
     code: builtins.str
     """A rule of the catalogue that is code: its name."""
+    brought: builtins.bytes
+    """A rule that the program's graph brings along: the bytes of a rule's graph, expanded; the functions that it runs are among those of
+    CompileRequest.graph, its marks among CompileRequest.marks.
+    """
     @property
     def definition(self) -> gradrule.v1.rule_pb2.RuleDefinition:
         """A formula or a graph."""
@@ -91,10 +96,11 @@ class BoundRule(google.protobuf.message.Message):
         definition: gradrule.v1.rule_pb2.RuleDefinition | None = ...,
         op_gradient: builtins.str = ...,
         code: builtins.str = ...,
+        brought: builtins.bytes = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["code", b"code", "definition", b"definition", "form", b"form", "op_gradient", b"op_gradient"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["code", b"code", "definition", b"definition", "form", b"form", "name", b"name", "op_gradient", b"op_gradient"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["form", b"form"]) -> typing.Literal["definition", "op_gradient", "code"] | None: ...
+    def HasField(self, field_name: typing.Literal["brought", b"brought", "code", b"code", "definition", b"definition", "form", b"form", "op_gradient", b"op_gradient"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["brought", b"brought", "code", b"code", "definition", b"definition", "form", b"form", "name", b"name", "op_gradient", b"op_gradient"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["form", b"form"]) -> typing.Literal["definition", "op_gradient", "code", "brought"] | None: ...
 
 global___BoundRule = BoundRule
 
