@@ -13,12 +13,12 @@ from tests.service.graph_defs import drawn, loaded, placeholder
 
 Function = Callable[[Any, Any], Any]
 
-X = np.float32([[0.3, -0.7, 1.1], [0.9, 0.2, -0.4]])
-W = np.float32([[0.5, -0.2, 0.1], [0.4, 0.6, -0.3], [-0.8, 0.7, 0.2]])
+X: Any = np.float32([[0.3, -0.7, 1.1], [0.9, 0.2, -0.4]])
+W: Any = np.float32([[0.5, -0.2, 0.1], [0.4, 0.6, -0.3], [-0.8, 0.7, 0.2]])
 
 FEEDS = {"x": X, "w": W}
-VX = np.float32([[0.4, -1.2, 0.3], [0.8, 0.1, -0.9]])
-VW = np.float32([[0.2, 0.9, -0.5], [-0.7, 0.3, 1.1], [0.6, -0.4, 0.1]])
+VX: Any = np.float32([[0.4, -1.2, 0.3], [0.8, 0.1, -0.9]])
+VW: Any = np.float32([[0.2, 0.9, -0.5], [-0.7, 0.3, 1.1], [0.6, -0.4, 0.1]])
 # Of float32 through loops, on both sides.
 RTOL = 2e-4
 

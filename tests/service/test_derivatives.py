@@ -161,7 +161,7 @@ def test_slices_differentiated_again(client: Any) -> None:
     table = RNG.normal(size=(5, 2)).astype(np.float32)
     vector = RNG.normal(size=(5, 2)).astype(np.float32)
     feeds = {"table": table, "ids": np.int32([1, 3, 1])}
-    times = np.float32([0, 2, 0, 1, 0])[:, None]
+    times = np.array([[0], [2], [0], [1], [0]], np.float32)
     found = client.hvp(embedding(), feeds, {"table": vector}, ["y"], ["table"])["table"]
     assert_close(dense(found), 2 * times * vector)
     pushed = client.jvp(embedding(), feeds, {"table": vector}, ["y"], ["table"])["y"]
