@@ -13,9 +13,10 @@ import tensorflow as tf
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.engine import tf_private
-from gradrule_server.engine.checks import require_same
+from gradrule_server.engine.checks import require_bytes, require_same
 from gradrule_server.engine.derivatives import pulled_back
 from gradrule_server.engine.gradients import Differentiation
+from gradrule_server.engine.limits import MAX_ANSWER_BYTES
 from gradrule_server.engine.question import (
     DENSE,
     NOT_DIFFERENTIABLE,
@@ -161,6 +162,16 @@ def _jacobians_of(
     shape = tf.shape(y.tensor)
     examples = shape[:1] if batched else tf.zeros([0], tf.int32)
     count = tf.reduce_prod(shape[1:] if batched else shape)
+    # Refused before anything is computed: a Jacobian is easily larger than all that can be sent.
+    size = tf.add_n(
+        [
+            tf.size(x.tensor, out_type=tf.int64) * x.tensor.dtype.size
+            for x, (_, form) in zip(question.xs, backward.layout, strict=True)
+            if WIDTHS[form]
+        ]
+        or [tf.constant(0, tf.int64)]
+    )
+    count = require_bytes(count, tf.cast(count, tf.int64) * size, MAX_ANSWER_BYTES, f"the Jacobian of {y.name!r}")
 
     def row(index: tf.Tensor) -> Sequence[tf.Tensor]:
         unit = tf.one_hot(index, count, dtype=y.tensor.dtype)

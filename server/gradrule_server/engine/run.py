@@ -16,6 +16,7 @@ from gradrule_server.engine import tf_private
 from gradrule_server.engine.answers import write_derivatives, write_tensor
 from gradrule_server.engine.built import Built, Input
 from gradrule_server.engine.checks import failed_check
+from gradrule_server.engine.limits import MAX_ANSWER_BYTES
 from gradrule_server.engine.names import readable
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.v1 import link_pb2
@@ -23,8 +24,6 @@ from gradrule_server.rules import read_param_value
 
 T = TypeVar("T")
 
-# A message ends at 2 GiB; the rest is for names and for what the front end adds.
-_MAX_ANSWER_BYTES = 2**31 - 2**26
 # As a varint, which a negative number fills.
 _NARROW_INT_BYTES = 10
 _NARROW_INTS = frozenset({"int2", "uint2", "int4", "uint4"})
@@ -168,10 +167,10 @@ def _params(built: Built, settings: Iterable[link_pb2.ParamSetting]) -> list[tf.
 def check_size(results: Iterable[tf.Tensor]) -> None:
     """MESSAGE_TOO_LARGE, before anything is copied."""
     size = sum(_size_of(tensor) for tensor in results)
-    if size > _MAX_ANSWER_BYTES:
+    if size > MAX_ANSWER_BYTES:
         raise error(
             errors_pb2.ERROR_REASON_MESSAGE_TOO_LARGE,
-            f"the answer's tensors take {size} bytes; a message holds at most {_MAX_ANSWER_BYTES}",
+            f"the answer's tensors take {size} bytes; a message holds at most {MAX_ANSWER_BYTES}",
             field="fetches",
         )
 

@@ -24,9 +24,9 @@ from gradrule_server.errors import GradruleError, reason_name
 def test_an_answer_that_is_too_large_is_refused_before_it_is_copied(
     monkeypatch: pytest.MonkeyPatch, tensor: tf.Tensor, size: int
 ) -> None:
-    monkeypatch.setattr(run, "_MAX_ANSWER_BYTES", 2 * size)
+    monkeypatch.setattr(run, "MAX_ANSWER_BYTES", 2 * size)
     run.check_size([tensor, tensor])
-    monkeypatch.setattr(run, "_MAX_ANSWER_BYTES", 2 * size - 1)
+    monkeypatch.setattr(run, "MAX_ANSWER_BYTES", 2 * size - 1)
     with pytest.raises(GradruleError) as caught:
         run.check_size([tensor, tensor])
     assert reason_name(caught.value.reason) == "MESSAGE_TOO_LARGE"
