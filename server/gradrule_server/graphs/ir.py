@@ -76,6 +76,13 @@ class Node:
     # In expanded bodies: index into the marks, and whether its gradient passes through gradrule's hands.
     mark: int | None = None
     watched: bool = False
+    # In expanded bodies: the op type in the uploaded graph, where it is another by now.
+    uploaded_op: str = ""
+
+    @property
+    def op_type(self) -> str:
+        """The op type as selectors and people know it."""
+        return self.uploaded_op or self.op
 
 
 @dataclass(slots=True)

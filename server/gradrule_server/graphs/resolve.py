@@ -124,7 +124,7 @@ class Resolver:
         ]
         if not idle:
             return []
-        seen = [seen for seen, _ in self._calls] + [Seen(place.node.op, place.name) for place in scene.places]
+        seen = [seen for seen, _ in self._calls] + [Seen(place.node.op_type, place.name) for place in scene.places]
         return [_nothing_of_preset(group) if group[0].spec.is_preset else unmatched(group[0], seen) for group in idle]
 
     def _take(self, chooser: Chooser, scene: Scene) -> None:
@@ -147,7 +147,7 @@ class Resolver:
                 self.findings.add(Reason.ERROR_REASON_INVALID_OVERRIDE, message, open_member.name, spec.field)
                 continue
             chooser.taken += 1
-            match = _match(spec, place.name, place.node.op, place.function, scene.is_differentiable(place, chain))
+            match = _match(spec, place.name, place.node.op_type, place.function, scene.is_differentiable(place, chain))
             if spec.selector.HasField("rank"):
                 match.rank = spec.selector.rank
                 place.by_rank = spec.label
@@ -183,12 +183,14 @@ class Resolver:
         for place in taken:
             place.label = spec.label
         last = scene.place(found.body, found.outputs[0][0])
-        match = _match(spec, last.name, last.node.op, last.function, scene.is_differentiable(last, found))
+        match = _match(spec, last.name, last.node.op_type, last.function, scene.is_differentiable(last, found))
         self._note_subgraph(match, found, members, scene)
 
     def _note_subgraph(self, match: Match, subgraph: Subgraph, members: Sequence[Place], scene: Scene) -> None:
         match.nodes = tuple(member.name for member in members)
-        match.op_type = "+".join(member.node.op for member in members) if len(members) <= _NAMED_OPS else match.op_type
+        match.op_type = (
+            "+".join(member.node.op_type for member in members) if len(members) <= _NAMED_OPS else match.op_type
+        )
         if match.rule == OWN_GRADIENT or not all(member.live for member in members):
             scene.idle.append((members[-1], match))
             return
@@ -207,18 +209,18 @@ class Resolver:
         wish = _wish(node)
         if not wish:
             return None
-        rule = self._rule(wish, node.op)
+        rule = self._rule(wish, node.op_type)
         if isinstance(rule, GradruleError):
             if not _FOREIGN.fullmatch(wish) and self.differentiates and wish not in self._unknown:
                 self._unknown.add(wish)
                 message = f"Node {quote(name)} wants the rule {quote(wish)} ({GRADIENT_ATTR}): {rule.message}"
                 self.findings.add(Reason.ERROR_REASON_UNKNOWN_RULE, message, name)
             return None
-        return Match(rule, name, node.op, function, wish, node.op, -1, differentiable)
+        return Match(rule, name, node.op_type, function, wish, node.op_type, -1, differentiable)
 
     def _foreign(self, node: Node, name: str) -> Foreign | None:
         wish = _wish(node)
-        is_foreign = _FOREIGN.fullmatch(wish) and isinstance(self._rule(wish, node.op), GradruleError)
+        is_foreign = _FOREIGN.fullmatch(wish) and isinstance(self._rule(wish, node.op_type), GradruleError)
         return Foreign(name, wish) if is_foreign else None
 
     def _rule(self, wish: str, op_type: str) -> int | GradruleError:
