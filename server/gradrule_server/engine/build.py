@@ -52,11 +52,15 @@ _UNCONNECTED_MODES = {
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One argument of the built function: a placeholder's value, the upstream gradient of a y, or a param."""
+    """One argument of the built function: a placeholder's or variable's value, or the upstream gradient of a y.
+
+    `default`: what it is in calls that do not feed it.
+    """
 
     name: str
     dtype: tf.DType
     shape: tf.TensorShape
+    default: tf.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,8 @@ class Built:
 
     function: Any = None
     inputs: list[Input] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Names of inputs by further names that calls may use."""
     grad_ys: list[Input] = field(default_factory=list)
     params: list[ParamInput] = field(default_factory=list)
     small: bool = False
@@ -88,13 +94,16 @@ class Built:
     specs: dict[str, list[tensor_pb2.TensorSpec]] = field(default_factory=dict)
 
 
-def build(request: link_pb2.CompileRequest) -> Built:
-    """Builds the program; `GradruleError` where TensorFlow refuses the graph or a rule does not fit its node."""
+def build(request: link_pb2.CompileRequest, values: Sequence[tf.Tensor] = ()) -> Built:
+    """Builds the program; `GradruleError` where TensorFlow refuses the graph or a rule does not fit its node.
+
+    `values`: of the request's variables, in their order.
+    """
     graph_def = tf_graph_pb2.GraphDef.FromString(request.graph)
     # Removed with the program: names are unique to it, so nothing else refers to them.
     functions = tf_private.add_functions(graph_def.library)
     try:
-        built = _build(request, graph_def)
+        built = _build(request, graph_def, values)
     except BaseException:
         tf_private.remove_functions(functions)
         raise
@@ -102,14 +111,15 @@ def build(request: link_pb2.CompileRequest) -> Built:
     return built
 
 
-def _build(request: link_pb2.CompileRequest, graph_def: tf_graph_pb2.GraphDef) -> Built:
+def _build(request: link_pb2.CompileRequest, graph_def: tf_graph_pb2.GraphDef, values: Sequence[tf.Tensor]) -> Built:
     contents = [_content(rule) for rule in request.rules]
     used = {mark.rule for mark in request.marks}
     built = Built(
         inputs=[
-            Input(spec.name, tf.as_dtype(spec.dtype), tf.TensorShape(_shape_proto(spec.shape)))
-            for spec in request.inputs
+            *(_input(spec, None) for spec in request.inputs),
+            *(_input(item.spec, value) for item, value in zip(request.variables, values, strict=True)),
         ],
+        aliases=dict(request.input_aliases),
         params=[
             ParamInput(index, param.name)
             for index, content in enumerate(contents)
@@ -178,7 +188,9 @@ class _Trace:
         built.outputs = [endpoint.name for endpoint in request.fetches]
         for group, endpoints in (("outputs", request.fetches), ("ys", request.ys), ("xs", request.xs)):
             built.specs[group] = [spec_message(endpoint.name, tensors[endpoint.tensor]) for endpoint in endpoints]
-        built.specs["inputs"] = [spec_message(item.name, feeds[tensor_name(item.name)]) for item in built.inputs]
+        built.specs["inputs"] = [
+            spec_message(item.name, feeds[tensor_name(item.name)]) for item in built.inputs if item.default is None
+        ]
         if request.ys:
             outputs += self._differentiate(tensors, feeds, fed_grad_ys, params)
         return outputs
@@ -281,6 +293,10 @@ class _Trace:
             return [gradient.values, gradient.indices, shape]
         layout.append((name, DENSE))
         return [gradient]
+
+
+def _input(spec: tensor_pb2.TensorSpec, default: tf.Tensor | None) -> Input:
+    return Input(spec.name, tf.as_dtype(spec.dtype), tf.TensorShape(_shape_proto(spec.shape)), default)
 
 
 def _is_small(graph: tf.Graph) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -12,6 +13,7 @@ import tensorflow as tf
 from gradrule import _tensors
 from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2, tensor_pb2
 from gradrule_server.engine import tf_private
+from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.engine.build import DENSE, SPARSE, UNCONNECTED, Built, Input
 from gradrule_server.engine.checks import failed_check
 from gradrule_server.engine.names import readable
@@ -26,13 +28,15 @@ _NARROW_INT_BYTES = 10
 _NARROW_INTS = frozenset({"int2", "uint2", "int4", "uint4"})
 
 
-def run(built: Built, request: link_pb2.RunRequest, device: str) -> bytes:
+def run(built: Built, request: link_pb2.RunRequest, device: str, blobs: BlobReader) -> bytes:
     """Runs the program; returns the bytes of an `EvaluateResponse` with outputs, gradients, timings and device."""
     started = time.monotonic_ns()
     call = evaluate_pb2.EvaluateRequest.FromString(request.request)
     arguments = [
-        *_fed(call.feeds, built.inputs, built.unused, what="feed", field="feeds"),
-        *_fed(call.grad_ys, built.grad_ys, [False] * len(built.grad_ys), what="grad_y", field="grad_ys"),
+        *_fed(_renamed(call.feeds, built), built.inputs, built.unused, blobs, what="feed", field="feeds"),
+        *_fed(
+            _by_name(call.grad_ys), built.grad_ys, [False] * len(built.grad_ys), blobs, what="grad_y", field="grad_ys"
+        ),
         *_params(built, request.params),
     ]
     results = _execute(built, arguments)
@@ -71,15 +75,41 @@ def _execute(built: Built, arguments: list[tf.Tensor]) -> Sequence[tf.Tensor]:
     return results
 
 
+_Given: TypeAlias = Mapping[str, tensor_pb2.TensorSource]
+
+
+def _by_name(given: Iterable[tensor_pb2.NamedTensor]) -> _Given:
+    return {item.name.removesuffix(":0"): item.value for item in given}
+
+
+def _renamed(given: Iterable[tensor_pb2.NamedTensor], built: Built) -> _Given:
+    """Feeds by the names of inputs; UNKNOWN_FEED where one input is fed under two of its names."""
+    by_name = _by_name(given)
+    if built.aliases.keys().isdisjoint(by_name):
+        return by_name
+    renamed = {built.aliases.get(name, name): value for name, value in by_name.items()}
+    if len(renamed) < len(by_name):
+        twice = next(name for alias, name in built.aliases.items() if alias in by_name)
+        raise error(
+            errors_pb2.ERROR_REASON_UNKNOWN_FEED,
+            f"feeds name {twice!r} twice, under different names",
+            node=twice,
+            field="feeds",
+        )
+    return renamed
+
+
 def _fed(
-    given: Iterable[tensor_pb2.NamedTensor], inputs: Sequence[Input], unused: Sequence[bool], *, what: str, field: str
+    by_name: _Given, inputs: Sequence[Input], unused: Sequence[bool], blobs: BlobReader, *, what: str, field: str
 ) -> list[tf.Tensor]:
     """The given values in the order of `inputs`; all that is wrong with them comes as one error."""
-    by_name = {item.name.removesuffix(":0"): item.value for item in given}
     findings: list[Finding] = []
     tensors: list[tf.Tensor] = []
     for item, is_unused in zip(inputs, unused, strict=True):
         value = by_name.get(item.name.removesuffix(":0"))
+        if value is None and item.default is not None:
+            tensors.append(item.default)
+            continue
         if value is None and is_unused:
             tensors.append(tf.zeros([size or 0 for size in item.shape] if item.shape.rank else [], item.dtype))
             continue
@@ -92,7 +122,7 @@ def _fed(
             )
             continue
         try:
-            tensors.append(_tensor(value, item, what, field))
+            tensors.append(_tensor(value, item, blobs, what, field))
         except GradruleError as cause:
             findings += cause.findings
     if findings:
@@ -100,12 +130,13 @@ def _fed(
     return tensors
 
 
-def _tensor(value: tensor_pb2.TensorSource, item: Input, what: str, field: str) -> tf.Tensor:
-    if value.WhichOneof("source") is None:
+def _tensor(value: tensor_pb2.TensorSource, item: Input, blobs: BlobReader, what: str, field: str) -> tf.Tensor:
+    source = value.WhichOneof("source")
+    if source is None:
         raise error(
             errors_pb2.ERROR_REASON_INVALID_TENSOR, f"{what} {item.name!r} holds no tensor", node=item.name, field=field
         )
-    message = value.inline
+    message = value.inline if source == "inline" else value.blob
     if message.dtype != item.dtype.base_dtype.as_datatype_enum:
         raise error(
             errors_pb2.ERROR_REASON_FEED_DTYPE,
@@ -113,7 +144,8 @@ def _tensor(value: tensor_pb2.TensorSource, item: Input, what: str, field: str) 
             node=item.name,
             field=field,
         )
-    array = _array(message, f"{what} {item.name!r}", field)
+    where = f"{what} {item.name!r}"
+    array = _array(value.inline, where, field) if source == "inline" else blobs.array(value.blob, where, field)
     if not item.shape.is_compatible_with(array.shape):
         raise error(
             errors_pb2.ERROR_REASON_FEED_SHAPE,

@@ -9,8 +9,10 @@ import tensorflow as tf
 from google.protobuf.message import DecodeError
 
 from gradrule.v1 import errors_pb2
+from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.engine.build import Built, build
 from gradrule_server.engine.run import run
+from gradrule_server.engine.weights import Weights
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.faults import NotLoaded, fault_message
 from gradrule_server.link.framing import Frame, FrameSocket, Kind
@@ -22,8 +24,10 @@ _log = logging.getLogger(__name__)
 class EngineService:
     """Programs by key, and the handling of COMPILE, RUN and UNLOAD. Thread-safe."""
 
-    def __init__(self, frames: FrameSocket, device: str) -> None:
+    def __init__(self, frames: FrameSocket, device: str, blobs: BlobReader) -> None:
         self._frames = frames
+        self._blobs = blobs
+        self._weights = Weights(blobs)
         self._device = device
         self._programs: dict[str, Built] = {}
         # Tracing is safe in threads, but gains nothing from them: it holds the interpreter lock throughout.
@@ -47,7 +51,7 @@ class EngineService:
             if built is None:
                 message = f"the engine holds no program {request.key!r}"
                 raise NotLoaded([Finding(errors_pb2.ERROR_REASON_INTERNAL, message)])
-            self._frames.send(Kind.RAN, frame.request_id, run(built, request, self._device))
+            self._frames.send(Kind.RAN, frame.request_id, run(built, request, self._device, self._blobs))
         elif frame.kind is Kind.COMPILE:
             reply = self._compile(link_pb2.CompileRequest.FromString(frame.payload))
             self._frames.send(Kind.COMPILED, frame.request_id, reply.SerializeToString())
@@ -57,8 +61,9 @@ class EngineService:
             raise DecodeError(f"an engine takes no {frame.kind.name}")
 
     def _compile(self, request: link_pb2.CompileRequest) -> link_pb2.CompileReply:
+        defaults = self._weights.of(request.variables)
         with self._build_lock:
-            built = build(request)
+            built = build(request, defaults)
         self._programs[request.key] = built
         return link_pb2.CompileReply(
             statuses=built.statuses,

@@ -55,6 +55,8 @@ class Limits:
     node_outputs: int = 65_536
     # Of one constant: a message of 91 bytes can stand for gigabytes.
     constant_bytes: int = 256 << 20
+    # Of a graph that does not come in a message, which has a limit of its own.
+    graph_bytes: int = 1 << 30
     # Of all attributes that functions get from their calls: they can double with each level.
     attr_bytes: int = 4 << 20
 

@@ -14,8 +14,10 @@ from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.overrides import OverrideTable, read_overrides
 from gradrule_server.programs.rule_lookup import RuleLookup
+from gradrule_server.programs.values import Values, bind
+from gradrule_server.registry.blobs import BlobStore
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Goes into every digest: programs of another format are other programs."""
 
 _serial = itertools.count()
@@ -38,6 +40,8 @@ class Prepared:
     request: link_pb2.CompileRequest
     table: OverrideTable
     expanded: graphs.Expanded
+    # Blobs that an engine reads when it loads the program.
+    blobs: tuple[str, ...] = ()
 
 
 def canonical(name: str) -> str:
@@ -45,12 +49,15 @@ def canonical(name: str) -> str:
     return name.removesuffix(":0")
 
 
-def prepare(spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, limits: graphs.Limits) -> Prepared:
+def prepare(
+    spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, limits: graphs.Limits, store: BlobStore
+) -> Prepared:
     """Checks and expands; raises `GradruleError` with all that is wrong."""
-    graph_bytes, graph = _graph_of(spec)
+    graph_bytes, graph = _graph_of(spec, limits, store)
     graph_digest = hashlib.sha256(graph_bytes).hexdigest()
+    variables = [item.name for item in spec.variables]
     # Feeding a placeholder is what placeholders are for: it makes no other program.
-    call = CallShape(call.feeds - graphs.placeholders(graph), call.grad_ys)
+    call = CallShape(call.feeds - graphs.placeholders(graph, variables), call.grad_ys)
     vjp = spec.vjp
     table = read_overrides(spec.overrides, lookup)
     findings = [*_check_wishes(spec, call), *table.findings]
@@ -75,6 +82,7 @@ def prepare(spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, 
                 known_rule=known_rule,
                 # TensorFlow's functions have names for the whole process, so no two programs may share one.
                 namespace=f"gr{next(_serial)}",
+                variables=variables,
             ),
             limits,
         )
@@ -82,6 +90,7 @@ def prepare(spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, 
         raise GradruleError([*cause.findings, *findings]) from None
     if findings:
         raise GradruleError(findings)
+    values = bind(spec, expanded, store, limits)
 
     request = link_pb2.CompileRequest(
         graph=expanded.graph_bytes,
@@ -109,14 +118,27 @@ def prepare(spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, 
         stop_gradients=[expanded.tensor_names[name] for name in vjp.stop_gradients if name in expanded.tensor_names],
         unconnected_gradients=vjp.unconnected_gradients,
         no_gradient=spec.no_gradient,
+        variables=values.bound,
+        input_aliases={alias: item.name for item in expanded.inputs for alias in item.aliases},
     )
-    key = _digest(graph_digest, spec, call, table)
+    key = _digest(graph_digest, spec, call, table, values)
     request.key = key
-    return Prepared(key, graph_digest, request, table, expanded)
+    return Prepared(key, graph_digest, request, table, expanded, values.blobs)
 
 
-def _graph_of(spec: program_pb2.ProgramSpec) -> tuple[bytes, graph_pb2.Graph]:
+def _graph_of(spec: program_pb2.ProgramSpec, limits: graphs.Limits, store: BlobStore) -> tuple[bytes, graph_pb2.Graph]:
     source = spec.graph.WhichOneof("source")
+    if source == "blob_sha256":
+        size = store.size(spec.graph.blob_sha256)
+        if size > limits.graph_bytes:
+            raise error(
+                errors_pb2.ERROR_REASON_LIMIT_EXCEEDED,
+                f"the graph has {size} bytes; {limits.graph_bytes} is the most, unless the server is started with a "
+                "larger --max-graph-bytes",
+                field="spec.graph",
+            )
+        data = store.read(spec.graph.blob_sha256)
+        return data, graphs.parse(data)
     if source == "serialized":
         return spec.graph.serialized, graphs.parse(spec.graph.serialized)
     if source == "inline":
@@ -183,7 +205,9 @@ def _upstream(y: str, upstream: dict[str, str], call: CallShape, expanded: graph
     return link_pb2.Upstream(ones=True)
 
 
-def _digest(graph_digest: str, spec: program_pb2.ProgramSpec, call: CallShape, table: OverrideTable) -> str:
+def _digest(
+    graph_digest: str, spec: program_pb2.ProgramSpec, call: CallShape, table: OverrideTable, values: Values
+) -> str:
     """SHA-256 over all that decides what is computed; param values are not part of it."""
     rules = [
         ["op", bound.rule.name]
@@ -218,6 +242,7 @@ def _digest(graph_digest: str, spec: program_pb2.ProgramSpec, call: CallShape, t
         "unconnected_gradients": vjp.unconnected_gradients,
         "no_gradient": spec.no_gradient,
         "rewrites": list(spec.rewrites),
+        "variables": values.content,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
