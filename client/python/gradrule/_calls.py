@@ -6,14 +6,14 @@ The sync and async clients differ only in how they send these.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import Message
 
-from gradrule import _requests, _results, _samples
+from gradrule import _blobs, _requests, _results, _samples
 from gradrule._rules import Params, Rule
-from gradrule._sources import GraphLike
+from gradrule._sources import GraphLike, graph_bytes
 from gradrule.errors import InvalidDerivativeError, InvalidRuleError
 from gradrule.v1 import evaluate_pb2, program_pb2, rule_pb2
 
@@ -32,6 +32,8 @@ class Call(Generic[R]):
     request: Message
     answer: Callable[[bytes], Any]
     decode: Callable[[Any], R]
+    # Bytes that the request names by their hash.
+    blobs: Mapping[str, _blobs.Data] = field(default_factory=dict)
 
 
 def create_rule(
@@ -115,11 +117,12 @@ def evaluate(
     graph: GraphLike, feeds: _requests.Feeds | None, params: _requests.CallParams | None, words: _requests.Words
 ) -> Call[_results.Result]:
     """Evaluate with an inline program."""
-    spec, grad_ys = _requests.program_spec(graph, words)
+    blobs = _blobs.fed(feeds, words.grad_ys)
+    spec, grad_ys = _requests.program_spec(graph, words, blobs)
     type_of = _requests.types_of_graph(graph)
     request = _requests.evaluate_request(feeds, type_of, grad_ys=grad_ys, params=params, graph=graph)
     request.spec.CopyFrom(spec)
-    return _evaluate(request, _results.result)
+    return _evaluate(request, _results.result, blobs)
 
 
 def evaluate_program(
@@ -134,12 +137,13 @@ def evaluate_program(
     values = _requests.program_grad_ys(grad_ys, [spec.name for spec in program.ys])
     request = _requests.evaluate_request(feeds, type_of, grad_ys=values, params=params)
     request.program = program.name
-    return _evaluate(request, decode)
+    return _evaluate(request, decode, _blobs.fed(feeds, grad_ys))
 
 
 def compile_program(graph: GraphLike, name: str | None, words: _requests.Words) -> Call[program_pb2.Program]:
     """CompileProgram."""
-    spec, grad_ys = _requests.program_spec(graph, words)
+    blobs: _blobs.Blobs = {}
+    spec, grad_ys = _requests.program_spec(graph, words, blobs)
     if grad_ys:
         raise InvalidDerivativeError(
             f"grad_ys of {next(iter(grad_ys))!r} is a value; compile takes names of tensors, calls give values"
@@ -149,6 +153,7 @@ def compile_program(graph: GraphLike, name: str | None, words: _requests.Words) 
         program_pb2.CompileProgramRequest(spec=spec, program_id=(name or "").removeprefix("programs/")),
         program_pb2.CompileProgramResponse.FromString,
         lambda response: response.program,
+        blobs,
     )
 
 
@@ -156,7 +161,8 @@ def explain(
     graph: GraphLike, feeds: _requests.Feeds | None, params: _requests.CallParams | None, words: _requests.Words
 ) -> Call[_results.Explanation]:
     """CompileProgram, only checking. What a call would give besides is checked here and not sent."""
-    spec, grad_ys = _requests.program_spec(graph, words)
+    blobs: _blobs.Blobs = {}
+    spec, grad_ys = _requests.program_spec(graph, words, blobs)
     type_of = _requests.types_of_graph(graph)
     call = _requests.evaluate_request(feeds, type_of, grad_ys=grad_ys, params=params, graph=graph)
     _requests.check_call(spec, call, graph)
@@ -165,6 +171,7 @@ def explain(
         program_pb2.CompileProgramRequest(spec=spec, validate_only=True),
         program_pb2.CompileProgramResponse.FromString,
         _results.explanation,
+        blobs,
     )
 
 
@@ -198,8 +205,24 @@ def delete_program(name: str) -> Call[None]:
     )
 
 
-def _evaluate(request: evaluate_pb2.EvaluateRequest, decode: Callable[[Any], _results.Result]) -> Call[_results.Result]:
-    return Call(f"/{_PACKAGE}.GradientService/Evaluate", request, evaluate_pb2.EvaluateResponse.FromString, decode)
+def upload(value: Any) -> _blobs.Upload:
+    """What is uploaded of a graph, bytes, an array or a `gr.Blob`."""
+    if isinstance(value, _blobs.Blob):
+        return _blobs.Upload(value.sha256, value.data)
+    is_graph = isinstance(value, bytes | bytearray | memoryview) or not (
+        hasattr(value, "dtype") or hasattr(value, "__array__") or isinstance(value, list | tuple)
+    )
+    if is_graph:
+        data = graph_bytes(value)
+        return _blobs.Upload(_blobs.digest(data), data)
+    return upload(_blobs.Blob(value))
+
+
+def _evaluate(
+    request: evaluate_pb2.EvaluateRequest, decode: Callable[[Any], _results.Result], blobs: Mapping[str, _blobs.Data]
+) -> Call[_results.Result]:
+    method, answer = f"/{_PACKAGE}.GradientService/Evaluate", evaluate_pb2.EvaluateResponse.FromString
+    return Call(method, request, answer, decode, blobs)
 
 
 def _full(collection: str, name: str) -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import grpc
 import grpc.aio
 
-from gradrule import _calls, _channel, _compare, _deadlines, _requests, _results
+from gradrule import _blobs, _calls, _channel, _compare, _deadlines, _requests, _results
 from gradrule._comparison import Comparison
 from gradrule._local import LocalServer
 from gradrule._overrides import Overrides
@@ -195,18 +195,7 @@ class AsyncClient:
     ) -> Comparison:
         """As `Client.compare`."""
         steps = _compare.plan(graph, feeds, ys, xs, overrides, grad_ys, finite_differences, rewrites)
-        try:
-            call = next(steps)
-            while True:
-                try:
-                    answer = await self._run(call, timeout)
-                except GradruleError as refusal:
-                    call = steps.throw(refusal)
-                else:
-                    call = steps.send(answer)
-        except StopIteration as end:
-            found: Comparison = end.value
-            return found
+        return await self._follow(steps, timeout)
 
     # Programs.
 
@@ -287,7 +276,43 @@ class AsyncClient:
     def __repr__(self) -> str:
         return f"<AsyncClient of {self.target!r}>"
 
+    async def upload(self, value: Any, *, timeout: float | None = None) -> str:
+        """As `Client.upload`."""
+        wanted = _calls.upload(value)
+        await self._follow(_blobs.uploads({wanted.sha256: wanted.data}), timeout)
+        return wanted.sha256
+
     async def _run(self, call: _calls.Call[R], timeout: float | None) -> R:
+        return await (self._follow(_blobs.steps(call), timeout) if call.blobs else self._once(call, timeout))
+
+    async def _follow(self, steps: Generator[_calls.Call[Any] | _blobs.Upload, Any, R], timeout: float | None) -> R:
+        """Takes one step after the other; what comes of them."""
+        try:
+            step = next(steps)
+            while True:
+                try:
+                    outcome = await self._step(step, timeout)
+                except GradruleError as refusal:
+                    step = steps.throw(refusal)
+                else:
+                    step = steps.send(outcome)
+        except StopIteration as end:
+            found: R = end.value
+            return found
+
+    async def _step(self, step: _calls.Call[Any] | _blobs.Upload, timeout: float | None) -> Any:
+        if not isinstance(step, _blobs.Upload):
+            return await self._run(step, timeout)
+        deadline = step.deadline(_deadlines.of_call(timeout, self._timeout))
+        try:
+            send: grpc.aio.StreamUnaryMultiCallable[bytes, bytes] = self._channel.stream_unary(_blobs.UPLOAD_METHOD)
+            return await send(step.pieces(), timeout=deadline, metadata=self._metadata)
+        except grpc.RpcError as failure:
+            raise error_of(failure) from None
+        except grpc.aio.UsageError as cause:
+            raise self._closed() from cause
+
+    async def _once(self, call: _calls.Call[R], timeout: float | None) -> R:
         method = self._methods.get(call.method)
         if method is None:
             method = self._methods[call.method] = self._channel.unary_unary(call.method)

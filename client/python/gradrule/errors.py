@@ -285,6 +285,22 @@ class InternalError(GradruleError):
     CODE = "INTERNAL"
 
 
+class BlobNotFoundError(GradruleError):
+    """The server does not have bytes that the call names by their hash. `client.upload` sends them."""
+
+    CODE = "NOT_FOUND"
+
+
+class BlobMismatchError(GradruleError):
+    """Uploaded bytes do not have the hash that was announced: they were damaged or changed on their way."""
+
+
+class QuotaExceededError(GradruleError):
+    """The server keeps no more of this kind. Give up some of it, or raise the setting that the message names."""
+
+    CODE = "RESOURCE_EXHAUSTED"
+
+
 def class_name(reason: str) -> str:
     """`UNKNOWN_RULE` → `UnknownRuleError`."""
     return "".join(part.capitalize() for part in reason.split("_")) + "Error"

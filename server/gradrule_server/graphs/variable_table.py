@@ -133,7 +133,9 @@ def fed_in_place(graph: Graph, given: Iterable[str]) -> set[str]:
     nodes = {node.name for node in graph.node}
     for node in graph.node:
         if node.op in SOURCES:
-            own = {node.name, node.attr["shared_name"].s.decode(errors="replace")} - {""}
+            # Looking up what is not there would add it to the message.
+            shared = node.attr["shared_name"].s.decode(errors="replace") if "shared_name" in node.attr else ""
+            own = {node.name, shared} - {""}
             if own & with_value or f"{node.name}/{INITIALISER}" not in nodes:
                 names |= own
     return names

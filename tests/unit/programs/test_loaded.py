@@ -107,7 +107,9 @@ async def test_one_who_gives_up_does_not_take_the_load_from_the_others(blobs: Bl
     assert await patient == keys(engine)[0]
 
 
-async def test_a_load_that_nobody_waits_for_goes_on_and_is_found_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_load_that_nobody_waits_for_goes_on_and_is_found_by_the_next(
+    blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loaded_module, "_PATIENCE_S", 0.05)
     monkeypatch.setattr(engine_module, "_OVERRUN_GRACE_S", 0.0)
     engine = FakeEngine()
@@ -125,6 +127,7 @@ async def test_a_load_that_nobody_waits_for_goes_on_and_is_found_by_the_next(mon
 
 
 async def test_a_load_that_nobody_waits_for_and_that_does_not_end_ends_the_engine(
+    blobs: BlobStore,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(loaded_module, "_PATIENCE_S", 0.05)
