@@ -103,7 +103,9 @@ def _written_in_a_loop() -> Any:
             total += w * w * x
         return total
 
-    return tf.reduce_sum(run() * w.read_value())
+    result = run()
+    with tf.control_dependencies([result]):
+        return tf.reduce_sum(result * w.read_value())
 
 
 def _written_in_a_branch() -> Any:
@@ -118,7 +120,9 @@ def _written_in_a_branch() -> Any:
         w.assign_sub([1.0, 1.0, 1.0])
         return w * w
 
-    return tf.reduce_sum(run() * w.read_value())
+    result = run()
+    with tf.control_dependencies([result]):
+        return tf.reduce_sum(result * w.read_value())
 
 
 VECTOR: Arrays = {"x": np.array([1.0, -0.5, 2.0], np.float32)}
