@@ -80,6 +80,12 @@ class Settings(BaseModel):
     max_call_depth: PositiveInt = Field(32, description="Depth of calls, loops and branches within each other.")
     max_rules: PositiveInt = Field(10_000, description="USER rules that the registry keeps.")
     max_programs: PositiveInt = Field(10_000, description="Programs that the registry keeps.")
+    max_blob_bytes: ByteSize = Field(
+        ByteSize(8192 * _MEBIBYTE), gt=0, description="Bytes of blobs (uploaded graphs and weights) that are kept."
+    )
+    max_graph_bytes: ByteSize = Field(
+        ByteSize(1024 * _MEBIBYTE), gt=0, lt=2**31, description="Bytes of a graph that was uploaded as a blob."
+    )
     reflection: bool = Field(True, description="Whether the server tells its services by gRPC reflection.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level to log.")
 

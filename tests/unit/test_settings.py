@@ -25,6 +25,8 @@ OTHER_VALUES = {
     "max_call_depth": 9,
     "max_rules": 10,
     "max_programs": 11,
+    "max_blob_bytes": 12,
+    "max_graph_bytes": 13,
     "reflection": False,
     "log_level": "debug",
 }

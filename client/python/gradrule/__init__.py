@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradrule import aio, errors
+    from gradrule._blobs import Blob
     from gradrule._client import Client, Program, connect
     from gradrule._comparison import ComparedRow, Comparison, Parting
     from gradrule._differences import FiniteDifferences
@@ -44,7 +45,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "connect", "local", "aio", "Client", "Program", "ForwardHandle", "AsyncForwardHandle",
-    "Graph", "TensorHandle", "Node", "load",
+    "Graph", "TensorHandle", "Node", "load", "Blob",
     "Rule", "Override", "Region", "Preset",
     "Result", "Explanation", "SampleResult", "RuleInfo", "PresetInfo", "ParamInfo",
     "Comparison", "ComparedRow", "Parting", "FiniteDifferences",
@@ -54,6 +55,7 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
+    "Blob": "_blobs",
     "connect": "_client",
     "Client": "_client",
     "Program": "_client",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import grpc
 
-from gradrule import _calls, _channel, _compare, _deadlines, _requests, _results
+from gradrule import _blobs, _calls, _channel, _compare, _deadlines, _requests, _results
 from gradrule._client_derivatives import Derivatives, ProgramDerivatives
 from gradrule._comparison import Comparison
 from gradrule._forward import ForwardHandle
@@ -23,6 +23,7 @@ from gradrule._sources import GraphLike
 from gradrule._status import error_of, parsed, serialized, waiting_error
 from gradrule._streams import Stream
 from gradrule.errors import (
+    BlobNotFoundError,
     CancelledError,
     EngineUnavailableError,
     GradruleError,
@@ -213,18 +214,7 @@ class Client(Derivatives):
         evaluations that they take, two for each element of a small x. timeout: of each call.
         """
         steps = _compare.plan(graph, feeds, ys, xs, overrides, grad_ys, finite_differences, rewrites)
-        try:
-            call = next(steps)
-            while True:
-                try:
-                    answer = self._run(call, timeout)
-                except GradruleError as refusal:
-                    call = steps.throw(refusal)
-                else:
-                    call = steps.send(answer)
-        except StopIteration as end:
-            found: Comparison = end.value
-            return found
+        return self._follow(steps, timeout)
 
     # Programs.
 
@@ -311,8 +301,49 @@ class Client(Derivatives):
     def __repr__(self) -> str:
         return f"<Client of {self.target!r}>"
 
+    def upload(self, value: Any, *, timeout: float | None = None) -> str:
+        """Sends an array, a graph or bytes, unless the server has them; returns their SHA-256.
+
+        Calls send what the server lacks by themselves; this does it beforehand.
+        """
+        wanted = _calls.upload(value)
+        self._follow(_blobs.uploads({wanted.sha256: wanted.data}), timeout)
+        return wanted.sha256
+
     def _run(self, call: _calls.Call[R], timeout: float | None) -> R:
+        return self._follow(_blobs.steps(call), timeout) if call.blobs else self._once(call, timeout)
+
+    def _follow(self, steps: Generator[_calls.Call[Any] | _blobs.Upload, Any, R], timeout: float | None) -> R:
+        """Takes one step after the other; what comes of them."""
+        try:
+            step = next(steps)
+            while True:
+                try:
+                    outcome = self._step(step, timeout)
+                except GradruleError as refusal:
+                    step = steps.throw(refusal)
+                else:
+                    step = steps.send(outcome)
+        except StopIteration as end:
+            found: R = end.value
+            return found
+
+    def _step(self, step: _calls.Call[Any] | _blobs.Upload, timeout: float | None) -> Any:
+        if not isinstance(step, _blobs.Upload):
+            return self._run(step, timeout)
+        deadline = step.deadline(_deadlines.of_call(timeout, self._timeout))
+        try:
+            send: grpc.StreamUnaryMultiCallable[bytes, bytes] = self._channel.stream_unary(_blobs.UPLOAD_METHOD)
+            return send(step.pieces(), timeout=deadline, metadata=self._metadata)
+        except grpc.RpcError as failure:
+            raise error_of(failure) from None
+        except ValueError as cause:
+            raise self._closed() from cause
+
+    def _once(self, call: _calls.Call[R], timeout: float | None) -> R:
         deadline = _deadlines.of_call(timeout, self._timeout)
+        if call.on_stream:
+            return self._stream.run(call, deadline)
         request = serialized(call.request)
         try:
             answer = self._method(call.method)(request, timeout=deadline, metadata=self._metadata)
@@ -339,11 +370,14 @@ class Client(Derivatives):
     def _closed(self) -> UnavailableError:
         return UnavailableError(f"the client of {self.target!r} is closed")
 
-    def _finish(self, call: _calls.Call[R], pending: grpc.Future[bytes]) -> R:
+    def _finish(self, call: _calls.Call[R], pending: grpc.Future[bytes], timeout: float | None) -> R:
         try:
             data = pending.result()
         except grpc.RpcError as failure:
-            raise error_of(failure) from None
+            error = error_of(failure)
+            if isinstance(error, BlobNotFoundError) and call.blobs:
+                return self._run(call, timeout)
+            raise error from None
         except grpc.FutureCancelledError as failure:
             raise CancelledError("the call was cancelled; its client was closed meanwhile") from failure
         return parsed(call.answer, call.decode, data)
@@ -390,8 +424,7 @@ class Program(ProgramDerivatives):
         ttl: seconds that the server keeps it after its last use; default, and most: a setting of the server's. Raises
         `QuotaExceededError` where the server keeps too much already.
         """
-        seconds = _deadlines.of_call(timeout, self._client._timeout)
-        return ForwardHandle(self._client._stream, self, feeds, params, ttl, seconds)
+        return ForwardHandle(self._client._run, self, feeds, params, ttl, timeout)
 
     def map(
         self,
@@ -411,11 +444,11 @@ class Program(ProgramDerivatives):
         try:
             for one in feeds:
                 if len(pending) >= in_flight:
-                    yield self._client._finish(*pending.popleft())
+                    yield self._client._finish(*pending.popleft(), timeout)
                 call = self._call(one, params, None)
                 pending.append((call, self._client._start(call, timeout)))
             while pending:
-                yield self._client._finish(*pending.popleft())
+                yield self._client._finish(*pending.popleft(), timeout)
         finally:
             for _, future in pending:
                 future.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gradrule import _blobs
 from gradrule._calls import Call, evaluate_call
 from gradrule._groups import flat_words, groups_of
 from gradrule._requests import (
@@ -38,29 +39,32 @@ def jvp(
     graph: GraphLike, feeds: Feeds | None, tangents: Feeds, params: CallParams | None, words: Words
 ) -> Call[Tangents]:
     """Evaluate, for Jacobian-vector products of a graph."""
-    request = _inline(graph, feeds, params, words, program_pb2.Jvp, "jvp")
+    blobs = _blobs.fed(feeds, tangents)
+    request = _inline(graph, feeds, params, words, program_pb2.Jvp, "jvp", blobs)
     _add_directions(request, tangents, types_of_graph(graph), "tangents", graph)
-    return evaluate_call(request, _tangents)
+    return evaluate_call(request, _tangents, blobs)
 
 
 def jacobian(
     graph: GraphLike, feeds: Feeds | None, params: CallParams | None, words: Words, *, batched: bool
 ) -> Call[Jacobians]:
     """Evaluate, for Jacobians of a graph."""
-    request = _inline(graph, feeds, params, words, program_pb2.Jacobian, "jacobian")
+    blobs = _blobs.fed(feeds)
+    request = _inline(graph, feeds, params, words, program_pb2.Jacobian, "jacobian", blobs)
     request.spec.jacobian.batched = batched
     groups = groups_of(words.xs, graph)
-    return evaluate_call(request, lambda response: _jacobians(response, groups))
+    return evaluate_call(request, lambda response: _jacobians(response, groups), blobs)
 
 
 def hvp(
     graph: GraphLike, feeds: Feeds | None, vectors: Feeds, params: CallParams | None, words: Words
 ) -> Call[Products]:
     """Evaluate, for Hessian-vector products of a graph."""
-    request = _inline(graph, feeds, params, words, program_pb2.Hvp, "hvp")
+    blobs = _blobs.fed(feeds, vectors)
+    request = _inline(graph, feeds, params, words, program_pb2.Hvp, "hvp", blobs)
     _add_directions(request, vectors, types_of_graph(graph), "vectors", graph)
     groups = groups_of(words.xs, graph)
-    return evaluate_call(request, lambda response: _products(response, groups))
+    return evaluate_call(request, lambda response: _products(response, groups), blobs)
 
 
 def program_jvp(
@@ -69,7 +73,7 @@ def program_jvp(
     """Evaluate, for Jacobian-vector products of a program's ys and xs."""
     request = _of_program(program, feeds, params, evaluate_pb2.DERIVATIVE_JVP)
     _add_directions(request, tangents, types_of_specs(program.xs), "tangents", None)
-    return evaluate_call(request, _tangents)
+    return evaluate_call(request, _tangents, _blobs.fed(feeds, tangents))
 
 
 def program_jacobian(
@@ -78,7 +82,7 @@ def program_jacobian(
     """Evaluate, for Jacobians of a program's ys by its xs."""
     kind = evaluate_pb2.DERIVATIVE_BATCH_JACOBIAN if batched else evaluate_pb2.DERIVATIVE_JACOBIAN
     request = _of_program(program, feeds, params, kind)
-    return evaluate_call(request, lambda response: _jacobians(response, groups))
+    return evaluate_call(request, lambda response: _jacobians(response, groups), _blobs.fed(feeds))
 
 
 def program_hvp(
@@ -87,7 +91,7 @@ def program_hvp(
     """Evaluate, for Hessian-vector products of a program's ys and xs."""
     request = _of_program(program, feeds, params, evaluate_pb2.DERIVATIVE_HVP)
     _add_directions(request, vectors, types_of_specs(program.xs), "vectors", None)
-    return evaluate_call(request, lambda response: _products(response, groups))
+    return evaluate_call(request, lambda response: _products(response, groups), _blobs.fed(feeds, vectors))
 
 
 def _inline(
@@ -97,8 +101,9 @@ def _inline(
     words: Words,
     kind: type[program_pb2.Jvp | program_pb2.Jacobian | program_pb2.Hvp],
     part: str,
+    blobs: _blobs.Blobs,
 ) -> evaluate_pb2.EvaluateRequest:
-    spec, _ = program_spec(graph, flat_words(words, graph))
+    spec, _ = program_spec(graph, flat_words(words, graph), blobs)
     vjp = spec.vjp
     asked = kind(ys=vjp.ys, xs=vjp.xs, stop_gradients=vjp.stop_gradients)
     if not isinstance(asked, program_pb2.Jvp):

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self, TypeVar
 
 from gradrule import _requests, _results
 from gradrule._calls import Call, evaluate_program
 from gradrule._program import ProgramBase
 from gradrule._requests import CallParams, Feeds, GradYs
-from gradrule._streams import AsyncStream, Stream
 from gradrule._tensors import Array
 from gradrule.errors import HandleExpiredError, InvalidParamError, UnavailableError
 from gradrule.v1 import evaluate_pb2
+
+R = TypeVar("R")
 
 Gradients = Mapping[str, Any]
 """By x an array, a `Sparse`, or None where there is none."""
 
 # What a handle that is gone is told by: the server says so, or its stream is no more.
 _LOST = (HandleExpiredError, UnavailableError)
+
+
+class _Run(Protocol):
+    def __call__(self, call: Call[R], timeout: float | None) -> R: ...
+
+
+class _AsyncRun(Protocol):
+    async def __call__(self, call: Call[R], timeout: float | None) -> R: ...
 
 
 class ForwardBase:
@@ -29,8 +38,9 @@ class ForwardBase:
         if ttl is not None and not ttl > 0:
             raise InvalidParamError(f"ttl is in seconds, more than 0, not {ttl!r}")
         self._message, self._groups = program.message, program.groups
-        request: Any = evaluate_program(self._message, feeds, params, None, _results.result).request
-        self._request = evaluate_pb2.ForwardRequest(evaluate=request)
+        call = evaluate_program(self._message, feeds, params, None, _results.result)
+        evaluate: Any = call.request
+        self._request, self._blobs = evaluate_pb2.ForwardRequest(evaluate=evaluate), call.blobs
         if ttl is not None:
             self._request.ttl.FromNanoseconds(int(ttl * 1e9))
         self._handle = ""
@@ -50,7 +60,8 @@ class ForwardBase:
         def decode(answer: evaluate_pb2.ForwardResponse) -> None:
             self._held, self._handle = answer, answer.handle
 
-        return Call("forward", self._request, evaluate_pb2.ForwardResponse.FromString, decode)
+        answer = evaluate_pb2.ForwardResponse.FromString
+        return Call("forward", self._request, answer, decode, self._blobs, on_stream=True)
 
     def _pull_back(self, grad_ys: GradYs | None, stacked: bool) -> evaluate_pb2.PullBackRequest:
         values = _requests.program_grad_ys(grad_ys, [spec.name for spec in self._message.ys])
@@ -64,12 +75,13 @@ class ForwardBase:
         def decode(answer: evaluate_pb2.PullBackResponse) -> Gradients:
             return _results.regrouped(_results.gradients_by_x(answer.gradients), self._groups)
 
-        return Call("pull_back", request, evaluate_pb2.PullBackResponse.FromString, decode)
+        return Call("pull_back", request, evaluate_pb2.PullBackResponse.FromString, decode, on_stream=True)
 
     def _closing(self) -> Call[None]:
         request = evaluate_pb2.CloseHandleRequest(handle=self._handle)
         self._handle = ""
-        return Call("close_handle", request, evaluate_pb2.CloseHandleResponse.FromString, lambda _: None)
+        answer = evaluate_pb2.CloseHandleResponse.FromString
+        return Call("close_handle", request, answer, lambda _: None, on_stream=True)
 
 
 class ForwardHandle(ForwardBase):
@@ -81,17 +93,17 @@ class ForwardHandle(ForwardBase):
 
     def __init__(
         self,
-        stream: Stream,
+        run: _Run,
         program: ProgramBase,
         feeds: Feeds | None,
         params: CallParams | None,
         ttl: float | None,
-        timeout: float,
+        timeout: float | None,
     ) -> None:
         super().__init__(program, feeds, params, ttl)
-        self._stream = stream
+        self._send = run
         self._timeout = timeout
-        stream.run(self._forward(), timeout)
+        run(self._forward(), timeout)
 
     def vjp(
         self, grad_ys: GradYs | None = None, *, stacked_grad_ys: bool = False, timeout: float | None = None
@@ -101,17 +113,17 @@ class ForwardHandle(ForwardBase):
         request = self._pull_back(grad_ys, stacked_grad_ys)
         if self._handle:
             try:
-                return self._stream.run(self._pulled_back(request), seconds)
+                return self._send(self._pulled_back(request), seconds)
             except _LOST:
                 self._handle = ""
-        self._stream.run(self._forward(), seconds)
-        return self._stream.run(self._pulled_back(request), seconds)
+        self._send(self._forward(), seconds)
+        return self._send(self._pulled_back(request), seconds)
 
     def close(self) -> None:
         """Lets it go on the server. A later `vjp` would run forward again."""
         if self._handle:
             try:
-                self._stream.run(self._closing(), self._timeout)
+                self._send(self._closing(), self._timeout)
             except _LOST:
                 # It is gone as it is.
                 return
@@ -130,20 +142,20 @@ class AsyncForwardHandle(ForwardBase):
 
     def __init__(
         self,
-        stream: AsyncStream,
+        run: _AsyncRun,
         program: ProgramBase,
         feeds: Feeds | None,
         params: CallParams | None,
         ttl: float | None,
-        timeout: float,
+        timeout: float | None,
     ) -> None:
         super().__init__(program, feeds, params, ttl)
-        self._stream = stream
+        self._send = run
         self._timeout = timeout
 
     async def run(self) -> Self:
         """Runs forward."""
-        await self._stream.run(self._forward(), self._timeout)
+        await self._send(self._forward(), self._timeout)
         return self
 
     async def vjp(
@@ -154,17 +166,17 @@ class AsyncForwardHandle(ForwardBase):
         request = self._pull_back(grad_ys, stacked_grad_ys)
         if self._handle:
             try:
-                return await self._stream.run(self._pulled_back(request), seconds)
+                return await self._send(self._pulled_back(request), seconds)
             except _LOST:
                 self._handle = ""
-        await self._stream.run(self._forward(), seconds)
-        return await self._stream.run(self._pulled_back(request), seconds)
+        await self._send(self._forward(), seconds)
+        return await self._send(self._pulled_back(request), seconds)
 
     async def close(self) -> None:
         """As `ForwardHandle.close`."""
         if self._handle:
             try:
-                await self._stream.run(self._closing(), self._timeout)
+                await self._send(self._closing(), self._timeout)
             except _LOST:
                 # It is gone as it is.
                 return

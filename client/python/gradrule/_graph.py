@@ -9,11 +9,11 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from gradrule import _opdefs, _tensors
+from gradrule import _blobs, _opdefs, _tensors
 from gradrule._arguments import Conversion, assign_arguments
 from gradrule._attrs import attr_value, free_value, natural
 from gradrule._contexts import GRADIENT_ATTR, OverrideContexts
-from gradrule._dtypes import as_dt, name_of
+from gradrule._dtypes import as_dt, base, name_of
 from gradrule._graphtypes import GraphTypes
 from gradrule._handles import Node, TensorHandle, as_tensor
 from gradrule._infer import InferError, complete
@@ -22,6 +22,7 @@ from gradrule._ops import GraphOps
 from gradrule._overrides import Override
 from gradrule._rules import OverrideValue
 from gradrule._specs import TensorSpec
+from gradrule._variables import Variables
 from gradrule.errors import (
     InvalidAttrError,
     InvalidGraphError,
@@ -35,6 +36,7 @@ from gradrule.errors import (
 from gradrule.v1 import graph_pb2
 from gradrule.v1.graph_pb2 import AttrValue
 
+_VARIABLE_OPS = ("VarHandleOp", "VariableV2", "Variable")
 _INPUT_OPS = ("Placeholder", "PlaceholderV2", "PlaceholderWithDefault")
 
 
@@ -59,6 +61,9 @@ class Graph(GraphOps):
             self._names.reserve(node.name)
         self._scope = ""
         self._contexts = OverrideContexts(message)
+        self._sha256: tuple[bytes, str] = (b"", "")
+        self.variables = Variables(self._variable_type)
+        """Values of the graph's variables by name, which every request brings along; read-only arrays."""
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Graph:
@@ -84,6 +89,13 @@ class Graph(GraphOps):
         if not self._bytes:
             self._bytes = self._message.SerializeToString(deterministic=True)
         return self._bytes
+
+    def sha256(self) -> str:
+        """The hash of `plain_bytes`, worked out once for as long as the graph is not changed."""
+        data = self.plain_bytes()
+        if self._sha256[0] is not data:
+            self._sha256 = data, _blobs.digest(data)
+        return self._sha256[1]
 
     def __len__(self) -> int:
         return len(self._message.node)
@@ -114,6 +126,31 @@ class Graph(GraphOps):
             raise InvalidTensorError(f"constant {name or ''}: {cause}") from None
         attrs = {"dtype": AttrValue(type=message.dtype), "value": AttrValue(tensor=message)}
         return self._add("Const", self._unique(name or "Const"), [], attrs)[0]
+
+    def variable(self, name: str, initial_value: Any, dtype: _tensors.DtypeLike = None) -> TensorHandle:
+        """A variable with a value, which goes into `variables`; returns what reads it.
+
+        The variable's name stands for its value in `xs`, `fetches` and feeds. Element types are those of `constant`.
+        """
+        try:
+            value = (
+                natural(initial_value)
+                if dtype is None
+                else _tensors.from_value(initial_value, _tensors.dtype_number(dtype))
+            )
+            number = _tensors.number_of_array(value)
+        except ValueError as cause:
+            raise InvalidTensorError(f"variable {name}: {cause}") from None
+        full = self._unique(name)
+        attrs = {
+            "dtype": AttrValue(type=as_dt(number)),
+            "shape": AttrValue(shape=_tensors.shape_message(value.shape)),
+            "shared_name": AttrValue(s=full.encode()),
+        }
+        handle = self._add("VarHandleOp", full, [], attrs)[0]
+        read = self._add("ReadVariableOp", self._names.make(f"{full}/Read"), [handle], {"dtype": attrs["dtype"]})
+        self.variables[full] = value
+        return read[0]
 
     def op(self, op_type: str, *inputs: Any, name: str | None = None, control_inputs: Any = (), **attrs: Any) -> Any:
         """Adds a node.
@@ -273,6 +310,22 @@ class Graph(GraphOps):
             raise UnknownTensorError(f"the graph has no tensor {name!r}: node {node!r} has {len(handles)} outputs")
         return handles[index]
 
+    def value_of(self, name: str) -> TensorHandle:
+        """As `tensor`, for the names of variables (shared names too) a handle of the variable's element type."""
+        node, index = split(name)
+        message = self._types.node(node)
+        if message is None:
+            message = next((item for item in self._message.node if _is_shared(item, node)), None)
+        if message is not None and index == 0 and message.op in _VARIABLE_OPS and "dtype" in message.attr:
+            return TensorHandle(self, message.name, 0, message.attr["dtype"].type)
+        return self.tensor(name)
+
+    def _variable_type(self, name: str) -> int:
+        try:
+            return base(self.value_of(name).number)
+        except UnknownTensorError:
+            return 0
+
     def find(self, op_type: str | None = None, node: str | None = None, scope: str | None = None) -> list[Node]:
         """Nodes for which all selectors hold, in order. node: a name or a glob; scope: nodes under `scope/`."""
         pattern = None if node is None else glob(node)
@@ -336,3 +389,9 @@ class Graph(GraphOps):
         types = self._types.outputs(node)
         dtype = name_of(types[index]) if index < len(types) else name_of(as_dt(0))
         return TensorSpec(tensor, dtype, self.stated_shape(tensor), optional)
+
+
+def _is_shared(node: graph_pb2.Node, name: str) -> bool:
+    if node.op not in _VARIABLE_OPS or "shared_name" not in node.attr:
+        return False
+    return node.attr["shared_name"].s.decode(errors="replace") == name

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from gradrule import _tensors
+from gradrule import _blobs, _tensors
 from gradrule._attrs import natural
 from gradrule._dtypes import base, name_of
 from gradrule._graph import Graph
@@ -16,7 +16,7 @@ from gradrule._handles import Node, TensorHandle, as_tensor
 from gradrule._names import bare, near
 from gradrule._overrides import Overrides, label_of, override_messages
 from gradrule._rules import param_value
-from gradrule._sources import GraphLike, graph_bytes
+from gradrule._sources import GraphLike, graph_bytes, put_graph
 from gradrule.errors import (
     FeedDtypeError,
     InvalidDerivativeError,
@@ -68,10 +68,13 @@ class Words:
     rewrites: Sequence[str] = ()
 
 
-def program_spec(graph: GraphLike, words: Words) -> tuple[program_pb2.ProgramSpec, dict[str, Any]]:
+def program_spec(
+    graph: GraphLike, words: Words, blobs: _blobs.Blobs | None = None
+) -> tuple[program_pb2.ProgramSpec, dict[str, Any]]:
     """The program, and the upstream gradients that are values and so travel with each call, by y.
 
-    The words have their xs without groups (`_groups.flat_words`).
+    The words have their xs without groups (`_groups.flat_words`). `blobs`: takes the bytes that the program names by
+    their hash; None: it names none.
     """
     unconnected = _chosen(words.unconnected_gradients, _UNCONNECTED, "unconnected_gradients")
     spec = program_pb2.ProgramSpec(
@@ -80,8 +83,9 @@ def program_spec(graph: GraphLike, words: Words) -> tuple[program_pb2.ProgramSpe
         overrides=override_messages(words.overrides),
         rewrites=[words.rewrites] if isinstance(words.rewrites, str) else list(words.rewrites),
     )
-    # A builder's overrides of single nodes, which bytes cannot hold, go beside them.
-    spec.graph.serialized = graph.plain_bytes() if isinstance(graph, Graph) else graph_bytes(graph)
+    put_graph(graph, spec.graph, blobs)
+    if isinstance(graph, Graph):
+        spec.variables.extend(graph.variables.messages(blobs))
     y_names, x_names = names_of(words.ys, graph), names_of(words.xs, graph)
     tensors, values = _split_grad_ys(words.grad_ys, y_names, graph)
     stops = names_of(words.stop_gradients, graph)
@@ -131,14 +135,14 @@ def check_call(spec: program_pb2.ProgramSpec, call: evaluate_pb2.EvaluateRequest
     if not (call.feeds or call.params):
         return
     try:
-        read = graph if isinstance(graph, Graph) else Graph.from_bytes(spec.graph.serialized)
+        read = graph if isinstance(graph, Graph) else Graph.from_bytes(graph_bytes(graph))
     except InvalidGraphError:
         # The server says what is wrong with the graph.
         return
     fed: set[str] = set()
     for feed in call.feeds:
         try:
-            tensor = read.tensor(feed.name)
+            tensor = read.value_of(feed.name)
         except UnknownTensorError as cause:
             known = ", ".join(map(repr, read.inputs)) or "none"
             raise UnknownFeedError(f"feeds[{feed.name!r}]: {cause.message} Placeholders: {known}") from None
@@ -146,8 +150,9 @@ def check_call(spec: program_pb2.ProgramSpec, call: evaluate_pb2.EvaluateRequest
             raise UnknownFeedError(f"the tensor {feed.name!r} is fed twice")
         fed.add(tensor.name)
         # Arrays for a graph that came as bytes have not been compared yet.
-        if tensor.number and feed.value.inline.dtype != base(tensor.number):
-            actual = name_of(feed.value.inline.dtype)
+        dtype = feed.value.inline.dtype or feed.value.blob.dtype
+        if tensor.number and dtype != base(tensor.number):
+            actual = name_of(dtype)
             raise FeedDtypeError(f"feeds[{feed.name!r}] is an array of {actual}, the tensor is {tensor.dtype}")
     labels = {*map(label_of, spec.overrides), *read.wishing_op_types()}
     for label in call.params:
@@ -172,7 +177,7 @@ def types_of_graph(graph: GraphLike) -> TypeOf:
                 # The server says what is wrong with the graph.
                 return 0
         try:
-            return base(parsed[0].tensor(name).number)
+            return base(parsed[0].value_of(name).number)
         except UnknownTensorError:
             return 0
 
@@ -221,6 +226,11 @@ def name_of_tensor(name: Any, graph: GraphLike | None = None) -> str:
 
 def named_tensor(name: str, value: Any, type_of: TypeOf, where: str) -> tensor_pb2.NamedTensor:
     """A value under a name. Lists and numbers take the tensor's type; arrays must have it (`FeedDtypeError`)."""
+    if isinstance(value, _blobs.Blob):
+        number = type_of(name, False)
+        if number and value.number != number:
+            raise FeedDtypeError(f"{where} is a blob of {name_of(value.number)}, the tensor is {name_of(number)}")
+        return tensor_pb2.NamedTensor(name=name, value=value.source())
     message = tensor_message(value, type_of(name, not is_array(value)), where)
     return tensor_pb2.NamedTensor(name=name, value=tensor_pb2.TensorSource(inline=message))
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import grpc
 import grpc.aio
 
-from gradrule import _calls, _channel, _compare, _deadlines, _requests, _results
+from gradrule import _blobs, _calls, _channel, _compare, _deadlines, _requests, _results
 from gradrule._aio_derivatives import AsyncDerivatives, AsyncProgramDerivatives
 from gradrule._comparison import Comparison
 from gradrule._forward import AsyncForwardHandle
@@ -202,18 +202,7 @@ class AsyncClient(AsyncDerivatives):
     ) -> Comparison:
         """As `Client.compare`."""
         steps = _compare.plan(graph, feeds, ys, xs, overrides, grad_ys, finite_differences, rewrites)
-        try:
-            call = next(steps)
-            while True:
-                try:
-                    answer = await self._run(call, timeout)
-                except GradruleError as refusal:
-                    call = steps.throw(refusal)
-                else:
-                    call = steps.send(answer)
-        except StopIteration as end:
-            found: Comparison = end.value
-            return found
+        return await self._follow(steps, timeout)
 
     # Programs.
 
@@ -296,11 +285,49 @@ class AsyncClient(AsyncDerivatives):
     def __repr__(self) -> str:
         return f"<AsyncClient of {self.target!r}>"
 
+    async def upload(self, value: Any, *, timeout: float | None = None) -> str:
+        """As `Client.upload`."""
+        wanted = _calls.upload(value)
+        await self._follow(_blobs.uploads({wanted.sha256: wanted.data}), timeout)
+        return wanted.sha256
+
     async def _run(self, call: _calls.Call[R], timeout: float | None) -> R:
+        return await (self._follow(_blobs.steps(call), timeout) if call.blobs else self._once(call, timeout))
+
+    async def _follow(self, steps: Generator[_calls.Call[Any] | _blobs.Upload, Any, R], timeout: float | None) -> R:
+        """Takes one step after the other; what comes of them."""
+        try:
+            step = next(steps)
+            while True:
+                try:
+                    outcome = await self._step(step, timeout)
+                except GradruleError as refusal:
+                    step = steps.throw(refusal)
+                else:
+                    step = steps.send(outcome)
+        except StopIteration as end:
+            found: R = end.value
+            return found
+
+    async def _step(self, step: _calls.Call[Any] | _blobs.Upload, timeout: float | None) -> Any:
+        if not isinstance(step, _blobs.Upload):
+            return await self._run(step, timeout)
+        deadline = step.deadline(_deadlines.of_call(timeout, self._timeout))
+        try:
+            send: grpc.aio.StreamUnaryMultiCallable[bytes, bytes] = self._channel.stream_unary(_blobs.UPLOAD_METHOD)
+            return await send(step.pieces(), timeout=deadline, metadata=self._metadata)
+        except grpc.RpcError as failure:
+            raise error_of(failure) from None
+        except grpc.aio.UsageError as cause:
+            raise self._closed() from cause
+
+    async def _once(self, call: _calls.Call[R], timeout: float | None) -> R:
+        deadline = _deadlines.of_call(timeout, self._timeout)
+        if call.on_stream:
+            return await self._stream.run(call, deadline)
         method = self._methods.get(call.method)
         if method is None:
             method = self._methods[call.method] = self._channel.unary_unary(call.method)
-        deadline = _deadlines.of_call(timeout, self._timeout)
         request = serialized(call.request)
         try:
             answer = await method(request, timeout=deadline, metadata=self._metadata)
@@ -348,8 +375,7 @@ class AsyncProgram(AsyncProgramDerivatives):
         timeout: float | None = None,
     ) -> AsyncForwardHandle:
         """As `Program.forward`; `async with await p.forward(…) as h`."""
-        seconds = _deadlines.of_call(timeout, self._client._timeout)
-        return await AsyncForwardHandle(self._client._stream, self, feeds, params, ttl, seconds).run()
+        return await AsyncForwardHandle(self._client._run, self, feeds, params, ttl, timeout).run()
 
     async def map(
         self,

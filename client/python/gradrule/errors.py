@@ -285,6 +285,16 @@ class InternalError(GradruleError):
     CODE = "INTERNAL"
 
 
+class BlobNotFoundError(GradruleError):
+    """The server does not have bytes that the call names by their hash. `client.upload` sends them."""
+
+    CODE = "NOT_FOUND"
+
+
+class BlobMismatchError(GradruleError):
+    """Uploaded bytes do not have the hash that was announced: they were damaged or changed on their way."""
+
+
 class HandleExpiredError(GradruleError):
     """A forward handle was closed, lapsed, or lost with its engine. `ForwardHandle` runs forward again by itself."""
 
@@ -292,7 +302,7 @@ class HandleExpiredError(GradruleError):
 
 
 class QuotaExceededError(GradruleError):
-    """A bound on sessions, handles or bytes is reached; the message names it. Close some, or ask for less at a time."""
+    """The server keeps no more of this kind. Give up some of it, or raise the setting that the message names."""
 
     CODE = "RESOURCE_EXHAUSTED"
 

@@ -34,13 +34,16 @@ _NEEDS_THREADS = frozenset(
 )
 
 
-def build(request: link_pb2.CompileRequest) -> Built:
-    """Builds the program; `GradruleError` where TensorFlow refuses the graph or a rule does not fit its node."""
+def build(request: link_pb2.CompileRequest, values: Sequence[tf.Tensor] = ()) -> Built:
+    """Builds the program; `GradruleError` where TensorFlow refuses the graph or a rule does not fit its node.
+
+    `values`: of the request's variables, in their order.
+    """
     graph_def = tf_graph_pb2.GraphDef.FromString(request.graph)
     # Removed with the program: names are unique to it, so nothing else refers to them.
     functions = tf_private.add_functions(graph_def.library)
     try:
-        built = _build(request, graph_def)
+        built = _build(request, graph_def, values)
     except BaseException:
         tf_private.remove_functions(functions)
         raise
@@ -48,11 +51,15 @@ def build(request: link_pb2.CompileRequest) -> Built:
     return built
 
 
-def _build(request: link_pb2.CompileRequest, graph_def: tf_graph_pb2.GraphDef) -> Built:
+def _build(request: link_pb2.CompileRequest, graph_def: tf_graph_pb2.GraphDef, values: Sequence[tf.Tensor]) -> Built:
     contents = [_content(rule) for rule in request.rules]
     used = {mark.rule for mark in request.marks} | {made.rule for made in request.made}
     built = Built(
-        inputs=[Input(spec.name, tf.as_dtype(spec.dtype), shape_of(spec.shape)) for spec in request.inputs],
+        inputs=[
+            *(_input(spec, None) for spec in request.inputs),
+            *(_input(item.spec, value) for item, value in zip(request.variables, values, strict=True)),
+        ],
+        aliases=dict(request.input_aliases),
         params=[
             ParamInput(index, param.name)
             for index, content in enumerate(contents)
@@ -100,6 +107,10 @@ def _add_fed(request: link_pb2.CompileRequest, graph_def: tf_graph_pb2.GraphDef,
 
 def _stacked(item: Input, built: Built) -> tf.TensorShape:
     return tf.TensorShape([None]).concatenate(item.shape) if built.stacked else item.shape
+
+
+def _input(spec: tensor_pb2.TensorSpec, default: tf.Tensor | None) -> Input:
+    return Input(spec.name, tf.as_dtype(spec.dtype), shape_of(spec.shape), default)
 
 
 def _is_small(graph: tf.Graph) -> bool:

@@ -14,11 +14,15 @@ from gradrule_server.link.v1 import link_pb2
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One argument of the built function: a placeholder's value, the upstream gradient of a y, a direction."""
+    """One argument of the built function: the value of a placeholder or variable, an upstream gradient, a direction.
+
+    `default`: what it is in calls that do not give it.
+    """
 
     name: str
     dtype: tf.DType
     shape: tf.TensorShape
+    default: tf.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,8 @@ class Built:
 
     function: Any = None
     inputs: list[Input] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Names of inputs by further names that calls may use."""
     grad_ys: list[Input] = field(default_factory=list)
     stacked: bool = False
     """Whether all fed grad_ys, and so all gradients, have one more axis in front, of one size."""

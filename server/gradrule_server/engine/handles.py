@@ -12,10 +12,11 @@ import tensorflow as tf
 
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.engine.answers import write_gradient, write_tensor
+from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.build import shape_of
 from gradrule_server.engine.built import Built, Input
 from gradrule_server.engine.question import WIDTHS
-from gradrule_server.engine.run import arguments_of, check_size, execute, grad_ys_of, set_timings
+from gradrule_server.engine.run import check_size, execute, set_timings
 from gradrule_server.engine.split import SplitProgram
 from gradrule_server.engine.tf_private import bytes_of
 from gradrule_server.errors import error
@@ -35,7 +36,8 @@ class _Kept:
 class Handles:
     """What forward runs left, by the front end's names, until it lets go of them. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, reader: ArgumentReader) -> None:
+        self._reader = reader
         self._kept: dict[str, _Kept] = {}
         self._released: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
@@ -47,7 +49,7 @@ class Handles:
         started = time.monotonic_ns()
         call = evaluate_pb2.EvaluateRequest.FromString(request.run.request)
         split = built.split
-        outputs, saved = execute(built, lambda: split.forward(arguments_of(built, call, request.run.params)))
+        outputs, saved = execute(built, lambda: split.forward(self._reader.arguments(built, call, request.run.params)))
         check_size(outputs)
         response = evaluate_pb2.EvaluateResponse(device=device)
         for name, value in zip(built.outputs, outputs, strict=True):
@@ -71,7 +73,7 @@ class Handles:
             raise error(errors_pb2.ERROR_REASON_HANDLE_EXPIRED, message, field="handle")
         call = evaluate_pb2.PullBackRequest.FromString(request.request)
         stacked = call.stacked_grad_ys
-        grad_ys = _grad_ys(call, kept.built)
+        grad_ys = self._grad_ys(call, kept.built)
         gradients = execute(kept.built, lambda: kept.split.backward(kept.saved, grad_ys, stacked=stacked))
         check_size(gradients)
         response = evaluate_pb2.PullBackResponse()
@@ -89,19 +91,20 @@ class Handles:
                 while len(self._released) > _MAX_RELEASED:
                     self._released.popitem(last=False)
 
-
-def _grad_ys(call: evaluate_pb2.PullBackRequest, built: Built) -> dict[int, tf.Tensor]:
-    """The given upstream gradients by the index of their y. INVALID_DERIVATIVE where a name is none of the ys."""
-    ys = {_canonical(spec.name): index for index, spec in enumerate(built.specs["ys"])}
-    given = [_canonical(item.name) for item in call.grad_ys]
-    for name in given:
-        if name not in ys or given.count(name) > 1:
-            why = "twice" if name in ys else f"which is none of the ys: {', '.join(ys)}"
-            raise error(errors_pb2.ERROR_REASON_INVALID_DERIVATIVE, f"grad_ys names {name!r} {why}", field="grad_ys")
-    specs = [built.specs["ys"][ys[name]] for name in given]
-    inputs = [Input(spec.name, tf.as_dtype(spec.dtype), shape_of(spec.shape)) for spec in specs]
-    tensors = grad_ys_of(call.grad_ys, inputs, stacked=call.stacked_grad_ys)
-    return {ys[name]: tensor for name, tensor in zip(given, tensors, strict=True)}
+    def _grad_ys(self, call: evaluate_pb2.PullBackRequest, built: Built) -> dict[int, tf.Tensor]:
+        """The given upstream gradients by the index of their y. INVALID_DERIVATIVE where a name is none of the ys."""
+        ys = {_canonical(spec.name): index for index, spec in enumerate(built.specs["ys"])}
+        given = [_canonical(item.name) for item in call.grad_ys]
+        for name in given:
+            if name not in ys or given.count(name) > 1:
+                why = "twice" if name in ys else f"which is none of the ys: {', '.join(ys)}"
+                raise error(
+                    errors_pb2.ERROR_REASON_INVALID_DERIVATIVE, f"grad_ys names {name!r} {why}", field="grad_ys"
+                )
+        specs = [built.specs["ys"][ys[name]] for name in given]
+        inputs = [Input(spec.name, tf.as_dtype(spec.dtype), shape_of(spec.shape)) for spec in specs]
+        tensors = self._reader.grad_ys(call.grad_ys, inputs, stacked=call.stacked_grad_ys)
+        return {ys[name]: tensor for name, tensor in zip(given, tensors, strict=True)}
 
 
 def _canonical(name: str) -> str:

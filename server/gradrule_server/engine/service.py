@@ -9,9 +9,12 @@ import tensorflow as tf
 from google.protobuf.message import DecodeError
 
 from gradrule.v1 import errors_pb2
+from gradrule_server.engine.arguments import ArgumentReader
+from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.engine.build import Built, build
 from gradrule_server.engine.handles import Handles
 from gradrule_server.engine.run import run
+from gradrule_server.engine.weights import Weights
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.faults import NotLoaded, fault_message
 from gradrule_server.link.framing import Frame, FrameSocket, Kind
@@ -23,11 +26,13 @@ _log = logging.getLogger(__name__)
 class EngineService:
     """Programs by key, and forward handles, and the handling of each kind of frame. Thread-safe."""
 
-    def __init__(self, frames: FrameSocket, device: str) -> None:
+    def __init__(self, frames: FrameSocket, device: str, blobs: BlobReader) -> None:
         self._frames = frames
+        self._reader = ArgumentReader(blobs)
+        self._weights = Weights(blobs)
         self._device = device
         self._programs: dict[str, Built] = {}
-        self._handles = Handles()
+        self._handles = Handles(self._reader)
         # Tracing is safe in threads, but gains nothing from them: it holds the interpreter lock throughout.
         self._build_lock = threading.Lock()
 
@@ -45,7 +50,9 @@ class EngineService:
     def _answer(self, frame: Frame) -> None:
         if frame.kind is Kind.RUN:
             request = link_pb2.RunRequest.FromString(frame.payload)
-            self._frames.send(Kind.RAN, frame.request_id, run(self._program(request.key), request, self._device))
+            self._frames.send(
+                Kind.RAN, frame.request_id, run(self._program(request.key), request, self._device, self._reader)
+            )
         elif frame.kind is Kind.COMPILE:
             reply = self._compile(link_pb2.CompileRequest.FromString(frame.payload))
             self._frames.send(Kind.COMPILED, frame.request_id, reply.SerializeToString())
@@ -71,8 +78,9 @@ class EngineService:
         return built
 
     def _compile(self, request: link_pb2.CompileRequest) -> link_pb2.CompileReply:
+        values = self._weights.of(request.variables)
         with self._build_lock:
-            built = build(request)
+            built = build(request, values)
         self._programs[request.key] = built
         return link_pb2.CompileReply(
             statuses=built.statuses,

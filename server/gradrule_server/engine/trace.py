@@ -65,7 +65,9 @@ class Trace:
         built.outputs = [endpoint.name for endpoint in request.fetches]
         for name, endpoints in (("outputs", request.fetches), ("ys", request.ys), ("xs", request.xs)):
             built.specs[name] = [spec_message(endpoint.name, tensors[endpoint.tensor]) for endpoint in endpoints]
-        built.specs["inputs"] = [spec_message(item.name, feeds[tensor_name(item.name)]) for item in built.inputs]
+        built.specs["inputs"] = [
+            spec_message(item.name, feeds[tensor_name(item.name)]) for item in built.inputs if item.default is None
+        ]
         if request.ys:
             differentiation = self._differentiation(tensors, feeds, rest)
             outputs += self._derivatives(tensors, fed_grad_ys, directions, differentiation)

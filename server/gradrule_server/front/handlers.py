@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Generic, NoReturn, TypeAlias, TypeVar
+from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -24,6 +24,7 @@ from gradrule_server.front.status import DETAILS_KEY, code_of, status_of
 _log = logging.getLogger(__name__)
 
 _OVERLOAD_RETRY_S = 0.2
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 RequestT = TypeVar("RequestT", bound=Message)
@@ -39,11 +40,21 @@ class Call(Generic[RequestT]):
     ends_at: float
 
 
+@dataclass(frozen=True, slots=True)
+class Incoming(Generic[RequestT]):
+    """One call whose request comes in several messages."""
+
+    messages: AsyncIterator[RequestT]
+
+
 Method = Callable[[Call[RequestT]], Awaitable[Message | bytes]]
+UploadMethod = Callable[[Incoming[RequestT]], Awaitable[Message | bytes]]
 StreamMethod = Callable[[AsyncIterator[bytes], Callable[[bytes], Awaitable[None]]], Awaitable[None]]
 """A bidirectional stream: from its requests, and what writes an answer. Its return ends the stream."""
 
 MethodTable = Mapping[str, tuple[type[Message], Method]]  # type: ignore[type-arg]  # one table holds methods of every request type
+UploadTable = Mapping[str, tuple[type[Message], UploadMethod]]  # type: ignore[type-arg]  # as above
+StreamTable = Mapping[str, StreamMethod]
 
 
 class Door:
@@ -58,12 +69,24 @@ class Door:
         """Set once the server is going away."""
 
     def service(
-        self, name: str, methods: MethodTable, streams: Mapping[str, StreamMethod] = MappingProxyType({})
+        self,
+        name: str,
+        methods: MethodTable = _NONE,
+        *,
+        uploads: UploadTable = _NONE,
+        streams: StreamTable = _NONE,
     ) -> grpc.GenericRpcHandler:
-        """A gRPC service from its methods, each with the type of its request, and its bidirectional streams."""
+        """A gRPC service from its methods, each with the type of its request.
+
+        `uploads`: those whose request comes in several messages. `streams`: the bidirectional ones.
+        """
         handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
             method_name: grpc.unary_unary_rpc_method_handler(self._unary(request_type, method))
             for method_name, (request_type, method) in methods.items()
+        }
+        handlers |= {
+            method_name: grpc.stream_unary_rpc_method_handler(self._upload(request_type, upload))
+            for method_name, (request_type, upload) in uploads.items()
         }
         handlers |= {
             method_name: grpc.stream_stream_rpc_method_handler(self._stream(method))
@@ -80,9 +103,17 @@ class Door:
         `remaining`: seconds that the caller gives it; None: the default.
         """
         received_ns = time.monotonic_ns()
+
+        async def run(ends_at: float) -> Message | bytes:
+            return await method(Call(_parse(request_type, raw), raw, received_ns, ends_at))
+
+        return await self._answer(run, remaining)
+
+    async def _answer(self, run: Callable[[float], Awaitable[Message | bytes]], remaining: float | None) -> bytes:
+        """What `run` answers, which takes the loop time at which the call ends."""
         try:
             with self._admitted():
-                answer = await self._in_time(request_type, method, raw, received_ns, remaining)
+                answer = await self._in_time(run, remaining)
         except GradruleError:
             raise
         except Exception as cause:
@@ -99,6 +130,24 @@ class Door:
         async def handle(raw: bytes, context: Context) -> bytes:
             try:
                 return await self.answer(request_type, method, raw, context.time_remaining())
+            except GradruleError as cause:
+                await _abort(context, cause)
+
+        return handle
+
+    def _upload(
+        self, request_type: type[RequestT], method: UploadMethod[RequestT]
+    ) -> Callable[[AsyncIterator[bytes], Context], Awaitable[bytes]]:
+        async def handle(pieces: AsyncIterator[bytes], context: Context) -> bytes:
+            async def messages() -> AsyncIterator[RequestT]:
+                async for raw in pieces:
+                    yield _parse(request_type, raw)
+
+            async def run(_: float) -> Message | bytes:
+                return await method(Incoming(messages()))
+
+            try:
+                return await self._answer(run, context.time_remaining())
             except GradruleError as cause:
                 await _abort(context, cause)
 
@@ -125,19 +174,14 @@ class Door:
         return _Admission(self)
 
     async def _in_time(
-        self,
-        request_type: type[RequestT],
-        method: Method[RequestT],
-        raw: bytes,
-        received_ns: int,
-        remaining: float | None,
+        self, run: Callable[[float], Awaitable[Message | bytes]], remaining: float | None
     ) -> Message | bytes:
         """The one place that keeps deadlines: whatever runs when it passes is cancelled."""
         seconds = self._default_deadline_s if remaining is None else min(remaining, self._max_deadline_s)
         ends_at = asyncio.get_running_loop().time() + seconds
         try:
             async with asyncio.timeout_at(ends_at):
-                return await method(Call(_parse(request_type, raw), raw, received_ns, ends_at))
+                return await run(ends_at)
         except TimeoutError as cause:
             raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, f"not done within {seconds:.3g} s") from cause
 

@@ -58,6 +58,8 @@ class Limits:
     node_outputs: int = 65_536
     # Of one constant: a message of 91 bytes can stand for gigabytes.
     constant_bytes: int = 256 << 20
+    # Of a graph that does not come in a message, which has a limit of its own.
+    graph_bytes: int = 1 << 30
     # Of all attributes that functions get from their calls: they can double with each level.
     attr_bytes: int = 4 << 20
 
@@ -79,6 +81,13 @@ class Node:
     # In expanded bodies: index into the marks, and whether its gradient passes through gradrule's hands.
     mark: int | None = None
     watched: bool = False
+    # In expanded bodies: the op type in the uploaded graph, where it is another by now.
+    uploaded_op: str = ""
+
+    @property
+    def op_type(self) -> str:
+        """The op type as selectors and people know it."""
+        return self.uploaded_op or self.op
 
 
 @dataclass(slots=True)

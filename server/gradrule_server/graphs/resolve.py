@@ -126,7 +126,7 @@ class Resolver:
         ]
         if not idle:
             return []
-        seen = [seen for seen, _ in self._calls] + [Seen(place.node.op, place.name) for place in scene.places]
+        seen = [seen for seen, _ in self._calls] + [Seen(place.node.op_type, place.name) for place in scene.places]
         regions = sorted({knot.region for _, knot in scene.knots if knot.region})
         return [
             _nothing_of_preset(group) if group[0].spec.is_preset else unmatched(group[0], seen, regions)
@@ -153,7 +153,7 @@ class Resolver:
                 self.findings.add(Reason.ERROR_REASON_INVALID_OVERRIDE, message, open_member.name, spec.field)
                 continue
             chooser.taken += 1
-            match = _match(spec, place.name, place.node.op, place.function, scene.is_differentiable(place, chain))
+            match = _match(spec, place.name, place.node.op_type, place.function, scene.is_differentiable(place, chain))
             match.tie(self.wishes.knot(place.node, place.name) if chain is None else None)
             if spec.selector.HasField("rank"):
                 match.rank = spec.selector.rank
@@ -207,12 +207,14 @@ class Resolver:
         for place in taken:
             place.label = spec.label
         last = scene.place(found.body, found.outputs[0][0])
-        match = _match(spec, last.name, last.node.op, last.function, scene.is_differentiable(last, found))
+        match = _match(spec, last.name, last.node.op_type, last.function, scene.is_differentiable(last, found))
         self._note_subgraph(match, found, members, scene)
 
     def _note_subgraph(self, match: Match, subgraph: Subgraph, members: Sequence[Place], scene: Scene) -> None:
         match.nodes = tuple(member.name for member in members)
-        match.op_type = "+".join(member.node.op for member in members) if len(members) <= _NAMED_OPS else match.op_type
+        match.op_type = (
+            "+".join(member.node.op_type for member in members) if len(members) <= _NAMED_OPS else match.op_type
+        )
         if match.rule == OWN_GRADIENT or not all(member.live for member in members):
             scene.idle.append((members[-1], match))
             return

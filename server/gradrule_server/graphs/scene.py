@@ -278,7 +278,7 @@ class Scene:
     def _by_op(self) -> Mapping[str, list[tuple[int, Place]]]:
         found: dict[str, list[tuple[int, Place]]] = {}
         for number, place in enumerate(self.places):
-            found.setdefault(place.node.op, []).append((number, place))
+            found.setdefault(place.node.op_type, []).append((number, place))
         return found
 
     @cached_property

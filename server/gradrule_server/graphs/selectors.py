@@ -124,7 +124,7 @@ class Chooser:
     def fits(self, place: Place) -> bool:
         """Whether name, op type, element type and attributes are meant."""
         node, selector = place.node, self.spec.selector
-        if self.op_types is not None and node.op not in self.op_types:
+        if self.op_types is not None and node.op_type not in self.op_types:
             return False
         if selector.dtype and (not node.outputs or node.outputs[0] != selector.dtype):
             return False

@@ -26,6 +26,7 @@ from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.programs.retries import Retries
 from gradrule_server.programs.rule_lookup import RegistryLookup
 from gradrule_server.programs.shape import CallShape, canonical
+from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.programs import ProgramRegistry
 from gradrule_server.registry.rules import RuleRegistry
 
@@ -63,15 +64,17 @@ class ProgramHouse:
         programs: ProgramRegistry,
         engine: Engine,
         limits: graphs.Limits,
+        blobs: BlobStore,
         *,
         capacity: int,
         capacity_bytes: int,
     ) -> None:
         self._rules = rules
         self._engine = engine
-        self._loaded = LoadedPrograms(engine, capacity, capacity_bytes)
+        self._blobs = blobs
+        self._loaded = LoadedPrograms(engine, blobs, capacity, capacity_bytes)
         self._cache = ProgramCache(capacity, capacity_bytes)
-        self._compiler = Compiler(engine, self._loaded, limits)
+        self._compiler = Compiler(engine, self._loaded, limits, blobs)
         self.kept = KeptPrograms(programs, rules, self._compiler, self._cache)
 
     async def evaluate(
@@ -120,7 +123,8 @@ class ProgramHouse:
         async def attempt() -> tuple[bytes, bool, int]:
             return await self._run(program, run, received_ns, compile_started, how)
 
-        answer, is_loaded_now, generation = await retries.run(attempt)
+        with self._blobs.held(_blobs(request)):
+            answer, is_loaded_now, generation = await retries.run(attempt)
         # Concatenating messages merges them, so an answer of any size is not parsed again here.
         tail = evaluate_pb2.EvaluateResponse()
         if is_new or is_loaded_now:
@@ -179,8 +183,15 @@ _NOT_FINDINGS = frozenset(
         errors_pb2.ERROR_REASON_ENGINE_UNAVAILABLE,
         errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED,
         errors_pb2.ERROR_REASON_INTERNAL,
+        errors_pb2.ERROR_REASON_BLOB_NOT_FOUND,
     }
 )
+
+
+def _blobs(request: evaluate_pb2.EvaluateRequest) -> list[str]:
+    """Blobs that the call's values are."""
+    values = (*request.feeds, *request.grad_ys, *request.tangents, *request.vectors)
+    return [item.value.blob.sha256 for item in values if item.value.HasField("blob")]
 
 
 def _call_shape(request: evaluate_pb2.EvaluateRequest) -> CallShape:

@@ -12,6 +12,7 @@ from gradrule_server.link.connection import EngineGone, Work
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.registry.blobs import BlobStore
 
 # A compilation that runs and that nobody waits for any more ends by itself, and whoever asks again finds its result.
 # To end the engine instead would cost everybody all that is loaded.
@@ -20,10 +21,11 @@ _PATIENCE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Loadable:
-    """What an engine needs to load a program: its digest, and the bytes of its `CompileRequest`."""
+    """What an engine needs to load a program: its digest, the bytes of its `CompileRequest`, and the blobs it reads."""
 
     key: str
     request: bytes
+    blobs: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -44,8 +46,9 @@ class Load:
 class LoadedPrograms:
     """The programs of the running engine, least recently used first."""
 
-    def __init__(self, engine: Engine, capacity: int, capacity_bytes: int) -> None:
+    def __init__(self, engine: Engine, blobs: BlobStore, capacity: int, capacity_bytes: int) -> None:
         self._engine = engine
+        self._blobs = blobs
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
         self._generation = 0
@@ -55,7 +58,7 @@ class LoadedPrograms:
 
     @contextlib.contextmanager
     def held(self, program: Loadable) -> Iterator[Load]:
-        """Sees to it that the program gets loaded; within this context it is not dropped."""
+        """Sees to it that the program gets loaded; within this context it is not dropped. BLOB_NOT_FOUND."""
         load = self._current(program.key)
         if load is None:
             load = self._start(program)
@@ -98,7 +101,13 @@ class LoadedPrograms:
         engine_key = f"{program.key}/{self._serial}"
         # Concatenating messages merges them: the last key counts.
         own_key = link_pb2.CompileRequest(key=engine_key).SerializeToString()
-        work = self._engine.submit(Kind.COMPILE, program.request + own_key)
+        self._blobs.hold(program.blobs)
+        try:
+            work = self._engine.submit(Kind.COMPILE, program.request + own_key)
+        except BaseException:
+            self._blobs.let_go(program.blobs)
+            raise
+        work.answer.add_done_callback(lambda _: self._blobs.let_go(program.blobs))
         load = self._loads[program.key] = Load(program.key, engine_key, len(program.request), work)
         self._bytes += load.size
         work.answer.add_done_callback(lambda answer: self._forget_failed(load, answer))

@@ -16,8 +16,10 @@ from gradrule_server.programs.derivative import Wish, wish_of
 from gradrule_server.programs.overrides import OverrideTable, read_overrides
 from gradrule_server.programs.rule_lookup import ResolvedRule, RuleLookup
 from gradrule_server.programs.shape import CallShape, canonical
+from gradrule_server.programs.values import Values, bind
+from gradrule_server.registry.blobs import BlobStore
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Goes into every digest: programs of another format are other programs."""
 
 _serial = itertools.count()
@@ -32,14 +34,19 @@ class Prepared:
     request: link_pb2.CompileRequest
     table: OverrideTable
     expanded: graphs.Expanded
+    # Blobs that an engine reads when it loads the program.
+    blobs: tuple[str, ...] = ()
 
 
-def prepare(spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, limits: graphs.Limits) -> Prepared:
+def prepare(
+    spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, limits: graphs.Limits, store: BlobStore
+) -> Prepared:
     """Checks and expands; raises `GradruleError` with all that is wrong."""
-    graph_bytes, graph = _graph_of(spec)
+    graph_bytes, graph = _graph_of(spec, limits, store)
     graph_digest = hashlib.sha256(graph_bytes).hexdigest()
+    variables = [item.name for item in spec.variables]
     # Feeding a placeholder is what placeholders are for: it makes no other program.
-    call = replace(call, feeds=call.feeds - graphs.placeholders(graph))
+    call = replace(call, feeds=call.feeds - graphs.placeholders(graph, variables))
     wish, findings = wish_of(spec, call)
     table = read_overrides(spec.overrides, lookup)
     findings += [*_check_wishes(spec, wish), *table.findings]
@@ -66,6 +73,7 @@ def prepare(spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, 
                 bring=table.bring,
                 # TensorFlow's functions have names for the whole process, so no two programs may share one.
                 namespace=f"gr{next(_serial)}",
+                variables=variables,
             ),
             limits,
         )
@@ -75,6 +83,7 @@ def prepare(spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, 
     if findings:
         raise GradruleError(findings)
     table.fill(expanded.brought)
+    values = bind(spec, expanded, store, limits)
 
     request = link_pb2.CompileRequest(
         graph=expanded.graph_bytes,
@@ -109,14 +118,27 @@ def prepare(spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, 
         split=call.split,
         directions=wish.directed(expanded),
         made=_made(table) if wish.again else (),
+        variables=values.bound,
+        input_aliases={alias: item.name for item in expanded.inputs for alias in item.aliases},
     )
-    key = _digest(graph_digest, spec, call, wish, request, table)
+    key = _digest(graph_digest, spec, call, wish, request, table, values)
     request.key = key
-    return Prepared(key, graph_digest, request, table, expanded)
+    return Prepared(key, graph_digest, request, table, expanded, values.blobs)
 
 
-def _graph_of(spec: program_pb2.ProgramSpec) -> tuple[bytes, graph_pb2.Graph]:
+def _graph_of(spec: program_pb2.ProgramSpec, limits: graphs.Limits, store: BlobStore) -> tuple[bytes, graph_pb2.Graph]:
     source = spec.graph.WhichOneof("source")
+    if source == "blob_sha256":
+        size = store.size(spec.graph.blob_sha256)
+        if size > limits.graph_bytes:
+            raise error(
+                errors_pb2.ERROR_REASON_LIMIT_EXCEEDED,
+                f"the graph has {size} bytes; {limits.graph_bytes} is the most, unless the server is started with a "
+                "larger --max-graph-bytes",
+                field="spec.graph",
+            )
+        data = store.read(spec.graph.blob_sha256)
+        return data, graphs.parse(data)
     if source == "serialized":
         return spec.graph.serialized, graphs.parse(spec.graph.serialized)
     if source == "inline":
@@ -187,6 +209,7 @@ def _digest(
     wish: Wish,
     request: link_pb2.CompileRequest,
     table: OverrideTable,
+    values: Values,
 ) -> str:
     """SHA-256 over all that decides what is computed; param values are not part of it."""
     rules = [_identity(bound.rule) for bound in table.bound]
@@ -214,6 +237,7 @@ def _digest(
         "split": request.split,
         "no_gradient": spec.no_gradient,
         "rewrites": list(spec.rewrites),
+        "variables": values.content,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

@@ -219,6 +219,12 @@ def _is_code(name: str) -> bool:
 
 def _graph_bytes(source: rule_pb2.GraphSource) -> bytes:
     match source.WhichOneof("source"):
+        case "blob_sha256":
+            raise error(
+                errors_pb2.ERROR_REASON_UNSUPPORTED,
+                "a rule's graph travels with the rule, not as a blob: rules are small",
+                field="definition.graph",
+            )
         case "serialized":
             return source.serialized
         case "inline":

@@ -236,6 +236,22 @@ class CompileRequest(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
+    @typing.final
+    class InputAliasesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     KEY_FIELD_NUMBER: builtins.int
     GRAPH_FIELD_NUMBER: builtins.int
     MARKS_FIELD_NUMBER: builtins.int
@@ -256,6 +272,7 @@ class CompileRequest(google.protobuf.message.Message):
     VARIABLES_FIELD_NUMBER: builtins.int
     UPDATES_FIELD_NUMBER: builtins.int
     SPLIT_FIELD_NUMBER: builtins.int
+    INPUT_ALIASES_FIELD_NUMBER: builtins.int
     key: builtins.str
     """Key by which RUN and UNLOAD name the program: its digest."""
     graph: builtins.bytes
@@ -324,6 +341,10 @@ class CompileRequest(google.protobuf.message.Message):
     def updates(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Endpoint]:
         """What the graph assigns to variables: name of the variable, tensor with its new value."""
 
+    @property
+    def input_aliases(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Further names that calls may use for inputs and variables, each with the name of the input."""
+
     def __init__(
         self,
         *,
@@ -347,8 +368,9 @@ class CompileRequest(google.protobuf.message.Message):
         variables: collections.abc.Iterable[global___BoundVariable] | None = ...,
         updates: collections.abc.Iterable[global___Endpoint] | None = ...,
         split: builtins.bool = ...,
+        input_aliases: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["derivative", b"derivative", "directions", b"directions", "fetches", b"fetches", "grad_ys", b"grad_ys", "graph", b"graph", "inputs", b"inputs", "key", b"key", "made", b"made", "marks", b"marks", "no_gradient", b"no_gradient", "rules", b"rules", "scopes", b"scopes", "split", b"split", "stacked_grad_ys", b"stacked_grad_ys", "stop_gradients", b"stop_gradients", "unconnected_gradients", b"unconnected_gradients", "updates", b"updates", "variables", b"variables", "xs", b"xs", "ys", b"ys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["derivative", b"derivative", "directions", b"directions", "fetches", b"fetches", "grad_ys", b"grad_ys", "graph", b"graph", "input_aliases", b"input_aliases", "inputs", b"inputs", "key", b"key", "made", b"made", "marks", b"marks", "no_gradient", b"no_gradient", "rules", b"rules", "scopes", b"scopes", "split", b"split", "stacked_grad_ys", b"stacked_grad_ys", "stop_gradients", b"stop_gradients", "unconnected_gradients", b"unconnected_gradients", "updates", b"updates", "variables", b"variables", "xs", b"xs", "ys", b"ys"]) -> None: ...
 
 global___CompileRequest = CompileRequest
 
