@@ -53,6 +53,8 @@ class Graph(GraphOps):
     def _start(self, message: graph_pb2.Graph, data: bytes) -> None:
         self._message = message
         self._bytes = data
+        self.variables: dict[str, _tensors.Array] = {}
+        self.aliases: dict[str, str] = {}
         self._types = GraphTypes(message)
         self._names = UniqueNames()
         for node in message.node:
