@@ -119,7 +119,8 @@ def evaluate(
     type_of = _requests.types_of_graph(graph)
     request = _requests.evaluate_request(feeds, type_of, grad_ys=grad_ys, params=params, graph=graph)
     request.spec.CopyFrom(spec)
-    return _evaluate(request, _results.result)
+    aliases = _requests.given_aliases(graph, words)
+    return _evaluate(request, lambda response: _results.result(response, aliases))
 
 
 def evaluate_program(
@@ -131,8 +132,8 @@ def evaluate_program(
 ) -> Call[_results.Result]:
     """Evaluate by a program's name."""
     type_of = _requests.types_of_specs([*program.inputs, *program.ys])
-    values = _requests.program_grad_ys(grad_ys, [spec.name for spec in program.ys])
-    request = _requests.evaluate_request(feeds, type_of, grad_ys=values, params=params)
+    values = _requests.program_grad_ys(grad_ys, program)
+    request = _requests.evaluate_request(feeds, type_of, grad_ys=values, params=params, graph=program)
     request.program = program.name
     return _evaluate(request, decode)
 
@@ -160,11 +161,12 @@ def explain(
     type_of = _requests.types_of_graph(graph)
     call = _requests.evaluate_request(feeds, type_of, grad_ys=grad_ys, params=params, graph=graph)
     _requests.check_call(spec, call, graph)
+    aliases = _requests.given_aliases(graph, words)
     return Call(
         f"/{_PACKAGE}.ProgramService/CompileProgram",
         program_pb2.CompileProgramRequest(spec=spec, validate_only=True),
         program_pb2.CompileProgramResponse.FromString,
-        _results.explanation,
+        lambda response: _results.explanation(response, aliases),
     )
 
 

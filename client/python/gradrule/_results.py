@@ -19,7 +19,14 @@ V = TypeVar("V")
 
 
 class ByName(dict[str, V]):
-    """Values by tensor, under the names as given. Keys may be handles or nodes of one output too, and `y` is `y:0`."""
+    """Values by tensor, under the names as given. Keys may be handles or nodes of one output too, and `y` is `y:0`.
+
+    aliases: further names of tensors; a value is found by any name of its tensor.
+    """
+
+    def __init__(self, values: Mapping[str, V] | None = None, aliases: Mapping[str, str] | None = None) -> None:
+        super().__init__(values or {})
+        self._aliases = dict(aliases or {})
 
     def __missing__(self, key: Any) -> V:
         found = self._own_key(key)
@@ -43,7 +50,14 @@ class ByName(dict[str, V]):
         if not isinstance(name, str):
             return None
         candidates = (name, bare(name), f"{bare(name)}:0")
-        return next((candidate for candidate in candidates if dict.__contains__(self, candidate)), None)
+        found = next((candidate for candidate in candidates if dict.__contains__(self, candidate)), None)
+        if found is not None or not self._aliases:
+            return found
+        tensor = self._tensor(name)
+        return next((key for key in self if self._tensor(key) == tensor), None)
+
+    def _tensor(self, name: str) -> str:
+        return bare(self._aliases.get(name, name))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,22 +219,25 @@ class RuleInfo:
     create_time: float | None = field(default=None)
 
 
-def result(response: evaluate_pb2.EvaluateResponse) -> Result:
-    """From the answer of Evaluate."""
-    gradients: ByName[Array | Sparse | None] = ByName()
-    kinds: ByName[str] = ByName()
+def result(response: evaluate_pb2.EvaluateResponse, aliases: Mapping[str, str] | None = None) -> Result:
+    """From the answer of Evaluate. aliases: those under which tensors are told."""
+    given = labels(aliases)
+    gradients: ByName[Array | Sparse | None] = ByName(aliases=aliases)
+    kinds: ByName[str] = ByName(aliases=aliases)
     for gradient in response.gradients:
         kind = gradient.WhichOneof("value") or "unconnected"
-        kinds[gradient.x] = kind
+        x = given.get(bare(gradient.x), gradient.x)
+        kinds[x] = kind
         if kind == "dense":
-            gradients[gradient.x] = array(gradient.dense)
+            gradients[x] = array(gradient.dense)
         elif kind == "sparse":
-            gradients[gradient.x] = sparse(gradient.sparse)
+            gradients[x] = sparse(gradient.sparse)
         else:
-            gradients[gradient.x] = None
+            gradients[x] = None
+    outputs = {given.get(bare(output.name), output.name): array(output.value.inline) for output in response.outputs}
     timings = response.timings
     return Result(
-        outputs=ByName({output.name: array(output.value.inline) for output in response.outputs}),
+        outputs=ByName(outputs, aliases),
         gradients=gradients,
         gradient_kinds=kinds,
         overrides=resolutions(response.overrides),
@@ -232,17 +249,17 @@ def result(response: evaluate_pb2.EvaluateResponse) -> Result:
     )
 
 
-def explanation(response: program_pb2.CompileProgramResponse) -> Explanation:
-    """From the answer of CompileProgram with validate_only."""
+def explanation(response: program_pb2.CompileProgramResponse, aliases: Mapping[str, str] | None = None) -> Explanation:
+    """From the answer of CompileProgram with validate_only. aliases: those under which tensors are told."""
     program = response.program
     return Explanation(
         overrides=resolutions(program.overrides),
         defaulted=list(program.defaulted),
         findings=[Detail(item.reason, item.message, item.node, item.field) for item in response.findings],
-        inputs=specs(program.inputs),
-        outputs=specs(program.outputs),
-        ys=specs(program.ys),
-        xs=specs(program.xs),
+        inputs=specs(program.inputs, aliases),
+        outputs=specs(program.outputs, aliases),
+        ys=specs(program.ys, aliases),
+        xs=specs(program.xs, aliases),
         rewritten=list(program.rewritten),
     )
 
@@ -302,9 +319,15 @@ def resolutions(messages: Iterable[override_pb2.Resolution]) -> list[Resolution]
     ]
 
 
-def specs(messages: Iterable[tensor_pb2.TensorSpec]) -> ByName[TensorSpec]:
-    """Specs by name."""
-    return ByName({message.name: TensorSpec.of(message) for message in messages})
+def specs(messages: Iterable[tensor_pb2.TensorSpec], aliases: Mapping[str, str] | None = None) -> ByName[TensorSpec]:
+    """Specs by alias or name."""
+    given = labels(aliases)
+    return ByName({given.get(bare(item.name), item.name): TensorSpec.of(item) for item in messages}, aliases)
+
+
+def labels(aliases: Mapping[str, str] | None) -> dict[str, str]:
+    """The alias of each tensor that has one; the first where there are several."""
+    return {bare(tensor): alias for alias, tensor in reversed(list((aliases or {}).items()))}
 
 
 def array(message: tensor_pb2.Tensor) -> Array:

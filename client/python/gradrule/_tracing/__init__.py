@@ -62,14 +62,6 @@ def load_keras(path: Path) -> Graph:
     return keras_models.load(path)
 
 
-def freeze(data: bytes, variables: dict[str, Any]) -> bytes:
-    """A graph's bytes with variables made constants."""
-    _require("Graph.save with freeze=True")
-    from gradrule._tracing import freezing
-
-    return freezing.freeze(data, variables)
-
-
 def _require(what: str, why: str = "") -> None:
     if importlib.util.find_spec("tensorflow") is None:
         raise UnsupportedError(

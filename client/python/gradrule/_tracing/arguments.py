@@ -84,7 +84,9 @@ def _is_pair(given: Any) -> bool:
     dtype, shape = given
     if not isinstance(shape, list | tuple | tf.TensorShape | None):
         return False
-    if isinstance(shape, list | tuple) and not all(size is None or isinstance(size, int | np.integer) for size in shape):
+    if isinstance(shape, list | tuple) and not all(
+        size is None or isinstance(size, int | np.integer) for size in shape
+    ):
         return False
     return isinstance(dtype, str | type | np.dtype | tf.DType)
 

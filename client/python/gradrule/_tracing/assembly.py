@@ -12,10 +12,10 @@ from gradrule._graph import Graph
 from gradrule._names import UniqueNames
 from gradrule._tracing import tf_private
 from gradrule._tracing.arguments import node_name
-from gradrule._tracing.bodies import GRADIENT_ATTR, Body, Definition, Library, functions_of, output_slots
+from gradrule._tracing.bodies import GRADIENT_ATTR, Body, Definition, Library, output_slots
 from gradrule._tracing.gradients import attach_gradients
-from gradrule._tracing.resources import handles_to_values
 from gradrule._tracing.variables import Variable, split_captures
+from gradrule._variable_values import handles_to_values, needed_functions
 
 _ROOT = "gradrule_top"
 
@@ -26,9 +26,12 @@ def assembled(graph: Any, input_names: Sequence[str], aliases: Sequence[str]) ->
     arguments = [argument.name for argument in definition.signature.input_arg]
     library = Library(Body(definition, graph, list(arguments)))
     attach_gradients(library)
-    outer = {argument: captured for argument, captured in zip(
-        arguments[len(input_names) :], (external for external, _ in tf_private.captures(graph)), strict=True
-    )}
+    outer = {
+        argument: captured
+        for argument, captured in zip(
+            arguments[len(input_names) :], (external for external, _ in tf_private.captures(graph)), strict=True
+        )
+    }
     variables, constants = split_captures({**outer, **library.root_captures}, library)
     definitions = {name: body.definition for name, body in library.bodies.items()}
     ordinary = [name for name, body in library.bodies.items() if _is_ordinary(library, body)]
@@ -133,17 +136,7 @@ class _Top:
 
     def _write_library(self, result: graph_pb2.GraphDef) -> None:
         """All functions that something of the graph still needs."""
-        needed: set[str] = set()
-        pending: list[Any] = list(result.node)
-        while pending:
-            node = pending.pop()
-            names = [function.name for function in functions_of(node)]
-            gradient = node.attr[GRADIENT_ATTR].s.decode() if GRADIENT_ATTR in node.attr else ""
-            names += [node.op, self._library.gradients.get(gradient, "")]
-            for name in names:
-                if name in self._definitions and name not in needed:
-                    needed.add(name)
-                    pending.extend(self._definitions[name].node_def)
+        needed = needed_functions(result.node, self._definitions, self._library.gradients)
         for name in sorted(needed):
             function = result.library.function.add()
             function.CopyFrom(self._definitions[name])

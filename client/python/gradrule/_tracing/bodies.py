@@ -6,33 +6,25 @@ A tensor of an outer function, or a variable, that a body lacks is passed in thr
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
-from tensorflow.core.framework import attr_value_pb2, function_pb2, node_def_pb2, types_pb2
+from tensorflow.core.framework import function_pb2, node_def_pb2, types_pb2
 
 from gradrule._names import UniqueNames
 from gradrule._tracing import tf_private
+from gradrule._variable_values import functions_of
 from gradrule.errors import UnsupportedError
 
-Node = node_def_pb2.NodeDef
-Definition = function_pb2.FunctionDef
+Node: TypeAlias = node_def_pb2.NodeDef
+Definition: TypeAlias = function_pb2.FunctionDef
 
 GRADIENT_ATTR = "_gradient_op_type"
 
 _CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 _BRANCHES = {"If", "StatelessIf", "Case", "StatelessCase"}
 _LOOPS = {"While", "StatelessWhile"}
-
-
-def functions_of(node: Node) -> Iterator[attr_value_pb2.NameAttrList]:
-    """The functions that a node's attributes name."""
-    for key in sorted(node.attr):
-        value = node.attr[key]
-        if value.HasField("func"):
-            yield value.func
-        yield from value.list.func
 
 
 def output_slots(node: Node, library: Library) -> list[tuple[str, int]]:
@@ -193,8 +185,10 @@ class Library:
             current = pending.pop()
             if current.name in widened:
                 continue
-            if current.gradient_of is None and not current.users and not (
-                current is self.root and tf_private.is_eager(tensor)
+            if (
+                current.gradient_of is None
+                and not current.users
+                and not (current is self.root and tf_private.is_eager(tensor))
             ):
                 raise UnsupportedError(_unreachable(body, tensor))
             widened[current.name] = current

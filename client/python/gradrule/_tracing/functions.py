@@ -50,7 +50,9 @@ def of_concrete(function: Any, names: Mapping[int, str] | None = None, aliases: 
     """
     graph = function.graph
     if tf_private.deferred_captures(graph):
-        raise UnsupportedError(f"{_name_of(function)} captures values that are chosen when it is called; pass them as arguments")
+        raise UnsupportedError(
+            f"{_name_of(function)} captures values that are chosen when it is called; pass them as arguments"
+        )
     input_names = _input_names(function)
     for index, name in (names or {}).items():
         input_names[index] = name

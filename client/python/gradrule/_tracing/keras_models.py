@@ -55,6 +55,8 @@ def _own_specs(model: Any) -> Any:
             "give specs, one per argument of its call"
         )
     structure = getattr(model, "input", inputs)
+    if isinstance(structure, list) and len(structure) == 1:
+        structure = structure[0]
     return keras.tree.map_structure(_spec_of, structure)
 
 

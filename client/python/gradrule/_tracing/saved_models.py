@@ -27,14 +27,17 @@ def load(folder: Path, signature: str) -> Graph:
     tags = list(meta.meta_info_def.tags)
     try:
         if not meta.object_graph_def.nodes:
-            signatures = {key: value for key, value in meta.signature_def.items() if not key.startswith("__saved_model")}
+            signatures = {
+                key: value for key, value in meta.signature_def.items() if not key.startswith("__saved_model")
+            }
             if signature not in signatures:
-                raise _unknown(folder, signature, list(signatures), [])
+                raise _unknown(signature, list(signatures), [])
             return tf1_models.load(folder, tags, signatures[signature])
         loaded = tf.saved_model.load(str(folder), tags=tags)
-        return _of_object(folder, loaded, signature)
+        return _of_object(loaded, signature)
     except GradruleError as cause:
-        raise type(cause)(f"{folder}: {cause.message}", details=cause.details) from cause
+        details = cause.details if len(cause.details) > 1 else ()
+        raise type(cause)(f"{folder}: {cause.message}", details=details) from cause
     except (OSError, ValueError, tf.errors.OpError) as cause:
         raise InvalidGraphError(f"{folder}: TensorFlow cannot load the SavedModel: {cause}") from cause
 
@@ -59,14 +62,14 @@ def _meta_graph(folder: Path) -> Any:
     raise InvalidGraphError(f"{folder} has no graph with the tag {_SERVE!r}; there are: {known}")
 
 
-def _of_object(folder: Path, loaded: Any, signature: str) -> Graph:
+def _of_object(loaded: Any, signature: str) -> Graph:
     signatures: Mapping[str, Any] = loaded.signatures
     if signature in signatures:
         # The object must live as long as the function is looked at: it holds the variables.
         return of_concrete(signatures[signature])
     functions = _functions(loaded)
     if signature not in functions:
-        raise _unknown(folder, signature, list(signatures), list(functions))
+        raise _unknown(signature, list(signatures), list(functions))
     return of_concrete(_only(signature, functions[signature].concrete_functions))
 
 
@@ -98,8 +101,9 @@ def _is_for_training(function: Any) -> bool:
     return kwargs.get("training") is True or any(value is True for value in args)
 
 
-def _unknown(folder: Path, signature: str, signatures: list[str], functions: list[str]) -> InvalidGraphError:
+def _unknown(signature: str, signatures: list[str], functions: list[str]) -> InvalidGraphError:
     known = ", ".join(map(repr, sorted(signatures))) or "none"
+    functions = [name for name in functions if name not in signatures]
     more = f"; functions, which work too: {', '.join(map(repr, functions))}" if functions else ""
     return InvalidGraphError(
         f"there is no signature {signature!r}.{near(signature, [*signatures, *functions])} Signatures: {known}{more}"

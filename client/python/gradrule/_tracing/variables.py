@@ -90,9 +90,7 @@ def _known_variables(library: Library) -> dict[Any, str]:
 
 
 def _refusal(library: Library, argument: str, why: str) -> str:
-    users = [
-        f"{node.op} node {node.name!r}" for node in library.root.definition.node_def if argument in node.input
-    ]
+    users = [f"{node.op} node {node.name!r}" for node in library.root.definition.node_def if argument in node.input]
     return (
         f"the function uses the resource {argument!r} ({', '.join(users) or 'unused'}), which cannot travel: {why}. "
         "Take that part out of the function, and feed what it makes"
