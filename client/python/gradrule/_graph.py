@@ -328,7 +328,7 @@ class Graph(GraphOps):
 
     @property
     def outputs(self) -> Mapping[str, TensorSpec]:
-        """What has an alias and is no placeholder; without aliases what nothing takes anything from, constants aside."""
+        """What has an alias and is no placeholder; without aliases what nothing takes from, constants aside."""
         named = {
             alias: self._spec(tensor)
             for alias, tensor in self.aliases.items()

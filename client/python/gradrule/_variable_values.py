@@ -220,8 +220,8 @@ class _Copies:
                 self._value_gradient(node, handles)
                 return {}
         raise UnsupportedError(
-            f"{node.op} node {node.name!r} does more with a variable than read it, which neither the gradient function of "
-            "a region may do nor a graph that is to be frozen"
+            f"{node.op} node {node.name!r} does more with a variable than read it, which neither the gradient function "
+            "of a region may do nor a graph that is to be frozen"
         )
 
     def _call(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -19,6 +20,9 @@ FORMAT_VERSION = 2
 """Goes into every digest: programs of another format are other programs."""
 
 _serial = itertools.count()
+
+_ABOUT_NAMES = (errors_pb2.ERROR_REASON_UNKNOWN_TENSOR, errors_pb2.ERROR_REASON_UNKNOWN_FEED)
+_SHOWN_ALIASES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,7 @@ class Prepared:
     request: link_pb2.CompileRequest
     table: OverrideTable
     expanded: graphs.Expanded
+    aliases: dict[str, str]
 
 
 def canonical(name: str) -> str:
@@ -79,7 +84,7 @@ def prepare(spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, 
             limits,
         )
     except GradruleError as cause:
-        raise GradruleError([*cause.findings, *findings]) from None
+        raise GradruleError([*(_with_aliases(item, spec) for item in cause.findings), *findings]) from None
     if findings:
         raise GradruleError(findings)
 
@@ -112,7 +117,16 @@ def prepare(spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, 
     )
     key = _digest(graph_digest, spec, call, table)
     request.key = key
-    return Prepared(key, graph_digest, request, table, expanded)
+    return Prepared(key, graph_digest, request, table, expanded, dict(spec.aliases))
+
+
+def _with_aliases(finding: Finding, spec: program_pb2.ProgramSpec) -> Finding:
+    """A client puts names in the places of aliases; whoever misspells one is told those that there are."""
+    if not spec.aliases or finding.reason not in _ABOUT_NAMES:
+        return finding
+    shown = ", ".join(f"{alias!r}" for alias in itertools.islice(sorted(spec.aliases), _SHOWN_ALIASES))
+    more = f" and {len(spec.aliases) - _SHOWN_ALIASES} more" if len(spec.aliases) > _SHOWN_ALIASES else ""
+    return dataclasses.replace(finding, message=f"{finding.message} Aliases: {shown}{more}.")
 
 
 def _graph_of(spec: program_pb2.ProgramSpec) -> tuple[bytes, graph_pb2.Graph]:

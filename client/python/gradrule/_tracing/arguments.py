@@ -32,9 +32,10 @@ def as_specs(given: Any, where: str) -> Any:
     if _is_pair(given):
         return tf.TensorSpec(given[1], _dtype(given[0], where))
     if isinstance(given, Mapping):
-        return type(given)({key: as_specs(value, f"{where}[{key!r}]") for key, value in given.items()})  # type: ignore[call-arg]
+        return {key: as_specs(value, f"{where}[{key!r}]") for key, value in given.items()}
     if isinstance(given, tuple) and hasattr(given, "_fields"):
-        return type(given)(*(as_specs(value, f"{where}.{name}") for name, value in given._asdict().items()))
+        parts = zip(given._fields, given, strict=True)
+        return type(given)(*(as_specs(value, f"{where}.{name}") for name, value in parts))
     if isinstance(given, list | tuple):
         return type(given)(as_specs(value, f"{where}[{index}]") for index, value in enumerate(given))
     if isinstance(given, bool | int | float | complex | str | bytes | None) or callable(given):

@@ -13,7 +13,7 @@ from gradrule._names import UniqueNames
 from gradrule._tracing import tf_private
 from gradrule._tracing.arguments import node_name
 from gradrule._tracing.bodies import GRADIENT_ATTR, Body, Definition, Library, output_slots
-from gradrule._tracing.gradients import attach_gradients
+from gradrule._tracing.gradients import attach_gradients, drop_unused
 from gradrule._tracing.variables import Variable, split_captures
 from gradrule._variable_values import handles_to_values, needed_functions
 
@@ -26,15 +26,12 @@ def assembled(graph: Any, input_names: Sequence[str], aliases: Sequence[str]) ->
     arguments = [argument.name for argument in definition.signature.input_arg]
     library = Library(Body(definition, graph, list(arguments)))
     attach_gradients(library)
-    outer = {
-        argument: captured
-        for argument, captured in zip(
-            arguments[len(input_names) :], (external for external, _ in tf_private.captures(graph)), strict=True
-        )
-    }
+    drop_unused(library)
+    externals = [external for external, _ in tf_private.captures(graph)]
+    outer = dict(zip(arguments[len(input_names) :], externals, strict=True))
     variables, constants = split_captures({**outer, **library.root_captures}, library)
     definitions = {name: body.definition for name, body in library.bodies.items()}
-    ordinary = [name for name, body in library.bodies.items() if _is_ordinary(library, body)]
+    ordinary = [name for name, body in library.bodies.items() if library.runs_forward(body)]
     handles_to_values(definitions, library.gradients, ordinary, library.unique_gradient)
     top = _Top(library, definitions)
     result = top.build(graph, arguments[: len(input_names)], input_names, variables, constants)
@@ -44,20 +41,6 @@ def assembled(graph: Any, input_names: Sequence[str], aliases: Sequence[str]) ->
         if alias != tensor.removesuffix(":0"):
             wrapped.aliases[alias] = tensor
     return wrapped
-
-
-def _is_ordinary(library: Library, body: Body) -> bool:
-    """Whether a function runs forward, and is not a gradient or part of one."""
-    pending, seen = [body], {body.name}
-    while pending:
-        current = pending.pop()
-        if current is library.root:
-            return True
-        for user, _ in current.users:
-            if user.name not in seen:
-                seen.add(user.name)
-                pending.append(user)
-    return False
 
 
 class _Top:
@@ -116,6 +99,7 @@ class _Top:
             del copy.input[:]
             copy.input.extend(map(self._flat, node.input))
             _clean(copy)
+            _state_shapes(copy, node.name, graph)
         self.outputs = [self._flat(self._root.ret[output.name]) for output in self._root.signature.output_arg]
         self._write_library(result)
         return result
@@ -145,6 +129,13 @@ class _Top:
         for registered, gradient in sorted(self._library.gradients.items()):
             if gradient in needed:
                 result.library.registered_gradients.add(gradient_func=gradient, registered_op_type=registered)
+
+
+def _state_shapes(node: node_def_pb2.NodeDef, name: str, graph: Any) -> None:
+    """Writes down the shapes of a node that makes outputs, so that the graph tells them without TensorFlow."""
+    if any(tensor.op.name == name for tensor in graph.outputs):
+        for tensor in graph.get_operation_by_name(name).outputs:
+            node.attr["_output_shapes"].list.shape.add().CopyFrom(tensor.shape.as_proto())
 
 
 def _clean(node: node_def_pb2.NodeDef) -> None:

@@ -80,7 +80,7 @@ class Body:
 
     @property
     def name(self) -> str:
-        return self.definition.signature.name
+        return str(self.definition.signature.name)
 
     def captured(self, tensor: Any) -> Any:
         """The tensor of this body that stands for one of another graph, or None."""
@@ -157,6 +157,19 @@ class Library:
         definition = Definition()
         definition.CopyFrom(function.definition)
         return Body(definition, function.graph, [argument.name for argument in definition.signature.input_arg])
+
+    def runs_forward(self, body: Body) -> bool:
+        """Whether a function runs forward, and is not a gradient or only part of one."""
+        pending, seen = [body], {body.name}
+        while pending:
+            current = pending.pop()
+            if current is self.root:
+                return True
+            for user, _ in current.users:
+                if user.name not in seen:
+                    seen.add(user.name)
+                    pending.append(user)
+        return False
 
     def unique_gradient(self, wished: str) -> str:
         """A name for a gradient function that no other function and no op type has."""

@@ -64,6 +64,16 @@ def attach_gradients(library: Library) -> None:
                     _attach(library, body, op, shared)
 
 
+def drop_unused(library: Library) -> None:
+    """Takes arguments that nothing uses from gradient functions: they are named, so none is needed for its place."""
+    for body in library.bodies.values():
+        if body.gradient_of is not None:
+            used = referenced(body.definition)
+            kept = [argument for argument in body.definition.signature.input_arg if argument.name in used]
+            del body.definition.signature.input_arg[:]
+            body.definition.signature.input_arg.extend(kept)
+
+
 def variable(letter: str, index: int) -> str:
     """`x, x1, x2, …`."""
     return f"{letter}{index}" if index else letter
@@ -88,7 +98,14 @@ def _attach(library: Library, body: Body, op: Any, shared: dict[Any, str]) -> No
         node.attr[GRADIENT_ATTR].s = shared[key].encode()
         return
     name = library.unique_gradient(wished_name)
-    graph, output_names = _traced(site, function, name)
+    try:
+        graph, output_names = _traced(site, function, name)
+    except UnsupportedError:
+        if library.runs_forward(body):
+            raise
+        # A derivative of second order, which functions such as tf.recompute_grad do not have. The name that stays is
+        # one of another process to the server, which refuses it where somebody asks for that derivative.
+        return
     if site.region:
         node.attr[REGION_ATTR].s = (name if site.region == _LOADED_NAME else site.region).encode()
         node.attr[OUTPUTS_ATTR].i = site.outputs
@@ -131,7 +148,7 @@ def _static(op: Any) -> tuple[Any, ...]:
 
 
 def _traced(site: Site, function: Any, name: str) -> tuple[Any, list[str]]:
-    """The gradient as a function graph: inputs are upstream gradients, then what it captured; and its outputs' names."""
+    """The gradient as a function graph, of upstream gradients and what it captured, and the names of its outputs."""
     names = []
     with site.body.graph.as_default():
         graph = tf_private.FuncGraph(name)
@@ -189,10 +206,10 @@ def _write(library: Library, site: Site, graph: Any, name: str, output_names: li
     further: dict[Any, str] = {}
     for tensor, old in zip(graph.inputs, old_names, strict=True):
         outer = captured.get(tf_private.identity_of(tensor))
-        if old not in used:
-            arguments.append(None)
-        elif outer is None:
+        if outer is None:
             arguments.append(tensor.op.name)
+        elif old not in used:
+            arguments.append(None)
         elif tf_private.is_eager(outer) and outer.dtype != tf.resource:
             constants.append((taken.make("captured"), outer))
             arguments.append(constants[-1][0])
