@@ -59,7 +59,9 @@ def load(path: str | os.PathLike[str], signature: str = "serving_default") -> Gr
             f"{file} is a folder without a SavedModel; expected a file that ends with {', '.join(_READERS)}, or a "
             "folder with saved_model.pb"
         )
-    if file.suffix.lower() in _KERAS and file.exists():
+    if file.suffix.lower() in _KERAS:
+        if not file.exists():
+            raise InvalidGraphError(f"{file} cannot be read: No such file or directory")
         from gradrule._tracing import load_keras
 
         return load_keras(file)

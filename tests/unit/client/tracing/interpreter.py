@@ -153,8 +153,14 @@ def _attr(value: Any, kind: str) -> Any:
     if kind == "shape":
         return tf.TensorShape(value.shape)
     if kind == "list":
-        items = next((list(getattr(value.list, name)) for name in ("s", "i", "f", "b", "type", "shape")
-                      if getattr(value.list, name)), [])
+        items = next(
+            (
+                list(getattr(value.list, name))
+                for name in ("s", "i", "f", "b", "type", "shape")
+                if getattr(value.list, name)
+            ),
+            [],
+        )
         return [tf.TensorShape(item) if hasattr(item, "dim") else item for item in items]
     return getattr(value, kind)
 

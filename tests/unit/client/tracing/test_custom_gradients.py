@@ -207,7 +207,10 @@ def regions(graph: gr.Graph) -> dict[str, Any]:
     message = tf.compat.v1.GraphDef.FromString(graph.to_bytes())
     bodies = [message.node, *(function.node_def for function in message.library.function)]
     return {
-        node.attr["_gradrule_region"].s.decode(): node for nodes in bodies for node in nodes if "_gradrule_region" in node.attr
+        node.attr["_gradrule_region"].s.decode(): node
+        for nodes in bodies
+        for node in nodes
+        if "_gradrule_region" in node.attr
     }
 
 
@@ -320,7 +323,9 @@ def guided(op: Any, dy: Any) -> Any:
 
 def test_registered_gradients_travel() -> None:
     def fn(x: Any) -> Any:
-        with tf.compat.v1.get_default_graph().gradient_override_map({"Relu": "GradruleReferenceGuided", "Sign": "Identity"}):
+        with tf.compat.v1.get_default_graph().gradient_override_map(
+            {"Relu": "GradruleReferenceGuided", "Sign": "Identity"}
+        ):
             return tf.nn.relu(x) * -x + tf.nn.relu(x + 1.0) + tf.sign(x)
 
     tf.RegisterGradient("GradruleReferenceGuided")(guided)

@@ -48,7 +48,8 @@ def test_names_of_nested_arguments_and_results() -> None:
         return {"sum": a["u"] + a["v"] * scale, "rest": [rest[0], (key, b[0])], "none": None}
 
     graph = gr.trace(fn, {"v": SPEC, "u": SPEC}, [SPEC], 2.0, SPEC, key=SPEC)
-    assert list(graph.inputs) == ["a_u", "a_v", "b_0", "rest_0", "key"] or set(graph.inputs) >= {"a_u", "a_v", "b_0", "key"}
+    # TensorFlow has its own names for what a star takes.
+    assert list(graph.inputs) == ["a_u", "a_v", "b_0", "args_0", "key"]
     assert set(graph.outputs) == {"sum", "rest_0", "rest_1_0", "rest_1_1"}
     feeds = {name: X * (index + 1) for index, name in enumerate(graph.inputs)}
     values = Interpreter(graph).run({name: tf.constant(value) for name, value in feeds.items()})
@@ -113,13 +114,13 @@ def test_variables_keep_names_types_and_values() -> None:
     twins = [tf.Variable([1.0, 2.0], name="w"), tf.Variable([3], dtype=tf.int32, name="w")]
     half = tf.Variable([1.5], dtype=tf.bfloat16, name="a/half")
     graph = gr.trace(lambda x: x + tf.cast(twins[1], tf.float32) + twins[0][0] + tf.cast(half, tf.float32), SPEC)
-    assert list(graph.variables) == ["w", "w_1", "a/half"] or set(graph.variables) == {"w", "w_1", "a/half"}
+    assert set(graph.variables) == {"w", "w_1", "a/half"}
     assert {value.dtype.name for value in graph.variables.values()} == {"float32", "int32", "bfloat16"}
     for name, value in graph.variables.items():
         (node,) = graph.find(node=name)
         assert node.op_type == "VarHandleOp"
         assert node.attrs["shared_name"].s.decode() == name
-        assert gr._tensors.shape_tuple(node.attrs["shape"].shape) == value.shape  # type: ignore[attr-defined]
+        assert [dim.size for dim in node.attrs["shape"].shape.dim] == list(value.shape)
 
 
 def test_a_node_that_would_have_an_inputs_name_gives_way() -> None:
