@@ -94,9 +94,9 @@ def test_programs_that_differ_in_aliases_are_two(client: Any) -> None:
 
 
 def test_a_misspelt_alias_is_told_the_others(either: Any) -> None:
-    with pytest.raises(gr.errors.UnknownTensorError, match="'scor'.*Aliases: 'image', 'other', 'score'"):
+    with pytest.raises(gr.errors.UnknownTensorError, match=r"'scor'.*Aliases: 'image', 'other', 'score'"):
         either.evaluate(graph_with_aliases(), {"image": X}, fetches=["scor"])
-    with pytest.raises(gr.errors.UnknownFeedError, match="'imag'.*Aliases: 'image', 'other', 'score'"):
+    with pytest.raises(gr.errors.UnknownFeedError, match=r"'imag'.*Aliases: 'image', 'other', 'score'"):
         either.evaluate(graph_with_aliases(), {"imag": X}, fetches=["score"])
 
 

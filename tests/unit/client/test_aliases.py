@@ -36,7 +36,7 @@ def test_inputs_and_outputs_go_by_aliases() -> None:
 
 
 def test_unknown_tensors_list_the_aliases() -> None:
-    with pytest.raises(gr.errors.UnknownTensorError, match="Did you mean 'score'.*Aliases: 'image', 'score', 'inner'"):
+    with pytest.raises(gr.errors.UnknownTensorError, match=r"Did you mean 'score'.*Aliases: 'image', 'score', 'inner'"):
         aliased().tensor("scor")
 
 
@@ -96,9 +96,7 @@ def test_programs_go_by_their_aliases() -> None:
         name="programs/p", inputs=[specs["x"]], outputs=[specs["z"]], ys=[specs["z"]], xs=[specs["x"]],
         aliases={"image": "x", "score": "z"},
     )  # fmt: skip
-    call = _calls.evaluate_program(
-        message, {"image": [1.0]}, None, {"score": [2]}, lambda answer: _results.result(answer)
-    )
+    call = _calls.evaluate_program(message, {"image": [1.0]}, None, {"score": [2]}, _results.result)
     assert [feed.name for feed in call.request.feeds] == ["x"]  # type: ignore[attr-defined]
     assert [item.name for item in call.request.grad_ys] == ["z"]  # type: ignore[attr-defined]
     found = _results.specs(message.inputs, message.aliases)

@@ -38,7 +38,7 @@ def functional() -> Any:
     return keras.Model(image, {"score": keras.layers.Dense(2, name="head")(hidden), "hidden": hidden})
 
 
-class Subclassed(keras.Model):
+class Subclassed(keras.Model):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__(name="own")
         self.dense = keras.layers.Dense(3, activation="swish")
@@ -47,7 +47,7 @@ class Subclassed(keras.Model):
         return self.dense(x) * (2.0 if training else 1.0)
 
 
-MODELS = {
+MODELS: dict[str, Any] = {
     "functional": functional,
     "sequential": lambda: keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, activation="silu")]),
     "convolution": lambda: keras.Sequential(
@@ -124,7 +124,7 @@ def test_training_mode() -> None:
 
 def test_subclassed_models_need_specs() -> None:
     model = Subclassed()
-    with pytest.raises(gr.errors.InvalidGraphError, match="'own' does not tell its inputs.*give specs"):
+    with pytest.raises(gr.errors.InvalidGraphError, match=r"'own' does not tell its inputs.*give specs"):
         gr.from_keras(model)
     graph = gr.from_keras(model, ("float32", [None, 3]))
     assert list(graph.inputs) == ["inputs"]
