@@ -5,7 +5,8 @@
     client = gr.connect("localhost:8470")
     client.create_rule("QuantizeGrad", "where(abs(x) <= 1, dy, 0)")
 
-Importing it loads nothing heavy; each name below is loaded at its first use. TensorFlow is never needed.
+Importing it loads nothing heavy; each name below is loaded at its first use. TensorFlow is needed
+only for graphs that come from it: `trace`, `from_keras`, and `load` of SavedModels and Keras files.
 """
 
 from __future__ import annotations
@@ -39,13 +40,14 @@ if TYPE_CHECKING:
     )
     from gradrule._rules import Rule
     from gradrule._specs import TensorSpec
+    from gradrule._tracing import from_keras, trace
     from gradrule.errors import GradruleError
 
 __version__ = "0.1.0"
 
 __all__ = [
     "connect", "local", "aio", "Client", "Program", "ForwardHandle", "AsyncForwardHandle",
-    "Graph", "TensorHandle", "Node", "load", "Blob",
+    "Graph", "TensorHandle", "Node", "load", "trace", "from_keras", "Blob",
     "Rule", "Override", "Region", "Preset",
     "Result", "Explanation", "SampleResult", "RuleInfo", "PresetInfo", "ParamInfo",
     "Comparison", "ComparedRow", "Parting", "FiniteDifferences",
@@ -66,6 +68,8 @@ _HOMES = {
     "TensorHandle": "_handles",
     "Node": "_handles",
     "load": "_load",
+    "trace": "_tracing",
+    "from_keras": "_tracing",
     "Rule": "_rules",
     "Override": "_overrides",
     "Preset": "_overrides",

@@ -132,7 +132,8 @@ def evaluate(
         feeds, type_of, grad_ys=grad_ys, params=params, graph=graph, stacked_grad_ys=stacked_grad_ys
     )
     request.spec.CopyFrom(spec)
-    return evaluate_call(request, lambda response: _results.result(response, groups), blobs)
+    aliases = _requests.given_aliases(graph, words)
+    return evaluate_call(request, lambda response: _results.result(response, groups, aliases), blobs)
 
 
 def evaluate_program(
@@ -145,8 +146,10 @@ def evaluate_program(
 ) -> Call[_results.Result]:
     """Evaluate by a program's name."""
     type_of = _requests.types_of_specs([*program.inputs, *program.ys])
-    values = _requests.program_grad_ys(grad_ys, [spec.name for spec in program.ys])
-    request = _requests.evaluate_request(feeds, type_of, grad_ys=values, params=params, stacked_grad_ys=stacked_grad_ys)
+    values = _requests.program_grad_ys(grad_ys, program)
+    request = _requests.evaluate_request(
+        feeds, type_of, grad_ys=values, params=params, graph=program, stacked_grad_ys=stacked_grad_ys
+    )
     request.program = program.name
     return evaluate_call(request, decode, _blobs.fed(feeds, grad_ys))
 
@@ -177,11 +180,12 @@ def explain(
     type_of = _requests.types_of_graph(graph)
     call = _requests.evaluate_request(feeds, type_of, grad_ys=grad_ys, params=params, graph=graph)
     _requests.check_call(spec, call, graph)
+    aliases = _requests.given_aliases(graph, words)
     return Call(
         f"/{_PACKAGE}.ProgramService/CompileProgram",
         program_pb2.CompileProgramRequest(spec=spec, validate_only=True),
         program_pb2.CompileProgramResponse.FromString,
-        _results.explanation,
+        lambda response: _results.explanation(response, aliases),
         blobs,
     )
 

@@ -49,7 +49,7 @@ class ForwardBase:
     @property
     def outputs(self) -> Mapping[str, Array]:
         """Arrays by fetch."""
-        return _results.result(self._held.evaluate).outputs
+        return _results.result(self._held.evaluate, aliases=self._message.aliases).outputs
 
     @property
     def bytes(self) -> int:
@@ -64,7 +64,7 @@ class ForwardBase:
         return Call("forward", self._request, answer, decode, self._blobs, on_stream=True)
 
     def _pull_back(self, grad_ys: GradYs | None, stacked: bool) -> evaluate_pb2.PullBackRequest:
-        values = _requests.program_grad_ys(grad_ys, [spec.name for spec in self._message.ys])
+        values = _requests.program_grad_ys(grad_ys, self._message)
         type_of = _requests.types_of_specs(self._message.ys)
         request = _requests.evaluate_request(None, type_of, grad_ys=values)
         return evaluate_pb2.PullBackRequest(grad_ys=request.grad_ys, stacked_grad_ys=stacked)
@@ -73,7 +73,7 @@ class ForwardBase:
         request.handle = self._handle
 
         def decode(answer: evaluate_pb2.PullBackResponse) -> Gradients:
-            return _results.regrouped(_results.gradients_by_x(answer.gradients), self._groups)
+            return _results.regrouped(_results.gradients_by_x(answer.gradients, self._message.aliases), self._groups)
 
         return Call("pull_back", request, evaluate_pb2.PullBackResponse.FromString, decode, on_stream=True)
 

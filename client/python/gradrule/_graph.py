@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -17,9 +17,10 @@ from gradrule._dtypes import as_dt, base, name_of
 from gradrule._graphtypes import GraphTypes
 from gradrule._handles import Node, TensorHandle, as_tensor
 from gradrule._infer import InferError, complete
-from gradrule._names import UniqueNames, glob, is_node_name, near, split
+from gradrule._names import UniqueNames, bare, glob, is_node_name, near, split
 from gradrule._ops import GraphOps
 from gradrule._overrides import Override
+from gradrule._results import ByName
 from gradrule._rules import OverrideValue
 from gradrule._specs import TensorSpec
 from gradrule._variables import Variables
@@ -43,6 +44,9 @@ _INPUT_OPS = ("Placeholder", "PlaceholderV2", "PlaceholderWithDefault")
 class Graph(GraphOps):
     """A graph that is being built, or was loaded.
 
+    variables: values of variables by the name of their node. aliases: further names of tensors, valid wherever names
+    are; one that is a node's name too hides the node's first output, which then goes by `node:0`.
+
     Nodes are made by `placeholder`, `constant`, `op`, operators on handles, and any op type's name in snake case
     (`g.relu(x)`). Attributes that follow from inputs are filled in. Node names are made unique as TensorFlow does it.
     """
@@ -55,6 +59,7 @@ class Graph(GraphOps):
     def _start(self, message: graph_pb2.Graph, data: bytes) -> None:
         self._message = message
         self._bytes = data
+        self.aliases: dict[str, str] = {}
         self._types = GraphTypes(message)
         self._names = UniqueNames()
         for node in message.node:
@@ -301,10 +306,12 @@ class Graph(GraphOps):
         return Node(self, message)
 
     def tensor(self, name: str) -> TensorHandle:
-        """The handle of a tensor, by `node` or `node:output`. Raises `UnknownTensorError`."""
-        node, index = split(name)
+        """The handle of a tensor, by `node`, `node:output` or alias. Raises `UnknownTensorError`."""
+        node, index = split(self.aliases.get(name, name))
         if self._types.node(node) is None:
-            raise UnknownTensorError(f"the graph has no tensor {name!r}.{near(node, self._types.names())}")
+            known = f" Aliases: {', '.join(map(repr, self.aliases))}." if self.aliases else ""
+            hint = near(node, [*self._types.names(), *self.aliases])
+            raise UnknownTensorError(f"the graph has no tensor {name!r}.{hint}{known}")
         handles = self.outputs_of(node)
         if index >= len(handles):
             raise UnknownTensorError(f"the graph has no tensor {name!r}: node {node!r} has {len(handles)} outputs")
@@ -362,27 +369,48 @@ class Graph(GraphOps):
 
     @property
     def inputs(self) -> Mapping[str, TensorSpec]:
-        """Placeholders by name."""
-        return MappingProxyType(
-            {
-                node.name: self._spec(node.name, optional=node.op == "PlaceholderWithDefault")
+        """Placeholders by alias or name."""
+        return self._by_alias(
+            [
+                self._spec(node.name, optional=node.op == "PlaceholderWithDefault")
                 for node in self._message.node
                 if node.op in _INPUT_OPS
-            }
+            ]
         )
 
     @property
     def outputs(self) -> Mapping[str, TensorSpec]:
-        """Outputs of nodes that no other node takes anything from, placeholders and constants aside, by name."""
+        """What has an alias and is no placeholder; without aliases what nothing takes from, constants aside."""
+        named = {
+            alias: self._spec(tensor)
+            for alias, tensor in self.aliases.items()
+            if (node := self._types.node(split(tensor)[0])) is not None and node.op not in _INPUT_OPS
+        }
+        if named:
+            return ByName(named, self.aliases)
         used = {split(name.removeprefix("^"))[0] for node in self._message.node for name in node.input}
-        return MappingProxyType(
-            {
-                handle.name.removesuffix(":0"): self._spec(handle.name)
+        return self._by_alias(
+            [
+                self._spec(handle.name)
                 for node in self._message.node
                 if node.name not in used and node.op != "Const" and node.op not in _INPUT_OPS
                 for handle in self.outputs_of(node.name)
-            }
+            ]
         )
+
+    def _by_alias(self, specs: list[TensorSpec]) -> Mapping[str, TensorSpec]:
+        aliases = {bare(tensor): alias for alias, tensor in self.aliases.items()}
+        return ByName({aliases.get(bare(spec.name), bare(spec.name)): spec for spec in specs}, self.aliases)
+
+    def save(self, path: str | os.PathLike[str], *, freeze: bool = False) -> None:
+        """Writes the graph to a `.pb` file, and its variables and aliases to the `.npz` beside it, if it has any.
+
+        `gr.load` reads both. freeze: variables become constants of the graph. Raises `InvalidOverrideError` where bytes
+        would lose a rule, `UnsupportedError` for variables that cannot be frozen or written.
+        """
+        from gradrule._saving import save
+
+        save(self, path, freeze=freeze)
 
     def _spec(self, tensor: str, *, optional: bool = False) -> TensorSpec:
         node, index = split(tensor)

@@ -6,14 +6,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from gradrule._names import bare
-from gradrule._requests import GroupedNames, Words, names_of
+from gradrule._requests import GroupedNames, Words, listed, name_of_tensor, names_of
 from gradrule._results import Groups
 from gradrule._sources import GraphLike
 
 
 def groups_of(xs: GroupedNames, graph: GraphLike | None = None) -> Groups:
-    """The groups, as names."""
-    return {group: names_of(names, graph) for group, names in xs.items()} if isinstance(xs, Mapping) else None
+    """The groups, as names; aliases stay what they are."""
+    if not isinstance(xs, Mapping):
+        return None
+    return {
+        group: [name if isinstance(name, str) else name_of_tensor(name, graph) for name in listed(names)]
+        for group, names in xs.items()
+    }
 
 
 def flat(xs: GroupedNames, graph: GraphLike | None = None) -> list[str]:
@@ -23,7 +28,7 @@ def flat(xs: GroupedNames, graph: GraphLike | None = None) -> list[str]:
         return names_of(xs, graph)
     found: dict[str, str] = {}
     for names in groups.values():
-        for name in names:
+        for name in names_of(names, graph):
             found.setdefault(bare(name), name)
     return list(found.values())
 

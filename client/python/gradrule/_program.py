@@ -38,23 +38,28 @@ class ProgramBase:
 
     @property
     def inputs(self) -> Mapping[str, TensorSpec]:
-        """Placeholders that a call feeds, by name."""
-        return _results.specs(self._message.inputs)
+        """Placeholders that a call feeds, by alias or name."""
+        return _results.specs(self._message.inputs, self._message.aliases)
 
     @property
     def outputs(self) -> Mapping[str, TensorSpec]:
         """Fetches, by the names given."""
-        return _results.specs(self._message.outputs)
+        return _results.specs(self._message.outputs, self._message.aliases)
 
     @property
     def ys(self) -> Mapping[str, TensorSpec]:
         """What is differentiated, by the names given."""
-        return _results.specs(self._message.ys)
+        return _results.specs(self._message.ys, self._message.aliases)
 
     @property
     def xs(self) -> Mapping[str, TensorSpec]:
         """With respect to what, by the names given."""
-        return _results.specs(self._message.xs)
+        return _results.specs(self._message.xs, self._message.aliases)
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Further names of tensors, valid wherever names are."""
+        return dict(self._message.aliases)
 
     @property
     def overrides(self) -> list[_results.Resolution]:
@@ -96,7 +101,7 @@ class ProgramBase:
 
     def _decode(self, response: evaluate_pb2.EvaluateResponse) -> _results.Result:
         # The answer of a compiled program leaves out what the program told once.
-        result = _results.result(response, self._groups)
+        result = _results.result(response, self._groups, self._message.aliases)
         return replace(result, overrides=self.overrides, defaulted=self.defaulted, rewritten=self.rewritten)
 
 

@@ -27,7 +27,7 @@ from gradrule.errors import (
     UnknownParamError,
     UnknownTensorError,
 )
-from gradrule.v1 import evaluate_pb2, program_pb2, tensor_pb2
+from gradrule.v1 import evaluate_pb2, override_pb2, program_pb2, tensor_pb2
 
 Name: TypeAlias = "str | TensorHandle | Node"
 Names: TypeAlias = "Name | Iterable[Name]"
@@ -82,7 +82,10 @@ def program_spec(
         no_gradient=_chosen(words.no_gradient, _NO_GRADIENT, "no_gradient"),
         overrides=override_messages(words.overrides),
         rewrites=[words.rewrites] if isinstance(words.rewrites, str) else list(words.rewrites),
+        aliases=aliases_of(graph),
     )
+    for override in spec.overrides:
+        _resolve_aliases(override.selector, aliases_of(graph))
     put_graph(graph, spec.graph, blobs)
     if isinstance(graph, Graph):
         spec.variables.extend(graph.variables.messages(blobs))
@@ -100,6 +103,14 @@ def program_spec(
         if isinstance(graph, Graph):
             spec.overrides.extend(override.message() for override in graph.node_overrides)
     return spec, values
+
+
+def _resolve_aliases(selector: override_pb2.Selector, aliases: Mapping[str, str]) -> None:
+    """Names of tensors in the places of their aliases."""
+    for names in (selector.region.inputs, selector.region.outputs, selector.depends_on):
+        # Looking at the region of a selector that has none does not make one; writing would.
+        for index, name in enumerate(names):
+            names[index] = aliases.get(name, name)
 
 
 def evaluate_request(
@@ -194,9 +205,9 @@ def types_of_specs(specs: Iterable[tensor_pb2.TensorSpec]) -> TypeOf:
     return type_of
 
 
-def program_grad_ys(grad_ys: GradYs | None, ys: Sequence[str]) -> dict[str, Any]:
+def program_grad_ys(grad_ys: GradYs | None, program: program_pb2.Program) -> dict[str, Any]:
     """The upstream gradients of one call of a program, by y."""
-    tensors, values = _split_grad_ys(grad_ys, ys, None)
+    tensors, values = _split_grad_ys(grad_ys, [spec.name for spec in program.ys], program)
     if tensors:
         y = next(iter(tensors))
         raise InvalidDerivativeError(
@@ -207,13 +218,11 @@ def program_grad_ys(grad_ys: GradYs | None, ys: Sequence[str]) -> dict[str, Any]
 
 def names_of(names: Names, graph: GraphLike | None = None) -> list[str]:
     """Names of tensors, from names and handles, one or many."""
-    if isinstance(names, str | TensorHandle | Node):
-        names = [names]
-    return [name_of_tensor(name, graph) for name in names]
+    return [name_of_tensor(name, graph) for name in listed(names)]
 
 
 def name_of_tensor(name: Any, graph: GraphLike | None = None) -> str:
-    """A tensor's name, from a name, a handle of this graph, or a node of it that has one output."""
+    """A tensor's name, from a name, an alias, a handle of this graph, or a node of it that has one output."""
     name = as_tensor(name)
     if isinstance(name, TensorHandle):
         if isinstance(graph, Graph) and name.graph is not graph:
@@ -221,7 +230,29 @@ def name_of_tensor(name: Any, graph: GraphLike | None = None) -> str:
         return name.name
     if not isinstance(name, str):
         raise UnknownTensorError(f"a tensor is named by a string or a handle, not by {type(name).__name__}")
-    return name
+    return aliases_of(graph).get(name, name)
+
+
+def aliases_of(graph: GraphLike | None) -> Mapping[str, str]:
+    """Further names of a graph's or program's tensors."""
+    return graph.aliases if isinstance(graph, Graph | program_pb2.Program) else {}
+
+
+def given_aliases(graph: GraphLike, words: Words) -> dict[str, str]:
+    """A graph's aliases, those first by which the words call what is asked for: answers tell tensors by the first."""
+    aliases = aliases_of(graph)
+    if not aliases:
+        return {}
+    asked = [name for names in (words.fetches, words.ys, words.xs) for name in listed(names) if isinstance(name, str)]
+    # A tensor that is called by its own name is told by it.
+    return {name: aliases.get(name, name) for name in asked} | dict(aliases)
+
+
+def listed(names: GroupedNames) -> list[Any]:
+    """Names, one or many, or in groups."""
+    if isinstance(names, Mapping):
+        return [name for group in names.values() for name in listed(group)]
+    return [names] if isinstance(names, str | TensorHandle | Node) else list(names)
 
 
 def named_tensor(name: str, value: Any, type_of: TypeOf, where: str) -> tensor_pb2.NamedTensor:

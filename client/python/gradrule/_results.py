@@ -23,7 +23,18 @@ Groups: TypeAlias = "Mapping[str, list[str]] | None"
 
 
 class ByName(dict[str, V]):
-    """Values by tensor, under the names as given. Keys may be handles or nodes of one output too, and `y` is `y:0`."""
+    """Values by tensor, under the names as given. Keys may be handles or nodes of one output too, and `y` is `y:0`.
+
+    aliases: further names of tensors; a value is found by any name of its tensor.
+    """
+
+    def __init__(self, values: Mapping[str, V] | None = None, aliases: Mapping[str, str] | None = None) -> None:
+        super().__init__(values or {})
+        self._aliases = dict(aliases or {})
+
+    def part(self, names: Iterable[str]) -> ByName[V]:
+        """The values of these names, under them."""
+        return ByName({name: self[name] for name in names}, self._aliases)
 
     def __missing__(self, key: Any) -> V:
         found = self._own_key(key)
@@ -47,7 +58,14 @@ class ByName(dict[str, V]):
         if not isinstance(name, str):
             return None
         candidates = (name, bare(name), f"{bare(name)}:0")
-        return next((candidate for candidate in candidates if dict.__contains__(self, candidate)), None)
+        found = next((candidate for candidate in candidates if dict.__contains__(self, candidate)), None)
+        if found is not None or not self._aliases:
+            return found
+        tensor = self._tensor(name)
+        return next((key for key in self if self._tensor(key) == tensor), None)
+
+    def _tensor(self, name: str) -> str:
+        return bare(self._aliases.get(name, name))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -212,17 +230,21 @@ class RuleInfo:
     gradient: Rule | None = field(default=None)
 
 
-def gradients_by_x(messages: Iterable[evaluate_pb2.Gradient]) -> ByName[Array | Sparse | None]:
-    """Gradients; None where there is none."""
-    found: ByName[Array | Sparse | None] = ByName()
+def gradients_by_x(
+    messages: Iterable[evaluate_pb2.Gradient], aliases: Mapping[str, str] | None = None
+) -> ByName[Array | Sparse | None]:
+    """Gradients; None where there is none. aliases: those under which tensors are told."""
+    given = labels(aliases)
+    found: ByName[Array | Sparse | None] = ByName(aliases=aliases)
     for gradient in messages:
+        x = given.get(bare(gradient.x), gradient.x)
         match gradient.WhichOneof("value"):
             case "dense":
-                found[gradient.x] = array(gradient.dense)
+                found[x] = array(gradient.dense)
             case "sparse":
-                found[gradient.x] = sparse(gradient.sparse)
+                found[x] = sparse(gradient.sparse)
             case _:
-                found[gradient.x] = None
+                found[x] = None
     return found
 
 
@@ -230,7 +252,7 @@ def regrouped(values: ByName[V], groups: Groups) -> ByName[Any]:
     """Values by x; with groups, by group and x."""
     if groups is None:
         return values
-    return ByName({group: ByName({name: values[name] for name in names}) for group, names in groups.items()})
+    return ByName({group: values.part(names) for group, names in groups.items()})
 
 
 def timings(message: evaluate_pb2.Timings) -> Timings:
@@ -238,13 +260,17 @@ def timings(message: evaluate_pb2.Timings) -> Timings:
     return Timings(*(part.ToNanoseconds() / 1e9 for part in (message.queue, message.compile, message.run)))
 
 
-def result(response: evaluate_pb2.EvaluateResponse, groups: Groups = None) -> Result:
-    """From the answer of Evaluate."""
-    kinds = ByName({item.x: item.WhichOneof("value") or "unconnected" for item in response.gradients})
+def result(
+    response: evaluate_pb2.EvaluateResponse, groups: Groups = None, aliases: Mapping[str, str] | None = None
+) -> Result:
+    """From the answer of Evaluate. aliases: those under which tensors are told."""
+    given = labels(aliases)
+    kinds = {given.get(bare(item.x), item.x): item.WhichOneof("value") or "unconnected" for item in response.gradients}
+    outputs = {given.get(bare(output.name), output.name): array(output.value.inline) for output in response.outputs}
     return Result(
-        outputs=ByName({output.name: array(output.value.inline) for output in response.outputs}),
-        gradients=regrouped(gradients_by_x(response.gradients), groups),
-        gradient_kinds=kinds,
+        outputs=ByName(outputs, aliases),
+        gradients=regrouped(gradients_by_x(response.gradients, aliases), groups),
+        gradient_kinds=ByName(kinds, aliases),
         overrides=resolutions(response.overrides),
         defaulted=list(response.defaulted),
         timings=timings(response.timings),
@@ -254,17 +280,17 @@ def result(response: evaluate_pb2.EvaluateResponse, groups: Groups = None) -> Re
     )
 
 
-def explanation(response: program_pb2.CompileProgramResponse) -> Explanation:
-    """From the answer of CompileProgram with validate_only."""
+def explanation(response: program_pb2.CompileProgramResponse, aliases: Mapping[str, str] | None = None) -> Explanation:
+    """From the answer of CompileProgram with validate_only. aliases: those under which tensors are told."""
     program = response.program
     return Explanation(
         overrides=resolutions(program.overrides),
         defaulted=list(program.defaulted),
         findings=[Detail(item.reason, item.message, item.node, item.field) for item in response.findings],
-        inputs=specs(program.inputs),
-        outputs=specs(program.outputs),
-        ys=specs(program.ys),
-        xs=specs(program.xs),
+        inputs=specs(program.inputs, aliases),
+        outputs=specs(program.outputs, aliases),
+        ys=specs(program.ys, aliases),
+        xs=specs(program.xs, aliases),
         rewritten=list(program.rewritten),
     )
 
@@ -335,9 +361,15 @@ def resolutions(messages: Iterable[override_pb2.Resolution]) -> list[Resolution]
     ]
 
 
-def specs(messages: Iterable[tensor_pb2.TensorSpec]) -> ByName[TensorSpec]:
-    """Specs by name."""
-    return ByName({message.name: TensorSpec.of(message) for message in messages})
+def specs(messages: Iterable[tensor_pb2.TensorSpec], aliases: Mapping[str, str] | None = None) -> ByName[TensorSpec]:
+    """Specs by alias or name."""
+    given = labels(aliases)
+    return ByName({given.get(bare(item.name), item.name): TensorSpec.of(item) for item in messages}, aliases)
+
+
+def labels(aliases: Mapping[str, str] | None) -> dict[str, str]:
+    """The alias of each tensor that has one; the first where there are several."""
+    return {bare(tensor): alias for alias, tensor in reversed(list((aliases or {}).items()))}
 
 
 def array(message: tensor_pb2.Tensor) -> Array:

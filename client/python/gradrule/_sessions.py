@@ -115,7 +115,7 @@ class SessionBase:
             loss_value, *outputs = [to_numpy(item.value.inline) for item in answer.outputs]
             return StepResult(
                 loss_value,
-                _results.ByName(zip(names, outputs, strict=True)),
+                _results.ByName(dict(zip(names, outputs, strict=True))),
                 answer.step,
                 _results.timings(answer.timings),
                 _results.resolutions(answer.overrides),
@@ -142,7 +142,7 @@ class SessionBase:
         request = session_pb2.ReadRequest(variables=_requests.names_of(names, self._graph))
 
         def decode(answer: session_pb2.ReadResponse) -> Mapping[str, Array]:
-            return _results.ByName((item.name, to_numpy(item.value.inline)) for item in answer.variables)
+            return _results.ByName({item.name: to_numpy(item.value.inline) for item in answer.variables})
 
         return Call("read", request, session_pb2.ReadResponse.FromString, decode)
 

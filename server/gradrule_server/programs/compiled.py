@@ -104,6 +104,7 @@ def compiled(prepared: Prepared, reply: link_pb2.CompileReply, device: str) -> C
         defaulted=reply.defaulted,
         device=device,
         rewritten=expanded.rewritten,
+        aliases=prepared.aliases,
     )
     tail = evaluate_pb2.EvaluateResponse(overrides=resolutions, defaulted=reply.defaulted, rewritten=expanded.rewritten)
     return Compiled(

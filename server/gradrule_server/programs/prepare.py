@@ -24,6 +24,9 @@ FORMAT_VERSION = 3
 
 _serial = itertools.count()
 
+_ABOUT_NAMES = (errors_pb2.ERROR_REASON_UNKNOWN_TENSOR, errors_pb2.ERROR_REASON_UNKNOWN_FEED)
+_SHOWN_ALIASES = 20
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -34,6 +37,7 @@ class Prepared:
     request: link_pb2.CompileRequest
     table: OverrideTable
     expanded: graphs.Expanded
+    aliases: dict[str, str]
     # Blobs that an engine reads when it loads the program.
     blobs: tuple[str, ...] = ()
 
@@ -78,7 +82,7 @@ def prepare(
             limits,
         )
     except GradruleError as cause:
-        raise GradruleError([*cause.findings, *findings]) from None
+        raise GradruleError([*(_with_aliases(item, spec) for item in cause.findings), *findings]) from None
     findings += wish.undirected(expanded)
     if findings:
         raise GradruleError(findings)
@@ -123,7 +127,16 @@ def prepare(
     )
     key = _digest(graph_digest, spec, call, wish, request, table, values)
     request.key = key
-    return Prepared(key, graph_digest, request, table, expanded, values.blobs)
+    return Prepared(key, graph_digest, request, table, expanded, dict(spec.aliases), values.blobs)
+
+
+def _with_aliases(finding: Finding, spec: program_pb2.ProgramSpec) -> Finding:
+    """A client puts names in the places of aliases; whoever misspells one is told those that there are."""
+    if not spec.aliases or finding.reason not in _ABOUT_NAMES:
+        return finding
+    shown = ", ".join(f"{alias!r}" for alias in itertools.islice(sorted(spec.aliases), _SHOWN_ALIASES))
+    more = f" and {len(spec.aliases) - _SHOWN_ALIASES} more" if len(spec.aliases) > _SHOWN_ALIASES else ""
+    return replace(finding, message=f"{finding.message} Aliases: {shown}{more}.")
 
 
 def _graph_of(spec: program_pb2.ProgramSpec, limits: graphs.Limits, store: BlobStore) -> tuple[bytes, graph_pb2.Graph]:

@@ -57,7 +57,9 @@ class ProgramRegistry:
 
         Raises MALFORMED_REQUEST (the id), PROGRAM_EXISTS, LIMIT_EXCEEDED, BLOB_NOT_FOUND.
         """
-        identity = _identity(program.digests.program, snapshot, override_values)
+        # What is told of a program is part of it; without aliases the identity is what it was before there were any.
+        aliases = [_without_graph(program_pb2.ProgramSpec(aliases=spec.aliases))] if spec.aliases else []
+        identity = _identity(program.digests.program, snapshot, override_values, *aliases)
         if program_id is None:
             # An id starts with a letter, so that it may also be asked for.
             program_id = f"p{identity[:32]}"

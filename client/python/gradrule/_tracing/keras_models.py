@@ -1,0 +1,122 @@
+"""Graphs of Keras models."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from gradrule._graph import Graph
+from gradrule._tracing.arguments import as_specs, leaf_names
+from gradrule._tracing.functions import concrete, of_concrete
+from gradrule.errors import InvalidGraphError, UnsupportedError
+
+
+def from_keras(model: Any, specs: Sequence[Any] = (), *, training: bool = False) -> Graph:
+    """See `gradrule.from_keras`."""
+    if not isinstance(model, keras.Model):
+        raise InvalidGraphError(f"{type(model).__name__} is no Keras model; gr.trace takes layers and functions")
+    if keras.config.backend() != "tensorflow":
+        raise UnsupportedError(f"Keras runs on {keras.config.backend()}; from_keras needs its TensorFlow backend")
+    given = [as_specs(spec, f"spec {index}") for index, spec in enumerate(specs)] or [_own_specs(model)]
+
+    def call(*inputs: Any) -> Any:
+        return model(*inputs, training=training)
+
+    with _scopes_by_layer(model):
+        function = concrete(call, given, {})
+    names = _names(model, given)
+    aliases = _output_names(model, function.structured_outputs)
+    return of_concrete(function, dict(enumerate(names)), aliases)
+
+
+def load(path: Path) -> Graph:
+    """The graph of a model that Keras saved into one file."""
+    try:
+        model = keras.models.load_model(path, compile=False)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as cause:
+        raise InvalidGraphError(
+            f"Keras cannot load {path}: {cause}. Where it needs custom objects, load it with "
+            "keras.models.load_model(…, custom_objects=…) and give the model to gr.from_keras"
+        ) from cause
+    return from_keras(model)
+
+
+def _own_specs(model: Any) -> Any:
+    inputs = getattr(model, "inputs", None)
+    if not inputs:
+        raise InvalidGraphError(
+            f"the model {model.name!r} does not tell its inputs, as subclassed models and unbuilt ones do not; "
+            "give specs, one per argument of its call"
+        )
+    structure = getattr(model, "input", inputs)
+    if isinstance(structure, list) and len(structure) == 1:
+        structure = structure[0]
+    return keras.tree.map_structure(_spec_of, structure)
+
+
+def _spec_of(tensor: Any) -> tf.TensorSpec:
+    return tf.TensorSpec(tensor.shape, tensor.dtype, name=tensor.name)
+
+
+def _names(model: Any, specs: Sequence[Any]) -> list[str]:
+    """Names of the inputs: Keras's where it has one for each, the argument's otherwise."""
+    by_structure = [
+        leaf.name or name for index, spec in enumerate(specs) for name, leaf in leaf_names(_argument(index), spec)
+    ]
+    own = list(getattr(model, "input_names", None) or ())
+    return own if len(own) == len(by_structure) else by_structure
+
+
+def _argument(index: int) -> str:
+    return f"inputs_{index}" if index else "inputs"
+
+
+def _output_names(model: Any, structure: Any) -> list[str] | None:
+    """The names of the output layers; for subclassed models None: by structure."""
+    if isinstance(structure, dict):
+        return None
+    own = list(getattr(model, "output_names", None) or ())
+    found = leaf_names("output", structure)
+    # Keras gives several outputs of one layer the layer's name each.
+    return own if len(own) == len(found) and len(set(own)) == len(own) else None
+
+
+@contextlib.contextmanager
+def _scopes_by_layer(model: Any) -> Iterator[None]:
+    """Within this context the nodes of a layer lie in the scope of its name, and nested layers' in `outer/inner`.
+
+    Keras opens a layer's scope twice, so that TensorFlow would make it `dense_1`, which may be another layer's name.
+    """
+    stack: list[str] = []
+    layers = [layer for layer in model._flatten_layers(include_self=False) if layer is not model]
+    calls = [(layer, layer.call) for layer in layers]
+    for layer, call in calls:
+        object.__setattr__(layer, "call", _in_scope(layer.name, call, stack))
+    try:
+        yield
+    finally:
+        for layer, call in calls:
+            if call == getattr(type(layer), "call", None) or getattr(call, "__self__", None) is layer:
+                object.__delattr__(layer, "call")
+            else:
+                object.__setattr__(layer, "call", call)
+
+
+def _in_scope(name: str, call: Callable[..., Any], stack: list[str]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def scoped(*args: Any, **kwargs: Any) -> Any:
+        stack.append(name)
+        try:
+            # The slash at the end enters the scope as it is, however often it was entered before.
+            with tf.name_scope("/".join(stack) + "/"):
+                return call(*args, **kwargs)
+        finally:
+            stack.pop()
+
+    return scoped
