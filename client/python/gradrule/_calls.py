@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from gradrule import _requests, _results, _samples
 from gradrule._rules import Params, Rule
-from gradrule._sources import GraphLike
+from gradrule._sources import GraphLike, sent_bytes
 from gradrule.errors import InvalidDerivativeError, InvalidRuleError
 from gradrule.v1 import evaluate_pb2, program_pb2, rule_pb2
 
@@ -160,11 +160,12 @@ def explain(
     type_of = _requests.types_of_graph(graph)
     call = _requests.evaluate_request(feeds, type_of, grad_ys=grad_ys, params=params, graph=graph)
     _requests.check_call(spec, call, graph)
+    sent = sent_bytes(graph)
     return Call(
         f"/{_PACKAGE}.ProgramService/CompileProgram",
         program_pb2.CompileProgramRequest(spec=spec, validate_only=True),
         program_pb2.CompileProgramResponse.FromString,
-        _results.explanation,
+        lambda response: _results.explanation(response, sent),
     )
 
 

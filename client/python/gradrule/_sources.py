@@ -29,6 +29,14 @@ def graph_bytes(graph: GraphLike) -> bytes:
     )
 
 
+def sent_bytes(graph: GraphLike) -> bytes:
+    """The bytes that a request carries: of a builder's graph without the overrides that go beside them."""
+    if callable(write := getattr(graph, "plain_bytes", None)):
+        data: bytes = write()
+        return data
+    return graph_bytes(graph)
+
+
 def graph_source(graph: GraphLike) -> GraphSource:
     """The message that carries a graph."""
     return GraphSource(serialized=graph_bytes(graph))

@@ -55,11 +55,11 @@ def facts_of(structure: Structure, explanation: Explanation) -> Facts:
     xs, ys = ([spec.name for spec in group.values()] for group in (explanation.xs, explanation.ys))
     for names, role in ((xs, "is_x"), (ys, "is_y")):
         for name in names:
-            leaf = structure.top.get(split(name)[0])
-            if leaf is None:
+            place = structure.top.get(split(name)[0])
+            if place is None:
                 notes.append(f"{name} is not in the picture")
             else:
-                setattr(facts[leaf], role, True)
+                setattr(facts[place], role, True)
     rules: dict[str, int] = {}
     asked: set[int] = set()
     sure = {found[0] for name in explanation.defaulted if len(found := places.get(name, [])) == 1}
@@ -112,7 +112,7 @@ def _path(structure: Structure, xs: Iterable[str], ys: Iterable[str]) -> bytearr
         for source in sources:
             after[source].append(vertex)
     reached, needed = (
-        _reach([vertex for name in names if (vertex := structure.vertex_of(name)) is not None], edges)
+        _reach([found for name in names if (found := structure.vertex_of(name)) is not None], edges)
         for names, edges in ((xs, after), (ys, structure.before))
     )
     return bytearray(map(int.__and__, reached, needed))
@@ -136,8 +136,8 @@ def _mark(structure: Structure, facts: list[Fact], path: bytearray, told: set[in
 
     `sure`: those it has asked, whether structure says so or not: gradients pass through resources, too.
     """
-    for (leaf, _), vertex in structure.outputs.items():
-        facts[leaf].on_path |= bool(path[vertex])
+    for (call, _), vertex in structure.outputs.items():
+        facts[call].on_path |= bool(path[vertex])
     for index, leaf in enumerate(structure.leaves):
         fact = facts[index]
         if not leaf.calls:

@@ -6,6 +6,7 @@ found once per scope here and hold for whatever is folded inside.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -101,7 +102,7 @@ def _wrapped(boxes: Sequence[int], layer: dict[int, int], place: dict[int, int])
         members = layers[number]
         count = -(-len(members) // _WIDTH)
         cuts = [len(members) * cut // count for cut in range(count + 1)]
-        rows += [members[start:end] for start, end in zip(cuts, cuts[1:], strict=False)]
+        rows += [members[start:end] for start, end in itertools.pairwise(cuts)]
     return rows
 
 

@@ -9,7 +9,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from gradrule._picture.layers import Item, box_of, entering, leaving
-from gradrule._picture.view import ROOT, View
+from gradrule._picture.reading import ROOT
+from gradrule._picture.view import View, meeting
 
 GAP, ROW_GAP, PAD, HEAD, BEND = 18.0, 34.0, 14.0, 24.0, 8.0
 
@@ -165,7 +166,7 @@ def _shown(view: View, placed: Placed, shown: dict[int, int], leaf: int) -> int:
 
 
 def _way(view: View, placed: Placed, source: int, target: int) -> list[Point]:
-    scope, upper, lower = meeting(view, source, target)
+    _, upper, lower = meeting(view, source, target)
     if view.row[upper] >= view.row[lower]:
         return []
     a, b = placed.rects[source], placed.rects[target]
@@ -196,14 +197,3 @@ def _between(view: View, box: int, outer: int) -> list[int]:
     while boxes[-1] != outer:
         boxes.append(view.parents[boxes[-1]])
     return boxes
-
-
-def meeting(view: View, source: int, target: int) -> tuple[int, int, int]:
-    """The innermost scope that holds both, and its children that hold one each."""
-    a, b = source, target
-    while view.parents[a] != view.parents[b]:
-        if view.depths[a] >= view.depths[b]:
-            a = view.parents[a]
-        else:
-            b = view.parents[b]
-    return view.parents[a], a, b

@@ -7,8 +7,9 @@ from html import escape
 
 from gradrule._picture import style
 from gradrule._picture.placing import Placed, Rect, Route, place, routes
+from gradrule._picture.reading import ROOT
 from gradrule._picture.text import width
-from gradrule._picture.view import ROOT, Badge, View
+from gradrule._picture.view import Badge, View
 
 _MARGIN = 16.0
 _LINE_HEIGHT = 20.0
@@ -18,20 +19,20 @@ _SWATCH = 22.0
 def draw(view: View) -> str:
     """The picture, with the scopes open that are open at first."""
     placed = place(view, set(view.opened))
-    legend = list(_legend(view))
-    top = _MARGIN + _LINE_HEIGHT * len(legend) + _MARGIN
+    rows = list(legend(view))
+    top = _MARGIN + _LINE_HEIGHT * len(rows) + _MARGIN
     graph = placed.rects[ROOT]
-    wide = max(graph.w + 2 * _MARGIN, max(width(line, 12.0) for _, line in legend) + 3 * _MARGIN + _SWATCH)
+    wide = max(graph.w + 2 * _MARGIN, max(width(line, 12.0) for _, _, line in rows) + 3 * _MARGIN + _SWATCH)
     high = top + graph.h + _MARGIN
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:.0f} {high:.0f}" width="{wide:.0f}" '
         f'height="{high:.0f}" role="img">',
         f"<title>{_heading(view)}</title>",
         f"<style>{style.of_svg(len(view.legend))}</style>",
-        f"<defs>{''.join(_arrow(name) for name in ('plain', 'thick'))}</defs>",
+        f"<defs>{ARROWS}</defs>",
         f'<rect class="ground" width="{wide:.0f}" height="{high:.0f}"/>',
     ]
-    for number, (sample, line) in enumerate(legend):
+    for number, (_, sample, line) in enumerate(rows):
         y = _MARGIN + _LINE_HEIGHT * number
         parts.append(f'<g class="legend" transform="translate({_MARGIN:g} {y:g})">{sample}')
         parts.append(f'<text x="{_SWATCH + 8 if sample else 0:g}" y="13">{escape(line)}</text></g>')
@@ -58,15 +59,16 @@ def _heading(view: View) -> str:
     return escape(f"gradrule: {'; '.join(line for _, line in view.heading)}")
 
 
-def _legend(view: View) -> Iterable[tuple[str, str]]:
-    """Rows of a sample and a text."""
+def legend(view: View) -> Iterable[tuple[int | None, str, str]]:
+    """Rows of a rule's index, a sample, at most 26 by 18 large, and a text."""
     for pill, line in view.heading:
-        yield _pill(pill, 12, 9) if pill else "", line
+        yield None, _pill(pill, 12, 9) if pill else "", line
     for number, row in enumerate(view.legend):
-        yield _mark(number, row.mark, 2, 1), f"{row.name}: {row.counts}" if row.counts else row.name
+        yield number, _mark(number, row.mark, 2, 1), f"{row.name}: {row.counts}" if row.counts else row.name
     for classes, line in style.SAMPLES:
-        yield f'<g class="{classes}"><rect class="body" x="1" y="3" width="{_SWATCH:g}" height="12" rx="3"/></g>', line
-    yield f'<path class="edge path" d="M1,9 H{_SWATCH + 1:g}"/>', style.PATH
+        drawn = f'<rect class="body" x="1" y="3" width="{_SWATCH:g}" height="12" rx="3"/>'
+        yield None, f'<g class="{classes}">{drawn}</g>', line
+    yield None, f'<path class="edge path" d="M1,9 H{_SWATCH + 1:g}"/>', style.PATH
 
 
 def _arrow(name: str) -> str:
@@ -74,6 +76,9 @@ def _arrow(name: str) -> str:
         f'<marker id="{name}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
         f'markerUnits="userSpaceOnUse" orient="auto"><path class="tip {name}" d="M0,0.5 L8,4 L0,7.5 z"/></marker>'
     )
+
+
+ARROWS = _arrow("plain") + _arrow("thick")
 
 
 def _open_scope(view: View, box: int, at: Rect) -> str:
@@ -120,17 +125,22 @@ def _badges(view: View, box: int) -> Iterable[str]:
     x = 10.0
     for badge in view.badges[box]:
         yield _badge(badge, x)
-        x += width(badge.text, 10.0) + 14
+        x += badge_width(badge) + 4
     if view.more[box]:
         yield f'<text class="second" x="{x:g}" y="49">…</text>'
 
 
 def _badge(badge: Badge, x: float) -> str:
-    w = width(badge.text, 10.0) + 10
+    w = badge_width(badge)
     return (
         f'<g class="r{badge.rule}"><rect class="mark" x="{x:g}" y="37" width="{w:g}" height="15" rx="7"/>'
         f'<text class="mark" x="{x + w / 2:g}" y="48" text-anchor="middle">{escape(badge.text)}</text></g>'
     )
+
+
+def badge_width(badge: Badge) -> float:
+    """Pixels that a badge takes."""
+    return width(badge.text, 10.0) + 10
 
 
 def _mark(rule: int, mark: str, x: float, y: float) -> str:
