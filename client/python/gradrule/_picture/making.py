@@ -75,11 +75,12 @@ def mark(number: int) -> str:
 
 
 def _titles(tree: Tree, structure: Structure, order: Sequence[int]) -> list[str]:
-    """Full names: a leaf's, or that of the scopes down to a scope."""
-    titles = [""] * len(tree.parents)
+    """Full names: a leaf's, or that of the scopes down to a scope. Groups are in no name but their own."""
+    titles, outer = [""] * len(tree.parents), [""] * len(tree.parents)
     for box in order[1:]:
-        outer = titles[tree.parents[box]]
-        whole = f"{outer}/{tree.labels[box]}" if outer else tree.labels[box]
+        around = outer[tree.parents[box]]
+        whole = f"{around}/{tree.labels[box]}" if around else tree.labels[box]
+        outer[box] = around if box in tree.groups else whole
         titles[box] = structure.leaves[tree.leaf[box]].name if tree.leaf[box] >= 0 else whole
     return [text.clean(title) for title in titles]
 

@@ -14,13 +14,17 @@ _GROUP = 30
 
 @dataclass(slots=True)
 class Tree:
-    """Box 0 is the whole graph. `leaf`: index of a leaf, or -1 for scopes. `box_of`: the box of each leaf."""
+    """Box 0 is the whole graph. `leaf`: index of a leaf, or -1 for scopes. `box_of`: the box of each leaf.
+
+    groups: boxes that stand for no scope of the graph.
+    """
 
     parents: list[int] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
     leaf: list[int] = field(default_factory=list)
     children: list[list[int]] = field(default_factory=list)
     box_of: list[int] = field(default_factory=list)
+    groups: set[int] = field(default_factory=set)
 
     def add(self, parent: int, label: str, leaf: int = -1) -> int:
         """Adds a box; its parent is told of it by `adopt`."""
@@ -125,6 +129,7 @@ def _group(tree: Tree, box: int) -> None:
             group = tree.add(box, f"{_end(tree, part[0], 0)} … {_end(tree, part[-1], -1)}")
             tree.adopt(group, part)
             groups.append(group)
+        tree.groups.update(groups)
         tree.adopt(box, groups)
 
 
