@@ -6,10 +6,10 @@ from __future__ import annotations
 PALETTE = (
     ("#e69f00", "#000"),
     ("#56b4e9", "#000"),
-    ("#009e73", "#fff"),
+    ("#009e73", "#000"),
     ("#cc79a7", "#000"),
     ("#0072b2", "#fff"),
-    ("#d55e00", "#fff"),
+    ("#d55e00", "#000"),
     ("#f0e442", "#000"),
 )
 
@@ -56,6 +56,7 @@ text { font: 11px ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace; 
 .leaf > .first, .leaf > .second { fill: {soft}; }
 .leaf.path > .first, .leaf.rule > .first, .scope > .first { fill: {ink}; }
 .second { font-size: 10px; fill: {soft}; }
+.leaf.rule > .second { fill: {ink}; }
 .scope > .body, .scope > .behind { fill: {scope}; stroke: {line}; }
 .open > .body { fill: {open}; }
 .name { paint-order: stroke; stroke: {ground}; stroke-width: 3; stroke-linejoin: round; }

@@ -36,11 +36,11 @@ PATH = {
 def test_functions_loops_and_branches_are_opened_where_they_are_used() -> None:
     found = structure(nested())
     names = [leaf.name for leaf in found.leaves]
-    assert sorted(names) == sorted(
-        ["x", "block/in", "block/call", "start", "loop", "pred", "if", "aside", "stop", "y"]
-        + ["block/call/call", "block/call/i", "block/call/call/s", "block/call/call/m"]
-        + ["loop/one", "loop/more", "loop/s", "loop/three", "loop/s", "if/s", "if/z"]
-    )
+    assert sorted(names) == [
+        "aside", "block/call", "block/call/call", "block/call/call/m", "block/call/call/s", "block/call/i", "block/in",
+        "if", "if/s", "if/z", "loop", "loop/more", "loop/one", "loop/s", "loop/s", "loop/three", "pred", "start",
+        "stop", "x", "y",
+    ]  # fmt: skip
     assert {leaf.name for leaf in found.leaves if leaf.calls} == {"block/call", "block/call/call", "loop", "if"}
 
 
@@ -163,7 +163,10 @@ def test_functions_that_double_end_in_time() -> None:
         b"",
         graph(node("a", "Neg", "gone"), node("a", "Neg", "a:7"), node("", "", ":", "::", "^", "a:b:c")),
         graph(node("a", "Neg", "b"), node("b", "Neg", "a")),
-        graph(node("a", "While", cond="cond", body="body"), functions=[function("cond", ["p"], {"r": "p"}), function("body", ["q"], {"r": "q"})]),
+        graph(
+            node("a", "While", cond="cond", body="body"),
+            functions=[function("cond", ["p"], {"r": "p"}), function("body", ["q"], {"r": "q"})],
+        ),
         graph(node("a/" * 5000 + "a", "Neg"), *(node("a/" * depth + "a", "Neg") for depth in range(200))),
         graph(node("f", "f", "f"), functions=[function("f", [], {"r": "gone:y:0", "s": ""})]),
     ],
