@@ -131,7 +131,7 @@ def test_five_thousand_nodes(either: Any, record_property: Callable[[str, object
         with g.name_scope(f"stage_{number // 250}/block_{number // 10}/"):
             h = g.add_v2(g.sign(h), g.mul(h, g.constant(0.5)))
     g.identity(h, name="y")
-    explained = either.explain(g, ys=["y"], xs=["x"], overrides={"Sign": "ste_sign"})
+    explained = either.explain(g, ys=["y"], xs=["x"], overrides={"Sign": "ste_sign"}, timeout=240)
     begun = time.monotonic()
     svg, html = explained.svg(), explained.html()
     record_property("seconds", time.monotonic() - begun)

@@ -69,10 +69,11 @@ def facts_of(structure: Structure, explanation: Explanation) -> Facts:
         for index in found:
             facts[index].rule, facts[index].label, facts[index].status = rule, item.label, item.status
         if item.status == ACTIVE:
-            asked.update(found, _inside(structure, found))
+            asked.update(found)
             sure.update(() if item.nodes else found)
         if not found:
             notes.append(f"{item.node} ({item.status.replace('_', ' ')}, {rule_text(item)}) is not in the picture")
+    asked.update(_inside(structure, [index for index in asked if structure.leaves[index].calls]))
     reported = {index for name in explanation.defaulted for index in places.get(name, ())}
     rewritten = {index for name in explanation.rewritten for index in places.get(name, ())}
     for index in rewritten:
@@ -101,8 +102,15 @@ def _at(structure: Structure, places: dict[str, list[int]], name: str, function:
 
 def _inside(structure: Structure, calls: Iterable[int]) -> list[int]:
     """The leaves inside of calls that got a rule as a whole, which the server therefore asks for nothing."""
-    prefixes = tuple(f"{structure.leaves[index].name}/" for index in calls if structure.leaves[index].calls)
-    return [index for index, leaf in enumerate(structure.leaves) if prefixes and leaf.name.startswith(prefixes)]
+    outer = {structure.leaves[index].name for index in calls}
+    found = []
+    for index, leaf in enumerate(structure.leaves) if outer else ():
+        name = leaf.name
+        while name and name not in outer:
+            name = name.rpartition("/")[0]
+        if name:
+            found.append(index)
+    return found
 
 
 def _path(structure: Structure, xs: Iterable[str], ys: Iterable[str]) -> bytearray:

@@ -109,7 +109,7 @@ function showGraph(document, window, view) {
     const size = canvas.getBoundingClientRect(), graph = placed.rects.get(ROOT);
     const wide = size.width / (graph.w + 40), high = size.height / (graph.h + 40);
     // A tall graph opens at its upper end, large enough to be read.
-    at.k = Math.min(1.2, whole ? Math.min(wide, high) : Math.max(Math.min(wide, high), 0.6));
+    at.k = Math.min(1.2, whole ? Math.min(wide, high) : Math.max(Math.min(wide, high), 0.8));
     at.x = (size.width - graph.w * at.k) / 2;
     at.y = whole ? (size.height - graph.h * at.k) / 2 : 20;
     move();
