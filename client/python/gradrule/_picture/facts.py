@@ -35,13 +35,17 @@ class Fact:
 
 @dataclass(slots=True)
 class Facts:
-    """Of all leaves, in their order. `path`: vertices on it. `rules`: names, in the order of their first override."""
+    """Of all leaves, in their order. `path`: vertices on it. `rules`: names, in the order of their first override.
+
+    wrong: all that is wrong. notes: what a picture cannot show.
+    """
 
     leaves: list[Fact]
     path: bytearray
     rules: list[str]
     ys: list[str]
     xs: list[str]
+    wrong: list[str]
     notes: list[str]
 
 
@@ -83,7 +87,8 @@ def facts_of(structure: Structure, explanation: Explanation) -> Facts:
             facts[index].wrong.append(finding.message)
     path = _path(structure, xs, ys)
     _mark(structure, facts, path, asked | reported | rewritten, sure)
-    return Facts(facts, path, list(rules), ys, xs, notes)
+    wrong = [f"{finding.reason}: {finding.message}" for finding in explanation.findings]
+    return Facts(facts, path, list(rules), ys, xs, wrong, notes)
 
 
 def rule_text(item: Resolution) -> str:

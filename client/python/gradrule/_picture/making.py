@@ -19,6 +19,7 @@ _BADGES = 4
 _LEAF_HEIGHT, _BADGE_HEIGHT = 38, 18
 _PILL = 16
 _HEADING = 160
+_TOLD = 8
 
 
 def view_of(structure: Structure, facts: Facts) -> View:
@@ -90,10 +91,10 @@ def _heading(structure: Structure, facts: Facts) -> list[tuple[str, str]]:
     for pill, names in (("y", facts.ys), ("x", facts.xs)):
         if names:
             lines.append((pill, f"{pill}s: {text.shortened(text.clean(', '.join(names)), _HEADING)}"))
-    wrong = sum(bool(fact.wrong) for fact in facts.leaves)
-    if wrong:
-        lines.append(("wrong", f"nodes with which something is wrong: {wrong}"))
-    return lines + [("", text.shortened(text.clean(note), _HEADING)) for note in facts.notes]
+    for pill, told in (("wrong", facts.wrong), ("", facts.notes)):
+        lines += [(pill, text.shortened(text.clean(line), _HEADING)) for line in told[:_TOLD]]
+        lines += [("", f"… {len(told) - _TOLD} more")] if len(told) > _TOLD else []
+    return lines
 
 
 def _counts(facts: Facts, rule: int) -> str:

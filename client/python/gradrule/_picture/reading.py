@@ -14,7 +14,7 @@ from gradrule.v1.graph_pb2 import Function, Graph, Node
 
 # Functions may call themselves, or double with each level: what lies deeper, or goes beyond, stays closed.
 _MAX_CALLS = 32
-_MAX_LEAVES = 200_000
+_MAX_OPENED = 50_000
 # A name may hold thousands of slashes; no picture needs as many scopes.
 _MAX_SCOPES = 48
 
@@ -98,8 +98,8 @@ class _Reader:
         self._functions = {function.signature.name: function for function in graph.library.function}
         self._scopes: dict[tuple[int, str], int] = {}
         self._depths = [0]
-        # Leaves that there are or will be.
-        self._promised = len(graph.node)
+        # Nodes of functions, once per use.
+        self._opened = 0
         # The leaf that a vertex is drawn from; an argument is drawn from what is passed.
         self._drawn: list[int] = []
 
@@ -172,10 +172,10 @@ class _Reader:
                     label = attr if value.HasField("func") else f"{attr}[{number}]"
                     found.append(_Body(attr, label, self._functions[func.name]))
         more = sum(len(body.function.node_def) for body in found)
-        if found and (depth >= _MAX_CALLS or self._promised + more > _MAX_LEAVES):
+        if found and (depth >= _MAX_CALLS or self._opened + more > _MAX_OPENED):
             self.structure.closed.append(leaf.name)
             return []
-        self._promised += more
+        self._opened += more
         leaf.calls = bool(found)
         return found
 

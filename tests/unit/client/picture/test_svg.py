@@ -181,7 +181,10 @@ def test_names_are_text_whatever_they_hold() -> None:
 
 def test_what_is_wrong_is_marked() -> None:
     finding = gr.errors.Detail("UNKNOWN_OP_TYPE", "There is no op type Sgn.", "aside", "")
-    drawn = parsed(explained(nested(), xs=[], ys=[], findings=[finding]))
+    others = [gr.errors.Detail("UNKNOWN_RULE", f"There is no rule {number}.", "", "") for number in range(20)]
+    drawn = parsed(explained(nested(), xs=[], ys=[], findings=[finding, *others]))
+    legend = ["".join(row.itertext()).replace("\n", "") for row in drawn.iter(f"{NS}g") if row.get("class") == "legend"]
+    assert "!UNKNOWN_OP_TYPE: There is no op type Sgn." in legend and "… 13 more" in legend
     group = next(group for name, group in boxes(drawn).items() if name.startswith("aside\n"))
     assert "wrong" in group.get("class", "").split()
     assert "There is no op type Sgn." in "".join(group.itertext())
