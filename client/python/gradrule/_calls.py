@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 from gradrule import _blobs, _requests, _results, _samples
 from gradrule._groups import flat_words, groups_of
 from gradrule._rules import Params, Rule
-from gradrule._sources import GraphLike, graph_bytes
+from gradrule._sources import GraphLike, graph_bytes, sent_bytes
 from gradrule.errors import InvalidDerivativeError, InvalidRuleError
 from gradrule.v1 import evaluate_pb2, program_pb2, rule_pb2
 
@@ -181,11 +181,12 @@ def explain(
     call = _requests.evaluate_request(feeds, type_of, grad_ys=grad_ys, params=params, graph=graph)
     _requests.check_call(spec, call, graph)
     aliases = _requests.given_aliases(graph, words)
+    sent = sent_bytes(graph)
     return Call(
         f"/{_PACKAGE}.ProgramService/CompileProgram",
         program_pb2.CompileProgramRequest(spec=spec, validate_only=True),
         program_pb2.CompileProgramResponse.FromString,
-        lambda response: _results.explanation(response, aliases),
+        lambda response: _results.explanation(response, aliases, sent),
         blobs,
     )
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from gradrule import _blobs
 from gradrule._calls import Call, evaluate_call
 from gradrule._groups import flat_words, groups_of
+from gradrule._names import bare
 from gradrule._requests import (
     CallParams,
     Feeds,
     TypeOf,
     Words,
     evaluate_request,
+    given_aliases,
     name_of_tensor,
     named_tensor,
     program_spec,
     types_of_graph,
     types_of_specs,
 )
-from gradrule._results import ByName, Groups, Sparse, array, gradients_by_x, regrouped
+from gradrule._results import ByName, Groups, Sparse, array, gradients_by_x, labels, regrouped
 from gradrule._sources import GraphLike
 from gradrule._tensors import Array
 from gradrule.errors import InvalidDerivativeError
@@ -42,7 +45,7 @@ def jvp(
     blobs = _blobs.fed(feeds, tangents)
     request = _inline(graph, feeds, params, words, program_pb2.Jvp, "jvp", blobs)
     _add_directions(request, tangents, types_of_graph(graph), "tangents", graph)
-    return evaluate_call(request, _tangents, blobs)
+    return evaluate_call(request, lambda response: _tangents(response, given_aliases(graph, words)), blobs)
 
 
 def jacobian(
@@ -52,8 +55,8 @@ def jacobian(
     blobs = _blobs.fed(feeds)
     request = _inline(graph, feeds, params, words, program_pb2.Jacobian, "jacobian", blobs)
     request.spec.jacobian.batched = batched
-    groups = groups_of(words.xs, graph)
-    return evaluate_call(request, lambda response: _jacobians(response, groups), blobs)
+    groups, aliases = groups_of(words.xs, graph), given_aliases(graph, words)
+    return evaluate_call(request, lambda response: _jacobians(response, groups, aliases), blobs)
 
 
 def hvp(
@@ -63,8 +66,8 @@ def hvp(
     blobs = _blobs.fed(feeds, vectors)
     request = _inline(graph, feeds, params, words, program_pb2.Hvp, "hvp", blobs)
     _add_directions(request, vectors, types_of_graph(graph), "vectors", graph)
-    groups = groups_of(words.xs, graph)
-    return evaluate_call(request, lambda response: _products(response, groups), blobs)
+    groups, aliases = groups_of(words.xs, graph), given_aliases(graph, words)
+    return evaluate_call(request, lambda response: _products(response, groups, aliases), blobs)
 
 
 def program_jvp(
@@ -72,8 +75,8 @@ def program_jvp(
 ) -> Call[Tangents]:
     """Evaluate, for Jacobian-vector products of a program's ys and xs."""
     request = _of_program(program, feeds, params, evaluate_pb2.DERIVATIVE_JVP)
-    _add_directions(request, tangents, types_of_specs(program.xs), "tangents", None)
-    return evaluate_call(request, _tangents, _blobs.fed(feeds, tangents))
+    _add_directions(request, tangents, types_of_specs(program.xs), "tangents", program)
+    return evaluate_call(request, lambda response: _tangents(response, program.aliases), _blobs.fed(feeds, tangents))
 
 
 def program_jacobian(
@@ -82,7 +85,7 @@ def program_jacobian(
     """Evaluate, for Jacobians of a program's ys by its xs."""
     kind = evaluate_pb2.DERIVATIVE_BATCH_JACOBIAN if batched else evaluate_pb2.DERIVATIVE_JACOBIAN
     request = _of_program(program, feeds, params, kind)
-    return evaluate_call(request, lambda response: _jacobians(response, groups), _blobs.fed(feeds))
+    return evaluate_call(request, lambda response: _jacobians(response, groups, program.aliases), _blobs.fed(feeds))
 
 
 def program_hvp(
@@ -90,8 +93,10 @@ def program_hvp(
 ) -> Call[Products]:
     """Evaluate, for Hessian-vector products of a program's ys and xs."""
     request = _of_program(program, feeds, params, evaluate_pb2.DERIVATIVE_HVP)
-    _add_directions(request, vectors, types_of_specs(program.xs), "vectors", None)
-    return evaluate_call(request, lambda response: _products(response, groups), _blobs.fed(feeds, vectors))
+    _add_directions(request, vectors, types_of_specs(program.xs), "vectors", program)
+    return evaluate_call(
+        request, lambda response: _products(response, groups, program.aliases), _blobs.fed(feeds, vectors)
+    )
 
 
 def _inline(
@@ -120,7 +125,7 @@ def _of_program(
     params: CallParams | None,
     derivative: evaluate_pb2.Derivative.ValueType,
 ) -> evaluate_pb2.EvaluateRequest:
-    request = evaluate_request(feeds, types_of_specs([*program.inputs, *program.ys]), params=params)
+    request = evaluate_request(feeds, types_of_specs([*program.inputs, *program.ys]), params=params, graph=program)
     request.program = program.name
     request.derivative = derivative
     return request
@@ -139,20 +144,24 @@ def _add_directions(
         messages.append(named_tensor(name, value, type_of, f"{word}[{name!r}]"))
 
 
-def _tangents(response: evaluate_pb2.EvaluateResponse) -> Tangents:
-    return ByName(
-        {item.name: array(item.value.inline) if item.HasField("value") else None for item in response.output_tangents}
-    )
+def _tangents(response: evaluate_pb2.EvaluateResponse, aliases: Mapping[str, str]) -> Tangents:
+    told = labels(aliases)
+    found = {
+        told.get(bare(item.name), item.name): array(item.value.inline) if item.HasField("value") else None
+        for item in response.output_tangents
+    }
+    return ByName(found, aliases)
 
 
-def _jacobians(response: evaluate_pb2.EvaluateResponse, groups: Groups) -> Jacobians:
-    by_y: ByName[ByName[Array | None]] = ByName()
+def _jacobians(response: evaluate_pb2.EvaluateResponse, groups: Groups, aliases: Mapping[str, str]) -> Jacobians:
+    told = labels(aliases)
+    by_y: dict[str, dict[str, Array | None]] = {}
     for block in response.jacobians:
-        by_x = by_y[block.y] if block.y in by_y else by_y.setdefault(block.y, ByName())
-        by_x[block.x] = array(block.dense) if block.HasField("dense") else None
-    return ByName({y: regrouped(by_x, groups) for y, by_x in by_y.items()})
+        by_x = by_y.setdefault(told.get(bare(block.y), block.y), {})
+        by_x[told.get(bare(block.x), block.x)] = array(block.dense) if block.HasField("dense") else None
+    return ByName({y: regrouped(ByName(by_x, aliases), groups) for y, by_x in by_y.items()}, aliases)
 
 
-def _products(response: evaluate_pb2.EvaluateResponse, groups: Groups) -> Products:
-    found: ByName[Array | Sparse | None] = gradients_by_x(response.gradients)
+def _products(response: evaluate_pb2.EvaluateResponse, groups: Groups, aliases: Mapping[str, str]) -> Products:
+    found: ByName[Array | Sparse | None] = gradients_by_x(response.gradients, aliases)
     return regrouped(found, groups)

@@ -152,7 +152,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a program would be, without running it. `findings` lists all that is wrong; then the rest is empty."""
+    """What a program would be, without running it. `findings` lists all that is wrong; then the rest is empty.
+
+    graph: the GraphDef's bytes that were explained.
+    """
 
     overrides: list[Resolution]
     defaulted: list[str]
@@ -162,6 +165,19 @@ class Explanation:
     ys: Mapping[str, TensorSpec]
     xs: Mapping[str, TensorSpec]
     rewritten: list[str]
+    graph: bytes = field(default=b"", repr=False)
+
+    def svg(self) -> str:
+        """The graph as an SVG picture: folded by scope, nodes coloured by rule, the path from xs to ys drawn."""
+        from gradrule import _picture
+
+        return _picture.draw_svg(self, self.graph)
+
+    def html(self) -> str:
+        """The same as a page in one file, in which scopes fold and nodes can be searched."""
+        from gradrule import _picture
+
+        return _picture.draw_html(self, self.graph)
 
     def raise_for_findings(self) -> None:
         """Raises the error that `evaluate` or `compile` would raise, if there is one."""
@@ -280,8 +296,13 @@ def result(
     )
 
 
-def explanation(response: program_pb2.CompileProgramResponse, aliases: Mapping[str, str] | None = None) -> Explanation:
-    """From the answer of CompileProgram with validate_only. aliases: those under which tensors are told."""
+def explanation(
+    response: program_pb2.CompileProgramResponse, aliases: Mapping[str, str] | None = None, graph: bytes = b""
+) -> Explanation:
+    """From the answer of CompileProgram with validate_only.
+
+    aliases: those under which tensors are told. graph: the bytes that were asked about.
+    """
     program = response.program
     return Explanation(
         overrides=resolutions(program.overrides),
@@ -292,6 +313,7 @@ def explanation(response: program_pb2.CompileProgramResponse, aliases: Mapping[s
         ys=specs(program.ys, aliases),
         xs=specs(program.xs, aliases),
         rewritten=list(program.rewritten),
+        graph=graph,
     )
 
 

@@ -30,11 +30,17 @@ def graph_bytes(graph: GraphLike) -> bytes:
     )
 
 
+def sent_bytes(graph: GraphLike) -> bytes:
+    """The bytes that a request carries: of a builder's graph without the overrides that go beside them."""
+    if callable(write := getattr(graph, "plain_bytes", None)):
+        data: bytes = write()
+        return data
+    return graph_bytes(graph)
+
+
 def put_graph(graph: GraphLike, source: GraphSource, blobs: _blobs.Blobs | None) -> None:
     """Puts a graph into a request: a large one by its hash, its bytes into `blobs`; None: the bytes themselves."""
-    # A builder's overrides of single nodes, which bytes cannot hold, go beside them.
-    plain = getattr(graph, "plain_bytes", None)
-    data = plain() if plain is not None else graph_bytes(graph)
+    data = sent_bytes(graph)
     if blobs is None or len(data) <= _blobs.MAX_INLINE_GRAPH:
         source.serialized = data
         return
