@@ -52,6 +52,21 @@ def test_python(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> No
     scope["client"].close()
 
 
+def test_derivatives_are_those_beside_the_code(client: Any) -> None:
+    code = blocks("derivatives")
+    scope: dict[str, Any] = {"gr": gr, "client": client}
+    seen = 0
+    for line in code.splitlines():
+        statement, _, told = line.partition("  # ")
+        exec(statement, scope)
+        numbers = re.findall(r"-?\d+\.", told)
+        if statement.startswith("client."):
+            assert [float(number) for number in numbers] == np.ravel(eval(statement, scope)).tolist()
+            seen += 1
+    assert seen == 4
+    scope["p"].delete()
+
+
 def test_overrides_are_ones_that_a_server_knows(client: Any) -> None:
     scope: dict[str, Any] = {"gr": gr}
     exec(blocks("overrides"), scope)

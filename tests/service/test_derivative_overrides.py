@@ -77,15 +77,23 @@ def test_nodes_that_gradients_make(client: Any) -> None:
     assert_close(client.hvp(*asked)["x"], 2 * SIGN * V)
     found = client.hvp(*asked, overrides=override("3 * dy", "all", op_type="Sign"))
     assert_close(found["x"], (2 * SIGN + 3 * VALUES) * V)
-    # A condition more than an op type speaks of nodes of the graph only; a carved-out op type is its own again.
-    nodes = [*override("3 * dy", "all", op_type="Sign", scope="a"), *override("5 * dy", "all", op_type="Abs")]
-    nodes[0] = gr.Override(gr.Rule("3 * dy"), op_type="Sign", node="**", order="all", optional=True)
-    first, second = 5 * np.ones_like(VALUES), 5 * np.ones_like(VALUES)
-    assert_close(client.hvp(*asked, overrides=nodes)["x"], (first + second) * V)
-    carved = [gr.Override("default", op_type="Sign", order="all"), *override("3 * dy", "all", op_type="@activation")]
-    with refused("INACTIVE_OVERRIDE"):
-        client.hvp(*asked, overrides=carved)
-    assert_close(client.hvp(*asked, overrides=carved[:1])["x"], 2 * SIGN * V)
+
+
+def test_only_an_op_type_alone_means_nodes_that_gradients_make(client: Any) -> None:
+    asked = (abs_graph(), {"x": VALUES}, {"x": V}, ["y"], ["x"])
+    named = [gr.Override(gr.Rule("3 * dy"), op_type="Sign", node="**", order="all", optional=True)]
+    assert_close(client.hvp(*asked, overrides=named)["x"], 2 * SIGN * V)
+    # The first that means the op type decides; `default` is the op's own gradient.
+    later = gr.Override(gr.Rule("3 * dy"), op_type="Sign", order="all", optional=True)
+    carved = [gr.Override("default", op_type="Sign", order="all"), later]
+    assert_close(client.hvp(*asked, overrides=carved)["x"], 2 * SIGN * V)
+    assert_close(client.hvp(*asked, overrides=[later])["x"], (2 * SIGN + 3 * VALUES) * V)
+    # 7 · |x|' is 7 in the first differentiation, sign(x) in the second: y' = 7x + |x|.
+    steep = override("7 * dy", "first", op_type="Abs")
+    assert_close(client.hvp(*asked, overrides=steep)["x"], (7 + SIGN) * V)
+    with refused("INACTIVE_OVERRIDE") as refusal:
+        client.hvp(*asked, overrides=[*steep, gr.Override("default", op_type="Sign", order="all")])
+    refusal.says("'Sign'", "none that a gradient makes")
 
 
 def test_an_override_that_meets_no_node_of_any_differentiation(client: Any) -> None:

@@ -190,6 +190,22 @@ def test_what_is_not_connected_and_what_has_no_derivatives(client: Any) -> None:
     assert_close(zeros, np.zeros(2, np.float32))
 
 
+def test_stacks_of_ys_that_have_no_derivatives(client: Any) -> None:
+    def build() -> None:
+        x = placeholder("x")
+        tf.argmax(x, name="i")
+        tf.square(x, name="y")
+
+    graph, stack = loaded(drawn(build)), np.ones(3, np.int64)
+    asked: dict[str, Any] = {"feeds": {"x": np.float32([1, 2])}, "xs": ["x"], "stacked_grad_ys": True}
+    assert client.evaluate(graph, ys=["i"], grad_ys={"i": stack}, **asked).gradients["x"] is None
+    found = client.evaluate(graph, ys=["i"], grad_ys={"i": stack}, unconnected_gradients="zero", **asked)
+    assert_close(found.gradients["x"], np.zeros((3, 2), np.float32))
+    # A y without a grad_y gets ones in each.
+    found = client.evaluate(graph, ys=["i", "y"], grad_ys={"i": stack}, **asked)
+    assert_close(found.gradients["x"], np.array([[2, 4]] * 3, np.float32))
+
+
 def test_stop_gradients_hold_in_every_differentiation(client: Any) -> None:
     def build() -> None:
         x = placeholder("x")

@@ -17,8 +17,8 @@ from gradrule_server.engine.build import shape_of
 from gradrule_server.engine.built import Built, Input
 from gradrule_server.engine.question import WIDTHS
 from gradrule_server.engine.run import check_size, execute, set_timings
+from gradrule_server.engine.saved import saved_bytes
 from gradrule_server.engine.split import SplitProgram
-from gradrule_server.engine.tf_private import bytes_of
 from gradrule_server.errors import error
 from gradrule_server.link.v1 import link_pb2
 
@@ -55,7 +55,7 @@ class Handles:
         for name, value in zip(built.outputs, outputs, strict=True):
             write_tensor(response.outputs.add(name=name).value.inline, value)
         set_timings(response.timings, request.run.received_ns, started)
-        kept_bytes = sum(bytes_of(value) for value in saved)
+        kept_bytes = saved_bytes(saved)
         with self._lock:
             if request.handle in self._released:
                 del self._released[request.handle]

@@ -155,31 +155,3 @@ def identity_n(tensors: Sequence[tf.Tensor], notes: Mapping[str, str | int]) -> 
 def in_graph(graph: tf.Graph, tensor: tf.Tensor) -> tf.Tensor:
     """`tensor` as seen from inside `graph`: captured where it belongs to an outer graph (as in a loop's gradient)."""
     return tensor if tensor.graph is graph else graph.capture(tensor)
-
-
-def bytes_of(tensor: tf.Tensor) -> int:
-    """What an eager tensor takes; of a TensorList, as if all its elements were as large as the first.
-
-    Of other variants TensorFlow does not tell what they hold, so they count nothing.
-    """
-    if tensor.dtype == tf.string:
-        return sum(map(len, tensor.numpy().flat)) if tensor.shape.rank else len(tensor.numpy())
-    if tensor.dtype != tf.variant:
-        return int(tensor.shape.num_elements() * tensor.dtype.size)
-    data = getattr(tensor, "_handle_data", None)
-    if tensor.shape.rank != 0 or data is None or not data.is_set or not data.shape_and_type:
-        return 0
-    try:
-        length = int(tf.raw_ops.TensorListLength(input_handle=tensor))
-        if not length:
-            return 0
-        first = tf.raw_ops.TensorListGetItem(
-            input_handle=tensor,
-            index=0,
-            element_shape=tf.constant(-1, tf.int32),
-            element_dtype=tf.as_dtype(data.shape_and_type[0].dtype),
-        )
-    except tf.errors.OpError:
-        # An optional, or a list whose first element was never written.
-        return 0
-    return length * bytes_of(first)

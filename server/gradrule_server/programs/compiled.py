@@ -33,6 +33,8 @@ _STATUS_TEXT = {
     _NOT_DIFFERENTIABLE: "of a type without gradients",
 }
 _SHOWN_NODES = 5
+_NO_RANK = " (none has the rank)"
+_NONE_MADE = " (the graph has none, and through none that a gradient makes)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +150,13 @@ def _check_effect(
         shown = "; ".join(
             f"{match.node!r} ({match.op_type}): {_STATUS_TEXT[status]}" for match, status in hits[:_SHOWN_NODES]
         )
+        nothing = _NONE_MADE if item.made_op_types else _NO_RANK
         more = f"; and {len(hits) - _SHOWN_NODES} more" if len(hits) > _SHOWN_NODES else ""
         findings.append(
             Finding(
                 errors_pb2.ERROR_REASON_INACTIVE_OVERRIDE,
                 f"{what} has no effect: no gradient passes through any node that it matches"
-                f"{': ' if shown else ' (none has the rank)'}{shown}{more}. Say optional if that is meant.",
+                f"{': ' if shown else nothing}{shown}{more}. Say optional if that is meant.",
                 node=hits[0][0].node if hits else "",
                 field=f"overrides[{item.index}]",
             )
