@@ -74,6 +74,10 @@ class Settings(BaseModel):
     )
     max_handles: PositiveInt = Field(1024, description="Forward handles at a time, of all streams.")
     handle_ttl_s: PositiveFloat = Field(60.0, description="Seconds that a forward handle is kept after its last use.")
+    max_sessions: PositiveInt = Field(64, description="Sessions at a time.")
+    max_session_bytes: ByteSize = Field(
+        ByteSize(4096 * _MEBIBYTE), gt=0, description="Bytes of all sessions: variables and slots of optimisers."
+    )
     drain_s: float = Field(20.0, ge=0, description="Seconds that running requests get after SIGTERM.")
     max_nodes: PositiveInt = Field(200_000, description="Nodes of a graph, its functions included.")
     max_inlined_nodes: PositiveInt = Field(1_000_000, description="Nodes of a graph after its calls are inlined.")

@@ -15,7 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradrule import aio, errors
+    from gradrule import aio, errors, optimizers
     from gradrule._blobs import Blob
     from gradrule._client import Client, Program, connect
     from gradrule._comparison import ComparedRow, Comparison, Parting
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         Timings,
     )
     from gradrule._rules import Rule
+    from gradrule._sessions import AsyncSession, Session, StepResult
     from gradrule._specs import TensorSpec
     from gradrule._tracing import from_keras, trace
     from gradrule.errors import GradruleError
@@ -47,6 +48,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "connect", "local", "aio", "Client", "Program", "ForwardHandle", "AsyncForwardHandle",
+    "Session", "AsyncSession", "StepResult", "optimizers",
     "Graph", "TensorHandle", "Node", "load", "trace", "from_keras", "Blob",
     "Rule", "Override", "Region", "Preset",
     "Result", "Explanation", "SampleResult", "RuleInfo", "PresetInfo", "ParamInfo",
@@ -62,6 +64,9 @@ _HOMES = {
     "Client": "_client",
     "Program": "_client",
     "local": "_local",
+    "Session": "_sessions",
+    "AsyncSession": "_sessions",
+    "StepResult": "_sessions",
     "ForwardHandle": "_forward",
     "AsyncForwardHandle": "_forward",
     "Graph": "_graph",
@@ -94,7 +99,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("aio", "errors"):
+    if name in ("aio", "errors", "optimizers"):
         return importlib.import_module(f"gradrule.{name}")
     home = _HOMES.get(name)
     if home is None:

@@ -19,6 +19,8 @@ from gradrule._overrides import Overrides
 from gradrule._program import merged
 from gradrule._requests import CallParams, Feeds, GradYs, GroupedNames, Names
 from gradrule._rules import Params, Rule
+from gradrule._sessions import METHOD as SESSION_METHOD
+from gradrule._sessions import Session
 from gradrule._sources import GraphLike
 from gradrule._status import error_of, parsed, serialized, waiting_error
 from gradrule._streams import Stream
@@ -216,6 +218,23 @@ class Client(Derivatives):
         steps = _compare.plan(graph, feeds, ys, xs, overrides, grad_ys, finite_differences, rewrites)
         return self._follow(steps, timeout)
 
+    # Sessions.
+
+    def session(
+        self,
+        graph: GraphLike,
+        *,
+        overrides: Overrides | None = None,
+        variables: Mapping[str, Any] | None = None,
+        no_gradient: str = "error",
+    ) -> Session:
+        """Variables that the server holds: `with client.session(graph) as s`, then `s.step(…)`.
+
+        Their first values are those of `graph.variables`, of `variables`, which win, or of the graph's initialisers.
+        overrides, no_gradient: as in `evaluate`; they hold wherever something is differentiated.
+        """
+        return Session(self._open_session, self._send_blobs, self._deadline, graph, overrides, variables, no_gradient)
+
     # Programs.
 
     def compile(
@@ -309,6 +328,20 @@ class Client(Derivatives):
         wanted = _calls.upload(value)
         self._follow(_blobs.uploads({wanted.sha256: wanted.data}), timeout)
         return wanted.sha256
+
+    def _open_session(self, requests: Iterator[bytes]) -> Any:
+        try:
+            opened: grpc.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(SESSION_METHOD)
+            return opened(requests, metadata=self._metadata)
+        except ValueError as cause:
+            raise self._closed() from cause
+
+    def _send_blobs(self, blobs: _blobs.Blobs) -> None:
+        if blobs:
+            self._follow(_blobs.uploads(blobs), None)
+
+    def _deadline(self, timeout: float | None) -> float:
+        return _deadlines.of_call(timeout, self._timeout)
 
     def _run(self, call: _calls.Call[R], timeout: float | None) -> R:
         return self._follow(_blobs.steps(call), timeout) if call.blobs else self._once(call, timeout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -12,11 +12,11 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from gradrule import _requests, _results, _sources
+from gradrule import _blobs, _requests, _results, _sources
 from gradrule._calls import Call
 from gradrule._graph import Graph
 from gradrule._names import bare
-from gradrule._overrides import Overrides, override_messages
+from gradrule._overrides import Overrides
 from gradrule._requests import CallParams, Feeds, GradYs, Name, Names
 from gradrule._results import Resolution, Timings
 from gradrule._sources import GraphLike
@@ -70,19 +70,15 @@ class SessionBase:
         return _requests.types_of_graph(self._graph)(name, needed) if number is None else number
 
     def _start(self) -> Call[None]:
+        blobs: _blobs.Blobs = {}
         # Overrides hold wherever something is differentiated, so the builder's own go along.
-        spec, _ = _requests.program_spec(self._graph, self._words)
-        own = spec.overrides or override_messages(None)
-        start = session_pb2.StartSession(
-            graph=spec.graph, overrides=own, variables=spec.variables, no_gradient=spec.no_gradient
-        )
+        spec, _ = _requests.program_spec(self._graph, self._words, blobs)
+        start = session_pb2.StartSession(graph=spec.graph, overrides=spec.overrides, no_gradient=spec.no_gradient)
         if isinstance(self._graph, Graph):
             start.overrides.extend(override.message() for override in self._graph.node_overrides)
-        kept = [item for item in start.variables if item.name not in self._given]
-        del start.variables[:]
-        start.variables.extend(kept)
+        start.variables.extend(item for item in spec.variables if item.name not in self._given)
         start.variables.extend(self._named(self._given, "variables"))
-        return Call("start", start, session_pb2.SessionStarted.FromString, self._started)
+        return Call("start", start, session_pb2.SessionStarted.FromString, self._started, blobs)
 
     def _started(self, answer: session_pb2.SessionStarted) -> None:
         self._specs = _results.specs(answer.variables)
@@ -174,6 +170,7 @@ class Session(SessionBase):
     def __init__(
         self,
         open_stream: Callable[..., Any],
+        send_blobs: Callable[[_blobs.Blobs], None],
         deadline: Callable[[float | None], float],
         graph: GraphLike,
         overrides: Overrides | None,
@@ -182,14 +179,17 @@ class Session(SessionBase):
     ) -> None:
         super().__init__(graph, overrides, variables, no_gradient)
         self._open = open_stream
+        self._send_blobs = send_blobs
         self._deadline = deadline
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._stream: Any = None
 
     def __enter__(self) -> Self:
+        start = self._start()
+        self._send_blobs(dict(start.blobs))
         self._stream = self._open(iter(self._outgoing.get, None))
         try:
-            self._run(self._start(), None)
+            self._run(start, None)
         except BaseException:
             self.close()
             raise
@@ -272,6 +272,7 @@ class AsyncSession(SessionBase):
     def __init__(
         self,
         open_stream: Callable[..., Any],
+        send_blobs: Callable[[_blobs.Blobs], Awaitable[None]],
         deadline: Callable[[float | None], float],
         graph: GraphLike,
         overrides: Overrides | None,
@@ -280,13 +281,16 @@ class AsyncSession(SessionBase):
     ) -> None:
         super().__init__(graph, overrides, variables, no_gradient)
         self._open = open_stream
+        self._send_blobs = send_blobs
         self._deadline = deadline
         self._stream: Any = None
 
     async def __aenter__(self) -> Self:
+        start = self._start()
+        await self._send_blobs(dict(start.blobs))
         self._stream = self._open()
         try:
-            await self._run(self._start(), None)
+            await self._run(start, None)
         except BaseException:
             self.close()
             raise

@@ -22,6 +22,8 @@ from gradrule._overrides import Overrides
 from gradrule._program import merged
 from gradrule._requests import CallParams, Feeds, GradYs, GroupedNames, Names
 from gradrule._rules import Params, Rule
+from gradrule._sessions import METHOD as SESSION_METHOD
+from gradrule._sessions import AsyncSession
 from gradrule._sources import GraphLike
 from gradrule._status import error_of, parsed, serialized, waiting_error
 from gradrule._streams import AsyncStream
@@ -204,6 +206,21 @@ class AsyncClient(AsyncDerivatives):
         steps = _compare.plan(graph, feeds, ys, xs, overrides, grad_ys, finite_differences, rewrites)
         return await self._follow(steps, timeout)
 
+    # Sessions.
+
+    def session(
+        self,
+        graph: GraphLike,
+        *,
+        overrides: Overrides | None = None,
+        variables: Mapping[str, Any] | None = None,
+        no_gradient: str = "error",
+    ) -> AsyncSession:
+        """As `Client.session`; `async with client.session(graph) as s`."""
+        return AsyncSession(
+            self._open_session, self._send_blobs, self._deadline, graph, overrides, variables, no_gradient
+        )
+
     # Programs.
 
     async def compile(
@@ -290,6 +307,19 @@ class AsyncClient(AsyncDerivatives):
         wanted = _calls.upload(value)
         await self._follow(_blobs.uploads({wanted.sha256: wanted.data}), timeout)
         return wanted.sha256
+
+    def _open_session(self) -> Any:
+        try:
+            return self._channel.stream_stream(SESSION_METHOD)(metadata=self._metadata)
+        except grpc.aio.UsageError as cause:
+            raise self._closed() from cause
+
+    async def _send_blobs(self, blobs: _blobs.Blobs) -> None:
+        if blobs:
+            await self._follow(_blobs.uploads(blobs), None)
+
+    def _deadline(self, timeout: float | None) -> float:
+        return _deadlines.of_call(timeout, self._timeout)
 
     async def _run(self, call: _calls.Call[R], timeout: float | None) -> R:
         return await (self._follow(_blobs.steps(call), timeout) if call.blobs else self._once(call, timeout))

@@ -55,6 +55,8 @@ class Built:
     kind: evaluate_pb2.Derivative.ValueType = evaluate_pb2.DERIVATIVE_VJP
     layout: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
     """Of the derivatives, per entry: an x, a y (JVP), or a y and an x (Jacobian), as asked, and the form."""
+    updates: list[str] = field(default_factory=list)
+    """Variables whose new values come last among the results."""
     split: SplitProgram | None = None
     """Set where the forward and the backward part are functions of their own; `function` is then the forward part."""
     statuses: list[override_pb2.ResolutionStatus.ValueType] = field(default_factory=list)

@@ -14,6 +14,7 @@ from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.engine.build import Built, build
 from gradrule_server.engine.handles import Handles
 from gradrule_server.engine.run import run
+from gradrule_server.engine.sessions import Sessions
 from gradrule_server.engine.weights import Weights
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.faults import NotLoaded, fault_message
@@ -32,6 +33,7 @@ class EngineService:
         self._weights = Weights(blobs)
         self._device = device
         self._programs: dict[str, Built] = {}
+        self._sessions = Sessions(self._reader, self._weights, self._program, device)
         self._handles = Handles(self._reader)
         # Tracing is safe in threads, but gains nothing from them: it holds the interpreter lock throughout.
         self._build_lock = threading.Lock()
@@ -65,6 +67,11 @@ class EngineService:
         elif frame.kind is Kind.PULL_BACK:
             gradients = self._handles.pull_back(link_pb2.PullBackRequest.FromString(frame.payload))
             self._frames.send(Kind.RAN, frame.request_id, gradients.SerializeToString())
+        elif frame.kind is Kind.SESSION:
+            done = self._sessions.handle(link_pb2.SessionRequest.FromString(frame.payload))
+            self._frames.send(Kind.RAN, frame.request_id, done.SerializeToString())
+        elif frame.kind is Kind.END_SESSION:
+            self._sessions.end(link_pb2.ReleaseRequest.FromString(frame.payload).handle)
         elif frame.kind is Kind.RELEASE:
             self._handles.release(link_pb2.ReleaseRequest.FromString(frame.payload).handle)
         else:

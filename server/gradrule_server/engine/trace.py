@@ -41,7 +41,7 @@ class Trace:
         self.backward: Backward | None = None
 
     def run(self, arguments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Fetches, then what `built.layout` tells, or what the backward part needs."""
+        """Fetches, then what `built.layout` tells or the backward part needs, then new values of variables."""
         request, built = self._request, self._built
         groups, rest = [], list(arguments)
         for group in (built.inputs, built.grad_ys, built.directions):
@@ -56,6 +56,7 @@ class Trace:
                 *(endpoint.tensor for group in (request.fetches, request.ys, request.xs) for endpoint in group),
                 *upstream_names,
                 *request.stop_gradients,
+                *(endpoint.tensor for endpoint in request.updates),
             ]
         )
         tensors = dict(zip(wanted, imported(self._graph_def, feeds, list(wanted)), strict=True))
@@ -73,7 +74,8 @@ class Trace:
             outputs += self._derivatives(tensors, fed_grad_ys, directions, differentiation)
             built.statuses, built.defaulted = differentiation.statuses, differentiation.defaulted
             built.without_gradient, built.made = differentiation.without_gradient, differentiation.made
-        return outputs
+        built.updates = [endpoint.name for endpoint in request.updates]
+        return [*outputs, *(tensors[endpoint.tensor] for endpoint in request.updates)]
 
     def _differentiation(
         self, tensors: dict[str, tf.Tensor], feeds: dict[str, tf.Tensor], params: Sequence[tf.Tensor]

@@ -107,10 +107,10 @@ class Door:
         async def run(ends_at: float) -> Message | bytes:
             return await method(Call(_parse(request_type, raw), raw, received_ns, ends_at))
 
-        return await self._answer(run, remaining)
+        return await self.run(run, remaining)
 
-    async def _answer(self, run: Callable[[float], Awaitable[Message | bytes]], remaining: float | None) -> bytes:
-        """What `run` answers, which takes the loop time at which the call ends."""
+    async def run(self, run: Callable[[float], Awaitable[Message | bytes]], remaining: float | None) -> bytes:
+        """What `run` answers, which takes the loop time at which it ends; it fails as `answer` does."""
         try:
             with self._admitted():
                 answer = await self._in_time(run, remaining)
@@ -147,7 +147,7 @@ class Door:
                 return await method(Incoming(messages()))
 
             try:
-                return await self._answer(run, context.time_remaining())
+                return await self.run(run, context.time_remaining())
             except GradruleError as cause:
                 await _abort(context, cause)
 

@@ -16,8 +16,10 @@ from gradrule_server.front.services import (
     ProgramServicer,
     RuleServicer,
 )
+from gradrule_server.front.session_service import SESSION_SERVICE, SessionServicer
 from gradrule_server.programs.handles import HandleHouse
 from gradrule_server.programs.house import ProgramHouse
+from gradrule_server.programs.sessions import SessionHouse
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.rules import RuleRegistry
 
@@ -52,6 +54,7 @@ class Front:
         rules: RuleRegistry,
         house: ProgramHouse,
         handles: HandleHouse,
+        sessions: SessionHouse,
         blobs: BlobStore,
         door: Door,
         *,
@@ -65,11 +68,12 @@ class Front:
                 door.service(RULE_SERVICE, RuleServicer(rules, house).methods()),
                 door.service(PROGRAM_SERVICE, ProgramServicer(house).methods()),
                 door.service(GRADIENT_SERVICE, gradients.methods(), streams=gradients.streams()),
+                door.service(SESSION_SERVICE, streams=SessionServicer(sessions, door).streams()),
                 door.service(BLOB_SERVICE, blob_servicer.methods(), uploads=blob_servicer.uploads()),
             )
         )
         if with_reflection:
-            services = (RULE_SERVICE, PROGRAM_SERVICE, GRADIENT_SERVICE, BLOB_SERVICE)
+            services = (RULE_SERVICE, PROGRAM_SERVICE, GRADIENT_SERVICE, SESSION_SERVICE, BLOB_SERVICE)
             names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
 

@@ -3,7 +3,15 @@
 bytes → `parse` → message → `expand` (check, resolve overrides, inline calls, prune) → `Expanded`.
 """
 
-from gradrule_server.graphs.expansion import Expanded, ExpandRequest, GraphInput, expand, placeholders
+from gradrule_server.graphs.expansion import (
+    Expanded,
+    ExpandRequest,
+    GraphInput,
+    VariableInfo,
+    expand,
+    placeholders,
+    variables,
+)
 from gradrule_server.graphs.ir import DIFFERENTIABLE, Limits
 from gradrule_server.graphs.marks import Mark
 from gradrule_server.graphs.read import parse
@@ -22,9 +30,11 @@ __all__ = [
     "Mark",
     "Match",
     "OverrideSpec",
+    "VariableInfo",
     "expand",
     "parse",
     "placeholders",
     "shape_fault",
     "tensor_fault",
+    "variables",
 ]

@@ -64,6 +64,8 @@ class ExpandRequest:
     # Names of variables that have values, and whether what the graph assigns to variables is wanted too.
     variables: Sequence[str] = ()
     with_updates: bool = False
+    # Whether all variables have values outside: those of a session.
+    stateful: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,7 @@ def _expand(graph: Graph, request: ExpandRequest, limits: Limits) -> Expanded:
             *given.values(),
             *(table.names[names.node(ref)] for ref in fed.values() if names.node(ref) in table.names),
         }
+        outside.update(table.all() if request.stateful else ())
         updates = lower_variables(copy, table, [copy.tensors[root] for root in roots], outside, findings)
     if request.with_updates:
         roots += _keep_updates(copy, updates)
@@ -191,6 +194,31 @@ def _expand(graph: Graph, request: ExpandRequest, limits: Limits) -> Expanded:
             if ref in places
         },
     )
+
+
+@dataclass(frozen=True, slots=True)
+class VariableInfo:
+    """A variable of a graph.
+
+    `names`: all by which requests may call it, its own first. `initialised`: the graph computes its first value.
+    """
+
+    names: tuple[str, ...]
+    dtype: Dt.ValueType
+    shape: TensorShape
+    initialised: bool
+
+
+def variables(graph: Graph, limits: Limits | None = None) -> list[VariableInfo]:
+    """The variables of a graph, which is checked. Raises `GradruleError` with all findings."""
+    with paused_collection():
+        findings = Findings()
+        top, _ = check(graph, limits or Limits(), findings)
+        findings.raise_if_any()
+        return [
+            VariableInfo((item.name, *sorted(item.aliases)), item.dtype, item.shape, bool(item.initialiser))
+            for item in VariableTable(top).all()
+        ]
 
 
 def _update_keys(updates: Mapping[Variable, Ref]) -> list[Ref]:

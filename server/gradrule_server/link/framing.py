@@ -31,6 +31,8 @@ class Kind(enum.IntEnum):
     FORWARD = 8
     PULL_BACK = 9
     RELEASE = 10
+    SESSION = 11
+    END_SESSION = 12
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ def prepare(
     spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, limits: graphs.Limits, store: BlobStore
 ) -> Prepared:
     """Checks and expands; raises `GradruleError` with all that is wrong."""
-    graph_bytes, graph = _graph_of(spec, limits, store)
+    graph_bytes, graph = graph_of(spec, limits, store)
     graph_digest = hashlib.sha256(graph_bytes).hexdigest()
     variables = [item.name for item in spec.variables]
     # Feeding a placeholder is what placeholders are for: it makes no other program.
@@ -78,6 +78,8 @@ def prepare(
                 # TensorFlow's functions have names for the whole process, so no two programs may share one.
                 namespace=f"gr{next(_serial)}",
                 variables=variables,
+                with_updates=call.session,
+                stateful=call.session,
             ),
             limits,
         )
@@ -123,6 +125,7 @@ def prepare(
         directions=wish.directed(expanded),
         made=_made(table) if wish.again else (),
         variables=values.bound,
+        updates=[link_pb2.Endpoint(name=name, tensor=tensor) for name, tensor in expanded.updates.items()],
         input_aliases={alias: item.name for item in expanded.inputs for alias in item.aliases},
     )
     key = _digest(graph_digest, spec, call, wish, request, table, values)
@@ -139,7 +142,8 @@ def _with_aliases(finding: Finding, spec: program_pb2.ProgramSpec) -> Finding:
     return replace(finding, message=f"{finding.message} Aliases: {shown}{more}.")
 
 
-def _graph_of(spec: program_pb2.ProgramSpec, limits: graphs.Limits, store: BlobStore) -> tuple[bytes, graph_pb2.Graph]:
+def graph_of(spec: program_pb2.ProgramSpec, limits: graphs.Limits, store: BlobStore) -> tuple[bytes, graph_pb2.Graph]:
+    """The graph's bytes, and the graph. BLOB_NOT_FOUND, LIMIT_EXCEEDED, INVALID_GRAPH."""
     source = spec.graph.WhichOneof("source")
     if source == "blob_sha256":
         size = store.size(spec.graph.blob_sha256)
@@ -248,6 +252,7 @@ def _digest(
         "derivative": wish.content(),
         "directions": list(request.directions),
         "split": request.split,
+        "session": call.session,
         "no_gradient": spec.no_gradient,
         "rewrites": list(spec.rewrites),
         "variables": values.content,

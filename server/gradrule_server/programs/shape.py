@@ -20,6 +20,8 @@ class CallShape:
     tangents: frozenset[str] = frozenset()
     vectors: frozenset[str] = frozenset()
     stacked_grad_ys: bool = False
+    session: bool = False
+    """Variables have the values of a session, and what the graph assigns to them is wanted."""
     split: bool = False
     """The forward part runs now, and is pulled back later: grad_ys come then."""
 

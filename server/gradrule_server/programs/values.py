@@ -43,7 +43,7 @@ def bind(spec: program_pb2.ProgramSpec, expanded: graphs.Expanded, store: BlobSt
     for number, item in enumerate(spec.variables):
         variable = expanded.variables[item.name]
         field_name = f"spec.variables[{number}]"
-        fault = _fault(item.value, variable, store, limits)
+        fault = value_fault(item.value, variable, store, limits)
         if fault is not None:
             reason, text = fault
             findings.append(Finding(reason, f"The value of variable {item.name!r} {text}.", item.name, field_name))
@@ -60,9 +60,13 @@ def _blobs(values: Iterable[tensor_pb2.NamedTensor | link_pb2.BoundVariable]) ->
     return list(dict.fromkeys(item.value.blob.sha256 for item in values if item.value.HasField("blob")))
 
 
-def _fault(
-    value: tensor_pb2.TensorSource, variable: graphs.GraphInput, store: BlobStore, limits: graphs.Limits
+def value_fault(
+    value: tensor_pb2.TensorSource,
+    variable: graphs.GraphInput | tensor_pb2.TensorSpec,
+    store: BlobStore,
+    limits: graphs.Limits,
 ) -> tuple[errors_pb2.ErrorReason.ValueType, str] | None:
+    """What is wrong with the value of a variable, as a clause (`has …`); None: nothing."""
     source = value.WhichOneof("source")
     if source is None:
         return errors_pb2.ERROR_REASON_INVALID_TENSOR, "holds no tensor"

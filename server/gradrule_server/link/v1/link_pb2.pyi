@@ -5,7 +5,8 @@ Messages between the front end and an engine, inside one server. Not an API: bot
 
 A frame on the socket is a header (see link/framing.py) and one of these messages. Kinds and payloads:
 GREETING (engine → front, once), COMPILE → COMPILED, RUN → RAN (the bytes of a `gradrule.v1.EvaluateResponse`),
-UNLOAD (no answer), FORWARD → RAN, PULL_BACK → RAN, RELEASE (no answer), FAULT (in place of COMPILED or RAN).
+UNLOAD (no answer), FORWARD → RAN, PULL_BACK → RAN, RELEASE (no answer),
+SESSION → RAN, END_SESSION (a ReleaseRequest, no answer), FAULT (in place of COMPILED or RAN).
 """
 
 import builtins
@@ -19,6 +20,7 @@ import gradrule.v1.evaluate_pb2
 import gradrule.v1.override_pb2
 import gradrule.v1.program_pb2
 import gradrule.v1.rule_pb2
+import gradrule.v1.session_pb2
 import gradrule.v1.tensor_pb2
 import typing
 
@@ -694,7 +696,7 @@ global___PullBackRequest = PullBackRequest
 
 @typing.final
 class ReleaseRequest(google.protobuf.message.Message):
-    """Lets go what a FORWARD kept: RELEASE, no answer."""
+    """Lets go what a FORWARD kept (RELEASE), or a session (END_SESSION); no answer."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -709,6 +711,157 @@ class ReleaseRequest(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["handle", b"handle"]) -> None: ...
 
 global___ReleaseRequest = ReleaseRequest
+
+@typing.final
+class SessionRequest(google.protobuf.message.Message):
+    """One thing that happens in a session: SESSION → RAN (a SessionReply). The first is an assign with `opens`."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
+    ASSIGN_FIELD_NUMBER: builtins.int
+    READ_FIELD_NUMBER: builtins.int
+    MAX_BYTES_FIELD_NUMBER: builtins.int
+    session: builtins.str
+    """The session's name; SESSION_LOST where the engine has none of it."""
+    max_bytes: builtins.int
+    """Bytes that the session may take, slots of its optimiser included."""
+    @property
+    def run(self) -> global___SessionRun:
+        """Runs a program."""
+
+    @property
+    def assign(self) -> global___SessionAssign:
+        """Gives variables values, all or none."""
+
+    @property
+    def read(self) -> global___SessionRead:
+        """Reads variables."""
+
+    def __init__(
+        self,
+        *,
+        session: builtins.str = ...,
+        run: global___SessionRun | None = ...,
+        assign: global___SessionAssign | None = ...,
+        read: global___SessionRead | None = ...,
+        max_bytes: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["action", b"action", "assign", b"assign", "read", b"read", "run", b"run"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["action", b"action", "assign", b"assign", "max_bytes", b"max_bytes", "read", b"read", "run", b"run", "session", b"session"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["action", b"action"]) -> typing.Literal["run", "assign", "read"] | None: ...
+
+global___SessionRequest = SessionRequest
+
+@typing.final
+class SessionRun(google.protobuf.message.Message):
+    """Runs a program whose variables are those of the session."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    STORE_FIELD_NUMBER: builtins.int
+    OPTIMIZER_FIELD_NUMBER: builtins.int
+    @property
+    def run(self) -> global___RunRequest:
+        """The run."""
+
+    @property
+    def store(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of variables that the program's outputs become the values of; the outputs are not answered then."""
+
+    @property
+    def optimizer(self) -> gradrule.v1.session_pb2.Optimizer:
+        """How to apply the program's gradients, each to the variable that is its x. Not set: they are answered."""
+
+    def __init__(
+        self,
+        *,
+        run: global___RunRequest | None = ...,
+        store: collections.abc.Iterable[builtins.str] | None = ...,
+        optimizer: gradrule.v1.session_pb2.Optimizer | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["optimizer", b"optimizer", "run", b"run"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["optimizer", b"optimizer", "run", b"run", "store", b"store"]) -> None: ...
+
+global___SessionRun = SessionRun
+
+@typing.final
+class SessionAssign(google.protobuf.message.Message):
+    """Gives variables values."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VARIABLES_FIELD_NUMBER: builtins.int
+    OPENS_FIELD_NUMBER: builtins.int
+    opens: builtins.bool
+    """Begins the session."""
+    @property
+    def variables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BoundVariable]:
+        """The values."""
+
+    def __init__(
+        self,
+        *,
+        variables: collections.abc.Iterable[global___BoundVariable] | None = ...,
+        opens: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["opens", b"opens", "variables", b"variables"]) -> None: ...
+
+global___SessionAssign = SessionAssign
+
+@typing.final
+class SessionRead(google.protobuf.message.Message):
+    """Reads variables."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VARIABLES_FIELD_NUMBER: builtins.int
+    @property
+    def variables(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names."""
+
+    def __init__(
+        self,
+        *,
+        variables: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["variables", b"variables"]) -> None: ...
+
+global___SessionRead = SessionRead
+
+@typing.final
+class SessionReply(google.protobuf.message.Message):
+    """What became of a SESSION."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESPONSE_FIELD_NUMBER: builtins.int
+    VARIABLES_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    response: builtins.bytes
+    """Of a run: bytes of a `gradrule.v1.EvaluateResponse`."""
+    bytes: builtins.int
+    """Bytes that the session takes by now."""
+    step: builtins.int
+    """Steps made by now."""
+    @property
+    def variables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
+        """Of a read: the values."""
+
+    def __init__(
+        self,
+        *,
+        response: builtins.bytes = ...,
+        variables: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
+        bytes: builtins.int = ...,
+        step: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "response", b"response", "step", b"step", "variables", b"variables"]) -> None: ...
+
+global___SessionReply = SessionReply
 
 @typing.final
 class RawStreamRequest(google.protobuf.message.Message):
