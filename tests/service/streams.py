@@ -50,7 +50,7 @@ def opened(channel: grpc.Channel, timeout: float = 60.0) -> Iterator[RawStream]:
         stream.call.cancel()
 
 
-def reason(answer: evaluate_pb2.StreamEvaluateResponse) -> str:
+def reason(answer: Any) -> str:
     """Why a request failed; empty where it did not."""
     if answer.WhichOneof("response") != "status":
         return ""
