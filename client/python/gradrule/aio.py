@@ -237,6 +237,18 @@ class AsyncClient:
         """As `Client.delete_program`."""
         await self._run(_calls.delete_program(name), timeout)
 
+    # Blobs.
+
+    async def find_missing_blobs(self, names: Iterable[str], *, timeout: float | None = None) -> list[str]:
+        """As `Client.find_missing_blobs`."""
+        return await self._run(_blobs.find_missing(names), timeout)
+
+    async def upload(self, value: Any, *, timeout: float | None = None) -> str:
+        """As `Client.upload`."""
+        wanted = _calls.upload(value)
+        await self._follow(_blobs.uploads({wanted.sha256: wanted.data}), timeout)
+        return wanted.sha256
+
     # The connection.
 
     async def wait_ready(self, timeout: float | None = None) -> None:
@@ -275,12 +287,6 @@ class AsyncClient:
 
     def __repr__(self) -> str:
         return f"<AsyncClient of {self.target!r}>"
-
-    async def upload(self, value: Any, *, timeout: float | None = None) -> str:
-        """As `Client.upload`."""
-        wanted = _calls.upload(value)
-        await self._follow(_blobs.uploads({wanted.sha256: wanted.data}), timeout)
-        return wanted.sha256
 
     async def _run(self, call: _calls.Call[R], timeout: float | None) -> R:
         return await (self._follow(_blobs.steps(call), timeout) if call.blobs else self._once(call, timeout))
