@@ -224,7 +224,6 @@ def test_json_through_reflection_alone(channel: grpc.Channel) -> None:
     answer = reflection.call(
         channel,
         "gradrule.v1.GradientService",
-        "gradrule.v1.BlobService",
         "Evaluate",
         {"spec": SIGN, "feeds": [{"name": "x", "value": {"inline": value}}]},
     )

@@ -21,7 +21,6 @@ from gradrule_server.registry.blobs import BlobStore
 from tests.unit.link.fake_engine import FakeEngine
 
 
-
 @pytest.fixture
 def blobs(tmp_path: Path) -> BlobStore:
     return BlobStore(tmp_path, 0)
