@@ -50,9 +50,18 @@ def canonical(name: str) -> str:
 
 
 def prepare(
-    spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, limits: graphs.Limits, store: BlobStore
+    spec: program_pb2.ProgramSpec,
+    call: CallShape,
+    lookup: RuleLookup,
+    limits: graphs.Limits,
+    store: BlobStore,
+    *,
+    with_updates: bool = False,
 ) -> Prepared:
-    """Checks and expands; raises `GradruleError` with all that is wrong."""
+    """Checks and expands; raises `GradruleError` with all that is wrong.
+
+    `with_updates`: what the graph assigns to variables is computed too, as the request's `updates`.
+    """
     graph_bytes, graph = _graph_of(spec, limits, store)
     graph_digest = hashlib.sha256(graph_bytes).hexdigest()
     variables = [item.name for item in spec.variables]
@@ -83,6 +92,7 @@ def prepare(
                 # TensorFlow's functions have names for the whole process, so no two programs may share one.
                 namespace=f"gr{next(_serial)}",
                 variables=variables,
+                with_updates=with_updates,
             ),
             limits,
         )
@@ -119,9 +129,10 @@ def prepare(
         unconnected_gradients=vjp.unconnected_gradients,
         no_gradient=spec.no_gradient,
         variables=values.bound,
+        updates=[link_pb2.Endpoint(name=name, tensor=tensor) for name, tensor in expanded.updates.items()],
         input_aliases={alias: item.name for item in expanded.inputs for alias in item.aliases},
     )
-    key = _digest(graph_digest, spec, call, table, values)
+    key = _digest(graph_digest, spec, call, table, values, list(expanded.updates))
     request.key = key
     return Prepared(key, graph_digest, request, table, expanded, values.blobs)
 
@@ -206,7 +217,12 @@ def _upstream(y: str, upstream: dict[str, str], call: CallShape, expanded: graph
 
 
 def _digest(
-    graph_digest: str, spec: program_pb2.ProgramSpec, call: CallShape, table: OverrideTable, values: Values
+    graph_digest: str,
+    spec: program_pb2.ProgramSpec,
+    call: CallShape,
+    table: OverrideTable,
+    values: Values,
+    updates: Sequence[str],
 ) -> str:
     """SHA-256 over all that decides what is computed; param values are not part of it."""
     rules = [
@@ -243,6 +259,7 @@ def _digest(
         "no_gradient": spec.no_gradient,
         "rewrites": list(spec.rewrites),
         "variables": values.content,
+        "updates": list(updates),
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
