@@ -13,7 +13,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import gradrule as gr
-from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, rule_pb2
+from gradrule.v1 import blob_pb2, errors_pb2, evaluate_pb2, program_pb2, rule_pb2
 from tests.service import blocking
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,7 +103,7 @@ def test_every_reason_has_an_exception() -> None:
 
 SERVICES: list[ServiceDescriptor] = [
     file.services_by_name[name]
-    for file in (rule_pb2.DESCRIPTOR, program_pb2.DESCRIPTOR, evaluate_pb2.DESCRIPTOR)
+    for file in (rule_pb2.DESCRIPTOR, program_pb2.DESCRIPTOR, evaluate_pb2.DESCRIPTOR, blob_pb2.DESCRIPTOR)
     for name in file.services_by_name
 ]
 
@@ -119,6 +119,8 @@ PYTHON = {
     "ProgramService.ListPrograms": "list_programs",
     "ProgramService.DeleteProgram": "delete_program",
     "GradientService.Evaluate": "evaluate",
+    "BlobService.FindMissingBlobs": "find_missing_blobs",
+    "BlobService.UploadBlob": "upload",
 }
 
 
@@ -193,6 +195,7 @@ def test_reflection_serves_all_services(channel: grpc.Channel) -> None:
         "gradrule.v1.RuleService",
         "gradrule.v1.ProgramService",
         "gradrule.v1.GradientService",
+        "gradrule.v1.BlobService",
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
     }

@@ -179,6 +179,7 @@ def test_an_array_that_is_fed_again_travels_once(either: Any) -> None:
     results = [program.evaluate({"x": blob}), either.evaluate(g, feeds={"x": blob}, fetches=["y"])]
     for result in results:
         np.testing.assert_allclose(result.outputs["y"], values.sum(), rtol=1e-4)
+    assert either.find_missing_blobs([blob.sha256, "0" * 64]) == ["0" * 64]
     assert either.upload(values) == either.upload(values.tobytes()) == blob.sha256
     with pytest.raises(gr.errors.FeedDtypeError):
         program.evaluate({"x": gr.Blob(np.zeros(3))})

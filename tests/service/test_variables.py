@@ -241,6 +241,19 @@ def test_overrides_reach_reads_and_what_comes_after(client: Any) -> None:
 
 
 @fine
+def test_comparing_with_respect_to_variables(client: Any) -> None:
+    g = gr.Graph()
+    w = g.variable("w", [0.5, -0.25])
+    g.op("Sum", g.op("Tanh", w * g.placeholder("x", "float32", [2]), name="tanh"), [0], name="y")
+    for xs in ("w", "x"):
+        found = client.compare(g, {"x": [1.0, 2.0]}, "y", xs, {"straight": {"Tanh": "Identity"}})
+        assert found.finite_differences is not None
+        (difference,) = (row.from_finite_differences for row in found.rows if row.is_x and row.label == "default")
+        assert difference is not None
+        assert difference < 1e-4
+
+
+@fine
 def test_a_variable_with_an_initialiser_may_be_fed(either: Any) -> None:
     def make() -> Any:
         w = v1.get_variable("w", initializer=tf.constant([1.0, 2.0]), use_resource=True)

@@ -280,6 +280,21 @@ class Client(Derivatives):
         """Forgets a program. Raises `ProgramNotFoundError`."""
         self._run(_calls.delete_program(name), timeout)
 
+    # Blobs.
+
+    def find_missing_blobs(self, names: Iterable[str], *, timeout: float | None = None) -> list[str]:
+        """Which of these SHA-256 the server has no bytes of."""
+        return self._run(_blobs.find_missing(names), timeout)
+
+    def upload(self, value: Any, *, timeout: float | None = None) -> str:
+        """Sends an array, a graph or bytes, unless the server has them; returns their SHA-256.
+
+        Calls send what the server lacks by themselves; this does it beforehand.
+        """
+        wanted = _calls.upload(value)
+        self._follow(_blobs.uploads({wanted.sha256: wanted.data}), timeout)
+        return wanted.sha256
+
     # The connection.
 
     def wait_ready(self, timeout: float | None = None) -> None:
@@ -319,15 +334,6 @@ class Client(Derivatives):
 
     def __repr__(self) -> str:
         return f"<Client of {self.target!r}>"
-
-    def upload(self, value: Any, *, timeout: float | None = None) -> str:
-        """Sends an array, a graph or bytes, unless the server has them; returns their SHA-256.
-
-        Calls send what the server lacks by themselves; this does it beforehand.
-        """
-        wanted = _calls.upload(value)
-        self._follow(_blobs.uploads({wanted.sha256: wanted.data}), timeout)
-        return wanted.sha256
 
     def _open_session(self, requests: Iterator[bytes]) -> Any:
         try:

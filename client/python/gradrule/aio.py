@@ -262,6 +262,18 @@ class AsyncClient(AsyncDerivatives):
         """As `Client.delete_program`."""
         await self._run(_calls.delete_program(name), timeout)
 
+    # Blobs.
+
+    async def find_missing_blobs(self, names: Iterable[str], *, timeout: float | None = None) -> list[str]:
+        """As `Client.find_missing_blobs`."""
+        return await self._run(_blobs.find_missing(names), timeout)
+
+    async def upload(self, value: Any, *, timeout: float | None = None) -> str:
+        """As `Client.upload`."""
+        wanted = _calls.upload(value)
+        await self._follow(_blobs.uploads({wanted.sha256: wanted.data}), timeout)
+        return wanted.sha256
+
     # The connection.
 
     async def wait_ready(self, timeout: float | None = None) -> None:
@@ -301,12 +313,6 @@ class AsyncClient(AsyncDerivatives):
 
     def __repr__(self) -> str:
         return f"<AsyncClient of {self.target!r}>"
-
-    async def upload(self, value: Any, *, timeout: float | None = None) -> str:
-        """As `Client.upload`."""
-        wanted = _calls.upload(value)
-        await self._follow(_blobs.uploads({wanted.sha256: wanted.data}), timeout)
-        return wanted.sha256
 
     def _open_session(self) -> Any:
         try:

@@ -43,7 +43,11 @@ class Prepared:
 
 
 def prepare(
-    spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, limits: graphs.Limits, store: BlobStore
+    spec: program_pb2.ProgramSpec,
+    call: CallShape,
+    lookup: RuleLookup,
+    limits: graphs.Limits,
+    store: BlobStore,
 ) -> Prepared:
     """Checks and expands; raises `GradruleError` with all that is wrong."""
     graph_bytes, graph = graph_of(spec, limits, store)
