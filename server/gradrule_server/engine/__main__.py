@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import signal
@@ -53,6 +54,8 @@ def main() -> int:
         device=device,
     )
     configure_optimizer()
+    # What was imported is never garbage, and takes long to look at.
+    gc.freeze()
     service = EngineService(frames, device, BlobReader(options.blobs))
     frames.send(Kind.GREETING, 0, greeting.SerializeToString())
     serve_frames(frames, service.handle, options.threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import math
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.tensorflow.optimizer import TFOptimizer
 
 from gradrule.v1 import errors_pb2, session_pb2
 from gradrule_server.errors import did_you_mean, error
@@ -32,6 +34,17 @@ _LEARNING_RATE = "learning_rate"
 # Averages of variables would have to be swapped in and out, and accumulated gradients span steps.
 _NOT_OFFERED = frozenset({"name", "self", "kwargs"} | {"use_ema", "ema_momentum", "ema_overwrite_frequency"})
 _NOT_OFFERED |= {"loss_scale_factor", "gradient_accumulation_steps"}
+
+
+def _update_each(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> None:
+    for gradient, variable in zip(gradients, variables, strict=True):
+        optimizer.update_step(gradient, variable, learning_rate)
+
+
+# Keras hands the step to tf.distribute, which keeps every graph that one was traced in, and so the variables.
+TFOptimizer._backend_update_step = _update_each
+# What was imported is never garbage: collecting what sessions leave need not look at it.
+gc.freeze()
 
 
 class StepOptimizer:

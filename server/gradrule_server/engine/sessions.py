@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -74,7 +75,13 @@ class Sessions:
 
     def end(self, name: str) -> None:
         """Lets a session go."""
-        self._sessions.pop(name, None)
+        session = self._sessions.pop(name, None)
+        if session is not None and session.optimizer is not None:
+            with session.lock:
+                session.optimizer = None
+                session.values.clear()
+            # Optimisers, their variables and functions refer to one another.
+            gc.collect()
 
     def _read(self, session: _Session, names: Sequence[str], reply: link_pb2.SessionReply) -> None:
         missing = [name for name in names if name not in session.values]
