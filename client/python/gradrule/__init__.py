@@ -6,7 +6,7 @@
     client.create_rule("QuantizeGrad", "where(abs(x) <= 1, dy, 0)")
 
 Importing it loads nothing heavy; each name below is loaded at its first use. TensorFlow is needed
-only for graphs that come from it: `trace`, `from_keras`, and `load` of SavedModels and Keras files.
+only for graphs that come from it (`trace`, `from_keras`, `load` of SavedModels and Keras files) and for `gradrule.keras`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradrule import aio, errors
+    from gradrule import aio, errors, keras
     from gradrule._client import Client, Program, connect
     from gradrule._comparison import ComparedRow, Comparison, Parting
     from gradrule._differences import FiniteDifferences
@@ -50,7 +50,7 @@ __all__ = [
     "Result", "Explanation", "SampleResult", "RuleInfo", "PresetInfo", "ParamInfo",
     "Comparison", "ComparedRow", "Parting", "FiniteDifferences",
     "Resolution", "Timings", "Digests", "Sparse", "TensorSpec",
-    "errors", "GradruleError",
+    "errors", "GradruleError", "keras",
     "__version__",
 ]  # fmt: skip
 
@@ -89,7 +89,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("aio", "errors"):
+    if name in ("aio", "errors", "keras"):
         return importlib.import_module(f"gradrule.{name}")
     home = _HOMES.get(name)
     if home is None:
