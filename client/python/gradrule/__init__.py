@@ -5,8 +5,8 @@
     client = gr.connect("localhost:8470")
     client.create_rule("QuantizeGrad", "where(abs(x) <= 1, dy, 0)")
 
-Importing it loads nothing heavy; each name below is loaded at its first use. TensorFlow is needed
-only for graphs that come from it (`trace`, `from_keras`, `load` of SavedModels and Keras files) and for `gradrule.keras`.
+Importing it loads nothing heavy; each name below is loaded at its first use. TensorFlow is needed only for graphs
+that come from it (`trace`, `from_keras`, `load` of SavedModels and Keras files) and for `gradrule.keras`.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ class Graph(GraphOps):
     """A graph that is being built, or was loaded.
 
     variables: values of variables by the name of their node. aliases: further names of tensors, valid wherever names
-    are; one that is a node's name too hides the node's first output, which then goes by `node:0`. layers: calls of Keras
-    layers, where the graph was traced from a model.
+    are; one that is a node's name too hides the node's first output, which then goes by `node:0`. layers: calls of
+    Keras layers, where the graph was traced from a model.
 
     Nodes are made by `placeholder`, `constant`, `op`, operators on handles, and any op type's name in snake case
     (`g.relu(x)`). Attributes that follow from inputs are filled in. Node names are made unique as TensorFlow does it.

@@ -1,4 +1,4 @@
-"""What is known of layers while a model is traced: scopes with their names, and which tensors each call took and gave."""
+"""What is known of layers while a model is traced: scopes of their names, and the tensors of each call."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from gradrule.keras._selection import Keyed, overrides_of
 
 @dataclass(slots=True, eq=False)
 class RemoteWords:
-    """What a remote layer was given besides its part. `error` is the last failure, which TensorFlow may have wrapped."""
+    """What a remote layer was given besides its part. error: the last failure, which TensorFlow may have wrapped."""
 
     client: Callable[[], Client]
     overrides: Overrides | Keyed | None
@@ -88,7 +88,7 @@ class RemotePart:
         def first_order(*given: Any) -> tuple[list[Any], Callable[..., Any]]:
             def second_order(*_: Any) -> Any:
                 raise NotImplementedError(
-                    "a RemoteLayer gives first derivatives only; for a Hessian-vector product use gr.trace and the client"
+                    "a RemoteLayer gives first derivatives only; gr.trace and the client give further ones"
                 )
 
             return _run(self._backward, given, self._xs()), second_order
@@ -108,7 +108,7 @@ class RemotePart:
         result = self._evaluate(True, feeds, upstream)
         return [_as(_dense(result.gradients[slot.name]), slot) for slot in self._xs()]
 
-    def _evaluate(self, differentiates: bool, feeds: Mapping[Any, Any], grad_ys: Mapping[str, Any] | None) -> Result:
+    def _evaluate(self, differentiates: bool, feeds: Mapping[Any, Any], grad_ys: dict[Any, Any] | None) -> Result:
         words = self.words
         params = words.params if differentiates else None
         try:

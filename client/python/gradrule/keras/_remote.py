@@ -11,13 +11,13 @@ import tensorflow as tf
 from gradrule._client import Client, connect
 from gradrule._overrides import Overrides
 from gradrule._requests import CallParams
-from gradrule.errors import GradruleError, InvalidGraphError, InvalidOverrideError, UnsupportedError
+from gradrule.errors import GradruleError, InvalidGraphError, UnsupportedError
 from gradrule.keras._part import traced
 from gradrule.keras._programs import RemotePart, RemoteWords
 from gradrule.keras._selection import Keyed
 
 
-@keras.saving.register_keras_serializable("gradrule")  # type: ignore[untyped-decorator]
+@keras.saving.register_keras_serializable("gradrule")
 class RemoteLayer(keras.layers.Layer):  # type: ignore[misc]
     """Part of a Keras model that runs on a server, forward and backward, and trains as if it ran here.
 
@@ -226,6 +226,6 @@ def _plain(overrides: Any) -> dict[str, Any] | None:
         if all(isinstance(value, str) or isinstance(value[0], str) for value in values.values()):
             return values
     raise UnsupportedError(
-        "the overrides of this RemoteLayer cannot be saved with the model; a dict of strings can: layers and op types by "
-        "name to names of rules, or to (rule, params)"
+        "the overrides of this RemoteLayer cannot be saved with the model; a dict of strings can: layers and op "
+        "types by name to names of rules, or to (rule, params)"
     )

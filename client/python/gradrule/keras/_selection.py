@@ -15,8 +15,8 @@ from gradrule._rules import OverrideValue, rule_and_params
 from gradrule.errors import InvalidGraphError, InvalidOverrideError
 from gradrule.keras._paths import Paths
 
-Key: TypeAlias = "str | type[Any] | LayerCall | Any | tuple[Any, ...]"
-Keyed: TypeAlias = "Mapping[Key, OverrideValue]"
+Keyed: TypeAlias = "Mapping[Any, OverrideValue]"
+"""By layer or op type: keys are what `overrides` says."""
 
 _LISTED = 20
 
@@ -123,7 +123,8 @@ def _calls(which: Any, calls: Sequence[LayerCall]) -> list[LayerCall]:
         if not found:
             kinds = dict.fromkeys(call.kind.__name__ for call in calls)
             raise InvalidOverrideError(
-                f"the model has no layer of class {which.__name__}.{near(which.__name__, kinds)} Classes: {_some(kinds)}"
+                f"the model has no layer of class {which.__name__}.{near(which.__name__, kinds)} "
+                f"Classes: {_some(kinds)}"
             )
         return found
     if isinstance(which, str):
