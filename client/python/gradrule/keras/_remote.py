@@ -31,7 +31,8 @@ class RemoteLayer(keras.layers.Layer):  # type: ignore[misc]
 
     The weights stay here, as Keras variables of the part: optimizers, checkpoints and summaries see them. Each call
     sends them with the inputs; the backward pass sends both again, with upstream gradients, and gets gradients of
-    the trainable weights and of the inputs, zeros for those that the outputs do not depend on. Moving averages, seeds
+    the trainable weights and of the inputs: dense ones, of embeddings too, and zeros where the outputs do not depend on
+    them. Moving averages, seeds
     of dropout, losses that layers add, masks, and mixed precision are as they are without the server. A call works
     eagerly and within `tf.function`, not under XLA (`jit_compile=True`). Second derivatives raise
     `NotImplementedError`.
