@@ -110,7 +110,11 @@ def resnet(
 
 def recurrent(activation: Any = "tanh") -> Any:
     return keras.Sequential(
-        [keras.Input((5, 4), name="rows"), layers.LSTM(3, activation=activation, name="lstm"), layers.Dense(2, name="top")]
+        [
+            keras.Input((5, 4), name="rows"),
+            layers.LSTM(3, activation=activation, name="lstm"),
+            layers.Dense(2, name="top"),
+        ]
     )
 
 

@@ -1,4 +1,4 @@
-"""Graphs from live TensorFlow and Keras: the client's one home of TensorFlow, which is imported at the first call."""
+"""Graphs from live TensorFlow and Keras: the client's home of TensorFlow, which is imported at the first call."""
 
 from __future__ import annotations
 
