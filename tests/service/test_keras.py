@@ -100,7 +100,7 @@ def several_inputs_and_outputs(wrap: Callable[[Any], Any]) -> tuple[Any, Any]:
 
 
 def subclassed(wrap: Callable[[Any], Any]) -> tuple[Any, Any]:
-    class Own(keras.Model):
+    class Own(keras.Model):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.part = wrap([layers.Dense(5, activation="elu"), layers.LayerNormalization()])
@@ -257,7 +257,7 @@ def test_unknown_layers_are_told(client: Any) -> None:
     with tf.GradientTape() as tape:
         y = remote(tf.constant(X))
         weights = [variable.value for variable in remote.trainable_variables]
-    with pytest.raises(gr.errors.InvalidOverrideError, match="no layer 'dens'.*Did you mean 'dense'"):
+    with pytest.raises(gr.errors.InvalidOverrideError, match=r"no layer 'dens'.*Did you mean 'dense'"):
         tape.gradient(y, weights)
 
 
@@ -321,12 +321,12 @@ def test_what_cannot_be_saved_says_so(client: Any) -> None:
 def test_what_is_no_part(client: Any) -> None:
     with pytest.raises(gr.errors.InvalidGraphError, match="int is no Keras layer"):
         gr.keras.RemoteLayer(3, client)
-    with pytest.raises(gr.errors.UnsupportedError, match="takes a gr.Client or an address"):
+    with pytest.raises(gr.errors.UnsupportedError, match=r"takes a gr\.Client or an address"):
         gr.keras.RemoteLayer(layers.Dense(2), 3)
 
 
 def test_state_that_keras_does_not_know_is_refused(client: Any) -> None:
-    class Counting(layers.Layer):
+    class Counting(keras.layers.Layer):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             object.__setattr__(self, "hidden", tf.Variable(2.0, name="hidden"))
@@ -334,7 +334,7 @@ def test_state_that_keras_does_not_know_is_refused(client: Any) -> None:
         def call(self, x: Any) -> Any:
             return x * self.hidden
 
-    with pytest.raises(gr.errors.UnsupportedError, match="none of its Keras variables.*hidden"):
+    with pytest.raises(gr.errors.UnsupportedError, match=r"none of its Keras variables.*hidden"):
         gr.keras.RemoteLayer(Counting(), client)(X)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ layers = keras.layers
 
 IMAGES = np.random.default_rng(0).normal(size=(2, 8, 8, 3)).astype(np.float32)
 ROWS = np.random.default_rng(1).normal(size=(3, 5, 4)).astype(np.float32)
+WEIGHTS = np.array([1.0, -2.0, 3.0, 0.5, 2.0], np.float32)
 CLOSE = {"rtol": 2e-4, "atol": 1e-5}
 
 
@@ -36,7 +37,7 @@ def straight_tanh(x: Any) -> Any:
     return tf.tanh(x), lambda dy: dy
 
 
-class Doubling(layers.BatchNormalization):
+class Doubling(keras.layers.BatchNormalization):  # type: ignore[misc]
     """Passes twice the upstream gradient to its input."""
 
     def call(self, x: Any, **more: Any) -> Any:
@@ -49,7 +50,7 @@ class Doubling(layers.BatchNormalization):
         return doubled(x)
 
 
-class Relevance(layers.Dense):
+class Relevance(keras.layers.Dense):  # type: ignore[misc]
     """lrp_epsilon, written out: x * W(dy / (z + eps sign(z)))."""
 
     def call(self, x: Any, **more: Any) -> Any:
@@ -118,7 +119,7 @@ def recurrent(activation: Any = "tanh") -> Any:
     )
 
 
-class Subclassed(keras.Model):
+class Subclassed(keras.Model):  # type: ignore[misc]
     def __init__(self, relu: Any = tf.nn.relu) -> None:
         super().__init__()
         self.conv = layers.Conv2D(4, 3, name="conv")
@@ -172,9 +173,8 @@ CASES: dict[str, tuple[Callable[[], Any], Any, Callable[[], Any]]] = {
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> Iterator[None]:
+def seeded() -> None:
     keras.utils.set_random_seed(2)
-    yield
 
 
 def frozen(graph: gr.Graph, folder: Path) -> gr.Graph:
@@ -186,7 +186,7 @@ def local_gradient(model: Any, feed: Any) -> Any:
     x = tf.constant(feed)
     with tf.GradientTape() as tape:
         tape.watch(x)
-        y = tf.reduce_sum(model(x) * [1.0, -2.0, 3.0, 0.5, 2.0][: model(x).shape[-1]])
+        y = tf.reduce_sum(model(x) * WEIGHTS[: model(x).shape[-1]])
     return tape.gradient(y, x).numpy()
 
 
@@ -199,7 +199,7 @@ def test_gradients_are_those_of_the_rewritten_model(client: Any, tmp_path: Path,
     reference.set_weights(model.get_weights())
     graph = gr.from_keras(model, feed[:0]) if build is Subclassed else gr.from_keras(model)
     (x,), (y,) = graph.inputs, graph.outputs
-    weights = np.tile(np.float32([1.0, -2.0, 3.0, 0.5, 2.0])[: model(feed).shape[-1]], (len(feed), 1))
+    weights = np.tile(WEIGHTS[: model(feed).shape[-1]], (len(feed), 1))
     overrides = gr.keras.overrides(graph, rules)
     # The batch of an example array is part of a subclassed model's graph.
     graph = gr.from_keras(model, ("float32", [None, *feed.shape[1:]])) if build is Subclassed else graph

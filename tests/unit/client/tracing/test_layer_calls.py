@@ -146,7 +146,7 @@ def test_graphs_without_layers() -> None:
     graph.relu(graph.placeholder("x", "float32", [2]))
     assert only(gr.keras.overrides(graph, {"Relu": "ste"})).selector.op_type == "Relu"
     assert gr.keras.layers(graph) == []
-    with pytest.raises(gr.errors.InvalidGraphError, match="knows no layers; gr.from_keras"):
+    with pytest.raises(gr.errors.InvalidGraphError, match=r"knows no layers; gr\.from_keras"):
         gr.keras.overrides(graph, {"dense": "ste"})
     with pytest.raises(gr.errors.InvalidOverrideError, match="a dict by layer or op type, not list"):
         gr.keras.overrides(graph, ["ste"])
