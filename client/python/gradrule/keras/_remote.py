@@ -27,14 +27,15 @@ class RemoteLayer(keras.layers.Layer):  # type: ignore[misc]
     first. client: a `gr.Client`, or an address `host:port`, which is connected to at the first call. overrides: of the
     gradients within the part: what `client.evaluate` takes, or a dict as for `gradrule.keras.overrides`, which knows
     layers. params: values for them by label; the attribute `params` may be set at any time, and compiles nothing.
-    no_gradient: as for `client.evaluate`. timeout: seconds for each request, the first of which compile.
+    They matter in the backward pass alone, which raises what is wrong with them. no_gradient: as for
+    `client.evaluate`. timeout: seconds for each request; the first ones compile.
 
     The weights stay here, as Keras variables of the part: optimizers, checkpoints and summaries see them. Each call
     sends them with the inputs; the backward pass sends both again, with upstream gradients, and gets gradients of
     the trainable weights and of the inputs: dense ones, of embeddings too, and zeros where the outputs do not depend on
     them. Moving averages, seeds
     of dropout, losses that layers add, masks, and mixed precision are as they are without the server. A call works
-    eagerly and within `tf.function`, not under XLA (`jit_compile=True`). Second derivatives raise
+    eagerly and within `tf.function`, not under XLA: Keras drops `jit_compile`. Second derivatives raise
     `NotImplementedError`.
 
     Saving the model's weights saves the part's. Saving the model saves the part, the server's address, and overrides

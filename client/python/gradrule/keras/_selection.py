@@ -36,7 +36,8 @@ def overrides(model: Any, rules: Keyed, *, optional: bool = False) -> list[Overr
     """Overrides for `client.evaluate` and its like, by layer and op type; the first entry that fits a layer holds.
 
     model: a Keras model, or better the graph that `gr.from_keras` made of it: names may differ between inference and
-    training. rules: as values what `client.evaluate` takes, a rule or `(rule, params)`; as keys
+    training. What is returned holds for that graph saved or frozen, too. rules: as values what `client.evaluate` takes,
+    a rule or `(rule, params)`; as keys
 
     - what `layers` takes as `which`, or calls that it returned: each call of the layer as a whole;
     - a pair of such a layer and an op type (`("conv1", "Relu")`), a group (`(keras.layers.Dense, "@linear")`), or a
