@@ -33,10 +33,9 @@ class RemoteLayer(keras.layers.Layer):  # type: ignore[misc]
     The weights stay here, as Keras variables of the part: optimizers, checkpoints and summaries see them. Each call
     sends them with the inputs; the backward pass sends both again, with upstream gradients, and gets gradients of
     the trainable weights and of the inputs: dense ones, of embeddings too, and zeros where the outputs do not depend on
-    them. Moving averages, seeds
-    of dropout, losses that layers add, masks, and mixed precision are as they are without the server. A call works
-    eagerly and within `tf.function`, not under XLA: Keras drops `jit_compile`. Second derivatives raise
-    `NotImplementedError`.
+    them. Moving averages, seeds of dropout, losses that layers add, masks, and mixed precision are as they are without
+    the server. A call works eagerly and within `tf.function`, not under XLA: Keras drops `jit_compile`. Second
+    derivatives raise `NotImplementedError`.
 
     Saving the model's weights saves the part's. Saving the model saves the part, the server's address, and overrides
     that are a dict of strings; after loading, `client` may be set to one with credentials.
