@@ -5,8 +5,8 @@
     client = gr.connect("localhost:8470")
     client.create_rule("QuantizeGrad", "where(abs(x) <= 1, dy, 0)")
 
-Importing it loads nothing heavy; each name below is loaded at its first use. TensorFlow is needed
-only for graphs that come from it: `trace`, `from_keras`, and `load` of SavedModels and Keras files.
+Importing it loads nothing heavy; each name below is loaded at its first use. TensorFlow is needed only for graphs
+that come from it (`trace`, `from_keras`, `load` of SavedModels and Keras files) and for `gradrule.keras`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradrule import aio, errors, optimizers
+    from gradrule import aio, errors, keras, optimizers
     from gradrule._blobs import Blob
     from gradrule._client import Client, Program, connect
     from gradrule._comparison import ComparedRow, Comparison, Parting
@@ -54,7 +54,7 @@ __all__ = [
     "Result", "Explanation", "SampleResult", "RuleInfo", "PresetInfo", "ParamInfo",
     "Comparison", "ComparedRow", "Parting", "FiniteDifferences",
     "Resolution", "Timings", "Digests", "Sparse", "TensorSpec",
-    "errors", "GradruleError",
+    "errors", "GradruleError", "keras",
     "__version__",
 ]  # fmt: skip
 
@@ -99,7 +99,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("aio", "errors", "optimizers"):
+    if name in ("aio", "errors", "keras", "optimizers"):
         return importlib.import_module(f"gradrule.{name}")
     home = _HOMES.get(name)
     if home is None:

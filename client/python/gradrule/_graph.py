@@ -17,6 +17,7 @@ from gradrule._dtypes import as_dt, base, name_of
 from gradrule._graphtypes import GraphTypes
 from gradrule._handles import Node, TensorHandle, as_tensor
 from gradrule._infer import InferError, complete
+from gradrule._layers import LayerCall
 from gradrule._names import UniqueNames, bare, glob, is_node_name, near, split
 from gradrule._ops import GraphOps
 from gradrule._overrides import Override
@@ -45,7 +46,8 @@ class Graph(GraphOps):
     """A graph that is being built, or was loaded.
 
     variables: values of variables by the name of their node. aliases: further names of tensors, valid wherever names
-    are; one that is a node's name too hides the node's first output, which then goes by `node:0`.
+    are; one that is a node's name too hides the node's first output, which then goes by `node:0`. layers: calls of
+    Keras layers, where the graph was traced from a model.
 
     Nodes are made by `placeholder`, `constant`, `op`, operators on handles, and any op type's name in snake case
     (`g.relu(x)`). Attributes that follow from inputs are filled in. Node names are made unique as TensorFlow does it.
@@ -60,6 +62,7 @@ class Graph(GraphOps):
         self._message = message
         self._bytes = data
         self.aliases: dict[str, str] = {}
+        self.layers: list[LayerCall] = []
         self._types = GraphTypes(message)
         self._names = UniqueNames()
         for node in message.node:

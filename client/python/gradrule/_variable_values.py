@@ -7,7 +7,7 @@ on TensorFlow's messages alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 from gradrule import _tensors
@@ -172,10 +172,13 @@ class _Copies:
         return self._made[key]
 
     def _rewrite(self, definition: Function, values: Mapping[str, int]) -> None:
-        for argument in definition.signature.input_arg:
+        for index, argument in enumerate(definition.signature.input_arg):
             if argument.name in values:
                 argument.type = values[argument.name]
                 del argument.handle_data[:]
+                _forget_shapes(definition.attr, "_input_shapes", [index])
+                if index in definition.arg_attr:
+                    _forget_shapes(definition.arg_attr[index].attr, "_output_shapes", [0])
         known = self.take_values_in(definition, values)
         for output in definition.signature.output_arg:
             output.type = known.get(definition.ret[output.name], output.type)
@@ -213,6 +216,7 @@ class _Copies:
             return {}
         if node.op in ("While", "StatelessWhile"):
             self._call(node, [node.attr["cond"].func, node.attr["body"].func], places, 0, "T")
+            _forget_shapes(node.attr, "output_shapes", places)
             return dict(places)
         if node.op == "IdentityN":
             handles = {index: dtype for index, dtype in self._handles(node).items() if index in places}
@@ -233,6 +237,15 @@ class _Copies:
             function.name = self._copy(function.name, named)
         for index, dtype in places.items():
             node.attr[types].list.type[index - first] = dtype
+
+
+def _forget_shapes(attrs: Any, name: str, places: Iterable[int]) -> None:
+    """Takes back the shapes that an attribute tells of handles: a scalar's, which the values need not have."""
+    shapes = attrs[name].list.shape if name in attrs else ()
+    for index in places:
+        if index < len(shapes):
+            shapes[index].Clear()
+            shapes[index].unknown_rank = True
 
 
 def _reference(body: Any, node: Node, slot: str, index: int) -> str:

@@ -1,4 +1,4 @@
-"""Graphs from live TensorFlow and Keras: the client's one home of TensorFlow, which is imported at the first call."""
+"""Graphs from live TensorFlow and Keras: the client's home of TensorFlow, which is imported at the first call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def trace(fn: Any, /, *specs: Any, **kwspecs: Any) -> Graph:
     Raises `UnsupportedError` where TensorFlow is missing, or where the function needs what cannot travel: tables,
     iterators, and other resources.
     """
-    _require("trace")
+    require("trace")
     from gradrule._tracing import functions
 
     return functions.trace(fn, specs, kwspecs)
@@ -40,7 +40,7 @@ def from_keras(model: Any, /, *specs: Any, training: bool = False) -> Graph:
     assigns then (moving averages) is part of the graph. Inputs and outputs have aliases by Keras's names. Nodes of a
     layer lie in the scope of its name, those of a nested model's layers in `model/layer`.
     """
-    _require("from_keras")
+    require("from_keras")
     from gradrule._tracing import keras_models
 
     return keras_models.from_keras(model, specs, training=training)
@@ -48,7 +48,7 @@ def from_keras(model: Any, /, *specs: Any, training: bool = False) -> Graph:
 
 def load_saved_model(folder: Path, signature: str) -> Graph:
     """The graph of one signature of a SavedModel."""
-    _require("load", f"{folder} is a SavedModel; ")
+    require("load", f"{folder} is a SavedModel; ")
     from gradrule._tracing import saved_models
 
     return saved_models.load(folder, signature)
@@ -56,13 +56,14 @@ def load_saved_model(folder: Path, signature: str) -> Graph:
 
 def load_keras(path: Path) -> Graph:
     """The graph of a model in a `.keras` or `.h5` file, in inference mode."""
-    _require("load", f"{path} is a file of Keras's; ")
+    require("load", f"{path} is a file of Keras's; ")
     from gradrule._tracing import keras_models
 
     return keras_models.load(path)
 
 
-def _require(what: str, why: str = "") -> None:
+def require(what: str, why: str = "") -> None:
+    """Raises `UnsupportedError`, which says what to install, where there is no TensorFlow for `gr.{what}`."""
     if importlib.util.find_spec("tensorflow") is None:
         raise UnsupportedError(
             f"{why}gr.{what} needs TensorFlow, which is not installed here: pip install tensorflow (or tensorflow-cpu)"

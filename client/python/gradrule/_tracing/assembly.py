@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2, node_def_pb2
@@ -17,11 +17,19 @@ from gradrule._tracing.gradients import attach_gradients, drop_unused
 from gradrule._tracing.variables import Variable, split_captures
 from gradrule._variable_values import handles_to_values, needed_functions
 
+if TYPE_CHECKING:
+    from gradrule._tracing.layer_scopes import TracedCall
+
 _ROOT = "gradrule_top"
 
 
-def assembled(graph: Any, input_names: Sequence[str], aliases: Sequence[str]) -> Graph:
-    """The graph of a function graph whose first inputs have these names, and its outputs these aliases."""
+def assembled(
+    graph: Any, input_names: Sequence[str], aliases: Sequence[str], calls: Sequence[TracedCall] = ()
+) -> Graph:
+    """The graph of a function graph whose first inputs have these names, and its outputs these aliases.
+
+    calls: of layers, which the graph will know as `layers`.
+    """
     definition = tf_private.definition_of(graph, f"{_ROOT}_{id(graph)}")
     arguments = [argument.name for argument in definition.signature.input_arg]
     library = Library(Body(definition, graph, list(arguments)))
@@ -40,6 +48,7 @@ def assembled(graph: Any, input_names: Sequence[str], aliases: Sequence[str]) ->
     for alias, tensor in [*top.input_aliases.items(), *zip(aliases, top.outputs, strict=True)]:
         if alias != tensor.removesuffix(":0"):
             wrapped.aliases[alias] = tensor
+    wrapped.layers.extend(call.named(top.name_of) for call in calls)
     return wrapped
 
 
@@ -103,6 +112,14 @@ class _Top:
         self.outputs = [self._flat(self._root.ret[output.name]) for output in self._root.signature.output_arg]
         self._write_library(result)
         return result
+
+    def name_of(self, tensor: Any) -> str | None:
+        """What a tensor of the function graph is called now; None for tensors of other graphs."""
+        body = self._library.root
+        if tf_private.is_eager(tensor) or tensor.graph is not body.graph:
+            return None
+        text = body.name_of(tensor, self._library)
+        return None if text is None else self._flat(text)
 
     def _named(self, variable: Variable, taken: UniqueNames) -> str:
         return variable.name if variable.is_named else variable.take_name(taken.make(node_name(variable.name)))

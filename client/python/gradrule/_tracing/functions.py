@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 from tensorflow.core.framework import types_pb2
@@ -13,6 +13,9 @@ from gradrule._tracing import tf_private
 from gradrule._tracing.arguments import as_specs, leaf_names
 from gradrule._tracing.assembly import assembled
 from gradrule.errors import GradruleError, InvalidGraphError, UnsupportedError
+
+if TYPE_CHECKING:
+    from gradrule._tracing.layer_scopes import TracedCall
 
 
 def trace(fn: Any, specs: Sequence[Any], kwspecs: Mapping[str, Any]) -> Graph:
@@ -43,10 +46,16 @@ def concrete(fn: Any, specs: Sequence[Any], kwspecs: Mapping[str, Any]) -> Any:
         raise InvalidGraphError(f"{_name_of(fn)} cannot be traced with these specs: {cause}") from cause
 
 
-def of_concrete(function: Any, names: Mapping[int, str] | None = None, aliases: Sequence[str] | None = None) -> Graph:
+def of_concrete(
+    function: Any,
+    names: Mapping[int, str] | None = None,
+    aliases: Sequence[str] | None = None,
+    calls: Sequence[TracedCall] = (),
+) -> Graph:
     """The graph of a ConcreteFunction.
 
-    names: by input, in place of the arguments'. aliases: one per output tensor, in place of the structure's.
+    names: by input, in place of the arguments'. aliases: one per output tensor, in place of the structure's. calls: of
+    layers while it was traced.
     """
     graph = function.graph
     if tf_private.deferred_captures(graph):
@@ -56,7 +65,7 @@ def of_concrete(function: Any, names: Mapping[int, str] | None = None, aliases: 
     input_names = _input_names(function)
     for index, name in (names or {}).items():
         input_names[index] = name
-    return assembled(graph, input_names, list(aliases) if aliases is not None else _output_aliases(function))
+    return assembled(graph, input_names, list(aliases) if aliases is not None else _output_aliases(function), calls)
 
 
 def _input_names(function: Any) -> list[str]:

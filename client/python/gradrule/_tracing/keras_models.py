@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import tensorflow as tf
 from gradrule._graph import Graph
 from gradrule._tracing.arguments import as_specs, leaf_names
 from gradrule._tracing.functions import concrete, of_concrete
+from gradrule._tracing.layer_scopes import layer_scopes
 from gradrule.errors import InvalidGraphError, UnsupportedError
 
 
@@ -28,11 +27,11 @@ def from_keras(model: Any, specs: Sequence[Any] = (), *, training: bool = False)
     def call(*inputs: Any) -> Any:
         return model(*inputs, training=training)
 
-    with _scopes_by_layer(model):
+    with layer_scopes(model) as calls:
         function = concrete(call, given, {})
     names = _names(model, given)
     aliases = _output_names(model, function.structured_outputs)
-    return of_concrete(function, dict(enumerate(names)), aliases)
+    return of_concrete(function, dict(enumerate(names)), aliases, calls)
 
 
 def load(path: Path) -> Graph:
@@ -85,38 +84,3 @@ def _output_names(model: Any, structure: Any) -> list[str] | None:
     found = leaf_names("output", structure)
     # Keras gives several outputs of one layer the layer's name each.
     return own if len(own) == len(found) and len(set(own)) == len(own) else None
-
-
-@contextlib.contextmanager
-def _scopes_by_layer(model: Any) -> Iterator[None]:
-    """Within this context the nodes of a layer lie in the scope of its name, and nested layers' in `outer/inner`.
-
-    Keras opens a layer's scope twice, so that TensorFlow would make it `dense_1`, which may be another layer's name.
-    """
-    stack: list[str] = []
-    layers = [layer for layer in model._flatten_layers(include_self=False) if layer is not model]
-    calls = [(layer, layer.call) for layer in layers]
-    for layer, call in calls:
-        object.__setattr__(layer, "call", _in_scope(layer.name, call, stack))
-    try:
-        yield
-    finally:
-        for layer, call in calls:
-            if call == getattr(type(layer), "call", None) or getattr(call, "__self__", None) is layer:
-                object.__delattr__(layer, "call")
-            else:
-                object.__setattr__(layer, "call", call)
-
-
-def _in_scope(name: str, call: Callable[..., Any], stack: list[str]) -> Callable[..., Any]:
-    @functools.wraps(call)
-    def scoped(*args: Any, **kwargs: Any) -> Any:
-        stack.append(name)
-        try:
-            # The slash at the end enters the scope as it is, however often it was entered before.
-            with tf.name_scope("/".join(stack) + "/"):
-                return call(*args, **kwargs)
-        finally:
-            stack.pop()
-
-    return scoped
