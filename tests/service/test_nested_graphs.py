@@ -1,0 +1,52 @@
+"""Functions, loops and branches nested at random, with overrides inside, against the same computed straight."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.service.answers import rules_by_node
+from tests.service.graph_defs import loaded
+from tests.service.nested_cases import CASES, REGISTERED, REGISTERED_EXPRESSION, Case, case, straight
+from tests.service.nested_graphs import graph_def
+from tests.service.nested_programs import Branch, Call, Loop, Map, Scan, places, statements
+
+CHUNK = 10
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered(client: Any) -> Iterator[None]:
+    client.create_rule(REGISTERED, REGISTERED_EXPRESSION)
+    yield
+    client.delete_rule(REGISTERED)
+
+
+def assert_equal(got: Any, wanted: Any, what: str) -> None:
+    scale = max(1.0, float(np.abs(wanted).max()))
+    np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-10 * scale, err_msg=what, strict=True)
+
+
+def compare(client: Any, item: Case) -> None:
+    wanted = straight(item.number)
+    r = client.evaluate(loaded(graph_def(item.program, static=item.static)), **item.words())
+    for name in item.fetches:
+        assert_equal(r.outputs[item.tensor(name)], wanted.values[name], f"case {item.number}: output {name}")
+    for x in item.xs:
+        got, gradient = r.gradients[item.tensor(x)], wanted.gradients[x]
+        if got is None:
+            assert gradient is None, f"case {item.number}: {x} is unconnected"
+        else:
+            # A loop or a branch gives zeros where what ran used nothing of it.
+            gradient = np.zeros_like(wanted.values[x]) if gradient is None else gradient
+            assert_equal(got, gradient, f"case {item.number}: gradient of {x}")
+    assert wanted.asked <= set(rules_by_node(r)), f"case {item.number}"
+
+
+@pytest.mark.parametrize("first", range(0, CASES, CHUNK))
+def test_nested_graphs(client: Any, first: int) -> None:
+    for number in range(first, first + CHUNK):
+        compare(client, case(number))
