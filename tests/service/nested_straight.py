@@ -53,6 +53,8 @@ class _Run:
         for statement in block.statements:
             value = self._statement(statement, inner, path)
             if block is self.program.top:
+                # A tensor of its own even where a loop makes no turn.
+                value = tf.identity(value)
                 if statement.name in self.watched:
                     # Also where it depends on no x: gradients are asked with respect to it.
                     self.tape.watch(value)
