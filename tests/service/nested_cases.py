@@ -30,7 +30,7 @@ REGISTERED_EXPRESSION = "where(abs(x) <= 1.5, 0.5 * dy, 0)"
 
 @dataclass(frozen=True)
 class Rule:
-    """text: an expression, or a rule's name. kind: inline, name, graph or default. params: with the values used here."""
+    """text: an expression, or a rule's name. kind: inline, name, graph or default. params: with the values used."""
 
     text: str
     python: Pull
@@ -145,7 +145,7 @@ class Case:
             conditions = {"op_type": item.op_type, "node": item.node, "scope": item.scope}
             selectors: dict[str, Any] = {key: value for key, value in conditions.items() if value is not None}
             label = f"override{number}"
-            given = {name: 100.0 for name in item.rule.params} if self.late else item.rule.params
+            given = dict.fromkeys(item.rule.params, 100.0) if self.late else item.rule.params
             if item.rule.params and self.late:
                 params[label] = dict(item.rule.params)
             overrides.append(
@@ -178,29 +178,32 @@ def case(number: int) -> Case:
     xs = rng.sample(["x", "w", "rows"], rng.randint(1, 3)) + rng.sample(inner, rng.choice([0, 0, 1]))
     ys = results + rng.sample([name for name in inner if name not in xs], rng.choice([0, 0, 1]) if inner[1:] else 0)
     free = [name for name in inner if name not in xs + ys]
+    feeds = {
+        "x": vector(program.size),
+        "w": vector(program.size),
+        "rows": vector(program.n_rows, program.size),
+        "k": np.int32(rng.randint(0, 3)),
+    }
+    found = places(program)
+    reached = nested_straight.evaluate(program, feeds, ys, xs, rule_of=lambda place: _own).asked
     return Case(
         number=number,
         program=program,
         static=rng.random() < 0.5,
-        feeds={
-            "x": vector(program.size),
-            "w": vector(program.size),
-            "rows": vector(program.n_rows, program.size),
-            "k": np.int32(rng.randint(0, 3)),
-        },
+        feeds=feeds,
         fetches=[*results, *rng.sample(inner, rng.randint(0, min(2, len(inner))))],
         ys=ys,
         xs=xs,
         grad_ys={name: vector(program.size) for name in ys if rng.random() < 0.4},
         stopped=frozenset(rng.sample(free, 1) if free and rng.random() < 0.25 else []),
-        overrides=_overrides(rng, places(program)),
+        overrides=_overrides(rng, found, reached),
         late=rng.random() < 0.3,
     )
 
 
-def _overrides(rng: random.Random, found: list[Place]) -> list[Override]:
-    """One to four; nested ops are twice as likely to be meant as those of the top level."""
-    weights = [2 if place.kinds else 1 for place in found]
+def _overrides(rng: random.Random, found: list[Place], reached: set[str]) -> list[Override]:
+    """One to four; ops that are on the path when the program runs are meant most often, and nested ones more often."""
+    weights = [(6 if place.name in reached else 1) * (2 if place.kinds else 1) for place in found]
     made = []
     for _ in range(rng.randint(1, 4)):
         place = rng.choices(found, weights)[0]

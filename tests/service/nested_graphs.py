@@ -31,7 +31,7 @@ Env = Mapping[str, Any]
 
 
 def graph_def(program: Program, *, static: bool) -> Any:
-    """The GraphDef; `static`: whether placeholders have shapes. Top-level constructs end in `NAME/out`; y0, … are results."""
+    """The GraphDef; static: whether placeholders have shapes. Its results are y0, …"""
     size, n_rows = (program.size, program.n_rows) if static else (None, None)
     with tf.Graph().as_default() as graph:
         env = {name: tf.compat.v1.placeholder(tf.float64, [size], name=name) for name in program.top.params}

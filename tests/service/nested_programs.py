@@ -95,7 +95,7 @@ CONSTRUCTS: dict[type[Statement], str] = {Call: "function", Loop: "loop", Map: "
 
 @dataclass
 class Program:
-    """`top` has the params x and w, vectors; besides them there are the placeholders `rows` (float64) and `k` (int32)."""
+    """`top` has the params x and w, vectors; besides, there are the placeholders `rows` (float64) and `k` (int32)."""
 
     size: int
     n_rows: int
@@ -209,8 +209,12 @@ class _Generator:
             block.statements.append(statement)
             # What was just made is what is most often used.
             seen += [statement.name, statement.name]
+        used = {name for statement in block.statements for name in statement.args}
+        # What nothing uses yet would be computed for nothing.
+        left = [item.name for item in block.statements if item.name not in used and not isinstance(item, Op)]
         for _ in range(n_results):
-            both = Op(self._name("op"), [self._pick(seen), seen[-1]], rng.choice(BINARY))
+            first = left.pop() if left else self._pick(seen)
+            both = Op(self._name("op"), [first, seen[-1]], rng.choice(BINARY))
             # What leaves a block stays small, however often it goes round.
             bounded = Op(self._name("op"), [both.name], rng.choice(["Tanh", "Sin"]))
             block.statements += [both, bounded]
@@ -222,7 +226,8 @@ class _Generator:
 
     def _op(self, seen: list[str]) -> Op:
         if self._rng.random() < 0.7:
-            return Op(self._name("op"), [self._pick(seen)], self._rng.choice(UNARY))
+            # Those at the front have no gradient to pass on, so that few of them go far.
+            return Op(self._name("op"), [self._pick(seen)], self._rng.choice(UNARY + UNARY[2:]))
         return Op(self._name("op"), [self._pick(seen), self._pick(seen)], self._rng.choice(BINARY))
 
     def _construct(self, seen: list[str], depth: int) -> Statement:

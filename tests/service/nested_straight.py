@@ -151,7 +151,7 @@ def evaluate(
     grad_ys: Mapping[str, Any] | None = None,
     stopped: frozenset[str] = frozenset(),
 ) -> Straight:
-    """Values of the top level by name (results as y0, …) and gradients by x. ys, xs, stopped: names of the top level."""
+    """Values of the top level by name (results as y0, …), gradients by x. ys, xs, stopped: names of the top level."""
     env = {name: tf.constant(value) for name, value in feeds.items()}
     with tf.GradientTape() as tape:
         for name in env.keys() & set(xs):

@@ -87,6 +87,6 @@ def in_graph(graph: tf.Graph, tensor: tf.Tensor) -> tf.Tensor:
     while further is not None and further is not tensor.graph:
         further = getattr(further, "outer_graph", None)
     if around is not None and further is not None:
-        # The gradient of a branch takes only what lies right around it, so what comes from further out goes level by level.
+        # The gradient of a branch takes only what lies right around it: what lies further out comes level by level.
         tensor = in_graph(around, tensor)
     return graph.capture(tensor)

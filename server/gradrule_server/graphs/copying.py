@@ -325,7 +325,7 @@ def _identity(into: Destination, call: str, number: int, ref: Ref, dtype: int, c
 def _part(branch: Node, types: Sequence[int], into: Destination) -> None:
     """Gives the functions of a branch different tensors: one that comes twice comes the second time by an Identity.
 
-    TensorFlow's gradient of a branch knows its inputs by the tensor outside, and of two that are one it forgets the first.
+    TensorFlow's gradient of a branch knows inputs by the tensor outside, and of two that are one forgets the first.
     """
     seen: set[Ref] = set()
     # The first is the predicate, or the branch's number: no function sees it.
