@@ -1,4 +1,4 @@
-"""What of structures is not only equality: seeds, forms of gradients, what TensorFlow's branches lose, old control flow."""
+"""Seeds, sparse gradients, what the gradients of branches lose in TensorFlow, and control flow of version 1."""
 
 from __future__ import annotations
 
@@ -45,13 +45,8 @@ def test_gradients_of_lookups_are_sparse_and_become_dense(client: Any) -> None:
 
     table, ids = np.arange(10, dtype=np.float32).reshape(5, 2) / 10, np.int32([3, 1, 3])
     graph_def = drawn(build)
-    r = client.evaluate(
-        loaded(graph_def),
-        feeds={"table": table, "ids": ids},
-        ys=["y"],
-        xs=["table"],
-        overrides={"Tanh": gr.Rule("-dy")},
-    )
+    feeds = {"table": table, "ids": ids}
+    r = client.evaluate(loaded(graph_def), feeds, ys=["y"], xs=["table"], overrides={"Tanh": gr.Rule("-dy")})
     gradient = r.gradients["table"]
     assert r.gradient_kinds["table"] == "sparse"
     assert isinstance(gradient, gr.Sparse)
