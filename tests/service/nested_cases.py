@@ -210,7 +210,9 @@ def _overrides(rng: random.Random, found: list[Place], reached: set[str]) -> lis
         rule = rng.choice(UNARY_RULES if place.op_type in UNARY else BINARY_RULES)
         path, _, last = place.name.rpartition("/")
         how = rng.choice(["type", "type", "node", "last", "level", "within", "scope"])
-        op_type, node, scope = place.op_type, None, None
+        op_type: str | None = place.op_type
+        node: str | None = None
+        scope: str | None = None
         if how in ("level", "within", "scope") and not path:
             how = "type"
         if how == "node":

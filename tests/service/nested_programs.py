@@ -257,7 +257,8 @@ class _Generator:
         if len(states) == 2 and rng.random() < 0.3:
             # A loop variable that never changes.
             body.results[1] = states[1]
-        trips: int | str = rng.choice([0, 1, 2, 2, 3, "fed", "fed", "value", "value"])
+        choices: list[int | str] = [0, 1, 2, 2, 3, "fed", "fed", "value", "value"]
+        trips = rng.choice(choices)
         collect = isinstance(trips, int) and trips > 0 and rng.random() < 0.5
         return Loop(
             self._name("turn"), [self._pick(seen) for _ in states], body, trips, rng.choice([0.37, 1.41, 2.73]), collect

@@ -91,7 +91,7 @@ class _Run:
 
     def _loop(self, loop: Loop, states: list[Any], k: int, bound: Callable[..., list[Any]]) -> Any:
         found, turn = [], 0
-        most = {"fed": k, "value": 3}.get(loop.trips, loop.trips) if isinstance(loop.trips, str) else loop.trips
+        most = loop.trips if isinstance(loop.trips, int) else {"fed": k, "value": 3}[loop.trips]
         while turn < most and (loop.trips != "value" or np.abs(states[0].numpy()).sum() < loop.limit):
             states = bound(loop.body, *states)
             found.append(states[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ TABLE: Table = {}
 IMAGE = {"x": values(2, 4, 4, 3).astype(np.float32), "scale": values(3).astype(np.float32)}
 
 
-def batch_norm(*, training: bool) -> None:
+def batch_norm(training: bool) -> None:
     x, scale = feed("x", IMAGE), tf.compat.v1.placeholder(tf.float32, [3], name="scale")
     offset = tf.constant([0.1, -0.2, 0.3])
     moments: dict[str, Any] = {} if training else {"mean": offset, "variance": offset * offset + 1.0}
@@ -26,9 +27,7 @@ def batch_norm(*, training: bool) -> None:
 
 for training in (False, True):
     words: dict[str, Any] = {"tolerance": 1e-3}
-    enter(TABLE, f"batch norm, training={training}", IMAGE, "Relu", **words)(
-        lambda training=training: batch_norm(training=training)
-    )
+    enter(TABLE, f"batch norm, training={training}", IMAGE, "Relu", **words)(functools.partial(batch_norm, training))
 ROWS = {"x": values(4, 3), "w": values(3, 3)}
 SEEDED = {"x": values(6, 5), "seed": np.int32([3, 4])}
 
@@ -97,10 +96,13 @@ def with_einsum() -> None:
 
 PICTURE = {"x": values(1, 4, 5, 2).astype(np.float32)}
 
+
+def resized(method: str) -> None:
+    tf.identity(tf.image.resize(tf.tanh(feed("x", PICTURE)), [7, 6], method), name="y")
+
+
 for method in ("bilinear", "nearest", "bicubic"):
-    enter(TABLE, f"resize {method}", PICTURE, "Tanh", tolerance=1e-4)(
-        lambda method=method: tf.identity(tf.image.resize(tf.tanh(feed("x", PICTURE)), [7, 6], method), name="y")
-    )
+    enter(TABLE, f"resize {method}", PICTURE, "Tanh", tolerance=1e-4)(functools.partial(resized, method))
 enter(TABLE, "crop and resize", PICTURE, "Tanh", tolerance=1e-4)(
     lambda: tf.image.crop_and_resize(tf.tanh(feed("x", PICTURE)), [[0.1, 0.2, 0.8, 0.9]], [0], [3, 3], name="y")
 )

@@ -95,17 +95,13 @@ def test_params_of_a_rule_that_is_code_reach_a_branch_in_a_branch(client: Any) -
     def flat(x: Any) -> Any:
         return x[None] @ tf.constant([[1.0, -2.0], [0.5, 1.0], [2.0, 0.25]])
 
-    gradients = [
-        client.evaluate(
-            loaded(drawn(lambda structure=structure: tf.reduce_sum(structure(placeholder("x")), name="y"))),
-            feeds={"x": X},
-            ys=["y"],
-            xs=["x"],
-            overrides={"MatMul": ("lrp_epsilon", {"eps": 0.5})},
-        ).gradients["x"]
-        for structure in (dense_in, flat)
-    ]
-    assert_close(gradients[0], gradients[1])
+    def gradient(structure: Callable[[Any], Any]) -> Any:
+        graph = loaded(drawn(lambda: tf.reduce_sum(structure(placeholder("x")), name="y")))
+        overrides = {"MatMul": ("lrp_epsilon", {"eps": 0.5})}
+        return client.evaluate(graph, feeds={"x": X}, ys=["y"], xs=["x"], overrides=overrides).gradients["x"]
+
+    assert_close(gradient(dense_in), gradient(flat))
+    assert not np.allclose(gradient(flat), [-1, 1.5, 2.25])
 
 
 @pytest.mark.parametrize("kind", ["If", "Case"])
