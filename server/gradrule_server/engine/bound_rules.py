@@ -98,8 +98,10 @@ class CodeRule(BoundRule):
             tf.zeros_like(y) if dy is None else tf.convert_to_tensor(dy)
             for y, dy in zip(site.outputs, dys, strict=True)
         ]
+        graph = tf.compat.v1.get_default_graph()
+        params = {name: tf_private.in_graph(graph, value) for name, value in self._params.items()}
         try:
-            gradients = self._run(site, dense, self._params)
+            gradients = self._run(site, dense, params)
         except GradruleError:
             raise
         except (ValueError, TypeError, LookupError, NotImplementedError, tf.errors.OpError) as cause:

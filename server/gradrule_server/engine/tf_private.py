@@ -154,4 +154,13 @@ def identity_n(tensors: Sequence[tf.Tensor], notes: Mapping[str, str | int]) -> 
 
 def in_graph(graph: tf.Graph, tensor: tf.Tensor) -> tf.Tensor:
     """`tensor` as seen from inside `graph`: captured where it belongs to an outer graph (as in a loop's gradient)."""
-    return tensor if tensor.graph is graph else graph.capture(tensor)
+    if tensor.graph is graph:
+        return tensor
+    around = getattr(graph, "outer_graph", None)
+    further = around
+    while further is not None and further is not tensor.graph:
+        further = getattr(further, "outer_graph", None)
+    if around is not None and further is not None:
+        # The gradient of a branch takes only what lies right around it: what lies further out comes level by level.
+        tensor = in_graph(around, tensor)
+    return graph.capture(tensor)

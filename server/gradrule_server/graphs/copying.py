@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from gradrule._dtypes import as_dt
 from gradrule.v1.graph_pb2 import AttrValue
-from gradrule.v1.tensor_pb2 import TensorShape
-from gradrule_server.graphs.ir import ARG, DIFFERENTIABLE, GRADIENT_ATTR, Body, Node, Ref, is_call
+from gradrule.v1.tensor_pb2 import Dt, TensorShape
+from gradrule_server.graphs.ir import ARG, BRANCHES, DIFFERENTIABLE, GRADIENT_ATTR, Body, Node, Ref, is_call
 from gradrule_server.graphs.knots import OUTPUTS_NOTE
 from gradrule_server.graphs.resolve import Resolver
 from gradrule_server.graphs.scene import Foreign, Match, Resolved
@@ -186,6 +186,8 @@ class _Copier:
                     awaited=position in awaited,
                 )
             else:
+                if node.op in BRANCHES:
+                    _part(copy, [_type(source, ref) for ref in node.inputs], into)
                 placed.nodes[position] = into.add(copy)
                 if resolved is not None:
                     self.resolved[id(copy)] = [resolved]
@@ -327,6 +329,21 @@ def _type(source: Body, ref: Ref) -> int:
 def _identity(into: Destination, call: str, number: int, ref: Ref, dtype: int, controls: list[int]) -> Node:
     attrs = {"T": AttrValue(type=as_dt(dtype))}
     return Node(into.unique(f"{call}/result_{number}"), "Identity", [ref], controls, attrs, (dtype,))
+
+
+def _part(branch: Node, types: Sequence[int], into: Destination) -> None:
+    """Gives the functions of a branch different tensors: one that comes twice comes the second time by an Identity.
+
+    TensorFlow's gradient of a branch knows inputs by the tensor outside, and of two that are one forgets the first.
+    """
+    seen: set[Ref] = set()
+    # The first is the predicate, or the branch's number: no function sees it.
+    for number, ref in enumerate(branch.inputs[1:], start=1):
+        if ref in seen and types[number] not in (0, Dt.DT_RESOURCE):
+            attrs = {"T": AttrValue(type=as_dt(types[number]))}
+            name = into.unique(f"{branch.name}/input_{number}")
+            branch.inputs[number] = (into.add(Node(name, "Identity", [ref], [], attrs, (types[number],))), 0)
+        seen.add(ref)
 
 
 def _placeholder(name: str, dtype: int, shape: AttrValue | None) -> Node:

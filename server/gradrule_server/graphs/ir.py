@@ -30,6 +30,7 @@ CONTAINERS: dict[str, tuple[str, ...]] = {
     "StatelessWhile": ("cond", "body"),
 }
 LOOPS = frozenset({"While", "StatelessWhile"})
+BRANCHES = frozenset(CONTAINERS) - LOOPS
 
 # Nodes whose value a call must give.
 PLACEHOLDERS = frozenset({"Placeholder", "PlaceholderV2"})
