@@ -99,8 +99,10 @@ def front(serialized: bytes, folder: Path) -> dict[str, dict[str, float]]:
     """What the front end does with a program that it has not seen."""
     from gradrule.v1 import program_pb2
     from gradrule_server import graphs
-    from gradrule_server.programs.prepare import CallShape, prepare
+    from gradrule_server.programs.prepare import prepare
     from gradrule_server.programs.rule_lookup import SnapshotLookup
+    from gradrule_server.programs.shape import CallShape
+    from gradrule_server.registry.blobs import BlobStore
 
     spec = program_pb2.ProgramSpec(fetches=["y"])
     spec.graph.serialized = serialized
@@ -108,9 +110,12 @@ def front(serialized: bytes, folder: Path) -> dict[str, dict[str, float]]:
     spec.vjp.xs.append("x")
     spec.overrides.add(definition={"expression": RULE}).selector.op_type = "Sign"
     lookup, found = SnapshotLookup(b""), []
+    store = BlobStore(folder / "blobs", 0)
     result = {
-        "check and expand": measured(lambda: found.append(prepare(spec, CallShape(), lookup, graphs.Limits()))),
-        "check and expand, again": measured(lambda: found.append(prepare(spec, CallShape(), lookup, graphs.Limits()))),
+        "check and expand": measured(lambda: found.append(prepare(spec, CallShape(), lookup, graphs.Limits(), store))),
+        "check and expand, again": measured(
+            lambda: found.append(prepare(spec, CallShape(), lookup, graphs.Limits(), store))
+        ),
     }
     (folder / "request").write_bytes(found[0].request.SerializeToString())
     return result

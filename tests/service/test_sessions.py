@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import queue
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def locally(optimizer: Any, steps: int) -> tuple[list[float], dict[str, Any]]:
     return losses, {"w": np.asarray(w.value), "b": np.asarray(b.value)}
 
 
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, tuple[gr.optimizers.Optimizer, Callable[[], Any]]] = {
     "SGD": (gr.optimizers.SGD(0.1), lambda: keras.optimizers.SGD(0.1)),
     "nesterov": (
         gr.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
@@ -67,7 +68,7 @@ OPTIMIZERS = {
     "Adam": (gr.optimizers.Adam(0.05, amsgrad=True), lambda: keras.optimizers.Adam(0.05, amsgrad=True)),
     "AdamW": (gr.optimizers.AdamW(0.05), lambda: keras.optimizers.AdamW(0.05)),
     **{
-        name: (getattr(gr.optimizers, name)(0.02), lambda name=name: getattr(keras.optimizers, name)(0.02))
+        name: (getattr(gr.optimizers, name)(0.02), functools.partial(getattr(keras.optimizers, name), 0.02))
         for name in ("Adadelta", "Adagrad", "Adamax", "Nadam", "Ftrl", "Lion", "Adafactor", "Lamb")
     },
 }
@@ -128,7 +129,7 @@ def test_overrides_hold_in_steps(client: Any) -> None:
     x, t = g.placeholder("x", "float32", [None, 3]), g.placeholder("t", "float32", [None, 2])
     y = g.op("MatMul", x, g.op("Sign", g.variable("w", W)), name="y")
     g.op("Mean", g.op("Square", g.op("Sub", y, t)), g.constant([0, 1]), name="loss")
-    target = X @ np.float32([[1, -1], [-1, 1], [1, 1]])
+    target = X @ np.asarray([[1, -1], [-1, 1], [1, 1]], np.float32)
     feeds = {"x": X, "t": target}
     with client.session(g, overrides={"Sign": "ste"}) as s:
         losses = [float(s.step(feeds, "loss", gr.optimizers.SGD(0.2)).loss) for _ in range(60)]
@@ -222,6 +223,7 @@ def test_large_variables_travel_as_blobs(either: Any) -> None:
         assert_close(s.read()["w"], table - 1)
 
 
+@provokes("INVALID_OPTIMIZER")
 def test_what_is_wrong_changes_nothing(client: Any) -> None:
     feeds = {"x": X, "t": T}
     with client.session(linear()) as s:
@@ -278,7 +280,7 @@ class RawSession:
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        method = channel.stream_stream("/gradrule.v1.SessionService/RunSession")
+        method: Any = channel.stream_stream("/gradrule.v1.SessionService/RunSession")
         self.call: Any = method(iter(self._outgoing.get, None), timeout=60)
 
     def ask(self, data: bytes) -> session_pb2.RunSessionResponse:

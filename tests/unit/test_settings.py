@@ -27,6 +27,11 @@ OTHER_VALUES = {
     "max_programs": 11,
     "max_blob_bytes": 12,
     "max_graph_bytes": 13,
+    "max_handle_bytes": 14,
+    "max_handles": 15,
+    "handle_ttl_s": 16.0,
+    "max_sessions": 17,
+    "max_session_bytes": 18,
     "reflection": False,
     "log_level": "debug",
 }

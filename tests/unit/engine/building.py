@@ -17,6 +17,7 @@ from gradrule_server.programs.prepare import Prepared, prepare
 from gradrule_server.programs.rule_lookup import ResolvedRule
 from gradrule_server.programs.shape import CallShape
 from gradrule_server.rules.catalogue import BUILTINS
+from tests.stores import no_blobs
 
 
 class Builtins:
@@ -40,7 +41,7 @@ def prepared(
         override_pb2.Override(rule=rule, selector=override_pb2.Selector(op_type=op_type))
         for op_type, rule in (overrides or {}).items()
     )
-    return prepare(spec, call or CallShape(), Builtins(), Limits())
+    return prepare(spec, call or CallShape(), Builtins(), Limits(), no_blobs())
 
 
 def split(program: Prepared) -> Built:

@@ -19,6 +19,7 @@ from gradrule_server.engine.names import IMPORT_SCOPE
 from gradrule_server.programs.prepare import prepare
 from gradrule_server.programs.rule_lookup import ResolvedRule
 from gradrule_server.programs.shape import CallShape
+from tests.stores import no_blobs
 
 
 class NoRegistry:
@@ -44,7 +45,7 @@ def twice(
     spec.graph.serialized = graph
     spec.vjp.ys.append(y)
     spec.vjp.xs.extend(feeds)
-    request = prepare(spec, CallShape(), NoRegistry(), graphs.Limits()).request
+    request = prepare(spec, CallShape(), NoRegistry(), graphs.Limits(), no_blobs()).request
     graph_def = tf_graph_pb2.GraphDef.FromString(request.graph)
     functions = tf_private.add_functions(graph_def.library)
 
