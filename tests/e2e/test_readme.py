@@ -67,6 +67,13 @@ def test_derivatives_are_those_beside_the_code(client: Any) -> None:
     scope["p"].delete()
 
 
+def test_the_session_trains(client: Any) -> None:
+    scope: dict[str, Any] = {"gr": gr, "client": client}
+    exec(blocks("session"), scope)
+    assert scope["losses"][-1] == 0.0 < scope["losses"][0]
+    assert np.sign(scope["trained"].variables["w"]).ravel().tolist() == [1.0, -1.0]
+
+
 def test_overrides_are_ones_that_a_server_knows(client: Any) -> None:
     scope: dict[str, Any] = {"gr": gr}
     exec(blocks("overrides"), scope)

@@ -188,6 +188,41 @@ def test_what_the_graph_assigns_is_kept(client: Any) -> None:
         assert s.read("count")["count"] == 4
 
 
+def small_model() -> keras.Model:
+    keras.utils.set_random_seed(3)
+    return keras.Sequential(
+        [
+            keras.layers.Input((3,)),
+            keras.layers.Dense(5, activation="silu"),
+            keras.layers.BatchNormalization(momentum=0.7),
+            keras.layers.Dense(2),
+        ]
+    )
+
+
+def test_a_traced_keras_model_trains_as_under_keras(client: Any) -> None:
+    """Batch norm's statistics are assigned on the way, and are not trained; silu brings a custom gradient."""
+    model, twin = small_model(), small_model()
+
+    def loss_of(model: keras.Model, x: Any, t: Any) -> Any:
+        return tf.reduce_mean(tf.square(model(x, training=True) - t))
+
+    graph = gr.trace(lambda x, t: {"loss": loss_of(model, x, t)}, tf.TensorSpec([None, 3]), tf.TensorSpec([None, 2]))
+    paths = [variable.path for variable in model.variables]
+    optimizer = keras.optimizers.Adam(0.05)
+    with client.session(graph) as s:
+        for _ in range(4):
+            with tf.GradientTape() as tape:
+                loss = loss_of(twin, X, T)
+            gradients = tape.gradient(loss, [variable.value for variable in twin.trainable_variables])
+            optimizer.apply_gradients(zip(gradients, twin.trainable_variables, strict=True))
+            result = s.step({"x": X, "t": T}, "loss", gr.optimizers.Adam(0.05))
+            assert_close(result.loss, loss.numpy(), rtol=1e-4)
+        trained = s.read()
+        for path, variable in zip(paths, twin.variables, strict=True):
+            np.testing.assert_allclose(trained[path], variable.value, rtol=1e-3, atol=1e-4)
+
+
 def test_random_first_values_are_drawn_once(client: Any) -> None:
     with tf.Graph().as_default() as graph:
         v1 = tf.compat.v1

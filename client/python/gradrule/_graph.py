@@ -45,7 +45,8 @@ _INPUT_OPS = ("Placeholder", "PlaceholderV2", "PlaceholderWithDefault")
 class Graph(GraphOps):
     """A graph that is being built, or was loaded.
 
-    variables: values of variables by the name of their node. aliases: further names of tensors, valid wherever names
+    variables: values of variables by the name of their node. non_trainable: names of those that a session's steps leave
+    alone unless asked. aliases: further names of tensors, valid wherever names
     are; one that is a node's name too hides the node's first output, which then goes by `node:0`. layers: calls of
     Keras layers, where the graph was traced from a model.
 
@@ -63,6 +64,7 @@ class Graph(GraphOps):
         self._bytes = data
         self.aliases: dict[str, str] = {}
         self.layers: list[LayerCall] = []
+        self.non_trainable: set[str] = set()
         self._types = GraphTypes(message)
         self._names = UniqueNames()
         for node in message.node:

@@ -26,12 +26,13 @@ from gradrule._tensors import Array, to_numpy
 from gradrule.errors import InternalError, InvalidOptimizerError, UnavailableError
 from gradrule.optimizers import Optimizer
 from gradrule.v1 import evaluate_pb2, session_pb2
+from gradrule.v1.tensor_pb2 import Dt
 
 R = TypeVar("R")
 
 METHOD = "/gradrule.v1.SessionService/RunSession"
 
-_PARTS = ("fetches", "ys", "xs")
+_FLOATS = frozenset({Dt.DT_HALF, Dt.DT_BFLOAT16, Dt.DT_FLOAT, Dt.DT_DOUBLE, Dt.DT_COMPLEX64, Dt.DT_COMPLEX128})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,6 +96,7 @@ class SessionBase:
     ) -> Call[StepResult]:
         if not isinstance(optimizer, Optimizer):
             raise InvalidOptimizerError(f"an optimiser is one of gradrule.optimizers, not {type(optimizer).__name__}")
+        names_given = _requests.names_of(variables, self._graph) or self._trainable()
         loss_name = _requests.name_of_tensor(loss, self._graph)
         names = _requests.names_of(fetches, self._graph)
         call = self._call(feeds, params)
@@ -102,7 +104,7 @@ class SessionBase:
             feeds=call.feeds,
             loss=loss_name,
             optimizer=optimizer.message(),
-            variables=_requests.names_of(variables, self._graph),
+            variables=names_given,
             fetches=[loss_name, *names],
             params=call.params,
         )
@@ -118,6 +120,16 @@ class SessionBase:
             )
 
         return Call("step", request, session_pb2.StepResponse.FromString, decode)
+
+    def _trainable(self) -> list[str]:
+        """The variables that training changes, where the graph tells which it leaves alone."""
+        if not isinstance(self._graph, Graph) or not self._graph.non_trainable:
+            return []
+        return [
+            name
+            for name in self._specs
+            if name not in self._graph.non_trainable and self._numbers[bare(name)] in _FLOATS
+        ]
 
     def _evaluate(
         self,
@@ -150,6 +162,7 @@ class SessionBase:
         graph = Graph.from_bytes(_sources.graph_bytes(self._graph))
         if isinstance(self._graph, Graph):
             graph.aliases.update(self._graph.aliases)
+            graph.non_trainable.update(self._graph.non_trainable)
         graph.variables.update(values)
         return graph
 

@@ -45,6 +45,7 @@ def assembled(
     result = top.build(graph, arguments[: len(input_names)], input_names, variables, constants)
     wrapped = Graph.from_bytes(result.SerializeToString(deterministic=True))
     wrapped.variables.update({variable.name: variable.value for variable in variables.values()})
+    wrapped.non_trainable.update(variable.name for variable in variables.values() if not variable.trainable)
     for alias, tensor in [*top.input_aliases.items(), *zip(aliases, top.outputs, strict=True)]:
         if alias != tensor.removesuffix(":0"):
             wrapped.aliases[alias] = tensor

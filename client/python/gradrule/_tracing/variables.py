@@ -23,6 +23,7 @@ class Variable:
     value: Array
     dtype: int
     shape: Any
+    trainable: bool = True
     is_named: bool = False
 
     def take_name(self, name: str) -> str:
@@ -55,7 +56,8 @@ def split_captures(captured: Mapping[str, Any], library: Library) -> tuple[dict[
             key = tf_private.identity_of(tensor)
             try:
                 if key not in made:
-                    made[key] = _variable(tensor, known.get(key, argument))
+                    name, trainable = known.get(key, (argument, True))
+                    made[key] = _variable(tensor, name, trainable)
                 variables[argument] = made[key]
             except _NotVariableError as cause:
                 refused.append(Detail(UnsupportedError.REASON, _refusal(library, argument, str(cause)), node=argument))
@@ -68,7 +70,7 @@ class _NotVariableError(Exception):
     """A resource that has no value, and why."""
 
 
-def _variable(handle: Any, name: str) -> Variable:
+def _variable(handle: Any, name: str, trainable: bool) -> Variable:
     data = None if handle.dtype != tf.resource else tf_private.handle_data(handle)
     if data is None or len(data) != 1:
         raise _NotVariableError("it is no variable")
@@ -76,16 +78,20 @@ def _variable(handle: Any, name: str) -> Variable:
         value = tf_private.read_variable(handle, tf.as_dtype(data[0].dtype))
     except tf.errors.OpError:
         raise _NotVariableError("it is a variable without a value") from None
-    return Variable(name, value, data[0].dtype, data[0].shape)
+    return Variable(name, value, data[0].dtype, data[0].shape, trainable)
 
 
-def _known_variables(library: Library) -> dict[Any, str]:
-    """Names of the variables that the function graphs know, by handle. Keras names them by their paths."""
+def _known_variables(library: Library) -> dict[Any, tuple[str, bool]]:
+    """Names of the variables that the function graphs know, and whether they are trainable, by handle.
+
+    Keras names them by their paths.
+    """
     found = {}
     for body in library.bodies.values():
         for variable in getattr(body.graph, "variables", ()):
             if tf_private.is_eager(variable.handle):
-                found[tf_private.identity_of(variable.handle)] = variable.name.removesuffix(":0")
+                name = variable.name.removesuffix(":0")
+                found[tf_private.identity_of(variable.handle)] = name, bool(variable.trainable)
     return found
 
 
