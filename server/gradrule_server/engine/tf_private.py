@@ -164,3 +164,14 @@ def in_graph(graph: tf.Graph, tensor: tf.Tensor) -> tf.Tensor:
         # The gradient of a branch takes only what lies right around it: what lies further out comes level by level.
         tensor = in_graph(around, tensor)
     return graph.capture(tensor)
+
+
+def from_graph(graph: tf.Graph, tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor of `graph` that `tensor` is, where it was captured from there; else itself."""
+    found = tensor
+    while found.graph is not graph:
+        outer = [external for external, internal in getattr(found.graph, "captures", ()) if internal is found]
+        if not outer:
+            return tensor
+        found = outer[0]
+    return found
