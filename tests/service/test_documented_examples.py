@@ -43,7 +43,8 @@ def test_log1pexp_traced(either: Any) -> None:
     assert np.isnan(plain.gradients["x"])
     assert np.isnan(taped(log1pexp_plain, 100.0)[0])
     r = either.evaluate(gr.trace(log1pexp, ("float32", [])), {"x": 100.0}, ys=["output"], xs=["x"])
-    assert r.gradients["x"] == 1.0 == taped(log1pexp, 100.0)[0]
+    assert r.gradients["x"] == 1.0
+    assert taped(log1pexp, 100.0) == [1.0]
     assert list(rules_by_node(r).values()) == ["log1pexp"]
 
 
@@ -119,7 +120,7 @@ V = np.float32([1.0, 0.5, -1.0])
 
 
 def test_the_nested_fused_op_traced(either: Any) -> None:
-    g = gr.trace(lambda x: cube_with_fused_backprop(x), ("float32", [None]))
+    g = gr.trace(cube_with_fused_backprop, ("float32", [None]))
     r = either.evaluate(g, {"x": X}, fetches=["output"], ys=["output"], xs=["x"])
     assert_close(r.outputs["output"], X**3)
     assert_close(r.gradients["x"], 3 * X**2)
@@ -228,7 +229,7 @@ def test_the_shuffle_without_it_is_a_clear_error(either: Any) -> None:
 
     # Where the page tells of a LookupError, TensorFlow 2.21 has no gradient, without a word.
     assert taped(shuffled, [0.3, 0.5]) == [None]
-    g = gr.trace(lambda x: shuffled(x), ("float32", [2]))
+    g = gr.trace(shuffled, ("float32", [2]))
     with refused("NO_GRADIENT") as refusal:
         either.evaluate(g, {"x": [0.3, 0.5]}, ys=["output"], xs=["x"])
     refusal.says("RandomShuffle", "stop_gradients")
@@ -257,7 +258,8 @@ def test_custom_square_traced(either: Any) -> None:
     g = gr.trace(both, ("float32", []))
     r = either.evaluate(g, {"c": 5.0}, fetches=["output_0", "output_1"], ys=["output_0", "output_1"], xs=["c"])
     assert [r.outputs["output_0"], r.outputs["output_1"]] == [25.0, 25.0]
-    assert r.gradients["c"] == 10.0 + 35.0 == taped(tf.function(both), 5.0)[0]
+    assert r.gradients["c"] == 10.0 + 35.0
+    assert taped(tf.function(both), 5.0) == [10.0 + 35.0]
     assert list(rules_by_node(r).values()) == [name]
 
 
