@@ -20,15 +20,15 @@ SIGMOID = Substitution("Sigmoid", tf.nn, "sigmoid")
 TANH = Substitution("Tanh", tf.math, "tanh")
 
 
-def _gelu(erf: Callable[[Any], Any]) -> Callable[..., Any]:
+def _gelu(erfc: Callable[[Any], Any]) -> Callable[..., Any]:
     def gelu(features: Any, approximate: bool = False) -> Any:
         assert not approximate
-        return 0.5 * features * (1.0 + erf(features / tf.cast(1.4142135623730951, features.dtype)))
+        return 0.5 * features * erfc(-features * tf.cast(0.7071067811865476, features.dtype))
 
     return gelu
 
 
-ERF = Substitution("Erf", tf.nn, "gelu", own=tf.math.erf, around=_gelu)
+ERFC = Substitution("Erfc", tf.nn, "gelu", own=tf.math.erfc, around=_gelu)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +103,6 @@ ARCHITECTURES = [
     _application("InceptionV3", 75, RELU),
     _application("Xception", 71, RELU),
     _application("NASNetMobile", 32, RELU),
-    _application("ConvNeXtTiny", 32, ERF),
+    _application("ConvNeXtTiny", 32, ERFC),
 ]
 QUICK = ARCHITECTURES[:3]
