@@ -202,7 +202,7 @@ def test_the_linear_polynomial_in_words(either: Any) -> None:
 
 
 def test_the_shuffle_behind_stop_gradient(either: Any) -> None:
-    x = np.float32([0.3, 0.5])
+    x: Any = np.float32([0.3, 0.5])
 
     @tf.custom_gradient
     def test_func_with_stop_grad(x: Any) -> Any:
