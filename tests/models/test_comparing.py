@@ -13,7 +13,7 @@ from tests.models.comparing import TOLERANCE, Row, difference
 from tests.models.substitution import Substitution, straight_through
 from tests.models.telling import page
 
-WANTED = np.float32([1.0, -20.0, 0.5])
+WANTED: Any = np.float32([1.0, -20.0, 0.5])
 
 
 def test_a_planted_error_is_seen() -> None:
