@@ -65,9 +65,9 @@ class Settings(BaseModel):
     engine_threads: PositiveInt = Field(8, description="Requests that an engine runs at a time.")
     program_cache: PositiveInt = Field(256, description="Programs that an engine keeps loaded.")
     program_cache_bytes: ByteSize = Field(
-        ByteSize(1024 * _MEBIBYTE),
+        ByteSize(2048 * _MEBIBYTE),
         gt=0,
-        description="Bytes of graphs that an engine keeps loaded, and the front end as many again.",
+        description="Roughly the bytes of the programs that an engine keeps loaded; the front end keeps as many.",
     )
     max_handle_bytes: ByteSize = Field(
         ByteSize(1024 * _MEBIBYTE), gt=0, description="Bytes that forward handles keep on the device, of all streams."

@@ -74,6 +74,24 @@ def test_the_session_trains(client: Any) -> None:
     assert np.sign(scope["trained"].variables["w"]).ravel().tolist() == [1.0, -1.0]
 
 
+def test_models(client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, Any] = {"gr": gr, "client": client}
+    code = blocks("models")
+    exec(code, scope)
+    assert scope["r"].gradients["score/kernel"].shape == (3, 2)
+    loaded = gr.load("exported")
+    assert (list(loaded.inputs), len(loaded.outputs), len(loaded.variables)) == (["image"], 1, 2)
+    seen = 0
+    for line in code.splitlines():
+        statement, _, told = line.partition("  # ")
+        if statement.startswith("client."):
+            numbers = [float(number) for number in re.findall(r"-?\d+\.\d*", told)]
+            assert numbers == np.ravel(eval(statement, scope)).tolist()
+            seen += 1
+    assert seen == 3
+
+
 def test_overrides_are_ones_that_a_server_knows(client: Any) -> None:
     scope: dict[str, Any] = {"gr": gr}
     exec(blocks("overrides"), scope)

@@ -87,6 +87,8 @@ class Expanded:
     """A graph as the engine takes it."""
 
     graph_bytes: bytes
+    # How many there are, in functions and rules too.
+    nodes: int
     marks: list[Mark]
     # Public name of its container by name of function.
     scopes: dict[str, str]
@@ -175,6 +177,7 @@ def _expand(graph: Graph, request: ExpandRequest, limits: Limits) -> Expanded:
     marks = mark(bodies, {**copy.resolved, **scene.resolved, **rules.resolved})
     return Expanded(
         graph_bytes=write_graph(copy.body, rules.bodies.values(), graph.versions),
+        nodes=sum(len(body.nodes) for root in bodies for body in bodies_of(root)),
         marks=marks,
         scopes={body.name: copy.scopes[body.name] for body in bodies_of(copy.body) if body.name},
         matches=matches,

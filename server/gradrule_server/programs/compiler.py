@@ -48,7 +48,8 @@ def _prepare(
 ) -> tuple[Prepared, Loadable]:
     """Prepares, and leaves the graph's bytes in one place: the message that goes to engines."""
     prepared = prepare(spec, call, lookup, limits, blobs)
-    loadable = Loadable(prepared.key, prepared.request.SerializeToString(), prepared.blobs)
+    request = prepared.request.SerializeToString()
+    loadable = Loadable(prepared.key, request, prepared.blobs, prepared.expanded.nodes)
     # A message gives up its memory as a whole: the rest is copied, then the whole goes.
     prepared.request.ClearField("graph")
     rest = link_pb2.CompileRequest()

@@ -18,14 +18,27 @@ from gradrule_server.registry.blobs import BlobStore
 # To end the engine instead would cost everybody all that is loaded.
 _PATIENCE_S = 30.0
 
+# What a node takes in the engine with its gradient, in TensorFlow's graphs before and after optimising: from 25 KiB
+# (large models of Keras's) to 80 KiB (chains of elementwise ops under rules) were measured.
+_NODE_BYTES = 32 * 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Loadable:
-    """What an engine needs to load a program: its digest, the bytes of its `CompileRequest`, and the blobs it reads."""
+    """What an engine needs to load a program: its digest, the bytes of its `CompileRequest`, and the blobs it reads.
+
+    nodes: of its graph.
+    """
 
     key: str
     request: bytes
     blobs: tuple[str, ...] = ()
+    nodes: int = 0
+
+    @property
+    def loaded_size(self) -> int:
+        """Roughly the bytes that it takes in an engine."""
+        return len(self.request) + _NODE_BYTES * self.nodes
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +121,7 @@ class LoadedPrograms:
             self._blobs.let_go(program.blobs)
             raise
         work.answer.add_done_callback(lambda _: self._blobs.let_go(program.blobs))
-        load = self._loads[program.key] = Load(program.key, engine_key, len(program.request), work)
+        load = self._loads[program.key] = Load(program.key, engine_key, program.loaded_size, work)
         self._bytes += load.size
         work.answer.add_done_callback(lambda answer: self._forget_failed(load, answer))
         return load

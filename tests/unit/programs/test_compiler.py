@@ -25,4 +25,5 @@ def test_a_prepared_program_holds_its_graph_once(tmp_path: Path) -> None:
     assert prepared.expanded.graph_bytes == b""
     request.ClearField("graph")
     assert prepared.request == request
+    assert loadable.nodes == 2
     assert (loadable.key, request.key) == (prepared.key, prepared.key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,23 @@ async def test_bytes_count_too_and_the_one_used_last_stays(blobs: BlobStore) -> 
     await load("c", 3)
     assert unloaded(engine) == [second]
     assert await use(loaded, program("a", 100)) == first
+
+
+async def test_nodes_count_as_what_they_take_in_an_engine(blobs: BlobStore) -> None:
+    """A graph's bytes are a hundredth of what TensorFlow makes of them."""
+    engine = FakeEngine()
+    loaded = LoadedPrograms(engine, blobs, 10, 2**20)
+
+    async def load(name: str, nodes: int, count: int) -> str:
+        user = asyncio.create_task(use(loaded, dataclasses.replace(program(name), nodes=nodes)))
+        engine.answer(await engine.next(Kind.COMPILE, count), Kind.COMPILED)
+        return await user
+
+    first = await load("a", 20, 1)
+    await load("b", 10, 2)
+    assert unloaded(engine) == []
+    await load("c", 10, 3)
+    assert unloaded(engine) == [first]
 
 
 async def test_one_who_gives_up_does_not_take_the_load_from_the_others(blobs: BlobStore) -> None:

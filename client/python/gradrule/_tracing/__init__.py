@@ -20,7 +20,8 @@ def trace(fn: Any, /, *specs: Any, **kwspecs: Any) -> Graph:
     as they are. A `tf.function` with a signature, and a `ConcreteFunction`, take none.
 
     Inputs are placeholders named after the arguments (`x`; `x_0`, `x_key` within structures). Outputs have aliases:
-    `output`, `output_0`, … or the keys of a dict. Variables that the function uses are `graph.variables`, by name.
+    `output`, `output_0`, … or the keys of a dict (`output_x` where `x` is an input or a
+    variable). Variables that the function uses are `graph.variables`, by name.
     A `tf.custom_gradient` becomes a region of the graph with a rule, named after the Python function, and so do
     gradients registered in this process.
 

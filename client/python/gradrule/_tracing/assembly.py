@@ -11,6 +11,7 @@ from tensorflow.core.framework import graph_pb2, node_def_pb2
 from gradrule._graph import Graph
 from gradrule._names import UniqueNames
 from gradrule._tracing import tf_private
+from gradrule._tracing.aliases import name_ends
 from gradrule._tracing.arguments import node_name
 from gradrule._tracing.bodies import GRADIENT_ATTR, Body, Definition, Library, output_slots
 from gradrule._tracing.gradients import attach_gradients, drop_unused
@@ -46,9 +47,7 @@ def assembled(
     wrapped = Graph.from_bytes(result.SerializeToString(deterministic=True))
     wrapped.variables.update({variable.name: variable.value for variable in variables.values()})
     wrapped.non_trainable.update(variable.name for variable in variables.values() if not variable.trainable)
-    for alias, tensor in [*top.input_aliases.items(), *zip(aliases, top.outputs, strict=True)]:
-        if alias != tensor.removesuffix(":0"):
-            wrapped.aliases[alias] = tensor
+    name_ends(wrapped, top.input_aliases, zip(aliases, top.outputs, strict=True))
     wrapped.layers.extend(call.named(top.name_of) for call in calls)
     return wrapped
 

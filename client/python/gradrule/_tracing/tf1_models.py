@@ -11,6 +11,7 @@ from tensorflow.core.framework import graph_pb2, node_def_pb2
 
 from gradrule._graph import Graph
 from gradrule._names import UniqueNames
+from gradrule._tracing.aliases import name_ends
 from gradrule.errors import Detail, UnsupportedError
 
 _REFERENCES = {"Variable", "VariableV2"}
@@ -30,9 +31,7 @@ def load(folder: Path, tags: list[str], signature: Any) -> Graph:
         node.device = ""
     wrapped = Graph.from_bytes(definition.SerializeToString(deterministic=True))
     wrapped.variables.update(values)
-    for alias, tensor in [*inputs.items(), *outputs.items()]:
-        if alias != tensor.removesuffix(":0"):
-            wrapped.aliases[alias] = tensor.removesuffix(":0")
+    name_ends(wrapped, inputs, outputs.items())
     return wrapped
 
 

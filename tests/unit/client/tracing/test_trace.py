@@ -53,7 +53,7 @@ def test_names_of_nested_arguments_and_results() -> None:
 
     graph = gr.trace(fn, {"v": SPEC, "u": SPEC}, [SPEC], 2.0, SPEC, key=SPEC)
     assert list(graph.inputs) == ["a_u", "a_v", "b_0", "rest_0", "key"]
-    assert set(graph.outputs) == {"sum", "rest_0", "rest_1_0", "rest_1_1"}
+    assert set(graph.outputs) == {"sum", "output_rest_0", "rest_1_0", "rest_1_1"}
     feeds = {name: X * (index + 1) for index, name in enumerate(graph.inputs)}
     values = Interpreter(graph).run({name: tf.constant(value) for name, value in feeds.items()})
     np.testing.assert_allclose(values[graph.tensor("sum").name], feeds["a_u"] + feeds["a_v"] * 2.0)
@@ -73,6 +73,17 @@ def test_aliases_of_results(fn: Any, names: list[str]) -> None:
     graph = gr.trace(fn, SPEC)
     assert sorted(graph.outputs) == names
     assert all(spec.shape == (3,) for spec in graph.outputs.values())
+
+
+def test_results_that_are_called_as_inputs_and_variables() -> None:
+    weight = tf.Variable(2.0, name="weight")
+    graph = gr.trace(lambda x: {"x": x * weight, "weight": weight + 1.0, "output_x": -x}, SPEC)
+    assert list(graph.inputs) == ["x"]
+    assert set(graph.outputs) == {"output_x_", "output_weight", "output_x"}
+    assert graph.tensor("x").name == "x:0"
+    values = Interpreter(graph).run({"x": tf.constant(X)})
+    np.testing.assert_allclose(values[graph.tensor("output_x_").name], 2 * X)
+    np.testing.assert_allclose(values[graph.tensor("output_weight").name], 3.0)
 
 
 def test_ragged_and_sparse_arguments_are_their_parts() -> None:
