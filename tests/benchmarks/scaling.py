@@ -1,8 +1,8 @@
 """`make scaling`: compile time and memory for graphs of 1,000, 10,000 and 100,000 nodes, part by part.
 
-Every part is measured in a process of its own, in processor time. Beside gradrule's parts stands TensorFlow on the same graph without
-gradrule: what grows faster than the graph there cannot grow slower here. Prints a table and, as its last line, one JSON
-object; writes docs/scaling.md.
+Every part is measured in a process of its own, in processor time. Beside gradrule's parts stands TensorFlow on the same
+graph without gradrule: what grows faster than the graph there cannot grow slower here. Prints a table and, as its last
+line, one JSON object; writes docs/scaling.md.
 """
 
 from __future__ import annotations
@@ -166,11 +166,11 @@ def document(rows: Sequence[Row], sizes: Sequence[int], load: float) -> str:
         "",
         f"Written by `make scaling` on {machine()}; load average {load:.1f}.",
         "",
-        "Seconds are processor time on all threads, which what else the machine does lengthens least; MiB are by how much",
-        "the peak of the process grew; each part has a process of its own. Exponents are slopes of least-squares lines",
-        f"through the logarithms; the bar for compile time is {BAR:g}. TensorFlow alone is the same graph through",
-        "`import_graph_def`, `tf.gradients` and `tf.function`, without overrides. In the first run TensorFlow's optimizer",
-        "works on the graph; the second is what every call costs after it.",
+        "Seconds are processor time on all threads, which other work on the machine lengthens least; MiB are how much",
+        "the process's peak grew; each part has a process of its own. Exponents are slopes of least-squares lines through",
+        f"the logarithms; the bar for compile time is {BAR:g}. TensorFlow alone is the same graph through",
+        "`import_graph_def`, `tf.gradients` and `tf.function`, without overrides. In the first run TensorFlow's",
+        "optimizer works on the graph; the second is what every call costs after it.",
         "",
     ]
     for kind in dict.fromkeys(row.kind for row in rows):
