@@ -1,8 +1,8 @@
 """`make scaling`: compile time and memory for graphs of 1,000, 10,000 and 100,000 nodes, part by part.
 
-Every figure comes from a process of its own. Beside gradrule's parts stands TensorFlow on the same graph without
-gradrule: what grows faster than the graph there cannot grow slower here. Prints a table and, as its last line, one JSON
-object; writes docs/scaling.md.
+Every part is measured in a process of its own, in processor time. Beside gradrule's parts stands TensorFlow on the same
+graph without gradrule: what grows faster than the graph there cannot grow slower here. Prints a table and, as its last
+line, one JSON object; writes docs/scaling.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BAR = 1.15
 
 Measured = Mapping[str, float]
 Found = dict[tuple[str, int], dict[str, Measured]]
-"""(kind, nodes) → part → seconds and MiB."""
+"""(kind, nodes) → part → seconds of processor time, seconds by the clock (wall) and MiB."""
 
 PARTS = {
     "front end: check and expand": ["front: check and expand"],
@@ -52,12 +52,13 @@ class Row:
     kind: str
     part: str
     seconds: list[float | None]
+    wall: list[float | None]
     mib: list[float | None]
     sizes: Sequence[int]
 
     @property
     def exponent(self) -> float | None:
-        """Of growth in time, by least squares over the logarithms."""
+        """Of growth in processor time, by least squares over the logarithms."""
         return exponent(self.sizes, self.seconds)
 
     @property
@@ -71,6 +72,7 @@ class Row:
             "part": self.part,
             "nodes": list(self.sizes),
             "seconds": [None if value is None else round(value, 4) for value in self.seconds],
+            "wall": [None if value is None else round(value, 4) for value in self.wall],
             "mib": [None if value is None else round(value, 1) for value in self.mib],
             "exponent": None if self.exponent is None else round(self.exponent, 3),
             "memory_exponent": None if self.memory_exponent is None else round(self.memory_exponent, 3),
@@ -124,6 +126,7 @@ def rows_of(found: Found, sizes: Sequence[int], kinds: Sequence[str]) -> list[Ro
             kind,
             part,
             [total(kind, nodes, parts, "seconds") for nodes in sizes],
+            [total(kind, nodes, parts, "wall") for nodes in sizes],
             [total(kind, nodes, parts, "mib") for nodes in sizes],
             sizes,
         )
@@ -163,10 +166,11 @@ def document(rows: Sequence[Row], sizes: Sequence[int], load: float) -> str:
         "",
         f"Written by `make scaling` on {machine()}; load average {load:.1f}.",
         "",
-        "Seconds, and MiB by which the process's peak grew, each part in a process of its own. Exponents are slopes",
-        f"of least-squares lines through the logarithms; the bar for compile time is {BAR:g}. TensorFlow alone is the",
-        "same graph through `import_graph_def`, `tf.gradients` and `tf.function`, without overrides. In the first run",
-        "TensorFlow's optimizer works on the graph; the second is what every call costs after it.",
+        "Seconds are processor time on all threads, which other work on the machine lengthens least; MiB are how much",
+        "the process's peak grew; each part has a process of its own. Exponents are slopes of least-squares lines through",
+        f"the logarithms; the bar for compile time is {BAR:g}. TensorFlow alone is the same graph through",
+        "`import_graph_def`, `tf.gradients` and `tf.function`, without overrides. In the first run TensorFlow's",
+        "optimizer works on the graph; the second is what every call costs after it.",
         "",
     ]
     for kind in dict.fromkeys(row.kind for row in rows):
