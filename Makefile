@@ -24,7 +24,7 @@ NODE_PATH := $(if $(SYSTEM_NODE),,:$(CURDIR)/$(TOOLS)/bin)
 NODE_NEEDS := $(if $(SYSTEM_NODE),,$(TOOLS)/.installed)
 export PATH := $(CURDIR)/$(VENV)/bin$(NODE_PATH):$(PATH)
 
-.PHONY: help demo test test-peers lint format proto proto-baseline tables docs node bench gpu-wheels gpu-check image-test lock clean
+.PHONY: help demo test test-models test-peers lint format proto proto-baseline tables docs node bench scaling gpu-wheels gpu-check image-test lock clean
 
 help: ## say what each verb does
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r verb text; do printf '  make %-15s %s\n' "$$verb" "$$text"; done
@@ -34,6 +34,9 @@ demo: $(VENV)/.installed ## train a binary network through a server of its own; 
 
 test: $(VENV)/.installed $(NODE_CLIENT)/node_modules/.installed ## all tests, the Node client's too
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+test-models: $(VENV)/.installed ## compare whole architectures with local TensorFlow; writes docs/models.md
+	$(VENV)/bin/python -m pytest tests/models -m "models or not models" --models-page docs/models.md $(ARGS)
 
 test-peers: $(VENV)/.installed $(PEERS)/.installed ## compare rules with the libraries they come from; writes tests/peers/results.json
 	$(PEERS)/bin/python -m tests.peers.reference out/peers
@@ -71,6 +74,9 @@ node: $(NODE_CLIENT)/node_modules/.installed ## set up and build the Node client
 
 bench: $(VENV)/.installed ## measure against a bare echo and TensorFlow's own server; JSON on the last line
 	$(VENV)/bin/python tests/benchmarks/bench.py $(ARGS)
+
+scaling: $(VENV)/.installed ## compile time and memory from 1,000 to 100,000 nodes; writes docs/scaling.md
+	$(VENV)/bin/python tests/benchmarks/scaling.py $(ARGS)
 
 gpu-wheels: ## fetch what gpu-check installs, into WHEELS=folder (for a machine without a network)
 	$(PYTHON) tools/gpu_check.py fetch "$(or $(WHEELS),out/wheels)"

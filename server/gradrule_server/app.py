@@ -12,7 +12,10 @@ from gradrule_server import graphs
 from gradrule_server.front.handlers import Door
 from gradrule_server.front.server import Front
 from gradrule_server.link.engine import Engine
+from gradrule_server.programs.handles import HandleHouse
 from gradrule_server.programs.house import ProgramHouse
+from gradrule_server.programs.sessions import SessionHouse
+from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.programs import ProgramRegistry
 from gradrule_server.registry.rules import RuleRegistry
 from gradrule_server.registry.store import Store
@@ -38,20 +41,41 @@ async def serve(settings: Settings) -> None:
             health_updates.add(update)
             update.add_done_callback(health_updates.discard)
 
-        engine = Engine(settings.device, settings.engine_threads, tell_health)
+        blobs = BlobStore(settings.data_dir / "blobs", settings.max_blob_bytes)
+        engine = Engine(settings.device, settings.engine_threads, tell_health, blob_folder=blobs.folder)
         rules = RuleRegistry(store, _opdefs.gradients(), max_rules=settings.max_rules)
+        limits = graphs.Limits(
+            nodes=settings.max_nodes,
+            inlined_nodes=settings.max_inlined_nodes,
+            call_depth=settings.max_call_depth,
+            graph_bytes=settings.max_graph_bytes,
+        )
         house = ProgramHouse(
             rules,
-            ProgramRegistry(store, max_programs=settings.max_programs),
+            ProgramRegistry(store, blobs, max_programs=settings.max_programs),
             engine,
-            graphs.Limits(
-                nodes=settings.max_nodes, inlined_nodes=settings.max_inlined_nodes, call_depth=settings.max_call_depth
-            ),
+            limits,
+            blobs,
             capacity=settings.program_cache,
             capacity_bytes=settings.program_cache_bytes,
         )
+        handles = HandleHouse(
+            house,
+            engine,
+            max_bytes=settings.max_handle_bytes,
+            max_handles=settings.max_handles,
+            ttl_s=settings.handle_ttl_s,
+        )
+        sessions = SessionHouse(
+            house,
+            engine,
+            blobs,
+            limits,
+            max_sessions=settings.max_sessions,
+            max_bytes=settings.max_session_bytes,
+        )
         door = Door(settings.max_concurrent_requests, settings.default_deadline_s, settings.max_deadline_s)
-        front.add_services(rules, house, door, with_reflection=settings.reflection)
+        front.add_services(rules, house, handles, sessions, blobs, door, with_reflection=settings.reflection)
         port = await front.start(f"{settings.host}:{settings.port}")
         try:
             await _start_engine(engine, stopping)
@@ -66,6 +90,7 @@ async def serve(settings: Settings) -> None:
                 print(f"gradrule: listening on {settings.host}:{port}", flush=True)
                 await stopping.wait()
         finally:
+            door.drain()
             await front.drain(settings.drain_s)
             await engine.stop()
     finally:

@@ -40,13 +40,15 @@ class Resource:
 class GradruleError(Exception):
     """A refusal with at least one finding; the first one decides reason and code.
 
-    `retry_after_s`: seconds after which the same request may work. `resource`: what the error is about.
+    `retry_after_s`: seconds after which the same request may work. `resource`: what the error is about; `resources`:
+    where these are several.
     """
 
     findings: Sequence[Finding]
     retry_after_s: float | None = None
     resource: Resource | None = None
     metadata: dict[str, str] = field(default_factory=dict)
+    resources: Sequence[Resource] = ()
 
     @property
     def reason(self) -> errors_pb2.ErrorReason.ValueType:

@@ -65,9 +65,18 @@ class Settings(BaseModel):
     engine_threads: PositiveInt = Field(8, description="Requests that an engine runs at a time.")
     program_cache: PositiveInt = Field(256, description="Programs that an engine keeps loaded.")
     program_cache_bytes: ByteSize = Field(
-        ByteSize(1024 * _MEBIBYTE),
+        ByteSize(2048 * _MEBIBYTE),
         gt=0,
-        description="Bytes of graphs that an engine keeps loaded, and the front end as many again.",
+        description="Roughly the bytes of the programs that an engine keeps loaded; the front end keeps as many.",
+    )
+    max_handle_bytes: ByteSize = Field(
+        ByteSize(1024 * _MEBIBYTE), gt=0, description="Bytes that forward handles keep on the device, of all streams."
+    )
+    max_handles: PositiveInt = Field(1024, description="Forward handles at a time, of all streams.")
+    handle_ttl_s: PositiveFloat = Field(60.0, description="Seconds that a forward handle is kept after its last use.")
+    max_sessions: PositiveInt = Field(64, description="Sessions at a time.")
+    max_session_bytes: ByteSize = Field(
+        ByteSize(4096 * _MEBIBYTE), gt=0, description="Bytes of all sessions: variables and slots of optimisers."
     )
     drain_s: float = Field(20.0, ge=0, description="Seconds that running requests get after SIGTERM.")
     max_nodes: PositiveInt = Field(200_000, description="Nodes of a graph, its functions included.")
@@ -75,6 +84,12 @@ class Settings(BaseModel):
     max_call_depth: PositiveInt = Field(32, description="Depth of calls, loops and branches within each other.")
     max_rules: PositiveInt = Field(10_000, description="USER rules that the registry keeps.")
     max_programs: PositiveInt = Field(10_000, description="Programs that the registry keeps.")
+    max_blob_bytes: ByteSize = Field(
+        ByteSize(8192 * _MEBIBYTE), gt=0, description="Bytes of blobs (uploaded graphs and weights) that are kept."
+    )
+    max_graph_bytes: ByteSize = Field(
+        ByteSize(1024 * _MEBIBYTE), gt=0, lt=2**31, description="Bytes of a graph that was uploaded as a blob."
+    )
     reflection: bool = Field(True, description="Whether the server tells its services by gRPC reflection.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level to log.")
 

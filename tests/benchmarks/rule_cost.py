@@ -39,7 +39,9 @@ def _by_rule(rule: str) -> Callable[[tf.Tensor], Any]:
     from gradrule.v1 import program_pb2
     from gradrule_server.engine.build import build
     from gradrule_server.graphs import Limits
-    from gradrule_server.programs.prepare import CallShape, prepare
+    from gradrule_server.programs.prepare import prepare
+    from gradrule_server.programs.shape import CallShape
+    from tests.stores import no_blobs
 
     g = gr.Graph()
     sign = g.one("Sign", g.placeholder("x", "float32", [ELEMENTS]))
@@ -47,7 +49,7 @@ def _by_rule(rule: str) -> Callable[[tf.Tensor], Any]:
     spec = program_pb2.ProgramSpec(fetches=["y"], vjp=program_pb2.Vjp(ys=["y"], xs=["x"]))
     spec.graph.serialized = g.to_bytes()
     spec.overrides.add(rule=rule).selector.op_type = "Sign"
-    prepared = prepare(spec, CallShape(), _Builtins(), Limits())
+    prepared = prepare(spec, CallShape(), _Builtins(), Limits(), no_blobs())
     built = build(prepared.request)
     values = {item.name: item.value.number for item in prepared.table.call_settings({}, {0})}
     params = [tf.constant(values[item.name], tf.float64) for item in built.params]

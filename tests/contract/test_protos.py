@@ -13,7 +13,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import gradrule as gr
-from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, rule_pb2
+from gradrule.v1 import blob_pb2, errors_pb2, evaluate_pb2, program_pb2, rule_pb2, session_pb2
 from tests.service import blocking
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,9 +102,9 @@ def test_every_reason_has_an_exception() -> None:
 
 
 SERVICES: list[ServiceDescriptor] = [
-    file.services_by_name[name]
-    for file in (rule_pb2.DESCRIPTOR, program_pb2.DESCRIPTOR, evaluate_pb2.DESCRIPTOR)
-    for name in file.services_by_name
+    file.DESCRIPTOR.services_by_name[name]
+    for file in (rule_pb2, program_pb2, evaluate_pb2, blob_pb2, session_pb2)
+    for name in file.DESCRIPTOR.services_by_name
 ]
 
 PYTHON = {
@@ -119,14 +119,25 @@ PYTHON = {
     "ProgramService.ListPrograms": "list_programs",
     "ProgramService.DeleteProgram": "delete_program",
     "GradientService.Evaluate": "evaluate",
+    "BlobService.FindMissingBlobs": "find_missing_blobs",
+    "BlobService.UploadBlob": "upload",
+    "SessionService.RunSession": "session",
 }
+
+OF_PROGRAMS = {"GradientService.StreamEvaluate": "forward"}
+"""Those that the methods of programs are for."""
 
 
 def test_every_rpc_has_a_method_in_both_clients(client: Any, aio_client: blocking.Blocking) -> None:
-    assert set(PYTHON) == {f"{service.name}.{method.name}" for service in SERVICES for method in service.methods}
+    assert set(PYTHON | OF_PROGRAMS) == {
+        f"{service.name}.{method.name}" for service in SERVICES for method in service.methods
+    }
     for method in [*PYTHON.values(), "explain", "close"]:
         assert callable(getattr(client, method)), method
         assert callable(getattr(aio_client, method)), method
+    for method in OF_PROGRAMS.values():
+        assert callable(getattr(gr.Program, method)), method
+        assert callable(getattr(gr.aio.AsyncProgram, method)), method
 
 
 def test_clients_take_the_same_arguments(client: Any, aio_client: blocking.Blocking) -> None:
@@ -193,6 +204,8 @@ def test_reflection_serves_all_services(channel: grpc.Channel) -> None:
         "gradrule.v1.RuleService",
         "gradrule.v1.ProgramService",
         "gradrule.v1.GradientService",
+        "gradrule.v1.BlobService",
+        "gradrule.v1.SessionService",
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
     }

@@ -15,13 +15,19 @@ import pytest
 from google.protobuf import descriptor_pool, json_format, message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from gradrule.v1 import evaluate_pb2, program_pb2, rule_pb2
+from gradrule.v1 import blob_pb2, evaluate_pb2, program_pb2, rule_pb2, session_pb2
 
 FILES = sorted((Path(__file__).parent / "uses").glob("*.json"))
 PACKAGE = evaluate_pb2.DESCRIPTOR.package
 SERVICES = {
     f"{service.name}.{method.name}": method
-    for file in (rule_pb2.DESCRIPTOR, program_pb2.DESCRIPTOR, evaluate_pb2.DESCRIPTOR)
+    for file in (
+        rule_pb2.DESCRIPTOR,
+        program_pb2.DESCRIPTOR,
+        evaluate_pb2.DESCRIPTOR,
+        blob_pb2.DESCRIPTOR,
+        session_pb2.DESCRIPTOR,
+    )
     for service in file.services_by_name.values()
     for method in service.methods
 }

@@ -52,6 +52,46 @@ def test_python(server: RunningServer, capsys: pytest.CaptureFixture[str]) -> No
     scope["client"].close()
 
 
+def test_derivatives_are_those_beside_the_code(client: Any) -> None:
+    code = blocks("derivatives")
+    scope: dict[str, Any] = {"gr": gr, "client": client}
+    seen = 0
+    for line in code.splitlines():
+        statement, _, told = line.partition("  # ")
+        exec(statement, scope)
+        numbers = re.findall(r"-?\d+\.", told)
+        if statement.startswith("client."):
+            assert [float(number) for number in numbers] == np.ravel(eval(statement, scope)).tolist()
+            seen += 1
+    assert seen == 4
+    scope["p"].delete()
+
+
+def test_the_session_trains(client: Any) -> None:
+    scope: dict[str, Any] = {"gr": gr, "client": client}
+    exec(blocks("session"), scope)
+    assert scope["losses"][-1] == 0.0 < scope["losses"][0]
+    assert np.sign(scope["trained"].variables["w"]).ravel().tolist() == [1.0, -1.0]
+
+
+def test_models(client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, Any] = {"gr": gr, "client": client}
+    code = blocks("models")
+    exec(code, scope)
+    assert scope["r"].gradients["score/kernel"].shape == (3, 2)
+    loaded = gr.load("exported")
+    assert (list(loaded.inputs), len(loaded.outputs), len(loaded.variables)) == (["image"], 1, 2)
+    seen = 0
+    for line in code.splitlines():
+        statement, _, told = line.partition("  # ")
+        if statement.startswith("client."):
+            numbers = [float(number) for number in re.findall(r"-?\d+\.\d*", told)]
+            assert numbers == np.ravel(eval(statement, scope)).tolist()
+            seen += 1
+    assert seen == 3
+
+
 def test_overrides_are_ones_that_a_server_knows(client: Any) -> None:
     scope: dict[str, Any] = {"gr": gr}
     exec(blocks("overrides"), scope)

@@ -30,7 +30,7 @@ def site_of(build: Build, operands: Sequence[tf.Tensor]) -> Site:
         return tf.gradients(last.outputs, list(operands), list(dys))
 
     what = "+".join(op.type for op in ops)
-    return Site("layer/node", what, tuple(operands), tuple(last.outputs), tuple(ops), own, reference, SALT)
+    return Site("layer/node", what, tuple(operands), tuple(last.outputs), lambda: tuple(ops), own, reference, SALT)
 
 
 def evaluate(

@@ -110,7 +110,7 @@ def test_ops_of_an_outer_graph() -> None:
     @tf.function(autograph=False)
     def run() -> Any:
         inner = site_of(case.build, list(map(tf.constant, operands)))
-        site = replace(inner, ops=tuple(ops))
+        site = replace(inner, find_ops=lambda: tuple(ops))
         return CODE_RULES[case.rule](site, dys, {"eps": tf.constant(case.params["eps"], tf.float64)})
 
     result, *others = run()

@@ -59,8 +59,16 @@ class Blocking:
 
         return call
 
+    def __enter__(self) -> Blocking:
+        self._loop.run(self.target.__aenter__)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._loop.run(self.target.__aexit__, *exc)
+
     def _wrapped(self, value: Any) -> Any:
-        asynchronous = inspect.iscoroutinefunction(getattr(type(value), "evaluate", None))
+        methods = (getattr(type(value), name, None) for name in ("evaluate", "vjp"))
+        asynchronous = any(inspect.iscoroutinefunction(method) for method in methods)
         return Blocking(value, self._loop) if asynchronous else value
 
 

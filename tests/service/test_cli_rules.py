@@ -45,6 +45,15 @@ def test_show_tells_what_a_user_rule_hides(client: Any, shell: Shell) -> None:
     assert told["hides_builtin"] is False
 
 
+def test_a_rule_with_the_rule_for_its_own_gradient(shell: Shell) -> None:
+    formula = "(None, None, b * dy)"
+    made = shell("rules", "create", "Shelled", "b * dy", "--param", "b=2", "--gradient", formula)
+    assert (made.code, made.rows("its gradient", formula) != []) == (0, True), made
+    told = shell("rules", "show", "Shelled", "--json").json
+    assert (told["gradient"]["expression"], told["params"]) == (formula, {"b": 2})
+    assert shell("rules", "delete", "Shelled").code == 0
+
+
 def test_rules_of_a_family(shell: Shell) -> None:
     listed = shell("rules", "list", "--family", "stable", "--json").json
     assert {"log1pexp", "safe_sqrt"} <= {rule["name"] for rule in listed}

@@ -5,7 +5,8 @@
     client = gr.connect("localhost:8470")
     client.create_rule("QuantizeGrad", "where(abs(x) <= 1, dy, 0)")
 
-Importing it loads nothing heavy; each name below is loaded at its first use. TensorFlow is never needed.
+Importing it loads nothing heavy; each name below is loaded at its first use. TensorFlow is needed only for graphs
+that come from it (`trace`, `from_keras`, `load` of SavedModels and Keras files) and for `gradrule.keras`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradrule import aio, errors
+    from gradrule import aio, errors, keras, optimizers
+    from gradrule._blobs import Blob
     from gradrule._client import Client, Program, connect
     from gradrule._comparison import ComparedRow, Comparison, Parting
     from gradrule._differences import FiniteDifferences
+    from gradrule._forward import AsyncForwardHandle, ForwardHandle
     from gradrule._graph import Graph
     from gradrule._handles import Node, TensorHandle
     from gradrule._load import load
@@ -36,31 +39,42 @@ if TYPE_CHECKING:
         Timings,
     )
     from gradrule._rules import Rule
+    from gradrule._sessions import AsyncSession, Session, StepResult
     from gradrule._specs import TensorSpec
+    from gradrule._tracing import from_keras, trace
     from gradrule.errors import GradruleError
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "connect", "local", "aio", "Client", "Program",
-    "Graph", "TensorHandle", "Node", "load",
+    "connect", "local", "aio", "Client", "Program", "ForwardHandle", "AsyncForwardHandle",
+    "Session", "AsyncSession", "StepResult", "optimizers",
+    "Graph", "TensorHandle", "Node", "load", "trace", "from_keras", "Blob",
     "Rule", "Override", "Region", "Preset",
     "Result", "Explanation", "SampleResult", "RuleInfo", "PresetInfo", "ParamInfo",
     "Comparison", "ComparedRow", "Parting", "FiniteDifferences",
     "Resolution", "Timings", "Digests", "Sparse", "TensorSpec",
-    "errors", "GradruleError",
+    "errors", "GradruleError", "keras",
     "__version__",
 ]  # fmt: skip
 
 _HOMES = {
+    "Blob": "_blobs",
     "connect": "_client",
     "Client": "_client",
     "Program": "_client",
     "local": "_local",
+    "Session": "_sessions",
+    "AsyncSession": "_sessions",
+    "StepResult": "_sessions",
+    "ForwardHandle": "_forward",
+    "AsyncForwardHandle": "_forward",
     "Graph": "_graph",
     "TensorHandle": "_handles",
     "Node": "_handles",
     "load": "_load",
+    "trace": "_tracing",
+    "from_keras": "_tracing",
     "Rule": "_rules",
     "Override": "_overrides",
     "Preset": "_overrides",
@@ -85,7 +99,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("aio", "errors"):
+    if name in ("aio", "errors", "keras", "optimizers"):
         return importlib.import_module(f"gradrule.{name}")
     home = _HOMES.get(name)
     if home is None:

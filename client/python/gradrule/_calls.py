@@ -6,14 +6,15 @@ The sync and async clients differ only in how they send these.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import Message
 
-from gradrule import _requests, _results, _samples
+from gradrule import _blobs, _requests, _results, _samples
+from gradrule._groups import flat_words, groups_of
 from gradrule._rules import Params, Rule
-from gradrule._sources import GraphLike
+from gradrule._sources import GraphLike, graph_bytes, sent_bytes
 from gradrule.errors import InvalidDerivativeError, InvalidRuleError
 from gradrule.v1 import evaluate_pb2, program_pb2, rule_pb2
 
@@ -26,12 +27,15 @@ _PAGE_SIZE = 1000
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[R]):
-    """One RPC."""
+    """One RPC, or, `on_stream`, one request of StreamEvaluate, whose method is the name of its field."""
 
     method: str
     request: Message
     answer: Callable[[bytes], Any]
     decode: Callable[[Any], R]
+    # Bytes that the request names by their hash.
+    blobs: Mapping[str, _blobs.Data] = field(default_factory=dict)
+    on_stream: bool = False
 
 
 def create_rule(
@@ -39,10 +43,11 @@ def create_rule(
     expression: str | None,
     graph: GraphLike | None,
     params: Params | Iterable[str] | None,
+    gradient: Rule | None,
     description: str,
 ) -> Call[_results.RuleInfo]:
     """CreateRule."""
-    definition = Rule(expression, graph=graph, params=params).definition()
+    definition = Rule(expression, graph=graph, params=params, gradient=gradient).definition()
     rule = rule_pb2.Rule(name=_full("rules", name), definition=definition, description=description)
     return Call(
         f"/{_PACKAGE}.RuleService/CreateRule",
@@ -112,14 +117,23 @@ def sample_rule(
 
 
 def evaluate(
-    graph: GraphLike, feeds: _requests.Feeds | None, params: _requests.CallParams | None, words: _requests.Words
+    graph: GraphLike,
+    feeds: _requests.Feeds | None,
+    params: _requests.CallParams | None,
+    words: _requests.Words,
+    stacked_grad_ys: bool = False,
 ) -> Call[_results.Result]:
     """Evaluate with an inline program."""
-    spec, grad_ys = _requests.program_spec(graph, words)
+    groups = groups_of(words.xs, graph)
+    blobs = _blobs.fed(feeds, words.grad_ys)
+    spec, grad_ys = _requests.program_spec(graph, flat_words(words, graph), blobs)
     type_of = _requests.types_of_graph(graph)
-    request = _requests.evaluate_request(feeds, type_of, grad_ys=grad_ys, params=params, graph=graph)
+    request = _requests.evaluate_request(
+        feeds, type_of, grad_ys=grad_ys, params=params, graph=graph, stacked_grad_ys=stacked_grad_ys
+    )
     request.spec.CopyFrom(spec)
-    return _evaluate(request, _results.result)
+    aliases = _requests.given_aliases(graph, words)
+    return evaluate_call(request, lambda response: _results.result(response, groups, aliases), blobs)
 
 
 def evaluate_program(
@@ -128,18 +142,22 @@ def evaluate_program(
     params: _requests.CallParams | None,
     grad_ys: _requests.GradYs | None,
     decode: Callable[[evaluate_pb2.EvaluateResponse], _results.Result],
+    stacked_grad_ys: bool = False,
 ) -> Call[_results.Result]:
     """Evaluate by a program's name."""
     type_of = _requests.types_of_specs([*program.inputs, *program.ys])
-    values = _requests.program_grad_ys(grad_ys, [spec.name for spec in program.ys])
-    request = _requests.evaluate_request(feeds, type_of, grad_ys=values, params=params)
+    values = _requests.program_grad_ys(grad_ys, program)
+    request = _requests.evaluate_request(
+        feeds, type_of, grad_ys=values, params=params, graph=program, stacked_grad_ys=stacked_grad_ys
+    )
     request.program = program.name
-    return _evaluate(request, decode)
+    return evaluate_call(request, decode, _blobs.fed(feeds, grad_ys))
 
 
 def compile_program(graph: GraphLike, name: str | None, words: _requests.Words) -> Call[program_pb2.Program]:
     """CompileProgram."""
-    spec, grad_ys = _requests.program_spec(graph, words)
+    blobs: _blobs.Blobs = {}
+    spec, grad_ys = _requests.program_spec(graph, flat_words(words, graph), blobs)
     if grad_ys:
         raise InvalidDerivativeError(
             f"grad_ys of {next(iter(grad_ys))!r} is a value; compile takes names of tensors, calls give values"
@@ -149,6 +167,7 @@ def compile_program(graph: GraphLike, name: str | None, words: _requests.Words) 
         program_pb2.CompileProgramRequest(spec=spec, program_id=(name or "").removeprefix("programs/")),
         program_pb2.CompileProgramResponse.FromString,
         lambda response: response.program,
+        blobs,
     )
 
 
@@ -156,15 +175,19 @@ def explain(
     graph: GraphLike, feeds: _requests.Feeds | None, params: _requests.CallParams | None, words: _requests.Words
 ) -> Call[_results.Explanation]:
     """CompileProgram, only checking. What a call would give besides is checked here and not sent."""
-    spec, grad_ys = _requests.program_spec(graph, words)
+    blobs: _blobs.Blobs = {}
+    spec, grad_ys = _requests.program_spec(graph, flat_words(words, graph), blobs)
     type_of = _requests.types_of_graph(graph)
     call = _requests.evaluate_request(feeds, type_of, grad_ys=grad_ys, params=params, graph=graph)
     _requests.check_call(spec, call, graph)
+    aliases = _requests.given_aliases(graph, words)
+    sent = sent_bytes(graph)
     return Call(
         f"/{_PACKAGE}.ProgramService/CompileProgram",
         program_pb2.CompileProgramRequest(spec=spec, validate_only=True),
         program_pb2.CompileProgramResponse.FromString,
-        _results.explanation,
+        lambda response: _results.explanation(response, aliases, sent),
+        blobs,
     )
 
 
@@ -198,8 +221,25 @@ def delete_program(name: str) -> Call[None]:
     )
 
 
-def _evaluate(request: evaluate_pb2.EvaluateRequest, decode: Callable[[Any], _results.Result]) -> Call[_results.Result]:
-    return Call(f"/{_PACKAGE}.GradientService/Evaluate", request, evaluate_pb2.EvaluateResponse.FromString, decode)
+def upload(value: Any) -> _blobs.Upload:
+    """What is uploaded of a graph, bytes, an array or a `gr.Blob`."""
+    if isinstance(value, _blobs.Blob):
+        return _blobs.Upload(value.sha256, value.data)
+    is_graph = isinstance(value, bytes | bytearray | memoryview) or not (
+        hasattr(value, "dtype") or hasattr(value, "__array__") or isinstance(value, list | tuple)
+    )
+    if is_graph:
+        data = graph_bytes(value)
+        return _blobs.Upload(_blobs.digest(data), data)
+    return upload(_blobs.Blob(value))
+
+
+def evaluate_call(
+    request: evaluate_pb2.EvaluateRequest, decode: Callable[[Any], R], blobs: Mapping[str, _blobs.Data]
+) -> Call[R]:
+    """Evaluate."""
+    method, answer = f"/{_PACKAGE}.GradientService/Evaluate", evaluate_pb2.EvaluateResponse.FromString
+    return Call(method, request, answer, decode, blobs)
 
 
 def _full(collection: str, name: str) -> str:

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import grpc
 
-from gradrule import _calls, _channel, _compare, _deadlines, _requests, _results
+from gradrule import _blobs, _calls, _channel, _compare, _deadlines, _requests, _results
+from gradrule._client_derivatives import Derivatives, ProgramDerivatives
 from gradrule._comparison import Comparison
+from gradrule._forward import ForwardHandle
+from gradrule._groups import groups_of
 from gradrule._overrides import Overrides
-from gradrule._program import ProgramBase, merged
-from gradrule._requests import CallParams, Feeds, GradYs, Names
+from gradrule._program import merged
+from gradrule._requests import CallParams, Feeds, GradYs, GroupedNames, Names
 from gradrule._rules import Params, Rule
+from gradrule._sessions import METHOD as SESSION_METHOD
+from gradrule._sessions import Session
 from gradrule._sources import GraphLike
 from gradrule._status import error_of, parsed, serialized, waiting_error
+from gradrule._streams import Stream
 from gradrule.errors import (
+    BlobNotFoundError,
     CancelledError,
     EngineUnavailableError,
     GradruleError,
@@ -51,7 +58,7 @@ def connect(
     return Client(channel, target, token=token, timeout=timeout)
 
 
-class Client:
+class Client(Derivatives):
     """A connection to a server. Safe to share between threads; made by `connect` or `local`.
 
     Every call has a deadline: its `timeout` in seconds, or that of `connect`. Every failure is a `GradruleError`.
@@ -62,6 +69,7 @@ class Client:
         self._metadata = _channel.metadata(token)
         self._timeout = timeout
         self._methods: dict[str, grpc.UnaryUnaryMultiCallable[bytes, bytes]] = {}
+        self._stream = Stream(channel, self._metadata)
         self.target = target
 
     # Rules.
@@ -73,15 +81,17 @@ class Client:
         *,
         graph: GraphLike | None = None,
         params: Params | Iterable[str] | None = None,
+        gradient: Rule | None = None,
         description: str = "",
         timeout: float | None = None,
     ) -> _results.RuleInfo:
         """Registers a rule: an expression over `x, y, dy, default` and params, or a graph.
 
-        params: defaults by name, None where each use must give a value. Equal content under the same name returns the
-        rule that is there; other content raises `RuleExistsError`.
+        params: defaults by name, None where each use must give a value. gradient: the rule for its own gradient, as
+        `Rule` says. Equal content under the same name returns the rule that is there; other content raises
+        `RuleExistsError`.
         """
-        return self._run(_calls.create_rule(name, expression, graph, params, description), timeout)
+        return self._run(_calls.create_rule(name, expression, graph, params, gradient, description), timeout)
 
     def get_rule(self, name: str, *, timeout: float | None = None) -> _results.RuleInfo:
         """The rule of a name. Raises `UnknownRuleError`."""
@@ -133,7 +143,7 @@ class Client:
         feeds: Feeds | None = None,
         fetches: Names = (),
         ys: Names = (),
-        xs: Names = (),
+        xs: GroupedNames = (),
         grad_ys: GradYs | None = None,
         stop_gradients: Names = (),
         unconnected_gradients: str = "none",
@@ -142,6 +152,7 @@ class Client:
         rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         timeout: float | None = None,
+        stacked_grad_ys: bool = False,
     ) -> _results.Result:
         """Forward outputs and gradients in one call, in the words of `tf.gradients` and `Session.run`.
 
@@ -150,12 +161,14 @@ class Client:
         order of ys, of arrays or names of tensors. overrides: a dict of op type to rule, or a list of `Override` and
         `Preset`. no_gradient: what an op on the path without a gradient does: `error`, `default` (as TensorFlow does),
         `pass`, `zero`. rewrites: `fold_batch_norm` folds batch norms into the linear ops before them. params: values by
-        the override's label, then by param.
+        the override's label, then by param. stacked_grad_ys: many pull-backs at once, each given grad_y has one more
+        axis in front, of one size, and so have all gradients. xs may stand in groups, a dict of names to xs; so do
+        the gradients then.
         """
         words = _requests.Words(
             fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
         )
-        return self._run(_calls.evaluate(graph, feeds, params, words), timeout)
+        return self._run(_calls.evaluate(graph, feeds, params, words, stacked_grad_ys), timeout)
 
     def explain(
         self,
@@ -163,7 +176,7 @@ class Client:
         feeds: Feeds | None = None,
         fetches: Names = (),
         ys: Names = (),
-        xs: Names = (),
+        xs: GroupedNames = (),
         grad_ys: GradYs | None = None,
         stop_gradients: Names = (),
         unconnected_gradients: str = "none",
@@ -203,18 +216,24 @@ class Client:
         evaluations that they take, two for each element of a small x. timeout: of each call.
         """
         steps = _compare.plan(graph, feeds, ys, xs, overrides, grad_ys, finite_differences, rewrites)
-        try:
-            call = next(steps)
-            while True:
-                try:
-                    answer = self._run(call, timeout)
-                except GradruleError as refusal:
-                    call = steps.throw(refusal)
-                else:
-                    call = steps.send(answer)
-        except StopIteration as end:
-            found: Comparison = end.value
-            return found
+        return self._follow(steps, timeout)
+
+    # Sessions.
+
+    def session(
+        self,
+        graph: GraphLike,
+        *,
+        overrides: Overrides | None = None,
+        variables: Mapping[str, Any] | None = None,
+        no_gradient: str = "error",
+    ) -> Session:
+        """Variables that the server holds: `with client.session(graph) as s`, then `s.step(…)`.
+
+        Their first values are those of `graph.variables`, of `variables`, which win, or of the graph's initialisers.
+        overrides, no_gradient: as in `evaluate`; they hold wherever something is differentiated.
+        """
+        return Session(self._open_session, self._send_blobs, self._deadline, graph, overrides, variables, no_gradient)
 
     # Programs.
 
@@ -224,7 +243,7 @@ class Client:
         *,
         fetches: Names = (),
         ys: Names = (),
-        xs: Names = (),
+        xs: GroupedNames = (),
         grad_ys: GradYs | None = None,
         stop_gradients: Names = (),
         unconnected_gradients: str = "none",
@@ -242,7 +261,8 @@ class Client:
         words = _requests.Words(
             fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
         )
-        return Program(self, self._run(_calls.compile_program(graph, name, words), timeout))
+        message = self._run(_calls.compile_program(graph, name, words), timeout)
+        return Program(self, message, groups_of(xs, graph))
 
     def program(self, name: str, *, timeout: float | None = None) -> Program:
         """The program `programs/{id}`, or by its bare id. Raises `ProgramNotFoundError`."""
@@ -259,6 +279,21 @@ class Client:
     def delete_program(self, name: str, *, timeout: float | None = None) -> None:
         """Forgets a program. Raises `ProgramNotFoundError`."""
         self._run(_calls.delete_program(name), timeout)
+
+    # Blobs.
+
+    def find_missing_blobs(self, names: Iterable[str], *, timeout: float | None = None) -> list[str]:
+        """Which of these SHA-256 the server has no bytes of."""
+        return self._run(_blobs.find_missing(names), timeout)
+
+    def upload(self, value: Any, *, timeout: float | None = None) -> str:
+        """Sends an array, a graph or bytes, unless the server has them; returns their SHA-256.
+
+        Calls send what the server lacks by themselves; this does it beforehand.
+        """
+        wanted = _calls.upload(value)
+        self._follow(_blobs.uploads({wanted.sha256: wanted.data}), timeout)
+        return wanted.sha256
 
     # The connection.
 
@@ -286,6 +321,7 @@ class Client:
 
     def close(self) -> None:
         """Closes the connection; calls under way are cancelled."""
+        self._stream.close()
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -299,8 +335,54 @@ class Client:
     def __repr__(self) -> str:
         return f"<Client of {self.target!r}>"
 
+    def _open_session(self, requests: Iterator[bytes]) -> Any:
+        try:
+            opened: grpc.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(SESSION_METHOD)
+            return opened(requests, metadata=self._metadata)
+        except ValueError as cause:
+            raise self._closed() from cause
+
+    def _send_blobs(self, blobs: _blobs.Blobs) -> None:
+        if blobs:
+            self._follow(_blobs.uploads(blobs), None)
+
+    def _deadline(self, timeout: float | None) -> float:
+        return _deadlines.of_call(timeout, self._timeout)
+
     def _run(self, call: _calls.Call[R], timeout: float | None) -> R:
+        return self._follow(_blobs.steps(call), timeout) if call.blobs else self._once(call, timeout)
+
+    def _follow(self, steps: Generator[_calls.Call[Any] | _blobs.Upload, Any, R], timeout: float | None) -> R:
+        """Takes one step after the other; what comes of them."""
+        try:
+            step = next(steps)
+            while True:
+                try:
+                    outcome = self._step(step, timeout)
+                except GradruleError as refusal:
+                    step = steps.throw(refusal)
+                else:
+                    step = steps.send(outcome)
+        except StopIteration as end:
+            found: R = end.value
+            return found
+
+    def _step(self, step: _calls.Call[Any] | _blobs.Upload, timeout: float | None) -> Any:
+        if not isinstance(step, _blobs.Upload):
+            return self._run(step, timeout)
+        deadline = step.deadline(_deadlines.of_call(timeout, self._timeout))
+        try:
+            send: grpc.StreamUnaryMultiCallable[bytes, bytes] = self._channel.stream_unary(_blobs.UPLOAD_METHOD)
+            return send(step.pieces(), timeout=deadline, metadata=self._metadata)
+        except grpc.RpcError as failure:
+            raise error_of(failure) from None
+        except ValueError as cause:
+            raise self._closed() from cause
+
+    def _once(self, call: _calls.Call[R], timeout: float | None) -> R:
         deadline = _deadlines.of_call(timeout, self._timeout)
+        if call.on_stream:
+            return self._stream.run(call, deadline)
         request = serialized(call.request)
         try:
             answer = self._method(call.method)(request, timeout=deadline, metadata=self._metadata)
@@ -327,21 +409,26 @@ class Client:
     def _closed(self) -> UnavailableError:
         return UnavailableError(f"the client of {self.target!r} is closed")
 
-    def _finish(self, call: _calls.Call[R], pending: grpc.Future[bytes]) -> R:
+    def _finish(self, call: _calls.Call[R], pending: grpc.Future[bytes], timeout: float | None) -> R:
         try:
             data = pending.result()
         except grpc.RpcError as failure:
-            raise error_of(failure) from None
+            error = error_of(failure)
+            if isinstance(error, BlobNotFoundError) and call.blobs:
+                return self._run(call, timeout)
+            raise error from None
         except grpc.FutureCancelledError as failure:
             raise CancelledError("the call was cancelled; its client was closed meanwhile") from failure
         return parsed(call.answer, call.decode, data)
 
 
-class Program(ProgramBase):
+class Program(ProgramDerivatives):
     """A compiled program of a client: only tensors travel. Made by `Client.compile` and `Client.program`."""
 
-    def __init__(self, client: Client, message: Any) -> None:
-        super().__init__(message)
+    _client: Client
+
+    def __init__(self, client: Client, message: Any, groups: _results.Groups = None) -> None:
+        super().__init__(message, groups)
         self._client = client
 
     def __call__(self, feeds: Feeds | None = None, /, **named: Any) -> _results.Result:
@@ -354,10 +441,29 @@ class Program(ProgramBase):
         *,
         params: CallParams | None = None,
         grad_ys: GradYs | None = None,
+        stacked_grad_ys: bool = False,
         timeout: float | None = None,
     ) -> _results.Result:
-        """Runs the program. grad_ys: arrays, a dict by y or a list in the order of ys."""
-        return self._client._run(self._call(feeds, params, grad_ys), timeout)
+        """Runs the program. grad_ys: arrays, a dict by y or a list in the order of ys.
+
+        stacked_grad_ys: as in `Client.evaluate`.
+        """
+        return self._client._run(self._call(feeds, params, grad_ys, stacked_grad_ys), timeout)
+
+    def forward(
+        self,
+        feeds: Feeds | None = None,
+        *,
+        params: CallParams | None = None,
+        ttl: float | None = None,
+        timeout: float | None = None,
+    ) -> ForwardHandle:
+        """Runs forward once; `vjp` of what it returns pulls back as often as wanted.
+
+        ttl: seconds that the server keeps it after its last use; default, and most: a setting of the server's. Raises
+        `QuotaExceededError` where the server keeps too much already.
+        """
+        return ForwardHandle(self._client._run, self, feeds, params, ttl, timeout)
 
     def map(
         self,
@@ -377,11 +483,11 @@ class Program(ProgramBase):
         try:
             for one in feeds:
                 if len(pending) >= in_flight:
-                    yield self._client._finish(*pending.popleft())
+                    yield self._client._finish(*pending.popleft(), timeout)
                 call = self._call(one, params, None)
                 pending.append((call, self._client._start(call, timeout)))
             while pending:
-                yield self._client._finish(*pending.popleft())
+                yield self._client._finish(*pending.popleft(), timeout)
         finally:
             for _, future in pending:
                 future.cancel()

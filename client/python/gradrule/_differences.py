@@ -144,7 +144,7 @@ def _measure(
     rng = np.random.default_rng(_SEED)
     for x in xs:
         value = forward.feeds[bare(x)]
-        if name_of(base(read.tensor(x).number)) not in _STEPS:
+        if name_of(base(read.value_of(x).number)) not in _STEPS:
             continue
         step = _STEPS[_dtype(value)] * max(1.0, float(np.abs(value.astype(np.float64)).max(initial=0.0)))
         if value.size <= MOST_ELEMENTS:

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from gradrule import _opdefs, _tensors
+from gradrule import _blobs, _opdefs, _tensors
 from gradrule._arguments import Conversion, assign_arguments
 from gradrule._attrs import attr_value, free_value, natural
 from gradrule._contexts import GRADIENT_ATTR, OverrideContexts
-from gradrule._dtypes import as_dt, name_of
+from gradrule._dtypes import as_dt, base, name_of
 from gradrule._graphtypes import GraphTypes
 from gradrule._handles import Node, TensorHandle, as_tensor
 from gradrule._infer import InferError, complete
-from gradrule._names import UniqueNames, glob, is_node_name, near, split
+from gradrule._layers import LayerCall
+from gradrule._names import UniqueNames, bare, glob, is_node_name, near, split
 from gradrule._ops import GraphOps
 from gradrule._overrides import Override
+from gradrule._results import ByName
 from gradrule._rules import OverrideValue
 from gradrule._specs import TensorSpec
+from gradrule._variables import Variables
 from gradrule.errors import (
     InvalidAttrError,
     InvalidGraphError,
@@ -35,11 +38,17 @@ from gradrule.errors import (
 from gradrule.v1 import graph_pb2
 from gradrule.v1.graph_pb2 import AttrValue
 
+_VARIABLE_OPS = ("VarHandleOp", "VariableV2", "Variable")
 _INPUT_OPS = ("Placeholder", "PlaceholderV2", "PlaceholderWithDefault")
 
 
 class Graph(GraphOps):
     """A graph that is being built, or was loaded.
+
+    variables: values of variables by the name of their node. non_trainable: names of those that a session's steps leave
+    alone unless asked. aliases: further names of tensors, valid wherever names
+    are; one that is a node's name too hides the node's first output, which then goes by `node:0`. layers: calls of
+    Keras layers, where the graph was traced from a model.
 
     Nodes are made by `placeholder`, `constant`, `op`, operators on handles, and any op type's name in snake case
     (`g.relu(x)`). Attributes that follow from inputs are filled in. Node names are made unique as TensorFlow does it.
@@ -53,12 +62,18 @@ class Graph(GraphOps):
     def _start(self, message: graph_pb2.Graph, data: bytes) -> None:
         self._message = message
         self._bytes = data
+        self.aliases: dict[str, str] = {}
+        self.layers: list[LayerCall] = []
+        self.non_trainable: set[str] = set()
         self._types = GraphTypes(message)
         self._names = UniqueNames()
         for node in message.node:
             self._names.reserve(node.name)
         self._scope = ""
         self._contexts = OverrideContexts(message)
+        self._sha256: tuple[bytes, str] = (b"", "")
+        self.variables = Variables(self._variable_type)
+        """Values of the graph's variables by name, which every request brings along; read-only arrays."""
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Graph:
@@ -84,6 +99,13 @@ class Graph(GraphOps):
         if not self._bytes:
             self._bytes = self._message.SerializeToString(deterministic=True)
         return self._bytes
+
+    def sha256(self) -> str:
+        """The hash of `plain_bytes`, worked out once for as long as the graph is not changed."""
+        data = self.plain_bytes()
+        if self._sha256[0] is not data:
+            self._sha256 = data, _blobs.digest(data)
+        return self._sha256[1]
 
     def __len__(self) -> int:
         return len(self._message.node)
@@ -114,6 +136,31 @@ class Graph(GraphOps):
             raise InvalidTensorError(f"constant {name or ''}: {cause}") from None
         attrs = {"dtype": AttrValue(type=message.dtype), "value": AttrValue(tensor=message)}
         return self._add("Const", self._unique(name or "Const"), [], attrs)[0]
+
+    def variable(self, name: str, initial_value: Any, dtype: _tensors.DtypeLike = None) -> TensorHandle:
+        """A variable with a value, which goes into `variables`; returns what reads it.
+
+        The variable's name stands for its value in `xs`, `fetches` and feeds. Element types are those of `constant`.
+        """
+        try:
+            value = (
+                natural(initial_value)
+                if dtype is None
+                else _tensors.from_value(initial_value, _tensors.dtype_number(dtype))
+            )
+            number = _tensors.number_of_array(value)
+        except ValueError as cause:
+            raise InvalidTensorError(f"variable {name}: {cause}") from None
+        full = self._unique(name)
+        attrs = {
+            "dtype": AttrValue(type=as_dt(number)),
+            "shape": AttrValue(shape=_tensors.shape_message(value.shape)),
+            "shared_name": AttrValue(s=full.encode()),
+        }
+        handle = self._add("VarHandleOp", full, [], attrs)[0]
+        read = self._add("ReadVariableOp", self._names.make(f"{full}/Read"), [handle], {"dtype": attrs["dtype"]})
+        self.variables[full] = value
+        return read[0]
 
     def op(self, op_type: str, *inputs: Any, name: str | None = None, control_inputs: Any = (), **attrs: Any) -> Any:
         """Adds a node.
@@ -264,14 +311,32 @@ class Graph(GraphOps):
         return Node(self, message)
 
     def tensor(self, name: str) -> TensorHandle:
-        """The handle of a tensor, by `node` or `node:output`. Raises `UnknownTensorError`."""
-        node, index = split(name)
+        """The handle of a tensor, by `node`, `node:output` or alias. Raises `UnknownTensorError`."""
+        node, index = split(self.aliases.get(name, name))
         if self._types.node(node) is None:
-            raise UnknownTensorError(f"the graph has no tensor {name!r}.{near(node, self._types.names())}")
+            known = f" Aliases: {', '.join(map(repr, self.aliases))}." if self.aliases else ""
+            hint = near(node, [*self._types.names(), *self.aliases])
+            raise UnknownTensorError(f"the graph has no tensor {name!r}.{hint}{known}")
         handles = self.outputs_of(node)
         if index >= len(handles):
             raise UnknownTensorError(f"the graph has no tensor {name!r}: node {node!r} has {len(handles)} outputs")
         return handles[index]
+
+    def value_of(self, name: str) -> TensorHandle:
+        """As `tensor`, for the names of variables (shared names too) a handle of the variable's element type."""
+        node, index = split(name)
+        message = self._types.node(node)
+        if message is None:
+            message = next((item for item in self._message.node if _is_shared(item, node)), None)
+        if message is not None and index == 0 and message.op in _VARIABLE_OPS and "dtype" in message.attr:
+            return TensorHandle(self, message.name, 0, message.attr["dtype"].type)
+        return self.tensor(name)
+
+    def _variable_type(self, name: str) -> int:
+        try:
+            return base(self.value_of(name).number)
+        except UnknownTensorError:
+            return 0
 
     def find(self, op_type: str | None = None, node: str | None = None, scope: str | None = None) -> list[Node]:
         """Nodes for which all selectors hold, in order. node: a name or a glob; scope: nodes under `scope/`."""
@@ -309,30 +374,57 @@ class Graph(GraphOps):
 
     @property
     def inputs(self) -> Mapping[str, TensorSpec]:
-        """Placeholders by name."""
-        return MappingProxyType(
-            {
-                node.name: self._spec(node.name, optional=node.op == "PlaceholderWithDefault")
+        """Placeholders by alias or name."""
+        return self._by_alias(
+            [
+                self._spec(node.name, optional=node.op == "PlaceholderWithDefault")
                 for node in self._message.node
                 if node.op in _INPUT_OPS
-            }
+            ]
         )
 
     @property
     def outputs(self) -> Mapping[str, TensorSpec]:
-        """Outputs of nodes that no other node takes anything from, placeholders and constants aside, by name."""
+        """What has an alias and is no placeholder; without aliases what nothing takes from, constants aside."""
+        named = {
+            alias: self._spec(tensor)
+            for alias, tensor in self.aliases.items()
+            if (node := self._types.node(split(tensor)[0])) is not None and node.op not in _INPUT_OPS
+        }
+        if named:
+            return ByName(named, self.aliases)
         used = {split(name.removeprefix("^"))[0] for node in self._message.node for name in node.input}
-        return MappingProxyType(
-            {
-                handle.name.removesuffix(":0"): self._spec(handle.name)
+        return self._by_alias(
+            [
+                self._spec(handle.name)
                 for node in self._message.node
                 if node.name not in used and node.op != "Const" and node.op not in _INPUT_OPS
                 for handle in self.outputs_of(node.name)
-            }
+            ]
         )
+
+    def _by_alias(self, specs: list[TensorSpec]) -> Mapping[str, TensorSpec]:
+        aliases = {bare(tensor): alias for alias, tensor in self.aliases.items()}
+        return ByName({aliases.get(bare(spec.name), bare(spec.name)): spec for spec in specs}, self.aliases)
+
+    def save(self, path: str | os.PathLike[str], *, freeze: bool = False) -> None:
+        """Writes the graph to a `.pb` file, and its variables and aliases to the `.npz` beside it, if it has any.
+
+        `gr.load` reads both. freeze: variables become constants of the graph. Raises `InvalidOverrideError` where bytes
+        would lose a rule, `UnsupportedError` for variables that cannot be frozen or written.
+        """
+        from gradrule._saving import save
+
+        save(self, path, freeze=freeze)
 
     def _spec(self, tensor: str, *, optional: bool = False) -> TensorSpec:
         node, index = split(tensor)
         types = self._types.outputs(node)
         dtype = name_of(types[index]) if index < len(types) else name_of(as_dt(0))
         return TensorSpec(tensor, dtype, self.stated_shape(tensor), optional)
+
+
+def _is_shared(node: graph_pb2.Node, name: str) -> bool:
+    if node.op not in _VARIABLE_OPS or "shared_name" not in node.attr:
+        return False
+    return node.attr["shared_name"].s.decode(errors="replace") == name

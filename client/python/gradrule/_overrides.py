@@ -17,6 +17,11 @@ from gradrule.v1 import override_pb2
 
 TensorName: TypeAlias = "str | TensorHandle | Node"
 
+_ORDERS = {
+    # Not said: it is what overrides do.
+    "first": override_pb2.OVERRIDE_ORDER_UNSPECIFIED,
+    "all": override_pb2.OVERRIDE_ORDER_ALL,
+}
 _NEAREST = {
     "nearest_xs": override_pb2.POSITION_NEAREST_XS,
     "nearest_ys": override_pb2.POSITION_NEAREST_YS,
@@ -47,20 +52,26 @@ class Preset:
 
     Wherever it stands in a list, it comes after all that are no presets. params: for all rules of the preset that have
     one of the name. label: how calls give params and answers tell it; default: its name. optional: no error where
-    nothing matches.
+    nothing matches. order: as in `Override`.
     """
 
-    __slots__ = ("label", "name", "optional", "params")
+    __slots__ = ("label", "name", "optional", "order", "params")
 
-    def __init__(self, name: str, /, *, label: str | None = None, optional: bool = False, **params: Any) -> None:
+    def __init__(
+        self, name: str, /, *, label: str | None = None, optional: bool = False, order: str = "first", **params: Any
+    ) -> None:
         if not isinstance(name, str):
             raise InvalidOverrideError(f"a preset is chosen by its name, not by {name!r}")
         self.name, self.label, self.optional, self.params = name, label, optional, params
+        self.order = _order(order)
 
     def message(self) -> override_pb2.Override:
         """The message."""
         message = override_pb2.Override(
-            preset=override_pb2.PresetChoice(name=self.name), label=self.label or "", optional=self.optional
+            preset=override_pb2.PresetChoice(name=self.name),
+            label=self.label or "",
+            optional=self.optional,
+            order=_ORDERS[self.order],
         )
         for name, value in self.params.items():
             message.preset.params[name].CopyFrom(param_value(name, value))
@@ -79,10 +90,13 @@ class Override:
     crosses them). node_regex: an RE2 expression that matches the whole name. scope: nodes under `scope/`.
     position: `nearest_xs`, `nearest_ys`, or a number that counts the nodes on the path from the xs (negative: from the
     ys). pattern: a chain of op types or groups that gets one rule. dtype, rank: of the node's first output. attrs:
-    attributes that the node has. depends_on: tensors, on one of which the node depends. region: a `Region`, by itself.
-    params: values for the rule. label: how calls give params and answers tell the override; default: the first of op
-    type, node, scope, regex, the pattern joined by `+`, the region's first output. optional: no error where nothing
-    matches.
+    attributes that the node has. depends_on: tensors, on one of which the node depends. region: a `Region`, by itself,
+    or the name of a function with a gradient of its own (`tf.custom_gradient`) that the graph was traced with: each
+    call of it. params: values for the rule. label: how calls give params and answers tell the override; default: the
+    first of op type, node, scope, regex, the pattern joined by `+`, the region's name or first output. optional: no
+    error where nothing matches. order: `first`, the rule holds in the first differentiation, and where its result is
+    differentiated again (`hvp`) the op's own gradient does; `all`, it holds in every one, and then at nodes that
+    gradients made too, where nothing but an op type is asked for.
     """
 
     rule: RuleLike
@@ -90,6 +104,7 @@ class Override:
     params: Params | None
     label: str | None
     optional: bool
+    order: str
 
     def __init__(
         self,
@@ -105,10 +120,11 @@ class Override:
         rank: int | None = None,
         attrs: Mapping[str, Any] | None = None,
         depends_on: TensorName | Iterable[TensorName] = (),
-        region: Region | None = None,
+        region: Region | str | None = None,
         params: Params | None = None,
         label: str | None = None,
         optional: bool = False,
+        order: str = "first",
     ) -> None:
         if not isinstance(rule, str | Rule):
             raise InvalidOverrideError(f"an override takes a rule's name or a gr.Rule, not {type(rule).__name__}")
@@ -139,22 +155,30 @@ class Override:
             selector.attrs[name].CopyFrom(attr_of_op(named, name, value, f"attrs[{name!r}] of an override"))
         selector.depends_on.extend(_tensor_names(depends_on, "depends_on"))
         if region is not None:
-            if not isinstance(region, Region):
-                raise InvalidOverrideError(f"the region of an override is a gr.Region, not {region!r}")
-            selector.region.inputs.extend(region.inputs)
-            selector.region.outputs.extend(region.outputs)
+            if isinstance(region, str) and region:
+                selector.region_name = region
+            elif isinstance(region, Region):
+                selector.region.inputs.extend(region.inputs)
+                selector.region.outputs.extend(region.outputs)
+            else:
+                raise InvalidOverrideError(f"the region of an override is a gr.Region or a name, not {region!r}")
         if not selector.ListFields():
             raise InvalidOverrideError(
                 f"the override with rule {rule!r} selects nothing; give op_type, node, scope, pattern, region, …"
             )
-        values = (rule, selector, params, label, optional)
+        values = (rule, selector, params, label, optional, _order(order))
         for field, value in zip(self.__slots__, values, strict=True):
             object.__setattr__(self, field, value)
 
     def message(self) -> override_pb2.Override:
         """The message."""
         params = dict(self.params or {})
-        message = override_pb2.Override(selector=self.selector, label=self.label or "", optional=self.optional)
+        message = override_pb2.Override(
+            selector=self.selector,
+            label=self.label or "",
+            optional=self.optional,
+            order=_ORDERS[self.order],
+        )
         if isinstance(self.rule, str):
             message.rule = self.rule
         else:
@@ -203,8 +227,15 @@ def label_of(message: override_pb2.Override) -> str:
         or selector.scope
         or selector.node_regex
         or "+".join(selector.pattern)
+        or selector.region_name
         or next(iter(selector.region.outputs), "")
     )
+
+
+def _order(order: str) -> str:
+    if order not in _ORDERS:
+        raise InvalidOverrideError(f"the order of an override is 'first' or 'all', not {order!r}")
+    return order
 
 
 def _position(position: str | int) -> override_pb2.Position:

@@ -16,9 +16,20 @@ from gradrule.v1 import evaluate_pb2, program_pb2
 class ProgramBase:
     """A compiled program, as the server described it."""
 
-    def __init__(self, message: program_pb2.Program) -> None:
+    def __init__(self, message: program_pb2.Program, groups: _results.Groups = None) -> None:
         self._message = message
+        self._groups = groups
         self._overrides = _results.resolutions(message.overrides)
+
+    @property
+    def message(self) -> program_pb2.Program:
+        """What the server told."""
+        return self._message
+
+    @property
+    def groups(self) -> _results.Groups:
+        """The groups that xs were given in; None where they were a plain list."""
+        return self._groups
 
     @property
     def name(self) -> str:
@@ -27,23 +38,28 @@ class ProgramBase:
 
     @property
     def inputs(self) -> Mapping[str, TensorSpec]:
-        """Placeholders that a call feeds, by name."""
-        return _results.specs(self._message.inputs)
+        """Placeholders that a call feeds, by alias or name."""
+        return _results.specs(self._message.inputs, self._message.aliases)
 
     @property
     def outputs(self) -> Mapping[str, TensorSpec]:
         """Fetches, by the names given."""
-        return _results.specs(self._message.outputs)
+        return _results.specs(self._message.outputs, self._message.aliases)
 
     @property
     def ys(self) -> Mapping[str, TensorSpec]:
         """What is differentiated, by the names given."""
-        return _results.specs(self._message.ys)
+        return _results.specs(self._message.ys, self._message.aliases)
 
     @property
     def xs(self) -> Mapping[str, TensorSpec]:
         """With respect to what, by the names given."""
-        return _results.specs(self._message.xs)
+        return _results.specs(self._message.xs, self._message.aliases)
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Further names of tensors, valid wherever names are."""
+        return dict(self._message.aliases)
 
     @property
     def overrides(self) -> list[_results.Resolution]:
@@ -79,13 +95,13 @@ class ProgramBase:
         return f"<{type(self).__name__} {self.name!r}>"
 
     def _call(
-        self, feeds: Feeds | None, params: CallParams | None, grad_ys: GradYs | None
+        self, feeds: Feeds | None, params: CallParams | None, grad_ys: GradYs | None, stacked_grad_ys: bool = False
     ) -> _calls.Call[_results.Result]:
-        return _calls.evaluate_program(self._message, feeds, params, grad_ys, self._decode)
+        return _calls.evaluate_program(self._message, feeds, params, grad_ys, self._decode, stacked_grad_ys)
 
     def _decode(self, response: evaluate_pb2.EvaluateResponse) -> _results.Result:
         # The answer of a compiled program leaves out what the program told once.
-        result = _results.result(response)
+        result = _results.result(response, self._groups, self._message.aliases)
         return replace(result, overrides=self.overrides, defaulted=self.defaulted, rewritten=self.rewritten)
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
-from gradrule import _tensors
+from gradrule import _blobs, _tensors
 from gradrule._attrs import natural
 from gradrule._dtypes import base, name_of
 from gradrule._graph import Graph
@@ -16,7 +16,7 @@ from gradrule._handles import Node, TensorHandle, as_tensor
 from gradrule._names import bare, near
 from gradrule._overrides import Overrides, label_of, override_messages
 from gradrule._rules import param_value
-from gradrule._sources import GraphLike, graph_bytes
+from gradrule._sources import GraphLike, graph_bytes, put_graph
 from gradrule.errors import (
     FeedDtypeError,
     InvalidDerivativeError,
@@ -27,10 +27,11 @@ from gradrule.errors import (
     UnknownParamError,
     UnknownTensorError,
 )
-from gradrule.v1 import evaluate_pb2, program_pb2, tensor_pb2
+from gradrule.v1 import evaluate_pb2, override_pb2, program_pb2, tensor_pb2
 
 Name: TypeAlias = "str | TensorHandle | Node"
 Names: TypeAlias = "Name | Iterable[Name]"
+GroupedNames: TypeAlias = "Names | Mapping[str, Names]"
 Feeds: TypeAlias = "Mapping[Name, Any]"
 GradYs: TypeAlias = "Mapping[Name, Any] | Sequence[Any]"
 CallParams: TypeAlias = "Mapping[str, Mapping[str, Any]]"
@@ -58,7 +59,7 @@ class Words:
 
     fetches: Names = ()
     ys: Names = ()
-    xs: Names = ()
+    xs: GroupedNames = ()
     grad_ys: GradYs | None = None
     stop_gradients: Names = ()
     unconnected_gradients: str = "none"
@@ -67,17 +68,27 @@ class Words:
     rewrites: Sequence[str] = ()
 
 
-def program_spec(graph: GraphLike, words: Words) -> tuple[program_pb2.ProgramSpec, dict[str, Any]]:
-    """The program, and the upstream gradients that are values and so travel with each call, by y."""
+def program_spec(
+    graph: GraphLike, words: Words, blobs: _blobs.Blobs | None = None
+) -> tuple[program_pb2.ProgramSpec, dict[str, Any]]:
+    """The program, and the upstream gradients that are values and so travel with each call, by y.
+
+    The words have their xs without groups (`_groups.flat_words`). `blobs`: takes the bytes that the program names by
+    their hash; None: it names none.
+    """
     unconnected = _chosen(words.unconnected_gradients, _UNCONNECTED, "unconnected_gradients")
     spec = program_pb2.ProgramSpec(
         fetches=names_of(words.fetches, graph),
         no_gradient=_chosen(words.no_gradient, _NO_GRADIENT, "no_gradient"),
         overrides=override_messages(words.overrides),
         rewrites=[words.rewrites] if isinstance(words.rewrites, str) else list(words.rewrites),
+        aliases=aliases_of(graph),
     )
-    # A builder's overrides of single nodes, which bytes cannot hold, go beside them.
-    spec.graph.serialized = graph.plain_bytes() if isinstance(graph, Graph) else graph_bytes(graph)
+    for override in spec.overrides:
+        _resolve_aliases(override.selector, aliases_of(graph))
+    put_graph(graph, spec.graph, blobs)
+    if isinstance(graph, Graph):
+        spec.variables.extend(graph.variables.messages(blobs))
     y_names, x_names = names_of(words.ys, graph), names_of(words.xs, graph)
     tensors, values = _split_grad_ys(words.grad_ys, y_names, graph)
     stops = names_of(words.stop_gradients, graph)
@@ -94,6 +105,14 @@ def program_spec(graph: GraphLike, words: Words) -> tuple[program_pb2.ProgramSpe
     return spec, values
 
 
+def _resolve_aliases(selector: override_pb2.Selector, aliases: Mapping[str, str]) -> None:
+    """Names of tensors in the places of their aliases."""
+    for names in (selector.region.inputs, selector.region.outputs, selector.depends_on):
+        # Looking at the region of a selector that has none does not make one; writing would.
+        for index, name in enumerate(names):
+            names[index] = aliases.get(name, name)
+
+
 def evaluate_request(
     feeds: Feeds | None,
     type_of: TypeOf,
@@ -101,9 +120,10 @@ def evaluate_request(
     grad_ys: Mapping[str, Any] | None = None,
     params: CallParams | None = None,
     graph: GraphLike | None = None,
+    stacked_grad_ys: bool = False,
 ) -> evaluate_pb2.EvaluateRequest:
     """A call's values; the caller sets what to run. `grad_ys`: values only, by y."""
-    request = evaluate_pb2.EvaluateRequest()
+    request = evaluate_pb2.EvaluateRequest(stacked_grad_ys=stacked_grad_ys)
     for key, value in _pairs(feeds or {}, "feeds"):
         name = name_of_tensor(key, graph)
         request.feeds.append(named_tensor(name, value, type_of, f"feeds[{name!r}]"))
@@ -126,14 +146,14 @@ def check_call(spec: program_pb2.ProgramSpec, call: evaluate_pb2.EvaluateRequest
     if not (call.feeds or call.params):
         return
     try:
-        read = graph if isinstance(graph, Graph) else Graph.from_bytes(spec.graph.serialized)
+        read = graph if isinstance(graph, Graph) else Graph.from_bytes(graph_bytes(graph))
     except InvalidGraphError:
         # The server says what is wrong with the graph.
         return
     fed: set[str] = set()
     for feed in call.feeds:
         try:
-            tensor = read.tensor(feed.name)
+            tensor = read.value_of(feed.name)
         except UnknownTensorError as cause:
             known = ", ".join(map(repr, read.inputs)) or "none"
             raise UnknownFeedError(f"feeds[{feed.name!r}]: {cause.message} Placeholders: {known}") from None
@@ -141,8 +161,9 @@ def check_call(spec: program_pb2.ProgramSpec, call: evaluate_pb2.EvaluateRequest
             raise UnknownFeedError(f"the tensor {feed.name!r} is fed twice")
         fed.add(tensor.name)
         # Arrays for a graph that came as bytes have not been compared yet.
-        if tensor.number and feed.value.inline.dtype != base(tensor.number):
-            actual = name_of(feed.value.inline.dtype)
+        dtype = feed.value.inline.dtype or feed.value.blob.dtype
+        if tensor.number and dtype != base(tensor.number):
+            actual = name_of(dtype)
             raise FeedDtypeError(f"feeds[{feed.name!r}] is an array of {actual}, the tensor is {tensor.dtype}")
     labels = {*map(label_of, spec.overrides), *read.wishing_op_types()}
     for label in call.params:
@@ -167,7 +188,7 @@ def types_of_graph(graph: GraphLike) -> TypeOf:
                 # The server says what is wrong with the graph.
                 return 0
         try:
-            return base(parsed[0].tensor(name).number)
+            return base(parsed[0].value_of(name).number)
         except UnknownTensorError:
             return 0
 
@@ -184,9 +205,9 @@ def types_of_specs(specs: Iterable[tensor_pb2.TensorSpec]) -> TypeOf:
     return type_of
 
 
-def program_grad_ys(grad_ys: GradYs | None, ys: Sequence[str]) -> dict[str, Any]:
+def program_grad_ys(grad_ys: GradYs | None, program: program_pb2.Program) -> dict[str, Any]:
     """The upstream gradients of one call of a program, by y."""
-    tensors, values = _split_grad_ys(grad_ys, ys, None)
+    tensors, values = _split_grad_ys(grad_ys, [spec.name for spec in program.ys], program)
     if tensors:
         y = next(iter(tensors))
         raise InvalidDerivativeError(
@@ -197,13 +218,11 @@ def program_grad_ys(grad_ys: GradYs | None, ys: Sequence[str]) -> dict[str, Any]
 
 def names_of(names: Names, graph: GraphLike | None = None) -> list[str]:
     """Names of tensors, from names and handles, one or many."""
-    if isinstance(names, str | TensorHandle | Node):
-        names = [names]
-    return [name_of_tensor(name, graph) for name in names]
+    return [name_of_tensor(name, graph) for name in listed(names)]
 
 
 def name_of_tensor(name: Any, graph: GraphLike | None = None) -> str:
-    """A tensor's name, from a name, a handle of this graph, or a node of it that has one output."""
+    """A tensor's name, from a name, an alias, a handle of this graph, or a node of it that has one output."""
     name = as_tensor(name)
     if isinstance(name, TensorHandle):
         if isinstance(graph, Graph) and name.graph is not graph:
@@ -211,11 +230,38 @@ def name_of_tensor(name: Any, graph: GraphLike | None = None) -> str:
         return name.name
     if not isinstance(name, str):
         raise UnknownTensorError(f"a tensor is named by a string or a handle, not by {type(name).__name__}")
-    return name
+    return aliases_of(graph).get(name, name)
+
+
+def aliases_of(graph: GraphLike | None) -> Mapping[str, str]:
+    """Further names of a graph's or program's tensors."""
+    return graph.aliases if isinstance(graph, Graph | program_pb2.Program) else {}
+
+
+def given_aliases(graph: GraphLike, words: Words) -> dict[str, str]:
+    """A graph's aliases, those first by which the words call what is asked for: answers tell tensors by the first."""
+    aliases = aliases_of(graph)
+    if not aliases:
+        return {}
+    asked = [name for names in (words.fetches, words.ys, words.xs) for name in listed(names) if isinstance(name, str)]
+    # A tensor that is called by its own name is told by it.
+    return {name: aliases.get(name, name) for name in asked} | dict(aliases)
+
+
+def listed(names: GroupedNames) -> list[Any]:
+    """Names, one or many, or in groups."""
+    if isinstance(names, Mapping):
+        return [name for group in names.values() for name in listed(group)]
+    return [names] if isinstance(names, str | TensorHandle | Node) else list(names)
 
 
 def named_tensor(name: str, value: Any, type_of: TypeOf, where: str) -> tensor_pb2.NamedTensor:
     """A value under a name. Lists and numbers take the tensor's type; arrays must have it (`FeedDtypeError`)."""
+    if isinstance(value, _blobs.Blob):
+        number = type_of(name, False)
+        if number and value.number != number:
+            raise FeedDtypeError(f"{where} is a blob of {name_of(value.number)}, the tensor is {name_of(number)}")
+        return tensor_pb2.NamedTensor(name=name, value=value.source())
     message = tensor_message(value, type_of(name, not is_array(value)), where)
     return tensor_pb2.NamedTensor(name=name, value=tensor_pb2.TensorSource(inline=message))
 

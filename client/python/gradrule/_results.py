@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from gradrule._handles import TensorHandle, as_tensor
 from gradrule._names import bare, near
+from gradrule._rules import Rule
 from gradrule._specs import TensorSpec
 from gradrule._tensors import Array, to_numpy
 from gradrule.errors import Detail, InvalidTensorError, of_reason
@@ -17,9 +18,23 @@ from gradrule.v1 import evaluate_pb2, override_pb2, program_pb2, rule_pb2, tenso
 
 V = TypeVar("V")
 
+Groups: TypeAlias = "Mapping[str, list[str]] | None"
+"""Names of xs by group; None where there are no groups."""
+
 
 class ByName(dict[str, V]):
-    """Values by tensor, under the names as given. Keys may be handles or nodes of one output too, and `y` is `y:0`."""
+    """Values by tensor, under the names as given. Keys may be handles or nodes of one output too, and `y` is `y:0`.
+
+    aliases: further names of tensors; a value is found by any name of its tensor.
+    """
+
+    def __init__(self, values: Mapping[str, V] | None = None, aliases: Mapping[str, str] | None = None) -> None:
+        super().__init__(values or {})
+        self._aliases = dict(aliases or {})
+
+    def part(self, names: Iterable[str]) -> ByName[V]:
+        """The values of these names, under them."""
+        return ByName({name: self[name] for name in names}, self._aliases)
 
     def __missing__(self, key: Any) -> V:
         found = self._own_key(key)
@@ -43,7 +58,14 @@ class ByName(dict[str, V]):
         if not isinstance(name, str):
             return None
         candidates = (name, bare(name), f"{bare(name)}:0")
-        return next((candidate for candidate in candidates if dict.__contains__(self, candidate)), None)
+        found = next((candidate for candidate in candidates if dict.__contains__(self, candidate)), None)
+        if found is not None or not self._aliases:
+            return found
+        tensor = self._tensor(name)
+        return next((key for key in self if self._tensor(key) == tensor), None)
+
+    def _tensor(self, name: str) -> str:
+        return bare(self._aliases.get(name, name))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,13 +133,14 @@ class Digests:
 class Result:
     """What an evaluation gives.
 
-    outputs: arrays by fetch. gradients: by x an array, a `Sparse`, or None where there is none; `gradient_kinds` tells
-    why: `dense`, `sparse`, `unconnected`, `not_differentiable`. overrides: which node got which rule. defaulted: nodes
-    on the path that no override took. rewritten: nodes that rewrites replaced.
+    outputs: arrays by fetch. gradients: by x (by group and x, where xs were given in groups) an array, a `Sparse`, or
+    None where there is none; `gradient_kinds` tells why, by x: `dense`, `sparse`, `unconnected`, `not_differentiable`.
+    overrides: which node got which rule. defaulted: nodes on the path that no override took. rewritten: nodes that
+    rewrites replaced.
     """
 
     outputs: Mapping[str, Array]
-    gradients: Mapping[str, Array | Sparse | None]
+    gradients: Mapping[str, Any]
     gradient_kinds: Mapping[str, str]
     overrides: list[Resolution]
     defaulted: list[str]
@@ -129,7 +152,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What a program would be, without running it. `findings` lists all that is wrong; then the rest is empty."""
+    """What a program would be, without running it. `findings` lists all that is wrong; then the rest is empty.
+
+    graph: the GraphDef's bytes that were explained.
+    """
 
     overrides: list[Resolution]
     defaulted: list[str]
@@ -139,6 +165,19 @@ class Explanation:
     ys: Mapping[str, TensorSpec]
     xs: Mapping[str, TensorSpec]
     rewritten: list[str]
+    graph: bytes = field(default=b"", repr=False)
+
+    def svg(self) -> str:
+        """The graph as an SVG picture: folded by scope, nodes coloured by rule, the path from xs to ys drawn."""
+        from gradrule import _picture
+
+        return _picture.draw_svg(self, self.graph)
+
+    def html(self) -> str:
+        """The same as a page in one file, in which scopes fold and nodes can be searched."""
+        from gradrule import _picture
+
+        return _picture.draw_html(self, self.graph)
 
     def raise_for_findings(self) -> None:
         """Raises the error that `evaluate` or `compile` would raise, if there is one."""
@@ -183,7 +222,8 @@ class RuleInfo:
     kind: `op`, `builtin` or `user`. expression: None for OP rules and rules that are graphs. params: defaults by name,
     None where a value must be given; `param_infos` tells more. per_sample: None where it is not known. formula: what it
     computes, for people. true_gradient: whether it is the true gradient of the ops in op_types. hides_builtin: whether
-    a builtin of the name is now to be had as `builtin/NAME` only.
+    a builtin of the name is now to be had as `builtin/NAME` only. gradient: the rule for its own gradient, if it
+    carries one.
     """
 
     name: str
@@ -203,47 +243,77 @@ class RuleInfo:
     hides_builtin: bool
     param_infos: tuple[ParamInfo, ...]
     create_time: float | None = field(default=None)
+    gradient: Rule | None = field(default=None)
 
 
-def result(response: evaluate_pb2.EvaluateResponse) -> Result:
-    """From the answer of Evaluate."""
-    gradients: ByName[Array | Sparse | None] = ByName()
-    kinds: ByName[str] = ByName()
-    for gradient in response.gradients:
-        kind = gradient.WhichOneof("value") or "unconnected"
-        kinds[gradient.x] = kind
-        if kind == "dense":
-            gradients[gradient.x] = array(gradient.dense)
-        elif kind == "sparse":
-            gradients[gradient.x] = sparse(gradient.sparse)
-        else:
-            gradients[gradient.x] = None
-    timings = response.timings
+def gradients_by_x(
+    messages: Iterable[evaluate_pb2.Gradient], aliases: Mapping[str, str] | None = None
+) -> ByName[Array | Sparse | None]:
+    """Gradients; None where there is none. aliases: those under which tensors are told."""
+    given = labels(aliases)
+    found: ByName[Array | Sparse | None] = ByName(aliases=aliases)
+    for gradient in messages:
+        x = given.get(bare(gradient.x), gradient.x)
+        match gradient.WhichOneof("value"):
+            case "dense":
+                found[x] = array(gradient.dense)
+            case "sparse":
+                found[x] = sparse(gradient.sparse)
+            case _:
+                found[x] = None
+    return found
+
+
+def regrouped(values: ByName[V], groups: Groups) -> ByName[Any]:
+    """Values by x; with groups, by group and x."""
+    if groups is None:
+        return values
+    return ByName({group: values.part(names) for group, names in groups.items()})
+
+
+def timings(message: evaluate_pb2.Timings) -> Timings:
+    """Times in seconds."""
+    return Timings(*(part.ToNanoseconds() / 1e9 for part in (message.queue, message.compile, message.run)))
+
+
+def result(
+    response: evaluate_pb2.EvaluateResponse, groups: Groups = None, aliases: Mapping[str, str] | None = None
+) -> Result:
+    """From the answer of Evaluate. aliases: those under which tensors are told."""
+    given = labels(aliases)
+    kinds = {given.get(bare(item.x), item.x): item.WhichOneof("value") or "unconnected" for item in response.gradients}
+    outputs = {given.get(bare(output.name), output.name): array(output.value.inline) for output in response.outputs}
     return Result(
-        outputs=ByName({output.name: array(output.value.inline) for output in response.outputs}),
-        gradients=gradients,
-        gradient_kinds=kinds,
+        outputs=ByName(outputs, aliases),
+        gradients=regrouped(gradients_by_x(response.gradients, aliases), groups),
+        gradient_kinds=ByName(kinds, aliases),
         overrides=resolutions(response.overrides),
         defaulted=list(response.defaulted),
-        timings=Timings(*(part.ToNanoseconds() / 1e9 for part in (timings.queue, timings.compile, timings.run))),
+        timings=timings(response.timings),
         device=response.device,
         digests=Digests(response.digests.graph, response.digests.program),
         rewritten=list(response.rewritten),
     )
 
 
-def explanation(response: program_pb2.CompileProgramResponse) -> Explanation:
-    """From the answer of CompileProgram with validate_only."""
+def explanation(
+    response: program_pb2.CompileProgramResponse, aliases: Mapping[str, str] | None = None, graph: bytes = b""
+) -> Explanation:
+    """From the answer of CompileProgram with validate_only.
+
+    aliases: those under which tensors are told. graph: the bytes that were asked about.
+    """
     program = response.program
     return Explanation(
         overrides=resolutions(program.overrides),
         defaulted=list(program.defaulted),
         findings=[Detail(item.reason, item.message, item.node, item.field) for item in response.findings],
-        inputs=specs(program.inputs),
-        outputs=specs(program.outputs),
-        ys=specs(program.ys),
-        xs=specs(program.xs),
+        inputs=specs(program.inputs, aliases),
+        outputs=specs(program.outputs, aliases),
+        ys=specs(program.ys, aliases),
+        xs=specs(program.xs, aliases),
         rewritten=list(program.rewritten),
+        graph=graph,
     )
 
 
@@ -277,6 +347,17 @@ def rule_info(rule: rule_pb2.Rule) -> RuleInfo:
         hides_builtin=rule.hides_builtin,
         param_infos=tuple(map(_param_info, definition.params)),
         create_time=rule.create_time.ToNanoseconds() / 1e9 if rule.HasField("create_time") else None,
+        gradient=_rule(definition.gradient) if definition.HasField("gradient") else None,
+    )
+
+
+def _rule(definition: rule_pb2.RuleDefinition) -> Rule:
+    is_graph = definition.WhichOneof("form") == "graph"
+    return Rule(
+        None if is_graph else definition.expression,
+        graph=_graph_bytes(definition.graph) if is_graph else None,
+        params={param.name: _param_default(param) for param in definition.params},
+        gradient=_rule(definition.gradient) if definition.HasField("gradient") else None,
     )
 
 
@@ -302,9 +383,15 @@ def resolutions(messages: Iterable[override_pb2.Resolution]) -> list[Resolution]
     ]
 
 
-def specs(messages: Iterable[tensor_pb2.TensorSpec]) -> ByName[TensorSpec]:
-    """Specs by name."""
-    return ByName({message.name: TensorSpec.of(message) for message in messages})
+def specs(messages: Iterable[tensor_pb2.TensorSpec], aliases: Mapping[str, str] | None = None) -> ByName[TensorSpec]:
+    """Specs by alias or name."""
+    given = labels(aliases)
+    return ByName({given.get(bare(item.name), item.name): TensorSpec.of(item) for item in messages}, aliases)
+
+
+def labels(aliases: Mapping[str, str] | None) -> dict[str, str]:
+    """The alias of each tensor that has one; the first where there are several."""
+    return {bare(tensor): alias for alias, tensor in reversed(list((aliases or {}).items()))}
 
 
 def array(message: tensor_pb2.Tensor) -> Array:

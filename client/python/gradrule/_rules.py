@@ -22,10 +22,13 @@ class Rule:
 
     expression: a formula over `x`, `y`, `dy`, `default` and the params. graph: in its place, a graph with placeholders
     of those names and nodes `dx`, `dx1`, …. params: what it declares, a dict of name to default (None: a value must be
-    given with each use) or a list of names. Raises `InvalidRuleError` unless one of expression and graph is given.
+    given with each use) or a list of names. gradient: the rule for this rule's own gradient, for second derivatives;
+    its `x` are this rule's inputs (the op's `x`, then its `y`, then `dy`), its `y` this rule's gradients, and params of
+    one name are one; None: the rule itself is differentiated. Raises `InvalidRuleError` unless one of expression and
+    graph is given.
     """
 
-    __slots__ = ("expression", "graph", "params")
+    __slots__ = ("expression", "gradient", "graph", "params")
 
     def __init__(
         self,
@@ -33,13 +36,17 @@ class Rule:
         *,
         graph: GraphLike | None = None,
         params: Params | Iterable[str] | None = None,
+        gradient: Rule | None = None,
     ) -> None:
         if (expression is None) == (graph is None):
             raise InvalidRuleError("a rule is either an expression or a graph")
         if expression is not None and not isinstance(expression, str):
             raise InvalidRuleError(f"an expression is a string, not {type(expression).__name__}")
+        if gradient is not None and not isinstance(gradient, Rule):
+            raise InvalidRuleError(f"the gradient of a rule is a gr.Rule, not {gradient!r}")
         self.expression = expression
         self.graph = graph
+        self.gradient = gradient
         if params is None or isinstance(params, Mapping):
             self.params: dict[str, Any] | None = None if params is None else dict(params)
         else:
@@ -59,11 +66,15 @@ class Rule:
             param = definition.params.add(name=name)
             if default is not None:
                 param.default_value.CopyFrom(param_value(name, default))
+        if self.gradient is not None:
+            definition.gradient.CopyFrom(self.gradient.definition())
         return definition
 
     def __repr__(self) -> str:
         what = repr(self.expression) if self.expression is not None else "graph=…"
-        return f"Rule({what}{f', params={self.params!r}' if self.params else ''})"
+        params = f", params={self.params!r}" if self.params else ""
+        gradient = "" if self.gradient is None else f", gradient={self.gradient!r}"
+        return f"Rule({what}{params}{gradient})"
 
 
 RuleLike: TypeAlias = "str | Rule"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from gradrule import _blobs
 from gradrule.errors import InvalidGraphError
 from gradrule.v1.rule_pb2 import GraphSource
 
@@ -27,6 +28,25 @@ def graph_bytes(graph: GraphLike) -> bytes:
     raise InvalidGraphError(
         f"{type(graph).__name__} is no graph; give a gr.Graph, a GraphDef, its bytes, or what gr.load returns"
     )
+
+
+def sent_bytes(graph: GraphLike) -> bytes:
+    """The bytes that a request carries: of a builder's graph without the overrides that go beside them."""
+    if callable(write := getattr(graph, "plain_bytes", None)):
+        data: bytes = write()
+        return data
+    return graph_bytes(graph)
+
+
+def put_graph(graph: GraphLike, source: GraphSource, blobs: _blobs.Blobs | None) -> None:
+    """Puts a graph into a request: a large one by its hash, its bytes into `blobs`; None: the bytes themselves."""
+    data = sent_bytes(graph)
+    if blobs is None or len(data) <= _blobs.MAX_INLINE_GRAPH:
+        source.serialized = data
+        return
+    known = getattr(graph, "sha256", None)
+    source.blob_sha256 = known() if known is not None else _blobs.digest(data)
+    blobs[source.blob_sha256] = data
 
 
 def graph_source(graph: GraphLike) -> GraphSource:

@@ -41,6 +41,16 @@ def error_of(failure: grpc.RpcError) -> GradruleError:
     return of_reason(_REASONS.get(code, "INTERNAL"), call.details() or f"the call failed: {code.name}", code=code.name)
 
 
+def error_of_status(data: bytes) -> GradruleError:
+    """The typed error in the bytes of a `google.rpc.Status`, which streams answer with."""
+    try:
+        status = status_pb2.Status.FromString(data)
+    except DecodeError as cause:
+        return InternalError(f"the server's answer cannot be read: {cause}")
+    code = next((code for code in grpc.StatusCode if code.value[0] == status.code), grpc.StatusCode.UNKNOWN)
+    return _from_status(status, code) or of_reason(_REASONS.get(code, "INTERNAL"), status.message, code=code.name)
+
+
 def waiting_error(failure: grpc.RpcError, target: str) -> GradruleError | None:
     """Why waiting for a server is over, or None where it goes on."""
     error = error_of(failure)

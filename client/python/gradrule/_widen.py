@@ -10,8 +10,8 @@ from gradrule.v1 import graph_pb2
 from gradrule.v1.tensor_pb2 import Dt, Tensor
 
 
-def widened(graph: Graph) -> bytes:
-    """The bytes of the graph in which every type float32, constants' too, is float64. It may be one that cannot run."""
+def widened(graph: Graph) -> Graph:
+    """The graph with float64 for every float32, in constants and variables too. It may be one that cannot run."""
     message = graph_pb2.Graph.FromString(graph.plain_bytes())
     for node in message.node:
         _widen_node(node)
@@ -23,7 +23,10 @@ def widened(graph: Graph) -> bytes:
             _widen_attr(attr)
         for node in function.node_def:
             _widen_node(node)
-    return message.SerializeToString(deterministic=True)
+    wide = Graph.from_bytes(message.SerializeToString(deterministic=True))
+    for name, array in graph.variables.items():
+        wide.variables[name] = array.astype(np.float64) if array.dtype == np.float32 else array
+    return wide
 
 
 def _widen_node(node: graph_pb2.Node) -> None:

@@ -5,22 +5,28 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import grpc
 import grpc.aio
 
-from gradrule import _calls, _channel, _compare, _deadlines, _requests, _results
+from gradrule import _blobs, _calls, _channel, _compare, _deadlines, _requests, _results
+from gradrule._aio_derivatives import AsyncDerivatives, AsyncProgramDerivatives
 from gradrule._comparison import Comparison
+from gradrule._forward import AsyncForwardHandle
+from gradrule._groups import groups_of
 from gradrule._local import LocalServer
 from gradrule._overrides import Overrides
-from gradrule._program import ProgramBase, merged
-from gradrule._requests import CallParams, Feeds, GradYs, Names
+from gradrule._program import merged
+from gradrule._requests import CallParams, Feeds, GradYs, GroupedNames, Names
 from gradrule._rules import Params, Rule
+from gradrule._sessions import METHOD as SESSION_METHOD
+from gradrule._sessions import AsyncSession
 from gradrule._sources import GraphLike
 from gradrule._status import error_of, parsed, serialized, waiting_error
+from gradrule._streams import AsyncStream
 from gradrule.errors import EngineUnavailableError, GradruleError, InvalidParamError, UnavailableError
 
 __all__ = ["AsyncClient", "AsyncProgram", "connect", "local"]
@@ -72,7 +78,7 @@ class AsyncLocal:
             await asyncio.to_thread(self._server.stop)
 
 
-class AsyncClient:
+class AsyncClient(AsyncDerivatives):
     """`gradrule.Client` for asyncio: the same methods with the same words, awaited."""
 
     def __init__(self, channel: grpc.aio.Channel, target: str, *, token: str | None, timeout: float) -> None:
@@ -80,6 +86,7 @@ class AsyncClient:
         self._metadata = _channel.metadata(token)
         self._timeout = timeout
         self._methods: dict[str, grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]] = {}
+        self._stream = AsyncStream(channel, self._metadata)
         self.target = target
 
     # Rules.
@@ -91,11 +98,12 @@ class AsyncClient:
         *,
         graph: GraphLike | None = None,
         params: Params | Iterable[str] | None = None,
+        gradient: Rule | None = None,
         description: str = "",
         timeout: float | None = None,
     ) -> _results.RuleInfo:
         """As `Client.create_rule`."""
-        return await self._run(_calls.create_rule(name, expression, graph, params, description), timeout)
+        return await self._run(_calls.create_rule(name, expression, graph, params, gradient, description), timeout)
 
     async def get_rule(self, name: str, *, timeout: float | None = None) -> _results.RuleInfo:
         """As `Client.get_rule`."""
@@ -142,7 +150,7 @@ class AsyncClient:
         feeds: Feeds | None = None,
         fetches: Names = (),
         ys: Names = (),
-        xs: Names = (),
+        xs: GroupedNames = (),
         grad_ys: GradYs | None = None,
         stop_gradients: Names = (),
         unconnected_gradients: str = "none",
@@ -151,12 +159,13 @@ class AsyncClient:
         rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         timeout: float | None = None,
+        stacked_grad_ys: bool = False,
     ) -> _results.Result:
         """As `Client.evaluate`."""
         words = _requests.Words(
             fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
         )
-        return await self._run(_calls.evaluate(graph, feeds, params, words), timeout)
+        return await self._run(_calls.evaluate(graph, feeds, params, words, stacked_grad_ys), timeout)
 
     async def explain(
         self,
@@ -164,7 +173,7 @@ class AsyncClient:
         feeds: Feeds | None = None,
         fetches: Names = (),
         ys: Names = (),
-        xs: Names = (),
+        xs: GroupedNames = (),
         grad_ys: GradYs | None = None,
         stop_gradients: Names = (),
         unconnected_gradients: str = "none",
@@ -195,18 +204,22 @@ class AsyncClient:
     ) -> Comparison:
         """As `Client.compare`."""
         steps = _compare.plan(graph, feeds, ys, xs, overrides, grad_ys, finite_differences, rewrites)
-        try:
-            call = next(steps)
-            while True:
-                try:
-                    answer = await self._run(call, timeout)
-                except GradruleError as refusal:
-                    call = steps.throw(refusal)
-                else:
-                    call = steps.send(answer)
-        except StopIteration as end:
-            found: Comparison = end.value
-            return found
+        return await self._follow(steps, timeout)
+
+    # Sessions.
+
+    def session(
+        self,
+        graph: GraphLike,
+        *,
+        overrides: Overrides | None = None,
+        variables: Mapping[str, Any] | None = None,
+        no_gradient: str = "error",
+    ) -> AsyncSession:
+        """As `Client.session`; `async with client.session(graph) as s`."""
+        return AsyncSession(
+            self._open_session, self._send_blobs, self._deadline, graph, overrides, variables, no_gradient
+        )
 
     # Programs.
 
@@ -216,7 +229,7 @@ class AsyncClient:
         *,
         fetches: Names = (),
         ys: Names = (),
-        xs: Names = (),
+        xs: GroupedNames = (),
         grad_ys: GradYs | None = None,
         stop_gradients: Names = (),
         unconnected_gradients: str = "none",
@@ -230,7 +243,8 @@ class AsyncClient:
         words = _requests.Words(
             fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
         )
-        return AsyncProgram(self, await self._run(_calls.compile_program(graph, name, words), timeout))
+        message = await self._run(_calls.compile_program(graph, name, words), timeout)
+        return AsyncProgram(self, message, groups_of(xs, graph))
 
     async def program(self, name: str, *, timeout: float | None = None) -> AsyncProgram:
         """As `Client.program`."""
@@ -247,6 +261,18 @@ class AsyncClient:
     async def delete_program(self, name: str, *, timeout: float | None = None) -> None:
         """As `Client.delete_program`."""
         await self._run(_calls.delete_program(name), timeout)
+
+    # Blobs.
+
+    async def find_missing_blobs(self, names: Iterable[str], *, timeout: float | None = None) -> list[str]:
+        """As `Client.find_missing_blobs`."""
+        return await self._run(_blobs.find_missing(names), timeout)
+
+    async def upload(self, value: Any, *, timeout: float | None = None) -> str:
+        """As `Client.upload`."""
+        wanted = _calls.upload(value)
+        await self._follow(_blobs.uploads({wanted.sha256: wanted.data}), timeout)
+        return wanted.sha256
 
     # The connection.
 
@@ -274,6 +300,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """As `Client.close`."""
+        await self._stream.close()
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -287,11 +314,56 @@ class AsyncClient:
     def __repr__(self) -> str:
         return f"<AsyncClient of {self.target!r}>"
 
+    def _open_session(self) -> Any:
+        try:
+            return self._channel.stream_stream(SESSION_METHOD)(metadata=self._metadata)
+        except grpc.aio.UsageError as cause:
+            raise self._closed() from cause
+
+    async def _send_blobs(self, blobs: _blobs.Blobs) -> None:
+        if blobs:
+            await self._follow(_blobs.uploads(blobs), None)
+
+    def _deadline(self, timeout: float | None) -> float:
+        return _deadlines.of_call(timeout, self._timeout)
+
     async def _run(self, call: _calls.Call[R], timeout: float | None) -> R:
+        return await (self._follow(_blobs.steps(call), timeout) if call.blobs else self._once(call, timeout))
+
+    async def _follow(self, steps: Generator[_calls.Call[Any] | _blobs.Upload, Any, R], timeout: float | None) -> R:
+        """Takes one step after the other; what comes of them."""
+        try:
+            step = next(steps)
+            while True:
+                try:
+                    outcome = await self._step(step, timeout)
+                except GradruleError as refusal:
+                    step = steps.throw(refusal)
+                else:
+                    step = steps.send(outcome)
+        except StopIteration as end:
+            found: R = end.value
+            return found
+
+    async def _step(self, step: _calls.Call[Any] | _blobs.Upload, timeout: float | None) -> Any:
+        if not isinstance(step, _blobs.Upload):
+            return await self._run(step, timeout)
+        deadline = step.deadline(_deadlines.of_call(timeout, self._timeout))
+        try:
+            send: grpc.aio.StreamUnaryMultiCallable[bytes, bytes] = self._channel.stream_unary(_blobs.UPLOAD_METHOD)
+            return await send(step.pieces(), timeout=deadline, metadata=self._metadata)
+        except grpc.RpcError as failure:
+            raise error_of(failure) from None
+        except grpc.aio.UsageError as cause:
+            raise self._closed() from cause
+
+    async def _once(self, call: _calls.Call[R], timeout: float | None) -> R:
+        deadline = _deadlines.of_call(timeout, self._timeout)
+        if call.on_stream:
+            return await self._stream.run(call, deadline)
         method = self._methods.get(call.method)
         if method is None:
             method = self._methods[call.method] = self._channel.unary_unary(call.method)
-        deadline = _deadlines.of_call(timeout, self._timeout)
         request = serialized(call.request)
         try:
             answer = await method(request, timeout=deadline, metadata=self._metadata)
@@ -305,11 +377,13 @@ class AsyncClient:
         return UnavailableError(f"the client of {self.target!r} is closed")
 
 
-class AsyncProgram(ProgramBase):
+class AsyncProgram(AsyncProgramDerivatives):
     """`gradrule.Program` for asyncio."""
 
-    def __init__(self, client: AsyncClient, message: Any) -> None:
-        super().__init__(message)
+    _client: AsyncClient
+
+    def __init__(self, client: AsyncClient, message: Any, groups: _results.Groups = None) -> None:
+        super().__init__(message, groups)
         self._client = client
 
     async def __call__(self, feeds: Feeds | None = None, /, **named: Any) -> _results.Result:
@@ -322,10 +396,22 @@ class AsyncProgram(ProgramBase):
         *,
         params: CallParams | None = None,
         grad_ys: GradYs | None = None,
+        stacked_grad_ys: bool = False,
         timeout: float | None = None,
     ) -> _results.Result:
         """As `Program.evaluate`."""
-        return await self._client._run(self._call(feeds, params, grad_ys), timeout)
+        return await self._client._run(self._call(feeds, params, grad_ys, stacked_grad_ys), timeout)
+
+    async def forward(
+        self,
+        feeds: Feeds | None = None,
+        *,
+        params: CallParams | None = None,
+        ttl: float | None = None,
+        timeout: float | None = None,
+    ) -> AsyncForwardHandle:
+        """As `Program.forward`; `async with await p.forward(…) as h`."""
+        return await AsyncForwardHandle(self._client._run, self, feeds, params, ttl, timeout).run()
 
     async def map(
         self,

@@ -285,6 +285,38 @@ class InternalError(GradruleError):
     CODE = "INTERNAL"
 
 
+class BlobNotFoundError(GradruleError):
+    """The server does not have bytes that the call names by their hash. `client.upload` sends them."""
+
+    CODE = "NOT_FOUND"
+
+
+class BlobMismatchError(GradruleError):
+    """Uploaded bytes do not have the hash that was announced: they were damaged or changed on their way."""
+
+
+class HandleExpiredError(GradruleError):
+    """A forward handle was closed, lapsed, or lost with its engine. `ForwardHandle` runs forward again by itself."""
+
+    CODE = "FAILED_PRECONDITION"
+
+
+class QuotaExceededError(GradruleError):
+    """The server keeps no more of this kind. Give up some of it, or raise the setting that the message names."""
+
+    CODE = "RESOURCE_EXHAUSTED"
+
+
+class InvalidOptimizerError(GradruleError):
+    """A session's optimiser is none of `gradrule.optimizers`, or has a setting that Keras does not take."""
+
+
+class SessionLostError(GradruleError):
+    """The engine that held the session died. Start another, from what `read` or `save` gave last."""
+
+    CODE = "ABORTED"
+
+
 def class_name(reason: str) -> str:
     """`UNKNOWN_RULE` → `UnknownRuleError`."""
     return "".join(part.capitalize() for part in reason.split("_")) + "Error"

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import signal
 import socket
 import sys
+from pathlib import Path
 
 from gradrule_server.link.framing import LINK_VERSION, FrameSocket, Kind, serve_frames
 from gradrule_server.link.v1 import link_pb2
@@ -22,6 +24,7 @@ def main() -> int:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--device", required=True)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--blobs", type=Path)
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="engine: %(levelname)s %(name)s: %(message)s")
     # The front end decides when an engine ends; a terminal's Ctrl-C reaches the whole process group.
@@ -32,6 +35,7 @@ def main() -> int:
     # TensorFlow is imported here and not above: its import reads the environment set just now.
     from gradrule import _opdefs
     from gradrule_server.engine import tf_private
+    from gradrule_server.engine.blobs import BlobReader
     from gradrule_server.engine.device import DeviceRefused, choose_device
     from gradrule_server.engine.optimizer import configure_optimizer
     from gradrule_server.engine.service import EngineService, tensorflow_version
@@ -50,7 +54,9 @@ def main() -> int:
         device=device,
     )
     configure_optimizer()
-    service = EngineService(frames, device)
+    # What was imported is never garbage, and takes long to look at.
+    gc.freeze()
+    service = EngineService(frames, device, BlobReader(options.blobs))
     frames.send(Kind.GREETING, 0, greeting.SerializeToString())
     serve_frames(frames, service.handle, options.threads)
     return 0

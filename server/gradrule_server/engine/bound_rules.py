@@ -21,7 +21,9 @@ from gradrule_server.rules import RuleContent, RuleGraph, Signature
 
 
 class BoundRule:
-    """What all rules share: the check of what comes out."""
+    """What all rules share: the check of what comes out. `own_gradient`: the rule for this rule's own gradient."""
+
+    own_gradient: BoundRule | None = None
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -96,8 +98,10 @@ class CodeRule(BoundRule):
             tf.zeros_like(y) if dy is None else tf.convert_to_tensor(dy)
             for y, dy in zip(site.outputs, dys, strict=True)
         ]
+        graph = tf.compat.v1.get_default_graph()
+        params = {name: tf_private.in_graph(graph, value) for name, value in self._params.items()}
         try:
-            gradients = self._run(site, dense, self._params)
+            gradients = self._run(site, dense, params)
         except GradruleError:
             raise
         except (ValueError, TypeError, LookupError, NotImplementedError, tf.errors.OpError) as cause:
@@ -120,6 +124,9 @@ class GraphRule(BoundRule):
         super().__init__(name)
         self._content = content
         self._params = {f"param/{param}": value for param, value in params.items()}
+        if content.gradient is not None:
+            # Params of one name are one.
+            self.own_gradient = GraphRule(f"{name} (its gradient)", content.gradient, params)
         self._prepared: dict[Signature, _Prepared] = {}
 
     def gradients(self, site: Site, dys: Sequence[Gradient]) -> Sequence[Gradient]:

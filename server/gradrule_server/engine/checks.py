@@ -12,8 +12,15 @@ from gradrule_server.engine.site import Gradient
 from gradrule_server.errors import GradruleError, error
 
 _MARKER = "gradrule-check"
+# By kind of check, what is said of what there is and of what must be.
+_WORDS = {
+    "shape": "has shape ({got}), must have ({wanted})",
+    "bytes": "takes {got} bytes, and at most {wanted} fit into an answer",
+}
 _FAILED = re.compile(
-    rf"{_MARKER}\|(?P<reason>\d+)\|(?P<where>.*?)\|\]\s*\[(?P<got>[^\]]*)\]\s*\[(?P<wanted>[^\]]*)\]", re.DOTALL
+    rf"{_MARKER}\|(?P<kind>\w+)\|(?P<reason>\d+)\|(?P<where>.*?)\|\]"
+    r"\s*\[(?P<got>[^\]]*)\]\s*\[(?P<wanted>[^\]]*)\]",
+    re.DOTALL,
 )
 
 
@@ -23,15 +30,32 @@ def require_same_shape(
     """`value`, checked at run time to have the shape of `like` unless that is known already."""
     if value.shape.is_fully_defined() and like.shape.is_fully_defined() and value.shape == like.shape:
         return value
-    got, wanted = tf.shape(value), tf.shape(like)
+    checked = require_same(value, tf.shape(value), tf.shape(like), reason, where)
+    checked.set_shape(like.shape)
+    return checked
+
+
+def require_same(
+    value: tf.Tensor, got: tf.Tensor, wanted: tf.Tensor, reason: errors_pb2.ErrorReason.ValueType, where: str
+) -> tf.Tensor:
+    """`value`, if at run time the vectors of sizes `got` and `wanted` are equal."""
     # A plain Equal fails on some ranks that differ, before the message below can be given, and broadcasts others.
     same_sizes = tf.reduce_all(tf.raw_ops.Equal(x=got, y=wanted, incompatible_shape_error=False))
     same = tf.logical_and(tf.equal(tf.size(got), tf.size(wanted)), same_sizes)
-    check = tf.raw_ops.Assert(condition=same, data=[f"{_MARKER}|{int(reason)}|{where}|", got, wanted], summarize=16)
+    return _require(same, value, [f"{_MARKER}|shape|{int(reason)}|{where}|", got, wanted])
+
+
+def require_bytes(value: tf.Tensor, size: tf.Tensor, most: int, where: str) -> tf.Tensor:
+    """`value`, if at run time `size` is at most `most`; MESSAGE_TOO_LARGE otherwise."""
+    reason = errors_pb2.ERROR_REASON_MESSAGE_TOO_LARGE
+    limit = tf.constant([most], size.dtype)
+    return _require(size <= limit[0], value, [f"{_MARKER}|bytes|{int(reason)}|{where}|", tf.stack([size]), limit])
+
+
+def _require(condition: tf.Tensor, value: tf.Tensor, data: list[str | tf.Tensor]) -> tf.Tensor:
+    check = tf.raw_ops.Assert(condition=condition, data=data, summarize=16)
     with tf.control_dependencies([check]):
-        checked = tf.identity(value)
-    checked.set_shape(like.shape)
-    return checked
+        return tf.identity(value)
 
 
 def checked_gradient(
@@ -82,5 +106,5 @@ def failed_check(message: str) -> GradruleError | None:
     return error(
         cast("errors_pb2.ErrorReason.ValueType", int(match["reason"])),
         # TensorFlow escapes the quotes of what an assertion prints.
-        f"{match['where'].replace(chr(92), '')}: has shape ({got}), must have ({wanted})",
+        f"{match['where'].replace(chr(92), '')}: {_WORDS[match['kind']].format(got=got, wanted=wanted)}",
     )

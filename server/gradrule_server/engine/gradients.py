@@ -2,13 +2,15 @@
 
 Every node of a program's graph carries `_gradient_op_type="gradrule"`, so TensorFlow asks `_dispatch` for its gradient
 wherever the node lies: at top level, in a loop body, in a branch. An overridden node also carries `_gradrule_mark`; a
-subgraph that is overridden has a marked IdentityN behind it.
+subgraph that is overridden has a marked IdentityN behind it. Where gradients are differentiated again, the nodes that
+they made carry the same attribute (`tf_private.watch`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +30,8 @@ MARK_ATTR = "_gradrule_mark"
 # Registered as not differentiable, and rightly so: these cut the path on purpose, or their outputs are constants.
 _GRADIENT_IS_ZERO = frozenset({"StopGradient", "ZerosLike", "OnesLike"})
 
+_EXTENDED = "_rewritten"
+
 _OWN_GRADIENT = -1
 _FOREIGN_GRADIENT = -2
 
@@ -38,8 +42,25 @@ _NO_MATCH = override_pb2.RESOLUTION_STATUS_UNSPECIFIED
 Reference = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 
 
+class Turn(enum.Enum):
+    """Which differentiation of a program is built.
+
+    FIRST: of ys; all overrides hold. AGAIN: of the first one's gradients; overrides for every order hold. TRANSPOSE: of
+    gradients by their upstream gradients, which turns pulling back into pushing forward; no override holds, for the
+    rules have spoken already.
+    """
+
+    FIRST = enum.auto()
+    AGAIN = enum.auto()
+    TRANSPOSE = enum.auto()
+
+
 class Differentiation:
-    """Answers TensorFlow's questions for gradients while one program is built, and notes which nodes were asked."""
+    """Answers TensorFlow's questions for gradients while one program is built, and notes which nodes were asked.
+
+    What is noted is what the first differentiation asked. `made`: rules for nodes that gradients make, by op type.
+    `again`: the gradients will be differentiated again.
+    """
 
     def __init__(
         self,
@@ -48,12 +69,23 @@ class Differentiation:
         scopes: Mapping[str, str],
         no_gradient: program_pb2.NoGradient.ValueType,
         reference: Reference,
+        made: Sequence[link_pb2.MadeNode] = (),
+        *,
+        again: bool = False,
     ) -> None:
-        self._marks = marks
-        self._rules = rules
+        self._mark_count = len(marks)
+        # Gradients that carry a rule of their own add to both.
+        self._marks = list(marks)
+        self._rules = list(rules)
         self._scopes = scopes
         self._no_gradient = no_gradient
         self._reference = reference
+        self._made: dict[str, tuple[int, int]] = {}
+        for number, item in enumerate(made):
+            self._made.setdefault(item.op_type, (number, item.rule))
+        self._again = again
+        self._turn = Turn.FIRST
+        self._asked_made: set[int] = set()
         self._asked: set[int] = set()
         self._other_rank: set[int] = set()
         self._defaulted: dict[str, None] = {}
@@ -65,7 +97,7 @@ class Differentiation:
         """Per mark: ACTIVE where its gradient was asked, unspecified where the node turned out to have another rank."""
         return [
             _ACTIVE if index in self._asked else _NO_MATCH if index in self._other_rank else _OFF_PATH
-            for index in range(len(self._marks))
+            for index in range(self._mark_count)
         ]
 
     @property
@@ -79,38 +111,95 @@ class Differentiation:
         found = list(self._without_gradient.items())[::-1]
         return [link_pb2.WithoutGradient(node=node, op_type=op_type) for node, op_type in found]
 
+    @property
+    def made(self) -> list[int]:
+        """Which of the rules for nodes that gradients make were asked for, as indices."""
+        return sorted(self._asked_made)
+
     @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
+    def active(self, turn: Turn = Turn.FIRST) -> Iterator[None]:
         """Within this context `_dispatch` asks this object."""
         token = _current.set(self)
+        self._turn, before = turn, self._turn
         try:
             yield
         finally:
+            self._turn = before
             _current.reset(token)
 
     def gradient(self, op: tf.Operation, dys: Sequence[Gradient]) -> Sequence[Gradient]:
         """One gradient per input of `op`."""
+        first = self._turn is Turn.FIRST
         index = self._mark_of(op)
         if index is None:
             name = self._public_name(op)
-            if name is not None and not self._inside:
+            if name is None:
+                return self._gradient_of_made(op, dys)
+            if first and not self._inside:
                 self._defaulted[name] = None
-            return self._own(op, dys, name or op.name)
+            return self._own(op, dys, name)
         mark = self._marks[index]
-        self._asked.add(index)
-        if mark.rule == _OWN_GRADIENT:
+        if first:
+            self._asked.add(index)
+        holds = first or (mark.every_order and self._turn is Turn.AGAIN)
+        if mark.rule == _OWN_GRADIENT or (mark.rule >= 0 and not holds):
+            # Of a subgraph this is the IdentityN's, and leads through the inside.
             return self._own(op, dys, mark.node)
         if mark.rule == _FOREIGN_GRADIENT:
             raise error(
                 errors_pb2.ERROR_REASON_FOREIGN_GRADIENT,
                 f"node {mark.node!r} ({op.type}) names the gradient {mark.foreign!r}, which exists only in the process "
-                f"that made the graph. Override the node with a rule, or with 'default' for the op's own gradient.",
+                f"that made the graph. Upload the model as the Python client traces or loads it where TensorFlow is "
+                f"(gr.trace, gr.load): then its gradients come along. Or override the node with a rule, or with "
+                f"'default' for the op's own gradient.",
                 node=mark.node,
             )
         outputs = mark.subgraph_outputs
         site = self._subgraph_site(op, mark) if outputs else self._site(op, mark.node)
-        gradients = self._rules[mark.rule].gradients(site, list(dys)[: len(site.outputs)])
-        return [*([None] * outputs), *gradients]
+        rule, upstream = self._rules[mark.rule], list(dys)[: len(site.outputs)]
+        gradients = rule.gradients(site, upstream)
+        if rule.own_gradient is not None and self._again:
+            gradients = self._tie(gradients, site, upstream, rule.own_gradient)
+        unseen = len(op.inputs) - outputs - len(gradients)
+        return [*([None] * outputs), *gradients, *([None] * unseen)]
+
+    def _tie(
+        self, gradients: Sequence[Gradient], site: Site, dys: Sequence[Gradient], rule: BoundRule
+    ) -> Sequence[Gradient]:
+        """The gradients, as a subgraph that has a rule: its inputs are all that the rule that gave them was given."""
+        given = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        if not given:
+            return gradients
+        # The rule counts on every upstream gradient being there.
+        upstream = [
+            tf.zeros_like(y) if dy is None else tf.convert_to_tensor(dy)
+            for y, dy in zip(site.outputs, dys, strict=True)
+        ]
+        results = [tf.convert_to_tensor(gradients[index]) for index in given]
+        what = f"gradient of {site.what}"
+        mark = link_pb2.MarkedNode(
+            rule=len(self._rules), node=site.node, subgraph_outputs=len(given), op_type=what, every_order=True
+        )
+        notes: dict[str, str | int] = {tf_private.GRADIENT_ATTR: tf_private.GRADIENT_NAME, MARK_ATTR: len(self._marks)}
+        self._rules.append(rule)
+        self._marks.append(mark)
+        knot = tf_private.identity_n([*results, *site.inputs, *site.outputs, *upstream], notes)
+        tied = list(gradients)
+        for index, result in zip(given, knot, strict=False):
+            tied[index] = result
+        return tied
+
+    def _gradient_of_made(self, op: tf.Operation, dys: Sequence[Gradient]) -> Sequence[Gradient]:
+        """Gradients of a node that a gradient, or a rule, made."""
+        if self._turn is not Turn.FIRST:
+            tf_private.watch_inside(op)
+        number, rule = self._made.get(op.type, (0, _OWN_GRADIENT))
+        if self._turn is not Turn.AGAIN or op.type not in self._made:
+            return self._own(op, dys, op.name)
+        self._asked_made.add(number)
+        if rule == _OWN_GRADIENT:
+            return self._own(op, dys, op.name)
+        return self._rules[rule].gradients(self._site(op, readable(op.name)), dys)
 
     def _mark_of(self, op: tf.Operation) -> int | None:
         """The number of the mark that holds for the op, if one does."""
@@ -147,7 +236,7 @@ class Differentiation:
             what=op.type,
             inputs=tuple(tf_private.in_graph(graph, value) for value in op.inputs),
             outputs=tuple(tf_private.in_graph(graph, value) for value in op.outputs),
-            ops=(op,),
+            find_ops=lambda: (op,),
             own=own,
             reference=self._reference,
             salt=salt_of(node),
@@ -157,9 +246,13 @@ class Differentiation:
     def _subgraph_site(self, knot: tf.Operation, mark: link_pb2.MarkedNode) -> Site:
         """The subgraph that an IdentityN passes on: it takes the subgraph's outputs, then its inputs."""
         graph = tf.compat.v1.get_default_graph()
-        ys, xs = list(knot.inputs)[: mark.subgraph_outputs], list(knot.inputs)[mark.subgraph_outputs :]
-        # A step's input is a difference that nothing of the forward graph uses.
-        ops = [ys[0].op.inputs[0].op, ys[0].op] if mark.is_step else _between(xs, ys)
+        inputs, outputs = list(knot.inputs), mark.subgraph_outputs
+        end = outputs + mark.subgraph_inputs if mark.HasField("subgraph_inputs") else len(inputs)
+        ys, xs = inputs[:outputs], inputs[outputs:end]
+
+        def find_ops() -> Sequence[tf.Operation]:
+            # A step's input is a difference that nothing of the forward graph uses.
+            return [ys[0].op.inputs[0].op, ys[0].op] if mark.is_step else _between(xs, ys)
 
         def own(dys: Sequence[Gradient]) -> Sequence[Gradient]:
             # A missing upstream gradient would count as ones here.
@@ -174,8 +267,9 @@ class Differentiation:
             node=mark.node,
             what=mark.op_type,
             inputs=tuple(tf_private.in_graph(graph, value) for value in xs),
-            outputs=tuple(tf_private.in_graph(graph, value) for value in ys),
-            ops=tuple(ops),
+            # Behind the IdentityN, where the rule stands in the way of whoever differentiates again.
+            outputs=tuple(tf_private.in_graph(graph, value) for value in knot.outputs[: len(ys)]),
+            find_ops=find_ops,
             own=own,
             reference=self._reference,
             salt=salt_of(mark.node),
@@ -226,7 +320,8 @@ class Differentiation:
         refuses = policy in (program_pb2.NO_GRADIENT_UNSPECIFIED, program_pb2.NO_GRADIENT_ERROR)
         if refuses or (policy == program_pb2.NO_GRADIENT_DEFAULT and not known):
             raise error(errors_pb2.ERROR_REASON_NO_GRADIENT, message, node=node)
-        self._without_gradient[node] = op.type
+        if self._turn is Turn.FIRST:
+            self._without_gradient[node] = op.type
         differentiable = [_is_differentiable(value) for value in op.inputs]
         if policy == program_pb2.NO_GRADIENT_ZERO:
             return [
@@ -243,7 +338,11 @@ class Differentiation:
         """The node's name in the uploaded graph; None for a node that a gradient made."""
         if op.name.startswith(IMPORT_SCOPE):
             return str(op.name).removeprefix(IMPORT_SCOPE)
-        scope = self._scopes.get(getattr(op.graph, "name", ""))
+        graph = getattr(op.graph, "name", "")
+        # TensorFlow renames what it extends, so that a second differentiation finds its intermediate results.
+        while graph not in self._scopes and graph.endswith(_EXTENDED):
+            graph = graph.removesuffix(_EXTENDED)
+        scope = self._scopes.get(graph)
         return None if scope is None else f"{scope}/{op.name}"
 
 

@@ -43,23 +43,26 @@ def import_graph(
 def replay(
     graph_def: tf_graph_pb2.GraphDef, bound: Mapping[str, tf.Tensor], wanted: Sequence[str], scope: str
 ) -> list[tf.Tensor]:
-    """As `import_graph`, for a few nodes in order that call no functions.
+    """As `import_graph`, for a few nodes in order; functions that they run are known to the process.
 
     An import costs more the larger the graph is that it goes into; this does not.
     """
     graph = tf.compat.v1.get_default_graph()
     made: dict[str, tf.Tensor] = dict(bound)
+    ops: dict[str, tf.Operation] = {}
     replaced = {name.rpartition(":")[0] for name in bound}
     with graph.name_scope(scope):
         for node in graph_def.node:
             if node.name in replaced:
                 continue
-            op = graph.create_op(
-                node.op,
-                [made[tensor_name(source)] for source in node.input],
-                attrs=dict(node.attr),
-                name=node.name.rpartition("/")[2],
-            )
+            waits = [ops[source[1:]] for source in node.input if source.startswith("^") and source[1:] in ops]
+            with graph.control_dependencies(waits):
+                op = ops[node.name] = graph.create_op(
+                    node.op,
+                    [made[tensor_name(source)] for source in node.input if not source.startswith("^")],
+                    attrs=dict(node.attr),
+                    name=node.name.rpartition("/")[2],
+                )
             made.update({f"{node.name}:{index}": value for index, value in enumerate(op.outputs)})
     return [made[tensor_name(name)] for name in wanted]
 

@@ -8,6 +8,7 @@ import tensorflow as tf
 from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
 
 from gradrule.v1 import errors_pb2
+from gradrule_server.engine import tf_private
 from gradrule_server.engine.imports import import_graph
 from gradrule_server.engine.names import IMPORT_SCOPE, readable
 from gradrule_server.errors import error
@@ -29,6 +30,7 @@ class Reference:
 
     def of(self, tensor: tf.Tensor, baseline: tf.Tensor) -> tf.Tensor:
         """The tensor's counterpart; RULE_NOT_APPLICABLE inside loops and branches."""
+        baseline = tf_private.from_graph(self._graph, baseline)
         # Placeholders are arguments here, outside the import.
         if any(tensor is x for x in self._xs.values()):
             return self._baseline(tensor, baseline)
@@ -41,7 +43,9 @@ class Reference:
             )
         name = tensor.name.removeprefix(IMPORT_SCOPE)
         if baseline.name not in self._scopes:
-            self._scopes[baseline.name] = self._import(baseline)
+            # Gradients may be built in a graph of their own; the forward part has one place.
+            with self._graph.as_default():
+                self._scopes[baseline.name] = self._import(baseline)
         return self._graph.get_tensor_by_name(f"{self._scopes[baseline.name]}/{name}")
 
     def _import(self, baseline: tf.Tensor) -> str:

@@ -9,8 +9,13 @@ import tensorflow as tf
 from google.protobuf.message import DecodeError
 
 from gradrule.v1 import errors_pb2
+from gradrule_server.engine.arguments import ArgumentReader
+from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.engine.build import Built, build
+from gradrule_server.engine.handles import Handles
 from gradrule_server.engine.run import run
+from gradrule_server.engine.sessions import Sessions
+from gradrule_server.engine.weights import Weights
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.faults import NotLoaded, fault_message
 from gradrule_server.link.framing import Frame, FrameSocket, Kind
@@ -20,12 +25,16 @@ _log = logging.getLogger(__name__)
 
 
 class EngineService:
-    """Programs by key, and the handling of COMPILE, RUN and UNLOAD. Thread-safe."""
+    """Programs by key, and forward handles, and the handling of each kind of frame. Thread-safe."""
 
-    def __init__(self, frames: FrameSocket, device: str) -> None:
+    def __init__(self, frames: FrameSocket, device: str, blobs: BlobReader) -> None:
         self._frames = frames
+        self._reader = ArgumentReader(blobs)
+        self._weights = Weights(blobs)
         self._device = device
         self._programs: dict[str, Built] = {}
+        self._sessions = Sessions(self._reader, self._weights, self._program, device)
+        self._handles = Handles(self._reader)
         # Tracing is safe in threads, but gains nothing from them: it holds the interpreter lock throughout.
         self._build_lock = threading.Lock()
 
@@ -43,22 +52,42 @@ class EngineService:
     def _answer(self, frame: Frame) -> None:
         if frame.kind is Kind.RUN:
             request = link_pb2.RunRequest.FromString(frame.payload)
-            built = self._programs.get(request.key)
-            if built is None:
-                message = f"the engine holds no program {request.key!r}"
-                raise NotLoaded([Finding(errors_pb2.ERROR_REASON_INTERNAL, message)])
-            self._frames.send(Kind.RAN, frame.request_id, run(built, request, self._device))
+            self._frames.send(
+                Kind.RAN, frame.request_id, run(self._program(request.key), request, self._device, self._reader)
+            )
         elif frame.kind is Kind.COMPILE:
             reply = self._compile(link_pb2.CompileRequest.FromString(frame.payload))
             self._frames.send(Kind.COMPILED, frame.request_id, reply.SerializeToString())
         elif frame.kind is Kind.UNLOAD:
             self._programs.pop(link_pb2.UnloadRequest.FromString(frame.payload).key, None)
+        elif frame.kind is Kind.FORWARD:
+            forward = link_pb2.ForwardRequest.FromString(frame.payload)
+            kept = self._handles.forward(self._program(forward.run.key), forward, self._device)
+            self._frames.send(Kind.RAN, frame.request_id, kept.SerializeToString())
+        elif frame.kind is Kind.PULL_BACK:
+            gradients = self._handles.pull_back(link_pb2.PullBackRequest.FromString(frame.payload))
+            self._frames.send(Kind.RAN, frame.request_id, gradients.SerializeToString())
+        elif frame.kind is Kind.SESSION:
+            done = self._sessions.handle(link_pb2.SessionRequest.FromString(frame.payload))
+            self._frames.send(Kind.RAN, frame.request_id, done.SerializeToString())
+        elif frame.kind is Kind.END_SESSION:
+            self._sessions.end(link_pb2.ReleaseRequest.FromString(frame.payload).handle)
+        elif frame.kind is Kind.RELEASE:
+            self._handles.release(link_pb2.ReleaseRequest.FromString(frame.payload).handle)
         else:
             raise DecodeError(f"an engine takes no {frame.kind.name}")
 
+    def _program(self, key: str) -> Built:
+        built = self._programs.get(key)
+        if built is None:
+            message = f"the engine holds no program {key!r}"
+            raise NotLoaded([Finding(errors_pb2.ERROR_REASON_INTERNAL, message)])
+        return built
+
     def _compile(self, request: link_pb2.CompileRequest) -> link_pb2.CompileReply:
+        values = self._weights.of(request.variables)
         with self._build_lock:
-            built = build(request)
+            built = build(request, values)
         self._programs[request.key] = built
         return link_pb2.CompileReply(
             statuses=built.statuses,
@@ -68,6 +97,7 @@ class EngineService:
             outputs=built.specs["outputs"],
             ys=built.specs["ys"],
             xs=built.specs["xs"],
+            made=built.made,
         )
 
     def _send_fault(self, frame: Frame, cause: GradruleError) -> None:

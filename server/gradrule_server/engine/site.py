@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 import tensorflow as tf
@@ -13,13 +14,13 @@ Gradient: TypeAlias = tf.Tensor | tf.IndexedSlices | None
 OwnGradient: TypeAlias = Callable[[Sequence[Gradient]], Sequence[Gradient]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Site:
     """An op or a subgraph, as a rule sees it.
 
     `node`: its name for people. `what`: its op type, or those of a chain joined by `+`.
     `inputs`, `outputs`: as tensors of the graph in which gradients are built.
-    `ops`: the forward ops, producers before consumers; a single op has one.
+    `find_ops`: finds the forward ops, producers before consumers, of which there may be very many.
     `own`: the gradients of the inputs that TensorFlow gives for upstream gradients of the outputs.
     `reference`: a tensor of the forward graph as it is where all xs are a baseline (a number or a tensor that
     broadcasts to them); RULE_NOT_APPLICABLE inside loops and branches.
@@ -31,11 +32,16 @@ class Site:
     what: str
     inputs: tuple[tf.Tensor, ...]
     outputs: tuple[tf.Tensor, ...]
-    ops: tuple[tf.Operation, ...]
+    find_ops: Callable[[], Sequence[tf.Operation]]
     own: OwnGradient
     reference: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
     salt: int
     op: tf.Operation | None = None
+
+    @cached_property
+    def ops(self) -> Sequence[tf.Operation]:
+        """The forward ops, producers before consumers; a single op has one."""
+        return self.find_ops()
 
 
 def salt_of(node: str) -> int:

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.framework import function_pb2, op_def_pb2
+from tensorflow.core.framework import attr_value_pb2, function_pb2, op_def_pb2
 from tensorflow.python.client import pywrap_tf_session as c_api
 from tensorflow.python.eager import context
 from tensorflow.python.framework import ops
-from tensorflow.python.ops import gradients_util
+from tensorflow.python.ops import cond_v2, gradients_util, while_v2
 
 GRADIENT_NAME = "gradrule"
 """The one name that gradrule itself registers; it is no tenant's rule."""
+
+GRADIENT_ATTR = "_gradient_op_type"
+"""Names the registered gradient that an op has instead of its type's."""
+
+_LOOPS = frozenset({"While", "StatelessWhile"})
+# Where TensorFlow looks for the graph of a branch.
+_BRANCHES: dict[str, Callable[[int], str]] = {
+    "If": ("_true_graph", "_false_graph").__getitem__,
+    "StatelessIf": ("_true_graph", "_false_graph").__getitem__,
+    "Case": "_branch_graph_{}".format,
+    "StatelessCase": "_branch_graph_{}".format,
+}
 
 GradientFunction = Callable[..., Any]
 
@@ -78,6 +90,88 @@ def gradients_in(
     ]
 
 
+def watch(ops: Iterable[tf.Operation]) -> None:
+    """Sees to it that the gradients of these ops are asked of gradrule."""
+    for op in ops:
+        try:
+            op.get_attr(GRADIENT_ATTR)
+        except ValueError:
+            op._set_attr(GRADIENT_ATTR, attr_value_pb2.AttrValue(s=GRADIENT_NAME.encode()))
+
+
+def watch_inside(op: tf.Operation) -> None:
+    """`watch`, for the loop body or the branches of an op that a gradient made; nothing for other ops."""
+    if op.type in _LOOPS:
+        for part in ("cond", "body"):
+            graph = while_v2._get_graph(op, part, f"_{part}_graph")
+            # Found here by whoever builds the loop's gradient.
+            setattr(op, f"_{part}_graph", graph)
+            watch(graph.get_operations())
+    elif op.type in _BRANCHES:
+        for index, graph in enumerate(cond_v2.get_func_graphs(op)):
+            setattr(op, _BRANCHES[op.type](index), graph)
+            watch(graph.get_operations())
+
+
+def gradients_from(
+    graph: tf.Graph,
+    ys: Sequence[tf.Tensor],
+    xs: Sequence[tf.Tensor],
+    grad_ys: Sequence[tf.Tensor | None],
+    stop_gradients: Sequence[tf.Tensor],
+    unconnected_gradients: tf.UnconnectedGradients,
+) -> list[Any]:
+    """`tf.gradients` of tensors of `graph`, built in the graph that is current."""
+    found: list[Any] = gradients_util._GradientsHelper(
+        list(ys),
+        list(xs),
+        grad_ys=list(grad_ys),
+        stop_gradients=list(stop_gradients),
+        unconnected_gradients=unconnected_gradients,
+        src_graph=graph,
+    )
+    return found
+
+
+def call_with_captures(function: Any, arguments: Sequence[tf.Tensor], captures: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Runs a concrete function that returns a flat list, with other tensors in the place of those it captured."""
+    return list(function._call_flat(list(arguments), list(captures)) or ())
+
+
+def identity_n(tensors: Sequence[tf.Tensor], notes: Mapping[str, str | int]) -> list[tf.Tensor]:
+    """The tensors, through an IdentityN of the default graph that carries attributes of its own."""
+    value_of = attr_value_pb2.AttrValue
+    attrs = {
+        name: value_of(s=value.encode()) if isinstance(value, str) else value_of(i=value)
+        for name, value in notes.items()
+    }
+    types = [tensor.dtype.base_dtype.as_datatype_enum for tensor in tensors]
+    attrs["T"] = value_of(list=value_of.ListValue(type=types))
+    graph = tf.compat.v1.get_default_graph()
+    # Made without the public function, which knows no attributes of others.
+    return list(graph.create_op("IdentityN", list(tensors), attrs=attrs, name="rule/gradient").outputs)
+
+
 def in_graph(graph: tf.Graph, tensor: tf.Tensor) -> tf.Tensor:
     """`tensor` as seen from inside `graph`: captured where it belongs to an outer graph (as in a loop's gradient)."""
-    return tensor if tensor.graph is graph else graph.capture(tensor)
+    if tensor.graph is graph:
+        return tensor
+    around = getattr(graph, "outer_graph", None)
+    further = around
+    while further is not None and further is not tensor.graph:
+        further = getattr(further, "outer_graph", None)
+    if around is not None and further is not None:
+        # The gradient of a branch takes only what lies right around it: what lies further out comes level by level.
+        tensor = in_graph(around, tensor)
+    return graph.capture(tensor)
+
+
+def from_graph(graph: tf.Graph, tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor of `graph` that `tensor` is, where it was captured from there; else itself."""
+    found = tensor
+    while found.graph is not graph:
+        outer = [external for external, internal in getattr(found.graph, "captures", ()) if internal is found]
+        if not outer:
+            return tensor
+        found = outer[0]
+    return found

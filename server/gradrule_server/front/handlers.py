@@ -9,9 +9,10 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, NoReturn, TypeAlias, TypeVar
+from types import MappingProxyType
+from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -23,6 +24,7 @@ from gradrule_server.front.status import DETAILS_KEY, code_of, status_of
 _log = logging.getLogger(__name__)
 
 _OVERLOAD_RETRY_S = 0.2
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
 RequestT = TypeVar("RequestT", bound=Message)
@@ -38,8 +40,21 @@ class Call(Generic[RequestT]):
     ends_at: float
 
 
+@dataclass(frozen=True, slots=True)
+class Incoming(Generic[RequestT]):
+    """One call whose request comes in several messages."""
+
+    messages: AsyncIterator[RequestT]
+
+
 Method = Callable[[Call[RequestT]], Awaitable[Message | bytes]]
+UploadMethod = Callable[[Incoming[RequestT]], Awaitable[Message | bytes]]
+StreamMethod = Callable[[AsyncIterator[bytes], Callable[[bytes], Awaitable[None]]], Awaitable[None]]
+"""A bidirectional stream: from its requests, and what writes an answer. Its return ends the stream."""
+
 MethodTable = Mapping[str, tuple[type[Message], Method]]  # type: ignore[type-arg]  # one table holds methods of every request type
+UploadTable = Mapping[str, tuple[type[Message], UploadMethod]]  # type: ignore[type-arg]  # as above
+StreamTable = Mapping[str, StreamMethod]
 
 
 class Door:
@@ -50,38 +65,102 @@ class Door:
         self._default_deadline_s = default_deadline_s
         self._max_deadline_s = max_deadline_s
         self._in_flight = 0
+        self.draining = asyncio.Event()
+        """Set once the server is going away."""
 
-    def service(self, name: str, methods: MethodTable) -> grpc.GenericRpcHandler:
-        """A gRPC service from its methods, each with the type of its request."""
+    def service(
+        self,
+        name: str,
+        methods: MethodTable = _NONE,
+        *,
+        uploads: UploadTable = _NONE,
+        streams: StreamTable = _NONE,
+    ) -> grpc.GenericRpcHandler:
+        """A gRPC service from its methods, each with the type of its request.
+
+        `uploads`: those whose request comes in several messages. `streams`: the bidirectional ones.
+        """
         handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
             method_name: grpc.unary_unary_rpc_method_handler(self._unary(request_type, method))
             for method_name, (request_type, method) in methods.items()
         }
+        handlers |= {
+            method_name: grpc.stream_unary_rpc_method_handler(self._upload(request_type, upload))
+            for method_name, (request_type, upload) in uploads.items()
+        }
+        handlers |= {
+            method_name: grpc.stream_stream_rpc_method_handler(self._stream(method))
+            for method_name, method in streams.items()
+        }
         handler: grpc.GenericRpcHandler = grpc.method_handlers_generic_handler(name, handlers)
         return handler
+
+    async def answer(
+        self, request_type: type[RequestT], method: Method[RequestT], raw: bytes, remaining: float | None
+    ) -> bytes:
+        """Admits, parses and answers one request, in time; whatever goes wrong is a `GradruleError`.
+
+        `remaining`: seconds that the caller gives it; None: the default.
+        """
+        received_ns = time.monotonic_ns()
+
+        async def run(ends_at: float) -> Message | bytes:
+            return await method(Call(_parse(request_type, raw), raw, received_ns, ends_at))
+
+        return await self.run(run, remaining)
+
+    async def run(self, run: Callable[[float], Awaitable[Message | bytes]], remaining: float | None) -> bytes:
+        """What `run` answers, which takes the loop time at which it ends; it fails as `answer` does."""
+        try:
+            with self._admitted():
+                answer = await self._in_time(run, remaining)
+        except GradruleError:
+            raise
+        except Exception as cause:
+            raise _incident() from cause
+        return answer if isinstance(answer, bytes) else answer.SerializeToString()
+
+    def drain(self) -> None:
+        """Streams take no more requests from now on; they end when what is under way is done."""
+        self.draining.set()
 
     def _unary(
         self, request_type: type[RequestT], method: Method[RequestT]
     ) -> Callable[[bytes, Context], Awaitable[bytes]]:
         async def handle(raw: bytes, context: Context) -> bytes:
-            received_ns = time.monotonic_ns()
             try:
-                with self._admitted():
-                    answer = await self._in_time(request_type, method, raw, received_ns, context)
+                return await self.answer(request_type, method, raw, context.time_remaining())
+            except GradruleError as cause:
+                await _abort(context, cause)
+
+        return handle
+
+    def _upload(
+        self, request_type: type[RequestT], method: UploadMethod[RequestT]
+    ) -> Callable[[AsyncIterator[bytes], Context], Awaitable[bytes]]:
+        async def handle(pieces: AsyncIterator[bytes], context: Context) -> bytes:
+            async def messages() -> AsyncIterator[RequestT]:
+                async for raw in pieces:
+                    yield _parse(request_type, raw)
+
+            async def run(_: float) -> Message | bytes:
+                return await method(Incoming(messages()))
+
+            try:
+                return await self.run(run, context.time_remaining())
+            except GradruleError as cause:
+                await _abort(context, cause)
+
+        return handle
+
+    def _stream(self, method: StreamMethod) -> Callable[[AsyncIterator[bytes], Context], Awaitable[None]]:
+        async def handle(requests: AsyncIterator[bytes], context: Context) -> None:
+            try:
+                await method(requests, context.write)
             except GradruleError as cause:
                 await _abort(context, cause)
             except Exception:
-                # The border of the server: nothing unforeseen may leak, and nothing may be lost.
-                incident = secrets.token_hex(4)
-                _log.exception("incident %s", incident)
-                await _abort(
-                    context,
-                    error(
-                        errors_pb2.ERROR_REASON_INTERNAL,
-                        f"the server failed; its log has more under incident {incident}",
-                    ),
-                )
-            return answer if isinstance(answer, bytes) else answer.SerializeToString()
+                await _abort(context, _incident())
 
         return handle
 
@@ -95,15 +174,14 @@ class Door:
         return _Admission(self)
 
     async def _in_time(
-        self, request_type: type[RequestT], method: Method[RequestT], raw: bytes, received_ns: int, context: Context
+        self, run: Callable[[float], Awaitable[Message | bytes]], remaining: float | None
     ) -> Message | bytes:
         """The one place that keeps deadlines: whatever runs when it passes is cancelled."""
-        remaining = context.time_remaining()
         seconds = self._default_deadline_s if remaining is None else min(remaining, self._max_deadline_s)
         ends_at = asyncio.get_running_loop().time() + seconds
         try:
             async with asyncio.timeout_at(ends_at):
-                return await method(Call(_parse(request_type, raw), raw, received_ns, ends_at))
+                return await run(ends_at)
         except TimeoutError as cause:
             raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, f"not done within {seconds:.3g} s") from cause
 
@@ -134,6 +212,13 @@ def _parse(request_type: type[RequestT], raw: bytes) -> RequestT:
         raise error(
             errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"the bytes are no {request_type.DESCRIPTOR.full_name}"
         ) from cause
+
+
+def _incident() -> GradruleError:
+    """What a caller is told of an unforeseen failure: nothing may leak, and nothing may be lost."""
+    incident = secrets.token_hex(4)
+    _log.exception("incident %s", incident)
+    return error(errors_pb2.ERROR_REASON_INTERNAL, f"the server failed; its log has more under incident {incident}")
 
 
 async def _abort(context: Context, cause: GradruleError) -> NoReturn:

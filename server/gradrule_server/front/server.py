@@ -6,6 +6,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from gradrule_server.front.blob_service import BLOB_SERVICE, BlobServicer
 from gradrule_server.front.handlers import Door
 from gradrule_server.front.services import (
     GRADIENT_SERVICE,
@@ -15,7 +16,11 @@ from gradrule_server.front.services import (
     ProgramServicer,
     RuleServicer,
 )
+from gradrule_server.front.session_service import SESSION_SERVICE, SessionServicer
+from gradrule_server.programs.handles import HandleHouse
 from gradrule_server.programs.house import ProgramHouse
+from gradrule_server.programs.sessions import SessionHouse
+from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.rules import RuleRegistry
 
 _UNLIMITED = -1
@@ -44,17 +49,32 @@ class Front:
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
 
-    def add_services(self, rules: RuleRegistry, house: ProgramHouse, door: Door, *, with_reflection: bool) -> None:
+    def add_services(
+        self,
+        rules: RuleRegistry,
+        house: ProgramHouse,
+        handles: HandleHouse,
+        sessions: SessionHouse,
+        blobs: BlobStore,
+        door: Door,
+        *,
+        with_reflection: bool,
+    ) -> None:
         """Adds gradrule's services, and reflection if wanted."""
+        gradients = GradientServicer(house, handles, door)
+        blob_servicer = BlobServicer(blobs)
         self._server.add_generic_rpc_handlers(
             (
                 door.service(RULE_SERVICE, RuleServicer(rules, house).methods()),
                 door.service(PROGRAM_SERVICE, ProgramServicer(house).methods()),
-                door.service(GRADIENT_SERVICE, GradientServicer(house).methods()),
+                door.service(GRADIENT_SERVICE, gradients.methods(), streams=gradients.streams()),
+                door.service(SESSION_SERVICE, streams=SessionServicer(sessions, door).streams()),
+                door.service(BLOB_SERVICE, blob_servicer.methods(), uploads=blob_servicer.uploads()),
             )
         )
         if with_reflection:
-            names = (RULE_SERVICE, PROGRAM_SERVICE, GRADIENT_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            services = (RULE_SERVICE, PROGRAM_SERVICE, GRADIENT_SERVICE, SESSION_SERVICE, BLOB_SERVICE)
+            names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
 
     async def start(self, address: str) -> int:

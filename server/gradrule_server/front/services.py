@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Mapping
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, rule_pb2
 from gradrule_server.errors import error
-from gradrule_server.front.handlers import Call, MethodTable
+from gradrule_server.front.handlers import Call, Door, MethodTable, StreamMethod
+from gradrule_server.front.streams import Multiplexed, Write
 from gradrule_server.link.faults import finding_message
+from gradrule_server.programs.handles import HandleHouse, StreamHandles
 from gradrule_server.programs.house import ProgramHouse
 from gradrule_server.programs.sample import sample
 from gradrule_server.registry import presets
@@ -101,11 +104,40 @@ class ProgramServicer:
 class GradientServicer:
     """`GradientService`."""
 
-    def __init__(self, house: ProgramHouse) -> None:
+    def __init__(self, house: ProgramHouse, handles: HandleHouse, door: Door) -> None:
         self._house = house
+        self._handles = handles
+        self._door = door
 
     def methods(self) -> MethodTable:
         return {"Evaluate": (evaluate_pb2.EvaluateRequest, self.evaluate)}
 
+    def streams(self) -> Mapping[str, StreamMethod]:
+        return {"StreamEvaluate": self.stream}
+
     async def evaluate(self, call: Call[evaluate_pb2.EvaluateRequest]) -> bytes:
         return await self._house.evaluate(call.request, call.raw, call.received_ns, call.ends_at)
+
+    async def stream(self, requests: AsyncIterator[bytes], write: Write) -> None:
+        handles = StreamHandles(self._handles)
+
+        async def forward(call: Call[evaluate_pb2.ForwardRequest]) -> bytes:
+            return await handles.forward(call.request, call.received_ns, call.ends_at)
+
+        async def pull_back(call: Call[evaluate_pb2.PullBackRequest]) -> bytes:
+            return await handles.pull_back(call.raw, call.request.handle, call.received_ns, call.ends_at)
+
+        async def close(call: Call[evaluate_pb2.CloseHandleRequest]) -> evaluate_pb2.CloseHandleResponse:
+            handles.close(call.request.handle)
+            return evaluate_pb2.CloseHandleResponse()
+
+        methods: MethodTable = {
+            "evaluate": (evaluate_pb2.EvaluateRequest, self.evaluate),
+            "forward": (evaluate_pb2.ForwardRequest, forward),
+            "pull_back": (evaluate_pb2.PullBackRequest, pull_back),
+            "close_handle": (evaluate_pb2.CloseHandleRequest, close),
+        }
+        try:
+            await Multiplexed(self._door, methods, write).run(requests)
+        finally:
+            handles.close_all()

@@ -17,8 +17,11 @@ DETAILS_KEY = "grpc-status-details-bin"
 
 # Larger trailers are lost on the way, and the error with them.
 MAX_FINDINGS_BYTES = 4096
+MAX_RESOURCES_BYTES = 3072
 MAX_MESSAGE_BYTES = 1024
 _MAX_NAME_BYTES = 256
+# What packing a message into an Any adds.
+_ANY_BYTES = 56
 
 _INVALID = grpc.StatusCode.INVALID_ARGUMENT
 _CODES = {
@@ -37,6 +40,10 @@ _CODES = {
     errors_pb2.ERROR_REASON_UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
     errors_pb2.ERROR_REASON_UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
     errors_pb2.ERROR_REASON_INTERNAL: grpc.StatusCode.INTERNAL,
+    errors_pb2.ERROR_REASON_BLOB_NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    errors_pb2.ERROR_REASON_HANDLE_EXPIRED: grpc.StatusCode.FAILED_PRECONDITION,
+    errors_pb2.ERROR_REASON_QUOTA_EXCEEDED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors_pb2.ERROR_REASON_SESSION_LOST: grpc.StatusCode.ABORTED,
 }
 
 
@@ -60,18 +67,28 @@ def status_of(cause: GradruleError) -> status_pb2.Status:
         retry = error_details_pb2.RetryInfo()
         retry.retry_delay.FromNanoseconds(int(cause.retry_after_s * 1e9))
         details.append(retry)
-    if cause.resource is not None:
-        details.append(
-            error_details_pb2.ResourceInfo(
-                resource_type=cause.resource.type, resource_name=_cut(cause.resource.name, _MAX_NAME_BYTES)
-            )
-        )
+    details += _resources(cause)
     status = status_pb2.Status(code=code_of(cause.reason).value[0], message=_cut(cause.message, MAX_MESSAGE_BYTES))
     for detail in details:
         packed = any_pb2.Any()
         packed.Pack(detail)
         status.details.append(packed)
     return status
+
+
+def _resources(cause: GradruleError) -> list[Message]:
+    """As many of the resources as fit."""
+    found: list[Message] = []
+    size = 0
+    for resource in (*(() if cause.resource is None else (cause.resource,)), *cause.resources):
+        info = error_details_pb2.ResourceInfo(
+            resource_type=resource.type, resource_name=_cut(resource.name, _MAX_NAME_BYTES)
+        )
+        size += info.ByteSize() + _ANY_BYTES
+        if size > MAX_RESOURCES_BYTES:
+            break
+        found.append(info)
+    return found
 
 
 def _violations(findings: Sequence[Finding]) -> tuple[error_details_pb2.BadRequest, int]:

@@ -3,16 +3,25 @@
 bytes → `parse` → message → `expand` (check, resolve overrides, inline calls, prune) → `Expanded`.
 """
 
-from gradrule_server.graphs.expansion import Expanded, ExpandRequest, GraphInput, expand, placeholders
-from gradrule_server.graphs.ir import Limits
+from gradrule_server.graphs.expansion import (
+    Expanded,
+    ExpandRequest,
+    GraphInput,
+    VariableInfo,
+    expand,
+    placeholders,
+    variables,
+)
+from gradrule_server.graphs.ir import DIFFERENTIABLE, Limits
 from gradrule_server.graphs.marks import Mark
 from gradrule_server.graphs.read import parse
 from gradrule_server.graphs.scene import Match
 from gradrule_server.graphs.selectors import DEFAULT_RULE, OWN_GRADIENT, OverrideSpec
-from gradrule_server.graphs.tensors import tensor_fault
+from gradrule_server.graphs.tensors import shape_fault, tensor_fault
 
 __all__ = [
     "DEFAULT_RULE",
+    "DIFFERENTIABLE",
     "OWN_GRADIENT",
     "ExpandRequest",
     "Expanded",
@@ -21,8 +30,11 @@ __all__ = [
     "Mark",
     "Match",
     "OverrideSpec",
+    "VariableInfo",
     "expand",
     "parse",
     "placeholders",
+    "shape_fault",
     "tensor_fault",
+    "variables",
 ]

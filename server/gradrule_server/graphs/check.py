@@ -6,11 +6,12 @@ where they are needed (`unsupported`), because exported graphs are full of saver
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from gradrule.v1.graph_pb2 import AttrValue, Graph, Node
-from gradrule_server.graphs.findings import Findings, Reason
-from gradrule_server.graphs.ir import Body, Limits, is_call
+from gradrule_server.graphs.findings import Findings, Reason, quote
+from gradrule_server.graphs.ir import GRADIENT_ATTR, Body, Limits, is_call
+from gradrule_server.graphs.knots import OUTPUTS_NOTE
 from gradrule_server.graphs.library import Library
 from gradrule_server.graphs.order import chain_text, find_cycles, sort_nodes
 from gradrule_server.graphs.read import Draft, read_top
@@ -34,13 +35,18 @@ def check(graph: Graph, limits: Limits, findings: Findings) -> tuple[Body, Libra
     _check_body(top, library, limits, findings)
     for draft in library.drafts():
         _check_body(draft, library, limits, findings)
-    _check_size(top.body, limits, findings)
+    _check_size([top.body, *library.gradients.values()], limits, findings)
     return top.body, library
 
 
 def _check_body(draft: Draft, library: Library, limits: Limits, findings: Findings) -> None:
     sort_nodes(draft, findings)
     Typing(draft, library, limits, findings).run()
+    for node in draft.body.nodes:
+        if GRADIENT_ATTR in node.attrs:
+            wish = node.attrs[GRADIENT_ATTR].s.decode(errors="replace")
+            library.ask_gradient(wish, draft.where(node.name), node.name)
+    _check_knots(draft, findings)
     loops = [node for node in draft.body.nodes if node.op in LOOP_OPS]
     if loops:
         first = loops[0]
@@ -48,12 +54,29 @@ def _check_body(draft: Draft, library: Library, limits: Limits, findings: Findin
         findings.add(Reason.ERROR_REASON_UNSUPPORTED_OP, message, first.name)
 
 
+def _check_knots(draft: Draft, findings: Findings) -> None:
+    """INVALID_GRAPH where something takes what a knot passes on besides a region's results: no gradient comes back."""
+    nodes = draft.body.nodes
+    results: dict[int, int] = {}
+    for position, node in enumerate(nodes):
+        if OUTPUTS_NOTE in node.attrs:
+            results[position] = node.attrs[OUTPUTS_NOTE].i
+    for node in nodes if results else ():
+        for producer, output in node.inputs:
+            if output >= results.get(producer, output + 1):
+                message = (
+                    f"{draft.where(node.name)} takes output {output} of {quote(nodes[producer].name)}, which passes on "
+                    f"{results[producer]} results of a region; take the tensor from where it comes from."
+                )
+                findings.add(Reason.ERROR_REASON_INVALID_GRAPH, message, node.name)
+
+
 def _check_recursion(graph: Graph, library: Library, findings: Findings) -> bool:
     """GRAPH_CYCLE for functions that call themselves, themselves or through others. Names alone decide."""
     names = library.names()
     numbers = {name: number for number, name in enumerate(names)}
     edges: dict[int, list[int]] = {}
-    pending = sorted(_mentioned(graph.node, numbers))
+    pending = sorted(_mentioned(graph.node, numbers) | {numbers[name] for name in library.rules()})
     while pending:
         number = pending.pop()
         if number not in edges:
@@ -87,11 +110,14 @@ def _mentioned_in(value: AttrValue, numbers: dict[str, int], found: set[int]) ->
             _mentioned_in(inner, numbers, found)
 
 
-def _check_size(top: Body, limits: Limits, findings: Findings) -> None:
-    """LIMIT_EXCEEDED for too many nodes, or too deep calls, once everything is copied per use."""
+def _check_size(roots: Sequence[Body], limits: Limits, findings: Findings) -> None:
+    """LIMIT_EXCEEDED for too many nodes, or too deep calls, once everything is copied per use.
+
+    `roots`: the top level, and gradients that the graph brings along, each of which is copied once.
+    """
     sizes: dict[int, int] = {}
     depths: dict[int, int] = {}
-    stack = [(top, False)]
+    stack = [(root, False) for root in roots]
     while stack:
         body, ready = stack.pop()
         if id(body) in sizes:
@@ -104,9 +130,10 @@ def _check_size(top: Body, limits: Limits, findings: Findings) -> None:
         calls = sum(1 for node, _ in used if is_call(node))
         sizes[id(body)] = len(body.nodes) + _NODES_PER_CALL * calls + sum(sizes[id(inner)] for _, inner in used)
         depths[id(body)] = 1 + max((depths[id(inner)] for _, inner in used), default=-1)
-    if sizes[id(top)] > limits.inlined_nodes:
-        message = f"With every call inlined the graph has {sizes[id(top)]} nodes; {limits.inlined_nodes} is the most."
+    size, depth = sum(sizes[id(root)] for root in roots), max(depths[id(root)] for root in roots)
+    if size > limits.inlined_nodes:
+        message = f"With every call inlined the graph has {size} nodes; {limits.inlined_nodes} is the most."
         findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message)
-    if depths[id(top)] > limits.call_depth:
-        message = f"Calls, loops and branches nest {depths[id(top)]} deep; {limits.call_depth} is the most."
+    if depth > limits.call_depth:
+        message = f"Calls, loops and branches nest {depth} deep; {limits.call_depth} is the most."
         findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message)

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 from gradrule._dtypes import as_dt
 from gradrule.v1.graph_pb2 import AttrValue
-from gradrule.v1.tensor_pb2 import TensorShape
-from gradrule_server.graphs.ir import ARG, DIFFERENTIABLE, Body, Node, Ref, is_call
-from gradrule_server.graphs.resolve import GRADIENT_ATTR, Resolver
+from gradrule.v1.tensor_pb2 import Dt, TensorShape
+from gradrule_server.graphs.ir import ARG, BRANCHES, DIFFERENTIABLE, GRADIENT_ATTR, Body, Node, Ref, is_call
+from gradrule_server.graphs.knots import OUTPUTS_NOTE
+from gradrule_server.graphs.resolve import Resolver
 from gradrule_server.graphs.scene import Foreign, Match, Resolved
 from gradrule_server.graphs.selectors import OWN_GRADIENT, Place
 
@@ -71,7 +72,7 @@ class Copy:
     tensors: dict[Ref, Ref]
     # Public name of the container by name of the new function.
     scopes: dict[str, str]
-    # Nodes that overrides may take; those without an attribute of their own only if there are overrides.
+    # Nodes that overrides may take; those that say nothing of their gradient only if there are overrides.
     places: list[Place]
     # What was resolved for calls, by the identity of the nodes that stand for them.
     resolved: dict[int, Resolved]
@@ -97,6 +98,13 @@ def copy_graph(
     placed = copier.copy(top, destination)
     tensors = {ref: placed.ref(ref) for ref in asked}
     return Copy(destination.body, tensors, copier.scopes, copier.places, copier.resolved, copier.unique)
+
+
+def copy_function(source: Body, scope: str, resolver: Resolver, namespace: str) -> Copy:
+    """Copies a function and everything that it leads to; its nodes are named under `scope`."""
+    copier = _Copier(resolver, {}, frozenset(), namespace)
+    body = copier.copy_function(source, "rule", scope, live=True, around=None)
+    return Copy(body, {}, copier.scopes, copier.places, copier.resolved, copier.unique)
 
 
 class _Copier:
@@ -178,10 +186,12 @@ class _Copier:
                     awaited=position in awaited,
                 )
             else:
+                if node.op in BRANCHES:
+                    _part(copy, [_type(source, ref) for ref in node.inputs], into)
                 placed.nodes[position] = into.add(copy)
                 if resolved is not None:
                     self.resolved[id(copy)] = [resolved]
-                elif self._resolver.choosers or GRADIENT_ATTR in node.attrs:
+                elif self._resolver.choosers or GRADIENT_ATTR in node.attrs or OUTPUTS_NOTE in node.attrs:
                     place = Place(
                         into.public(public), source.name, into.body, placed.nodes[position], live, None, around
                     )
@@ -246,11 +256,12 @@ class _Copier:
         """Gives a container, or a call that stays one, functions of its own."""
         functions = []
         for attr, bodies in node.functions:
-            copies = (self._copy_function(body, attr, public, live=live, around=around) for body in bodies)
+            copies = (self.copy_function(body, attr, public, live=live, around=around) for body in bodies)
             functions.append((attr, tuple(copies)))
         copy.functions = tuple(functions)
 
-    def _copy_function(self, source: Body, attr: str, public: str, *, live: bool, around: str | None) -> Body:
+    def copy_function(self, source: Body, attr: str, public: str, *, live: bool, around: str | None) -> Body:
+        """A copy of a function, under a name of its own."""
         name = f"{self._namespace}_{len(self.scopes):04d}_{attr}"
         self.scopes[name] = public
         body = Body(
@@ -318,6 +329,21 @@ def _type(source: Body, ref: Ref) -> int:
 def _identity(into: Destination, call: str, number: int, ref: Ref, dtype: int, controls: list[int]) -> Node:
     attrs = {"T": AttrValue(type=as_dt(dtype))}
     return Node(into.unique(f"{call}/result_{number}"), "Identity", [ref], controls, attrs, (dtype,))
+
+
+def _part(branch: Node, types: Sequence[int], into: Destination) -> None:
+    """Gives the functions of a branch different tensors: one that comes twice comes the second time by an Identity.
+
+    TensorFlow's gradient of a branch knows inputs by the tensor outside, and of two that are one forgets the first.
+    """
+    seen: set[Ref] = set()
+    # The first is the predicate, or the branch's number: no function sees it.
+    for number, ref in enumerate(branch.inputs[1:], start=1):
+        if ref in seen and types[number] not in (0, Dt.DT_RESOURCE):
+            attrs = {"T": AttrValue(type=as_dt(types[number]))}
+            name = into.unique(f"{branch.name}/input_{number}")
+            branch.inputs[number] = (into.add(Node(name, "Identity", [ref], [], attrs, (types[number],))), 0)
+        seen.add(ref)
 
 
 def _placeholder(name: str, dtype: int, shape: AttrValue | None) -> Node:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ from gradrule._dtypes import as_dt
 from gradrule.v1.graph_pb2 import Graph
 from gradrule.v1.tensor_pb2 import Dt, TensorShape
 from gradrule_server.errors import error
+from gradrule_server.graphs.brought import expand_rules
 from gradrule_server.graphs.check import check
 from gradrule_server.graphs.collector import paused_collection
 from gradrule_server.graphs.copying import UNKNOWN_SHAPE, Copy, copy_graph
@@ -22,17 +24,27 @@ from gradrule_server.graphs.rewrites import check_rewrites, rewrite
 from gradrule_server.graphs.scene import Asked, Match, Scene
 from gradrule_server.graphs.selectors import OverrideSpec, choosers
 from gradrule_server.graphs.subgraphs import weave
+from gradrule_server.graphs.variable_ops import SOURCES
+from gradrule_server.graphs.variable_table import Variable, VariableTable, fed_in_place
+from gradrule_server.graphs.variables import lower_variables
+from gradrule_server.graphs.wishes import Wishes
 from gradrule_server.graphs.write import tensor_name, write_graph
+from gradrule_server.graphs.write_rule import write_rule
 
 
 def _no_rule(name: str, _: str) -> int:
     raise error(Reason.ERROR_REASON_UNKNOWN_RULE, f"there is no rule {quote(name)}")
 
 
+def _no_place(label: str) -> int:
+    raise error(Reason.ERROR_REASON_UNSUPPORTED, f"there is no place for {quote(label)}, a rule of the graph's own")
+
+
 @dataclass(frozen=True, slots=True)
 class ExpandRequest:
     """Names of tensors as requests write them. `known_rule`: index of the rule that an attribute of an op of some
-    type names; UNKNOWN_RULE if there is none."""
+    type names; UNKNOWN_RULE if there is none. `bring`: a new index, under a label, for a rule that the graph brings
+    along."""
 
     fetches: Sequence[str] = ()
     ys: Sequence[str] = ()
@@ -42,19 +54,32 @@ class ExpandRequest:
     fed: Sequence[str] = ()
     overrides: Sequence[OverrideSpec] = ()
     rewrites: Sequence[str] = ()
+    # The field of the request that asks for derivatives, and whether gradients are differentiated again.
+    derivative: str = "vjp"
+    again: bool = False
     known_rule: Callable[[str, str], int] = _no_rule
+    bring: Callable[[str], int] = _no_place
     # Starts the names of all functions: those of other programs in the same process must differ.
     namespace: str = "gr"
+    # Names of variables that have values, and whether what the graph assigns to variables is wanted too.
+    variables: Sequence[str] = ()
+    with_updates: bool = False
+    # Whether all variables have values outside: those of a session.
+    stateful: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class GraphInput:
-    """A placeholder, or another fed tensor, of the expanded graph: `x` or `h:1`. `optional`: it has a default."""
+    """A placeholder, a variable, or another fed tensor, of the expanded graph: `x` or `h:1`.
+
+    `optional`: it has a default, or a value. `aliases`: further names that calls may use.
+    """
 
     name: str
     dtype: Dt.ValueType
     shape: TensorShape
     optional: bool = False
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -62,6 +87,8 @@ class Expanded:
     """A graph as the engine takes it."""
 
     graph_bytes: bytes
+    # How many there are, in functions and rules too.
+    nodes: int
     marks: list[Mark]
     # Public name of its container by name of function.
     scopes: dict[str, str]
@@ -72,17 +99,26 @@ class Expanded:
     # Name in the expanded graph, and element type, by the name asked; a stop_gradient off the path has no such name.
     tensor_names: dict[str, str]
     dtypes: dict[str, Dt.ValueType]
-    # Names of all placeholders of the uploaded graph's top level, needed or not.
+    # Graphs of the rules that the graph brings along, by index: variables are placeholders, results `dx`, `dx1`, …
+    brought: dict[int, bytes]
+    # Names of the uploaded graph's placeholders and variables that a call may feed as they are, needed or not.
     placeholders: list[str] = field(default_factory=list)
+    # Variables by the name that the request gives them values under, needed or not.
+    variables: dict[str, GraphInput] = field(default_factory=dict)
+    # Tensor with the new value by name of variable, if asked.
+    updates: dict[str, str] = field(default_factory=dict)
 
     def dtype_of(self, name: str) -> Dt.ValueType:
         """Element type of an asked tensor."""
         return self.dtypes[name]
 
 
-def placeholders(graph: Graph) -> frozenset[str]:
-    """Names of the top level's placeholders."""
-    return frozenset(node.name for node in graph.node if node.op in PLACEHOLDERS)
+def placeholders(graph: Graph, variables: Iterable[str] = ()) -> frozenset[str]:
+    """Names of the top level's placeholders and variables that a call may feed as they are.
+
+    `variables`: names of those that have values.
+    """
+    return frozenset(node.name for node in graph.node if node.op in PLACEHOLDERS) | fed_in_place(graph, variables)
 
 
 def expand(graph: Graph, request: ExpandRequest, limits: Limits | None = None) -> Expanded:
@@ -97,49 +133,115 @@ def expand(graph: Graph, request: ExpandRequest, limits: Limits | None = None) -
 def _expand(graph: Graph, request: ExpandRequest, limits: Limits) -> Expanded:
     findings = Findings()
     top, library = check(graph, limits, findings)
-    names = TensorNames(top, findings)
+    table = VariableTable(top)
+    names = TensorNames(top, findings, {alias: item.name for alias, item in table.names.items()})
     asked = _asked(request, names)
     fed = _fed(request, names, findings)
-    resolver = Resolver(choosers(request.overrides, library, findings), request.known_rule, bool(request.ys), findings)
+    wishes = Wishes(request.known_rule, request.bring, library.gradients, library.foreign, bool(request.ys), findings)
+    resolver = Resolver(
+        choosers(request.overrides, library, findings), wishes, bool(request.ys), findings, request.again
+    )
     check_rewrites(request.rewrites, findings)
+    given = table.given(request.variables, "spec.variables", findings)
     findings.raise_if_any()
 
     cut: dict[int, set[int]] = {}
     for position, output in fed.values():
-        if top.nodes[position].op not in PLACEHOLDERS:
+        if top.nodes[position].op not in PLACEHOLDERS | SOURCES:
             cut.setdefault(position, set()).add(output)
     apart = {asked[name] for name in (*request.xs, *request.stop_gradients)}
     named = _selected(request.overrides, names)
     copy = copy_graph(top, resolver, cut, {*asked.values(), *fed.values(), *named.values()}, apart, request.namespace)
+    roots = [*(asked[name] for name in _computed(request)), *fed.values()]
+    updates: dict[Variable, Ref] = {}
+    if table:
+        outside = {
+            *given.values(),
+            *(table.names[names.node(ref)] for ref in fed.values() if names.node(ref) in table.names),
+        }
+        outside.update(table.all() if request.stateful else ())
+        updates = lower_variables(copy, table, [copy.tensors[root] for root in roots], outside, findings)
+    if request.with_updates:
+        roots += _keep_updates(copy, updates)
+    dtypes = {name: _copied_dtype(copy, ref) for name, ref in asked.items()}
     rewritten = rewrite(copy, request.rewrites, {copy.tensors[asked[name]] for name in request.xs})
     scene = _resolve(copy, resolver, request, asked, named, findings)
     matches = resolver.matches(scene)
     findings.all += resolver.unmatched(scene) if request.ys else []
     # What only stop_gradients name is on no path: it stops nothing, and needs no feed.
-    places = _prune(copy, {*(asked[name] for name in _computed(request)), *fed.values()})
-    _check_supported(copy, findings)
+    places = _prune(copy, set(roots))
+    rules = expand_rules(wishes, request.namespace)
+    bodies = [copy.body, *rules.bodies.values()]
+    _check_supported(bodies, {**copy.scopes, **rules.scopes}, findings)
     findings.raise_if_any()
-    marks = mark(copy.body, {**copy.resolved, **scene.resolved})
+    marks = mark(bodies, {**copy.resolved, **scene.resolved, **rules.resolved})
     return Expanded(
-        graph_bytes=write_graph(copy.body, graph.versions),
+        graph_bytes=write_graph(copy.body, rules.bodies.values(), graph.versions),
+        nodes=sum(len(body.nodes) for root in bodies for body in bodies_of(root)),
         marks=marks,
         scopes={body.name: copy.scopes[body.name] for body in bodies_of(copy.body) if body.name},
         matches=matches,
         rewritten=rewritten,
-        inputs=_inputs(top, copy.body, cut, fed),
+        brought={index: write_rule(rules.bodies[name], graph.versions) for (name, _), index in wishes.brought.items()},
+        inputs=_inputs(top, copy.body, cut, fed, table, set(given.values())),
         tensor_names={name: tensor_name(copy.body, places[ref]) for name, ref in asked.items() if ref in places},
-        dtypes={name: _dtype(top, ref) for name, ref in asked.items()},
-        placeholders=[node.name for node in top.nodes if node.op in PLACEHOLDERS],
+        dtypes=dtypes,
+        placeholders=[
+            *(node.name for node in top.nodes if node.op in PLACEHOLDERS),
+            *(name for name, item in table.names.items() if item in given.values() or not item.initialiser),
+        ],
+        variables={name: _variable_input(item, optional=True) for name, item in given.items()},
+        updates={
+            variable.name: tensor_name(copy.body, places[ref])
+            for variable, ref in zip(updates, _update_keys(updates), strict=True)
+            if ref in places
+        },
     )
+
+
+@dataclass(frozen=True, slots=True)
+class VariableInfo:
+    """A variable of a graph.
+
+    `names`: all by which requests may call it, its own first. `initialised`: the graph computes its first value.
+    """
+
+    names: tuple[str, ...]
+    dtype: Dt.ValueType
+    shape: TensorShape
+    initialised: bool
+
+
+def variables(graph: Graph, limits: Limits | None = None) -> list[VariableInfo]:
+    """The variables of a graph, which is checked. Raises `GradruleError` with all findings."""
+    with paused_collection():
+        findings = Findings()
+        top, _ = check(graph, limits or Limits(), findings)
+        findings.raise_if_any()
+        return [
+            VariableInfo((item.name, *sorted(item.aliases)), item.dtype, item.shape, bool(item.initialiser))
+            for item in VariableTable(top).all()
+        ]
+
+
+def _update_keys(updates: Mapping[Variable, Ref]) -> list[Ref]:
+    """Keys under which new values are kept among the copy's tensors: no tensor of the uploaded graph has these."""
+    return [(-1 - number, 0) for number in range(len(updates))]
+
+
+def _keep_updates(copy: Copy, updates: Mapping[Variable, Ref]) -> list[Ref]:
+    keys = _update_keys(updates)
+    copy.tensors.update(zip(keys, updates.values(), strict=True))
+    return keys
 
 
 def _asked(request: ExpandRequest, names: TensorNames) -> dict[str, Ref]:
     groups = (
         ("fetches", request.fetches),
-        ("vjp.ys", request.ys),
-        ("vjp.xs", request.xs),
-        ("vjp.grad_ys", request.grad_y_tensors),
-        ("vjp.stop_gradients", request.stop_gradients),
+        (f"{request.derivative}.ys", request.ys),
+        (f"{request.derivative}.xs", request.xs),
+        (f"{request.derivative}.grad_ys", request.grad_y_tensors),
+        (f"{request.derivative}.stop_gradients", request.stop_gradients),
     )
     asked: dict[str, Ref] = {}
     for group, texts in groups:
@@ -234,29 +336,49 @@ def _prune(copy: Copy, roots: Iterable[Ref]) -> dict[Ref, Ref]:
     return {asked: (moved[node], output) for asked, (node, output) in copy.tensors.items() if node in moved}
 
 
-def _check_supported(copy: Copy, findings: Findings) -> None:
-    for body, node in nodes_of(copy.body):
+def _check_supported(roots: Iterable[Body], scopes: Mapping[str, str], findings: Findings) -> None:
+    for body, node in itertools.chain.from_iterable(map(nodes_of, roots)):
         if node.unsupported:
-            name = f"{copy.scopes[body.name]}/{node.name}" if body.name else node.name
+            name = f"{scopes[body.name]}/{node.name}" if body.name else node.name
             message = f"Node {quote(name)} ({node.op}) {node.unsupported}."
             findings.add(Reason.ERROR_REASON_UNSUPPORTED_OP, message, name)
 
 
-def _inputs(top: Body, body: Body, cut: Container[int], fed: Mapping[str, Ref]) -> list[GraphInput]:
-    """What calls give: placeholders that are needed, then other tensors that are fed."""
+def _inputs(
+    top: Body,
+    body: Body,
+    cut: Container[int],
+    fed: Mapping[str, Ref],
+    table: VariableTable,
+    given: Container[Variable],
+) -> list[GraphInput]:
+    """What calls give: placeholders and variables that are needed, then other tensors that are fed."""
     # Nodes of the top level keep their names, so a name tells whether one is still there.
     kept = {node.name for node in body.nodes if node.op in PLACEHOLDERS or node.op == PLACEHOLDER_WITH_DEFAULT}
-    inputs = [
-        GraphInput(node.name, _dtype(top, (position, 0)), _shape(node), node.op not in PLACEHOLDERS)
-        for position, node in enumerate(top.nodes)
-        if node.name in kept and position not in cut
-    ]
+    inputs = []
+    for position, node in enumerate(top.nodes):
+        if node.name not in kept or position in cut:
+            continue
+        if node.op in SOURCES:
+            variable = table.names[node.name]
+            inputs.append(_variable_input(variable, optional=variable in given))
+        else:
+            optional = node.op not in PLACEHOLDERS
+            inputs.append(GraphInput(node.name, _dtype(top, (position, 0)), _shape(node), optional))
     for name, ref in fed.items():
         if ref[0] in cut:
             node = top.nodes[ref[0]]
             shape = _shape(node) if node.op == PLACEHOLDER_WITH_DEFAULT else UNKNOWN_SHAPE.shape
             inputs.append(GraphInput(name, _dtype(top, ref), shape))
     return inputs
+
+
+def _variable_input(variable: Variable, *, optional: bool) -> GraphInput:
+    return GraphInput(variable.name, variable.dtype, variable.shape, optional, tuple(sorted(variable.aliases)))
+
+
+def _copied_dtype(copy: Copy, ref: Ref) -> Dt.ValueType:
+    return _dtype(copy.body, copy.tensors[ref])
 
 
 def _shape(node: Node) -> TensorShape:

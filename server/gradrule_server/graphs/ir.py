@@ -15,6 +15,9 @@ Ref = tuple[int, int]
 
 ARG = "_Arg"
 
+# Names the rule, or the gradient of another process, that gives the node's gradient.
+GRADIENT_ATTR = "_gradient_op_type"
+
 CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 
 # Ops that run functions as parts of themselves, with their attributes that hold one.
@@ -27,6 +30,7 @@ CONTAINERS: dict[str, tuple[str, ...]] = {
     "StatelessWhile": ("cond", "body"),
 }
 LOOPS = frozenset({"While", "StatelessWhile"})
+BRANCHES = frozenset(CONTAINERS) - LOOPS
 
 # Nodes whose value a call must give.
 PLACEHOLDERS = frozenset({"Placeholder", "PlaceholderV2"})
@@ -55,6 +59,8 @@ class Limits:
     node_outputs: int = 65_536
     # Of one constant: a message of 91 bytes can stand for gigabytes.
     constant_bytes: int = 256 << 20
+    # Of a graph that does not come in a message, which has a limit of its own.
+    graph_bytes: int = 1 << 30
     # Of all attributes that functions get from their calls: they can double with each level.
     attr_bytes: int = 4 << 20
 
@@ -76,6 +82,13 @@ class Node:
     # In expanded bodies: index into the marks, and whether its gradient passes through gradrule's hands.
     mark: int | None = None
     watched: bool = False
+    # In expanded bodies: the op type in the uploaded graph, where it is another by now.
+    uploaded_op: str = ""
+
+    @property
+    def op_type(self) -> str:
+        """The op type as selectors and people know it."""
+        return self.uploaded_op or self.op
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from gradrule.v1 import graph_pb2
 from gradrule.v1.graph_pb2 import AttrValue, Graph
 from gradrule_server.graphs.findings import Findings, Reason, near_name, quote
 from gradrule_server.graphs.ir import Body, Limits
+from gradrule_server.graphs.knots import is_rule
 from gradrule_server.graphs.read import Draft, Substitute, add_arg, add_result, read_function_body
 
 _Key = tuple[str, tuple[tuple[str, bytes], ...]]
@@ -39,6 +40,9 @@ class Library:
                 findings.add(Reason.ERROR_REASON_INVALID_GRAPH, "A function of the graph has no name.")
                 continue
             self._functions.setdefault(name, function)
+        self._gradients = self._registered(graph)
+        # Bodies of the gradients that nodes ask for, by name.
+        self.gradients: dict[str, Body] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._functions
@@ -80,6 +84,32 @@ class Library:
                 self._unread.append((draft, function, given))
         return self._bodies[key]
 
+    @property
+    def foreign(self) -> frozenset[str]:
+        """Names of gradients that the graph registers in a form that is no rule."""
+        return frozenset(name for name, function in self._gradients.items() if not self._is_rule(function))
+
+    def rules(self) -> list[str]:
+        """Names of the functions that are gradients which the graph brings along."""
+        return [function for function in self._gradients.values() if self._is_rule(function)]
+
+    def ask_gradient(self, name: str, where: str, node: str) -> None:
+        """Adds the body of the gradient of that name, if the graph registers one; its nodes come later (`drafts`)."""
+        function = self._gradients.get(name)
+        if function is None or name in self.gradients:
+            return
+        if function not in self._functions:
+            hint = self._findings.suggest(lambda: near_name(function, self._functions))
+            message = (
+                f"{where} has the gradient {quote(name)}, which the graph registers as its function "
+                f"{quote(function)}; it has no such function.{hint}"
+            )
+            self._findings.add(Reason.ERROR_REASON_INVALID_GRAPH, message, node)
+        elif self._is_rule(function):
+            body = self.body(function, {}, where)
+            if body is not None:
+                self.gradients[name] = body
+
     def drafts(self) -> Iterator[Draft]:
         """Drafts of all bodies asked for; asking for more meanwhile is fine."""
         while self._unread:
@@ -91,6 +121,18 @@ class Library:
                 )
             read_function_body(draft, function, self._substitution(given), self._findings)
             yield draft
+
+    def _registered(self, graph: Graph) -> dict[str, str]:
+        """Name of the function by name of the gradient."""
+        found: dict[str, str] = {}
+        for entry in graph.library.registered_gradients:
+            if found.setdefault(entry.registered_op_type, entry.gradient_func) != entry.gradient_func:
+                message = f"The gradient {quote(entry.registered_op_type)} is registered twice, as different functions."
+                self._findings.add(Reason.ERROR_REASON_DUPLICATE_NODE, message, entry.registered_op_type)
+        return found
+
+    def _is_rule(self, function: str) -> bool:
+        return function in self._functions and is_rule(self._functions[function].signature)
 
     def _refuse_size(self, message: str) -> None:
         """Going on would only take longer, so this finding ends the check."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from gradrule_server.graphs.findings import Findings, Reason, quote
 from gradrule_server.graphs.ir import CONTAINERS, PLACEHOLDERS, Body, Ref
@@ -25,10 +26,13 @@ def canonical(node: str, output: int) -> str:
 class TensorNames:
     """Looks names up among the tensors of a graph's top level."""
 
-    def __init__(self, top: Body, findings: Findings) -> None:
+    def __init__(self, top: Body, findings: Findings, aliases: Mapping[str, str] | None = None) -> None:
+        """`aliases`: nodes by further names that they go by."""
         self._top = top
         self._findings = findings
         self.index = {node.name: position for position, node in enumerate(top.nodes)}
+        for alias, name in (aliases or {}).items():
+            self.index.setdefault(alias, self.index[name])
 
     def look_up(self, text: str) -> Ref | None:
         """The tensor, if there is one."""

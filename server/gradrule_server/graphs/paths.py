@@ -5,13 +5,16 @@ Nodes are told apart by identity. A loop's or branch's node counts as one: what 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gradrule_server.graphs.ir import DIFFERENTIABLE, LOOPS, Body, Node, Ref, is_call
 
 Ranks = dict[int, int]
+
+Flows = Mapping[int, range]
+"""Per node (by id) the inputs that gradients go to; for a node that is not there, all."""
 
 
 def in_order(body: Body) -> list[int]:
@@ -28,20 +31,27 @@ def in_order(body: Body) -> list[int]:
     return order
 
 
-def consumers_of(body: Body) -> list[list[int]]:
-    """Per node the nodes that take its outputs, one entry per input."""
+def consumers_of(body: Body, flows: Flows | None = None) -> list[list[int]]:
+    """Per node the nodes that take its outputs, one entry per input; with `flows`, those that gradients come from."""
     consumers: list[list[int]] = [[] for _ in body.nodes]
     for position, node in enumerate(body.nodes):
-        for producer, _ in node.inputs:
-            consumers[producer].append(position)
+        for index, (producer, _) in enumerate(node.inputs):
+            if flows is None or flows_to(node, index, flows):
+                consumers[producer].append(position)
     return consumers
+
+
+def flows_to(node: Node, index: int, flows: Flows) -> bool:
+    """Whether gradients of the node go to one of its inputs."""
+    return id(node) not in flows or index in flows[id(node)]
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What gradients do not follow: tensors of the top level that count as constants."""
+    """What gradients do not follow: tensors of the top level that count as constants, inputs that get no gradient."""
 
     constants: AbstractSet[Ref] = frozenset()
+    flows: Flows = field(default_factory=dict)
 
     @staticmethod
     def passes(node: Node) -> bool:
@@ -66,17 +76,17 @@ def dependencies(top: Body, targets: Collection[Ref], cut: Cut | None = None) ->
     return found
 
 
-def ranks_from_xs(top: Body, candidates: AbstractSet[int], path: AbstractSet[int]) -> Ranks:
+def ranks_from_xs(top: Body, candidates: AbstractSet[int], path: AbstractSet[int], flows: Flows) -> Ranks:
     """Per candidate (by id): the largest number of other candidates on one way along the path that leads to it."""
     ranks: Ranks = {}
-    _rank_forward(top, [], candidates, path, ranks)
+    _rank_forward(top, [], candidates, path, flows, ranks)
     return ranks
 
 
-def ranks_from_ys(top: Body, candidates: AbstractSet[int], path: AbstractSet[int]) -> Ranks:
+def ranks_from_ys(top: Body, candidates: AbstractSet[int], path: AbstractSet[int], flows: Flows) -> Ranks:
     """Per candidate (by id): the largest number of other candidates on one way along the path that leads on from it."""
     ranks: Ranks = {}
-    _rank_backward(top, 0, candidates, path, ranks)
+    _rank_backward(top, 0, candidates, path, flows, ranks)
     return ranks
 
 
@@ -113,7 +123,9 @@ class _Forward:
             hit = [
                 index
                 for index, ref in enumerate(node.inputs)
-                if (ref[0] in reached or ref in seeds) and ref not in constants
+                if (ref[0] in reached or ref in seeds)
+                and ref not in constants
+                and (self._cut is None or flows_to(node, index, self._cut.flows))
             ]
             is_reached = bool(hit)
             # A tensor of a loop's body may be a seed though nothing that goes into the loop depends on one.
@@ -138,14 +150,14 @@ def _backward(body: Body, roots: Container[int], cut: Cut | None, found: set[int
         if (not needed[position] and position not in roots) or (cut is not None and not cut.passes(node)):
             continue
         found.add(id(node))
-        for ref in node.inputs:
-            needed[ref[0]] |= ref not in constants
+        for index, ref in enumerate(node.inputs):
+            needed[ref[0]] |= ref not in constants and (cut is None or flows_to(node, index, cut.flows))
         for inner, _, _ in _inner(node):
             _backward(inner, {ref[0] for ref in inner.results}, cut, found)
 
 
 def _rank_forward(
-    body: Body, args: Sequence[int], candidates: AbstractSet[int], path: AbstractSet[int], ranks: Ranks
+    body: Body, args: Sequence[int], candidates: AbstractSet[int], path: AbstractSet[int], flows: Flows, ranks: Ranks
 ) -> int:
     """Ranks a body's candidates; returns the largest rank behind one of its results."""
     behind = [0] * len(body.nodes)
@@ -156,19 +168,23 @@ def _rank_forward(
         node = body.nodes[position]
         if id(node) not in path:
             continue
-        before = [behind[producer] for producer, _ in node.inputs]
+        before = [
+            behind[producer] if flows_to(node, index, flows) else 0 for index, (producer, _) in enumerate(node.inputs)
+        ]
         rank = max(before, default=0)
         after = rank
         if id(node) in candidates:
             ranks[id(node)] = rank
             after += 1
         for inner, offset, _ in _inner(node):
-            after = max(after, _rank_forward(inner, before[offset:], candidates, path, ranks))
+            after = max(after, _rank_forward(inner, before[offset:], candidates, path, flows, ranks))
         behind[position] = after
     return max((behind[ref[0]] for ref in body.results), default=0)
 
 
-def _rank_backward(body: Body, base: int, candidates: AbstractSet[int], path: AbstractSet[int], ranks: Ranks) -> int:
+def _rank_backward(
+    body: Body, base: int, candidates: AbstractSet[int], path: AbstractSet[int], flows: Flows, ranks: Ranks
+) -> int:
     """Ranks a body's candidates, `base` of which lie behind its results; returns the largest rank of its arguments."""
     ahead = [base] * len(body.nodes)
     for position in reversed(in_order(body)):
@@ -180,7 +196,8 @@ def _rank_backward(body: Body, base: int, candidates: AbstractSet[int], path: Ab
             ranks[id(node)] = before
             before += 1
         for inner, _, _ in _inner(node):
-            before = max(before, _rank_backward(inner, ahead[position], candidates, path, ranks))
-        for producer, _ in node.inputs:
-            ahead[producer] = max(ahead[producer], before)
+            before = max(before, _rank_backward(inner, ahead[position], candidates, path, flows, ranks))
+        for index, (producer, _) in enumerate(node.inputs):
+            if flows_to(node, index, flows):
+                ahead[producer] = max(ahead[producer], before)
     return max(ahead[: body.arg_count], default=base)

@@ -27,11 +27,15 @@ def prune(body: Body, roots: Iterable[int]) -> dict[int, int]:
     return moved
 
 
-def bodies_of(top: Body) -> Iterator[Body]:
-    """The body, and all functions that it leads to."""
+def bodies_of(top: Body, seen: set[int] | None = None) -> Iterator[Body]:
+    """The body, and all functions that it leads to; those that are in `seen` (by id), which grows, are left out."""
     pending = [top]
     while pending:
         body = pending.pop()
+        if seen is not None:
+            if id(body) in seen:
+                continue
+            seen.add(id(body))
         yield body
         pending += [inner for node in body.nodes for _, bodies in node.functions for inner in bodies]
 

@@ -16,7 +16,8 @@ from gradrule.v1 import graph_pb2
 from gradrule.v1.graph_pb2 import AttrValue, Graph
 from gradrule_server import errors
 from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.ir import ARG, Body, Node
+from gradrule_server.graphs.ir import ARG, GRADIENT_ATTR, Body, Node
+from gradrule_server.graphs.knots import KNOT_NOTES
 
 # Index of the producer, name of its output argument (empty: none, the index counts all outputs), index.
 Source = tuple[int, str, int]
@@ -27,7 +28,7 @@ _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*")
 _MAX_INDEX_DIGITS = 9
 
 # Attributes beginning with `_` are notes of TensorFlow's to itself. These decide what runs, or who gives the gradient.
-_KEPT_NOTES = frozenset({"_num_original_outputs", "_lower_using_switch_merge", "_gradient_op_type"})
+_KEPT_NOTES = KNOT_NOTES | {"_num_original_outputs", "_lower_using_switch_merge", GRADIENT_ATTR}
 
 
 @dataclass(slots=True)

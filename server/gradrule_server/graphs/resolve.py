@@ -6,18 +6,14 @@ decided on the copy, where every node that runs has one place and dependence can
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from gradrule.v1.graph_pb2 import AttrValue
-from gradrule_server.errors import GradruleError
 from gradrule_server.graphs.findings import Finding, Findings, Reason, quote
-from gradrule_server.graphs.ir import Node, is_call
+from gradrule_server.graphs.ir import GRADIENT_ATTR, Node
 from gradrule_server.graphs.scene import Foreign, Match, Scene, is_differentiable
 from gradrule_server.graphs.selectors import (
-    DEFAULT_RULE,
     OWN_GRADIENT,
     Chooser,
     OverrideSpec,
@@ -26,32 +22,28 @@ from gradrule_server.graphs.selectors import (
     unmatched,
 )
 from gradrule_server.graphs.subgraphs import Subgraph
+from gradrule_server.graphs.wishes import Wishes
 
 FOREIGN_GRADIENT = -2
-GRADIENT_ATTR = "_gradient_op_type"
-
-_FOREIGN = re.compile(r"CustomGradient-\d+")
-# TensorFlow's own note on calls for which it had a gradient function at hand: it means the call's own gradient.
-_CALL_NOTE = re.compile(r"(Stateful)?PartitionedCall-\d+")
 
 
 @dataclass(eq=False)
 class Resolver:
-    """Decides. `known_rule`: index of the rule of a name, for an op type; UNKNOWN_RULE if there is none."""
+    """Decides."""
 
     choosers: Sequence[Chooser]
-    known_rule: Callable[[str, str], int]
+    wishes: Wishes
     differentiates: bool
     findings: Findings
-    _rules: dict[tuple[str, str], int | GradruleError] = field(default_factory=dict)
+    # Whether gradients are differentiated again, so that overrides may meet nodes that gradients make.
+    again: bool = False
     _calls: list[tuple[Seen, Match | None]] = field(default_factory=list)
-    _unknown: set[str] = field(default_factory=set)
 
     @cached_property
     def _stages(self) -> tuple[list[Chooser], list[Chooser], list[Chooser]]:
         """Regions, other overrides of the request, presets."""
-        regions = [item for item in self.choosers if item.spec.selector.HasField("region")]
-        plain = [item for item in self.choosers if not item.spec.selector.HasField("region")]
+        regions = [item for item in self.choosers if item.is_region]
+        plain = [item for item in self.choosers if not item.is_region]
         return (
             regions,
             [item for item in plain if not item.spec.is_preset],
@@ -66,11 +58,11 @@ class Resolver:
         _, plain, presets = self._stages
         match = (
             self._whole(plain, node, name, function, differentiable)
-            or self._own_wish(node, name, function, differentiable)
+            or self.wishes.match(node, name, function, differentiable)
             or self._whole(presets, node, name, function, differentiable)
         )
         if match is None:
-            foreign = self._foreign(node, name)
+            foreign = self.wishes.foreign_at(node, name)
             if foreign is not None:
                 return foreign
         if self.choosers or match is not None:
@@ -91,8 +83,16 @@ class Resolver:
     def resolve(self, scene: Scene) -> None:
         """Decides for all places of the scene: fills in what was resolved, and its subgraphs."""
         regions, plain, presets = self._stages
+        for place in scene.places:
+            knot = self.wishes.knot(place.node, place.name)
+            if knot is not None:
+                scene.knots.append((place, knot))
+                scene.flows[id(place.node)] = knot.arguments
         for chooser in regions:
-            self._take_region(chooser, scene)
+            if chooser.spec.selector.region_name:
+                self._take_named(chooser, scene)
+            else:
+                self._take_region(chooser, scene)
         for place in scene.places:
             place.label = place.label or place.around
         for chooser in plain:
@@ -104,7 +104,7 @@ class Resolver:
             self._take(chooser, scene)
         for place in scene.places:
             if place.label is None and GRADIENT_ATTR in place.node.attrs:
-                foreign = self._foreign(place.node, place.name)
+                foreign = self.wishes.foreign_at(place.node, place.name)
                 if foreign is not None and place.live:
                     scene.note(place, foreign)
 
@@ -120,12 +120,18 @@ class Resolver:
         idle = [
             group
             for group in by_index.values()
-            if not any(chooser.taken or chooser.faulty for chooser in group) and not group[0].spec.optional
+            if not any(chooser.taken or chooser.faulty for chooser in group)
+            and not group[0].spec.optional
+            and not (self.again and any(chooser.spec.made_op_types for chooser in group))
         ]
         if not idle:
             return []
-        seen = [seen for seen, _ in self._calls] + [Seen(place.node.op, place.name) for place in scene.places]
-        return [_nothing_of_preset(group) if group[0].spec.is_preset else unmatched(group[0], seen) for group in idle]
+        seen = [seen for seen, _ in self._calls] + [Seen(place.node.op_type, place.name) for place in scene.places]
+        regions = sorted({knot.region for _, knot in scene.knots if knot.region})
+        return [
+            _nothing_of_preset(group) if group[0].spec.is_preset else unmatched(group[0], seen, regions)
+            for group in idle
+        ]
 
     def _take(self, chooser: Chooser, scene: Scene) -> None:
         """Gives the chooser's rule to all places that it means and that nothing took before."""
@@ -147,7 +153,8 @@ class Resolver:
                 self.findings.add(Reason.ERROR_REASON_INVALID_OVERRIDE, message, open_member.name, spec.field)
                 continue
             chooser.taken += 1
-            match = _match(spec, place.name, place.node.op, place.function, scene.is_differentiable(place, chain))
+            match = _match(spec, place.name, place.node.op_type, place.function, scene.is_differentiable(place, chain))
+            match.tie(self.wishes.knot(place.node, place.name) if chain is None else None)
             if spec.selector.HasField("rank"):
                 match.rank = spec.selector.rank
                 place.by_rank = spec.label
@@ -161,6 +168,23 @@ class Resolver:
                 scene.note(place, match)
             else:
                 self._note_subgraph(match, chain, members, scene)
+
+    def _take_named(self, chooser: Chooser, scene: Scene) -> None:
+        """Gives the chooser's rule to the regions of its name that the graph brings along."""
+        spec = chooser.spec
+        for place, knot in scene.knots:
+            if knot.region != spec.selector.region_name:
+                continue
+            if place.label is not None:
+                chooser.shadowed_by[place.label] = chooser.shadowed_by.get(place.label, 0) + 1
+                continue
+            chooser.taken += 1
+            place.label = spec.label
+            match = _match(spec, place.name, place.node.op, place.function, scene.is_differentiable(place, None))
+            match.tie(knot)
+            if match.rule == OWN_GRADIENT:
+                scene.flows[id(place.node)] = knot.results
+            scene.note(place, match)
 
     def _take_region(self, chooser: Chooser, scene: Scene) -> None:
         spec = chooser.spec
@@ -183,51 +207,26 @@ class Resolver:
         for place in taken:
             place.label = spec.label
         last = scene.place(found.body, found.outputs[0][0])
-        match = _match(spec, last.name, last.node.op, last.function, scene.is_differentiable(last, found))
+        match = _match(spec, last.name, last.node.op_type, last.function, scene.is_differentiable(last, found))
         self._note_subgraph(match, found, members, scene)
 
     def _note_subgraph(self, match: Match, subgraph: Subgraph, members: Sequence[Place], scene: Scene) -> None:
         match.nodes = tuple(member.name for member in members)
-        match.op_type = "+".join(member.node.op for member in members) if len(members) <= _NAMED_OPS else match.op_type
+        match.op_type = (
+            "+".join(member.node.op_type for member in members) if len(members) <= _NAMED_OPS else match.op_type
+        )
         if match.rule == OWN_GRADIENT or not all(member.live for member in members):
             scene.idle.append((members[-1], match))
             return
         match.outputs, match.is_step = len(subgraph.outputs), subgraph.is_step
         scene.subgraphs.append((subgraph, match))
 
-    # What nodes themselves say.
-
     def _take_wish(self, place: Place, scene: Scene) -> None:
-        match = self._own_wish(place.node, place.name, place.function, scene.is_differentiable(place, None))
+        """Gives a place the rule that its node asks for."""
+        match = self.wishes.match(place.node, place.name, place.function, scene.is_differentiable(place, None))
         if match is not None:
             place.label = match.label
             scene.note(place, match)
-
-    def _own_wish(self, node: Node, name: str, function: str, differentiable: bool) -> Match | None:
-        wish = _wish(node)
-        if not wish:
-            return None
-        rule = self._rule(wish, node.op)
-        if isinstance(rule, GradruleError):
-            if not _FOREIGN.fullmatch(wish) and self.differentiates and wish not in self._unknown:
-                self._unknown.add(wish)
-                message = f"Node {quote(name)} wants the rule {quote(wish)} ({GRADIENT_ATTR}): {rule.message}"
-                self.findings.add(Reason.ERROR_REASON_UNKNOWN_RULE, message, name)
-            return None
-        return Match(rule, name, node.op, function, wish, node.op, -1, differentiable)
-
-    def _foreign(self, node: Node, name: str) -> Foreign | None:
-        wish = _wish(node)
-        is_foreign = _FOREIGN.fullmatch(wish) and isinstance(self._rule(wish, node.op), GradruleError)
-        return Foreign(name, wish) if is_foreign else None
-
-    def _rule(self, wish: str, op_type: str) -> int | GradruleError:
-        if (wish, op_type) not in self._rules:
-            try:
-                self._rules[wish, op_type] = OWN_GRADIENT if wish == DEFAULT_RULE else self.known_rule(wish, op_type)
-            except GradruleError as cause:
-                self._rules[wish, op_type] = cause
-        return self._rules[wish, op_type]
 
 
 _NAMED_OPS = 4
@@ -235,13 +234,17 @@ _NAMED_OPS = 4
 
 
 def _match(spec: OverrideSpec, name: str, op_type: str, function: str, differentiable: bool) -> Match:
-    return Match(spec.rule_index, name, op_type, function, spec.rule_name, spec.label, spec.index, differentiable)
-
-
-def _wish(node: Node) -> str:
-    value: AttrValue | None = node.attrs.get(GRADIENT_ATTR)
-    wish = "" if value is None else value.s.decode(errors="replace")
-    return "" if is_call(node) and _CALL_NOTE.fullmatch(wish) else wish
+    return Match(
+        spec.rule_index,
+        name,
+        op_type,
+        function,
+        spec.rule_name,
+        spec.label,
+        spec.index,
+        differentiable,
+        every_order=spec.every_order,
+    )
 
 
 def _nothing_of_preset(group: Sequence[Chooser]) -> Finding:

@@ -13,8 +13,9 @@ from gradrule_server.graphs import paths
 from gradrule_server.graphs.findings import Findings, Reason, quote
 from gradrule_server.graphs.groups import BIAS, SUM
 from gradrule_server.graphs.ir import DIFFERENTIABLE, Body, Node, Ref
+from gradrule_server.graphs.knots import Knot
 from gradrule_server.graphs.prune import bodies_of
-from gradrule_server.graphs.selectors import Chooser, OverrideSpec, Place
+from gradrule_server.graphs.selectors import OWN_GRADIENT, Chooser, OverrideSpec, Place
 from gradrule_server.graphs.subgraphs import Chains, Subgraph, region, side_exits
 
 
@@ -25,7 +26,8 @@ class Match:
     `mark` is None where no gradient can pass: the node is pruned. `override`: the spec's `index`, -1 for the node's own
     attribute. `function`: where in the uploaded graph the node lies. `differentiable`: whether its types have
     gradients. `rank`: it holds only for outputs of this rank. `nodes`: all nodes of a subgraph, `outputs`: how many
-    tensors come out of it; 0 for a single node. `is_step`: as in `Subgraph`.
+    tensors come out of it; 0 for a single node; `inputs`: how many of those that follow the rule sees; None: all.
+    `is_step`: as in `Subgraph`. `every_order`: it holds wherever gradients are differentiated again, too.
     """
 
     rule: int
@@ -39,8 +41,15 @@ class Match:
     rank: int | None = None
     nodes: tuple[str, ...] = ()
     outputs: int = 0
+    inputs: int | None = None
     is_step: bool = False
+    every_order: bool = False
     mark: int | None = None
+
+    def tie(self, knot: Knot | None) -> None:
+        """The node is a knot: the rule sees the region. The op's own gradient goes through the inside by itself."""
+        if knot is not None and self.rule != OWN_GRADIENT:
+            self.outputs, self.inputs = knot.outputs, knot.inputs
 
 
 @dataclass(slots=True, eq=False)
@@ -85,11 +94,14 @@ class Scene:
         # Subgraphs with a match but no rule to run, under their last place.
         self.idle: list[tuple[Place, Match]] = []
         self.resolved: dict[int, Resolved] = {}
+        # Knots that the graph brought along; per knot (by id) the inputs that gradients go to.
+        self.knots: list[tuple[Place, Knot]] = []
+        self.flows: dict[int, range] = {}
         self._noted: list[tuple[Place, Match | Foreign]] = []
         self._asked = asked
         self._find = find
         kept = {(id(top), ref[0]) for ref in (*asked.xs, *asked.ys, *asked.stop_gradients)}
-        self._chains = Chains(self._changes, kept)
+        self._chains = Chains(self._changes, kept, self.flows)
 
     def note(self, place: Place, what: Match | Foreign) -> None:
         """Keeps what was resolved for a place."""
@@ -186,7 +198,7 @@ class Scene:
                 text = self._text(body, ref)
                 return f"{text} goes into it from outside and depends on the xs; make it one of the inputs"
         kept = self._asked.xs | self._asked.ys | self._asked.stop_gradients if body is self.top else frozenset()
-        for member, user in side_exits(subgraph, self._before_ys, kept)[:1]:
+        for member, user in side_exits(subgraph, self._before_ys, kept, self.flows)[:1]:
             text = self._text(body, (member, 0))
             return f"{text} inside it is used outside, by {user}; make it one of the outputs"
         return ""
@@ -235,7 +247,7 @@ class Scene:
         if position.WhichOneof("place") == "nearest":
             index = 0 if position.nearest == override_pb2.POSITION_NEAREST_XS else -1
         from_end = paths.ranks_from_xs if index >= 0 else paths.ranks_from_ys
-        ranks = from_end(self.top, ids, self._path)
+        ranks = from_end(self.top, ids, self._path, self.flows)
         wanted = index if index >= 0 else -1 - index
         return [item for item in on_path if ranks.get(id(item[0].node)) == wanted]
 
@@ -246,7 +258,7 @@ class Scene:
     @cached_property
     def _path(self) -> AbstractSet[int]:
         """Nodes that gradients pass on their way from the ys to the xs."""
-        cut = paths.Cut(self._asked.stop_gradients)
+        cut = paths.Cut(self._asked.stop_gradients, self.flows)
         return paths.dependents(self.top, self.top, self._asked.xs, cut) & paths.dependencies(
             self.top, self._asked.ys, cut
         )
@@ -266,7 +278,7 @@ class Scene:
     def _by_op(self) -> Mapping[str, list[tuple[int, Place]]]:
         found: dict[str, list[tuple[int, Place]]] = {}
         for number, place in enumerate(self.places):
-            found.setdefault(place.node.op, []).append((number, place))
+            found.setdefault(place.node.op_type, []).append((number, place))
         return found
 
     @cached_property

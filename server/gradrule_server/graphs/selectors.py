@@ -11,23 +11,27 @@ from gradrule.v1 import override_pb2
 from gradrule_server.errors import did_you_mean
 from gradrule_server.graphs.findings import Finding, Findings, Reason, near_name, quote
 from gradrule_server.graphs.globs import MAX_PATTERN, NameTest, name_test, regex_test
-from gradrule_server.graphs.groups import GROUPS, STEP, op_types_of
+from gradrule_server.graphs.groups import BIAS, GROUPS, STEP, SUM, op_types_of
 from gradrule_server.graphs.ir import Body, Node
 from gradrule_server.graphs.library import Library
 
 DEFAULT_RULE = "default"
 OWN_GRADIENT = -1
 
+# Groups that ask for more than an op type.
+_PLACED = frozenset({STEP, BIAS, SUM})
 _LOCAL = frozenset({"op_type", "node", "scope", "node_regex"})
-_ALONE = frozenset({"region"})
+_ALONE = frozenset({"region", "region_name"})
 _MAX_PATTERN = 32
+_SHOWN_REGIONS = 12
 
 
 @dataclass(frozen=True, slots=True)
 class OverrideSpec:
     """One override: which nodes, which rule (-1: `default`). `index`: its place in the request.
 
-    `is_preset`: it is part of a preset, and comes after what nodes themselves say.
+    `is_preset`: it is part of a preset, and comes after what nodes themselves say. `every_order`: it holds in every
+    differentiation, not only in the first.
     """
 
     selector: override_pb2.Selector
@@ -37,6 +41,14 @@ class OverrideSpec:
     optional: bool = False
     index: int = 0
     is_preset: bool = False
+    every_order: bool = False
+
+    @property
+    def made_op_types(self) -> frozenset[str]:
+        """Op types of nodes made by gradients that it means too: it holds in every order and asks for nothing else."""
+        asked = [field.name for field, _ in self.selector.ListFields()]
+        word = self.selector.op_type
+        return op_types_of(word) if self.every_order and asked == ["op_type"] and word not in _PLACED else frozenset()
 
     @property
     def field(self) -> str:
@@ -92,6 +104,11 @@ class Chooser:
     shadowed_by: dict[str, int] = field(default_factory=dict)
 
     @property
+    def is_region(self) -> bool:
+        """Whether it means a region, given by its border or by name."""
+        return self.spec.selector.HasField("region") or bool(self.spec.selector.region_name)
+
+    @property
     def takes_calls(self) -> bool:
         """Whether calls as a whole are asked: only names and op types are known of them before they are inlined."""
         return all(entry.name in _LOCAL for entry, _ in self.spec.selector.ListFields())
@@ -107,7 +124,7 @@ class Chooser:
     def fits(self, place: Place) -> bool:
         """Whether name, op type, element type and attributes are meant."""
         node, selector = place.node, self.spec.selector
-        if self.op_types is not None and node.op not in self.op_types:
+        if self.op_types is not None and node.op_type not in self.op_types:
             return False
         if selector.dtype and (not node.outputs or node.outputs[0] != selector.dtype):
             return False
@@ -139,7 +156,8 @@ def _chooser(spec: OverrideSpec, library: Library, findings: Findings) -> Choose
         findings.add(Reason.ERROR_REASON_INVALID_OVERRIDE, message, field=spec.field)
         return None
     if given & _ALONE and len(given) > 1:
-        invalid(f"a region is selected by itself, without {', '.join(sorted(given - _ALONE))}.")
+        region = min(given & _ALONE)
+        invalid(f"a region is selected by itself, without {', '.join(sorted(given - {region}))}.")
     if "region" in given and not (selector.region.inputs and selector.region.outputs):
         invalid("a region has at least one input and one output.")
     if {"pattern", "op_type"} <= given:
@@ -204,17 +222,25 @@ class Seen:
     name: str
 
 
-def unmatched(chooser: Chooser, seen: Sequence[Seen]) -> Finding:
-    """UNMATCHED_OVERRIDE: which condition fails, and what there is instead."""
+def unmatched(chooser: Chooser, seen: Sequence[Seen], regions: Sequence[str]) -> Finding:
+    """UNMATCHED_OVERRIDE: which condition fails, and what there is instead. `regions`: names of those in the graph."""
     spec = chooser.spec
     if chooser.shadowed_by:
         count = sum(chooser.shadowed_by.values())
         nodes = f"all {count} nodes that it matches are" if count > 1 else "the only node that it matches is"
         by = ", ".join(quote(label) for label in chooser.shadowed_by)
         message = f"Override {quote(spec.label)} takes no node: {nodes} taken by an earlier override ({by})."
+    elif spec.selector.region_name:
+        message = f"Override {quote(spec.label)}: {_no_region(spec.selector.region_name, regions)}"
     else:
         message = f"Override {quote(spec.label)} matches no node of the graph: {_missing(chooser, seen)}"
     return Finding(Reason.ERROR_REASON_UNMATCHED_OVERRIDE, message, field=spec.field)
+
+
+def _no_region(name: str, regions: Sequence[str]) -> str:
+    known = ", ".join(map(quote, regions[:_SHOWN_REGIONS])) or "none: no function in it has a gradient of its own"
+    more = f" and {len(regions) - _SHOWN_REGIONS} more" if len(regions) > _SHOWN_REGIONS else ""
+    return f"the graph brings no region {quote(name)} along.{did_you_mean(name, regions)} Its regions: {known}{more}."
 
 
 def _missing(chooser: Chooser, seen: Sequence[Seen]) -> str:

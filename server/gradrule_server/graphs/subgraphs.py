@@ -14,7 +14,7 @@ from gradrule._dtypes import as_dt
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule_server.graphs.groups import BIAS, PLAIN_ADDS, STEP, op_types_of
 from gradrule_server.graphs.ir import ARG, DIFFERENTIABLE, Body, Node, Ref
-from gradrule_server.graphs.paths import consumers_of, in_order
+from gradrule_server.graphs.paths import Flows, consumers_of, flows_to, in_order
 
 
 @dataclass(slots=True, eq=False)
@@ -32,8 +32,9 @@ class Subgraph:
 class Chains:
     """Finds chains of ops. `changes`: whether a tensor of a body is one of the xs or depends on one."""
 
-    def __init__(self, changes: Callable[[Body, Ref], bool], kept: AbstractSet[tuple[int, int]]) -> None:
+    def __init__(self, changes: Callable[[Body, Ref], bool], kept: AbstractSet[tuple[int, int]], flows: Flows) -> None:
         self._changes = changes
+        self._flows = flows
         # Nodes, as (id of body, index), that are ys, xs or constants: no gradient may pass them by.
         self._kept = kept
         self._consumers: dict[int, list[list[int]]] = {}
@@ -83,7 +84,7 @@ class Chains:
     def _is_alone(self, body: Body, producer: int, consumer: int) -> bool:
         """Whether nothing else takes the producer's outputs."""
         if id(body) not in self._consumers:
-            self._consumers[id(body)] = consumers_of(body)
+            self._consumers[id(body)] = consumers_of(body, self._flows)
         users = self._consumers[id(body)][producer]
         is_result = any(ref[0] == producer for ref in body.results)
         return users == [consumer] and not is_result and (id(body), producer) not in self._kept
@@ -111,15 +112,17 @@ def region(body: Body, inputs: Sequence[Ref], outputs: Sequence[Ref]) -> tuple[S
     return Subgraph(body, tuple(members), tuple(inputs), tuple(outputs)), list(dict.fromkeys(elsewhere))
 
 
-def side_exits(subgraph: Subgraph, leads_on: AbstractSet[int], kept: AbstractSet[Ref]) -> list[tuple[int, str]]:
+def side_exits(
+    subgraph: Subgraph, leads_on: AbstractSet[int], kept: AbstractSet[Ref], flows: Flows
+) -> list[tuple[int, str]]:
     """Tensors inside that something outside uses and that gradients come back from: member, name of the user."""
     body, inside, outputs = subgraph.body, set(subgraph.members), set(subgraph.outputs)
     exits = [
         (ref[0], node.name)
         for position, node in enumerate(body.nodes)
         if position not in inside and id(node) in leads_on
-        for ref in node.inputs
-        if ref[0] in inside and ref not in outputs
+        for index, ref in enumerate(node.inputs)
+        if ref[0] in inside and ref not in outputs and flows_to(node, index, flows)
     ]
     asked = [*body.results, *sorted(kept)]
     exits += [(ref[0], "the results") for ref in asked if ref[0] in inside and ref not in outputs]

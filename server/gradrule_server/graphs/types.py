@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradrule import _infer, _opdefs
-from gradrule._dtypes import name_of
+from gradrule._dtypes import base, name_of
 from gradrule.v1.graph_pb2 import AttrValue, NameAttrList
 from gradrule.v1.tensor_pb2 import TensorShape
 from gradrule_server.graphs.findings import Findings, Reason, quote
@@ -162,7 +162,9 @@ class Typing:
         for attr, bodies in node.functions:
             for body in bodies:
                 name = f"the function {quote(body.name)}, its {attr}"
-                self._same(node, where, f"the arguments of {name},", body.arg_types, args, "what the node passes on")
+                # A reference is handed on as its value.
+                given = [base(dtype) for dtype in args]
+                self._same(node, where, f"the arguments of {name},", body.arg_types, given, "what the node passes on")
                 if attr == "cond":
                     if len(body.result_types) != 1:
                         message = f"{where}: {name}, has {len(body.result_types)} results instead of one condition."

@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from gradrule import _infer, _opdefs
 from gradrule._dtypes import as_dt
 from gradrule.v1 import graph_pb2
 from gradrule.v1.graph_pb2 import AttrValue, Graph, NameAttrList, Versions
-from gradrule_server.graphs.ir import ARG, CALLS, LOOPS, Body, Node, Ref, is_call
+from gradrule_server.graphs.ir import ARG, CALLS, GRADIENT_ATTR, LOOPS, Body, Node, Ref, is_call
 from gradrule_server.graphs.prune import bodies_of
-from gradrule_server.graphs.resolve import GRADIENT_ATTR
 
 GRADIENT_NAME = b"gradrule"
 MARK_ATTR = "_gradrule_mark"
 
 
-def write_graph(top: Body, versions: Versions) -> bytes:
-    """The message's bytes; functions in the order in which they are met."""
-    graph = Graph()
-    graph.versions.CopyFrom(versions)
-    # A graph that names no version was made by a builder of today. Below 24 TensorFlow would take a placeholder's shape
-    # () for unknown, and it would let ops through that it has deprecated since.
-    graph.versions.producer = graph.versions.producer or _opdefs.graph_version()
-    for body in bodies_of(top):
-        if body.name:
-            _write_function(body, graph.library.function.add())
+def write_graph(top: Body, rules: Iterable[Body], versions: Versions) -> bytes:
+    """The message's bytes; functions in the order in which they are met, those that `rules` use included."""
+    graph = Graph(versions=written_versions(versions))
+    for root in (top, *rules):
+        for body in bodies_of(root):
+            if body is not root:
+                _write_function(body, graph.library.function.add())
     for node in top.nodes:
         message = graph.node.add()
-        _write_node(node, message)
+        write_node(node, message)
         message.input.extend(_top_name(top, ref) for ref in node.inputs)
         message.input.extend(f"^{top.nodes[control].name}" for control in node.controls)
     return graph.SerializeToString()
+
+
+def written_versions(versions: Versions) -> Versions:
+    """The versions of a graph that is written."""
+    written = Versions()
+    written.CopyFrom(versions)
+    # A graph that names no version was made by a builder of today. Below 24 TensorFlow would take a placeholder's shape
+    # () for unknown, and it would let ops through that it has deprecated since.
+    written.producer = written.producer or _opdefs.graph_version()
+    return written
 
 
 def tensor_name(body: Body, ref: Ref) -> str:
@@ -42,7 +50,8 @@ def _top_name(top: Body, ref: Ref) -> str:
     return f"{name}:{ref[1]}" if ref[1] else name
 
 
-def _write_node(node: Node, message: graph_pb2.Node) -> None:
+def write_node(node: Node, message: graph_pb2.Node) -> None:
+    """A node without its inputs."""
     message.name = node.name
     message.op = node.op
     for name, value in node.attrs.items():
@@ -87,7 +96,7 @@ def _write_function(body: Body, message: graph_pb2.Function) -> None:
     layouts: dict[int, list[str]] = {}
     for node in body.nodes[body.arg_count :]:
         target = message.node_def.add()
-        _write_node(node, target)
+        write_node(node, target)
         target.input.extend(_inner_name(body, ref, layouts) for ref in node.inputs)
         target.input.extend(
             f"^{body.nodes[control].name}" for control in node.controls if body.nodes[control].op != ARG

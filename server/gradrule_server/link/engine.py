@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import Finding, GradruleError, error
@@ -29,8 +30,16 @@ _CANCEL_PATIENCE_S = 5.0
 class Engine:
     """One engine, replaced at once when it dies. All calls come from one asyncio loop."""
 
-    def __init__(self, device: str, threads: int, on_change: Callable[[bool], None] = lambda ready: None) -> None:
+    def __init__(
+        self,
+        device: str,
+        threads: int,
+        on_change: Callable[[bool], None] = lambda ready: None,
+        *,
+        blob_folder: Path | None = None,
+    ) -> None:
         self._device = device
+        self._blob_folder = blob_folder
         self._threads = threads
         self._on_change = on_change
         self._engine: EngineProcess | None = None
@@ -123,7 +132,7 @@ class Engine:
             await self._engine.stop()
 
     async def _start(self) -> None:
-        engine = self._engine = await start_process(self._device, self._threads)
+        engine = self._engine = await start_process(self._device, self._threads, self._blob_folder)
         try:
             self.greeting = await engine.greet()
         except BaseException:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-LINK_VERSION = 1
+LINK_VERSION = 2
 
 _HEADER = struct.Struct("<QIQ")
 HEADER_BYTES = _HEADER.size
@@ -28,6 +28,11 @@ class Kind(enum.IntEnum):
     RAN = 5
     UNLOAD = 6
     FAULT = 7
+    FORWARD = 8
+    PULL_BACK = 9
+    RELEASE = 10
+    SESSION = 11
+    END_SESSION = 12
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from gradrule_server.link.connection import Connection, EngineGone
 from gradrule_server.link.framing import LINK_VERSION
@@ -78,7 +79,7 @@ class EngineProcess:
         return f"exit code {code}" if code >= 0 else f"signal {-code}"
 
 
-async def start_process(device: str, threads: int) -> EngineProcess:
+async def start_process(device: str, threads: int, blob_folder: Path | None) -> EngineProcess:
     """Starts a process that has yet to greet. `OSError` where the operating system has no room for one."""
     ours, theirs = socket.socketpair()
     try:
@@ -88,6 +89,7 @@ async def start_process(device: str, threads: int) -> EngineProcess:
                 "-m",
                 "gradrule_server.engine",
                 *("--fd", str(theirs.fileno()), "--device", device, "--threads", str(threads)),
+                *(() if blob_folder is None else ("--blobs", str(blob_folder.absolute()))),
                 pass_fds=[theirs.fileno()],
                 env=_environment(),
                 stdin=asyncio.subprocess.DEVNULL,

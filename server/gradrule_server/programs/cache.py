@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 from gradrule_server.programs.compiled import Compiled
 from gradrule_server.programs.loaded import Loadable
-from gradrule_server.programs.prepare import CallShape
+from gradrule_server.programs.shape import CallShape
 
 # What a message's content takes at least as Python objects, in proportion to its bytes.
 _OBJECT_FACTOR = 8

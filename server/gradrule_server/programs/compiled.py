@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, override_pb2, program_pb2, rule_pb2, tensor_pb2
 from gradrule_server import graphs
 from gradrule_server.errors import Finding, GradruleError
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.programs.prepare import Prepared, canonical
+from gradrule_server.programs.prepare import Prepared
+from gradrule_server.programs.shape import canonical
 
 _ACTIVE = override_pb2.RESOLUTION_STATUS_ACTIVE
 _OFF_PATH = override_pb2.RESOLUTION_STATUS_OFF_PATH
@@ -31,6 +33,8 @@ _STATUS_TEXT = {
     _NOT_DIFFERENTIABLE: "of a type without gradients",
 }
 _SHOWN_NODES = 5
+_NO_RANK = " (none has the rank)"
+_NONE_MADE = " (the graph has none, and through none that a gradient makes)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,8 @@ def compiled(prepared: Prepared, reply: link_pb2.CompileReply, device: str) -> C
     statuses = _statuses(expanded, reply)
     matches = [(match, status) for match, status in zip(expanded.matches, statuses, strict=True) if status != _NO_MATCH]
     if prepared.request.ys:
-        _check_effect(prepared, matches)
+        made = {prepared.request.made[index].rule for index in reply.made}
+        _check_effect(prepared, matches, made)
     resolutions = [
         override_pb2.Resolution(
             node=match.node,
@@ -101,6 +106,7 @@ def compiled(prepared: Prepared, reply: link_pb2.CompileReply, device: str) -> C
         defaulted=reply.defaulted,
         device=device,
         rewritten=expanded.rewritten,
+        aliases=prepared.aliases,
     )
     tail = evaluate_pb2.EvaluateResponse(overrides=resolutions, defaulted=reply.defaulted, rewritten=expanded.rewritten)
     return Compiled(
@@ -109,7 +115,7 @@ def compiled(prepared: Prepared, reply: link_pb2.CompileReply, device: str) -> C
         tail=tail.SerializeToString(),
         digests_tail=evaluate_pb2.EvaluateResponse(digests=digests).SerializeToString(),
         placeholders=frozenset(canonical(name) for name in expanded.placeholders),
-        used_rules=frozenset(mark.rule for mark in expanded.marks),
+        used_rules=frozenset(mark.rule for mark in expanded.marks) | {made.rule for made in prepared.request.made},
     )
 
 
@@ -125,27 +131,32 @@ def _statuses(expanded: graphs.Expanded, reply: link_pb2.CompileReply) -> list[o
 
 
 def _check_effect(
-    prepared: Prepared, matches: Sequence[tuple[graphs.Match, override_pb2.ResolutionStatus.ValueType]]
+    prepared: Prepared,
+    matches: Sequence[tuple[graphs.Match, override_pb2.ResolutionStatus.ValueType]],
+    made: AbstractSet[int],
 ) -> None:
+    """`made`: rules that nodes made by gradients asked for."""
     findings: list[Finding] = []
     by_override: dict[int, list[tuple[graphs.Match, override_pb2.ResolutionStatus.ValueType]]] = {}
     for match, status in matches:
         by_override.setdefault(match.override, []).append((match, status))
+    asked = {item.index for item in prepared.table.specs if item.made_op_types and item.rule_index in made}
     # A preset is many overrides under one index, and has an effect if one of them has.
     for item in {item.index: item for item in prepared.table.specs if not item.optional}.values():
         hits = by_override.get(item.index, [])
-        if any(status == _ACTIVE for _, status in hits):
+        if item.index in asked or any(status == _ACTIVE for _, status in hits):
             continue
         what = f"preset {item.label!r}" if item.is_preset else f"override {item.label!r} (rule {item.rule_name!r})"
         shown = "; ".join(
             f"{match.node!r} ({match.op_type}): {_STATUS_TEXT[status]}" for match, status in hits[:_SHOWN_NODES]
         )
+        nothing = _NONE_MADE if item.made_op_types else _NO_RANK
         more = f"; and {len(hits) - _SHOWN_NODES} more" if len(hits) > _SHOWN_NODES else ""
         findings.append(
             Finding(
                 errors_pb2.ERROR_REASON_INACTIVE_OVERRIDE,
                 f"{what} has no effect: no gradient passes through any node that it matches"
-                f"{': ' if shown else ' (none has the rank)'}{shown}{more}. Say optional if that is meant.",
+                f"{': ' if shown else nothing}{shown}{more}. Say optional if that is meant.",
                 node=hits[0][0].node if hits else "",
                 field=f"overrides[{item.index}]",
             )

@@ -12,24 +12,27 @@ from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.cache import Runnable
 from gradrule_server.programs.compiled import compiled
 from gradrule_server.programs.loaded import Loadable, LoadedPrograms
-from gradrule_server.programs.prepare import CallShape, Prepared, prepare
+from gradrule_server.programs.prepare import Prepared, prepare
 from gradrule_server.programs.retries import Retries
 from gradrule_server.programs.rule_lookup import RuleLookup
+from gradrule_server.programs.shape import CallShape
+from gradrule_server.registry.blobs import BlobStore
 
 
 class Compiler:
     """Compiles; keeps nothing."""
 
-    def __init__(self, engine: Engine, loaded: LoadedPrograms, limits: graphs.Limits) -> None:
+    def __init__(self, engine: Engine, loaded: LoadedPrograms, limits: graphs.Limits, blobs: BlobStore) -> None:
         self._engine = engine
         self._loaded = loaded
         self._limits = limits
+        self._blobs = blobs
 
     async def compile(
         self, spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, retries: Retries
     ) -> Runnable:
         """The program for calls of this shape; `GradruleError` with all that is wrong with it."""
-        prepared, loadable = await asyncio.to_thread(_prepare, spec, call, lookup, self._limits)
+        prepared, loadable = await asyncio.to_thread(_prepare, spec, call, lookup, self._limits, self._blobs)
 
         async def load() -> link_pb2.CompileReply:
             with self._loaded.held(loadable) as held:
@@ -41,11 +44,12 @@ class Compiler:
 
 
 def _prepare(
-    spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, limits: graphs.Limits
+    spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, limits: graphs.Limits, blobs: BlobStore
 ) -> tuple[Prepared, Loadable]:
     """Prepares, and leaves the graph's bytes in one place: the message that goes to engines."""
-    prepared = prepare(spec, call, lookup, limits)
-    loadable = Loadable(prepared.key, prepared.request.SerializeToString())
+    prepared = prepare(spec, call, lookup, limits, blobs)
+    request = prepared.request.SerializeToString()
+    loadable = Loadable(prepared.key, request, prepared.blobs, prepared.expanded.nodes)
     # A message gives up its memory as a whole: the rest is copied, then the whole goes.
     prepared.request.ClearField("graph")
     rest = link_pb2.CompileRequest()

@@ -10,21 +10,23 @@ import hashlib
 import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
 from gradrule_server import graphs
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.faults import NotLoaded
-from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.cache import Inline, ProgramCache, Runnable
 from gradrule_server.programs.compiler import Compiler
 from gradrule_server.programs.kept import KeptPrograms
 from gradrule_server.programs.loaded import LoadedPrograms
-from gradrule_server.programs.prepare import CallShape, canonical
 from gradrule_server.programs.retries import Retries
 from gradrule_server.programs.rule_lookup import RegistryLookup
+from gradrule_server.programs.running import Forward, How, Once
+from gradrule_server.programs.shape import CallShape, canonical
+from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.programs import ProgramRegistry
 from gradrule_server.registry.rules import RuleRegistry
 
@@ -43,15 +45,17 @@ class ProgramHouse:
         programs: ProgramRegistry,
         engine: Engine,
         limits: graphs.Limits,
+        blobs: BlobStore,
         *,
         capacity: int,
         capacity_bytes: int,
     ) -> None:
         self._rules = rules
         self._engine = engine
-        self._loaded = LoadedPrograms(engine, capacity, capacity_bytes)
+        self._blobs = blobs
+        self._loaded = LoadedPrograms(engine, blobs, capacity, capacity_bytes)
         self._cache = ProgramCache(capacity, capacity_bytes)
-        self._compiler = Compiler(engine, self._loaded, limits)
+        self._compiler = Compiler(engine, self._loaded, limits, blobs)
         self.kept = KeptPrograms(programs, rules, self._compiler, self._cache)
 
     async def evaluate(
@@ -61,32 +65,84 @@ class ProgramHouse:
 
         `raw`: the request's bytes; `ends_at`: loop time of the deadline.
         """
+        return (await self._evaluate(request, raw, call_shape(request), received_ns, Once(ends_at)))[0]
+
+    async def forward(
+        self, request: evaluate_pb2.EvaluateRequest, handle: str, received_ns: int, ends_at: float
+    ) -> tuple[bytes, int, int]:
+        """Runs the forward part and has the engine keep what pulling back needs, under the name `handle`.
+
+        Returns an `EvaluateResponse`'s bytes, the bytes kept, and the engine's generation.
+        """
+        call = replace(call_shape(request), split=True)
+        how = Forward(ends_at, handle)
+        answer, generation = await self._evaluate(request, request.SerializeToString(), call, received_ns, how)
+        return answer, how.kept_bytes, generation
+
+    async def compile_for_session(self, spec: program_pb2.ProgramSpec, call: CallShape) -> Runnable:
+        """A program whose variables are a session's; whoever asks keeps it."""
+        lookup = RegistryLookup(self._rules)
+        return await self._compiler.compile(spec, replace(call, session=True), lookup, Retries(self._engine))
+
+    async def run_inline(self, request: evaluate_pb2.EvaluateRequest, received_ns: int, how: How) -> bytes:
+        """Runs the program that a request brings along, in some way."""
+        return (await self._evaluate(request, b"", call_shape(request), received_ns, how))[0]
+
+    async def run(
+        self,
+        program: Runnable,
+        request: evaluate_pb2.EvaluateRequest,
+        received_ns: int,
+        compile_started_ns: int,
+        how: How,
+        *,
+        payload: bytes | None = None,
+        retries: Retries | None = None,
+        is_new: bool = False,
+    ) -> tuple[bytes, int]:
+        """Runs a program on the values of a request; an `EvaluateResponse`'s bytes, and the engine's generation.
+
+        `payload`: bytes of a request with these values, where there are some already.
+        """
+        if payload is None:
+            values = evaluate_pb2.EvaluateRequest(
+                feeds=request.feeds, grad_ys=request.grad_ys, tangents=request.tangents, vectors=request.vectors
+            )
+            payload = values.SerializeToString()
+        run = link_pb2.RunRequest(request=payload, params=program.compiled.settings(request.params))
+
+        async def attempt() -> tuple[bytes, bool, int]:
+            return await self._run(program, run, received_ns, compile_started_ns, how)
+
+        with self._blobs.held(_blobs(request)):
+            answer, is_loaded_now, generation = await (retries or Retries(self._engine)).run(attempt)
+        # Concatenating messages merges them, so an answer of any size is not parsed again here.
+        tail = evaluate_pb2.EvaluateResponse()
+        if is_new or is_loaded_now:
+            tail.timings.compile.FromNanoseconds(run.received_ns - received_ns)
+        return b"".join([answer, program.compiled.digests_tail, tail.SerializeToString()]), generation
+
+    async def _evaluate(
+        self, request: evaluate_pb2.EvaluateRequest, raw: bytes, call: CallShape, received_ns: int, how: How
+    ) -> tuple[bytes, int]:
+        """An `EvaluateResponse`'s bytes, and the generation of the engine that ran."""
         target = request.WhichOneof("target")
         if target is None:
             raise error(
                 errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the request names no program and holds none", field="target"
             )
-        call = _call_shape(request)
         retries = Retries(self._engine)
         compile_started = time.monotonic_ns()
+        payload = None
         if target == "program":
             program, is_new = await self.kept.find(request.program, call, retries)
             payload = raw
         else:
             program, is_new = await self._inline(request.spec, call, retries)
-            payload = evaluate_pb2.EvaluateRequest(feeds=request.feeds, grad_ys=request.grad_ys).SerializeToString()
-        run = link_pb2.RunRequest(request=payload, params=program.compiled.settings(request.params))
-
-        async def attempt() -> tuple[bytes, bool]:
-            return await self._run(program, run, received_ns, compile_started, ends_at)
-
-        answer, is_loaded_now = await retries.run(attempt)
-        # Concatenating messages merges them, so an answer of any size is not parsed again here.
-        tail = evaluate_pb2.EvaluateResponse()
-        if is_new or is_loaded_now:
-            tail.timings.compile.FromNanoseconds(run.received_ns - received_ns)
-        parts = [answer, program.compiled.digests_tail, tail.SerializeToString()]
-        return b"".join([*parts, program.compiled.tail] if target == "spec" else parts)
+        answer, generation = await self.run(
+            program, request, received_ns, compile_started, how, payload=payload, retries=retries, is_new=is_new
+        )
+        return (answer + program.compiled.tail if target == "spec" else answer), generation
 
     async def compile(self, spec: program_pb2.ProgramSpec, program_id: str) -> program_pb2.Program:
         """Compiles and keeps a program."""
@@ -116,17 +172,18 @@ class ProgramHouse:
         return program, True
 
     async def _run(
-        self, program: Runnable, run: link_pb2.RunRequest, received_ns: int, compile_started_ns: int, ends_at: float
-    ) -> tuple[bytes, bool]:
-        """Runs on the engine as it is now; tells also whether the program had to be loaded first."""
+        self, program: Runnable, run: link_pb2.RunRequest, received_ns: int, compile_started_ns: int, how: How
+    ) -> tuple[bytes, bool, int]:
+        """Runs on the engine as it is now; tells also whether the program had to be loaded first, and which engine."""
         with self._loaded.held(program.loadable) as load:
             is_loaded_now = not load.is_ready
             await self._loaded.wait(load)
             run.key = load.engine_key
             # Queueing is counted from here: what came before is compiling.
             run.received_ns = received_ns + time.monotonic_ns() - compile_started_ns
+            generation = self._engine.generation
             try:
-                return await self._engine.call(Kind.RUN, run.SerializeToString(), ends_at), is_loaded_now
+                return await how.on(self._engine, run), is_loaded_now, generation
             except NotLoaded:
                 self._loaded.forget(load)
                 raise
@@ -138,14 +195,26 @@ _NOT_FINDINGS = frozenset(
         errors_pb2.ERROR_REASON_ENGINE_UNAVAILABLE,
         errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED,
         errors_pb2.ERROR_REASON_INTERNAL,
+        errors_pb2.ERROR_REASON_BLOB_NOT_FOUND,
     }
 )
 
 
-def _call_shape(request: evaluate_pb2.EvaluateRequest) -> CallShape:
+def _blobs(request: evaluate_pb2.EvaluateRequest) -> list[str]:
+    """Blobs that the call's values are."""
+    values = (*request.feeds, *request.grad_ys, *request.tangents, *request.vectors)
+    return [item.value.blob.sha256 for item in values if item.value.HasField("blob")]
+
+
+def call_shape(request: evaluate_pb2.EvaluateRequest) -> CallShape:
+    """The structure of a call; UNKNOWN_FEED where a name is given twice, or is no name."""
     return CallShape(
         _names([item.name for item in request.feeds], "feeds"),
         _names([item.name for item in request.grad_ys], "grad_ys"),
+        request.derivative,
+        _names([item.name for item in request.tangents], "tangents"),
+        _names([item.name for item in request.vectors], "vectors"),
+        request.stacked_grad_ys,
     )
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from gradrule.v1 import program_pb2
 from gradrule_server.programs.cache import NameChanges, Named, ProgramCache, Runnable
 from gradrule_server.programs.compiler import Compiler
-from gradrule_server.programs.prepare import CallShape, override_values
+from gradrule_server.programs.prepare import override_values
 from gradrule_server.programs.retries import Retries
 from gradrule_server.programs.rule_lookup import RegistryLookup, SnapshotLookup
+from gradrule_server.programs.shape import CallShape
 from gradrule_server.registry.programs import ProgramRegistry
 from gradrule_server.registry.rules import RuleRegistry
 
@@ -49,7 +51,7 @@ class KeptPrograms:
         """The program for a call of this shape, and whether it was made just now."""
         full = name if name.startswith(_PREFIX) else _PREFIX + name
         base, is_new = await self._find(Named(full, _BASE), retries)
-        variant = CallShape(call.feeds - base.compiled.placeholders, call.grad_ys)
+        variant = replace(call, feeds=call.feeds - base.compiled.placeholders)
         if variant == _BASE:
             return base, is_new
         return await self._find(Named(full, variant), retries)

@@ -47,6 +47,24 @@ class OverrideTable:
                 self.settings[index, param.name] = write_param_value(param.default)
         return index
 
+    def bring(self, label: str) -> int:
+        """A place for a rule that the graph brings along; returns its index."""
+        return self.bind(ResolvedRule(label, None, brought=True), label)
+
+    def fill(self, brought: Mapping[int, bytes]) -> None:
+        """Gives rules that the graph brings along their content, by index."""
+        for index, graph_bytes in brought.items():
+            label = self.bound[index].label
+            try:
+                content = RuleContent(graph_bytes=graph_bytes, brought=True)
+            except GradruleError as cause:
+                findings = [
+                    Finding(item.reason, f"rule {label!r}, which the graph brings along: {item.message}", item.node)
+                    for item in cause.findings
+                ]
+                raise GradruleError(findings) from cause
+            self.bound[index] = BoundOverride(ResolvedRule(label, content, brought=True), label)
+
     def messages(self) -> list[link_pb2.BoundRule]:
         """The bound rules as the engine takes them."""
         return [_message(bound.rule) for bound in self.bound]
@@ -158,6 +176,8 @@ class OverrideTable:
 def _message(rule: ResolvedRule) -> link_pb2.BoundRule:
     if rule.content is None:
         return link_pb2.BoundRule(name=rule.name, op_gradient=rule.name)
+    if rule.content.brought:
+        return link_pb2.BoundRule(name=rule.name, brought=rule.content.graph_bytes or b"")
     if rule.content.code is not None:
         return link_pb2.BoundRule(name=rule.name, code=rule.content.code)
     return link_pb2.BoundRule(name=rule.name, definition=rule.content.to_definition())
@@ -190,7 +210,13 @@ def read_overrides(overrides: Sequence[override_pb2.Override], lookup: RuleLooku
             table.findings += table.set_params(table.settings, bound, override.params, f"{where}.params")
         table.specs.append(
             OverrideSpec(
-                override.selector, bound, DEFAULT_RULE if rule is None else rule.name, label, override.optional, index
+                override.selector,
+                bound,
+                DEFAULT_RULE if rule is None else rule.name,
+                label,
+                override.optional,
+                index,
+                every_order=_holds_always(override),
             )
         )
     return table
@@ -222,7 +248,18 @@ def _add_preset(table: OverrideTable, override: override_pb2.Override, index: in
             table.findings += table.set_params(table.settings, bound, entry.params, f"{where}.preset")
             for param in table.declared(bound):
                 declared.setdefault(param, []).append(bound)
-        table.specs.append(OverrideSpec(entry.selector, bound, name, label, override.optional, index, is_preset=True))
+        table.specs.append(
+            OverrideSpec(
+                entry.selector,
+                bound,
+                name,
+                label,
+                override.optional,
+                index,
+                is_preset=True,
+                every_order=_holds_always(override),
+            )
+        )
     for name, value in choice.params.items():
         if name not in declared:
             message = (
@@ -236,6 +273,10 @@ def _add_preset(table: OverrideTable, override: override_pb2.Override, index: in
             table.findings += table.set_params(table.settings, bound, {name: value}, f"{where}.preset.params")
 
 
+def _holds_always(override: override_pb2.Override) -> bool:
+    return override.order == override_pb2.OVERRIDE_ORDER_ALL
+
+
 def _bind(table: OverrideTable, rule: ResolvedRule | None, label: str) -> int:
     return OWN_GRADIENT if rule is None else table.bind(rule, label)
 
@@ -247,6 +288,7 @@ def _default_label(selector: override_pb2.Selector) -> str:
         or selector.scope
         or selector.node_regex
         or "+".join(selector.pattern)
+        or selector.region_name
         or next(iter(selector.region.outputs), "")
     )
 

@@ -6,27 +6,26 @@ import hashlib
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gradrule.v1 import errors_pb2, graph_pb2, override_pb2, program_pb2, rule_pb2, tensor_pb2
 from gradrule_server import graphs
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.programs.derivative import Wish, wish_of
 from gradrule_server.programs.overrides import OverrideTable, read_overrides
-from gradrule_server.programs.rule_lookup import RuleLookup
+from gradrule_server.programs.rule_lookup import ResolvedRule, RuleLookup
+from gradrule_server.programs.shape import CallShape, canonical
+from gradrule_server.programs.values import Values, bind
+from gradrule_server.registry.blobs import BlobStore
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Goes into every digest: programs of another format are other programs."""
 
 _serial = itertools.count()
 
-
-@dataclass(frozen=True, slots=True)
-class CallShape:
-    """What of a call's structure, not of its values, a program depends on. Names are canonical: `y`, not `y:0`."""
-
-    feeds: frozenset[str] = frozenset()
-    grad_ys: frozenset[str] = frozenset()
+_ABOUT_NAMES = (errors_pb2.ERROR_REASON_UNKNOWN_TENSOR, errors_pb2.ERROR_REASON_UNKNOWN_FEED)
+_SHOWN_ALIASES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,50 +37,63 @@ class Prepared:
     request: link_pb2.CompileRequest
     table: OverrideTable
     expanded: graphs.Expanded
+    aliases: dict[str, str]
+    # Blobs that an engine reads when it loads the program.
+    blobs: tuple[str, ...] = ()
 
 
-def canonical(name: str) -> str:
-    """`y:0` and `y` are one tensor."""
-    return name.removesuffix(":0")
-
-
-def prepare(spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, limits: graphs.Limits) -> Prepared:
+def prepare(
+    spec: program_pb2.ProgramSpec,
+    call: CallShape,
+    lookup: RuleLookup,
+    limits: graphs.Limits,
+    store: BlobStore,
+) -> Prepared:
     """Checks and expands; raises `GradruleError` with all that is wrong."""
-    graph_bytes, graph = _graph_of(spec)
+    graph_bytes, graph = graph_of(spec, limits, store)
     graph_digest = hashlib.sha256(graph_bytes).hexdigest()
+    variables = [item.name for item in spec.variables]
     # Feeding a placeholder is what placeholders are for: it makes no other program.
-    call = CallShape(call.feeds - graphs.placeholders(graph), call.grad_ys)
-    vjp = spec.vjp
+    call = replace(call, feeds=call.feeds - graphs.placeholders(graph, variables))
+    wish, findings = wish_of(spec, call)
     table = read_overrides(spec.overrides, lookup)
-    findings = [*_check_wishes(spec, call), *table.findings]
+    findings += [*_check_wishes(spec, wish), *table.findings]
 
     def known_rule(name: str, op_type: str) -> int:
         # Labelled as the entry `{op_type: name}` of a map would be.
         return table.bind(lookup.resolve(name), op_type)
 
-    upstream = {canonical(item.y): item.tensor for item in vjp.grad_ys}
     try:
         expanded = graphs.expand(
             graph,
             graphs.ExpandRequest(
                 fetches=list(spec.fetches),
-                ys=list(vjp.ys),
-                xs=list(vjp.xs),
-                grad_y_tensors=list(upstream.values()),
-                stop_gradients=list(vjp.stop_gradients),
+                ys=wish.ys,
+                xs=wish.xs,
+                grad_y_tensors=list(wish.grad_ys.values()),
+                stop_gradients=wish.stop_gradients,
                 fed=sorted(call.feeds),
                 overrides=table.specs,
                 rewrites=list(spec.rewrites),
+                derivative=wish.part,
+                again=wish.again,
                 known_rule=known_rule,
+                bring=table.bring,
                 # TensorFlow's functions have names for the whole process, so no two programs may share one.
                 namespace=f"gr{next(_serial)}",
+                variables=variables,
+                with_updates=call.session,
+                stateful=call.session,
             ),
             limits,
         )
     except GradruleError as cause:
-        raise GradruleError([*cause.findings, *findings]) from None
+        raise GradruleError([*(_with_aliases(item, spec) for item in cause.findings), *findings]) from None
+    findings += wish.undirected(expanded)
     if findings:
         raise GradruleError(findings)
+    table.fill(expanded.brought)
+    values = bind(spec, expanded, store, limits)
 
     request = link_pb2.CompileRequest(
         graph=expanded.graph_bytes,
@@ -95,6 +107,8 @@ def prepare(spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, 
                 otherwise=mark.otherwise,
                 op_type=mark.op_type,
                 is_step=mark.is_step,
+                subgraph_inputs=mark.inputs,
+                every_order=mark.every_order,
             )
             for mark in expanded.marks
         ],
@@ -102,21 +116,50 @@ def prepare(spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, 
         scopes=expanded.scopes,
         inputs=[_input_spec(item) for item in expanded.inputs if not item.optional],
         fetches=_endpoints(spec.fetches, expanded),
-        ys=_endpoints(vjp.ys, expanded),
-        xs=_endpoints(vjp.xs, expanded),
-        grad_ys=[_upstream(y, upstream, call, expanded) for y in vjp.ys],
+        ys=_endpoints(wish.ys, expanded),
+        xs=_endpoints(wish.xs, expanded),
+        grad_ys=[_upstream(y, wish, expanded) for y in wish.ys],
         # One that nothing asked for depends on is not in the expanded graph.
-        stop_gradients=[expanded.tensor_names[name] for name in vjp.stop_gradients if name in expanded.tensor_names],
-        unconnected_gradients=vjp.unconnected_gradients,
+        stop_gradients=[expanded.tensor_names[name] for name in wish.stop_gradients if name in expanded.tensor_names],
+        unconnected_gradients=wish.unconnected_gradients,
         no_gradient=spec.no_gradient,
+        derivative=wish.kind,
+        stacked_grad_ys=wish.stacked,
+        split=call.split,
+        directions=wish.directed(expanded),
+        made=_made(table) if wish.again else (),
+        variables=values.bound,
+        updates=[link_pb2.Endpoint(name=name, tensor=tensor) for name, tensor in expanded.updates.items()],
+        input_aliases={alias: item.name for item in expanded.inputs for alias in item.aliases},
     )
-    key = _digest(graph_digest, spec, call, table)
+    key = _digest(graph_digest, spec, call, wish, request, table, values)
     request.key = key
-    return Prepared(key, graph_digest, request, table, expanded)
+    return Prepared(key, graph_digest, request, table, expanded, dict(spec.aliases), values.blobs)
 
 
-def _graph_of(spec: program_pb2.ProgramSpec) -> tuple[bytes, graph_pb2.Graph]:
+def _with_aliases(finding: Finding, spec: program_pb2.ProgramSpec) -> Finding:
+    """A client puts names in the places of aliases; whoever misspells one is told those that there are."""
+    if not spec.aliases or finding.reason not in _ABOUT_NAMES:
+        return finding
+    shown = ", ".join(f"{alias!r}" for alias in itertools.islice(sorted(spec.aliases), _SHOWN_ALIASES))
+    more = f" and {len(spec.aliases) - _SHOWN_ALIASES} more" if len(spec.aliases) > _SHOWN_ALIASES else ""
+    return replace(finding, message=f"{finding.message} Aliases: {shown}{more}.")
+
+
+def graph_of(spec: program_pb2.ProgramSpec, limits: graphs.Limits, store: BlobStore) -> tuple[bytes, graph_pb2.Graph]:
+    """The graph's bytes, and the graph. BLOB_NOT_FOUND, LIMIT_EXCEEDED, INVALID_GRAPH."""
     source = spec.graph.WhichOneof("source")
+    if source == "blob_sha256":
+        size = store.size(spec.graph.blob_sha256)
+        if size > limits.graph_bytes:
+            raise error(
+                errors_pb2.ERROR_REASON_LIMIT_EXCEEDED,
+                f"the graph has {size} bytes; {limits.graph_bytes} is the most, unless the server is started with a "
+                "larger --max-graph-bytes",
+                field="spec.graph",
+            )
+        data = store.read(spec.graph.blob_sha256)
+        return data, graphs.parse(data)
     if source == "serialized":
         return spec.graph.serialized, graphs.parse(spec.graph.serialized)
     if source == "inline":
@@ -124,46 +167,43 @@ def _graph_of(spec: program_pb2.ProgramSpec) -> tuple[bytes, graph_pb2.Graph]:
     raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the program has no graph", field="spec.graph")
 
 
-def _check_wishes(spec: program_pb2.ProgramSpec, call: CallShape) -> list[Finding]:
-    vjp, findings = spec.vjp, []
+def _check_wishes(spec: program_pb2.ProgramSpec, wish: Wish) -> list[Finding]:
+    findings = []
 
     def add(reason: errors_pb2.ErrorReason.ValueType, message: str, field: str) -> None:
         findings.append(Finding(reason, message, field=field))
 
-    if not spec.fetches and not vjp.ys:
+    if not spec.fetches and not wish.ys:
         add(
             errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
             "nothing is asked for: name fetches, or ys and xs",
             "spec.fetches",
         )
-    if spec.overrides and not vjp.ys:
+    if spec.overrides and not wish.ys:
         add(
             errors_pb2.ERROR_REASON_INVALID_OVERRIDE,
             "there are overrides but no ys: overrides change gradients, and none is asked for",
             "spec.overrides",
         )
-    if bool(vjp.ys) != bool(vjp.xs):
-        given, missing = ("ys", "xs") if vjp.ys else ("xs", "ys")
-        add(errors_pb2.ERROR_REASON_INVALID_DERIVATIVE, f"there are {given} but no {missing}", f"spec.vjp.{missing}")
-    for value, enum, where in (
-        (vjp.unconnected_gradients, program_pb2.UnconnectedGradients, "spec.vjp.unconnected_gradients"),
-        (spec.no_gradient, program_pb2.NoGradient, "spec.no_gradient"),
-    ):
-        if value not in enum.values():
-            known = ", ".join(enum.keys()[1:])
-            add(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"there is no value {value}; there are {known}", where)
-    asked = [canonical(item.y) for item in vjp.grad_ys]
-    for name in sorted({name for name in asked if asked.count(name) > 1}):
-        add(errors_pb2.ERROR_REASON_INVALID_DERIVATIVE, f"grad_ys names {name!r} twice", "spec.vjp.grad_ys")
-    ys = {canonical(name) for name in vjp.ys}
-    for name in sorted({canonical(item.y) for item in vjp.grad_ys} | call.grad_ys):
-        if name not in ys:
-            add(
-                errors_pb2.ERROR_REASON_INVALID_DERIVATIVE,
-                f"grad_ys names {name!r}, which is none of the ys",
-                "grad_ys",
-            )
+    if spec.no_gradient not in program_pb2.NoGradient.values():
+        known = ", ".join(program_pb2.NoGradient.keys()[1:])
+        message = f"there is no value {spec.no_gradient}; there are {known}"
+        add(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, message, "spec.no_gradient")
+    for index, override in enumerate(spec.overrides):
+        if override.order not in override_pb2.OverrideOrder.values():
+            known = ", ".join(override_pb2.OverrideOrder.keys()[1:])
+            message = f"there is no value {override.order}; there are {known}"
+            add(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, message, f"overrides[{index}].order")
     return findings
+
+
+def _made(table: OverrideTable) -> list[link_pb2.MadeNode]:
+    """Rules for nodes that gradients make: those of overrides for every order that ask for an op type alone."""
+    return [
+        link_pb2.MadeNode(op_type=op_type, rule=item.rule_index)
+        for item in table.specs
+        for op_type in sorted(item.made_op_types)
+    ]
 
 
 def _input_spec(item: graphs.GraphInput) -> tensor_pb2.TensorSpec:
@@ -174,23 +214,26 @@ def _endpoints(names: Sequence[str], expanded: graphs.Expanded) -> list[link_pb2
     return [link_pb2.Endpoint(name=name, tensor=expanded.tensor_names[name]) for name in names]
 
 
-def _upstream(y: str, upstream: dict[str, str], call: CallShape, expanded: graphs.Expanded) -> link_pb2.Upstream:
+def _upstream(y: str, wish: Wish, expanded: graphs.Expanded) -> link_pb2.Upstream:
     name = canonical(y)
-    if name in call.grad_ys:
+    if name in wish.grad_ys_fed:
         return link_pb2.Upstream(fed=True)
-    if name in upstream:
-        return link_pb2.Upstream(tensor=expanded.tensor_names[upstream[name]])
+    if name in wish.grad_ys:
+        return link_pb2.Upstream(tensor=expanded.tensor_names[wish.grad_ys[name]])
     return link_pb2.Upstream(ones=True)
 
 
-def _digest(graph_digest: str, spec: program_pb2.ProgramSpec, call: CallShape, table: OverrideTable) -> str:
+def _digest(
+    graph_digest: str,
+    spec: program_pb2.ProgramSpec,
+    call: CallShape,
+    wish: Wish,
+    request: link_pb2.CompileRequest,
+    table: OverrideTable,
+    values: Values,
+) -> str:
     """SHA-256 over all that decides what is computed; param values are not part of it."""
-    rules = [
-        ["op", bound.rule.name]
-        if bound.rule.content is None
-        else ["content", bound.rule.content.digest, bound.rule.name]
-        for bound in table.bound
-    ]
+    rules = [_identity(bound.rule) for bound in table.bound]
     overrides = [
         [
             item.selector.SerializeToString(deterministic=True).hex(),
@@ -199,27 +242,33 @@ def _digest(graph_digest: str, spec: program_pb2.ProgramSpec, call: CallShape, t
             item.optional,
             item.index,
             item.is_preset,
+            item.every_order,
         ]
         for item in table.specs
     ]
-    vjp = spec.vjp
     content = {
         "format": FORMAT_VERSION,
         "graph": graph_digest,
         "rules": rules,
         "overrides": overrides,
         "fetches": list(spec.fetches),
-        "ys": list(vjp.ys),
-        "xs": list(vjp.xs),
-        "grad_ys": [[item.y, item.tensor] for item in vjp.grad_ys],
-        "grad_ys_fed": sorted(call.grad_ys),
         "feeds": sorted(call.feeds),
-        "stop_gradients": list(vjp.stop_gradients),
-        "unconnected_gradients": vjp.unconnected_gradients,
+        "derivative": wish.content(),
+        "directions": list(request.directions),
+        "split": request.split,
+        "session": call.session,
         "no_gradient": spec.no_gradient,
         "rewrites": list(spec.rewrites),
+        "variables": values.content,
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _identity(rule: ResolvedRule) -> list[str]:
+    if rule.brought:
+        # Its content is part of the graph; expanded, it has names of functions that differ each time.
+        return ["brought", rule.name]
+    return ["op", rule.name] if rule.content is None else ["content", rule.content.digest, rule.name]
 
 
 def override_values(table: OverrideTable) -> bytes:

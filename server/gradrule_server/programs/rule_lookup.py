@@ -14,10 +14,14 @@ from gradrule_server.rules import RuleContent
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRule:
-    """A rule by content: an expression or graph, or (None) the gradient that TensorFlow registers for `name`."""
+    """A rule by content: an expression or graph, or (None) the gradient that TensorFlow registers for `name`.
+
+    `brought`: the graph brings it along; its content is known once the graph is expanded.
+    """
 
     name: str
     content: RuleContent | None
+    brought: bool = False
 
 
 class RuleLookup(Protocol):

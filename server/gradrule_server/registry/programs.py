@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from gradrule.v1 import errors_pb2, program_pb2
 from gradrule_server.errors import GradruleError, Resource, did_you_mean, error
 from gradrule_server.registry import paging
+from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.store import ProgramContent, ProgramRow, Store
 
 _PREFIX = "programs/"
@@ -28,13 +29,17 @@ class StoredProgram:
 
 
 class ProgramRegistry:
-    """The programs of a store. Blocking; safe to use from several threads."""
+    """The programs of a store, which hold their blobs. Blocking; safe to use from several threads."""
 
-    def __init__(self, store: Store, *, max_programs: int = 10_000) -> None:
+    def __init__(self, store: Store, blobs: BlobStore, *, max_programs: int = 10_000) -> None:
         self._store = store
+        self._blobs = blobs
         self._max_programs = max_programs
         self._changing = threading.Lock()
         self._identities = store.program_identities()
+        self._held: dict[str, list[str]] = {}
+        for program_id, spec in store.program_specs():
+            self._hold_again(program_id, program_pb2.ProgramSpec.FromString(spec))
 
     def create(
         self,
@@ -50,9 +55,11 @@ class ProgramRegistry:
         overrides' param values, likewise; `program.digests.program` does not cover them. Without an id, one is made
         from the content.
 
-        Raises MALFORMED_REQUEST (the id), PROGRAM_EXISTS, LIMIT_EXCEEDED.
+        Raises MALFORMED_REQUEST (the id), PROGRAM_EXISTS, LIMIT_EXCEEDED, BLOB_NOT_FOUND.
         """
-        identity = _identity(program.digests.program, snapshot, override_values)
+        # What is told of a program is part of it; without aliases the identity is what it was before there were any.
+        aliases = [_without_graph(program_pb2.ProgramSpec(aliases=spec.aliases))] if spec.aliases else []
+        identity = _identity(program.digests.program, snapshot, override_values, *aliases)
         if program_id is None:
             # An id starts with a letter, so that it may also be asked for.
             program_id = f"p{identity[:32]}"
@@ -77,8 +84,16 @@ class ProgramRegistry:
             kept.name = _PREFIX + program_id
             kept.create_time.FromMicroseconds(now_us)
             row = ProgramRow(program_id, identity, kept.SerializeToString(), now_us)
-            self._store.add_program(row, ProgramContent(_without_graph(spec), _graph_bytes(spec), snapshot))
+            held = blobs_of(spec)
+            content = ProgramContent(_without_graph(spec), self._graph_bytes(spec), snapshot)
+            self._blobs.hold(held)
+            try:
+                self._store.add_program(row, content)
+            except BaseException:
+                self._blobs.let_go(held)
+                raise
             self._identities[program_id] = identity
+            self._held[program_id] = held
         return StoredProgram(program_id, identity, kept)
 
     def get(self, name: str) -> StoredProgram:
@@ -116,6 +131,23 @@ class ProgramRegistry:
                 raise self._not_found(name)
             self._store.remove_program(program_id)
             del self._identities[program_id]
+            self._blobs.let_go(self._held.pop(program_id, ()))
+
+    def _hold_again(self, program_id: str, spec: program_pb2.ProgramSpec) -> None:
+        """Holds what is still there: a file that somebody took away makes the program ask for it when it is run."""
+        held = blobs_of(spec)
+        gone = set(self._blobs.missing(held))
+        self._held[program_id] = [name for name in held if name not in gone]
+        self._blobs.hold(self._held[program_id])
+
+    def _graph_bytes(self, spec: program_pb2.ProgramSpec) -> bytes:
+        match spec.graph.WhichOneof("source"):
+            case "inline":
+                return spec.graph.inline.SerializeToString(deterministic=True)
+            case "blob_sha256":
+                return self._blobs.read(spec.graph.blob_sha256)
+            case _:
+                return spec.graph.serialized
 
     def _existing(self, program_id: str, identity: str) -> StoredProgram:
         stored = self.get(program_id)
@@ -157,7 +189,7 @@ def _without_graph(spec: program_pb2.ProgramSpec) -> bytes:
     return rest.SerializeToString(deterministic=True)
 
 
-def _graph_bytes(spec: program_pb2.ProgramSpec) -> bytes:
-    if spec.graph.WhichOneof("source") == "inline":
-        return spec.graph.inline.SerializeToString(deterministic=True)
-    return spec.graph.serialized
+def blobs_of(spec: program_pb2.ProgramSpec) -> list[str]:
+    """Blobs that the values of a program's variables are."""
+    found = (item.value.blob.sha256 for item in spec.variables if item.value.HasField("blob"))
+    return list(dict.fromkeys(found))

@@ -121,6 +121,11 @@ class Store:
             row = connection.execute(_program_rows().where(programs.c.id == program_id)).one_or_none()
             return None if row is None else ProgramRow(**row._mapping)
 
+    def program_specs(self) -> list[tuple[str, bytes]]:
+        """Id and spec of every program."""
+        with self._read() as connection:
+            return [(row.id, row.spec) for row in connection.execute(select(programs.c.id, programs.c.spec))]
+
     def programs_after(self, program_id: str, count: int) -> list[ProgramRow]:
         """At most `count` programs whose ids come after `program_id`, by id."""
         query = _program_rows().where(programs.c.id > program_id).order_by(programs.c.id).limit(count)

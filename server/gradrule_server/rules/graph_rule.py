@@ -37,11 +37,14 @@ class GraphForm:
     results: Mapping[int, str]
 
 
-def read_graph(serialized: bytes, params: Sequence[str]) -> GraphForm:
+def read_graph(serialized: bytes, params: Sequence[str], *, brought: bool = False) -> GraphForm:
     """The rule that a graph's bytes say.
 
     INVALID_GRAPH, DUPLICATE_NODE, DANGLING_INPUT, GRAPH_CYCLE, UNKNOWN_OP_TYPE where it is no graph; INVALID_RULE where
     it has no results, one of them twice, a function, or a placeholder that is neither a variable nor a declared param.
+
+    `brought`: it is the expanded gradient of a function, which a graph brought along: it may be a constant or nothing,
+    run functions of the program that it is part of, and say which gradients its nodes have.
     """
     graph = graph_pb2.Graph()
     try:
@@ -57,13 +60,16 @@ def read_graph(serialized: bytes, params: Sequence[str]) -> GraphForm:
                 errors_pb2.ERROR_REASON_DUPLICATE_NODE, "the rule's graph has two nodes of this name", node.name
             )
         nodes[node.name] = node
-    results = _results(nodes)
+    results = _results(nodes, required=not brought)
     reached = _reached(nodes, results.values())
     needed = set(reached)
     kept = graph_pb2.Graph(versions=graph.versions, node=[nodes[name] for name in reached])
-    _check_ops(kept.node, {function.signature.name for function in graph.library.function})
+    if not brought:
+        _check_functions(kept.node, {function.signature.name for function in graph.library.function})
+        _drop_notes(kept.node)
+    _check_ops(kept.node)
     variables, used_params = _placeholders([node for name, node in nodes.items() if name in needed], params)
-    if not variables:
+    if not variables and not brought:
         raise _refused(
             errors_pb2.ERROR_REASON_INVALID_RULE,
             "the rule's graph is only a constant: no result depends on a placeholder x, y, dy or default. "
@@ -105,7 +111,7 @@ def bind_graph(form: GraphForm, signature: Signature) -> RuleGraph:
     return RuleGraph(graph, inputs, results, sources)
 
 
-def _results(nodes: Mapping[str, graph_pb2.Node]) -> dict[int, str]:
+def _results(nodes: Mapping[str, graph_pb2.Node], *, required: bool) -> dict[int, str]:
     results: dict[int, str] = {}
     for name in nodes:
         match = _RESULT.fullmatch(name)
@@ -119,7 +125,7 @@ def _results(nodes: Mapping[str, graph_pb2.Node]) -> dict[int, str]:
                 name,
             )
         results[index] = name
-    if not results:
+    if not results and required:
         near = did_you_mean("dx", nodes)
         raise _refused(
             errors_pb2.ERROR_REASON_INVALID_RULE,
@@ -128,7 +134,7 @@ def _results(nodes: Mapping[str, graph_pb2.Node]) -> dict[int, str]:
     return dict(sorted(results.items()))
 
 
-def _check_ops(nodes: Iterable[graph_pb2.Node], functions: Container[str]) -> None:
+def _check_functions(nodes: Iterable[graph_pb2.Node], functions: Container[str]) -> None:
     for node in nodes:
         called = [value.func.name for value in node.attr.values() if value.WhichOneof("value") == "func"]
         called += [function.name for value in node.attr.values() for function in value.list.func]
@@ -136,6 +142,17 @@ def _check_ops(nodes: Iterable[graph_pb2.Node], functions: Container[str]) -> No
             # Functions have names for a whole process, in which other callers' rules run too.
             message = f"it runs the function {quoted(called[0] if called else node.op)}, and a rule's graph has none"
             raise _refused(errors_pb2.ERROR_REASON_INVALID_RULE, message, node.name)
+
+
+def _drop_notes(nodes: Iterable[graph_pb2.Node]) -> None:
+    """Attributes that begin with `_` are notes of TensorFlow's; one of them names gradients of the process."""
+    for node in nodes:
+        for name in [name for name in node.attr if name.startswith("_")]:
+            del node.attr[name]
+
+
+def _check_ops(nodes: Iterable[graph_pb2.Node]) -> None:
+    for node in nodes:
         if _opdefs.find(node.op) is None:
             message = f"there is no op type {quoted(node.op)}.{did_you_mean(node.op, _opdefs.names())}"
             raise _refused(errors_pb2.ERROR_REASON_UNKNOWN_OP_TYPE, message, node.name)

@@ -21,32 +21,38 @@ class RuleContent:
     """A rule's content: one form, and params. Making one checks it: INVALID_EXPRESSION, …
 
     The forms are an expression, a graph's bytes, and (of the catalogue alone) `code`, the name by which the engine
-    has the rule.
+    has the rule. `brought`: the graph is one that a program's graph brought along, as `read_graph` says. `gradient`:
+    the rule for this one's own gradient; its params are among these, and those of one name are one.
     """
 
     expression: str | None = None
     graph_bytes: bytes | None = None
     params: tuple[Param, ...] = ()
     code: str | None = None
+    brought: bool = False
+    gradient: RuleContent | None = None
     formula: Formula | None = field(init=False, repr=False)
     _graph: GraphForm | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         names = [param.name for param in self.params]
         formula = None if self.expression is None else parse(self.expression, names)
-        graph = None if self.graph_bytes is None else read_graph(self.graph_bytes, names)
+        graph = None if self.graph_bytes is None else read_graph(self.graph_bytes, names, brought=self.brought)
         if sum(form is not None for form in (formula, graph, self.code)) != 1:
             raise error(
                 errors_pb2.ERROR_REASON_INVALID_RULE,
                 "a rule is either an expression or a graph, and this is neither or both",
             )
+        if self.gradient is not None:
+            added = tuple(param for param in self.gradient.params if param.name not in names)
+            object.__setattr__(self, "params", self.params + added)
         object.__setattr__(self, "formula", formula)
         object.__setattr__(self, "_graph", graph)
 
     @classmethod
     def from_definition(cls, definition: rule_pb2.RuleDefinition) -> RuleContent:
         """The content that a message says. INVALID_RULE, INVALID_EXPRESSION, INVALID_PARAM, or as `read_graph`."""
-        return cls._from(definition, _read_params(definition, names_are_new=True))
+        return cls._from(definition, names_are_new=True)
 
     @classmethod
     def from_kept(cls, name: str, definition: rule_pb2.RuleDefinition) -> RuleContent:
@@ -55,18 +61,19 @@ class RuleContent:
         A function that the language got since then takes no param's name away. INVALID_RULE where there is no such
         code.
         """
-        params = _read_params(definition, names_are_new=False)
         if definition.WhichOneof("form") is None and _is_code(name):
-            return cls(code=name, params=params)
-        return cls._from(definition, params)
+            return cls(code=name, params=_read_params(definition, names_are_new=False))
+        return cls._from(definition, names_are_new=False)
 
     @classmethod
-    def _from(cls, definition: rule_pb2.RuleDefinition, params: tuple[Param, ...]) -> RuleContent:
+    def _from(cls, definition: rule_pb2.RuleDefinition, *, names_are_new: bool) -> RuleContent:
+        params = _read_params(definition, names_are_new=names_are_new)
+        gradient = _read_gradient(definition, names_are_new=names_are_new)
         match definition.WhichOneof("form"):
             case "expression":
-                return cls(expression=definition.expression, params=params)
+                return cls(expression=definition.expression, params=params, gradient=gradient)
             case "graph":
-                return cls(graph_bytes=_graph_bytes(definition.graph), params=params)
+                return cls(graph_bytes=_graph_bytes(definition.graph), params=params, gradient=gradient)
             case _:
                 raise error(
                     errors_pb2.ERROR_REASON_INVALID_RULE,
@@ -82,11 +89,13 @@ class RuleContent:
         if self.graph_bytes is not None:
             definition.graph.serialized = self.graph_bytes
         definition.params.extend(map(write_param, self.params))
+        if self.gradient is not None:
+            definition.gradient.CopyFrom(self.gradient.to_definition())
         return definition
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of the form and the params' names; their default values and ranges do not count."""
+        """SHA-256 (hex) of the form, the params' names and the gradient; default values and ranges do not count."""
         if self.graph_bytes is not None:
             form = [b"graph", self.graph_bytes]
         elif self.code is not None:
@@ -94,6 +103,9 @@ class RuleContent:
         else:
             form = [b"expression", (self.expression or "").strip().encode()]
         parts = [_DIGEST_VERSION, *form, *(param.name.encode() for param in self.params)]
+        if self.gradient is not None:
+            # No param has such a name.
+            parts += [b"gradient of it", self.gradient.digest.encode()]
         hashed = hashlib.sha256()
         for part in parts:
             # With its length in front no part can run into the next.
@@ -124,6 +136,20 @@ class RuleContent:
             return bind_graph(self._graph, signature)
         assert self.formula is not None
         return lower(self.formula, signature)
+
+
+def _read_gradient(definition: rule_pb2.RuleDefinition, *, names_are_new: bool) -> RuleContent | None:
+    if not definition.HasField("gradient"):
+        return None
+    try:
+        return RuleContent._from(definition.gradient, names_are_new=names_are_new)
+    except GradruleError as cause:
+        raise GradruleError(
+            [
+                Finding(item.reason, f"the rule's gradient: {item.message}", item.node, f"gradient.{item.field}")
+                for item in cause.findings
+            ]
+        ) from cause
 
 
 def graph_rule(definition: rule_pb2.RuleDefinition, signature: Signature) -> RuleGraph:
@@ -193,6 +219,12 @@ def _is_code(name: str) -> bool:
 
 def _graph_bytes(source: rule_pb2.GraphSource) -> bytes:
     match source.WhichOneof("source"):
+        case "blob_sha256":
+            raise error(
+                errors_pb2.ERROR_REASON_UNSUPPORTED,
+                "a rule's graph travels with the rule, not as a blob: rules are small",
+                field="definition.graph",
+            )
         case "serialized":
             return source.serialized
         case "inline":

@@ -82,10 +82,10 @@ def test_details_are_read() -> None:
 
 
 def test_a_reason_of_a_newer_server_is_kept() -> None:
-    info = error_details_pb2.ErrorInfo(reason="QUOTA_EXCEEDED", domain="gradrule")
+    info = error_details_pb2.ErrorInfo(reason="NOT_YET_KNOWN", domain="gradrule")
     error = error_of(Failed(grpc.StatusCode.RESOURCE_EXHAUSTED, "wrong", status(info)))
     assert type(error) is gr.errors.GradruleError
-    assert (error.reason, error.code) == ("QUOTA_EXCEEDED", grpc.StatusCode.RESOURCE_EXHAUSTED)
+    assert (error.reason, error.code) == ("NOT_YET_KNOWN", grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
 @pytest.mark.parametrize(

@@ -43,3 +43,8 @@ def test_the_async_client_has_every_word_of_the_sync_one() -> None:
                 assert inspect.signature(getattr(twin, name)).parameters == wanted, name
     assert inspect.signature(gr.connect).parameters == inspect.signature(aio.connect).parameters
     assert inspect.signature(gr.local).parameters == inspect.signature(aio.local).parameters
+
+
+def test_tensorflow_is_imported_at_the_first_trace_only() -> None:
+    assert "tensorflow" not in loaded_by("import gradrule as gr\ngr.trace, gr.from_keras, gr.load")
+    assert "tensorflow" in loaded_by("import gradrule as gr\ngr.trace(lambda x: x, ('float32', [2]))")

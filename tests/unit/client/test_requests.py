@@ -285,7 +285,7 @@ def test_results() -> None:
     assert list(r.outputs) == ["y:0"]
     assert r.outputs["y"] is r.outputs["y:0"]
     assert "y" in r.outputs
-    assert r.gradients["a"].tolist() == [3.0]  # type: ignore[union-attr]
+    assert r.gradients["a"].tolist() == [3.0]
     assert (r.gradients["c"], r.gradients["d"]) == (None, None)
     assert list(r.gradient_kinds.values()) == ["dense", "sparse", "unconnected", "not_differentiable"]
     assert r.overrides == [gr.Resolution("n", "Sign", "r", "l", "off_path", "f")]
@@ -298,7 +298,7 @@ def test_results_can_be_changed_in_place() -> None:
     r = _results.result(response())
     gradient: Any = r.gradients["a"]
     gradient *= 2
-    assert r.gradients["a"].tolist() == [6.0]  # type: ignore[union-attr]
+    assert r.gradients["a"].tolist() == [6.0]
 
 
 def test_sparse_slices_add_up() -> None:

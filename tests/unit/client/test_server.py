@@ -112,7 +112,7 @@ def test_local_servers(tmp_path: Path) -> None:
     with gr.local(engine_threads=1, reflection=False, data_dir=tmp_path / "kept") as client:
         client.create_rule("Twice", "2 * dy")
         r = client.evaluate(squares(), {"x": [3.0]}, ys="y", xs="x", overrides={"Square": "Twice"})
-        assert r.gradients["x"].tolist() == [2.0]  # type: ignore[union-attr]
+        assert r.gradients["x"].tolist() == [2.0]
     assert any((tmp_path / "kept").iterdir())
     with pytest.raises(gr.errors.UnavailableError):
         client.wait_ready(timeout=0.2)

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from gradrule.v1 import tensor_pb2
-from gradrule_server.engine import run
+from gradrule_server.engine import answers, run
 from gradrule_server.errors import GradruleError, reason_name
 
 
@@ -24,16 +24,16 @@ from gradrule_server.errors import GradruleError, reason_name
 def test_an_answer_that_is_too_large_is_refused_before_it_is_copied(
     monkeypatch: pytest.MonkeyPatch, tensor: tf.Tensor, size: int
 ) -> None:
-    monkeypatch.setattr(run, "_MAX_ANSWER_BYTES", 2 * size)
-    run._check_size([tensor, tensor])
-    monkeypatch.setattr(run, "_MAX_ANSWER_BYTES", 2 * size - 1)
+    monkeypatch.setattr(run, "MAX_ANSWER_BYTES", 2 * size)
+    run.check_size([tensor, tensor])
+    monkeypatch.setattr(run, "MAX_ANSWER_BYTES", 2 * size - 1)
     with pytest.raises(GradruleError) as caught:
-        run._check_size([tensor, tensor])
+        run.check_size([tensor, tensor])
     assert reason_name(caught.value.reason) == "MESSAGE_TOO_LARGE"
     assert str(2 * size) in caught.value.message
 
 
 def test_quantised_values_keep_their_type() -> None:
     message = tensor_pb2.Tensor()
-    run._write(message, tf.bitcast(tf.constant([1, -2], tf.int8), tf.qint8))
+    answers.write_tensor(message, tf.bitcast(tf.constant([1, -2], tf.int8), tf.qint8))
     assert (message.dtype, message.tensor_content) == (tensor_pb2.DT_QINT8, b"\x01\xfe")

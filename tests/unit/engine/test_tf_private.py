@@ -42,3 +42,49 @@ def test_a_tensor_of_an_outer_graph_is_captured() -> None:
         return tf.while_loop(lambda i, _: i < 3, body, [0, 0.0])[1]
 
     assert outer(tf.constant(2.0)).numpy() == 6.0
+
+
+def test_what_lies_in_loops_and_branches_that_gradients_made_is_watched() -> None:
+    """In the graphs in which the next gradient finds it."""
+    seen = []
+
+    @tf.function(input_signature=[tf.TensorSpec([])], autograph=False)
+    def traced(x: tf.Tensor) -> tf.Tensor:
+        graph = tf.compat.v1.get_default_graph()
+        grown = tf.cond(x > 0, lambda: tf.sin(x), lambda: tf.cos(x))
+        y = tf.while_loop(lambda i, _: i < 2, lambda i, value: (i + 1, tf.sin(value) * x), [0, grown])[1]
+        before = len(graph.get_operations())
+        (gradient,) = tf.gradients(y, x)
+        for op in graph.get_operations()[before:]:
+            tf_private.watch_inside(op)
+            bodies = {"StatelessWhile": ["_body_graph", "_cond_graph"], "StatelessIf": ["_true_graph", "_false_graph"]}
+            for attribute in bodies.get(op.type, ()):
+                inner = getattr(op, attribute).get_operations()
+                assert inner
+                assert {node.get_attr("_gradient_op_type") for node in inner} == {tf_private.GRADIENT_NAME.encode()}
+                seen.append(attribute)
+        return gradient
+
+    assert traced(tf.constant(0.5)).shape == []
+    assert sorted(seen) == ["_body_graph", "_cond_graph", "_false_graph", "_true_graph"]
+
+
+def test_gradients_built_in_another_graph_are_called_with_other_captures() -> None:
+    kept = []
+
+    @tf.function(input_signature=[tf.TensorSpec([])], autograph=False)
+    def outer(x: tf.Tensor) -> tf.Tensor:
+        graph, y = tf.compat.v1.get_default_graph(), x * x
+
+        @tf.function(input_signature=[tf.TensorSpec([])], autograph=False)
+        def inner(dy: tf.Tensor) -> list[tf.Tensor]:
+            return tf_private.gradients_from(graph, [y], [x], [dy], [], tf.UnconnectedGradients.NONE)
+
+        function = inner.get_concrete_function()
+        assert [capture is x for capture in function.captured_inputs] == [True]
+        kept.append(function)
+        return tf_private.call_with_captures(function, [tf.constant(1.0)], function.captured_inputs)[0]
+
+    assert outer(tf.constant(3.0)).numpy() == 6.0
+    (found,) = tf_private.call_with_captures(kept[0], [tf.constant(2.0)], [tf.constant(5.0)])
+    assert found.numpy() == 20.0

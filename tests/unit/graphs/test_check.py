@@ -195,8 +195,8 @@ def test_loop_body_that_does_not_fit() -> None:
 @pytest.mark.parametrize(
     ("made", "hint"),
     [
-        (node("y", "VarHandleOp", dtype=FLOAT, shape=AttrValue(shape=TensorShape())), "feed the value"),
-        (node("y", "VariableV2", dtype=FLOAT, shape=AttrValue(shape=TensorShape())), "feed the value"),
+        (node("y", "MutexV2"), "makes a resource"),
+        (node("y", "TemporaryVariable", dtype=FLOAT, shape=AttrValue(shape=TensorShape())), "use a tensor"),
         (node("y", "Switch", "x", "b"), "version 1"),
         (node("y", "Enter", "x", frame_name=AttrValue(s=b"f")), "version 1"),
         (placeholder("y", Dt.DT_RESOURCE), "feed the value"),
@@ -215,7 +215,7 @@ def test_ops_that_are_not_run(made: Node, hint: str) -> None:
 
 
 def test_what_is_not_needed_may_be_unsupported() -> None:
-    saver = node("saver", "VarHandleOp", dtype=FLOAT, shape=AttrValue(shape=TensorShape()))
+    saver = node("saver", "MutexV2")
     assert "saver" not in nodes_of(expand(graph(placeholder(), saver), ["x"]))
 
 

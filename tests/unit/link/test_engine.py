@@ -153,10 +153,10 @@ async def test_starting_is_tried_again_whatever_it_fails_with(
 ) -> None:
     start, failures = start_process, [OSError(errno.EMFILE, "Too many open files"), RuntimeError("odd")]
 
-    async def failing(device: str, threads: int) -> Any:
+    async def failing(*args: Any) -> Any:
         if failures:
             raise failures.pop()
-        return await start(device, threads)
+        return await start(*args)
 
     monkeypatch.setattr(engine_module, "start_process", failing)
     monkeypatch.setattr(engine_module, "_RESTART_DELAY_S", 0.05)

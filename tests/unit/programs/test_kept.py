@@ -17,8 +17,9 @@ from gradrule_server.programs.cache import ProgramCache, Runnable
 from gradrule_server.programs.kept import KeptPrograms
 from gradrule_server.programs.loaded import Loadable
 from gradrule_server.programs.overrides import OverrideTable
-from gradrule_server.programs.prepare import CallShape
 from gradrule_server.programs.retries import Retries
+from gradrule_server.programs.shape import CallShape
+from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.programs import ProgramRegistry
 from gradrule_server.registry.rules import RuleRegistry
 from gradrule_server.registry.store import Store
@@ -54,7 +55,7 @@ class House:
 
     def __init__(self, store: Store) -> None:
         self.compiler = FakeCompiler()
-        self.registry = ProgramRegistry(store)
+        self.registry = ProgramRegistry(store, BlobStore(store.path.parent / "blobs", 0))
         self.retries = Retries(FakeEngine())
         self.restart(store)
 

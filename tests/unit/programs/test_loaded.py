@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,13 @@ from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs import loaded as loaded_module
 from gradrule_server.programs.loaded import Load, Loadable, LoadedPrograms
+from gradrule_server.registry.blobs import BlobStore
 from tests.unit.link.fake_engine import FakeEngine
+
+
+@pytest.fixture
+def blobs(tmp_path: Path) -> BlobStore:
+    return BlobStore(tmp_path, 0)
 
 
 def program(name: str, size: int = 10) -> Loadable:
@@ -41,9 +49,9 @@ async def use(loaded: LoadedPrograms, item: Loadable, until: Awaitable[Any] | No
         return load.engine_key
 
 
-async def test_a_program_is_loaded_once_for_all_who_ask_for_it() -> None:
+async def test_a_program_is_loaded_once_for_all_who_ask_for_it(blobs: BlobStore) -> None:
     engine = FakeEngine()
-    loaded = LoadedPrograms(engine, 10, 10**6)
+    loaded = LoadedPrograms(engine, blobs, 10, 10**6)
     users = [asyncio.create_task(use(loaded, program("a"))) for _ in range(3)]
     engine.answer(await engine.next(Kind.COMPILE), Kind.COMPILED)
     assert len(set(await asyncio.gather(*users))) == 1
@@ -51,10 +59,10 @@ async def test_a_program_is_loaded_once_for_all_who_ask_for_it() -> None:
     assert len(keys(engine)) == 1
 
 
-async def test_a_program_is_not_dropped_between_its_load_and_its_use() -> None:
+async def test_a_program_is_not_dropped_between_its_load_and_its_use(blobs: BlobStore) -> None:
     """The moment at which another program's load makes one too many."""
     engine = FakeEngine()
-    loaded = LoadedPrograms(engine, 1, 10**6)
+    loaded = LoadedPrograms(engine, blobs, 1, 10**6)
     first = asyncio.create_task(use(loaded, program("a"), asyncio.sleep(0.05)))
     compile_a = await engine.next(Kind.COMPILE)
     second = asyncio.create_task(use(loaded, program("b")))
@@ -71,9 +79,9 @@ async def test_a_program_is_not_dropped_between_its_load_and_its_use() -> None:
         assert unloaded(engine) == [key]
 
 
-async def test_bytes_count_too_and_the_one_used_last_stays() -> None:
+async def test_bytes_count_too_and_the_one_used_last_stays(blobs: BlobStore) -> None:
     engine = FakeEngine()
-    loaded = LoadedPrograms(engine, 10, 250)
+    loaded = LoadedPrograms(engine, blobs, 10, 250)
 
     async def load(name: str, count: int) -> str:
         user = asyncio.create_task(use(loaded, program(name, 100)))
@@ -87,9 +95,26 @@ async def test_bytes_count_too_and_the_one_used_last_stays() -> None:
     assert await use(loaded, program("a", 100)) == first
 
 
-async def test_one_who_gives_up_does_not_take_the_load_from_the_others() -> None:
+async def test_nodes_count_as_what_they_take_in_an_engine(blobs: BlobStore) -> None:
+    """A graph's bytes are a hundredth of what TensorFlow makes of them."""
     engine = FakeEngine()
-    loaded = LoadedPrograms(engine, 10, 10**6)
+    loaded = LoadedPrograms(engine, blobs, 10, 2**20)
+
+    async def load(name: str, nodes: int, count: int) -> str:
+        user = asyncio.create_task(use(loaded, dataclasses.replace(program(name), nodes=nodes)))
+        engine.answer(await engine.next(Kind.COMPILE, count), Kind.COMPILED)
+        return await user
+
+    first = await load("a", 20, 1)
+    await load("b", 10, 2)
+    assert unloaded(engine) == []
+    await load("c", 10, 3)
+    assert unloaded(engine) == [first]
+
+
+async def test_one_who_gives_up_does_not_take_the_load_from_the_others(blobs: BlobStore) -> None:
+    engine = FakeEngine()
+    loaded = LoadedPrograms(engine, blobs, 10, 10**6)
     hurried = asyncio.create_task(use(loaded, program("a")))
     patient = asyncio.create_task(use(loaded, program("a")))
     await engine.next(Kind.COMPILE)
@@ -99,11 +124,13 @@ async def test_one_who_gives_up_does_not_take_the_load_from_the_others() -> None
     assert await patient == keys(engine)[0]
 
 
-async def test_a_load_that_nobody_waits_for_goes_on_and_is_found_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_load_that_nobody_waits_for_goes_on_and_is_found_by_the_next(
+    blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loaded_module, "_PATIENCE_S", 0.05)
     monkeypatch.setattr(engine_module, "_OVERRUN_GRACE_S", 0.0)
     engine = FakeEngine()
-    loaded = LoadedPrograms(engine, 10, 10**6)
+    loaded = LoadedPrograms(engine, blobs, 10, 10**6)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
             await use(loaded, program("a"))
@@ -117,12 +144,13 @@ async def test_a_load_that_nobody_waits_for_goes_on_and_is_found_by_the_next(mon
 
 
 async def test_a_load_that_nobody_waits_for_and_that_does_not_end_ends_the_engine(
+    blobs: BlobStore,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(loaded_module, "_PATIENCE_S", 0.05)
     monkeypatch.setattr(engine_module, "_OVERRUN_GRACE_S", 0.0)
     engine = FakeEngine()
-    loaded = LoadedPrograms(engine, 10, 10**6)
+    loaded = LoadedPrograms(engine, blobs, 10, 10**6)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
             await use(loaded, program("a"))
@@ -130,9 +158,9 @@ async def test_a_load_that_nobody_waits_for_and_that_does_not_end_ends_the_engin
     assert engine.process.is_killed
 
 
-async def test_a_load_that_never_started_is_dropped_and_asked_for_anew() -> None:
+async def test_a_load_that_never_started_is_dropped_and_asked_for_anew(blobs: BlobStore) -> None:
     engine = FakeEngine()
-    loaded = LoadedPrograms(engine, 10, 10**6)
+    loaded = LoadedPrograms(engine, blobs, 10, 10**6)
     first = asyncio.create_task(use(loaded, program("a")))
     compile_a = await engine.next(Kind.COMPILE)
     # One compilation at a time: this one waits.
@@ -148,9 +176,9 @@ async def test_a_load_that_never_started_is_dropped_and_asked_for_anew() -> None
     assert len(keys(engine)) == 2
 
 
-async def test_a_load_that_failed_is_tried_again_by_the_next() -> None:
+async def test_a_load_that_failed_is_tried_again_by_the_next(blobs: BlobStore) -> None:
     engine = FakeEngine()
-    loaded = LoadedPrograms(engine, 10, 10**6)
+    loaded = LoadedPrograms(engine, blobs, 10, 10**6)
     fault = fault_message(error(errors_pb2.ERROR_REASON_INVALID_GRAPH, "no")).SerializeToString()
     for count in (1, 2):
         user = asyncio.create_task(use(loaded, program("a")))
@@ -159,9 +187,9 @@ async def test_a_load_that_failed_is_tried_again_by_the_next() -> None:
             await user
 
 
-async def test_a_new_engine_is_asked_again() -> None:
+async def test_a_new_engine_is_asked_again(blobs: BlobStore) -> None:
     engine = FakeEngine()
-    loaded = LoadedPrograms(engine, 10, 10**6)
+    loaded = LoadedPrograms(engine, blobs, 10, 10**6)
     user = asyncio.create_task(use(loaded, program("a")))
     await engine.next(Kind.COMPILE)
     engine.process.kill()
@@ -174,9 +202,9 @@ async def test_a_new_engine_is_asked_again() -> None:
     assert (await again).startswith("a/")
 
 
-async def test_what_the_engine_does_not_have_after_all_is_loaded_again() -> None:
+async def test_what_the_engine_does_not_have_after_all_is_loaded_again(blobs: BlobStore) -> None:
     engine = FakeEngine()
-    loaded = LoadedPrograms(engine, 10, 10**6)
+    loaded = LoadedPrograms(engine, blobs, 10, 10**6)
     found: list[Load] = []
 
     async def user() -> None:

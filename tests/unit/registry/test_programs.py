@@ -7,11 +7,16 @@ import pytest
 
 from gradrule.v1 import errors_pb2, graph_pb2, override_pb2, program_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError
+from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.programs import ProgramRegistry, StoredProgram
 from gradrule_server.registry.store import Store
 
 X, Y = graph_pb2.Node(name="x", op="Placeholder"), graph_pb2.Node(name="y", op="Sign", input=["x"])
 GRAPH = graph_pb2.Graph(node=[X, Y])
+
+
+def registry_of(store: Store, **limits: int) -> ProgramRegistry:
+    return ProgramRegistry(store, BlobStore(store.path.parent / "blobs", 1000), **limits)
 
 
 def spec(fetch: str = "y") -> program_pb2.ProgramSpec:
@@ -51,13 +56,13 @@ def refusal_of(registry: ProgramRegistry, program_id: str | None, digest: str = 
 
 def test_a_program_is_kept_with_name_time_and_content(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    made = create(ProgramRegistry(store), "mnist-v1")
+    made = create(registry_of(store), "mnist-v1")
     assert made.program.name == "programs/mnist-v1"
     assert made.program.create_time.seconds > 1_600_000_000
     store.close()
 
     store = Store(tmp_path)
-    registry = ProgramRegistry(store)
+    registry = registry_of(store)
     for name in ("programs/mnist-v1", "mnist-v1"):
         assert registry.get(name) == made
     assert registry.content(made) == (spec(), b"rules")
@@ -66,7 +71,7 @@ def test_a_program_is_kept_with_name_time_and_content(tmp_path: Path) -> None:
 
 
 def test_an_inline_graph_comes_back_as_bytes(store: Store) -> None:
-    registry = ProgramRegistry(store)
+    registry = registry_of(store)
     inline = spec()
     inline.graph.inline.CopyFrom(GRAPH)
     made = registry.create("p", inline, b"", compiled(), b"")
@@ -76,7 +81,7 @@ def test_an_inline_graph_comes_back_as_bytes(store: Store) -> None:
 
 
 def test_the_default_id_is_made_from_the_content(store: Store) -> None:
-    registry = ProgramRegistry(store)
+    registry = registry_of(store)
     made = create(registry)
     parts = b"".join(hashlib.sha256(part).digest() for part in (b"d1", b"rules", b""))
     assert made.id == "p" + hashlib.sha256(parts).hexdigest()[:32]
@@ -93,7 +98,7 @@ def test_the_default_id_is_made_from_the_content(store: Store) -> None:
 
 
 def test_other_content_under_a_taken_id_names_the_holder(store: Store) -> None:
-    registry = ProgramRegistry(store)
+    registry = registry_of(store)
     made = create(registry, "p", "d1" * 32)
     refusal = refusal_of(registry, "p", "d2")
     assert refusal.reason == errors_pb2.ERROR_REASON_PROGRAM_EXISTS
@@ -105,18 +110,18 @@ def test_other_content_under_a_taken_id_names_the_holder(store: Store) -> None:
 
 @pytest.mark.parametrize("program_id", ["a", "a" * 63, "a-b_c.9"])
 def test_ids_that_are_taken(store: Store, program_id: str) -> None:
-    assert create(ProgramRegistry(store), program_id).id == program_id
+    assert create(registry_of(store), program_id).id == program_id
 
 
 @pytest.mark.parametrize("program_id", ["", "A", "9a", "-a", "a" * 64, "a/b", "programs/a", "a\n", "é"])
 def test_ids_that_are_refused(store: Store, program_id: str) -> None:
-    refusal = refusal_of(ProgramRegistry(store), program_id)
+    refusal = refusal_of(registry_of(store), program_id)
     assert refusal.reason == errors_pb2.ERROR_REASON_MALFORMED_REQUEST
     assert refusal.findings[0].field == "program_id"
 
 
 def test_a_missing_program_suggests_near_names(store: Store) -> None:
-    registry = ProgramRegistry(store)
+    registry = registry_of(store)
     create(registry, "mnist")
     for call in (registry.get, registry.delete):
         with pytest.raises(GradruleError) as refusal:
@@ -127,7 +132,7 @@ def test_a_missing_program_suggests_near_names(store: Store) -> None:
 
 def test_a_deleted_program_is_gone_and_its_id_free(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    registry = ProgramRegistry(store)
+    registry = registry_of(store)
     made = create(registry, "p")
     registry.delete("programs/p")
     for call in (lambda: registry.get("p"), lambda: registry.content(made)):
@@ -143,7 +148,7 @@ def test_a_deleted_program_is_gone_and_its_id_free(tmp_path: Path) -> None:
 
 
 def test_the_limit_stops_new_programs_only(store: Store) -> None:
-    registry = ProgramRegistry(store, max_programs=2)
+    registry = registry_of(store, max_programs=2)
     create(registry, "a")
     create(registry, "b")
     assert refusal_of(registry, "c").reason == errors_pb2.ERROR_REASON_LIMIT_EXCEEDED
@@ -153,7 +158,7 @@ def test_the_limit_stops_new_programs_only(store: Store) -> None:
 
 
 def test_pages_are_by_id_without_overrides(store: Store) -> None:
-    registry = ProgramRegistry(store)
+    registry = registry_of(store)
     for program_id in ("c", "a", "e", "b", "d"):
         create(registry, program_id)
     first, token = registry.list(2, "")

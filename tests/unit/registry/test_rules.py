@@ -42,6 +42,21 @@ def ranged(text: str, range_: str, **params: float | None) -> rule_pb2.RuleDefin
     return definition
 
 
+def test_the_gradient_of_a_rule_is_kept_and_distinguishes_it(store: Store) -> None:
+    definition = expression("dy * exp(x)")
+    definition.gradient.CopyFrom(expression("(dy * x2, None, b * dy * y)", b=2.0))
+    created = RuleRegistry(store, OPS).create("Soft", definition, "")
+    kept = RuleRegistry(store, OPS)
+    assert kept.create("Soft", definition, "").digest == created.digest
+    told = to_proto(kept.get("Soft")).definition
+    assert told.gradient.expression == "(dy * x2, None, b * dy * y)"
+    assert [param.name for param in told.params] == ["b"]
+    definition.ClearField("gradient")
+    with pytest.raises(GradruleError) as caught:
+        kept.create("Soft", definition, "")
+    assert caught.value.reason == errors_pb2.ERROR_REASON_RULE_EXISTS
+
+
 @pytest.fixture
 def registry(store: Store) -> RuleRegistry:
     return RuleRegistry(store, OPS, builtins=(ALIASED,))

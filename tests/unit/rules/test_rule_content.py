@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gradrule import _tensors
-from gradrule.v1 import rule_pb2, tensor_pb2
+from gradrule.v1 import graph_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.rules import Param, RuleContent, Signature, read_param_value, write_param_value
 from tests.unit.rules.running import number_of
@@ -27,6 +27,43 @@ def refused(message: rule_pb2.RuleDefinition) -> tuple[str, str]:
 
 def ops(content: RuleContent, signature: Signature = ONE) -> list[str]:
     return [node.op for node in content.bind(signature).graph.node]
+
+
+def test_a_rule_with_the_rule_for_its_own_gradient() -> None:
+    message = definition("a * dy", rule_pb2.RuleParam(name="a", default_value=rule_pb2.ParamValue(number=2.0)))
+    plain = RuleContent.from_definition(message)
+    message.gradient.CopyFrom(definition("(b * dy, None, a * dy)", rule_pb2.RuleParam(name="a")))
+    message.gradient.params.add(name="b")
+    content = RuleContent.from_definition(message)
+    assert content.gradient is not None
+    assert (content.gradient.expression, content.expression) == ("(b * dy, None, a * dy)", "a * dy")
+    # Params are those of both; of one name, the outer one.
+    assert [(param.name, param.default) for param in content.params] == [("a", 2.0), ("b", None)]
+    again = RuleContent.from_kept("kept", content.to_definition())
+    assert again.to_definition() == content.to_definition()
+    assert again.digest == content.digest
+    message.gradient.expression = "(b * dy, None, 2 * a * dy)"
+    assert len({plain.digest, content.digest, RuleContent.from_definition(message).digest}) == 3
+
+
+def test_a_faulty_gradient_of_a_rule_is_told_as_such() -> None:
+    message = definition("2 * dy")
+    message.gradient.expression = "(dy, c * x)"
+    reason, text = refused(message)
+    assert (reason, text[:20]) == ("INVALID_EXPRESSION", "the rule's gradient:")
+    message.gradient.Clear()
+    message.gradient.SetInParent()
+    assert refused(message)[0] == "INVALID_RULE"
+
+
+def test_notes_of_a_graph_do_not_reach_tensorflow() -> None:
+    graph = graph_pb2.Graph()
+    graph.node.add(name="dy", op="Placeholder")
+    node = graph.node.add(name="dx", op="Neg", input=["dy"])
+    node.attr["_gradient_op_type"].s = b"gradrule"
+    node.attr["_gradrule_mark"].i = 0
+    bound = RuleContent(graph_bytes=graph.SerializeToString()).bind(ONE)
+    assert not [name for item in bound.graph.node for name in item.attr if name.startswith("_")]
 
 
 def test_definition_and_back() -> None:

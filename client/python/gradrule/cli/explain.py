@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from gradrule._results import Explanation
@@ -23,7 +24,16 @@ def add(commands: Any) -> None:
     parser.add_argument("graph", metavar="GRAPH", help="file .pb, .pbtxt or .json")
     add_words(parser)
     add_call(parser)
+    group = parser.add_argument_group("pictures")
+    for suffix, text in _PICTURES.items():
+        group.add_argument(f"--{suffix}", metavar=f"FILE.{suffix}", type=Path, help=text)
     finish(parser, run)
+
+
+_PICTURES = {
+    "svg": "draw the graph into this file: folded by scope, nodes coloured by rule, the path from xs to ys",
+    "html": "the same as a page in one file, in which scopes fold and nodes can be searched",
+}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -31,11 +41,20 @@ def run(options: argparse.Namespace) -> int:
     graph = load_graph(options.graph)
     with connect(options) as client:
         found = client.explain(graph, feeds=feeds(options), params=call_params(options), **words(options))
+    pictures = [(options.svg, found.svg), (options.html, found.html)]
+    wrote = [_write(path, draw()) for path, draw in pictures if path is not None]
     if options.json:
         output.print_json(_json(found))
     else:
         _show(found, {node.name: node.op_type for node in graph.find()})
+        for path in wrote:
+            print(f"wrote {path}")
     return FAILED if found.findings else 0
+
+
+def _write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
 def _show(found: Explanation, op_types: dict[str, str]) -> None:

@@ -94,6 +94,8 @@ def _condition(text: str, whole: str) -> dict[str, Any]:
             if rest not in NUMBERS:
                 raise ArgumentTypeError(f"{rest!r} is no element type such as float32, in {whole!r}")
             return {"dtype": rest}
+        case "order":
+            return {"order": rest}
         case "depends_on":
             return {"depends_on": _words(rest, ",", whole)}
         case "attr":
@@ -105,15 +107,18 @@ def _condition(text: str, whole: str) -> dict[str, Any]:
 
 CONDITIONS = (
     "op", "node", "regex", "scope", "pattern", "region", "near_xs", "near_ys", "position", "dtype", "rank",
-    "depends_on", "attr",
+    "depends_on", "attr", "order",
 )  # fmt: skip
 """What stands before the colon of a condition."""
 
 
-def _region(text: str, whole: str) -> Region:
+def _region(text: str, whole: str) -> Region | str:
+    """`NAME`, or `INPUT,…>OUTPUT,…`."""
     inputs, arrow, outputs = text.partition(">")
+    if not arrow and "," not in text:
+        return text
     if not arrow or ">" in outputs:
-        raise ArgumentTypeError(f"a region is written region:INPUT,…>OUTPUT,…=RULE, not {whole!r}")
+        raise ArgumentTypeError(f"a region is written region:INPUT,…>OUTPUT,…=RULE, or region:NAME=RULE, not {whole!r}")
     return Region(_words(inputs, ",", whole), _words(outputs, ",", whole))
 
 

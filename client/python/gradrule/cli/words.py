@@ -39,8 +39,8 @@ def add_words(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="which nodes get which rule: Sign=ste_sign, Sign=ste_sign:clip=2, @activation=lrp_pass, "
         "'node:layer_*/Sign=NAME', 'regex:conv[0-9]+=NAME', scope:block=NAME, near_xs:Conv2D=NAME, "
-        "pattern:MatMul+BiasAdd=NAME, 'region:x,w>y=NAME', 'Sign=expr:0.5 * dy'; conditions joined by & must all "
-        f"hold ({', '.join(overrides.CONDITIONS)}); the first match wins; may be repeated",
+        "pattern:MatMul+BiasAdd=NAME, 'region:x,w>y=NAME', region:FUNCTION=NAME, 'Sign=expr:0.5 * dy'; conditions "
+        f"joined by & must all hold ({', '.join(overrides.CONDITIONS)}); the first match wins; may be repeated",
     )
     group.add_argument(
         "--preset",

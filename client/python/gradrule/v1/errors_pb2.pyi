@@ -125,6 +125,20 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """The server does not have this method or option [UNIMPLEMENTED]."""
     ERROR_REASON_INTERNAL: _ErrorReason.ValueType  # 45
     """A fault of the server's; the message holds a number to look for in its log [INTERNAL]."""
+    ERROR_REASON_BLOB_NOT_FOUND: _ErrorReason.ValueType  # 46
+    """The server does not have a blob that the request names; upload it and send the request again. A ResourceInfo names each
+    [NOT_FOUND].
+    """
+    ERROR_REASON_BLOB_MISMATCH: _ErrorReason.ValueType  # 47
+    """An uploaded blob's bytes do not have the hash that was announced [INVALID_ARGUMENT]."""
+    ERROR_REASON_HANDLE_EXPIRED: _ErrorReason.ValueType  # 48
+    """A forward handle was let go, lapsed, or was lost with its engine; run forward again [FAILED_PRECONDITION]."""
+    ERROR_REASON_QUOTA_EXCEEDED: _ErrorReason.ValueType  # 49
+    """A bound on sessions, handles or bytes is reached; the message names it [RESOURCE_EXHAUSTED]."""
+    ERROR_REASON_INVALID_OPTIMIZER: _ErrorReason.ValueType  # 50
+    """A session's optimiser is unknown, or does not take what was given [INVALID_ARGUMENT]."""
+    ERROR_REASON_SESSION_LOST: _ErrorReason.ValueType  # 51
+    """The session was lost with its engine; start another from what was saved [ABORTED]."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a request failed. The gRPC code of each stands in brackets."""
@@ -223,4 +237,18 @@ ERROR_REASON_UNSUPPORTED: ErrorReason.ValueType  # 44
 """The server does not have this method or option [UNIMPLEMENTED]."""
 ERROR_REASON_INTERNAL: ErrorReason.ValueType  # 45
 """A fault of the server's; the message holds a number to look for in its log [INTERNAL]."""
+ERROR_REASON_BLOB_NOT_FOUND: ErrorReason.ValueType  # 46
+"""The server does not have a blob that the request names; upload it and send the request again. A ResourceInfo names each
+[NOT_FOUND].
+"""
+ERROR_REASON_BLOB_MISMATCH: ErrorReason.ValueType  # 47
+"""An uploaded blob's bytes do not have the hash that was announced [INVALID_ARGUMENT]."""
+ERROR_REASON_HANDLE_EXPIRED: ErrorReason.ValueType  # 48
+"""A forward handle was let go, lapsed, or was lost with its engine; run forward again [FAILED_PRECONDITION]."""
+ERROR_REASON_QUOTA_EXCEEDED: ErrorReason.ValueType  # 49
+"""A bound on sessions, handles or bytes is reached; the message names it [RESOURCE_EXHAUSTED]."""
+ERROR_REASON_INVALID_OPTIMIZER: ErrorReason.ValueType  # 50
+"""A session's optimiser is unknown, or does not take what was given [INVALID_ARGUMENT]."""
+ERROR_REASON_SESSION_LOST: ErrorReason.ValueType  # 51
+"""The session was lost with its engine; start another from what was saved [ABORTED]."""
 global___ErrorReason = ErrorReason

@@ -29,7 +29,7 @@ from gradrule.v1 import rule_pb2 as gradrule_dot_v1_dot_rule__pb2
 from gradrule.v1 import tensor_pb2 as gradrule_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1agradrule/v1/evaluate.proto\x12\x0bgradrule.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1agradrule/v1/override.proto\x1a\x19gradrule/v1/program.proto\x1a\x16gradrule/v1/rule.proto\x1a\x18gradrule/v1/tensor.proto\"\x8b\x01\n\x0bParamValues\x12\x34\n\x06values\x18\x01 \x03(\x0b\x32$.gradrule.v1.ParamValues.ValuesEntry\x1a\x46\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.gradrule.v1.ParamValue:\x02\x38\x01\"\xaf\x02\n\x0f\x45valuateRequest\x12\x11\n\x07program\x18\x01 \x01(\tH\x00\x12(\n\x04spec\x18\x02 \x01(\x0b\x32\x18.gradrule.v1.ProgramSpecH\x00\x12\'\n\x05\x66\x65\x65\x64s\x18\x03 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12)\n\x07grad_ys\x18\x04 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12\x38\n\x06params\x18\x05 \x03(\x0b\x32(.gradrule.v1.EvaluateRequest.ParamsEntry\x1aG\n\x0bParamsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\'\n\x05value\x18\x02 \x01(\x0b\x32\x18.gradrule.v1.ParamValues:\x02\x38\x01\x42\x08\n\x06target\"\r\n\x0bUnconnected\"\x13\n\x11NotDifferentiable\"\xe0\x01\n\x08Gradient\x12\t\n\x01x\x18\x01 \x01(\t\x12$\n\x05\x64\x65nse\x18\x02 \x01(\x0b\x32\x13.gradrule.v1.TensorH\x00\x12+\n\x06sparse\x18\x03 \x01(\x0b\x32\x19.gradrule.v1.SparseTensorH\x00\x12/\n\x0bunconnected\x18\x04 \x01(\x0b\x32\x18.gradrule.v1.UnconnectedH\x00\x12<\n\x12not_differentiable\x18\x05 \x01(\x0b\x32\x1e.gradrule.v1.NotDifferentiableH\x00\x42\x07\n\x05value\"\x87\x01\n\x07Timings\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07\x63ompile\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x03run\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x97\x02\n\x10\x45valuateResponse\x12)\n\x07outputs\x18\x01 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12(\n\tgradients\x18\x02 \x03(\x0b\x32\x15.gradrule.v1.Gradient\x12*\n\toverrides\x18\x03 \x03(\x0b\x32\x17.gradrule.v1.Resolution\x12\x11\n\tdefaulted\x18\x04 \x03(\t\x12%\n\x07timings\x18\x05 \x01(\x0b\x32\x14.gradrule.v1.Timings\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12%\n\x07\x64igests\x18\x07 \x01(\x0b\x32\x14.gradrule.v1.Digests\x12\x11\n\trewritten\x18\x08 \x03(\t2Z\n\x0fGradientService\x12G\n\x08\x45valuate\x12\x1c.gradrule.v1.EvaluateRequest\x1a\x1d.gradrule.v1.EvaluateResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1agradrule/v1/evaluate.proto\x12\x0bgradrule.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1agradrule/v1/override.proto\x1a\x19gradrule/v1/program.proto\x1a\x16gradrule/v1/rule.proto\x1a\x18gradrule/v1/tensor.proto\"\x8b\x01\n\x0bParamValues\x12\x34\n\x06values\x18\x01 \x03(\x0b\x32$.gradrule.v1.ParamValues.ValuesEntry\x1a\x46\n\x0bValuesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.gradrule.v1.ParamValue:\x02\x38\x01\"\xcc\x03\n\x0f\x45valuateRequest\x12\x11\n\x07program\x18\x01 \x01(\tH\x00\x12(\n\x04spec\x18\x02 \x01(\x0b\x32\x18.gradrule.v1.ProgramSpecH\x00\x12\'\n\x05\x66\x65\x65\x64s\x18\x03 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12)\n\x07grad_ys\x18\x04 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12\x38\n\x06params\x18\x05 \x03(\x0b\x32(.gradrule.v1.EvaluateRequest.ParamsEntry\x12+\n\nderivative\x18\x06 \x01(\x0e\x32\x17.gradrule.v1.Derivative\x12*\n\x08tangents\x18\x07 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12)\n\x07vectors\x18\x08 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12\x17\n\x0fstacked_grad_ys\x18\t \x01(\x08\x1aG\n\x0bParamsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\'\n\x05value\x18\x02 \x01(\x0b\x32\x18.gradrule.v1.ParamValues:\x02\x38\x01\x42\x08\n\x06target\"\r\n\x0bUnconnected\"\x13\n\x11NotDifferentiable\"\xe0\x01\n\x08Gradient\x12\t\n\x01x\x18\x01 \x01(\t\x12$\n\x05\x64\x65nse\x18\x02 \x01(\x0b\x32\x13.gradrule.v1.TensorH\x00\x12+\n\x06sparse\x18\x03 \x01(\x0b\x32\x19.gradrule.v1.SparseTensorH\x00\x12/\n\x0bunconnected\x18\x04 \x01(\x0b\x32\x18.gradrule.v1.UnconnectedH\x00\x12<\n\x12not_differentiable\x18\x05 \x01(\x0b\x32\x1e.gradrule.v1.NotDifferentiableH\x00\x42\x07\n\x05value\"\xc3\x01\n\rJacobianBlock\x12\t\n\x01y\x18\x01 \x01(\t\x12\t\n\x01x\x18\x02 \x01(\t\x12$\n\x05\x64\x65nse\x18\x03 \x01(\x0b\x32\x13.gradrule.v1.TensorH\x00\x12/\n\x0bunconnected\x18\x04 \x01(\x0b\x32\x18.gradrule.v1.UnconnectedH\x00\x12<\n\x12not_differentiable\x18\x05 \x01(\x0b\x32\x1e.gradrule.v1.NotDifferentiableH\x00\x42\x07\n\x05value\"\x87\x01\n\x07Timings\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07\x63ompile\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x03run\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xf9\x02\n\x10\x45valuateResponse\x12)\n\x07outputs\x18\x01 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12(\n\tgradients\x18\x02 \x03(\x0b\x32\x15.gradrule.v1.Gradient\x12*\n\toverrides\x18\x03 \x03(\x0b\x32\x17.gradrule.v1.Resolution\x12\x11\n\tdefaulted\x18\x04 \x03(\t\x12%\n\x07timings\x18\x05 \x01(\x0b\x32\x14.gradrule.v1.Timings\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12%\n\x07\x64igests\x18\x07 \x01(\x0b\x32\x14.gradrule.v1.Digests\x12\x11\n\trewritten\x18\x08 \x03(\t\x12\x31\n\x0foutput_tangents\x18\t \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12-\n\tjacobians\x18\n \x03(\x0b\x32\x1a.gradrule.v1.JacobianBlock\"h\n\x0e\x46orwardRequest\x12.\n\x08\x65valuate\x18\x01 \x01(\x0b\x32\x1c.gradrule.v1.EvaluateRequest\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x89\x01\n\x0f\x46orwardResponse\x12/\n\x08\x65valuate\x18\x01 \x01(\x0b\x32\x1d.gradrule.v1.EvaluateResponse\x12\x0e\n\x06handle\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x03\x12&\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"e\n\x0fPullBackRequest\x12\x0e\n\x06handle\x18\x01 \x01(\t\x12)\n\x07grad_ys\x18\x02 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12\x17\n\x0fstacked_grad_ys\x18\x03 \x01(\x08\"c\n\x10PullBackResponse\x12(\n\tgradients\x18\x01 \x03(\x0b\x32\x15.gradrule.v1.Gradient\x12%\n\x07timings\x18\x02 \x01(\x0b\x32\x14.gradrule.v1.Timings\"$\n\x12\x43loseHandleRequest\x12\x0e\n\x06handle\x18\x01 \x01(\t\"\x15\n\x13\x43loseHandleResponse\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\"\xde\x02\n\x15StreamEvaluateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x30\n\x08\x65valuate\x18\x02 \x01(\x0b\x32\x1c.gradrule.v1.EvaluateRequestH\x00\x12.\n\x07\x66orward\x18\x03 \x01(\x0b\x32\x1b.gradrule.v1.ForwardRequestH\x00\x12\x31\n\tpull_back\x18\x04 \x01(\x0b\x32\x1c.gradrule.v1.PullBackRequestH\x00\x12\x37\n\x0c\x63lose_handle\x18\x05 \x01(\x0b\x32\x1f.gradrule.v1.CloseHandleRequestH\x00\x12,\n\x06\x63\x61ncel\x18\x06 \x01(\x0b\x32\x1a.gradrule.v1.CancelRequestH\x00\x12*\n\x07timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationB\t\n\x07request\"\x9c\x02\n\x16StreamEvaluateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x31\n\x08\x65valuate\x18\x02 \x01(\x0b\x32\x1d.gradrule.v1.EvaluateResponseH\x00\x12/\n\x07\x66orward\x18\x03 \x01(\x0b\x32\x1c.gradrule.v1.ForwardResponseH\x00\x12\x32\n\tpull_back\x18\x04 \x01(\x0b\x32\x1d.gradrule.v1.PullBackResponseH\x00\x12\x38\n\x0c\x63lose_handle\x18\x05 \x01(\x0b\x32 .gradrule.v1.CloseHandleResponseH\x00\x12\x10\n\x06status\x18\x0f \x01(\x0cH\x00\x42\n\n\x08response*\x9c\x01\n\nDerivative\x12\x1a\n\x16\x44\x45RIVATIVE_UNSPECIFIED\x10\x00\x12\x12\n\x0e\x44\x45RIVATIVE_VJP\x10\x01\x12\x12\n\x0e\x44\x45RIVATIVE_JVP\x10\x02\x12\x17\n\x13\x44\x45RIVATIVE_JACOBIAN\x10\x03\x12\x1d\n\x19\x44\x45RIVATIVE_BATCH_JACOBIAN\x10\x04\x12\x12\n\x0e\x44\x45RIVATIVE_HVP\x10\x05\x32\xb9\x01\n\x0fGradientService\x12G\n\x08\x45valuate\x12\x1c.gradrule.v1.EvaluateRequest\x1a\x1d.gradrule.v1.EvaluateResponse\x12]\n\x0eStreamEvaluate\x12\".gradrule.v1.StreamEvaluateRequest\x1a#.gradrule.v1.StreamEvaluateResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,24 +40,46 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PARAMVALUES_VALUESENTRY']._serialized_options = b'8\001'
   _globals['_EVALUATEREQUEST_PARAMSENTRY']._loaded_options = None
   _globals['_EVALUATEREQUEST_PARAMSENTRY']._serialized_options = b'8\001'
+  _globals['_DERIVATIVE']._serialized_start=2953
+  _globals['_DERIVATIVE']._serialized_end=3109
   _globals['_PARAMVALUES']._serialized_start=181
   _globals['_PARAMVALUES']._serialized_end=320
   _globals['_PARAMVALUES_VALUESENTRY']._serialized_start=250
   _globals['_PARAMVALUES_VALUESENTRY']._serialized_end=320
   _globals['_EVALUATEREQUEST']._serialized_start=323
-  _globals['_EVALUATEREQUEST']._serialized_end=626
-  _globals['_EVALUATEREQUEST_PARAMSENTRY']._serialized_start=545
-  _globals['_EVALUATEREQUEST_PARAMSENTRY']._serialized_end=616
-  _globals['_UNCONNECTED']._serialized_start=628
-  _globals['_UNCONNECTED']._serialized_end=641
-  _globals['_NOTDIFFERENTIABLE']._serialized_start=643
-  _globals['_NOTDIFFERENTIABLE']._serialized_end=662
-  _globals['_GRADIENT']._serialized_start=665
-  _globals['_GRADIENT']._serialized_end=889
-  _globals['_TIMINGS']._serialized_start=892
-  _globals['_TIMINGS']._serialized_end=1027
-  _globals['_EVALUATERESPONSE']._serialized_start=1030
-  _globals['_EVALUATERESPONSE']._serialized_end=1309
-  _globals['_GRADIENTSERVICE']._serialized_start=1311
-  _globals['_GRADIENTSERVICE']._serialized_end=1401
+  _globals['_EVALUATEREQUEST']._serialized_end=783
+  _globals['_EVALUATEREQUEST_PARAMSENTRY']._serialized_start=702
+  _globals['_EVALUATEREQUEST_PARAMSENTRY']._serialized_end=773
+  _globals['_UNCONNECTED']._serialized_start=785
+  _globals['_UNCONNECTED']._serialized_end=798
+  _globals['_NOTDIFFERENTIABLE']._serialized_start=800
+  _globals['_NOTDIFFERENTIABLE']._serialized_end=819
+  _globals['_GRADIENT']._serialized_start=822
+  _globals['_GRADIENT']._serialized_end=1046
+  _globals['_JACOBIANBLOCK']._serialized_start=1049
+  _globals['_JACOBIANBLOCK']._serialized_end=1244
+  _globals['_TIMINGS']._serialized_start=1247
+  _globals['_TIMINGS']._serialized_end=1382
+  _globals['_EVALUATERESPONSE']._serialized_start=1385
+  _globals['_EVALUATERESPONSE']._serialized_end=1762
+  _globals['_FORWARDREQUEST']._serialized_start=1764
+  _globals['_FORWARDREQUEST']._serialized_end=1868
+  _globals['_FORWARDRESPONSE']._serialized_start=1871
+  _globals['_FORWARDRESPONSE']._serialized_end=2008
+  _globals['_PULLBACKREQUEST']._serialized_start=2010
+  _globals['_PULLBACKREQUEST']._serialized_end=2111
+  _globals['_PULLBACKRESPONSE']._serialized_start=2113
+  _globals['_PULLBACKRESPONSE']._serialized_end=2212
+  _globals['_CLOSEHANDLEREQUEST']._serialized_start=2214
+  _globals['_CLOSEHANDLEREQUEST']._serialized_end=2250
+  _globals['_CLOSEHANDLERESPONSE']._serialized_start=2252
+  _globals['_CLOSEHANDLERESPONSE']._serialized_end=2273
+  _globals['_CANCELREQUEST']._serialized_start=2275
+  _globals['_CANCELREQUEST']._serialized_end=2310
+  _globals['_STREAMEVALUATEREQUEST']._serialized_start=2313
+  _globals['_STREAMEVALUATEREQUEST']._serialized_end=2663
+  _globals['_STREAMEVALUATERESPONSE']._serialized_start=2666
+  _globals['_STREAMEVALUATERESPONSE']._serialized_end=2950
+  _globals['_GRADIENTSERVICE']._serialized_start=3112
+  _globals['_GRADIENTSERVICE']._serialized_end=3297
 # @@protoc_insertion_point(module_scope)

@@ -8,14 +8,57 @@ import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import gradrule.v1.override_pb2
 import gradrule.v1.program_pb2
 import gradrule.v1.rule_pb2
 import gradrule.v1.tensor_pb2
+import sys
 import typing
 
+if sys.version_info >= (3, 10):
+    import typing as typing_extensions
+else:
+    import typing_extensions
+
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+class _Derivative:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _DerivativeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Derivative.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    DERIVATIVE_UNSPECIFIED: _Derivative.ValueType  # 0
+    """What the program says."""
+    DERIVATIVE_VJP: _Derivative.ValueType  # 1
+    """As Vjp."""
+    DERIVATIVE_JVP: _Derivative.ValueType  # 2
+    """As Jvp."""
+    DERIVATIVE_JACOBIAN: _Derivative.ValueType  # 3
+    """As Jacobian."""
+    DERIVATIVE_BATCH_JACOBIAN: _Derivative.ValueType  # 4
+    """As Jacobian, batched."""
+    DERIVATIVE_HVP: _Derivative.ValueType  # 5
+    """As Hvp."""
+
+class Derivative(_Derivative, metaclass=_DerivativeEnumTypeWrapper):
+    """What to compute of a program's ys and xs."""
+
+DERIVATIVE_UNSPECIFIED: Derivative.ValueType  # 0
+"""What the program says."""
+DERIVATIVE_VJP: Derivative.ValueType  # 1
+"""As Vjp."""
+DERIVATIVE_JVP: Derivative.ValueType  # 2
+"""As Jvp."""
+DERIVATIVE_JACOBIAN: Derivative.ValueType  # 3
+"""As Jacobian."""
+DERIVATIVE_BATCH_JACOBIAN: Derivative.ValueType  # 4
+"""As Jacobian, batched."""
+DERIVATIVE_HVP: Derivative.ValueType  # 5
+"""As Hvp."""
+global___Derivative = Derivative
 
 @typing.final
 class ParamValues(google.protobuf.message.Message):
@@ -84,8 +127,18 @@ class EvaluateRequest(google.protobuf.message.Message):
     FEEDS_FIELD_NUMBER: builtins.int
     GRAD_YS_FIELD_NUMBER: builtins.int
     PARAMS_FIELD_NUMBER: builtins.int
+    DERIVATIVE_FIELD_NUMBER: builtins.int
+    TANGENTS_FIELD_NUMBER: builtins.int
+    VECTORS_FIELD_NUMBER: builtins.int
+    STACKED_GRAD_YS_FIELD_NUMBER: builtins.int
     program: builtins.str
     """A compiled program, `programs/{id}`."""
+    derivative: global___Derivative.ValueType
+    """What to compute of the program's ys and xs instead of what the program says. Compiled at its first use."""
+    stacked_grad_ys: builtins.bool
+    """True: many pull-backs at once. Every given grad_y has one more axis in front, of the same size n, and so have all gradients of the answer,
+    which are dense. A y without a grad_y gets ones in each.
+    """
     @property
     def spec(self) -> gradrule.v1.program_pb2.ProgramSpec:
         """A program of this one call. It is compiled at its first use and then found again by its content."""
@@ -102,6 +155,14 @@ class EvaluateRequest(google.protobuf.message.Message):
     def params(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, global___ParamValues]:
         """Param values of this call, by the override's label. They win over those of the override; nothing is compiled again."""
 
+    @property
+    def tangents(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
+        """Tangents by x, of x's type and shape, where Jacobian-vector products are computed; INVALID_DERIVATIVE elsewhere."""
+
+    @property
+    def vectors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
+        """Vectors by x, of x's type and shape, where Hessian-vector products are computed; INVALID_DERIVATIVE elsewhere."""
+
     def __init__(
         self,
         *,
@@ -110,9 +171,13 @@ class EvaluateRequest(google.protobuf.message.Message):
         feeds: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
         grad_ys: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
         params: collections.abc.Mapping[builtins.str, global___ParamValues] | None = ...,
+        derivative: global___Derivative.ValueType = ...,
+        tangents: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
+        vectors: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
+        stacked_grad_ys: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["program", b"program", "spec", b"spec", "target", b"target"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["feeds", b"feeds", "grad_ys", b"grad_ys", "params", b"params", "program", b"program", "spec", b"spec", "target", b"target"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["derivative", b"derivative", "feeds", b"feeds", "grad_ys", b"grad_ys", "params", b"params", "program", b"program", "spec", b"spec", "stacked_grad_ys", b"stacked_grad_ys", "tangents", b"tangents", "target", b"target", "vectors", b"vectors"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["target", b"target"]) -> typing.Literal["program", "spec"] | None: ...
 
 global___EvaluateRequest = EvaluateRequest
@@ -186,6 +251,48 @@ class Gradient(google.protobuf.message.Message):
 global___Gradient = Gradient
 
 @typing.final
+class JacobianBlock(google.protobuf.message.Message):
+    """The Jacobian of one y with respect to one x."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    Y_FIELD_NUMBER: builtins.int
+    X_FIELD_NUMBER: builtins.int
+    DENSE_FIELD_NUMBER: builtins.int
+    UNCONNECTED_FIELD_NUMBER: builtins.int
+    NOT_DIFFERENTIABLE_FIELD_NUMBER: builtins.int
+    y: builtins.str
+    """The y, as the request wrote it."""
+    x: builtins.str
+    """The x, as the request wrote it."""
+    @property
+    def dense(self) -> gradrule.v1.tensor_pb2.Tensor:
+        """A tensor of x's type."""
+
+    @property
+    def unconnected(self) -> global___Unconnected:
+        """There is none: y does not depend on x."""
+
+    @property
+    def not_differentiable(self) -> global___NotDifferentiable:
+        """There is none: x or y cannot be differentiated."""
+
+    def __init__(
+        self,
+        *,
+        y: builtins.str = ...,
+        x: builtins.str = ...,
+        dense: gradrule.v1.tensor_pb2.Tensor | None = ...,
+        unconnected: global___Unconnected | None = ...,
+        not_differentiable: global___NotDifferentiable | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["dense", b"dense", "not_differentiable", b"not_differentiable", "unconnected", b"unconnected", "value", b"value"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["dense", b"dense", "not_differentiable", b"not_differentiable", "unconnected", b"unconnected", "value", b"value", "x", b"x", "y", b"y"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["value", b"value"]) -> typing.Literal["dense", "unconnected", "not_differentiable"] | None: ...
+
+global___JacobianBlock = JacobianBlock
+
+@typing.final
 class Timings(google.protobuf.message.Message):
     """Where the time went."""
 
@@ -232,6 +339,8 @@ class EvaluateResponse(google.protobuf.message.Message):
     DEVICE_FIELD_NUMBER: builtins.int
     DIGESTS_FIELD_NUMBER: builtins.int
     REWRITTEN_FIELD_NUMBER: builtins.int
+    OUTPUT_TANGENTS_FIELD_NUMBER: builtins.int
+    JACOBIANS_FIELD_NUMBER: builtins.int
     device: builtins.str
     """Where it ran, `CPU:0` for example."""
     @property
@@ -262,6 +371,16 @@ class EvaluateResponse(google.protobuf.message.Message):
     def rewritten(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Nodes that rewrites replaced. Only with an inline program."""
 
+    @property
+    def output_tangents(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
+        """Jacobian-vector products, in the order of ys; zeros where y does not depend on any x that has a tangent, and no value where y is of a
+        type that has no gradient.
+        """
+
+    @property
+    def jacobians(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___JacobianBlock]:
+        """Jacobians, by y, then by x, in the order asked."""
+
     def __init__(
         self,
         *,
@@ -273,8 +392,279 @@ class EvaluateResponse(google.protobuf.message.Message):
         device: builtins.str = ...,
         digests: gradrule.v1.program_pb2.Digests | None = ...,
         rewritten: collections.abc.Iterable[builtins.str] | None = ...,
+        output_tangents: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
+        jacobians: collections.abc.Iterable[global___JacobianBlock] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["digests", b"digests", "timings", b"timings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["defaulted", b"defaulted", "device", b"device", "digests", b"digests", "gradients", b"gradients", "outputs", b"outputs", "overrides", b"overrides", "rewritten", b"rewritten", "timings", b"timings"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["defaulted", b"defaulted", "device", b"device", "digests", b"digests", "gradients", b"gradients", "jacobians", b"jacobians", "output_tangents", b"output_tangents", "outputs", b"outputs", "overrides", b"overrides", "rewritten", b"rewritten", "timings", b"timings"]) -> None: ...
 
 global___EvaluateResponse = EvaluateResponse
+
+@typing.final
+class ForwardRequest(google.protobuf.message.Message):
+    """Runs the forward part of a program once and keeps what pulling back needs."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EVALUATE_FIELD_NUMBER: builtins.int
+    TTL_FIELD_NUMBER: builtins.int
+    @property
+    def evaluate(self) -> global___EvaluateRequest:
+        """What to run and on what; gradients of a vector-Jacobian product are what can be pulled back. Its grad_ys are ignored."""
+
+    @property
+    def ttl(self) -> google.protobuf.duration_pb2.Duration:
+        """How long the handle is kept after its last use. Default, and most: a setting of the server's."""
+
+    def __init__(
+        self,
+        *,
+        evaluate: global___EvaluateRequest | None = ...,
+        ttl: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["evaluate", b"evaluate", "ttl", b"ttl"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["evaluate", b"evaluate", "ttl", b"ttl"]) -> None: ...
+
+global___ForwardRequest = ForwardRequest
+
+@typing.final
+class ForwardResponse(google.protobuf.message.Message):
+    """Answer to a ForwardRequest."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EVALUATE_FIELD_NUMBER: builtins.int
+    HANDLE_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    TTL_FIELD_NUMBER: builtins.int
+    handle: builtins.str
+    """The handle's name, known on this stream only."""
+    bytes: builtins.int
+    """Bytes that the handle keeps on the device."""
+    @property
+    def evaluate(self) -> global___EvaluateResponse:
+        """Outputs, digests, timings."""
+
+    @property
+    def ttl(self) -> google.protobuf.duration_pb2.Duration:
+        """How long it is kept after its last use."""
+
+    def __init__(
+        self,
+        *,
+        evaluate: global___EvaluateResponse | None = ...,
+        handle: builtins.str = ...,
+        bytes: builtins.int = ...,
+        ttl: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["evaluate", b"evaluate", "ttl", b"ttl"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "evaluate", b"evaluate", "handle", b"handle", "ttl", b"ttl"]) -> None: ...
+
+global___ForwardResponse = ForwardResponse
+
+@typing.final
+class PullBackRequest(google.protobuf.message.Message):
+    """Pulls gradients back through what a ForwardRequest kept. Fails with HANDLE_EXPIRED where the handle is gone."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: builtins.int
+    GRAD_YS_FIELD_NUMBER: builtins.int
+    STACKED_GRAD_YS_FIELD_NUMBER: builtins.int
+    handle: builtins.str
+    """The handle."""
+    stacked_grad_ys: builtins.bool
+    """As in EvaluateRequest."""
+    @property
+    def grad_ys(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
+        """Upstream gradients by y. A y without one gets ones."""
+
+    def __init__(
+        self,
+        *,
+        handle: builtins.str = ...,
+        grad_ys: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
+        stacked_grad_ys: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["grad_ys", b"grad_ys", "handle", b"handle", "stacked_grad_ys", b"stacked_grad_ys"]) -> None: ...
+
+global___PullBackRequest = PullBackRequest
+
+@typing.final
+class PullBackResponse(google.protobuf.message.Message):
+    """Answer to a PullBackRequest."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GRADIENTS_FIELD_NUMBER: builtins.int
+    TIMINGS_FIELD_NUMBER: builtins.int
+    @property
+    def gradients(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Gradient]:
+        """Gradients, in the order of xs."""
+
+    @property
+    def timings(self) -> global___Timings:
+        """Where the time went."""
+
+    def __init__(
+        self,
+        *,
+        gradients: collections.abc.Iterable[global___Gradient] | None = ...,
+        timings: global___Timings | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["timings", b"timings"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["gradients", b"gradients", "timings", b"timings"]) -> None: ...
+
+global___PullBackResponse = PullBackResponse
+
+@typing.final
+class CloseHandleRequest(google.protobuf.message.Message):
+    """Lets a handle go; no error if it is gone."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: builtins.int
+    handle: builtins.str
+    """The handle."""
+    def __init__(
+        self,
+        *,
+        handle: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["handle", b"handle"]) -> None: ...
+
+global___CloseHandleRequest = CloseHandleRequest
+
+@typing.final
+class CloseHandleResponse(google.protobuf.message.Message):
+    """Answer to a CloseHandleRequest."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___CloseHandleResponse = CloseHandleResponse
+
+@typing.final
+class CancelRequest(google.protobuf.message.Message):
+    """Gives up a request of this stream that is under way; its answer is then a status CANCELLED, or the answer if that was faster."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    request_id: builtins.int
+    """Its id."""
+    def __init__(
+        self,
+        *,
+        request_id: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["request_id", b"request_id"]) -> None: ...
+
+global___CancelRequest = CancelRequest
+
+@typing.final
+class StreamEvaluateRequest(google.protobuf.message.Message):
+    """One message of a client's on a stream."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    EVALUATE_FIELD_NUMBER: builtins.int
+    FORWARD_FIELD_NUMBER: builtins.int
+    PULL_BACK_FIELD_NUMBER: builtins.int
+    CLOSE_HANDLE_FIELD_NUMBER: builtins.int
+    CANCEL_FIELD_NUMBER: builtins.int
+    TIMEOUT_FIELD_NUMBER: builtins.int
+    request_id: builtins.int
+    """A number of the client's choice, not that of another request under way on this stream; 0 is allowed."""
+    @property
+    def evaluate(self) -> global___EvaluateRequest:
+        """As GradientService.Evaluate."""
+
+    @property
+    def forward(self) -> global___ForwardRequest:
+        """Forward once."""
+
+    @property
+    def pull_back(self) -> global___PullBackRequest:
+        """Pull back, as often as wanted."""
+
+    @property
+    def close_handle(self) -> global___CloseHandleRequest:
+        """Let go."""
+
+    @property
+    def cancel(self) -> global___CancelRequest:
+        """Give up another request. It has no answer of its own."""
+
+    @property
+    def timeout(self) -> google.protobuf.duration_pb2.Duration:
+        """How long the request may take, from its arrival. Default and bound: settings of the server's, as for calls."""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.int = ...,
+        evaluate: global___EvaluateRequest | None = ...,
+        forward: global___ForwardRequest | None = ...,
+        pull_back: global___PullBackRequest | None = ...,
+        close_handle: global___CloseHandleRequest | None = ...,
+        cancel: global___CancelRequest | None = ...,
+        timeout: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["cancel", b"cancel", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "timeout", b"timeout"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cancel", b"cancel", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "request_id", b"request_id", "timeout", b"timeout"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["evaluate", "forward", "pull_back", "close_handle", "cancel"] | None: ...
+
+global___StreamEvaluateRequest = StreamEvaluateRequest
+
+@typing.final
+class StreamEvaluateResponse(google.protobuf.message.Message):
+    """One message of the server's on a stream. Answers come as they are ready, not in the order of the requests."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    EVALUATE_FIELD_NUMBER: builtins.int
+    FORWARD_FIELD_NUMBER: builtins.int
+    PULL_BACK_FIELD_NUMBER: builtins.int
+    CLOSE_HANDLE_FIELD_NUMBER: builtins.int
+    STATUS_FIELD_NUMBER: builtins.int
+    request_id: builtins.int
+    """The request's id."""
+    status: builtins.bytes
+    """The request failed: the bytes of a `google.rpc.Status`, the same that the trailer of a failed call carries. The stream goes on."""
+    @property
+    def evaluate(self) -> global___EvaluateResponse:
+        """Answer to evaluate."""
+
+    @property
+    def forward(self) -> global___ForwardResponse:
+        """Answer to forward."""
+
+    @property
+    def pull_back(self) -> global___PullBackResponse:
+        """Answer to pull_back."""
+
+    @property
+    def close_handle(self) -> global___CloseHandleResponse:
+        """Answer to close_handle."""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.int = ...,
+        evaluate: global___EvaluateResponse | None = ...,
+        forward: global___ForwardResponse | None = ...,
+        pull_back: global___PullBackResponse | None = ...,
+        close_handle: global___CloseHandleResponse | None = ...,
+        status: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "response", b"response", "status", b"status"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request_id", b"request_id", "response", b"response", "status", b"status"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["response", b"response"]) -> typing.Literal["evaluate", "forward", "pull_back", "close_handle", "status"] | None: ...
+
+global___StreamEvaluateResponse = StreamEvaluateResponse

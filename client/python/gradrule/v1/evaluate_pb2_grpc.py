@@ -40,6 +40,11 @@ class GradientServiceStub(object):
                 request_serializer=gradrule_dot_v1_dot_evaluate__pb2.EvaluateRequest.SerializeToString,
                 response_deserializer=gradrule_dot_v1_dot_evaluate__pb2.EvaluateResponse.FromString,
                 _registered_method=True)
+        self.StreamEvaluate = channel.stream_stream(
+                '/gradrule.v1.GradientService/StreamEvaluate',
+                request_serializer=gradrule_dot_v1_dot_evaluate__pb2.StreamEvaluateRequest.SerializeToString,
+                response_deserializer=gradrule_dot_v1_dot_evaluate__pb2.StreamEvaluateResponse.FromString,
+                _registered_method=True)
 
 
 class GradientServiceServicer(object):
@@ -55,6 +60,14 @@ class GradientServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StreamEvaluate(self, request_iterator, context):
+        """Runs programs over one stream, many under way at a time, and keeps forward handles, whose life is that of the stream at most. A request that
+        fails gets a status as its answer and ends nothing else. Ending the stream gives up what is under way.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GradientServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -62,6 +75,11 @@ def add_GradientServiceServicer_to_server(servicer, server):
                     servicer.Evaluate,
                     request_deserializer=gradrule_dot_v1_dot_evaluate__pb2.EvaluateRequest.FromString,
                     response_serializer=gradrule_dot_v1_dot_evaluate__pb2.EvaluateResponse.SerializeToString,
+            ),
+            'StreamEvaluate': grpc.stream_stream_rpc_method_handler(
+                    servicer.StreamEvaluate,
+                    request_deserializer=gradrule_dot_v1_dot_evaluate__pb2.StreamEvaluateRequest.FromString,
+                    response_serializer=gradrule_dot_v1_dot_evaluate__pb2.StreamEvaluateResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -92,6 +110,33 @@ class GradientService(object):
             '/gradrule.v1.GradientService/Evaluate',
             gradrule_dot_v1_dot_evaluate__pb2.EvaluateRequest.SerializeToString,
             gradrule_dot_v1_dot_evaluate__pb2.EvaluateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamEvaluate(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/gradrule.v1.GradientService/StreamEvaluate',
+            gradrule_dot_v1_dot_evaluate__pb2.StreamEvaluateRequest.SerializeToString,
+            gradrule_dot_v1_dot_evaluate__pb2.StreamEvaluateResponse.FromString,
             options,
             channel_credentials,
             insecure,

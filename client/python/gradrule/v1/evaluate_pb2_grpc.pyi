@@ -30,6 +30,14 @@ class GradientServiceStub:
     program, with all that CompileProgram fails with.
     """
 
+    StreamEvaluate: grpc.StreamStreamMultiCallable[
+        gradrule.v1.evaluate_pb2.StreamEvaluateRequest,
+        gradrule.v1.evaluate_pb2.StreamEvaluateResponse,
+    ]
+    """Runs programs over one stream, many under way at a time, and keeps forward handles, whose life is that of the stream at most. A request that
+    fails gets a status as its answer and ends nothing else. Ending the stream gives up what is under way.
+    """
+
 class GradientServiceAsyncStub:
     """Runs programs."""
 
@@ -40,6 +48,14 @@ class GradientServiceAsyncStub:
     """Runs a program once. Pure: the same request gives the same answer and changes nothing (random ops without seed aside).
     Fails with MISSING_FEED, UNKNOWN_FEED, FEED_DTYPE, FEED_SHAPE, PROGRAM_NOT_FOUND, EXECUTION_FAILED, and, with an inline
     program, with all that CompileProgram fails with.
+    """
+
+    StreamEvaluate: grpc.aio.StreamStreamMultiCallable[
+        gradrule.v1.evaluate_pb2.StreamEvaluateRequest,
+        gradrule.v1.evaluate_pb2.StreamEvaluateResponse,
+    ]
+    """Runs programs over one stream, many under way at a time, and keeps forward handles, whose life is that of the stream at most. A request that
+    fails gets a status as its answer and ends nothing else. Ending the stream gives up what is under way.
     """
 
 class GradientServiceServicer(metaclass=abc.ABCMeta):
@@ -54,6 +70,16 @@ class GradientServiceServicer(metaclass=abc.ABCMeta):
         """Runs a program once. Pure: the same request gives the same answer and changes nothing (random ops without seed aside).
         Fails with MISSING_FEED, UNKNOWN_FEED, FEED_DTYPE, FEED_SHAPE, PROGRAM_NOT_FOUND, EXECUTION_FAILED, and, with an inline
         program, with all that CompileProgram fails with.
+        """
+
+    @abc.abstractmethod
+    def StreamEvaluate(
+        self,
+        request_iterator: _MaybeAsyncIterator[gradrule.v1.evaluate_pb2.StreamEvaluateRequest],
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[gradrule.v1.evaluate_pb2.StreamEvaluateResponse], collections.abc.AsyncIterator[gradrule.v1.evaluate_pb2.StreamEvaluateResponse]]:
+        """Runs programs over one stream, many under way at a time, and keeps forward handles, whose life is that of the stream at most. A request that
+        fails gets a status as its answer and ends nothing else. Ending the stream gives up what is under way.
         """
 
 def add_GradientServiceServicer_to_server(servicer: GradientServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -46,6 +46,30 @@ POSITION_NEAREST_YS: PositionNearest.ValueType  # 2
 """The nodes with no other candidate between them and the ys: the last layers."""
 global___PositionNearest = PositionNearest
 
+class _OverrideOrder:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _OverrideOrderEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_OverrideOrder.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    OVERRIDE_ORDER_UNSPECIFIED: _OverrideOrder.ValueType  # 0
+    """The same as FIRST."""
+    OVERRIDE_ORDER_FIRST: _OverrideOrder.ValueType  # 1
+    """In the first differentiation. Where its result is differentiated again (a Hessian-vector product), the op's own gradient holds."""
+    OVERRIDE_ORDER_ALL: _OverrideOrder.ValueType  # 2
+    """In every differentiation, and then at nodes that gradients made too, where the selector asks for nothing but an op type."""
+
+class OverrideOrder(_OverrideOrder, metaclass=_OverrideOrderEnumTypeWrapper):
+    """In which derivatives an override holds."""
+
+OVERRIDE_ORDER_UNSPECIFIED: OverrideOrder.ValueType  # 0
+"""The same as FIRST."""
+OVERRIDE_ORDER_FIRST: OverrideOrder.ValueType  # 1
+"""In the first differentiation. Where its result is differentiated again (a Hessian-vector product), the op's own gradient holds."""
+OVERRIDE_ORDER_ALL: OverrideOrder.ValueType  # 2
+"""In every differentiation, and then at nodes that gradients made too, where the selector asks for nothing but an op type."""
+global___OverrideOrder = OverrideOrder
+
 class _ResolutionStatus:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -173,6 +197,7 @@ class Selector(google.protobuf.message.Message):
     RANK_FIELD_NUMBER: builtins.int
     ATTRS_FIELD_NUMBER: builtins.int
     DEPENDS_ON_FIELD_NUMBER: builtins.int
+    REGION_NAME_FIELD_NUMBER: builtins.int
     op_type: builtins.str
     """Exact op type, or a group of op types: `@activation`, `@linear`, `@convolution`, `@dense`, `@pool`, `@sum`, `@bias`, `@step`. An Add is
     `@bias` where one side does not depend on the xs, else `@sum`.
@@ -189,6 +214,10 @@ class Selector(google.protobuf.message.Message):
     """Element type of the node's first output."""
     rank: builtins.int
     """Rank of the node's first output. It is TensorFlow that knows: RULE_NOT_APPLICABLE where it does not before running."""
+    region_name: builtins.str
+    """Name of regions that the graph brings along: a function that was wrapped by `tf.custom_gradient` when the graph was traced, under the
+    name of the Python function. Each call of it is a region. UNMATCHED_OVERRIDE where the graph has none; no other condition can be given with it.
+    """
     @property
     def position(self) -> global___Position:
         """Where on the path from xs to ys."""
@@ -226,9 +255,10 @@ class Selector(google.protobuf.message.Message):
         rank: builtins.int | None = ...,
         attrs: collections.abc.Mapping[builtins.str, gradrule.v1.graph_pb2.AttrValue] | None = ...,
         depends_on: collections.abc.Iterable[builtins.str] | None = ...,
+        region_name: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_rank", b"_rank", "position", b"position", "rank", b"rank", "region", b"region"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_rank", b"_rank", "attrs", b"attrs", "depends_on", b"depends_on", "dtype", b"dtype", "node", b"node", "node_regex", b"node_regex", "op_type", b"op_type", "pattern", b"pattern", "position", b"position", "rank", b"rank", "region", b"region", "scope", b"scope"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_rank", b"_rank", "attrs", b"attrs", "depends_on", b"depends_on", "dtype", b"dtype", "node", b"node", "node_regex", b"node_regex", "op_type", b"op_type", "pattern", b"pattern", "position", b"position", "rank", b"rank", "region", b"region", "region_name", b"region_name", "scope", b"scope"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_rank", b"_rank"]) -> typing.Literal["rank"] | None: ...
 
 global___Selector = Selector
@@ -309,6 +339,7 @@ class Override(google.protobuf.message.Message):
     PARAMS_FIELD_NUMBER: builtins.int
     LABEL_FIELD_NUMBER: builtins.int
     OPTIONAL_FIELD_NUMBER: builtins.int
+    ORDER_FIELD_NUMBER: builtins.int
     rule: builtins.str
     """Name of a registered rule (UNKNOWN_RULE if there is none), or `default`: the op's own gradient, to carve out an exception."""
     label: builtins.str
@@ -317,6 +348,8 @@ class Override(google.protobuf.message.Message):
     """
     optional: builtins.bool
     """True: it is no error if no node on the path matches."""
+    order: global___OverrideOrder.ValueType
+    """Default: FIRST."""
     @property
     def selector(self) -> global___Selector:
         """Which nodes. Required, except with a preset, which has selectors of its own."""
@@ -343,9 +376,10 @@ class Override(google.protobuf.message.Message):
         params: collections.abc.Mapping[builtins.str, gradrule.v1.rule_pb2.ParamValue] | None = ...,
         label: builtins.str = ...,
         optional: builtins.bool = ...,
+        order: global___OverrideOrder.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["choice", b"choice", "definition", b"definition", "preset", b"preset", "rule", b"rule", "selector", b"selector"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["choice", b"choice", "definition", b"definition", "label", b"label", "optional", b"optional", "params", b"params", "preset", b"preset", "rule", b"rule", "selector", b"selector"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["choice", b"choice", "definition", b"definition", "label", b"label", "optional", b"optional", "order", b"order", "params", b"params", "preset", b"preset", "rule", b"rule", "selector", b"selector"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["choice", b"choice"]) -> typing.Literal["rule", "definition", "preset"] | None: ...
 
 global___Override = Override

@@ -150,17 +150,150 @@ class Vjp(google.protobuf.message.Message):
 global___Vjp = Vjp
 
 @typing.final
+class Jvp(google.protobuf.message.Message):
+    """A Jacobian-vector product (forward mode): for each y the sum over xs of dy/dx · tangent of x. Where a rule gives a gradient, the product is the
+    transpose of what the rule computes, taken at upstream gradients of zero.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    YS_FIELD_NUMBER: builtins.int
+    XS_FIELD_NUMBER: builtins.int
+    STOP_GRADIENTS_FIELD_NUMBER: builtins.int
+    @property
+    def ys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What is differentiated; at least one."""
+
+    @property
+    def xs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """With respect to what; at least one. Each call gives tangents of some (`EvaluateRequest.tangents`), the others count as constant."""
+
+    @property
+    def stop_gradients(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Tensors that count as constants."""
+
+    def __init__(
+        self,
+        *,
+        ys: collections.abc.Iterable[builtins.str] | None = ...,
+        xs: collections.abc.Iterable[builtins.str] | None = ...,
+        stop_gradients: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["stop_gradients", b"stop_gradients", "xs", b"xs", "ys", b"ys"]) -> None: ...
+
+global___Jvp = Jvp
+
+@typing.final
+class Jacobian(google.protobuf.message.Message):
+    """Whole Jacobians, one for each y and x, of shape (y's shape, x's shape)."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    YS_FIELD_NUMBER: builtins.int
+    XS_FIELD_NUMBER: builtins.int
+    STOP_GRADIENTS_FIELD_NUMBER: builtins.int
+    UNCONNECTED_GRADIENTS_FIELD_NUMBER: builtins.int
+    BATCHED_FIELD_NUMBER: builtins.int
+    unconnected_gradients: global___UnconnectedGradients.ValueType
+    """Default: NONE."""
+    batched: builtins.bool
+    """True: axis 0 of each y and x counts examples, of which none depends on another; the Jacobian has shape (examples, rest of y's shape,
+    rest of x's shape).
+    """
+    @property
+    def ys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What is differentiated; at least one."""
+
+    @property
+    def xs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """With respect to what; at least one."""
+
+    @property
+    def stop_gradients(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Tensors that count as constants."""
+
+    def __init__(
+        self,
+        *,
+        ys: collections.abc.Iterable[builtins.str] | None = ...,
+        xs: collections.abc.Iterable[builtins.str] | None = ...,
+        stop_gradients: collections.abc.Iterable[builtins.str] | None = ...,
+        unconnected_gradients: global___UnconnectedGradients.ValueType = ...,
+        batched: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batched", b"batched", "stop_gradients", b"stop_gradients", "unconnected_gradients", b"unconnected_gradients", "xs", b"xs", "ys", b"ys"]) -> None: ...
+
+global___Jacobian = Jacobian
+
+@typing.final
+class Hvp(google.protobuf.message.Message):
+    """Hessian-vector products: the gradient, for each x, of the sum over xs of (d sum(ys)/dx) · vector of x."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    YS_FIELD_NUMBER: builtins.int
+    XS_FIELD_NUMBER: builtins.int
+    STOP_GRADIENTS_FIELD_NUMBER: builtins.int
+    UNCONNECTED_GRADIENTS_FIELD_NUMBER: builtins.int
+    unconnected_gradients: global___UnconnectedGradients.ValueType
+    """Default: NONE."""
+    @property
+    def ys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What is differentiated, summed; at least one."""
+
+    @property
+    def xs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """With respect to what; at least one. Each call gives vectors of some (`EvaluateRequest.vectors`), the others count as zeros."""
+
+    @property
+    def stop_gradients(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Tensors that count as constants."""
+
+    def __init__(
+        self,
+        *,
+        ys: collections.abc.Iterable[builtins.str] | None = ...,
+        xs: collections.abc.Iterable[builtins.str] | None = ...,
+        stop_gradients: collections.abc.Iterable[builtins.str] | None = ...,
+        unconnected_gradients: global___UnconnectedGradients.ValueType = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["stop_gradients", b"stop_gradients", "unconnected_gradients", b"unconnected_gradients", "xs", b"xs", "ys", b"ys"]) -> None: ...
+
+global___Hvp = Hvp
+
+@typing.final
 class ProgramSpec(google.protobuf.message.Message):
     """Everything that a program is made of."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class AliasesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     GRAPH_FIELD_NUMBER: builtins.int
     OVERRIDES_FIELD_NUMBER: builtins.int
     FETCHES_FIELD_NUMBER: builtins.int
     VJP_FIELD_NUMBER: builtins.int
+    JVP_FIELD_NUMBER: builtins.int
+    JACOBIAN_FIELD_NUMBER: builtins.int
+    HVP_FIELD_NUMBER: builtins.int
     NO_GRADIENT_FIELD_NUMBER: builtins.int
     REWRITES_FIELD_NUMBER: builtins.int
+    VARIABLES_FIELD_NUMBER: builtins.int
+    ALIASES_FIELD_NUMBER: builtins.int
     no_gradient: global___NoGradient.ValueType
     """Default: ERROR."""
     @property
@@ -180,10 +313,33 @@ class ProgramSpec(google.protobuf.message.Message):
         """Gradients of ys, pulled back."""
 
     @property
+    def jvp(self) -> global___Jvp:
+        """Tangents, pushed forward."""
+
+    @property
+    def jacobian(self) -> global___Jacobian:
+        """Jacobians."""
+
+    @property
+    def hvp(self) -> global___Hvp:
+        """Hessian-vector products."""
+
+    @property
     def rewrites(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Changes to the graph before overrides are resolved, in this order. `fold_batch_norm`: a batch normalisation in inference mode is folded
         into the linear op before it, which LRP needs. An unknown one is UNSUPPORTED.
         """
+
+    @property
+    def variables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
+        """Values of the graph's variables, by the name of the node that makes the variable or by its shared name. A feed wins over them. A variable
+        without a value has that of its initialiser, the input of its `NAME/Assign`, or must be fed (MISSING_FEED).
+        Variables are read only here: what the graph assigns to one holds for the rest of the call. SessionService keeps it.
+        """
+
+    @property
+    def aliases(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Further names of tensors, as a SavedModel's signature has them: kept, and told with the program, for clients."""
 
     def __init__(
         self,
@@ -192,12 +348,17 @@ class ProgramSpec(google.protobuf.message.Message):
         overrides: collections.abc.Iterable[gradrule.v1.override_pb2.Override] | None = ...,
         fetches: collections.abc.Iterable[builtins.str] | None = ...,
         vjp: global___Vjp | None = ...,
+        jvp: global___Jvp | None = ...,
+        jacobian: global___Jacobian | None = ...,
+        hvp: global___Hvp | None = ...,
         no_gradient: global___NoGradient.ValueType = ...,
         rewrites: collections.abc.Iterable[builtins.str] | None = ...,
+        variables: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
+        aliases: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["derivative", b"derivative", "graph", b"graph", "vjp", b"vjp"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["derivative", b"derivative", "fetches", b"fetches", "graph", b"graph", "no_gradient", b"no_gradient", "overrides", b"overrides", "rewrites", b"rewrites", "vjp", b"vjp"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["derivative", b"derivative"]) -> typing.Literal["vjp"] | None: ...
+    def HasField(self, field_name: typing.Literal["derivative", b"derivative", "graph", b"graph", "hvp", b"hvp", "jacobian", b"jacobian", "jvp", b"jvp", "vjp", b"vjp"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "derivative", b"derivative", "fetches", b"fetches", "graph", b"graph", "hvp", b"hvp", "jacobian", b"jacobian", "jvp", b"jvp", "no_gradient", b"no_gradient", "overrides", b"overrides", "rewrites", b"rewrites", "variables", b"variables", "vjp", b"vjp"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["derivative", b"derivative"]) -> typing.Literal["vjp", "jvp", "jacobian", "hvp"] | None: ...
 
 global___ProgramSpec = ProgramSpec
 
@@ -229,6 +390,22 @@ class Program(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class AliasesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     NAME_FIELD_NUMBER: builtins.int
     DIGESTS_FIELD_NUMBER: builtins.int
     INPUTS_FIELD_NUMBER: builtins.int
@@ -240,6 +417,7 @@ class Program(google.protobuf.message.Message):
     DEVICE_FIELD_NUMBER: builtins.int
     CREATE_TIME_FIELD_NUMBER: builtins.int
     REWRITTEN_FIELD_NUMBER: builtins.int
+    ALIASES_FIELD_NUMBER: builtins.int
     name: builtins.str
     """`programs/{id}`; the id is the one asked for, or made from the content."""
     device: builtins.str
@@ -280,6 +458,10 @@ class Program(google.protobuf.message.Message):
     def rewritten(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Nodes that rewrites replaced."""
 
+    @property
+    def aliases(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """As in ProgramSpec."""
+
     def __init__(
         self,
         *,
@@ -294,9 +476,10 @@ class Program(google.protobuf.message.Message):
         device: builtins.str = ...,
         create_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         rewritten: collections.abc.Iterable[builtins.str] | None = ...,
+        aliases: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["create_time", b"create_time", "digests", b"digests"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["create_time", b"create_time", "defaulted", b"defaulted", "device", b"device", "digests", b"digests", "inputs", b"inputs", "name", b"name", "outputs", b"outputs", "overrides", b"overrides", "rewritten", b"rewritten", "xs", b"xs", "ys", b"ys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "create_time", b"create_time", "defaulted", b"defaulted", "device", b"device", "digests", b"digests", "inputs", b"inputs", "name", b"name", "outputs", b"outputs", "overrides", b"overrides", "rewritten", b"rewritten", "xs", b"xs", "ys", b"ys"]) -> None: ...
 
 global___Program = Program
 

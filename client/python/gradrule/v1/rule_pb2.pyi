@@ -58,10 +58,13 @@ class GraphSource(google.protobuf.message.Message):
 
     INLINE_FIELD_NUMBER: builtins.int
     SERIALIZED_FIELD_NUMBER: builtins.int
+    BLOB_SHA256_FIELD_NUMBER: builtins.int
     serialized: builtins.bytes
     """The graph's bytes (a GraphDef's bytes). The faster way: unchanged bytes are recognised without parsing.
     Bytes that are not a graph are INVALID_GRAPH.
     """
+    blob_sha256: builtins.str
+    """The graph's bytes, uploaded before: SHA-256 (hex) of a blob. BLOB_NOT_FOUND where the server does not have it."""
     @property
     def inline(self) -> gradrule.v1.graph_pb2.Graph:
         """The graph as a message. Its digest is that of its deterministic serialisation."""
@@ -71,10 +74,11 @@ class GraphSource(google.protobuf.message.Message):
         *,
         inline: gradrule.v1.graph_pb2.Graph | None = ...,
         serialized: builtins.bytes = ...,
+        blob_sha256: builtins.str = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["inline", b"inline", "serialized", b"serialized", "source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["inline", b"inline", "serialized", b"serialized", "source", b"source"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["source", b"source"]) -> typing.Literal["inline", "serialized"] | None: ...
+    def HasField(self, field_name: typing.Literal["blob_sha256", b"blob_sha256", "inline", b"inline", "serialized", b"serialized", "source", b"source"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blob_sha256", b"blob_sha256", "inline", b"inline", "serialized", b"serialized", "source", b"source"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["source", b"source"]) -> typing.Literal["inline", "serialized", "blob_sha256"] | None: ...
 
 global___GraphSource = GraphSource
 
@@ -146,6 +150,7 @@ class RuleDefinition(google.protobuf.message.Message):
     EXPRESSION_FIELD_NUMBER: builtins.int
     GRAPH_FIELD_NUMBER: builtins.int
     PARAMS_FIELD_NUMBER: builtins.int
+    GRADIENT_FIELD_NUMBER: builtins.int
     expression: builtins.str
     """A formula of the expression language over x, y, dy, default and params, at most 4,096 characters."""
     @property
@@ -158,15 +163,23 @@ class RuleDefinition(google.protobuf.message.Message):
     def params(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RuleParam]:
         """Params in a fixed order. Every name in the expression that is no variable must be here."""
 
+    @property
+    def gradient(self) -> global___RuleDefinition:
+        """The rule for this rule's own gradient, for derivatives of second order; not set: the rule's form is differentiated. It sees the inputs of
+        this rule as its `x, x1, …`: the op's inputs, then the op's outputs, then the upstream gradients; this rule's gradients as its `y, y1, …`
+        (those of inputs that are not connected left out), and what comes upstream of them as its `dy, dy1, …`. It may carry one of its own.
+        """
+
     def __init__(
         self,
         *,
         expression: builtins.str = ...,
         graph: global___GraphSource | None = ...,
         params: collections.abc.Iterable[global___RuleParam] | None = ...,
+        gradient: global___RuleDefinition | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["expression", b"expression", "form", b"form", "graph", b"graph"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["expression", b"expression", "form", b"form", "graph", b"graph", "params", b"params"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["expression", b"expression", "form", b"form", "gradient", b"gradient", "graph", b"graph"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["expression", b"expression", "form", b"form", "gradient", b"gradient", "graph", b"graph", "params", b"params"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["form", b"form"]) -> typing.Literal["expression", "graph"] | None: ...
 
 global___RuleDefinition = RuleDefinition

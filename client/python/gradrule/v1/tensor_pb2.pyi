@@ -593,24 +593,59 @@ class TensorSpec(google.protobuf.message.Message):
 global___TensorSpec = TensorSpec
 
 @typing.final
+class BlobTensor(google.protobuf.message.Message):
+    """A tensor that is kept as a blob (see BlobService). BLOB_NOT_FOUND where the server does not have it: upload it, and send the request again."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SHA256_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
+    SHAPE_FIELD_NUMBER: builtins.int
+    sha256: builtins.str
+    """SHA-256 (hex) of the elements' bytes: row-major, little-endian, as in `Tensor.tensor_content`. Required."""
+    dtype: global___Dt.ValueType
+    """Element type; not DT_STRING. Required."""
+    @property
+    def shape(self) -> global___TensorShape:
+        """Shape; every dimension must be known. Default: a scalar. INVALID_TENSOR where the blob has another number of bytes."""
+
+    def __init__(
+        self,
+        *,
+        sha256: builtins.str = ...,
+        dtype: global___Dt.ValueType = ...,
+        shape: global___TensorShape | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["shape", b"shape"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "sha256", b"sha256", "shape", b"shape"]) -> None: ...
+
+global___BlobTensor = BlobTensor
+
+@typing.final
 class TensorSource(google.protobuf.message.Message):
     """Where a tensor comes from."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     INLINE_FIELD_NUMBER: builtins.int
+    BLOB_FIELD_NUMBER: builtins.int
     @property
     def inline(self) -> global___Tensor:
         """The tensor itself."""
+
+    @property
+    def blob(self) -> global___BlobTensor:
+        """A tensor whose bytes were uploaded before. In requests only."""
 
     def __init__(
         self,
         *,
         inline: global___Tensor | None = ...,
+        blob: global___BlobTensor | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["inline", b"inline", "source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["inline", b"inline", "source", b"source"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["source", b"source"]) -> typing.Literal["inline"] | None: ...
+    def HasField(self, field_name: typing.Literal["blob", b"blob", "inline", b"inline", "source", b"source"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blob", b"blob", "inline", b"inline", "source", b"source"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["source", b"source"]) -> typing.Literal["inline", "blob"] | None: ...
 
 global___TensorSource = TensorSource
 

@@ -22,14 +22,17 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from gradrule.v1 import errors_pb2 as gradrule_dot_v1_dot_errors__pb2
+from gradrule.v1 import evaluate_pb2 as gradrule_dot_v1_dot_evaluate__pb2
 from gradrule.v1 import override_pb2 as gradrule_dot_v1_dot_override__pb2
 from gradrule.v1 import program_pb2 as gradrule_dot_v1_dot_program__pb2
 from gradrule.v1 import rule_pb2 as gradrule_dot_v1_dot_rule__pb2
+from gradrule.v1 import session_pb2 as gradrule_dot_v1_dot_session__pb2
 from gradrule.v1 import tensor_pb2 as gradrule_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"gradrule_server/link/v1/link.proto\x12\x17gradrule_server.link.v1\x1a\x18gradrule/v1/errors.proto\x1a\x1agradrule/v1/override.proto\x1a\x19gradrule/v1/program.proto\x1a\x16gradrule/v1/rule.proto\x1a\x18gradrule/v1/tensor.proto\"\x89\x01\n\x08Greeting\x12\x14\n\x0clink_version\x18\x01 \x01(\r\x12\x1a\n\x12tensorflow_version\x18\x02 \x01(\t\x12\x17\n\x0fop_table_digest\x18\x03 \x01(\t\x12\x11\n\tgradients\x18\x04 \x03(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x0f\n\x07refusal\x18\x06 \x01(\t\"{\n\tBoundRule\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x31\n\ndefinition\x18\x02 \x01(\x0b\x32\x1b.gradrule.v1.RuleDefinitionH\x00\x12\x15\n\x0bop_gradient\x18\x03 \x01(\tH\x00\x12\x0e\n\x04\x63ode\x18\x04 \x01(\tH\x00\x42\x06\n\x04\x66orm\"\xb7\x01\n\nMarkedNode\x12\x0c\n\x04rule\x18\x01 \x01(\x05\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0f\n\x07\x66oreign\x18\x03 \x01(\t\x12\x18\n\x10subgraph_outputs\x18\x04 \x01(\r\x12\x11\n\x04rank\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x16\n\totherwise\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x0f\n\x07op_type\x18\x07 \x01(\t\x12\x0f\n\x07is_step\x18\x08 \x01(\x08\x42\x07\n\x05_rankB\x0c\n\n_otherwise\"\xfe\x04\n\x0e\x43ompileRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05graph\x18\x02 \x01(\x0c\x12\x32\n\x05marks\x18\x03 \x03(\x0b\x32#.gradrule_server.link.v1.MarkedNode\x12\x31\n\x05rules\x18\x04 \x03(\x0b\x32\".gradrule_server.link.v1.BoundRule\x12\x43\n\x06scopes\x18\x05 \x03(\x0b\x32\x33.gradrule_server.link.v1.CompileRequest.ScopesEntry\x12\'\n\x06inputs\x18\x06 \x03(\x0b\x32\x17.gradrule.v1.TensorSpec\x12\x32\n\x07\x66\x65tches\x18\x07 \x03(\x0b\x32!.gradrule_server.link.v1.Endpoint\x12-\n\x02ys\x18\x08 \x03(\x0b\x32!.gradrule_server.link.v1.Endpoint\x12-\n\x02xs\x18\t \x03(\x0b\x32!.gradrule_server.link.v1.Endpoint\x12\x32\n\x07grad_ys\x18\n \x03(\x0b\x32!.gradrule_server.link.v1.Upstream\x12\x16\n\x0estop_gradients\x18\x0b \x03(\t\x12@\n\x15unconnected_gradients\x18\x0c \x01(\x0e\x32!.gradrule.v1.UnconnectedGradients\x12,\n\x0bno_gradient\x18\r \x01(\x0e\x32\x17.gradrule.v1.NoGradient\x1a-\n\x0bScopesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"(\n\x08\x45ndpoint\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06tensor\x18\x02 \x01(\t\"E\n\x08Upstream\x12\x0e\n\x04ones\x18\x01 \x01(\x08H\x00\x12\r\n\x03\x66\x65\x64\x18\x02 \x01(\x08H\x00\x12\x10\n\x06tensor\x18\x03 \x01(\tH\x00\x42\x08\n\x06source\"\xb3\x02\n\x0c\x43ompileReply\x12/\n\x08statuses\x18\x01 \x03(\x0e\x32\x1d.gradrule.v1.ResolutionStatus\x12\x11\n\tdefaulted\x18\x02 \x03(\t\x12\'\n\x06inputs\x18\x03 \x03(\x0b\x32\x17.gradrule.v1.TensorSpec\x12(\n\x07outputs\x18\x04 \x03(\x0b\x32\x17.gradrule.v1.TensorSpec\x12#\n\x02ys\x18\x05 \x03(\x0b\x32\x17.gradrule.v1.TensorSpec\x12#\n\x02xs\x18\x06 \x03(\x0b\x32\x17.gradrule.v1.TensorSpec\x12\x42\n\x10without_gradient\x18\x07 \x03(\x0b\x32(.gradrule_server.link.v1.WithoutGradient\"0\n\x0fWithoutGradient\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07op_type\x18\x02 \x01(\t\"R\n\x0cParamSetting\x12\x0c\n\x04rule\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12&\n\x05value\x18\x03 \x01(\x0b\x32\x17.gradrule.v1.ParamValue\"v\n\nRunRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x13\n\x0breceived_ns\x18\x02 \x01(\x03\x12\x0f\n\x07request\x18\x03 \x01(\x0c\x12\x35\n\x06params\x18\x04 \x03(\x0b\x32%.gradrule_server.link.v1.ParamSetting\"\x1c\n\rUnloadRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\"~\n\x05\x46\x61ult\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.gradrule.v1.ErrorReason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12&\n\x08\x66indings\x18\x03 \x03(\x0b\x32\x14.gradrule.v1.Finding\x12\x12\n\nnot_loaded\x18\x04 \x01(\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"gradrule_server/link/v1/link.proto\x12\x17gradrule_server.link.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18gradrule/v1/errors.proto\x1a\x1agradrule/v1/evaluate.proto\x1a\x1agradrule/v1/override.proto\x1a\x19gradrule/v1/program.proto\x1a\x16gradrule/v1/rule.proto\x1a\x19gradrule/v1/session.proto\x1a\x18gradrule/v1/tensor.proto\"\x89\x01\n\x08Greeting\x12\x14\n\x0clink_version\x18\x01 \x01(\r\x12\x1a\n\x12tensorflow_version\x18\x02 \x01(\t\x12\x17\n\x0fop_table_digest\x18\x03 \x01(\t\x12\x11\n\tgradients\x18\x04 \x03(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x0f\n\x07refusal\x18\x06 \x01(\t\"\x8e\x01\n\tBoundRule\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x31\n\ndefinition\x18\x02 \x01(\x0b\x32\x1b.gradrule.v1.RuleDefinitionH\x00\x12\x15\n\x0bop_gradient\x18\x03 \x01(\tH\x00\x12\x0e\n\x04\x63ode\x18\x04 \x01(\tH\x00\x12\x11\n\x07\x62rought\x18\x05 \x01(\x0cH\x00\x42\x06\n\x04\x66orm\"\xfe\x01\n\nMarkedNode\x12\x0c\n\x04rule\x18\x01 \x01(\x05\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0f\n\x07\x66oreign\x18\x03 \x01(\t\x12\x18\n\x10subgraph_outputs\x18\x04 \x01(\r\x12\x11\n\x04rank\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x16\n\totherwise\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x0f\n\x07op_type\x18\x07 \x01(\t\x12\x0f\n\x07is_step\x18\x08 \x01(\x08\x12\x1c\n\x0fsubgraph_inputs\x18\t \x01(\rH\x02\x88\x01\x01\x12\x13\n\x0b\x65very_order\x18\n \x01(\x08\x42\x07\n\x05_rankB\x0c\n\n_otherwiseB\x12\n\x10_subgraph_inputs\")\n\x08MadeNode\x12\x0f\n\x07op_type\x18\x01 \x01(\t\x12\x0c\n\x04rule\x18\x02 \x01(\x05\"`\n\rBoundVariable\x12%\n\x04spec\x18\x01 \x01(\x0b\x32\x17.gradrule.v1.TensorSpec\x12(\n\x05value\x18\x02 \x01(\x0b\x32\x19.gradrule.v1.TensorSource\"\x8e\x08\n\x0e\x43ompileRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05graph\x18\x02 \x01(\x0c\x12\x32\n\x05marks\x18\x03 \x03(\x0b\x32#.gradrule_server.link.v1.MarkedNode\x12\x31\n\x05rules\x18\x04 \x03(\x0b\x32\".gradrule_server.link.v1.BoundRule\x12\x43\n\x06scopes\x18\x05 \x03(\x0b\x32\x33.gradrule_server.link.v1.CompileRequest.ScopesEntry\x12\'\n\x06inputs\x18\x06 \x03(\x0b\x32\x17.gradrule.v1.TensorSpec\x12\x32\n\x07\x66\x65tches\x18\x07 \x03(\x0b\x32!.gradrule_server.link.v1.Endpoint\x12-\n\x02ys\x18\x08 \x03(\x0b\x32!.gradrule_server.link.v1.Endpoint\x12-\n\x02xs\x18\t \x03(\x0b\x32!.gradrule_server.link.v1.Endpoint\x12\x32\n\x07grad_ys\x18\n \x03(\x0b\x32!.gradrule_server.link.v1.Upstream\x12\x16\n\x0estop_gradients\x18\x0b \x03(\t\x12@\n\x15unconnected_gradients\x18\x0c \x01(\x0e\x32!.gradrule.v1.UnconnectedGradients\x12,\n\x0bno_gradient\x18\r \x01(\x0e\x32\x17.gradrule.v1.NoGradient\x12+\n\nderivative\x18\x0e \x01(\x0e\x32\x17.gradrule.v1.Derivative\x12\x17\n\x0fstacked_grad_ys\x18\x0f \x01(\x08\x12\x12\n\ndirections\x18\x10 \x03(\x08\x12/\n\x04made\x18\x11 \x03(\x0b\x32!.gradrule_server.link.v1.MadeNode\x12\x39\n\tvariables\x18\x12 \x03(\x0b\x32&.gradrule_server.link.v1.BoundVariable\x12\x32\n\x07updates\x18\x13 \x03(\x0b\x32!.gradrule_server.link.v1.Endpoint\x12\r\n\x05split\x18\x14 \x01(\x08\x12P\n\rinput_aliases\x18\x1e \x03(\x0b\x32\x39.gradrule_server.link.v1.CompileRequest.InputAliasesEntry\x1a-\n\x0bScopesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x1a\x33\n\x11InputAliasesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"(\n\x08\x45ndpoint\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06tensor\x18\x02 \x01(\t\"E\n\x08Upstream\x12\x0e\n\x04ones\x18\x01 \x01(\x08H\x00\x12\r\n\x03\x66\x65\x64\x18\x02 \x01(\x08H\x00\x12\x10\n\x06tensor\x18\x03 \x01(\tH\x00\x42\x08\n\x06source\"\xc1\x02\n\x0c\x43ompileReply\x12/\n\x08statuses\x18\x01 \x03(\x0e\x32\x1d.gradrule.v1.ResolutionStatus\x12\x11\n\tdefaulted\x18\x02 \x03(\t\x12\'\n\x06inputs\x18\x03 \x03(\x0b\x32\x17.gradrule.v1.TensorSpec\x12(\n\x07outputs\x18\x04 \x03(\x0b\x32\x17.gradrule.v1.TensorSpec\x12#\n\x02ys\x18\x05 \x03(\x0b\x32\x17.gradrule.v1.TensorSpec\x12#\n\x02xs\x18\x06 \x03(\x0b\x32\x17.gradrule.v1.TensorSpec\x12\x42\n\x10without_gradient\x18\x07 \x03(\x0b\x32(.gradrule_server.link.v1.WithoutGradient\x12\x0c\n\x04made\x18\x08 \x03(\r\"0\n\x0fWithoutGradient\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0f\n\x07op_type\x18\x02 \x01(\t\"R\n\x0cParamSetting\x12\x0c\n\x04rule\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12&\n\x05value\x18\x03 \x01(\x0b\x32\x17.gradrule.v1.ParamValue\"v\n\nRunRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x13\n\x0breceived_ns\x18\x02 \x01(\x03\x12\x0f\n\x07request\x18\x03 \x01(\x0c\x12\x35\n\x06params\x18\x04 \x03(\x0b\x32%.gradrule_server.link.v1.ParamSetting\"\x1c\n\rUnloadRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\"~\n\x05\x46\x61ult\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.gradrule.v1.ErrorReason\x12\x0f\n\x07message\x18\x02 \x01(\t\x12&\n\x08\x66indings\x18\x03 \x03(\x0b\x32\x14.gradrule.v1.Finding\x12\x12\n\nnot_loaded\x18\x04 \x01(\x08\"R\n\x0e\x46orwardRequest\x12\x30\n\x03run\x18\x01 \x01(\x0b\x32#.gradrule_server.link.v1.RunRequest\x12\x0e\n\x06handle\x18\x02 \x01(\t\"4\n\x0c\x46orwardReply\x12\x10\n\x08response\x18\x01 \x01(\x0c\x12\x12\n\nkept_bytes\x18\x02 \x01(\x03\"G\n\x0fPullBackRequest\x12\x0e\n\x06handle\x18\x01 \x01(\t\x12\x13\n\x0breceived_ns\x18\x02 \x01(\x03\x12\x0f\n\x07request\x18\x03 \x01(\x0c\" \n\x0eReleaseRequest\x12\x0e\n\x06handle\x18\x01 \x01(\t\"\xe2\x01\n\x0eSessionRequest\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x32\n\x03run\x18\x02 \x01(\x0b\x32#.gradrule_server.link.v1.SessionRunH\x00\x12\x38\n\x06\x61ssign\x18\x03 \x01(\x0b\x32&.gradrule_server.link.v1.SessionAssignH\x00\x12\x34\n\x04read\x18\x04 \x01(\x0b\x32$.gradrule_server.link.v1.SessionReadH\x00\x12\x11\n\tmax_bytes\x18\x05 \x01(\x03\x42\x08\n\x06\x61\x63tion\"x\n\nSessionRun\x12\x30\n\x03run\x18\x01 \x01(\x0b\x32#.gradrule_server.link.v1.RunRequest\x12\r\n\x05store\x18\x02 \x03(\t\x12)\n\toptimizer\x18\x03 \x01(\x0b\x32\x16.gradrule.v1.Optimizer\"Y\n\rSessionAssign\x12\x39\n\tvariables\x18\x01 \x03(\x0b\x32&.gradrule_server.link.v1.BoundVariable\x12\r\n\x05opens\x18\x02 \x01(\x08\" \n\x0bSessionRead\x12\x11\n\tvariables\x18\x01 \x03(\t\"j\n\x0cSessionReply\x12\x10\n\x08response\x18\x01 \x01(\x0c\x12+\n\tvariables\x18\x02 \x03(\x0b\x32\x18.gradrule.v1.NamedTensor\x12\r\n\x05\x62ytes\x18\x03 \x01(\x03\x12\x0c\n\x04step\x18\x04 \x01(\x03\"\xc3\x01\n\x10RawStreamRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x12\n\x08\x65valuate\x18\x02 \x01(\x0cH\x00\x12\x11\n\x07\x66orward\x18\x03 \x01(\x0cH\x00\x12\x13\n\tpull_back\x18\x04 \x01(\x0cH\x00\x12\x16\n\x0c\x63lose_handle\x18\x05 \x01(\x0cH\x00\x12\x10\n\x06\x63\x61ncel\x18\x06 \x01(\x0cH\x00\x12*\n\x07timeout\x18\x07 \x01(\x0b\x32\x19.google.protobuf.DurationB\t\n\x07request\"\x99\x01\n\x11RawStreamResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\x04\x12\x12\n\x08\x65valuate\x18\x02 \x01(\x0cH\x00\x12\x11\n\x07\x66orward\x18\x03 \x01(\x0cH\x00\x12\x13\n\tpull_back\x18\x04 \x01(\x0cH\x00\x12\x16\n\x0c\x63lose_handle\x18\x05 \x01(\x0cH\x00\x12\x10\n\x06status\x18\x0f \x01(\x0cH\x00\x42\n\n\x08response\"m\n\x12RawForwardResponse\x12\x10\n\x08\x65valuate\x18\x01 \x01(\x0c\x12\x0e\n\x06handle\x18\x02 \x01(\t\x12\r\n\x05\x62ytes\x18\x03 \x01(\x03\x12&\n\x03ttl\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Durationb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,30 +41,62 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_COMPILEREQUEST_SCOPESENTRY']._loaded_options = None
   _globals['_COMPILEREQUEST_SCOPESENTRY']._serialized_options = b'8\001'
-  _globals['_GREETING']._serialized_start=195
-  _globals['_GREETING']._serialized_end=332
-  _globals['_BOUNDRULE']._serialized_start=334
-  _globals['_BOUNDRULE']._serialized_end=457
-  _globals['_MARKEDNODE']._serialized_start=460
-  _globals['_MARKEDNODE']._serialized_end=643
-  _globals['_COMPILEREQUEST']._serialized_start=646
-  _globals['_COMPILEREQUEST']._serialized_end=1284
-  _globals['_COMPILEREQUEST_SCOPESENTRY']._serialized_start=1239
-  _globals['_COMPILEREQUEST_SCOPESENTRY']._serialized_end=1284
-  _globals['_ENDPOINT']._serialized_start=1286
-  _globals['_ENDPOINT']._serialized_end=1326
-  _globals['_UPSTREAM']._serialized_start=1328
-  _globals['_UPSTREAM']._serialized_end=1397
-  _globals['_COMPILEREPLY']._serialized_start=1400
-  _globals['_COMPILEREPLY']._serialized_end=1707
-  _globals['_WITHOUTGRADIENT']._serialized_start=1709
-  _globals['_WITHOUTGRADIENT']._serialized_end=1757
-  _globals['_PARAMSETTING']._serialized_start=1759
-  _globals['_PARAMSETTING']._serialized_end=1841
-  _globals['_RUNREQUEST']._serialized_start=1843
-  _globals['_RUNREQUEST']._serialized_end=1961
-  _globals['_UNLOADREQUEST']._serialized_start=1963
-  _globals['_UNLOADREQUEST']._serialized_end=1991
-  _globals['_FAULT']._serialized_start=1993
-  _globals['_FAULT']._serialized_end=2119
+  _globals['_COMPILEREQUEST_INPUTALIASESENTRY']._loaded_options = None
+  _globals['_COMPILEREQUEST_INPUTALIASESENTRY']._serialized_options = b'8\001'
+  _globals['_GREETING']._serialized_start=282
+  _globals['_GREETING']._serialized_end=419
+  _globals['_BOUNDRULE']._serialized_start=422
+  _globals['_BOUNDRULE']._serialized_end=564
+  _globals['_MARKEDNODE']._serialized_start=567
+  _globals['_MARKEDNODE']._serialized_end=821
+  _globals['_MADENODE']._serialized_start=823
+  _globals['_MADENODE']._serialized_end=864
+  _globals['_BOUNDVARIABLE']._serialized_start=866
+  _globals['_BOUNDVARIABLE']._serialized_end=962
+  _globals['_COMPILEREQUEST']._serialized_start=965
+  _globals['_COMPILEREQUEST']._serialized_end=2003
+  _globals['_COMPILEREQUEST_SCOPESENTRY']._serialized_start=1905
+  _globals['_COMPILEREQUEST_SCOPESENTRY']._serialized_end=1950
+  _globals['_COMPILEREQUEST_INPUTALIASESENTRY']._serialized_start=1952
+  _globals['_COMPILEREQUEST_INPUTALIASESENTRY']._serialized_end=2003
+  _globals['_ENDPOINT']._serialized_start=2005
+  _globals['_ENDPOINT']._serialized_end=2045
+  _globals['_UPSTREAM']._serialized_start=2047
+  _globals['_UPSTREAM']._serialized_end=2116
+  _globals['_COMPILEREPLY']._serialized_start=2119
+  _globals['_COMPILEREPLY']._serialized_end=2440
+  _globals['_WITHOUTGRADIENT']._serialized_start=2442
+  _globals['_WITHOUTGRADIENT']._serialized_end=2490
+  _globals['_PARAMSETTING']._serialized_start=2492
+  _globals['_PARAMSETTING']._serialized_end=2574
+  _globals['_RUNREQUEST']._serialized_start=2576
+  _globals['_RUNREQUEST']._serialized_end=2694
+  _globals['_UNLOADREQUEST']._serialized_start=2696
+  _globals['_UNLOADREQUEST']._serialized_end=2724
+  _globals['_FAULT']._serialized_start=2726
+  _globals['_FAULT']._serialized_end=2852
+  _globals['_FORWARDREQUEST']._serialized_start=2854
+  _globals['_FORWARDREQUEST']._serialized_end=2936
+  _globals['_FORWARDREPLY']._serialized_start=2938
+  _globals['_FORWARDREPLY']._serialized_end=2990
+  _globals['_PULLBACKREQUEST']._serialized_start=2992
+  _globals['_PULLBACKREQUEST']._serialized_end=3063
+  _globals['_RELEASEREQUEST']._serialized_start=3065
+  _globals['_RELEASEREQUEST']._serialized_end=3097
+  _globals['_SESSIONREQUEST']._serialized_start=3100
+  _globals['_SESSIONREQUEST']._serialized_end=3326
+  _globals['_SESSIONRUN']._serialized_start=3328
+  _globals['_SESSIONRUN']._serialized_end=3448
+  _globals['_SESSIONASSIGN']._serialized_start=3450
+  _globals['_SESSIONASSIGN']._serialized_end=3539
+  _globals['_SESSIONREAD']._serialized_start=3541
+  _globals['_SESSIONREAD']._serialized_end=3573
+  _globals['_SESSIONREPLY']._serialized_start=3575
+  _globals['_SESSIONREPLY']._serialized_end=3681
+  _globals['_RAWSTREAMREQUEST']._serialized_start=3684
+  _globals['_RAWSTREAMREQUEST']._serialized_end=3879
+  _globals['_RAWSTREAMRESPONSE']._serialized_start=3882
+  _globals['_RAWSTREAMRESPONSE']._serialized_end=4035
+  _globals['_RAWFORWARDRESPONSE']._serialized_start=4037
+  _globals['_RAWFORWARDRESPONSE']._serialized_end=4146
 # @@protoc_insertion_point(module_scope)

@@ -5,18 +5,22 @@ Messages between the front end and an engine, inside one server. Not an API: bot
 
 A frame on the socket is a header (see link/framing.py) and one of these messages. Kinds and payloads:
 GREETING (engine → front, once), COMPILE → COMPILED, RUN → RAN (the bytes of a `gradrule.v1.EvaluateResponse`),
-UNLOAD (no answer), FAULT (in place of COMPILED or RAN).
+UNLOAD (no answer), FORWARD → RAN, PULL_BACK → RAN, RELEASE (no answer),
+SESSION → RAN, END_SESSION (a ReleaseRequest, no answer), FAULT (in place of COMPILED or RAN).
 """
 
 import builtins
 import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
 import google.protobuf.message
 import gradrule.v1.errors_pb2
+import gradrule.v1.evaluate_pb2
 import gradrule.v1.override_pb2
 import gradrule.v1.program_pb2
 import gradrule.v1.rule_pb2
+import gradrule.v1.session_pb2
 import gradrule.v1.tensor_pb2
 import typing
 
@@ -72,12 +76,17 @@ class BoundRule(google.protobuf.message.Message):
     DEFINITION_FIELD_NUMBER: builtins.int
     OP_GRADIENT_FIELD_NUMBER: builtins.int
     CODE_FIELD_NUMBER: builtins.int
+    BROUGHT_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Name for errors and answers."""
     op_gradient: builtins.str
     """The gradient that TensorFlow registers for this op type."""
     code: builtins.str
     """A rule of the catalogue that is code: its name."""
+    brought: builtins.bytes
+    """A rule that the program's graph brings along: the bytes of a rule's graph, expanded; the functions that it runs are among those of
+    CompileRequest.graph, its marks among CompileRequest.marks.
+    """
     @property
     def definition(self) -> gradrule.v1.rule_pb2.RuleDefinition:
         """A formula or a graph."""
@@ -89,10 +98,11 @@ class BoundRule(google.protobuf.message.Message):
         definition: gradrule.v1.rule_pb2.RuleDefinition | None = ...,
         op_gradient: builtins.str = ...,
         code: builtins.str = ...,
+        brought: builtins.bytes = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["code", b"code", "definition", b"definition", "form", b"form", "op_gradient", b"op_gradient"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["code", b"code", "definition", b"definition", "form", b"form", "name", b"name", "op_gradient", b"op_gradient"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["form", b"form"]) -> typing.Literal["definition", "op_gradient", "code"] | None: ...
+    def HasField(self, field_name: typing.Literal["brought", b"brought", "code", b"code", "definition", b"definition", "form", b"form", "op_gradient", b"op_gradient"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["brought", b"brought", "code", b"code", "definition", b"definition", "form", b"form", "name", b"name", "op_gradient", b"op_gradient"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["form", b"form"]) -> typing.Literal["definition", "op_gradient", "code", "brought"] | None: ...
 
 global___BoundRule = BoundRule
 
@@ -110,6 +120,8 @@ class MarkedNode(google.protobuf.message.Message):
     OTHERWISE_FIELD_NUMBER: builtins.int
     OP_TYPE_FIELD_NUMBER: builtins.int
     IS_STEP_FIELD_NUMBER: builtins.int
+    SUBGRAPH_INPUTS_FIELD_NUMBER: builtins.int
+    EVERY_ORDER_FIELD_NUMBER: builtins.int
     rule: builtins.int
     """Index into CompileRequest.rules; -1: the op's own gradient (`default`); -2: a gradient of a foreign process."""
     node: builtins.str
@@ -126,6 +138,10 @@ class MarkedNode(google.protobuf.message.Message):
     """For a subgraph: its op type for people, the op types of a chain joined by `+`."""
     is_step: builtins.bool
     """For a subgraph: it is a comparison and the Cast behind it, and its input is the difference of the two sides."""
+    subgraph_inputs: builtins.int
+    """For a subgraph: how many of the IdentityN's inputs, behind the outputs, the rule sees; the rest gets no gradient. Not set: all."""
+    every_order: builtins.bool
+    """The rule holds in every differentiation, not only in the first."""
     def __init__(
         self,
         *,
@@ -137,15 +153,68 @@ class MarkedNode(google.protobuf.message.Message):
         otherwise: builtins.int | None = ...,
         op_type: builtins.str = ...,
         is_step: builtins.bool = ...,
+        subgraph_inputs: builtins.int | None = ...,
+        every_order: builtins.bool = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_otherwise", b"_otherwise", "_rank", b"_rank", "otherwise", b"otherwise", "rank", b"rank"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_otherwise", b"_otherwise", "_rank", b"_rank", "foreign", b"foreign", "is_step", b"is_step", "node", b"node", "op_type", b"op_type", "otherwise", b"otherwise", "rank", b"rank", "rule", b"rule", "subgraph_outputs", b"subgraph_outputs"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_otherwise", b"_otherwise", "_rank", b"_rank", "_subgraph_inputs", b"_subgraph_inputs", "otherwise", b"otherwise", "rank", b"rank", "subgraph_inputs", b"subgraph_inputs"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_otherwise", b"_otherwise", "_rank", b"_rank", "_subgraph_inputs", b"_subgraph_inputs", "every_order", b"every_order", "foreign", b"foreign", "is_step", b"is_step", "node", b"node", "op_type", b"op_type", "otherwise", b"otherwise", "rank", b"rank", "rule", b"rule", "subgraph_inputs", b"subgraph_inputs", "subgraph_outputs", b"subgraph_outputs"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_otherwise", b"_otherwise"]) -> typing.Literal["otherwise"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_rank", b"_rank"]) -> typing.Literal["rank"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_subgraph_inputs", b"_subgraph_inputs"]) -> typing.Literal["subgraph_inputs"] | None: ...
 
 global___MarkedNode = MarkedNode
+
+@typing.final
+class MadeNode(google.protobuf.message.Message):
+    """A rule for nodes that gradients make, in differentiations after the first."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OP_TYPE_FIELD_NUMBER: builtins.int
+    RULE_FIELD_NUMBER: builtins.int
+    op_type: builtins.str
+    """Op type of such nodes."""
+    rule: builtins.int
+    """Index into CompileRequest.rules."""
+    def __init__(
+        self,
+        *,
+        op_type: builtins.str = ...,
+        rule: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["op_type", b"op_type", "rule", b"rule"]) -> None: ...
+
+global___MadeNode = MadeNode
+
+@typing.final
+class BoundVariable(google.protobuf.message.Message):
+    """A variable whose value the program brings along."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SPEC_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    @property
+    def spec(self) -> gradrule.v1.tensor_pb2.TensorSpec:
+        """Its tensor in the expanded graph, with the name that calls use."""
+
+    @property
+    def value(self) -> gradrule.v1.tensor_pb2.TensorSource:
+        """Its value. A blob lies in the folder that the engine was started with."""
+
+    def __init__(
+        self,
+        *,
+        spec: gradrule.v1.tensor_pb2.TensorSpec | None = ...,
+        value: gradrule.v1.tensor_pb2.TensorSource | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["spec", b"spec", "value", b"value"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["spec", b"spec", "value", b"value"]) -> None: ...
+
+global___BoundVariable = BoundVariable
 
 @typing.final
 class CompileRequest(google.protobuf.message.Message):
@@ -155,6 +224,22 @@ class CompileRequest(google.protobuf.message.Message):
 
     @typing.final
     class ScopesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    @typing.final
+    class InputAliasesEntry(google.protobuf.message.Message):
         DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
         KEY_FIELD_NUMBER: builtins.int
@@ -182,6 +267,14 @@ class CompileRequest(google.protobuf.message.Message):
     STOP_GRADIENTS_FIELD_NUMBER: builtins.int
     UNCONNECTED_GRADIENTS_FIELD_NUMBER: builtins.int
     NO_GRADIENT_FIELD_NUMBER: builtins.int
+    DERIVATIVE_FIELD_NUMBER: builtins.int
+    STACKED_GRAD_YS_FIELD_NUMBER: builtins.int
+    DIRECTIONS_FIELD_NUMBER: builtins.int
+    MADE_FIELD_NUMBER: builtins.int
+    VARIABLES_FIELD_NUMBER: builtins.int
+    UPDATES_FIELD_NUMBER: builtins.int
+    SPLIT_FIELD_NUMBER: builtins.int
+    INPUT_ALIASES_FIELD_NUMBER: builtins.int
     key: builtins.str
     """Key by which RUN and UNLOAD name the program: its digest."""
     graph: builtins.bytes
@@ -192,6 +285,12 @@ class CompileRequest(google.protobuf.message.Message):
     """As in Vjp."""
     no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType
     """As in ProgramSpec."""
+    derivative: gradrule.v1.evaluate_pb2.Derivative.ValueType
+    """What to compute of ys and xs; never unspecified where there are ys."""
+    stacked_grad_ys: builtins.bool
+    """As in EvaluateRequest."""
+    split: builtins.bool
+    """The forward part and the backward part are built as two functions, so that one forward run serves many pull-backs. Only for VJP."""
     @property
     def marks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MarkedNode]:
         """Overridden nodes."""
@@ -228,6 +327,26 @@ class CompileRequest(google.protobuf.message.Message):
     def stop_gradients(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Tensors that count as constants, in the expanded graph."""
 
+    @property
+    def directions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bool]:
+        """For each x, whether calls give a tangent or a vector. Empty unless derivative is JVP or HVP."""
+
+    @property
+    def made(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MadeNode]:
+        """Rules for nodes that gradients make, first match first."""
+
+    @property
+    def variables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BoundVariable]:
+        """Variables with values. A call may feed them all the same."""
+
+    @property
+    def updates(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Endpoint]:
+        """What the graph assigns to variables: name of the variable, tensor with its new value."""
+
+    @property
+    def input_aliases(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Further names that calls may use for inputs and variables, each with the name of the input."""
+
     def __init__(
         self,
         *,
@@ -244,8 +363,16 @@ class CompileRequest(google.protobuf.message.Message):
         stop_gradients: collections.abc.Iterable[builtins.str] | None = ...,
         unconnected_gradients: gradrule.v1.program_pb2.UnconnectedGradients.ValueType = ...,
         no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType = ...,
+        derivative: gradrule.v1.evaluate_pb2.Derivative.ValueType = ...,
+        stacked_grad_ys: builtins.bool = ...,
+        directions: collections.abc.Iterable[builtins.bool] | None = ...,
+        made: collections.abc.Iterable[global___MadeNode] | None = ...,
+        variables: collections.abc.Iterable[global___BoundVariable] | None = ...,
+        updates: collections.abc.Iterable[global___Endpoint] | None = ...,
+        split: builtins.bool = ...,
+        input_aliases: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["fetches", b"fetches", "grad_ys", b"grad_ys", "graph", b"graph", "inputs", b"inputs", "key", b"key", "marks", b"marks", "no_gradient", b"no_gradient", "rules", b"rules", "scopes", b"scopes", "stop_gradients", b"stop_gradients", "unconnected_gradients", b"unconnected_gradients", "xs", b"xs", "ys", b"ys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["derivative", b"derivative", "directions", b"directions", "fetches", b"fetches", "grad_ys", b"grad_ys", "graph", b"graph", "input_aliases", b"input_aliases", "inputs", b"inputs", "key", b"key", "made", b"made", "marks", b"marks", "no_gradient", b"no_gradient", "rules", b"rules", "scopes", b"scopes", "split", b"split", "stacked_grad_ys", b"stacked_grad_ys", "stop_gradients", b"stop_gradients", "unconnected_gradients", b"unconnected_gradients", "updates", b"updates", "variables", b"variables", "xs", b"xs", "ys", b"ys"]) -> None: ...
 
 global___CompileRequest = CompileRequest
 
@@ -312,6 +439,7 @@ class CompileReply(google.protobuf.message.Message):
     YS_FIELD_NUMBER: builtins.int
     XS_FIELD_NUMBER: builtins.int
     WITHOUT_GRADIENT_FIELD_NUMBER: builtins.int
+    MADE_FIELD_NUMBER: builtins.int
     @property
     def statuses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[gradrule.v1.override_pb2.ResolutionStatus.ValueType]:
         """Status of each mark, in their order; unspecified where a node of another rank was met."""
@@ -340,6 +468,10 @@ class CompileReply(google.protobuf.message.Message):
     def without_gradient(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___WithoutGradient]:
         """Nodes that CompileRequest.no_gradient decided."""
 
+    @property
+    def made(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Rules of CompileRequest.made that a node made by a gradient asked for, as indices into it."""
+
     def __init__(
         self,
         *,
@@ -350,8 +482,9 @@ class CompileReply(google.protobuf.message.Message):
         ys: collections.abc.Iterable[gradrule.v1.tensor_pb2.TensorSpec] | None = ...,
         xs: collections.abc.Iterable[gradrule.v1.tensor_pb2.TensorSpec] | None = ...,
         without_gradient: collections.abc.Iterable[global___WithoutGradient] | None = ...,
+        made: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["defaulted", b"defaulted", "inputs", b"inputs", "outputs", b"outputs", "statuses", b"statuses", "without_gradient", b"without_gradient", "xs", b"xs", "ys", b"ys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["defaulted", b"defaulted", "inputs", b"inputs", "made", b"made", "outputs", b"outputs", "statuses", b"statuses", "without_gradient", b"without_gradient", "xs", b"xs", "ys", b"ys"]) -> None: ...
 
 global___CompileReply = CompileReply
 
@@ -421,7 +554,7 @@ class RunRequest(google.protobuf.message.Message):
     received_ns: builtins.int
     """When the front end read the request: CLOCK_MONOTONIC, nanoseconds."""
     request: builtins.bytes
-    """Bytes of the `gradrule.v1.EvaluateRequest`, of which the engine reads feeds and grad_ys."""
+    """Bytes of the `gradrule.v1.EvaluateRequest`, of which the engine reads feeds, grad_ys, tangents and vectors."""
     @property
     def params(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ParamSetting]:
         """Values of all params of all rules."""
@@ -487,3 +620,364 @@ class Fault(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["findings", b"findings", "message", b"message", "not_loaded", b"not_loaded", "reason", b"reason"]) -> None: ...
 
 global___Fault = Fault
+
+@typing.final
+class ForwardRequest(google.protobuf.message.Message):
+    """Runs the forward part of a split program and keeps what pulling back needs: FORWARD → RAN (a ForwardReply)."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    HANDLE_FIELD_NUMBER: builtins.int
+    handle: builtins.str
+    """Name under which it is kept."""
+    @property
+    def run(self) -> global___RunRequest:
+        """The run."""
+
+    def __init__(
+        self,
+        *,
+        run: global___RunRequest | None = ...,
+        handle: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["run", b"run"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["handle", b"handle", "run", b"run"]) -> None: ...
+
+global___ForwardRequest = ForwardRequest
+
+@typing.final
+class ForwardReply(google.protobuf.message.Message):
+    """What became of a FORWARD."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESPONSE_FIELD_NUMBER: builtins.int
+    KEPT_BYTES_FIELD_NUMBER: builtins.int
+    response: builtins.bytes
+    """Bytes of a `gradrule.v1.EvaluateResponse`."""
+    kept_bytes: builtins.int
+    """Bytes that are kept on the device."""
+    def __init__(
+        self,
+        *,
+        response: builtins.bytes = ...,
+        kept_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["kept_bytes", b"kept_bytes", "response", b"response"]) -> None: ...
+
+global___ForwardReply = ForwardReply
+
+@typing.final
+class PullBackRequest(google.protobuf.message.Message):
+    """Pulls back through what a FORWARD kept: PULL_BACK → RAN (the bytes of a `gradrule.v1.PullBackResponse`)."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: builtins.int
+    RECEIVED_NS_FIELD_NUMBER: builtins.int
+    REQUEST_FIELD_NUMBER: builtins.int
+    handle: builtins.str
+    """Name of what is kept; HANDLE_EXPIRED where there is nothing of the name."""
+    received_ns: builtins.int
+    """When the front end read the request: CLOCK_MONOTONIC, nanoseconds."""
+    request: builtins.bytes
+    """Bytes of a `gradrule.v1.PullBackRequest`."""
+    def __init__(
+        self,
+        *,
+        handle: builtins.str = ...,
+        received_ns: builtins.int = ...,
+        request: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["handle", b"handle", "received_ns", b"received_ns", "request", b"request"]) -> None: ...
+
+global___PullBackRequest = PullBackRequest
+
+@typing.final
+class ReleaseRequest(google.protobuf.message.Message):
+    """Lets go what a FORWARD kept (RELEASE), or a session (END_SESSION); no answer."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: builtins.int
+    handle: builtins.str
+    """Its name."""
+    def __init__(
+        self,
+        *,
+        handle: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["handle", b"handle"]) -> None: ...
+
+global___ReleaseRequest = ReleaseRequest
+
+@typing.final
+class SessionRequest(google.protobuf.message.Message):
+    """One thing that happens in a session: SESSION → RAN (a SessionReply). The first is an assign with `opens`."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: builtins.int
+    RUN_FIELD_NUMBER: builtins.int
+    ASSIGN_FIELD_NUMBER: builtins.int
+    READ_FIELD_NUMBER: builtins.int
+    MAX_BYTES_FIELD_NUMBER: builtins.int
+    session: builtins.str
+    """The session's name; SESSION_LOST where the engine has none of it."""
+    max_bytes: builtins.int
+    """Bytes that the session may take, slots of its optimiser included."""
+    @property
+    def run(self) -> global___SessionRun:
+        """Runs a program."""
+
+    @property
+    def assign(self) -> global___SessionAssign:
+        """Gives variables values, all or none."""
+
+    @property
+    def read(self) -> global___SessionRead:
+        """Reads variables."""
+
+    def __init__(
+        self,
+        *,
+        session: builtins.str = ...,
+        run: global___SessionRun | None = ...,
+        assign: global___SessionAssign | None = ...,
+        read: global___SessionRead | None = ...,
+        max_bytes: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["action", b"action", "assign", b"assign", "read", b"read", "run", b"run"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["action", b"action", "assign", b"assign", "max_bytes", b"max_bytes", "read", b"read", "run", b"run", "session", b"session"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["action", b"action"]) -> typing.Literal["run", "assign", "read"] | None: ...
+
+global___SessionRequest = SessionRequest
+
+@typing.final
+class SessionRun(google.protobuf.message.Message):
+    """Runs a program whose variables are those of the session."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: builtins.int
+    STORE_FIELD_NUMBER: builtins.int
+    OPTIMIZER_FIELD_NUMBER: builtins.int
+    @property
+    def run(self) -> global___RunRequest:
+        """The run."""
+
+    @property
+    def store(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of variables that the program's outputs become the values of; the outputs are not answered then."""
+
+    @property
+    def optimizer(self) -> gradrule.v1.session_pb2.Optimizer:
+        """How to apply the program's gradients, each to the variable that is its x. Not set: they are answered."""
+
+    def __init__(
+        self,
+        *,
+        run: global___RunRequest | None = ...,
+        store: collections.abc.Iterable[builtins.str] | None = ...,
+        optimizer: gradrule.v1.session_pb2.Optimizer | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["optimizer", b"optimizer", "run", b"run"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["optimizer", b"optimizer", "run", b"run", "store", b"store"]) -> None: ...
+
+global___SessionRun = SessionRun
+
+@typing.final
+class SessionAssign(google.protobuf.message.Message):
+    """Gives variables values."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VARIABLES_FIELD_NUMBER: builtins.int
+    OPENS_FIELD_NUMBER: builtins.int
+    opens: builtins.bool
+    """Begins the session."""
+    @property
+    def variables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BoundVariable]:
+        """The values."""
+
+    def __init__(
+        self,
+        *,
+        variables: collections.abc.Iterable[global___BoundVariable] | None = ...,
+        opens: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["opens", b"opens", "variables", b"variables"]) -> None: ...
+
+global___SessionAssign = SessionAssign
+
+@typing.final
+class SessionRead(google.protobuf.message.Message):
+    """Reads variables."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VARIABLES_FIELD_NUMBER: builtins.int
+    @property
+    def variables(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names."""
+
+    def __init__(
+        self,
+        *,
+        variables: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["variables", b"variables"]) -> None: ...
+
+global___SessionRead = SessionRead
+
+@typing.final
+class SessionReply(google.protobuf.message.Message):
+    """What became of a SESSION."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RESPONSE_FIELD_NUMBER: builtins.int
+    VARIABLES_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    response: builtins.bytes
+    """Of a run: bytes of a `gradrule.v1.EvaluateResponse`."""
+    bytes: builtins.int
+    """Bytes that the session takes by now."""
+    step: builtins.int
+    """Steps made by now."""
+    @property
+    def variables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
+        """Of a read: the values."""
+
+    def __init__(
+        self,
+        *,
+        response: builtins.bytes = ...,
+        variables: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
+        bytes: builtins.int = ...,
+        step: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "response", b"response", "step", b"step", "variables", b"variables"]) -> None: ...
+
+global___SessionReply = SessionReply
+
+@typing.final
+class RawStreamRequest(google.protobuf.message.Message):
+    """A `gradrule.v1.StreamEvaluateRequest` with its parts as bytes: the front end passes most of them on as they are. The same on the wire."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    EVALUATE_FIELD_NUMBER: builtins.int
+    FORWARD_FIELD_NUMBER: builtins.int
+    PULL_BACK_FIELD_NUMBER: builtins.int
+    CLOSE_HANDLE_FIELD_NUMBER: builtins.int
+    CANCEL_FIELD_NUMBER: builtins.int
+    TIMEOUT_FIELD_NUMBER: builtins.int
+    request_id: builtins.int
+    """As there."""
+    evaluate: builtins.bytes
+    """An EvaluateRequest."""
+    forward: builtins.bytes
+    """A ForwardRequest."""
+    pull_back: builtins.bytes
+    """A PullBackRequest."""
+    close_handle: builtins.bytes
+    """A CloseHandleRequest."""
+    cancel: builtins.bytes
+    """A CancelRequest."""
+    @property
+    def timeout(self) -> google.protobuf.duration_pb2.Duration:
+        """As there."""
+
+    def __init__(
+        self,
+        *,
+        request_id: builtins.int = ...,
+        evaluate: builtins.bytes = ...,
+        forward: builtins.bytes = ...,
+        pull_back: builtins.bytes = ...,
+        close_handle: builtins.bytes = ...,
+        cancel: builtins.bytes = ...,
+        timeout: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["cancel", b"cancel", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "timeout", b"timeout"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cancel", b"cancel", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "request_id", b"request_id", "timeout", b"timeout"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["evaluate", "forward", "pull_back", "close_handle", "cancel"] | None: ...
+
+global___RawStreamRequest = RawStreamRequest
+
+@typing.final
+class RawStreamResponse(google.protobuf.message.Message):
+    """A `gradrule.v1.StreamEvaluateResponse` with its parts as bytes. The same on the wire."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: builtins.int
+    EVALUATE_FIELD_NUMBER: builtins.int
+    FORWARD_FIELD_NUMBER: builtins.int
+    PULL_BACK_FIELD_NUMBER: builtins.int
+    CLOSE_HANDLE_FIELD_NUMBER: builtins.int
+    STATUS_FIELD_NUMBER: builtins.int
+    request_id: builtins.int
+    """As there."""
+    evaluate: builtins.bytes
+    """An EvaluateResponse."""
+    forward: builtins.bytes
+    """A ForwardResponse."""
+    pull_back: builtins.bytes
+    """A PullBackResponse."""
+    close_handle: builtins.bytes
+    """A CloseHandleResponse."""
+    status: builtins.bytes
+    """A `google.rpc.Status`."""
+    def __init__(
+        self,
+        *,
+        request_id: builtins.int = ...,
+        evaluate: builtins.bytes = ...,
+        forward: builtins.bytes = ...,
+        pull_back: builtins.bytes = ...,
+        close_handle: builtins.bytes = ...,
+        status: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "response", b"response", "status", b"status"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request_id", b"request_id", "response", b"response", "status", b"status"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["response", b"response"]) -> typing.Literal["evaluate", "forward", "pull_back", "close_handle", "status"] | None: ...
+
+global___RawStreamResponse = RawStreamResponse
+
+@typing.final
+class RawForwardResponse(google.protobuf.message.Message):
+    """A `gradrule.v1.ForwardResponse` with its answer as bytes. The same on the wire."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EVALUATE_FIELD_NUMBER: builtins.int
+    HANDLE_FIELD_NUMBER: builtins.int
+    BYTES_FIELD_NUMBER: builtins.int
+    TTL_FIELD_NUMBER: builtins.int
+    evaluate: builtins.bytes
+    """An EvaluateResponse."""
+    handle: builtins.str
+    """As there."""
+    bytes: builtins.int
+    """As there."""
+    @property
+    def ttl(self) -> google.protobuf.duration_pb2.Duration:
+        """As there."""
+
+    def __init__(
+        self,
+        *,
+        evaluate: builtins.bytes = ...,
+        handle: builtins.str = ...,
+        bytes: builtins.int = ...,
+        ttl: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["ttl", b"ttl"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "evaluate", b"evaluate", "handle", b"handle", "ttl", b"ttl"]) -> None: ...
+
+global___RawForwardResponse = RawForwardResponse

@@ -34,6 +34,12 @@ def add(group: Any) -> None:
         default=[],
         help="a param that the formula uses, with its default; may be repeated",
     )
+    parser.add_argument(
+        "--gradient",
+        metavar="EXPRESSION",
+        help="formula for the rule's own gradient, for second derivatives: its x, x1, … are the op's inputs, outputs "
+        "and dy, its y the rule's gradients",
+    )
     parser.add_argument("--description", default="", help="for people")
     finish(parser, run_create)
 
@@ -58,6 +64,7 @@ def run_create(options: argparse.Namespace) -> int:
             options.expression,
             graph=graph,
             params=dict(options.param) or None,
+            gradient=None if options.gradient is None else gr.Rule(options.gradient, params=dict(options.param)),
             description=options.description,
         )
     show(rule, options.json)

@@ -68,6 +68,7 @@ def show(rule: RuleInfo, as_json: bool) -> None:
         ["kind", rule.kind],
         ["family", rule.family],
         ["formula", text.formula(rule)],
+        ["its gradient", text.gradient(rule)],
         ["description", rule.description],
         ["meant for", ", ".join(rule.op_types)],
         ["true gradient", "yes" if rule.true_gradient else ""],

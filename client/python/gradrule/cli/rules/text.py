@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 
 from gradrule._results import ParamInfo, PresetInfo, RuleInfo
+from gradrule._rules import Rule
+from gradrule._sources import graph_bytes
 from gradrule.cli import output
 
 
@@ -48,8 +50,31 @@ def rule_json(rule: RuleInfo) -> dict[str, object]:
     found["graph_bytes"] = None if rule.graph is None else len(rule.graph)
     del found["graph"]
     found["params"] = {name: _value(value) for name, value in rule.params.items()}
+    found["gradient"] = None if rule.gradient is None else _gradient_json(rule.gradient)
     found["param_infos"] = _params_json(rule.param_infos)
     return found
+
+
+def gradient(rule: RuleInfo) -> str:
+    """The rules for its own gradient, the rule's own, for people: `dy * 2; of that: dy`."""
+    found, carried = [], rule.gradient
+    while carried is not None:
+        found.append(carried.expression or f"a graph of {_size(carried)} bytes")
+        carried = carried.gradient
+    return "; of that: ".join(found)
+
+
+def _gradient_json(rule: Rule) -> dict[str, object]:
+    return {
+        "expression": rule.expression,
+        "graph_bytes": None if rule.graph is None else _size(rule),
+        "params": {name: _value(value) for name, value in (rule.params or {}).items()},
+        "gradient": None if rule.gradient is None else _gradient_json(rule.gradient),
+    }
+
+
+def _size(rule: Rule) -> int:
+    return len(graph_bytes(rule.graph))
 
 
 def preset_json(preset: PresetInfo) -> dict[str, object]:

@@ -4,8 +4,8 @@
 // @generated from file gradrule/v1/evaluate.proto (package gradrule.v1, syntax proto3)
 /* eslint-disable */
 
-import type { GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
-import { fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
+import type { GenEnum, GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
+import { enumDesc, fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
 import type { Duration } from "@bufbuild/protobuf/wkt";
 import { file_google_protobuf_duration } from "@bufbuild/protobuf/wkt";
 import type { Resolution } from "./override_pb.js";
@@ -22,7 +22,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file gradrule/v1/evaluate.proto.
  */
 export const file_gradrule_v1_evaluate: GenFile = /*@__PURE__*/
-  fileDesc("ChpncmFkcnVsZS92MS9ldmFsdWF0ZS5wcm90bxILZ3JhZHJ1bGUudjEiiwEKC1BhcmFtVmFsdWVzEjQKBnZhbHVlcxgBIAMoCzIkLmdyYWRydWxlLnYxLlBhcmFtVmFsdWVzLlZhbHVlc0VudHJ5GkYKC1ZhbHVlc0VudHJ5EgsKA2tleRgBIAEoCRImCgV2YWx1ZRgCIAEoCzIXLmdyYWRydWxlLnYxLlBhcmFtVmFsdWU6AjgBIq8CCg9FdmFsdWF0ZVJlcXVlc3QSEQoHcHJvZ3JhbRgBIAEoCUgAEigKBHNwZWMYAiABKAsyGC5ncmFkcnVsZS52MS5Qcm9ncmFtU3BlY0gAEicKBWZlZWRzGAMgAygLMhguZ3JhZHJ1bGUudjEuTmFtZWRUZW5zb3ISKQoHZ3JhZF95cxgEIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yEjgKBnBhcmFtcxgFIAMoCzIoLmdyYWRydWxlLnYxLkV2YWx1YXRlUmVxdWVzdC5QYXJhbXNFbnRyeRpHCgtQYXJhbXNFbnRyeRILCgNrZXkYASABKAkSJwoFdmFsdWUYAiABKAsyGC5ncmFkcnVsZS52MS5QYXJhbVZhbHVlczoCOAFCCAoGdGFyZ2V0Ig0KC1VuY29ubmVjdGVkIhMKEU5vdERpZmZlcmVudGlhYmxlIuABCghHcmFkaWVudBIJCgF4GAEgASgJEiQKBWRlbnNlGAIgASgLMhMuZ3JhZHJ1bGUudjEuVGVuc29ySAASKwoGc3BhcnNlGAMgASgLMhkuZ3JhZHJ1bGUudjEuU3BhcnNlVGVuc29ySAASLwoLdW5jb25uZWN0ZWQYBCABKAsyGC5ncmFkcnVsZS52MS5VbmNvbm5lY3RlZEgAEjwKEm5vdF9kaWZmZXJlbnRpYWJsZRgFIAEoCzIeLmdyYWRydWxlLnYxLk5vdERpZmZlcmVudGlhYmxlSABCBwoFdmFsdWUihwEKB1RpbWluZ3MSKAoFcXVldWUYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SKgoHY29tcGlsZRgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhImCgNydW4YAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24ilwIKEEV2YWx1YXRlUmVzcG9uc2USKQoHb3V0cHV0cxgBIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yEigKCWdyYWRpZW50cxgCIAMoCzIVLmdyYWRydWxlLnYxLkdyYWRpZW50EioKCW92ZXJyaWRlcxgDIAMoCzIXLmdyYWRydWxlLnYxLlJlc29sdXRpb24SEQoJZGVmYXVsdGVkGAQgAygJEiUKB3RpbWluZ3MYBSABKAsyFC5ncmFkcnVsZS52MS5UaW1pbmdzEg4KBmRldmljZRgGIAEoCRIlCgdkaWdlc3RzGAcgASgLMhQuZ3JhZHJ1bGUudjEuRGlnZXN0cxIRCglyZXdyaXR0ZW4YCCADKAkyWgoPR3JhZGllbnRTZXJ2aWNlEkcKCEV2YWx1YXRlEhwuZ3JhZHJ1bGUudjEuRXZhbHVhdGVSZXF1ZXN0Gh0uZ3JhZHJ1bGUudjEuRXZhbHVhdGVSZXNwb25zZWIGcHJvdG8z", [file_google_protobuf_duration, file_gradrule_v1_override, file_gradrule_v1_program, file_gradrule_v1_rule, file_gradrule_v1_tensor]);
+  fileDesc("ChpncmFkcnVsZS92MS9ldmFsdWF0ZS5wcm90bxILZ3JhZHJ1bGUudjEiiwEKC1BhcmFtVmFsdWVzEjQKBnZhbHVlcxgBIAMoCzIkLmdyYWRydWxlLnYxLlBhcmFtVmFsdWVzLlZhbHVlc0VudHJ5GkYKC1ZhbHVlc0VudHJ5EgsKA2tleRgBIAEoCRImCgV2YWx1ZRgCIAEoCzIXLmdyYWRydWxlLnYxLlBhcmFtVmFsdWU6AjgBIswDCg9FdmFsdWF0ZVJlcXVlc3QSEQoHcHJvZ3JhbRgBIAEoCUgAEigKBHNwZWMYAiABKAsyGC5ncmFkcnVsZS52MS5Qcm9ncmFtU3BlY0gAEicKBWZlZWRzGAMgAygLMhguZ3JhZHJ1bGUudjEuTmFtZWRUZW5zb3ISKQoHZ3JhZF95cxgEIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yEjgKBnBhcmFtcxgFIAMoCzIoLmdyYWRydWxlLnYxLkV2YWx1YXRlUmVxdWVzdC5QYXJhbXNFbnRyeRIrCgpkZXJpdmF0aXZlGAYgASgOMhcuZ3JhZHJ1bGUudjEuRGVyaXZhdGl2ZRIqCgh0YW5nZW50cxgHIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yEikKB3ZlY3RvcnMYCCADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvchIXCg9zdGFja2VkX2dyYWRfeXMYCSABKAgaRwoLUGFyYW1zRW50cnkSCwoDa2V5GAEgASgJEicKBXZhbHVlGAIgASgLMhguZ3JhZHJ1bGUudjEuUGFyYW1WYWx1ZXM6AjgBQggKBnRhcmdldCINCgtVbmNvbm5lY3RlZCITChFOb3REaWZmZXJlbnRpYWJsZSLgAQoIR3JhZGllbnQSCQoBeBgBIAEoCRIkCgVkZW5zZRgCIAEoCzITLmdyYWRydWxlLnYxLlRlbnNvckgAEisKBnNwYXJzZRgDIAEoCzIZLmdyYWRydWxlLnYxLlNwYXJzZVRlbnNvckgAEi8KC3VuY29ubmVjdGVkGAQgASgLMhguZ3JhZHJ1bGUudjEuVW5jb25uZWN0ZWRIABI8ChJub3RfZGlmZmVyZW50aWFibGUYBSABKAsyHi5ncmFkcnVsZS52MS5Ob3REaWZmZXJlbnRpYWJsZUgAQgcKBXZhbHVlIsMBCg1KYWNvYmlhbkJsb2NrEgkKAXkYASABKAkSCQoBeBgCIAEoCRIkCgVkZW5zZRgDIAEoCzITLmdyYWRydWxlLnYxLlRlbnNvckgAEi8KC3VuY29ubmVjdGVkGAQgASgLMhguZ3JhZHJ1bGUudjEuVW5jb25uZWN0ZWRIABI8ChJub3RfZGlmZmVyZW50aWFibGUYBSABKAsyHi5ncmFkcnVsZS52MS5Ob3REaWZmZXJlbnRpYWJsZUgAQgcKBXZhbHVlIocBCgdUaW1pbmdzEigKBXF1ZXVlGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEioKB2NvbXBpbGUYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SJgoDcnVuGAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIvkCChBFdmFsdWF0ZVJlc3BvbnNlEikKB291dHB1dHMYASADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvchIoCglncmFkaWVudHMYAiADKAsyFS5ncmFkcnVsZS52MS5HcmFkaWVudBIqCglvdmVycmlkZXMYAyADKAsyFy5ncmFkcnVsZS52MS5SZXNvbHV0aW9uEhEKCWRlZmF1bHRlZBgEIAMoCRIlCgd0aW1pbmdzGAUgASgLMhQuZ3JhZHJ1bGUudjEuVGltaW5ncxIOCgZkZXZpY2UYBiABKAkSJQoHZGlnZXN0cxgHIAEoCzIULmdyYWRydWxlLnYxLkRpZ2VzdHMSEQoJcmV3cml0dGVuGAggAygJEjEKD291dHB1dF90YW5nZW50cxgJIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yEi0KCWphY29iaWFucxgKIAMoCzIaLmdyYWRydWxlLnYxLkphY29iaWFuQmxvY2siaAoORm9yd2FyZFJlcXVlc3QSLgoIZXZhbHVhdGUYASABKAsyHC5ncmFkcnVsZS52MS5FdmFsdWF0ZVJlcXVlc3QSJgoDdHRsGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIokBCg9Gb3J3YXJkUmVzcG9uc2USLwoIZXZhbHVhdGUYASABKAsyHS5ncmFkcnVsZS52MS5FdmFsdWF0ZVJlc3BvbnNlEg4KBmhhbmRsZRgCIAEoCRINCgVieXRlcxgDIAEoAxImCgN0dGwYBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iZQoPUHVsbEJhY2tSZXF1ZXN0Eg4KBmhhbmRsZRgBIAEoCRIpCgdncmFkX3lzGAIgAygLMhguZ3JhZHJ1bGUudjEuTmFtZWRUZW5zb3ISFwoPc3RhY2tlZF9ncmFkX3lzGAMgASgIImMKEFB1bGxCYWNrUmVzcG9uc2USKAoJZ3JhZGllbnRzGAEgAygLMhUuZ3JhZHJ1bGUudjEuR3JhZGllbnQSJQoHdGltaW5ncxgCIAEoCzIULmdyYWRydWxlLnYxLlRpbWluZ3MiJAoSQ2xvc2VIYW5kbGVSZXF1ZXN0Eg4KBmhhbmRsZRgBIAEoCSIVChNDbG9zZUhhbmRsZVJlc3BvbnNlIiMKDUNhbmNlbFJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoBCKyAgoVU3RyZWFtRXZhbHVhdGVSZXF1ZXN0EhIKCnJlcXVlc3RfaWQYASABKAQSMAoIZXZhbHVhdGUYAiABKAsyHC5ncmFkcnVsZS52MS5FdmFsdWF0ZVJlcXVlc3RIABIuCgdmb3J3YXJkGAMgASgLMhsuZ3JhZHJ1bGUudjEuRm9yd2FyZFJlcXVlc3RIABIxCglwdWxsX2JhY2sYBCABKAsyHC5ncmFkcnVsZS52MS5QdWxsQmFja1JlcXVlc3RIABI3CgxjbG9zZV9oYW5kbGUYBSABKAsyHy5ncmFkcnVsZS52MS5DbG9zZUhhbmRsZVJlcXVlc3RIABIsCgZjYW5jZWwYBiABKAsyGi5ncmFkcnVsZS52MS5DYW5jZWxSZXF1ZXN0SABCCQoHcmVxdWVzdCKcAgoWU3RyZWFtRXZhbHVhdGVSZXNwb25zZRISCgpyZXF1ZXN0X2lkGAEgASgEEjEKCGV2YWx1YXRlGAIgASgLMh0uZ3JhZHJ1bGUudjEuRXZhbHVhdGVSZXNwb25zZUgAEi8KB2ZvcndhcmQYAyABKAsyHC5ncmFkcnVsZS52MS5Gb3J3YXJkUmVzcG9uc2VIABIyCglwdWxsX2JhY2sYBCABKAsyHS5ncmFkcnVsZS52MS5QdWxsQmFja1Jlc3BvbnNlSAASOAoMY2xvc2VfaGFuZGxlGAUgASgLMiAuZ3JhZHJ1bGUudjEuQ2xvc2VIYW5kbGVSZXNwb25zZUgAEhAKBnN0YXR1cxgPIAEoDEgAQgoKCHJlc3BvbnNlKpwBCgpEZXJpdmF0aXZlEhoKFkRFUklWQVRJVkVfVU5TUEVDSUZJRUQQABISCg5ERVJJVkFUSVZFX1ZKUBABEhIKDkRFUklWQVRJVkVfSlZQEAISFwoTREVSSVZBVElWRV9KQUNPQklBThADEh0KGURFUklWQVRJVkVfQkFUQ0hfSkFDT0JJQU4QBBISCg5ERVJJVkFUSVZFX0hWUBAFMrkBCg9HcmFkaWVudFNlcnZpY2USRwoIRXZhbHVhdGUSHC5ncmFkcnVsZS52MS5FdmFsdWF0ZVJlcXVlc3QaHS5ncmFkcnVsZS52MS5FdmFsdWF0ZVJlc3BvbnNlEl0KDlN0cmVhbUV2YWx1YXRlEiIuZ3JhZHJ1bGUudjEuU3RyZWFtRXZhbHVhdGVSZXF1ZXN0GiMuZ3JhZHJ1bGUudjEuU3RyZWFtRXZhbHVhdGVSZXNwb25zZSgBMAFiBnByb3RvMw", [file_google_protobuf_duration, file_gradrule_v1_override, file_gradrule_v1_program, file_gradrule_v1_rule, file_gradrule_v1_tensor]);
 
 /**
  * Param values for one override.
@@ -94,6 +94,35 @@ export type EvaluateRequest = Message<"gradrule.v1.EvaluateRequest"> & {
    * @generated from field: map<string, gradrule.v1.ParamValues> params = 5;
    */
   params: { [key: string]: ParamValues };
+
+  /**
+   * What to compute of the program's ys and xs instead of what the program says. Compiled at its first use.
+   *
+   * @generated from field: gradrule.v1.Derivative derivative = 6;
+   */
+  derivative: Derivative;
+
+  /**
+   * Tangents by x, of x's type and shape, where Jacobian-vector products are computed; INVALID_DERIVATIVE elsewhere.
+   *
+   * @generated from field: repeated gradrule.v1.NamedTensor tangents = 7;
+   */
+  tangents: NamedTensor[];
+
+  /**
+   * Vectors by x, of x's type and shape, where Hessian-vector products are computed; INVALID_DERIVATIVE elsewhere.
+   *
+   * @generated from field: repeated gradrule.v1.NamedTensor vectors = 8;
+   */
+  vectors: NamedTensor[];
+
+  /**
+   * True: many pull-backs at once. Every given grad_y has one more axis in front, of the same size n, and so have all gradients of the answer,
+   * which are dense. A y without a grad_y gets ones in each.
+   *
+   * @generated from field: bool stacked_grad_ys = 9;
+   */
+  stackedGradYs: boolean;
 };
 
 /**
@@ -194,6 +223,65 @@ export const GradientSchema: GenMessage<Gradient> = /*@__PURE__*/
   messageDesc(file_gradrule_v1_evaluate, 4);
 
 /**
+ * The Jacobian of one y with respect to one x.
+ *
+ * @generated from message gradrule.v1.JacobianBlock
+ */
+export type JacobianBlock = Message<"gradrule.v1.JacobianBlock"> & {
+  /**
+   * The y, as the request wrote it.
+   *
+   * @generated from field: string y = 1;
+   */
+  y: string;
+
+  /**
+   * The x, as the request wrote it.
+   *
+   * @generated from field: string x = 2;
+   */
+  x: string;
+
+  /**
+   * Exactly one is set.
+   *
+   * @generated from oneof gradrule.v1.JacobianBlock.value
+   */
+  value: {
+    /**
+     * A tensor of x's type.
+     *
+     * @generated from field: gradrule.v1.Tensor dense = 3;
+     */
+    value: Tensor;
+    case: "dense";
+  } | {
+    /**
+     * There is none: y does not depend on x.
+     *
+     * @generated from field: gradrule.v1.Unconnected unconnected = 4;
+     */
+    value: Unconnected;
+    case: "unconnected";
+  } | {
+    /**
+     * There is none: x or y cannot be differentiated.
+     *
+     * @generated from field: gradrule.v1.NotDifferentiable not_differentiable = 5;
+     */
+    value: NotDifferentiable;
+    case: "notDifferentiable";
+  } | { case: undefined; value?: undefined };
+};
+
+/**
+ * Describes the message gradrule.v1.JacobianBlock.
+ * Use `create(JacobianBlockSchema)` to create a new message.
+ */
+export const JacobianBlockSchema: GenMessage<JacobianBlock> = /*@__PURE__*/
+  messageDesc(file_gradrule_v1_evaluate, 5);
+
+/**
  * Where the time went.
  *
  * @generated from message gradrule.v1.Timings
@@ -226,7 +314,7 @@ export type Timings = Message<"gradrule.v1.Timings"> & {
  * Use `create(TimingsSchema)` to create a new message.
  */
 export const TimingsSchema: GenMessage<Timings> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 5);
+  messageDesc(file_gradrule_v1_evaluate, 6);
 
 /**
  * Answer of Evaluate.
@@ -289,6 +377,20 @@ export type EvaluateResponse = Message<"gradrule.v1.EvaluateResponse"> & {
    * @generated from field: repeated string rewritten = 8;
    */
   rewritten: string[];
+
+  /**
+   * Jacobian-vector products, in the order of ys; zeros where y does not depend on any x that has a tangent.
+   *
+   * @generated from field: repeated gradrule.v1.NamedTensor output_tangents = 9;
+   */
+  outputTangents: NamedTensor[];
+
+  /**
+   * Jacobians, by y, then by x, in the order asked.
+   *
+   * @generated from field: repeated gradrule.v1.JacobianBlock jacobians = 10;
+   */
+  jacobians: JacobianBlock[];
 };
 
 /**
@@ -296,7 +398,388 @@ export type EvaluateResponse = Message<"gradrule.v1.EvaluateResponse"> & {
  * Use `create(EvaluateResponseSchema)` to create a new message.
  */
 export const EvaluateResponseSchema: GenMessage<EvaluateResponse> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 6);
+  messageDesc(file_gradrule_v1_evaluate, 7);
+
+/**
+ * Runs the forward part of a program once and keeps what pulling back needs.
+ *
+ * @generated from message gradrule.v1.ForwardRequest
+ */
+export type ForwardRequest = Message<"gradrule.v1.ForwardRequest"> & {
+  /**
+   * What to run and on what; gradients of a vector-Jacobian product are what can be pulled back. Its grad_ys are ignored.
+   *
+   * @generated from field: gradrule.v1.EvaluateRequest evaluate = 1;
+   */
+  evaluate?: EvaluateRequest | undefined;
+
+  /**
+   * How long the handle is kept after its last use. Default, and most: a setting of the server's.
+   *
+   * @generated from field: google.protobuf.Duration ttl = 2;
+   */
+  ttl?: Duration | undefined;
+};
+
+/**
+ * Describes the message gradrule.v1.ForwardRequest.
+ * Use `create(ForwardRequestSchema)` to create a new message.
+ */
+export const ForwardRequestSchema: GenMessage<ForwardRequest> = /*@__PURE__*/
+  messageDesc(file_gradrule_v1_evaluate, 8);
+
+/**
+ * Answer to a ForwardRequest.
+ *
+ * @generated from message gradrule.v1.ForwardResponse
+ */
+export type ForwardResponse = Message<"gradrule.v1.ForwardResponse"> & {
+  /**
+   * Outputs, digests, timings.
+   *
+   * @generated from field: gradrule.v1.EvaluateResponse evaluate = 1;
+   */
+  evaluate?: EvaluateResponse | undefined;
+
+  /**
+   * The handle's name, known on this stream only.
+   *
+   * @generated from field: string handle = 2;
+   */
+  handle: string;
+
+  /**
+   * Bytes that the handle keeps on the device.
+   *
+   * @generated from field: int64 bytes = 3;
+   */
+  bytes: bigint;
+
+  /**
+   * How long it is kept after its last use.
+   *
+   * @generated from field: google.protobuf.Duration ttl = 4;
+   */
+  ttl?: Duration | undefined;
+};
+
+/**
+ * Describes the message gradrule.v1.ForwardResponse.
+ * Use `create(ForwardResponseSchema)` to create a new message.
+ */
+export const ForwardResponseSchema: GenMessage<ForwardResponse> = /*@__PURE__*/
+  messageDesc(file_gradrule_v1_evaluate, 9);
+
+/**
+ * Pulls gradients back through what a ForwardRequest kept. Fails with HANDLE_EXPIRED where the handle is gone.
+ *
+ * @generated from message gradrule.v1.PullBackRequest
+ */
+export type PullBackRequest = Message<"gradrule.v1.PullBackRequest"> & {
+  /**
+   * The handle.
+   *
+   * @generated from field: string handle = 1;
+   */
+  handle: string;
+
+  /**
+   * Upstream gradients by y. A y without one gets ones.
+   *
+   * @generated from field: repeated gradrule.v1.NamedTensor grad_ys = 2;
+   */
+  gradYs: NamedTensor[];
+
+  /**
+   * As in EvaluateRequest.
+   *
+   * @generated from field: bool stacked_grad_ys = 3;
+   */
+  stackedGradYs: boolean;
+};
+
+/**
+ * Describes the message gradrule.v1.PullBackRequest.
+ * Use `create(PullBackRequestSchema)` to create a new message.
+ */
+export const PullBackRequestSchema: GenMessage<PullBackRequest> = /*@__PURE__*/
+  messageDesc(file_gradrule_v1_evaluate, 10);
+
+/**
+ * Answer to a PullBackRequest.
+ *
+ * @generated from message gradrule.v1.PullBackResponse
+ */
+export type PullBackResponse = Message<"gradrule.v1.PullBackResponse"> & {
+  /**
+   * Gradients, in the order of xs.
+   *
+   * @generated from field: repeated gradrule.v1.Gradient gradients = 1;
+   */
+  gradients: Gradient[];
+
+  /**
+   * Where the time went.
+   *
+   * @generated from field: gradrule.v1.Timings timings = 2;
+   */
+  timings?: Timings | undefined;
+};
+
+/**
+ * Describes the message gradrule.v1.PullBackResponse.
+ * Use `create(PullBackResponseSchema)` to create a new message.
+ */
+export const PullBackResponseSchema: GenMessage<PullBackResponse> = /*@__PURE__*/
+  messageDesc(file_gradrule_v1_evaluate, 11);
+
+/**
+ * Lets a handle go; no error if it is gone.
+ *
+ * @generated from message gradrule.v1.CloseHandleRequest
+ */
+export type CloseHandleRequest = Message<"gradrule.v1.CloseHandleRequest"> & {
+  /**
+   * The handle.
+   *
+   * @generated from field: string handle = 1;
+   */
+  handle: string;
+};
+
+/**
+ * Describes the message gradrule.v1.CloseHandleRequest.
+ * Use `create(CloseHandleRequestSchema)` to create a new message.
+ */
+export const CloseHandleRequestSchema: GenMessage<CloseHandleRequest> = /*@__PURE__*/
+  messageDesc(file_gradrule_v1_evaluate, 12);
+
+/**
+ * Answer to a CloseHandleRequest.
+ *
+ * @generated from message gradrule.v1.CloseHandleResponse
+ */
+export type CloseHandleResponse = Message<"gradrule.v1.CloseHandleResponse"> & {
+};
+
+/**
+ * Describes the message gradrule.v1.CloseHandleResponse.
+ * Use `create(CloseHandleResponseSchema)` to create a new message.
+ */
+export const CloseHandleResponseSchema: GenMessage<CloseHandleResponse> = /*@__PURE__*/
+  messageDesc(file_gradrule_v1_evaluate, 13);
+
+/**
+ * Gives up a request of this stream that is under way; its answer is then a status CANCELLED, or the answer if that was faster.
+ *
+ * @generated from message gradrule.v1.CancelRequest
+ */
+export type CancelRequest = Message<"gradrule.v1.CancelRequest"> & {
+  /**
+   * Its id.
+   *
+   * @generated from field: uint64 request_id = 1;
+   */
+  requestId: bigint;
+};
+
+/**
+ * Describes the message gradrule.v1.CancelRequest.
+ * Use `create(CancelRequestSchema)` to create a new message.
+ */
+export const CancelRequestSchema: GenMessage<CancelRequest> = /*@__PURE__*/
+  messageDesc(file_gradrule_v1_evaluate, 14);
+
+/**
+ * One message of a client's on a stream.
+ *
+ * @generated from message gradrule.v1.StreamEvaluateRequest
+ */
+export type StreamEvaluateRequest = Message<"gradrule.v1.StreamEvaluateRequest"> & {
+  /**
+   * A number of the client's choice, not that of another request under way on this stream; 0 is allowed.
+   *
+   * @generated from field: uint64 request_id = 1;
+   */
+  requestId: bigint;
+
+  /**
+   * Exactly one must be set; none is MALFORMED_REQUEST.
+   *
+   * @generated from oneof gradrule.v1.StreamEvaluateRequest.request
+   */
+  request: {
+    /**
+     * As GradientService.Evaluate.
+     *
+     * @generated from field: gradrule.v1.EvaluateRequest evaluate = 2;
+     */
+    value: EvaluateRequest;
+    case: "evaluate";
+  } | {
+    /**
+     * Forward once.
+     *
+     * @generated from field: gradrule.v1.ForwardRequest forward = 3;
+     */
+    value: ForwardRequest;
+    case: "forward";
+  } | {
+    /**
+     * Pull back, as often as wanted.
+     *
+     * @generated from field: gradrule.v1.PullBackRequest pull_back = 4;
+     */
+    value: PullBackRequest;
+    case: "pullBack";
+  } | {
+    /**
+     * Let go.
+     *
+     * @generated from field: gradrule.v1.CloseHandleRequest close_handle = 5;
+     */
+    value: CloseHandleRequest;
+    case: "closeHandle";
+  } | {
+    /**
+     * Give up another request. It has no answer of its own.
+     *
+     * @generated from field: gradrule.v1.CancelRequest cancel = 6;
+     */
+    value: CancelRequest;
+    case: "cancel";
+  } | { case: undefined; value?: undefined };
+};
+
+/**
+ * Describes the message gradrule.v1.StreamEvaluateRequest.
+ * Use `create(StreamEvaluateRequestSchema)` to create a new message.
+ */
+export const StreamEvaluateRequestSchema: GenMessage<StreamEvaluateRequest> = /*@__PURE__*/
+  messageDesc(file_gradrule_v1_evaluate, 15);
+
+/**
+ * One message of the server's on a stream. Answers come as they are ready, not in the order of the requests.
+ *
+ * @generated from message gradrule.v1.StreamEvaluateResponse
+ */
+export type StreamEvaluateResponse = Message<"gradrule.v1.StreamEvaluateResponse"> & {
+  /**
+   * The request's id.
+   *
+   * @generated from field: uint64 request_id = 1;
+   */
+  requestId: bigint;
+
+  /**
+   * Exactly one is set.
+   *
+   * @generated from oneof gradrule.v1.StreamEvaluateResponse.response
+   */
+  response: {
+    /**
+     * Answer to evaluate.
+     *
+     * @generated from field: gradrule.v1.EvaluateResponse evaluate = 2;
+     */
+    value: EvaluateResponse;
+    case: "evaluate";
+  } | {
+    /**
+     * Answer to forward.
+     *
+     * @generated from field: gradrule.v1.ForwardResponse forward = 3;
+     */
+    value: ForwardResponse;
+    case: "forward";
+  } | {
+    /**
+     * Answer to pull_back.
+     *
+     * @generated from field: gradrule.v1.PullBackResponse pull_back = 4;
+     */
+    value: PullBackResponse;
+    case: "pullBack";
+  } | {
+    /**
+     * Answer to close_handle.
+     *
+     * @generated from field: gradrule.v1.CloseHandleResponse close_handle = 5;
+     */
+    value: CloseHandleResponse;
+    case: "closeHandle";
+  } | {
+    /**
+     * The request failed: the bytes of a `google.rpc.Status`, the same that the trailer of a failed call carries. The stream goes on.
+     *
+     * @generated from field: bytes status = 15;
+     */
+    value: Uint8Array;
+    case: "status";
+  } | { case: undefined; value?: undefined };
+};
+
+/**
+ * Describes the message gradrule.v1.StreamEvaluateResponse.
+ * Use `create(StreamEvaluateResponseSchema)` to create a new message.
+ */
+export const StreamEvaluateResponseSchema: GenMessage<StreamEvaluateResponse> = /*@__PURE__*/
+  messageDesc(file_gradrule_v1_evaluate, 16);
+
+/**
+ * What to compute of a program's ys and xs.
+ *
+ * @generated from enum gradrule.v1.Derivative
+ */
+export enum Derivative {
+  /**
+   * What the program says.
+   *
+   * @generated from enum value: DERIVATIVE_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * As Vjp.
+   *
+   * @generated from enum value: DERIVATIVE_VJP = 1;
+   */
+  VJP = 1,
+
+  /**
+   * As Jvp.
+   *
+   * @generated from enum value: DERIVATIVE_JVP = 2;
+   */
+  JVP = 2,
+
+  /**
+   * As Jacobian.
+   *
+   * @generated from enum value: DERIVATIVE_JACOBIAN = 3;
+   */
+  JACOBIAN = 3,
+
+  /**
+   * As Jacobian, batched.
+   *
+   * @generated from enum value: DERIVATIVE_BATCH_JACOBIAN = 4;
+   */
+  BATCH_JACOBIAN = 4,
+
+  /**
+   * As Hvp.
+   *
+   * @generated from enum value: DERIVATIVE_HVP = 5;
+   */
+  HVP = 5,
+}
+
+/**
+ * Describes the enum gradrule.v1.Derivative.
+ */
+export const DerivativeSchema: GenEnum<Derivative> = /*@__PURE__*/
+  enumDesc(file_gradrule_v1_evaluate, 0);
 
 /**
  * Runs programs.
@@ -315,6 +798,17 @@ export const GradientService: GenService<{
     methodKind: "unary";
     input: typeof EvaluateRequestSchema;
     output: typeof EvaluateResponseSchema;
+  },
+  /**
+   * Runs programs over one stream, many under way at a time, and keeps forward handles, whose life is that of the stream at most. A request that
+   * fails gets a status as its answer and ends nothing else. Ending the stream gives up what is under way.
+   *
+   * @generated from rpc gradrule.v1.GradientService.StreamEvaluate
+   */
+  streamEvaluate: {
+    methodKind: "bidi_streaming";
+    input: typeof StreamEvaluateRequestSchema;
+    output: typeof StreamEvaluateResponseSchema;
   },
 }> = /*@__PURE__*/
   serviceDesc(file_gradrule_v1_evaluate, 0);

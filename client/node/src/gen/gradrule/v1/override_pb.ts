@@ -18,7 +18,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file gradrule/v1/override.proto.
  */
 export const file_gradrule_v1_override: GenFile = /*@__PURE__*/
-  fileDesc("ChpncmFkcnVsZS92MS9vdmVycmlkZS5wcm90bxILZ3JhZHJ1bGUudjEiVQoIUG9zaXRpb24SLwoHbmVhcmVzdBgBIAEoDjIcLmdyYWRydWxlLnYxLlBvc2l0aW9uTmVhcmVzdEgAEg8KBWluZGV4GAIgASgFSABCBwoFcGxhY2UiKQoGUmVnaW9uEg4KBmlucHV0cxgBIAMoCRIPCgdvdXRwdXRzGAIgAygJIvICCghTZWxlY3RvchIPCgdvcF90eXBlGAEgASgJEgwKBG5vZGUYAiABKAkSDQoFc2NvcGUYAyABKAkSEgoKbm9kZV9yZWdleBgEIAEoCRInCghwb3NpdGlvbhgFIAEoCzIVLmdyYWRydWxlLnYxLlBvc2l0aW9uEg8KB3BhdHRlcm4YBiADKAkSHgoFZHR5cGUYByABKA4yDy5ncmFkcnVsZS52MS5EdBIjCgZyZWdpb24YCCABKAsyEy5ncmFkcnVsZS52MS5SZWdpb24SEQoEcmFuaxgJIAEoDUgAiAEBEi8KBWF0dHJzGAogAygLMiAuZ3JhZHJ1bGUudjEuU2VsZWN0b3IuQXR0cnNFbnRyeRISCgpkZXBlbmRzX29uGAsgAygJGkQKCkF0dHJzRW50cnkSCwoDa2V5GAEgASgJEiUKBXZhbHVlGAIgASgLMhYuZ3JhZHJ1bGUudjEuQXR0clZhbHVlOgI4AUIHCgVfcmFuayKbAQoMUHJlc2V0Q2hvaWNlEgwKBG5hbWUYASABKAkSNQoGcGFyYW1zGAIgAygLMiUuZ3JhZHJ1bGUudjEuUHJlc2V0Q2hvaWNlLlBhcmFtc0VudHJ5GkYKC1BhcmFtc0VudHJ5EgsKA2tleRgBIAEoCRImCgV2YWx1ZRgCIAEoCzIXLmdyYWRydWxlLnYxLlBhcmFtVmFsdWU6AjgBIskCCghPdmVycmlkZRInCghzZWxlY3RvchgBIAEoCzIVLmdyYWRydWxlLnYxLlNlbGVjdG9yEg4KBHJ1bGUYAiABKAlIABIxCgpkZWZpbml0aW9uGAMgASgLMhsuZ3JhZHJ1bGUudjEuUnVsZURlZmluaXRpb25IABIrCgZwcmVzZXQYByABKAsyGS5ncmFkcnVsZS52MS5QcmVzZXRDaG9pY2VIABIxCgZwYXJhbXMYBCADKAsyIS5ncmFkcnVsZS52MS5PdmVycmlkZS5QYXJhbXNFbnRyeRINCgVsYWJlbBgFIAEoCRIQCghvcHRpb25hbBgGIAEoCBpGCgtQYXJhbXNFbnRyeRILCgNrZXkYASABKAkSJgoFdmFsdWUYAiABKAsyFy5ncmFkcnVsZS52MS5QYXJhbVZhbHVlOgI4AUIICgZjaG9pY2UimAEKClJlc29sdXRpb24SDAoEbm9kZRgBIAEoCRIPCgdvcF90eXBlGAIgASgJEgwKBHJ1bGUYAyABKAkSDQoFbGFiZWwYBCABKAkSLQoGc3RhdHVzGAUgASgOMh0uZ3JhZHJ1bGUudjEuUmVzb2x1dGlvblN0YXR1cxIQCghmdW5jdGlvbhgGIAEoCRINCgVub2RlcxgHIAMoCSplCg9Qb3NpdGlvbk5lYXJlc3QSIAocUE9TSVRJT05fTkVBUkVTVF9VTlNQRUNJRklFRBAAEhcKE1BPU0lUSU9OX05FQVJFU1RfWFMQARIXChNQT1NJVElPTl9ORUFSRVNUX1lTEAIqnQEKEFJlc29sdXRpb25TdGF0dXMSIQodUkVTT0xVVElPTl9TVEFUVVNfVU5TUEVDSUZJRUQQABIcChhSRVNPTFVUSU9OX1NUQVRVU19BQ1RJVkUQARIeChpSRVNPTFVUSU9OX1NUQVRVU19PRkZfUEFUSBACEigKJFJFU09MVVRJT05fU1RBVFVTX05PVF9ESUZGRVJFTlRJQUJMRRADYgZwcm90bzM", [file_gradrule_v1_graph, file_gradrule_v1_rule, file_gradrule_v1_tensor]);
+  fileDesc("ChpncmFkcnVsZS92MS9vdmVycmlkZS5wcm90bxILZ3JhZHJ1bGUudjEiVQoIUG9zaXRpb24SLwoHbmVhcmVzdBgBIAEoDjIcLmdyYWRydWxlLnYxLlBvc2l0aW9uTmVhcmVzdEgAEg8KBWluZGV4GAIgASgFSABCBwoFcGxhY2UiKQoGUmVnaW9uEg4KBmlucHV0cxgBIAMoCRIPCgdvdXRwdXRzGAIgAygJIocDCghTZWxlY3RvchIPCgdvcF90eXBlGAEgASgJEgwKBG5vZGUYAiABKAkSDQoFc2NvcGUYAyABKAkSEgoKbm9kZV9yZWdleBgEIAEoCRInCghwb3NpdGlvbhgFIAEoCzIVLmdyYWRydWxlLnYxLlBvc2l0aW9uEg8KB3BhdHRlcm4YBiADKAkSHgoFZHR5cGUYByABKA4yDy5ncmFkcnVsZS52MS5EdBIjCgZyZWdpb24YCCABKAsyEy5ncmFkcnVsZS52MS5SZWdpb24SEQoEcmFuaxgJIAEoDUgAiAEBEi8KBWF0dHJzGAogAygLMiAuZ3JhZHJ1bGUudjEuU2VsZWN0b3IuQXR0cnNFbnRyeRISCgpkZXBlbmRzX29uGAsgAygJEhMKC3JlZ2lvbl9uYW1lGAwgASgJGkQKCkF0dHJzRW50cnkSCwoDa2V5GAEgASgJEiUKBXZhbHVlGAIgASgLMhYuZ3JhZHJ1bGUudjEuQXR0clZhbHVlOgI4AUIHCgVfcmFuayKbAQoMUHJlc2V0Q2hvaWNlEgwKBG5hbWUYASABKAkSNQoGcGFyYW1zGAIgAygLMiUuZ3JhZHJ1bGUudjEuUHJlc2V0Q2hvaWNlLlBhcmFtc0VudHJ5GkYKC1BhcmFtc0VudHJ5EgsKA2tleRgBIAEoCRImCgV2YWx1ZRgCIAEoCzIXLmdyYWRydWxlLnYxLlBhcmFtVmFsdWU6AjgBIvQCCghPdmVycmlkZRInCghzZWxlY3RvchgBIAEoCzIVLmdyYWRydWxlLnYxLlNlbGVjdG9yEg4KBHJ1bGUYAiABKAlIABIxCgpkZWZpbml0aW9uGAMgASgLMhsuZ3JhZHJ1bGUudjEuUnVsZURlZmluaXRpb25IABIrCgZwcmVzZXQYByABKAsyGS5ncmFkcnVsZS52MS5QcmVzZXRDaG9pY2VIABIxCgZwYXJhbXMYBCADKAsyIS5ncmFkcnVsZS52MS5PdmVycmlkZS5QYXJhbXNFbnRyeRINCgVsYWJlbBgFIAEoCRIQCghvcHRpb25hbBgGIAEoCBIpCgVvcmRlchgIIAEoDjIaLmdyYWRydWxlLnYxLk92ZXJyaWRlT3JkZXIaRgoLUGFyYW1zRW50cnkSCwoDa2V5GAEgASgJEiYKBXZhbHVlGAIgASgLMhcuZ3JhZHJ1bGUudjEuUGFyYW1WYWx1ZToCOAFCCAoGY2hvaWNlIpgBCgpSZXNvbHV0aW9uEgwKBG5vZGUYASABKAkSDwoHb3BfdHlwZRgCIAEoCRIMCgRydWxlGAMgASgJEg0KBWxhYmVsGAQgASgJEi0KBnN0YXR1cxgFIAEoDjIdLmdyYWRydWxlLnYxLlJlc29sdXRpb25TdGF0dXMSEAoIZnVuY3Rpb24YBiABKAkSDQoFbm9kZXMYByADKAkqZQoPUG9zaXRpb25OZWFyZXN0EiAKHFBPU0lUSU9OX05FQVJFU1RfVU5TUEVDSUZJRUQQABIXChNQT1NJVElPTl9ORUFSRVNUX1hTEAESFwoTUE9TSVRJT05fTkVBUkVTVF9ZUxACKmEKDU92ZXJyaWRlT3JkZXISHgoaT1ZFUlJJREVfT1JERVJfVU5TUEVDSUZJRUQQABIYChRPVkVSUklERV9PUkRFUl9GSVJTVBABEhYKEk9WRVJSSURFX09SREVSX0FMTBACKp0BChBSZXNvbHV0aW9uU3RhdHVzEiEKHVJFU09MVVRJT05fU1RBVFVTX1VOU1BFQ0lGSUVEEAASHAoYUkVTT0xVVElPTl9TVEFUVVNfQUNUSVZFEAESHgoaUkVTT0xVVElPTl9TVEFUVVNfT0ZGX1BBVEgQAhIoCiRSRVNPTFVUSU9OX1NUQVRVU19OT1RfRElGRkVSRU5USUFCTEUQA2IGcHJvdG8z", [file_gradrule_v1_graph, file_gradrule_v1_rule, file_gradrule_v1_tensor]);
 
 /**
  * A place on the path from xs to ys, among the nodes that all other conditions of the selector hold for (the candidates).
@@ -183,6 +183,14 @@ export type Selector = Message<"gradrule.v1.Selector"> & {
    * @generated from field: repeated string depends_on = 11;
    */
   dependsOn: string[];
+
+  /**
+   * Name of regions that the graph brings along: a function that was wrapped by `tf.custom_gradient` when the graph was traced, under the
+   * name of the Python function. Each call of it is a region. UNMATCHED_OVERRIDE where the graph has none; no other condition can be given with it.
+   *
+   * @generated from field: string region_name = 12;
+   */
+  regionName: string;
 };
 
 /**
@@ -287,6 +295,13 @@ export type Override = Message<"gradrule.v1.Override"> & {
    * @generated from field: bool optional = 6;
    */
   optional: boolean;
+
+  /**
+   * Default: FIRST.
+   *
+   * @generated from field: gradrule.v1.OverrideOrder order = 8;
+   */
+  order: OverrideOrder;
 };
 
 /**
@@ -395,6 +410,40 @@ export const PositionNearestSchema: GenEnum<PositionNearest> = /*@__PURE__*/
   enumDesc(file_gradrule_v1_override, 0);
 
 /**
+ * In which derivatives an override holds.
+ *
+ * @generated from enum gradrule.v1.OverrideOrder
+ */
+export enum OverrideOrder {
+  /**
+   * The same as FIRST.
+   *
+   * @generated from enum value: OVERRIDE_ORDER_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * In the first differentiation. Where its result is differentiated again (a Hessian-vector product), the op's own gradient holds.
+   *
+   * @generated from enum value: OVERRIDE_ORDER_FIRST = 1;
+   */
+  FIRST = 1,
+
+  /**
+   * In every differentiation, and then at nodes that gradients made too, where the selector asks for nothing but an op type.
+   *
+   * @generated from enum value: OVERRIDE_ORDER_ALL = 2;
+   */
+  ALL = 2,
+}
+
+/**
+ * Describes the enum gradrule.v1.OverrideOrder.
+ */
+export const OverrideOrderSchema: GenEnum<OverrideOrder> = /*@__PURE__*/
+  enumDesc(file_gradrule_v1_override, 1);
+
+/**
  * What became of a node that an override matched.
  *
  * @generated from enum gradrule.v1.ResolutionStatus
@@ -433,5 +482,5 @@ export enum ResolutionStatus {
  * Describes the enum gradrule.v1.ResolutionStatus.
  */
 export const ResolutionStatusSchema: GenEnum<ResolutionStatus> = /*@__PURE__*/
-  enumDesc(file_gradrule_v1_override, 1);
+  enumDesc(file_gradrule_v1_override, 2);
 

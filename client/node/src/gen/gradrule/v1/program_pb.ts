@@ -12,7 +12,7 @@ import type { Override, Resolution } from "./override_pb.js";
 import { file_gradrule_v1_override } from "./override_pb.js";
 import type { GraphSource } from "./rule_pb.js";
 import { file_gradrule_v1_rule } from "./rule_pb.js";
-import type { TensorSpec } from "./tensor_pb.js";
+import type { NamedTensor, TensorSpec } from "./tensor_pb.js";
 import { file_gradrule_v1_tensor } from "./tensor_pb.js";
 import type { Message } from "@bufbuild/protobuf";
 
@@ -20,7 +20,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file gradrule/v1/program.proto.
  */
 export const file_gradrule_v1_program: GenFile = /*@__PURE__*/
-  fileDesc("ChlncmFkcnVsZS92MS9wcm9ncmFtLnByb3RvEgtncmFkcnVsZS52MSIiCgVHcmFkWRIJCgF5GAEgASgJEg4KBnRlbnNvchgCIAEoCSKcAQoDVmpwEgoKAnlzGAEgAygJEgoKAnhzGAIgAygJEiMKB2dyYWRfeXMYAyADKAsyEi5ncmFkcnVsZS52MS5HcmFkWRIWCg5zdG9wX2dyYWRpZW50cxgEIAMoCRJAChV1bmNvbm5lY3RlZF9ncmFkaWVudHMYBSABKA4yIS5ncmFkcnVsZS52MS5VbmNvbm5lY3RlZEdyYWRpZW50cyLgAQoLUHJvZ3JhbVNwZWMSJwoFZ3JhcGgYASABKAsyGC5ncmFkcnVsZS52MS5HcmFwaFNvdXJjZRIoCglvdmVycmlkZXMYAiADKAsyFS5ncmFkcnVsZS52MS5PdmVycmlkZRIPCgdmZXRjaGVzGAMgAygJEh8KA3ZqcBgEIAEoCzIQLmdyYWRydWxlLnYxLlZqcEgAEiwKC25vX2dyYWRpZW50GAUgASgOMhcuZ3JhZHJ1bGUudjEuTm9HcmFkaWVudBIQCghyZXdyaXRlcxgGIAMoCUIMCgpkZXJpdmF0aXZlIikKB0RpZ2VzdHMSDQoFZ3JhcGgYASABKAkSDwoHcHJvZ3JhbRgCIAEoCSLuAgoHUHJvZ3JhbRIMCgRuYW1lGAEgASgJEiUKB2RpZ2VzdHMYAiABKAsyFC5ncmFkcnVsZS52MS5EaWdlc3RzEicKBmlucHV0cxgDIAMoCzIXLmdyYWRydWxlLnYxLlRlbnNvclNwZWMSKAoHb3V0cHV0cxgEIAMoCzIXLmdyYWRydWxlLnYxLlRlbnNvclNwZWMSIwoCeXMYBSADKAsyFy5ncmFkcnVsZS52MS5UZW5zb3JTcGVjEiMKAnhzGAYgAygLMhcuZ3JhZHJ1bGUudjEuVGVuc29yU3BlYxIqCglvdmVycmlkZXMYByADKAsyFy5ncmFkcnVsZS52MS5SZXNvbHV0aW9uEhEKCWRlZmF1bHRlZBgIIAMoCRIOCgZkZXZpY2UYCSABKAkSLwoLY3JlYXRlX3RpbWUYCiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhEKCXJld3JpdHRlbhgLIAMoCSJHCgdGaW5kaW5nEg4KBnJlYXNvbhgBIAEoCRIPCgdtZXNzYWdlGAIgASgJEgwKBG5vZGUYAyABKAkSDQoFZmllbGQYBCABKAkiagoVQ29tcGlsZVByb2dyYW1SZXF1ZXN0EiYKBHNwZWMYASABKAsyGC5ncmFkcnVsZS52MS5Qcm9ncmFtU3BlYxISCgpwcm9ncmFtX2lkGAIgASgJEhUKDXZhbGlkYXRlX29ubHkYAyABKAgiZwoWQ29tcGlsZVByb2dyYW1SZXNwb25zZRIlCgdwcm9ncmFtGAEgASgLMhQuZ3JhZHJ1bGUudjEuUHJvZ3JhbRImCghmaW5kaW5ncxgCIAMoCzIULmdyYWRydWxlLnYxLkZpbmRpbmciIQoRR2V0UHJvZ3JhbVJlcXVlc3QSDAoEbmFtZRgBIAEoCSI7ChJHZXRQcm9ncmFtUmVzcG9uc2USJQoHcHJvZ3JhbRgBIAEoCzIULmdyYWRydWxlLnYxLlByb2dyYW0iPAoTTGlzdFByb2dyYW1zUmVxdWVzdBIRCglwYWdlX3NpemUYASABKAUSEgoKcGFnZV90b2tlbhgCIAEoCSJXChRMaXN0UHJvZ3JhbXNSZXNwb25zZRImCghwcm9ncmFtcxgBIAMoCzIULmdyYWRydWxlLnYxLlByb2dyYW0SFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIiQKFERlbGV0ZVByb2dyYW1SZXF1ZXN0EgwKBG5hbWUYASABKAkiFwoVRGVsZXRlUHJvZ3JhbVJlc3BvbnNlKn0KFFVuY29ubmVjdGVkR3JhZGllbnRzEiUKIVVOQ09OTkVDVEVEX0dSQURJRU5UU19VTlNQRUNJRklFRBAAEh4KGlVOQ09OTkVDVEVEX0dSQURJRU5UU19OT05FEAESHgoaVU5DT05ORUNURURfR1JBRElFTlRTX1pFUk8QAiqFAQoKTm9HcmFkaWVudBIbChdOT19HUkFESUVOVF9VTlNQRUNJRklFRBAAEhUKEU5PX0dSQURJRU5UX0VSUk9SEAESFwoTTk9fR1JBRElFTlRfREVGQVVMVBACEhQKEE5PX0dSQURJRU5UX1BBU1MQAxIUChBOT19HUkFESUVOVF9aRVJPEAQy5wIKDlByb2dyYW1TZXJ2aWNlElkKDkNvbXBpbGVQcm9ncmFtEiIuZ3JhZHJ1bGUudjEuQ29tcGlsZVByb2dyYW1SZXF1ZXN0GiMuZ3JhZHJ1bGUudjEuQ29tcGlsZVByb2dyYW1SZXNwb25zZRJNCgpHZXRQcm9ncmFtEh4uZ3JhZHJ1bGUudjEuR2V0UHJvZ3JhbVJlcXVlc3QaHy5ncmFkcnVsZS52MS5HZXRQcm9ncmFtUmVzcG9uc2USUwoMTGlzdFByb2dyYW1zEiAuZ3JhZHJ1bGUudjEuTGlzdFByb2dyYW1zUmVxdWVzdBohLmdyYWRydWxlLnYxLkxpc3RQcm9ncmFtc1Jlc3BvbnNlElYKDURlbGV0ZVByb2dyYW0SIS5ncmFkcnVsZS52MS5EZWxldGVQcm9ncmFtUmVxdWVzdBoiLmdyYWRydWxlLnYxLkRlbGV0ZVByb2dyYW1SZXNwb25zZWIGcHJvdG8z", [file_google_protobuf_timestamp, file_gradrule_v1_override, file_gradrule_v1_rule, file_gradrule_v1_tensor]);
+  fileDesc("ChlncmFkcnVsZS92MS9wcm9ncmFtLnByb3RvEgtncmFkcnVsZS52MSIiCgVHcmFkWRIJCgF5GAEgASgJEg4KBnRlbnNvchgCIAEoCSKcAQoDVmpwEgoKAnlzGAEgAygJEgoKAnhzGAIgAygJEiMKB2dyYWRfeXMYAyADKAsyEi5ncmFkcnVsZS52MS5HcmFkWRIWCg5zdG9wX2dyYWRpZW50cxgEIAMoCRJAChV1bmNvbm5lY3RlZF9ncmFkaWVudHMYBSABKA4yIS5ncmFkcnVsZS52MS5VbmNvbm5lY3RlZEdyYWRpZW50cyI1CgNKdnASCgoCeXMYASADKAkSCgoCeHMYAiADKAkSFgoOc3RvcF9ncmFkaWVudHMYAyADKAkijQEKCEphY29iaWFuEgoKAnlzGAEgAygJEgoKAnhzGAIgAygJEhYKDnN0b3BfZ3JhZGllbnRzGAMgAygJEkAKFXVuY29ubmVjdGVkX2dyYWRpZW50cxgEIAEoDjIhLmdyYWRydWxlLnYxLlVuY29ubmVjdGVkR3JhZGllbnRzEg8KB2JhdGNoZWQYBSABKAgidwoDSHZwEgoKAnlzGAEgAygJEgoKAnhzGAIgAygJEhYKDnN0b3BfZ3JhZGllbnRzGAMgAygJEkAKFXVuY29ubmVjdGVkX2dyYWRpZW50cxgEIAEoDjIhLmdyYWRydWxlLnYxLlVuY29ubmVjdGVkR3JhZGllbnRzIuIDCgtQcm9ncmFtU3BlYxInCgVncmFwaBgBIAEoCzIYLmdyYWRydWxlLnYxLkdyYXBoU291cmNlEigKCW92ZXJyaWRlcxgCIAMoCzIVLmdyYWRydWxlLnYxLk92ZXJyaWRlEg8KB2ZldGNoZXMYAyADKAkSHwoDdmpwGAQgASgLMhAuZ3JhZHJ1bGUudjEuVmpwSAASHwoDanZwGAcgASgLMhAuZ3JhZHJ1bGUudjEuSnZwSAASKQoIamFjb2JpYW4YCCABKAsyFS5ncmFkcnVsZS52MS5KYWNvYmlhbkgAEh8KA2h2cBgJIAEoCzIQLmdyYWRydWxlLnYxLkh2cEgAEiwKC25vX2dyYWRpZW50GAUgASgOMhcuZ3JhZHJ1bGUudjEuTm9HcmFkaWVudBIQCghyZXdyaXRlcxgGIAMoCRIrCgl2YXJpYWJsZXMYCiADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvchI2CgdhbGlhc2VzGAsgAygLMiUuZ3JhZHJ1bGUudjEuUHJvZ3JhbVNwZWMuQWxpYXNlc0VudHJ5Gi4KDEFsaWFzZXNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQgwKCmRlcml2YXRpdmUiKQoHRGlnZXN0cxINCgVncmFwaBgBIAEoCRIPCgdwcm9ncmFtGAIgASgJItIDCgdQcm9ncmFtEgwKBG5hbWUYASABKAkSJQoHZGlnZXN0cxgCIAEoCzIULmdyYWRydWxlLnYxLkRpZ2VzdHMSJwoGaW5wdXRzGAMgAygLMhcuZ3JhZHJ1bGUudjEuVGVuc29yU3BlYxIoCgdvdXRwdXRzGAQgAygLMhcuZ3JhZHJ1bGUudjEuVGVuc29yU3BlYxIjCgJ5cxgFIAMoCzIXLmdyYWRydWxlLnYxLlRlbnNvclNwZWMSIwoCeHMYBiADKAsyFy5ncmFkcnVsZS52MS5UZW5zb3JTcGVjEioKCW92ZXJyaWRlcxgHIAMoCzIXLmdyYWRydWxlLnYxLlJlc29sdXRpb24SEQoJZGVmYXVsdGVkGAggAygJEg4KBmRldmljZRgJIAEoCRIvCgtjcmVhdGVfdGltZRgKIAEoCzIaLmdvb2dsZS5wcm90b2J1Zi5UaW1lc3RhbXASEQoJcmV3cml0dGVuGAsgAygJEjIKB2FsaWFzZXMYDCADKAsyIS5ncmFkcnVsZS52MS5Qcm9ncmFtLkFsaWFzZXNFbnRyeRouCgxBbGlhc2VzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4ASJHCgdGaW5kaW5nEg4KBnJlYXNvbhgBIAEoCRIPCgdtZXNzYWdlGAIgASgJEgwKBG5vZGUYAyABKAkSDQoFZmllbGQYBCABKAkiagoVQ29tcGlsZVByb2dyYW1SZXF1ZXN0EiYKBHNwZWMYASABKAsyGC5ncmFkcnVsZS52MS5Qcm9ncmFtU3BlYxISCgpwcm9ncmFtX2lkGAIgASgJEhUKDXZhbGlkYXRlX29ubHkYAyABKAgiZwoWQ29tcGlsZVByb2dyYW1SZXNwb25zZRIlCgdwcm9ncmFtGAEgASgLMhQuZ3JhZHJ1bGUudjEuUHJvZ3JhbRImCghmaW5kaW5ncxgCIAMoCzIULmdyYWRydWxlLnYxLkZpbmRpbmciIQoRR2V0UHJvZ3JhbVJlcXVlc3QSDAoEbmFtZRgBIAEoCSI7ChJHZXRQcm9ncmFtUmVzcG9uc2USJQoHcHJvZ3JhbRgBIAEoCzIULmdyYWRydWxlLnYxLlByb2dyYW0iPAoTTGlzdFByb2dyYW1zUmVxdWVzdBIRCglwYWdlX3NpemUYASABKAUSEgoKcGFnZV90b2tlbhgCIAEoCSJXChRMaXN0UHJvZ3JhbXNSZXNwb25zZRImCghwcm9ncmFtcxgBIAMoCzIULmdyYWRydWxlLnYxLlByb2dyYW0SFwoPbmV4dF9wYWdlX3Rva2VuGAIgASgJIiQKFERlbGV0ZVByb2dyYW1SZXF1ZXN0EgwKBG5hbWUYASABKAkiFwoVRGVsZXRlUHJvZ3JhbVJlc3BvbnNlKn0KFFVuY29ubmVjdGVkR3JhZGllbnRzEiUKIVVOQ09OTkVDVEVEX0dSQURJRU5UU19VTlNQRUNJRklFRBAAEh4KGlVOQ09OTkVDVEVEX0dSQURJRU5UU19OT05FEAESHgoaVU5DT05ORUNURURfR1JBRElFTlRTX1pFUk8QAiqFAQoKTm9HcmFkaWVudBIbChdOT19HUkFESUVOVF9VTlNQRUNJRklFRBAAEhUKEU5PX0dSQURJRU5UX0VSUk9SEAESFwoTTk9fR1JBRElFTlRfREVGQVVMVBACEhQKEE5PX0dSQURJRU5UX1BBU1MQAxIUChBOT19HUkFESUVOVF9aRVJPEAQy5wIKDlByb2dyYW1TZXJ2aWNlElkKDkNvbXBpbGVQcm9ncmFtEiIuZ3JhZHJ1bGUudjEuQ29tcGlsZVByb2dyYW1SZXF1ZXN0GiMuZ3JhZHJ1bGUudjEuQ29tcGlsZVByb2dyYW1SZXNwb25zZRJNCgpHZXRQcm9ncmFtEh4uZ3JhZHJ1bGUudjEuR2V0UHJvZ3JhbVJlcXVlc3QaHy5ncmFkcnVsZS52MS5HZXRQcm9ncmFtUmVzcG9uc2USUwoMTGlzdFByb2dyYW1zEiAuZ3JhZHJ1bGUudjEuTGlzdFByb2dyYW1zUmVxdWVzdBohLmdyYWRydWxlLnYxLkxpc3RQcm9ncmFtc1Jlc3BvbnNlElYKDURlbGV0ZVByb2dyYW0SIS5ncmFkcnVsZS52MS5EZWxldGVQcm9ncmFtUmVxdWVzdBoiLmdyYWRydWxlLnYxLkRlbGV0ZVByb2dyYW1SZXNwb25zZWIGcHJvdG8z", [file_google_protobuf_timestamp, file_gradrule_v1_override, file_gradrule_v1_rule, file_gradrule_v1_tensor]);
 
 /**
  * A y whose upstream gradient is a tensor of the graph.
@@ -100,6 +100,134 @@ export const VjpSchema: GenMessage<Vjp> = /*@__PURE__*/
   messageDesc(file_gradrule_v1_program, 1);
 
 /**
+ * A Jacobian-vector product (forward mode): for each y the sum over xs of dy/dx · tangent of x. Where a rule gives a gradient, the product is the
+ * transpose of what the rule computes, taken at upstream gradients of zero.
+ *
+ * @generated from message gradrule.v1.Jvp
+ */
+export type Jvp = Message<"gradrule.v1.Jvp"> & {
+  /**
+   * What is differentiated; at least one.
+   *
+   * @generated from field: repeated string ys = 1;
+   */
+  ys: string[];
+
+  /**
+   * With respect to what; at least one. Each call gives tangents of some (`EvaluateRequest.tangents`), the others count as constant.
+   *
+   * @generated from field: repeated string xs = 2;
+   */
+  xs: string[];
+
+  /**
+   * Tensors that count as constants.
+   *
+   * @generated from field: repeated string stop_gradients = 3;
+   */
+  stopGradients: string[];
+};
+
+/**
+ * Describes the message gradrule.v1.Jvp.
+ * Use `create(JvpSchema)` to create a new message.
+ */
+export const JvpSchema: GenMessage<Jvp> = /*@__PURE__*/
+  messageDesc(file_gradrule_v1_program, 2);
+
+/**
+ * Whole Jacobians, one for each y and x, of shape (y's shape, x's shape).
+ *
+ * @generated from message gradrule.v1.Jacobian
+ */
+export type Jacobian = Message<"gradrule.v1.Jacobian"> & {
+  /**
+   * What is differentiated; at least one.
+   *
+   * @generated from field: repeated string ys = 1;
+   */
+  ys: string[];
+
+  /**
+   * With respect to what; at least one.
+   *
+   * @generated from field: repeated string xs = 2;
+   */
+  xs: string[];
+
+  /**
+   * Tensors that count as constants.
+   *
+   * @generated from field: repeated string stop_gradients = 3;
+   */
+  stopGradients: string[];
+
+  /**
+   * Default: NONE.
+   *
+   * @generated from field: gradrule.v1.UnconnectedGradients unconnected_gradients = 4;
+   */
+  unconnectedGradients: UnconnectedGradients;
+
+  /**
+   * True: axis 0 of each y and x counts examples, of which none depends on another; the Jacobian has shape (examples, rest of y's shape,
+   * rest of x's shape).
+   *
+   * @generated from field: bool batched = 5;
+   */
+  batched: boolean;
+};
+
+/**
+ * Describes the message gradrule.v1.Jacobian.
+ * Use `create(JacobianSchema)` to create a new message.
+ */
+export const JacobianSchema: GenMessage<Jacobian> = /*@__PURE__*/
+  messageDesc(file_gradrule_v1_program, 3);
+
+/**
+ * Hessian-vector products: the gradient, for each x, of the sum over xs of (d sum(ys)/dx) · vector of x.
+ *
+ * @generated from message gradrule.v1.Hvp
+ */
+export type Hvp = Message<"gradrule.v1.Hvp"> & {
+  /**
+   * What is differentiated, summed; at least one.
+   *
+   * @generated from field: repeated string ys = 1;
+   */
+  ys: string[];
+
+  /**
+   * With respect to what; at least one. Each call gives vectors of some (`EvaluateRequest.vectors`), the others count as zeros.
+   *
+   * @generated from field: repeated string xs = 2;
+   */
+  xs: string[];
+
+  /**
+   * Tensors that count as constants.
+   *
+   * @generated from field: repeated string stop_gradients = 3;
+   */
+  stopGradients: string[];
+
+  /**
+   * Default: NONE.
+   *
+   * @generated from field: gradrule.v1.UnconnectedGradients unconnected_gradients = 4;
+   */
+  unconnectedGradients: UnconnectedGradients;
+};
+
+/**
+ * Describes the message gradrule.v1.Hvp.
+ * Use `create(HvpSchema)` to create a new message.
+ */
+export const HvpSchema: GenMessage<Hvp> = /*@__PURE__*/
+  messageDesc(file_gradrule_v1_program, 4);
+
+/**
  * Everything that a program is made of.
  *
  * @generated from message gradrule.v1.ProgramSpec
@@ -139,6 +267,30 @@ export type ProgramSpec = Message<"gradrule.v1.ProgramSpec"> & {
      */
     value: Vjp;
     case: "vjp";
+  } | {
+    /**
+     * Tangents, pushed forward.
+     *
+     * @generated from field: gradrule.v1.Jvp jvp = 7;
+     */
+    value: Jvp;
+    case: "jvp";
+  } | {
+    /**
+     * Jacobians.
+     *
+     * @generated from field: gradrule.v1.Jacobian jacobian = 8;
+     */
+    value: Jacobian;
+    case: "jacobian";
+  } | {
+    /**
+     * Hessian-vector products.
+     *
+     * @generated from field: gradrule.v1.Hvp hvp = 9;
+     */
+    value: Hvp;
+    case: "hvp";
   } | { case: undefined; value?: undefined };
 
   /**
@@ -155,6 +307,22 @@ export type ProgramSpec = Message<"gradrule.v1.ProgramSpec"> & {
    * @generated from field: repeated string rewrites = 6;
    */
   rewrites: string[];
+
+  /**
+   * Values of the graph's variables, by the name of the node that makes the variable or by its shared name. A feed wins over them. A variable
+   * without a value has that of its initialiser, the input of its `NAME/Assign`, or must be fed (MISSING_FEED).
+   * Variables are read only here: what the graph assigns to one holds for the rest of the call. SessionService keeps it.
+   *
+   * @generated from field: repeated gradrule.v1.NamedTensor variables = 10;
+   */
+  variables: NamedTensor[];
+
+  /**
+   * Further names of tensors, as a SavedModel's signature has them: kept, and told with the program, for clients.
+   *
+   * @generated from field: map<string, string> aliases = 11;
+   */
+  aliases: { [key: string]: string };
 };
 
 /**
@@ -162,7 +330,7 @@ export type ProgramSpec = Message<"gradrule.v1.ProgramSpec"> & {
  * Use `create(ProgramSpecSchema)` to create a new message.
  */
 export const ProgramSpecSchema: GenMessage<ProgramSpec> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_program, 2);
+  messageDesc(file_gradrule_v1_program, 5);
 
 /**
  * Hashes, SHA-256 in hex.
@@ -190,7 +358,7 @@ export type Digests = Message<"gradrule.v1.Digests"> & {
  * Use `create(DigestsSchema)` to create a new message.
  */
 export const DigestsSchema: GenMessage<Digests> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_program, 3);
+  messageDesc(file_gradrule_v1_program, 6);
 
 /**
  * A compiled program.
@@ -274,6 +442,13 @@ export type Program = Message<"gradrule.v1.Program"> & {
    * @generated from field: repeated string rewritten = 11;
    */
   rewritten: string[];
+
+  /**
+   * As in ProgramSpec.
+   *
+   * @generated from field: map<string, string> aliases = 12;
+   */
+  aliases: { [key: string]: string };
 };
 
 /**
@@ -281,7 +456,7 @@ export type Program = Message<"gradrule.v1.Program"> & {
  * Use `create(ProgramSchema)` to create a new message.
  */
 export const ProgramSchema: GenMessage<Program> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_program, 4);
+  messageDesc(file_gradrule_v1_program, 7);
 
 /**
  * Something wrong with a program, or worth knowing.
@@ -323,7 +498,7 @@ export type Finding = Message<"gradrule.v1.Finding"> & {
  * Use `create(FindingSchema)` to create a new message.
  */
 export const FindingSchema: GenMessage<Finding> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_program, 5);
+  messageDesc(file_gradrule_v1_program, 8);
 
 /**
  * Request of CompileProgram.
@@ -358,7 +533,7 @@ export type CompileProgramRequest = Message<"gradrule.v1.CompileProgramRequest">
  * Use `create(CompileProgramRequestSchema)` to create a new message.
  */
 export const CompileProgramRequestSchema: GenMessage<CompileProgramRequest> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_program, 6);
+  messageDesc(file_gradrule_v1_program, 9);
 
 /**
  * Answer of CompileProgram.
@@ -386,7 +561,7 @@ export type CompileProgramResponse = Message<"gradrule.v1.CompileProgramResponse
  * Use `create(CompileProgramResponseSchema)` to create a new message.
  */
 export const CompileProgramResponseSchema: GenMessage<CompileProgramResponse> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_program, 7);
+  messageDesc(file_gradrule_v1_program, 10);
 
 /**
  * Request of GetProgram.
@@ -407,7 +582,7 @@ export type GetProgramRequest = Message<"gradrule.v1.GetProgramRequest"> & {
  * Use `create(GetProgramRequestSchema)` to create a new message.
  */
 export const GetProgramRequestSchema: GenMessage<GetProgramRequest> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_program, 8);
+  messageDesc(file_gradrule_v1_program, 11);
 
 /**
  * Answer of GetProgram.
@@ -428,7 +603,7 @@ export type GetProgramResponse = Message<"gradrule.v1.GetProgramResponse"> & {
  * Use `create(GetProgramResponseSchema)` to create a new message.
  */
 export const GetProgramResponseSchema: GenMessage<GetProgramResponse> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_program, 9);
+  messageDesc(file_gradrule_v1_program, 12);
 
 /**
  * Request of ListPrograms.
@@ -456,7 +631,7 @@ export type ListProgramsRequest = Message<"gradrule.v1.ListProgramsRequest"> & {
  * Use `create(ListProgramsRequestSchema)` to create a new message.
  */
 export const ListProgramsRequestSchema: GenMessage<ListProgramsRequest> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_program, 10);
+  messageDesc(file_gradrule_v1_program, 13);
 
 /**
  * Answer of ListPrograms.
@@ -484,7 +659,7 @@ export type ListProgramsResponse = Message<"gradrule.v1.ListProgramsResponse"> &
  * Use `create(ListProgramsResponseSchema)` to create a new message.
  */
 export const ListProgramsResponseSchema: GenMessage<ListProgramsResponse> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_program, 11);
+  messageDesc(file_gradrule_v1_program, 14);
 
 /**
  * Request of DeleteProgram.
@@ -505,7 +680,7 @@ export type DeleteProgramRequest = Message<"gradrule.v1.DeleteProgramRequest"> &
  * Use `create(DeleteProgramRequestSchema)` to create a new message.
  */
 export const DeleteProgramRequestSchema: GenMessage<DeleteProgramRequest> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_program, 12);
+  messageDesc(file_gradrule_v1_program, 15);
 
 /**
  * Answer of DeleteProgram.
@@ -520,7 +695,7 @@ export type DeleteProgramResponse = Message<"gradrule.v1.DeleteProgramResponse">
  * Use `create(DeleteProgramResponseSchema)` to create a new message.
  */
 export const DeleteProgramResponseSchema: GenMessage<DeleteProgramResponse> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_program, 13);
+  messageDesc(file_gradrule_v1_program, 16);
 
 /**
  * What a gradient is where y does not depend on x.

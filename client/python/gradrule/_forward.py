@@ -1,0 +1,190 @@
+"""Forward once, pull back many: a forward run that the server keeps, and gradients through it as often as wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar
+
+from gradrule import _requests, _results
+from gradrule._calls import Call, evaluate_program
+from gradrule._program import ProgramBase
+from gradrule._requests import CallParams, Feeds, GradYs
+from gradrule._tensors import Array
+from gradrule.errors import HandleExpiredError, InvalidParamError, UnavailableError
+from gradrule.v1 import evaluate_pb2
+
+R = TypeVar("R")
+
+Gradients = Mapping[str, Any]
+"""By x an array, a `Sparse`, or None where there is none."""
+
+# What a handle that is gone is told by: the server says so, or its stream is no more.
+_LOST = (HandleExpiredError, UnavailableError)
+
+
+class _Run(Protocol):
+    def __call__(self, call: Call[R], timeout: float | None) -> R: ...
+
+
+class _AsyncRun(Protocol):
+    async def __call__(self, call: Call[R], timeout: float | None) -> R: ...
+
+
+class ForwardBase:
+    """What the sync and async handles have in common."""
+
+    def __init__(self, program: ProgramBase, feeds: Feeds | None, params: CallParams | None, ttl: float | None) -> None:
+        if ttl is not None and not ttl > 0:
+            raise InvalidParamError(f"ttl is in seconds, more than 0, not {ttl!r}")
+        self._message, self._groups = program.message, program.groups
+        call = evaluate_program(self._message, feeds, params, None, _results.result)
+        evaluate: Any = call.request
+        self._request, self._blobs = evaluate_pb2.ForwardRequest(evaluate=evaluate), call.blobs
+        if ttl is not None:
+            self._request.ttl.FromNanoseconds(int(ttl * 1e9))
+        self._handle = ""
+        self._held = evaluate_pb2.ForwardResponse()
+
+    @property
+    def outputs(self) -> Mapping[str, Array]:
+        """Arrays by fetch."""
+        return _results.result(self._held.evaluate, aliases=self._message.aliases).outputs
+
+    @property
+    def bytes(self) -> int:
+        """What the server keeps for it on the device."""
+        return self._held.bytes
+
+    def _forward(self) -> Call[None]:
+        def decode(answer: evaluate_pb2.ForwardResponse) -> None:
+            self._held, self._handle = answer, answer.handle
+
+        answer = evaluate_pb2.ForwardResponse.FromString
+        return Call("forward", self._request, answer, decode, self._blobs, on_stream=True)
+
+    def _pull_back(self, grad_ys: GradYs | None, stacked: bool) -> evaluate_pb2.PullBackRequest:
+        values = _requests.program_grad_ys(grad_ys, self._message)
+        type_of = _requests.types_of_specs(self._message.ys)
+        request = _requests.evaluate_request(None, type_of, grad_ys=values)
+        return evaluate_pb2.PullBackRequest(grad_ys=request.grad_ys, stacked_grad_ys=stacked)
+
+    def _pulled_back(self, request: evaluate_pb2.PullBackRequest) -> Call[Gradients]:
+        request.handle = self._handle
+
+        def decode(answer: evaluate_pb2.PullBackResponse) -> Gradients:
+            return _results.regrouped(_results.gradients_by_x(answer.gradients, self._message.aliases), self._groups)
+
+        return Call("pull_back", request, evaluate_pb2.PullBackResponse.FromString, decode, on_stream=True)
+
+    def _closing(self) -> Call[None]:
+        request = evaluate_pb2.CloseHandleRequest(handle=self._handle)
+        self._handle = ""
+        answer = evaluate_pb2.CloseHandleResponse.FromString
+        return Call("close_handle", request, answer, lambda _: None, on_stream=True)
+
+
+class ForwardHandle(ForwardBase):
+    """A forward run that the server keeps. Made by `Program.forward`; close it, or use it in a `with` block.
+
+    Where the server no longer has it (its time has run out, the engine or the connection was lost), the next `vjp` runs
+    forward again by itself.
+    """
+
+    def __init__(
+        self,
+        run: _Run,
+        program: ProgramBase,
+        feeds: Feeds | None,
+        params: CallParams | None,
+        ttl: float | None,
+        timeout: float | None,
+    ) -> None:
+        super().__init__(program, feeds, params, ttl)
+        self._send = run
+        self._timeout = timeout
+        run(self._forward(), timeout)
+
+    def vjp(
+        self, grad_ys: GradYs | None = None, *, stacked_grad_ys: bool = False, timeout: float | None = None
+    ) -> Gradients:
+        """Gradients by x. grad_ys, stacked_grad_ys: as in `Program.evaluate`; a y without one gets ones."""
+        seconds = self._timeout if timeout is None else timeout
+        request = self._pull_back(grad_ys, stacked_grad_ys)
+        if self._handle:
+            try:
+                return self._send(self._pulled_back(request), seconds)
+            except _LOST:
+                self._handle = ""
+        self._send(self._forward(), seconds)
+        return self._send(self._pulled_back(request), seconds)
+
+    def close(self) -> None:
+        """Lets it go on the server. A later `vjp` would run forward again."""
+        if self._handle:
+            try:
+                self._send(self._closing(), self._timeout)
+            except _LOST:
+                # It is gone as it is.
+                return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class AsyncForwardHandle(ForwardBase):
+    """`ForwardHandle` for asyncio: `async with await program.forward(…) as h`."""
+
+    def __init__(
+        self,
+        run: _AsyncRun,
+        program: ProgramBase,
+        feeds: Feeds | None,
+        params: CallParams | None,
+        ttl: float | None,
+        timeout: float | None,
+    ) -> None:
+        super().__init__(program, feeds, params, ttl)
+        self._send = run
+        self._timeout = timeout
+
+    async def run(self) -> Self:
+        """Runs forward."""
+        await self._send(self._forward(), self._timeout)
+        return self
+
+    async def vjp(
+        self, grad_ys: GradYs | None = None, *, stacked_grad_ys: bool = False, timeout: float | None = None
+    ) -> Gradients:
+        """As `ForwardHandle.vjp`."""
+        seconds = self._timeout if timeout is None else timeout
+        request = self._pull_back(grad_ys, stacked_grad_ys)
+        if self._handle:
+            try:
+                return await self._send(self._pulled_back(request), seconds)
+            except _LOST:
+                self._handle = ""
+        await self._send(self._forward(), seconds)
+        return await self._send(self._pulled_back(request), seconds)
+
+    async def close(self) -> None:
+        """As `ForwardHandle.close`."""
+        if self._handle:
+            try:
+                await self._send(self._closing(), self._timeout)
+            except _LOST:
+                # It is gone as it is.
+                return
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()

@@ -1,0 +1,37 @@
+"""Pictures of an explained graph: one SVG file, or one HTML page in which scopes fold. No TensorFlow, no library."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from google.protobuf.message import DecodeError
+
+from gradrule._picture import page, svg
+from gradrule._picture.facts import facts_of
+from gradrule._picture.making import view_of
+from gradrule._picture.reading import read
+from gradrule._picture.view import View
+from gradrule.errors import InvalidGraphError
+from gradrule.v1.graph_pb2 import Graph
+
+if TYPE_CHECKING:
+    from gradrule._results import Explanation
+
+
+def view(explanation: Explanation, graph: bytes) -> View:
+    """What both pictures show, from a GraphDef's bytes and what the server says of them. Raises `InvalidGraphError`."""
+    try:
+        structure = read(Graph.FromString(graph))
+    except DecodeError as cause:
+        raise InvalidGraphError(f"these {len(graph)} bytes are no GraphDef: {cause}") from None
+    return view_of(structure, facts_of(structure, explanation))
+
+
+def draw_svg(explanation: Explanation, graph: bytes) -> str:
+    """A static picture, folded to about sixty boxes."""
+    return svg.draw(view(explanation, graph))
+
+
+def draw_html(explanation: Explanation, graph: bytes) -> str:
+    """A page that needs no other file and no network."""
+    return page.draw(view(explanation, graph))

@@ -1,0 +1,159 @@
+"""What is known of each leaf: the rule it got, whether it lies on the path from ys to xs, what is wrong with it.
+
+The path is first taken from the graph's structure. Where the server tells which nodes it asked for a gradient, a node
+that it did not ask is off the path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from gradrule._names import split
+from gradrule._picture.reading import Structure
+
+if TYPE_CHECKING:
+    from gradrule._results import Explanation, Resolution
+
+ACTIVE = "active"
+
+
+@dataclass(slots=True)
+class Fact:
+    """Of one leaf. `rule`: index into `Facts.rules`, or None; then `label` and `status` are empty."""
+
+    rule: int | None = None
+    label: str = ""
+    status: str = ""
+    on_path: bool = False
+    is_x: bool = False
+    is_y: bool = False
+    rewritten: bool = False
+    wrong: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Facts:
+    """Of all leaves, in their order. `path`: vertices on it. `rules`: names, in the order of their first override.
+
+    wrong: all that is wrong. notes: what a picture cannot show.
+    """
+
+    leaves: list[Fact]
+    path: bytearray
+    rules: list[str]
+    ys: list[str]
+    xs: list[str]
+    wrong: list[str]
+    notes: list[str]
+
+
+def facts_of(structure: Structure, explanation: Explanation) -> Facts:
+    """Joins a graph and what the server says of it. What has no place in the graph becomes a note."""
+    facts = [Fact() for _ in structure.leaves]
+    places: dict[str, list[int]] = {}
+    for index, leaf in enumerate(structure.leaves):
+        places.setdefault(leaf.name, []).append(index)
+    notes = [f"{name} is not opened: its functions go too deep or are too many" for name in structure.closed]
+    xs, ys = ([spec.name for spec in group.values()] for group in (explanation.xs, explanation.ys))
+    for names, role in ((xs, "is_x"), (ys, "is_y")):
+        for name in names:
+            place = structure.top.get(split(name)[0])
+            if place is None:
+                notes.append(f"{name} is not in the picture")
+            else:
+                setattr(facts[place], role, True)
+    rules: dict[str, int] = {}
+    asked: set[int] = set()
+    sure = {found[0] for name in explanation.defaulted if len(found := places.get(name, [])) == 1}
+    for item in explanation.overrides:
+        rule = rules.setdefault(rule_text(item), len(rules))
+        found = [index for name in item.nodes or (item.node,) for index in _at(structure, places, name, item.function)]
+        for index in found:
+            facts[index].rule, facts[index].label, facts[index].status = rule, item.label, item.status
+        if item.status == ACTIVE:
+            asked.update(found)
+            sure.update(() if item.nodes else found)
+        if not found:
+            notes.append(f"{item.node} ({item.status.replace('_', ' ')}, {rule_text(item)}) is not in the picture")
+    asked.update(_inside(structure, [index for index in asked if structure.leaves[index].calls]))
+    reported = {index for name in explanation.defaulted for index in places.get(name, ())}
+    rewritten = {index for name in explanation.rewritten for index in places.get(name, ())}
+    for index in rewritten:
+        facts[index].rewritten = True
+    for finding in explanation.findings:
+        for index in places.get(finding.node, ()):
+            facts[index].wrong.append(finding.message)
+    path = _path(structure, xs, ys)
+    _mark(structure, facts, path, asked | reported | rewritten, sure)
+    wrong = [f"{finding.reason}: {finding.message}" for finding in explanation.findings]
+    return Facts(facts, path, list(rules), ys, xs, wrong, notes)
+
+
+def rule_text(item: Resolution) -> str:
+    """A rule's name; those that have none of their own are told apart by the override's label."""
+    if item.label == "no_gradient":
+        return f"no gradient: {item.rule}"
+    return f"{item.rule} ({item.label})" if item.rule == "inline" and item.label else item.rule
+
+
+def _at(structure: Structure, places: dict[str, list[int]], name: str, function: str) -> list[int]:
+    """The leaves of a name. The condition and the body of a loop may hold one each: their functions differ."""
+    found = places.get(name, [])
+    exact = [index for index in found if structure.leaves[index].function == function]
+    return exact or found
+
+
+def _inside(structure: Structure, calls: Iterable[int]) -> list[int]:
+    """The leaves inside of calls that got a rule as a whole, which the server therefore asks for nothing."""
+    outer = {structure.leaves[index].name for index in calls}
+    found = []
+    for index, leaf in enumerate(structure.leaves) if outer else ():
+        name = leaf.name
+        while name and name not in outer:
+            name = name.rpartition("/")[0]
+        if name:
+            found.append(index)
+    return found
+
+
+def _path(structure: Structure, xs: Iterable[str], ys: Iterable[str]) -> bytearray:
+    """A flag per vertex: does a y depend on it, and it on an x?"""
+    after: list[list[int]] = [[] for _ in structure.before]
+    for vertex, sources in enumerate(structure.before):
+        for source in sources:
+            after[source].append(vertex)
+    reached, needed = (
+        _reach([found for name in names if (found := structure.vertex_of(name)) is not None], edges)
+        for names, edges in ((xs, after), (ys, structure.before))
+    )
+    return bytearray(map(int.__and__, reached, needed))
+
+
+def _reach(seeds: list[int], edges: list[list[int]]) -> bytearray:
+    seen = bytearray(len(edges))
+    pending = list(seeds)
+    for vertex in seeds:
+        seen[vertex] = 1
+    while pending:
+        for vertex in edges[pending.pop()]:
+            if not seen[vertex]:
+                seen[vertex] = 1
+                pending.append(vertex)
+    return seen
+
+
+def _mark(structure: Structure, facts: list[Fact], path: bytearray, told: set[int], sure: set[int]) -> None:
+    """Leaves on the path. `told`: those that the server may have asked; if there are none, structure alone decides.
+
+    `sure`: those it has asked, whether structure says so or not: gradients pass through resources, too.
+    """
+    for (call, _), vertex in structure.outputs.items():
+        facts[call].on_path |= bool(path[vertex])
+    for index, leaf in enumerate(structure.leaves):
+        fact = facts[index]
+        if not leaf.calls:
+            path[leaf.vertex] &= not told or index in told or fact.is_x or fact.is_y
+            fact.on_path = bool(path[leaf.vertex])
+        fact.on_path |= index in sure

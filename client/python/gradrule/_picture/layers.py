@@ -1,0 +1,158 @@
+"""Rows of boxes from edges: layers by longest path, long edges led past boxes, crossings reduced by barycentres.
+
+Layout libraries for this in Python bring another licence or a binary, and lay out one folding state at a time; rows are
+found once per scope here and hold for whatever is folded inside.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+# Boxes of one row; a wider layer takes several rows.
+_WIDTH = 10
+# An edge is led past the boxes of this many rows, so that there are no more bends than boxes times this.
+SPAN = 16
+_SWEEPS = 5
+
+# A box, or a bend: a place in a row that edges of a box pass.
+Item = int
+
+
+def leaving(box: int) -> Item:
+    """The bend of edges from a box on their way down."""
+    return -2 * box - 1
+
+
+def entering(box: int) -> Item:
+    """The bend of edges to a box from outside of its scope on their way down."""
+    return -2 * box - 2
+
+
+def box_of(item: Item) -> int:
+    """The box that an item is or belongs to."""
+    return item if item >= 0 else (-item - 1) // 2
+
+
+def rows_of(
+    boxes: Sequence[int],
+    edges: Iterable[tuple[int, int]],
+    entered: Collection[int] = (),
+    left: Collection[int] = (),
+) -> list[list[Item]]:
+    """Rows from top to bottom. `boxes`: in the order of the flow as far as it is known; cycles are cut.
+
+    entered, left: boxes with edges from and to the outside. Time grows with the number of boxes and edges.
+    """
+    after: dict[int, list[int]] = {box: [] for box in boxes}
+    for source, target in edges:
+        after[source].append(target)
+    place = _flow(boxes, after)
+    forward = {box: [other for other in after[box] if place[other] > place[box]] for box in boxes}
+    layer = _layers(sorted(boxes, key=place.__getitem__), forward)
+    grid = _Grid(_wrapped(boxes, layer, place))
+    for box in boxes:
+        grid.lead(box, forward[box], enters=box in entered, leaves=box in left)
+    for sweep in range(_SWEEPS):
+        grid.sweep(down=sweep % 2 == 0)
+    return grid.rows
+
+
+def _flow(boxes: Sequence[int], after: dict[int, list[int]]) -> dict[int, int]:
+    """Places by a depth-first walk: an edge that leads back to an earlier place closes a cycle."""
+    finished: list[int] = []
+    seen: set[int] = set()
+    for root in reversed(boxes):
+        pending = [(root, iter(after[root]))] if root not in seen else []
+        seen.add(root)
+        while pending:
+            box, rest = pending[-1]
+            follower = next((other for other in rest if other not in seen), None)
+            if follower is None:
+                finished.append(box)
+                pending.pop()
+            else:
+                seen.add(follower)
+                pending.append((follower, iter(after[follower])))
+    return {box: index for index, box in enumerate(reversed(finished))}
+
+
+def _layers(in_flow: Sequence[int], forward: dict[int, list[int]]) -> dict[int, int]:
+    layer = dict.fromkeys(in_flow, 0)
+    fed: set[int] = set()
+    for box in in_flow:
+        for follower in forward[box]:
+            layer[follower] = max(layer[follower], layer[box] + 1)
+            fed.add(follower)
+    last = max(layer.values(), default=0)
+    for box in in_flow:
+        if box not in fed:
+            # A constant stands by what uses it; what nothing is tied to stands at the end.
+            layer[box] = min((layer[other] for other in forward[box]), default=last + 2) - 1
+    return layer
+
+
+def _wrapped(boxes: Sequence[int], layer: dict[int, int], place: dict[int, int]) -> list[list[int]]:
+    layers: dict[int, list[int]] = {}
+    for box in sorted(boxes, key=place.__getitem__):
+        layers.setdefault(layer[box], []).append(box)
+    rows = []
+    for number in sorted(layers):
+        members = layers[number]
+        count = -(-len(members) // _WIDTH)
+        cuts = [len(members) * cut // count for cut in range(count + 1)]
+        rows += [members[start:end] for start, end in itertools.pairwise(cuts)]
+    return rows
+
+
+@dataclass(slots=True, init=False)
+class _Grid:
+    """Rows of items, and for each item by row those above and below that it is tied to."""
+
+    rows: list[list[Item]]
+    at: dict[int, int]
+    above: dict[tuple[int, Item], list[Item]]
+    below: dict[tuple[int, Item], list[Item]]
+
+    def __init__(self, rows: list[list[int]]) -> None:
+        self.rows = [list(row) for row in rows]
+        self.at = {box: number for number, row in enumerate(rows) for box in row}
+        self.above, self.below = {}, {}
+
+    def lead(self, box: int, followers: Sequence[int], *, enters: bool, leaves: bool) -> None:
+        """Leads the edges from a box, and those to it from outside, past the rows on their way."""
+        start = self.at[box]
+        ends = [self.at[other] for other in followers]
+        last = len(self.rows) if leaves else max(ends, default=0)
+        bent = max(min(last - 1, start + SPAN), start)
+        for number in range(start + 1, bent + 1):
+            self.rows[number].append(leaving(box))
+            self._tie(number, self._upper(box, number), leaving(box))
+        for other, end in zip(followers, ends, strict=True):
+            if end - 1 <= bent:
+                self._tie(end, self._upper(box, end), other)
+        for number in range(max(start - SPAN, 0), start) if enters else ():
+            self.rows[number].append(entering(box))
+            self._tie(number + 1, entering(box), box if number + 1 == start else entering(box))
+
+    def _upper(self, box: int, number: int) -> Item:
+        return box if number == self.at[box] + 1 else leaving(box)
+
+    def _tie(self, number: int, upper: Item, lower: Item) -> None:
+        self.above.setdefault((number, lower), []).append(upper)
+        self.below.setdefault((number - 1, upper), []).append(lower)
+
+    def sweep(self, *, down: bool) -> None:
+        """Orders each row by the mean place of what its items are tied to, in the row above or below."""
+        ties, step = (self.above, -1) if down else (self.below, 1)
+        numbers = range(1, len(self.rows)) if down else range(len(self.rows) - 2, -1, -1)
+        for number in numbers:
+            other = self.rows[number + step]
+            place = {item: index / len(other) for index, item in enumerate(other)}
+            row = self.rows[number]
+            wish = {}
+            for index, item in enumerate(row):
+                tied = ties.get((number, item))
+                wish[item] = sum(place[each] for each in tied) / len(tied) if tied else index / len(row)
+            row.sort(key=wish.__getitem__)

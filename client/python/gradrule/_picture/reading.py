@@ -1,0 +1,263 @@
+"""A graph's message as leaves in scopes, with functions, loops and branches opened where they are used.
+
+A call, loop or branch is a scope that holds its bodies and one leaf, the op itself, from which its outputs come. Beside
+the leaves there are vertices for arguments and outputs, so that dependence is known tensor by tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from gradrule._names import split
+from gradrule.v1.graph_pb2 import Function, Graph, Node
+
+# Functions may call themselves, or double with each level: what lies deeper, or goes beyond, stays closed.
+_MAX_CALLS = 32
+_MAX_OPENED = 50_000
+# A name may hold thousands of slashes; no picture needs as many scopes.
+_MAX_SCOPES = 48
+
+ROOT = 0
+
+
+@dataclass(slots=True)
+class Leaf:
+    """A node. `name`: as overrides name it, `call/inner`. `function`: the one it lies in. `calls`: it has bodies."""
+
+    name: str
+    label: str
+    function: str
+    scope: int
+    vertex: int
+    node: Node
+    calls: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Wire:
+    """A tensor that a leaf takes. `tail`, `head`: its vertices; head is None where no gradient goes that way."""
+
+    source: int
+    target: int
+    tail: int
+    head: int | None
+
+
+@dataclass(slots=True)
+class Structure:
+    """Leaves, scopes (parent and label; 0 is the whole graph), wires, and for each vertex those that it depends on."""
+
+    leaves: list[Leaf] = field(default_factory=list)
+    scopes: list[tuple[int, str]] = field(default_factory=lambda: [(ROOT, "")])
+    wires: list[Wire] = field(default_factory=list)
+    before: list[list[int]] = field(default_factory=list)
+    top: dict[str, int] = field(default_factory=dict)
+    outputs: dict[tuple[int, int], int] = field(default_factory=dict)
+    closed: list[str] = field(default_factory=list)
+
+    def vertex_of(self, tensor: str) -> int | None:
+        """The vertex of a tensor of the top level, if there is one."""
+        name, index = split(tensor)
+        leaf = self.top.get(name)
+        if leaf is None:
+            return None
+        return self.outputs.get((leaf, index)) if self.leaves[leaf].calls else self.leaves[leaf].vertex
+
+
+def read(graph: Graph) -> Structure:
+    """Opens a graph. What is wrong in it is left out: the server says what."""
+    reader = _Reader(graph)
+    reader.body(graph.node, _Place(ROOT, "", "", set()), {}, 0)
+    reader.finish()
+    return reader.structure
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a body goes: its scope, what its nodes' names start with, its function, the names taken there."""
+
+    scope: int
+    prefix: str
+    function: str
+    taken: set[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Body:
+    """A function that a node uses: the attribute that names it, and its label where the node has several."""
+
+    attr: str
+    label: str
+    function: Function
+
+
+class _Reader:
+    def __init__(self, graph: Graph) -> None:
+        self.structure = Structure()
+        self._functions = {function.signature.name: function for function in graph.library.function}
+        self._scopes: dict[tuple[int, str], int] = {}
+        self._depths = [0]
+        # Nodes of functions, once per use.
+        self._opened = 0
+        # The leaf that a vertex is drawn from; an argument is drawn from what is passed.
+        self._drawn: list[int] = []
+
+    def body(self, nodes: Iterable[Node], place: _Place, args: Mapping[str, int], depth: int) -> dict[str, int]:
+        """Adds the nodes of the top level or of a function. `args`: vertices by name. Returns leaves by name."""
+        known: dict[str, int] = {}
+        opened = []
+        for node in nodes:
+            leaf = self._leaf(node, place)
+            known.setdefault(node.name, leaf)
+            opened.append((leaf, self._bodies(self.structure.leaves[leaf], depth)))
+        for leaf, bodies in opened:
+            node = self.structure.leaves[leaf].node
+            inputs = [self._find(text, known, args) for text in node.input if not text.startswith("^")]
+            if bodies:
+                self._open(leaf, bodies, inputs, place, depth)
+            elif node.op == "StopGradient":
+                self._draw(inputs, leaf)
+            else:
+                self._connect(inputs, leaf)
+        if not place.function:
+            self.structure.top = known
+        return known
+
+    def finish(self) -> None:
+        """A node that has the name of a scope goes into it, as `dense/MatMul` into `dense/MatMul/…`."""
+        for leaf in self.structure.leaves:
+            leaf.scope = self._scopes.get((leaf.scope, leaf.label), leaf.scope)
+
+    def _leaf(self, node: Node, place: _Place) -> int:
+        name, number = place.prefix + node.name, 0
+        while name in place.taken:
+            # The server tells equal names apart in this way.
+            number += 1
+            name = f"{place.prefix}{node.name}_{number}"
+        place.taken.add(name)
+        *scopes, label = node.name.split("/")
+        room = max(_MAX_SCOPES - self._depths[place.scope], 0)
+        label = "/".join([*scopes[room:], label])
+        leaf = len(self.structure.leaves)
+        vertex = self._vertex(leaf)
+        home = self._scope(place.scope, scopes[:room])
+        self.structure.leaves.append(Leaf(name, label, place.function, home, vertex, node))
+        return leaf
+
+    def _scope(self, parent: int, labels: Iterable[str]) -> int:
+        for label in labels:
+            scope = self._scopes.get((parent, label))
+            if scope is None:
+                scope = self._scopes[parent, label] = len(self.structure.scopes)
+                self.structure.scopes.append((parent, label))
+                self._depths.append(self._depths[parent] + 1)
+            parent = scope
+        return parent
+
+    def _vertex(self, drawn: int, before: Iterable[int] = ()) -> int:
+        self._drawn.append(drawn)
+        self.structure.before.append(list(before))
+        return len(self._drawn) - 1
+
+    def _bodies(self, leaf: Leaf, depth: int) -> list[_Body]:
+        """The functions that a node calls or runs, as far as they can be opened."""
+        node, found = leaf.node, []
+        if node.op in self._functions:
+            found.append(_Body("", "", self._functions[node.op]))
+        for attr, value in sorted(node.attr.items()):
+            funcs = [value.func] if value.HasField("func") else value.list.func if value.HasField("list") else []
+            for number, func in enumerate(funcs):
+                if func.name in self._functions:
+                    label = attr if value.HasField("func") else f"{attr}[{number}]"
+                    found.append(_Body(attr, label, self._functions[func.name]))
+        more = sum(len(body.function.node_def) for body in found)
+        if found and (depth >= _MAX_CALLS or self._opened + more > _MAX_OPENED):
+            self.structure.closed.append(leaf.name)
+            return []
+        self._opened += more
+        leaf.calls = bool(found)
+        return found
+
+    def _open(self, leaf: int, bodies: list[_Body], inputs: list[int | None], place: _Place, depth: int) -> None:
+        at = self.structure.leaves[leaf]
+        outer = self._scope(at.scope, [at.label])
+        goes_round = {body.attr for body in bodies} == {"cond", "body"}
+        arguments: list[tuple[_Body, list[int]]] = []
+        results: list[tuple[_Body, list[int | None]]] = []
+        for body in bodies:
+            wanted = body.function.signature.input_arg
+            # What comes before the arguments decides which branch runs.
+            offset = max(len(inputs) - len(wanted), 0)
+            self._draw(inputs[:offset], leaf)
+            ports = []
+            for given in inputs[offset : offset + len(wanted)]:
+                drawn = leaf if given is None else self._drawn[given]
+                ports.append(self._vertex(drawn, () if given is None else (given,)))
+            args = {arg.name: port for arg, port in zip(wanted, ports, strict=False)}
+            inner_scope = self._scope(outer, [body.label] if len(bodies) > 1 else [])
+            # The server puts a call's nodes among its caller's; those of loops and branches have names of their own.
+            is_call = len(bodies) == 1 and body.attr in ("", "f")
+            prefix = f"{at.name}/"
+            taken = place.taken if is_call else set()
+            inner = _Place(inner_scope, prefix, body.function.signature.name, taken)
+            known = self.body(body.function.node_def, inner, args, depth + 1)
+            ret = body.function.ret
+            found = [
+                self._find(ret[arg.name], known, args) if arg.name in ret else None
+                for arg in body.function.signature.output_arg
+            ]
+            arguments.append((body, ports))
+            results.append((body, found))
+        for body, found in results:
+            if goes_round and body.attr == "cond":
+                self._draw(found, leaf)
+                continue
+            for number, result in enumerate(found):
+                if result is None:
+                    continue
+                output = self._output(leaf, number)
+                self.structure.before[output].append(result)
+                self._wire(result, leaf, output)
+                for _, ports in arguments if goes_round else ():
+                    if number < len(ports):
+                        self.structure.before[ports[number]].append(result)
+
+    def _output(self, leaf: int, number: int) -> int:
+        found = self.structure.outputs.get((leaf, number))
+        if found is None:
+            found = self.structure.outputs[leaf, number] = self._vertex(leaf)
+        return found
+
+    def _find(self, text: str, known: Mapping[str, int], args: Mapping[str, int]) -> int | None:
+        """The vertex of `node`, `node:1`, `node:output_name:1` or an argument."""
+        name, *rest = text.split(":")
+        if name in args:
+            return args[name]
+        leaf = known.get(name)
+        if leaf is None:
+            return None
+        number = int(rest[-1]) if rest and rest[-1].isdecimal() else 0
+        found = self.structure.leaves[leaf]
+        function = self._functions.get(found.node.op)
+        if function is not None and len(rest) == 2:
+            names = [arg.name for arg in function.signature.output_arg]
+            number += names.index(rest[0]) if rest[0] in names else 0
+        return self._output(leaf, number) if found.calls else found.vertex
+
+    def _connect(self, inputs: Iterable[int | None], leaf: int) -> None:
+        vertex = self.structure.leaves[leaf].vertex
+        for found in inputs:
+            if found is not None:
+                self.structure.before[vertex].append(found)
+                self._wire(found, leaf, vertex)
+
+    def _draw(self, inputs: Iterable[int | None], leaf: int) -> None:
+        for found in inputs:
+            if found is not None:
+                self._wire(found, leaf, None)
+
+    def _wire(self, tail: int, leaf: int, head: int | None) -> None:
+        source = self._drawn[tail]
+        if source != leaf:
+            self.structure.wires.append(Wire(source, leaf, tail, head))

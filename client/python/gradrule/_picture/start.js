@@ -1,0 +1,1 @@
+showGraph(document, window, JSON.parse(document.getElementById("graph").textContent));

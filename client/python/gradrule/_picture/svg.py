@@ -1,0 +1,183 @@
+"""The static picture: one SVG file on a white ground, without fonts or scripts. `page.js` draws the same boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+
+from gradrule._picture import style
+from gradrule._picture.placing import Placed, Rect, Route, place, routes
+from gradrule._picture.reading import ROOT
+from gradrule._picture.text import width
+from gradrule._picture.view import Badge, View
+
+_MARGIN = 16.0
+_LINE_HEIGHT = 20.0
+_SWATCH = 22.0
+
+
+def draw(view: View) -> str:
+    """The picture, with the scopes open that are open at first."""
+    placed = place(view, set(view.opened))
+    rows = list(legend(view))
+    top = _MARGIN + _LINE_HEIGHT * len(rows) + _MARGIN
+    graph = placed.rects[ROOT]
+    wide = max(graph.w + 2 * _MARGIN, max(width(line, 12.0) for _, _, line in rows) + 3 * _MARGIN + _SWATCH)
+    high = top + graph.h + _MARGIN
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:.0f} {high:.0f}" width="{wide:.0f}" '
+        f'height="{high:.0f}" role="img">',
+        f"<title>{_heading(view)}</title>",
+        f"<style>{style.of_svg(len(view.legend))}</style>",
+        f"<defs>{ARROWS}</defs>",
+        f'<rect class="ground" width="{wide:.0f}" height="{high:.0f}"/>',
+    ]
+    for number, (_, sample, line) in enumerate(rows):
+        y = _MARGIN + _LINE_HEIGHT * number
+        parts.append(f'<g class="legend" transform="translate({_MARGIN:g} {y:g})">{sample}')
+        parts.append(f'<text x="{_SWATCH + 8 if sample else 0:g}" y="13">{escape(line)}</text></g>')
+    parts.append(f'<g transform="translate({_MARGIN:g} {top:g})">')
+    parts += _graph(view, placed)
+    return "\n".join([*parts, "</g>", "</svg>", ""])
+
+
+def _graph(view: View, placed: Placed) -> Iterable[str]:
+    boxes = [box for box in placed.rects if box != ROOT]
+    for box in boxes:
+        if box in placed.bands:
+            yield _open_scope(view, box, placed.rects[box])
+    for route in routes(view, placed):
+        yield _edge(route, placed)
+    for box in boxes:
+        if box in placed.bands:
+            yield _name(view, box, placed.rects[box])
+        else:
+            yield _box(view, box, placed.rects[box])
+
+
+def _heading(view: View) -> str:
+    return escape(f"gradrule: {'; '.join(line for _, line in view.heading)}")
+
+
+def legend(view: View) -> Iterable[tuple[int | None, str, str]]:
+    """Rows of a rule's index, a sample, at most 26 by 18 large, and a text."""
+    for pill, line in view.heading:
+        yield None, _pill(pill, 12, 9) if pill else "", line
+    for number, row in enumerate(view.legend):
+        yield number, _mark(number, row.mark, 2, 1), f"{row.name}: {row.counts}" if row.counts else row.name
+    for classes, line in style.SAMPLES:
+        drawn = f'<rect class="body" x="1" y="3" width="{_SWATCH:g}" height="12" rx="3"/>'
+        yield None, f'<g class="{classes}">{drawn}</g>', line
+    yield None, f'<path class="edge path" d="M1,9 H{_SWATCH + 1:g}"/>', style.PATH
+
+
+def _arrow(name: str) -> str:
+    return (
+        f'<marker id="{name}" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+        f'markerUnits="userSpaceOnUse" orient="auto"><path class="tip {name}" d="M0,0.5 L8,4 L0,7.5 z"/></marker>'
+    )
+
+
+ARROWS = _arrow("plain") + _arrow("thick")
+
+
+def _open_scope(view: View, box: int, at: Rect) -> str:
+    return (
+        f'<g class="open {view.classes[box]}"><title>{escape(_told(view, box))}</title>'
+        f'<rect class="body" x="{at.x:.1f}" y="{at.y:.1f}" width="{at.w:.1f}" height="{at.h:.1f}" rx="8"/></g>'
+    )
+
+
+def _name(view: View, box: int, at: Rect) -> str:
+    return f'<text class="name" x="{at.x + 10:.1f}" y="{at.y + 16:.1f}">{escape(view.labels[box])}</text>'
+
+
+def _box(view: View, box: int, at: Rect) -> str:
+    words = view.classes[box].split()
+    rule = view.rule[box]
+    parts = [f'<g class="{view.classes[box]}{f" r{rule}" if rule >= 0 else ""}" ']
+    parts.append(f'transform="translate({at.x:.1f} {at.y:.1f})"><title>{escape(_told(view, box))}</title>')
+    if "scope" in words:
+        parts.append(f'<rect class="behind" x="4" y="4" width="{at.w:g}" height="{at.h:g}" rx="4"/>')
+    parts.append(f'<rect class="body" width="{at.w:g}" height="{at.h:g}" rx="4"/>')
+    if rule >= 0:
+        parts.append(_mark(rule, view.legend[rule].mark, 5, 11))
+    left = 26 if rule >= 0 else 10
+    parts.append(f'<text class="first" x="{left}" y="16">{escape(view.labels[box])}</text>')
+    parts.append(f'<text class="second" x="{left}" y="31">{escape(view.seconds[box])}</text>')
+    right = at.w - 12
+    for word in style.PILLS:
+        if word in words:
+            parts.append(_pill(word, right, 11))
+            right -= 16
+    parts += _badges(view, box)
+    return "".join([*parts, "</g>"])
+
+
+def _pill(word: str, x: float, y: float) -> str:
+    return (
+        f'<circle class="pill {word}" cx="{x:g}" cy="{y:g}" r="7"/>'
+        f'<text class="pill" x="{x:g}" y="{y + 3.5:g}" text-anchor="middle">{style.PILLS[word]}</text>'
+    )
+
+
+def _badges(view: View, box: int) -> Iterable[str]:
+    x = 10.0
+    for badge in view.badges[box]:
+        yield _badge(badge, x)
+        x += badge_width(badge) + 4
+    if view.more[box]:
+        yield f'<text class="second" x="{x:g}" y="49">…</text>'
+
+
+def _badge(badge: Badge, x: float) -> str:
+    w = badge_width(badge)
+    return (
+        f'<g class="r{badge.rule}"><rect class="mark" x="{x:g}" y="37" width="{w:g}" height="15" rx="7"/>'
+        f'<text class="mark" x="{x + w / 2:g}" y="48" text-anchor="middle">{escape(badge.text)}</text></g>'
+    )
+
+
+def badge_width(badge: Badge) -> float:
+    """Pixels that a badge takes."""
+    return width(badge.text, 10.0) + 10
+
+
+def _mark(rule: int, mark: str, x: float, y: float) -> str:
+    return (
+        f'<g class="r{rule}"><rect class="mark" x="{x:g}" y="{y:g}" width="17" height="16" rx="3"/>'
+        f'<text class="mark" x="{x + 8.5:g}" y="{y + 12:g}" text-anchor="middle">{escape(mark)}</text></g>'
+    )
+
+
+def _told(view: View, box: int) -> str:
+    detail = view.details.get(box)
+    if detail is not None:
+        return "\n".join([detail.name, *detail.lines])
+    counts = ", ".join(f"{view.legend[badge.rule].name} {badge.text}" for badge in view.badges[box])
+    return "\n".join([view.titles[box], view.seconds[box], *([counts] if counts else [])])
+
+
+def _edge(route: Route, placed: Placed) -> str:
+    name = "thick" if route.on_path else "plain"
+    classes = "edge path" if route.on_path else "edge"
+    way = way_of(route, placed.rects[route.source], placed.rects[route.target])
+    return f'<path class="{classes}" d="{way}" marker-end="url(#{name})"/>'
+
+
+def way_of(route: Route, source: Rect, target: Rect) -> str:
+    """The way of an edge in SVG's words: straight along boxes, bent between rows; upwards around the right."""
+    if not route.points:
+        x, y, to, end = source.x + source.w, source.y + source.h / 2, target.x + target.w, target.y + target.h / 2
+        out = max(x, to) + 40
+        return f"M{x:.1f},{y:.1f} C{out:.1f},{y:.1f} {out:.1f},{end:.1f} {to:.1f},{end:.1f}"
+    x, y = route.points[0]
+    parts = [f"M{x:.1f},{y:.1f}"]
+    for to, end in route.points[1:]:
+        if to == x:
+            parts.append(f"V{end:.1f}")
+        else:
+            half = (y + end) / 2
+            parts.append(f"C{x:.1f},{half:.1f} {to:.1f},{half:.1f} {to:.1f},{end:.1f}")
+        x, y = to, end
+    return " ".join(parts)

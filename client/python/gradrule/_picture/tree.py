@@ -1,0 +1,138 @@
+"""Boxes: a structure's scopes and leaves as one tree, without needless levels and without crowds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from gradrule._picture.reading import ROOT, Structure
+
+# A scope with more children than this is cut into groups, so that no picture opens with a crowd.
+CROWD = 60
+_GROUP = 30
+
+
+@dataclass(slots=True)
+class Tree:
+    """Box 0 is the whole graph. `leaf`: index of a leaf, or -1 for scopes. `box_of`: the box of each leaf.
+
+    groups: boxes that stand for no scope of the graph.
+    """
+
+    parents: list[int] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+    leaf: list[int] = field(default_factory=list)
+    children: list[list[int]] = field(default_factory=list)
+    box_of: list[int] = field(default_factory=list)
+    groups: set[int] = field(default_factory=set)
+
+    def add(self, parent: int, label: str, leaf: int = -1) -> int:
+        """Adds a box; its parent is told of it by `adopt`."""
+        self.parents.append(parent)
+        self.labels.append(label)
+        self.leaf.append(leaf)
+        self.children.append([])
+        return len(self.parents) - 1
+
+    def adopt(self, box: int, children: list[int]) -> None:
+        """Makes these the children of a box."""
+        self.children[box] = children
+        for child in children:
+            self.parents[child] = box
+
+    def downwards(self) -> Iterator[int]:
+        """All boxes, outer ones first."""
+        pending = [ROOT]
+        while pending:
+            box = pending.pop()
+            yield box
+            pending += reversed(self.children[box])
+
+
+def tree_of(structure: Structure) -> Tree:
+    """Children are in the order of the flow."""
+    tree = Tree()
+    for parent, label in structure.scopes:
+        tree.add(parent, label)
+    for index, leaf in enumerate(structure.leaves):
+        box = tree.add(leaf.scope, leaf.label, index)
+        tree.box_of.append(box)
+        tree.children[leaf.scope].append(box)
+    for scope in range(len(structure.scopes) - 1, ROOT, -1):
+        tree.children[structure.scopes[scope][0]].append(scope)
+    _shorten(tree, len(structure.scopes))
+    _sort(tree, _flow(structure))
+    for box in list(tree.downwards()):
+        _group(tree, box)
+    return tree
+
+
+def _shorten(tree: Tree, scopes: int) -> None:
+    """A scope with a single child gives way to it: `a` with only `b` inside is `a/b`. Empty ones go."""
+    for scope in range(scopes - 1, -1, -1):
+        children = []
+        for child in tree.children[scope]:
+            while tree.leaf[child] < 0 and len(tree.children[child]) == 1:
+                only = tree.children[child].pop()
+                tree.labels[only] = f"{tree.labels[child]}/{tree.labels[only]}"
+                child = only
+            if tree.leaf[child] >= 0 or tree.children[child]:
+                children.append(child)
+        tree.adopt(scope, children)
+
+
+def _flow(structure: Structure) -> list[int]:
+    """A place per leaf, behind what it takes and close to it: constants stand before their first use."""
+    takes: list[list[int]] = [[] for _ in structure.leaves]
+    used = bytearray(len(takes))
+    for wire in structure.wires:
+        takes[wire.target].append(wire.source)
+        used[wire.source] = 1
+    place: dict[int, int] = {}
+    seen = bytearray(len(takes))
+    for root in sorted(range(len(takes)), key=used.__getitem__):
+        pending = [] if seen[root] else [(root, iter(takes[root]))]
+        seen[root] = 1
+        while pending:
+            leaf, rest = pending[-1]
+            source = next((each for each in rest if not seen[each]), None)
+            if source is None:
+                place[leaf] = len(place)
+                pending.pop()
+            else:
+                seen[source] = 1
+                pending.append((source, iter(takes[source])))
+    return [place[leaf] for leaf in range(len(takes))]
+
+
+def _sort(tree: Tree, flow: list[int]) -> None:
+    """Children by the mean place of their leaves."""
+    total, count = [0.0] * len(tree.parents), [0] * len(tree.parents)
+    for box in reversed(list(tree.downwards())):
+        if tree.leaf[box] >= 0:
+            total[box], count[box] = float(flow[tree.leaf[box]]), 1
+        for child in tree.children[box]:
+            total[box] += total[child]
+            count[box] += count[child]
+    for children in tree.children:
+        children.sort(key=lambda box: total[box] / max(count[box], 1))
+
+
+def _group(tree: Tree, box: int) -> None:
+    """Cuts a crowd of children into groups, and a crowd of groups again."""
+    while len(tree.children[box]) > CROWD:
+        members = tree.children[box]
+        count = max(-(-len(members) // _GROUP), 2)
+        groups = []
+        for number in range(count):
+            part = members[len(members) * number // count : len(members) * (number + 1) // count]
+            group = tree.add(box, f"{_end(tree, part[0], 0)} … {_end(tree, part[-1], -1)}")
+            tree.adopt(group, part)
+            groups.append(group)
+        tree.groups.update(groups)
+        tree.adopt(box, groups)
+
+
+def _end(tree: Tree, box: int, which: int) -> str:
+    """The first or last name in a group, of which a group of groups makes its own."""
+    return tree.labels[box].split(" … ")[which]

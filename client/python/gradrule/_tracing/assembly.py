@@ -1,0 +1,164 @@
+"""From a function graph of live TensorFlow to a `Graph` with its variables, gradients and aliases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2, node_def_pb2
+
+from gradrule._graph import Graph
+from gradrule._names import UniqueNames
+from gradrule._tracing import tf_private
+from gradrule._tracing.aliases import name_ends
+from gradrule._tracing.arguments import node_name
+from gradrule._tracing.bodies import GRADIENT_ATTR, Body, Definition, Library, output_slots
+from gradrule._tracing.gradients import attach_gradients, drop_unused
+from gradrule._tracing.variables import Variable, split_captures
+from gradrule._variable_values import handles_to_values, needed_functions
+
+if TYPE_CHECKING:
+    from gradrule._tracing.layer_scopes import TracedCall
+
+_ROOT = "gradrule_top"
+
+
+def assembled(
+    graph: Any, input_names: Sequence[str], aliases: Sequence[str], calls: Sequence[TracedCall] = ()
+) -> Graph:
+    """The graph of a function graph whose first inputs have these names, and its outputs these aliases.
+
+    calls: of layers, which the graph will know as `layers`.
+    """
+    definition = tf_private.definition_of(graph, f"{_ROOT}_{id(graph)}")
+    arguments = [argument.name for argument in definition.signature.input_arg]
+    library = Library(Body(definition, graph, list(arguments)))
+    attach_gradients(library)
+    drop_unused(library)
+    externals = [external for external, _ in tf_private.captures(graph)]
+    outer = dict(zip(arguments[len(input_names) :], externals, strict=True))
+    variables, constants = split_captures({**outer, **library.root_captures}, library)
+    definitions = {name: body.definition for name, body in library.bodies.items()}
+    ordinary = [name for name, body in library.bodies.items() if library.runs_forward(body)]
+    handles_to_values(definitions, library.gradients, ordinary, library.unique_gradient)
+    top = _Top(library, definitions)
+    result = top.build(graph, arguments[: len(input_names)], input_names, variables, constants)
+    wrapped = Graph.from_bytes(result.SerializeToString(deterministic=True))
+    wrapped.variables.update({variable.name: variable.value for variable in variables.values()})
+    wrapped.non_trainable.update(variable.name for variable in variables.values() if not variable.trainable)
+    name_ends(wrapped, top.input_aliases, zip(aliases, top.outputs, strict=True))
+    wrapped.layers.extend(call.named(top.name_of) for call in calls)
+    return wrapped
+
+
+class _Top:
+    """The top level, from a function's body to nodes of a graph."""
+
+    def __init__(self, library: Library, definitions: dict[str, Definition]) -> None:
+        self._library = library
+        self._definitions = definitions
+        self._root = library.root.definition
+        self._slots: dict[str, dict[str, int]] = {}
+        self._names: dict[str, str] = {}
+        self._arguments: dict[str, str] = {}
+        self.input_aliases: dict[str, str] = {}
+        self.outputs: list[str] = []
+
+    def build(
+        self,
+        graph: Any,
+        arguments: Sequence[str],
+        input_names: Sequence[str],
+        variables: dict[str, Variable],
+        constants: dict[str, Any],
+    ) -> graph_pb2.GraphDef:
+        """The whole GraphDef."""
+        result = graph_pb2.GraphDef()
+        result.versions.producer = tf.version.GRAPH_DEF_VERSION
+        taken = UniqueNames()
+        for argument, name, tensor in zip(arguments, input_names, graph.inputs, strict=False):
+            self._arguments[argument] = taken.make(node_name(name))
+            if self._arguments[argument] != name:
+                self.input_aliases[name] = self._arguments[argument]
+            node = result.node.add(name=self._arguments[argument], op="Placeholder")
+            node.attr["dtype"].type = tensor.dtype.as_datatype_enum
+            node.attr["shape"].shape.CopyFrom(tensor.shape.as_proto())
+        for argument, variable in variables.items():
+            variable.name = self._named(variable, taken)
+            self._arguments[argument] = variable.name
+            if all(node.name != variable.name for node in result.node):
+                variable.write(result.node.add(name=variable.name, op="VarHandleOp"))
+        for argument, value in constants.items():
+            self._arguments[argument] = taken.make("captured")
+            node = result.node.add(name=self._arguments[argument], op="Const")
+            node.attr["dtype"].type = value.dtype.as_datatype_enum
+            node.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(value))
+        for node in self._root.node_def:
+            self._names[node.name] = taken.make(node.name)
+            first = 0
+            slots = self._slots[node.name] = {}
+            for slot, count in output_slots(node, self._library):
+                slots[slot] = first
+                first += count
+        for node in self._root.node_def:
+            copy = result.node.add()
+            copy.CopyFrom(node)
+            copy.name = self._names[node.name]
+            del copy.input[:]
+            copy.input.extend(map(self._flat, node.input))
+            _clean(copy)
+            _state_shapes(copy, node.name, graph)
+        self.outputs = [self._flat(self._root.ret[output.name]) for output in self._root.signature.output_arg]
+        self._write_library(result)
+        return result
+
+    def name_of(self, tensor: Any) -> str | None:
+        """What a tensor of the function graph is called now; None for tensors of other graphs."""
+        body = self._library.root
+        if tf_private.is_eager(tensor) or tensor.graph is not body.graph:
+            return None
+        text = body.name_of(tensor, self._library)
+        return None if text is None else self._flat(text)
+
+    def _named(self, variable: Variable, taken: UniqueNames) -> str:
+        return variable.name if variable.is_named else variable.take_name(taken.make(node_name(variable.name)))
+
+    def _flat(self, text: str) -> str:
+        """A reference within a function's body as one between nodes of a graph."""
+        if text.startswith("^"):
+            return "^" + (self._names.get(text[1:]) or self._arguments[text[1:]])
+        node, colon, rest = text.partition(":")
+        if not colon:
+            return self._arguments[node]
+        slot, _, index = rest.partition(":")
+        number = self._slots[node][slot] + int(index)
+        return f"{self._names[node]}:{number}" if number else self._names[node]
+
+    def _write_library(self, result: graph_pb2.GraphDef) -> None:
+        """All functions that something of the graph still needs."""
+        needed = needed_functions(result.node, self._definitions, self._library.gradients)
+        for name in sorted(needed):
+            function = result.library.function.add()
+            function.CopyFrom(self._definitions[name])
+            for node in function.node_def:
+                _clean(node)
+        for registered, gradient in sorted(self._library.gradients.items()):
+            if gradient in needed:
+                result.library.registered_gradients.add(gradient_func=gradient, registered_op_type=registered)
+
+
+def _state_shapes(node: node_def_pb2.NodeDef, name: str, graph: Any) -> None:
+    """Writes down the shapes of a node that makes outputs, so that the graph tells them without TensorFlow."""
+    if any(tensor.op.name == name for tensor in graph.outputs):
+        for tensor in graph.get_operation_by_name(name).outputs:
+            node.attr["_output_shapes"].list.shape.add().CopyFrom(tensor.shape.as_proto())
+
+
+def _clean(node: node_def_pb2.NodeDef) -> None:
+    """Takes away what belongs to the process that made the node."""
+    node.device = ""
+    node.ClearField("experimental_debug_info")
+    # Old versions of TensorFlow note the gradient of a call in this way; a call is differentiated through.
+    if node.op in ("PartitionedCall", "StatefulPartitionedCall"):
+        node.attr.pop(GRADIENT_ATTR, None)

@@ -1,0 +1,270 @@
+"""The functions of a traced graph as definitions that can be edited: the top level, nested functions, gradients.
+
+Each body knows the function graph that it was made from, so that tensors of live TensorFlow are found in it by name.
+A tensor of an outer function, or a variable, that a body lacks is passed in through all calls on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from tensorflow.core.framework import function_pb2, node_def_pb2, types_pb2
+
+from gradrule._names import UniqueNames
+from gradrule._tracing import tf_private
+from gradrule._variable_values import functions_of
+from gradrule.errors import UnsupportedError
+
+Node: TypeAlias = node_def_pb2.NodeDef
+Definition: TypeAlias = function_pb2.FunctionDef
+
+GRADIENT_ATTR = "_gradient_op_type"
+
+_CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
+_BRANCHES = {"If", "StatelessIf", "Case", "StatelessCase"}
+_LOOPS = {"While", "StatelessWhile"}
+
+
+def output_slots(node: Node, library: Library) -> list[tuple[str, int]]:
+    """Names of a node's outputs in a function's body, with how many tensors each stands for."""
+    definition = tf_private.op_definition(node.op)
+    if definition is None:
+        definition = library.bodies[node.op].definition.signature
+    slots = []
+    for output in definition.output_arg:
+        if output.number_attr:
+            count = node.attr[output.number_attr].i
+        elif output.type_list_attr:
+            count = len(node.attr[output.type_list_attr].list.type)
+        else:
+            count = 1
+        slots.append((output.name, count))
+    return slots
+
+
+def append_input(node: Node, name: str) -> None:
+    """One more data input, before the control inputs."""
+    first_control = next((i for i, text in enumerate(node.input) if text.startswith("^")), len(node.input))
+    node.input.insert(first_control, name)
+
+
+def data_inputs(node: Node) -> list[str]:
+    """A node's inputs without the control inputs."""
+    return [text for text in node.input if not text.startswith("^")]
+
+
+@dataclass(eq=False)
+class Body:
+    """One function.
+
+    arguments: per input of the graph the argument's name, None where the definition dropped it. gradient_of: for a
+    gradient function, the body and the node whose gradient it is.
+    """
+
+    definition: Definition
+    graph: Any
+    arguments: list[str | None]
+    gradient_of: tuple[Body, Node] | None = None
+    users: list[tuple[Body, Node]] = field(default_factory=list)
+    passed: dict[Hashable, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.nodes = {node.name: node for node in self.definition.node_def}
+        self._names = UniqueNames()
+        for name in [*self.nodes, *(argument.name for argument in self.definition.signature.input_arg)]:
+            self._names.reserve(name)
+        self._inputs = {tf_private.identity_of(tensor): index for index, tensor in enumerate(self.graph.inputs)}
+        self._captures = {tf_private.identity_of(outer): inner for outer, inner in tf_private.captures(self.graph)}
+
+    @property
+    def name(self) -> str:
+        return str(self.definition.signature.name)
+
+    def captured(self, tensor: Any) -> Any:
+        """The tensor of this body that stands for one of another graph, or None."""
+        return self._captures.get(tf_private.identity_of(tensor))
+
+    def name_of(self, tensor: Any, library: Library) -> str | None:
+        """How nodes of this body refer to a tensor of its graph; None for an argument that was dropped."""
+        index = self._inputs.get(tf_private.identity_of(tensor))
+        if index is not None:
+            return self.arguments[index]
+        left = tensor.value_index
+        for slot, count in output_slots(self.nodes[tensor.op.name], library):
+            if left < count:
+                return f"{tensor.op.name}:{slot}:{left}"
+            left -= count
+        raise AssertionError(f"{tensor.name} is no output of {tensor.op.name}")
+
+    def unique(self, wished: str) -> str:
+        """A name that neither a node nor an argument has."""
+        return self._names.make(wished)
+
+    def add_node(self, op_type: str, wished: str, inputs: list[str]) -> Node:
+        """A new node; its attributes are the caller's."""
+        node = self.definition.node_def.add(name=self.unique(wished), op=op_type)
+        node.input.extend(inputs)
+        self.nodes[node.name] = node
+        return node
+
+    def add_argument(self, tensor: Any, wished: str) -> str:
+        """A new argument, the last one, of a tensor's type."""
+        signature = self.definition.signature
+        argument = signature.input_arg.add(name=self.unique(wished), type=tensor.dtype.as_datatype_enum)
+        note_handle(argument, tensor)
+        if "_input_shapes" in self.definition.attr:
+            self.definition.attr["_input_shapes"].list.shape.add(unknown_rank=True)
+        return str(argument.name)
+
+
+class Library:
+    """All bodies of a graph by name, the top level among them."""
+
+    def __init__(self, root: Body) -> None:
+        self.root = root
+        self.bodies: dict[str, Body] = {}
+        self.gradients: dict[str, str] = {}
+        """Gradient functions by the name that nodes have in `_gradient_op_type`."""
+        self.root_captures: dict[str, Any] = {}
+        """Eager tensors by the argument of the top level that stands for them."""
+        self._gradient_names = UniqueNames()
+        self.add(root)
+
+    def add(self, body: Body) -> None:
+        """Takes a body in, and all functions that its nodes name."""
+        self.bodies[body.name] = body
+        pending = [body]
+        while pending:
+            user = pending.pop()
+            for node in user.definition.node_def:
+                names = {function.name for function in functions_of(node)}
+                if tf_private.op_definition(node.op) is None:
+                    names.add(node.op)
+                for name in sorted(names):
+                    known = self.bodies.get(name)
+                    if known is None:
+                        known = self._nested(user, name)
+                        self.bodies[name] = known
+                        pending.append(known)
+                    known.users.append((user, node))
+
+    def _nested(self, user: Body, name: str) -> Body:
+        function = tf_private.function_in(user.graph, name)
+        if function is None:
+            raise UnsupportedError(f"function {name!r}, which a node of {user.graph.name!r} calls, is not to be found")
+        definition = Definition()
+        definition.CopyFrom(function.definition)
+        return Body(definition, function.graph, [argument.name for argument in definition.signature.input_arg])
+
+    def runs_forward(self, body: Body) -> bool:
+        """Whether a function runs forward, and is not a gradient or only part of one."""
+        pending, seen = [body], {body.name}
+        while pending:
+            current = pending.pop()
+            if current is self.root:
+                return True
+            for user, _ in current.users:
+                if user.name not in seen:
+                    seen.add(user.name)
+                    pending.append(user)
+        return False
+
+    def unique_gradient(self, wished: str) -> str:
+        """A name for a gradient function that no other function and no op type has."""
+        name = self._gradient_names.make(wished)
+        while name in self.bodies or name in self.gradients or tf_private.op_definition(name) is not None:
+            name = self._gradient_names.make(wished)
+        return name
+
+    def reach(self, body: Body, tensor: Any) -> str:
+        """How nodes of a body refer to a tensor, which may belong to an outer function or be an eager resource."""
+        inside = tensor if _graph_of(tensor) is body.graph else body.captured(tensor)
+        name = None if inside is None else body.name_of(inside, self)
+        if name is not None:
+            return name
+        key = tf_private.identity_of(tensor)
+        if key not in body.passed:
+            self._pass_in(body, tensor, key)
+        return body.passed[key]
+
+    def _pass_in(self, body: Body, tensor: Any, key: Hashable) -> None:
+        """Gives the body, and with it all that are called by the same nodes, one more argument."""
+        widened: dict[str, Body] = {}
+        nodes: list[tuple[Body, Node]] = []
+        pending = [body]
+        while pending:
+            current = pending.pop()
+            if current.name in widened:
+                continue
+            if (
+                current.gradient_of is None
+                and not current.users
+                and not (current is self.root and tf_private.is_eager(tensor))
+            ):
+                raise UnsupportedError(_unreachable(body, tensor))
+            widened[current.name] = current
+            for user, node in current.users:
+                if any(node is known for _, known in nodes):
+                    continue
+                if node.op not in _CALLS | _BRANCHES | _LOOPS:
+                    raise UnsupportedError(f"{_unreachable(body, tensor)} {node.op} node {node.name!r} is in between")
+                nodes.append((user, node))
+                pending.extend(self.bodies[function.name] for function in functions_of(node))
+        for current in widened.values():
+            wished = f"x{self._count(current)}" if current.gradient_of else "passed"
+            current.passed[key] = current.add_argument(tensor, wished)
+            if current is self.root:
+                self.root_captures[current.passed[key]] = tensor
+        for current in widened.values():
+            if current.gradient_of is not None:
+                user, node = current.gradient_of
+                self.append_to_region(user, node, tensor)
+        for user, node in nodes:
+            self._append_to_call(user, node, tensor, key)
+
+    def _count(self, gradient: Body) -> int:
+        """The number that the next `x` of a region's gradient function has."""
+        assert gradient.gradient_of is not None
+        node = gradient.gradient_of[1]
+        return len(data_inputs(node)) - int(node.attr["_gradrule_outputs"].i)
+
+    def append_to_region(self, user: Body, node: Node, tensor: Any) -> None:
+        """One more tensor for the gradient function of a region's node."""
+        append_input(node, self.reach(user, tensor))
+        node.attr["T"].list.type.append(tensor.dtype.as_datatype_enum)
+
+    def _append_to_call(self, user: Body, node: Node, tensor: Any, key: Hashable) -> None:
+        append_input(node, self.reach(user, tensor))
+        kind = tensor.dtype.as_datatype_enum
+        if node.op not in _LOOPS:
+            node.attr["Tin"].list.type.append(kind)
+            return
+        types = node.attr["T"].list.type
+        if node.attr["_num_original_outputs"].i == len(types):
+            node.attr["_num_original_outputs"].i += 1
+        types.append(kind)
+        if node.attr["output_shapes"].list.shape:
+            node.attr["output_shapes"].list.shape.add(unknown_rank=True)
+        loop = self.bodies[node.attr["body"].func.name]
+        result = loop.definition.signature.output_arg.add(name=loop.unique("passed_on"), type=kind)
+        loop.definition.ret[result.name] = loop.passed[key]
+
+
+def note_handle(argument: Any, tensor: Any) -> None:
+    """Writes down what a resource argument points to."""
+    if argument.type == types_pb2.DT_RESOURCE and not argument.handle_data:
+        for item in tf_private.handle_data(tensor) or ():
+            argument.handle_data.add(dtype=item.dtype, shape=item.shape)
+
+
+def _graph_of(tensor: Any) -> Any:
+    return None if tf_private.is_eager(tensor) else tensor.graph
+
+
+def _unreachable(body: Body, tensor: Any) -> str:
+    return (
+        f"the gradient in function {body.graph.name!r} uses the tensor {getattr(tensor, 'name', tensor)!r} of another "
+        "function, which cannot be passed in; give it to the function as an argument."
+    )

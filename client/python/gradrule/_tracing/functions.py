@@ -1,0 +1,104 @@
+"""From a function to a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+from tensorflow.core.framework import types_pb2
+
+from gradrule._graph import Graph
+from gradrule._tracing import tf_private
+from gradrule._tracing.arguments import as_specs, leaf_names
+from gradrule._tracing.assembly import assembled
+from gradrule.errors import GradruleError, InvalidGraphError, UnsupportedError
+
+if TYPE_CHECKING:
+    from gradrule._tracing.layer_scopes import TracedCall
+
+
+def trace(fn: Any, specs: Sequence[Any], kwspecs: Mapping[str, Any]) -> Graph:
+    """See `gradrule.trace`."""
+    if _is_keras_model(fn):
+        from gradrule._tracing.keras_models import from_keras
+
+        return from_keras(fn, specs, **kwspecs)
+    if hasattr(fn, "captured_inputs") and hasattr(fn, "structured_input_signature"):
+        if specs or kwspecs:
+            raise InvalidGraphError("a ConcreteFunction has its signature; give no specs")
+        return of_concrete(fn)
+    return of_concrete(concrete(fn, specs, kwspecs))
+
+
+def concrete(fn: Any, specs: Sequence[Any], kwspecs: Mapping[str, Any]) -> Any:
+    """The ConcreteFunction of a Python function or a `tf.function` for these specs."""
+    if not callable(fn):
+        raise InvalidGraphError(f"{fn!r} is no function; expected a function, tf.function, Keras model or its like")
+    args = [as_specs(spec, f"spec {index}") for index, spec in enumerate(specs)]
+    kwargs = {name: as_specs(spec, f"spec {name}") for name, spec in kwspecs.items()}
+    traceable = fn if hasattr(fn, "get_concrete_function") else tf.function(fn)
+    try:
+        return traceable.get_concrete_function(*args, **kwargs)
+    except GradruleError:
+        raise
+    except (TypeError, ValueError, tf.errors.OpError) as cause:
+        raise InvalidGraphError(f"{_name_of(fn)} cannot be traced with these specs: {cause}") from cause
+
+
+def of_concrete(
+    function: Any,
+    names: Mapping[int, str] | None = None,
+    aliases: Sequence[str] | None = None,
+    calls: Sequence[TracedCall] = (),
+) -> Graph:
+    """The graph of a ConcreteFunction.
+
+    names: by input, in place of the arguments'. aliases: one per output tensor, in place of the structure's. calls: of
+    layers while it was traced.
+    """
+    graph = function.graph
+    if tf_private.deferred_captures(graph):
+        raise UnsupportedError(
+            f"{_name_of(function)} captures values that are chosen when it is called; pass them as arguments"
+        )
+    input_names = _input_names(function)
+    for index, name in (names or {}).items():
+        input_names[index] = name
+    return assembled(graph, input_names, list(aliases) if aliases is not None else _output_aliases(function), calls)
+
+
+def _input_names(function: Any) -> list[str]:
+    args, kwargs = function.structured_input_signature
+    positional = list(args)
+    found: list[tuple[str, Any]] = []
+    for name, parameter in function.function_type.parameters.items():
+        if name in kwargs:
+            found += leaf_names(name, kwargs[name])
+        elif positional:
+            found += leaf_names(name, positional.pop(0))
+        elif parameter.type_constraint is not None:
+            found += leaf_names(name, parameter.type_constraint)
+    inputs = list(function.inputs)[: len(function.inputs) - len(tf_private.captures(function.graph))]
+    if len(found) == len(inputs):
+        return [name for name, _ in found]
+    return [tensor.op.name for tensor in inputs]
+
+
+def _output_aliases(function: Any) -> list[str]:
+    """One per output tensor: `output`, `output_0`, …, or the keys of a dict."""
+    structure = function.structured_outputs
+    prefix = "" if isinstance(structure, Mapping) or hasattr(structure, "_fields") else "output"
+    found = [name for name, _ in leaf_names(prefix, structure)]
+    outputs = [tensor for tensor in function.outputs if tensor.dtype.as_datatype_enum != types_pb2.DT_RESOURCE]
+    if len(found) == len(outputs):
+        return found
+    return ["output"] if len(outputs) == 1 else [f"output_{index}" for index in range(len(outputs))]
+
+
+def _is_keras_model(fn: Any) -> bool:
+    return any(base.__name__ == "Model" and base.__module__.startswith("keras.") for base in type(fn).__mro__)
+
+
+def _name_of(fn: Any) -> str:
+    return f"function {getattr(fn, '__name__', None) or getattr(fn, 'name', None) or type(fn).__name__!r}"

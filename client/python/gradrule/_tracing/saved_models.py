@@ -1,0 +1,110 @@
+"""Graphs of SavedModels, those of TensorFlow 1 included."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+from google.protobuf import text_format
+from google.protobuf.message import DecodeError
+from tensorflow.core.protobuf import saved_model_pb2
+
+from gradrule._graph import Graph
+from gradrule._names import near
+from gradrule._tracing import tf1_models
+from gradrule._tracing.functions import of_concrete
+from gradrule.errors import GradruleError, InvalidGraphError
+
+_SERVE = "serve"
+_RESERVED = {"signatures", "variables", "trainable_variables", "non_trainable_variables", "regularization_losses"}
+
+
+def load(folder: Path, signature: str) -> Graph:
+    """The graph of one signature, or of one function of a SavedModel's object. Raises `InvalidGraphError`."""
+    meta = _meta_graph(folder)
+    tags = list(meta.meta_info_def.tags)
+    try:
+        if not meta.object_graph_def.nodes:
+            signatures = {
+                key: value for key, value in meta.signature_def.items() if not key.startswith("__saved_model")
+            }
+            if signature not in signatures:
+                raise _unknown(signature, list(signatures), [])
+            return tf1_models.load(folder, tags, signatures[signature])
+        loaded = tf.saved_model.load(str(folder), tags=tags)
+        return _of_object(loaded, signature)
+    except GradruleError as cause:
+        details = cause.details if len(cause.details) > 1 else ()
+        raise type(cause)(f"{folder}: {cause.message}", details=details) from cause
+    except (OSError, ValueError, tf.errors.OpError) as cause:
+        raise InvalidGraphError(f"{folder}: TensorFlow cannot load the SavedModel: {cause}") from cause
+
+
+def _meta_graph(folder: Path) -> Any:
+    """The one graph of the folder that is for serving."""
+    binary, text = folder / "saved_model.pb", folder / "saved_model.pbtxt"
+    message = saved_model_pb2.SavedModel()
+    try:
+        if binary.exists():
+            message.ParseFromString(binary.read_bytes())
+        else:
+            text_format.Parse(text.read_text(), message)
+    except (OSError, DecodeError, ValueError, text_format.ParseError) as cause:
+        raise InvalidGraphError(f"{folder} holds no SavedModel: {cause}") from None
+    for meta in message.meta_graphs:
+        if _SERVE in meta.meta_info_def.tags:
+            return meta
+    if len(message.meta_graphs) == 1:
+        return message.meta_graphs[0]
+    known = "; ".join(", ".join(meta.meta_info_def.tags) or "no tag" for meta in message.meta_graphs) or "none at all"
+    raise InvalidGraphError(f"{folder} has no graph with the tag {_SERVE!r}; there are: {known}")
+
+
+def _of_object(loaded: Any, signature: str) -> Graph:
+    signatures: Mapping[str, Any] = loaded.signatures
+    if signature in signatures:
+        # The object must live as long as the function is looked at: it holds the variables.
+        return of_concrete(signatures[signature])
+    functions = _functions(loaded)
+    if signature not in functions:
+        raise _unknown(signature, list(signatures), list(functions))
+    return of_concrete(_only(signature, functions[signature].concrete_functions))
+
+
+def _functions(loaded: Any) -> dict[str, Any]:
+    """The object's functions by name; `__call__` is the object itself as a function."""
+    found = {}
+    for name in ["__call__", *(name for name in dir(loaded) if not name.startswith("_") and name not in _RESERVED)]:
+        function = getattr(loaded, name, None)
+        if getattr(function, "concrete_functions", None):
+            found[name] = function
+    return found
+
+
+def _only(name: str, concrete: list[Any]) -> Any:
+    """The one trace of a function; of Keras's, which has one for training, the other one."""
+    inference = [function for function in concrete if not _is_for_training(function)]
+    for candidates in (concrete, inference):
+        if len(candidates) == 1:
+            return candidates[0]
+    shown = "; ".join(str(function.function_type) for function in concrete)
+    raise InvalidGraphError(
+        f"the function {name!r} was traced for several signatures: {shown}. Load it with tf.saved_model.load and give "
+        "it to gr.trace with specs"
+    )
+
+
+def _is_for_training(function: Any) -> bool:
+    args, kwargs = function.structured_input_signature
+    return kwargs.get("training") is True or any(value is True for value in args)
+
+
+def _unknown(signature: str, signatures: list[str], functions: list[str]) -> InvalidGraphError:
+    known = ", ".join(map(repr, sorted(signatures))) or "none"
+    functions = [name for name in functions if name not in signatures]
+    more = f"; functions, which work too: {', '.join(map(repr, functions))}" if functions else ""
+    return InvalidGraphError(
+        f"there is no signature {signature!r}.{near(signature, [*signatures, *functions])} Signatures: {known}{more}"
+    )

@@ -1,0 +1,122 @@
+"""Part of a Keras model as a graph without state: weights go in, and so do the values that a call changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import keras
+import tensorflow as tf
+
+from gradrule._graph import Graph
+from gradrule._tracing import functions
+from gradrule._tracing.layer_scopes import layer_scopes
+from gradrule.errors import UnsupportedError
+
+Spec: TypeAlias = "tuple[str, tuple[int | None, ...] | None]"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One tensor that goes in or comes out: name in the graph, dtype, static shape."""
+
+    name: str
+    dtype: Any
+    shape: Any
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether gradients are defined for it."""
+        return bool(self.dtype.is_floating or self.dtype.is_complex)
+
+
+@dataclass(frozen=True, slots=True)
+class TracedPart:
+    """A part for one mode and one signature.
+
+    inputs: weights, state (variables that are not trained), the part's inputs, their masks; in this order.
+    outputs: the part's outputs, new values of `updated`, losses that layers add, masks; in this order.
+    structure: that of the part's outputs. updated: which of the state changes. masked: which outputs have a mask.
+    """
+
+    graph: Graph
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+    structure: Any
+    n_outputs: int
+    updated: tuple[int, ...]
+    n_losses: int
+    masked: tuple[int, ...]
+
+
+def traced(
+    part: Any, structure: Any, specs: Sequence[Spec], masks: Sequence[Spec | None], training: bool
+) -> TracedPart:
+    """The graph of a built part.
+
+    structure: that of its inputs. specs: dtype and shape of each input; masks: of each input's mask, or None.
+    Raises `UnsupportedError` for a part with state that Keras does not know, `InvalidGraphError` where it cannot be
+    traced.
+    """
+    weights, state = part.trainable_variables, part.non_trainable_variables
+    seen: dict[str, Any] = {}
+
+    def run(weights_: Any, state_: Any, inputs: Any, input_masks: Any) -> Any:
+        given = iter(input_masks)
+        for tensor, mask in zip(inputs, masks, strict=True):
+            if mask is not None:
+                tensor._keras_mask = next(given)
+        mapping = [*zip(weights, weights_, strict=True), *zip(state, state_, strict=True)]
+        with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
+            old = [scope.get_current_value(variable) for variable in state]
+            outputs = part(keras.tree.pack_sequence_as(structure, inputs), training=training)
+            new = [scope.get_current_value(variable) for variable in state]
+            losses = list(scope.losses)
+        flat = [tf.convert_to_tensor(output) for output in keras.tree.flatten(outputs)]
+        output_masks = [getattr(output, "_keras_mask", None) for output in keras.tree.flatten(outputs)]
+        seen["structure"] = keras.tree.map_structure(lambda _: 0, outputs)
+        seen["updated"] = tuple(i for i in range(len(new)) if new[i] is not old[i])
+        seen["masked"] = tuple(i for i, mask in enumerate(output_masks) if mask is not None)
+        return [
+            flat,
+            [tf.cast(new[index], state[index].dtype) for index in seen["updated"]],
+            losses,
+            [output_masks[index] for index in seen["masked"]],
+        ]
+
+    given = (
+        [_spec(variable.dtype, variable.shape) for variable in weights],
+        [_spec(variable.dtype, variable.shape) for variable in state],
+        [_spec(*spec) for spec in specs],
+        [_spec(*mask) for mask in masks if mask is not None],
+    )
+    # Whatever is being traced around this (the function of a training step), the part is traced for itself.
+    with tf.init_scope(), layer_scopes(part, include_root=not isinstance(part, keras.Model)) as calls:
+        function = functions.concrete(tf.function(run, autograph=False), given, {})
+    in_words, out_words = ("weights", "state", "inputs", "masks"), ("outputs", "new_state", "losses", "output_masks")
+    in_names = [f"{word}_{i}" for word, group in zip(in_words, given, strict=True) for i in range(len(group))]
+    results = function.structured_outputs
+    out_names = [f"{word}_{i}" for word, group in zip(out_words, results, strict=True) for i in range(len(group))]
+    graph = functions.of_concrete(function, dict(enumerate(in_names)), out_names, calls)
+    if graph.variables:
+        raise UnsupportedError(
+            f"the part {part.name!r} uses variables that are none of its Keras variables, and so could not train: "
+            f"{', '.join(sorted(graph.variables))}. Make them with add_weight"
+        )
+    flat_specs = [spec for group in given for spec in group]
+    flat_results = [tensor for group in results for tensor in group]
+    return TracedPart(
+        graph,
+        tuple(Slot(name, spec.dtype, spec.shape) for name, spec in zip(in_names, flat_specs, strict=True)),
+        tuple(Slot(name, tensor.dtype, tensor.shape) for name, tensor in zip(out_names, flat_results, strict=True)),
+        seen["structure"],
+        len(results[0]),
+        seen["updated"],
+        len(results[2]),
+        seen["masked"],
+    )
+
+
+def _spec(dtype: str, shape: Any) -> Any:
+    return tf.TensorSpec(shape, tf.as_dtype(dtype))

@@ -1,0 +1,184 @@
+"""What a built function takes, from what a call gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+import tensorflow as tf
+
+from gradrule import _tensors
+from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2, tensor_pb2
+from gradrule_server.engine.blobs import BlobReader
+from gradrule_server.engine.built import Built, Input
+from gradrule_server.errors import Finding, GradruleError, error
+from gradrule_server.link.v1 import link_pb2
+from gradrule_server.rules import read_param_value
+
+_Given: TypeAlias = Mapping[str, tensor_pb2.TensorSource]
+
+
+class ArgumentReader:
+    """Reads values of calls. `blobs`: where those are that are named by their hash."""
+
+    def __init__(self, blobs: BlobReader) -> None:
+        self._blobs = blobs
+
+    def arguments(
+        self,
+        built: Built,
+        call: evaluate_pb2.EvaluateRequest,
+        params: Iterable[link_pb2.ParamSetting],
+        state: Mapping[str, tf.Tensor] | None = None,
+    ) -> list[tf.Tensor]:
+        """The arguments of the built function. `state`: values of inputs, by name, that are not fed."""
+        return [
+            *self._fed(
+                _renamed(call.feeds, built), built.inputs, built.unused, state or {}, what="feed", field="feeds"
+            ),
+            *self.grad_ys(call.grad_ys, built.grad_ys, stacked=built.stacked),
+            *self._directions(call, built),
+            *_params(built, params),
+        ]
+
+    def grad_ys(
+        self, given: Iterable[tensor_pb2.NamedTensor], inputs: Sequence[Input], *, stacked: bool
+    ) -> list[tf.Tensor]:
+        """Upstream gradients; stacked, they are all of one length."""
+        if stacked:
+            inputs = [Input(item.name, item.dtype, tf.TensorShape([None]).concatenate(item.shape)) for item in inputs]
+        tensors = self._given(given, inputs, what="grad_y", field="grad_ys")
+        if stacked and len({int(tensor.shape[0]) for tensor in tensors}) > 1:
+            sizes = ", ".join(f"{item.name!r}: {tensor.shape[0]}" for item, tensor in zip(inputs, tensors, strict=True))
+            raise error(
+                errors_pb2.ERROR_REASON_FEED_SHAPE,
+                f"stacked grad_ys have one size on axis 0, the number of pull-backs; these have {sizes}",
+                field="grad_ys",
+            )
+        return tensors
+
+    def _directions(self, call: evaluate_pb2.EvaluateRequest, built: Built) -> list[tf.Tensor]:
+        is_jvp = built.kind == evaluate_pb2.DERIVATIVE_JVP
+        what, field, given = ("tangent", "tangents", call.tangents) if is_jvp else ("vector", "vectors", call.vectors)
+        return self._given(given, built.directions, what=what, field=field)
+
+    def _given(
+        self, given: Iterable[tensor_pb2.NamedTensor], inputs: Sequence[Input], *, what: str, field: str
+    ) -> list[tf.Tensor]:
+        return self._fed(_by_name(given), inputs, [False] * len(inputs), {}, what=what, field=field)
+
+    def _fed(
+        self,
+        by_name: _Given,
+        inputs: Sequence[Input],
+        unused: Sequence[bool],
+        state: Mapping[str, tf.Tensor],
+        *,
+        what: str,
+        field: str,
+    ) -> list[tf.Tensor]:
+        """The given values in the order of `inputs`; all that is wrong with them comes as one error."""
+        findings: list[Finding] = []
+        tensors: list[tf.Tensor] = []
+        for item, is_unused in zip(inputs, unused, strict=True):
+            value = by_name.get(item.name.removesuffix(":0"))
+            default = state.get(item.name, item.default)
+            if value is None and default is not None:
+                tensors.append(default)
+                continue
+            if value is None and is_unused:
+                tensors.append(tf.zeros([size or 0 for size in item.shape] if item.shape.rank else [], item.dtype))
+                continue
+            if value is None:
+                wanted = f"{item.dtype.name} of shape {item.shape}"
+                findings.append(
+                    Finding(
+                        errors_pb2.ERROR_REASON_MISSING_FEED,
+                        f"{what} {item.name!r} is missing: {wanted}",
+                        item.name,
+                        field,
+                    )
+                )
+                continue
+            try:
+                tensors.append(self._tensor(value, item, what, field))
+            except GradruleError as cause:
+                findings += cause.findings
+        if findings:
+            raise GradruleError(findings)
+        return tensors
+
+    def _tensor(self, value: tensor_pb2.TensorSource, item: Input, what: str, field: str) -> tf.Tensor:
+        source = value.WhichOneof("source")
+        if source is None:
+            raise error(
+                errors_pb2.ERROR_REASON_INVALID_TENSOR,
+                f"{what} {item.name!r} holds no tensor",
+                node=item.name,
+                field=field,
+            )
+        message = value.inline if source == "inline" else value.blob
+        if message.dtype != item.dtype.base_dtype.as_datatype_enum:
+            raise error(
+                errors_pb2.ERROR_REASON_FEED_DTYPE,
+                f"{what} {item.name!r} is {_dtype_name(message.dtype)}, but the tensor is {item.dtype.name}",
+                node=item.name,
+                field=field,
+            )
+        where = f"{what} {item.name!r}"
+        array = (
+            _array(value.inline, where, field) if source == "inline" else self._blobs.array(value.blob, where, field)
+        )
+        if not item.shape.is_compatible_with(array.shape):
+            raise error(
+                errors_pb2.ERROR_REASON_FEED_SHAPE,
+                f"{what} {item.name!r} has shape {tf.TensorShape(array.shape)}, but the tensor has {item.shape}",
+                node=item.name,
+                field=field,
+            )
+        return tf.constant(array, dtype=item.dtype)
+
+
+def _by_name(given: Iterable[tensor_pb2.NamedTensor]) -> _Given:
+    return {item.name.removesuffix(":0"): item.value for item in given}
+
+
+def _renamed(given: Iterable[tensor_pb2.NamedTensor], built: Built) -> _Given:
+    """Feeds by the names of inputs; UNKNOWN_FEED where one input is fed under two of its names."""
+    by_name = _by_name(given)
+    if built.aliases.keys().isdisjoint(by_name):
+        return by_name
+    renamed = {built.aliases.get(name, name): value for name, value in by_name.items()}
+    if len(renamed) < len(by_name):
+        twice = next(name for alias, name in built.aliases.items() if alias in by_name)
+        raise error(
+            errors_pb2.ERROR_REASON_UNKNOWN_FEED,
+            f"feeds name {twice!r} twice, under different names",
+            node=twice,
+            field="feeds",
+        )
+    return renamed
+
+
+def _array(message: tensor_pb2.Tensor, what: str, field: str) -> np.ndarray:
+    try:
+        return _tensors.to_numpy(message)
+    except ValueError as cause:
+        raise error(errors_pb2.ERROR_REASON_INVALID_TENSOR, f"{what}: {cause}", field=field) from cause
+
+
+def _params(built: Built, settings: Iterable[link_pb2.ParamSetting]) -> list[tf.Tensor]:
+    given: Mapping[tuple[int, str], rule_pb2.ParamValue] = {(item.rule, item.name): item.value for item in settings}
+    tensors: list[tf.Tensor] = []
+    for param in built.params:
+        value = read_param_value(given[param.rule, param.name], param.name, "params")
+        tensors.append(tf.constant(value, tf.float64))
+    return tensors
+
+
+def _dtype_name(dtype: int) -> str:
+    try:
+        return str(tf.as_dtype(dtype).name)
+    except TypeError:
+        return f"of unknown type {dtype}"

@@ -1,0 +1,220 @@
+"""The backward part as a function of its own, and what is made of it: many pull-backs at once, and Jacobians.
+
+Many pull-backs run one after the other, in a loop: a vectorized backward part (`tf.vectorized_map`) has no counterpart
+for loops' stacks and for many kernels, and takes as much memory as all of them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from gradrule.v1 import errors_pb2
+from gradrule_server.engine import tf_private
+from gradrule_server.engine.checks import require_bytes, require_same
+from gradrule_server.engine.derivatives import pulled_back
+from gradrule_server.engine.gradients import Differentiation
+from gradrule_server.engine.limits import MAX_ANSWER_BYTES
+from gradrule_server.engine.question import (
+    DENSE,
+    NOT_DIFFERENTIABLE,
+    SPARSE,
+    UNCONNECTED,
+    WIDTHS,
+    Answers,
+    Named,
+    Question,
+    checked_upstream,
+)
+from gradrule_server.errors import error
+
+Row = Callable[[tf.Tensor], Sequence[tf.Tensor]]
+"""From a number to one upstream gradient for each fed y."""
+
+
+class Backward:
+    """A function from upstream gradients of the ys in `fed` to gradients by all xs.
+
+    It is built inside the forward part's graph; what it needs from there are its captures, in the order of `captures`.
+    `layout` is that of its gradients. `shapes`: of the fed ys.
+    """
+
+    def __init__(self, question: Question, fed: Sequence[int], differentiation: Differentiation) -> None:
+        self.fed = tuple(fed)
+        self.ys = question.ys
+        self.xs = [(x.name, x.tensor.dtype, x.tensor.shape) for x in question.xs]
+        self.layout: list[tuple[tuple[str, ...], str]] = []
+        # Made here so that pulling back needs no y for its shape alone.
+        self.shapes = [tf.shape(question.ys[index].tensor) for index in fed]
+
+        def pull_back(*grad_ys: tf.Tensor) -> list[tf.Tensor]:
+            upstream = list(question.upstream)
+            for index, grad_y, shape in zip(self.fed, grad_ys, self.shapes, strict=True):
+                upstream[index] = checked_upstream(question.ys[index], grad_y, shape)
+            answers = Answers()
+            with differentiation.active():
+                gradients = pulled_back(question.of(question.ys, upstream))
+            for x, gradient in zip(question.xs, gradients, strict=True):
+                answers.add_gradient(x, gradient)
+            self.layout = answers.layout
+            return answers.tensors
+
+        specs = [tf.TensorSpec(question.ys[i].tensor.shape, question.ys[i].tensor.dtype) for i in self.fed]
+        self.function: Any = tf.function(pull_back, input_signature=specs, autograph=False).get_concrete_function()
+
+    @property
+    def captures(self) -> list[tf.Tensor]:
+        """What it needs of the forward part."""
+        return list(self.function.captured_inputs)
+
+    def once(self, grad_ys: Sequence[tf.Tensor], captures: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The tensors of `layout`."""
+        return tf_private.call_with_captures(self.function, grad_ys, captures)
+
+    def stacked(self, count: tf.Tensor, row: Row, captures: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Dense gradients by the xs that have one, `count` (int32) of each on axis 0; for `count` 0, `row` is called
+        once all the same."""
+        xs = [x for x, (_, form) in zip(self.xs, self.layout, strict=True) if WIDTHS[form]]
+        steps = tf.maximum(count, 1)
+        arrays = [tf.TensorArray(dtype, steps, element_shape=shape) for _, dtype, shape in xs]
+
+        def step(index: tf.Tensor, *filled: tf.TensorArray) -> tuple[Any, ...]:
+            rows = self._dense(self.once(row(index), captures))
+            return index + 1, *(array.write(index, value) for array, value in zip(filled, rows, strict=True))
+
+        def more(index: tf.Tensor, *_: tf.TensorArray) -> tf.Tensor:
+            return index < steps
+
+        _, *filled = tf.while_loop(more, step, (0, *arrays))
+        return [array.stack()[:count] for array in filled]
+
+    def _dense(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        rest = iter(tensors)
+        found: list[tf.Tensor] = []
+        for (_, _, shape), (_, form) in zip(self.xs, self.layout, strict=True):
+            parts = [next(rest) for _ in range(WIDTHS[form])]
+            if form == SPARSE:
+                value = tf.convert_to_tensor(tf.IndexedSlices(*parts))
+                value.set_shape(shape)
+                found.append(value)
+            else:
+                found += parts
+        return found
+
+
+def stacked_layout(layout: Sequence[tuple[tuple[str, ...], str]]) -> list[tuple[tuple[str, ...], str]]:
+    """The layout of many gradients at once: slices have become dense."""
+    return [(names, DENSE if form == SPARSE else form) for names, form in layout]
+
+
+def row_of(stacks: Sequence[tf.Tensor]) -> Row:
+    """Rows of stacks; zeros beyond their end."""
+
+    def row(index: tf.Tensor) -> Sequence[tf.Tensor]:
+        return [tf.reduce_sum(stack[index : index + 1], axis=0) for stack in stacks]
+
+    return row
+
+
+def stacked_vjp(question: Question, stacks: Sequence[tf.Tensor | None], differentiation: Differentiation) -> Answers:
+    """Gradients for many upstream gradients at once: `stacks`, one for each fed y, have one more axis in front."""
+    fed = [index for index, stack in enumerate(stacks) if stack is not None and question.ys[index].is_differentiable]
+    backward = Backward(question, fed, differentiation)
+    given = [stack for stack in stacks if stack is not None]
+    count = tf.shape(given[0])[0]
+    row = row_of([stack for stack in (stacks[index] for index in fed) if stack is not None])
+    return Answers(stacked_layout(backward.layout), backward.stacked(count, row, backward.captures))
+
+
+def jacobian(question: Question, differentiation: Differentiation, *, batched: bool) -> Answers:
+    """For each y and x the Jacobian, of shape (y's shape, x's shape): pulled back from the rows of the identity.
+
+    batched: axis 0 of all of them counts examples, none of which depends on another; the shape is (examples, rest of
+    y's shape, rest of x's shape). INVALID_DERIVATIVE where a y is complex, or has other examples than an x.
+    """
+    answers = Answers()
+    for y in question.ys:
+        if y.tensor.dtype.is_complex:
+            raise error(
+                errors_pb2.ERROR_REASON_INVALID_DERIVATIVE,
+                f"y {y.name!r} is {y.tensor.dtype.name}: a complex y has no Jacobian here; ask for its real and "
+                f"imaginary parts",
+                field="ys",
+            )
+        _jacobians_of(y, question, differentiation, answers, batched=batched)
+    return answers
+
+
+def _jacobians_of(
+    y: Named, question: Question, differentiation: Differentiation, answers: Answers, *, batched: bool
+) -> None:
+    """Adds the Jacobians of one y."""
+    if not y.is_differentiable:
+        for x in question.xs:
+            answers.add((y.name, x.name), NOT_DIFFERENTIABLE)
+        return
+    for value in (y, *(x for x in question.xs if x.is_differentiable)) if batched else ():
+        _require_examples(value, y)
+    about_y = Question(question.graph, [y], question.xs, [None], question.stop_gradients, unconnected_is_zero=False)
+    backward = Backward(about_y, [0], differentiation)
+    shape = tf.shape(y.tensor)
+    examples = shape[:1] if batched else tf.zeros([0], tf.int32)
+    count = tf.reduce_prod(shape[1:] if batched else shape)
+    # Refused before anything is computed: a Jacobian is easily larger than all that can be sent.
+    size = tf.add_n(
+        [
+            tf.size(x.tensor, out_type=tf.int64) * x.tensor.dtype.size
+            for x, (_, form) in zip(question.xs, backward.layout, strict=True)
+            if WIDTHS[form]
+        ]
+        or [tf.constant(0, tf.int64)]
+    )
+    count = require_bytes(count, tf.cast(count, tf.int64) * size, MAX_ANSWER_BYTES, f"the Jacobian of {y.name!r}")
+
+    def row(index: tf.Tensor) -> Sequence[tf.Tensor]:
+        unit = tf.one_hot(index, count, dtype=y.tensor.dtype)
+        unit = tf.reshape(tf.broadcast_to(unit, tf.concat([examples, [count]], 0)), shape)
+        unit.set_shape(y.tensor.shape)
+        return [unit]
+
+    stacks = iter(backward.stacked(count, row, backward.captures))
+    for x, (_, form) in zip(question.xs, backward.layout, strict=True):
+        names = (y.name, x.name)
+        if WIDTHS[form]:
+            answers.add(names, DENSE, [_laid_out(next(stacks), y, x, batched=batched)])
+        elif form == UNCONNECTED and question.unconnected_is_zero:
+            zeros = tf.zeros(_jacobian_shape(y, x, batched=batched), x.tensor.dtype)
+            answers.add(names, DENSE, [zeros])
+        else:
+            answers.add(names, form)
+
+
+def _laid_out(stack: tf.Tensor, y: Named, x: Named, *, batched: bool) -> tf.Tensor:
+    """From (elements of y, x's shape) to the Jacobian's shape."""
+    if batched:
+        rank = tf.rank(stack)
+        stack = tf.transpose(stack, tf.concat([[1, 0], tf.range(2, rank)], 0))
+        examples = tf.shape(y.tensor)[:1]
+        where = f"batched Jacobian of {y.name!r} by {x.name!r}: axis 0, which counts the examples of both,"
+        got = tf.shape(x.tensor)[:1]
+        stack = require_same(stack, got, examples, errors_pb2.ERROR_REASON_INVALID_DERIVATIVE, where)
+    return tf.reshape(stack, _jacobian_shape(y, x, batched=batched))
+
+
+def _jacobian_shape(y: Named, x: Named, *, batched: bool) -> tf.Tensor:
+    return tf.concat([tf.shape(y.tensor), tf.shape(x.tensor)[1 if batched else 0 :]], 0)
+
+
+def _require_examples(value: Named, y: Named) -> None:
+    """INVALID_DERIVATIVE for a tensor without an axis that could count examples, or with others than the y's."""
+    shape, examples = value.tensor.shape, y.tensor.shape
+    fits = shape.rank != 0 and (not shape.rank or not examples.rank or shape[:1].is_compatible_with(examples[:1]))
+    if not fits:
+        raise error(
+            errors_pb2.ERROR_REASON_INVALID_DERIVATIVE,
+            f"batched Jacobian of {y.name!r}: {value.name!r} has shape {shape}; axis 0 of each y and x counts the "
+            f"examples, and all have as many",
+            field="xs" if value is not y else "ys",
+        )

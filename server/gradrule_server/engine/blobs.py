@@ -1,0 +1,63 @@
+"""Blobs as the engine reads them: files of a folder, mapped."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradrule import _tensors
+from gradrule._dtypes import name_of
+from gradrule.v1 import errors_pb2, tensor_pb2
+from gradrule_server.errors import GradruleError, error
+
+_NAME = re.compile(r"[0-9a-f]{64}")
+
+
+class BlobReader:
+    """The blobs in a folder; None: there are none."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    def array(self, blob: tensor_pb2.BlobTensor, what: str, field: str) -> NDArray[Any]:
+        """The tensor, read-only. BLOB_NOT_FOUND, INVALID_TENSOR; `what` and `field` tell which tensor it is."""
+        shape = _tensors.shape_tuple(blob.shape)
+        if shape is None or any(size is None for size in shape):
+            raise _invalid(f"{what}: a tensor's shape must be known", field)
+        sizes = tuple(size or 0 for size in shape)
+        try:
+            dtype = _tensors.numpy_dtype(blob.dtype)
+        except ValueError as cause:
+            raise _invalid(f"{what}: {cause}", field) from cause
+        if dtype.hasobject:
+            raise _invalid(f"{what} is a blob of strings; strings travel inline", field)
+        path = self._path(blob.sha256)
+        # What is counted in Python does not overflow.
+        wanted = int(np.prod(np.array(sizes, object), initial=1)) * dtype.itemsize
+        size = path.stat().st_size if path is not None and path.exists() else None
+        if path is None or size is None:
+            raise error(
+                errors_pb2.ERROR_REASON_BLOB_NOT_FOUND,
+                f"{what}: the server does not have the blob {blob.sha256}; upload it, and send the request again",
+                field=field,
+            )
+        if size != wanted:
+            raise _invalid(
+                f"{what} is a blob of {size} bytes, but {name_of(blob.dtype)} of shape {list(sizes)} takes {wanted}",
+                field,
+            )
+        little = dtype.newbyteorder("<")
+        # Nothing can be mapped that has no bytes.
+        array = np.memmap(path, little, "r", shape=sizes) if wanted else np.empty(sizes, little)
+        return array.astype(dtype, copy=False)
+
+    def _path(self, name: str) -> Path | None:
+        return self._folder / name if self._folder is not None and _NAME.fullmatch(name) else None
+
+
+def _invalid(message: str, field: str) -> GradruleError:
+    return error(errors_pb2.ERROR_REASON_INVALID_TENSOR, message, field=field)

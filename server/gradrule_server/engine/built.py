@@ -1,0 +1,66 @@
+"""What building a program leaves: its function, what that takes, and what it returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from gradrule.v1 import evaluate_pb2, override_pb2, tensor_pb2
+from gradrule_server.engine.split import SplitProgram
+from gradrule_server.link.v1 import link_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One argument of the built function: the value of a placeholder or variable, an upstream gradient, a direction.
+
+    `default`: what it is in calls that do not give it.
+    """
+
+    name: str
+    dtype: tf.DType
+    shape: tf.TensorShape
+    default: tf.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ParamInput:
+    """A param of a bound rule, always float64."""
+
+    rule: int
+    name: str
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Built:
+    """A function of feeds, fed grad_ys, directions and params, in this order, that returns fetches and derivatives."""
+
+    function: Any = None
+    inputs: list[Input] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Names of inputs by further names that calls may use."""
+    grad_ys: list[Input] = field(default_factory=list)
+    stacked: bool = False
+    """Whether all fed grad_ys, and so all gradients, have one more axis in front, of one size."""
+    directions: list[Input] = field(default_factory=list)
+    """Tangents of a JVP, vectors of an HVP."""
+    params: list[ParamInput] = field(default_factory=list)
+    small: bool = False
+    """Few ops and no loops or branches: faster on the calling thread than on TensorFlow's threads."""
+    unused: list[bool] = field(default_factory=list)
+    """Per input: whether the results do not depend on it, so that a call need not feed it."""
+    outputs: list[str] = field(default_factory=list)
+    kind: evaluate_pb2.Derivative.ValueType = evaluate_pb2.DERIVATIVE_VJP
+    layout: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
+    """Of the derivatives, per entry: an x, a y (JVP), or a y and an x (Jacobian), as asked, and the form."""
+    updates: list[str] = field(default_factory=list)
+    """Variables whose new values come last among the results."""
+    split: SplitProgram | None = None
+    """Set where the forward and the backward part are functions of their own; `function` is then the forward part."""
+    statuses: list[override_pb2.ResolutionStatus.ValueType] = field(default_factory=list)
+    defaulted: list[str] = field(default_factory=list)
+    made: list[int] = field(default_factory=list)
+    without_gradient: list[link_pb2.WithoutGradient] = field(default_factory=list)
+    specs: dict[str, list[tensor_pb2.TensorSpec]] = field(default_factory=dict)

@@ -1,0 +1,138 @@
+"""Derivatives that are built in the graph of the forward part: gradients, and gradients of gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from gradrule.v1 import errors_pb2
+from gradrule_server.engine import tf_private
+from gradrule_server.engine.gradients import Differentiation, Turn
+from gradrule_server.engine.names import readable
+from gradrule_server.engine.question import NOT_DIFFERENTIABLE, Answers, Named, Question, same_shape
+from gradrule_server.errors import error
+
+Directions = Sequence[tf.Tensor | None]
+"""For each x a tensor of its type and shape; None where there is none."""
+
+
+def vjp(question: Question, differentiation: Differentiation) -> Answers:
+    """The gradients of the ys, weighted by their upstream gradients, by each x."""
+    with differentiation.active():
+        gradients = pulled_back(question)
+    answers = Answers()
+    for x, gradient in zip(question.xs, gradients, strict=True):
+        answers.add_gradient(x, gradient)
+    return answers
+
+
+def jvp(question: Question, tangents: Directions, differentiation: Differentiation) -> Answers:
+    """For each y the sum over xs of dy/dx · tangent, of y's type and shape.
+
+    Pulling back is linear in the upstream gradients; its transpose, which pushes forward, is its derivative by them, at
+    zero. An x without a tangent is a constant.
+    """
+    ys = [y for y in question.ys if y.is_differentiable]
+    zeros = [tf.zeros_like(y.tensor) for y in ys]
+    moved = _with_directions(question, tangents, "tangent")
+    with _watched(question.graph), differentiation.active():
+        gradients = _dense(moved, pulled_back(question.of(ys, zeros), [x for x, _ in moved]))
+    pushed: list[Any] = [None] * len(ys)
+    if gradients:
+        columns = Question(
+            question.graph,
+            [gradient for gradient, _ in gradients],
+            [Named(y.name, zero) for y, zero in zip(ys, zeros, strict=True)],
+            [tangent for _, tangent in gradients],
+            (),
+            unconnected_is_zero=False,
+        )
+        with differentiation.active(Turn.TRANSPOSE):
+            pushed = pulled_back(columns)
+    answers, found = Answers(), iter(zip(zeros, pushed, strict=True))
+    for y in question.ys:
+        if not y.is_differentiable:
+            answers.add((y.name,), NOT_DIFFERENTIABLE)
+            continue
+        zero, tangent = next(found)
+        answers.add_gradient(y, zero if tangent is None else tf.convert_to_tensor(tangent))
+    return answers
+
+
+def hvp(question: Question, vectors: Directions, differentiation: Differentiation) -> Answers:
+    """The gradient by each x of the sum over xs of (d sum(ys) / dx) · vector: reverse over reverse.
+
+    An x without a vector counts as one whose vector is zeros.
+    """
+    moved = _with_directions(question, vectors, "vector")
+    with _watched(question.graph), differentiation.active():
+        gradients = _dense(moved, pulled_back(question, [x for x, _ in moved]))
+    again = question.of([gradient for gradient, _ in gradients], [vector for _, vector in gradients])
+    with differentiation.active(Turn.AGAIN):
+        products = pulled_back(again)
+    answers = Answers()
+    for x, product in zip(question.xs, products, strict=True):
+        answers.add_gradient(x, product)
+    return answers
+
+
+def pulled_back(question: Question, xs: Sequence[Named] | None = None) -> list[Any]:
+    """By each x (default: those of the question) a tensor, slices, or None where it is not connected.
+
+    Built in the current graph, which may be another than the question's. Raises INVALID_DERIVATIVE.
+    """
+    pairs = [(y, upstream) for y, upstream in zip(question.ys, question.upstream, strict=True) if y.is_differentiable]
+    values = [x.tensor for x in (question.xs if xs is None else xs)]
+    if not pairs:
+        return [tf.zeros_like(value) if question.unconnected_is_zero else None for value in values]
+    is_zero = question.unconnected_is_zero
+    try:
+        return tf_private.gradients_from(
+            question.graph,
+            [y.tensor for y, _ in pairs],
+            values,
+            [upstream for _, upstream in pairs],
+            question.stop_gradients,
+            tf.UnconnectedGradients.ZERO if is_zero else tf.UnconnectedGradients.NONE,
+        )
+    except (ValueError, TypeError, LookupError, NotImplementedError, tf.errors.OpError) as cause:
+        raise error(
+            errors_pb2.ERROR_REASON_INVALID_DERIVATIVE, f"TensorFlow cannot differentiate this: {readable(str(cause))}"
+        ) from cause
+
+
+def dense(gradient: Any, like: tf.Tensor) -> tf.Tensor:
+    """Slices as a tensor of the shape of `like`; a tensor as it is."""
+    if isinstance(gradient, tf.IndexedSlices) and gradient.dense_shape is None:
+        gradient = tf.IndexedSlices(gradient.values, gradient.indices, tf.shape(like, out_type=gradient.indices.dtype))
+    value: tf.Tensor = tf.convert_to_tensor(gradient)
+    value.set_shape(like.shape)
+    return value
+
+
+@contextlib.contextmanager
+def _watched(graph: tf.Graph) -> Iterator[None]:
+    """The gradients of nodes that are made in this context will be asked of gradrule."""
+    before = len(graph.get_operations())
+    yield
+    tf_private.watch(graph.get_operations()[before:])
+
+
+def _with_directions(question: Question, directions: Directions, what: str) -> list[tuple[Named, tf.Tensor]]:
+    return [
+        (x, same_shape(direction, x.tensor, f"{what} of {x.name!r}"))
+        for x, direction in zip(question.xs, directions, strict=True)
+        if direction is not None
+    ]
+
+
+def _dense(moved: Sequence[tuple[Named, tf.Tensor]], gradients: Sequence[Any]) -> list[tuple[Named, tf.Tensor]]:
+    """The gradients that there are, each with the direction of its x."""
+    return [
+        (Named(x.name, dense(gradient, x.tensor)), direction)
+        for (x, direction), gradient in zip(moved, gradients, strict=True)
+        if gradient is not None
+    ]

@@ -1,0 +1,182 @@
+"""Variables of sessions, on the device, until the front end ends the session."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import tensorflow as tf
+
+from gradrule.v1 import errors_pb2, evaluate_pb2, session_pb2
+from gradrule_server.engine.answers import write_derivatives, write_tensor
+from gradrule_server.engine.arguments import ArgumentReader
+from gradrule_server.engine.built import Built
+from gradrule_server.engine.question import DENSE, SPARSE, WIDTHS
+from gradrule_server.engine.run import check_size, execute, set_timings
+from gradrule_server.engine.saved import saved_bytes
+from gradrule_server.engine.weights import Weights
+from gradrule_server.errors import error
+from gradrule_server.link.v1 import link_pb2
+
+Values = dict[str, tf.Tensor]
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    values: Values = field(default_factory=dict)
+    optimizer: Any = None
+    """A `StepOptimizer`; Keras is imported by the first step only."""
+    steps: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def bytes_with(self, values: Values) -> int:
+        """What the session takes with these values and its optimiser."""
+        slots = 0 if self.optimizer is None else self.optimizer.slot_bytes
+        return saved_bytes(list(values.values())) + int(slots)
+
+
+class Sessions:
+    """Sessions by the front end's names. Thread-safe; the messages of one session are handled one after the other.
+
+    What fails changes nothing.
+    """
+
+    def __init__(self, reader: ArgumentReader, weights: Weights, program: Callable[[str], Built], device: str) -> None:
+        self._reader = reader
+        self._weights = weights
+        self._program = program
+        self._device = device
+        self._sessions: dict[str, _Session] = {}
+
+    def handle(self, request: link_pb2.SessionRequest) -> link_pb2.SessionReply:
+        """One message. SESSION_LOST for a session that is not there, QUOTA_EXCEEDED where it gets too large."""
+        if request.assign.opens:
+            self._sessions[request.session] = _Session()
+        session = self._sessions.get(request.session)
+        if session is None:
+            raise error(errors_pb2.ERROR_REASON_SESSION_LOST, "the engine does not have the session any more")
+        reply = link_pb2.SessionReply()
+        with session.lock:
+            match request.WhichOneof("action"):
+                case "assign":
+                    given = request.assign.variables
+                    new = dict(zip((item.spec.name for item in given), self._weights.of(given), strict=True))
+                    session.values = self._within(session, {**session.values, **new}, request.max_bytes)
+                case "read":
+                    self._read(session, request.read.variables, reply)
+                case _:
+                    self._run(session, request.run, request.max_bytes, reply)
+            reply.bytes, reply.step = session.bytes_with(session.values), session.steps
+        return reply
+
+    def end(self, name: str) -> None:
+        """Lets a session go."""
+        session = self._sessions.pop(name, None)
+        if session is not None and session.optimizer is not None:
+            with session.lock:
+                session.optimizer = None
+                session.values.clear()
+            # Optimisers, their variables and functions refer to one another.
+            gc.collect()
+
+    def _read(self, session: _Session, names: Sequence[str], reply: link_pb2.SessionReply) -> None:
+        missing = [name for name in names if name not in session.values]
+        if missing:
+            shown = ", ".join(map(repr, missing))
+            raise error(
+                errors_pb2.ERROR_REASON_MISSING_FEED,
+                f"variables without a value: {shown}; assign them, or give them values at the start",
+                field="variables",
+            )
+        check_size([session.values[name] for name in names])
+        for name in names:
+            write_tensor(reply.variables.add(name=name).value.inline, session.values[name])
+
+    def _run(
+        self, session: _Session, request: link_pb2.SessionRun, max_bytes: int, reply: link_pb2.SessionReply
+    ) -> None:
+        started = time.monotonic_ns()
+        built = self._program(request.run.key)
+        call = evaluate_pb2.EvaluateRequest.FromString(request.run.request)
+        results = execute(
+            built,
+            lambda: list(
+                built.function(*self._reader.arguments(built, call, request.run.params, session.values)),
+            ),
+        )
+        outputs, derivatives = results[: len(built.outputs)], results[len(built.outputs) :]
+        end = len(derivatives) - len(built.updates)
+        values = {**session.values, **dict(zip(built.updates, derivatives[end:], strict=True))}
+        derivatives = derivatives[:end]
+        response = evaluate_pb2.EvaluateResponse(device=self._device)
+        if request.store:
+            values |= dict(zip(request.store, outputs, strict=True))
+        else:
+            check_size([*outputs, *([] if request.HasField("optimizer") else derivatives)])
+            for name, value in zip(built.outputs, outputs, strict=True):
+                write_tensor(response.outputs.add(name=name).value.inline, value)
+        if request.HasField("optimizer"):
+            values = self._stepped(session, request.optimizer, values, _by_x(built, derivatives), max_bytes)
+            session.steps += 1
+        elif not request.store:
+            write_derivatives(response, built, derivatives)
+        session.values = self._within(session, values, max_bytes)
+        set_timings(response.timings, request.run.received_ns, started)
+        reply.response = response.SerializeToString()
+
+    def _stepped(
+        self,
+        session: _Session,
+        message: session_pb2.Optimizer,
+        values: Values,
+        gradients: Mapping[str, Any],
+        max_bytes: int,
+    ) -> Values:
+        """The values after one update."""
+        # Keras takes seconds to import, and only who trains needs it.
+        from gradrule_server.engine.optimizers import StepOptimizer
+
+        if not gradients:
+            raise error(
+                errors_pb2.ERROR_REASON_INVALID_DERIVATIVE,
+                "the loss depends on none of the variables, so there is nothing to update",
+                field="step.loss",
+            )
+        before = session.optimizer
+        if before is None or not before.fits(message, list(gradients)):
+            session.optimizer = StepOptimizer(message, {name: values[name] for name in gradients})
+            try:
+                self._within(session, values, max_bytes)
+            except BaseException:
+                session.optimizer = before
+                raise
+        new: Values = session.optimizer.step(message, values, gradients)
+        return {**values, **new}
+
+    def _within(self, session: _Session, values: Values, max_bytes: int) -> Values:
+        """The values; QUOTA_EXCEEDED where they, with the optimiser's slots, take too much."""
+        size = session.bytes_with(values)
+        if size > max_bytes:
+            raise error(
+                errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
+                f"the session would take {size} bytes, slots of its optimiser included; {max_bytes} are left for it "
+                f"(--max-session-bytes)",
+            )
+        return values
+
+
+def _by_x(built: Built, derivatives: Sequence[tf.Tensor]) -> dict[str, Any]:
+    """The gradients that there are, each as a tensor or slices, by the name of its x."""
+    rest = iter(derivatives)
+    found: dict[str, Any] = {}
+    for (x,), form in built.layout:
+        parts = [next(rest) for _ in range(WIDTHS[form])]
+        if form == DENSE:
+            found[x] = parts[0]
+        elif form == SPARSE:
+            found[x] = tf.IndexedSlices(*parts)
+    return found

@@ -1,0 +1,196 @@
+"""The body of a built program's function: the graph imported, and differentiated as asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
+
+from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, tensor_pb2
+from gradrule_server.engine.backward import Backward, jacobian, stacked_vjp
+from gradrule_server.engine.bound_rules import BoundRule, CodeRule, GraphRule, OpGradientRule
+from gradrule_server.engine.built import Built
+from gradrule_server.engine.derivatives import hvp, jvp, vjp
+from gradrule_server.engine.gradients import Differentiation
+from gradrule_server.engine.imports import import_graph, tensor_name
+from gradrule_server.engine.names import IMPORT_SCOPE, readable
+from gradrule_server.engine.question import Answers, Named, Question, checked_upstream
+from gradrule_server.engine.references import Reference
+from gradrule_server.errors import error
+from gradrule_server.link.v1 import link_pb2
+from gradrule_server.rules import RuleContent
+
+_KIND = evaluate_pb2.Derivative
+
+
+class Trace:
+    """What `tf.function` runs once; it fills in `built`. `backward`: then, the backward part of a split program."""
+
+    def __init__(
+        self,
+        request: link_pb2.CompileRequest,
+        graph_def: tf_graph_pb2.GraphDef,
+        contents: Sequence[RuleContent | None],
+        built: Built,
+    ) -> None:
+        self._request = request
+        self._graph_def = graph_def
+        self._contents = contents
+        self._built = built
+        self.backward: Backward | None = None
+
+    def run(self, arguments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Fetches, then what `built.layout` tells or the backward part needs, then new values of variables."""
+        request, built = self._request, self._built
+        groups, rest = [], list(arguments)
+        for group in (built.inputs, built.grad_ys, built.directions):
+            groups.append(rest[: len(group)])
+            rest = rest[len(group) :]
+        values, fed_grad_ys, directions = groups
+        feeds = dict(zip((tensor_name(item.name) for item in built.inputs), values, strict=True))
+
+        upstream_names = [item.tensor for item in request.grad_ys if item.WhichOneof("source") == "tensor"]
+        wanted = dict.fromkeys(
+            [
+                *(endpoint.tensor for group in (request.fetches, request.ys, request.xs) for endpoint in group),
+                *upstream_names,
+                *request.stop_gradients,
+                *(endpoint.tensor for endpoint in request.updates),
+            ]
+        )
+        tensors = dict(zip(wanted, imported(self._graph_def, feeds, list(wanted)), strict=True))
+        for endpoint in request.fetches:
+            _require_value(endpoint.name, tensors[endpoint.tensor])
+        outputs = [tensors[endpoint.tensor] for endpoint in request.fetches]
+        built.outputs = [endpoint.name for endpoint in request.fetches]
+        for name, endpoints in (("outputs", request.fetches), ("ys", request.ys), ("xs", request.xs)):
+            built.specs[name] = [spec_message(endpoint.name, tensors[endpoint.tensor]) for endpoint in endpoints]
+        built.specs["inputs"] = [
+            spec_message(item.name, feeds[tensor_name(item.name)]) for item in built.inputs if item.default is None
+        ]
+        if request.ys:
+            differentiation = self._differentiation(tensors, feeds, rest)
+            outputs += self._derivatives(tensors, fed_grad_ys, directions, differentiation)
+            built.statuses, built.defaulted = differentiation.statuses, differentiation.defaulted
+            built.without_gradient, built.made = differentiation.without_gradient, differentiation.made
+        built.updates = [endpoint.name for endpoint in request.updates]
+        return [*outputs, *(tensors[endpoint.tensor] for endpoint in request.updates)]
+
+    def _differentiation(
+        self, tensors: dict[str, tf.Tensor], feeds: dict[str, tf.Tensor], params: Sequence[tf.Tensor]
+    ) -> Differentiation:
+        request = self._request
+        reference = Reference(
+            self._graph_def, feeds, {tensor_name(endpoint.tensor): tensors[endpoint.tensor] for endpoint in request.xs}
+        )
+        return Differentiation(
+            request.marks,
+            self._rules(params),
+            request.scopes,
+            request.no_gradient,
+            reference.of,
+            request.made,
+            again=self._built.kind == _KIND.DERIVATIVE_HVP,
+        )
+
+    def _derivatives(
+        self,
+        tensors: dict[str, tf.Tensor],
+        fed_grad_ys: Sequence[tf.Tensor],
+        directions: Sequence[tf.Tensor],
+        differentiation: Differentiation,
+    ) -> list[tf.Tensor]:
+        request, built = self._request, self._built
+        ys = [Named(endpoint.name, tensors[endpoint.tensor]) for endpoint in request.ys]
+        fed = iter(fed_grad_ys)
+        stacks: list[tf.Tensor | None] = []
+        upstream: list[tf.Tensor | None] = []
+        for y, item in zip(ys, request.grad_ys, strict=True):
+            source = item.WhichOneof("source")
+            given = next(fed) if source == "fed" else None
+            is_pulled = built.kind == _KIND.DERIVATIVE_VJP and not request.split
+            stacks.append(given if request.stacked_grad_ys else None)
+            value = tensors[item.tensor] if source == "tensor" else None if request.stacked_grad_ys else given
+            is_given_later = request.stacked_grad_ys and given is not None
+            upstream.append(checked_upstream(y, value) if is_pulled and not is_given_later else None)
+        question = Question(
+            tf.compat.v1.get_default_graph(),
+            ys,
+            [Named(endpoint.name, tensors[endpoint.tensor]) for endpoint in request.xs],
+            upstream,
+            [tensors[name] for name in request.stop_gradients],
+            request.unconnected_gradients == program_pb2.UNCONNECTED_GRADIENTS_ZERO,
+        )
+        if request.split:
+            pulled = [index for index, y in enumerate(ys) if y.is_differentiable]
+            self.backward = Backward(question, pulled, differentiation)
+            return [*self.backward.shapes, *self.backward.captures]
+        answers = self._answers(question, stacks, directions, differentiation)
+        built.layout = answers.layout
+        return answers.tensors
+
+    def _answers(
+        self,
+        question: Question,
+        stacks: Sequence[tf.Tensor | None],
+        directions: Sequence[tf.Tensor],
+        differentiation: Differentiation,
+    ) -> Answers:
+        kind = self._built.kind
+        if kind in (_KIND.DERIVATIVE_JACOBIAN, _KIND.DERIVATIVE_BATCH_JACOBIAN):
+            return jacobian(question, differentiation, batched=kind == _KIND.DERIVATIVE_BATCH_JACOBIAN)
+        if kind in (_KIND.DERIVATIVE_JVP, _KIND.DERIVATIVE_HVP):
+            given = iter(directions)
+            by_x = [next(given) if is_given else None for is_given in self._request.directions]
+            return (jvp if kind == _KIND.DERIVATIVE_JVP else hvp)(question, by_x, differentiation)
+        if self._request.stacked_grad_ys:
+            return stacked_vjp(question, stacks, differentiation)
+        return vjp(question, differentiation)
+
+    def _rules(self, params: Sequence[tf.Tensor]) -> list[BoundRule]:
+        values: dict[int, dict[str, tf.Tensor]] = {}
+        for item, value in zip(self._built.params, params, strict=True):
+            values.setdefault(item.rule, {})[item.name] = value
+        rules: list[BoundRule] = []
+        for index, (rule, content) in enumerate(zip(self._request.rules, self._contents, strict=True)):
+            given = values.get(index, {})
+            if content is None:
+                rules.append(OpGradientRule(rule.op_gradient))
+            elif content.code is not None:
+                rules.append(CodeRule(rule.name, content.code, given))
+            else:
+                rules.append(GraphRule(rule.name, content, given))
+        return rules
+
+
+def imported(graph_def: tf_graph_pb2.GraphDef, feeds: dict[str, tf.Tensor], wanted: list[str]) -> list[tf.Tensor]:
+    """The wanted tensors of a graph that is put into the current one; INVALID_GRAPH where TensorFlow refuses it."""
+    try:
+        return import_graph(graph_def, feeds, wanted, scope=IMPORT_SCOPE)
+    except (ValueError, TypeError, tf.errors.OpError) as cause:
+        raise error(
+            errors_pb2.ERROR_REASON_INVALID_GRAPH, f"TensorFlow refuses the graph: {readable(str(cause))}"
+        ) from cause
+
+
+def spec_message(name: str, tensor: tf.Tensor) -> tensor_pb2.TensorSpec:
+    """A tensor's name, type and shape as a message."""
+    shape = tensor_pb2.TensorShape()
+    if tensor.shape.rank is None:
+        shape.unknown_rank = True
+    else:
+        shape.dim.extend(tensor_pb2.TensorShape.Dim(size=-1 if size is None else size) for size in tensor.shape)
+    return tensor_pb2.TensorSpec(name=name, dtype=tensor.dtype.base_dtype.as_datatype_enum, shape=shape)
+
+
+def _require_value(name: str, tensor: tf.Tensor) -> None:
+    """UNSUPPORTED_OP for what is no value that could leave the process."""
+    if tensor.dtype.base_dtype in (tf.resource, tf.variant):
+        raise error(
+            errors_pb2.ERROR_REASON_UNSUPPORTED_OP,
+            f"{name!r} ({tensor.op.type}) is a {tensor.dtype.base_dtype.name}, which has no value to put out; fetch "
+            f"what is read from it",
+            node=name,
+            field="spec.fetches",
+        )

@@ -1,0 +1,59 @@
+"""Values of variables as tensors on the device: made once, shared by all programs that hold them."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import weakref
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from gradrule import _tensors
+from gradrule.v1 import errors_pb2, tensor_pb2
+from gradrule_server.engine.blobs import BlobReader
+from gradrule_server.errors import error
+from gradrule_server.link.v1 import link_pb2
+
+_Key = tuple[str, int, tuple[int, ...]]
+
+
+class Weights:
+    """Tensors by hash, element type and shape, for as long as a program holds them. Thread-safe."""
+
+    def __init__(self, blobs: BlobReader) -> None:
+        self._blobs = blobs
+        self._lock = threading.Lock()
+        self._tensors: weakref.WeakValueDictionary[_Key, tf.Tensor] = weakref.WeakValueDictionary()
+
+    def of(self, variables: Sequence[link_pb2.BoundVariable]) -> list[tf.Tensor]:
+        """The tensor of each variable. BLOB_NOT_FOUND, INVALID_TENSOR."""
+        return [self._tensor(item) for item in variables]
+
+    def _tensor(self, variable: link_pb2.BoundVariable) -> tf.Tensor:
+        value, what = variable.value, f"variable {variable.spec.name!r}"
+        if value.HasField("blob"):
+            key = (value.blob.sha256, value.blob.dtype, _sizes(value.blob.shape))
+        else:
+            content = value.inline.SerializeToString(deterministic=True)
+            key = (hashlib.sha256(content).hexdigest(), value.inline.dtype, _sizes(value.inline.tensor_shape))
+        with self._lock:
+            tensor = self._tensors.get(key)
+            if tensor is None:
+                try:
+                    is_blob = value.HasField("blob")
+                    array = (
+                        self._blobs.array(value.blob, what, "spec.variables")
+                        if is_blob
+                        else _tensors.to_numpy(value.inline)
+                    )
+                except ValueError as cause:
+                    raise error(
+                        errors_pb2.ERROR_REASON_INVALID_TENSOR, f"{what}: {cause}", field="spec.variables"
+                    ) from cause
+                tensor = self._tensors[key] = tf.constant(array, dtype=tf.as_dtype(variable.spec.dtype))
+        return tensor
+
+
+def _sizes(shape: tensor_pb2.TensorShape) -> tuple[int, ...]:
+    return tuple(dim.size for dim in shape.dim)

@@ -1,0 +1,80 @@
+"""`SessionService`: the messages of one session, in order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+
+from google.protobuf.message import DecodeError, Message
+
+from gradrule.v1 import errors_pb2, session_pb2
+from gradrule_server.errors import GradruleError, error
+from gradrule_server.front.handlers import Door, StreamTable
+from gradrule_server.front.status import status_of
+from gradrule_server.front.streams import Write, incoming
+from gradrule_server.programs.sessions import Session, SessionHouse
+
+SESSION_SERVICE = "gradrule.v1.SessionService"
+
+_ANSWERS = {"start": "started"}
+"""Field of the answer by that of the request, where they differ."""
+
+
+class SessionServicer:
+    """`SessionService`."""
+
+    def __init__(self, house: SessionHouse, door: Door) -> None:
+        self._house = house
+        self._door = door
+
+    def streams(self) -> StreamTable:
+        return {"RunSession": self.run}
+
+    async def run(self, requests: AsyncIterator[bytes], write: Write) -> None:
+        """One session: its first message starts it, its end ends it."""
+        session = Session(self._house)
+        started = False
+        try:
+            async for raw in incoming(requests, self._door.draining):
+                response = session_pb2.RunSessionResponse()
+                try:
+                    await self._answer(raw, session, response, started=started)
+                    started = True
+                except GradruleError as cause:
+                    if not started:
+                        raise
+                    response.status = status_of(cause).SerializeToString()
+                await write(response.SerializeToString())
+        finally:
+            session.close()
+
+    async def _answer(
+        self, raw: bytes, session: Session, response: session_pb2.RunSessionResponse, *, started: bool
+    ) -> None:
+        received_ns = time.monotonic_ns()
+        try:
+            request = session_pb2.RunSessionRequest.FromString(raw)
+        except DecodeError as cause:
+            name = session_pb2.RunSessionRequest.DESCRIPTOR.full_name
+            raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"the bytes are no {name}") from cause
+        kind = request.WhichOneof("request")
+        if kind is None or (kind == "start") == started:
+            expected = "step, evaluate, read or assign" if started else "start"
+            raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"expected {expected}, not {kind or 'nothing'}")
+
+        async def run(ends_at: float) -> Message:
+            match kind:
+                case "start":
+                    return await session.start(request.start, received_ns, ends_at)
+                case "step":
+                    return await session.step(request.step, received_ns, ends_at)
+                case "evaluate":
+                    return await session.evaluate(request.evaluate, received_ns, ends_at)
+                case "read":
+                    return await session.read(request.read, ends_at)
+                case _:
+                    return await session.assign(request.assign, ends_at)
+
+        remaining = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else None
+        answer = await self._door.run(run, remaining)
+        getattr(response, _ANSWERS.get(kind, kind)).MergeFromString(answer)

@@ -1,0 +1,147 @@
+"""Bidirectional streams: reading until the client or the server ends them, requests that run side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from gradrule.v1 import errors_pb2, evaluate_pb2
+from gradrule_server.errors import GradruleError, error
+from gradrule_server.front.handlers import Door, MethodTable
+from gradrule_server.front.status import status_of
+from gradrule_server.link.v1 import link_pb2
+
+_log = logging.getLogger(__name__)
+
+Write = Callable[[bytes], Awaitable[None]]
+
+# Requests of one stream that run or whose answers wait to be written; past that many it is not read.
+_MAX_UNDER_WAY = 512
+
+
+async def incoming(requests: AsyncIterator[bytes], draining: asyncio.Event) -> AsyncIterator[bytes]:
+    """The messages of a stream until the client has sent its last. UNAVAILABLE once the server is going away."""
+    drained = asyncio.ensure_future(draining.wait())
+    try:
+        while True:
+            coming = asyncio.ensure_future(anext(requests, None))
+            try:
+                await asyncio.wait({coming, drained}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                if not coming.done():
+                    coming.cancel()
+            if not coming.done():
+                raise error(errors_pb2.ERROR_REASON_UNAVAILABLE, "the server is going away", retry_after_s=0.0)
+            raw = coming.result()
+            if raw is None:
+                return
+            yield raw
+    finally:
+        drained.cancel()
+
+
+class Multiplexed:
+    """`StreamEvaluate`: requests under ids, answered as they are ready.
+
+    `methods`: what each kind of request does, with the type of its message.
+    """
+
+    def __init__(
+        self,
+        door: Door,
+        methods: MethodTable,
+        write: Write,
+    ) -> None:
+        self._door = door
+        self._methods = methods
+        self._write = write
+        self._writing = asyncio.Lock()
+        self._slots = asyncio.Semaphore(_MAX_UNDER_WAY)
+        self._under_way: dict[int, asyncio.Task[bytes]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self, requests: AsyncIterator[bytes]) -> None:
+        """Answers requests until the stream ends; what is under way by then is finished, unless the client left."""
+        try:
+            try:
+                async for raw in incoming(requests, self._door.draining):
+                    await self._take(raw)
+            except GradruleError:
+                await self._finish()
+                raise
+            await self._finish()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _finish(self) -> None:
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _take(self, raw: bytes) -> None:
+        """Starts what a message asks for."""
+        try:
+            request = link_pb2.RawStreamRequest.FromString(raw)
+            cancelled = evaluate_pb2.CancelRequest.FromString(request.cancel).request_id
+        except DecodeError:
+            name = evaluate_pb2.StreamEvaluateRequest.DESCRIPTOR.full_name
+            await self._start(0, _refuse(f"the bytes are no {name}"))
+            return
+        number, kind = request.request_id, request.WhichOneof("request")
+        if kind == "cancel":
+            answering = self._under_way.get(cancelled)
+            if answering is not None:
+                answering.cancel()
+        elif kind is None:
+            await self._start(number, _refuse("the message holds no request"))
+        elif number in self._under_way:
+            await self._start(number, _refuse(f"a request {number} is under way on this stream; take another id"))
+        else:
+            request_type, method = self._methods[kind]
+            remaining = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else None
+            answer = self._door.answer(request_type, method, getattr(request, kind), remaining)
+            await self._start(number, answer, kind)
+
+    async def _start(self, number: int, answer: Coroutine[Any, Any, bytes], kind: str = "") -> None:
+        await self._slots.acquire()
+        answering = asyncio.ensure_future(answer)
+        if kind:
+            self._under_way[number] = answering
+        task = asyncio.ensure_future(self._serve(number, answering, kind))
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._slots.release()
+        if not task.cancelled() and task.exception() is not None:
+            # Nobody reads any more; that the stream ends is told by other means.
+            _log.debug("an answer could not be written", exc_info=task.exception())
+
+    async def _serve(self, number: int, answering: asyncio.Task[bytes], kind: str) -> None:
+        try:
+            await asyncio.wait({answering})
+        finally:
+            answering.cancel()
+            if self._under_way.get(number) is answering:
+                del self._under_way[number]
+        response = link_pb2.RawStreamResponse(request_id=number)
+        try:
+            setattr(response, kind, answering.result())
+        except GradruleError as cause:
+            response.status = status_of(cause).SerializeToString()
+        except asyncio.CancelledError:
+            given_up = error(errors_pb2.ERROR_REASON_CANCELLED, "the client gave the request up")
+            response.status = status_of(given_up).SerializeToString()
+        data = response.SerializeToString()
+        async with self._writing:
+            await self._write(data)
+
+
+async def _refuse(message: str) -> bytes:
+    raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, message)

@@ -1,0 +1,161 @@
+"""The variables of an uploaded graph: their names, types, and where their first values come from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gradrule._dtypes import as_dt
+from gradrule.v1.graph_pb2 import AttrValue, Graph
+from gradrule.v1.tensor_pb2 import Dt, TensorShape
+from gradrule_server.graphs.findings import Findings, Reason, quote
+from gradrule_server.graphs.ir import Body, Node
+from gradrule_server.graphs.names import canonical, parse_tensor_name
+from gradrule_server.graphs.prune import bodies_of
+from gradrule_server.graphs.variable_ops import ASSIGNMENTS, INITIALISER, SOURCES
+
+# What TensorFlow makes up for variables that have no name.
+_MADE_UP = re.compile(r"[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}")
+
+_UNNAMED = "is a variable without a shared name inside a function, where no request can name it; give it one, or hand "
+_UNNAMED += "its handle in as an argument"
+
+Key = tuple[str, str]
+
+
+@dataclass(slots=True, eq=False)
+class Variable:
+    """A variable. `name`: of the first top level node that stands for it; `aliases`: all others that requests may use.
+
+    `initialiser`: the top level node that assigns its first value, if there is one.
+    """
+
+    name: str
+    dtype: Dt.ValueType
+    shape: TensorShape
+    aliases: set[str] = field(default_factory=set)
+    initialiser: str = ""
+
+
+class VariableTable:
+    """All variables that a checked graph leads to. Nodes of one container and shared name are one variable."""
+
+    def __init__(self, top: Body) -> None:
+        self._by_key: dict[Key, Variable] = {}
+        self._by_node: dict[str, Variable] = {}
+        for node in top.nodes:
+            if node.op in SOURCES and node.outputs is not None:
+                self._add(node)
+        self._hoist(top)
+        for variable in self.all():
+            variable.aliases -= {variable.name}
+        self._names = {variable.name: variable for variable in self.all()}
+        taken = {node.name for node in top.nodes}
+        for variable in self.all():
+            variable.aliases = {name for name in variable.aliases if name not in taken or name in self._by_node}
+            for name in variable.aliases:
+                self._names.setdefault(name, variable)
+        for node in top.nodes:
+            owner = self._by_node.get(node.name.removesuffix(f"/{INITIALISER}"))
+            if owner is not None and node.op in ASSIGNMENTS and not owner.initialiser:
+                owner.initialiser = node.name if top.nodes[node.inputs[0][0]].op in SOURCES else ""
+
+    def __bool__(self) -> bool:
+        return bool(self._by_node)
+
+    def all(self) -> list[Variable]:
+        """All variables, in the order of their first nodes."""
+        return list(dict.fromkeys(self._by_node.values()))
+
+    @property
+    def names(self) -> Mapping[str, Variable]:
+        """Variables by all names that requests may use."""
+        return self._names
+
+    def of(self, node: Node, *, at_top: bool) -> Variable | None:
+        """The variable that a copied node stands for; None for one that only functions know and nobody can name."""
+        key = _key(node)
+        if key is not None:
+            return self._by_key.get(key)
+        return self._by_node.get(node.name) if at_top else None
+
+    def given(self, texts: Sequence[str], field: str, findings: Findings) -> dict[str, Variable]:
+        """Variables by the names that a request gives values under; UNKNOWN_TENSOR, UNKNOWN_FEED for one twice."""
+        found: dict[str, Variable] = {}
+        for position, text in enumerate(texts):
+            node, output = parse_tensor_name(text) or (text, 0)
+            variable = self._names.get(canonical(node, output))
+            if variable is None:
+                hint = findings.near(text, self._names)
+                message = f"The graph has no variable {quote(text)}.{hint}"
+                findings.add(Reason.ERROR_REASON_UNKNOWN_TENSOR, message, field=f"{field}[{position}]")
+            elif variable in found.values():
+                message = f"The variable {quote(variable.name)} is given twice."
+                findings.add(Reason.ERROR_REASON_UNKNOWN_FEED, message, variable.name, f"{field}[{position}]")
+            else:
+                found[text] = variable
+        return found
+
+    def _add(self, node: Node) -> None:
+        key = _key(node)
+        known = self._by_key.get(key) if key is not None else None
+        variable = known or Variable(node.name, as_dt(node.attrs["dtype"].type), _shape(node))
+        self._by_node[node.name] = variable
+        variable.aliases.add(node.name)
+        if key is not None:
+            self._by_key[key] = variable
+            variable.aliases.add(key[1])
+
+    def _hoist(self, top: Body) -> None:
+        """Gives variables that only functions make a node of their own at top level, under their shared name."""
+        taken = {node.name for node in top.nodes}
+        seen: set[int] = set()
+        for body in bodies_of(top, seen):
+            for node in body.nodes if body.name else ():
+                if node.op not in SOURCES or node.outputs is None:
+                    continue
+                key = _key(node)
+                if key is None or (key not in self._by_key and key[1] in taken):
+                    node.unsupported = node.unsupported or _UNNAMED
+                elif key not in self._by_key:
+                    taken.add(key[1])
+                    top.nodes.append(Node(key[1], node.op, [], [], node.attrs, node.outputs))
+                    top.order.append(len(top.nodes) - 1)
+                    self._add(top.nodes[-1])
+
+
+def fed_in_place(graph: Graph, given: Iterable[str]) -> set[str]:
+    """Names of variables that a call may feed without making another program of it: feeding one that has an initialiser
+    and no value does away with what computes it."""
+    names = set()
+    with_value = set(given)
+    nodes = {node.name for node in graph.node}
+    for node in graph.node:
+        if node.op in SOURCES:
+            # Looking up what is not there would add it to the message.
+            shared = node.attr["shared_name"].s.decode(errors="replace") if "shared_name" in node.attr else ""
+            own = {node.name, shared} - {""}
+            if own & with_value or f"{node.name}/{INITIALISER}" not in nodes:
+                names |= own
+    return names
+
+
+def _key(node: Node) -> Key | None:
+    shared = node.attrs.get("shared_name")
+    name = shared.s.decode(errors="replace") if shared is not None else ""
+    if not name or _MADE_UP.search(name):
+        return None
+    container = node.attrs.get("container")
+    return (container.s.decode(errors="replace") if container is not None else "", name)
+
+
+def _shape(node: Node) -> TensorShape:
+    value: AttrValue | None = node.attrs.get("shape")
+    # The oldest op cannot tell a scalar's shape from an unknown one.
+    if value is None or (node.op == "Variable" and not value.shape.dim):
+        return TensorShape(unknown_rank=True)
+    return value.shape
+
+
+__all__ = ["Variable", "VariableTable", "fed_in_place"]

@@ -1,0 +1,310 @@
+"""Variables become values: a handle's edge becomes an edge of the variable's element type.
+
+A read is what the variable is at that place: what the last write among its ancestors made, else its value at the start,
+which comes in as through a placeholder. A write makes a new value. Loops hand values round, branches and calls hand
+them out. So gradients, overrides and everything behind see only tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from gradrule._dtypes import as_dt
+from gradrule.v1.graph_pb2 import AttrValue
+from gradrule_server.graphs.copying import Copy
+from gradrule_server.graphs.findings import Findings
+from gradrule_server.graphs.handles import Handles
+from gradrule_server.graphs.ir import LOOPS, Body, Node, Ref, is_call
+from gradrule_server.graphs.order import find_cycles
+from gradrule_server.graphs.variable_lowering import Lowering
+from gradrule_server.graphs.variable_ops import PASSES, QUESTIONS, READS, SOURCES, WRITES
+from gradrule_server.graphs.variable_table import Variable, VariableTable
+from gradrule_server.graphs.versions import Versions
+
+_HANDLE = "hands the handle of a variable on in a way that gradrule does not follow; read the variable before"
+
+
+def lower_variables(
+    copy: Copy, table: VariableTable, roots: Iterable[Ref], given: Collection[Variable], findings: Findings
+) -> dict[Variable, Ref]:
+    """Changes, in place, what the roots need of the copy.
+
+    `given`: variables whose value comes from outside. The others have that of their initialiser, or become inputs too.
+    Returns the last values of variables that were written, as tensors of the copy's top level.
+    """
+    return _Pass(copy, table, given, findings).run({producer for producer, _ in roots})
+
+
+class _Pass:
+    def __init__(self, copy: Copy, table: VariableTable, given: Collection[Variable], findings: Findings) -> None:
+        self._copy = copy
+        self._findings = findings
+        self._handles = Handles(copy.body, table)
+        self._lowering = Lowering(copy, findings)
+        nodes = copy.body.nodes
+        index = {node.name: position for position, node in enumerate(nodes)}
+        self._sources = {variable: index[variable.name] for variable in table.all() if variable.name in index}
+        self._initialisers = {}
+        for variable in table.all():
+            position = index.get(variable.initialiser)
+            if position is not None:
+                self._initialisers[position] = variable
+        # Where the value at the start is computed, if nothing gives it.
+        self._computed = {
+            variable: nodes[position].inputs[1]
+            for position, variable in self._initialisers.items()
+            if variable not in given
+        }
+
+    def run(self, roots: Collection[int]) -> dict[Variable, Ref]:
+        """Lowers what the roots need; returns the last values of variables that were written."""
+        needed = self._needed(roots)
+        while cycles := self._cycles(needed):
+            for cycle in cycles:
+                on_cycle = set(cycle)
+                self._computed = {
+                    variable: ref for variable, ref in self._computed.items() if self._sources[variable] not in on_cycle
+                }
+        body, handles = self._copy.body, self._handles.of(self._copy.body)
+        places = {
+            asked: (self._sources[handles[place]], 0) if self._is_source(body, place, handles) else place
+            for asked, place in self._copy.tensors.items()
+        }
+        updates = self._lower(body, {variable: (index, 0) for variable, index in self._sources.items()}, True, needed)
+        self._copy.tensors = places
+        for position, node in enumerate(body.nodes):
+            variable = handles.get((position, 0)) if node.op in SOURCES else None
+            if variable is not None:
+                self._lower_source(position, node, variable)
+        return updates
+
+    @staticmethod
+    def _is_source(body: Body, place: Ref, handles: Mapping[Ref, Variable]) -> bool:
+        return place in handles and body.nodes[place[0]].op in SOURCES
+
+    def _needed(self, roots: Collection[int]) -> bytearray:
+        """Which nodes of the top level the roots need, those included that compute values of variables."""
+        body = self._copy.body
+        needed = bytearray(len(body.nodes))
+        sought: set[Variable] = set()
+        pending = list(roots)
+        while pending:
+            position = pending.pop()
+            if needed[position]:
+                continue
+            needed[position] = 1
+            node = body.nodes[position]
+            pending += [producer for producer, _ in node.inputs]
+            pending += node.controls
+            for variable in self._handles.used_by(body, position):
+                if variable not in sought:
+                    sought.add(variable)
+                    pending += [self._sources[variable]]
+                    if variable in self._computed:
+                        pending.append(self._computed[variable][0])
+        return needed
+
+    def _cycles(self, needed: bytearray) -> list[list[int]]:
+        """Values at the start that depend on themselves: these are no initialisers."""
+        if not self._computed:
+            return []
+        nodes = self._copy.body.nodes
+        edges = {
+            position: [*(producer for producer, _ in nodes[position].inputs), *nodes[position].controls]
+            for position, is_needed in enumerate(needed)
+            if is_needed
+        }
+        for variable, (producer, _) in self._computed.items():
+            if self._sources[variable] in edges:
+                edges[self._sources[variable]] = [producer]
+        return find_cycles(edges)
+
+    def _lower(
+        self, body: Body, initial: Mapping[Variable, Ref], live: bool, needed: bytearray | None
+    ) -> dict[Variable, Ref]:
+        """Lowers a body's nodes, all of them unless `needed` says which; returns the last values of what it writes."""
+        handles = self._handles.of(body)
+        at_top = not body.name
+        count = len(body.nodes)
+        versions = Versions(count, initial.__getitem__, self._findings)
+        for index in range(body.arg_count, count):
+            if needed is not None and not needed[index]:
+                continue
+            node = body.nodes[index]
+            before = versions.reach(index, node)
+            if node.op in SOURCES and not at_top:
+                self._lower_inner_source(node, handles.get((index, 0)), initial)
+            elif node.functions:
+                written = self._lower_container(body, index, versions, before, live)
+                versions.write(index, written)
+            elif not node.unsupported and any(ref in handles for ref in node.inputs):
+                written = self._lower_node(body, index, versions, before, live)
+                if not (at_top and index in self._initialisers):
+                    versions.write(index, written)
+        return versions.last()
+
+    def _lower_node(
+        self, body: Body, index: int, versions: Versions, before: int, live: bool
+    ) -> list[tuple[Variable, Ref]]:
+        node, handles = body.nodes[index], self._handles.of(body)
+        takers = READS.keys() | WRITES.keys() | QUESTIONS
+        target = handles.get(node.inputs[0]) if node.op in takers else None
+        variables = [handles.get(ref) for ref in node.inputs]
+        for number, variable in enumerate(variables):
+            if variable is None:
+                continue
+            is_value = self._handles.is_reference(body, node.inputs[number])
+            if node.op not in PASSES and not is_value and not (number == 0 and target is not None):
+                node.unsupported = _HANDLE
+                return []
+            self._take(body, node, number, versions.at(variable, before))
+        if target is None:
+            if node.op in PASSES:
+                types = zip(node.outputs or (), variables, strict=True)
+                self._lowering.retype_pass(node, [kept if item is None else item.dtype for kept, item in types])
+            return []
+        return self._lowering.lower(body, index, target, live)
+
+    @staticmethod
+    def _take(body: Body, node: Node, number: int, value: Ref) -> None:
+        """Puts a value in a handle's place; what had to run before the handle was handed on must still run before."""
+        producer = node.inputs[number][0]
+        node.inputs[number] = value
+        if body.nodes[producer].op in PASSES and producer != value[0] and producer not in node.controls:
+            node.controls = [*node.controls, producer]
+
+    def _lower_container(
+        self, body: Body, index: int, versions: Versions, before: int, live: bool
+    ) -> list[tuple[Variable, Ref]]:
+        """A loop, branch or call: takes values in place of handles, and gives new values out."""
+        node, handles = body.nodes[index], self._handles.of(body)
+        is_loop, whole = node.op in LOOPS, is_call(node)
+        offset = 0 if is_loop or whole else 1
+        if offset and node.inputs[0] in handles:
+            self._take(body, node, 0, versions.at(handles[node.inputs[0]], before))
+        passed = [handles.get(ref) for ref in node.inputs[offset:]]
+        inner_bodies = [(attr, inner) for attr, bodies in node.functions for inner in bodies]
+        used = dict.fromkeys(variable for variable in passed if variable is not None)
+        for _, inner in inner_bodies:
+            used.update(dict.fromkeys(self._handles.used_in(inner)))
+        if not used:
+            return []
+        extra = [variable for variable in used if variable not in passed]
+        outs = [handles.get((index, number)) for number in range(len(node.outputs or ()))]
+        ends = []
+        for attr, inner in inner_bodies:
+            results = [self._handles.of(inner).get(ref) for ref in inner.results]
+            args = self._give_args(inner, passed, extra)
+            last = self._lower(inner, args, live and not whole, None)
+            ends.append((attr, inner, results, {**args, **last}, last))
+        written = list(dict.fromkeys(variable for *_, last in ends for variable in last))
+        handed_out = extra if is_loop else written
+        for attr, inner, results, end, _ in ends:
+            if attr != "cond":
+                _give_results(inner, results, handed_out, end)
+        for number, variable in enumerate(passed):
+            if variable is not None:
+                self._take(body, node, number + offset, versions.at(variable, before))
+        node.inputs = [*node.inputs, *(versions.at(variable, before) for variable in extra)]
+        first = len(outs)
+        _retype(node, passed, extra, outs, handed_out)
+        node.watched = live and bool(node.inputs) and self._lowering.is_differentiable(node)
+        slots = {variable: first + number for number, variable in enumerate(handed_out)}
+        if is_loop:
+            slots.update({variable: number for number, variable in reversed(list(enumerate(passed))) if variable})
+        return [(variable, (index, slots[variable])) for variable in written]
+
+    def _give_args(
+        self, body: Body, passed: Sequence[Variable | None], extra: Sequence[Variable]
+    ) -> dict[Variable, Ref]:
+        """Makes the arguments of a function carry values; `extra` ones get arguments behind the others."""
+        body.arg_notes = [dict(notes) for notes in body.arg_notes]
+        args: dict[Variable, Ref] = {}
+        for number, variable in enumerate(passed):
+            if variable is not None:
+                args.setdefault(variable, (number, 0))
+                body.nodes[number].outputs = (variable.dtype,)
+                body.arg_notes[number] = _note(variable)
+        if extra:
+            first = body.arg_count
+            self._lowering.insert_args(body, extra)
+            self._handles.shift(body, first, len(extra))
+            body.arg_notes += [_note(variable) for variable in extra]
+            args.update({variable: (first + number, 0) for number, variable in enumerate(extra)})
+        return args
+
+    def _lower_source(self, position: int, node: Node, variable: Variable) -> None:
+        """The node that stands for a variable at top level becomes its value at the start."""
+        source = self._sources[variable]
+        if position != source:
+            self._lowering.become(node, "Identity", [(source, 0)], {"T": _type(variable)}, (variable.dtype,))
+        elif variable in self._computed:
+            self._lowering.become_checked(node, self._computed[variable], variable)
+        else:
+            attrs = {"dtype": _type(variable), "shape": AttrValue(shape=variable.shape)}
+            self._lowering.become(node, "Placeholder", [], attrs, (variable.dtype,))
+            node.controls = []
+
+    def _lower_inner_source(self, node: Node, variable: Variable | None, initial: Mapping[Variable, Ref]) -> None:
+        if variable is not None:
+            attrs = {"T": _type(variable)}
+            self._lowering.become(node, "Identity", [initial[variable]], attrs, (variable.dtype,))
+
+
+def _type(variable: Variable) -> AttrValue:
+    return AttrValue(type=variable.dtype)
+
+
+def _note(variable: Variable) -> dict[str, AttrValue]:
+    return {"_output_shapes": AttrValue(list=AttrValue.ListValue(shape=[variable.shape]))}
+
+
+def _give_results(
+    body: Body, results: Sequence[Variable | None], handed_out: Sequence[Variable], end: Mapping[Variable, Ref]
+) -> None:
+    """Makes a function's results the last values: in place of handles, and of `handed_out` behind the others."""
+    types = list(body.result_types)
+    for number, variable in enumerate(results):
+        if variable is not None:
+            body.results[number], types[number] = end[variable], variable.dtype
+    body.results = [*body.results, *(end[variable] for variable in handed_out)]
+    body.result_types = [*types, *(variable.dtype for variable in handed_out)]
+    body.result_names = [*body.result_names, *("variable" for _ in handed_out)]
+
+
+def _retype(
+    node: Node,
+    passed: Sequence[Variable | None],
+    extra: Sequence[Variable],
+    outs: Sequence[Variable | None],
+    handed_out: Sequence[Variable],
+) -> None:
+    """Tells the node the types of what goes in and comes out by now."""
+    outputs = [
+        dtype if variable is None else variable.dtype for dtype, variable in zip(node.outputs or (), outs, strict=True)
+    ]
+    node.outputs = (*outputs, *(variable.dtype for variable in handed_out))
+    attrs = dict(node.attrs)
+    types_out = AttrValue(list=AttrValue.ListValue(type=map(as_dt, node.outputs)))
+    if "T" in attrs and node.op in LOOPS:
+        attrs["T"] = types_out
+    if "Tin" in attrs:
+        types_in = [
+            dtype if variable is None else variable.dtype
+            for dtype, variable in zip(attrs["Tin"].list.type, passed, strict=True)
+        ]
+        types_in += [variable.dtype for variable in extra]
+        attrs["Tin"] = AttrValue(list=AttrValue.ListValue(type=types_in))
+    if "Tout" in attrs:
+        attrs["Tout"] = types_out
+    if "output_shapes" in attrs and attrs["output_shapes"].list.shape:
+        shapes = [
+            shape if variable is None else variable.shape
+            for shape, variable in zip(attrs["output_shapes"].list.shape, outs, strict=True)
+        ]
+        shapes += [variable.shape for variable in handed_out]
+        attrs["output_shapes"] = AttrValue(list=AttrValue.ListValue(shape=shapes))
+    if "_num_original_outputs" in attrs and handed_out:
+        # TensorFlow gives outputs beyond these no gradient.
+        attrs["_num_original_outputs"] = AttrValue(i=len(node.outputs))
+    node.attrs = attrs

@@ -1,0 +1,73 @@
+"""The ways in which an engine runs a program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from gradrule.v1 import session_pb2
+from gradrule_server.link.engine import Engine
+from gradrule_server.link.framing import Kind
+from gradrule_server.link.v1 import link_pb2
+
+
+class How(Protocol):
+    """One way; it may note what the engine tells besides its answer."""
+
+    async def on(self, engine: Engine, run: link_pb2.RunRequest) -> bytes:
+        """Runs a loaded program; the bytes of an `EvaluateResponse`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Once:
+    """Forward and backward, and nothing is kept. `ends_at`: loop time of the deadline."""
+
+    ends_at: float
+
+    async def on(self, engine: Engine, run: link_pb2.RunRequest) -> bytes:
+        return await engine.call(Kind.RUN, run.SerializeToString(), self.ends_at)
+
+
+@dataclass(slots=True)
+class Forward:
+    """Forward only; the engine keeps what pulling back needs, under the name `handle`: so many bytes, afterwards."""
+
+    ends_at: float
+    handle: str
+    kept_bytes: int = 0
+
+    async def on(self, engine: Engine, run: link_pb2.RunRequest) -> bytes:
+        request = link_pb2.ForwardRequest(run=run, handle=self.handle)
+        reply = link_pb2.ForwardReply.FromString(
+            await engine.call(Kind.FORWARD, request.SerializeToString(), self.ends_at)
+        )
+        self.kept_bytes = reply.kept_bytes
+        return reply.response
+
+
+@dataclass(slots=True)
+class InSession:
+    """With a session's variables. `store`: variables that the outputs become; `optimizer`: what applies gradients.
+
+    Afterwards: bytes of the session, steps made.
+    """
+
+    channel: SessionChannel
+    ends_at: float
+    store: tuple[str, ...] = ()
+    optimizer: session_pb2.Optimizer | None = None
+    reply: link_pb2.SessionReply | None = None
+
+    async def on(self, engine: Engine, run: link_pb2.RunRequest) -> bytes:
+        work = link_pb2.SessionRun(run=run, store=self.store, optimizer=self.optimizer)
+        self.reply = await self.channel.send(link_pb2.SessionRequest(run=work), self.ends_at)
+        return self.reply.response
+
+
+class SessionChannel(Protocol):
+    """The way of a session's messages to the engine that holds it."""
+
+    async def send(self, request: link_pb2.SessionRequest, ends_at: float) -> link_pb2.SessionReply:
+        """The engine's reply; SESSION_LOST where it is another engine by now."""
+        ...

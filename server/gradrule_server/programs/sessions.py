@@ -1,0 +1,287 @@
+"""Sessions: variables that an engine holds for as long as one stream lasts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, session_pb2, tensor_pb2
+from gradrule_server import graphs
+from gradrule_server.errors import Finding, GradruleError, did_you_mean, error
+from gradrule_server.link.engine import Engine
+from gradrule_server.link.faults import EngineLost
+from gradrule_server.link.framing import Kind
+from gradrule_server.link.v1 import link_pb2
+from gradrule_server.programs.cache import Runnable
+from gradrule_server.programs.house import ProgramHouse, call_shape
+from gradrule_server.programs.prepare import graph_of
+from gradrule_server.programs.running import InSession
+from gradrule_server.programs.shape import CallShape, canonical
+from gradrule_server.programs.values import value_fault
+from gradrule_server.registry.blobs import BlobStore, not_found
+
+# Programs that one session keeps at hand: as many kinds of steps and evaluations as it makes in turn.
+_MAX_PROGRAMS = 64
+
+
+class SessionHouse:
+    """What all sessions share: bounds on their number and bytes. Everything happens on one asyncio loop."""
+
+    def __init__(
+        self,
+        house: ProgramHouse,
+        engine: Engine,
+        blobs: BlobStore,
+        limits: graphs.Limits,
+        *,
+        max_sessions: int,
+        max_bytes: int,
+    ) -> None:
+        self.house = house
+        self.engine = engine
+        self.blobs = blobs
+        self.limits = limits
+        self._max_sessions = max_sessions
+        self._max_bytes = max_bytes
+        self._names = itertools.count(1)
+        self._bytes: dict[str, int] = {}
+
+    def open(self) -> str:
+        """Counts a session in; its name. QUOTA_EXCEEDED where there are too many."""
+        if len(self._bytes) >= self._max_sessions:
+            raise error(
+                errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
+                f"there are {len(self._bytes)} sessions, the most that the server holds (--max-sessions); end some",
+            )
+        name = f"s{next(self._names)}"
+        self._bytes[name] = 0
+        return name
+
+    def left_for(self, name: str) -> int:
+        """Bytes that a session may take."""
+        return self._max_bytes - sum(size for other, size in self._bytes.items() if other != name)
+
+    def takes(self, name: str, size: int) -> None:
+        """Notes what a session takes."""
+        if name in self._bytes:
+            self._bytes[name] = size
+
+    def close(self, name: str) -> None:
+        """Counts a session out."""
+        self._bytes.pop(name, None)
+
+
+class Session:
+    """One session. Its methods are called one after the other; `close` at any time."""
+
+    def __init__(self, house: SessionHouse) -> None:
+        self._house = house
+        self._name = ""
+        self._generation = 0
+        self._base = program_pb2.ProgramSpec()
+        self._variables: list[graphs.VariableInfo] = []
+        self._held = contextlib.ExitStack()
+        self._programs: OrderedDict[tuple[bytes, CallShape], Runnable] = OrderedDict()
+
+    async def start(
+        self, request: session_pb2.StartSession, received_ns: int, ends_at: float
+    ) -> session_pb2.SessionStarted:
+        """Begins: gives the variables that have some their first values."""
+        spec = self._base = program_pb2.ProgramSpec(
+            graph=request.graph, overrides=request.overrides, no_gradient=request.no_gradient
+        )
+        if request.graph.WhichOneof("source") == "blob_sha256":
+            # Each kind of step compiles the graph once more.
+            self._held.enter_context(self._house.blobs.held([request.graph.blob_sha256]))
+        self._variables = await asyncio.to_thread(self._read_variables, spec)
+        given = self._bound(request.variables, "start.variables")
+        self._name = self._house.open()
+        self._generation = self._house.engine.generation
+        reply = await self._assign(given, ends_at, opens=True)
+        has_value = {item.spec.name for item in given}
+        computed = [item.names[0] for item in self._variables if item.initialised and item.names[0] not in has_value]
+        if computed:
+            # What the graph computes first values from may be other variables' first values, or given ones.
+            first = program_pb2.ProgramSpec(graph=request.graph, fetches=computed, variables=request.variables)
+            call = evaluate_pb2.EvaluateRequest(spec=first)
+            how = InSession(self, ends_at, store=tuple(computed))
+            await self._house.house.run_inline(call, received_ns, how)
+            reply = how.reply or reply
+        specs = [
+            tensor_pb2.TensorSpec(
+                name=item.names[0],
+                dtype=item.dtype,
+                shape=item.shape,
+                optional=item.initialised or item.names[0] in has_value,
+            )
+            for item in self._variables
+        ]
+        return session_pb2.SessionStarted(variables=specs, bytes=reply.bytes)
+
+    async def step(
+        self, request: session_pb2.StepRequest, received_ns: int, ends_at: float
+    ) -> session_pb2.StepResponse:
+        """Minimises a loss by one update."""
+        if not request.loss:
+            raise error(
+                errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "a step minimises a loss: name one", field="step.loss"
+            )
+        if not request.HasField("optimizer"):
+            raise error(errors_pb2.ERROR_REASON_INVALID_OPTIMIZER, "a step needs an optimiser", field="step.optimizer")
+        if request.variables:
+            xs = [self._known(name, f"step.variables[{number}]") for number, name in enumerate(request.variables)]
+        else:
+            xs = [item.names[0] for item in self._variables if item.dtype in graphs.DIFFERENTIABLE]
+        if not xs:
+            raise error(
+                errors_pb2.ERROR_REASON_INVALID_DERIVATIVE,
+                "the graph has no variables of a float type, so there is nothing to update",
+                field="step.variables",
+            )
+        vjp = program_pb2.Vjp(ys=[request.loss], xs=dict.fromkeys(xs))
+        call = evaluate_pb2.EvaluateRequest(feeds=request.feeds, params=request.params)
+        how = InSession(self, ends_at, optimizer=request.optimizer)
+        answer, program, is_new = await self._run(call, request.fetches, vjp, received_ns, how)
+        done = evaluate_pb2.EvaluateResponse.FromString(answer)
+        return session_pb2.StepResponse(
+            outputs=done.outputs,
+            timings=done.timings,
+            step=how.reply.step if how.reply is not None else 0,
+            overrides=program.compiled.message.overrides if is_new else (),
+        )
+
+    async def evaluate(
+        self, request: session_pb2.SessionEvaluateRequest, received_ns: int, ends_at: float
+    ) -> evaluate_pb2.EvaluateResponse:
+        """Evaluates, and keeps what the graph assigns."""
+        call = evaluate_pb2.EvaluateRequest(feeds=request.feeds, grad_ys=request.grad_ys, params=request.params)
+        vjp = request.vjp if request.HasField("vjp") else None
+        how = InSession(self, ends_at)
+        answer, program, _ = await self._run(call, request.fetches, vjp, received_ns, how)
+        return evaluate_pb2.EvaluateResponse.FromString(answer + program.compiled.tail)
+
+    async def read(self, request: session_pb2.ReadRequest, ends_at: float) -> session_pb2.ReadResponse:
+        """Values of variables."""
+        names = [self._known(name, f"read.variables[{number}]") for number, name in enumerate(request.variables)]
+        wanted = link_pb2.SessionRead(variables=names or [item.names[0] for item in self._variables])
+        reply = await self.send(link_pb2.SessionRequest(read=wanted), ends_at)
+        asked = list(request.variables) or [item.name for item in reply.variables]
+        return session_pb2.ReadResponse(
+            variables=[
+                tensor_pb2.NamedTensor(name=name, value=item.value)
+                for name, item in zip(asked, reply.variables, strict=True)
+            ]
+        )
+
+    async def assign(self, request: session_pb2.AssignRequest, ends_at: float) -> session_pb2.AssignResponse:
+        """Gives variables values, all or none."""
+        await self._assign(self._bound(request.variables, "assign.variables"), ends_at)
+        return session_pb2.AssignResponse()
+
+    def close(self) -> None:
+        """Lets the state go."""
+        if self._name:
+            self._house.close(self._name)
+            if self._generation == self._house.engine.generation:
+                ending = link_pb2.ReleaseRequest(handle=self._name)
+                self._house.engine.tell(Kind.END_SESSION, ending.SerializeToString())
+            self._name = ""
+        self._held.close()
+
+    async def send(self, request: link_pb2.SessionRequest, ends_at: float) -> link_pb2.SessionReply:
+        """One message to the engine that holds the session; SESSION_LOST where it is gone."""
+        if self._generation != self._house.engine.generation:
+            raise _lost()
+        request.session, request.max_bytes = self._name, self._house.left_for(self._name)
+        try:
+            answer = await self._house.engine.call(Kind.SESSION, request.SerializeToString(), ends_at)
+        except EngineLost as lost:
+            raise _lost() from lost
+        reply = link_pb2.SessionReply.FromString(answer)
+        self._house.takes(self._name, reply.bytes)
+        return reply
+
+    async def _assign(
+        self, given: Sequence[link_pb2.BoundVariable], ends_at: float, *, opens: bool = False
+    ) -> link_pb2.SessionReply:
+        held = [item.value.blob.sha256 for item in given if item.value.HasField("blob")]
+        with self._house.blobs.held(held):
+            assign = link_pb2.SessionAssign(variables=given, opens=opens)
+            return await self.send(link_pb2.SessionRequest(assign=assign), ends_at)
+
+    async def _run(
+        self,
+        call: evaluate_pb2.EvaluateRequest,
+        fetches: Iterable[str],
+        vjp: program_pb2.Vjp | None,
+        received_ns: int,
+        how: InSession,
+    ) -> tuple[bytes, Runnable, bool]:
+        """The answer's bytes, the program, and whether it was made just now."""
+        compile_started = time.monotonic_ns()
+        asked = program_pb2.ProgramSpec(fetches=fetches, vjp=vjp)
+        key = asked.SerializeToString(deterministic=True), call_shape(call)
+        program = self._programs.get(key)
+        is_new = program is None
+        if program is None:
+            asked.graph.CopyFrom(self._base.graph)
+            asked.no_gradient = self._base.no_gradient
+            if vjp is not None:
+                asked.overrides.extend(self._base.overrides)
+            program = await self._house.house.compile_for_session(asked, key[1])
+            self._programs[key] = program
+            while len(self._programs) > _MAX_PROGRAMS:
+                self._programs.popitem(last=False)
+        self._programs.move_to_end(key)
+        answer, _ = await self._house.house.run(program, call, received_ns, compile_started, how, is_new=is_new)
+        return answer, program, is_new
+
+    def _read_variables(self, spec: program_pb2.ProgramSpec) -> list[graphs.VariableInfo]:
+        _, graph = graph_of(spec, self._house.limits, self._house.blobs)
+        return graphs.variables(graph, self._house.limits)
+
+    def _known(self, text: str, field: str) -> str:
+        """The name of the variable that a request calls so; UNKNOWN_TENSOR if there is none."""
+        names = {name: item.names[0] for item in self._variables for name in item.names}
+        found = names.get(canonical(text))
+        if found is None:
+            raise error(
+                errors_pb2.ERROR_REASON_UNKNOWN_TENSOR,
+                f"the graph has no variable {text!r}.{did_you_mean(text, names)}",
+                field=field,
+            )
+        return found
+
+    def _bound(self, given: Sequence[tensor_pb2.NamedTensor], field: str) -> list[link_pb2.BoundVariable]:
+        """Values that fit their variables; raises with all that is wrong."""
+        gone = self._house.blobs.missing([item.value.blob.sha256 for item in given if item.value.HasField("blob")])
+        if gone:
+            raise not_found(gone)
+        by_name = {item.names[0]: item for item in self._variables}
+        findings: list[Finding] = []
+        bound: dict[str, link_pb2.BoundVariable] = {}
+        for number, item in enumerate(given):
+            where = f"{field}[{number}]"
+            name = self._known(item.name, where)
+            variable = by_name[name]
+            spec = tensor_pb2.TensorSpec(name=name, dtype=variable.dtype, shape=variable.shape)
+            fault = value_fault(item.value, spec, self._house.blobs, self._house.limits)
+            if fault is None and name in bound:
+                fault = errors_pb2.ERROR_REASON_UNKNOWN_FEED, "is given twice"
+            if fault is not None:
+                findings.append(Finding(fault[0], f"the value of variable {item.name!r} {fault[1]}", item.name, where))
+            bound[name] = link_pb2.BoundVariable(spec=spec, value=item.value)
+        if findings:
+            raise GradruleError(findings)
+        return list(bound.values())
+
+
+def _lost() -> GradruleError:
+    return error(
+        errors_pb2.ERROR_REASON_SESSION_LOST,
+        "the engine that held the session is gone, and its variables with it; start another session",
+    )

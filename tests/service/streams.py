@@ -1,0 +1,59 @@
+"""A stream of bare messages, for tests that look at what goes over it."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+
+from gradrule.v1 import evaluate_pb2
+
+PATH = "/gradrule.v1.GradientService/StreamEvaluate"
+
+
+class RawStream:
+    """Sends requests and reads answers in the order in which they come."""
+
+    def __init__(self, channel: grpc.Channel, timeout: float) -> None:
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self.call: Any = channel.stream_stream(PATH)(iter(self._outgoing.get, None), timeout=timeout)
+
+    def send(self, number: int, **request: Any) -> None:
+        """One request."""
+        self.send_bytes(evaluate_pb2.StreamEvaluateRequest(request_id=number, **request).SerializeToString())
+
+    def send_bytes(self, data: bytes) -> None:
+        """Bytes that may be no request."""
+        self._outgoing.put(data)
+
+    def end(self) -> None:
+        """Says that no more requests come."""
+        self._outgoing.put(None)
+
+    def receive(self) -> evaluate_pb2.StreamEvaluateResponse:
+        """The next answer."""
+        return evaluate_pb2.StreamEvaluateResponse.FromString(next(self.call))
+
+
+@contextmanager
+def opened(channel: grpc.Channel, timeout: float = 60.0) -> Iterator[RawStream]:
+    """A stream, cancelled at the end unless it has ended by then."""
+    stream = RawStream(channel, timeout)
+    try:
+        yield stream
+    finally:
+        stream.end()
+        stream.call.cancel()
+
+
+def reason(answer: Any) -> str:
+    """Why a request failed; empty where it did not."""
+    if answer.WhichOneof("response") != "status":
+        return ""
+    info = error_details_pb2.ErrorInfo()
+    assert status_pb2.Status.FromString(answer.status).details[0].Unpack(info)
+    return str(info.reason)

@@ -1,0 +1,144 @@
+"""`gradrule explain --svg --html`, and the same from Python, against a real server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import tensorflow as tf
+
+import gradrule as gr
+from tests.service.graph_defs import drawn, loaded, placeholder
+from tests.service.servers import RunningServer
+from tests.service.shell import Shell, shell_in
+
+NS = "{http://www.w3.org/2000/svg}"
+
+
+@tf.function
+def inner(x: Any) -> Any:
+    return tf.sign(x) * x
+
+
+@tf.function
+def outer(x: Any) -> Any:
+    return inner(x) + 1.0
+
+
+def everything() -> None:
+    x = placeholder("x")
+    with tf.name_scope("block"):
+        h = tf.nn.relu(outer(x))
+    _, total = tf.while_loop(lambda i, _: i < 3, lambda i, t: (i + 1, t + tf.sign(t)), [0, h], name="loop")
+    chosen = tf.cond(tf.reduce_sum(x) > 0, lambda: tf.sign(total) * x, lambda: tf.zeros_like(x))
+    tf.nn.relu(x, name="aside")
+    tf.reduce_sum(chosen, name="y")
+
+
+@pytest.fixture
+def shell(
+    server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Shell:
+    run = shell_in(tmp_path, server, monkeypatch, capsys)
+    Path("graph.pb").write_bytes(drawn(everything).SerializeToString())
+    return run
+
+
+WORDS = ("explain", "graph.pb", "--y", "y", "--x", "x", "--override", "Sign=ste_sign", "--override", "Relu=guided_relu")
+
+
+def told(svg: str) -> dict[str, list[str]]:
+    """Classes of leaves by name."""
+    found = {}
+    for group in ElementTree.fromstring(svg).iter(f"{NS}g"):
+        title = group.findtext(f"{NS}title")
+        classes = (group.get("class") or "").split()
+        if title and classes[0] == "leaf":
+            found[title.splitlines()[0]] = classes
+    return found
+
+
+def test_explain_draws_nodes_wherever_they_lie(shell: Shell) -> None:
+    done = shell(*WORDS, "--svg", "out.svg", "--html", "out.html")
+    assert done.code == 0
+    assert done.rows("wrote out.svg") and done.rows("wrote out.html")
+    leaves = told(Path("out.svg").read_text())
+    signs = {name: classes for name, classes in leaves.items() if "r0" in classes or "r1" in classes}
+    rules = shell(*WORDS, "--json").json["overrides"]
+    assert set(signs) == {item["node"] for item in rules}
+    assert len(signs) == 5
+    order = list(dict.fromkeys(item["rule"] for item in rules))
+    for item in rules:
+        assert f"r{order.index(item['rule'])}" in signs[item["node"]]
+        assert ("path" in signs[item["node"]]) is (item["status"] == "active")
+    assert "off_path" in signs["aside"]
+    assert "x" in leaves["x"] and "y" in leaves["y"]
+    page = Path("out.html").read_text()
+    assert page.startswith("<!doctype html>") and "guided_relu" in page
+
+
+def test_every_node_that_has_a_gradient_is_on_the_path_and_no_other(shell: Shell) -> None:
+    answer = shell(*WORDS, "--svg", "out.svg", "--json").json
+    asked = set(answer["defaulted"]) | {item["node"] for item in answer["overrides"] if item["status"] == "active"}
+    path = {name for name, classes in told(Path("out.svg").read_text()).items() if "path" in classes}
+    calls = {"block/PartitionedCall", "block/PartitionedCall/PartitionedCall"}
+    assert path == asked | calls | {"x"}
+
+
+def test_json_is_all_that_json_prints(shell: Shell) -> None:
+    assert shell(*WORDS, "--svg", "out.svg", "--json").json["findings"] == []
+
+
+def test_what_is_wrong_is_drawn_too(shell: Shell) -> None:
+    g = gr.Graph()
+    g.op("Neg", g.placeholder("x", "float32"), name="y")
+    message = g._message
+    message.node[1].input[0] = "gone"
+    Path("broken.pb").write_bytes(message.SerializeToString())
+    done = shell("explain", "broken.pb", "--y", "y", "--x", "x", "--svg", "out.svg")
+    assert done.code == 1
+    assert "wrong" in told(Path("out.svg").read_text())["y"]
+
+
+def test_a_file_that_cannot_be_written_is_a_failure(shell: Shell) -> None:
+    done = shell(*WORDS, "--svg", "no/such/folder/out.svg")
+    assert done.code == 1
+    assert "no/such/folder" in done.err
+
+
+def test_explanations_draw_from_python(either: Any) -> None:
+    explained = either.explain(loaded(drawn(everything)), ys=["y"], xs=["x"], overrides={"Sign": "ste_sign"})
+    assert "r0" in told(explained.svg())["loop/Sign"]
+    assert "ste_sign" in explained.html()
+
+
+def test_whole_calls_and_regions_are_drawn(either: Any) -> None:
+    overrides: list[Any] = [gr.Override(gr.Rule("5 * dy"), node="block/PartitionedCall", label="five")]
+    explained = either.explain(loaded(drawn(everything)), ys=["y"], xs=["x"], overrides=overrides)
+    leaves = told(explained.svg())
+    assert "r0" in leaves["block/PartitionedCall"]
+    assert "path" in leaves["block/PartitionedCall/PartitionedCall/Sign"]
+
+
+def test_five_thousand_nodes(either: Any, record_property: Callable[[str, object], None]) -> None:
+    g = gr.Graph()
+    h: Any = g.placeholder("x", "float32", [None])
+    tensors = []
+    for number in range(1250):
+        with g.name_scope(f"stage_{number // 250}/block_{number // 10}/"):
+            h = g.add_v2(g.sign(h), g.mul(h, g.constant(0.5)))
+            tensors.append(h)
+    g.identity(h, name="y")
+    # A short path: what takes long is TensorFlow's differentiation.
+    explained = either.explain(g, ys=["y"], xs=[tensors[-51]], overrides={"Sign": "Identity"}, timeout=240)
+    begun = time.monotonic()
+    svg, html = explained.svg(), explained.html()
+    record_property("seconds", time.monotonic() - begun)
+    assert len(g) == 5002
+    assert "Identity: 1200 off path, 50 active" in svg
+    assert svg.count('class="first"') <= 70
+    assert len(html) < 4 << 20

@@ -1,0 +1,280 @@
+"""Jacobian-vector products, Jacobians, Hessian-vector products and many pull-backs at once, beside local TensorFlow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import gradrule as gr
+from tests.service.answers import assert_close, dense, refused
+from tests.service.derivative_cases import CASES, FEEDS, RTOL, VW, VX, Local, W, X, graph_of, plain
+from tests.service.graph_defs import drawn, loaded, placeholder
+
+GRAD_YS = np.random.default_rng(8).normal(size=(4, *X.shape)).astype(np.float32)
+RNG = np.random.default_rng(9)
+
+
+@pytest.fixture(params=sorted(CASES))
+def case(request: pytest.FixtureRequest) -> Any:
+    """A function with a container inside."""
+    return CASES[request.param]
+
+
+def test_jacobian_vector_products(client: Any, case: Any) -> None:
+    found = client.jvp(graph_of(case), FEEDS, {"x": VX, "w": VW}, ["y"], ["x", "w"])
+    assert_close(found["y"], Local(case).jvp(VX, VW), rtol=RTOL)
+
+
+def test_jacobians(client: Any, case: Any) -> None:
+    found = client.jacobian(graph_of(case), FEEDS, ["y"], ["x", "w"])
+    by_x, by_w = Local(case).jacobian()
+    assert_close(found["y"]["x"], by_x, rtol=RTOL)
+    assert_close(found["y"]["w"], by_w, rtol=RTOL)
+
+
+def test_hessian_vector_products(client: Any, case: Any) -> None:
+    found = client.hvp(graph_of(case), FEEDS, {"x": VX, "w": VW}, ["y"], ["x", "w"])
+    by_x, by_w = Local(case).hvp(VX, VW)
+    assert_close(found["x"], by_x, rtol=RTOL)
+    assert_close(found["w"], by_w, rtol=RTOL)
+
+
+def test_many_pull_backs_at_once(client: Any, case: Any) -> None:
+    found = client.evaluate(
+        graph_of(case), FEEDS, ["y"], ["y"], ["x", "w"], grad_ys={"y": GRAD_YS}, stacked_grad_ys=True
+    )
+    wanted = [Local(case).gradients(grad_y) for grad_y in GRAD_YS]
+    assert_close(found.gradients["x"], np.stack([by_x for by_x, _ in wanted]), rtol=RTOL)
+    assert_close(found.gradients["w"], np.stack([by_w for _, by_w in wanted]), rtol=RTOL)
+    assert_close(found.outputs["y"], case(X, W).numpy(), rtol=RTOL)
+
+
+@pytest.mark.parametrize("shape", [None, (None, 3), (None, None)])
+def test_shapes_that_are_not_known_before_running(client: Any, shape: Any) -> None:
+    def build() -> None:
+        tf.identity(tf.sin(placeholder("x", shape=shape)) * placeholder("w", shape=shape), name="y")
+
+    graph = loaded(drawn(build))
+    feeds = {"x": X, "w": W[:2]}
+    by_x = np.cos(X) * W[:2]
+    jacobian = client.jacobian(graph, feeds, ["y"], ["x"])["y"]["x"]
+    assert_close(jacobian, (np.eye(6, dtype=np.float32) * by_x.ravel()).reshape(2, 3, 2, 3))
+    assert_close(client.jvp(graph, feeds, {"x": VX}, ["y"], ["x"])["y"], by_x * VX)
+    assert_close(client.hvp(graph, feeds, {"x": VX}, ["y"], ["x"])["x"], -np.sin(X) * W[:2] * VX)
+
+
+def test_a_program_is_asked_for_other_derivatives(either: Any) -> None:
+    program = either.compile(graph_of(plain), fetches=["y"], ys=["y"], xs=["x", "w"])
+    local = Local(plain)
+    assert_close(program.jvp(FEEDS, {"x": VX, "w:0": VW})["y"], local.jvp(VX, VW), rtol=RTOL)
+    assert_close(program.jvp(FEEDS, {"w": VW})["y"], local.jvp(0 * VX, VW), rtol=RTOL)
+    by_x, by_w = local.jacobian()
+    found = program.jacobian(FEEDS)["y"]
+    assert_close(found["x"], by_x, rtol=RTOL)
+    assert_close(found["w"], by_w, rtol=RTOL)
+    assert_close(program.hvp(FEEDS, {"x": VX})["w"], local.hvp(VX, 0 * VW)[1], rtol=RTOL)
+    stacked = program.evaluate(FEEDS, grad_ys={"y": GRAD_YS}, stacked_grad_ys=True).gradients["x"]
+    assert_close(stacked[2], local.gradients(GRAD_YS[2])[0], rtol=RTOL)
+    # And gradients are what it is for, before and after.
+    assert_close(program(FEEDS).gradients["x"], local.gradients(np.ones_like(X))[0], rtol=RTOL)
+    program.delete()
+
+
+def test_derivatives_of_a_graph_on_both_clients(either: Any) -> None:
+    graph, local = graph_of(plain), Local(plain)
+    assert_close(either.jvp(graph, FEEDS, {"x": VX}, ["y"], ["x"])["y"], local.jvp(VX, 0 * VW), rtol=RTOL)
+    assert_close(either.jacobian(graph, FEEDS, ["y"], ["w"])["y"]["w"], local.jacobian()[1], rtol=RTOL)
+    assert_close(either.hvp(graph, FEEDS, {"w": VW}, ["y"], ["x", "w"])["w"], local.hvp(0 * VX, VW)[1], rtol=RTOL)
+
+
+def layer(x: Any, w: Any) -> Any:
+    """Examples do not depend on one another."""
+    return tf.tanh(tf.matmul(x, w))
+
+
+def test_a_batched_jacobian(client: Any) -> None:
+    by_x = client.jacobian(graph_of(layer), FEEDS, ["y"], ["x"], batched=True)["y"]["x"]
+    with tf.GradientTape(persistent=True) as tape:
+        x = tf.constant(X)
+        tape.watch(x)
+        y = layer(x, tf.constant(W))
+    assert_close(by_x, tape.batch_jacobian(y, x, experimental_use_pfor=False).numpy(), rtol=RTOL)
+
+
+def test_per_example_gradients_are_the_jacobian_of_a_vector_of_losses(client: Any) -> None:
+    def losses(x: Any, w: Any) -> Any:
+        return tf.reduce_sum(tf.square(layer(x, w)), axis=1)
+
+    found = client.jacobian(graph_of(losses), FEEDS, ["y"], ["w"])["y"]["w"]
+    assert found.shape == (2, 3, 3)
+    for example, gradient in enumerate(found):
+        with tf.GradientTape() as tape:
+            w = tf.constant(W)
+            tape.watch(w)
+            loss = losses(tf.constant(X[example : example + 1]), w)
+        assert_close(gradient, tape.gradient(loss, w).numpy(), rtol=RTOL)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_any_number_of_pull_backs(client: Any, count: int) -> None:
+    grad_ys = np.ones((count, *X.shape), np.float32)
+    found = client.evaluate(
+        graph_of(plain), FEEDS, ys=["y"], xs=["x"], grad_ys={"y": grad_ys}, stacked_grad_ys=True
+    ).gradients["x"]
+    assert found.shape == (count, *X.shape)
+
+
+def test_the_jacobian_of_nothing(client: Any) -> None:
+    found = client.jacobian(graph_of(layer), {"x": X[:0], "w": W}, ["y"], ["x", "w"])["y"]
+    assert found["x"].shape == (0, 3, 0, 3)
+    assert found["w"].shape == (0, 3, 3, 3)
+
+
+def embedding() -> gr.Graph:
+    """A lookup, whose gradient comes in slices."""
+
+    def build() -> None:
+        table, ids = placeholder("table", shape=(5, 2)), placeholder("ids", tf.int32)
+        tf.square(tf.gather(table, ids), name="y")
+
+    return loaded(drawn(build))
+
+
+def test_slices_become_dense_where_many_are_stacked(client: Any) -> None:
+    table = RNG.normal(size=(5, 2)).astype(np.float32)
+    feeds = {"table": table, "ids": np.int32([1, 3, 1])}
+    grad_ys = RNG.normal(size=(2, 3, 2)).astype(np.float32)
+    found = client.evaluate(
+        embedding(), feeds, ys=["y"], xs=["table", "ids"], grad_ys={"y": grad_ys}, stacked_grad_ys=True
+    )
+    assert found.gradient_kinds == {"table": "dense", "ids": "not_differentiable"}
+    for grad_y, gradient in zip(grad_ys, found.gradients["table"], strict=True):
+        one = client.evaluate(embedding(), feeds, ys=["y"], xs=["table"], grad_ys={"y": grad_y}).gradients["table"]
+        assert isinstance(one, gr.Sparse)
+        assert_close(gradient, dense(one))
+
+
+def test_slices_differentiated_again(client: Any) -> None:
+    table = RNG.normal(size=(5, 2)).astype(np.float32)
+    vector = RNG.normal(size=(5, 2)).astype(np.float32)
+    feeds = {"table": table, "ids": np.int32([1, 3, 1])}
+    times = np.array([[0], [2], [0], [1], [0]], np.float32)
+    found = client.hvp(embedding(), feeds, {"table": vector}, ["y"], ["table"])["table"]
+    assert_close(dense(found), 2 * times * vector)
+    pushed = client.jvp(embedding(), feeds, {"table": vector}, ["y"], ["table"])["y"]
+    assert_close(pushed, (2 * table * vector)[[1, 3, 1]])
+
+
+def test_what_is_not_connected_and_what_has_no_derivatives(client: Any) -> None:
+    def build() -> None:
+        x, n = placeholder("x"), placeholder("n", tf.int32)
+        tf.square(x, name="y")
+        tf.argmax(x, name="i")
+        tf.cast(n, tf.float32, name="z")
+
+    graph, feeds = loaded(drawn(build)), {"x": np.float32([1, 2]), "n": np.int32([1])}
+    ys, xs = ["y", "i", "z"], ["x", "n"]
+    pushed = client.jvp(graph, feeds, {"x": np.float32([1, 1])}, ys, xs)
+    assert_close(pushed["y"], np.float32([2, 4]))
+    assert_close(pushed["z"], np.float32([0]))
+    assert pushed["i"] is None
+    found = client.jacobian(graph, feeds, ys, xs)
+    assert (found["i"], found["z"], found["y"]["n"]) == ({"x": None, "n": None}, {"x": None, "n": None}, None)
+    zeros = client.jacobian(graph, feeds, ["z"], ["x"], unconnected_gradients="zero")["z"]["x"]
+    assert_close(zeros, np.zeros((1, 2), np.float32))
+    assert client.hvp(graph, feeds, {"x": np.float32([1, 1])}, ["z"], ["x", "n"]) == {"x": None, "n": None}
+    zeros = client.hvp(graph, feeds, {"x": np.float32([1, 1])}, ["z"], ["x"], unconnected_gradients="zero")["x"]
+    assert_close(zeros, np.zeros(2, np.float32))
+
+
+def test_stacks_of_ys_that_have_no_derivatives(client: Any) -> None:
+    def build() -> None:
+        x = placeholder("x")
+        tf.argmax(x, name="i")
+        tf.square(x, name="y")
+
+    graph, stack = loaded(drawn(build)), np.ones(3, np.int64)
+    asked: dict[str, Any] = {"feeds": {"x": np.float32([1, 2])}, "xs": ["x"], "stacked_grad_ys": True}
+    assert client.evaluate(graph, ys=["i"], grad_ys={"i": stack}, **asked).gradients["x"] is None
+    found = client.evaluate(graph, ys=["i"], grad_ys={"i": stack}, unconnected_gradients="zero", **asked)
+    assert_close(found.gradients["x"], np.zeros((3, 2), np.float32))
+    # A y without a grad_y gets ones in each.
+    found = client.evaluate(graph, ys=["i", "y"], grad_ys={"i": stack}, **asked)
+    assert_close(found.gradients["x"], np.array([[2, 4]] * 3, np.float32))
+
+
+def test_stop_gradients_hold_in_every_differentiation(client: Any) -> None:
+    def build() -> None:
+        x = placeholder("x")
+        tf.multiply(tf.square(x, name="s"), x, name="y")
+
+    graph, feeds = loaded(drawn(build)), {"x": np.float32([3.0])}
+    one = {"x": np.float32([1.0])}
+    assert_close(client.jvp(graph, feeds, one, ["y"], ["x"], stop_gradients=["s"])["y"], np.float32([9.0]))
+    assert_close(client.jacobian(graph, feeds, ["y"], ["x"], ["s"])["y"]["x"], np.float32([[9.0]]))
+    assert client.hvp(graph, feeds, one, ["y"], ["x"], stop_gradients=["s"])["x"] is None
+    assert_close(client.hvp(graph, feeds, one, ["y"], ["x"])["x"], np.float32([18.0]))
+
+
+def test_an_intermediate_tensor_as_x_and_one_that_is_fed(client: Any) -> None:
+    def build() -> None:
+        h = tf.sin(placeholder("x"), name="h")
+        tf.square(h, name="y")
+
+    graph, h = loaded(drawn(build)), np.sin(np.float32([0.5]))
+    one = {"h": np.float32([1.0])}
+    for feeds in ({"x": np.float32([0.5])}, {"h": h}):
+        assert_close(client.jvp(graph, feeds, one, ["y"], ["h"])["y"], 2 * h)
+        assert_close(client.hvp(graph, feeds, one, ["y"], ["h"])["h"], np.float32([2.0]))
+        assert_close(client.jacobian(graph, feeds, ["y"], ["h"])["y"]["h"], [2 * h])
+
+
+def test_one_x_named_twice(client: Any) -> None:
+    found = client.jvp(graph_of(plain), FEEDS, {"x": VX}, ["y", "y:0"], ["x", "x:0"])
+    wanted = Local(plain).jvp(VX, 0 * VW)
+    assert_close(found["y"], wanted, rtol=RTOL)
+
+
+def test_complex_tensors(client: Any) -> None:
+    def build() -> None:
+        x = placeholder("x", tf.complex64)
+        tf.multiply(x, x, name="z")
+        tf.reduce_sum(tf.abs(x) ** 3, name="y")
+
+    graph, x = loaded(drawn(build)), np.complex64([1 + 2j, -0.5j])
+    tangent = np.complex64([0.5 - 1j, 2 + 1j])
+    feeds = {"x": x}
+    pushed = client.jvp(graph, feeds, {"x": tangent}, ["z"], ["x"])["z"]
+    assert_close(pushed, 2 * x * tangent)
+    with refused("INVALID_DERIVATIVE") as refusal:
+        client.jacobian(graph, feeds, ["z"], ["x"])
+    refusal.says("complex64", "real and imaginary parts")
+    with refused("INVALID_DERIVATIVE") as refusal:
+        client.hvp(graph, feeds, {"x": tangent}, ["z"], ["x"])
+    refusal.says("complex64", "grad_y")
+    with tf.GradientTape() as outer:
+        value = tf.constant(x)
+        outer.watch(value)
+        with tf.GradientTape() as inner:
+            inner.watch(value)
+            y = tf.reduce_sum(tf.abs(value) ** 3)
+        first = inner.gradient(y, value)
+    wanted = outer.gradient(first, value, output_gradients=tf.constant(tangent)).numpy()
+    assert_close(client.hvp(graph, feeds, {"x": tangent}, ["y"], ["x"])["x"], wanted, rtol=RTOL)
+
+
+def test_xs_in_groups(either: Any) -> None:
+    graph, local = graph_of(plain), Local(plain)
+    xs = {"weights": ["w"], "inputs": "x", "all": ["x", "w:0"]}
+    by_x, by_w = local.gradients(np.ones_like(X))
+    program = either.compile(graph, ys=["y"], xs=xs)
+    for answer in (either.evaluate(graph, FEEDS, ys=["y"], xs=xs), program(FEEDS)):
+        assert_close(answer.gradients["weights"]["w"], by_w, rtol=RTOL)
+        assert_close(answer.gradients["inputs"]["x"], by_x, rtol=RTOL)
+        assert set(answer.gradients["all"]) == {"x", "w:0"}
+    assert_close(program.jacobian(FEEDS)["y"]["weights"]["w"], local.jacobian()[1], rtol=RTOL)
+    assert_close(either.hvp(graph, FEEDS, {"x": VX}, ["y"], xs)["inputs"]["x"], local.hvp(VX, 0 * VW)[0], rtol=RTOL)
+    program.delete()

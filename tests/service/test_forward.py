@@ -1,0 +1,226 @@
+"""Forward once, pull back many: values, lapsing, bounds, and what happens when an engine or a client is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import gradrule as gr
+from gradrule._status import error_of_status
+from gradrule.v1 import evaluate_pb2
+from tests.service import raw
+from tests.service.answers import assert_close, refused
+from tests.service.graph_defs import drawn, placeholder
+from tests.service.health import wait_for_another_engine
+from tests.service.refusals import provokes
+from tests.service.servers import RunningServer, running_server, wait_until
+from tests.service.streams import opened, reason
+
+X = np.float32([-2.0, 0.5, 3.0])
+
+
+def straight() -> None:
+    x = placeholder("x")
+    tf.multiply(tf.sign(x), x * x, name="y")
+
+
+def in_loop() -> None:
+    x = placeholder("x", shape=(3,))
+    _, last = tf.while_loop(lambda i, _: i < 4, lambda i, v: (i + 1, tf.sin(v) * tf.sign(v) * x), [0, x])
+    tf.identity(last, name="y")
+
+
+def in_branch() -> None:
+    x = placeholder("x", shape=(3,))
+    tf.identity(tf.cond(tf.reduce_sum(x) > 0, lambda: tf.sign(x) * tf.exp(x), lambda: -x), name="y")
+
+
+@pytest.mark.parametrize("build", [straight, in_loop, in_branch])
+def test_each_pull_back_is_what_an_evaluation_gives(either: Any, build: Callable[[], None]) -> None:
+    words = {"fetches": ["y"], "ys": ["y"], "xs": ["x"], "overrides": {"Sign": "ste"}}
+    program = either.compile(drawn(build), **words)
+    with program.forward({"x": X}) as handle:
+        assert_close(handle.outputs["y"], program.evaluate({"x": X}).outputs["y"])
+        assert handle.bytes > 0
+        assert_close(handle.vjp()["x"], program.evaluate({"x": X}).gradients["x"])
+        for seed in range(3):
+            dy = np.random.default_rng(seed).normal(size=3).astype(np.float32)
+            wanted = program.evaluate({"x": X}, grad_ys={"y": dy}).gradients["x"]
+            assert_close(handle.vjp({"y": dy})["x"], wanted)
+        rows = np.eye(3, dtype=np.float32)
+        wanted = program.evaluate({"x": X}, grad_ys=[rows], stacked_grad_ys=True).gradients["x"]
+        assert_close(handle.vjp([rows], stacked_grad_ys=True)["x"], wanted)
+
+
+def test_a_random_op_is_drawn_once(client: Any) -> None:
+    def build() -> None:
+        x = placeholder("x", shape=(1000,))
+        tf.multiply(x, tf.random.uniform((1000,)), name="y")
+
+    program = client.compile(drawn(build), fetches=["y"], ys=["y"], xs=["x"])
+    ones = np.ones(1000, np.float32)
+    with program.forward({"x": ones}) as handle:
+        assert_close(handle.vjp()["x"], handle.outputs["y"])
+        assert_close(handle.vjp({"y": 2 * ones})["x"], 2 * handle.outputs["y"])
+
+
+def test_params_are_those_of_the_forward_run(client: Any) -> None:
+    program = client.compile(
+        raw.sign_graph().SerializeToString(),
+        fetches=["y"],
+        ys=["y"],
+        xs=["x"],
+        overrides=[gr.Override(gr.Rule("dy * k", params={"k": 2.0}), op_type="Sign", label="s")],
+    )
+    with program.forward({"x": X}, params={"s": {"k": 7.0}}) as handle:
+        assert_close(handle.vjp()["x"], np.float32([7, 7, 7]))
+
+
+def test_groups_of_xs_come_back_as_groups(client: Any) -> None:
+    program = client.compile(drawn(straight), ys=["y"], xs={"inputs": ["x"]})
+    with program.forward({"x": X}) as handle:
+        assert_close(handle.vjp()["inputs"]["x"], 2 * np.abs(X))
+
+
+def test_what_cannot_be_pulled_back_is_refused(either: Any) -> None:
+    graph = drawn(straight)
+    forward_only = either.compile(graph, fetches=["y"])
+    with refused("INVALID_DERIVATIVE"):
+        forward_only.forward({"x": X})
+    program = either.compile(graph, ys=["y"], xs=["x"])
+    with refused("MISSING_FEED"):
+        program.forward({})
+    with program.forward({"x": X}) as handle:
+        with refused("INVALID_DERIVATIVE") as refusal:
+            handle.vjp({"z": X})
+        refusal.says("'z'", "y")
+        with refused("FEED_SHAPE"):
+            handle.vjp({"y": np.float32([1, 2])})
+        with refused("INVALID_DERIVATIVE"):
+            handle.vjp(stacked_grad_ys=True)
+        assert_close(handle.vjp()["x"], 2 * np.abs(X))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server that keeps little, and that for a short time."""
+    flags = ("--max-handle-bytes", "1MiB", "--max-handles", "4", "--handle-ttl-s", "1.5")
+    with running_server(tmp_path_factory.mktemp("small"), flags) as running:
+        yield running
+
+
+def compiled(client: gr.Client) -> gr.Program:
+    return client.compile(drawn(straight), fetches=["y"], ys=["y"], xs=["x"])
+
+
+def forward_of(name: str, values: Any) -> evaluate_pb2.ForwardRequest:
+    feeds = raw.feeds({"x": raw.tensor(values)})
+    return evaluate_pb2.ForwardRequest(evaluate=evaluate_pb2.EvaluateRequest(program=name, feeds=feeds))
+
+
+@provokes("HANDLE_EXPIRED")
+def test_a_handle_lapses_after_its_last_use(small: RunningServer) -> None:
+    with gr.connect(small.target) as client, grpc.insecure_channel(small.target) as channel, opened(channel) as stream:
+        stream.send(1, forward=forward_of(compiled(client).name, X))
+        answer = stream.receive().forward
+        assert answer.ttl.ToNanoseconds() == 1.5e9
+
+        def lapsed() -> bytes | None:
+            # Looking at it more often would keep it alive.
+            time.sleep(2.5)
+            stream.send(2, pull_back=evaluate_pb2.PullBackRequest(handle=answer.handle))
+            return stream.receive().status or None
+
+        status = wait_until(lapsed, "the handle to lapse")
+        with refused("HANDLE_EXPIRED") as refusal:
+            raise error_of_status(status)
+        refusal.says(answer.handle, "run forward again")
+
+
+def test_a_client_runs_forward_again_by_itself(small: RunningServer) -> None:
+    with gr.connect(small.target) as client, compiled(client).forward({"x": X}, ttl=0.05) as handle:
+        first = handle._handle
+
+        def renewed() -> bool | None:
+            time.sleep(0.3)
+            assert_close(handle.vjp()["x"], 2 * np.abs(X))
+            return handle._handle != first or None
+
+        assert wait_until(renewed, "a handle in the first one's place")
+
+
+@provokes("QUOTA_EXCEEDED")
+def test_bytes_and_number_of_handles_are_bounded(small: RunningServer) -> None:
+    with gr.connect(small.target) as client:
+        program = compiled(client)
+        big = np.ones(200_000, np.float32)
+        with refused("QUOTA_EXCEEDED") as refusal:
+            program.forward({"x": big})
+        refusal.says("bytes", "1048576")
+        handles = [program.forward({"x": X}) for _ in range(4)]
+        with refused("QUOTA_EXCEEDED") as refusal:
+            program.forward({"x": X})
+        refusal.says("4 forward handles")
+        for handle in handles:
+            handle.close()
+        program.forward({"x": X}).close()
+
+
+def test_a_client_that_leaves_takes_its_handles_along(small: RunningServer) -> None:
+    with gr.connect(small.target) as client:
+        name = compiled(client).name
+        with grpc.insecure_channel(small.target) as channel:
+            for _ in range(3):
+                with opened(channel) as stream:
+                    for number in range(4):
+                        stream.send(number, forward=forward_of(name, X))
+                    # Handles of a stream that is cancelled a moment ago may still count.
+                    assert {reason(stream.receive()) for _ in range(4)} <= {"", "QUOTA_EXCEEDED"}
+
+        def free() -> bool | None:
+            try:
+                handles = [client.program(name).forward({"x": X}, ttl=1.0) for _ in range(4)]
+            except gr.errors.QuotaExceededError:
+                return None
+            for handle in handles:
+                handle.close()
+            return True
+
+        assert wait_until(free, "room for four handles", 1.4)
+
+
+def test_a_handle_belongs_to_its_stream(small: RunningServer) -> None:
+    with gr.connect(small.target) as client, grpc.insecure_channel(small.target) as channel:
+        name = compiled(client).name
+        with opened(channel) as owner, opened(channel) as other:
+            owner.send(1, forward=forward_of(name, X))
+            pull_back = evaluate_pb2.PullBackRequest(handle=owner.receive().forward.handle)
+            other.send(1, pull_back=pull_back)
+            assert reason(other.receive()) == "HANDLE_EXPIRED"
+            owner.send(2, pull_back=pull_back)
+            assert reason(owner.receive()) == ""
+            owner.send(3, close_handle=evaluate_pb2.CloseHandleRequest(handle=pull_back.handle))
+            assert owner.receive().WhichOneof("response") == "close_handle"
+            owner.send(4, pull_back=pull_back)
+            assert reason(owner.receive()) == "HANDLE_EXPIRED"
+
+
+def test_a_lost_engine_costs_a_forward_run(tmp_path: Path) -> None:
+    with (
+        running_server(tmp_path) as server,
+        gr.connect(server.target) as client,
+        compiled(client).forward({"x": X}) as handle,
+    ):
+        engine = server.wait_for_engine()
+        os.kill(engine, signal.SIGKILL)
+        wait_for_another_engine(server, engine)
+        assert_close(handle.vjp()["x"], 2 * np.abs(X))

@@ -1,0 +1,451 @@
+"""Sessions: training on the server beside Keras itself, state that a graph assigns, bounds, and what is left behind."""
+
+from __future__ import annotations
+
+import functools
+import os
+import queue
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import gradrule as gr
+from gradrule.v1 import session_pb2
+from tests.service import raw
+from tests.service.answers import assert_close, refused
+from tests.service.health import wait_for_another_engine
+from tests.service.refusals import provokes
+from tests.service.servers import RunningServer, running_server, wait_until
+from tests.service.streams import reason
+
+RNG = np.random.default_rng(7)
+X = RNG.normal(size=(16, 3)).astype(np.float32)
+T = RNG.normal(size=(16, 2)).astype(np.float32)
+W = RNG.normal(size=(3, 2)).astype(np.float32)
+
+
+def linear() -> gr.Graph:
+    """loss = mean((x·w + b - t)²)."""
+    g = gr.Graph()
+    x, t = g.placeholder("x", "float32", [None, 3]), g.placeholder("t", "float32", [None, 2])
+    w, b = g.variable("w", W), g.variable("b", np.zeros(2, np.float32))
+    y = g.op("AddV2", g.op("MatMul", x, w), b, name="y")
+    g.op("Mean", g.op("Square", g.op("Sub", y, t)), g.constant([0, 1]), name="loss")
+    return g
+
+
+def locally(optimizer: Any, steps: int) -> tuple[list[float], dict[str, Any]]:
+    """Losses and variables of the same model under Keras."""
+    w, b = keras.Variable(W), keras.Variable(np.zeros(2, np.float32))
+    losses = []
+    for _ in range(steps):
+        with tf.GradientTape() as tape:
+            tape.watch([w.value, b.value])
+            loss = tf.reduce_mean(tf.square(tf.matmul(X, w.value) + b.value - T))
+        gradients = tape.gradient(loss, [w.value, b.value])
+        optimizer.apply_gradients(zip(gradients, [w, b], strict=True))
+        losses.append(float(loss))
+    return losses, {"w": np.asarray(w.value), "b": np.asarray(b.value)}
+
+
+OPTIMIZERS: dict[str, tuple[gr.optimizers.Optimizer, Callable[[], Any]]] = {
+    "SGD": (gr.optimizers.SGD(0.1), lambda: keras.optimizers.SGD(0.1)),
+    "nesterov": (
+        gr.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+        lambda: keras.optimizers.SGD(0.1, momentum=0.9, nesterov=True),
+    ),
+    "clipped": (gr.optimizers.SGD(0.5, clipnorm=0.01), lambda: keras.optimizers.SGD(0.5, clipnorm=0.01)),
+    "RMSprop": (gr.optimizers.RMSprop(0.01, momentum=0.5), lambda: keras.optimizers.RMSprop(0.01, momentum=0.5)),
+    "Adam": (gr.optimizers.Adam(0.05, amsgrad=True), lambda: keras.optimizers.Adam(0.05, amsgrad=True)),
+    "AdamW": (gr.optimizers.AdamW(0.05), lambda: keras.optimizers.AdamW(0.05)),
+    **{
+        name: (getattr(gr.optimizers, name)(0.02), functools.partial(getattr(keras.optimizers, name), 0.02))
+        for name in ("Adadelta", "Adagrad", "Adamax", "Nadam", "Ftrl", "Lion", "Adafactor", "Lamb")
+    },
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_are_those_of_keras(client: Any, name: str) -> None:
+    ours, theirs = OPTIMIZERS[name]
+    losses, variables = locally(theirs(), 5)
+    with client.session(linear()) as s:
+        got = [s.step({"x": X, "t": T}, "loss", ours) for _ in range(5)]
+        assert [result.step for result in got] == [1, 2, 3, 4, 5]
+        assert_close(np.array([result.loss for result in got]), np.float32(losses), rtol=1e-4)
+        for variable, value in variables.items():
+            assert_close(s.read(variable)[variable], value, rtol=1e-3)
+
+
+def test_every_optimizer_has_keras_defaults() -> None:
+    for name in gr.optimizers.__all__:
+        if name != "Optimizer":
+            config = getattr(keras.optimizers, name)().get_config()
+            settings = getattr(gr.optimizers, name)().message().settings
+            assert {key: float(config[key]) for key in settings} == pytest.approx(dict(settings))
+
+
+def test_the_asynchronous_client_does_the_same(aio_client: Any) -> None:
+    losses, variables = locally(keras.optimizers.Adam(0.05), 3)
+    with aio_client.session(linear()) as s:
+        got = [s.step({"x": X, "t": T}, "loss", gr.optimizers.Adam(0.05), fetches=["y"]) for _ in range(3)]
+        assert_close(np.array([result.loss for result in got]), np.float32(losses), rtol=1e-4)
+        assert got[0].outputs["y"].shape == (16, 2)
+        assert_close(s.read()["w"], variables["w"], rtol=1e-3)
+        s.assign({"b": [1.0, 2.0]})
+        assert_close(s.save().variables["b"], np.float32([1, 2]))
+
+
+def test_the_learning_rate_may_change_from_step_to_step(client: Any) -> None:
+    with client.session(linear()) as s:
+        optimizer = keras.optimizers.Adam(0.1)
+        locally_first, _ = locally(optimizer, 1)
+        first = s.step({"x": X, "t": T}, "loss", gr.optimizers.Adam(0.1))
+        assert_close(first.loss, np.float32(locally_first[0]), rtol=1e-5)
+        before = s.read("w")["w"]
+        s.step({"x": X, "t": T}, "loss", gr.optimizers.Adam(1e-9))
+        assert_close(s.read("w")["w"], before)
+
+
+def test_some_variables_only_and_a_loss_that_is_no_scalar(client: Any) -> None:
+    with client.session(linear()) as s:
+        s.step({"x": X, "t": T}, "y", gr.optimizers.SGD(1.0), variables=["b"])
+        values = s.read()
+        assert_close(values["w"], W)
+        assert_close(values["b"], np.float32([-16, -16]))
+
+
+def test_overrides_hold_in_steps(client: Any) -> None:
+    g = gr.Graph()
+    x, t = g.placeholder("x", "float32", [None, 3]), g.placeholder("t", "float32", [None, 2])
+    y = g.op("MatMul", x, g.op("Sign", g.variable("w", W)), name="y")
+    g.op("Mean", g.op("Square", g.op("Sub", y, t)), g.constant([0, 1]), name="loss")
+    target = X @ np.asarray([[1, -1], [-1, 1], [1, 1]], np.float32)
+    feeds = {"x": X, "t": target}
+    with client.session(g, overrides={"Sign": "ste"}) as s:
+        losses = [float(s.step(feeds, "loss", gr.optimizers.SGD(0.2)).loss) for _ in range(60)]
+        assert losses[-1] == 0.0
+        assert s.step(feeds, "loss", gr.optimizers.SGD(0.2), fetches=["y"]).overrides[0].rule == "ste"
+    with client.session(g) as s:
+        s.step(feeds, "loss", gr.optimizers.SGD(0.2))
+        # TensorFlow's own gradient of Sign is zero.
+        assert_close(s.read()["w"], W)
+
+
+def test_sparse_gradients_touch_their_rows_only(client: Any) -> None:
+    table = RNG.normal(size=(6, 2)).astype(np.float32)
+
+    def build() -> None:
+        embedding = tf.compat.v1.get_variable("table", initializer=tf.constant(table), use_resource=True)
+        ids = tf.compat.v1.placeholder(tf.int32, (None,), name="ids")
+        tf.reduce_sum(tf.square(tf.nn.embedding_lookup(embedding, ids)), name="loss")
+
+    with tf.Graph().as_default() as graph:
+        build()
+    with client.session(graph.as_graph_def()) as s:
+        s.step({"ids": [1, 1, 4]}, "loss", gr.optimizers.SGD(0.1))
+        expected = table.copy()
+        np.subtract.at(expected, [1, 1, 4], 0.2 * table[[1, 1, 4]])
+        assert_close(s.read()["table"], expected, rtol=1e-5)
+
+
+def test_what_the_graph_assigns_is_kept(client: Any) -> None:
+    """A moving average, as batch normalisation has one, and a counter."""
+
+    def build() -> None:
+        v1 = tf.compat.v1
+        mean = v1.get_variable("mean", initializer=tf.zeros([3]), use_resource=True, trainable=False)
+        count = v1.get_variable("count", initializer=tf.constant(0), use_resource=True, trainable=False)
+        w = v1.get_variable("w", initializer=tf.ones([3]), use_resource=True)
+        x = v1.placeholder(tf.float32, (None, 3), name="x")
+        moved = mean.assign(0.9 * mean + 0.1 * tf.reduce_mean(x, axis=0))
+        with tf.control_dependencies([moved, count.assign_add(1)]):
+            tf.reduce_sum((x - tf.reduce_mean(x, axis=0)) * w, name="loss")
+        tf.identity(mean, name="now")
+
+    with tf.Graph().as_default() as graph:
+        build()
+    with client.session(graph.as_graph_def()) as s:
+        expected = np.zeros(3, np.float32)
+        for _ in range(3):
+            s.step({"x": X}, "loss", gr.optimizers.SGD(0.0))
+            expected = 0.9 * expected + 0.1 * X.mean(axis=0)
+        s.evaluate({"x": X}, fetches=["loss"])
+        expected = 0.9 * expected + 0.1 * X.mean(axis=0)
+        values = s.read()
+        assert_close(values["mean"], expected, rtol=1e-5)
+        assert values["count"] == 4
+        assert_close(s.evaluate(fetches=["now"]).outputs["now"], expected, rtol=1e-5)
+        assert s.read("count")["count"] == 4
+
+
+def small_model() -> keras.Model:
+    keras.utils.set_random_seed(3)
+    return keras.Sequential(
+        [
+            keras.layers.Input((3,)),
+            keras.layers.Dense(5, activation="silu"),
+            keras.layers.BatchNormalization(momentum=0.7),
+            keras.layers.Dense(2),
+        ]
+    )
+
+
+def test_a_traced_keras_model_trains_as_under_keras(client: Any) -> None:
+    """Batch norm's statistics are assigned on the way, and are not trained; silu brings a custom gradient."""
+    model, twin = small_model(), small_model()
+
+    def loss_of(model: keras.Model, x: Any, t: Any) -> Any:
+        return tf.reduce_mean(tf.square(model(x, training=True) - t))
+
+    graph = gr.trace(lambda x, t: {"loss": loss_of(model, x, t)}, tf.TensorSpec([None, 3]), tf.TensorSpec([None, 2]))
+    paths = [variable.path for variable in model.variables]
+    optimizer = keras.optimizers.Adam(0.05)
+    with client.session(graph) as s:
+        for _ in range(4):
+            with tf.GradientTape() as tape:
+                loss = loss_of(twin, X, T)
+            gradients = tape.gradient(loss, [variable.value for variable in twin.trainable_variables])
+            optimizer.apply_gradients(zip(gradients, twin.trainable_variables, strict=True))
+            result = s.step({"x": X, "t": T}, "loss", gr.optimizers.Adam(0.05))
+            assert_close(result.loss, loss.numpy(), rtol=1e-4)
+        trained = s.read()
+        for path, variable in zip(paths, twin.variables, strict=True):
+            np.testing.assert_allclose(trained[path], variable.value, rtol=1e-3, atol=1e-4)
+
+
+def test_random_first_values_are_drawn_once(client: Any) -> None:
+    with tf.Graph().as_default() as graph:
+        v1 = tf.compat.v1
+        w = v1.get_variable("w", initializer=tf.random.normal([50]), use_resource=True)
+        v1.get_variable("twice", initializer=2 * w.initial_value, use_resource=True)
+        tf.identity(w, name="y")
+    with client.session(graph.as_graph_def()) as s:
+        first = s.read()
+        assert_close(first["twice"], 2 * first["w"])
+        assert_close(s.read()["w"], first["w"])
+        assert_close(s.evaluate(fetches=["y"]).outputs["y"], first["w"])
+        assert np.unique(first["w"]).size == 50
+
+
+def test_gradients_and_feeds_in_place_of_variables(client: Any) -> None:
+    with client.session(linear(), variables={"b": [1.0, 1.0]}) as s:
+        r = s.evaluate({"x": X, "t": T}, fetches=["y"], ys=["loss"], xs=["w", "x"])
+        whole = client.evaluate(linear(), {"x": X, "t": T, "b": [1.0, 1.0]}, ["y"], ["loss"], ["w", "x"])
+        assert_close(r.outputs["y"], whole.outputs["y"])
+        assert_close(r.gradients["w"], whole.gradients["w"])
+        assert_close(r.gradients["x"], whole.gradients["x"])
+        fed = s.evaluate({"x": X, "b": [0.0, 0.0]}, fetches=["y"]).outputs["y"]
+        assert_close(fed, X @ W, rtol=1e-4)
+        assert_close(s.read()["b"], np.float32([1, 1]))
+
+
+def test_large_variables_travel_as_blobs(either: Any) -> None:
+    g = gr.Graph()
+    table = np.arange(40_000, dtype=np.float32).reshape(200, 200)
+    g.op("Sum", g.variable("w", table), g.constant([0, 1]), name="loss")
+    with either.session(g) as s:
+        s.step({}, "loss", gr.optimizers.SGD(1.0))
+        assert_close(s.read()["w"], table - 1)
+
+
+@provokes("INVALID_OPTIMIZER")
+def test_what_is_wrong_changes_nothing(client: Any) -> None:
+    feeds = {"x": X, "t": T}
+    with client.session(linear()) as s:
+        before = s.read()
+        with refused("INVALID_OPTIMIZER"):
+            s.step(feeds, "loss", "adam")
+        with refused("INVALID_OPTIMIZER") as refusal:
+            s.step(feeds, "loss", gr.optimizers.SGD(0.1, clipnorm=1.0, clipvalue=1.0))
+        refusal.says("SGD", "clip")
+        with refused("UNKNOWN_TENSOR") as refusal:
+            s.step(feeds, "los", gr.optimizers.SGD(0.1))
+        refusal.says("'los'", "loss")
+        with refused("UNKNOWN_TENSOR"):
+            s.step(feeds, "loss", gr.optimizers.SGD(0.1), variables=["ww"])
+        with refused("INVALID_DERIVATIVE"):
+            s.step(feeds, "x", gr.optimizers.SGD(0.1))
+        with refused("MISSING_FEED"):
+            s.step({"x": X}, "loss", gr.optimizers.SGD(0.1))
+        with refused("FEED_SHAPE"):
+            s.assign({"b": [1.0, 2.0], "w": np.ones((2, 2), np.float32)})
+        with refused("FEED_DTYPE"):
+            s.assign({"w": W.astype(np.float64)})
+        with refused("UNKNOWN_TENSOR"):
+            s.read("q")
+        after = s.read()
+        assert all((before[name] == after[name]).all() for name in before)
+        assert s.step(feeds, "loss", gr.optimizers.SGD(0.1)).step == 1
+
+
+def test_a_variable_without_a_value_is_told(client: Any) -> None:
+    g = linear()
+    del g.variables["b"]
+    with client.session(g) as s:
+        with refused("MISSING_FEED") as refusal:
+            s.evaluate({"x": X}, fetches=["y"])
+        refusal.says("'b'")
+        with refused("MISSING_FEED"):
+            s.read("b")
+        s.assign({"b": [0.0, 0.0]})
+        assert_close(s.evaluate({"x": X}, fetches=["y"]).outputs["y"], X @ W, rtol=1e-4)
+
+
+def test_a_session_that_cannot_start(either: Any) -> None:
+    g = linear()
+    g.op("Sign", g.placeholder("q", "float32", [None]), name="unused")
+    with refused("UNKNOWN_TENSOR"), either.session(g, variables={"nope": 1.0}):
+        pass
+    with refused("UNAVAILABLE"):
+        either.session(linear()).read()
+
+
+class RawSession:
+    """Bare messages."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        method: Any = channel.stream_stream("/gradrule.v1.SessionService/RunSession")
+        self.call: Any = method(iter(self._outgoing.get, None), timeout=60)
+
+    def ask(self, data: bytes) -> session_pb2.RunSessionResponse:
+        self._outgoing.put(data)
+        return session_pb2.RunSessionResponse.FromString(next(self.call))
+
+
+def start() -> bytes:
+    graph = linear()
+    request = session_pb2.RunSessionRequest()
+    request.start.graph.serialized = graph.to_bytes()
+    for name, value in graph.variables.items():
+        request.start.variables.add(name=name).value.inline.CopyFrom(raw.tensor(value))
+    return request.SerializeToString()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\xff\xff", b"", session_pb2.RunSessionRequest(read=session_pb2.ReadRequest()).SerializeToString()],
+)
+def test_a_session_begins_with_a_start(channel: grpc.Channel, data: bytes) -> None:
+    session = RawSession(channel)
+    with pytest.raises(grpc.RpcError) as failure:
+        session.ask(data)
+    assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_garbage_within_a_session_ends_nothing(channel: grpc.Channel) -> None:
+    session = RawSession(channel)
+    assert [spec.name for spec in session.ask(start()).started.variables] == ["w", "b"]
+    for data in (b"\xff\xff", b"", start()):
+        assert reason(session.ask(data)) == "MALFORMED_REQUEST"
+    request = session_pb2.RunSessionRequest(read=session_pb2.ReadRequest())
+    assert len(session.ask(request.SerializeToString()).read.variables) == 2
+    session.call.cancel()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    flags = ("--max-sessions", "2", "--max-session-bytes", "1MiB")
+    with running_server(tmp_path_factory.mktemp("small"), flags) as running:
+        yield running
+
+
+@provokes("QUOTA_EXCEEDED")
+def test_sessions_and_their_bytes_are_bounded(small: RunningServer) -> None:
+    with gr.connect(small.target) as client:
+        with client.session(linear()), client.session(linear()):
+            with refused("QUOTA_EXCEEDED") as refusal, client.session(linear()):
+                pass
+            refusal.says("2 sessions")
+        g = gr.Graph()
+        g.op("Sum", g.variable("w", np.ones(200_000, np.float32)), g.constant([0]), name="loss")
+
+        def free() -> Any:
+            try:
+                with client.session(g) as s:
+                    with refused("QUOTA_EXCEEDED") as refusal:
+                        s.step({}, "loss", gr.optimizers.Adam(0.1))
+                    refusal.says("slots", "max-session-bytes")
+                    assert_close(s.read()["w"], np.ones(200_000, np.float32))
+                    return s.step({}, "loss", gr.optimizers.SGD(1.0)).step
+            except gr.errors.QuotaExceededError:
+                # The sessions above may not have been counted out yet.
+                return None
+
+        assert wait_until(free, "room for a session") == 1
+        g = gr.Graph()
+        g.op("Sum", g.variable("w", np.ones(400_000, np.float32)), g.constant([0]), name="loss")
+        with refused("QUOTA_EXCEEDED"), client.session(g):
+            pass
+
+
+@provokes("SESSION_LOST")
+def test_a_session_is_lost_with_its_engine(tmp_path: Path) -> None:
+    with running_server(tmp_path) as server, gr.connect(server.target) as client, client.session(linear()) as s:
+        s.step({"x": X, "t": T}, "loss", gr.optimizers.SGD(0.1))
+        engine = server.wait_for_engine()
+        os.kill(engine, signal.SIGKILL)
+        wait_for_another_engine(server, engine)
+        with refused("SESSION_LOST"):
+            s.read()
+        with client.session(linear()) as another:
+            assert another.step({"x": X, "t": T}, "loss", gr.optimizers.SGD(0.1)).step == 1
+
+
+def resident_bytes(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+_TRAINS = """
+import sys
+import numpy as np
+import gradrule as gr
+g = gr.Graph()
+g.op("Sum", g.op("Square", g.variable("w", np.ones(20_000_000, np.float32))), g.constant([0]), name="loss")
+client = gr.connect(sys.argv[1], timeout=120)
+with client.session(g) as s:
+    while True:
+        s.step({}, "loss", gr.optimizers.Adam(0.01))
+        print("step", flush=True)
+"""
+
+
+def test_clients_that_are_killed_leave_memory_where_it_was(tmp_path: Path) -> None:
+    """TensorFlow's allocator keeps what was freed for its next use, so the first client makes the engine grow, and no
+    other does, though each holds 80 MB of variables and twice as much of slots."""
+
+    def train_until_killed() -> int:
+        with subprocess.Popen(
+            [sys.executable, "-c", _TRAINS, server.target], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as trainer:
+            assert trainer.stdout is not None
+            assert trainer.stdout.readline() == b"step\n"
+            trainer.send_signal(signal.SIGKILL)
+        # The one session that the server holds is free again as soon as the killed one is gone.
+        with gr.connect(server.target) as client:
+            wait_until(lambda: has_room(client), "room for another session")
+        return resident_bytes(server.wait_for_engine())
+
+    def has_room(client: gr.Client) -> bool | None:
+        try:
+            with client.session(linear()):
+                return True
+        except gr.errors.QuotaExceededError:
+            return None
+
+    with running_server(tmp_path, ("--max-sessions", "1")) as server:
+        first = train_until_killed()
+        assert first > 400e6
+        for _ in range(3):
+            assert train_until_killed() < first + 60e6

@@ -1,0 +1,147 @@
+"""Many requests over one stream: answers as they are ready, failures that end nothing, cancelling, draining."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+
+from gradrule.v1 import evaluate_pb2
+from tests.service import endless, raw
+from tests.service.health import wait_for_another_engine
+from tests.service.servers import running_server
+from tests.service.streams import RawStream, opened, reason
+
+
+@pytest.fixture
+def stream(channel: grpc.Channel) -> Iterator[RawStream]:
+    with opened(channel) as stream:
+        yield stream
+
+
+def sign_of(value: float) -> evaluate_pb2.EvaluateRequest:
+    return raw.request(raw.sign_graph(), {"x": raw.tensor([value])})
+
+
+def staying() -> evaluate_pb2.EvaluateRequest:
+    return raw.request(endless.graph_def().SerializeToString(), {"x": raw.tensor(endless.STAYS)})
+
+
+def output(answer: evaluate_pb2.StreamEvaluateResponse) -> float:
+    assert reason(answer) == ""
+    content = answer.evaluate.outputs[0].value.inline.tensor_content
+    return float(np.frombuffer(content, np.float32)[0])
+
+
+def test_many_requests_under_way_each_get_their_own_answer(stream: RawStream) -> None:
+    values = {number: (-1.0) ** number * number for number in range(200)}
+    for number, value in values.items():
+        stream.send(number, evaluate=sign_of(value))
+    answers = {answer.request_id: output(answer) for answer in (stream.receive() for _ in values)}
+    assert answers == {number: float(np.sign(value)) for number, value in values.items()}
+
+
+def test_a_stream_that_says_it_is_done_gets_all_answers_and_ends_well(stream: RawStream) -> None:
+    for number in range(5):
+        stream.send(number, evaluate=sign_of(number))
+    stream.end()
+    assert {stream.receive().request_id for _ in range(5)} == set(range(5))
+    with pytest.raises(StopIteration):
+        stream.receive()
+    assert stream.call.code() is grpc.StatusCode.OK
+
+
+def test_the_answer_is_that_of_a_call(stream: RawStream, channel: grpc.Channel) -> None:
+    request = raw.request(raw.sign_graph(), {"x": raw.tensor([-2.0, 0.5, 3.0])}, vjp=raw.vjp())
+    expected = raw.evaluate(channel, request)
+    stream.send(1, evaluate=request)
+    got = stream.receive().evaluate
+    for answer in (expected, got):
+        answer.ClearField("timings")
+    assert got == expected
+
+
+def test_a_request_that_fails_ends_nothing(stream: RawStream) -> None:
+    stream.send(1, evaluate=evaluate_pb2.EvaluateRequest(program="programs/none"))
+    assert reason(stream.receive()) == "PROGRAM_NOT_FOUND"
+    stream.send(2, evaluate=sign_of(3.0))
+    assert output(stream.receive()) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("data", "number"),
+    [
+        (b"\xff\xff\xff", 0),
+        (b"", 0),
+        (evaluate_pb2.StreamEvaluateRequest(request_id=7).SerializeToString(), 7),
+        # evaluate (field 2) holds what is no EvaluateRequest.
+        (b"\x08\x09\x12\x02\xff\xff", 9),
+    ],
+)
+def test_garbage_is_told_and_ends_nothing(stream: RawStream, data: bytes, number: int) -> None:
+    stream.send_bytes(data)
+    answer = stream.receive()
+    assert (answer.request_id, reason(answer)) == (number, "MALFORMED_REQUEST")
+    stream.send(1, evaluate=sign_of(3.0))
+    assert output(stream.receive()) == 1.0
+
+
+def test_an_id_that_is_taken_is_refused(stream: RawStream) -> None:
+    stream.send(5, evaluate=staying())
+    stream.send(5, evaluate=sign_of(1.0))
+    assert reason(stream.receive()) == "MALFORMED_REQUEST"
+    stream.send(0, cancel=evaluate_pb2.CancelRequest(request_id=5))
+    assert reason(stream.receive()) == "CANCELLED"
+    stream.send(5, evaluate=sign_of(1.0))
+    assert output(stream.receive()) == 1.0
+
+
+def test_a_slow_request_holds_up_nothing_and_can_be_given_up(stream: RawStream) -> None:
+    stream.send(1, evaluate=staying())
+    stream.send(2, evaluate=sign_of(-4.0))
+    answer = stream.receive()
+    assert (answer.request_id, output(answer)) == (2, -1.0)
+    stream.send(0, cancel=evaluate_pb2.CancelRequest(request_id=1))
+    answer = stream.receive()
+    assert (answer.request_id, reason(answer)) == (1, "CANCELLED")
+    stream.send(0, cancel=evaluate_pb2.CancelRequest(request_id=99))
+    stream.send(3, evaluate=sign_of(4.0))
+    assert output(stream.receive()) == 1.0
+
+
+def test_each_request_has_a_deadline_of_its_own(stream: RawStream) -> None:
+    request = evaluate_pb2.StreamEvaluateRequest(request_id=1, evaluate=staying())
+    request.timeout.FromMilliseconds(300)
+    stream.send_bytes(request.SerializeToString())
+    assert reason(stream.receive()) == "DEADLINE_EXCEEDED"
+
+
+def test_a_server_that_goes_away_finishes_what_is_under_way_and_ends_streams(tmp_path: Path) -> None:
+    with running_server(tmp_path) as server, grpc.insecure_channel(server.target) as channel, opened(channel) as stream:
+        stream.send(1, evaluate=sign_of(2.0))
+        assert output(stream.receive()) == 1.0
+        started = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(grpc.RpcError) as failure:
+            stream.receive()
+        assert failure.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert server.process.wait(30) == 0
+        # An idle stream must not use up the time that is there for requests: 20 s.
+        assert time.monotonic() - started < 15.0
+
+
+def test_a_client_that_leaves_leaves_nothing_running(tmp_path: Path) -> None:
+    with running_server(tmp_path) as server, grpc.insecure_channel(server.target) as channel:
+        before = server.wait_for_engine()
+        with opened(channel) as stream:
+            stream.send(1, evaluate=staying())
+            stream.send(2, evaluate=sign_of(1.0))
+            assert output(stream.receive()) == 1.0
+        # Nothing but its end stops a loop that never ends.
+        wait_for_another_engine(server, before)
+        raw.assert_healthy(channel)

@@ -1,0 +1,350 @@
+"""Models from everywhere on a real server, with their variables and gradients of their own: SavedModels, Keras files,
+traced functions; against local TensorFlow."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import gradrule as gr
+from tests.service.answers import assert_close, dense, rules_by_node, statuses
+
+v1 = tf.compat.v1
+
+X = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+SPEC = tf.TensorSpec([None, 3], tf.float32)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> Iterator[None]:
+    keras.utils.set_random_seed(5)
+    with warnings.catch_warnings():
+        # TensorFlow and Keras warn of their own ways while saving and loading.
+        warnings.simplefilter("ignore")
+        yield
+
+
+def taped(fn: Callable[[Any], Any], x: Any, variables: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """y here, and gradients of its sum: by x where that is differentiable, and by variables."""
+    at = tf.constant(x)
+    wanted = dict(variables) | ({"x": at} if at.dtype.is_floating else {})
+    with tf.GradientTape() as tape:
+        tape.watch(at)
+        y = fn(at)
+    return y.numpy(), {name: to_array(found) for name, found in tape.gradient(y, wanted).items()}
+
+
+def to_array(gradient: Any) -> Any:
+    return None if gradient is None else tf.convert_to_tensor(gradient).numpy()
+
+
+def assert_as_local(
+    client: Any, graph: gr.Graph, fn: Callable[[Any], Any], x: Any, variables: Mapping[str, Any], **words: Any
+) -> Any:
+    """One input, one output: value and all gradients; returns the server's result."""
+    (feed,), (fetch,) = graph.inputs, graph.outputs
+    y, gradients = taped(fn, x, variables)
+    xs = {name: feed if name == "x" else name for name in gradients}
+    r = client.evaluate(graph, {feed: x}, [fetch], ys=[fetch], xs=list(xs.values()), **words)
+    assert_close(r.outputs[fetch], y)
+    for name, wanted in gradients.items():
+        assert (r.gradients[xs[name]] is None) == (wanted is None)
+        if wanted is not None:
+            np.testing.assert_allclose(dense(r.gradients[xs[name]]), wanted, rtol=1e-4, atol=1e-5)
+    return r
+
+
+# SavedModels.
+
+
+class Spiking(tf.Module):  # type: ignore[misc]
+    """Variables, two signatures, a loop that calls a function, and a gradient of its own that uses a variable."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = tf.Variable(3.0, name="slope")
+        self.weight = tf.Variable([[1.0, -2.0, 0.5]], name="weight")
+
+    @tf.custom_gradient
+    def spike(self, x: Any) -> Any:
+        def grad(dy: Any, variables: Any = None) -> Any:
+            return dy * self.slope / (1.0 + tf.abs(x)) ** 2, [tf.reduce_sum(dy) * 11.0]
+
+        return tf.sign(x) * self.slope, grad
+
+    @tf.function(input_signature=[SPEC])
+    def score(self, x: Any) -> Any:
+        return self.spike(x * self.weight) * x
+
+    @tf.function(input_signature=[SPEC])
+    def folded(self, x: Any) -> Any:
+        def body(i: Any, v: Any) -> Any:
+            return i + 1, tf.tanh(self.score(v)) * self.weight
+
+        return tf.while_loop(lambda i, v: i < 3, body, [0, x])[1]
+
+    def unfolded(self, x: Any) -> Any:
+        """`folded` without the loop, in which TensorFlow itself does not differentiate such a gradient."""
+        for _ in range(3):
+            x = tf.tanh(self.score(x)) * self.weight
+        return x
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "model"
+    module = Spiking()
+    signatures = {"serving_default": module.score, "fold": module.folded}
+    options = tf.saved_model.SaveOptions(experimental_custom_gradients=True)
+    tf.saved_model.save(module, str(path), signatures=signatures, options=options)
+    return path
+
+
+@pytest.mark.parametrize("signature", ["serving_default", "fold", "score", "folded"])
+def test_every_signature_of_a_saved_model(either: Any, saved: Path, signature: str) -> None:
+    module = Spiking()
+    fn = module.unfolded if "fold" in signature else module.score
+    graph = gr.load(saved, signature)
+    assert set(graph.variables) == {"slope", "weight"}
+    assert_as_local(either, graph, fn, X, {"slope": module.slope, "weight": module.weight})
+
+
+def test_the_gradient_in_a_saved_model_is_overridden(client: Any, saved: Path) -> None:
+    module = Spiking()
+    graph = gr.load(saved)
+    rule = gr.Rule("(2 * dy, None)")
+    names = {resolution.label for resolution in client.explain(graph, ys=list(graph.outputs), xs=["x"]).overrides}
+    (region,) = names
+    r = client.evaluate(graph, {"x": X}, ys=list(graph.outputs), xs=["x"], overrides=[gr.Override(rule, region=region)])
+    weight, slope = module.weight.numpy(), module.slope.numpy()
+    assert_close(r.gradients["x"], np.sign(X * weight) * slope + 2 * X * weight)
+
+
+def test_weights_are_fed_in_place_of_those_saved(either: Any, saved: Path) -> None:
+    graph = gr.load(saved)
+    (fetch,) = graph.outputs
+    program = either.compile(graph, fetches=[fetch], ys=[fetch], xs=["x", "weight"])
+    other = Spiking()
+    for scale in (1.0, -0.5):
+        other.weight.assign(np.float32([[scale, 2 * scale, 1.0]]))
+        y, gradients = taped(other.score, X, {"weight": other.weight})
+        r = program.evaluate({"x": X, "weight": other.weight.numpy()})
+        assert r.timings.compile == 0.0
+        assert_close(r.outputs[fetch], y)
+        assert_close(r.gradients["weight"], gradients["weight"], rtol=1e-4)
+    either.delete_program(program.name)
+
+
+@pytest.mark.parametrize("resources", [False, True], ids=["references", "resources"])
+def test_a_saved_model_of_tensorflow_1(either: Any, tmp_path: Path, resources: bool) -> None:
+    with tf.Graph().as_default(), v1.Session() as session:
+        x = v1.placeholder(tf.float32, [None, 3], name="in/x")
+        kernel = v1.get_variable("layer/w", initializer=tf.constant([[1.0], [-2.0], [3.0]]), use_resource=resources)
+        score = tf.nn.relu(x @ kernel, name="score")
+        wanted = v1.gradients(score, [x, kernel])
+        session.run(v1.global_variables_initializer())
+        y, by_x, by_kernel = session.run([score, *wanted], {x: X})
+        v1.saved_model.simple_save(session, str(tmp_path / "model"), {"x": x}, {"x": score})
+    graph = gr.load(tmp_path / "model")
+    assert (list(graph.inputs), list(graph.outputs)) == (["x"], ["output_x"])
+    r = either.evaluate(graph, {"x": X}, ["output_x"], ys=["output_x"], xs=["x", "layer/w"])
+    assert_close(r.outputs["output_x"], y)
+    assert_close(r.gradients["x"], by_x)
+    assert_close(r.gradients["layer/w"], by_kernel)
+
+
+# Keras.
+
+
+def dense_model() -> Any:
+    x = keras.Input((3,), name="x")
+    hidden = keras.layers.Dense(5, activation="silu", name="first")(x)
+    hidden = keras.layers.BatchNormalization(name="norm")(hidden)
+    return keras.Model(x, keras.layers.Dense(2, activation="relu", name="last")(hidden))
+
+
+def weights_of(model: Any) -> dict[str, Any]:
+    return {variable.path: variable.value for variable in model.trainable_variables}
+
+
+@pytest.mark.parametrize("suffix", [".keras", ".h5"])
+def test_keras_files(either: Any, tmp_path: Path, suffix: str) -> None:
+    model = dense_model()
+    model.save(tmp_path / f"model{suffix}")
+    r = assert_as_local(either, gr.load(tmp_path / f"model{suffix}"), model, X, weights_of(model))
+    assert set(rules_by_node(r).values()) == {"swish_impl"}
+
+
+@pytest.mark.parametrize("shape", [(3,), (4, 4, 3)], ids=["rows", "images"])
+def test_batch_norm_in_training_mode(either: Any, shape: tuple[int, ...]) -> None:
+    """Normalised by the batch itself; images take TensorFlow's fused op."""
+    inputs = keras.Input(shape, name="x")
+    model = keras.Model(inputs, keras.layers.BatchNormalization(name="norm")(inputs))
+    x = np.random.default_rng(1).normal(2.0, 3.0, (6, *shape)).astype(np.float32)
+    graph = gr.from_keras(model, training=True)
+    dy = np.random.default_rng(2).normal(size=x.shape).astype(np.float32)
+    with tf.GradientTape() as tape:
+        at = tf.constant(x)
+        tape.watch(at)
+        y = model(at, training=True)
+    sources = {"x": at, **weights_of(model)}
+    wanted = tape.gradient(y, sources, output_gradients=tf.constant(dy))
+    r = either.evaluate(graph, {"x": x}, ["norm"], ys=["norm"], xs=list(sources), grad_ys={"norm": dy})
+    np.testing.assert_allclose(r.outputs["norm"], y, rtol=1e-4, atol=1e-5)
+    for name, gradient in wanted.items():
+        np.testing.assert_allclose(r.gradients[name], gradient, rtol=1e-3, atol=1e-4)
+
+
+def test_dropout_with_its_seed(client: Any) -> None:
+    inputs = keras.Input((3,), name="x")
+    model = keras.Model(inputs, keras.layers.Dropout(0.5, seed=3, name="drop")(inputs))
+    graph = gr.from_keras(model, training=True)
+    r = client.evaluate(graph, {"x": X}, ["drop"], ys=["drop"], xs=["x"])
+    # Drawn after tracing has read the seed's state, and so with the same one.
+    y = model(X, training=True).numpy()
+    assert 0 < np.count_nonzero(y) < y.size
+    assert_close(r.outputs["drop"], y)
+    assert_close(r.gradients["x"], np.where(y != 0, np.float32(2), np.float32(0)))
+
+
+def test_gradients_of_an_embedding_are_slices(either: Any) -> None:
+    tokens = keras.Input((3,), dtype="int32", name="tokens")
+    embedded = keras.layers.Embedding(6, 2, name="table")(tokens)
+    model = keras.Model(tokens, keras.layers.Dense(1, name="head")(embedded))
+    ids = np.int32([[1, 4, 1], [0, 4, 5]])
+    r = assert_as_local(either, gr.from_keras(model), model, ids, weights_of(model))
+    gradient = r.gradients["table/embeddings"]
+    assert isinstance(gradient, gr.Sparse)
+    assert gradient.indices.tolist() == ids.ravel().tolist()
+    assert gradient.dense_shape.tolist() == [6, 2]
+
+
+def test_gradients_at_a_layers_output(client: Any) -> None:
+    model = dense_model()
+    graph = gr.from_keras(model)
+    (product,) = graph.find(scope="last", op_type="MatMul")
+    middle = product.inputs[0]
+    r = client.evaluate(graph, {"x": X}, [middle], ys=["last"], xs=[middle])
+    at = tf.constant(r.outputs[middle])
+    with tf.GradientTape() as tape:
+        tape.watch(at)
+        y = model.get_layer("last")(at)
+    assert_close(r.gradients[middle], tape.gradient(y, at).numpy())
+
+
+def test_per_example_gradients_by_a_kernel(client: Any) -> None:
+    model = dense_model()
+    graph = gr.from_keras(model)
+    kernel = "first/kernel"
+    found = client.jacobian(graph, {"x": X}, ["last"], [kernel])["last"][kernel]
+    with tf.GradientTape() as tape:
+        y = model(tf.constant(X))
+    wanted = tape.jacobian(y, weights_of(model)[kernel]).numpy()
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_forward_once_pull_back_many(client: Any) -> None:
+    model = dense_model()
+    graph = gr.from_keras(model)
+    program = client.compile(graph, fetches=["last"], ys=["last"], xs=["x", "first/kernel"])
+    with tf.GradientTape(persistent=True) as tape:
+        at = tf.constant(X)
+        tape.watch(at)
+        y = model(at)
+    with program.forward({"x": X}) as handle:
+        assert_close(handle.outputs["last"], y.numpy())
+        for seed in range(2):
+            dy = np.random.default_rng(seed).normal(size=y.shape).astype(np.float32)
+            sources = {"x": at, "first/kernel": weights_of(model)["first/kernel"]}
+            wanted = tape.gradient(y, sources, output_gradients=tf.constant(dy))
+            found = handle.vjp({"last": dy})
+            for name, gradient in wanted.items():
+                np.testing.assert_allclose(found[name], gradient, rtol=1e-4, atol=1e-6)
+    client.delete_program(program.name)
+
+
+# Functions with gradients of their own, wherever they are called.
+
+
+def with_spikes(kind: str, backward: Callable[[Any, Any], Any]) -> Callable[[Any], Any]:
+    """A function that calls `spike_fn` in a container of that kind."""
+
+    @tf.custom_gradient
+    def spike_fn(v: Any) -> Any:
+        return tf.cast(v > 0, v.dtype), lambda dy: backward(v, dy)
+
+    @tf.function(autograph=False)
+    def inner(v: Any) -> Any:
+        return spike_fn(v) * v
+
+    def in_call(x: Any) -> Any:
+        return inner(inner(x) + x)
+
+    def in_loop(x: Any) -> Any:
+        return tf.while_loop(lambda i, v: i < 3, lambda i, v: (i + 1, 0.7 * v + spike_fn(v) * x), [0, x])[1]
+
+    def in_branch(x: Any) -> Any:
+        return tf.cond(tf.reduce_sum(x) > 0, lambda: spike_fn(x) * x, lambda: tf.sin(spike_fn(x - 1.0) + x))
+
+    def in_map(x: Any) -> Any:
+        return tf.map_fn(lambda row: tf.reduce_sum(spike_fn(row)) * row, x)
+
+    def in_all(x: Any) -> Any:
+        def body(i: Any, v: Any) -> Any:
+            return i + 1, tf.cond(tf.equal(i % 2, 0), lambda: inner(v) + x, lambda: tf.tanh(v) * inner(x))
+
+        return tf.while_loop(lambda i, v: i < 3, body, [0, x])[1]
+
+    return {"call": in_call, "loop": in_loop, "branch": in_branch, "map": in_map, "all": in_all}[kind]
+
+
+def surrogate(v: Any, dy: Any) -> Any:
+    return dy / (1.0 + 5.0 * tf.abs(v)) ** 2
+
+
+@pytest.mark.parametrize("kind", ["call", "loop", "branch", "map", "all"])
+@pytest.mark.parametrize("x", [X, -X], ids=["x", "minus"])
+def test_custom_gradients_in_containers(client: Any, kind: str, x: Any) -> None:
+    fn = with_spikes(kind, surrogate)
+    graph = gr.trace(fn, SPEC)
+    r = assert_as_local(client, graph, fn, x, {})
+    assert {resolution.label for resolution in r.overrides} == {"spike_fn"}
+    assert "active" in statuses(r).values()
+
+
+@pytest.mark.parametrize("kind", ["call", "loop", "branch", "map", "all"])
+def test_overrides_of_a_function_by_its_name(either: Any, kind: str) -> None:
+    """A rule for the region is what the rule would be as the function's own gradient."""
+    graph = gr.trace(with_spikes(kind, surrogate), SPEC)
+    wanted = with_spikes(kind, lambda v, dy: tf.where(tf.abs(v) <= 1.0, dy * v, 0.25 * dy))
+    override = gr.Override(gr.Rule("where(abs(x) <= 1, dy * x, 0.25 * dy)"), region="spike_fn")
+    assert_as_local(either, graph, wanted, X, {}, overrides=[override])
+
+
+def test_several_variables_in_containers(either: Any) -> None:
+    """A variable that a loop reads, one that a branch reads, and one that a called function reads twice."""
+    w = tf.Variable([[0.5, -0.2, 0.1], [0.4, 0.6, -0.3], [-0.8, 0.7, 0.2]], name="w")
+    b = tf.Variable([0.1, 0.2, -0.3], name="b")
+    scale = tf.Variable(1.5, name="scale")
+
+    @tf.function(autograph=False)
+    def scaled(v: Any) -> Any:
+        return v * scale + scale
+
+    def fn(x: Any) -> Any:
+        def body(i: Any, v: Any) -> Any:
+            return i + 1, tf.tanh(v @ w) + scaled(x)
+
+        looped = tf.while_loop(lambda i, v: i < 3, body, [0, x])[1]
+        return tf.cond(tf.reduce_sum(x) > -100.0, lambda: looped + b, lambda: looped)
+
+    graph = gr.trace(fn, SPEC)
+    assert set(graph.variables) == {"w", "b", "scale"}
+    assert_as_local(either, graph, fn, X, {"w": w, "b": b, "scale": scale})

@@ -1,0 +1,104 @@
+"""Aliases of tensors: wherever a name is valid, and in what comes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import gradrule as gr
+from gradrule import _calls, _requests, _results
+from gradrule._tensors import to_message
+from gradrule.v1 import evaluate_pb2, program_pb2, tensor_pb2
+
+FLOAT = tensor_pb2.DT_FLOAT
+
+
+def aliased() -> gr.Graph:
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [2])
+    g.identity(g.sign(x, name="y"), name="z")
+    g.aliases.update(image="x", score="z", inner="y:0")
+    return g
+
+
+def spec(graph: Any, **words: Any) -> program_pb2.ProgramSpec:
+    return _requests.program_spec(graph, _requests.Words(**words))[0]
+
+
+def test_inputs_and_outputs_go_by_aliases() -> None:
+    g = aliased()
+    assert list(g.inputs) == ["image"]
+    assert g.inputs["x"] == g.inputs["image"] == gr.TensorSpec("x", "float32", (2,))
+    assert list(g.outputs) == ["score", "inner"]
+    assert g.outputs["z"] == g.outputs["score"]
+    assert g.tensor("score").name == "z:0"
+
+
+def test_unknown_tensors_list_the_aliases() -> None:
+    with pytest.raises(gr.errors.UnknownTensorError, match=r"Did you mean 'score'.*Aliases: 'image', 'score', 'inner'"):
+        aliased().tensor("scor")
+
+
+def test_every_word_takes_aliases() -> None:
+    override = gr.Override("default", region=gr.Region(inputs=["image"], outputs=["inner"]))
+    made = spec(
+        aliased(), fetches=["score"], ys="score", xs=["image"], grad_ys={"score": "inner"}, stop_gradients=["inner"],
+        overrides=[override],
+    )  # fmt: skip
+    assert list(made.fetches) == ["z"]
+    assert (list(made.vjp.ys), list(made.vjp.xs), list(made.vjp.stop_gradients)) == (["z"], ["x"], ["y:0"])
+    assert [(item.y, item.tensor) for item in made.vjp.grad_ys] == [("z", "y:0")]
+    region = made.overrides[0].selector.region
+    assert (list(region.inputs), list(region.outputs)) == (["x"], ["y:0"])
+    assert dict(made.aliases) == {"image": "x", "score": "z", "inner": "y:0"}
+    # The override is the caller's, and serves another graph just as well.
+    assert list(override.message().selector.region.inputs) == ["image"]
+
+
+def test_feeds_take_the_type_of_the_aliased_tensor() -> None:
+    g = aliased()
+    request = _requests.evaluate_request({"image": [1, 2]}, _requests.types_of_graph(g), graph=g)
+    assert [(feed.name, feed.value.inline.dtype) for feed in request.feeds] == [("x", FLOAT)]
+
+
+def response() -> bytes:
+    value = tensor_pb2.TensorSource(inline=to_message([1.0]))
+    return evaluate_pb2.EvaluateResponse(
+        outputs=[tensor_pb2.NamedTensor(name="z", value=value), tensor_pb2.NamedTensor(name="y:0", value=value)],
+        gradients=[evaluate_pb2.Gradient(x="x", dense=to_message([2.0]))],
+    ).SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("fetches", "xs", "keys"),
+    [
+        (["score", "inner"], ["image"], (["score", "inner"], ["image"])),
+        (["z", "y:0"], ["x"], (["z", "y:0"], ["x"])),
+    ],
+)
+def test_results_go_by_the_names_as_given(fetches: list[str], xs: list[str], keys: Any) -> None:
+    words = _requests.Words(fetches=fetches, ys="score", xs=xs)
+    call = _calls.evaluate(aliased(), None, None, words)
+    result = call.decode(call.answer(response()))
+    assert (list(result.outputs), list(result.gradients)) == keys
+    for name in ("z", "score", "z:0"):
+        assert result.outputs[name] == 1
+    for name in ("x", "image"):
+        assert result.gradients[name] == 2
+        assert result.gradient_kinds[name] == "dense"
+    assert "none" not in result.outputs
+
+
+def test_programs_go_by_their_aliases() -> None:
+    specs = {name: tensor_pb2.TensorSpec(name=name, dtype=FLOAT) for name in "xz"}
+    message = program_pb2.Program(
+        name="programs/p", inputs=[specs["x"]], outputs=[specs["z"]], ys=[specs["z"]], xs=[specs["x"]],
+        aliases={"image": "x", "score": "z"},
+    )  # fmt: skip
+    call = _calls.evaluate_program(message, {"image": [1.0]}, None, {"score": [2]}, _results.result)
+    assert [feed.name for feed in call.request.feeds] == ["x"]  # type: ignore[attr-defined]
+    assert [item.name for item in call.request.grad_ys] == ["z"]  # type: ignore[attr-defined]
+    found = _results.specs(message.inputs, message.aliases)
+    assert list(found) == ["image"]
+    assert found["x"].name == "x"

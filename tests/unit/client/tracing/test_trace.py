@@ -1,0 +1,206 @@
+"""`gr.trace`: what becomes of arguments, results, variables, and of what cannot travel."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import gradrule as gr
+from tests.unit.client.tracing.interpreter import Interpreter
+
+SPEC = ("float32", [3])
+X = np.array([-1.5, 0.25, 2.0], np.float32)
+
+
+def signs(x: Any) -> Any:
+    return tf.sign(x)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        tf.TensorSpec([3], tf.float32),
+        gr.TensorSpec("any", "float32", (3,)),
+        ("float32", [3]),
+        (np.float32, (3,)),
+        (tf.float32, tf.TensorShape([3])),
+        X,
+        tf.constant(X),
+        tf.Variable(X),
+    ],
+    ids=lambda spec: type(spec).__name__,
+)
+def test_every_kind_of_spec(spec: Any) -> None:
+    graph = gr.trace(signs, spec)
+    assert graph.inputs == {"x": gr.TensorSpec("x", "float32", (3,))}
+
+
+def test_shapes_may_be_open() -> None:
+    graph = gr.trace(lambda x, y: (x, y), ("int64", [None, 2]), ("float64", None))
+    assert graph.inputs["x"].shape == (None, 2)
+    assert graph.inputs["y"].shape is None
+    assert graph.inputs["y"].dtype == "float64"
+
+
+def test_names_of_nested_arguments_and_results() -> None:
+    def fn(a: Any, b: Any, scale: float, *rest: Any, key: Any) -> Any:
+        return {"sum": a["u"] + a["v"] * scale, "rest": [rest[0], (key, b[0])], "none": None}
+
+    graph = gr.trace(fn, {"v": SPEC, "u": SPEC}, [SPEC], 2.0, SPEC, key=SPEC)
+    assert list(graph.inputs) == ["a_u", "a_v", "b_0", "rest_0", "key"]
+    assert set(graph.outputs) == {"sum", "output_rest_0", "rest_1_0", "rest_1_1"}
+    feeds = {name: X * (index + 1) for index, name in enumerate(graph.inputs)}
+    values = Interpreter(graph).run({name: tf.constant(value) for name, value in feeds.items()})
+    np.testing.assert_allclose(values[graph.tensor("sum").name], feeds["a_u"] + feeds["a_v"] * 2.0)
+    np.testing.assert_allclose(values[graph.tensor("rest_1_1").name], feeds["b_0"])
+
+
+@pytest.mark.parametrize(
+    ("fn", "names"),
+    [
+        (lambda x: x + 1.0, ["output"]),
+        (lambda x: (x + 1.0, -x), ["output_0", "output_1"]),
+        (lambda x: {"b": -x, "a": x}, ["a", "b"]),
+        (lambda x: [x], ["output_0"]),
+    ],
+)
+def test_aliases_of_results(fn: Any, names: list[str]) -> None:
+    graph = gr.trace(fn, SPEC)
+    assert sorted(graph.outputs) == names
+    assert all(spec.shape == (3,) for spec in graph.outputs.values())
+
+
+def test_results_that_are_called_as_inputs_and_variables() -> None:
+    weight = tf.Variable(2.0, name="weight")
+    graph = gr.trace(lambda x: {"x": x * weight, "weight": weight + 1.0, "output_x": -x}, SPEC)
+    assert list(graph.inputs) == ["x"]
+    assert set(graph.outputs) == {"output_x_", "output_weight", "output_x"}
+    assert graph.tensor("x").name == "x:0"
+    values = Interpreter(graph).run({"x": tf.constant(X)})
+    np.testing.assert_allclose(values[graph.tensor("output_x_").name], 2 * X)
+    np.testing.assert_allclose(values[graph.tensor("output_weight").name], 3.0)
+
+
+def test_ragged_and_sparse_arguments_are_their_parts() -> None:
+    graph = gr.trace(
+        lambda s, r: (tf.sparse.to_dense(s), r * 2.0),
+        tf.SparseTensorSpec([None, 4], tf.float32),
+        tf.RaggedTensorSpec([None, None], tf.float32, ragged_rank=1),
+    )
+    assert list(graph.inputs) == ["s_indices", "s_values", "s_dense_shape", "r_values", "r_row_splits"]
+    assert set(graph.outputs) == {"output_0", "output_1_values", "output_1_row_splits"}
+
+
+def test_methods_tf_functions_and_concrete_functions() -> None:
+    class Scaler(tf.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = tf.Variable(2.0, name="scale")
+
+        @tf.function(input_signature=[tf.TensorSpec([3], tf.float32, name="image")])
+        def __call__(self, x: Any) -> Any:
+            return self.scale * x
+
+        def plain(self, x: Any) -> Any:
+            return self.scale * x
+
+    scaler = Scaler()
+    for graph in (
+        gr.trace(scaler.__call__),
+        gr.trace(scaler.plain, SPEC),
+        gr.trace(scaler.__call__.get_concrete_function()),
+    ):
+        assert list(graph.inputs) == ["x"]
+        assert graph.variables == {"scale": 2.0}
+        _, (dx, dscale) = Interpreter(graph).gradients_of("output", ["x", "scale"], {"x": X})
+        np.testing.assert_allclose(dx, [2, 2, 2])
+        np.testing.assert_allclose(dscale, X.sum())
+    with pytest.raises(gr.errors.InvalidGraphError, match="give no specs"):
+        gr.trace(scaler.__call__.get_concrete_function(), SPEC)
+
+
+def test_variables_keep_names_types_and_values() -> None:
+    twins = [tf.Variable([1.0, 2.0], name="w"), tf.Variable([3], dtype=tf.int32, name="w")]
+    half = tf.Variable([1.5], dtype=tf.bfloat16, name="a/half")
+    graph = gr.trace(lambda x: x + tf.cast(twins[1], tf.float32) + twins[0][0] + tf.cast(half, tf.float32), SPEC)
+    assert set(graph.variables) == {"w", "w_1", "a/half"}
+    assert {value.dtype.name for value in graph.variables.values()} == {"float32", "int32", "bfloat16"}
+    for name, value in graph.variables.items():
+        (node,) = graph.find(node=name)
+        assert node.op_type == "VarHandleOp"
+        assert node.attrs["shared_name"].s.decode() == name
+        assert [dim.size for dim in node.attrs["shape"].shape.dim] == list(value.shape)
+
+
+def test_a_node_that_would_have_an_inputs_name_gives_way() -> None:
+    variable = tf.Variable(1.0, name="Sign")
+    graph = gr.trace(lambda Mul: tf.sign(Mul) * Mul * variable, SPEC)
+    assert list(graph.inputs) == ["Mul"]
+    assert list(graph.variables) == ["Sign"]
+    _, (gradient,) = Interpreter(graph).gradients_of("output", ["Mul"], {"Mul": X})
+    np.testing.assert_allclose(gradient, np.sign(X))
+
+
+def test_constants_from_outside() -> None:
+    small, large = tf.constant([1.0, 2.0, 3.0]), tf.constant(np.arange(3000.0, dtype=np.float32).reshape(1000, 3))
+    graph = gr.trace(lambda x: x * small + tf.reduce_sum(large), SPEC)
+    assert graph.variables == {}
+    value, _ = Interpreter(graph).gradients_of("output", ["x"], {"x": X})
+    np.testing.assert_allclose(value, X * [1, 2, 3] + np.arange(3000.0).sum(), rtol=1e-6)
+
+
+def test_all_resources_that_cannot_travel_are_named_at_once() -> None:
+    tables = [
+        tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([1], [2.0]), 0.0),
+        tf.lookup.experimental.MutableHashTable(tf.int32, tf.float32, 0.0),
+    ]
+    iterator = iter(tf.data.Dataset.range(3))
+    weight = tf.Variable(1.0)
+
+    def fn(x: Any) -> Any:
+        n = tf.cast(x, tf.int32)
+        return tables[0].lookup(n) + tables[1].lookup(n) + tf.cast(next(iterator), tf.float32) * weight
+
+    with pytest.raises(gr.errors.UnsupportedError) as refusal:
+        gr.trace(fn, SPEC)
+    assert len(refusal.value.details) == 3
+    text = str(refusal.value)
+    assert text.count("cannot travel") == 3
+    assert "LookupTableFindV2" in text
+    assert "IteratorGetNext" in text
+
+
+@pytest.mark.parametrize(
+    ("specs", "kind", "says"),
+    [
+        ((object(),), gr.errors.InvalidTensorError, "spec 0 is object"),
+        ((("flaot32", [3]),), gr.errors.InvalidTensorError, "spec 0.*flaot32"),
+        ((SPEC, SPEC), gr.errors.InvalidGraphError, "cannot be traced with these specs"),
+        ((("string", [3]),), gr.errors.InvalidGraphError, "cannot be traced with these specs"),
+    ],
+)
+def test_specs_that_do_not_fit(specs: Any, kind: type[Exception], says: str) -> None:
+    with pytest.raises(kind, match=says):
+        gr.trace(signs, *specs)
+    with pytest.raises(gr.errors.InvalidGraphError, match="no function"):
+        gr.trace(3)
+
+
+def test_without_tensorflow_the_error_says_what_to_install() -> None:
+    script = (
+        "import importlib.util, sys\n"
+        "real = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'tensorflow' else real(name, *rest)\n"
+        "import gradrule as gr\n"
+        "for call in (lambda: gr.trace(abs), lambda: gr.from_keras(abs)):\n"
+        "    try: call()\n"
+        "    except gr.errors.UnsupportedError as error: assert 'pip install tensorflow' in error.message\n"
+        "    else: raise SystemExit(1)\n"
+        "assert 'tensorflow' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

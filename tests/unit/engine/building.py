@@ -1,0 +1,59 @@
+"""Programs built in this process, as an engine builds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+
+import gradrule as gr
+from gradrule.v1 import override_pb2, program_pb2
+from gradrule_server.engine.build import build
+from gradrule_server.engine.built import Built
+from gradrule_server.graphs import Limits
+from gradrule_server.link.v1 import link_pb2
+from gradrule_server.programs.prepare import Prepared, prepare
+from gradrule_server.programs.rule_lookup import ResolvedRule
+from gradrule_server.programs.shape import CallShape
+from gradrule_server.rules.catalogue import BUILTINS
+from tests.stores import no_blobs
+
+
+class Builtins:
+    """Rules of the catalogue, without a registry."""
+
+    def resolve(self, name: str) -> ResolvedRule:
+        """The rule; KeyError if there is none."""
+        return ResolvedRule(name, BUILTINS[name].content)
+
+
+def prepared(
+    graph: gr.Graph,
+    overrides: Mapping[str, str] | None = None,
+    call: CallShape | None = None,
+    **derivative: Any,
+) -> Prepared:
+    """A program that fetches y, and differentiates as `vjp=Vjp(…)` or another kind says."""
+    spec = program_pb2.ProgramSpec(fetches=["y"], **derivative)
+    spec.graph.serialized = graph.to_bytes()
+    spec.overrides.extend(
+        override_pb2.Override(rule=rule, selector=override_pb2.Selector(op_type=op_type))
+        for op_type, rule in (overrides or {}).items()
+    )
+    return prepare(spec, call or CallShape(), Builtins(), Limits(), no_blobs())
+
+
+def split(program: Prepared) -> Built:
+    """The program built in two parts."""
+    request = link_pb2.CompileRequest()
+    request.CopyFrom(program.request)
+    request.split = True
+    return build(request)
+
+
+def arguments(program: Prepared, built: Built, feeds: Mapping[str, Any]) -> list[tf.Tensor]:
+    """What the built function takes: feeds, then the overrides' own params."""
+    values = {(item.rule, item.name): item.value.number for item in program.table.call_settings({}, range(1000))}
+    fed = [tf.constant(feeds[item.name], item.dtype) for item in built.inputs]
+    return fed + [tf.constant(values[item.rule, item.name], tf.float64) for item in built.params]

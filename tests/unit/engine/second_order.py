@@ -1,0 +1,104 @@
+"""Differentiates a program, and what comes of it again, as the engine does while it builds one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
+
+from gradrule.v1 import override_pb2, program_pb2
+from gradrule_server import graphs
+from gradrule_server.engine import build, tf_private
+from gradrule_server.engine.bound_rules import BoundRule, GraphRule
+from gradrule_server.engine.gradients import Differentiation, Turn
+from gradrule_server.engine.imports import import_graph
+from gradrule_server.engine.names import IMPORT_SCOPE
+from gradrule_server.programs.prepare import prepare
+from gradrule_server.programs.rule_lookup import ResolvedRule
+from gradrule_server.programs.shape import CallShape
+from tests.stores import no_blobs
+
+
+class NoRegistry:
+    """No rule has a name."""
+
+    def resolve(self, name: str) -> ResolvedRule:
+        raise AssertionError(f"{name} was asked for")
+
+
+def twice(
+    graph: bytes,
+    feeds: Mapping[str, Any],
+    y: str,
+    grad_y: Any,
+    seed: Any,
+    *,
+    overrides: Sequence[override_pb2.Override] = (),
+    params: Mapping[str, float] | None = None,
+) -> list[Any]:
+    """Gradients of y for all feeds, pulled back from `grad_y`; then those of the first of them, pulled back from
+    `seed`, for all feeds and for `grad_y`."""
+    spec = program_pb2.ProgramSpec(overrides=overrides)
+    spec.graph.serialized = graph
+    spec.vjp.ys.append(y)
+    spec.vjp.xs.extend(feeds)
+    request = prepare(spec, CallShape(), NoRegistry(), graphs.Limits(), no_blobs()).request
+    graph_def = tf_graph_pb2.GraphDef.FromString(request.graph)
+    functions = tf_private.add_functions(graph_def.library)
+
+    def run(*values: tf.Tensor) -> list[Any]:
+        *xs, upstream, again = values
+        bound = {f"{name}:0": x for name, x in zip(feeds, xs, strict=True)}
+        (result,) = import_graph(graph_def, bound, [request.ys[0].tensor], IMPORT_SCOPE)
+        given = {name: tf.constant(value, tf.float64) for name, value in (params or {}).items()}
+        rules: list[BoundRule] = []
+        for rule in request.rules:
+            content = build._content(rule)
+            assert content is not None
+            rules.append(GraphRule(rule.name, content, {param.name: given[param.name] for param in content.params}))
+        differentiation = Differentiation(
+            request.marks, rules, request.scopes, request.no_gradient, _no_reference, again=True
+        )
+        with differentiation.active():
+            first = tf.gradients(result, xs, grad_ys=upstream)
+        with differentiation.active(Turn.AGAIN):
+            second = tf.gradients(first[0], [*xs, upstream], grad_ys=again)
+        assert differentiation.statuses[0] == override_pb2.RESOLUTION_STATUS_ACTIVE
+        return [*first, *second]
+
+    try:
+        return _run(run, [*feeds.values(), grad_y, seed])
+    finally:
+        tf_private.remove_functions(functions)
+
+
+def twice_locally(build_y: Callable[..., Any], feeds: Sequence[Any], grad_y: Any, seed: Any) -> list[Any]:
+    """The same of what `build_y` makes of the feeds, by TensorFlow alone."""
+
+    def run(*values: tf.Tensor) -> list[Any]:
+        *xs, upstream, again = values
+        first = tf.gradients(build_y(*xs), xs, grad_ys=upstream)
+        return [*first, *tf.gradients(first[0], [*xs, upstream], grad_ys=again)]
+
+    return _run(run, [*feeds, grad_y, seed])
+
+
+def _run(run: Callable[..., list[Any]], values: Sequence[Any]) -> list[Any]:
+    there: list[bool] = []
+
+    def compact(*arguments: tf.Tensor) -> list[Any]:
+        found = run(*arguments)
+        there.extend(value is not None for value in found)
+        return [value for value in found if value is not None]
+
+    signature = [tf.TensorSpec(np.shape(value), np.asarray(value).dtype) for value in values]
+    function = tf.function(compact, input_signature=signature, autograph=False).get_concrete_function()
+    results = iter(function(*map(tf.constant, values)))
+    return [next(results).numpy() if is_there else None for is_there in there]
+
+
+def _no_reference(_: tf.Tensor, __: tf.Tensor) -> tf.Tensor:
+    raise AssertionError("no rule here asks for a baseline")
