@@ -29,6 +29,10 @@ const CODES: { readonly [R in Reason]?: Code } = {
   UNAVAILABLE: Code.UNAVAILABLE,
   UNSUPPORTED: Code.UNIMPLEMENTED,
   INTERNAL: Code.INTERNAL,
+  BLOB_NOT_FOUND: Code.NOT_FOUND,
+  HANDLE_EXPIRED: Code.FAILED_PRECONDITION,
+  QUOTA_EXCEEDED: Code.RESOURCE_EXHAUSTED,
+  SESSION_LOST: Code.ABORTED,
 };
 
 /** One thing that is wrong: its reason, a sentence, and where: a node's name, a request's field, or neither. */

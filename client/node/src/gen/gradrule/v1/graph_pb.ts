@@ -414,7 +414,13 @@ export type FunctionLibrary = Message<"gradrule.v1.FunctionLibrary"> & {
   gradient: FunctionGradient[];
 
   /**
-   * Gradient functions by op type; ignored: rules decide.
+   * Gradient functions by name: a node whose `_gradient_op_type` is the name gets the function as its rule, before the registry is
+   * asked. The function's arguments are a rule's variables (`x`, `x1`, …, `y`, …, `dy`, …: those that it uses), its results `dx`, `dx1`, …; one that
+   * is not there means "not connected". Functions of another form are gradients of another process: FOREIGN_GRADIENT where one is asked.
+   *
+   * An IdentityN with the attributes `_gradrule_outputs` = n and `_gradrule_inputs` = m passes on what a region computes: its first n inputs are the
+   * region's outputs (`y`), the others (`x`) its m inputs, to which the gradients go, and what the gradient needs besides. Nothing else may take its
+   * outputs from n on. `_gradrule_region` is the region's name (see Selector.region_name). INVALID_GRAPH where they do not fit the node.
    *
    * @generated from field: repeated gradrule.v1.RegisteredGradient registered_gradients = 3;
    */

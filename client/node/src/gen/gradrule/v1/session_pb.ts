@@ -6,14 +6,16 @@
 
 import type { GenFile, GenMessage, GenService } from "@bufbuild/protobuf/codegenv2";
 import { fileDesc, messageDesc, serviceDesc } from "@bufbuild/protobuf/codegenv2";
+import type { Duration } from "@bufbuild/protobuf/wkt";
+import { file_google_protobuf_duration } from "@bufbuild/protobuf/wkt";
 import type { EvaluateResponse, ParamValues, Timings } from "./evaluate_pb.js";
 import { file_gradrule_v1_evaluate } from "./evaluate_pb.js";
+import type { Override, Resolution } from "./override_pb.js";
+import { file_gradrule_v1_override } from "./override_pb.js";
 import type { NoGradient, Vjp } from "./program_pb.js";
 import { file_gradrule_v1_program } from "./program_pb.js";
 import type { GraphSource } from "./rule_pb.js";
 import { file_gradrule_v1_rule } from "./rule_pb.js";
-import type { Override, Resolution } from "./override_pb.js";
-import { file_gradrule_v1_override } from "./override_pb.js";
 import type { NamedTensor, TensorSpec } from "./tensor_pb.js";
 import { file_gradrule_v1_tensor } from "./tensor_pb.js";
 import type { Message } from "@bufbuild/protobuf";
@@ -22,7 +24,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file gradrule/v1/session.proto.
  */
 export const file_gradrule_v1_session: GenFile = /*@__PURE__*/
-  fileDesc("ChlncmFkcnVsZS92MS9zZXNzaW9uLnByb3RvEgtncmFkcnVsZS52MSK8AQoMU3RhcnRTZXNzaW9uEicKBWdyYXBoGAEgASgLMhguZ3JhZHJ1bGUudjEuR3JhcGhTb3VyY2USKAoJb3ZlcnJpZGVzGAIgAygLMhUuZ3JhZHJ1bGUudjEuT3ZlcnJpZGUSKwoJdmFyaWFibGVzGAMgAygLMhguZ3JhZHJ1bGUudjEuTmFtZWRUZW5zb3ISLAoLbm9fZ3JhZGllbnQYBCABKA4yFy5ncmFkcnVsZS52MS5Ob0dyYWRpZW50IksKDlNlc3Npb25TdGFydGVkEioKCXZhcmlhYmxlcxgBIAMoCzIXLmdyYWRydWxlLnYxLlRlbnNvclNwZWMSDQoFYnl0ZXMYAiABKAMiggEKCU9wdGltaXplchIMCgRuYW1lGAEgASgJEjYKCHNldHRpbmdzGAIgAygLMiQuZ3JhZHJ1bGUudjEuT3B0aW1pemVyLlNldHRpbmdzRW50cnkaLwoNU2V0dGluZ3NFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAE6AjgBIpICCgtTdGVwUmVxdWVzdBInCgVmZWVkcxgBIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yEgwKBGxvc3MYAiABKAkSKQoJb3B0aW1pemVyGAMgASgLMhYuZ3JhZHJ1bGUudjEuT3B0aW1pemVyEhEKCXZhcmlhYmxlcxgEIAMoCRIPCgdmZXRjaGVzGAUgAygJEjQKBnBhcmFtcxgGIAMoCzIkLmdyYWRydWxlLnYxLlN0ZXBSZXF1ZXN0LlBhcmFtc0VudHJ5GkcKC1BhcmFtc0VudHJ5EgsKA2tleRgBIAEoCRInCgV2YWx1ZRgCIAEoCzIYLmdyYWRydWxlLnYxLlBhcmFtVmFsdWVzOgI4ASKaAQoMU3RlcFJlc3BvbnNlEikKB291dHB1dHMYASADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvchIMCgRzdGVwGAIgASgDEiUKB3RpbWluZ3MYAyABKAsyFC5ncmFkcnVsZS52MS5UaW1pbmdzEioKCW92ZXJyaWRlcxgEIAMoCzIXLmdyYWRydWxlLnYxLlJlc29sdXRpb24ipgIKFlNlc3Npb25FdmFsdWF0ZVJlcXVlc3QSJwoFZmVlZHMYASADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvchIPCgdmZXRjaGVzGAIgAygJEh0KA3ZqcBgDIAEoCzIQLmdyYWRydWxlLnYxLlZqcBIpCgdncmFkX3lzGAQgAygLMhguZ3JhZHJ1bGUudjEuTmFtZWRUZW5zb3ISPwoGcGFyYW1zGAUgAygLMi8uZ3JhZHJ1bGUudjEuU2Vzc2lvbkV2YWx1YXRlUmVxdWVzdC5QYXJhbXNFbnRyeRpHCgtQYXJhbXNFbnRyeRILCgNrZXkYASABKAkSJwoFdmFsdWUYAiABKAsyGC5ncmFkcnVsZS52MS5QYXJhbVZhbHVlczoCOAEiIAoLUmVhZFJlcXVlc3QSEQoJdmFyaWFibGVzGAEgAygJIjsKDFJlYWRSZXNwb25zZRIrCgl2YXJpYWJsZXMYASADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvciI8Cg1Bc3NpZ25SZXF1ZXN0EisKCXZhcmlhYmxlcxgBIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yIhAKDkFzc2lnblJlc3BvbnNlIg0KC1NhdmVSZXF1ZXN0Ih0KDFNhdmVSZXNwb25zZRINCgVncmFwaBgBIAEoDCKvAgoRUnVuU2Vzc2lvblJlcXVlc3QSKgoFc3RhcnQYASABKAsyGS5ncmFkcnVsZS52MS5TdGFydFNlc3Npb25IABIoCgRzdGVwGAIgASgLMhguZ3JhZHJ1bGUudjEuU3RlcFJlcXVlc3RIABI3CghldmFsdWF0ZRgDIAEoCzIjLmdyYWRydWxlLnYxLlNlc3Npb25FdmFsdWF0ZVJlcXVlc3RIABIoCgRyZWFkGAQgASgLMhguZ3JhZHJ1bGUudjEuUmVhZFJlcXVlc3RIABIsCgZhc3NpZ24YBSABKAsyGi5ncmFkcnVsZS52MS5Bc3NpZ25SZXF1ZXN0SAASKAoEc2F2ZRgGIAEoCzIYLmdyYWRydWxlLnYxLlNhdmVSZXF1ZXN0SABCCQoHcmVxdWVzdCLFAgoSUnVuU2Vzc2lvblJlc3BvbnNlEi4KB3N0YXJ0ZWQYASABKAsyGy5ncmFkcnVsZS52MS5TZXNzaW9uU3RhcnRlZEgAEikKBHN0ZXAYAiABKAsyGS5ncmFkcnVsZS52MS5TdGVwUmVzcG9uc2VIABIxCghldmFsdWF0ZRgDIAEoCzIdLmdyYWRydWxlLnYxLkV2YWx1YXRlUmVzcG9uc2VIABIpCgRyZWFkGAQgASgLMhkuZ3JhZHJ1bGUudjEuUmVhZFJlc3BvbnNlSAASLQoGYXNzaWduGAUgASgLMhsuZ3JhZHJ1bGUudjEuQXNzaWduUmVzcG9uc2VIABIpCgRzYXZlGAYgASgLMhkuZ3JhZHJ1bGUudjEuU2F2ZVJlc3BvbnNlSAASEAoGc3RhdHVzGA8gASgMSABCCgoIcmVzcG9uc2UyYwoOU2Vzc2lvblNlcnZpY2USUQoKUnVuU2Vzc2lvbhIeLmdyYWRydWxlLnYxLlJ1blNlc3Npb25SZXF1ZXN0Gh8uZ3JhZHJ1bGUudjEuUnVuU2Vzc2lvblJlc3BvbnNlKAEwAWIGcHJvdG8z", [file_gradrule_v1_evaluate, file_gradrule_v1_program, file_gradrule_v1_rule, file_gradrule_v1_override, file_gradrule_v1_tensor]);
+  fileDesc("ChlncmFkcnVsZS92MS9zZXNzaW9uLnByb3RvEgtncmFkcnVsZS52MSK8AQoMU3RhcnRTZXNzaW9uEicKBWdyYXBoGAEgASgLMhguZ3JhZHJ1bGUudjEuR3JhcGhTb3VyY2USKAoJb3ZlcnJpZGVzGAIgAygLMhUuZ3JhZHJ1bGUudjEuT3ZlcnJpZGUSKwoJdmFyaWFibGVzGAMgAygLMhguZ3JhZHJ1bGUudjEuTmFtZWRUZW5zb3ISLAoLbm9fZ3JhZGllbnQYBCABKA4yFy5ncmFkcnVsZS52MS5Ob0dyYWRpZW50IksKDlNlc3Npb25TdGFydGVkEioKCXZhcmlhYmxlcxgBIAMoCzIXLmdyYWRydWxlLnYxLlRlbnNvclNwZWMSDQoFYnl0ZXMYAiABKAMiggEKCU9wdGltaXplchIMCgRuYW1lGAEgASgJEjYKCHNldHRpbmdzGAIgAygLMiQuZ3JhZHJ1bGUudjEuT3B0aW1pemVyLlNldHRpbmdzRW50cnkaLwoNU2V0dGluZ3NFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAE6AjgBIpICCgtTdGVwUmVxdWVzdBInCgVmZWVkcxgBIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yEgwKBGxvc3MYAiABKAkSKQoJb3B0aW1pemVyGAMgASgLMhYuZ3JhZHJ1bGUudjEuT3B0aW1pemVyEhEKCXZhcmlhYmxlcxgEIAMoCRIPCgdmZXRjaGVzGAUgAygJEjQKBnBhcmFtcxgGIAMoCzIkLmdyYWRydWxlLnYxLlN0ZXBSZXF1ZXN0LlBhcmFtc0VudHJ5GkcKC1BhcmFtc0VudHJ5EgsKA2tleRgBIAEoCRInCgV2YWx1ZRgCIAEoCzIYLmdyYWRydWxlLnYxLlBhcmFtVmFsdWVzOgI4ASKaAQoMU3RlcFJlc3BvbnNlEikKB291dHB1dHMYASADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvchIMCgRzdGVwGAIgASgDEiUKB3RpbWluZ3MYAyABKAsyFC5ncmFkcnVsZS52MS5UaW1pbmdzEioKCW92ZXJyaWRlcxgEIAMoCzIXLmdyYWRydWxlLnYxLlJlc29sdXRpb24ipgIKFlNlc3Npb25FdmFsdWF0ZVJlcXVlc3QSJwoFZmVlZHMYASADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvchIPCgdmZXRjaGVzGAIgAygJEh0KA3ZqcBgDIAEoCzIQLmdyYWRydWxlLnYxLlZqcBIpCgdncmFkX3lzGAQgAygLMhguZ3JhZHJ1bGUudjEuTmFtZWRUZW5zb3ISPwoGcGFyYW1zGAUgAygLMi8uZ3JhZHJ1bGUudjEuU2Vzc2lvbkV2YWx1YXRlUmVxdWVzdC5QYXJhbXNFbnRyeRpHCgtQYXJhbXNFbnRyeRILCgNrZXkYASABKAkSJwoFdmFsdWUYAiABKAsyGC5ncmFkcnVsZS52MS5QYXJhbVZhbHVlczoCOAEiIAoLUmVhZFJlcXVlc3QSEQoJdmFyaWFibGVzGAEgAygJIjsKDFJlYWRSZXNwb25zZRIrCgl2YXJpYWJsZXMYASADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvciI8Cg1Bc3NpZ25SZXF1ZXN0EisKCXZhcmlhYmxlcxgBIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yIhAKDkFzc2lnblJlc3BvbnNlIrECChFSdW5TZXNzaW9uUmVxdWVzdBIqCgVzdGFydBgBIAEoCzIZLmdyYWRydWxlLnYxLlN0YXJ0U2Vzc2lvbkgAEigKBHN0ZXAYAiABKAsyGC5ncmFkcnVsZS52MS5TdGVwUmVxdWVzdEgAEjcKCGV2YWx1YXRlGAMgASgLMiMuZ3JhZHJ1bGUudjEuU2Vzc2lvbkV2YWx1YXRlUmVxdWVzdEgAEigKBHJlYWQYBCABKAsyGC5ncmFkcnVsZS52MS5SZWFkUmVxdWVzdEgAEiwKBmFzc2lnbhgFIAEoCzIaLmdyYWRydWxlLnYxLkFzc2lnblJlcXVlc3RIABIqCgd0aW1lb3V0GAcgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uQgkKB3JlcXVlc3QimgIKElJ1blNlc3Npb25SZXNwb25zZRIuCgdzdGFydGVkGAEgASgLMhsuZ3JhZHJ1bGUudjEuU2Vzc2lvblN0YXJ0ZWRIABIpCgRzdGVwGAIgASgLMhkuZ3JhZHJ1bGUudjEuU3RlcFJlc3BvbnNlSAASMQoIZXZhbHVhdGUYAyABKAsyHS5ncmFkcnVsZS52MS5FdmFsdWF0ZVJlc3BvbnNlSAASKQoEcmVhZBgEIAEoCzIZLmdyYWRydWxlLnYxLlJlYWRSZXNwb25zZUgAEi0KBmFzc2lnbhgFIAEoCzIbLmdyYWRydWxlLnYxLkFzc2lnblJlc3BvbnNlSAASEAoGc3RhdHVzGA8gASgMSABCCgoIcmVzcG9uc2UyYwoOU2Vzc2lvblNlcnZpY2USUQoKUnVuU2Vzc2lvbhIeLmdyYWRydWxlLnYxLlJ1blNlc3Npb25SZXF1ZXN0Gh8uZ3JhZHJ1bGUudjEuUnVuU2Vzc2lvblJlc3BvbnNlKAEwAWIGcHJvdG8z", [file_google_protobuf_duration, file_gradrule_v1_evaluate, file_gradrule_v1_override, file_gradrule_v1_program, file_gradrule_v1_rule, file_gradrule_v1_tensor]);
 
 /**
  * Begins a session.
@@ -39,7 +41,7 @@ export type StartSession = Message<"gradrule.v1.StartSession"> & {
   graph?: GraphSource | undefined;
 
   /**
-   * Overrides, as in ProgramSpec; they hold in every step. An override that is on no path of a step is no error there if another step uses it.
+   * Overrides, as in ProgramSpec; they hold wherever something is differentiated.
    *
    * @generated from field: repeated gradrule.v1.Override overrides = 2;
    */
@@ -351,42 +353,6 @@ export const AssignResponseSchema: GenMessage<AssignResponse> = /*@__PURE__*/
   messageDesc(file_gradrule_v1_session, 9);
 
 /**
- * Exports the graph with the variables' present values as constants.
- *
- * @generated from message gradrule.v1.SaveRequest
- */
-export type SaveRequest = Message<"gradrule.v1.SaveRequest"> & {
-};
-
-/**
- * Describes the message gradrule.v1.SaveRequest.
- * Use `create(SaveRequestSchema)` to create a new message.
- */
-export const SaveRequestSchema: GenMessage<SaveRequest> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_session, 10);
-
-/**
- * Answer to a SaveRequest.
- *
- * @generated from message gradrule.v1.SaveResponse
- */
-export type SaveResponse = Message<"gradrule.v1.SaveResponse"> & {
-  /**
-   * The bytes of a GraphDef in which each variable is a constant of its name.
-   *
-   * @generated from field: bytes graph = 1;
-   */
-  graph: Uint8Array;
-};
-
-/**
- * Describes the message gradrule.v1.SaveResponse.
- * Use `create(SaveResponseSchema)` to create a new message.
- */
-export const SaveResponseSchema: GenMessage<SaveResponse> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_session, 11);
-
-/**
  * One message of a client's.
  *
  * @generated from message gradrule.v1.RunSessionRequest
@@ -437,15 +403,14 @@ export type RunSessionRequest = Message<"gradrule.v1.RunSessionRequest"> & {
      */
     value: AssignRequest;
     case: "assign";
-  } | {
-    /**
-     * Export.
-     *
-     * @generated from field: gradrule.v1.SaveRequest save = 6;
-     */
-    value: SaveRequest;
-    case: "save";
   } | { case: undefined; value?: undefined };
+
+  /**
+   * How long the message may take. Default and bound: settings of the server's, as for calls.
+   *
+   * @generated from field: google.protobuf.Duration timeout = 7;
+   */
+  timeout?: Duration | undefined;
 };
 
 /**
@@ -453,7 +418,7 @@ export type RunSessionRequest = Message<"gradrule.v1.RunSessionRequest"> & {
  * Use `create(RunSessionRequestSchema)` to create a new message.
  */
 export const RunSessionRequestSchema: GenMessage<RunSessionRequest> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_session, 12);
+  messageDesc(file_gradrule_v1_session, 10);
 
 /**
  * One message of the server's.
@@ -508,14 +473,6 @@ export type RunSessionResponse = Message<"gradrule.v1.RunSessionResponse"> & {
     case: "assign";
   } | {
     /**
-     * Answer to save.
-     *
-     * @generated from field: gradrule.v1.SaveResponse save = 6;
-     */
-    value: SaveResponse;
-    case: "save";
-  } | {
-    /**
      * The message failed: the bytes of a `google.rpc.Status`.
      *
      * @generated from field: bytes status = 15;
@@ -530,7 +487,7 @@ export type RunSessionResponse = Message<"gradrule.v1.RunSessionResponse"> & {
  * Use `create(RunSessionResponseSchema)` to create a new message.
  */
 export const RunSessionResponseSchema: GenMessage<RunSessionResponse> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_session, 13);
+  messageDesc(file_gradrule_v1_session, 11);
 
 /**
  * Training on the server.
