@@ -58,7 +58,8 @@ class StepOptimizer:
         except (ValueError, TypeError) as cause:
             raise _invalid(f"{message.name}: {cause}") from cause
         self.identity = _identity(message)
-        self.names = tuple(values)
+        self._default_rate = _known(message.name)[_LEARNING_RATE]
+        self._shapes = _shapes(values)
         self._variables = {
             name: keras.Variable(value, dtype=value.dtype.name, trainable=True, name=f"v{number}")
             for number, (name, value) in enumerate(values.items())
@@ -66,9 +67,9 @@ class StepOptimizer:
         self._optimizer.build(list(self._variables.values()))
         self._apply: dict[tuple[str, ...], Any] = {}
 
-    def fits(self, message: session_pb2.Optimizer, names: Sequence[str]) -> bool:
-        """Whether a step of these words goes on with these slots."""
-        return _identity(message) == self.identity and tuple(names) == self.names
+    def fits(self, message: session_pb2.Optimizer, values: Mapping[str, tf.Tensor]) -> bool:
+        """Whether a step of these words, on these values, goes on with these slots."""
+        return _identity(message) == self.identity and _shapes(values) == self._shapes
 
     @property
     def slot_bytes(self) -> int:
@@ -79,9 +80,7 @@ class StepOptimizer:
         self, message: session_pb2.Optimizer, values: Mapping[str, tf.Tensor], gradients: Mapping[str, Any]
     ) -> dict[str, tf.Tensor]:
         """New values of the variables that have a gradient (a tensor or `tf.IndexedSlices`)."""
-        settings = _settings(message)
-        if _LEARNING_RATE in settings:
-            self._optimizer.learning_rate.assign(settings[_LEARNING_RATE])
+        self._optimizer.learning_rate.assign(_settings(message).get(_LEARNING_RATE, self._default_rate))
         for name in gradients:
             # They may have been assigned since the last step.
             self._variables[name].assign(values[name])
@@ -109,8 +108,7 @@ def _settings(message: session_pb2.Optimizer) -> dict[str, float | bool | int]:
     if message.name not in NAMES:
         hint = did_you_mean(message.name, NAMES)
         raise _invalid(f"there is no optimiser {message.name!r}.{hint} There are {', '.join(NAMES)}")
-    parameters = inspect.signature(getattr(keras.optimizers, message.name).__init__).parameters
-    known = {name: parameter.default for name, parameter in parameters.items() if name not in _NOT_OFFERED}
+    known = _known(message.name)
     settings: dict[str, float | bool | int] = {}
     for name, value in message.settings.items():
         if name not in known:
@@ -126,6 +124,16 @@ def _settings(message: session_pb2.Optimizer) -> dict[str, float | bool | int]:
         else:
             settings[name] = value
     return settings
+
+
+def _known(name: str) -> dict[str, Any]:
+    """The settings that Keras has for an optimiser, with their defaults."""
+    parameters = inspect.signature(getattr(keras.optimizers, name).__init__).parameters
+    return {key: parameter.default for key, parameter in parameters.items() if key not in _NOT_OFFERED}
+
+
+def _shapes(values: Mapping[str, tf.Tensor]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((name, tuple(value.shape)) for name, value in values.items())
 
 
 def _bytes_of(variable: Any) -> int:

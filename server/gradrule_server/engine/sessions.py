@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,8 @@ from gradrule_server.engine.saved import saved_bytes
 from gradrule_server.engine.weights import Weights
 from gradrule_server.errors import error
 from gradrule_server.link.v1 import link_pb2
+
+_MAX_ENDED = 4096
 
 Values = dict[str, tf.Tensor]
 
@@ -51,12 +54,16 @@ class Sessions:
         self._program = program
         self._device = device
         self._sessions: dict[str, _Session] = {}
+        # Names of sessions that ended before the message that opens them was read.
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._lock = threading.Lock()
 
     def handle(self, request: link_pb2.SessionRequest) -> link_pb2.SessionReply:
         """One message. SESSION_LOST for a session that is not there, QUOTA_EXCEEDED where it gets too large."""
-        if request.assign.opens:
-            self._sessions[request.session] = _Session()
-        session = self._sessions.get(request.session)
+        with self._lock:
+            if request.assign.opens and request.session not in self._ended:
+                self._sessions[request.session] = _Session()
+            session = self._sessions.get(request.session)
         if session is None:
             raise error(errors_pb2.ERROR_REASON_SESSION_LOST, "the engine does not have the session any more")
         reply = link_pb2.SessionReply()
@@ -69,13 +76,18 @@ class Sessions:
                 case "read":
                     self._read(session, request.read.variables, reply)
                 case _:
-                    self._run(session, request.run, request.max_bytes, reply)
+                    self._run(session, request.run, request, reply)
             reply.bytes, reply.step = session.bytes_with(session.values), session.steps
         return reply
 
     def end(self, name: str) -> None:
         """Lets a session go."""
-        session = self._sessions.pop(name, None)
+        with self._lock:
+            session = self._sessions.pop(name, None)
+            if session is None:
+                self._ended[name] = None
+                while len(self._ended) > _MAX_ENDED:
+                    self._ended.popitem(last=False)
         if session is not None and session.optimizer is not None:
             with session.lock:
                 session.optimizer = None
@@ -97,8 +109,13 @@ class Sessions:
             write_tensor(reply.variables.add(name=name).value.inline, session.values[name])
 
     def _run(
-        self, session: _Session, request: link_pb2.SessionRun, max_bytes: int, reply: link_pb2.SessionReply
+        self,
+        session: _Session,
+        request: link_pb2.SessionRun,
+        message: link_pb2.SessionRequest,
+        reply: link_pb2.SessionReply,
     ) -> None:
+        max_bytes = message.max_bytes
         started = time.monotonic_ns()
         built = self._program(request.run.key)
         call = evaluate_pb2.EvaluateRequest.FromString(request.run.request)
@@ -119,18 +136,22 @@ class Sessions:
             check_size([*outputs, *([] if request.HasField("optimizer") else derivatives)])
             for name, value in zip(built.outputs, outputs, strict=True):
                 write_tensor(response.outputs.add(name=name).value.inline, value)
+        # A caller that was told that its time has passed must find everything as it was.
+        if time.monotonic_ns() > message.deadline_ns:
+            raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, "the deadline passed while the program ran")
         if request.HasField("optimizer"):
-            values = self._stepped(session, request.optimizer, values, _by_x(built, derivatives), max_bytes)
-            session.steps += 1
+            values = self._stepped(session, built, request.optimizer, values, _by_x(built, derivatives), max_bytes)
         elif not request.store:
             write_derivatives(response, built, derivatives)
         session.values = self._within(session, values, max_bytes)
+        session.steps += request.HasField("optimizer")
         set_timings(response.timings, request.run.received_ns, started)
         reply.response = response.SerializeToString()
 
     def _stepped(
         self,
         session: _Session,
+        built: Built,
         message: session_pb2.Optimizer,
         values: Values,
         gradients: Mapping[str, Any],
@@ -147,14 +168,16 @@ class Sessions:
                 field="step.loss",
             )
         before = session.optimizer
-        if before is None or not before.fits(message, list(gradients)):
+        if before is None or not before.fits(message, {name: values[name] for name in gradients}):
             session.optimizer = StepOptimizer(message, {name: values[name] for name in gradients})
             try:
                 self._within(session, values, max_bytes)
             except BaseException:
                 session.optimizer = before
                 raise
-        new: Values = session.optimizer.step(message, values, gradients)
+            # What was replaced is made of things that refer to one another.
+            gc.collect()
+        new: Values = execute(built, lambda: session.optimizer.step(message, values, gradients))
         return {**values, **new}
 
     def _within(self, session: _Session, values: Values, max_bytes: int) -> Values:

@@ -27,7 +27,7 @@ class SplitProgram:
         self._function = function
         self._output_count = output_count
         self._backward = backward
-        self._pull_backs: dict[tuple[frozenset[int], bool], Any] = {}
+        self._pull_backs: dict[bool, Any] = {}
         self._lock = threading.Lock()
 
     @property
@@ -54,48 +54,40 @@ class SplitProgram:
         axis in front, of one size. Raises INVALID_DERIVATIVE; TensorFlow's error of a failed check where a shape is
         not the y's (FEED_SHAPE, see `checks.failed_check`).
         """
-        given = [index for index in self._backward.fed if index in grad_ys]
+        fed, ys = self._backward.fed, self._backward.ys
+        given = [grad_ys[index] for index in fed if index in grad_ys]
         if stacked and not given:
             raise error(
                 errors_pb2.ERROR_REASON_INVALID_DERIVATIVE,
                 "many pull-backs at once take their number from grad_ys, and none is given",
                 field="grad_ys",
             )
-        values = [grad_ys[index] for index in given]
-        key = (frozenset(given), stacked)
+        count = tf.shape(given[0])[:1] if stacked else tf.zeros([0], tf.int32)
+        values = []
+        # What is saved begins with the shapes of the ys.
+        for index, shape in zip(fed, saved, strict=False):
+            value = grad_ys.get(index)
+            if value is None:
+                checked_upstream(ys[index], None)
+                value = tf.ones(tf.concat([count, shape], 0), ys[index].tensor.dtype)
+            values.append(value)
         # Tracing one and the same function in two threads is not safe.
         with self._lock:
-            function = self._pull_backs.get(key)
+            function = self._pull_backs.get(stacked)
             if function is None:
-                function = self._pull_backs[key] = self._traced(saved, given, stacked=stacked)
+                function = self._pull_backs[stacked] = self._traced(saved, stacked=stacked)
         return list(function(*values, *saved))
 
-    def _traced(self, saved: Sequence[tf.Tensor], given: Sequence[int], *, stacked: bool) -> Any:
-        backward = self._backward
-        for index in backward.fed:
-            if index not in given:
-                checked_upstream(backward.ys[index], None)
+    def _traced(self, saved: Sequence[tf.Tensor], *, stacked: bool) -> Any:
+        backward, count = self._backward, len(self._backward.fed)
 
         def pull_back(*arguments: tf.Tensor) -> list[tf.Tensor]:
-            values = dict(zip(given, arguments, strict=False))
-            rest = arguments[len(given) :]
-            shapes = dict(zip(backward.fed, rest, strict=False))
-            captures = rest[len(backward.fed) :]
-
-            def ones(index: int) -> tf.Tensor:
-                return tf.ones(shapes[index], backward.ys[index].tensor.dtype)
-
+            values, captures = list(arguments[:count]), arguments[2 * count :]
             if not stacked:
-                return backward.once([values.get(i, ones(i)) for i in backward.fed], captures)
-            pull = row_of(list(values.values()))
+                return backward.once(values, captures)
+            return backward.stacked(tf.shape(values[0])[0], row_of(values), captures)
 
-            def row(number: tf.Tensor) -> Sequence[tf.Tensor]:
-                rows = dict(zip(given, pull(number), strict=True))
-                return [rows[i] if i in rows else ones(i) for i in backward.fed]
-
-            return backward.stacked(tf.shape(next(iter(values.values())))[0], row, captures)
-
-        specs = [self._spec(index, stacked=stacked) for index in given]
+        specs = [self._spec(index, stacked=stacked) for index in backward.fed]
         specs += [tf.TensorSpec(None, value.dtype) for value in saved]
         return tf.function(pull_back, input_signature=specs, autograph=False).get_concrete_function()
 

@@ -41,7 +41,13 @@ class BlobServicer:
         if first is None:
             raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the stream holds no message", field="sha256")
         name = first.sha256
-        upload = await asyncio.to_thread(self._blobs.upload, name)
+        making = asyncio.ensure_future(asyncio.to_thread(self._blobs.upload, name))
+        try:
+            upload = await asyncio.shield(making)
+        except asyncio.CancelledError:
+            # The thread makes it all the same.
+            (await making).close()
+            raise
         try:
             await asyncio.to_thread(upload.write, first.data)
             async for message in call.messages:

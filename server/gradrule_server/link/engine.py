@@ -48,7 +48,7 @@ class Engine:
         self._supervisor: asyncio.Task[None] | None = None
         self.greeting = link_pb2.Greeting()
         self.generation = 0
-        """Grows with each new process: what the last one had loaded is gone."""
+        """Grows whenever a process comes or goes: what the last one held is gone."""
 
     @property
     def pid(self) -> int | None:
@@ -65,11 +65,12 @@ class Engine:
         self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
         self._supervisor.add_done_callback(_report_end)
 
-    async def call(self, kind: Kind, payload: bytes, ends_at: float) -> bytes:
+    async def call(self, kind: Kind, payload: bytes, ends_at: float, patience_s: float = 0.0) -> bytes:
         """One request, given up when the caller is cancelled. `ends_at`: loop time after which it is of no use.
 
         ENGINE_UNAVAILABLE while there is no engine; `EngineLost` if it dies meanwhile. An engine that is still at it
-        soon after the call was given up is ended, since nothing else stops a kernel or a loop that never ends.
+        soon after the call was given up is ended, since nothing else stops a kernel or a loop that never ends; a call
+        that must build something first gets `patience_s`.
         """
         loop = asyncio.get_running_loop()
         if loop.time() >= ends_at:
@@ -78,7 +79,7 @@ class Engine:
         try:
             return await work.answer
         except asyncio.CancelledError:
-            self.abandon(work, min(max(0.0, ends_at - loop.time()), _CANCEL_PATIENCE_S))
+            self.abandon(work, max(patience_s, min(max(0.0, ends_at - loop.time()), _CANCEL_PATIENCE_S)))
             raise
         except EngineGone as gone:
             raise self.lost(work.connection, gone) from None
@@ -163,6 +164,8 @@ class Engine:
 
     def _set_down(self) -> None:
         if self._up.is_set():
+            # What it held is gone from now on, not only once there is another.
+            self.generation += 1
             self._up.clear()
             self._on_change(False)
 

@@ -14,6 +14,9 @@ from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.house import ProgramHouse
 
+# The first pull-back is built before it runs, and to end the engine would cost others more than its end.
+_BUILD_PATIENCE_S = 30.0
+
 
 @dataclass(slots=True, eq=False)
 class _Handle:
@@ -24,6 +27,7 @@ class _Handle:
     kept_bytes: int
     ttl_s: float
     timer: asyncio.TimerHandle | None = None
+    is_used: bool = False
 
 
 class HandleHouse:
@@ -40,19 +44,23 @@ class HandleHouse:
         self._bytes = 0
 
     def new_name(self) -> str:
-        """A name that no handle had. QUOTA_EXCEEDED where there are too many handles."""
+        """A name that no handle had, counted in. QUOTA_EXCEEDED where there are too many handles."""
         if self._count >= self._max_handles:
             raise _exceeded(f"there are {self._count} forward handles, the most that the server keeps; close some")
+        self._count += 1
         return f"h{next(self._names)}"
 
+    def give_up(self) -> None:
+        """Nothing is kept under a new name after all."""
+        self._count -= 1
+
     def add(self, handle: _Handle) -> None:
-        """Counts a handle in. QUOTA_EXCEEDED where it takes too much."""
+        """Counts a handle's bytes in. QUOTA_EXCEEDED where they are too many."""
         if self._bytes + handle.kept_bytes > self._max_bytes:
             raise _exceeded(
                 f"the handle takes {handle.kept_bytes} bytes, and the others {self._bytes}; the server keeps "
                 f"{self._max_bytes} for all. Close handles, or feed less at a time"
             )
-        self._count += 1
         self._bytes += handle.kept_bytes
 
     def remove(self, handle: _Handle) -> None:
@@ -84,14 +92,16 @@ class StreamHandles:
                     errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"ttl is more than 0 s, not {ttl_s:g}", field="ttl"
                 )
         name = house.new_name()
-        run = asyncio.ensure_future(house.house.forward(request.evaluate, name, received_ns, ends_at))
+        generation = house.engine.generation
         try:
-            answer, kept_bytes, generation = await run
+            answer, kept_bytes, generation = await house.house.forward(request.evaluate, name, received_ns, ends_at)
             handle = _Handle(name, generation, kept_bytes, min(ttl_s, house.ttl_s))
             house.add(handle)
-        except BaseException:
-            # The engine may have it all the same: where the caller gave up, or where it takes too much.
-            house.release(name, house.engine.generation)
+        except BaseException as cause:
+            house.give_up()
+            if not isinstance(cause, GradruleError) or cause.reason == errors_pb2.ERROR_REASON_QUOTA_EXCEEDED:
+                # The engine has it, or will: the caller gave up, or it takes too much.
+                house.release(name, generation)
             raise
         self._handles[name] = handle
         self._touch(handle)
@@ -114,7 +124,10 @@ class StreamHandles:
         request = link_pb2.PullBackRequest(handle=name, received_ns=received_ns, request=raw)
         self._pause(handle)
         try:
-            return await engine.call(Kind.PULL_BACK, request.SerializeToString(), ends_at)
+            patience_s = 0.0 if handle.is_used else _BUILD_PATIENCE_S
+            answer = await engine.call(Kind.PULL_BACK, request.SerializeToString(), ends_at, patience_s)
+            handle.is_used = True
+            return answer
         except EngineLost as lost:
             if lost.suspect:
                 raise

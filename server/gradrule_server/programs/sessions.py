@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from gradrule import _tensors
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, session_pb2, tensor_pb2
 from gradrule_server import graphs
 from gradrule_server.errors import Finding, GradruleError, did_you_mean, error
@@ -26,6 +28,11 @@ from gradrule_server.registry.blobs import BlobStore, not_found
 
 # Programs that one session keeps at hand: as many kinds of steps and evaluations as it makes in turn.
 _MAX_PROGRAMS = 64
+
+# Slots of an optimiser, as many times the bytes of what it updates.
+_MOST_SLOTS = 3
+# The first step of an optimiser is built before it runs, and to end the engine would cost all sessions.
+_BUILD_PATIENCE_S = 30.0
 
 
 class SessionHouse:
@@ -65,6 +72,17 @@ class SessionHouse:
         """Bytes that a session may take."""
         return self._max_bytes - sum(size for other, size in self._bytes.items() if other != name)
 
+    @contextlib.contextmanager
+    def growing(self, name: str, more: int) -> Iterator[None]:
+        """Within this context a session counts for as much as it may grow to, so that others do not grow beside it."""
+        before = self._bytes.get(name, 0)
+        self.takes(name, before + more)
+        try:
+            yield
+        finally:
+            if self._bytes.get(name) == before + more:
+                self.takes(name, before)
+
     def takes(self, name: str, size: int) -> None:
         """Notes what a session takes."""
         if name in self._bytes:
@@ -84,6 +102,8 @@ class Session:
         self._generation = 0
         self._base = program_pb2.ProgramSpec()
         self._variables: list[graphs.VariableInfo] = []
+        self._names: dict[str, str] = {}
+        self._stepped_with: set[str] = {""}
         self._held = contextlib.ExitStack()
         self._programs: OrderedDict[tuple[bytes, CallShape], Runnable] = OrderedDict()
 
@@ -98,7 +118,8 @@ class Session:
             # Each kind of step compiles the graph once more.
             self._held.enter_context(self._house.blobs.held([request.graph.blob_sha256]))
         self._variables = await asyncio.to_thread(self._read_variables, spec)
-        given = self._bound(request.variables, "start.variables")
+        self._names = {name: item.names[0] for item in self._variables for name in item.names}
+        given = await asyncio.to_thread(self._bound, request.variables, "start.variables")
         self._name = self._house.open()
         self._generation = self._house.engine.generation
         reply = await self._assign(given, ends_at, opens=True)
@@ -166,6 +187,12 @@ class Session:
 
     async def read(self, request: session_pb2.ReadRequest, ends_at: float) -> session_pb2.ReadResponse:
         """Values of variables."""
+        if len(request.variables) > len(self._names):
+            raise error(
+                errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
+                f"{len(request.variables)} names are asked for, but the graph's variables have {len(self._names)}",
+                field="read.variables",
+            )
         names = [self._known(name, f"read.variables[{number}]") for number, name in enumerate(request.variables)]
         wanted = link_pb2.SessionRead(variables=names or [item.names[0] for item in self._variables])
         reply = await self.send(link_pb2.SessionRequest(read=wanted), ends_at)
@@ -179,7 +206,7 @@ class Session:
 
     async def assign(self, request: session_pb2.AssignRequest, ends_at: float) -> session_pb2.AssignResponse:
         """Gives variables values, all or none."""
-        await self._assign(self._bound(request.variables, "assign.variables"), ends_at)
+        await self._assign(await asyncio.to_thread(self._bound, request.variables, "assign.variables"), ends_at)
         return session_pb2.AssignResponse()
 
     def close(self) -> None:
@@ -197,13 +224,35 @@ class Session:
         if self._generation != self._house.engine.generation:
             raise _lost()
         request.session, request.max_bytes = self._name, self._house.left_for(self._name)
+        left_s = ends_at - asyncio.get_running_loop().time()
+        request.deadline_ns = time.monotonic_ns() + int(left_s * 1e9)
+        kind = request.run.optimizer.name
+        patience_s = _BUILD_PATIENCE_S if kind not in self._stepped_with else 0.0
         try:
-            answer = await self._house.engine.call(Kind.SESSION, request.SerializeToString(), ends_at)
+            with self._house.growing(self._name, self._growth(request)):
+                answer = await self._house.engine.call(Kind.SESSION, request.SerializeToString(), ends_at, patience_s)
         except EngineLost as lost:
             raise _lost() from lost
+        self._stepped_with.add(kind)
         reply = link_pb2.SessionReply.FromString(answer)
         self._house.takes(self._name, reply.bytes)
         return reply
+
+    def _growth(self, request: link_pb2.SessionRequest) -> int:
+        """By how much a message may make the session grow, as far as is known before."""
+        if request.run.optimizer.name:
+            return 0 if request.run.optimizer.name in self._stepped_with else _MOST_SLOTS * self._known_bytes(None)
+        if request.run.store:
+            return self._known_bytes(set(request.run.store))
+        return self._known_bytes({item.spec.name for item in request.assign.variables})
+
+    def _known_bytes(self, names: set[str] | None) -> int:
+        """Bytes of variables whose shapes the graph tells."""
+        return sum(
+            math.prod(max(0, dim.size) for dim in item.shape.dim) * _tensors.numpy_dtype(item.dtype).itemsize
+            for item in self._variables
+            if (names is None or item.names[0] in names) and item.dtype in graphs.DIFFERENTIABLE
+        )
 
     async def _assign(
         self, given: Sequence[link_pb2.BoundVariable], ends_at: float, *, opens: bool = False
@@ -246,7 +295,7 @@ class Session:
 
     def _known(self, text: str, field: str) -> str:
         """The name of the variable that a request calls so; UNKNOWN_TENSOR if there is none."""
-        names = {name: item.names[0] for item in self._variables for name in item.names}
+        names = self._names
         found = names.get(canonical(text))
         if found is None:
             raise error(

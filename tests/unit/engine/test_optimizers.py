@@ -40,6 +40,24 @@ def test_sparse_and_dense_gradients(name: str) -> None:
         np.testing.assert_allclose(value, variable.value, rtol=1e-6)
 
 
+def test_slots_fit_the_same_optimizer_on_the_same_shapes() -> None:
+    values = {"a": tf.ones([3])}
+    ours = StepOptimizer(optimizers.Adam(0.1).message(), values)
+    assert ours.fits(optimizers.Adam(0.5).message(), values)
+    assert not ours.fits(optimizers.Adam(0.1, beta_1=0.5).message(), values)
+    assert not ours.fits(optimizers.Adam(0.1).message(), {"a": tf.ones([4])})
+    assert not ours.fits(optimizers.Adam(0.1).message(), {"b": tf.ones([3])})
+
+
+def test_a_step_without_a_learning_rate_has_keras_default() -> None:
+    values, gradients = {"a": tf.zeros([1])}, {"a": tf.ones([1])}
+    bare = session_pb2.Optimizer(name="SGD")
+    ours = StepOptimizer(optimizers.SGD(7.0).message(), values)
+    values.update(ours.step(optimizers.SGD(7.0).message(), values, gradients))
+    values.update(ours.step(bare, values, gradients))
+    np.testing.assert_allclose(values["a"], [-7.01], rtol=1e-6)
+
+
 def test_nothing_stays_of_an_optimizer_that_is_gone() -> None:
     message = optimizers.Adam(0.1).message()
     before = graphs_alive()

@@ -75,7 +75,7 @@ async def test_an_engine_that_dies_is_replaced_and_says_so() -> None:
         assert refusal.value.reason == errors_pb2.ERROR_REASON_ENGINE_UNAVAILABLE
         assert refusal.value.retry_after_s
         await _until(lambda: engine.pid)
-        assert engine.generation == 2
+        assert engine.generation == 3
         assert changes == [True, False, True]
         with pytest.raises(NotLoaded) as unknown_key:
             await engine.call(Kind.RUN, link_pb2.RunRequest(key="nothing").SerializeToString(), _in(10))
@@ -162,7 +162,7 @@ async def test_starting_is_tried_again_whatever_it_fails_with(
     monkeypatch.setattr(engine_module, "_RESTART_DELAY_S", 0.05)
     assert engine.pid is not None
     os.kill(engine.pid, signal.SIGKILL)
-    await _until(lambda: engine.generation == 2)
+    await _until(lambda: engine.generation == 3)
     assert [record.exc_info is not None for record in caplog.records if "cannot be started" in record.message] == [
         True,
         True,

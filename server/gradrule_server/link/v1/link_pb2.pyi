@@ -723,10 +723,13 @@ class SessionRequest(google.protobuf.message.Message):
     ASSIGN_FIELD_NUMBER: builtins.int
     READ_FIELD_NUMBER: builtins.int
     MAX_BYTES_FIELD_NUMBER: builtins.int
+    DEADLINE_NS_FIELD_NUMBER: builtins.int
     session: builtins.str
     """The session's name; SESSION_LOST where the engine has none of it."""
     max_bytes: builtins.int
     """Bytes that the session may take, slots of its optimiser included."""
+    deadline_ns: builtins.int
+    """When nobody waits any more (CLOCK_MONOTONIC, nanoseconds): from then on nothing is changed."""
     @property
     def run(self) -> global___SessionRun:
         """Runs a program."""
@@ -747,9 +750,10 @@ class SessionRequest(google.protobuf.message.Message):
         assign: global___SessionAssign | None = ...,
         read: global___SessionRead | None = ...,
         max_bytes: builtins.int = ...,
+        deadline_ns: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["action", b"action", "assign", b"assign", "read", b"read", "run", b"run"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["action", b"action", "assign", b"assign", "max_bytes", b"max_bytes", "read", b"read", "run", b"run", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["action", b"action", "assign", b"assign", "deadline_ns", b"deadline_ns", "max_bytes", b"max_bytes", "read", b"read", "run", b"run", "session", b"session"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["action", b"action"]) -> typing.Literal["run", "assign", "read"] | None: ...
 
 global___SessionRequest = SessionRequest

@@ -1,0 +1,240 @@
+"""What goes wrong around the client's streams: interrupts, cancelled tasks, bytes the server lacks, closed clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradrule as gr
+from tests.service.answers import assert_close, refused
+from tests.service.servers import RunningServer, running_server
+
+X = np.float32([[1, 2, 3], [4, 5, 6]])
+W = np.ones((3, 2), np.float32)
+
+
+def linear() -> gr.Graph:
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [None, 3])
+    y = g.op("MatMul", x, g.variable("w", W), name="y")
+    g.op("Sum", y, g.constant([0, 1]), name="loss")
+    return g
+
+
+def squares() -> gr.Graph:
+    g = gr.Graph()
+    g.op("Square", g.placeholder("x", "float32", [None]), name="y")
+    return g
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """A process stands still, so that whatever waits for it waits."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def interrupt_after(seconds: float) -> Iterator[None]:
+    """Ctrl-C, a little later."""
+    main = threading.main_thread().ident
+    assert main is not None
+    timer = threading.Timer(seconds, signal.pthread_kill, (main, signal.SIGINT))
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, previous)
+
+
+def in_loop(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Runs a coroutine; nothing may be reported as lost, such as a failure that no one reads."""
+    lost: list[Any] = []
+
+    async def watched() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(context))
+        await body()
+        gc.collect()
+        await asyncio.sleep(0)
+
+    asyncio.run(watched())
+    assert lost == []
+
+
+def test_an_interrupt_closes_the_session(server: RunningServer, client: gr.Client) -> None:
+    """Else the next question would get the answer of the one that was interrupted."""
+    with client.session(linear()) as s:
+        s.evaluate({"x": X}, fetches=["loss"])
+        with stopped(server.wait_for_engine()), pytest.raises(KeyboardInterrupt), interrupt_after(0.3):
+            s.evaluate({"x": X}, fetches=["loss"])
+        with refused("UNAVAILABLE") as refusal:
+            s.evaluate({"x": 2 * X}, fetches=["loss"])
+        refusal.says("not open")
+    with client.session(linear()) as s:
+        assert_close(s.evaluate({"x": 2 * X}, fetches=["loss"]).outputs["loss"], np.float32(84))
+
+
+def test_a_cancelled_task_closes_its_session(server: RunningServer) -> None:
+    async def body() -> None:
+        async with gr.aio.connect(server.target) as client, client.session(linear()) as s:
+            await s.evaluate({"x": X}, fetches=["loss"])
+            with stopped(server.wait_for_engine()):
+                task = asyncio.ensure_future(s.evaluate({"x": X}, fetches=["loss"]))
+                await asyncio.sleep(0.2)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            with refused("UNAVAILABLE") as refusal:
+                await s.evaluate({"x": 2 * X}, fetches=["loss"])
+            refusal.says("not open")
+
+    in_loop(body)
+
+
+def test_a_task_that_is_cancelled_while_it_writes_is_the_only_one(server: RunningServer) -> None:
+    big = np.zeros(6_000_000, np.float32)
+
+    async def body() -> None:
+        async with gr.aio.connect(server.target) as client:
+            program = await client.compile(squares(), fetches=["y"], ys=["y"], xs=["x"])
+            async with await program.forward({"x": [3.0]}) as handle:
+                name = handle._handle
+                connection: Any = client._stream._connection
+                with stopped(server.process.pid):
+                    other = asyncio.ensure_future(handle.vjp())
+                    await asyncio.sleep(0.1)
+                    # Too much for what the connection takes before the server reads.
+                    writing = asyncio.ensure_future(program.forward({"x": big}))
+                    queued = asyncio.ensure_future(program.forward({"x": [1.0]}))
+                    await asyncio.sleep(0.3)
+                    assert connection._writing.locked()
+                    writing.cancel()
+                    queued.cancel()
+                    await asyncio.wait({writing, queued})
+                    assert writing.cancelled()
+                    assert queued.cancelled()
+                    assert not other.done()
+                    assert len(connection._waiting) == 1
+                assert_close((await other)["x"], np.float32([6]))
+                assert_close((await handle.vjp())["x"], np.float32([6]))
+                # It was not made anew.
+                assert handle._handle == name
+                assert client._stream._connection is connection
+
+    in_loop(body)
+
+
+def test_a_deadline_holds_for_the_writing_too(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradrule._streams._GRACE_S", 0.1)
+    big = np.zeros(6_000_000, np.float32)
+
+    async def body() -> None:
+        async with gr.aio.connect(server.target) as client:
+            program = await client.compile(squares(), fetches=["y"], ys=["y"], xs=["x"])
+            with stopped(server.process.pid), refused("DEADLINE_EXCEEDED"):
+                await program.forward({"x": big}, timeout=0.3)
+            async with await program.forward({"x": [3.0]}) as handle:
+                assert_close(handle.outputs["y"], np.float32([9]))
+
+    in_loop(body)
+
+
+def test_blobs_in_sessions(either: Any) -> None:
+    rng = np.random.default_rng(1)
+    w, x, dy = (rng.normal(size=size).astype(np.float32) for size in ((3, 2), (4, 3), (4, 2)))
+    with either.session(linear(), variables={"w": gr.Blob(w)}) as s:
+        assert_close(s.read()["w"], w)
+        fed = gr.Blob(x)
+        result = s.evaluate({"x": fed}, fetches=["y"], ys=["y"], xs=["w"], grad_ys={"y": gr.Blob(dy)})
+        assert_close(result.outputs["y"], x @ w, rtol=1e-4)
+        assert_close(result.gradients["w"], x.T @ dy, rtol=1e-4)
+        for number in (1, 2):
+            assert s.step({"x": fed}, "loss", gr.optimizers.SGD(0.1)).step == number
+        s.assign({"w": gr.Blob(2 * w)})
+        assert_close(s.read()["w"], 2 * w)
+
+
+def test_blobs_that_the_server_has_let_go_in_sessions(either: Any) -> None:
+    """They are sent once more, whatever the session believes to have sent."""
+    rng = np.random.default_rng(2)
+    w, x, other = (gr.Blob(rng.normal(size=size).astype(np.float32)) for size in ((3, 2), (4, 3), (3, 2)))
+    session = either.session(linear(), variables={"w": w})
+    brought: set[str] = getattr(session, "target", session)._brought
+    brought.update(blob.sha256 for blob in (w, x, other))
+    with session as s:
+        assert s.step({"x": x}, "loss", gr.optimizers.SGD(0.1)).step == 1
+        s.assign({"w": other})
+        assert_close(s.read()["w"], np.frombuffer(other.data, np.float32).reshape(3, 2))
+
+
+def test_a_blob_that_is_nowhere_is_refused_once_more(client: gr.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    blob = gr.Blob(np.random.default_rng(3).normal(size=(4, 3)).astype(np.float32))
+    with client.session(linear()) as s:
+        sent: list[list[str]] = []
+        monkeypatch.setattr(s, "_send_blobs", lambda blobs, timeout: sent.append(list(blobs)))
+        with refused("BLOB_NOT_FOUND"):
+            s.evaluate({"x": blob}, fetches=["y"])
+        assert sent == [[blob.sha256]] * 2
+        assert_close(s.evaluate({"x": X}, fetches=["loss"]).outputs["loss"], np.float32(42))
+
+
+def test_forward_after_the_client_is_closed(server: RunningServer) -> None:
+    client = gr.connect(server.target)
+    program = client.compile(squares(), fetches=["y"], ys=["y"], xs=["x"])
+    handle = program.forward({"x": [3.0]})
+    client.close()
+    for use in (lambda: program.forward({"x": [3.0]}), handle.vjp):
+        with refused("UNAVAILABLE") as refusal:
+            use()
+        refusal.says("is closed", server.target)
+    handle.close()
+
+
+def test_forward_after_the_asynchronous_client_is_closed(server: RunningServer) -> None:
+    async def body() -> None:
+        client = gr.aio.connect(server.target)
+        program = await client.compile(squares(), fetches=["y"], ys=["y"], xs=["x"])
+        handle = await program.forward({"x": [3.0]})
+        session = client.session(linear())
+        await session.__aenter__()
+        await session.read()
+        await client.close()
+        for use in (lambda: program.forward({"x": [3.0]}), handle.vjp):
+            with refused("UNAVAILABLE") as refusal:
+                await use()
+            refusal.says("is closed", server.target)
+        for _ in range(2):
+            with refused("UNAVAILABLE"):
+                await session.read()
+        await handle.close()
+
+    in_loop(body)
+
+
+def test_an_asynchronous_session_without_its_server(tmp_path: Path) -> None:
+    async def body() -> None:
+        with running_server(tmp_path) as server:
+            async with gr.aio.connect(server.target) as client, client.session(linear()) as s:
+                await s.read()
+                server.kill()
+                await asyncio.sleep(0.3)
+                for _ in range(3):
+                    with refused("UNAVAILABLE"):
+                        await s.read()
+
+    in_loop(body)
