@@ -35,8 +35,8 @@ ERFC = Substitution("Erfc", tf.nn, "gelu", own=tf.math.erfc, around=_gelu)
 class Architecture:
     """A model, what it is fed with, and the ops whose gradient rules replace.
 
-    make: a Keras model. shape: of one example. vocabulary: for models that take numbers of words; their gradient by
-    the input is that by what the first layer, an embedding, puts out.
+    make: a Keras model. shape: of one example. vocabulary: of models that take numbers of words, and so have no
+    gradient by the input; 0 for others.
     """
 
     name: str
