@@ -69,7 +69,7 @@ class Client(Derivatives):
         self._metadata = _channel.metadata(token)
         self._timeout = timeout
         self._methods: dict[str, grpc.UnaryUnaryMultiCallable[bytes, bytes]] = {}
-        self._stream = Stream(channel, self._metadata)
+        self._stream = Stream(channel, self._metadata, self._closed)
         self.target = target
 
     # Rules.
@@ -342,9 +342,8 @@ class Client(Derivatives):
         except ValueError as cause:
             raise self._closed() from cause
 
-    def _send_blobs(self, blobs: _blobs.Blobs) -> None:
-        if blobs:
-            self._follow(_blobs.uploads(blobs), None)
+    def _send_blobs(self, blobs: Mapping[str, _blobs.Data], timeout: float | None) -> None:
+        self._follow(_blobs.uploads(blobs), timeout)
 
     def _deadline(self, timeout: float | None) -> float:
         return _deadlines.of_call(timeout, self._timeout)

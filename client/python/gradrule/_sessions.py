@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import queue
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -23,7 +25,7 @@ from gradrule._sources import GraphLike
 from gradrule._specs import TensorSpec
 from gradrule._status import error_of, error_of_status, serialized
 from gradrule._tensors import Array, to_numpy
-from gradrule.errors import InternalError, InvalidOptimizerError, UnavailableError
+from gradrule.errors import BlobNotFoundError, InternalError, InvalidOptimizerError, UnavailableError
 from gradrule.optimizers import Optimizer
 from gradrule.v1 import evaluate_pb2, session_pb2
 from gradrule.v1.tensor_pb2 import Dt
@@ -60,6 +62,8 @@ class SessionBase:
         self._given = dict(variables or {})
         self._specs: Mapping[str, TensorSpec] = {}
         self._numbers: dict[str, int] = {}
+        # Hashes of the bytes that the server was given.
+        self._brought: set[str] = set()
 
     @property
     def variables(self) -> Mapping[str, TensorSpec]:
@@ -71,7 +75,7 @@ class SessionBase:
         return _requests.types_of_graph(self._graph)(name, needed) if number is None else number
 
     def _start(self) -> Call[None]:
-        blobs: _blobs.Blobs = {}
+        blobs = _blobs.fed(self._given)
         # Overrides hold wherever something is differentiated, so the builder's own go along.
         spec, _ = _requests.program_spec(self._graph, self._words, blobs)
         start = session_pb2.StartSession(graph=spec.graph, overrides=spec.overrides, no_gradient=spec.no_gradient)
@@ -119,7 +123,7 @@ class SessionBase:
                 _results.resolutions(answer.overrides),
             )
 
-        return Call("step", request, session_pb2.StepResponse.FromString, decode)
+        return Call("step", request, session_pb2.StepResponse.FromString, decode, _blobs.fed(feeds))
 
     def _trainable(self) -> list[str]:
         """The variables that training changes, where the graph tells which it leaves alone."""
@@ -144,7 +148,8 @@ class SessionBase:
             request.vjp.CopyFrom(spec.vjp)
         for y, value in values.items():
             request.grad_ys.append(_requests.named_tensor(y, value, self._type_of, f"grad_ys[{y!r}]"))
-        return Call("evaluate", request, evaluate_pb2.EvaluateResponse.FromString, _results.result)
+        blobs = _blobs.fed(feeds, words.grad_ys)
+        return Call("evaluate", request, evaluate_pb2.EvaluateResponse.FromString, _results.result, blobs)
 
     def _read(self, names: Iterable[Name] | Name) -> Call[Mapping[str, Array]]:
         request = session_pb2.ReadRequest(variables=_requests.names_of(names, self._graph))
@@ -156,7 +161,8 @@ class SessionBase:
 
     def _assign(self, values: Mapping[Name, Any]) -> Call[None]:
         request = session_pb2.AssignRequest(variables=self._named(values, "values"))
-        return Call("assign", request, session_pb2.AssignResponse.FromString, lambda _: None)
+        answer = session_pb2.AssignResponse.FromString
+        return Call("assign", request, answer, lambda _: None, _blobs.fed(values))
 
     def _saved(self, values: Mapping[str, Array]) -> Graph:
         graph = Graph.from_bytes(_sources.graph_bytes(self._graph))
@@ -173,6 +179,9 @@ class SessionBase:
     def _call(self, feeds: Feeds | None, params: CallParams | None) -> evaluate_pb2.EvaluateRequest:
         return _requests.evaluate_request(feeds, self._type_of, params=params, graph=self._graph)
 
+    def _unbrought(self, call: Call[Any]) -> _blobs.Blobs:
+        return {name: data for name, data in call.blobs.items() if name not in self._brought}
+
 
 class Session(SessionBase):
     """Server-held variables. `with client.session(graph) as s`: they live as long as the block.
@@ -183,7 +192,7 @@ class Session(SessionBase):
     def __init__(
         self,
         open_stream: Callable[..., Any],
-        send_blobs: Callable[[_blobs.Blobs], None],
+        send_blobs: Callable[[Mapping[str, _blobs.Data], float | None], None],
         deadline: Callable[[float | None], float],
         graph: GraphLike,
         overrides: Overrides | None,
@@ -198,11 +207,8 @@ class Session(SessionBase):
         self._stream: Any = None
 
     def __enter__(self) -> Self:
-        start = self._start()
-        self._send_blobs(dict(start.blobs))
-        self._stream = self._open(iter(self._outgoing.get, None))
         try:
-            self._run(start, None)
+            self._run(self._start(), None)
         except BaseException:
             self.close()
             raise
@@ -267,16 +273,42 @@ class Session(SessionBase):
         return self._saved(self.read(timeout=timeout))
 
     def _run(self, call: Call[R], timeout: float | None) -> R:
-        if self._stream is None:
+        if self._stream is None and call.method != "start":
             raise UnavailableError("the session is not open; use it as `with client.session(graph) as s`")
-        self._outgoing.put(_message(call, self._deadline(timeout)))
+        self._bring(self._unbrought(call), timeout)
         try:
-            data = next(self._stream)
+            return self._ask(call, timeout)
+        except BlobNotFoundError:
+            if not call.blobs:
+                raise
+        # A server that is short of room may have let them go.
+        self._bring(call.blobs, timeout)
+        return self._ask(call, timeout)
+
+    def _bring(self, blobs: Mapping[str, _blobs.Data], timeout: float | None) -> None:
+        if blobs:
+            self._send_blobs(blobs, timeout)
+            self._brought.update(blobs)
+
+    def _ask(self, call: Call[R], timeout: float | None) -> R:
+        data = _message(call, self._deadline(timeout))
+        if call.method == "start":
+            # A refused start has ended its stream.
+            self.close()
+            self._outgoing = queue.SimpleQueue()
+            self._stream = self._open(iter(self._outgoing.get, None))
+        try:
+            self._outgoing.put(data)
+            answer = next(self._stream)
         except grpc.RpcError as failure:
             raise error_of(failure) from None
         except StopIteration:
             raise UnavailableError("the server has ended the session") from None
-        return _decoded(call, data)
+        except BaseException:
+            # An interrupt leaves an answer on its way, which the next message would take for its own.
+            self.close()
+            raise
+        return _decoded(call, answer)
 
 
 class AsyncSession(SessionBase):
@@ -285,7 +317,7 @@ class AsyncSession(SessionBase):
     def __init__(
         self,
         open_stream: Callable[..., Any],
-        send_blobs: Callable[[_blobs.Blobs], Awaitable[None]],
+        send_blobs: Callable[[Mapping[str, _blobs.Data], float | None], Awaitable[None]],
         deadline: Callable[[float | None], float],
         graph: GraphLike,
         overrides: Overrides | None,
@@ -299,11 +331,8 @@ class AsyncSession(SessionBase):
         self._stream: Any = None
 
     async def __aenter__(self) -> Self:
-        start = self._start()
-        await self._send_blobs(dict(start.blobs))
-        self._stream = self._open()
         try:
-            await self._run(start, None)
+            await self._run(self._start(), None)
         except BaseException:
             self.close()
             raise
@@ -363,17 +392,52 @@ class AsyncSession(SessionBase):
         return self._saved(await self.read(timeout=timeout))
 
     async def _run(self, call: Call[R], timeout: float | None) -> R:
-        if self._stream is None:
+        if self._stream is None and call.method != "start":
             raise UnavailableError("the session is not open; use it as `async with client.session(graph) as s`")
+        await self._bring(self._unbrought(call), timeout)
         try:
-            await self._stream.write(_message(call, self._deadline(timeout)))
-            data = await self._stream.read()
-            if data is grpc.aio.EOF:
-                await self._stream.code()
-                raise UnavailableError(await self._stream.details() or "the server has ended the session")
+            return await self._ask(call, timeout)
+        except BlobNotFoundError:
+            if not call.blobs:
+                raise
+        # A server that is short of room may have let them go.
+        await self._bring(call.blobs, timeout)
+        return await self._ask(call, timeout)
+
+    async def _bring(self, blobs: Mapping[str, _blobs.Data], timeout: float | None) -> None:
+        if blobs:
+            await self._send_blobs(blobs, timeout)
+            self._brought.update(blobs)
+
+    async def _ask(self, call: Call[R], timeout: float | None) -> R:
+        data = _message(call, self._deadline(timeout))
+        if call.method == "start":
+            # A refused start has ended its stream.
+            self.close()
+            self._stream = self._open()
+        stream = self._stream
+        try:
+            # Reading tells why a stream ended that takes no more.
+            with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.UsageError):
+                await stream.write(data)
+            answer = await stream.read()
         except grpc.RpcError as failure:
             raise error_of(failure) from None
-        return _decoded(call, data)
+        except asyncio.CancelledError:
+            # An answer may be on its way, which the next message would take for its own.
+            self.close()
+            task = asyncio.current_task()
+            if task is not None and not task.cancelling():
+                # It was the stream that was cancelled, with its channel.
+                raise UnavailableError("the client is closed, and the session with it") from None
+            raise
+        except BaseException:
+            self.close()
+            raise
+        if answer is grpc.aio.EOF:
+            await stream.code()
+            raise UnavailableError(await stream.details() or "the server has ended the session")
+        return _decoded(call, answer)
 
 
 def _message(call: Call[Any], timeout: float) -> bytes:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent import futures
 from typing import Any, TypeVar
 
@@ -31,11 +30,15 @@ Answer = evaluate_pb2.StreamEvaluateResponse
 
 
 class Stream:
-    """One stream, opened at the first request and again after it broke. Safe to share between threads."""
+    """One stream, opened at the first request and again after it broke. Safe to share between threads.
 
-    def __init__(self, channel: grpc.Channel, metadata: Any) -> None:
+    closed: what is raised once the channel is closed.
+    """
+
+    def __init__(self, channel: grpc.Channel, metadata: Any, closed: Callable[[], GradruleError]) -> None:
         self._open: Callable[..., Any] = channel.stream_stream(METHOD)
         self._metadata = metadata
+        self._closed = closed
         self._lock = threading.Lock()
         self._connection: _Connection | None = None
 
@@ -60,7 +63,10 @@ class Stream:
     def _connected(self) -> _Connection:
         with self._lock:
             if self._connection is None or self._connection.ended:
-                self._connection = _Connection(self._open, self._metadata)
+                try:
+                    self._connection = _Connection(self._open, self._metadata)
+                except ValueError as cause:
+                    raise self._closed() from cause
             return self._connection
 
 
@@ -122,24 +128,28 @@ class _Connection:
 class AsyncStream:
     """`Stream` for asyncio."""
 
-    def __init__(self, channel: grpc.aio.Channel, metadata: Any) -> None:
+    def __init__(self, channel: grpc.aio.Channel, metadata: Any, closed: Callable[[], GradruleError]) -> None:
         self._open: Callable[..., Any] = channel.stream_stream(METHOD)
         self._metadata = metadata
+        self._closed = closed
         self._connection: _AsyncConnection | None = None
 
     async def run(self, call: Call[R], timeout: float) -> R:
         """As `Stream.run`."""
         if self._connection is None or self._connection.ended:
-            self._connection = _AsyncConnection(self._open, self._metadata)
+            try:
+                self._connection = _AsyncConnection(self._open, self._metadata)
+            except grpc.aio.UsageError as cause:
+                raise self._closed() from cause
         connection = self._connection
-        number, future = await connection.send(call, timeout)
+        number, future = connection.send(call, timeout)
         try:
             answer = await asyncio.wait_for(future, timeout + _GRACE_S)
         except TimeoutError:
-            await connection.cancel(number)
+            connection.cancel(number)
             raise DeadlineExceededError(f"no answer within {timeout:.3g} s") from None
         except asyncio.CancelledError:
-            await asyncio.shield(connection.cancel(number))
+            connection.cancel(number)
             raise
         return _decoded(call, answer)
 
@@ -155,32 +165,53 @@ class _AsyncConnection:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._writing = asyncio.Lock()
+        self._writes: set[asyncio.Task[None]] = set()
         self.ended = False
         self._call = open_stream(metadata=metadata)
         self._reader = asyncio.ensure_future(self._read())
 
-    async def send(self, call: Call[Any], timeout: float) -> tuple[int, asyncio.Future[Answer]]:
+    def send(self, call: Call[Any], timeout: float) -> tuple[int, asyncio.Future[Answer]]:
         number = next(self._numbers)
         data = message(number, call, timeout)
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        # A failure that comes when its caller has just given up is nobody's, and would be reported as lost.
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._waiting[number] = future
-        try:
-            async with self._writing:
-                await self._call.write(data)
-        except (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
-            # The reader tells why the stream ended, to all who wait.
-            await self._reader
+        self._start(self._send(number, data))
         return number, future
 
-    async def cancel(self, number: int) -> None:
+    def cancel(self, number: int) -> None:
         self._waiting.pop(number, None)
-        with contextlib.suppress(grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
-            async with self._writing:
-                await self._call.write(cancellation(number))
+        self._start(self._write(cancellation(number)))
 
     async def close(self) -> None:
         self._call.cancel()
         await self._reader
+        await asyncio.gather(*self._writes, return_exceptions=True)
+
+    def _start(self, write: Coroutine[Any, Any, None]) -> None:
+        # A task that is cancelled while it writes takes the whole stream along, and so all other callers' requests;
+        # hence no caller's task writes. The lock gives way in the order in which the tasks start.
+        task = asyncio.ensure_future(write)
+        self._writes.add(task)
+        task.add_done_callback(self._writes.discard)
+
+    async def _send(self, number: int, data: bytes) -> None:
+        async with self._writing:
+            # It may have been given up while it waited for its turn.
+            if number in self._waiting:
+                await self._put(data)
+
+    async def _write(self, data: bytes) -> None:
+        async with self._writing:
+            await self._put(data)
+
+    async def _put(self, data: bytes) -> None:
+        try:
+            await self._call.write(data)
+        except (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+            # The reader tells why the stream ended, to all who wait.
+            return
 
     async def _read(self) -> None:
         failure: GradruleError = UnavailableError("the server ended the stream")

@@ -86,7 +86,7 @@ class AsyncClient(AsyncDerivatives):
         self._metadata = _channel.metadata(token)
         self._timeout = timeout
         self._methods: dict[str, grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]] = {}
-        self._stream = AsyncStream(channel, self._metadata)
+        self._stream = AsyncStream(channel, self._metadata, self._closed)
         self.target = target
 
     # Rules.
@@ -320,9 +320,8 @@ class AsyncClient(AsyncDerivatives):
         except grpc.aio.UsageError as cause:
             raise self._closed() from cause
 
-    async def _send_blobs(self, blobs: _blobs.Blobs) -> None:
-        if blobs:
-            await self._follow(_blobs.uploads(blobs), None)
+    async def _send_blobs(self, blobs: Mapping[str, _blobs.Data], timeout: float | None) -> None:
+        await self._follow(_blobs.uploads(blobs), timeout)
 
     def _deadline(self, timeout: float | None) -> float:
         return _deadlines.of_call(timeout, self._timeout)
