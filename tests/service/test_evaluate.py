@@ -347,3 +347,20 @@ def test_parallel_calls_do_not_meet(client: Any) -> None:
 
     with ThreadPoolExecutor(16) as pool:
         assert all(pool.map(call, range(200)))
+
+
+def test_the_gradient_of_a_gather_comes_as_slices_or_whole(either: Any) -> None:
+    g = gr.Graph()
+    table = g.placeholder("table", "float32", [4, 2])
+    g.op("GatherV2", table, g.constant([1, 1, 3]), g.constant(0), name="y")
+    feeds = {"table": np.arange(8, dtype=np.float32).reshape(4, 2)}
+    whole = np.float32([[0, 0], [2, 2], [0, 0], [1, 1]])
+    slices = either.evaluate(g, feeds, ys=["y"], xs=["table"]).gradients["table"]
+    assert isinstance(slices, gr.Sparse)
+    assert_close(slices.to_dense(), whole)
+    r = either.evaluate(g, feeds, ys=["y"], xs=["table"], dense_gradients=True)
+    assert r.gradient_kinds["table"] == "dense"
+    assert_close(r.gradients["table"], whole)
+    program = either.compile(g, ys=["y"], xs=["table"], dense_gradients=True)
+    assert_close(program.evaluate(feeds).gradients["table"], whole)
+    assert_close(program.forward(feeds).vjp()["table"], whole)

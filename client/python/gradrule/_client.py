@@ -152,6 +152,7 @@ class Client(Derivatives):
         rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         timeout: float | None = None,
+        dense_gradients: bool = False,
         stacked_grad_ys: bool = False,
     ) -> _results.Result:
         """Forward outputs and gradients in one call, in the words of `tf.gradients` and `Session.run`.
@@ -163,10 +164,19 @@ class Client(Derivatives):
         `pass`, `zero`. rewrites: `fold_batch_norm` folds batch norms into the linear ops before them. params: values by
         the override's label, then by param. stacked_grad_ys: many pull-backs at once, each given grad_y has one more
         axis in front, of one size, and so have all gradients. xs may stand in groups, a dict of names to xs; so do
-        the gradients then.
+        the gradients then. dense_gradients: the gradient of a gather comes as an array, not as a `Sparse`.
         """
         words = _requests.Words(
-            fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
+            fetches,
+            ys,
+            xs,
+            grad_ys,
+            stop_gradients,
+            unconnected_gradients,
+            overrides,
+            no_gradient,
+            rewrites,
+            dense_gradients=dense_gradients,
         )
         return self._run(_calls.evaluate(graph, feeds, params, words, stacked_grad_ys), timeout)
 
@@ -185,6 +195,7 @@ class Client(Derivatives):
         rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         timeout: float | None = None,
+        dense_gradients: bool = False,
     ) -> _results.Explanation:
         """Which node would get which rule, and all that is wrong, without running anything.
 
@@ -192,7 +203,16 @@ class Client(Derivatives):
         call could take (names that the graph or the overrides lack, values of another type) are refused all the same.
         """
         words = _requests.Words(
-            fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
+            fetches,
+            ys,
+            xs,
+            grad_ys,
+            stop_gradients,
+            unconnected_gradients,
+            overrides,
+            no_gradient,
+            rewrites,
+            dense_gradients=dense_gradients,
         )
         return self._run(_calls.explain(graph, feeds, params, words), timeout)
 
@@ -252,6 +272,7 @@ class Client(Derivatives):
         rewrites: Sequence[str] = (),
         name: str | None = None,
         timeout: float | None = None,
+        dense_gradients: bool = False,
     ) -> Program:
         """Checks and compiles once what then runs many times; kept by the server until it is deleted.
 
@@ -259,7 +280,16 @@ class Client(Derivatives):
         each call. name: a wished id; default: made from the content. Equal content returns the program that is there.
         """
         words = _requests.Words(
-            fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
+            fetches,
+            ys,
+            xs,
+            grad_ys,
+            stop_gradients,
+            unconnected_gradients,
+            overrides,
+            no_gradient,
+            rewrites,
+            dense_gradients=dense_gradients,
         )
         message = self._run(_calls.compile_program(graph, name, words), timeout)
         return Program(self, message, groups_of(xs, graph))

@@ -66,6 +66,7 @@ class Words:
     overrides: Overrides | None = None
     no_gradient: str = "error"
     rewrites: Sequence[str] = ()
+    dense_gradients: bool = False
 
 
 def program_spec(
@@ -97,6 +98,7 @@ def program_spec(
         spec.vjp.xs.extend(x_names)
         spec.vjp.stop_gradients.extend(stops)
         spec.vjp.unconnected_gradients = unconnected
+        spec.vjp.dense_gradients = words.dense_gradients
         for y, tensor in tensors.items():
             spec.vjp.grad_ys.add(y=y, tensor=tensor)
         # With nothing to differentiate, what the builder recorded has no meaning, and would be refused.

@@ -255,9 +255,12 @@ class Session(SessionBase):
         unconnected_gradients: str = "none",
         params: CallParams | None = None,
         timeout: float | None = None,
+        dense_gradients: bool = False,
     ) -> _results.Result:
         """As `Client.evaluate`, with the session's variables; what the graph assigns to them is kept."""
-        words = _requests.Words(fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients)
+        words = _requests.Words(
+            fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, dense_gradients=dense_gradients
+        )
         return self._run(self._evaluate(feeds, words, params), timeout)
 
     def read(self, names: Iterable[Name] | Name = (), *, timeout: float | None = None) -> Mapping[str, Array]:
@@ -374,9 +377,12 @@ class AsyncSession(SessionBase):
         unconnected_gradients: str = "none",
         params: CallParams | None = None,
         timeout: float | None = None,
+        dense_gradients: bool = False,
     ) -> _results.Result:
         """As `Session.evaluate`."""
-        words = _requests.Words(fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients)
+        words = _requests.Words(
+            fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, dense_gradients=dense_gradients
+        )
         return await self._run(self._evaluate(feeds, words, params), timeout)
 
     async def read(self, names: Iterable[Name] | Name = (), *, timeout: float | None = None) -> Mapping[str, Array]:

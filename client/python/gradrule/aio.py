@@ -159,11 +159,21 @@ class AsyncClient(AsyncDerivatives):
         rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         timeout: float | None = None,
+        dense_gradients: bool = False,
         stacked_grad_ys: bool = False,
     ) -> _results.Result:
         """As `Client.evaluate`."""
         words = _requests.Words(
-            fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
+            fetches,
+            ys,
+            xs,
+            grad_ys,
+            stop_gradients,
+            unconnected_gradients,
+            overrides,
+            no_gradient,
+            rewrites,
+            dense_gradients=dense_gradients,
         )
         return await self._run(_calls.evaluate(graph, feeds, params, words, stacked_grad_ys), timeout)
 
@@ -182,10 +192,20 @@ class AsyncClient(AsyncDerivatives):
         rewrites: Sequence[str] = (),
         params: CallParams | None = None,
         timeout: float | None = None,
+        dense_gradients: bool = False,
     ) -> _results.Explanation:
         """As `Client.explain`."""
         words = _requests.Words(
-            fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
+            fetches,
+            ys,
+            xs,
+            grad_ys,
+            stop_gradients,
+            unconnected_gradients,
+            overrides,
+            no_gradient,
+            rewrites,
+            dense_gradients=dense_gradients,
         )
         return await self._run(_calls.explain(graph, feeds, params, words), timeout)
 
@@ -238,10 +258,20 @@ class AsyncClient(AsyncDerivatives):
         rewrites: Sequence[str] = (),
         name: str | None = None,
         timeout: float | None = None,
+        dense_gradients: bool = False,
     ) -> AsyncProgram:
         """As `Client.compile`."""
         words = _requests.Words(
-            fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites
+            fetches,
+            ys,
+            xs,
+            grad_ys,
+            stop_gradients,
+            unconnected_gradients,
+            overrides,
+            no_gradient,
+            rewrites,
+            dense_gradients=dense_gradients,
         )
         message = await self._run(_calls.compile_program(graph, name, words), timeout)
         return AsyncProgram(self, message, groups_of(xs, graph))

@@ -57,7 +57,7 @@ class Backward:
             with differentiation.active():
                 gradients = pulled_back(question.of(question.ys, upstream))
             for x, gradient in zip(question.xs, gradients, strict=True):
-                answers.add_gradient(x, gradient)
+                answers.add_gradient(x, gradient, whole=question.dense)
             self.layout = answers.layout
             return answers.tensors
 

@@ -25,7 +25,7 @@ def vjp(question: Question, differentiation: Differentiation) -> Answers:
         gradients = pulled_back(question)
     answers = Answers()
     for x, gradient in zip(question.xs, gradients, strict=True):
-        answers.add_gradient(x, gradient)
+        answers.add_gradient(x, gradient, whole=question.dense)
     return answers
 
 

@@ -36,7 +36,10 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """ys and xs of `graph`. `upstream`: of each y, None for ones. `unconnected_is_zero`: zeros where not connected."""
+    """ys and xs of `graph`.
+
+    `upstream`: of each y, None for ones. `unconnected_is_zero`: zeros where not connected. `dense`: slices come whole.
+    """
 
     graph: tf.Graph
     ys: Sequence[Named]
@@ -44,6 +47,7 @@ class Question:
     upstream: Sequence[tf.Tensor | None]
     stop_gradients: Sequence[tf.Tensor]
     unconnected_is_zero: bool
+    dense: bool = False
 
     def of(self, ys: Sequence[Named], upstream: Sequence[tf.Tensor | None]) -> Question:
         """The same about other ys, or other upstream gradients."""
@@ -62,15 +66,19 @@ class Answers:
         self.layout.append((names, form))
         self.tensors += tensors
 
-    def add_gradient(self, x: Named, gradient: Any) -> None:
-        """The gradient by x, as TensorFlow gave it."""
+    def add_gradient(self, x: Named, gradient: Any, *, whole: bool = False) -> None:
+        """The gradient by x, as TensorFlow gave it, or `whole` where that is slices."""
         if not x.is_differentiable:
             self.add((x.name,), NOT_DIFFERENTIABLE)
         elif gradient is None:
             self.add((x.name,), UNCONNECTED)
         elif isinstance(gradient, tf.IndexedSlices):
             shape = tf.shape(x.tensor, out_type=tf.int64) if gradient.dense_shape is None else gradient.dense_shape
-            self.add((x.name,), SPARSE, [gradient.values, gradient.indices, shape])
+            if whole:
+                slices = tf.IndexedSlices(gradient.values, gradient.indices, shape)
+                self.add((x.name,), DENSE, [tf.convert_to_tensor(slices)])
+            else:
+                self.add((x.name,), SPARSE, [gradient.values, gradient.indices, shape])
         else:
             self.add((x.name,), DENSE, [gradient])
 

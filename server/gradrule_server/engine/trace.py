@@ -121,6 +121,7 @@ class Trace:
             upstream,
             [tensors[name] for name in request.stop_gradients],
             request.unconnected_gradients == program_pb2.UNCONNECTED_GRADIENTS_ZERO,
+            request.dense_gradients,
         )
         if request.split:
             pulled = [index for index, y in enumerate(ys) if y.is_differentiable]

@@ -50,6 +50,7 @@ class Wish:
     unconnected_gradients: program_pb2.UnconnectedGradients.ValueType = program_pb2.UNCONNECTED_GRADIENTS_UNSPECIFIED
     directions: frozenset[str] | None = None
     stacked: bool = False
+    dense: bool = False
 
     @property
     def again(self) -> bool:
@@ -93,6 +94,7 @@ class Wish:
             "stop_gradients": list(self.stop_gradients),
             "unconnected_gradients": self.unconnected_gradients,
             "stacked": self.stacked,
+            "dense": self.dense,
         }
 
 
@@ -132,6 +134,7 @@ def wish_of(spec: program_pb2.ProgramSpec, call: CallShape) -> tuple[Wish, list[
         unconnected_gradients=getattr(asked, "unconnected_gradients", program_pb2.UNCONNECTED_GRADIENTS_UNSPECIFIED),
         directions=(getattr(call, _MOVED[kind]) or None) if kind in _MOVED else None,
         stacked=call.stacked_grad_ys,
+        dense=part == "vjp" and asked.dense_gradients,
     )
     # A derivative that names nothing is that of a program that differentiates nothing.
     if bool(wish.ys) != bool(wish.xs) or not (wish.ys or part == "vjp"):

@@ -126,6 +126,7 @@ def prepare(
         derivative=wish.kind,
         stacked_grad_ys=wish.stacked,
         split=call.split,
+        dense_gradients=wish.dense,
         directions=wish.directed(expanded),
         made=_made(table) if wish.again else (),
         variables=values.bound,

@@ -118,8 +118,11 @@ class Vjp(google.protobuf.message.Message):
     GRAD_YS_FIELD_NUMBER: builtins.int
     STOP_GRADIENTS_FIELD_NUMBER: builtins.int
     UNCONNECTED_GRADIENTS_FIELD_NUMBER: builtins.int
+    DENSE_GRADIENTS_FIELD_NUMBER: builtins.int
     unconnected_gradients: global___UnconnectedGradients.ValueType
     """Default: NONE."""
+    dense_gradients: builtins.bool
+    """True: the gradient of a gather comes whole (`dense`), not as slices (`sparse`)."""
     @property
     def ys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """What is differentiated; at least one. Names: `node` or `node:output`."""
@@ -144,8 +147,9 @@ class Vjp(google.protobuf.message.Message):
         grad_ys: collections.abc.Iterable[global___GradY] | None = ...,
         stop_gradients: collections.abc.Iterable[builtins.str] | None = ...,
         unconnected_gradients: global___UnconnectedGradients.ValueType = ...,
+        dense_gradients: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["grad_ys", b"grad_ys", "stop_gradients", b"stop_gradients", "unconnected_gradients", b"unconnected_gradients", "xs", b"xs", "ys", b"ys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dense_gradients", b"dense_gradients", "grad_ys", b"grad_ys", "stop_gradients", b"stop_gradients", "unconnected_gradients", b"unconnected_gradients", "xs", b"xs", "ys", b"ys"]) -> None: ...
 
 global___Vjp = Vjp
 
