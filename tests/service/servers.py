@@ -73,6 +73,12 @@ class RunningServer:
                 os.kill(engine, signal.SIGKILL)
 
 
+def resident_bytes(pid: int) -> int:
+    """What of a process lies in memory."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 def wait_until(probe: Callable[[], T | None], what: str, timeout_s: float = 30.0) -> T:
     """The first result of `probe` that is not None."""
     ends_at = time.monotonic() + timeout_s

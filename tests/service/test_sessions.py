@@ -24,7 +24,7 @@ from tests.service import raw
 from tests.service.answers import assert_close, refused
 from tests.service.health import wait_for_another_engine
 from tests.service.refusals import provokes
-from tests.service.servers import RunningServer, running_server, wait_until
+from tests.service.servers import RunningServer, resident_bytes, running_server, wait_until
 from tests.service.streams import reason
 
 RNG = np.random.default_rng(7)
@@ -429,11 +429,6 @@ def test_a_session_is_lost_with_its_engine(tmp_path: Path) -> None:
             wait_for_another_engine(server, engine)
         with client.session(linear()) as another:
             assert another.step({"x": X, "t": T}, "loss", gr.optimizers.SGD(0.1)).step == 1
-
-
-def resident_bytes(pid: int) -> int:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 _TRAINS = """

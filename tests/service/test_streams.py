@@ -10,11 +10,13 @@ from pathlib import Path
 import grpc
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from gradrule.v1 import evaluate_pb2
 from tests.service import endless, raw
+from tests.service.graph_defs import drawn
 from tests.service.health import wait_for_another_engine
-from tests.service.servers import running_server
+from tests.service.servers import resident_bytes, running_server
 from tests.service.streams import RawStream, opened, reason
 
 
@@ -119,6 +121,21 @@ def test_each_request_has_a_deadline_of_its_own(stream: RawStream) -> None:
     request.timeout.FromMilliseconds(300)
     stream.send_bytes(request.SerializeToString())
     assert reason(stream.receive()) == "DEADLINE_EXCEEDED"
+
+
+def test_answers_that_nobody_reads_do_not_pile_up(tmp_path: Path) -> None:
+    """Each is of 4 MB: after some of them the stream is not read any more, and goes on as soon as they are."""
+    count = 300
+    graph = drawn(lambda: tf.negative(tf.ones([1_000_000]), name="y")).SerializeToString()
+    with running_server(tmp_path) as server, grpc.insecure_channel(server.target) as channel, opened(channel) as stream:
+        request = raw.request(graph, {})
+        stream.send(0, evaluate=request)
+        stream.receive()
+        for number in range(1, count):
+            stream.send(number, evaluate=request)
+        time.sleep(5.0)
+        assert resident_bytes(server.process.pid) < 500e6
+        assert {stream.receive().request_id for _ in range(1, count)} == set(range(1, count))
 
 
 def test_a_server_that_goes_away_finishes_what_is_under_way_and_ends_streams(tmp_path: Path) -> None:

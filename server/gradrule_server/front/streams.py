@@ -19,8 +19,10 @@ _log = logging.getLogger(__name__)
 
 Write = Callable[[bytes], Awaitable[None]]
 
-# Requests of one stream that run or whose answers wait to be written; past that many it is not read.
-_MAX_UNDER_WAY = 512
+# Requests of one stream that run or whose answers wait to be written, and bytes of the latter; past these it is not
+# read.
+_MAX_UNDER_WAY = 32
+_MAX_UNWRITTEN_BYTES = 64 << 20
 
 
 async def incoming(requests: AsyncIterator[bytes], draining: asyncio.Event) -> AsyncIterator[bytes]:
@@ -61,6 +63,9 @@ class Multiplexed:
         self._write = write
         self._writing = asyncio.Lock()
         self._slots = asyncio.Semaphore(_MAX_UNDER_WAY)
+        self._unwritten = 0
+        self._has_room = asyncio.Event()
+        self._has_room.set()
         self._under_way: dict[int, asyncio.Task[bytes]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -69,6 +74,7 @@ class Multiplexed:
         try:
             try:
                 async for raw in incoming(requests, self._door.draining):
+                    await self._has_room.wait()
                     await self._take(raw)
             except GradruleError:
                 await self._finish()
@@ -108,7 +114,11 @@ class Multiplexed:
             await self._start(number, answer, kind)
 
     async def _start(self, number: int, answer: Coroutine[Any, Any, bytes], kind: str = "") -> None:
-        await self._slots.acquire()
+        try:
+            await self._slots.acquire()
+        except BaseException:
+            answer.close()
+            raise
         answering = asyncio.ensure_future(answer)
         if kind:
             self._under_way[number] = answering
@@ -139,8 +149,22 @@ class Multiplexed:
             given_up = error(errors_pb2.ERROR_REASON_CANCELLED, "the client gave the request up")
             response.status = status_of(given_up).SerializeToString()
         data = response.SerializeToString()
-        async with self._writing:
-            await self._write(data)
+        # The answer is in there now: it need not wait a second time.
+        del answering, response
+        self._count(len(data))
+        try:
+            async with self._writing:
+                await self._write(data)
+        finally:
+            self._count(-len(data))
+
+    def _count(self, size: int) -> None:
+        """Counts answers that wait, in and out."""
+        self._unwritten += size
+        if self._unwritten > _MAX_UNWRITTEN_BYTES:
+            self._has_room.clear()
+        else:
+            self._has_room.set()
 
 
 async def _refuse(message: str) -> bytes:
