@@ -33,6 +33,11 @@ const CODES: { readonly [R in Reason]?: Code } = {
   HANDLE_EXPIRED: Code.FAILED_PRECONDITION,
   QUOTA_EXCEEDED: Code.RESOURCE_EXHAUSTED,
   SESSION_LOST: Code.ABORTED,
+  UNAUTHENTICATED: Code.UNAUTHENTICATED,
+  PERMISSION_DENIED: Code.PERMISSION_DENIED,
+  OP_NOT_ALLOWED: Code.PERMISSION_DENIED,
+  QUARANTINED: Code.FAILED_PRECONDITION,
+  MEMORY_EXCEEDED: Code.RESOURCE_EXHAUSTED,
 };
 
 /** One thing that is wrong: its reason, a sentence, and where: a node's name, a request's field, or neither. */

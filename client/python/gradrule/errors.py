@@ -317,6 +317,36 @@ class SessionLostError(GradruleError):
     CODE = "ABORTED"
 
 
+class UnauthenticatedError(GradruleError):
+    """The server wants a credential, and got none that it knows. `connect(token=…)` takes one, `GRADRULE_TOKEN` too."""
+
+    CODE = "UNAUTHENTICATED"
+
+
+class PermissionDeniedError(GradruleError):
+    """The credential is known, but not allowed to do this. Ask whoever runs the server for one that is."""
+
+    CODE = "PERMISSION_DENIED"
+
+
+class OpNotAllowedError(GradruleError):
+    """The server does not run this op for strangers; the message says why. Feed what the op would have computed."""
+
+    CODE = "PERMISSION_DENIED"
+
+
+class QuarantinedError(GradruleError):
+    """The graph ended two engines. The message says how they ended; change the graph, or wait for `retry_delay`."""
+
+    CODE = "FAILED_PRECONDITION"
+
+
+class MemoryExceededError(GradruleError):
+    """The program takes more memory than an engine has. Feed less at a time, or raise the setting that is named."""
+
+    CODE = "RESOURCE_EXHAUSTED"
+
+
 def class_name(reason: str) -> str:
     """`UNKNOWN_RULE` → `UnknownRuleError`."""
     return "".join(part.capitalize() for part in reason.split("_")) + "Error"

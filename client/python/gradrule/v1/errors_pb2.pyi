@@ -139,6 +139,22 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """A session's optimiser is unknown, or does not take what was given [INVALID_ARGUMENT]."""
     ERROR_REASON_SESSION_LOST: _ErrorReason.ValueType  # 51
     """The session was lost with its engine; start another from what was saved [ABORTED]."""
+    ERROR_REASON_UNAUTHENTICATED: _ErrorReason.ValueType  # 52
+    """The credential is missing, unknown, expired or malformed [UNAUTHENTICATED]."""
+    ERROR_REASON_PERMISSION_DENIED: _ErrorReason.ValueType  # 53
+    """The credential is valid, but not for this: administration, for example [PERMISSION_DENIED]."""
+    ERROR_REASON_OP_NOT_ALLOWED: _ErrorReason.ValueType  # 54
+    """The server does not run the op, or the attribute's value, for this caller: it reads files, for example; the message names
+    the category [PERMISSION_DENIED].
+    """
+    ERROR_REASON_QUARANTINED: _ErrorReason.ValueType  # 55
+    """The graph ended two engines, and is not run again before the RetryInfo's delay; the message says how they ended
+    [FAILED_PRECONDITION].
+    """
+    ERROR_REASON_MEMORY_EXCEEDED: _ErrorReason.ValueType  # 56
+    """The program would take, or took, more memory than an engine may; the message has the figure where it is known
+    [RESOURCE_EXHAUSTED].
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a request failed. The gRPC code of each stands in brackets."""
@@ -251,4 +267,20 @@ ERROR_REASON_INVALID_OPTIMIZER: ErrorReason.ValueType  # 50
 """A session's optimiser is unknown, or does not take what was given [INVALID_ARGUMENT]."""
 ERROR_REASON_SESSION_LOST: ErrorReason.ValueType  # 51
 """The session was lost with its engine; start another from what was saved [ABORTED]."""
+ERROR_REASON_UNAUTHENTICATED: ErrorReason.ValueType  # 52
+"""The credential is missing, unknown, expired or malformed [UNAUTHENTICATED]."""
+ERROR_REASON_PERMISSION_DENIED: ErrorReason.ValueType  # 53
+"""The credential is valid, but not for this: administration, for example [PERMISSION_DENIED]."""
+ERROR_REASON_OP_NOT_ALLOWED: ErrorReason.ValueType  # 54
+"""The server does not run the op, or the attribute's value, for this caller: it reads files, for example; the message names
+the category [PERMISSION_DENIED].
+"""
+ERROR_REASON_QUARANTINED: ErrorReason.ValueType  # 55
+"""The graph ended two engines, and is not run again before the RetryInfo's delay; the message says how they ended
+[FAILED_PRECONDITION].
+"""
+ERROR_REASON_MEMORY_EXCEEDED: ErrorReason.ValueType  # 56
+"""The program would take, or took, more memory than an engine may; the message has the figure where it is known
+[RESOURCE_EXHAUSTED].
+"""
 global___ErrorReason = ErrorReason
