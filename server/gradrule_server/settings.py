@@ -30,6 +30,8 @@ ENVIRONMENT_PREFIX = "GRADRULE_"
 # Variables of the command line's other half: whoever has set them for clients must be able to start a server too.
 _OF_CLIENTS = frozenset({"GRADRULE_TARGET", "GRADRULE_TOKEN"})
 _MEBIBYTE = 1024 * 1024
+LEAST_MEMORY = 1024 * _MEBIBYTE
+"""Bytes that an engine must be given."""
 
 
 class SettingsError(Exception):
@@ -63,6 +65,15 @@ class Settings(BaseModel):
     default_deadline_s: PositiveFloat = Field(30.0, description="Seconds for a request that sets no deadline.")
     max_deadline_s: PositiveFloat = Field(600.0, description="Seconds that a request's deadline is cut to.")
     engine_threads: PositiveInt = Field(8, description="Requests that an engine runs at a time.")
+    engines: PositiveInt = Field(1, description="Engines that run programs side by side.")
+    spares: int = Field(1, ge=0, description="Engines that are kept ready to take the place of one that dies.")
+    memory_limit: Literal["auto"] | Annotated[ByteSize, Field(ge=0)] = Field(
+        "auto", description="Bytes that an engine may take; auto: a share of the machine's, 0: any."
+    )
+    heartbeat_s: float = Field(1.0, ge=0, description="Seconds between two questions whether an engine lives; 0: none.")
+    quarantine_s: float = Field(
+        60.0, ge=0, description="Seconds for which a program is refused that has ended two engines; 0: never."
+    )
     program_cache: PositiveInt = Field(256, description="Programs that an engine keeps loaded.")
     program_cache_bytes: ByteSize = Field(
         ByteSize(2048 * _MEBIBYTE),
@@ -99,6 +110,15 @@ class Settings(BaseModel):
             raise ValueError(
                 f"default_deadline_s ({self.default_deadline_s:g}) is more than "
                 f"max_deadline_s ({self.max_deadline_s:g})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _memory_is_enough(self) -> Self:
+        if self.memory_limit != "auto" and 0 < self.memory_limit < LEAST_MEMORY:
+            raise ValueError(
+                f"memory_limit ({self.memory_limit} bytes) is less than an engine takes by itself: {LEAST_MEMORY} is "
+                f"the least, 0 is no limit"
             )
         return self
 
@@ -173,15 +193,22 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return values
 
 
+_EXPECTED = {
+    "device": "expected auto, cpu or gpu:N, gpu:0 for example",
+    "memory_limit": "expected auto or a number of bytes, 8GiB for example",
+}
+"""What a setting expects, where the reason would not tell."""
+
+
 def _one_line(refusal: ValidationError, sources: Mapping[str, str]) -> str:
-    parts = []
+    parts: dict[str, str] = {}
     for found in refusal.errors():
         reason = found["msg"].removeprefix("Value error, ")
         name = str(found["loc"][0]) if found["loc"] else ""
-        if name == "device":
-            reason = "expected auto, cpu or gpu:N, gpu:0 for example"
-        parts.append(f"{sources.get(name, name)} {found['input']!r}: {reason}" if name else reason)
-    return "; ".join(parts)
+        reason = _EXPECTED.get(name, reason)
+        # Of a setting that may be one thing or another, all that it is not are told as one.
+        parts[name] = f"{sources.get(name, name)} {found['input']!r}: {reason}" if name else reason
+    return "; ".join(parts.values())
 
 
 def _metavar(info: FieldInfo) -> str:
