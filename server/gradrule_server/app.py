@@ -42,7 +42,9 @@ async def serve(settings: Settings) -> None:
             update.add_done_callback(health_updates.discard)
 
         blobs = BlobStore(settings.data_dir / "blobs", settings.max_blob_bytes)
-        engine = Engine(settings.device, settings.engine_threads, tell_health, blob_folder=blobs.folder)
+        engine = Engine(
+            settings.device, settings.engine_threads, tell_health, blob_folder=blobs.folder, sandbox=settings.sandbox
+        )
         rules = RuleRegistry(store, _opdefs.gradients(), max_rules=settings.max_rules)
         limits = graphs.Limits(
             nodes=settings.max_nodes,
@@ -87,6 +89,9 @@ async def serve(settings: Settings) -> None:
                     _log.warning(
                         "TensorFlow %s defines other ops than the table that ships", engine.greeting.tensorflow_version
                     )
+                _log.info("the sandbox of engines holds: %s", ", ".join(engine.greeting.sandbox))
+                if engine.greeting.sandbox_missing:
+                    _log.warning("the sandbox of engines lacks %s", ", ".join(engine.greeting.sandbox_missing))
                 print(f"gradrule: listening on {settings.host}:{port}", flush=True)
                 await stopping.wait()
         finally:

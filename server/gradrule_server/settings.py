@@ -62,6 +62,10 @@ class Settings(BaseModel):
     max_concurrent_requests: PositiveInt = Field(256, description="Requests at a time; more are answered OVERLOADED.")
     default_deadline_s: PositiveFloat = Field(30.0, description="Seconds for a request that sets no deadline.")
     max_deadline_s: PositiveFloat = Field(600.0, description="Seconds that a request's deadline is cut to.")
+    sandbox: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Whether engines give up files, network, processes: auto (where possible), on (or no start), off.",
+    )
     engine_threads: PositiveInt = Field(8, description="Requests that an engine runs at a time.")
     program_cache: PositiveInt = Field(256, description="Programs that an engine keeps loaded.")
     program_cache_bytes: ByteSize = Field(

@@ -37,8 +37,10 @@ class Engine:
         on_change: Callable[[bool], None] = lambda ready: None,
         *,
         blob_folder: Path | None = None,
+        sandbox: str = "auto",
     ) -> None:
         self._device = device
+        self._sandbox = sandbox
         self._blob_folder = blob_folder
         self._threads = threads
         self._on_change = on_change
@@ -133,7 +135,7 @@ class Engine:
             await self._engine.stop()
 
     async def _start(self) -> None:
-        engine = self._engine = await start_process(self._device, self._threads, self._blob_folder)
+        engine = self._engine = await start_process(self._device, self._threads, self._blob_folder, self._sandbox)
         try:
             self.greeting = await engine.greet()
         except BaseException:

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from gradrule_server.link.connection import Connection, EngineGone
+from gradrule_server.link.environment import engine_environment
 from gradrule_server.link.framing import LINK_VERSION
 from gradrule_server.link.stderr import log_stderr
 from gradrule_server.link.v1 import link_pb2
 
 _GREETING_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 5.0
-
-# What an engine's environment may hold: where Python and libraries are, and TensorFlow's and CUDA's own settings.
-_PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
-_PASSED_ON_PREFIXES = ("TF_", "CUDA_", "NVIDIA_", "XLA_", "OMP_")
 
 
 class EngineRefused(Exception):
@@ -79,7 +75,7 @@ class EngineProcess:
         return f"exit code {code}" if code >= 0 else f"signal {-code}"
 
 
-async def start_process(device: str, threads: int, blob_folder: Path | None) -> EngineProcess:
+async def start_process(device: str, threads: int, blob_folder: Path | None, sandbox: str) -> EngineProcess:
     """Starts a process that has yet to greet. `OSError` where the operating system has no room for one."""
     ours, theirs = socket.socketpair()
     try:
@@ -89,9 +85,10 @@ async def start_process(device: str, threads: int, blob_folder: Path | None) -> 
                 "-m",
                 "gradrule_server.engine",
                 *("--fd", str(theirs.fileno()), "--device", device, "--threads", str(threads)),
+                *("--sandbox", sandbox),
                 *(() if blob_folder is None else ("--blobs", str(blob_folder.absolute()))),
                 pass_fds=[theirs.fileno()],
-                env=_environment(),
+                env=engine_environment(),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
@@ -104,9 +101,3 @@ async def start_process(device: str, threads: int, blob_folder: Path | None) -> 
     assert process.stderr is not None
     reader = asyncio.create_task(log_stderr(process.stderr, process.pid), name="engine-stderr")
     return EngineProcess(process, connection, reader)
-
-
-def _environment() -> dict[str, str]:
-    return {
-        name: value for name, value in os.environ.items() if name in _PASSED_ON or name.startswith(_PASSED_ON_PREFIXES)
-    }
