@@ -11,9 +11,14 @@ from gradrule import _opdefs
 from gradrule_server import graphs
 from gradrule_server.front.handlers import Door
 from gradrule_server.front.server import Front
-from gradrule_server.link.engine import Engine
+from gradrule_server.link.engine import EngineEvent
+from gradrule_server.link.memory import share_of_memory
+from gradrule_server.link.pool import EnginePool
+from gradrule_server.link.process import ProcessOptions
+from gradrule_server.programs.conduct import Conduct, Quarantined
 from gradrule_server.programs.handles import HandleHouse
 from gradrule_server.programs.house import ProgramHouse
+from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.programs.sessions import SessionHouse
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.programs import ProgramRegistry
@@ -42,8 +47,26 @@ async def serve(settings: Settings) -> None:
             update.add_done_callback(health_updates.discard)
 
         blobs = BlobStore(settings.data_dir / "blobs", settings.max_blob_bytes)
-        engine = Engine(
-            settings.device, settings.engine_threads, tell_health, blob_folder=blobs.folder, sandbox=settings.sandbox
+        given = settings.memory_limit
+        memory_limit = share_of_memory(settings.engines) if given is None else int(given)
+        pool = EnginePool(
+            ProcessOptions(settings.device, settings.engine_threads, blobs.folder, memory_limit, settings.sandbox),
+            engines=settings.engines,
+            spares=settings.spares,
+            heartbeat_s=settings.heartbeat_s,
+            on_change=tell_health,
+        )
+
+        def tell_quarantine(found: Quarantined) -> None:
+            _log.warning("programs of the graph %s are refused: %s", found.suspect.graph[:16], found.why)
+            pool.on_event(EngineEvent("quarantined", -1, 0, detail=found.suspect.graph))
+
+        loaded = LoadedPrograms(
+            pool,
+            blobs,
+            settings.program_cache,
+            settings.program_cache_bytes,
+            Conduct(settings.quarantine_s, tell_quarantine),
         )
         rules = RuleRegistry(store, _opdefs.gradients(), max_rules=settings.max_rules)
         limits = graphs.Limits(
@@ -55,7 +78,8 @@ async def serve(settings: Settings) -> None:
         house = ProgramHouse(
             rules,
             ProgramRegistry(store, blobs, max_programs=settings.max_programs),
-            engine,
+            pool,
+            loaded,
             limits,
             blobs,
             capacity=settings.program_cache,
@@ -63,14 +87,12 @@ async def serve(settings: Settings) -> None:
         )
         handles = HandleHouse(
             house,
-            engine,
             max_bytes=settings.max_handle_bytes,
             max_handles=settings.max_handles,
             ttl_s=settings.handle_ttl_s,
         )
         sessions = SessionHouse(
             house,
-            engine,
             blobs,
             limits,
             max_sessions=settings.max_sessions,
@@ -80,31 +102,31 @@ async def serve(settings: Settings) -> None:
         front.add_services(rules, house, handles, sessions, blobs, door, with_reflection=settings.reflection)
         port = await front.start(f"{settings.host}:{settings.port}")
         try:
-            await _start_engine(engine, stopping)
+            await _start_engines(pool, stopping)
             if not stopping.is_set():
-                rules.set_op_rules(engine.greeting.gradients)
+                rules.set_op_rules(pool.greeting.gradients)
                 for name in rules.clashes:
                     _log.warning("the kept rule %r hides a rule of this release; the latter is builtin/%s", name, name)
-                if engine.greeting.op_table_digest != _opdefs.digest():
+                if pool.greeting.op_table_digest != _opdefs.digest():
                     _log.warning(
-                        "TensorFlow %s defines other ops than the table that ships", engine.greeting.tensorflow_version
+                        "TensorFlow %s defines other ops than the table that ships", pool.greeting.tensorflow_version
                     )
-                _log.info("the sandbox of engines holds: %s", ", ".join(engine.greeting.sandbox))
-                if engine.greeting.sandbox_missing:
-                    _log.warning("the sandbox of engines lacks %s", ", ".join(engine.greeting.sandbox_missing))
+                _log.info("the sandbox of engines holds: %s", ", ".join(pool.greeting.sandbox))
+                if pool.greeting.sandbox_missing:
+                    _log.warning("the sandbox of engines lacks %s", ", ".join(pool.greeting.sandbox_missing))
                 print(f"gradrule: listening on {settings.host}:{port}", flush=True)
                 await stopping.wait()
         finally:
             door.drain()
             await front.drain(settings.drain_s)
-            await engine.stop()
+            await pool.stop()
     finally:
         store.close()
 
 
-async def _start_engine(engine: Engine, stopping: asyncio.Event) -> None:
-    """Waits for the engine, or for the order to stop."""
-    starting = asyncio.ensure_future(engine.start())
+async def _start_engines(pool: EnginePool, stopping: asyncio.Event) -> None:
+    """Waits for the first engine, or for the order to stop."""
+    starting = asyncio.ensure_future(pool.start())
     stop = asyncio.ensure_future(stopping.wait())
     await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
     stop.cancel()

@@ -30,6 +30,8 @@ ENVIRONMENT_PREFIX = "GRADRULE_"
 # Variables of the command line's other half: whoever has set them for clients must be able to start a server too.
 _OF_CLIENTS = frozenset({"GRADRULE_TARGET", "GRADRULE_TOKEN"})
 _MEBIBYTE = 1024 * 1024
+LEAST_MEMORY = 1024 * _MEBIBYTE
+"""Bytes that an engine must be given."""
 
 
 class SettingsError(Exception):
@@ -67,6 +69,15 @@ class Settings(BaseModel):
         description="Whether engines give up files, network, processes: auto (where possible), on (or no start), off.",
     )
     engine_threads: PositiveInt = Field(8, description="Requests that an engine runs at a time.")
+    engines: PositiveInt = Field(1, description="Engines that run programs side by side.")
+    spares: int = Field(1, ge=0, description="Engines that are kept ready to take the place of one that dies.")
+    memory_limit: ByteSize | None = Field(
+        None, ge=0, description="Bytes that an engine may take; 0: any. Not set: a share of the machine's."
+    )
+    heartbeat_s: float = Field(1.0, ge=0, description="Seconds between two questions whether an engine lives; 0: none.")
+    quarantine_s: float = Field(
+        60.0, ge=0, description="Seconds for which a program is refused that has ended two engines; 0: never."
+    )
     program_cache: PositiveInt = Field(256, description="Programs that an engine keeps loaded.")
     program_cache_bytes: ByteSize = Field(
         ByteSize(2048 * _MEBIBYTE),
@@ -103,6 +114,15 @@ class Settings(BaseModel):
             raise ValueError(
                 f"default_deadline_s ({self.default_deadline_s:g}) is more than "
                 f"max_deadline_s ({self.max_deadline_s:g})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _memory_is_enough(self) -> Self:
+        if self.memory_limit and self.memory_limit < LEAST_MEMORY:
+            raise ValueError(
+                f"memory_limit ({self.memory_limit} bytes) is less than an engine takes by itself: {LEAST_MEMORY} is "
+                f"the least, 0 is no limit"
             )
         return self
 
@@ -189,11 +209,13 @@ def _one_line(refusal: ValidationError, sources: Mapping[str, str]) -> str:
 
 
 def _metavar(info: FieldInfo) -> str:
-    by_type: dict[object, str] = {int: "N", float: "X", ByteSize: "BYTES", Path: "DIR"}
+    by_type: dict[object, str] = {int: "N", float: "X", ByteSize: "BYTES", ByteSize | None: "BYTES", Path: "DIR"}
     return by_type.get(info.annotation, "TEXT")
 
 
 def _shown(default: object) -> str:
+    if default is None:
+        return "not set"
     if isinstance(default, ByteSize):
         return f"{default // _MEBIBYTE}MiB"
     if isinstance(default, bool):

@@ -94,7 +94,9 @@ def wait_until(probe: Callable[[], T | None], what: str, timeout_s: float = 30.0
 def running_server(
     data_dir: Path, flags: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> Iterator[RunningServer]:
-    """A server that is up; stopped at the end, killed if it does not stop."""
+    """A server that is up; stopped at the end, killed if it does not stop. Without spares, unless `flags` say so."""
+    if "--spares" not in flags:
+        flags = (*flags, "--spares", "0")
     data_dir.mkdir(parents=True, exist_ok=True)
     number = sum(1 for _ in data_dir.glob("*.stdout"))
     stdout, log = data_dir / f"{number}.stdout", data_dir / f"{number}.stderr"

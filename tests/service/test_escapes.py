@@ -14,8 +14,9 @@ import pytest
 from gradrule.v1 import evaluate_pb2
 from gradrule_server.engine.sandbox import landlock
 from gradrule_server.errors import GradruleError
-from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind
+from gradrule_server.link.pool import EnginePool
+from gradrule_server.link.process import ProcessOptions
 from gradrule_server.link.v1 import link_pb2
 from tests.service.escape_graphs import ESCAPES, SECRET, Canaries, Escape, request
 
@@ -31,12 +32,14 @@ class Prisoner:
         self.listener.settimeout(0)
         self.canaries = Canaries(folder, self.listener, os.getpid())
         self.runner = asyncio.Runner()
-        self.engine = Engine("cpu", 2, blob_folder=self.canaries.places["data"] / "blobs", sandbox=sandbox)
-        self.runner.run(self.engine.start())
+        blobs = self.canaries.places["data"] / "blobs"
+        # With a limit of memory and a spare: what ends an engine is followed by one that has to be confined as well.
+        self.pool = EnginePool(ProcessOptions("cpu", 2, blobs, 4 << 30, sandbox))
+        self.runner.run(self.pool.start())
         self._count = 0
 
     def close(self) -> None:
-        self.runner.run(self.engine.stop())
+        self.runner.run(self.pool.stop())
         self.runner.close()
         self.listener.close()
 
@@ -53,11 +56,12 @@ class Prisoner:
 
     async def _ask(self, asked: link_pb2.CompileRequest, reach: str) -> bytes:
         loop = asyncio.get_running_loop()
-        await self.engine.wait_ready()
-        await self.engine.call(Kind.COMPILE, asked.SerializeToString(), loop.time() + 60)
+        await self.pool.wait_ready()
+        engine = self.pool.engines[0]
+        await engine.call(Kind.COMPILE, asked.SerializeToString(), loop.time() + 60)
         run = link_pb2.RunRequest(key=asked.key, request=evaluate_pb2.EvaluateRequest().SerializeToString())
         async with asyncio.timeout(_PATIENCE_S):
-            return await self.engine.call(Kind.RUN, run.SerializeToString(), loop.time() + _PATIENCE_S)
+            return await engine.call(Kind.RUN, run.SerializeToString(), loop.time() + _PATIENCE_S)
 
     def _is_reached(self, reach: str, place: str, answer: bytes) -> bool:
         folder = self.canaries.places[place]
@@ -93,5 +97,5 @@ def prisoner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.parametrize(("escape", "place"), _CASES)
 def test_only_without_the_sandbox_is_a_canary_reached(prisoner: Prisoner, escape: Escape, place: str) -> None:
-    is_free = "files" not in prisoner.engine.greeting.sandbox
+    is_free = "files" not in prisoner.pool.greeting.sandbox
     assert prisoner.attempt(escape, place) == is_free

@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--blobs", type=Path)
     parser.add_argument("--sandbox", choices=("on", "auto", "off"), default="auto")
+    parser.add_argument("--memory-limit", type=int, default=0)
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="engine: %(levelname)s %(name)s: %(message)s")
     # The front end decides when an engine ends; a terminal's Ctrl-C reaches the whole process group.
@@ -44,6 +45,7 @@ def main() -> int:
     from gradrule_server.engine import tf_private
     from gradrule_server.engine.blobs import BlobReader
     from gradrule_server.engine.device import DeviceRefused, choose_device
+    from gradrule_server.engine.memory import limit_memory
     from gradrule_server.engine.optimizer import configure_optimizer
     from gradrule_server.engine.service import EngineService, tensorflow_version
 
@@ -63,6 +65,7 @@ def main() -> int:
     configure_optimizer()
     # What was imported is never garbage, and takes long to look at.
     gc.freeze()
+    limit_memory(options.memory_limit)
     service = EngineService(frames, device, BlobReader(options.blobs))
     frames.send(Kind.GREETING, 0, greeting.SerializeToString())
     serve_frames(frames, service.handle, options.threads)

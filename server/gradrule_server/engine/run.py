@@ -17,6 +17,7 @@ from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.built import Built
 from gradrule_server.engine.checks import failed_check
 from gradrule_server.engine.limits import MAX_ANSWER_BYTES
+from gradrule_server.engine.memory import memory_error, out_of_memory
 from gradrule_server.engine.names import readable
 from gradrule_server.errors import error
 from gradrule_server.link.v1 import link_pb2
@@ -58,6 +59,8 @@ def execute(built: Built, function: Callable[[], T]) -> T:
         found = failed_check(cause.message)
         if found is not None:
             raise found from cause
+        if out_of_memory(cause):
+            raise memory_error(readable(cause.message)) from cause
         raise error(errors_pb2.ERROR_REASON_EXECUTION_FAILED, readable(cause.message)) from cause
 
 

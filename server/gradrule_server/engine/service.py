@@ -13,6 +13,7 @@ from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.engine.build import Built, build
 from gradrule_server.engine.handles import Handles
+from gradrule_server.engine.memory import memory_error
 from gradrule_server.engine.run import run
 from gradrule_server.engine.sessions import Sessions
 from gradrule_server.engine.weights import Weights
@@ -44,6 +45,8 @@ class EngineService:
             self._answer(frame)
         except GradruleError as cause:
             self._send_fault(frame, cause)
+        except MemoryError as cause:
+            self._send_fault(frame, memory_error(str(cause) or "no memory is left"))
         except Exception as cause:
             # The boundary of the process: an unforeseen error must reach the caller as one, and the log in full.
             _log.exception("request %d failed", frame.request_id)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from typing import cast
 
 from gradrule_server.link.faults import error_of
@@ -16,11 +17,15 @@ from gradrule_server.link.v1 import link_pb2
 
 
 class EngineGone(Exception):
-    """The engine closed its end, or died, before it answered. `started`: it had been sent the request."""
+    """The engine closed its end, or died, before it answered.
 
-    def __init__(self, *, started: bool) -> None:
+    `started`: it had been sent the request. `alone`: and nothing else ran.
+    """
+
+    def __init__(self, *, started: bool, alone: bool = False) -> None:
         super().__init__()
         self.started = started
+        self.alone = alone
 
 
 class Work:
@@ -66,7 +71,36 @@ class Connection(asyncio.Protocol):
         self._running: dict[int, Work] = {}
         self._compiling = False
         self._closed = False
+        self.on_lost: Callable[[], None] | None = None
+        """Called once the other end is gone, after all answers were told so."""
+        self.last_heard = asyncio.get_running_loop().time()
+        """Loop time at which the engine last sent anything."""
         self.greeting: asyncio.Future[link_pb2.Greeting] = asyncio.get_running_loop().create_future()
+
+    @property
+    def threads(self) -> int:
+        """How many requests the engine takes up at a time."""
+        return self._threads
+
+    @property
+    def running(self) -> int:
+        """Requests that the engine has been sent and not answered."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a thread."""
+        return len(self._waiting)
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a program is being compiled."""
+        return self._compiling
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the other end is gone."""
+        return self._closed
 
     def submit(self, kind: Kind, payload: bytes) -> Work:
         """Sends a request, as soon as a thread is free for it; a FAULT becomes its answer's `GradruleError`."""
@@ -101,6 +135,7 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
+        self.last_heard = asyncio.get_running_loop().time()
         buffer = self._buffer
         buffer += data
         position = 0
@@ -116,17 +151,20 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed = True
+        alone = len(self._running) == 1
         for works, started in ((self._running, True), (self._waiting, False)):
             for work in works.values():
                 work.end()
                 if not work.answer.done():
-                    work.answer.set_exception(EngineGone(started=started))
+                    work.answer.set_exception(EngineGone(started=started, alone=started and alone))
             works.clear()
         if not self.greeting.done():
             self.greeting.set_exception(EngineGone(started=True))
         # A greeting that nobody waits for must not be reported as an exception that was never retrieved.
         if not self.greeting.cancelled():
             self.greeting.exception()
+        if self.on_lost is not None:
+            self.on_lost()
 
     def _can_start(self, kind: Kind) -> bool:
         # An engine compiles one program at a time, and the others would keep its threads from running.

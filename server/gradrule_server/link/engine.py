@@ -1,184 +1,310 @@
-"""An engine as the front end holds it: started, given work, ended when it overruns, replaced when it dies, stopped."""
+"""A place for an engine, as the front end holds it: given work, ended when it overruns, filled again when it dies."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import time
+import weakref
+from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 
 from gradrule.v1 import errors_pb2
-from gradrule_server.errors import Finding, GradruleError, error
+from gradrule_server.errors import Finding, error
 from gradrule_server.link.connection import Connection, EngineGone, Work
+from gradrule_server.link.endings import Ending, Inquest, Reason
 from gradrule_server.link.faults import EngineLost
 from gradrule_server.link.framing import Kind
-from gradrule_server.link.process import EngineProcess, EngineRefused, start_process
-from gradrule_server.link.v1 import link_pb2
+from gradrule_server.link.process import EngineProcess, EngineRefused
+from gradrule_server.link.spares import Spares
 
-__all__ = ["Engine", "EngineRefused"]
+__all__ = ["Engine", "EngineEvent", "EngineRefused", "EngineStatus"]
 
 _log = logging.getLogger(__name__)
 
-_RESTART_DELAY_S = 0.5
 _RETRY_AFTER_S = 2.0
 _OVERRUN_GRACE_S = 0.5
-# How long a call that was cancelled may go on before its deadline: ending an engine costs others more than that.
-_CANCEL_PATIENCE_S = 5.0
+# How long a call that was cancelled may go on where ending its engine would cost others their sessions and handles.
+_CANCEL_PATIENCE_S = 4.5
+
+Overrun = Callable[[], None]
+"""Called when a request has ended its engine because it went on too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineEvent:
+    """Something happened: `ready`, `ended`, `quarantined`. `reason`: of an end, see `endings.Reason`."""
+
+    kind: str
+    engine: int
+    pid: int
+    reason: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """An engine as it is now. `ended`: how many processes in its place ended, by reason."""
+
+    index: int
+    device: str
+    pid: int
+    is_ready: bool
+    running: int
+    waiting: int
+    programs: int
+    resident_bytes: int
+    uptime_s: float
+    ended: dict[str, int]
 
 
 class Engine:
-    """One engine, replaced at once when it dies. All calls come from one asyncio loop."""
+    """One engine, replaced at once when it dies, if there are `spares`. All calls come from one asyncio loop.
+
+    `on_change`: it was filled, or emptied.
+    """
 
     def __init__(
         self,
-        device: str,
-        threads: int,
-        on_change: Callable[[bool], None] = lambda ready: None,
-        *,
-        blob_folder: Path | None = None,
-        sandbox: str = "auto",
+        index: int,
+        spares: Spares | None,
+        on_change: Callable[[Engine], None] = lambda engine: None,
+        on_event: Callable[[EngineEvent], None] = lambda event: None,
     ) -> None:
-        self._device = device
-        self._sandbox = sandbox
-        self._blob_folder = blob_folder
-        self._threads = threads
+        self.index = index
+        self._spares = spares
         self._on_change = on_change
-        self._engine: EngineProcess | None = None
+        self._on_event = on_event
+        self._process: EngineProcess | None = None
+        self._processes: weakref.WeakKeyDictionary[Connection, EngineProcess] = weakref.WeakKeyDictionary()
         self._up = asyncio.Event()
-        self._overrun: Connection | None = None
-        self._supervisor: asyncio.Task[None] | None = None
-        self.greeting = link_pb2.Greeting()
+        self._filling: asyncio.Task[None] | None = None
+        self._reports: set[asyncio.Task[None]] = set()
+        self._is_stopped = False
+        self._ended: Counter[str] = Counter()
+        self.last_ending: Ending | None = None
+        """How the process before this one ended, as soon as that is known."""
         self.generation = 0
         """Grows whenever a process comes or goes: what the last one held is gone."""
+        self.kept = 0
+        """Sessions and forward handles that are pinned to the process."""
+        self.programs = 0
+        """Programs that the process holds."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it takes work."""
+        return self._process is not None
+
+    @property
+    def process(self) -> EngineProcess | None:
+        """The process that serves; None while there is none."""
+        return self._process
 
     @property
     def pid(self) -> int | None:
-        """The process that serves; None while there is none."""
-        return self._engine.pid if self._engine is not None and self._up.is_set() else None
+        """That process's id."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def load(self) -> int:
+        """Requests under way and waiting."""
+        connection = self._process.connection if self._process is not None else None
+        return 0 if connection is None else connection.running + connection.waiting
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more request would not have to wait."""
+        return self._process is not None and self.load < self._process.connection.threads
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a program is being compiled."""
+        return self._process is not None and self._process.connection.is_compiling
+
+    def status(self, device: str) -> EngineStatus:
+        """As it is now."""
+        process = self._process
+        connection = process.connection if process is not None else None
+        return EngineStatus(
+            index=self.index,
+            device=device,
+            pid=process.pid if process is not None else 0,
+            is_ready=self.is_ready,
+            running=connection.running if connection is not None else 0,
+            waiting=connection.waiting if connection is not None else 0,
+            programs=self.programs if self.is_ready else 0,
+            resident_bytes=process.resident_bytes if process is not None else 0,
+            uptime_s=time.monotonic() - process.started_at if process is not None else 0.0,
+            ended=dict(self._ended),
+        )
 
     async def wait_ready(self) -> None:
-        """Waits until an engine is up."""
+        """Waits until it takes work."""
         await self._up.wait()
 
-    async def start(self) -> None:
-        """Starts the process and waits for its greeting. `EngineRefused` where it cannot run as asked."""
-        await self._start()
-        self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
-        self._supervisor.add_done_callback(_report_end)
+    async def fill(self) -> None:
+        """Takes a process as soon as there is one. `EngineRefused` where the first of all cannot start."""
+        if self._spares is not None:
+            self.install(await self._spares.take())
 
-    async def call(self, kind: Kind, payload: bytes, ends_at: float, patience_s: float = 0.0) -> bytes:
+    def install(self, process: EngineProcess) -> None:
+        """From now on this process serves here."""
+        self._process = process
+        self._processes[process.connection] = process
+        process.connection.on_lost = lambda: self._on_lost(process)
+        self.generation += 1
+        self.kept = self.programs = 0
+        self._up.set()
+        self._on_event(EngineEvent("ready", self.index, process.pid))
+        self._on_change(self)
+        if process.connection.is_closed:
+            self._on_lost(process)
+
+    def remove(self) -> EngineProcess | None:
+        """Gives up the process, which is returned if it does nothing, and ended otherwise."""
+        process = self._process
+        self._process = None
+        self._up.clear()
+        if process is None:
+            return None
+        process.connection.on_lost = None
+        if process.connection.running:
+            process.end(Reason.OVERRUN)
+            return None
+        return process
+
+    async def call(self, kind: Kind, payload: bytes, ends_at: float, on_overrun: Overrun | None = None) -> bytes:
         """One request, given up when the caller is cancelled. `ends_at`: loop time after which it is of no use.
 
         ENGINE_UNAVAILABLE while there is no engine; `EngineLost` if it dies meanwhile. An engine that is still at it
-        soon after the call was given up is ended, since nothing else stops a kernel or a loop that never ends; a call
-        that must build something first gets `patience_s`.
+        soon after the call was given up is ended, since nothing else stops a kernel or a loop that never ends.
         """
-        loop = asyncio.get_running_loop()
-        if loop.time() >= ends_at:
+        if asyncio.get_running_loop().time() >= ends_at:
             raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, "the deadline passed before the engine was asked")
         work = self.submit(kind, payload)
         try:
             return await work.answer
         except asyncio.CancelledError:
-            self.abandon(work, max(patience_s, min(max(0.0, ends_at - loop.time()), _CANCEL_PATIENCE_S)))
+            self.abandon(work, ends_at, on_overrun)
             raise
         except EngineGone as gone:
-            raise self.lost(work.connection, gone) from None
+            raise await self.lost(work.connection, gone) from None
 
     def submit(self, kind: Kind, payload: bytes) -> Work:
         """Hands a request in, for callers that share its answer; ENGINE_UNAVAILABLE while there is no engine."""
-        if self._engine is None or not self._up.is_set():
-            raise error(
-                errors_pb2.ERROR_REASON_ENGINE_UNAVAILABLE,
-                "no engine is ready yet; it is being started",
-                retry_after_s=_RETRY_AFTER_S,
-            )
+        if self._process is None:
+            raise unavailable()
         try:
-            return self._engine.connection.submit(kind, payload)
-        except EngineGone as gone:
-            raise self.lost(self._engine.connection, gone) from None
+            return self._process.connection.submit(kind, payload)
+        except EngineGone:
+            raise lost_waiting() from None
 
-    def abandon(self, work: Work, patience_s: float) -> None:
-        """Nobody waits for it any more: it is dropped, or, where it runs, the engine is ended after `patience_s`."""
-        if not work.ended and not work.connection.drop(work):
-            timer = asyncio.get_running_loop().call_later(patience_s + _OVERRUN_GRACE_S, self._end_overrun, work)
-            work.watch(timer)
+    def abandon(self, work: Work, ends_at: float, on_overrun: Overrun | None = None) -> None:
+        """Nobody waits for it any more: it is dropped, or, where it runs, the engine is ended soon."""
+        if work.ended or work.connection.drop(work):
+            return
+        loop = asyncio.get_running_loop()
+        # Once the deadline has passed, or where nobody else loses anything, there is nothing to wait for.
+        patience_s = min(max(0.0, ends_at - loop.time()), _CANCEL_PATIENCE_S) if self.kept else 0.0
+        work.watch(loop.call_later(patience_s + _OVERRUN_GRACE_S, self._end_overrun, work, on_overrun))
 
-    def lost(self, connection: Connection, gone: EngineGone) -> GradruleError:
+    async def lost(self, connection: Connection, gone: EngineGone) -> EngineLost:
         """The error of a request whose engine is gone."""
-        engine = self._engine
-        how = "its connection broke"
-        if engine is not None and engine.connection is connection:
-            how = engine.how_it_ended()
-            # The socket tells of a death before the operating system does; an engine that lives is lost without it.
-            self._set_down()
-            engine.kill()
-        held = "held" if gone.started else "was to get"
-        return EngineLost(
-            [Finding(errors_pb2.ERROR_REASON_ENGINE_CRASHED, f"the engine died while it {held} the request: {how}")],
-            suspect=gone.started and self._overrun is not connection,
-        )
+        process = self._processes.get(connection)
+        if not gone.started or process is None:
+            return lost_waiting()
+        ending = await process.ending()
+        reason, message = errors_pb2.ERROR_REASON_ENGINE_CRASHED, f"the engine died while it held the request: {ending}"
+        if ending.reason is Reason.MEMORY:
+            reason, message = errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, f"the engine ran out of memory: {ending}"
+        return EngineLost([Finding(reason, message)], ending=ending, is_alone=gone.alone, inquest=process.inquest)
 
     def tell(self, kind: Kind, payload: bytes) -> None:
         """One message without an answer."""
-        if self._engine is not None:
-            self._engine.connection.tell(kind, payload)
+        if self._process is not None:
+            self._process.connection.tell(kind, payload)
+
+    def keeps(self, generation: int, change: int) -> None:
+        """So many more sessions and handles are pinned to that process."""
+        if generation == self.generation:
+            self.kept += change
 
     async def stop(self) -> None:
         """Ends the process."""
-        if self._supervisor is not None:
-            self._supervisor.cancel()
+        self._is_stopped = True
+        if self._filling is not None:
+            self._filling.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._supervisor
-        if self._engine is not None:
-            await self._engine.stop()
+                await self._filling
+        if self._process is not None:
+            process, self._process = self._process, None
+            process.connection.on_lost = None
+            await process.stop()
+        if self._reports:
+            await asyncio.wait(self._reports)
 
-    async def _start(self) -> None:
-        engine = self._engine = await start_process(self._device, self._threads, self._blob_folder, self._sandbox)
-        try:
-            self.greeting = await engine.greet()
-        except BaseException:
-            engine.kill()
-            engine.connection.close()
-            raise
+    def _on_lost(self, process: EngineProcess) -> None:
+        """The process is gone: another takes its place at once, or as soon as there is one."""
+        if self._process is not process:
+            return
+        self._process = None
+        report = asyncio.create_task(self._report(process), name="engine-report")
+        self._reports.add(report)
+        report.add_done_callback(self._reports.discard)
+        if self._spares is None or self._is_stopped:
+            self._empty()
+            return
+        spare = self._spares.take_now()
+        if spare is not None:
+            self.install(spare)
+            return
+        self._empty()
+        self._filling = asyncio.create_task(self.fill(), name="engine-fill")
+        self._filling.add_done_callback(_report_failure)
+
+    def _empty(self) -> None:
         self.generation += 1
-        self._up.set()
-        self._on_change(True)
+        self.kept = self.programs = 0
+        self._up.clear()
+        self._on_change(self)
 
-    async def _supervise(self) -> None:
-        while True:
-            if self._engine is not None:
-                await self._engine.process.wait()
-                self._set_down()
-                self._engine.connection.close()
-                _log.warning("engine %d ended (%s); starting another", self._engine.pid, self._engine.how_it_ended())
-            try:
-                await self._start()
-            except EngineRefused as refusal:
-                _log.error("engine does not start: %s", refusal)
-            except Exception:
-                # Whatever it is (no memory, no file descriptors), a server without an engine must go on trying.
-                _log.exception("engine cannot be started")
-            if not self._up.is_set():
-                self._engine = None
-                await asyncio.sleep(_RESTART_DELAY_S)
+    async def _report(self, process: EngineProcess) -> None:
+        ending = self.last_ending = await process.ending()
+        self._ended[ending.reason] += 1
+        _log.warning("engine %d ended (%s)", process.pid, ending)
+        self._on_event(EngineEvent("ended", self.index, process.pid, ending.reason, str(ending)))
 
-    def _set_down(self) -> None:
-        if self._up.is_set():
-            # What it held is gone from now on, not only once there is another.
-            self.generation += 1
-            self._up.clear()
-            self._on_change(False)
-
-    def _end_overrun(self, work: Work) -> None:
-        engine = self._engine
-        if engine is not None and engine.connection is work.connection and not work.ended:
-            _log.warning("a request overran its deadline; ending engine %d", engine.pid)
-            self._overrun = work.connection
-            engine.kill()
+    def _end_overrun(self, work: Work, on_overrun: Overrun | None) -> None:
+        process = self._processes.get(work.connection)
+        if process is not None and not work.ended:
+            _log.warning("a request overran its deadline; ending engine %d", process.pid)
+            process.end(Reason.OVERRUN)
+            if on_overrun is not None:
+                on_overrun()
 
 
-def _report_end(supervisor: asyncio.Task[None]) -> None:
-    if not supervisor.cancelled() and (cause := supervisor.exception()) is not None:
-        _log.critical("the engine's supervisor failed: no engine will be started any more", exc_info=cause)
+def unavailable() -> Exception:
+    """There is no engine. ENGINE_UNAVAILABLE."""
+    return error(
+        errors_pb2.ERROR_REASON_ENGINE_UNAVAILABLE,
+        "no engine is ready; one is being started",
+        retry_after_s=_RETRY_AFTER_S,
+    )
+
+
+def lost_waiting() -> EngineLost:
+    """The engine is gone, and the request had not started."""
+    return EngineLost(
+        [Finding(errors_pb2.ERROR_REASON_ENGINE_CRASHED, "the engine died before it took the request up")],
+        ending=Ending(Reason.STOPPED, "its connection broke"),
+        is_alone=False,
+        inquest=Inquest(),
+    )
+
+
+def _report_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (cause := task.exception()) is not None:
+        _log.critical("an engine's place cannot be filled any more", exc_info=cause)

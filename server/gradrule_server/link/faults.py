@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from gradrule.v1 import errors_pb2, program_pb2
 from gradrule_server.errors import Finding, GradruleError, reason_name
+from gradrule_server.link.endings import Ending, Inquest
 from gradrule_server.link.v1 import link_pb2
 
 
@@ -14,15 +15,21 @@ class NotLoaded(GradruleError):
     """The engine does not hold the program that it was to run; it is to be loaded again."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class EngineLost(GradruleError):
-    """The engine ended before it answered. ENGINE_CRASHED.
+    """The engine ended before it answered. ENGINE_CRASHED, MEMORY_EXCEEDED.
 
-    `suspect`: it may have been this request that ended it; False where it had not started, or where the engine was
-    ended for another request's sake.
+    `is_alone`: nothing else ran in it. `inquest`: what is found out about this end, by all who ran in it.
     """
 
-    suspect: bool = True
+    ending: Ending
+    is_alone: bool
+    inquest: Inquest
+
+    @property
+    def is_suspect(self) -> bool:
+        """It may have been this request; not where it had not started, or was ended for another request's sake."""
+        return self.ending.is_blamable
 
 
 def finding_message(finding: Finding) -> program_pb2.Finding:

@@ -33,6 +33,8 @@ class Kind(enum.IntEnum):
     RELEASE = 10
     SESSION = 11
     END_SESSION = 12
+    PING = 13
+    PONG = 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +93,20 @@ class FrameSocket:
 
 
 def serve_frames(frames: FrameSocket, handle: Callable[[Frame], None], threads: int) -> None:
-    """Reads frames on `threads` threads until the other end closes.
+    """Reads frames on `threads` threads, and one more, until the other end closes.
 
-    The thread that reads a frame also handles it while another takes over reading, so no frame changes threads.
+    The thread that reads a frame also handles it while another takes over reading, so no frame changes threads. The
+    other end has no more than `threads` requests under way, so one thread is always left that answers a PING.
     """
 
     def work() -> None:
         while (frame := frames.receive()) is not None:
-            handle(frame)
+            if frame.kind is Kind.PING:
+                frames.send(Kind.PONG, frame.request_id, b"")
+            else:
+                handle(frame)
 
-    workers = [threading.Thread(target=work, name=f"engine-{index}", daemon=True) for index in range(threads)]
+    workers = [threading.Thread(target=work, name=f"engine-{index}", daemon=True) for index in range(threads + 1)]
     for worker in workers:
         worker.start()
     for worker in workers:

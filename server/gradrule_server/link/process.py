@@ -6,21 +6,44 @@ import asyncio
 import contextlib
 import socket
 import sys
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gradrule_server.link.connection import Connection, EngineGone
 from gradrule_server.link.environment import engine_environment
+from gradrule_server.link.endings import Ending, Inquest, Reason, ending_of
 from gradrule_server.link.framing import LINK_VERSION
-from gradrule_server.link.stderr import log_stderr
+from gradrule_server.link.stderr import LastWords, log_stderr
 from gradrule_server.link.v1 import link_pb2
 
 _GREETING_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 5.0
+# A process that was killed may be in the kernel for a while, giving memory back; its last words are in the pipe then.
+_END_TIMEOUT_S = 10.0
+_LAST_WORDS_TIMEOUT_S = 1.0
 
 
 class EngineRefused(Exception):
     """The engine cannot start as asked (no such device, another release); trying again would not help."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessOptions:
+    """What a process is started with. `memory_limit`: bytes that it may take; 0: any. `sandbox`: as in the settings."""
+
+    device: str
+    threads: int
+    blob_folder: Path | None = None
+    memory_limit: int = 0
+    sandbox: str = "auto"
+
+    def flags(self) -> list[str]:
+        """Its command line."""
+        blobs = [] if self.blob_folder is None else ["--blobs", str(self.blob_folder.absolute())]
+        limit = [] if not self.memory_limit else ["--memory-limit", str(self.memory_limit)]
+        given = ["--device", self.device, "--threads", str(self.threads), "--sandbox", self.sandbox]
+        return [*given, *blobs, *limit]
 
 
 @dataclass(eq=False)
@@ -30,6 +53,13 @@ class EngineProcess:
     process: asyncio.subprocess.Process
     connection: Connection
     stderr: asyncio.Task[None]
+    last_words: LastWords
+    started_at: float = field(default_factory=time.monotonic)
+    resident_bytes: int = 0
+    """When it was last looked at."""
+    inquest: Inquest = field(default_factory=Inquest)
+    _ended_for: Reason | None = None
+    _ending: asyncio.Task[Ending] | None = None
 
     @property
     def pid(self) -> int:
@@ -41,8 +71,7 @@ class EngineProcess:
             greeting = await asyncio.wait_for(self.connection.greeting, _GREETING_TIMEOUT_S)
         except (EngineGone, TimeoutError):
             self.kill()
-            await self.process.wait()
-            raise EngineRefused(f"the engine died while it started: {self.how_it_ended()}") from None
+            raise EngineRefused(f"the engine died while it started: {await self.ending()}") from None
         if greeting.refusal:
             await self.process.wait()
             raise EngineRefused(greeting.refusal)
@@ -58,8 +87,21 @@ class EngineProcess:
             with contextlib.suppress(ProcessLookupError):
                 self.process.kill()
 
+    def end(self, reason: Reason) -> None:
+        """Ends it at once, and remembers why."""
+        if self._ended_for is None and self.process.returncode is None:
+            self._ended_for = reason
+        self.kill()
+
+    async def ending(self) -> Ending:
+        """How it ended; ends it if it has not, since without a connection it is of no use."""
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._find_ending(), name="engine-ending")
+        return await asyncio.shield(self._ending)
+
     async def stop(self) -> None:
         """Lets it end, or ends it."""
+        self._ended_for = self._ended_for or Reason.STOPPED
         self.connection.close()
         try:
             await asyncio.wait_for(self.process.wait(), _STOP_TIMEOUT_S)
@@ -67,15 +109,24 @@ class EngineProcess:
             self.kill()
             await self.process.wait()
 
-    def how_it_ended(self) -> str:
-        """`exit code 3`, `signal 9`."""
-        code = self.process.returncode
-        if code is None:
-            return "its connection broke"
-        return f"exit code {code}" if code >= 0 else f"signal {-code}"
+    async def _find_ending(self) -> Ending:
+        # The socket tells of a death before the operating system does.
+        died_by_itself = await self._has_ended(_LAST_WORDS_TIMEOUT_S)
+        if not died_by_itself:
+            self.kill()
+            await self._has_ended(_END_TIMEOUT_S)
+        self.connection.close()
+        await asyncio.wait([self.stderr], timeout=_LAST_WORDS_TIMEOUT_S)
+        code = self.process.returncode if died_by_itself else None
+        return ending_of(code, self._ended_for, self.last_words.fatal)
+
+    async def _has_ended(self, timeout_s: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.process.wait(), timeout_s)
+        return self.process.returncode is not None
 
 
-async def start_process(device: str, threads: int, blob_folder: Path | None, sandbox: str) -> EngineProcess:
+async def start_process(options: ProcessOptions) -> EngineProcess:
     """Starts a process that has yet to greet. `OSError` where the operating system has no room for one."""
     ours, theirs = socket.socketpair()
     try:
@@ -84,20 +135,21 @@ async def start_process(device: str, threads: int, blob_folder: Path | None, san
                 sys.executable,
                 "-m",
                 "gradrule_server.engine",
-                *("--fd", str(theirs.fileno()), "--device", device, "--threads", str(threads)),
-                *("--sandbox", sandbox),
-                *(() if blob_folder is None else ("--blobs", str(blob_folder.absolute()))),
+                *("--fd", str(theirs.fileno()), *options.flags()),
                 pass_fds=[theirs.fileno()],
                 env=engine_environment(),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
             )
-        _, connection = await asyncio.get_running_loop().create_connection(lambda: Connection(threads), sock=ours)
+        _, connection = await asyncio.get_running_loop().create_connection(
+            lambda: Connection(options.threads), sock=ours
+        )
     except BaseException:
         # A process that was started ends by itself when its socket closes.
         ours.close()
         raise
     assert process.stderr is not None
-    reader = asyncio.create_task(log_stderr(process.stderr, process.pid), name="engine-stderr")
-    return EngineProcess(process, connection, reader)
+    last_words = LastWords()
+    reader = asyncio.create_task(log_stderr(process.stderr, process.pid, last_words), name="engine-stderr")
+    return EngineProcess(process, connection, reader, last_words)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
+
+from gradrule_server.link.endings import fatal_text
 
 _log = logging.getLogger(__name__)
 
@@ -46,11 +49,25 @@ class Lines:
         return text
 
 
-async def log_stderr(stream: asyncio.StreamReader, pid: int) -> None:
+@dataclass(slots=True)
+class LastWords:
+    """What an engine said of its own end: the first such line."""
+
+    fatal: str = ""
+
+    def note(self, line: str) -> None:
+        """Looks at a line."""
+        if not self.fatal:
+            self.fatal = fatal_text(line)
+
+
+async def log_stderr(stream: asyncio.StreamReader, pid: int, last_words: LastWords) -> None:
     """Logs until the engine ends. It must read on whatever comes: a full pipe would stop the engine."""
     lines = Lines()
     while chunk := await stream.read(_CHUNK_BYTES):
         for line in lines.feed(chunk):
+            last_words.note(line)
             _log.info("engine %d: %s", pid, line)
     for line in lines.end():
+        last_words.note(line)
         _log.info("engine %d: %s", pid, line)

@@ -45,7 +45,15 @@ class Inline(NamedTuple):
     call: CallShape
 
 
-Key: TypeAlias = Named | Inline
+class OfSession(NamedTuple):
+    """Key of a program that a session runs. `asked`: its spec, without the graph, which is the session's."""
+
+    session: str
+    asked: bytes
+    call: CallShape
+
+
+Key: TypeAlias = Named | Inline | OfSession
 
 
 class ProgramCache:
@@ -90,6 +98,10 @@ class ProgramCache:
     def forget(self, name: str) -> None:
         """The name belongs to no program any more."""
         self._remove([key for key in self._programs if isinstance(key, Named) and key.name == name])
+
+    def forget_session(self, session: str) -> None:
+        """The session has ended."""
+        self._remove([key for key in self._programs if isinstance(key, OfSession) and key.session == session])
 
     def _remove(self, keys: list[Key]) -> None:
         for key in keys:

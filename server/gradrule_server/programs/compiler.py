@@ -22,8 +22,7 @@ from gradrule_server.registry.blobs import BlobStore
 class Compiler:
     """Compiles; keeps nothing."""
 
-    def __init__(self, engine: Engine, loaded: LoadedPrograms, limits: graphs.Limits, blobs: BlobStore) -> None:
-        self._engine = engine
+    def __init__(self, loaded: LoadedPrograms, limits: graphs.Limits, blobs: BlobStore) -> None:
         self._loaded = loaded
         self._limits = limits
         self._blobs = blobs
@@ -34,12 +33,12 @@ class Compiler:
         """The program for calls of this shape; `GradruleError` with all that is wrong with it."""
         prepared, loadable = await asyncio.to_thread(_prepare, spec, call, lookup, self._limits, self._blobs)
 
-        async def load() -> link_pb2.CompileReply:
-            with self._loaded.held(loadable) as held:
+        async def load(engine: Engine | None) -> link_pb2.CompileReply:
+            with self._loaded.held(loadable, engine, retries.ends_at, retries.on_overrun(loadable)) as held:
                 return await self._loaded.ready(held)
 
-        reply = await retries.run(load)
-        program = await asyncio.to_thread(compiled, prepared, reply, self._engine.greeting.device)
+        reply = await retries.run(loadable, load)
+        program = await asyncio.to_thread(compiled, prepared, reply, self._loaded.pool.greeting.device)
         return Runnable(program, loadable)
 
 
@@ -49,7 +48,15 @@ def _prepare(
     """Prepares, and leaves the graph's bytes in one place: the message that goes to engines."""
     prepared = prepare(spec, call, lookup, limits, blobs)
     request = prepared.request.SerializeToString()
-    loadable = Loadable(prepared.key, request, prepared.blobs, prepared.expanded.nodes)
+    loadable = Loadable(
+        prepared.key,
+        request,
+        prepared.blobs,
+        prepared.expanded.nodes,
+        tuple(blobs.size(name) for name in prepared.blobs),
+        prepared.graph_digest,
+        prepared.request.derivative,
+    )
     # A message gives up its memory as a whole: the rest is copied, then the whole goes.
     prepared.request.ClearField("graph")
     rest = link_pb2.CompileRequest()

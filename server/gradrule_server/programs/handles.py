@@ -8,38 +8,37 @@ from dataclasses import dataclass
 
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.errors import GradruleError, error
-from gradrule_server.link.engine import Engine
 from gradrule_server.link.faults import EngineLost
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.house import ProgramHouse
+from gradrule_server.programs.running import Place
+from gradrule_server.programs.shelf import Loadable
 
-# The first pull-back is built before it runs, and to end the engine would cost others more than its end.
-_BUILD_PATIENCE_S = 30.0
+# Engines know handles by these names, whoever's they are.
+_names = itertools.count(1)
 
 
 @dataclass(slots=True, eq=False)
 class _Handle:
-    """`generation`: of the engine that keeps it."""
+    """What an engine keeps of a program. `kept_bytes`: on the device."""
 
     name: str
-    generation: int
+    place: Place
+    program: Loadable
     kept_bytes: int
     ttl_s: float
     timer: asyncio.TimerHandle | None = None
-    is_used: bool = False
 
 
 class HandleHouse:
     """What all streams keep together: bounded in bytes and in number. Everything happens on one asyncio loop."""
 
-    def __init__(self, house: ProgramHouse, engine: Engine, *, max_bytes: int, max_handles: int, ttl_s: float) -> None:
+    def __init__(self, house: ProgramHouse, *, max_bytes: int, max_handles: int, ttl_s: float) -> None:
         self.house = house
-        self.engine = engine
         self.ttl_s = ttl_s
         self._max_bytes = max_bytes
         self._max_handles = max_handles
-        self._names = itertools.count(1)
         self._count = 0
         self._bytes = 0
 
@@ -48,7 +47,7 @@ class HandleHouse:
         if self._count >= self._max_handles:
             raise _exceeded(f"there are {self._count} forward handles, the most that the server keeps; close some")
         self._count += 1
-        return f"h{next(self._names)}"
+        return f"h{next(_names)}"
 
     def give_up(self) -> None:
         """Nothing is kept under a new name after all."""
@@ -62,16 +61,19 @@ class HandleHouse:
                 f"{self._max_bytes} for all. Close handles, or feed less at a time"
             )
         self._bytes += handle.kept_bytes
+        handle.place.engine.keeps(handle.place.generation, 1)
 
     def remove(self, handle: _Handle) -> None:
         """Counts a handle out."""
         self._count -= 1
         self._bytes -= handle.kept_bytes
+        handle.place.engine.keeps(handle.place.generation, -1)
 
-    def release(self, name: str, generation: int) -> None:
-        """Tells the engine, if it is still the same, that it need not keep it any more."""
-        if generation == self.engine.generation:
-            self.engine.tell(Kind.RELEASE, link_pb2.ReleaseRequest(handle=name).SerializeToString())
+    def release(self, name: str, place: Place | None) -> None:
+        """Tells the engine, if it is still the same, that it need not keep it any more; None: all engines."""
+        message = link_pb2.ReleaseRequest(handle=name).SerializeToString()
+        for engine in self.house.pool.engines if place is None else () if place.is_gone else (place.engine,):
+            engine.tell(Kind.RELEASE, message)
 
 
 class StreamHandles:
@@ -92,20 +94,20 @@ class StreamHandles:
                     errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"ttl is more than 0 s, not {ttl_s:g}", field="ttl"
                 )
         name = house.new_name()
-        generation = house.engine.generation
+        place: Place | None = None
         try:
-            answer, kept_bytes, generation = await house.house.forward(request.evaluate, name, received_ns, ends_at)
-            handle = _Handle(name, generation, kept_bytes, min(ttl_s, house.ttl_s))
+            answer, how, place, program = await house.house.forward(request.evaluate, name, received_ns, ends_at)
+            handle = _Handle(name, place, program, how.kept_bytes, min(ttl_s, house.ttl_s))
             house.add(handle)
         except BaseException as cause:
             house.give_up()
             if not isinstance(cause, GradruleError) or cause.reason == errors_pb2.ERROR_REASON_QUOTA_EXCEEDED:
                 # The engine has it, or will: the caller gave up, or it takes too much.
-                house.release(name, generation)
+                house.release(name, place)
             raise
         self._handles[name] = handle
         self._touch(handle)
-        response = link_pb2.RawForwardResponse(evaluate=answer, handle=name, bytes=kept_bytes)
+        response = link_pb2.RawForwardResponse(evaluate=answer, handle=name, bytes=handle.kept_bytes)
         response.ttl.FromNanoseconds(int(handle.ttl_s * 1e9))
         return response.SerializeToString()
 
@@ -117,19 +119,20 @@ class StreamHandles:
         handle = self._handles.get(name)
         if handle is None:
             raise _expired(f"there is no handle {name!r} on this stream: it was closed, or its time has run out")
-        engine = self._house.engine
-        if handle.generation != engine.generation:
+        if handle.place.is_gone:
             self.close(name)
             raise _expired(f"the handle {name!r} was lost with its engine")
         request = link_pb2.PullBackRequest(handle=name, received_ns=received_ns, request=raw)
         self._pause(handle)
+        engine = handle.place.engine
+        retries = self._house.house.retries()
         try:
-            patience_s = 0.0 if handle.is_used else _BUILD_PATIENCE_S
-            answer = await engine.call(Kind.PULL_BACK, request.SerializeToString(), ends_at, patience_s)
-            handle.is_used = True
-            return answer
+            return await engine.call(
+                Kind.PULL_BACK, request.SerializeToString(), ends_at, retries.on_overrun(handle.program)
+            )
         except EngineLost as lost:
-            if lost.suspect:
+            retries.note_lost(handle.program, lost)
+            if lost.is_suspect and lost.is_alone:
                 raise
             raise _expired(f"the handle {name!r} was lost with its engine") from lost
         finally:
@@ -142,7 +145,7 @@ class StreamHandles:
         if handle is not None:
             self._pause(handle)
             self._house.remove(handle)
-            self._house.release(handle.name, handle.generation)
+            self._house.release(handle.name, handle.place)
 
     def close_all(self) -> None:
         """Lets all handles go: the stream has ended."""

@@ -7,6 +7,7 @@ cancelling.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 import time
 from collections.abc import Sequence
@@ -17,14 +18,15 @@ from gradrule_server import graphs
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.faults import NotLoaded
+from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.cache import Inline, ProgramCache, Runnable
 from gradrule_server.programs.compiler import Compiler
 from gradrule_server.programs.kept import KeptPrograms
-from gradrule_server.programs.loaded import LoadedPrograms
+from gradrule_server.programs.loaded import Loadable, LoadedPrograms
 from gradrule_server.programs.retries import Retries
 from gradrule_server.programs.rule_lookup import RegistryLookup
-from gradrule_server.programs.running import Forward, How, Once
+from gradrule_server.programs.running import Forward, How, Once, Place
 from gradrule_server.programs.shape import CallShape, canonical
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.programs import ProgramRegistry
@@ -32,30 +34,39 @@ from gradrule_server.registry.rules import RuleRegistry
 
 MAX_FINDINGS = 100
 
+_houses = itertools.count(1)
+
 # An output's number that is written with zeros before it, and would go by another name in the engine.
 _PADDED_OUTPUT = re.compile(r"(.*):0+([0-9]+)")
 
 
 class ProgramHouse:
-    """Compiles programs, keeps those that are to be kept, and runs them on an engine."""
+    """Compiles programs, keeps those that are to be kept, and runs them on engines.
+
+    What its programs do to engines is held against no other house's.
+    """
 
     def __init__(
         self,
         rules: RuleRegistry,
         programs: ProgramRegistry,
-        engine: Engine,
+        pool: EnginePool,
+        loaded: LoadedPrograms,
         limits: graphs.Limits,
         blobs: BlobStore,
         *,
         capacity: int,
         capacity_bytes: int,
+        scope: str = "",
     ) -> None:
+        self.pool = pool
+        self.capacity_bytes = capacity_bytes
         self._rules = rules
-        self._engine = engine
         self._blobs = blobs
-        self._loaded = LoadedPrograms(engine, blobs, capacity, capacity_bytes)
+        self._loaded = loaded
+        self._scope = scope or f"house {next(_houses)}"
         self._cache = ProgramCache(capacity, capacity_bytes)
-        self._compiler = Compiler(engine, self._loaded, limits, blobs)
+        self._compiler = Compiler(loaded, limits, blobs)
         self.kept = KeptPrograms(programs, rules, self._compiler, self._cache)
 
     async def evaluate(
@@ -69,20 +80,26 @@ class ProgramHouse:
 
     async def forward(
         self, request: evaluate_pb2.EvaluateRequest, handle: str, received_ns: int, ends_at: float
-    ) -> tuple[bytes, int, int]:
-        """Runs the forward part and has the engine keep what pulling back needs, under the name `handle`.
+    ) -> tuple[bytes, Forward, Place, Loadable]:
+        """Runs the forward part and has an engine keep what pulling back needs, under the name `handle`.
 
-        Returns an `EvaluateResponse`'s bytes, the bytes kept, and the engine's generation.
+        Returns an `EvaluateResponse`'s bytes, and where what is kept of which program.
         """
         call = replace(call_shape(request), split=True)
         how = Forward(ends_at, handle)
-        answer, generation = await self._evaluate(request, request.SerializeToString(), call, received_ns, how)
-        return answer, how.kept_bytes, generation
+        answer, place, program = await self._evaluate(request, request.SerializeToString(), call, received_ns, how)
+        return answer, how, place, program
 
-    async def compile_for_session(self, spec: program_pb2.ProgramSpec, call: CallShape) -> Runnable:
-        """A program whose variables are a session's; whoever asks keeps it."""
+    async def compile_for_session(self, spec: program_pb2.ProgramSpec, call: CallShape, how: How) -> Runnable:
+        """A program whose variables are a session's, in that session's engine; whoever asks keeps it."""
         lookup = RegistryLookup(self._rules)
-        return await self._compiler.compile(spec, replace(call, session=True), lookup, Retries(self._engine))
+        return await self._compiler.compile(spec, replace(call, session=True), lookup, self.retries(how))
+
+    def retries(self, how: How | None = None) -> Retries:
+        """The chances of one call."""
+        if how is None:
+            return Retries(self._loaded, self._scope)
+        return Retries(self._loaded, self._scope, how.ends_at, how.pinned)
 
     async def run_inline(self, request: evaluate_pb2.EvaluateRequest, received_ns: int, how: How) -> bytes:
         """Runs the program that a request brings along, in some way."""
@@ -99,8 +116,8 @@ class ProgramHouse:
         payload: bytes | None = None,
         retries: Retries | None = None,
         is_new: bool = False,
-    ) -> tuple[bytes, int]:
-        """Runs a program on the values of a request; an `EvaluateResponse`'s bytes, and the engine's generation.
+    ) -> tuple[bytes, Place]:
+        """Runs a program on the values of a request; an `EvaluateResponse`'s bytes, and where it ran.
 
         `payload`: bytes of a request with these values, where there are some already.
         """
@@ -111,27 +128,29 @@ class ProgramHouse:
             payload = values.SerializeToString()
         run = link_pb2.RunRequest(request=payload, params=program.compiled.settings(request.params))
 
-        async def attempt() -> tuple[bytes, bool, int]:
-            return await self._run(program, run, received_ns, compile_started_ns, how)
+        retries = retries or self.retries(how)
+
+        async def attempt(engine: Engine | None) -> tuple[bytes, bool, Place]:
+            return await self._run(program, run, received_ns, compile_started_ns, how, engine, retries)
 
         with self._blobs.held(_blobs(request)):
-            answer, is_loaded_now, generation = await (retries or Retries(self._engine)).run(attempt)
+            answer, is_loaded_now, place = await retries.run(program.loadable, attempt)
         # Concatenating messages merges them, so an answer of any size is not parsed again here.
         tail = evaluate_pb2.EvaluateResponse()
         if is_new or is_loaded_now:
             tail.timings.compile.FromNanoseconds(run.received_ns - received_ns)
-        return b"".join([answer, program.compiled.digests_tail, tail.SerializeToString()]), generation
+        return b"".join([answer, program.compiled.digests_tail, tail.SerializeToString()]), place
 
     async def _evaluate(
         self, request: evaluate_pb2.EvaluateRequest, raw: bytes, call: CallShape, received_ns: int, how: How
-    ) -> tuple[bytes, int]:
-        """An `EvaluateResponse`'s bytes, and the generation of the engine that ran."""
+    ) -> tuple[bytes, Place, Loadable]:
+        """An `EvaluateResponse`'s bytes, where it ran, and what."""
         target = request.WhichOneof("target")
         if target is None:
             raise error(
                 errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the request names no program and holds none", field="target"
             )
-        retries = Retries(self._engine)
+        retries = self.retries(how)
         compile_started = time.monotonic_ns()
         payload = None
         if target == "program":
@@ -139,21 +158,19 @@ class ProgramHouse:
             payload = raw
         else:
             program, is_new = await self._inline(request.spec, call, retries)
-        answer, generation = await self.run(
+        answer, place = await self.run(
             program, request, received_ns, compile_started, how, payload=payload, retries=retries, is_new=is_new
         )
-        return (answer + program.compiled.tail if target == "spec" else answer), generation
+        return (answer + program.compiled.tail if target == "spec" else answer), place, program.loadable
 
     async def compile(self, spec: program_pb2.ProgramSpec, program_id: str) -> program_pb2.Program:
         """Compiles and keeps a program."""
-        return await self.kept.create(spec, program_id, Retries(self._engine))
+        return await self.kept.create(spec, program_id, self.retries())
 
     async def check(self, spec: program_pb2.ProgramSpec) -> tuple[program_pb2.Program | None, list[Finding]]:
         """Compiles without keeping anything; what is wrong is returned, not raised."""
         try:
-            program = await self._compiler.compile(
-                spec, CallShape(), RegistryLookup(self._rules), Retries(self._engine)
-            )
+            program = await self._compiler.compile(spec, CallShape(), RegistryLookup(self._rules), self.retries())
         except GradruleError as cause:
             if cause.reason in _NOT_FINDINGS:
                 raise
@@ -172,18 +189,26 @@ class ProgramHouse:
         return program, True
 
     async def _run(
-        self, program: Runnable, run: link_pb2.RunRequest, received_ns: int, compile_started_ns: int, how: How
-    ) -> tuple[bytes, bool, int]:
-        """Runs on the engine as it is now; tells also whether the program had to be loaded first, and which engine."""
-        with self._loaded.held(program.loadable) as load:
+        self,
+        program: Runnable,
+        run: link_pb2.RunRequest,
+        received_ns: int,
+        compile_started_ns: int,
+        how: How,
+        engine: Engine | None,
+        retries: Retries,
+    ) -> tuple[bytes, bool, Place]:
+        """Runs on an engine as it is now; tells also whether the program had to be loaded first, and where it ran."""
+        on_overrun = retries.on_overrun(program.loadable)
+        with self._loaded.held(program.loadable, engine, how.ends_at, on_overrun) as load:
             is_loaded_now = not load.is_ready
             await self._loaded.wait(load)
             run.key = load.engine_key
             # Queueing is counted from here: what came before is compiling.
             run.received_ns = received_ns + time.monotonic_ns() - compile_started_ns
-            generation = self._engine.generation
+            place = Place(load.engine, load.generation)
             try:
-                return await how.on(self._engine, run), is_loaded_now, generation
+                return await how.on(load.engine, run, on_overrun), is_loaded_now, place
             except NotLoaded:
                 self._loaded.forget(load)
                 raise
@@ -193,6 +218,8 @@ _NOT_FINDINGS = frozenset(
     {
         errors_pb2.ERROR_REASON_ENGINE_CRASHED,
         errors_pb2.ERROR_REASON_ENGINE_UNAVAILABLE,
+        errors_pb2.ERROR_REASON_MEMORY_EXCEEDED,
+        errors_pb2.ERROR_REASON_QUARANTINED,
         errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED,
         errors_pb2.ERROR_REASON_INTERNAL,
         errors_pb2.ERROR_REASON_BLOB_NOT_FOUND,

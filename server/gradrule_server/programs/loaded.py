@@ -1,94 +1,67 @@
-"""Which programs the engine holds: loaded once, dropped when it holds too many, loaded again in a new engine."""
+"""Which programs which engines hold, and which engine a call goes to."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import OrderedDict
-from collections.abc import Iterator
-from dataclasses import dataclass
+import logging
+import weakref
+from collections.abc import AsyncIterator, Iterator, Sequence
 
-from gradrule_server.link.connection import EngineGone, Work
-from gradrule_server.link.engine import Engine
-from gradrule_server.link.framing import Kind
+from gradrule_server.errors import GradruleError
+from gradrule_server.link.connection import EngineGone
+from gradrule_server.link.engine import Engine, Overrun, unavailable
+from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.programs.conduct import Conduct
+from gradrule_server.programs.shelf import Load, Loadable, Shelf
 from gradrule_server.registry.blobs import BlobStore
 
-# A compilation that runs and that nobody waits for any more ends by itself, and whoever asks again finds its result.
-# To end the engine instead would cost everybody all that is loaded.
-_PATIENCE_S = 30.0
+__all__ = ["Load", "Loadable", "LoadedPrograms"]
 
-# What a node takes in the engine with its gradient, in TensorFlow's graphs before and after optimising: from 25 KiB
-# (large models of Keras's) to 80 KiB (chains of elementwise ops under rules) were measured.
-_NODE_BYTES = 32 * 1024
+_log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class Loadable:
-    """What an engine needs to load a program: its digest, the bytes of its `CompileRequest`, and the blobs it reads.
-
-    nodes: of its graph.
-    """
-
-    key: str
-    request: bytes
-    blobs: tuple[str, ...] = ()
-    nodes: int = 0
-
-    @property
-    def loaded_size(self) -> int:
-        """Roughly the bytes that it takes in an engine."""
-        return len(self.request) + _NODE_BYTES * self.nodes
-
-
-@dataclass(slots=True, eq=False)
-class Load:
-    """A program on its way into the engine, or there."""
-
-    key: str
-    engine_key: str
-    size: int
-    work: Work
-    holders: int = 0
-
-    @property
-    def is_ready(self) -> bool:
-        return self.work.answer.done()
+# What a new process is given again before anybody asks: programs, nodes of one, and nodes of all.
+_WARM_PROGRAMS = 32
+_WARM_NODES = 20_000
+_WARM_NODES_TOGETHER = 50_000
+_WARM_POLL_S = 0.05
 
 
 class LoadedPrograms:
-    """The programs of the running engine, least recently used first."""
+    """The programs of all engines of a pool, bounded per engine. `conduct`: what is known of them."""
 
-    def __init__(self, engine: Engine, blobs: BlobStore, capacity: int, capacity_bytes: int) -> None:
-        self._engine = engine
+    def __init__(
+        self,
+        pool: EnginePool,
+        blobs: BlobStore,
+        capacity: int,
+        capacity_bytes: int,
+        conduct: Conduct | None = None,
+    ) -> None:
+        self.pool = pool
+        self.conduct = conduct or Conduct()
         self._blobs = blobs
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
-        self._generation = 0
-        self._loads: OrderedDict[str, Load] = OrderedDict()
-        self._bytes = 0
-        self._serial = 0
+        self._shelves: weakref.WeakKeyDictionary[Engine, Shelf] = weakref.WeakKeyDictionary()
+        self._warming: set[asyncio.Task[None]] = set()
+        pool.on_filled.append(self._warm)
 
     @contextlib.contextmanager
-    def held(self, program: Loadable) -> Iterator[Load]:
-        """Sees to it that the program gets loaded; within this context it is not dropped. BLOB_NOT_FOUND."""
-        load = self._current(program.key)
-        if load is None:
-            load = self._start(program)
-        else:
-            self._loads.move_to_end(program.key)
-        load.holders += 1
-        if load.holders == 1:
-            load.work.watch(None)
-        try:
-            self._drop_surplus()
+    def held(
+        self,
+        program: Loadable,
+        engine: Engine | None = None,
+        ends_at: float = 0.0,
+        on_overrun: Overrun | None = None,
+    ) -> Iterator[Load]:
+        """Sees to it that the program gets loaded, into `engine` or the best one; in this context it is not dropped.
+
+        BLOB_NOT_FOUND, ENGINE_UNAVAILABLE. `ends_at`: loop time after which nobody needs it, as far as is known.
+        """
+        with self._shelf(engine or self._best(program)).held(program, ends_at, on_overrun) as load:
             yield load
-        finally:
-            load.holders -= 1
-            if not load.holders:
-                self._engine.abandon(load.work, _PATIENCE_S)
-                if load.work.answer.cancelled():
-                    self.forget(load)
 
     async def ready(self, load: Load) -> link_pb2.CompileReply:
         """What the engine says of a program that is held; waits until it is loaded."""
@@ -98,51 +71,74 @@ class LoadedPrograms:
         """Waits until a program that is held is loaded."""
         try:
             # Several callers may wait for one load; one that gives up must not take it from the others.
-            return load.work.answer.result() if load.is_ready else await asyncio.shield(load.work.answer)
+            answer = load.work.answer.result() if load.is_ready else await asyncio.shield(load.work.answer)
         except EngineGone as gone:
-            raise self._engine.lost(load.work.connection, gone) from None
+            raise await load.engine.lost(load.work.connection, gone) from None
+        load.check()
+        return answer
 
     def forget(self, load: Load) -> None:
         """The engine does not have it after all."""
-        if self._loads.get(load.key) is load:
-            del self._loads[load.key]
-            self._bytes -= load.size
+        self._shelf(load.engine).forget(load)
 
-    def _start(self, program: Loadable) -> Load:
-        # An engine handles messages side by side: with its own key, a new load never meets an old one's UNLOAD.
-        self._serial += 1
-        engine_key = f"{program.key}/{self._serial}"
-        # Concatenating messages merges them: the last key counts.
-        own_key = link_pb2.CompileRequest(key=engine_key).SerializeToString()
-        self._blobs.hold(program.blobs)
-        try:
-            work = self._engine.submit(Kind.COMPILE, program.request + own_key)
-        except BaseException:
-            self._blobs.let_go(program.blobs)
-            raise
-        work.answer.add_done_callback(lambda _: self._blobs.let_go(program.blobs))
-        load = self._loads[program.key] = Load(program.key, engine_key, program.loaded_size, work)
-        self._bytes += load.size
-        work.answer.add_done_callback(lambda answer: self._forget_failed(load, answer))
-        return load
+    @contextlib.asynccontextmanager
+    async def alone(self) -> AsyncIterator[Engine]:
+        """An engine for one call alone, which leaves nothing in it."""
+        async with self.pool.alone() as engine:
+            try:
+                yield engine
+            finally:
+                if engine.is_ready:
+                    self._shelf(engine).clear()
 
-    def _current(self, key: str) -> Load | None:
-        if self._generation != self._engine.generation:
-            self._generation = self._engine.generation
-            self._loads.clear()
-            self._bytes = 0
-        return self._loads.get(key)
+    def _shelf(self, engine: Engine) -> Shelf:
+        shelf = self._shelves.get(engine)
+        if shelf is None:
+            shelf = self._shelves[engine] = Shelf(engine, self._blobs, self._capacity, self._capacity_bytes)
+        return shelf
 
-    def _forget_failed(self, load: Load, answer: asyncio.Future[bytes]) -> None:
-        if answer.cancelled() or answer.exception() is not None:
-            self.forget(load)
+    def _best(self, program: Loadable) -> Engine:
+        """The least busy one that has the program; another where all that have it are busy, and one is not."""
+        engines = self.pool.engines
+        if len(engines) == 1:
+            return engines[0]
+        ready = [engine for engine in engines if engine.is_ready]
+        if not ready:
+            raise unavailable()
+        having = [engine for engine in ready if self._shelf(engine).has(program.key)]
+        best = min(having, key=_load, default=None)
+        if best is not None and best.has_room:
+            return best
+        # What is new goes where it can cost nobody a session or a forward handle, if there is such a place.
+        other = min(ready, key=lambda engine: (not engine.has_room, engine.kept > 0, engine.is_compiling, engine.load))
+        return other if best is None or other.has_room else best
 
-    def _drop_surplus(self) -> None:
-        if len(self._loads) <= self._capacity and self._bytes <= self._capacity_bytes:
-            return
-        for load in list(self._loads.values()):
-            if load.is_ready and not load.holders:
-                self.forget(load)
-                self._engine.tell(Kind.UNLOAD, link_pb2.UnloadRequest(key=load.engine_key).SerializeToString())
-                if len(self._loads) <= self._capacity and self._bytes <= self._capacity_bytes:
-                    return
+    def _warm(self, engine: Engine) -> None:
+        """An engine got another process: it is given what the last one held, as far as that was no part of its end."""
+        left = self._shelf(engine).turn_over()
+        if left:
+            task = asyncio.create_task(self._load_again(engine, left), name="warm")
+            self._warming.add(task)
+            task.add_done_callback(self._warming.discard)
+
+    async def _load_again(self, engine: Engine, programs: Sequence[Loadable]) -> None:
+        generation = engine.generation
+        nodes_left = _WARM_NODES_TOGETHER
+        for program in programs[:_WARM_PROGRAMS]:
+            if program.nodes > min(_WARM_NODES, nodes_left):
+                continue
+            nodes_left -= program.nodes
+            # Calls come first: an engine compiles one program at a time.
+            while engine.is_compiling:
+                await asyncio.sleep(_WARM_POLL_S)
+            if engine.generation != generation:
+                return
+            try:
+                with self.held(program, engine) as load:
+                    await self.wait(load)
+            except GradruleError as cause:
+                _log.debug("a program was not loaded again: %s", cause)
+
+
+def _load(engine: Engine) -> int:
+    return engine.load

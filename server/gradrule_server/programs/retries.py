@@ -1,38 +1,137 @@
-"""What happens to a call that loses its engine: it is run again on the next, since evaluation is pure."""
+"""What happens to a call that loses its engine: it is run again, since evaluation is pure.
+
+Whoever ran in an engine when it died is a suspect. If some of them never ran to an end before, one of those did it:
+they are tried one after the other, each alone in an engine, until one ends that too; all others are run again as if
+nothing had happened. Only who is found guilty that way, or dies a second time, learns of it.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+from gradrule.v1 import errors_pb2
+from gradrule_server.errors import GradruleError, error
+from gradrule_server.link.endings import Inquest, Reason
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.faults import EngineLost, NotLoaded
+from gradrule_server.programs.conduct import Suspect, suspect_of
+from gradrule_server.programs.loaded import LoadedPrograms
+from gradrule_server.programs.shelf import Loadable
 
 T = TypeVar("T")
 
 
+class _Cleared(Exception):
+    """Somebody else was found guilty."""
+
+
+Attempt = Callable[[Engine | None], Awaitable[T]]
+"""Loads what it needs and runs, on the engine that it is given, or on any."""
+
+# Engines that are killed from outside are not the call's doing, but each costs time.
+_MOST_KILLED = 5
+
+
 class Retries:
-    """The second chances of one call: as many as it needs for others' faults, one for what may be its own."""
+    """The further chances of one call. `scope`: whose programs are held to account together.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._suspected = False
-        self._loaded_again = False
+    `ends_at`: loop time of the call's deadline, as far as is known. `pinned`: the call means this engine and no other.
+    """
 
-    async def run(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """What `attempt` returns. `EngineLost` where the engine ended under it for the second time.
+    def __init__(self, loaded: LoadedPrograms, scope: str, ends_at: float = 0.0, pinned: Engine | None = None) -> None:
+        self._loaded = loaded
+        self._scope = scope
+        self.ends_at = ends_at
+        self.pinned = pinned
+        self._killed = 0
+        self._was_suspected = False
+        self._was_loaded_again = False
 
-        A new attempt must load again what it needs.
-        """
+    def check(self, program: Loadable) -> None:
+        """QUARANTINED where the program is refused now."""
+        self._loaded.conduct.check(suspect_of(self._scope, program))
+
+    def on_overrun(self, program: Loadable) -> Callable[[], None]:
+        """What is called when the program ended an engine by going on too long."""
+        suspect = suspect_of(self._scope, program)
+        return lambda: self._loaded.conduct.strike(suspect, "it went on after its deadline")
+
+    async def run(self, program: Loadable, attempt: Attempt[T]) -> T:
+        """What `attempt` returns. `EngineLost` where it is to blame for an engine's end; QUARANTINED."""
+        conduct, suspect = self._loaded.conduct, suspect_of(self._scope, program)
+        conduct.check(suspect)
+        held_against: Inquest | None = None
         while True:
             try:
-                return await attempt()
+                if held_against is None:
+                    if not self._loaded.pool.is_ready:
+                        await self._loaded.pool.wait_ready()
+                    answer = await attempt(self.pinned)
+                else:
+                    answer = await self._alone(held_against, suspect, attempt)
+            except _Cleared:
+                held_against = None
             except EngineLost as lost:
-                if lost.suspect and self._suspected:
+                if self.pinned is not None:
+                    self.note_lost(program, lost)
                     raise
-                self._suspected |= lost.suspect
-                await self._engine.wait_ready()
+                if lost.ending.reason is Reason.KILLED:
+                    self._killed += 1
+                    if self._killed > _MOST_KILLED:
+                        raise
+                if lost.is_suspect and held_against is not None:
+                    raise self._found_guilty(held_against, suspect, lost) from None
+                if lost.is_suspect and not await self._is_presumed_innocent(lost, suspect):
+                    held_against = lost.inquest
             except NotLoaded:
-                if self._loaded_again:
+                if self._was_loaded_again:
                     raise
-                self._loaded_again = True
+                self._was_loaded_again = True
+            else:
+                conduct.proved(suspect)
+                return answer
+
+    def note_lost(self, program: Loadable, lost: EngineLost) -> None:
+        """A call that cannot be run elsewhere cannot be tried either; what nobody else can have done is noted."""
+        conduct, suspect = self._loaded.conduct, suspect_of(self._scope, program)
+        if lost.is_suspect and (lost.is_alone or not conduct.is_proven(suspect)):
+            conduct.strike(suspect, str(lost.ending))
+
+    async def _is_presumed_innocent(self, lost: EngineLost, suspect: Suspect) -> bool:
+        """Whether somebody else is the likelier cause: then it is simply run again, the first time."""
+        first, self._was_suspected = not self._was_suspected, True
+        is_proven = self._loaded.conduct.is_proven(suspect)
+        if not is_proven:
+            lost.inquest.unproven += 1
+        # By then all others of the same end have been counted.
+        await asyncio.sleep(0)
+        return first and is_proven and lost.inquest.unproven > 0
+
+    async def _alone(self, inquest: Inquest, suspect: Suspect, attempt: Attempt[T]) -> T:
+        """What `attempt` returns in an engine of its own; `_Cleared` where that is not needed any more."""
+        conduct = self._loaded.conduct
+        async with self._loaded.pool.trials:
+            if inquest.culprit == suspect and inquest.verdict is not None:
+                raise inquest.verdict
+            if inquest.culprit is not None or (inquest.unproven and conduct.is_proven(suspect)):
+                inquest.unproven -= 1
+                raise _Cleared
+            conduct.check(suspect)
+            async with self._loaded.alone() as engine:
+                return await attempt(engine)
+
+    def _found_guilty(self, inquest: Inquest, suspect: Suspect, lost: EngineLost) -> GradruleError:
+        """It ended a second engine, in which nothing else ran."""
+        self._loaded.conduct.convict(suspect, str(lost.ending))
+        if lost.ending.reason is Reason.MEMORY:
+            reason = errors_pb2.ERROR_REASON_MEMORY_EXCEEDED
+            limit = self._loaded.pool.memory_limit
+            least = f" (--memory-limit: {limit} bytes)" if limit else ""
+            message = f"the graph takes more memory than an engine has{least}: {lost.ending}"
+        else:
+            reason = errors_pb2.ERROR_REASON_ENGINE_CRASHED
+            message = f"the graph ended each engine that ran it: {lost.ending}"
+        inquest.culprit, inquest.verdict = suspect, error(reason, message)
+        return inquest.verdict

@@ -6,27 +6,36 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gradrule.v1 import session_pb2
-from gradrule_server.link.engine import Engine
+from gradrule_server.link.engine import Engine, Overrun
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
 
 
 class How(Protocol):
-    """One way; it may note what the engine tells besides its answer."""
+    """One way; it may note what the engine tells besides its answer. `ends_at`: loop time of the deadline."""
 
-    async def on(self, engine: Engine, run: link_pb2.RunRequest) -> bytes:
+    @property
+    def ends_at(self) -> float: ...
+
+    @property
+    def pinned(self) -> Engine | None:
+        """The engine that it must be; None: any."""
+        ...
+
+    async def on(self, engine: Engine, run: link_pb2.RunRequest, on_overrun: Overrun) -> bytes:
         """Runs a loaded program; the bytes of an `EvaluateResponse`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Once:
-    """Forward and backward, and nothing is kept. `ends_at`: loop time of the deadline."""
+    """Forward and backward, and nothing is kept."""
 
     ends_at: float
+    pinned: Engine | None = None
 
-    async def on(self, engine: Engine, run: link_pb2.RunRequest) -> bytes:
-        return await engine.call(Kind.RUN, run.SerializeToString(), self.ends_at)
+    async def on(self, engine: Engine, run: link_pb2.RunRequest, on_overrun: Overrun) -> bytes:
+        return await engine.call(Kind.RUN, run.SerializeToString(), self.ends_at, on_overrun)
 
 
 @dataclass(slots=True)
@@ -36,11 +45,12 @@ class Forward:
     ends_at: float
     handle: str
     kept_bytes: int = 0
+    pinned: Engine | None = None
 
-    async def on(self, engine: Engine, run: link_pb2.RunRequest) -> bytes:
+    async def on(self, engine: Engine, run: link_pb2.RunRequest, on_overrun: Overrun) -> bytes:
         request = link_pb2.ForwardRequest(run=run, handle=self.handle)
         reply = link_pb2.ForwardReply.FromString(
-            await engine.call(Kind.FORWARD, request.SerializeToString(), self.ends_at)
+            await engine.call(Kind.FORWARD, request.SerializeToString(), self.ends_at, on_overrun)
         )
         self.kept_bytes = reply.kept_bytes
         return reply.response
@@ -59,15 +69,39 @@ class InSession:
     optimizer: session_pb2.Optimizer | None = None
     reply: link_pb2.SessionReply | None = None
 
-    async def on(self, engine: Engine, run: link_pb2.RunRequest) -> bytes:
+    @property
+    def pinned(self) -> Engine | None:
+        return self.channel.engine
+
+    async def on(self, engine: Engine, run: link_pb2.RunRequest, on_overrun: Overrun) -> bytes:
         work = link_pb2.SessionRun(run=run, store=self.store, optimizer=self.optimizer)
-        self.reply = await self.channel.send(link_pb2.SessionRequest(run=work), self.ends_at)
+        self.reply = await self.channel.send(link_pb2.SessionRequest(run=work), self.ends_at, on_overrun)
         return self.reply.response
 
 
 class SessionChannel(Protocol):
     """The way of a session's messages to the engine that holds it."""
 
-    async def send(self, request: link_pb2.SessionRequest, ends_at: float) -> link_pb2.SessionReply:
-        """The engine's reply; SESSION_LOST where it is another engine by now."""
+    @property
+    def engine(self) -> Engine:
+        """The engine that holds it."""
         ...
+
+    async def send(
+        self, request: link_pb2.SessionRequest, ends_at: float, on_overrun: Overrun | None = None
+    ) -> link_pb2.SessionReply:
+        """The engine's reply; `EngineLost` where it ended meanwhile, SESSION_LOST where it is another by now."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something ran: an engine, and which of the processes that take turns there."""
+
+    engine: Engine
+    generation: int
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether what was kept there is lost."""
+        return self.generation != self.engine.generation

@@ -7,32 +7,32 @@ import contextlib
 import itertools
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 from gradrule import _tensors
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, session_pb2, tensor_pb2
 from gradrule_server import graphs
 from gradrule_server.errors import Finding, GradruleError, did_you_mean, error
-from gradrule_server.link.engine import Engine
+from gradrule_server.link.engine import Engine, Overrun
 from gradrule_server.link.faults import EngineLost
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.programs.cache import Runnable
+from gradrule_server.programs.cache import OfSession, ProgramCache, Runnable
 from gradrule_server.programs.house import ProgramHouse, call_shape
 from gradrule_server.programs.prepare import graph_of
-from gradrule_server.programs.running import InSession
-from gradrule_server.programs.shape import CallShape, canonical
+from gradrule_server.programs.running import InSession, Place
+from gradrule_server.programs.shape import canonical
 from gradrule_server.programs.values import value_fault
 from gradrule_server.registry.blobs import BlobStore, not_found
 
-# Programs that one session keeps at hand: as many kinds of steps and evaluations as it makes in turn.
+# Programs that a session keeps at hand: as many kinds of steps and evaluations as it makes in turn.
 _MAX_PROGRAMS = 64
 
 # Slots of an optimiser, as many times the bytes of what it updates.
 _MOST_SLOTS = 3
-# The first step of an optimiser is built before it runs, and to end the engine would cost all sessions.
-_BUILD_PATIENCE_S = 30.0
+
+# Engines know sessions by these names, whoever's they are.
+_names = itertools.count(1)
 
 
 class SessionHouse:
@@ -41,7 +41,6 @@ class SessionHouse:
     def __init__(
         self,
         house: ProgramHouse,
-        engine: Engine,
         blobs: BlobStore,
         limits: graphs.Limits,
         *,
@@ -49,12 +48,11 @@ class SessionHouse:
         max_bytes: int,
     ) -> None:
         self.house = house
-        self.engine = engine
+        self.programs = ProgramCache(_MAX_PROGRAMS * max_sessions, house.capacity_bytes)
         self.blobs = blobs
         self.limits = limits
         self._max_sessions = max_sessions
         self._max_bytes = max_bytes
-        self._names = itertools.count(1)
         self._bytes: dict[str, int] = {}
 
     def open(self) -> str:
@@ -64,7 +62,7 @@ class SessionHouse:
                 errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
                 f"there are {len(self._bytes)} sessions, the most that the server holds (--max-sessions); end some",
             )
-        name = f"s{next(self._names)}"
+        name = f"s{next(_names)}"
         self._bytes[name] = 0
         return name
 
@@ -99,13 +97,12 @@ class Session:
     def __init__(self, house: SessionHouse) -> None:
         self._house = house
         self._name = ""
-        self._generation = 0
+        self._place: Place | None = None
         self._base = program_pb2.ProgramSpec()
         self._variables: list[graphs.VariableInfo] = []
         self._names: dict[str, str] = {}
         self._stepped_with: set[str] = {""}
         self._held = contextlib.ExitStack()
-        self._programs: OrderedDict[tuple[bytes, CallShape], Runnable] = OrderedDict()
 
     async def start(
         self, request: session_pb2.StartSession, received_ns: int, ends_at: float
@@ -121,7 +118,9 @@ class Session:
         self._names = {name: item.names[0] for item in self._variables for name in item.names}
         given = await asyncio.to_thread(self._bound, request.variables, "start.variables")
         self._name = self._house.open()
-        self._generation = self._house.engine.generation
+        engine = await self._house.house.pool.least_kept()
+        self._place = Place(engine, engine.generation)
+        engine.keeps(engine.generation, 1)
         reply = await self._assign(given, ends_at, opens=True)
         has_value = {item.spec.name for item in given}
         computed = [item.names[0] for item in self._variables if item.initialised and item.names[0] not in has_value]
@@ -130,7 +129,8 @@ class Session:
             first = program_pb2.ProgramSpec(graph=request.graph, fetches=computed, variables=request.variables)
             call = evaluate_pb2.EvaluateRequest(spec=first)
             how = InSession(self, ends_at, store=tuple(computed))
-            await self._house.house.run_inline(call, received_ns, how)
+            with self._telling_of_loss():
+                await self._house.house.run_inline(call, received_ns, how)
             reply = how.reply or reply
         specs = [
             tensor_pb2.TensorSpec(
@@ -195,7 +195,8 @@ class Session:
             )
         names = [self._known(name, f"read.variables[{number}]") for number, name in enumerate(request.variables)]
         wanted = link_pb2.SessionRead(variables=names or [item.names[0] for item in self._variables])
-        reply = await self.send(link_pb2.SessionRequest(read=wanted), ends_at)
+        with self._telling_of_loss():
+            reply = await self.send(link_pb2.SessionRequest(read=wanted), ends_at)
         asked = list(request.variables) or [item.name for item in reply.variables]
         return session_pb2.ReadResponse(
             variables=[
@@ -213,30 +214,51 @@ class Session:
         """Lets the state go."""
         if self._name:
             self._house.close(self._name)
-            if self._generation == self._house.engine.generation:
+            self._house.programs.forget_session(self._name)
+            if self._place is not None and not self._place.is_gone:
                 ending = link_pb2.ReleaseRequest(handle=self._name)
-                self._house.engine.tell(Kind.END_SESSION, ending.SerializeToString())
+                self._place.engine.tell(Kind.END_SESSION, ending.SerializeToString())
+                self._place.engine.keeps(self._place.generation, -1)
             self._name = ""
         self._held.close()
 
-    async def send(self, request: link_pb2.SessionRequest, ends_at: float) -> link_pb2.SessionReply:
-        """One message to the engine that holds the session; SESSION_LOST where it is gone."""
-        if self._generation != self._house.engine.generation:
-            raise _lost()
+    @property
+    def engine(self) -> Engine:
+        """The engine that holds it."""
+        if self._place is None:
+            raise AssertionError("the session has not started")
+        return self._place.engine
+
+    async def send(
+        self, request: link_pb2.SessionRequest, ends_at: float, on_overrun: Overrun | None = None
+    ) -> link_pb2.SessionReply:
+        """One message to the engine that holds the session; `EngineLost` where it ends meanwhile, SESSION_LOST where
+        it is gone."""
+        self._check_place()
         request.session, request.max_bytes = self._name, self._house.left_for(self._name)
         left_s = ends_at - asyncio.get_running_loop().time()
         request.deadline_ns = time.monotonic_ns() + int(left_s * 1e9)
-        kind = request.run.optimizer.name
-        patience_s = _BUILD_PATIENCE_S if kind not in self._stepped_with else 0.0
-        try:
-            with self._house.growing(self._name, self._growth(request)):
-                answer = await self._house.engine.call(Kind.SESSION, request.SerializeToString(), ends_at, patience_s)
-        except EngineLost as lost:
-            raise _lost() from lost
-        self._stepped_with.add(kind)
+        with self._house.growing(self._name, self._growth(request)):
+            answer = await self.engine.call(Kind.SESSION, request.SerializeToString(), ends_at, on_overrun)
+        self._stepped_with.add(request.run.optimizer.name)
         reply = link_pb2.SessionReply.FromString(answer)
         self._house.takes(self._name, reply.bytes)
         return reply
+
+    def _check_place(self) -> None:
+        """SESSION_LOST where its engine is another by now."""
+        if self._place is None or self._place.is_gone:
+            ending = self._place.engine.last_ending if self._place is not None else None
+            raise _lost(ending.how if ending is not None else "")
+
+    @contextlib.contextmanager
+    def _telling_of_loss(self) -> Iterator[None]:
+        """SESSION_LOST where its engine ends within this context."""
+        try:
+            yield
+        except EngineLost as lost:
+            # What TensorFlow said may be about somebody else's graph, if there was one.
+            raise _lost(str(lost.ending) if lost.is_alone else lost.ending.how) from lost
 
     def _growth(self, request: link_pb2.SessionRequest) -> int:
         """By how much a message may make the session grow, as far as is known before."""
@@ -258,7 +280,7 @@ class Session:
         self, given: Sequence[link_pb2.BoundVariable], ends_at: float, *, opens: bool = False
     ) -> link_pb2.SessionReply:
         held = [item.value.blob.sha256 for item in given if item.value.HasField("blob")]
-        with self._house.blobs.held(held):
+        with self._house.blobs.held(held), self._telling_of_loss():
             assign = link_pb2.SessionAssign(variables=given, opens=opens)
             return await self.send(link_pb2.SessionRequest(assign=assign), ends_at)
 
@@ -271,22 +293,23 @@ class Session:
         how: InSession,
     ) -> tuple[bytes, Runnable, bool]:
         """The answer's bytes, the program, and whether it was made just now."""
+        self._check_place()
         compile_started = time.monotonic_ns()
         asked = program_pb2.ProgramSpec(fetches=fetches, vjp=vjp)
-        key = asked.SerializeToString(deterministic=True), call_shape(call)
-        program = self._programs.get(key)
+        key = OfSession(self._name, asked.SerializeToString(deterministic=True), call_shape(call))
+        program = self._house.programs.get(key)
         is_new = program is None
         if program is None:
             asked.graph.CopyFrom(self._base.graph)
             asked.no_gradient = self._base.no_gradient
             if vjp is not None:
                 asked.overrides.extend(self._base.overrides)
-            program = await self._house.house.compile_for_session(asked, key[1])
-            self._programs[key] = program
-            while len(self._programs) > _MAX_PROGRAMS:
-                self._programs.popitem(last=False)
-        self._programs.move_to_end(key)
-        answer, _ = await self._house.house.run(program, call, received_ns, compile_started, how, is_new=is_new)
+            with self._telling_of_loss():
+                program = await self._house.house.compile_for_session(asked, key.call, how)
+            if self._name:
+                self._house.programs.put(key, program)
+        with self._telling_of_loss():
+            answer, _ = await self._house.house.run(program, call, received_ns, compile_started, how, is_new=is_new)
         return answer, program, is_new
 
     def _read_variables(self, spec: program_pb2.ProgramSpec) -> list[graphs.VariableInfo]:
@@ -329,8 +352,9 @@ class Session:
         return list(bound.values())
 
 
-def _lost() -> GradruleError:
+def _lost(how: str) -> GradruleError:
+    because = f" ({how})" if how else ""
     return error(
         errors_pb2.ERROR_REASON_SESSION_LOST,
-        "the engine that held the session is gone, and its variables with it; start another session",
+        f"the engine that held the session is gone{because}, and its variables with it; start another session",
     )

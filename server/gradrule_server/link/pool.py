@@ -1,0 +1,140 @@
+"""All engines: as many places as are asked for, filled from the same spares, watched, and told of as one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+
+from gradrule_server.link.engine import Engine, EngineEvent, EngineRefused, EngineStatus, unavailable
+from gradrule_server.link.process import ProcessOptions
+from gradrule_server.link.spares import Spares
+from gradrule_server.link.v1 import link_pb2
+from gradrule_server.link.watch import Watch
+
+__all__ = ["EngineEvent", "EnginePool", "EngineRefused", "EngineStatus"]
+
+_log = logging.getLogger(__name__)
+
+# A process starts in a few seconds, and whoever calls meanwhile gets an answer a little later rather than none.
+_PATIENCE_S = 10.0
+# Of the engine that runs one call alone, to find out what that call does.
+_TRIAL = -1
+
+
+class EnginePool:
+    """Engines that take work side by side. Everything happens on one asyncio loop.
+
+    `on_change`: whether there is at least one engine that takes work. `on_event`: for the log and for counting.
+    """
+
+    def __init__(
+        self,
+        options: ProcessOptions,
+        *,
+        engines: int = 1,
+        spares: int = 1,
+        heartbeat_s: float = 1.0,
+        on_change: Callable[[bool], None] = lambda ready: None,
+        on_event: Callable[[EngineEvent], None] = lambda event: None,
+    ) -> None:
+        self._spares = Spares(options, spares)
+        self.engines = [Engine(index, self._spares, self._changed, on_event) for index in range(engines)]
+        self.on_event = on_event
+        self.on_filled: list[Callable[[Engine], None]] = []
+        """Called with each engine that got another process."""
+        self._on_change = on_change
+        self._was_ready = False
+        self._ready = asyncio.Event()
+        self._device = options.device
+        self._watch = Watch(lambda: self._spares.processes, heartbeat_s, options.memory_limit)
+        self._watching: asyncio.Task[None] | None = None
+        self._filling: list[asyncio.Task[None]] = []
+        self.memory_limit = options.memory_limit
+        """Bytes that an engine may take; 0: any."""
+        self.trials = asyncio.Lock()
+        """Held by who uses `alone`: one at a time."""
+
+    @property
+    def greeting(self) -> link_pb2.Greeting:
+        """What the last process said of itself."""
+        return self._spares.greeting
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether at least one engine takes work."""
+        return any(engine.is_ready for engine in self.engines)
+
+    @property
+    def spares_ready(self) -> int:
+        """Processes that wait to take the place of one that dies."""
+        return self._spares.ready
+
+    def status(self) -> list[EngineStatus]:
+        """All engines as they are now."""
+        device = self.greeting.device or self._device
+        return [engine.status(device) for engine in self.engines]
+
+    async def start(self) -> None:
+        """Starts all, and waits for the first. `EngineRefused` where it cannot run as asked."""
+        self._watching = asyncio.create_task(self._watch.run(), name="engine-watch")
+        self._watching.add_done_callback(_report_failure)
+        self._filling = [asyncio.create_task(engine.fill(), name="engine-fill") for engine in self.engines]
+        done, _ = await asyncio.wait(self._filling, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            await task
+
+    async def stop(self) -> None:
+        """Ends all."""
+        for task in (*self._filling, self._watching):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, EngineRefused, OSError):
+                    await task
+        await asyncio.gather(*(engine.stop() for engine in self.engines))
+        await self._spares.stop()
+
+    async def wait_ready(self) -> None:
+        """Waits a while until an engine takes work; ENGINE_UNAVAILABLE where that takes too long."""
+        if self.is_ready:
+            return
+        try:
+            await asyncio.wait_for(self._ready.wait(), _PATIENCE_S)
+        except TimeoutError:
+            raise unavailable() from None
+
+    async def least_kept(self) -> Engine:
+        """The engine that holds the fewest sessions and forward handles, for one more. ENGINE_UNAVAILABLE."""
+        await self.wait_ready()
+        return min((engine for engine in self.engines if engine.is_ready), key=lambda engine: engine.kept)
+
+    @contextlib.asynccontextmanager
+    async def alone(self) -> AsyncIterator[Engine]:
+        """An engine that runs nothing else; whatever is done to it, nobody is hurt."""
+        engine = Engine(_TRIAL, None, on_event=self.on_event)
+        engine.install(await self._spares.take())
+        try:
+            yield engine
+        finally:
+            process = engine.remove()
+            if process is not None:
+                self._spares.give_back(process)
+
+    def _changed(self, engine: Engine) -> None:
+        is_ready = self.is_ready
+        if is_ready:
+            self._ready.set()
+        else:
+            self._ready.clear()
+        if is_ready != self._was_ready:
+            self._was_ready = is_ready
+            self._on_change(is_ready)
+        if engine.is_ready:
+            for listener in self.on_filled:
+                listener(engine)
+
+
+def _report_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (cause := task.exception()) is not None:
+        _log.critical("engines are not watched any more", exc_info=cause)

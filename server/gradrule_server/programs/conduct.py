@@ -1,0 +1,120 @@
+"""What programs have done to engines: which of them work, which end engines, and which are refused for a while."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+from gradrule.v1 import errors_pb2, evaluate_pb2
+from gradrule_server.errors import error
+from gradrule_server.programs.shelf import Loadable
+
+# How much is remembered; what was heard of least recently goes.
+_MOST = 4096
+
+# Overruns of one program count together for so many times as long as it is refused after the last.
+_STRIKES_COUNT_FOR = 10
+_STRIKES = 2
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class Suspect(NamedTuple):
+    """What is held to account: whose graph, and what is computed of it; neither values nor names of feeds count."""
+
+    scope: str
+    graph: str
+    derivative: evaluate_pb2.Derivative.ValueType
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """A program that is refused. `until`: CLOCK_MONOTONIC, seconds."""
+
+    suspect: Suspect
+    why: str
+    until: float
+
+
+class Conduct:
+    """All that is known of programs. `quarantine_s`: for how long one is refused, 0: never.
+
+    `on_quarantine`: told of each that is refused from now on.
+    """
+
+    def __init__(
+        self, quarantine_s: float = 0.0, on_quarantine: Callable[[Quarantined], None] = lambda found: None
+    ) -> None:
+        self._quarantine_s = quarantine_s
+        self._on_quarantine = on_quarantine
+        self._proven: OrderedDict[Suspect, None] = OrderedDict()
+        self._strikes: OrderedDict[Suspect, list[float]] = OrderedDict()
+        self._quarantined: OrderedDict[Suspect, Quarantined] = OrderedDict()
+
+    def check(self, suspect: Suspect) -> None:
+        """QUARANTINED where it is refused now."""
+        if not self._quarantined:
+            return
+        found = self._quarantined.get(suspect)
+        if found is None:
+            return
+        left_s = found.until - time.monotonic()
+        if left_s <= 0:
+            del self._quarantined[suspect]
+            return
+        raise error(
+            errors_pb2.ERROR_REASON_QUARANTINED,
+            f"the graph is refused for another {left_s:.0f} s, because it ended two engines ({found.why}); "
+            f"it can be sent again then, or changed",
+            retry_after_s=left_s,
+        )
+
+    def proved(self, suspect: Suspect) -> None:
+        """It ran, and its engine lives."""
+        if suspect in self._proven:
+            self._proven.move_to_end(suspect)
+        else:
+            _remember(self._proven, suspect, None)
+
+    def is_proven(self, suspect: Suspect) -> bool:
+        """Whether it has run before."""
+        return suspect in self._proven
+
+    def strike(self, suspect: Suspect, why: str) -> None:
+        """It ended an engine; the second time within a while it is refused from then on."""
+        now = time.monotonic()
+        since = now - _STRIKES_COUNT_FOR * self._quarantine_s
+        times = [at for at in self._strikes.get(suspect, []) if at > since] + [now]
+        _remember(self._strikes, suspect, times)
+        if len(times) >= _STRIKES:
+            self.convict(suspect, why)
+
+    def convict(self, suspect: Suspect, why: str) -> None:
+        """It ended two engines, and is refused from now on."""
+        self._proven.pop(suspect, None)
+        self._strikes.pop(suspect, None)
+        if self._quarantine_s:
+            found = Quarantined(suspect, why, time.monotonic() + self._quarantine_s)
+            _remember(self._quarantined, suspect, found)
+            self._on_quarantine(found)
+
+    def quarantined(self) -> list[Quarantined]:
+        """Those that are refused now."""
+        now = time.monotonic()
+        return [found for found in self._quarantined.values() if found.until > now]
+
+
+def suspect_of(scope: str, program: Loadable) -> Suspect:
+    """What is held to account for a program of `scope`."""
+    return Suspect(scope, program.graph, program.derivative)
+
+
+def _remember(table: OrderedDict[K, V], key: K, value: V) -> None:
+    table[key] = value
+    table.move_to_end(key)
+    while len(table) > _MOST:
+        table.popitem(last=False)
