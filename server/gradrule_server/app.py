@@ -48,7 +48,7 @@ async def serve(settings: Settings) -> None:
 
         blobs = BlobStore(settings.data_dir / "blobs", settings.max_blob_bytes)
         given = settings.memory_limit
-        memory_limit = share_of_memory(settings.engines) if given is None else int(given)
+        memory_limit = share_of_memory(settings.engines) if given == "auto" else int(given)
         pool = EnginePool(
             ProcessOptions(settings.device, settings.engine_threads, blobs.folder, memory_limit, settings.sandbox),
             engines=settings.engines,

@@ -71,8 +71,8 @@ class Settings(BaseModel):
     engine_threads: PositiveInt = Field(8, description="Requests that an engine runs at a time.")
     engines: PositiveInt = Field(1, description="Engines that run programs side by side.")
     spares: int = Field(1, ge=0, description="Engines that are kept ready to take the place of one that dies.")
-    memory_limit: ByteSize | None = Field(
-        None, ge=0, description="Bytes that an engine may take; 0: any. Not set: a share of the machine's."
+    memory_limit: Literal["auto"] | Annotated[ByteSize, Field(ge=0)] = Field(
+        "auto", description="Bytes that an engine may take; auto: a share of the machine's, 0: any."
     )
     heartbeat_s: float = Field(1.0, ge=0, description="Seconds between two questions whether an engine lives; 0: none.")
     quarantine_s: float = Field(
@@ -119,7 +119,7 @@ class Settings(BaseModel):
 
     @model_validator(mode="after")
     def _memory_is_enough(self) -> Self:
-        if self.memory_limit and self.memory_limit < LEAST_MEMORY:
+        if self.memory_limit != "auto" and 0 < self.memory_limit < LEAST_MEMORY:
             raise ValueError(
                 f"memory_limit ({self.memory_limit} bytes) is less than an engine takes by itself: {LEAST_MEMORY} is "
                 f"the least, 0 is no limit"
@@ -197,25 +197,30 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return values
 
 
+_EXPECTED = {
+    "device": "expected auto, cpu or gpu:N, gpu:0 for example",
+    "memory_limit": "expected auto or a number of bytes, 8GiB for example",
+}
+"""What a setting expects, where the reason would not tell."""
+
+
 def _one_line(refusal: ValidationError, sources: Mapping[str, str]) -> str:
-    parts = []
+    parts: dict[str, str] = {}
     for found in refusal.errors():
         reason = found["msg"].removeprefix("Value error, ")
         name = str(found["loc"][0]) if found["loc"] else ""
-        if name == "device":
-            reason = "expected auto, cpu or gpu:N, gpu:0 for example"
-        parts.append(f"{sources.get(name, name)} {found['input']!r}: {reason}" if name else reason)
-    return "; ".join(parts)
+        reason = _EXPECTED.get(name, reason)
+        # Of a setting that may be one thing or another, all that it is not are told as one.
+        parts[name] = f"{sources.get(name, name)} {found['input']!r}: {reason}" if name else reason
+    return "; ".join(parts.values())
 
 
 def _metavar(info: FieldInfo) -> str:
-    by_type: dict[object, str] = {int: "N", float: "X", ByteSize: "BYTES", ByteSize | None: "BYTES", Path: "DIR"}
+    by_type: dict[object, str] = {int: "N", float: "X", ByteSize: "BYTES", Path: "DIR"}
     return by_type.get(info.annotation, "TEXT")
 
 
 def _shown(default: object) -> str:
-    if default is None:
-        return "not set"
     if isinstance(default, ByteSize):
         return f"{default // _MEBIBYTE}MiB"
     if isinstance(default, bool):

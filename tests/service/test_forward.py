@@ -228,3 +228,19 @@ def test_a_lost_engine_costs_a_forward_run(tmp_path: Path) -> None:
         os.kill(engine, signal.SIGKILL)
         wait_for_another_engine(server, engine)
         assert_close(handle.vjp()["x"], 2 * np.abs(X))
+
+
+def test_more_pull_backs_than_fit_into_an_answer_are_refused_before_they_are_made(client: Any) -> None:
+    """A few bytes of upstream gradients that ask for 3 GB."""
+    x = np.ones(1_500_000, np.float32)
+    rows = np.ones(500, np.float32)
+    program = client.compile(drawn(lambda: tf.reduce_sum(tf.square(placeholder("x")), name="y")), ys=["y"], xs=["x"])
+    started = time.monotonic()
+    with program.forward({"x": x}) as handle:
+        with refused("MESSAGE_TOO_LARGE") as refusal:
+            handle.vjp([rows], stacked_grad_ys=True)
+        refusal.says("3000000000")
+        assert handle.vjp([rows[:2]], stacked_grad_ys=True)["x"].shape == (2, x.size)
+    with refused("MESSAGE_TOO_LARGE"):
+        program.evaluate({"x": x}, grad_ys=[rows], stacked_grad_ys=True)
+    assert time.monotonic() - started < 30

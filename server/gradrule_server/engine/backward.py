@@ -75,13 +75,16 @@ class Backward:
 
     def stacked(self, count: tf.Tensor, row: Row, captures: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Dense gradients by the xs that have one, `count` (int32) of each on axis 0; for `count` 0, `row` is called
-        once all the same."""
+        once all the same. The first row tells whether all fit into an answer: MESSAGE_TOO_LARGE."""
         xs = [x for x, (_, form) in zip(self.xs, self.layout, strict=True) if WIDTHS[form]]
         steps = tf.maximum(count, 1)
         arrays = [tf.TensorArray(dtype, steps, element_shape=shape) for _, dtype, shape in xs]
 
         def step(index: tf.Tensor, *filled: tf.TensorArray) -> tuple[Any, ...]:
             rows = self._dense(self.once(row(index), captures))
+            sizes = [tf.size(value, out_type=tf.int64) * value.dtype.size for value in rows]
+            size = tf.cast(count, tf.int64) * tf.add_n(sizes or [tf.constant(0, tf.int64)])
+            index = require_bytes(index, size, MAX_ANSWER_BYTES, "all these gradients together")
             return index + 1, *(array.write(index, value) for array, value in zip(filled, rows, strict=True))
 
         def more(index: tf.Tensor, *_: tf.TensorArray) -> tf.Tensor:

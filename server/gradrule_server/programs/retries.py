@@ -46,7 +46,7 @@ class Retries:
         self.ends_at = ends_at
         self.pinned = pinned
         self._killed = 0
-        self._was_suspected = False
+        self._suspicions = 0
         self._was_loaded_again = False
 
     def check(self, program: Loadable) -> None:
@@ -101,13 +101,13 @@ class Retries:
 
     async def _is_presumed_innocent(self, lost: EngineLost, suspect: Suspect) -> bool:
         """Whether somebody else is the likelier cause: then it is simply run again, the first time."""
-        first, self._was_suspected = not self._was_suspected, True
+        self._suspicions += 1
         is_proven = self._loaded.conduct.is_proven(suspect)
         if not is_proven:
             lost.inquest.unproven += 1
         # By then all others of the same end have been counted.
         await asyncio.sleep(0)
-        return first and is_proven and lost.inquest.unproven > 0
+        return self._suspicions == 1 and is_proven and lost.inquest.unproven > 0
 
     async def _alone(self, inquest: Inquest, suspect: Suspect, attempt: Attempt[T]) -> T:
         """What `attempt` returns in an engine of its own; `_Cleared` where that is not needed any more."""
@@ -115,8 +115,9 @@ class Retries:
         async with self._loaded.pool.trials:
             if inquest.culprit == suspect and inquest.verdict is not None:
                 raise inquest.verdict
-            if inquest.culprit is not None or (inquest.unproven and conduct.is_proven(suspect)):
-                inquest.unproven -= 1
+            # Its like, if it was new, may have passed meanwhile.
+            has_passed = self._suspicions == 1 and inquest.unproven > 0 and conduct.is_proven(suspect)
+            if inquest.culprit is not None or has_passed:
                 raise _Cleared
             conduct.check(suspect)
             async with self._loaded.alone() as engine:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from typing import Any
+import contextlib
+from collections.abc import AsyncIterator, Iterable
+from typing import Any, cast
 
 from gradrule_server.link.connection import Connection
+from gradrule_server.link.endings import Ending, Inquest, Reason
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import HEADER_BYTES, Kind, pack_header, unpack_header
+from gradrule_server.link.pool import EnginePool
+from gradrule_server.link.process import ProcessOptions
 
 
 class Transport(asyncio.Transport):
@@ -38,36 +42,53 @@ class FakeProcess:
     """A process that dies when it is told to."""
 
     pid = 4711
+    resident_bytes = 0
+    started_at = 0.0
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.is_killed = False
+        self.inquest = Inquest()
+        self.ended_with: Ending | None = None
 
-    def kill(self) -> None:
-        if not self.is_killed:
-            self.is_killed = True
+    @property
+    def is_killed(self) -> bool:
+        return self.ended_with is not None
+
+    def end(self, reason: Reason) -> None:
+        self.die(Ending(reason, reason))
+
+    def die(self, ending: Ending) -> None:
+        """It ends like this."""
+        if self.ended_with is None:
+            self.ended_with = ending
             self.connection.connection_lost(None)
 
-    def how_it_ended(self) -> str:
-        return "signal 9"
+    async def ending(self) -> Ending:
+        assert self.ended_with is not None
+        return self.ended_with
+
+
+CRASH = Ending(Reason.CRASH, "SIGABRT", "Check failed: a")
+KILLED = Ending(Reason.KILLED, "SIGKILL")
 
 
 class FakeEngine(Engine):
     """The front end's engine, with a `FakeProcess`."""
 
-    def __init__(self, threads: int = 4) -> None:
-        super().__init__("cpu", threads)
-        self.process: FakeProcess
+    def __init__(self, threads: int = 4, index: int = 0) -> None:
+        super().__init__(index, None)
         self.transport: Transport
         self.start_another(threads)
 
     def start_another(self, threads: int = 4) -> None:
         """A new process, as if the supervisor had started it."""
         connection, self.transport = connected(threads)
-        self.process = FakeProcess(connection)
-        self._engine = self.process  # type: ignore[assignment]  # it has all that is asked of a process here
-        self.generation += 1
-        self._up.set()
+        self.install(FakeProcess(connection))  # type: ignore[arg-type]  # it has all that is asked of a process here
+
+    @property
+    def fake(self) -> FakeProcess:
+        """The process."""
+        return cast(FakeProcess, self._process)
 
     def sent(self, kind: Kind) -> list[bytes]:
         """Payloads of the frames of a kind, in order."""
@@ -83,4 +104,19 @@ class FakeEngine(Engine):
     def answer(self, sent: bytes, kind: Kind, payload: bytes = b"") -> None:
         """Answers the request that was sent with these bytes."""
         request_id = next(number for _, number, found in self.transport.sent if found == sent)
-        self.process.connection.data_received(pack_header(kind, request_id, len(payload)) + payload)
+        self.fake.connection.data_received(pack_header(kind, request_id, len(payload)) + payload)
+
+
+class FakePool(EnginePool):
+    """Engines with fake processes; `alone` gives fakes too, which `trial_engines` collects."""
+
+    def __init__(self, *engines: FakeEngine) -> None:
+        super().__init__(ProcessOptions("cpu", 4), engines=0, spares=0)
+        self.engines = list(engines)
+        self.trial_engines: list[FakeEngine] = []
+
+    @contextlib.asynccontextmanager
+    async def alone(self) -> AsyncIterator[Engine]:
+        engine = FakeEngine(index=-1)
+        self.trial_engines.append(engine)
+        yield engine

@@ -15,7 +15,7 @@ from gradrule.v1 import program_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.programs.cache import ProgramCache, Runnable
 from gradrule_server.programs.kept import KeptPrograms
-from gradrule_server.programs.loaded import Loadable
+from gradrule_server.programs.loaded import Loadable, LoadedPrograms
 from gradrule_server.programs.overrides import OverrideTable
 from gradrule_server.programs.retries import Retries
 from gradrule_server.programs.shape import CallShape
@@ -23,7 +23,7 @@ from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.programs import ProgramRegistry
 from gradrule_server.registry.rules import RuleRegistry
 from gradrule_server.registry.store import Store
-from tests.unit.link.fake_engine import FakeEngine
+from tests.unit.link.fake_engine import FakePool
 
 _CALL = CallShape()
 
@@ -56,7 +56,7 @@ class House:
     def __init__(self, store: Store) -> None:
         self.compiler = FakeCompiler()
         self.registry = ProgramRegistry(store, BlobStore(store.path.parent / "blobs", 0))
-        self.retries = Retries(FakeEngine())
+        self.retries = Retries(LoadedPrograms(FakePool(), BlobStore(store.path.parent / "blobs", 0), 10, 10**6), "")
         self.restart(store)
 
     def restart(self, store: Store) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import hashlib
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,9 @@ from gradrule_server.link import engine as engine_module
 from gradrule_server.link.faults import EngineLost, fault_message
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.programs import loaded as loaded_module
 from gradrule_server.programs.loaded import Load, Loadable, LoadedPrograms
 from gradrule_server.registry.blobs import BlobStore
-from tests.unit.link.fake_engine import FakeEngine
+from tests.unit.link.fake_engine import CRASH, FakeEngine, FakePool
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ async def use(loaded: LoadedPrograms, item: Loadable, until: Awaitable[Any] | No
 
 async def test_a_program_is_loaded_once_for_all_who_ask_for_it(blobs: BlobStore) -> None:
     engine = FakeEngine()
-    loaded = LoadedPrograms(engine, blobs, 10, 10**6)
+    loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
     users = [asyncio.create_task(use(loaded, program("a"))) for _ in range(3)]
     engine.answer(await engine.next(Kind.COMPILE), Kind.COMPILED)
     assert len(set(await asyncio.gather(*users))) == 1
@@ -62,7 +62,7 @@ async def test_a_program_is_loaded_once_for_all_who_ask_for_it(blobs: BlobStore)
 async def test_a_program_is_not_dropped_between_its_load_and_its_use(blobs: BlobStore) -> None:
     """The moment at which another program's load makes one too many."""
     engine = FakeEngine()
-    loaded = LoadedPrograms(engine, blobs, 1, 10**6)
+    loaded = LoadedPrograms(FakePool(engine), blobs, 1, 10**6)
     first = asyncio.create_task(use(loaded, program("a"), asyncio.sleep(0.05)))
     compile_a = await engine.next(Kind.COMPILE)
     second = asyncio.create_task(use(loaded, program("b")))
@@ -81,7 +81,7 @@ async def test_a_program_is_not_dropped_between_its_load_and_its_use(blobs: Blob
 
 async def test_bytes_count_too_and_the_one_used_last_stays(blobs: BlobStore) -> None:
     engine = FakeEngine()
-    loaded = LoadedPrograms(engine, blobs, 10, 250)
+    loaded = LoadedPrograms(FakePool(engine), blobs, 10, 250)
 
     async def load(name: str, count: int) -> str:
         user = asyncio.create_task(use(loaded, program(name, 100)))
@@ -98,7 +98,7 @@ async def test_bytes_count_too_and_the_one_used_last_stays(blobs: BlobStore) -> 
 async def test_nodes_count_as_what_they_take_in_an_engine(blobs: BlobStore) -> None:
     """A graph's bytes are a hundredth of what TensorFlow makes of them."""
     engine = FakeEngine()
-    loaded = LoadedPrograms(engine, blobs, 10, 2**20)
+    loaded = LoadedPrograms(FakePool(engine), blobs, 10, 2**20)
 
     async def load(name: str, nodes: int, count: int) -> str:
         user = asyncio.create_task(use(loaded, dataclasses.replace(program(name), nodes=nodes)))
@@ -114,7 +114,7 @@ async def test_nodes_count_as_what_they_take_in_an_engine(blobs: BlobStore) -> N
 
 async def test_one_who_gives_up_does_not_take_the_load_from_the_others(blobs: BlobStore) -> None:
     engine = FakeEngine()
-    loaded = LoadedPrograms(engine, blobs, 10, 10**6)
+    loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
     hurried = asyncio.create_task(use(loaded, program("a")))
     patient = asyncio.create_task(use(loaded, program("a")))
     await engine.next(Kind.COMPILE)
@@ -127,17 +127,16 @@ async def test_one_who_gives_up_does_not_take_the_load_from_the_others(blobs: Bl
 async def test_a_load_that_nobody_waits_for_goes_on_and_is_found_by_the_next(
     blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loaded_module, "_PATIENCE_S", 0.05)
-    monkeypatch.setattr(engine_module, "_OVERRUN_GRACE_S", 0.0)
+    monkeypatch.setattr(engine_module, "_OVERRUN_GRACE_S", 0.05)
     engine = FakeEngine()
-    loaded = LoadedPrograms(engine, blobs, 10, 10**6)
+    loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
             await use(loaded, program("a"))
     late = asyncio.create_task(use(loaded, program("a")))
     # Longer than an engine is given whose load nobody waits for.
     await asyncio.sleep(0.1)
-    assert not engine.process.is_killed
+    assert not engine.fake.is_killed
     engine.answer(await engine.next(Kind.COMPILE), Kind.COMPILED)
     assert await late == keys(engine)[0]
     assert len(keys(engine)) == 1
@@ -147,20 +146,27 @@ async def test_a_load_that_nobody_waits_for_and_that_does_not_end_ends_the_engin
     blobs: BlobStore,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(loaded_module, "_PATIENCE_S", 0.05)
-    monkeypatch.setattr(engine_module, "_OVERRUN_GRACE_S", 0.0)
+    monkeypatch.setattr(engine_module, "_OVERRUN_GRACE_S", 0.05)
     engine = FakeEngine()
-    loaded = LoadedPrograms(engine, blobs, 10, 10**6)
+    loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
+    overruns: list[str] = []
+
+    async def hurried() -> None:
+        with loaded.held(program("a"), on_overrun=lambda: overruns.append("a")) as load:
+            await loaded.wait(load)
+
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
-            await use(loaded, program("a"))
+            await hurried()
+    process = engine.fake
     await asyncio.sleep(0.1)
-    assert engine.process.is_killed
+    assert process.is_killed
+    assert overruns == ["a"]
 
 
 async def test_a_load_that_never_started_is_dropped_and_asked_for_anew(blobs: BlobStore) -> None:
     engine = FakeEngine()
-    loaded = LoadedPrograms(engine, blobs, 10, 10**6)
+    loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
     first = asyncio.create_task(use(loaded, program("a")))
     compile_a = await engine.next(Kind.COMPILE)
     # One compilation at a time: this one waits.
@@ -178,7 +184,7 @@ async def test_a_load_that_never_started_is_dropped_and_asked_for_anew(blobs: Bl
 
 async def test_a_load_that_failed_is_tried_again_by_the_next(blobs: BlobStore) -> None:
     engine = FakeEngine()
-    loaded = LoadedPrograms(engine, blobs, 10, 10**6)
+    loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
     fault = fault_message(error(errors_pb2.ERROR_REASON_INVALID_GRAPH, "no")).SerializeToString()
     for count in (1, 2):
         user = asyncio.create_task(use(loaded, program("a")))
@@ -189,13 +195,14 @@ async def test_a_load_that_failed_is_tried_again_by_the_next(blobs: BlobStore) -
 
 async def test_a_new_engine_is_asked_again(blobs: BlobStore) -> None:
     engine = FakeEngine()
-    loaded = LoadedPrograms(engine, blobs, 10, 10**6)
+    loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
     user = asyncio.create_task(use(loaded, program("a")))
     await engine.next(Kind.COMPILE)
-    engine.process.kill()
+    engine.fake.die(CRASH)
     with pytest.raises(EngineLost) as lost:
         await user
-    assert lost.value.suspect
+    assert lost.value.is_suspect
+    assert lost.value.is_alone
     engine.start_another()
     again = asyncio.create_task(use(loaded, program("a")))
     engine.answer(await engine.next(Kind.COMPILE), Kind.COMPILED)
@@ -204,7 +211,7 @@ async def test_a_new_engine_is_asked_again(blobs: BlobStore) -> None:
 
 async def test_what_the_engine_does_not_have_after_all_is_loaded_again(blobs: BlobStore) -> None:
     engine = FakeEngine()
-    loaded = LoadedPrograms(engine, blobs, 10, 10**6)
+    loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
     found: list[Load] = []
 
     async def user() -> None:
@@ -218,3 +225,82 @@ async def test_what_the_engine_does_not_have_after_all_is_loaded_again(blobs: Bl
         await task
         loaded.forget(found[-1])
     assert found[0].engine_key != found[1].engine_key
+
+
+async def load(loaded: LoadedPrograms, engine: FakeEngine, item: Loadable, count: int) -> str:
+    """Loads a program that the engine is the `count`-th time asked to compile."""
+    user = asyncio.create_task(use(loaded, item))
+    engine.answer(await engine.next(Kind.COMPILE, count), Kind.COMPILED)
+    return await user
+
+
+async def test_weights_count_once_however_many_programs_hold_them(blobs: BlobStore) -> None:
+    names = [hashlib.sha256(bytes([number])).hexdigest() for number in range(2)]
+    blobs = BlobStore(blobs.folder, 100)
+    for number, name in enumerate(names):
+        upload = blobs.upload(name)
+        upload.write(bytes([number]))
+        upload.finish()
+    engine = FakeEngine()
+    loaded = LoadedPrograms(FakePool(engine), blobs, 10, 2500)
+
+    def weighty(name: str, *blob_names: str) -> Loadable:
+        return dataclasses.replace(program(name), blobs=blob_names, blob_bytes=(1000,) * len(blob_names))
+
+    first = await load(loaded, engine, weighty("a", *names), 1)
+    await load(loaded, engine, weighty("b", names[0]), 2)
+    await load(loaded, engine, weighty("c", names[0]), 3)
+    assert unloaded(engine) == []
+    await load(loaded, engine, program("d", 600), 4)
+    assert unloaded(engine) == [first]
+
+
+async def test_a_program_goes_where_it_is_until_that_engine_is_busy(blobs: BlobStore) -> None:
+    here, there = FakeEngine(threads=1), FakeEngine(threads=1, index=1)
+    loaded = LoadedPrograms(FakePool(here, there), blobs, 10, 10**6)
+    await load(loaded, here, program("a"), 1)
+    for _ in range(3):
+        with loaded.held(program("a")) as found:
+            assert found.engine is here
+    here.submit(Kind.RUN, b"long")
+    with loaded.held(program("a")) as found:
+        assert found.engine is there
+    there.answer(await there.next(Kind.COMPILE), Kind.COMPILED)
+    await asyncio.sleep(0)
+    there.submit(Kind.RUN, b"long")
+    there.submit(Kind.RUN, b"and longer")
+    # Both are busy, and this one less.
+    with loaded.held(program("a")) as found:
+        assert found.engine is here
+
+
+async def test_what_is_new_goes_where_nothing_is_kept(blobs: BlobStore) -> None:
+    here, there = FakeEngine(), FakeEngine(index=1)
+    loaded = LoadedPrograms(FakePool(here, there), blobs, 10, 10**6)
+    here.keeps(here.generation, 1)
+    with loaded.held(program("a")) as found:
+        assert found.engine is there
+
+
+async def test_a_new_process_is_given_what_the_last_one_held_but_not_what_was_in_use(blobs: BlobStore) -> None:
+    engine = FakeEngine()
+    loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
+    pool_changes = loaded.pool.on_filled
+    for count, name in enumerate("abc", 1):
+        await load(loaded, engine, program(name), count)
+    in_use = asyncio.create_task(use(loaded, program("b"), asyncio.sleep(30)))
+    await asyncio.sleep(0)
+    engine.fake.die(CRASH)
+    engine.start_another()
+    for listener in pool_changes:
+        listener(engine)
+    for count, name in enumerate("ca", 1):
+        sent = await engine.next(Kind.COMPILE, count)
+        assert link_pb2.CompileRequest.FromString(sent).key.startswith(f"{name}/")
+        engine.answer(sent, Kind.COMPILED)
+    await asyncio.sleep(0.1)
+    assert len(keys(engine)) == 2
+    in_use.cancel()
+    # It is there before anybody asks.
+    assert (await use(loaded, program("a"))).startswith("a/")
+    assert len(keys(engine)) == 2

@@ -1,49 +1,207 @@
-"""How often a call may lose its engine."""
+"""What becomes of calls whose engine dies: who is run again, who is tried alone, who is told."""
 
 from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from gradrule.v1 import errors_pb2
-from gradrule_server.errors import Finding
+from gradrule_server.errors import Finding, GradruleError
+from gradrule_server.link.endings import Ending, Inquest, Reason
+from gradrule_server.link.engine import Engine
 from gradrule_server.link.faults import EngineLost, NotLoaded
+from gradrule_server.programs.conduct import Conduct
+from gradrule_server.programs.loaded import Loadable, LoadedPrograms
 from gradrule_server.programs.retries import Retries
-from tests.unit.link.fake_engine import FakeEngine
+from gradrule_server.registry.blobs import BlobStore
+from tests.unit.link.fake_engine import CRASH, KILLED, FakeEngine, FakePool
 
-_LOST = [Finding(errors_pb2.ERROR_REASON_ENGINE_CRASHED, "gone")]
+_FINDINGS = [Finding(errors_pb2.ERROR_REASON_ENGINE_CRASHED, "gone")]
+OVERRUN = Ending(Reason.OVERRUN, "it overran")
+
+
+def lost(ending: Ending = CRASH, *, inquest: Inquest | None = None, is_alone: bool = False) -> EngineLost:
+    return EngineLost(_FINDINGS, ending=ending, is_alone=is_alone, inquest=inquest or Inquest())
 
 
 class Attempts:
-    """Fails with each error in turn, then returns."""
+    """Fails with each error in turn, then returns how often it was made; notes where."""
 
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)
-        self.made = 0
+        self.places: list[Engine | None] = []
 
-    async def __call__(self) -> int:
-        self.made += 1
+    async def __call__(self, engine: Engine | None) -> int:
+        self.places.append(engine)
         if self.errors:
             raise self.errors.pop(0)
-        return self.made
+        return len(self.places)
+
+    @property
+    def alone(self) -> list[bool]:
+        return [place is not None for place in self.places]
 
 
-async def test_once_where_it_may_be_to_blame() -> None:
-    retries = Retries(FakeEngine())
-    assert await retries.run(Attempts(EngineLost(_LOST))) == 2
-    # Compiling and running are one call.
-    second = Attempts(EngineLost(_LOST))
+@pytest.fixture
+async def make(tmp_path: Path) -> Callable[..., LoadedPrograms]:
+    def build(quarantine_s: float = 60.0) -> LoadedPrograms:
+        return LoadedPrograms(FakePool(FakeEngine()), BlobStore(tmp_path, 0), 10, 10**6, Conduct(quarantine_s))
+
+    return build
+
+
+@pytest.fixture
+async def loaded(make: Callable[..., LoadedPrograms]) -> LoadedPrograms:
+    return make()
+
+
+def program(name: str = "a") -> Loadable:
+    return Loadable(name, b"", graph=f"graph of {name}")
+
+
+async def run(loaded: LoadedPrograms, attempts: Attempts, name: str = "a", scope: str = "") -> int:
+    return await Retries(loaded, scope).run(program(name), attempts)
+
+
+async def test_whoever_ends_a_second_engine_alone_is_told_and_refused(loaded: LoadedPrograms) -> None:
+    attempts = Attempts(lost(), lost(is_alone=True))
+    with pytest.raises(GradruleError) as guilty:
+        await run(loaded, attempts)
+    assert attempts.alone == [False, True]
+    assert guilty.value.reason == errors_pb2.ERROR_REASON_ENGINE_CRASHED
+    assert "SIGABRT: Check failed: a" in guilty.value.message
+    with pytest.raises(GradruleError) as refused:
+        await run(loaded, Attempts())
+    assert refused.value.reason == errors_pb2.ERROR_REASON_QUARANTINED
+    assert refused.value.retry_after_s == pytest.approx(60, abs=5)
+    assert "SIGABRT: Check failed: a" in refused.value.message
+    # Neither another graph nor another's is.
+    assert await run(loaded, Attempts(), "b") == 1
+    assert await run(loaded, Attempts(), scope="another") == 1
+
+
+async def test_what_takes_too_much_memory_is_told_so(loaded: LoadedPrograms) -> None:
+    ending = Ending(Reason.MEMORY, "it took more")
+    with pytest.raises(GradruleError) as guilty:
+        await run(loaded, Attempts(lost(ending), lost(ending, is_alone=True)))
+    assert guilty.value.reason == errors_pb2.ERROR_REASON_MEMORY_EXCEEDED
+
+
+async def test_a_suspect_that_passes_alone_notices_nothing(loaded: LoadedPrograms) -> None:
+    attempts = Attempts(lost())
+    assert await run(loaded, attempts) == 2
+    assert attempts.alone == [False, True]
+    assert await run(loaded, Attempts()) == 1
+
+
+async def test_who_ran_before_is_run_again_at_once_where_another_is_likelier(loaded: LoadedPrograms) -> None:
+    await run(loaded, Attempts(), "known")
+    inquest = Inquest()
+    known = Attempts(lost(inquest=inquest))
+    new = Attempts(lost(inquest=inquest), lost(is_alone=True))
+    results = await asyncio.gather(run(loaded, known, "known"), run(loaded, new, "new"), return_exceptions=True)
+    assert results[0] == 2
+    assert known.alone == [False, False]
+    assert isinstance(results[1], GradruleError)
+    assert new.alone == [False, True]
+
+
+async def test_who_ran_before_is_tried_where_nobody_is_likelier_and_the_second_time(loaded: LoadedPrograms) -> None:
+    await run(loaded, Attempts(), "known")
+    alone = Attempts(lost())
+    assert await run(loaded, alone, "known") == 2
+    assert alone.alone == [False, True]
+    inquest = Inquest(unproven=1)
+    twice = Attempts(lost(inquest=inquest), lost(inquest=Inquest(unproven=1)))
+    assert await run(loaded, twice, "known") == 3
+    assert twice.alone == [False, False, True]
+
+
+async def test_once_one_is_found_guilty_the_other_suspects_are_cleared(loaded: LoadedPrograms) -> None:
+    inquest = Inquest()
+    guilty = Attempts(lost(inquest=inquest), lost(is_alone=True))
+    others = [Attempts(lost(inquest=inquest)) for _ in range(3)]
+    results = await asyncio.gather(
+        run(loaded, guilty, "guilty"),
+        *(run(loaded, item, f"other{number}") for number, item in enumerate(others)),
+        return_exceptions=True,
+    )
+    assert isinstance(results[0], GradruleError)
+    assert results[1:] == [2, 2, 2]
+    assert [item.alone for item in others] == [[False, False]] * 3
+
+
+@pytest.mark.parametrize("quarantine_s", [60.0, 0.0])
+async def test_many_callers_of_one_bad_graph_cost_one_trial(
+    make: Callable[..., LoadedPrograms], quarantine_s: float
+) -> None:
+    loaded, inquest = make(quarantine_s), Inquest()
+    callers = [Attempts(lost(inquest=inquest), lost(is_alone=True)) for _ in range(5)]
+    results = await asyncio.gather(*(run(loaded, item) for item in callers), return_exceptions=True)
+    reasons = [result.reason for result in results if isinstance(result, GradruleError)]
+    assert reasons == [errors_pb2.ERROR_REASON_ENGINE_CRASHED] * 5
+    assert [len(item.places) for item in callers] == [2, 1, 1, 1, 1]
+
+
+async def test_as_often_as_needed_for_what_others_did(loaded: LoadedPrograms) -> None:
+    attempts = Attempts(*(lost(OVERRUN) for _ in range(8)))
+    assert await run(loaded, attempts) == 9
+    assert not any(attempts.alone)
+
+
+async def test_five_times_where_somebody_kills_engines(loaded: LoadedPrograms) -> None:
+    attempts = Attempts(*(lost(KILLED) for _ in range(5)))
+    assert await run(loaded, attempts) == 6
+    assert not any(attempts.alone)
     with pytest.raises(EngineLost):
-        await retries.run(second)
-    assert second.made == 1
+        await run(loaded, Attempts(*(lost(KILLED) for _ in range(6))))
+    assert await run(loaded, Attempts()) == 1
 
 
-async def test_as_often_as_needed_for_what_others_did() -> None:
-    lost = [EngineLost(_LOST, suspect=False) for _ in range(5)]
-    assert await Retries(FakeEngine()).run(Attempts(*lost, EngineLost(_LOST))) == 7
+async def test_an_engine_that_is_killed_during_a_trial_proves_nothing(loaded: LoadedPrograms) -> None:
+    attempts = Attempts(lost(), lost(KILLED), lost(KILLED))
+    assert await run(loaded, attempts) == 4
+    assert attempts.alone == [False, True, True, True]
 
 
-async def test_once_for_a_program_that_is_not_there() -> None:
-    retries = Retries(FakeEngine())
-    assert await retries.run(Attempts(NotLoaded(_LOST))) == 2
+async def test_once_for_a_program_that_is_not_there(loaded: LoadedPrograms) -> None:
+    retries = Retries(loaded, "")
+    assert await retries.run(program(), Attempts(NotLoaded(_FINDINGS))) == 2
     with pytest.raises(NotLoaded):
-        await retries.run(Attempts(NotLoaded(_LOST)))
+        await retries.run(program(), Attempts(NotLoaded(_FINDINGS)))
+
+
+async def test_two_overruns_are_enough(loaded: LoadedPrograms) -> None:
+    on_overrun = Retries(loaded, "").on_overrun(program())
+    on_overrun()
+    assert await run(loaded, Attempts()) == 1
+    on_overrun()
+    with pytest.raises(GradruleError, match="QUARANTINED"):
+        await run(loaded, Attempts())
+
+
+async def test_what_is_pinned_to_its_engine_is_not_run_again(loaded: LoadedPrograms) -> None:
+    engine = loaded.pool.engines[0]
+
+    async def once(attempts: Attempts) -> None:
+        with pytest.raises(EngineLost):
+            await Retries(loaded, "", pinned=engine).run(program(), attempts)
+
+    first = Attempts(lost(is_alone=True))
+    await once(first)
+    assert first.places == [engine]
+    await once(Attempts(lost(is_alone=True)))
+    with pytest.raises(GradruleError, match="QUARANTINED"):
+        await run(loaded, Attempts())
+
+
+async def test_what_is_pinned_and_ran_before_is_not_blamed_for_what_ran_beside_it(loaded: LoadedPrograms) -> None:
+    engine = loaded.pool.engines[0]
+    await run(loaded, Attempts())
+    for _ in range(3):
+        with pytest.raises(EngineLost):
+            await Retries(loaded, "", pinned=engine).run(program(), Attempts(lost()))
+    assert await run(loaded, Attempts()) == 1

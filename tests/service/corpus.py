@@ -1,0 +1,206 @@
+"""Graphs that kill or hang a TensorFlow process, each a few hundred bytes (TensorFlow 2.21)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
+
+from tests.service.graph_defs import drawn, placeholder
+
+Feeds = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Bad:
+    """A graph whose tensor `y` is not to be asked for. `says`: part of what TensorFlow says, where it says anything."""
+
+    name: str
+    build: Callable[[], Any]
+    feeds: Feeds = field(default_factory=dict)
+    says: str = ""
+
+
+def _ops(build: Callable[[], tf.Tensor]) -> Callable[[], Any]:
+    return lambda: drawn(lambda: tf.identity(build(), name="y"))
+
+
+def _unknown(name: str) -> tf.Tensor:
+    return placeholder(name, shape=None)
+
+
+def _conv() -> tf.Tensor:
+    kernel = tf.ones([1, 1, 1, 1])
+    return tf.raw_ops.Conv2D(input=_unknown("x"), filter=kernel, strides=[1, 1, 1, 1], padding="SAME")
+
+
+def _conv_filter() -> tf.Tensor:
+    return tf.raw_ops.Conv2DBackpropFilter(
+        input=_unknown("x"),
+        filter_sizes=[1, 1, 1, 1],
+        out_backprop=tf.ones([1, 1, 1, 1]),
+        strides=[1, 1, 1, 1],
+        padding="SAME",
+    )
+
+
+def _conv_input() -> tf.Tensor:
+    return tf.raw_ops.Conv2DBackpropInput(
+        input_sizes=placeholder("sizes", tf.int32, None),
+        filter=_unknown("x"),
+        out_backprop=_unknown("dy"),
+        strides=[1, 1, 1, 1],
+        padding="SAME",
+    )
+
+
+def _pool() -> tf.Tensor:
+    return tf.raw_ops.AvgPool3DGrad(
+        orig_input_shape=placeholder("shape", tf.int32, None),
+        grad=_unknown("x"),
+        ksize=[1, 1, 1, 1, 1],
+        strides=[1, 1, 1, 1, 1],
+        padding="SAME",
+    )
+
+
+def _lstm() -> tf.Tensor:
+    ones = tf.ones([1, 1])
+    return tf.raw_ops.LSTMBlockCell(
+        x=ones,
+        cs_prev=_unknown("x"),
+        h_prev=ones,
+        w=tf.ones([2, 4]),
+        wci=tf.ones([1]),
+        wcf=tf.ones([1]),
+        wco=tf.ones([1]),
+        b=tf.ones([4]),
+    ).h
+
+
+def _irfft() -> tf.Tensor:
+    return tf.raw_ops.IRFFT(input=tf.cast(_unknown("x"), tf.complex64), fft_length=placeholder("n", tf.int32, None))
+
+
+def _irfft2d() -> tf.Tensor:
+    return tf.raw_ops.IRFFT2D(input=tf.cast(_unknown("x"), tf.complex64), fft_length=placeholder("n", tf.int32, None))
+
+
+def _list() -> tf.Tensor:
+    items = tf.raw_ops.TensorListReserve(
+        element_shape=tf.constant([1]), num_elements=placeholder("n", tf.int32, None), element_dtype=tf.float32
+    )
+    return tf.raw_ops.TensorListLength(input_handle=items)
+
+
+_MATRIX = np.ones((2, 2), np.float32)
+_MOST = np.int32(2**31 - 1)
+
+CRASHES = (
+    Bad("Conv2D", _ops(_conv), {"x": _MATRIX}, "Check failed"),
+    Bad("Conv2DBackpropFilter", _ops(_conv_filter), {"x": _MATRIX}, "Check failed"),
+    Bad(
+        "Conv2DBackpropInput",
+        _ops(_conv_input),
+        {"sizes": np.int32([1, 1]), "x": np.ones(1, np.float32), "dy": np.ones((1, 1, 1, 1), np.float32)},
+        "Check failed",
+    ),
+    Bad("AvgPool3DGrad", _ops(_pool), {"shape": np.ones(5, np.int32), "x": np.float32(1)}, "Check failed"),
+    Bad("LSTMBlockCell", _ops(_lstm), {"x": np.float32(1)}, "Check failed"),
+    Bad("IRFFT", _ops(_irfft), {"x": np.ones(4, np.float32), "n": np.int32([0])}),
+    Bad("IRFFT2D", _ops(_irfft2d), {"x": _MATRIX, "n": np.int32([_MOST, _MOST])}),
+    Bad("TensorListReserve", _ops(_list), {"n": _MOST}),
+)
+"""Each kills the process that runs it, by a signal."""
+
+
+def _stays() -> tf.Tensor:
+    (last,) = tf.while_loop(lambda _: tf.constant(True), lambda value: (value * 1.0,), [placeholder("x", shape=())])
+    return last
+
+
+def _strings() -> tf.Tensor:
+    text = tf.constant("0123456789abcdef")
+    for _ in range(40):
+        text = tf.strings.join([text, text])
+    return tf.strings.length(text)
+
+
+def splat(elements: int) -> tf_graph_pb2.GraphDef:
+    """A constant of so many float32 in a few bytes, and its sum."""
+    graph = tf_graph_pb2.GraphDef()
+    constant = graph.node.add(name="c", op="Const")
+    constant.attr["dtype"].type = tf.float32.as_datatype_enum
+    value = constant.attr["value"].tensor
+    value.dtype = tf.float32.as_datatype_enum
+    value.tensor_shape.dim.add(size=elements)
+    value.float_val.append(1.0)
+    axis = graph.node.add(name="axis", op="Const")
+    axis.attr["dtype"].type = tf.int32.as_datatype_enum
+    axis.attr["value"].tensor.CopyFrom(tf.make_tensor_proto([0], tf.int32))
+    total = graph.node.add(name="y", op="Sum", input=["c", "axis"])
+    total.attr["T"].type = tf.float32.as_datatype_enum
+    total.attr["Tidx"].type = tf.int32.as_datatype_enum
+    return graph
+
+
+def doubling(depth: int) -> tf_graph_pb2.GraphDef:
+    """Functions each of which calls the next one twice."""
+    graph = tf_graph_pb2.GraphDef()
+    dtype = tf.float32.as_datatype_enum
+    for number in range(depth):
+        function = graph.library.function.add()
+        signature = function.signature
+        signature.name = f"f{number}"
+        signature.input_arg.add(name="x", type=dtype)
+        signature.output_arg.add(name="y", type=dtype)
+        last = number == depth - 1
+        for step, source in (("a", "x"), ("b", "a:output:0" if not last else "a:y:0")):
+            if last:
+                node = function.node_def.add(name=step, op="Neg", input=[source])
+                node.attr["T"].type = dtype
+            else:
+                node = function.node_def.add(name=step, op="PartitionedCall", input=[source])
+                node.attr["Tin"].list.type.append(dtype)
+                node.attr["Tout"].list.type.append(dtype)
+                node.attr["f"].func.name = f"f{number + 1}"
+        function.ret["y"] = "b:output:0" if not last else "b:y:0"
+    x = graph.node.add(name="x", op="Placeholder")
+    x.attr["dtype"].type = dtype
+    y = graph.node.add(name="y", op="PartitionedCall", input=["x"])
+    y.attr["Tin"].list.type.append(dtype)
+    y.attr["Tout"].list.type.append(dtype)
+    y.attr["f"].func.name = "f0"
+    return graph
+
+
+def split(outputs: int) -> tf_graph_pb2.GraphDef:
+    """A Split with so many outputs."""
+    graph = tf_graph_pb2.GraphDef()
+    x = graph.node.add(name="x", op="Placeholder")
+    x.attr["dtype"].type = tf.float32.as_datatype_enum
+    axis = graph.node.add(name="axis", op="Const")
+    axis.attr["dtype"].type = tf.int32.as_datatype_enum
+    axis.attr["value"].tensor.CopyFrom(tf.make_tensor_proto(0, tf.int32))
+    node = graph.node.add(name="s", op="Split", input=["axis", "x"])
+    node.attr["T"].type = tf.float32.as_datatype_enum
+    node.attr["num_split"].i = outputs
+    y = graph.node.add(name="y", op="Identity", input=["s"])
+    y.attr["T"].type = tf.float32.as_datatype_enum
+    return graph
+
+
+_ONE = {"x": np.float32(1)}
+
+HANGS = (
+    Bad("While", _ops(_stays), _ONE),
+    Bad("Const", lambda: splat(1_100_000_000)),
+    Bad("calls", lambda: doubling(22), _ONE),
+    Bad("StringJoin", _ops(_strings)),
+    Bad("num_split", lambda: split(30_000_000), {"x": np.ones(30, np.float32)}),
+)
+"""Each takes a process's time or memory without an end, unless something refuses it before."""
