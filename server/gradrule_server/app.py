@@ -50,7 +50,7 @@ async def serve(settings: Settings) -> None:
         given = settings.memory_limit
         memory_limit = share_of_memory(settings.engines) if given == "auto" else int(given)
         pool = EnginePool(
-            ProcessOptions(settings.device, settings.engine_threads, blobs.folder, memory_limit),
+            ProcessOptions(settings.device, settings.engine_threads, blobs.folder, memory_limit, settings.sandbox),
             engines=settings.engines,
             spares=settings.spares,
             heartbeat_s=settings.heartbeat_s,
@@ -111,6 +111,9 @@ async def serve(settings: Settings) -> None:
                     _log.warning(
                         "TensorFlow %s defines other ops than the table that ships", pool.greeting.tensorflow_version
                     )
+                _log.info("the sandbox of engines holds: %s", ", ".join(pool.greeting.sandbox))
+                if pool.greeting.sandbox_missing:
+                    _log.warning("the sandbox of engines lacks %s", ", ".join(pool.greeting.sandbox_missing))
                 print(f"gradrule: listening on {settings.host}:{port}", flush=True)
                 await stopping.wait()
         finally:

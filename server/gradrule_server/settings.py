@@ -64,6 +64,10 @@ class Settings(BaseModel):
     max_concurrent_requests: PositiveInt = Field(256, description="Requests at a time; more are answered OVERLOADED.")
     default_deadline_s: PositiveFloat = Field(30.0, description="Seconds for a request that sets no deadline.")
     max_deadline_s: PositiveFloat = Field(600.0, description="Seconds that a request's deadline is cut to.")
+    sandbox: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="Whether engines give up files, network, processes: auto (where possible), on (or no start), off.",
+    )
     engine_threads: PositiveInt = Field(8, description="Requests that an engine runs at a time.")
     engines: PositiveInt = Field(1, description="Engines that run programs side by side.")
     spares: int = Field(1, ge=0, description="Engines that are kept ready to take the place of one that dies.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import sys
 import time
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gradrule_server.link.connection import Connection, EngineGone
+from gradrule_server.link.environment import engine_environment
 from gradrule_server.link.endings import Ending, Inquest, Reason, ending_of
 from gradrule_server.link.framing import LINK_VERSION
 from gradrule_server.link.stderr import LastWords, log_stderr
@@ -23,10 +23,6 @@ _STOP_TIMEOUT_S = 5.0
 _END_TIMEOUT_S = 10.0
 _LAST_WORDS_TIMEOUT_S = 1.0
 
-# What an engine's environment may hold: where Python and libraries are, and TensorFlow's and CUDA's own settings.
-_PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
-_PASSED_ON_PREFIXES = ("TF_", "CUDA_", "NVIDIA_", "XLA_", "OMP_")
-
 
 class EngineRefused(Exception):
     """The engine cannot start as asked (no such device, another release); trying again would not help."""
@@ -34,18 +30,20 @@ class EngineRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ProcessOptions:
-    """What a process is started with. `memory_limit`: bytes that it may take; 0: any."""
+    """What a process is started with. `memory_limit`: bytes that it may take; 0: any. `sandbox`: as in the settings."""
 
     device: str
     threads: int
     blob_folder: Path | None = None
     memory_limit: int = 0
+    sandbox: str = "auto"
 
     def flags(self) -> list[str]:
         """Its command line."""
         blobs = [] if self.blob_folder is None else ["--blobs", str(self.blob_folder.absolute())]
         limit = [] if not self.memory_limit else ["--memory-limit", str(self.memory_limit)]
-        return ["--device", self.device, "--threads", str(self.threads), *blobs, *limit]
+        given = ["--device", self.device, "--threads", str(self.threads), "--sandbox", self.sandbox]
+        return [*given, *blobs, *limit]
 
 
 @dataclass(eq=False)
@@ -139,7 +137,7 @@ async def start_process(options: ProcessOptions) -> EngineProcess:
                 "gradrule_server.engine",
                 *("--fd", str(theirs.fileno()), *options.flags()),
                 pass_fds=[theirs.fileno()],
-                env=_environment(),
+                env=engine_environment(),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
@@ -155,9 +153,3 @@ async def start_process(options: ProcessOptions) -> EngineProcess:
     last_words = LastWords()
     reader = asyncio.create_task(log_stderr(process.stderr, process.pid, last_words), name="engine-stderr")
     return EngineProcess(process, connection, reader, last_words)
-
-
-def _environment() -> dict[str, str]:
-    return {
-        name: value for name, value in os.environ.items() if name in _PASSED_ON or name.startswith(_PASSED_ON_PREFIXES)
-    }

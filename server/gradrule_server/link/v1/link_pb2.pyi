@@ -38,6 +38,8 @@ class Greeting(google.protobuf.message.Message):
     GRADIENTS_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
     REFUSAL_FIELD_NUMBER: builtins.int
+    SANDBOX_FIELD_NUMBER: builtins.int
+    SANDBOX_MISSING_FIELD_NUMBER: builtins.int
     link_version: builtins.int
     """Version of these messages; the front end refuses another than its own."""
     tensorflow_version: builtins.str
@@ -52,6 +54,14 @@ class Greeting(google.protobuf.message.Message):
     def gradients(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Op types with a registered gradient."""
 
+    @property
+    def sandbox(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What of the sandbox holds: `limits`, `writing`, `privileges`, `files`, `calls`."""
+
+    @property
+    def sandbox_missing(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What of it does not hold, each with the reason."""
+
     def __init__(
         self,
         *,
@@ -61,8 +71,10 @@ class Greeting(google.protobuf.message.Message):
         gradients: collections.abc.Iterable[builtins.str] | None = ...,
         device: builtins.str = ...,
         refusal: builtins.str = ...,
+        sandbox: collections.abc.Iterable[builtins.str] | None = ...,
+        sandbox_missing: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["device", b"device", "gradients", b"gradients", "link_version", b"link_version", "op_table_digest", b"op_table_digest", "refusal", b"refusal", "tensorflow_version", b"tensorflow_version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["device", b"device", "gradients", b"gradients", "link_version", b"link_version", "op_table_digest", b"op_table_digest", "refusal", b"refusal", "sandbox", b"sandbox", "sandbox_missing", b"sandbox_missing", "tensorflow_version", b"tensorflow_version"]) -> None: ...
 
 global___Greeting = Greeting
 

@@ -1,0 +1,39 @@
+"""System calls that Python has no function for."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+_libc.prctl.restype = ctypes.c_int
+
+
+def syscall(number: int, *arguments: ctypes.c_void_p | int | None) -> int:
+    """A call by its number, with integers and addresses. `OSError` where the kernel refuses."""
+    result = int(_libc.syscall(ctypes.c_long(number), *(_word(argument) for argument in arguments)))
+    if result < 0:
+        raise _last_error()
+    return result
+
+
+def prctl(option: int, *arguments: ctypes.c_void_p | int | None) -> None:
+    """`prctl`, its missing arguments 0. `OSError` where the kernel refuses."""
+    words = [_word(argument) for argument in arguments] + [ctypes.c_ulong(0)] * (4 - len(arguments))
+    if _libc.prctl(ctypes.c_int(option), *words) != 0:
+        raise _last_error()
+
+
+def address(thing: ctypes.Structure | ctypes.Array[ctypes.c_uint32]) -> ctypes.c_void_p:
+    """Where it lies; it must be kept alive during the call."""
+    return ctypes.cast(ctypes.byref(thing), ctypes.c_void_p)
+
+
+def _word(argument: ctypes.c_void_p | int | None) -> ctypes.c_void_p | ctypes.c_ulong:
+    return ctypes.c_ulong(argument) if isinstance(argument, int) else argument or ctypes.c_void_p()
+
+
+def _last_error() -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number))

@@ -1,0 +1,101 @@
+"""What graphs reach that the checker would have refused: with the sandbox nothing, without it their canary."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gradrule.v1 import evaluate_pb2
+from gradrule_server.engine.sandbox import landlock
+from gradrule_server.errors import GradruleError
+from gradrule_server.link.framing import Kind
+from gradrule_server.link.pool import EnginePool
+from gradrule_server.link.process import ProcessOptions
+from gradrule_server.link.v1 import link_pb2
+from tests.service.escape_graphs import ESCAPES, SECRET, Canaries, Escape, request
+
+_PATIENCE_S = 4.0
+_CASES = [pytest.param(escape, place, id=f"{escape.name}-{place}") for escape in ESCAPES for place in escape.places]
+
+
+class Prisoner:
+    """An engine that takes any graph, and the canaries around it."""
+
+    def __init__(self, folder: Path, sandbox: str) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.listener.settimeout(0)
+        self.canaries = Canaries(folder, self.listener, os.getpid())
+        self.runner = asyncio.Runner()
+        blobs = self.canaries.places["data"] / "blobs"
+        # With a limit of memory and a spare: what ends an engine is followed by one that has to be confined as well.
+        self.pool = EnginePool(ProcessOptions("cpu", 2, blobs, 4 << 30, sandbox))
+        self.runner.run(self.pool.start())
+        self._count = 0
+
+    def close(self) -> None:
+        self.runner.run(self.pool.stop())
+        self.runner.close()
+        self.listener.close()
+
+    def attempt(self, escape: Escape, place: str) -> bool:
+        """Whether the graph reached its canary."""
+        answer = b""
+        for draw in filter(None, (escape.build, escape.later)):
+            self._count += 1
+            key = str(self._count)
+            asked = request(draw, self.canaries, place, key)
+            with contextlib.suppress(GradruleError, TimeoutError):
+                answer = self.runner.run(self._ask(asked, escape.reach))
+        return self._is_reached(escape.reach, place, answer)
+
+    async def _ask(self, asked: link_pb2.CompileRequest, reach: str) -> bytes:
+        loop = asyncio.get_running_loop()
+        await self.pool.wait_ready()
+        engine = self.pool.engines[0]
+        await engine.call(Kind.COMPILE, asked.SerializeToString(), loop.time() + 60)
+        run = link_pb2.RunRequest(key=asked.key, request=evaluate_pb2.EvaluateRequest().SerializeToString())
+        async with asyncio.timeout(_PATIENCE_S):
+            return await engine.call(Kind.RUN, run.SerializeToString(), loop.time() + _PATIENCE_S)
+
+    def _is_reached(self, reach: str, place: str, answer: bytes) -> bool:
+        folder = self.canaries.places[place]
+        if reach == "read":
+            return SECRET in answer
+        if reach == "listed":
+            return b"canary.txt" in answer
+        if reach == "written":
+            return any(path.name.startswith("written") for path in folder.iterdir())
+        if reach == "overwritten":
+            return (folder / "precious").read_bytes() != SECRET
+        if reach == "environment":
+            return Path("/proc/self/environ").read_bytes() in answer
+        return self._was_connected()
+
+    def _was_connected(self) -> bool:
+        try:
+            self.listener.accept()[0].close()
+        except BlockingIOError:
+            return False
+        return True
+
+
+@pytest.fixture(scope="module", params=["on", "off"])
+def prisoner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prisoner]:
+    """One that is confined, then one that is not."""
+    if request.param == "on" and landlock.version() == 0:
+        pytest.skip("this kernel has no Landlock")
+    made = Prisoner(tmp_path_factory.mktemp(request.param), request.param)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(("escape", "place"), _CASES)
+def test_only_without_the_sandbox_is_a_canary_reached(prisoner: Prisoner, escape: Escape, place: str) -> None:
+    is_free = "files" not in prisoner.pool.greeting.sandbox
+    assert prisoner.attempt(escape, place) == is_free
