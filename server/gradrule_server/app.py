@@ -43,13 +43,16 @@ async def serve(settings: Settings) -> None:
 
         blobs = BlobStore(settings.data_dir / "blobs", settings.max_blob_bytes)
         engine = Engine(settings.device, settings.engine_threads, tell_health, blob_folder=blobs.folder)
-        rules = RuleRegistry(store, _opdefs.gradients(), max_rules=settings.max_rules)
         limits = graphs.Limits(
             nodes=settings.max_nodes,
             inlined_nodes=settings.max_inlined_nodes,
             call_depth=settings.max_call_depth,
             graph_bytes=settings.max_graph_bytes,
+            trusted=settings.trust == "full",
+            node_outputs=settings.max_node_outputs,
+            constant_bytes=settings.max_constant_bytes,
         )
+        rules = RuleRegistry(store, _opdefs.gradients(), max_rules=settings.max_rules, bounds=limits)
         house = ProgramHouse(
             rules,
             ProgramRegistry(store, blobs, max_programs=settings.max_programs),
