@@ -51,6 +51,7 @@ async def serve(settings: Settings) -> None:
             trusted=settings.trust == "full",
             node_outputs=settings.max_node_outputs,
             constant_bytes=settings.max_constant_bytes,
+            engine_bytes=settings.memory_limit,
         )
         rules = RuleRegistry(store, _opdefs.gradients(), max_rules=settings.max_rules, bounds=limits)
         house = ProgramHouse(

@@ -78,6 +78,7 @@ class Settings(BaseModel):
     max_session_bytes: ByteSize = Field(
         ByteSize(4096 * _MEBIBYTE), gt=0, description="Bytes of all sessions: variables and slots of optimisers."
     )
+    memory_limit: ByteSize = Field(ByteSize(0), ge=0, description="Bytes that an engine may take; 0: any.")
     drain_s: float = Field(20.0, ge=0, description="Seconds that running requests get after SIGTERM.")
     max_nodes: PositiveInt = Field(200_000, description="Nodes of a graph, its functions included.")
     max_inlined_nodes: PositiveInt = Field(1_000_000, description="Nodes of a graph after its calls are inlined.")

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2, function_pb2, node_def_pb2, op_def_pb2
 from tensorflow.python.client import pywrap_tf_session as c_api
 from tensorflow.python.eager import context
-from tensorflow.python.framework import op_def_registry, ops
+from tensorflow.python.framework import function_def_to_graph, op_def_registry, ops
 from tensorflow.python.ops import cond_v2, gradients_util, while_v2
 
 GRADIENT_NAME = "gradrule"
@@ -78,6 +78,26 @@ def functions_named(node: node_def_pb2.NodeDef) -> list[str]:
 def function_definition(name: str) -> function_pb2.FunctionDef:
     """A function that is known to the process."""
     return context.context().get_function_def(name)
+
+
+def function_graph(name: str, shapes: Sequence[tf.TensorShape]) -> Any:
+    """The graph of a function, its arguments being of these shapes; None where they contradict what is inside."""
+    try:
+        return function_def_to_graph.function_def_to_graph(function_definition(name), input_shapes=list(shapes))
+    except ValueError:
+        return None
+
+
+def is_branch(op: tf.Operation) -> bool:
+    """Whether the op runs one of its functions."""
+    return op.type in _BRANCHES
+
+
+def argument_shapes(op: tf.Operation) -> list[tf.TensorShape]:
+    """What an op that runs functions gives these, as far as is known: what goes round a loop is as its results are."""
+    if op.type in _LOOPS:
+        return [tensor.shape for tensor in op.outputs]
+    return [tensor.shape for tensor in (list(op.inputs)[1:] if op.type in _BRANCHES else op.inputs)]
 
 
 def add_functions(library: function_pb2.FunctionDefLibrary) -> list[str]:

@@ -134,6 +134,7 @@ def prepare(
         updates=[link_pb2.Endpoint(name=name, tensor=tensor) for name, tensor in expanded.updates.items()],
         input_aliases={alias: item.name for item in expanded.inputs for alias in item.aliases},
         trusted=limits.trusted,
+        memory_limit=limits.engine_bytes,
     )
     key = _digest(graph_digest, spec, call, wish, request, table, values)
     request.key = key
