@@ -24,7 +24,7 @@ NODE_PATH := $(if $(SYSTEM_NODE),,:$(CURDIR)/$(TOOLS)/bin)
 NODE_NEEDS := $(if $(SYSTEM_NODE),,$(TOOLS)/.installed)
 export PATH := $(CURDIR)/$(VENV)/bin$(NODE_PATH):$(PATH)
 
-.PHONY: help demo test test-models test-peers lint format proto proto-baseline tables docs node bench scaling gpu-wheels gpu-check image-test lock clean
+.PHONY: help demo test test-models test-peers lint format proto proto-baseline tables op-policy docs node bench scaling gpu-wheels gpu-check image-test lock clean
 
 help: ## say what each verb does
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r verb text; do printf '  make %-15s %s\n' "$$verb" "$$text"; done
@@ -65,6 +65,9 @@ proto-baseline: $(NODE_CLIENT)/node_modules/.installed ## accept the protos as t
 
 tables: $(VENV)/.installed ## write the table of op definitions from the installed TensorFlow
 	$(VENV)/bin/python tools/generate_tables.py
+
+op-policy: $(VENV)/.installed ## deny ops that are new in the installed TensorFlow until they are reviewed; writes docs/ops.md
+	$(VENV)/bin/python tools/generate_op_policy.py
 
 docs: $(VENV)/.installed ## write docs/rules.md from the registry and the last comparison with other libraries
 	$(VENV)/bin/python tools/generate_reference.py

@@ -68,13 +68,17 @@ async def serve(settings: Settings) -> None:
             settings.program_cache_bytes,
             Conduct(settings.quarantine_s, tell_quarantine),
         )
-        rules = RuleRegistry(store, _opdefs.gradients(), max_rules=settings.max_rules)
         limits = graphs.Limits(
             nodes=settings.max_nodes,
             inlined_nodes=settings.max_inlined_nodes,
             call_depth=settings.max_call_depth,
             graph_bytes=settings.max_graph_bytes,
+            trusted=settings.trust == "full",
+            node_outputs=settings.max_node_outputs,
+            constant_bytes=settings.max_constant_bytes,
+            engine_bytes=memory_limit,
         )
+        rules = RuleRegistry(store, _opdefs.gradients(), max_rules=settings.max_rules, bounds=limits)
         house = ProgramHouse(
             rules,
             ProgramRegistry(store, blobs, max_programs=settings.max_programs),

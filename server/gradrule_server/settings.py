@@ -96,6 +96,13 @@ class Settings(BaseModel):
     drain_s: float = Field(20.0, ge=0, description="Seconds that running requests get after SIGTERM.")
     max_nodes: PositiveInt = Field(200_000, description="Nodes of a graph, its functions included.")
     max_inlined_nodes: PositiveInt = Field(1_000_000, description="Nodes of a graph after its calls are inlined.")
+    trust: Literal["sandbox", "full"] = Field(
+        "sandbox", description="sandbox: only ops that were reviewed run; full: every caller may run all ops."
+    )
+    max_node_outputs: PositiveInt = Field(1024, description="Outputs that a number in an attribute may ask for.")
+    max_constant_bytes: ByteSize = Field(
+        ByteSize(256 * _MEBIBYTE), gt=0, description="Bytes of a constant in a graph, as its shape says."
+    )
     max_call_depth: PositiveInt = Field(32, description="Depth of calls, loops and branches within each other.")
     max_rules: PositiveInt = Field(10_000, description="USER rules that the registry keeps.")
     max_programs: PositiveInt = Field(10_000, description="Programs that the registry keeps.")

@@ -23,7 +23,7 @@ from tests.service.servers import RunningServer, running_server, wait_until
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server whose engine has two threads."""
-    with running_server(tmp_path_factory.mktemp("narrow"), ("--engine-threads", "2")) as running:
+    with running_server(tmp_path_factory.mktemp("narrow"), ("--engine-threads", "2", "--trust", "full")) as running:
         yield running
 
 

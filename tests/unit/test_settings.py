@@ -37,6 +37,10 @@ OTHER_VALUES = {
     "max_graph_bytes": 13,
     "max_sessions": 17,
     "max_session_bytes": 18,
+    "memory_limit": 19,
+    "trust": "full",
+    "max_node_outputs": 20,
+    "max_constant_bytes": 21,
     "reflection": False,
     "log_level": "debug",
 }

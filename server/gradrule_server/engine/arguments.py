@@ -32,8 +32,11 @@ class ArgumentReader:
         params: Iterable[link_pb2.ParamSetting],
         state: Mapping[str, tf.Tensor] | None = None,
     ) -> list[tf.Tensor]:
-        """The arguments of the built function. `state`: values of inputs, by name, that are not fed."""
-        return [
+        """The arguments of the built function. `state`: values of inputs, by name, that are not fed.
+
+        MEMORY_EXCEEDED where a call with them cannot fit.
+        """
+        arguments = [
             *self._fed(
                 _renamed(call.feeds, built), built.inputs, built.unused, state or {}, what="feed", field="feeds"
             ),
@@ -41,6 +44,9 @@ class ArgumentReader:
             *self._directions(call, built),
             *_params(built, params),
         ]
+        if built.fitting is not None:
+            built.fitting.check(arguments)
+        return arguments
 
     def grad_ys(
         self, given: Iterable[tensor_pb2.NamedTensor], inputs: Sequence[Input], *, stacked: bool

@@ -10,7 +10,9 @@ from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
 
 from gradrule.v1 import evaluate_pb2, override_pb2, tensor_pb2
 from gradrule_server.engine import tf_private
+from gradrule_server.engine.allowed import check_ops
 from gradrule_server.engine.built import Built, Input, ParamInput
+from gradrule_server.engine.fitting import Fitting
 from gradrule_server.engine.imports import tensor_name
 from gradrule_server.engine.split import SplitProgram
 from gradrule_server.engine.trace import Trace, imported
@@ -83,12 +85,15 @@ def _build(request: link_pb2.CompileRequest, graph_def: tf_graph_pb2.GraphDef, v
         *(tf.TensorSpec(None, tf.float64, name=f"param{index}") for index in range(len(built.params))),
     ]
     built.function = tf.function(run, input_signature=signature, autograph=False).get_concrete_function()
+    if not request.trusted:
+        check_ops(built.function.graph)
+    built.fitting = Fitting(built.function, request.memory_limit)
     returned = {id(tensor) for tensor in built.function.graph.outputs}
     arguments = built.function.graph.inputs[: len(built.inputs)]
     built.small = _is_small(built.function.graph)
     built.unused = [not argument.consumers() and id(argument) not in returned for argument in arguments]
     if trace.backward is not None:
-        built.split = SplitProgram(built.function, len(built.outputs), trace.backward)
+        built.split = SplitProgram(built.function, len(built.outputs), trace.backward, trusted=request.trusted)
         built.layout = built.split.layout
     return built
 

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from gradrule.v1 import evaluate_pb2, override_pb2, tensor_pb2
+from gradrule_server.engine.fitting import Fitting
 from gradrule_server.engine.split import SplitProgram
 from gradrule_server.link.v1 import link_pb2
 
@@ -49,6 +50,8 @@ class Built:
     params: list[ParamInput] = field(default_factory=list)
     small: bool = False
     """Few ops and no loops or branches: faster on the calling thread than on TensorFlow's threads."""
+    fitting: Fitting | None = None
+    """Whether a call fits into the engine's memory."""
     unused: list[bool] = field(default_factory=list)
     """Per input: whether the results do not depend on it, so that a call need not feed it."""
     outputs: list[str] = field(default_factory=list)

@@ -88,6 +88,9 @@ class EngineService:
         return built
 
     def _compile(self, request: link_pb2.CompileRequest) -> link_pb2.CompileReply:
+        if self._device.startswith("GPU"):
+            # Tensors lie in the device's memory, which TensorFlow bounds itself.
+            request.memory_limit = 0
         values = self._weights.of(request.variables)
         with self._build_lock:
             built = build(request, values)

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from gradrule.v1 import errors_pb2
+from gradrule_server.engine.allowed import check_ops
 from gradrule_server.engine.backward import Backward, row_of, stacked_layout
 from gradrule_server.engine.question import checked_upstream
 from gradrule_server.errors import error
@@ -23,10 +24,11 @@ class SplitProgram:
     meaning is this object's. Params are arguments of the forward part, and saved where the backward part needs them.
     """
 
-    def __init__(self, function: Any, output_count: int, backward: Backward) -> None:
+    def __init__(self, function: Any, output_count: int, backward: Backward, *, trusted: bool) -> None:
         self._function = function
         self._output_count = output_count
         self._backward = backward
+        self._trusted = trusted
         self._pull_backs: dict[bool, Any] = {}
         self._lock = threading.Lock()
 
@@ -89,7 +91,10 @@ class SplitProgram:
 
         specs = [self._spec(index, stacked=stacked) for index in backward.fed]
         specs += [tf.TensorSpec(None, value.dtype) for value in saved]
-        return tf.function(pull_back, input_signature=specs, autograph=False).get_concrete_function()
+        function = tf.function(pull_back, input_signature=specs, autograph=False).get_concrete_function()
+        if not self._trusted:
+            check_ops(function.graph)
+        return function
 
     def _spec(self, index: int, *, stacked: bool) -> tf.TensorSpec:
         y = self._backward.ys[index].tensor

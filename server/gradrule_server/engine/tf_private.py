@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.framework import attr_value_pb2, function_pb2, op_def_pb2
+from tensorflow.core.framework import attr_value_pb2, function_pb2, node_def_pb2, op_def_pb2
 from tensorflow.python.client import pywrap_tf_session as c_api
 from tensorflow.python.eager import context
-from tensorflow.python.framework import ops
+from tensorflow.python.framework import function_def_to_graph, op_def_registry, ops
 from tensorflow.python.ops import cond_v2, gradients_util, while_v2
 
 GRADIENT_NAME = "gradrule"
@@ -47,6 +47,57 @@ def all_op_definitions() -> list[bytes]:
     """Serialised `OpDef` of every op type that TensorFlow has registered."""
     registered = op_def_pb2.OpList.FromString(c_api.TF_GetBuffer(c_api.TF_GetAllOpList()))
     return [op.SerializeToString() for op in registered.op]
+
+
+def op_definition(op_type: str) -> bytes:
+    """Serialised `OpDef` of an op type; of a function that is called by its name as op, one with nothing but that."""
+    found = op_def_registry.get(op_type)
+    return b"" if found is None else bytes(found.SerializeToString())
+
+
+def runs_functions(op_type: str) -> bool:
+    """Whether ops of this type have attributes that are functions."""
+    found = _runs_functions.get(op_type)
+    if found is None:
+        definition = op_def_registry.get(op_type)
+        found = definition is None or any(attr.type in ("func", "list(func)") for attr in definition.attr)
+        _runs_functions[op_type] = found
+    return found
+
+
+_runs_functions: dict[str, bool] = {}
+
+
+def functions_named(node: node_def_pb2.NodeDef) -> list[str]:
+    """Names of the functions in a node's attributes."""
+    values = node.attr.values()
+    found = [value.func.name for value in values if value.HasField("func")]
+    return [*found, *(function.name for value in values for function in value.list.func)]
+
+
+def function_definition(name: str) -> function_pb2.FunctionDef:
+    """A function that is known to the process."""
+    return context.context().get_function_def(name)
+
+
+def function_graph(name: str, shapes: Sequence[tf.TensorShape]) -> Any:
+    """The graph of a function, its arguments being of these shapes; None where they contradict what is inside."""
+    try:
+        return function_def_to_graph.function_def_to_graph(function_definition(name), input_shapes=list(shapes))
+    except ValueError:
+        return None
+
+
+def is_branch(op: tf.Operation) -> bool:
+    """Whether the op runs one of its functions."""
+    return op.type in _BRANCHES
+
+
+def argument_shapes(op: tf.Operation) -> list[tf.TensorShape]:
+    """What an op that runs functions gives these, as far as is known: what goes round a loop is as its results are."""
+    if op.type in _LOOPS:
+        return [tensor.shape for tensor in op.outputs]
+    return [tensor.shape for tensor in (list(op.inputs)[1:] if op.type in _BRANCHES else op.inputs)]
 
 
 def add_functions(library: function_pb2.FunctionDefLibrary) -> list[str]:

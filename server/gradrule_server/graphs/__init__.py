@@ -17,7 +17,7 @@ from gradrule_server.graphs.marks import Mark
 from gradrule_server.graphs.read import parse
 from gradrule_server.graphs.scene import Match
 from gradrule_server.graphs.selectors import DEFAULT_RULE, OWN_GRADIENT, OverrideSpec
-from gradrule_server.graphs.tensors import shape_fault, tensor_fault
+from gradrule_server.policy import shape_fault, tensor_fault
 
 __all__ = [
     "DEFAULT_RULE",

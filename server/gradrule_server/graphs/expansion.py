@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gradrule import _opdefs
 from gradrule._dtypes import as_dt
 from gradrule.v1.graph_pb2 import Graph
 from gradrule.v1.tensor_pb2 import Dt, TensorShape
@@ -15,7 +16,7 @@ from gradrule_server.graphs.check import check
 from gradrule_server.graphs.collector import paused_collection
 from gradrule_server.graphs.copying import UNKNOWN_SHAPE, Copy, copy_graph
 from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.ir import PLACEHOLDER_WITH_DEFAULT, PLACEHOLDERS, Body, Limits, Node, Ref
+from gradrule_server.graphs.ir import PLACEHOLDER_WITH_DEFAULT, PLACEHOLDERS, Body, Limits, Node, Ref, is_call
 from gradrule_server.graphs.marks import Mark, mark
 from gradrule_server.graphs.names import TensorNames, canonical, parse_tensor_name
 from gradrule_server.graphs.prune import bodies_of, nodes_of, prune
@@ -30,6 +31,7 @@ from gradrule_server.graphs.variables import lower_variables
 from gradrule_server.graphs.wishes import Wishes
 from gradrule_server.graphs.write import tensor_name, write_graph
 from gradrule_server.graphs.write_rule import write_rule
+from gradrule_server.policy import refusal
 
 
 def _no_rule(name: str, _: str) -> int:
@@ -172,7 +174,7 @@ def _expand(graph: Graph, request: ExpandRequest, limits: Limits) -> Expanded:
     places = _prune(copy, set(roots))
     rules = expand_rules(wishes, request.namespace)
     bodies = [copy.body, *rules.bodies.values()]
-    _check_supported(bodies, {**copy.scopes, **rules.scopes}, findings)
+    _check_runnable(bodies, {**copy.scopes, **rules.scopes}, limits, findings)
     findings.raise_if_any()
     marks = mark(bodies, {**copy.resolved, **scene.resolved, **rules.resolved})
     return Expanded(
@@ -336,12 +338,18 @@ def _prune(copy: Copy, roots: Iterable[Ref]) -> dict[Ref, Ref]:
     return {asked: (moved[node], output) for asked, (node, output) in copy.tensors.items() if node in moved}
 
 
-def _check_supported(roots: Iterable[Body], scopes: Mapping[str, str], findings: Findings) -> None:
+def _check_runnable(roots: Iterable[Body], scopes: Mapping[str, str], limits: Limits, findings: Findings) -> None:
+    """UNSUPPORTED_OP and OP_NOT_ALLOWED for nodes that are needed; what is not needed reaches no engine."""
     for body, node in itertools.chain.from_iterable(map(nodes_of, roots)):
-        if node.unsupported:
+        reason, why = Reason.ERROR_REASON_UNSUPPORTED_OP, node.unsupported
+        if not why and not is_call(node):
+            op = _opdefs.find(node.op)
+            fault = refusal(op, node.attrs, limits) if op else None
+            if fault:
+                reason, why = fault
+        if why:
             name = f"{scopes[body.name]}/{node.name}" if body.name else node.name
-            message = f"Node {quote(name)} ({node.op}) {node.unsupported}."
-            findings.add(Reason.ERROR_REASON_UNSUPPORTED_OP, message, name)
+            findings.add(reason, f"Node {quote(name)} ({node.op}) {why}.", name)
 
 
 def _inputs(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule.v1.tensor_pb2 import Dt
+from gradrule_server.policy import Bounds
 
 # A tensor: index of the node in its body, index among the node's outputs.
 Ref = tuple[int, int]
@@ -46,23 +47,20 @@ DIFFERENTIABLE = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """How large a graph may be."""
+class Limits(Bounds):
+    """How large a graph may be, besides what holds for each node."""
 
     # In the message, functions included.
     nodes: int = 200_000
     # After calls are inlined and loop bodies and branches are copied per use.
     inlined_nodes: int = 1_000_000
     call_depth: int = 32
-    rank: int = 8
-    # Outputs of one node: a number in an attribute can ask for millions.
-    node_outputs: int = 65_536
-    # Of one constant: a message of 91 bytes can stand for gigabytes.
-    constant_bytes: int = 256 << 20
     # Of a graph that does not come in a message, which has a limit of its own.
     graph_bytes: int = 1 << 30
     # Of all attributes that functions get from their calls: they can double with each level.
     attr_bytes: int = 4 << 20
+    # That an engine may take; 0: any.
+    engine_bytes: int = 0
 
 
 @dataclass(slots=True)

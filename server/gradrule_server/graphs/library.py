@@ -158,7 +158,7 @@ class Library:
         if arg.type_list_attr:
             return list(_given(arg, arg.type_list_attr, "list", given).list.type)
         count = _given(arg, arg.number_attr, "i", given).i if arg.number_attr else 1
-        if not 0 <= count <= self._limits.node_outputs:
+        if not 0 <= count <= self._limits.listed_outputs:
             raise _UnclearType(arg.name, f"it stands for {count} tensors")
         dtype = _given(arg, arg.type_attr, "type", given).type if arg.type_attr else arg.type
         if not dtype:

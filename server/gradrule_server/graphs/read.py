@@ -140,6 +140,12 @@ def _read_nodes(draft: Draft, messages: Iterable[graph_pb2.Node], substitute: Su
                 f"{draft.where(name)} is there twice; names of nodes must be unique.",
                 name,
             )
+        if proto.op == ARG:
+            message = (
+                f"{draft.where(name)} ({ARG}) is an argument as TensorFlow keeps it to itself; send the graph as it was "
+                "before TensorFlow optimised it, or make it a Placeholder or an argument of the function."
+            )
+            findings.add(Reason.ERROR_REASON_UNSUPPORTED_OP, message, name)
         index.setdefault(name, len(body.nodes))
         attrs = {key: value for key, value in proto.attr.items() if not key.startswith("_") or key in _KEPT_NOTES}
         body.nodes.append(Node(name, proto.op, [], [], substitute(draft.where(name), attrs)))

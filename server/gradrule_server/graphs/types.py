@@ -7,11 +7,11 @@ from gradrule._dtypes import base, name_of
 from gradrule.v1.graph_pb2 import AttrValue, NameAttrList
 from gradrule.v1.tensor_pb2 import TensorShape
 from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.ir import ARG, CALLS, CONTAINERS, LOOPS, PLACEHOLDERS, Body, Limits, Node, Ref
+from gradrule_server.graphs.ir import ARG, CALLS, CONTAINERS, LOOPS, Body, Limits, Node, Ref
 from gradrule_server.graphs.library import Library
 from gradrule_server.graphs.read import Draft, Source
-from gradrule_server.graphs.tensors import Fault, shape_fault, tensor_fault
 from gradrule_server.graphs.unsupported import why_unsupported
+from gradrule_server.policy import count_fault, value_faults
 
 _KINDS = {
     "TYPE_MISMATCH": Reason.ERROR_REASON_TYPE_MISMATCH,
@@ -48,7 +48,9 @@ class Typing:
             message = f"{where} is of op type {quote(node.op)}, which neither TensorFlow nor the graph has.{hint}"
             findings.add(Reason.ERROR_REASON_UNKNOWN_OP_TYPE, message, node.name)
             return
-        if self._too_many_outputs(node, op, where):
+        fault = count_fault(op, node.attrs, self._limits)
+        if fault:
+            findings.add(fault[0], f"{where} {fault[1]}.", node.name)
             return
         try:
             completed = _infer.complete(op, node.attrs, types)
@@ -57,8 +59,7 @@ class Typing:
             return
         node.attrs, node.outputs = completed.attrs, completed.outputs
         node.unsupported = why_unsupported(node, op, in_function=bool(self._body.name))
-        if node.op in ("Const", *PLACEHOLDERS):
-            self._check_value(node, where)
+        self._check_values(node, op, where)
         self._find_functions(node, types, where)
 
     def _inputs(self, node: Node, sources: list[Source]) -> tuple[list[Ref], list[int]]:
@@ -108,32 +109,14 @@ class Typing:
         message = f"{who} an output that {quote(self._body.nodes[producer].name)} does not have: {what}."
         self._findings.add(Reason.ERROR_REASON_DANGLING_INPUT, message, node.name if node else "")
 
-    def _too_many_outputs(self, node: Node, op: _opdefs.OpDef, where: str) -> bool:
-        for arg in op.outputs:
-            value = node.attrs.get(arg.number_attr) if arg.number_attr else None
-            if value is not None and value.i > self._limits.node_outputs:
-                message = f"{where}: attribute {arg.number_attr!r} asks for {value.i} outputs; the most is "
-                self._findings.add(
-                    Reason.ERROR_REASON_LIMIT_EXCEEDED, f"{message}{self._limits.node_outputs}.", node.name
-                )
-                return True
-        return False
-
-    def _check_value(self, node: Node, where: str) -> None:
-        fault: Fault | None = None
-        if node.op == "Const":
-            tensor = node.attrs["value"].tensor
-            fault = tensor_fault(tensor, self._limits)
-            dtype = node.attrs["dtype"].type
-            if not fault and tensor.dtype != dtype:
-                fault = (
-                    Reason.ERROR_REASON_INVALID_TENSOR,
-                    f"says it is {name_of(dtype)}, but its value is {name_of(tensor.dtype)}",
-                )
-        elif "shape" in node.attrs:
-            fault = shape_fault(node.attrs["shape"].shape, self._limits, known=False)
-        if fault:
-            self._findings.add(fault[0], f"{where} {fault[1]}.", node.name)
+    def _check_values(self, node: Node, op: _opdefs.OpDef, where: str) -> None:
+        faults = list(value_faults(op, node.attrs, self._limits))
+        if node.op == "Const" and not faults and node.attrs["value"].tensor.dtype != node.attrs["dtype"].type:
+            said, held = node.attrs["dtype"].type, node.attrs["value"].tensor.dtype
+            what = f"says it is {name_of(said)}, but its value is {name_of(held)}"
+            faults.append((Reason.ERROR_REASON_INVALID_TENSOR, what))
+        for reason, what in faults:
+            self._findings.add(reason, f"{where} {what}.", node.name)
 
     def _find_functions(self, node: Node, types: list[int], where: str) -> None:
         if node.op in self._library:

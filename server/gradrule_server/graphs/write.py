@@ -8,11 +8,14 @@ from gradrule import _infer, _opdefs
 from gradrule._dtypes import as_dt
 from gradrule.v1 import graph_pb2
 from gradrule.v1.graph_pb2 import AttrValue, Graph, NameAttrList, Versions
+from gradrule.v1.tensor_pb2 import Dt, Tensor, TensorShape
 from gradrule_server.graphs.ir import ARG, CALLS, GRADIENT_ATTR, LOOPS, Body, Node, Ref, is_call
 from gradrule_server.graphs.prune import bodies_of
+from gradrule_server.policy import DROPPED
 
 GRADIENT_NAME = b"gradrule"
 MARK_ATTR = "_gradrule_mark"
+_NOT_TAKEN = "FakeParam"
 
 
 def write_graph(top: Body, rules: Iterable[Body], versions: Versions) -> bytes:
@@ -53,9 +56,12 @@ def _top_name(top: Body, ref: Ref) -> str:
 def write_node(node: Node, message: graph_pb2.Node) -> None:
     """A node without its inputs."""
     message.name = node.name
+    if node.op == _NOT_TAKEN and _has_zero(node.attrs["dtype"].type):
+        _write_zeros(node, message)
+        return
     message.op = node.op
     for name, value in node.attrs.items():
-        if not name.startswith("_") or _is_valid_note(node, name, value):
+        if name not in DROPPED and (not name.startswith("_") or _is_valid_note(node, name, value)):
             message.attr[name].CopyFrom(value)
     if is_call(node) and node.op not in CALLS:
         _write_call(node, message)
@@ -68,6 +74,20 @@ def write_node(node: Node, message: graph_pb2.Node) -> None:
         message.attr[GRADIENT_ATTR].s = GRADIENT_NAME
     if node.mark is not None:
         message.attr[MARK_ATTR].i = node.mark
+
+
+def _has_zero(dtype: int) -> bool:
+    return dtype not in (Dt.DT_RESOURCE, Dt.DT_VARIANT)
+
+
+def _write_zeros(node: Node, message: graph_pb2.Node) -> None:
+    """Zeros for what a branch that was not taken gives: TensorFlow's is memory as it was found, with others' values."""
+    shape = node.attrs["shape"].shape
+    dtype = node.attrs["dtype"].type
+    known = TensorShape(dim=[TensorShape.Dim(size=max(dim.size, 0)) for dim in shape.dim])
+    message.op = "Const"
+    message.attr["dtype"].type = dtype
+    message.attr["value"].tensor.CopyFrom(Tensor(dtype=dtype, tensor_shape=known))
 
 
 def _write_call(node: Node, message: graph_pb2.Node) -> None:

@@ -9,6 +9,7 @@ from gradrule.v1 import errors_pb2, override_pb2, rule_pb2
 from gradrule_server.errors import Finding, GradruleError, did_you_mean
 from gradrule_server.graphs import DEFAULT_RULE, OWN_GRADIENT, Limits, OverrideSpec, tensor_fault
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.policy import Bounds
 from gradrule_server.programs.rule_lookup import ResolvedRule, RuleLookup
 from gradrule_server.rules import RuleContent, write_param_value
 from gradrule_server.rules.catalogue.presets import PRESETS
@@ -64,6 +65,15 @@ class OverrideTable:
                 ]
                 raise GradruleError(findings) from cause
             self.bound[index] = BoundOverride(ResolvedRule(label, content, brought=True), label)
+
+    def refused(self, bounds: Bounds) -> list[Finding]:
+        """What may not run of the bound rules' graphs, each rule once."""
+        contents = {id(bound.rule.content): bound.rule for bound in self.bound if bound.rule.content is not None}
+        return [
+            Finding(item.reason, f"rule {rule.name!r}: {item.message}", item.node, item.field)
+            for rule in contents.values()
+            for item in (rule.content.refused(bounds) if rule.content is not None else ())
+        ]
 
     def messages(self) -> list[link_pb2.BoundRule]:
         """The bound rules as the engine takes them."""

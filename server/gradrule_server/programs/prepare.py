@@ -88,8 +88,9 @@ def prepare(
             limits,
         )
     except GradruleError as cause:
-        raise GradruleError([*(_with_aliases(item, spec) for item in cause.findings), *findings]) from None
-    findings += wish.undirected(expanded)
+        refused = table.refused(limits)
+        raise GradruleError([*(_with_aliases(item, spec) for item in cause.findings), *findings, *refused]) from None
+    findings += [*wish.undirected(expanded), *table.refused(limits), *_check_size(expanded, table, limits)]
     if findings:
         raise GradruleError(findings)
     table.fill(expanded.brought)
@@ -132,10 +133,25 @@ def prepare(
         variables=values.bound,
         updates=[link_pb2.Endpoint(name=name, tensor=tensor) for name, tensor in expanded.updates.items()],
         input_aliases={alias: item.name for item in expanded.inputs for alias in item.aliases},
+        trusted=limits.trusted,
+        memory_limit=limits.engine_bytes,
     )
     key = _digest(graph_digest, spec, call, wish, request, table, values)
     request.key = key
     return Prepared(key, graph_digest, request, table, expanded, dict(spec.aliases), values.blobs)
+
+
+def _check_size(expanded: graphs.Expanded, table: OverrideTable, limits: graphs.Limits) -> list[Finding]:
+    """LIMIT_EXCEEDED where rules that are graphs, copied for each node that has one, make the program too large."""
+    sizes = [1 if bound.rule.content is None else bound.rule.content.size for bound in table.bound]
+    added = sum(sizes[mark.rule] for mark in expanded.marks if mark.rule >= 0)
+    if expanded.nodes + added <= limits.inlined_nodes:
+        return []
+    message = (
+        f"With its rules the program has {expanded.nodes + added} nodes, {added} of them of rules, which are copied "
+        f"for each node that has one; {limits.inlined_nodes} is the most."
+    )
+    return [Finding(errors_pb2.ERROR_REASON_LIMIT_EXCEEDED, message, field="spec.overrides")]
 
 
 def _with_aliases(finding: Finding, spec: program_pb2.ProgramSpec) -> Finding:

@@ -15,7 +15,7 @@ from gradrule import _infer, _opdefs, _tensors
 from gradrule.v1 import errors_pb2, evaluate_pb2, graph_pb2, override_pb2, rule_pb2, tensor_pb2
 from gradrule_server import graphs
 from gradrule_server.errors import GradruleError, did_you_mean, error
-from gradrule_server.graphs.tensors import tensor_fault
+from gradrule_server.policy import tensor_fault
 from gradrule_server.programs.house import ProgramHouse
 from gradrule_server.programs.overrides import INLINE_RULE, OverrideTable
 from gradrule_server.programs.rule_lookup import ResolvedRule

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, Resource, did_you_mean, error
+from gradrule_server.policy import Bounds
 from gradrule_server.registry import paging
 from gradrule_server.registry.names import BUILTIN_PREFIX, Names, RuleEntry, by_name
 from gradrule_server.registry.store import RuleRow, Store, StoreError
@@ -37,8 +38,10 @@ class RuleRegistry:
         *,
         max_rules: int = 10_000,
         builtins: Iterable[BuiltinRule] = BUILTINS,
+        bounds: Bounds | None = None,
     ) -> None:
         self._store = store
+        self._bounds = bounds or Bounds()
         self._max_rules = max_rules
         self._changing = threading.Lock()
         self._revision = 0
@@ -72,6 +75,9 @@ class RuleRegistry:
         """
         name = _valid_name(name)
         content = RuleContent.from_definition(definition)
+        refused = content.refused(self._bounds)
+        if refused:
+            raise GradruleError(refused)
         with self._changing:
             names = self._names
             holder = names.find(name)

@@ -10,7 +10,8 @@ from google.protobuf.message import DecodeError
 
 from gradrule import _infer, _opdefs
 from gradrule.v1 import errors_pb2, graph_pb2, tensor_pb2
-from gradrule_server.errors import GradruleError, did_you_mean, error
+from gradrule_server.errors import Finding, GradruleError, did_you_mean, error
+from gradrule_server.policy import DROPPED, Bounds, count_fault, refusal, value_faults
 from gradrule_server.rules import dtypes
 from gradrule_server.rules.dtypes import Dt
 from gradrule_server.rules.graph_builder import type_attr
@@ -20,6 +21,9 @@ from gradrule_server.rules.signature import RuleGraph, Signature, count, listed,
 
 _RESULT = re.compile(r"dx(0|[1-9][0-9]{0,5})?")
 _UNBOUND = ("PlaceholderV2", "PlaceholderWithDefault")
+# TensorFlow puts these into branches; it hands out memory as it was found, which the branch never reads.
+_PARTS_OF_BRANCHES = frozenset({"FakeParam"})
+_MAX_FINDINGS = 100
 _SHAPE_NOT_KNOWN = frozenset({"graph"})
 
 
@@ -76,6 +80,22 @@ def read_graph(serialized: bytes, params: Sequence[str], *, brought: bool = Fals
             "ZerosLike(x) is a gradient of zeros",
         )
     return GraphForm(kept, variables, used_params, results)
+
+
+def refused_nodes(form: GraphForm, bounds: Bounds) -> list[Finding]:
+    """What may not run of a rule's graph, or is too large: the checks that nodes of a program's graph go through."""
+    findings = []
+    for node in form.graph.node:
+        op = _opdefs.find(node.op)
+        if op is None:
+            raise AssertionError(f"{node.op} passed the checks")
+        faults = [refusal(op, node.attr, bounds), count_fault(op, node.attr, bounds)]
+        faults += value_faults(op, node.attr, bounds)
+        if node.op in _PARTS_OF_BRANCHES:
+            faults.append((errors_pb2.ERROR_REASON_OP_NOT_ALLOWED, "is part of a branch, and a rule's graph has none"))
+        for reason, what in filter(None, faults):
+            findings.append(Finding(reason, f"node {quoted(node.name)} ({node.op}) {what}", node.name, "graph"))
+    return findings[:_MAX_FINDINGS]
 
 
 def bind_graph(form: GraphForm, signature: Signature) -> RuleGraph:
@@ -147,7 +167,7 @@ def _check_functions(nodes: Iterable[graph_pb2.Node], functions: Container[str])
 def _drop_notes(nodes: Iterable[graph_pb2.Node]) -> None:
     """Attributes that begin with `_` are notes of TensorFlow's; one of them names gradients of the process."""
     for node in nodes:
-        for name in [name for name in node.attr if name.startswith("_")]:
+        for name in [name for name in node.attr if name.startswith("_") or name in DROPPED]:
             del node.attr[name]
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server.errors import Finding, GradruleError, error
-from gradrule_server.rules.graph_rule import GraphForm, bind_graph, read_graph
+from gradrule_server.policy import Bounds
+from gradrule_server.rules.graph_rule import GraphForm, bind_graph, read_graph, refused_nodes
 from gradrule_server.rules.language import Formula, lower, parse
 from gradrule_server.rules.language.names import is_function, param_name_problem
 from gradrule_server.rules.params import Param, read_param_value, write_param
@@ -123,6 +124,18 @@ class RuleContent:
         if self.formula is not None:
             return self.formula.uses_default
         return self._graph is not None and any(variable.startswith("default") for variable in self._graph.variables)
+
+    def refused(self, bounds: Bounds) -> list[Finding]:
+        """OP_NOT_ALLOWED, LIMIT_EXCEEDED and INVALID_TENSOR for nodes of the rule's graph that may not run."""
+        # What a graph brought along was checked with it.
+        found = [] if self._graph is None or self.brought else refused_nodes(self._graph, bounds)
+        return found if self.gradient is None else [*found, *self.gradient.refused(bounds)]
+
+    @property
+    def size(self) -> int:
+        """How many nodes it adds where it is used, at least; 1 for what is not a graph."""
+        own = 1 if self._graph is None else len(self._graph.graph.node)
+        return own if self.gradient is None else own + self.gradient.size
 
     def bind(self, signature: Signature) -> RuleGraph:
         """The rule as a graph for an op of these types; RULE_ARITY, RULE_NOT_APPLICABLE, RULE_OUTPUT if it is none."""

@@ -288,6 +288,8 @@ class CompileRequest(google.protobuf.message.Message):
     SPLIT_FIELD_NUMBER: builtins.int
     DENSE_GRADIENTS_FIELD_NUMBER: builtins.int
     INPUT_ALIASES_FIELD_NUMBER: builtins.int
+    TRUSTED_FIELD_NUMBER: builtins.int
+    MEMORY_LIMIT_FIELD_NUMBER: builtins.int
     key: builtins.str
     """Key by which RUN and UNLOAD name the program: its digest."""
     graph: builtins.bytes
@@ -306,6 +308,10 @@ class CompileRequest(google.protobuf.message.Message):
     """The forward part and the backward part are built as two functions, so that one forward run serves many pull-backs. Only for VJP."""
     dense_gradients: builtins.bool
     """As in Vjp."""
+    trusted: builtins.bool
+    """The operator vouches for every caller: ops that the list denies run too."""
+    memory_limit: builtins.int
+    """Bytes that an engine may take; 0: any. A program that cannot fit is refused."""
     @property
     def marks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MarkedNode]:
         """Overridden nodes."""
@@ -387,8 +393,10 @@ class CompileRequest(google.protobuf.message.Message):
         split: builtins.bool = ...,
         dense_gradients: builtins.bool = ...,
         input_aliases: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        trusted: builtins.bool = ...,
+        memory_limit: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dense_gradients", b"dense_gradients", "derivative", b"derivative", "directions", b"directions", "fetches", b"fetches", "grad_ys", b"grad_ys", "graph", b"graph", "input_aliases", b"input_aliases", "inputs", b"inputs", "key", b"key", "made", b"made", "marks", b"marks", "no_gradient", b"no_gradient", "rules", b"rules", "scopes", b"scopes", "split", b"split", "stacked_grad_ys", b"stacked_grad_ys", "stop_gradients", b"stop_gradients", "unconnected_gradients", b"unconnected_gradients", "updates", b"updates", "variables", b"variables", "xs", b"xs", "ys", b"ys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dense_gradients", b"dense_gradients", "derivative", b"derivative", "directions", b"directions", "fetches", b"fetches", "grad_ys", b"grad_ys", "graph", b"graph", "input_aliases", b"input_aliases", "inputs", b"inputs", "key", b"key", "made", b"made", "marks", b"marks", "memory_limit", b"memory_limit", "no_gradient", b"no_gradient", "rules", b"rules", "scopes", b"scopes", "split", b"split", "stacked_grad_ys", b"stacked_grad_ys", "stop_gradients", b"stop_gradients", "trusted", b"trusted", "unconnected_gradients", b"unconnected_gradients", "updates", b"updates", "variables", b"variables", "xs", b"xs", "ys", b"ys"]) -> None: ...
 
 global___CompileRequest = CompileRequest
 

@@ -6,7 +6,7 @@ from gradrule._dtypes import name_of
 from gradrule.v1.errors_pb2 import ErrorReason
 from gradrule.v1.tensor_pb2 import Dt, Tensor, TensorShape
 from gradrule_server.errors import Reason
-from gradrule_server.graphs.ir import Limits
+from gradrule_server.policy.bounds import Bounds
 
 _MAX_ELEMENTS = 2**62
 
@@ -55,14 +55,14 @@ _LIMIT = Reason.ERROR_REASON_LIMIT_EXCEEDED
 Fault = tuple[ErrorReason.ValueType, str]
 
 
-def shape_fault(shape: TensorShape, limits: Limits, *, known: bool) -> Fault | None:
+def shape_fault(shape: TensorShape, bounds: Bounds, *, known: bool) -> Fault | None:
     """What is wrong with a shape, as a clause (`has …`). `known`: all dimensions must be."""
     if shape.unknown_rank:
         if shape.dim:
             return _INVALID, "has a shape that is of unknown rank and yet has dimensions"
         return (_INVALID, "has a shape of unknown rank") if known else None
-    if len(shape.dim) > limits.rank:
-        return _LIMIT, f"has rank {len(shape.dim)}; {limits.rank} is the most"
+    if len(shape.dim) > bounds.rank:
+        return _LIMIT, f"has rank {len(shape.dim)}; {bounds.rank} is the most"
     elements = 1
     for size in (dim.size for dim in shape.dim):
         if size < (0 if known else -1):
@@ -73,9 +73,9 @@ def shape_fault(shape: TensorShape, limits: Limits, *, known: bool) -> Fault | N
     return None
 
 
-def tensor_fault(tensor: Tensor, limits: Limits) -> Fault | None:
+def tensor_fault(tensor: Tensor, bounds: Bounds) -> Fault | None:
     """What is wrong with a tensor, as a clause (`has …`); None: nothing."""
-    fault = shape_fault(tensor.tensor_shape, limits, known=True)
+    fault = shape_fault(tensor.tensor_shape, bounds, known=True)
     if fault:
         return fault
     form = _FORMS.get(tensor.dtype)
@@ -83,12 +83,14 @@ def tensor_fault(tensor: Tensor, limits: Limits) -> Fault | None:
         return _INVALID, f"has the element type {name_of(tensor.dtype)}, which no tensor can have"
     if tensor.dtype == Dt.DT_RESOURCE:
         return _INVALID, "holds a resource, which means nothing outside the process that made it"
+    if tensor.dtype == Dt.DT_VARIANT and (tensor.variant_val or tensor.tensor_content):
+        return _INVALID, "holds variants, which mean something only in the process that made them"
     size, field, parts = form
     elements = 1
     for dim in tensor.tensor_shape.dim:
         elements *= dim.size
-    if elements * (size or _POINTER_BYTES) > limits.constant_bytes:
-        return _LIMIT, f"has {elements} elements, which take more than {limits.constant_bytes} bytes"
+    if elements * (size or _POINTER_BYTES) > bounds.constant_bytes:
+        return _LIMIT, f"has {elements} elements, which take more than {bounds.constant_bytes} bytes"
     what = f"{name_of(tensor.dtype)} of shape {[dim.size for dim in tensor.tensor_shape.dim]}"
     content, values = len(tensor.tensor_content), len(getattr(tensor, field))
     if content and tensor.dtype == Dt.DT_STRING:

@@ -1,0 +1,59 @@
+"""The second line: what is about to run is held against the list of ops once more, gradients and rules included.
+
+The first line is the front end's, which checks what was sent. This one sees what TensorFlow made of it, and asks
+TensorFlow itself how its ops are defined.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from gradrule.v1 import errors_pb2
+from gradrule_server.engine import tf_private
+from gradrule_server.engine.names import IMPORT_SCOPE
+from gradrule_server.errors import Finding, GradruleError
+from gradrule_server.policy import Ruling, digest_of, judged
+
+_MAX_FINDINGS = 20
+
+_rulings: dict[str, Ruling] = {}
+
+
+def check_ops(graph: tf.Graph) -> None:
+    """OP_NOT_ALLOWED, with all op types of the graph and its functions that the list denies."""
+    findings: list[Finding] = []
+    for op_type, name in _ops_of(graph).items():
+        ruling = _ruling(op_type)
+        if not ruling.allowed:
+            message = (
+                f"Node {name!r} ({op_type}), which the program comes to with its rules and gradients, is not allowed "
+                f"here ({ruling.category}: {ruling.reason})."
+            )
+            findings.append(Finding(errors_pb2.ERROR_REASON_OP_NOT_ALLOWED, message, name))
+    if findings:
+        raise GradruleError(findings[:_MAX_FINDINGS])
+
+
+def _ops_of(graph: tf.Graph) -> dict[str, str]:
+    """Every op type that can run, in the graph or in a function, with the name of one node of it."""
+    found: dict[str, str] = {}
+    functions: dict[str, None] = {}
+    for op in graph.get_operations():
+        found.setdefault(op.type, op.name.removeprefix(IMPORT_SCOPE))
+        if tf_private.runs_functions(op.type):
+            functions.update(dict.fromkeys(tf_private.functions_named(op.node_def)))
+    done: set[str] = set()
+    while pending := [name for name in functions if name not in done]:
+        done.update(pending)
+        for name in pending:
+            for node in tf_private.function_definition(name).node_def:
+                found.setdefault(node.op, node.name)
+                functions.update(dict.fromkeys(tf_private.functions_named(node)))
+    return found
+
+
+def _ruling(op_type: str) -> Ruling:
+    found = _rulings.get(op_type)
+    if found is None:
+        found = _rulings[op_type] = judged(op_type, digest_of(tf_private.op_definition(op_type)))
+    return found

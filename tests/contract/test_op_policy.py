@@ -1,0 +1,97 @@
+"""The reviewed list of ops is about the installed TensorFlow, and closed to what it does not know."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from gradrule import _opdefs
+from gradrule_server import policy
+from gradrule_server.policy.categories import REMEDIES
+from gradrule_server.policy.table import NOT_REVIEWED, read_rows, write_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Written down apart from the list, so that a slip in one of the two is noticed.
+_DANGEROUS = [
+    "ReadFile", "MatchingFiles", "ImmutableConst", "GenerateVocabRemapping", "InitializeTableFromTextFile",
+    "InitializeTableFromTextFileV2", "SnapshotDatasetReader", "SnapshotChunkDataset", "SnapshotNestedDatasetReader",
+    "DecodeProtoV2", "EncodeProto", "FixedUnigramCandidateSampler", "Skipgram", "RecordInput", "LoadAndRemapMatrix",
+    "Restore", "RestoreSlice", "RestoreV2", "LoadDataset", "CacheDataset", "SnapshotDataset", "DebugIdentity",
+    "DebugNanCount", "DebugNumericSummary", "WriteFile", "PrintV2", "Save", "SaveSlices", "SaveV2",
+    "MergeV2Checkpoints", "DistributedSave", "SaveDataset", "DatasetToTFRecord", "DumpTensor", "WriteSummary",
+    "RegisterDataset", "DataServiceDataset", "RpcCall", "RemoteCall", "Send", "Recv", "CollectiveReduceV2",
+    "NcclAllReduce", "TPUExecute", "PyFunc", "EagerPyFunc", "PyFuncStateless", "GeneratorDataset", "XlaCustomCall",
+    "XlaCallModule", "XlaLaunch", "SymbolicGradient", "GetSessionHandle", "GetSessionTensor", "Batch", "Unbatch",
+    "BatchFunction", "Stage", "FIFOQueueV2", "Barrier", "HashTableV2", "SleepOp", "Abort", "Empty", "InplaceUpdate",
+    "ParseTensor", "_Recv", "_Arg", "_EagerConst",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_op_policy", ROOT / "tools/generate_op_policy.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_committed_list_and_page_are_current() -> None:
+    command = [sys.executable, "tools/generate_op_policy.py", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_every_op_of_tensorflow_was_reviewed(generator: ModuleType) -> None:
+    digests = generator.definitions()
+    assert list(policy.rulings()) == sorted(digests) == list(_opdefs.names())
+    for name, digest in digests.items():
+        ruling = policy.judged(name, digest)
+        assert ruling is policy.rulings()[name]
+        assert ruling.category != NOT_REVIEWED
+        assert len(ruling.reason) > 5
+        assert ruling.allowed or ruling.category in REMEDIES
+
+
+def test_new_and_changed_ops_are_denied_until_they_are_reviewed(generator: ModuleType) -> None:
+    kept = dict(policy.rulings())
+    digests = {name: row.digest for name, row in kept.items()} | {"Sign": "0" * 16, "Brandnew": "1" * 16}
+    del digests["Abs"]
+    rows = {row.op: row for row in generator.current(kept, digests)}
+    assert "Abs" not in rows
+    assert not rows["Sign"].allowed and rows["Sign"].category == NOT_REVIEWED and rows["Sign"].digest == "0" * 16
+    assert not rows["Brandnew"].allowed and rows["Brandnew"].category == NOT_REVIEWED
+    assert rows["Tanh"] is kept["Tanh"] and rows["ReadFile"] is kept["ReadFile"]
+    assert NOT_REVIEWED in REMEDIES
+    # Where the list was not brought up yet, as in an engine with another TensorFlow.
+    for name in ("Sign", "Brandnew"):
+        ruling = policy.judged(name, digests[name])
+        assert not ruling.allowed and ruling.category == NOT_REVIEWED
+
+
+def test_text_and_rows_are_the_same() -> None:
+    rows = list(policy.rulings().values())
+    assert read_rows(write_rows(rows)) == dict(policy.rulings())
+    with pytest.raises(ValueError, match="Sign"):
+        read_rows(write_rows([*rows, replace(policy.rulings()["Sign"], allowed=False)]))
+    with pytest.raises(ValueError, match="neither"):
+        read_rows("Sign\tperhaps\tmath\t0\tit depends\n")
+
+
+def test_the_dangerous_ones_are_denied() -> None:
+    assert not {name for name in _DANGEROUS if policy.rulings()[name].allowed}
+
+
+def test_ops_with_a_gradient_run_unless_they_reach_outside_the_graph() -> None:
+    rulings = policy.rulings()
+    denied = {name: rulings[name].category for name in _opdefs.gradients() if name in rulings}
+    outside = {"TPU", "code", "compiler", "debug", "distributed", "file write", "internal", "network"}
+    earlier = {"control", "tensor array", "variable"}
+    assert {rulings[name].category for name in denied if not rulings[name].allowed} == outside | earlier
