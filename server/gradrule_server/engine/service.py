@@ -85,7 +85,7 @@ class EngineService:
         return built
 
     def _compile(self, request: link_pb2.CompileRequest) -> link_pb2.CompileReply:
-        values = self._weights.of(request.variables)
+        values = self._weights.of(request.variables, request.blob_folder)
         with self._build_lock:
             built = build(request, values)
         self._programs[request.key] = built

@@ -48,8 +48,11 @@ def _prepare(
 ) -> tuple[Prepared, Loadable]:
     """Prepares, and leaves the graph's bytes in one place: the message that goes to engines."""
     prepared = prepare(spec, call, lookup, limits, blobs)
+    prepared.request.blob_folder = blobs.folder_name
     request = prepared.request.SerializeToString()
-    loadable = Loadable(prepared.key, request, prepared.blobs, prepared.expanded.nodes)
+    # A program of one tenant's is never another's, however equal they are: neither its speed nor its end tells anything.
+    key = f"{prepared.key}@{blobs.folder_name}" if blobs.folder_name else prepared.key
+    loadable = Loadable(key, request, prepared.blobs, prepared.expanded.nodes, blobs)
     # A message gives up its memory as a whole: the rest is copied, then the whole goes.
     prepared.request.ClearField("graph")
     rest = link_pb2.CompileRequest()

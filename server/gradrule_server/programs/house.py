@@ -37,13 +37,17 @@ _PADDED_OUTPUT = re.compile(r"(.*):0+([0-9]+)")
 
 
 class ProgramHouse:
-    """Compiles programs, keeps those that are to be kept, and runs them on an engine."""
+    """One tenant's programs: compiles them, keeps those that are to be kept, and runs them on an engine.
+
+    loaded: what engines hold, of all tenants.
+    """
 
     def __init__(
         self,
         rules: RuleRegistry,
         programs: ProgramRegistry,
         engine: Engine,
+        loaded: LoadedPrograms,
         limits: graphs.Limits,
         blobs: BlobStore,
         *,
@@ -53,9 +57,9 @@ class ProgramHouse:
         self._rules = rules
         self._engine = engine
         self._blobs = blobs
-        self._loaded = LoadedPrograms(engine, blobs, capacity, capacity_bytes)
+        self._loaded = loaded
         self._cache = ProgramCache(capacity, capacity_bytes)
-        self._compiler = Compiler(engine, self._loaded, limits, blobs)
+        self._compiler = Compiler(engine, loaded, limits, blobs)
         self.kept = KeptPrograms(programs, rules, self._compiler, self._cache)
 
     async def evaluate(
@@ -109,7 +113,9 @@ class ProgramHouse:
                 feeds=request.feeds, grad_ys=request.grad_ys, tangents=request.tangents, vectors=request.vectors
             )
             payload = values.SerializeToString()
-        run = link_pb2.RunRequest(request=payload, params=program.compiled.settings(request.params))
+        run = link_pb2.RunRequest(
+            request=payload, params=program.compiled.settings(request.params), blob_folder=self._blobs.folder_name
+        )
 
         async def attempt() -> tuple[bytes, bool, int]:
             return await self._run(program, run, received_ns, compile_started_ns, how)

@@ -27,13 +27,14 @@ _NODE_BYTES = 32 * 1024
 class Loadable:
     """What an engine needs to load a program: its digest, the bytes of its `CompileRequest`, and the blobs it reads.
 
-    nodes: of its graph.
+    nodes: of its graph. store: where its blobs are, unless it is the common one.
     """
 
     key: str
     request: bytes
     blobs: tuple[str, ...] = ()
     nodes: int = 0
+    store: BlobStore | None = None
 
     @property
     def loaded_size(self) -> int:
@@ -114,13 +115,14 @@ class LoadedPrograms:
         engine_key = f"{program.key}/{self._serial}"
         # Concatenating messages merges them: the last key counts.
         own_key = link_pb2.CompileRequest(key=engine_key).SerializeToString()
-        self._blobs.hold(program.blobs)
+        store = program.store or self._blobs
+        store.hold(program.blobs)
         try:
             work = self._engine.submit(Kind.COMPILE, program.request + own_key)
         except BaseException:
-            self._blobs.let_go(program.blobs)
+            store.let_go(program.blobs)
             raise
-        work.answer.add_done_callback(lambda _: self._blobs.let_go(program.blobs))
+        work.answer.add_done_callback(lambda _: store.let_go(program.blobs))
         load = self._loads[program.key] = Load(program.key, engine_key, program.loaded_size, work)
         self._bytes += load.size
         work.answer.add_done_callback(lambda answer: self._forget_failed(load, answer))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import math
+import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,6 +24,7 @@ from gradrule_server.programs.prepare import graph_of
 from gradrule_server.programs.running import InSession
 from gradrule_server.programs.shape import CallShape, canonical
 from gradrule_server.programs.values import value_fault
+from gradrule_server.quotas import Allowance
 from gradrule_server.registry.blobs import BlobStore, not_found
 
 # Programs that one session keeps at hand: as many kinds of steps and evaluations as it makes in turn.
@@ -36,7 +37,7 @@ _BUILD_PATIENCE_S = 30.0
 
 
 class SessionHouse:
-    """What all sessions share: bounds on their number and bytes. Everything happens on one asyncio loop."""
+    """What all sessions of a tenant share: bounds on their number and bytes. Everything happens on one asyncio loop."""
 
     def __init__(
         self,
@@ -45,32 +46,28 @@ class SessionHouse:
         blobs: BlobStore,
         limits: graphs.Limits,
         *,
-        max_sessions: int,
-        max_bytes: int,
+        room: Allowance,
+        bytes_room: Allowance,
     ) -> None:
         self.house = house
         self.engine = engine
         self.blobs = blobs
         self.limits = limits
-        self._max_sessions = max_sessions
-        self._max_bytes = max_bytes
-        self._names = itertools.count(1)
+        self._room = room
+        self._bytes_room = bytes_room
         self._bytes: dict[str, int] = {}
 
     def open(self) -> str:
         """Counts a session in; its name. QUOTA_EXCEEDED where there are too many."""
-        if len(self._bytes) >= self._max_sessions:
-            raise error(
-                errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
-                f"there are {len(self._bytes)} sessions, the most that the server holds (--max-sessions); end some",
-            )
-        name = f"s{next(self._names)}"
+        self._room.take()
+        # Engines know sessions of all tenants by these names.
+        name = f"s{secrets.token_hex(8)}"
         self._bytes[name] = 0
         return name
 
     def left_for(self, name: str) -> int:
         """Bytes that a session may take."""
-        return self._max_bytes - sum(size for other, size in self._bytes.items() if other != name)
+        return self._bytes_room.left + self._bytes.get(name, 0)
 
     @contextlib.contextmanager
     def growing(self, name: str, more: int) -> Iterator[None]:
@@ -86,11 +83,15 @@ class SessionHouse:
     def takes(self, name: str, size: int) -> None:
         """Notes what a session takes."""
         if name in self._bytes:
+            self._bytes_room.adjust(size - self._bytes[name])
             self._bytes[name] = size
 
     def close(self, name: str) -> None:
         """Counts a session out."""
-        self._bytes.pop(name, None)
+        if name in self._bytes:
+            self.takes(name, 0)
+            del self._bytes[name]
+            self._room.give_back()
 
 
 class Session:
@@ -224,6 +225,7 @@ class Session:
         if self._generation != self._house.engine.generation:
             raise _lost()
         request.session, request.max_bytes = self._name, self._house.left_for(self._name)
+        request.blob_folder = self._house.blobs.folder_name
         left_s = ends_at - asyncio.get_running_loop().time()
         request.deadline_ns = time.monotonic_ns() + int(left_s * 1e9)
         kind = request.run.optimizer.name
