@@ -24,7 +24,6 @@ class Allowance:
         within: Allowance | None = None,
         used: int = 0,
         reason: errors_pb2.ErrorReason.ValueType = errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
-        retry_after_s: float | None = None,
     ) -> None:
         self.limit = limit
         self.setting = setting
@@ -32,7 +31,6 @@ class Allowance:
         self._within = within
         self._used = used
         self._reason = reason
-        self._retry_after_s = retry_after_s
         self._lock = threading.Lock()
 
     @property
@@ -46,19 +44,23 @@ class Allowance:
         own = max(0, self.limit - self._used)
         return own if self._within is None else min(own, self._within.left)
 
+    def begin(self, used: int) -> None:
+        """So much is there already, which the allowance around this one has counted."""
+        with self._lock:
+            self._used += used
+
     def take(self, amount: int = 1) -> None:
         """Counts in. QUOTA_EXCEEDED (or the allowance's own reason) where that is too much; nothing is counted then."""
-        with self._lock:
-            if self._used + amount > self.limit:
-                raise error(self._reason, self._refusal(amount), retry_after_s=self._retry_after_s)
-            self._used += amount
+        # Where both are full, the server's bound is the one to name.
         if self._within is not None:
-            try:
-                self._within.take(amount)
-            except BaseException:
-                with self._lock:
-                    self._used -= amount
-                raise
+            self._within.take(amount)
+        with self._lock:
+            fits = self._used + amount <= self.limit
+            self._used += amount if fits else 0
+        if not fits:
+            if self._within is not None:
+                self._within.give_back(amount)
+            raise error(self._reason, self._refusal(amount))
 
     def give_back(self, amount: int = 1) -> None:
         """Counts out."""

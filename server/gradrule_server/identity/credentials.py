@@ -51,6 +51,12 @@ class Credentials:
             return None
         return Principal(tenant, tenant in self.admins)
 
+    def refresh(self) -> None:
+        """Looks at all files now."""
+        for source in (self.tokens, self.jwts):
+            if source is not None:
+                source.refresh()
+
     def still_holds(self, principal: Principal) -> bool:
         """Whether one who came before may still stay: a stream may outlive what opened it."""
         if principal is OPEN:

@@ -95,6 +95,13 @@ class Jwts:
                     self._found.popitem(last=False)
         return principal
 
+    def refresh(self) -> None:
+        """Looks at the files now, and checks all tokens anew."""
+        for file in self._files:
+            file.refresh()
+        with self._lock:
+            self._found.clear()
+
     def _check(self, text: str) -> Principal | None:
         try:
             header = jwt.get_unverified_header(text)

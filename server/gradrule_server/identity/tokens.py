@@ -124,6 +124,10 @@ class Tokens:
         principal = Principal(token.tenant, token.is_admin, token.expires, digest)
         return None if principal.is_expired else principal
 
+    def refresh(self) -> None:
+        """Looks at the file now."""
+        self._file.refresh()
+
     def still_holds(self, principal: Principal) -> bool:
         """Whether a principal that `find` gave is one still."""
         return not principal.is_expired and principal.key in self._file.value()

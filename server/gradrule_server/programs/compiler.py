@@ -50,7 +50,7 @@ def _prepare(
     prepared = prepare(spec, call, lookup, limits, blobs)
     prepared.request.blob_folder = blobs.folder_name
     request = prepared.request.SerializeToString()
-    # A program of one tenant's is never another's, however equal they are: neither its speed nor its end tells anything.
+    # A program of one tenant's is never another's, however equal they are: nobody learns from its speed or its end.
     key = f"{prepared.key}@{blobs.folder_name}" if blobs.folder_name else prepared.key
     loadable = Loadable(key, request, prepared.blobs, prepared.expanded.nodes, blobs)
     # A message gives up its memory as a whole: the rest is copied, then the whole goes.

@@ -62,6 +62,20 @@ class ProgramHouse:
         self._compiler = Compiler(engine, loaded, limits, blobs)
         self.kept = KeptPrograms(programs, rules, self._compiler, self._cache)
 
+    @property
+    def cached_bytes(self) -> int:
+        """Roughly the bytes of the programs that are kept at hand."""
+        return self._cache.held_bytes
+
+    @property
+    def cached_programs(self) -> int:
+        """How many programs are kept at hand."""
+        return len(self._cache)
+
+    def drop_oldest(self) -> None:
+        """One program less is kept at hand."""
+        self._cache.drop_oldest()
+
     async def evaluate(
         self, request: evaluate_pb2.EvaluateRequest, raw: bytes, received_ns: int, ends_at: float
     ) -> bytes:

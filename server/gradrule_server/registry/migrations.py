@@ -81,7 +81,8 @@ _STEPS: Mapping[int, tuple[str, ...]] = {
         "description VARCHAR NOT NULL, create_time_us INTEGER NOT NULL, PRIMARY KEY (tenant, name))",
         "CREATE TABLE programs (tenant VARCHAR NOT NULL, id VARCHAR NOT NULL, identity VARCHAR NOT NULL, "
         "graph_digest VARCHAR NOT NULL, spec BLOB NOT NULL, snapshot BLOB NOT NULL, summary BLOB NOT NULL, "
-        "create_time_us INTEGER NOT NULL, PRIMARY KEY (tenant, id), FOREIGN KEY(graph_digest) REFERENCES blobs (digest))",
+        "create_time_us INTEGER NOT NULL, PRIMARY KEY (tenant, id), "
+        "FOREIGN KEY(graph_digest) REFERENCES blobs (digest))",
         "INSERT INTO rules SELECT 'default', name, definition, description, create_time_us FROM rules_1",
         "INSERT INTO programs SELECT 'default', id, identity, graph_digest, spec, snapshot, summary, create_time_us "
         "FROM programs_1",

@@ -93,7 +93,8 @@ class RuleRegistry:
     def create(self, name: str, definition: rule_pb2.RuleDefinition, description: str) -> RuleEntry:
         """Registers a USER rule, `rules/NAME` or bare; equal content (form, params with ranges) returns what is there.
 
-        Raises INVALID_RULE (the name), RULE_EXISTS, LIMIT_EXCEEDED, QUOTA_EXCEEDED, and what reading the definition raises.
+        Raises INVALID_RULE (the name), RULE_EXISTS, LIMIT_EXCEEDED, QUOTA_EXCEEDED, and what reading the definition
+        raises.
         """
         name = _valid_name(name)
         content = RuleContent.from_definition(definition)
