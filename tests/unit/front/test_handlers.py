@@ -154,7 +154,7 @@ async def test_bytes_that_are_no_request() -> None:
 
 async def stream(door: Door, method: StreamMethod, context: Context) -> None:
     handler: Any = door.service("s", streams={"m": method}).service(
-        SimpleNamespace(method="/s/m", invocation_metadata=())  # type: ignore[arg-type]
+        SimpleNamespace(method="/s/m", invocation_metadata=())
     )
     await handler.stream_stream(never_read(), context)
 
