@@ -11,6 +11,7 @@ import pytest
 
 import gradrule as gr
 from tests.service import blocking
+from tests.service.guarded import Guarded, guarded_server
 from tests.service.servers import RunningServer, running_server
 
 
@@ -50,6 +51,13 @@ def channel(server: RunningServer) -> Iterator[grpc.Channel]:
     """A bare channel, for bytes that no client would send."""
     with grpc.insecure_channel(server.target) as opened:
         yield opened
+
+
+@pytest.fixture(scope="session")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    """A server that asks for credentials, and bounds its tenants tightly."""
+    with guarded_server(tmp_path_factory.mktemp("guarded")) as running:
+        yield running
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`python -m gradrule_server serve …`, and what `gradrule serve …` calls."""
+"""`python -m gradrule_server serve …`, and what `gradrule serve`, `gradrule token` and `gradrule registry` call."""
 
 from __future__ import annotations
 
@@ -9,28 +9,44 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serves. Exit codes: 0 after a drain, 1 where the server cannot start, 2 for wrong settings."""
+    """Runs one command. Exit codes: 0 done, 1 where it cannot be done, 2 for wrong settings or words."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] != "serve":
-        print("usage: python -m gradrule_server serve [--help]", file=sys.stderr)
-        return 2
+    match arguments[:1]:
+        case ["serve"]:
+            return _serve(arguments[1:])
+        case ["token"]:
+            from gradrule_server.commands import token
 
+            return token.run(arguments[1:])
+        case ["registry"]:
+            from gradrule_server.commands import registry
+
+            return registry.run(arguments[1:])
+    print("usage: python -m gradrule_server serve|token|registry [--help]", file=sys.stderr)
+    return 2
+
+
+def _serve(arguments: Sequence[str]) -> int:
+    """Serves; 0 after a drain."""
     from gradrule_server.settings import Settings, SettingsError
 
     try:
-        settings = Settings.load(arguments[1:], os.environ)
+        settings = Settings.load(arguments, os.environ)
     except SettingsError as wrong:
         print(f"gradrule serve: {wrong}", file=sys.stderr)
         return 2
 
     from gradrule_server.app import configure_logging, serve
+    from gradrule_server.front.tls import CertificateError
+    from gradrule_server.identity.jwts import JwtKeyError
+    from gradrule_server.identity.tokens import TokenFileError
     from gradrule_server.link.engine import EngineRefused
     from gradrule_server.registry.store import StoreError
 
     configure_logging(settings.log_level)
     try:
         asyncio.run(serve(settings))
-    except (EngineRefused, StoreError, OSError) as refusal:
+    except (EngineRefused, StoreError, TokenFileError, JwtKeyError, CertificateError, OSError) as refusal:
         print(f"gradrule serve: {refusal}", file=sys.stderr)
         return 1
     return 0

@@ -6,6 +6,7 @@ The model's fields are the only list: flags, environment names and help are made
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,7 +29,17 @@ from gradrule_server.errors import did_you_mean
 ENVIRONMENT_PREFIX = "GRADRULE_"
 
 # Variables of the command line's other half: whoever has set them for clients must be able to start a server too.
-_OF_CLIENTS = frozenset({"GRADRULE_TARGET", "GRADRULE_TOKEN"})
+_OF_CLIENTS = frozenset(
+    {
+        "GRADRULE_TARGET",
+        "GRADRULE_TOKEN",
+        "GRADRULE_TLS",
+        "GRADRULE_TLS_CA",
+        "GRADRULE_CLIENT_CERT",
+        "GRADRULE_CLIENT_KEY",
+        "GRADRULE_INSECURE_TOKEN",
+    }
+)
 _MEBIBYTE = 1024 * 1024
 LEAST_MEMORY = 1024 * _MEBIBYTE
 """Bytes that an engine must be given."""
@@ -43,6 +54,16 @@ def default_data_dir(environ: Mapping[str, str]) -> Path:
     xdg = Path(environ.get("XDG_DATA_HOME", ""))
     home = Path(environ["HOME"]) if environ.get("HOME") else Path.home()
     return (xdg if xdg.is_absolute() else home / ".local" / "share") / "gradrule"
+
+
+def _of_tenant(what: str) -> Any:
+    """A setting that bounds each tenant."""
+    return Field(
+        None,
+        gt=0,
+        description=f"{what} of one tenant. Unless given: a quarter of what the server has, or all of it where it asks "
+        "for no credentials.",
+    )
 
 
 class Settings(BaseModel):
@@ -112,6 +133,62 @@ class Settings(BaseModel):
     max_graph_bytes: ByteSize = Field(
         ByteSize(1024 * _MEBIBYTE), gt=0, lt=2**31, description="Bytes of a graph that was uploaded as a blob."
     )
+    max_streams: PositiveInt = Field(1024, description="Streams at a time: persistent ones and sessions.")
+    max_bytes_in_flight: ByteSize = Field(
+        ByteSize(2048 * _MEBIBYTE), gt=0, description="Bytes of requests at a time; more are answered OVERLOADED."
+    )
+    tenant_requests: PositiveInt | None = _of_tenant("Requests at a time")
+    tenant_bytes_in_flight: ByteSize | None = _of_tenant("Bytes of requests at a time")
+    tenant_streams: PositiveInt | None = _of_tenant("Streams at a time")
+    tenant_rules: PositiveInt | None = _of_tenant("USER rules")
+    tenant_programs: PositiveInt | None = _of_tenant("Programs")
+    tenant_sessions: PositiveInt | None = _of_tenant("Sessions at a time")
+    tenant_session_bytes: ByteSize | None = _of_tenant("Bytes of sessions")
+    tenant_handles: PositiveInt | None = _of_tenant("Forward handles at a time")
+    tenant_handle_bytes: ByteSize | None = _of_tenant("Bytes of forward handles")
+    tenant_blob_bytes: ByteSize | None = _of_tenant("Bytes of blobs")
+    tls_cert: Path | None = Field(None, description="Certificate chain in PEM; the server then speaks TLS alone.")
+    tls_key: Path | None = Field(None, description="Private key of the certificate, in PEM.")
+    tls_client_ca: Path | None = Field(
+        None,
+        description="Authorities in PEM by whom clients' certificates are signed; clients without one are then "
+        "refused, and where no tokens are taken the certificate names the tenant.",
+    )
+    tokens: Path | None = Field(
+        None, description="File of bearer tokens, as `gradrule token new` writes it; each call then needs one."
+    )
+    jwt_key: Path | None = Field(None, description="Public keys in PEM of whoever signs JSON Web Tokens.")
+    jwt_jwks: Path | None = Field(None, description="The same as a JSON Web Key Set.")
+    jwt_issuer: str = Field("", description="Who signs JSON Web Tokens: their `iss`.")
+    jwt_audience: str = Field("", description="For whom JSON Web Tokens are: what their `aud` must hold.")
+    jwt_tenant_claim: str = Field("sub", min_length=1, description="Claim of JSON Web Tokens that names the tenant.")
+    admin_tenants: str = Field(
+        "", description="Tenants, separated by commas, whose JSON Web Tokens or certificates are administrators'."
+    )
+    insecure_tokens: bool = Field(
+        False, description="Whether tokens may come unencrypted from other machines, where something else encrypts."
+    )
+    max_connections: PositiveInt = Field(4096, description="Connections at a time.")
+    max_connection_streams: PositiveInt = Field(1000, description="Calls at a time on one connection; more wait.")
+    max_metadata_bytes: ByteSize = Field(ByteSize(8 * 1024), ge=1024, description="Metadata of a call.")
+    handshake_timeout_s: PositiveFloat = Field(10.0, description="Seconds for a client to connect.")
+    keepalive_s: PositiveFloat = Field(
+        30.0, description="Seconds of silence after which a client is asked whether it is there still."
+    )
+    keepalive_timeout_s: PositiveFloat = Field(20.0, description="Seconds for its answer.")
+    max_connection_age_s: float = Field(
+        0.0,
+        ge=0,
+        description="Seconds, a tenth more or less, after which clients must connect anew, so that they spread over "
+        "replicas; 0: never.",
+    )
+    max_connection_age_grace_s: PositiveFloat = Field(
+        600.0, description="Seconds that calls and streams of such a connection get to end."
+    )
+    stall_s: PositiveFloat = Field(
+        60.0, description="Seconds after which a stream ends whose client does not read its answers."
+    )
+    admin: bool = Field(True, description="Whether the server offers administration, to administrators.")
     reflection: bool = Field(True, description="Whether the server tells its services by gRPC reflection.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level to log.")
 
@@ -133,6 +210,48 @@ class Settings(BaseModel):
             )
         return self
 
+    def _credentials_fit(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key go together: give both or none")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("tls_client_ca asks clients for certificates, which needs TLS: give tls_cert and tls_key")
+        if self.takes_jwts and not (self.jwt_issuer and self.jwt_audience):
+            raise ValueError(
+                "jwt_key and jwt_jwks need jwt_issuer and jwt_audience: a token that somebody else signed, or signed "
+                "for something else, would be taken otherwise"
+            )
+        if not self.takes_jwts and (self.jwt_issuer or self.jwt_audience):
+            raise ValueError("jwt_issuer and jwt_audience say nothing without jwt_key or jwt_jwks")
+        if self.takes_tokens and self.tls_cert is None and not is_loopback(self.host) and not self.insecure_tokens:
+            raise ValueError(
+                f"tokens would come unencrypted to {self.host}: give tls_cert and tls_key, or insecure_tokens where "
+                "something else encrypts"
+            )
+        return self
+
+    @property
+    def takes_jwts(self) -> bool:
+        """Whether JSON Web Tokens are credentials."""
+        return self.jwt_key is not None or self.jwt_jwks is not None
+
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether each call needs a token, of either kind."""
+        return self.tokens is not None or self.takes_jwts
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the server asks for no credentials."""
+        return not self.takes_tokens and self.tls_client_ca is None
+
+    def of_tenant(self, name: str) -> int:
+        """The bound of each tenant: `tenant_NAME`, or its default."""
+        given: int | None = getattr(self, f"tenant_{name}")
+        if given is not None:
+            return given
+        of_server: int = getattr(self, _OF_SERVER.get(name, f"max_{name}"))
+        return of_server if self.is_open else max(1, of_server // 4)
+
     @classmethod
     def load(cls, argv: Sequence[str], environ: Mapping[str, str]) -> Self:
         """Settings from flags (without the program's name) and the environment.
@@ -147,6 +266,18 @@ class Settings(BaseModel):
             return cls.model_validate({"data_dir": fallback_data_dir} | variables | flags)
         except ValidationError as refusal:
             raise SettingsError(_one_line(refusal, sources)) from refusal
+
+
+_OF_SERVER = {"requests": "max_concurrent_requests"}
+"""The server's bound by the tenant's, where they are not called alike."""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def flag_name(name: str) -> str:
@@ -175,7 +306,8 @@ def _parse_flags(argv: Sequence[str], data_dir: Path) -> dict[str, Any]:
     )
     for name, info in Settings.model_fields.items():
         default = data_dir if name == "data_dir" else info.default
-        text = f"{info.description} [default: {_shown(default)}] [{environment_name(name)}]".replace("%", "%%")
+        shown = "" if default in (None, "") else f" [default: {_shown(default)}]"
+        text = f"{info.description}{shown} [{environment_name(name)}]".replace("%", "%%")
         if info.annotation is bool:
             parser.add_argument(flag_name(name), dest=name, action=argparse.BooleanOptionalAction, help=text)
         else:
@@ -223,7 +355,15 @@ def _one_line(refusal: ValidationError, sources: Mapping[str, str]) -> str:
 
 
 def _metavar(info: FieldInfo) -> str:
-    by_type: dict[object, str] = {int: "N", float: "X", ByteSize: "BYTES", Path: "DIR"}
+    by_type: dict[object, str] = {
+        int: "N",
+        int | None: "N",
+        float: "X",
+        ByteSize: "BYTES",
+        ByteSize | None: "BYTES",
+        Path: "DIR",
+        Path | None: "FILE",
+    }
     return by_type.get(info.annotation, "TEXT")
 
 

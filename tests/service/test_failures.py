@@ -33,7 +33,15 @@ UNIT_LEVEL = {"INTERNAL"}
 
 
 def test_every_reason_has_a_test() -> None:
-    for module in ("test_bad_input", "test_bad_rules", "test_blobs", "test_forward", "test_sessions", "test_variables"):
+    for module in (
+        "test_bad_input",
+        "test_bad_rules",
+        "test_blobs",
+        "test_door",
+        "test_forward",
+        "test_sessions",
+        "test_variables",
+    ):
         importlib.import_module(f"tests.service.{module}")
     reasons = {reason_name(number) for number in errors_pb2.ErrorReason.values() if number}
     assert reasons == set(PROVOKED) | UNIT_LEVEL

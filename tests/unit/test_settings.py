@@ -37,13 +37,58 @@ OTHER_VALUES = {
     "max_graph_bytes": 13,
     "max_sessions": 17,
     "max_session_bytes": 18,
-    "memory_limit": 19,
     "trust": "full",
-    "max_node_outputs": 20,
-    "max_constant_bytes": 21,
+    "max_node_outputs": 33,
+    "max_constant_bytes": 34,
+    "max_streams": 19,
+    "max_bytes_in_flight": 20,
+    "tenant_requests": 21,
+    "tenant_bytes_in_flight": 22,
+    "tenant_streams": 23,
+    "tenant_rules": 24,
+    "tenant_programs": 25,
+    "tenant_sessions": 26,
+    "tenant_session_bytes": 27,
+    "tenant_handles": 28,
+    "tenant_handle_bytes": 29,
+    "tenant_blob_bytes": 30,
+    "tls_cert": Path("/run/tls.crt"),
+    "tls_key": Path("/run/tls.key"),
+    "tls_client_ca": Path("/run/ca.crt"),
+    "tokens": Path("/run/tokens"),
+    "jwt_key": Path("/run/jwt.pem"),
+    "jwt_jwks": Path("/run/jwks.json"),
+    "jwt_issuer": "https://issuer",
+    "jwt_audience": "gradrule",
+    "jwt_tenant_claim": "team",
+    "admin_tenants": "ada,grace",
+    "insecure_tokens": True,
+    "max_connections": 31,
+    "max_connection_streams": 32,
+    "max_metadata_bytes": 2048,
+    "handshake_timeout_s": 1.25,
+    "keepalive_s": 2.25,
+    "keepalive_timeout_s": 3.25,
+    "max_connection_age_s": 4.25,
+    "max_connection_age_grace_s": 5.25,
+    "stall_s": 6.25,
+    "admin": False,
     "reflection": False,
     "log_level": "debug",
 }
+
+SWITCHES = {name for name, value in OTHER_VALUES.items() if isinstance(value, bool)}
+
+NEEDS: dict[str, dict[str, str]] = {
+    "tls_cert": {"tls_key": "/k"},
+    "tls_key": {"tls_cert": "/c"},
+    "tls_client_ca": {"tls_cert": "/c", "tls_key": "/k"},
+    "jwt_key": {"jwt_issuer": "i", "jwt_audience": "a"},
+    "jwt_jwks": {"jwt_issuer": "i", "jwt_audience": "a"},
+    "jwt_issuer": {"jwt_key": "/k", "jwt_audience": "a"},
+    "jwt_audience": {"jwt_key": "/k", "jwt_issuer": "i"},
+}
+"""Settings that say nothing, or too little, without others."""
 
 
 def refused(argv: list[str], environ: dict[str, str]) -> str:
@@ -63,12 +108,33 @@ def test_flag_beats_environment_beats_default(name: str) -> None:
     value = OTHER_VALUES[name]
     default = getattr(Settings.load([], {}), name)
     assert default != value
-    environ = {environment_name(name): str(value)}
+    others = {environment_name(other): given for other, given in NEEDS.get(name, {}).items()}
+    environ = others | {environment_name(name): str(value)}
     assert getattr(Settings.load([], environ), name) == value
-    flag = ["--no-reflection"] if name == "reflection" else [flag_name(name), str(value)]
-    assert getattr(Settings.load(flag, {}), name) == value
-    flag = ["--reflection"] if name == "reflection" else [f"{flag_name(name)}={default}"]
-    assert getattr(Settings.load(flag, environ), name) == default
+    if name in SWITCHES:
+        flag = [flag_name(name) if value else flag_name(name).replace("--", "--no-")]
+        opposite = [flag_name(name) if default else flag_name(name).replace("--", "--no-")]
+    else:
+        flag = [flag_name(name), str(value)]
+        opposite = flag if default in (None, "") else [f"{flag_name(name)}={default}"]
+        default = value if default in (None, "") else default
+        environ |= {environment_name(name): "3"} if opposite == flag and not isinstance(value, str | Path) else {}
+    assert getattr(Settings.load(flag, others), name) == value
+    assert getattr(Settings.load(opposite, environ), name) == default
+
+
+@pytest.mark.parametrize("name", ["requests", "rules", "blob_bytes"])
+def test_a_tenant_has_a_quarter_where_there_are_several(name: str) -> None:
+    whole = {"requests": 256, "rules": 10_000, "blob_bytes": 8 << 30}[name]
+    assert Settings.load([], {}).of_tenant(name) == whole
+    assert Settings.load(["--tokens", "/t"], {}).of_tenant(name) == whole // 4
+    assert Settings.load(["--tokens", "/t", f"--tenant-{name.replace('_', '-')}", "9"], {}).of_tenant(name) == 9
+    assert Settings.load(["--tokens", "/t", "--max-rules", "3"], {}).of_tenant("rules") == 1
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "localhost"])
+def test_tokens_may_come_unencrypted_from_this_machine(host: str) -> None:
+    assert Settings.load(["--tokens", "/t", "--host", host], {}).takes_tokens
 
 
 def test_settings_are_frozen() -> None:
@@ -114,6 +180,11 @@ def test_default_data_dir(environ: dict[str, str], folder: str) -> None:
         (["--log-level", "loud"], {}, ["--log-level 'loud'", "'warning'"]),
         ([], {"GRADRULE_REFLECTION": "maybe"}, ["GRADRULE_REFLECTION 'maybe'", "boolean"]),
         (["--max-deadline-s", "3"], {}, ["default_deadline_s (30) is more than max_deadline_s (3)"]),
+        (["--tokens", "/t", "--host", "0.0.0.0"], {}, ["unencrypted to 0.0.0.0", "tls_cert", "insecure_tokens"]),
+        (["--jwt-key", "/k", "--jwt-issuer", "i"], {}, ["jwt_audience"]),
+        (["--jwt-issuer", "i"], {}, ["say nothing without jwt_key"]),
+        (["--tls-cert", "/c"], {}, ["tls_cert and tls_key go together"]),
+        (["--tls-client-ca", "/c"], {}, ["tls_client_ca", "needs TLS"]),
         (["--port", "x"], {"GRADRULE_DEVICE": "tpu"}, ["--port 'x'", "GRADRULE_DEVICE 'tpu'"]),
     ],
 )
@@ -124,7 +195,8 @@ def test_what_is_refused(argv: list[str], environ: dict[str, str], parts: list[s
 
 
 def test_other_variables_are_not_ours() -> None:
-    assert Settings.load([], {"GRADRULER": "1", "PORT": "2", "MY_GRADRULE_PORT": "3"}).port == 8470
+    others = {"GRADRULER": "1", "PORT": "2", "MY_GRADRULE_PORT": "3", "GRADRULE_TOKEN": "t", "GRADRULE_TLS_CA": "/ca"}
+    assert Settings.load([], others).port == 8470
 
 
 def test_help_tells_every_setting(capsys: pytest.CaptureFixture[str]) -> None:

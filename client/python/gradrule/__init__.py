@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         Timings,
     )
     from gradrule._rules import Rule
+    from gradrule._security import tls
     from gradrule._sessions import AsyncSession, Session, StepResult
     from gradrule._specs import TensorSpec
     from gradrule._tracing import from_keras, trace
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "connect", "local", "aio", "Client", "Program", "ForwardHandle", "AsyncForwardHandle",
+    "connect", "tls", "local", "aio", "Client", "Program", "ForwardHandle", "AsyncForwardHandle",
     "Session", "AsyncSession", "StepResult", "optimizers",
     "Graph", "TensorHandle", "Node", "load", "trace", "from_keras", "Blob",
     "Rule", "Override", "Region", "Preset",
@@ -94,6 +95,7 @@ _HOMES = {
     "Digests": "_results",
     "Sparse": "_results",
     "TensorSpec": "_specs",
+    "tls": "_security",
     "GradruleError": "errors",
 }
 

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
-from gradrule import _blobs, _calls, _channel, _compare, _deadlines, _requests, _results
+from gradrule import _blobs, _calls, _channel, _compare, _deadlines, _requests, _results, _security
 from gradrule._client_derivatives import Derivatives, ProgramDerivatives
 from gradrule._comparison import Comparison
 from gradrule._forward import ForwardHandle
@@ -44,13 +44,16 @@ def connect(
     credentials: grpc.ChannelCredentials | None = None,
     token: str | None = None,
     timeout: float = 30.0,
+    insecure_token: bool = False,
 ) -> Client:
     """A client of the server at `host:port`; nothing is sent yet.
 
-    credentials: gRPC's channel credentials for TLS; without them the connection is plain. token: sent as a bearer token
-    with each call. timeout: seconds for a call that gives none of its own.
+    credentials: what `gradrule.tls` gives, or gRPC's own channel credentials; without them the connection is plain.
+    token: sent as a bearer token with each call. timeout: seconds for a call that gives none of its own.
+    insecure_token: lets the token travel unencrypted to another machine, which is refused otherwise.
     """
     timeout = _deadlines.seconds(timeout)
+    _security.check_token(target, token, is_encrypted=credentials is not None, insecure_token=insecure_token)
     if credentials is None:
         channel = grpc.insecure_channel(_channel.address(target), options=_channel.OPTIONS)
     else:

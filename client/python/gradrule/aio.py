@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 import grpc
 import grpc.aio
 
-from gradrule import _blobs, _calls, _channel, _compare, _deadlines, _requests, _results
+from gradrule import _blobs, _calls, _channel, _compare, _deadlines, _requests, _results, _security
 from gradrule._aio_derivatives import AsyncDerivatives, AsyncProgramDerivatives
 from gradrule._comparison import Comparison
 from gradrule._forward import AsyncForwardHandle
@@ -42,9 +42,11 @@ def connect(
     credentials: grpc.ChannelCredentials | None = None,
     token: str | None = None,
     timeout: float = 30.0,
+    insecure_token: bool = False,
 ) -> AsyncClient:
     """`gradrule.connect` for asyncio. Call it where the event loop runs."""
     timeout = _deadlines.seconds(timeout)
+    _security.check_token(target, token, is_encrypted=credentials is not None, insecure_token=insecure_token)
     if credentials is None:
         channel = grpc.aio.insecure_channel(_channel.address(target), options=_channel.OPTIONS)
     else:

@@ -25,6 +25,10 @@ class ArgumentReader:
     def __init__(self, blobs: BlobReader) -> None:
         self._blobs = blobs
 
+    def within(self, blob_folder: str) -> ArgumentReader:
+        """A reader for calls whose blobs are in a folder of that folder; without a name, this one."""
+        return ArgumentReader(self._blobs.within(blob_folder)) if blob_folder else self
+
     def arguments(
         self,
         built: Built,

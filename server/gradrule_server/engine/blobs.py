@@ -15,6 +15,7 @@ from gradrule.v1 import errors_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, error
 
 _NAME = re.compile(r"[0-9a-f]{64}")
+_FOLDER = re.compile(r"tenant-[0-9a-f]{32}")
 
 
 class BlobReader:
@@ -22,6 +23,14 @@ class BlobReader:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
+
+    def within(self, name: str) -> BlobReader:
+        """The blobs in a folder of that folder; without a name, these. INTERNAL for what is no name of one."""
+        if not name:
+            return self
+        if _FOLDER.fullmatch(name) is None:
+            raise error(errors_pb2.ERROR_REASON_INTERNAL, f"{name!r} is no folder of blobs")
+        return BlobReader(None if self._folder is None else self._folder / name)
 
     def array(self, blob: tensor_pb2.BlobTensor, what: str, field: str) -> NDArray[Any]:
         """The tensor, read-only. BLOB_NOT_FOUND, INVALID_TENSOR; `what` and `field` tell which tensor it is."""

@@ -49,7 +49,8 @@ class Handles:
         started = time.monotonic_ns()
         call = evaluate_pb2.EvaluateRequest.FromString(request.run.request)
         split = built.split
-        outputs, saved = execute(built, lambda: split.forward(self._reader.arguments(built, call, request.run.params)))
+        reader = self._reader.within(request.run.blob_folder)
+        outputs, saved = execute(built, lambda: split.forward(reader.arguments(built, call, request.run.params)))
         check_size(outputs)
         response = evaluate_pb2.EvaluateResponse(device=device)
         for name, value in zip(built.outputs, outputs, strict=True):
@@ -73,7 +74,7 @@ class Handles:
             raise error(errors_pb2.ERROR_REASON_HANDLE_EXPIRED, message, field="handle")
         call = evaluate_pb2.PullBackRequest.FromString(request.request)
         stacked = call.stacked_grad_ys
-        grad_ys = self._grad_ys(call, kept.built)
+        grad_ys = self._grad_ys(call, kept.built, self._reader.within(request.blob_folder))
         gradients = execute(kept.built, lambda: kept.split.backward(kept.saved, grad_ys, stacked=stacked))
         check_size(gradients)
         response = evaluate_pb2.PullBackResponse()
@@ -91,7 +92,8 @@ class Handles:
                 while len(self._released) > _MAX_RELEASED:
                     self._released.popitem(last=False)
 
-    def _grad_ys(self, call: evaluate_pb2.PullBackRequest, built: Built) -> dict[int, tf.Tensor]:
+    @staticmethod
+    def _grad_ys(call: evaluate_pb2.PullBackRequest, built: Built, reader: ArgumentReader) -> dict[int, tf.Tensor]:
         """The given upstream gradients by the index of their y. INVALID_DERIVATIVE where a name is none of the ys."""
         ys = {_canonical(spec.name): index for index, spec in enumerate(built.specs["ys"])}
         given = [_canonical(item.name) for item in call.grad_ys]
@@ -103,7 +105,7 @@ class Handles:
                 )
         specs = [built.specs["ys"][ys[name]] for name in given]
         inputs = [Input(spec.name, tf.as_dtype(spec.dtype), shape_of(spec.shape)) for spec in specs]
-        tensors = self._reader.grad_ys(call.grad_ys, inputs, stacked=call.stacked_grad_ys)
+        tensors = reader.grad_ys(call.grad_ys, inputs, stacked=call.stacked_grad_ys)
         return {ys[name]: tensor for name, tensor in zip(given, tensors, strict=True)}
 
 

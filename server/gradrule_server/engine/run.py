@@ -33,6 +33,7 @@ def run(built: Built, request: link_pb2.RunRequest, device: str, reader: Argumen
     """Runs the program; returns the bytes of an `EvaluateResponse` with outputs, gradients, timings and device."""
     started = time.monotonic_ns()
     call = evaluate_pb2.EvaluateRequest.FromString(request.request)
+    reader = reader.within(request.blob_folder)
     results = execute(built, lambda: built.function(*reader.arguments(built, call, request.params)))
     check_size(results)
     response = evaluate_pb2.EvaluateResponse(device=device)

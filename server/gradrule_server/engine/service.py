@@ -91,7 +91,7 @@ class EngineService:
         if self._device.startswith("GPU"):
             # Tensors lie in the device's memory, which TensorFlow bounds itself.
             request.memory_limit = 0
-        values = self._weights.of(request.variables)
+        values = self._weights.of(request.variables, request.blob_folder)
         with self._build_lock:
             built = build(request, values)
         self._programs[request.key] = built

@@ -71,7 +71,8 @@ class Sessions:
             match request.WhichOneof("action"):
                 case "assign":
                     given = request.assign.variables
-                    new = dict(zip((item.spec.name for item in given), self._weights.of(given), strict=True))
+                    values = self._weights.of(given, request.blob_folder)
+                    new = dict(zip((item.spec.name for item in given), values, strict=True))
                     session.values = self._within(session, {**session.values, **new}, request.max_bytes)
                 case "read":
                     self._read(session, request.read.variables, reply)
@@ -119,11 +120,10 @@ class Sessions:
         started = time.monotonic_ns()
         built = self._program(request.run.key)
         call = evaluate_pb2.EvaluateRequest.FromString(request.run.request)
+        reader = self._reader.within(request.run.blob_folder)
         results = execute(
             built,
-            lambda: list(
-                built.function(*self._reader.arguments(built, call, request.run.params, session.values)),
-            ),
+            lambda: list(built.function(*reader.arguments(built, call, request.run.params, session.values))),
         )
         outputs, derivatives = results[: len(built.outputs)], results[len(built.outputs) :]
         end = len(derivatives) - len(built.updates)

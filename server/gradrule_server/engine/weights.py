@@ -26,11 +26,12 @@ class Weights:
         self._lock = threading.Lock()
         self._tensors: weakref.WeakValueDictionary[_Key, tf.Tensor] = weakref.WeakValueDictionary()
 
-    def of(self, variables: Sequence[link_pb2.BoundVariable]) -> list[tf.Tensor]:
-        """The tensor of each variable. BLOB_NOT_FOUND, INVALID_TENSOR."""
-        return [self._tensor(item) for item in variables]
+    def of(self, variables: Sequence[link_pb2.BoundVariable], blob_folder: str = "") -> list[tf.Tensor]:
+        """The tensor of each variable. `blob_folder`: where its caller's blobs are. BLOB_NOT_FOUND, INVALID_TENSOR."""
+        blobs = self._blobs.within(blob_folder)
+        return [self._tensor(item, blobs) for item in variables]
 
-    def _tensor(self, variable: link_pb2.BoundVariable) -> tf.Tensor:
+    def _tensor(self, variable: link_pb2.BoundVariable, blobs: BlobReader) -> tf.Tensor:
         value, what = variable.value, f"variable {variable.spec.name!r}"
         if value.HasField("blob"):
             key = (value.blob.sha256, value.blob.dtype, _sizes(value.blob.shape))
@@ -43,9 +44,7 @@ class Weights:
                 try:
                     is_blob = value.HasField("blob")
                     array = (
-                        self._blobs.array(value.blob, what, "spec.variables")
-                        if is_blob
-                        else _tensors.to_numpy(value.inline)
+                        blobs.array(value.blob, what, "spec.variables") if is_blob else _tensors.to_numpy(value.inline)
                     )
                 except ValueError as cause:
                     raise error(

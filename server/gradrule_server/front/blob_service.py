@@ -6,8 +6,7 @@ import asyncio
 
 from gradrule.v1 import blob_pb2, errors_pb2
 from gradrule_server.errors import error
-from gradrule_server.front.handlers import Call, Incoming, MethodTable, UploadTable
-from gradrule_server.registry.blobs import BlobStore
+from gradrule_server.front.calls import Call, Incoming, MethodTable, UploadTable
 
 BLOB_SERVICE = "gradrule.v1.BlobService"
 
@@ -16,9 +15,6 @@ _MAX_NAMES = 10_000
 
 class BlobServicer:
     """`BlobService`."""
-
-    def __init__(self, blobs: BlobStore) -> None:
-        self._blobs = blobs
 
     def methods(self) -> MethodTable:
         return {"FindMissingBlobs": (blob_pb2.FindMissingBlobsRequest, self.find_missing)}
@@ -34,14 +30,14 @@ class BlobServicer:
                 f"{len(names)} hashes are more than the {_MAX_NAMES} that one request may hold",
                 field="sha256",
             )
-        return blob_pb2.FindMissingBlobsResponse(missing=await asyncio.to_thread(self._blobs.missing, names))
+        return blob_pb2.FindMissingBlobsResponse(missing=await asyncio.to_thread(call.tenant.blobs.missing, names))
 
     async def upload(self, call: Incoming[blob_pb2.UploadBlobRequest]) -> blob_pb2.UploadBlobResponse:
         first = await anext(call.messages, None)
         if first is None:
             raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the stream holds no message", field="sha256")
         name = first.sha256
-        making = asyncio.ensure_future(asyncio.to_thread(self._blobs.upload, name))
+        making = asyncio.ensure_future(asyncio.to_thread(call.tenant.blobs.upload, name))
         try:
             upload = await asyncio.shield(making)
         except asyncio.CancelledError:

@@ -1,6 +1,7 @@
-"""What every RPC goes through: admission, parsing, deadline, and the way from an error to a status.
+"""What every RPC goes through: who calls, admission, parsing, deadline, and the way from an error to a status.
 
-Handlers take raw bytes and parse inside, so that garbage is a typed error too.
+Handlers take raw bytes and parse inside, so that garbage is a typed error too. Whoever is refused is refused before
+anything is parsed, and where the metadata tells enough, before the request is read.
 """
 
 from __future__ import annotations
@@ -12,59 +13,72 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Generic, NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
+from gradrule_server.front.admission import Admission
+from gradrule_server.front.calls import (
+    Call,
+    Caller,
+    Context,
+    Incoming,
+    Method,
+    MethodTable,
+    RequestT,
+    StreamMethod,
+    StreamTable,
+    UploadMethod,
+    UploadTable,
+)
+from gradrule_server.front.identity import Identity
+from gradrule_server.front.stalls import WatchedWriter
 from gradrule_server.front.status import DETAILS_KEY, code_of, status_of
+from gradrule_server.front.tenants import Tenant
+from gradrule_server.identity import OPEN, Principal
 
 _log = logging.getLogger(__name__)
 
-_OVERLOAD_RETRY_S = 0.2
+_PUSHBACK_KEY = "grpc-retry-pushback-ms"
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
-Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
-RequestT = TypeVar("RequestT", bound=Message)
+_Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
+_Make: TypeAlias = "Callable[[Principal | None], _Handler]"
+AnswerT = TypeVar("AnswerT")
+
+
+class Hosts(Protocol):
+    """Where tenants are found, see `tenants.Tenants`."""
+
+    def loaded(self, name: str) -> Tenant | None: ...
+
+    async def load(self, name: str) -> Tenant: ...
+
+    def enter(self, tenant: Tenant) -> None: ...
+
+    def leave(self, tenant: Tenant) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Generic[RequestT]):
-    """One call: the request, its bytes, when it was read (CLOCK_MONOTONIC ns) and when it ends (loop time, seconds)."""
+class Times:
+    """Seconds: of a call that sets no deadline; at most; and for which a stream's answer may wait to be read."""
 
-    request: RequestT
-    raw: bytes
-    received_ns: int
-    ends_at: float
-
-
-@dataclass(frozen=True, slots=True)
-class Incoming(Generic[RequestT]):
-    """One call whose request comes in several messages."""
-
-    messages: AsyncIterator[RequestT]
-
-
-Method = Callable[[Call[RequestT]], Awaitable[Message | bytes]]
-UploadMethod = Callable[[Incoming[RequestT]], Awaitable[Message | bytes]]
-StreamMethod = Callable[[AsyncIterator[bytes], Callable[[bytes], Awaitable[None]]], Awaitable[None]]
-"""A bidirectional stream: from its requests, and what writes an answer. Its return ends the stream."""
-
-MethodTable = Mapping[str, tuple[type[Message], Method]]  # type: ignore[type-arg]  # one table holds methods of every request type
-UploadTable = Mapping[str, tuple[type[Message], UploadMethod]]  # type: ignore[type-arg]  # as above
-StreamTable = Mapping[str, StreamMethod]
+    default_deadline_s: float
+    max_deadline_s: float
+    stall_s: float
 
 
 class Door:
-    """Admits calls, up to a number at a time, and turns what they raise into statuses."""
+    """Lets callers in, up to a number at a time, and turns what goes wrong into statuses."""
 
-    def __init__(self, max_concurrent: int, default_deadline_s: float, max_deadline_s: float) -> None:
-        self._max_concurrent = max_concurrent
-        self._default_deadline_s = default_deadline_s
-        self._max_deadline_s = max_deadline_s
-        self._in_flight = 0
+    def __init__(self, identity: Identity, tenants: Hosts, admission: Admission, times: Times) -> None:
+        self._identity = identity
+        self._tenants = tenants
+        self._admission = admission
+        self._times = times
         self.draining = asyncio.Event()
         """Set once the server is going away."""
 
@@ -80,23 +94,23 @@ class Door:
 
         `uploads`: those whose request comes in several messages. `streams`: the bidirectional ones.
         """
-        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
-            method_name: grpc.unary_unary_rpc_method_handler(self._unary(request_type, method))
-            for method_name, (request_type, method) in methods.items()
-        }
-        handlers |= {
-            method_name: grpc.stream_unary_rpc_method_handler(self._upload(request_type, upload))
-            for method_name, (request_type, upload) in uploads.items()
-        }
-        handlers |= {
-            method_name: grpc.stream_stream_rpc_method_handler(self._stream(method))
-            for method_name, method in streams.items()
-        }
-        handler: grpc.GenericRpcHandler = grpc.method_handlers_generic_handler(name, handlers)
-        return handler
+        makes: dict[str, _Make] = {}
+        for method_name, (request_type, method) in methods.items():
+            makes[method_name] = self._unary(request_type, method)
+        for method_name, (request_type, upload) in uploads.items():
+            makes[method_name] = self._upload(request_type, upload)
+        for method_name, stream in streams.items():
+            makes[method_name] = self._stream(stream)
+        paths = {f"/{name}/{method_name}": make for method_name, make in makes.items()}
+        return _Service(self._identity, self._crowded, paths, frozenset(f"/{name}/{item}" for item in streams))
 
     async def answer(
-        self, request_type: type[RequestT], method: Method[RequestT], raw: bytes, remaining: float | None
+        self,
+        caller: Caller,
+        request_type: type[RequestT],
+        method: Method[RequestT],
+        raw: bytes,
+        remaining: float | None,
     ) -> bytes:
         """Admits, parses and answers one request, in time; whatever goes wrong is a `GradruleError`.
 
@@ -105,15 +119,26 @@ class Door:
         received_ns = time.monotonic_ns()
 
         async def run(ends_at: float) -> Message | bytes:
-            return await method(Call(_parse(request_type, raw), raw, received_ns, ends_at))
+            return await method(Call(_parse(request_type, raw), raw, received_ns, ends_at, caller))
 
-        return await self.run(run, remaining)
+        return await self.run(caller, run, remaining, len(raw))
 
-    async def run(self, run: Callable[[float], Awaitable[Message | bytes]], remaining: float | None) -> bytes:
-        """What `run` answers, which takes the loop time at which it ends; it fails as `answer` does."""
+    async def run(
+        self, caller: Caller, run: Callable[[float], Awaitable[Message | bytes]], remaining: float | None, size: int
+    ) -> bytes:
+        """What `run` answers, which takes the loop time at which it ends; it fails as `answer` does.
+
+        `size`: bytes that the request takes.
+        """
+        share = caller.tenant.share
         try:
-            with self._admitted():
+            # A stream may outlive the credential that opened it.
+            self._identity.check(caller.principal)
+            self._admission.enter(share, size)
+            try:
                 answer = await self._in_time(run, remaining)
+            finally:
+                self._admission.leave(share, size)
         except GradruleError:
             raise
         except Exception as cause:
@@ -124,60 +149,116 @@ class Door:
         """Streams take no more requests from now on; they end when what is under way is done."""
         self.draining.set()
 
-    def _unary(
-        self, request_type: type[RequestT], method: Method[RequestT]
-    ) -> Callable[[bytes, Context], Awaitable[bytes]]:
-        async def handle(raw: bytes, context: Context) -> bytes:
+    async def _arrive(self, known: Principal | None, context: Context) -> Caller:
+        """Who calls, counted in; UNAUTHENTICATED. `known`: who that is, where the metadata told."""
+        principal = self._identity.of_connection(context) if known is None else known
+        tenant = self._tenants.loaded(principal.tenant) or await self._tenants.load(principal.tenant)
+        self._tenants.enter(tenant)
+        return Caller(principal, tenant)
+
+    def _crowded(self, principal: Principal) -> GradruleError | None:
+        """Why nothing more is taken of a caller at the moment, if so."""
+        tenant = self._tenants.loaded(principal.tenant)
+        return None if tenant is None else self._admission.refusal(tenant.share)
+
+    def _unary(self, request_type: type[RequestT], method: Method[RequestT]) -> _Make:
+        def make(known: Principal | None) -> _Handler:
+            async def handle(raw: bytes, context: Context) -> bytes:
+                async def answer(caller: Caller) -> bytes:
+                    return await self.answer(caller, request_type, method, raw, context.time_remaining())
+
+                return await self._receive(known, context, answer)
+
+            return grpc.unary_unary_rpc_method_handler(handle)
+
+        return make
+
+    def _upload(self, request_type: type[RequestT], method: UploadMethod[RequestT]) -> _Make:
+        def make(known: Principal | None) -> _Handler:
+            async def handle(pieces: AsyncIterator[bytes], context: Context) -> bytes:
+                async def answer(caller: Caller) -> bytes:
+                    async def messages() -> AsyncIterator[RequestT]:
+                        share = caller.tenant.share
+                        async for raw in pieces:
+                            self._admission.adjust(share, len(raw))
+                            try:
+                                yield _parse(request_type, raw)
+                            finally:
+                                self._admission.adjust(share, -len(raw))
+
+                    async def run(_: float) -> Message | bytes:
+                        return await method(Incoming(messages(), caller.tenant))
+
+                    return await self.run(caller, run, context.time_remaining(), 0)
+
+                return await self._receive(known, context, answer)
+
+            return grpc.stream_unary_rpc_method_handler(handle)
+
+        return make
+
+    def _stream(self, method: StreamMethod) -> _Make:
+        def make(known: Principal | None) -> _Handler:
+            async def handle(requests: AsyncIterator[bytes], context: Context) -> None:
+                async def answer(caller: Caller) -> None:
+                    streams = caller.tenant.room["streams"]
+                    streams.take()
+                    try:
+                        await self._while_read(method, caller, requests, context)
+                    finally:
+                        streams.give_back()
+
+                await self._receive(known, context, answer)
+
+            return grpc.stream_stream_rpc_method_handler(handle)
+
+        return make
+
+    async def _receive(
+        self, known: Principal | None, context: Context, answer: Callable[[Caller], Awaitable[AnswerT]]
+    ) -> AnswerT:
+        """Lets a caller in for as long as it takes to answer; what goes wrong ends the call."""
+        try:
+            caller = await self._arrive(known, context)
             try:
-                return await self.answer(request_type, method, raw, context.time_remaining())
-            except GradruleError as cause:
-                await _abort(context, cause)
+                return await answer(caller)
+            finally:
+                self._tenants.leave(caller.tenant)
+        except GradruleError as cause:
+            await _abort(context, cause)
+        except Exception:
+            await _abort(context, _incident())
 
-        return handle
+    async def _while_read(
+        self, method: StreamMethod, caller: Caller, requests: AsyncIterator[bytes], context: Context
+    ) -> None:
+        """Serves a stream until it ends, or its client has not read for too long: DEADLINE_EXCEEDED."""
+        stalls: list[bool] = []
 
-    def _upload(
-        self, request_type: type[RequestT], method: UploadMethod[RequestT]
-    ) -> Callable[[AsyncIterator[bytes], Context], Awaitable[bytes]]:
-        async def handle(pieces: AsyncIterator[bytes], context: Context) -> bytes:
-            async def messages() -> AsyncIterator[RequestT]:
-                async for raw in pieces:
-                    yield _parse(request_type, raw)
+        def end() -> None:
+            stalls.append(True)
+            serving.cancel()
 
-            async def run(_: float) -> Message | bytes:
-                return await method(Incoming(messages()))
-
-            try:
-                return await self.run(run, context.time_remaining())
-            except GradruleError as cause:
-                await _abort(context, cause)
-
-        return handle
-
-    def _stream(self, method: StreamMethod) -> Callable[[AsyncIterator[bytes], Context], Awaitable[None]]:
-        async def handle(requests: AsyncIterator[bytes], context: Context) -> None:
-            try:
-                await method(requests, context.write)
-            except GradruleError as cause:
-                await _abort(context, cause)
-            except Exception:
-                await _abort(context, _incident())
-
-        return handle
-
-    def _admitted(self) -> _Admission:
-        if self._in_flight >= self._max_concurrent:
+        writer = WatchedWriter(context.write, self._times.stall_s, end)
+        serving = asyncio.ensure_future(method(caller, requests, writer.write))
+        try:
+            await serving
+        except asyncio.CancelledError:
+            if not stalls:
+                raise
             raise error(
-                errors_pb2.ERROR_REASON_OVERLOADED,
-                f"the server already holds {self._in_flight} requests",
-                retry_after_s=_OVERLOAD_RETRY_S,
-            )
-        return _Admission(self)
+                errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED,
+                f"an answer on the stream was not read within {self._times.stall_s:g} s (--stall-s)",
+            ) from None
+        finally:
+            writer.close()
 
     async def _in_time(
         self, run: Callable[[float], Awaitable[Message | bytes]], remaining: float | None
     ) -> Message | bytes:
         """The one place that keeps deadlines: whatever runs when it passes is cancelled."""
-        seconds = self._default_deadline_s if remaining is None else min(remaining, self._max_deadline_s)
+        times = self._times
+        seconds = times.default_deadline_s if remaining is None else min(remaining, times.max_deadline_s)
         ends_at = asyncio.get_running_loop().time() + seconds
         try:
             async with asyncio.timeout_at(ends_at):
@@ -185,24 +266,49 @@ class Door:
         except TimeoutError as cause:
             raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, f"not done within {seconds:.3g} s") from cause
 
-    def enter(self) -> None:
-        """Counts a call in."""
-        self._in_flight += 1
 
-    def leave(self) -> None:
-        """Counts a call out."""
-        self._in_flight -= 1
+class _Service(grpc.GenericRpcHandler):
+    """Finds the handler of a call, and refuses before the call's request is read where its metadata tells enough.
+
+    `crowded`: why nothing more is taken of a caller, if so; it does not hold for `streams`, which may stay quiet.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        crowded: Callable[[Principal], GradruleError | None],
+        makes: Mapping[str, _Make],
+        streams: frozenset[str],
+    ) -> None:
+        self._identity = identity
+        self._crowded = crowded
+        self._makes = makes
+        self._streams = streams
+        self._open = {path: make(OPEN) for path, make in makes.items()} if identity.is_open else {}
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> _Handler | None:
+        path = handler_call_details.method
+        make = self._makes.get(path)
+        if make is None:
+            return None
+        try:
+            known = self._identity.of_metadata(handler_call_details.invocation_metadata)
+        except GradruleError as cause:
+            return _refusing(cause)
+        if known is not None and path not in self._streams:
+            crowded = self._crowded(known)
+            if crowded is not None:
+                return _refusing(crowded)
+        return self._open.get(path) or make(known)
 
 
-class _Admission:
-    def __init__(self, door: Door) -> None:
-        self._door = door
+def _refusing(cause: GradruleError) -> _Handler:
+    """Ends a call of any form without reading its request."""
 
-    def __enter__(self) -> None:
-        self._door.enter()
+    async def refuse(_: AsyncIterator[bytes], context: Context) -> None:
+        await _abort(context, cause)
 
-    def __exit__(self, *exc: object) -> None:
-        self._door.leave()
+    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _parse(request_type: type[RequestT], raw: bytes) -> RequestT:
@@ -223,7 +329,9 @@ def _incident() -> GradruleError:
 
 async def _abort(context: Context, cause: GradruleError) -> NoReturn:
     status = status_of(cause)
-    await context.abort(
-        code_of(cause.reason), status.message, trailing_metadata=((DETAILS_KEY, status.SerializeToString()),)
-    )
+    trailers: list[tuple[str, str | bytes]] = [(DETAILS_KEY, status.SerializeToString())]
+    if cause.retry_after_s is not None:
+        # Clients that try again by themselves wait for so long.
+        trailers.append((_PUSHBACK_KEY, str(int(cause.retry_after_s * 1000))))
+    await context.abort(code_of(cause.reason), status.message, trailing_metadata=tuple(trailers))
     raise AssertionError("abort always raises")

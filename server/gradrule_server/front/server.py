@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -17,59 +19,70 @@ from gradrule_server.front.services import (
     RuleServicer,
 )
 from gradrule_server.front.session_service import SESSION_SERVICE, SessionServicer
-from gradrule_server.programs.handles import HandleHouse
-from gradrule_server.programs.house import ProgramHouse
-from gradrule_server.programs.sessions import SessionHouse
-from gradrule_server.registry.blobs import BlobStore
-from gradrule_server.registry.rules import RuleRegistry
+from gradrule_server.front.tls import Certificates
 
 _UNLIMITED = -1
-_HANDSHAKE_TIMEOUT_MS = 10_000
-_MAX_METADATA_BYTES = 8 * 1024
-_KEEPALIVE_MS = 30_000
+
+
+@dataclass(frozen=True, slots=True)
+class Connections:
+    """What one connection may do, and how long. Seconds and bytes; 0 for an age: without end."""
+
+    max_message_bytes: int
+    max_metadata_bytes: int
+    max_connections: int
+    max_connection_streams: int
+    handshake_timeout_s: float
+    keepalive_s: float
+    keepalive_timeout_s: float
+    max_age_s: float
+    age_grace_s: float
+
+    def options(self) -> list[tuple[str, int]]:
+        """gRPC's names for it."""
+        keepalive_ms = _ms(self.keepalive_s)
+        options = [
+            ("grpc.max_receive_message_length", self.max_message_bytes),
+            ("grpc.max_send_message_length", _UNLIMITED),
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_allowed_incoming_connections", self.max_connections),
+            ("grpc.max_concurrent_streams", self.max_connection_streams),
+            ("grpc.server_handshake_timeout_ms", _ms(self.handshake_timeout_s)),
+            ("grpc.max_metadata_size", self.max_metadata_bytes),
+            ("grpc.absolute_max_metadata_size", self.max_metadata_bytes),
+            ("grpc.keepalive_time_ms", keepalive_ms),
+            ("grpc.keepalive_timeout_ms", _ms(self.keepalive_timeout_s)),
+            # A client may ping as often as the server itself does, also while it has no call.
+            ("grpc.http2.min_ping_interval_without_data_ms", keepalive_ms // 2),
+            ("grpc.keepalive_permit_without_calls", 1),
+        ]
+        if self.max_age_s:
+            # gRPC adds or takes up to a tenth, so that not all clients come back at once.
+            options += [
+                ("grpc.max_connection_age_ms", _ms(self.max_age_s)),
+                ("grpc.max_connection_age_grace_ms", _ms(self.age_grace_s)),
+            ]
+        return options
 
 
 class Front:
     """The server's face: knows whether an engine is ready, answers health, drains on stop."""
 
-    def __init__(self, max_message_bytes: int) -> None:
-        self._server = grpc.aio.server(
-            options=[
-                ("grpc.max_receive_message_length", max_message_bytes),
-                ("grpc.max_send_message_length", _UNLIMITED),
-                ("grpc.so_reuseport", 0),
-                ("grpc.server_handshake_timeout_ms", _HANDSHAKE_TIMEOUT_MS),
-                ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
-                ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
-                # A client may ping as often as the server itself does, also while it has no call.
-                ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
-                ("grpc.keepalive_permit_without_calls", 1),
-            ]
-        )
+    def __init__(self, connections: Connections) -> None:
+        self._server = grpc.aio.server(options=connections.options())
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
 
-    def add_services(
-        self,
-        rules: RuleRegistry,
-        house: ProgramHouse,
-        handles: HandleHouse,
-        sessions: SessionHouse,
-        blobs: BlobStore,
-        door: Door,
-        *,
-        with_reflection: bool,
-    ) -> None:
+    def add_services(self, door: Door, *, with_reflection: bool) -> None:
         """Adds gradrule's services, and reflection if wanted."""
-        gradients = GradientServicer(house, handles, door)
-        blob_servicer = BlobServicer(blobs)
+        gradients, blobs = GradientServicer(door), BlobServicer()
         self._server.add_generic_rpc_handlers(
             (
-                door.service(RULE_SERVICE, RuleServicer(rules, house).methods()),
-                door.service(PROGRAM_SERVICE, ProgramServicer(house).methods()),
+                door.service(RULE_SERVICE, RuleServicer().methods()),
+                door.service(PROGRAM_SERVICE, ProgramServicer().methods()),
                 door.service(GRADIENT_SERVICE, gradients.methods(), streams=gradients.streams()),
-                door.service(SESSION_SERVICE, streams=SessionServicer(sessions, door).streams()),
-                door.service(BLOB_SERVICE, blob_servicer.methods(), uploads=blob_servicer.uploads()),
+                door.service(SESSION_SERVICE, streams=SessionServicer(door).streams()),
+                door.service(BLOB_SERVICE, blobs.methods(), uploads=blobs.uploads()),
             )
         )
         if with_reflection:
@@ -77,10 +90,14 @@ class Front:
             names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
 
-    async def start(self, address: str) -> int:
-        """Binds and serves; returns the port. `OSError` where the address is taken."""
+    async def start(self, address: str, certificates: Certificates | None) -> int:
+        """Binds and serves, by TLS where there is a certificate; returns the port. `OSError` where it is taken."""
         try:
-            port: int = self._server.add_insecure_port(address)
+            port: int = (
+                self._server.add_insecure_port(address)
+                if certificates is None
+                else self._server.add_secure_port(address, certificates.credentials())
+            )
         except RuntimeError as cause:
             raise OSError(f"cannot listen on {address}: {cause}") from cause
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
@@ -97,3 +114,7 @@ class Front:
         """Says NOT_SERVING, lets running calls finish for at most `seconds`, stops."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(seconds)
+
+
+def _ms(seconds: float) -> int:
+    return int(seconds * 1000)

@@ -7,14 +7,14 @@ from collections.abc import AsyncIterator, Mapping
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, rule_pb2
 from gradrule_server.errors import error
-from gradrule_server.front.handlers import Call, Door, MethodTable, StreamMethod
-from gradrule_server.front.streams import Multiplexed, Write
+from gradrule_server.front.calls import Call, Caller, MethodTable, StreamMethod, Write
+from gradrule_server.front.handlers import Door
+from gradrule_server.front.streams import Multiplexed
 from gradrule_server.link.faults import finding_message
-from gradrule_server.programs.handles import HandleHouse, StreamHandles
-from gradrule_server.programs.house import ProgramHouse
+from gradrule_server.programs.handles import StreamHandles
 from gradrule_server.programs.sample import sample
 from gradrule_server.registry import presets
-from gradrule_server.registry.rules import RuleRegistry, to_proto
+from gradrule_server.registry.rules import to_proto
 from gradrule_server.rules.catalogue.presets import PRESETS
 
 RULE_SERVICE = "gradrule.v1.RuleService"
@@ -24,10 +24,6 @@ GRADIENT_SERVICE = "gradrule.v1.GradientService"
 
 class RuleServicer:
     """`RuleService`."""
-
-    def __init__(self, rules: RuleRegistry, house: ProgramHouse) -> None:
-        self._rules = rules
-        self._house = house
 
     def methods(self) -> MethodTable:
         return {
@@ -45,23 +41,23 @@ class RuleServicer:
             raise error(
                 errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the rule has no definition", field="rule.definition"
             )
-        entry = await asyncio.to_thread(self._rules.create, rule.name, rule.definition, rule.description)
+        entry = await asyncio.to_thread(call.tenant.rules.create, rule.name, rule.definition, rule.description)
         return rule_pb2.CreateRuleResponse(rule=to_proto(entry))
 
     async def get(self, call: Call[rule_pb2.GetRuleRequest]) -> rule_pb2.GetRuleResponse:
-        return rule_pb2.GetRuleResponse(rule=to_proto(self._rules.get(call.request.name)))
+        return rule_pb2.GetRuleResponse(rule=to_proto(call.tenant.rules.get(call.request.name)))
 
     async def list(self, call: Call[rule_pb2.ListRulesRequest]) -> rule_pb2.ListRulesResponse:
         request = call.request
-        entries, token = self._rules.list(request.kind, request.page_size, request.page_token)
+        entries, token = call.tenant.rules.list(request.kind, request.page_size, request.page_token)
         return rule_pb2.ListRulesResponse(rules=[to_proto(entry) for entry in entries], next_page_token=token)
 
     async def delete(self, call: Call[rule_pb2.DeleteRuleRequest]) -> rule_pb2.DeleteRuleResponse:
-        await asyncio.to_thread(self._rules.delete, call.request.name)
+        await asyncio.to_thread(call.tenant.rules.delete, call.request.name)
         return rule_pb2.DeleteRuleResponse()
 
     async def sample(self, call: Call[rule_pb2.SampleRuleRequest]) -> rule_pb2.SampleRuleResponse:
-        return await sample(call.request, self._rules, self._house, call.received_ns, call.ends_at)
+        return await sample(call.request, call.tenant.rules, call.tenant.house, call.received_ns, call.ends_at)
 
     async def list_presets(self, call: Call[rule_pb2.ListPresetsRequest]) -> rule_pb2.ListPresetsResponse:
         return rule_pb2.ListPresetsResponse(presets=map(presets.to_proto, PRESETS))
@@ -69,9 +65,6 @@ class RuleServicer:
 
 class ProgramServicer:
     """`ProgramService`."""
-
-    def __init__(self, house: ProgramHouse) -> None:
-        self._house = house
 
     def methods(self) -> MethodTable:
         return {
@@ -84,29 +77,27 @@ class ProgramServicer:
     async def compile(self, call: Call[program_pb2.CompileProgramRequest]) -> program_pb2.CompileProgramResponse:
         request = call.request
         if not request.validate_only:
-            program = await self._house.compile(request.spec, request.program_id)
+            program = await call.tenant.house.compile(request.spec, request.program_id)
             return program_pb2.CompileProgramResponse(program=program)
-        checked, findings = await self._house.check(request.spec)
+        checked, findings = await call.tenant.house.check(request.spec)
         return program_pb2.CompileProgramResponse(program=checked, findings=map(finding_message, findings))
 
     async def get(self, call: Call[program_pb2.GetProgramRequest]) -> program_pb2.GetProgramResponse:
-        return program_pb2.GetProgramResponse(program=await self._house.kept.get(call.request.name))
+        return program_pb2.GetProgramResponse(program=await call.tenant.house.kept.get(call.request.name))
 
     async def list(self, call: Call[program_pb2.ListProgramsRequest]) -> program_pb2.ListProgramsResponse:
-        programs, token = await self._house.kept.list(call.request.page_size, call.request.page_token)
+        programs, token = await call.tenant.house.kept.list(call.request.page_size, call.request.page_token)
         return program_pb2.ListProgramsResponse(programs=programs, next_page_token=token)
 
     async def delete(self, call: Call[program_pb2.DeleteProgramRequest]) -> program_pb2.DeleteProgramResponse:
-        await self._house.kept.delete(call.request.name)
+        await call.tenant.house.kept.delete(call.request.name)
         return program_pb2.DeleteProgramResponse()
 
 
 class GradientServicer:
     """`GradientService`."""
 
-    def __init__(self, house: ProgramHouse, handles: HandleHouse, door: Door) -> None:
-        self._house = house
-        self._handles = handles
+    def __init__(self, door: Door) -> None:
         self._door = door
 
     def methods(self) -> MethodTable:
@@ -116,10 +107,10 @@ class GradientServicer:
         return {"StreamEvaluate": self.stream}
 
     async def evaluate(self, call: Call[evaluate_pb2.EvaluateRequest]) -> bytes:
-        return await self._house.evaluate(call.request, call.raw, call.received_ns, call.ends_at)
+        return await call.tenant.house.evaluate(call.request, call.raw, call.received_ns, call.ends_at)
 
-    async def stream(self, requests: AsyncIterator[bytes], write: Write) -> None:
-        handles = StreamHandles(self._handles)
+    async def stream(self, caller: Caller, requests: AsyncIterator[bytes], write: Write) -> None:
+        handles = StreamHandles(caller.tenant.handles)
 
         async def forward(call: Call[evaluate_pb2.ForwardRequest]) -> bytes:
             return await handles.forward(call.request, call.received_ns, call.ends_at)
@@ -138,6 +129,6 @@ class GradientServicer:
             "close_handle": (evaluate_pb2.CloseHandleRequest, close),
         }
         try:
-            await Multiplexed(self._door, methods, write).run(requests)
+            await Multiplexed(self._door, caller, methods, write).run(requests)
         finally:
             handles.close_all()

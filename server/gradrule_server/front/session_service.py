@@ -9,10 +9,11 @@ from google.protobuf.message import DecodeError, Message
 
 from gradrule.v1 import errors_pb2, session_pb2
 from gradrule_server.errors import GradruleError, error
-from gradrule_server.front.handlers import Door, StreamTable
+from gradrule_server.front.calls import Caller, StreamTable, Write
+from gradrule_server.front.handlers import Door
 from gradrule_server.front.status import status_of
-from gradrule_server.front.streams import Write, incoming
-from gradrule_server.programs.sessions import Session, SessionHouse
+from gradrule_server.front.streams import incoming
+from gradrule_server.programs.sessions import Session
 
 SESSION_SERVICE = "gradrule.v1.SessionService"
 
@@ -23,22 +24,21 @@ _ANSWERS = {"start": "started"}
 class SessionServicer:
     """`SessionService`."""
 
-    def __init__(self, house: SessionHouse, door: Door) -> None:
-        self._house = house
+    def __init__(self, door: Door) -> None:
         self._door = door
 
     def streams(self) -> StreamTable:
         return {"RunSession": self.run}
 
-    async def run(self, requests: AsyncIterator[bytes], write: Write) -> None:
+    async def run(self, caller: Caller, requests: AsyncIterator[bytes], write: Write) -> None:
         """One session: its first message starts it, its end ends it."""
-        session = Session(self._house)
+        session = Session(caller.tenant.sessions)
         started = False
         try:
             async for raw in incoming(requests, self._door.draining):
                 response = session_pb2.RunSessionResponse()
                 try:
-                    await self._answer(raw, session, response, started=started)
+                    await self._answer(caller, raw, session, response, started=started)
                     started = True
                 except GradruleError as cause:
                     if not started:
@@ -49,7 +49,7 @@ class SessionServicer:
             session.close()
 
     async def _answer(
-        self, raw: bytes, session: Session, response: session_pb2.RunSessionResponse, *, started: bool
+        self, caller: Caller, raw: bytes, session: Session, response: session_pb2.RunSessionResponse, *, started: bool
     ) -> None:
         received_ns = time.monotonic_ns()
         try:
@@ -76,5 +76,5 @@ class SessionServicer:
                     return await session.assign(request.assign, ends_at)
 
         remaining = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else None
-        answer = await self._door.run(run, remaining)
+        answer = await self._door.run(caller, run, remaining, len(raw))
         getattr(response, _ANSWERS.get(kind, kind)).MergeFromString(answer)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 from google.protobuf.message import DecodeError
 
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.errors import GradruleError, error
-from gradrule_server.front.handlers import Door, MethodTable
+from gradrule_server.front.calls import Caller, MethodTable, Write
+from gradrule_server.front.handlers import Door
 from gradrule_server.front.status import status_of
 from gradrule_server.link.v1 import link_pb2
 
 _log = logging.getLogger(__name__)
-
-Write = Callable[[bytes], Awaitable[None]]
 
 # Requests of one stream that run or whose answers wait to be written, and bytes of the latter; past these it is not
 # read.
@@ -55,10 +54,12 @@ class Multiplexed:
     def __init__(
         self,
         door: Door,
+        caller: Caller,
         methods: MethodTable,
         write: Write,
     ) -> None:
         self._door = door
+        self._caller = caller
         self._methods = methods
         self._write = write
         self._writing = asyncio.Lock()
@@ -110,7 +111,7 @@ class Multiplexed:
         else:
             request_type, method = self._methods[kind]
             remaining = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else None
-            answer = self._door.answer(request_type, method, getattr(request, kind), remaining)
+            answer = self._door.answer(self._caller, request_type, method, getattr(request, kind), remaining)
             await self._start(number, answer, kind)
 
     async def _start(self, number: int, answer: Coroutine[Any, Any, bytes], kind: str = "") -> None:

@@ -71,6 +71,10 @@ class ProgramCache:
         """Roughly the bytes of all programs."""
         return self._bytes
 
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._programs)
+
     def get(self, key: Key) -> Runnable | None:
         """The program, if it is there."""
         found = self._programs.get(key)
@@ -94,6 +98,10 @@ class ProgramCache:
         self._bytes += size
         while len(self._programs) > 1 and (len(self._programs) > self._capacity or self._bytes > self._capacity_bytes):
             self._remove([next(iter(self._programs))])
+
+    def drop_oldest(self) -> None:
+        """The program that was used least recently goes."""
+        self._remove([next(iter(self._programs))] if self._programs else [])
 
     def forget(self, name: str) -> None:
         """The name belongs to no program any more."""

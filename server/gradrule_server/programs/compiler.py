@@ -47,15 +47,19 @@ def _prepare(
 ) -> tuple[Prepared, Loadable]:
     """Prepares, and leaves the graph's bytes in one place: the message that goes to engines."""
     prepared = prepare(spec, call, lookup, limits, blobs)
+    prepared.request.blob_folder = blobs.folder_name
     request = prepared.request.SerializeToString()
+    # A program of one tenant's is never another's, however equal they are: nobody learns from its speed or its end.
+    key = f"{prepared.key}@{blobs.folder_name}" if blobs.folder_name else prepared.key
     loadable = Loadable(
-        prepared.key,
+        key,
         request,
         prepared.blobs,
         prepared.expanded.nodes,
         tuple(blobs.size(name) for name in prepared.blobs),
         prepared.graph_digest,
         prepared.request.derivative,
+        blobs,
     )
     # A message gives up its memory as a whole: the rest is copied, then the whole goes.
     prepared.request.ClearField("graph")

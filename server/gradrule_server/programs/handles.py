@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import secrets
 from dataclasses import dataclass
 
 from gradrule.v1 import errors_pb2, evaluate_pb2
@@ -14,9 +14,7 @@ from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.house import ProgramHouse
 from gradrule_server.programs.running import Place
 from gradrule_server.programs.shelf import Loadable
-
-# Engines know handles by these names, whoever's they are.
-_names = itertools.count(1)
+from gradrule_server.quotas import Allowance
 
 
 @dataclass(slots=True, eq=False)
@@ -32,41 +30,46 @@ class _Handle:
 
 
 class HandleHouse:
-    """What all streams keep together: bounded in bytes and in number. Everything happens on one asyncio loop."""
+    """What all streams of a tenant keep together: bounded in bytes and in number. Everything happens on one asyncio
+    loop.
 
-    def __init__(self, house: ProgramHouse, *, max_bytes: int, max_handles: int, ttl_s: float) -> None:
+    blob_folder: name of the folder of the tenant's blobs.
+    """
+
+    def __init__(
+        self,
+        house: ProgramHouse,
+        *,
+        room: Allowance,
+        bytes_room: Allowance,
+        ttl_s: float,
+        blob_folder: str = "",
+    ) -> None:
         self.house = house
         self.ttl_s = ttl_s
-        self._max_bytes = max_bytes
-        self._max_handles = max_handles
-        self._count = 0
-        self._bytes = 0
+        self.blob_folder = blob_folder
+        self._room = room
+        self._bytes_room = bytes_room
 
     def new_name(self) -> str:
         """A name that no handle had, counted in. QUOTA_EXCEEDED where there are too many handles."""
-        if self._count >= self._max_handles:
-            raise _exceeded(f"there are {self._count} forward handles, the most that the server keeps; close some")
-        self._count += 1
-        return f"h{next(_names)}"
+        self._room.take()
+        # Engines know handles of all tenants by these names, and no tenant may read another's doings from its own.
+        return f"h{secrets.token_hex(8)}"
 
     def give_up(self) -> None:
         """Nothing is kept under a new name after all."""
-        self._count -= 1
+        self._room.give_back()
 
     def add(self, handle: _Handle) -> None:
         """Counts a handle's bytes in. QUOTA_EXCEEDED where they are too many."""
-        if self._bytes + handle.kept_bytes > self._max_bytes:
-            raise _exceeded(
-                f"the handle takes {handle.kept_bytes} bytes, and the others {self._bytes}; the server keeps "
-                f"{self._max_bytes} for all. Close handles, or feed less at a time"
-            )
-        self._bytes += handle.kept_bytes
+        self._bytes_room.take(handle.kept_bytes)
         handle.place.engine.keeps(handle.place.generation, 1)
 
     def remove(self, handle: _Handle) -> None:
         """Counts a handle out."""
-        self._count -= 1
-        self._bytes -= handle.kept_bytes
+        self._room.give_back()
+        self._bytes_room.give_back(handle.kept_bytes)
         handle.place.engine.keeps(handle.place.generation, -1)
 
     def release(self, name: str, place: Place | None) -> None:
@@ -122,7 +125,9 @@ class StreamHandles:
         if handle.place.is_gone:
             self.close(name)
             raise _expired(f"the handle {name!r} was lost with its engine")
-        request = link_pb2.PullBackRequest(handle=name, received_ns=received_ns, request=raw)
+        request = link_pb2.PullBackRequest(
+            handle=name, received_ns=received_ns, request=raw, blob_folder=self._house.blob_folder
+        )
         self._pause(handle)
         engine = handle.place.engine
         retries = self._house.house.retries()
@@ -164,7 +169,3 @@ class StreamHandles:
 
 def _expired(message: str) -> GradruleError:
     return error(errors_pb2.ERROR_REASON_HANDLE_EXPIRED, f"{message}; run forward again", field="handle")
-
-
-def _exceeded(message: str) -> GradruleError:
-    return error(errors_pb2.ERROR_REASON_QUOTA_EXCEEDED, message)

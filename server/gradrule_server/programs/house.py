@@ -41,9 +41,10 @@ _PADDED_OUTPUT = re.compile(r"(.*):0+([0-9]+)")
 
 
 class ProgramHouse:
-    """Compiles programs, keeps those that are to be kept, and runs them on engines.
+    """One tenant's programs: compiles them, keeps those that are to be kept, and runs them on engines.
 
-    What its programs do to engines is held against no other house's.
+    loaded: what engines hold, of all tenants. scope: whose programs are held to account together for what they do to
+    engines.
     """
 
     def __init__(
@@ -68,6 +69,20 @@ class ProgramHouse:
         self._cache = ProgramCache(capacity, capacity_bytes)
         self._compiler = Compiler(loaded, limits, blobs)
         self.kept = KeptPrograms(programs, rules, self._compiler, self._cache)
+
+    @property
+    def cached_bytes(self) -> int:
+        """Roughly the bytes of the programs that are kept at hand."""
+        return self._cache.held_bytes
+
+    @property
+    def cached_programs(self) -> int:
+        """How many programs are kept at hand."""
+        return len(self._cache)
+
+    def drop_oldest(self) -> None:
+        """One program less is kept at hand."""
+        self._cache.drop_oldest()
 
     async def evaluate(
         self, request: evaluate_pb2.EvaluateRequest, raw: bytes, received_ns: int, ends_at: float
@@ -126,7 +141,9 @@ class ProgramHouse:
                 feeds=request.feeds, grad_ys=request.grad_ys, tangents=request.tangents, vectors=request.vectors
             )
             payload = values.SerializeToString()
-        run = link_pb2.RunRequest(request=payload, params=program.compiled.settings(request.params))
+        run = link_pb2.RunRequest(
+            request=payload, params=program.compiled.settings(request.params), blob_folder=self._blobs.folder_name
+        )
 
         retries = retries or self.retries(how)
 

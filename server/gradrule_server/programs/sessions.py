@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import math
+import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -23,6 +23,7 @@ from gradrule_server.programs.prepare import graph_of
 from gradrule_server.programs.running import InSession, Place
 from gradrule_server.programs.shape import canonical
 from gradrule_server.programs.values import value_fault
+from gradrule_server.quotas import Allowance
 from gradrule_server.registry.blobs import BlobStore, not_found
 
 # Programs that a session keeps at hand: as many kinds of steps and evaluations as it makes in turn.
@@ -31,12 +32,9 @@ _MAX_PROGRAMS = 64
 # Slots of an optimiser, as many times the bytes of what it updates.
 _MOST_SLOTS = 3
 
-# Engines know sessions by these names, whoever's they are.
-_names = itertools.count(1)
-
 
 class SessionHouse:
-    """What all sessions share: bounds on their number and bytes. Everything happens on one asyncio loop."""
+    """What all sessions of a tenant share: bounds on their number and bytes. Everything happens on one asyncio loop."""
 
     def __init__(
         self,
@@ -44,31 +42,28 @@ class SessionHouse:
         blobs: BlobStore,
         limits: graphs.Limits,
         *,
-        max_sessions: int,
-        max_bytes: int,
+        room: Allowance,
+        bytes_room: Allowance,
     ) -> None:
         self.house = house
-        self.programs = ProgramCache(_MAX_PROGRAMS * max_sessions, house.capacity_bytes)
+        self.programs = ProgramCache(_MAX_PROGRAMS * room.limit, house.capacity_bytes)
         self.blobs = blobs
         self.limits = limits
-        self._max_sessions = max_sessions
-        self._max_bytes = max_bytes
+        self._room = room
+        self._bytes_room = bytes_room
         self._bytes: dict[str, int] = {}
 
     def open(self) -> str:
         """Counts a session in; its name. QUOTA_EXCEEDED where there are too many."""
-        if len(self._bytes) >= self._max_sessions:
-            raise error(
-                errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
-                f"there are {len(self._bytes)} sessions, the most that the server holds (--max-sessions); end some",
-            )
-        name = f"s{next(_names)}"
+        self._room.take()
+        # Engines know sessions of all tenants by these names.
+        name = f"s{secrets.token_hex(8)}"
         self._bytes[name] = 0
         return name
 
     def left_for(self, name: str) -> int:
         """Bytes that a session may take."""
-        return self._max_bytes - sum(size for other, size in self._bytes.items() if other != name)
+        return self._bytes_room.left + self._bytes.get(name, 0)
 
     @contextlib.contextmanager
     def growing(self, name: str, more: int) -> Iterator[None]:
@@ -84,11 +79,15 @@ class SessionHouse:
     def takes(self, name: str, size: int) -> None:
         """Notes what a session takes."""
         if name in self._bytes:
+            self._bytes_room.adjust(size - self._bytes[name])
             self._bytes[name] = size
 
     def close(self, name: str) -> None:
         """Counts a session out."""
-        self._bytes.pop(name, None)
+        if name in self._bytes:
+            self.takes(name, 0)
+            del self._bytes[name]
+            self._room.give_back()
 
 
 class Session:
@@ -236,6 +235,7 @@ class Session:
         it is gone."""
         self._check_place()
         request.session, request.max_bytes = self._name, self._house.left_for(self._name)
+        request.blob_folder = self._house.blobs.folder_name
         left_s = ends_at - asyncio.get_running_loop().time()
         request.deadline_ns = time.monotonic_ns() + int(left_s * 1e9)
         with self._house.growing(self._name, self._growth(request)):

@@ -25,7 +25,7 @@ class Loadable:
     """What an engine needs to load a program: its digest, the bytes of its `CompileRequest`, and the blobs it reads.
 
     nodes: of its graph. blob_bytes: of each blob. graph: digest of the graph as it was uploaded. derivative: what is
-    computed of it.
+    computed of it. store: where its blobs are, unless it is the common one.
     """
 
     key: str
@@ -35,6 +35,7 @@ class Loadable:
     blob_bytes: tuple[int, ...] = ()
     graph: str = ""
     derivative: evaluate_pb2.Derivative.ValueType = evaluate_pb2.DERIVATIVE_UNSPECIFIED
+    store: BlobStore | None = None
 
     @property
     def loaded_size(self) -> int:
@@ -158,13 +159,14 @@ class Shelf:
         engine_key = f"{program.key}/{self._serial}"
         # Concatenating messages merges them: the last key counts.
         own_key = link_pb2.CompileRequest(key=engine_key).SerializeToString()
-        self._blobs.hold(program.blobs)
+        store = program.store or self._blobs
+        store.hold(program.blobs)
         try:
             work = self._engine.submit(Kind.COMPILE, program.request + own_key)
         except BaseException:
-            self._blobs.let_go(program.blobs)
+            store.let_go(program.blobs)
             raise
-        work.answer.add_done_callback(lambda _: self._blobs.let_go(program.blobs))
+        work.answer.add_done_callback(lambda _: store.let_go(program.blobs))
         load = self._loads[program.key] = Load(program, self._engine, self._engine.generation, engine_key, work)
         self._bytes += program.loaded_size
         self._weights.add(program)

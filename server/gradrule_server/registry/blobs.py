@@ -1,11 +1,13 @@
 """Bytes by their SHA-256, one file each: bounded, the least recently used ones go, those that are held stay.
 
-A file's time of change is that of its last use, so that a restart knows the order.
+Each tenant has blobs of its own, in a folder of its own; the first tenant's lie in the common folder itself. A file's
+time of change is that of its last use, so that a restart knows the order.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import os
 import re
@@ -13,60 +15,160 @@ import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import Finding, GradruleError, Resource, error
+from gradrule_server.registry.store import DEFAULT_TENANT
 
 RESOURCE_TYPE = "gradrule.v1.Blob"
 
 _NAME = re.compile(r"[0-9a-f]{64}")
+_FOLDER = re.compile(r"tenant-[0-9a-f]{32}")
 _UPLOADING = ".upload-"
 _SHOWN = 5
+_OWN = "--tenant-blob-bytes"
 
 
-class BlobStore:
-    """The blobs in `folder`, which is made where missing. Blocking; safe to use from several threads."""
+def folder_name(tenant: str) -> str:
+    """The folder of a tenant's blobs within the common one; empty: the common one."""
+    # Tenants' names come from tokens and certificates, and may hold what no file's name may.
+    return "" if tenant == DEFAULT_TENANT else f"tenant-{hashlib.sha256(tenant.encode()).hexdigest()[:32]}"
+
+
+@dataclass(slots=True)
+class _Own:
+    """What one tenant has. `sizes`: least recently used first; `capacity`: None while the tenant is not known."""
+
+    sizes: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    holders: dict[str, int] = field(default_factory=dict)
+    size: int = 0
+    capacity: int | None = None
+
+    def oldest(self) -> str | None:
+        """What would go next."""
+        return next((name for name in self.sizes if name not in self.holders), None)
+
+
+class _Shelf:
+    """All tenants' blobs, by the names of their folders."""
 
     def __init__(self, folder: Path, capacity: int) -> None:
         self.folder = folder
-        self._capacity = capacity
-        self._lock = threading.Lock()
-        self._sizes: OrderedDict[str, int] = OrderedDict()
-        self._holders: dict[str, int] = {}
-        self._bytes = 0
+        self.capacity = capacity
+        self.lock = threading.Lock()
+        self.size = 0
+        self.tenants: dict[str, _Own] = {"": _Own()}
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = []
+        self._read("")
         for path in folder.iterdir():
+            if _FOLDER.fullmatch(path.name) and path.is_dir():
+                self._read(path.name)
+
+    def own(self, name: str) -> _Own:
+        """What lies in a folder."""
+        return self.tenants.setdefault(name, _Own())
+
+    def reserve(self, name: str, size: int) -> None:
+        """Makes room in a folder; QUOTA_EXCEEDED."""
+        own = self.own(name)
+        capacity = self.capacity if own.capacity is None else min(own.capacity, self.capacity)
+        while own.size + size > capacity and (oldest := own.oldest()) is not None:
+            self.remove(name, oldest)
+        if own.size + size > capacity:
+            raise _full("one tenant may have", capacity, "--max-blob-bytes" if capacity == self.capacity else _OWN)
+        # Whoever has most gives first.
+        while self.size + size > self.capacity:
+            able = [(item.size, folder) for folder, item in self.tenants.items() if item.oldest() is not None]
+            if not able:
+                raise _full("the server keeps", self.capacity, "--max-blob-bytes")
+            _, folder = max(able)
+            self.remove(folder, self.own(folder).oldest() or "")
+        self.adjust(name, size)
+
+    def adjust(self, name: str, size: int) -> None:
+        """Counts bytes in, or out."""
+        self.own(name).size += size
+        self.size += size
+
+    def remove(self, name: str, blob: str) -> None:
+        """Lets one go."""
+        (self.folder / name / blob).unlink(missing_ok=True)
+        self.adjust(name, -self.own(name).sizes.pop(blob))
+
+    def _read(self, name: str) -> None:
+        found = []
+        for path in (self.folder / name).iterdir():
             if path.name.startswith(_UPLOADING):
                 path.unlink()
             elif _NAME.fullmatch(path.name):
                 stat = path.stat()
                 found.append((stat.st_mtime_ns, path.name, stat.st_size))
-        for _, name, size in sorted(found):
-            self._sizes[name] = size
-            self._bytes += size
+        for _, blob, size in sorted(found):
+            self.own(name).sizes[blob] = size
+            self.adjust(name, size)
+
+
+class BlobStore:
+    """The first tenant's blobs, and by `of` those of others, all below `folder`, which is made where missing.
+
+    Blocking; safe to use from several threads.
+    """
+
+    def __init__(self, folder: Path, capacity: int) -> None:
+        self._shelf = _Shelf(folder, capacity)
+        self._own = self._shelf.own("")
+        self.folder_name = ""
+        """Name of the tenant's folder within the common one, by which an engine finds it; empty: the common one."""
+
+    def of(self, tenant: str, capacity: int | None = None) -> BlobStore:
+        """A tenant's blobs. `capacity`: bytes that the tenant may have; all that the server keeps, unless given."""
+        view = copy.copy(self)
+        view.folder_name = folder_name(tenant)
+        with self._shelf.lock:
+            view._own = self._shelf.own(view.folder_name)
+            if capacity is not None:
+                view._own.capacity = capacity
+        return view
+
+    def forget(self) -> None:
+        """The tenant is not at hand any more: what is known of its limits goes, its blobs stay."""
+        with self._shelf.lock:
+            self._own.capacity = None
+            if not (self._own.sizes or self._own.size or self._own.holders):
+                self._shelf.tenants.pop(self.folder_name, None)
+
+    @property
+    def root(self) -> Path:
+        """The common folder."""
+        return self._shelf.folder
+
+    @property
+    def folder(self) -> Path:
+        """The tenant's folder; it may not be there yet."""
+        return self._shelf.folder / self.folder_name
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all blobs, uploads under way included."""
-        return self._bytes
+        """Bytes of all blobs of the tenant, uploads under way included."""
+        return self._own.size
 
     def missing(self, names: Iterable[str]) -> list[str]:
         """Those of the blobs that are not there, each once; the others count as used. MALFORMED_REQUEST for no hash."""
         wanted = dict.fromkeys(names)
         for name in wanted:
             check_name(name)
-        with self._lock:
+        with self._shelf.lock:
             for name in wanted:
                 self._use(name)
-            return [name for name in wanted if name not in self._sizes]
+            return [name for name in wanted if name not in self._own.sizes]
 
     def size(self, name: str) -> int:
         """Number of bytes; BLOB_NOT_FOUND."""
         check_name(name)
-        with self._lock:
-            size = self._sizes.get(name)
+        with self._shelf.lock:
+            size = self._own.sizes.get(name)
         if size is None:
             raise not_found([name])
         return size
@@ -81,21 +183,23 @@ class BlobStore:
         wanted = dict.fromkeys(names)
         for name in wanted:
             check_name(name)
-        with self._lock:
-            gone = [name for name in wanted if name not in self._sizes]
+        own = self._own
+        with self._shelf.lock:
+            gone = [name for name in wanted if name not in own.sizes]
             if gone:
                 raise not_found(gone)
             for name in wanted:
                 self._use(name)
-                self._holders[name] = self._holders.get(name, 0) + 1
+                own.holders[name] = own.holders.get(name, 0) + 1
 
     def let_go(self, names: Iterable[str]) -> None:
         """The other half of `hold`."""
-        with self._lock:
+        own = self._own
+        with self._shelf.lock:
             for name in dict.fromkeys(names):
-                self._holders[name] -= 1
-                if not self._holders[name]:
-                    del self._holders[name]
+                own.holders[name] -= 1
+                if not own.holders[name]:
+                    del own.holders[name]
 
     @contextlib.contextmanager
     def held(self, names: Iterable[str]) -> Iterator[None]:
@@ -110,49 +214,35 @@ class BlobStore:
     def upload(self, name: str) -> Upload:
         """Room for the bytes of a blob; MALFORMED_REQUEST for no hash."""
         check_name(name)
+        self.folder.mkdir(mode=0o700, exist_ok=True)
         return Upload(self, name)
 
     def reserve(self, size: int) -> None:
         """Makes room for bytes that are about to come; QUOTA_EXCEEDED where all that is there is held."""
-        with self._lock:
-            for name in list(self._sizes):
-                if self._bytes + size <= self._capacity:
-                    break
-                if name not in self._holders:
-                    self._remove(name)
-            if self._bytes + size > self._capacity:
-                raise error(
-                    errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
-                    f"the server keeps at most {self._capacity} bytes of blobs, and what is there is in use; delete "
-                    "programs, or start the server with a larger --max-blob-bytes",
-                )
-            self._bytes += size
+        with self._shelf.lock:
+            self._shelf.reserve(self.folder_name, size)
 
     def release(self, size: int) -> None:
         """Bytes that were reserved did not come."""
-        with self._lock:
-            self._bytes -= size
+        with self._shelf.lock:
+            self._shelf.adjust(self.folder_name, -size)
 
     def add(self, name: str, file: Path, size: int) -> None:
         """Takes over a complete file, whose bytes were reserved."""
-        with self._lock:
-            if name in self._sizes:
-                self._bytes -= size
+        with self._shelf.lock:
+            if name in self._own.sizes:
+                self._shelf.adjust(self.folder_name, -size)
                 self._use(name)
                 file.unlink()
                 return
             file.rename(self.folder / name)
-            self._sizes[name] = size
+            self._own.sizes[name] = size
 
     def _use(self, name: str) -> None:
-        if name in self._sizes:
-            self._sizes.move_to_end(name)
+        if name in self._own.sizes:
+            self._own.sizes.move_to_end(name)
             with contextlib.suppress(FileNotFoundError):
                 os.utime(self.folder / name)
-
-    def _remove(self, name: str) -> None:
-        (self.folder / name).unlink(missing_ok=True)
-        self._bytes -= self._sizes.pop(name)
 
 
 class Upload:
@@ -229,3 +319,11 @@ def not_found(names: Iterable[str]) -> GradruleError:
         "the request again",
     )
     return GradruleError([finding], resources=[Resource(RESOURCE_TYPE, name) for name in gone])
+
+
+def _full(who: str, capacity: int, setting: str) -> GradruleError:
+    return error(
+        errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
+        f"{who} at most {capacity} bytes of blobs, and what is there is in use; delete programs, or start the server "
+        f"with a larger {setting}",
+    )

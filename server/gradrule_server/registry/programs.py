@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import threading
@@ -10,9 +11,10 @@ from dataclasses import dataclass
 
 from gradrule.v1 import errors_pb2, program_pb2
 from gradrule_server.errors import GradruleError, Resource, did_you_mean, error
+from gradrule_server.quotas import Allowance
 from gradrule_server.registry import paging
 from gradrule_server.registry.blobs import BlobStore
-from gradrule_server.registry.store import ProgramContent, ProgramRow, Store
+from gradrule_server.registry.store import DEFAULT_TENANT, ProgramContent, ProgramRow, Store
 
 _PREFIX = "programs/"
 _ID = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
@@ -28,18 +30,55 @@ class StoredProgram:
     program: program_pb2.Program
 
 
-class ProgramRegistry:
-    """The programs of a store, which hold their blobs. Blocking; safe to use from several threads."""
+class HeldBlobs:
+    """Keeps the blobs of all kept programs, of every tenant's, from going. Safe to use from several threads."""
 
-    def __init__(self, store: Store, blobs: BlobStore, *, max_programs: int = 10_000) -> None:
+    def __init__(self, store: Store, blobs: BlobStore) -> None:
+        self._held: dict[tuple[str, str], list[str]] = {}
+        for tenant, program_id, spec in store.program_specs():
+            # What is still there: a file that somebody took away makes the program ask for it when it is run.
+            own, wanted = blobs.of(tenant), blobs_of(program_pb2.ProgramSpec.FromString(spec))
+            gone = set(own.missing(wanted))
+            self.hold(own, tenant, program_id, [name for name in wanted if name not in gone])
+
+    def hold(self, blobs: BlobStore, tenant: str, program_id: str, names: list[str]) -> None:
+        """For a program that is about to be kept; BLOB_NOT_FOUND."""
+        if names:
+            blobs.hold(names)
+            self._held[tenant, program_id] = names
+
+    def let_go(self, blobs: BlobStore, tenant: str, program_id: str) -> None:
+        """The program is not kept any more."""
+        blobs.let_go(self._held.pop((tenant, program_id), ()))
+
+
+class ProgramRegistry:
+    """A tenant's programs in a store, which hold their blobs. Blocking; safe to use from several threads.
+
+    room: for how many there is room; without it, without end. held: what holds the blobs of the store's programs, where
+    several registries share a store.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        blobs: BlobStore,
+        *,
+        tenant: str = DEFAULT_TENANT,
+        room: Allowance | None = None,
+        held: HeldBlobs | None = None,
+    ) -> None:
         self._store = store
         self._blobs = blobs
-        self._max_programs = max_programs
+        self._tenant = tenant
         self._changing = threading.Lock()
-        self._identities = store.program_identities()
-        self._held: dict[str, list[str]] = {}
-        for program_id, spec in store.program_specs():
-            self._hold_again(program_id, program_pb2.ProgramSpec.FromString(spec))
+        self._identities = store.program_identities(tenant)
+        self._room = room
+        self._held = held or HeldBlobs(store, blobs)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._identities)
 
     def create(
         self,
@@ -55,7 +94,7 @@ class ProgramRegistry:
         overrides' param values, likewise; `program.digests.program` does not cover them. Without an id, one is made
         from the content.
 
-        Raises MALFORMED_REQUEST (the id), PROGRAM_EXISTS, LIMIT_EXCEEDED, BLOB_NOT_FOUND.
+        Raises MALFORMED_REQUEST (the id), PROGRAM_EXISTS, LIMIT_EXCEEDED, QUOTA_EXCEEDED, BLOB_NOT_FOUND.
         """
         # What is told of a program is part of it; without aliases the identity is what it was before there were any.
         aliases = [_without_graph(program_pb2.ProgramSpec(aliases=spec.aliases))] if spec.aliases else []
@@ -72,40 +111,34 @@ class ProgramRegistry:
         with self._changing:
             if program_id in self._identities:
                 return self._existing(program_id, identity)
-            if len(self._identities) >= self._max_programs:
-                raise error(
-                    errors_pb2.ERROR_REASON_LIMIT_EXCEEDED,
-                    f"the registry keeps at most {self._max_programs} programs; delete some, or start the server with "
-                    "a larger --max-programs",
-                )
             now_us = time.time_ns() // 1000
             kept = program_pb2.Program()
             kept.CopyFrom(program)
             kept.name = _PREFIX + program_id
             kept.create_time.FromMicroseconds(now_us)
             row = ProgramRow(program_id, identity, kept.SerializeToString(), now_us)
-            held = blobs_of(spec)
             content = ProgramContent(_without_graph(spec), self._graph_bytes(spec), snapshot)
-            self._blobs.hold(held)
-            try:
-                self._store.add_program(row, content)
-            except BaseException:
-                self._blobs.let_go(held)
-                raise
+            with contextlib.ExitStack() as undo:
+                if self._room is not None:
+                    self._room.take()
+                    undo.callback(self._room.give_back)
+                self._held.hold(self._blobs, self._tenant, program_id, blobs_of(spec))
+                undo.callback(self._held.let_go, self._blobs, self._tenant, program_id)
+                self._store.add_program(row, content, self._tenant)
+                undo.pop_all()
             self._identities[program_id] = identity
-            self._held[program_id] = held
         return StoredProgram(program_id, identity, kept)
 
     def get(self, name: str) -> StoredProgram:
         """The program of that name, `programs/ID` or bare; PROGRAM_NOT_FOUND."""
-        row = self._store.program(name.removeprefix(_PREFIX))
+        row = self._store.program(name.removeprefix(_PREFIX), self._tenant)
         if row is None:
             raise self._not_found(name)
         return _stored(row)
 
     def content(self, stored: StoredProgram) -> tuple[program_pb2.ProgramSpec, bytes]:
         """The spec with its graph's bytes, and the snapshot of its rules; PROGRAM_NOT_FOUND where it is gone by now."""
-        content = self._store.program_content(stored.id, stored.identity)
+        content = self._store.program_content(stored.id, stored.identity, self._tenant)
         if content is None:
             raise self._not_found(stored.program.name)
         spec = program_pb2.ProgramSpec.FromString(content.spec)
@@ -116,7 +149,7 @@ class ProgramRegistry:
         """A page by id, without overrides and defaulted, and the next page's token; MALFORMED_REQUEST."""
         size = paging.page_size(page_size)
         after = paging.decode(_LISTING, page_token)[0] if page_token else ""
-        rows = self._store.programs_after(after, size + 1)
+        rows = self._store.programs_after(after, size + 1, self._tenant)
         page = [_stored(row) for row in rows[:size]]
         for item in page:
             item.program.ClearField("overrides")
@@ -129,16 +162,11 @@ class ProgramRegistry:
         with self._changing:
             if program_id not in self._identities:
                 raise self._not_found(name)
-            self._store.remove_program(program_id)
+            self._store.remove_program(program_id, self._tenant)
             del self._identities[program_id]
-            self._blobs.let_go(self._held.pop(program_id, ()))
-
-    def _hold_again(self, program_id: str, spec: program_pb2.ProgramSpec) -> None:
-        """Holds what is still there: a file that somebody took away makes the program ask for it when it is run."""
-        held = blobs_of(spec)
-        gone = set(self._blobs.missing(held))
-        self._held[program_id] = [name for name in held if name not in gone]
-        self._blobs.hold(self._held[program_id])
+            self._held.let_go(self._blobs, self._tenant, program_id)
+            if self._room is not None:
+                self._room.give_back()
 
     def _graph_bytes(self, spec: program_pb2.ProgramSpec) -> bytes:
         match spec.graph.WhichOneof("source"):

@@ -7,14 +7,15 @@ import re
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, Resource, did_you_mean, error
 from gradrule_server.policy import Bounds
+from gradrule_server.quotas import Allowance
 from gradrule_server.registry import paging
 from gradrule_server.registry.names import BUILTIN_PREFIX, Names, RuleEntry, by_name
-from gradrule_server.registry.store import RuleRow, Store, StoreError
+from gradrule_server.registry.store import DEFAULT_TENANT, RuleRow, Store, StoreError
 from gradrule_server.rules import RuleContent, write_param
 from gradrule_server.rules.catalogue import BUILTINS, BuiltinRule
 
@@ -25,33 +26,57 @@ _SHOWN_EXPRESSION = 120
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
-class RuleRegistry:
-    """The rules of a server. Safe to use from several threads; only `create` and `delete` block, on the disk.
+@dataclass(frozen=True)
+class Shipped:
+    """The rules that come with the server and with TensorFlow: one layer below every tenant's own."""
 
-    `StoreError` where a kept rule cannot be read by this version of the server.
+    builtin: Mapping[str, RuleEntry]
+    op: Mapping[str, RuleEntry]
+
+    @classmethod
+    def of(cls, op_gradients: Iterable[str], builtins: Iterable[BuiltinRule] = BUILTINS) -> Shipped:
+        """From op types with a registered gradient, and the catalogue."""
+        return cls(by_name(map(_builtin_entry, builtins)), _op_entries(op_gradients))
+
+    def with_op_rules(self, op_gradients: Iterable[str]) -> Shipped:
+        """The same with other OP rules."""
+        return replace(self, op=_op_entries(op_gradients))
+
+
+class RuleRegistry:
+    """A tenant's rules. Safe to use from several threads; only `create` and `delete` block, on the disk.
+
+    shipped: what lies below; op types alone mean the catalogue too. room: for how many rules there is room; without it,
+    without end. `StoreError` where a kept rule cannot be read by this version of the server.
     """
 
     def __init__(
         self,
         store: Store,
-        op_gradients: Iterable[str],
+        shipped: Shipped | Iterable[str],
         *,
-        max_rules: int = 10_000,
-        builtins: Iterable[BuiltinRule] = BUILTINS,
+        tenant: str = DEFAULT_TENANT,
+        room: Allowance | None = None,
         bounds: Bounds | None = None,
     ) -> None:
         self._store = store
+        self._tenant = tenant
+        self._room = room
         self._bounds = bounds or Bounds()
-        self._max_rules = max_rules
         self._changing = threading.Lock()
         self._revision = 0
-        shipped = by_name(_builtin_entry(rule) for rule in builtins)
-        kept = [_kept_entry(store, row) for row in store.rules()]
+        if not isinstance(shipped, Shipped):
+            shipped = Shipped.of(shipped)
+        kept = [_kept_entry(store, row) for row in store.rules(tenant)]
         self._names = Names(
-            user={entry.name: _hiding(entry, shipped) for entry in kept},
-            builtin=shipped,
-            op=_op_entries(op_gradients),
+            user={entry.name: _hiding(entry, shipped.builtin) for entry in kept},
+            builtin=shipped.builtin,
+            op=shipped.op,
         )
+
+    def __len__(self) -> int:
+        """How many USER rules there are."""
+        return len(self._names.user)
 
     @property
     def revision(self) -> int:
@@ -63,15 +88,16 @@ class RuleRegistry:
         """Names of USER rules that hide a BUILTIN or OP rule which arrived later, with an upgrade."""
         return self._names.clashes
 
-    def set_op_rules(self, op_gradients: Iterable[str]) -> None:
-        """Replaces the OP rules: op types with a registered gradient."""
+    def set_shipped(self, shipped: Shipped) -> None:
+        """Replaces what lies below the tenant's own rules."""
         with self._changing:
-            self._replace(replace(self._names, op=_op_entries(op_gradients)))
+            self._replace(replace(self._names, builtin=shipped.builtin, op=shipped.op))
 
     def create(self, name: str, definition: rule_pb2.RuleDefinition, description: str) -> RuleEntry:
         """Registers a USER rule, `rules/NAME` or bare; equal content (form, params with ranges) returns what is there.
 
-        Raises INVALID_RULE (the name), RULE_EXISTS, LIMIT_EXCEEDED, and what reading the definition raises.
+        Raises INVALID_RULE (the name), RULE_EXISTS, LIMIT_EXCEEDED, QUOTA_EXCEEDED, and what reading the definition
+        raises.
         """
         name = _valid_name(name)
         content = RuleContent.from_definition(definition)
@@ -85,12 +111,6 @@ class RuleRegistry:
                 if holder.kind == rule_pb2.RULE_KIND_USER and _equal(holder.content, content):
                     return holder
                 raise _taken(name, holder)
-            if len(names.user) >= self._max_rules:
-                raise error(
-                    errors_pb2.ERROR_REASON_LIMIT_EXCEEDED,
-                    f"the registry keeps at most {self._max_rules} USER rules; delete some, or start the server with a "
-                    "larger --max-rules",
-                )
             row = RuleRow(
                 name,
                 definition.SerializeToString(deterministic=True),
@@ -98,7 +118,14 @@ class RuleRegistry:
                 time.time_ns() // 1000,
             )
             entry = _user_entry(row, content)
-            self._store.add_rule(row)
+            if self._room is not None:
+                self._room.take()
+            try:
+                self._store.add_rule(row, self._tenant)
+            except BaseException:
+                if self._room is not None:
+                    self._room.give_back()
+                raise
             self._replace(replace(names, user={**names.user, name: entry}))
         return entry
 
@@ -122,7 +149,9 @@ class RuleRegistry:
         with self._changing:
             if entry.name not in self._names.user:
                 raise self._unknown(name)
-            self._store.remove_rule(entry.name)
+            self._store.remove_rule(entry.name, self._tenant)
+            if self._room is not None:
+                self._room.give_back()
             user = {key: kept for key, kept in self._names.user.items() if key != entry.name}
             self._replace(replace(self._names, user=user))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import Column, ForeignKey, Integer, LargeBinary, MetaData, String, Table
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 metadata = MetaData()
 
@@ -15,16 +15,18 @@ meta = Table(
     Column("value", String, nullable=False),
 )
 
+# Names belong to a tenant: two tenants' rules and programs of one name are two.
 rules = Table(
     "rules",
     metadata,
+    Column("tenant", String, primary_key=True),
     Column("name", String, primary_key=True),
     Column("definition", LargeBinary, nullable=False),
     Column("description", String, nullable=False),
     Column("create_time_us", Integer, nullable=False),
 )
 
-# Graphs by the SHA-256 of their bytes, so that programs over one graph share it.
+# Graphs by the SHA-256 of their bytes, so that programs over one graph share it, whoever they belong to.
 blobs = Table(
     "blobs",
     metadata,
@@ -36,6 +38,7 @@ blobs = Table(
 programs = Table(
     "programs",
     metadata,
+    Column("tenant", String, primary_key=True),
     Column("id", String, primary_key=True),
     Column("identity", String, nullable=False),
     Column("graph_digest", String, ForeignKey("blobs.digest"), nullable=False, index=True),

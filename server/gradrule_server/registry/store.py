@@ -7,22 +7,42 @@ registries'.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from sqlite3 import Connection as SqliteConnection
 
-from sqlalchemy import URL, Connection, Engine, Select, create_engine, delete, event, exists, insert, inspect, select
+from sqlalchemy import (
+    URL,
+    Connection,
+    Engine,
+    Select,
+    create_engine,
+    delete,
+    event,
+    exists,
+    func,
+    insert,
+    inspect,
+    select,
+)
 from sqlalchemy.exc import DatabaseError, OperationalError
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from gradrule_server.registry.lock import FolderInUseError, FolderLock
+from gradrule_server.registry.migrations import migrate, sync
 from gradrule_server.registry.schema import SCHEMA_VERSION, blobs, meta, metadata, programs, rules
 
+_log = logging.getLogger(__name__)
+
 FILE_NAME = "gradrule.db"
+
+DEFAULT_TENANT = "default"
+"""Whose names are those that callers without credentials make; the owner of what is older than tenants."""
 
 
 class StoreError(Exception):
@@ -86,7 +106,7 @@ class Store:
             self.close()
             if isinstance(cause, OperationalError | OSError):
                 raise StoreError(f"{self.path} cannot be opened: {_original(cause)}") from cause
-            if isinstance(cause, DatabaseError):
+            if isinstance(cause, DatabaseError | sqlite3.DatabaseError):
                 raise self._damaged(str(_original(cause))) from cause
             raise
 
@@ -95,49 +115,61 @@ class Store:
         self._engine.dispose()
         self._lock.release()
 
-    def rules(self) -> list[RuleRow]:
-        """All rules, by name."""
+    def rules(self, tenant: str = DEFAULT_TENANT) -> list[RuleRow]:
+        """All rules of a tenant, by name."""
+        columns = (rules.c.name, rules.c.definition, rules.c.description, rules.c.create_time_us)
+        query = select(*columns).where(rules.c.tenant == tenant).order_by(rules.c.name)
         with self._read() as connection:
-            return [RuleRow(**row._mapping) for row in connection.execute(select(rules).order_by(rules.c.name))]
+            return [RuleRow(**row._mapping) for row in connection.execute(query)]
 
-    def add_rule(self, row: RuleRow) -> None:
+    def add_rule(self, row: RuleRow, tenant: str = DEFAULT_TENANT) -> None:
         """Adds a rule under a name that is free."""
         with self._write() as connection:
-            connection.execute(insert(rules).values(asdict(row)))
+            connection.execute(insert(rules).values(asdict(row) | {"tenant": tenant}))
 
-    def remove_rule(self, name: str) -> None:
+    def remove_rule(self, name: str, tenant: str = DEFAULT_TENANT) -> None:
         """Removes a rule."""
         with self._write() as connection:
-            connection.execute(delete(rules).where(rules.c.name == name))
+            connection.execute(delete(rules).where(rules.c.tenant == tenant, rules.c.name == name))
 
-    def program_identities(self) -> dict[str, str]:
-        """The identity of every program by its id."""
+    def counts(self) -> tuple[int, int]:
+        """Rules and programs, of all tenants."""
         with self._read() as connection:
-            return {row.id: row.identity for row in connection.execute(select(programs.c.id, programs.c.identity))}
+            return (
+                connection.execute(select(func.count()).select_from(rules)).scalar_one(),
+                connection.execute(select(func.count()).select_from(programs)).scalar_one(),
+            )
 
-    def program(self, program_id: str) -> ProgramRow | None:
+    def program_identities(self, tenant: str = DEFAULT_TENANT) -> dict[str, str]:
+        """The identity of every program of a tenant by its id."""
+        query = select(programs.c.id, programs.c.identity).where(programs.c.tenant == tenant)
+        with self._read() as connection:
+            return {row.id: row.identity for row in connection.execute(query)}
+
+    def program(self, program_id: str, tenant: str = DEFAULT_TENANT) -> ProgramRow | None:
         """One program, if there is one."""
         with self._read() as connection:
-            row = connection.execute(_program_rows().where(programs.c.id == program_id)).one_or_none()
+            row = connection.execute(_program_rows(tenant).where(programs.c.id == program_id)).one_or_none()
             return None if row is None else ProgramRow(**row._mapping)
 
-    def program_specs(self) -> list[tuple[str, bytes]]:
-        """Id and spec of every program."""
+    def program_specs(self) -> list[tuple[str, str, bytes]]:
+        """Tenant, id and spec of every program."""
+        query = select(programs.c.tenant, programs.c.id, programs.c.spec)
         with self._read() as connection:
-            return [(row.id, row.spec) for row in connection.execute(select(programs.c.id, programs.c.spec))]
+            return [(row.tenant, row.id, row.spec) for row in connection.execute(query)]
 
-    def programs_after(self, program_id: str, count: int) -> list[ProgramRow]:
-        """At most `count` programs whose ids come after `program_id`, by id."""
-        query = _program_rows().where(programs.c.id > program_id).order_by(programs.c.id).limit(count)
+    def programs_after(self, program_id: str, count: int, tenant: str = DEFAULT_TENANT) -> list[ProgramRow]:
+        """At most `count` programs of a tenant whose ids come after `program_id`, by id."""
+        query = _program_rows(tenant).where(programs.c.id > program_id).order_by(programs.c.id).limit(count)
         with self._read() as connection:
             return [ProgramRow(**row._mapping) for row in connection.execute(query)]
 
-    def program_content(self, program_id: str, identity: str) -> ProgramContent | None:
+    def program_content(self, program_id: str, identity: str, tenant: str = DEFAULT_TENANT) -> ProgramContent | None:
         """What a program is compiled from. `StoreError` where the graph's bytes are not what was stored."""
         query = (
             select(programs.c.spec, programs.c.snapshot, programs.c.graph_digest, blobs.c.content)
             .join(blobs)
-            .where(programs.c.id == program_id, programs.c.identity == identity)
+            .where(programs.c.tenant == tenant, programs.c.id == program_id, programs.c.identity == identity)
         )
         with self._read() as connection:
             row = connection.execute(query).one_or_none()
@@ -147,7 +179,7 @@ class Store:
             raise self._damaged(f"the graph of program {program_id!r} is not what was stored")
         return ProgramContent(row.spec, row.content, row.snapshot)
 
-    def add_program(self, row: ProgramRow, content: ProgramContent) -> None:
+    def add_program(self, row: ProgramRow, content: ProgramContent, tenant: str = DEFAULT_TENANT) -> None:
         """Adds a program under an id that is free, and its graph where it is new."""
         digest = hashlib.sha256(content.graph).hexdigest()
         with self._write() as connection:
@@ -155,16 +187,17 @@ class Store:
                 connection.execute(insert(blobs).values(digest=digest, content=content.graph))
             connection.execute(
                 insert(programs).values(
-                    asdict(row) | {"graph_digest": digest, "spec": content.spec, "snapshot": content.snapshot}
+                    asdict(row)
+                    | {"tenant": tenant, "graph_digest": digest, "spec": content.spec, "snapshot": content.snapshot}
                 )
             )
 
-    def remove_program(self, program_id: str) -> None:
+    def remove_program(self, program_id: str, tenant: str = DEFAULT_TENANT) -> None:
         """Removes a program, and its graph where no other program has it."""
+        is_meant = (programs.c.tenant == tenant) & (programs.c.id == program_id)
         with self._write() as connection:
-            query = select(programs.c.graph_digest).where(programs.c.id == program_id)
-            digest = connection.execute(query).scalar_one_or_none()
-            connection.execute(delete(programs).where(programs.c.id == program_id))
+            digest = connection.execute(select(programs.c.graph_digest).where(is_meant)).scalar_one_or_none()
+            connection.execute(delete(programs).where(is_meant))
             still_used = exists().where(programs.c.graph_digest == digest)
             connection.execute(delete(blobs).where(blobs.c.digest == digest, ~still_used))
 
@@ -183,7 +216,9 @@ class Store:
                 raise StoreError(f"{self.path} is a database of something else; move it, or give another --data-dir")
             query = select(meta.c.value).where(meta.c.key == "schema_version")
             version = connection.execute(query).scalar_one_or_none()
-            if version != str(SCHEMA_VERSION):
+            if migrate(connection, version, self.path):
+                _log.info("%s had schema version %s and has %d now", self.path, version, SCHEMA_VERSION)
+            elif version != str(SCHEMA_VERSION):
                 raise StoreError(
                     f"{self.path} has schema version {version}, and this server reads version {SCHEMA_VERSION}; start "
                     "the server that wrote it, or move the file away to begin with an empty registry"
@@ -206,26 +241,23 @@ class Store:
             yield connection
 
 
-def _program_rows() -> Select[tuple[str, str, bytes, int]]:
-    return select(programs.c.id, programs.c.identity, programs.c.summary, programs.c.create_time_us)
+def _program_rows(tenant: str) -> Select[tuple[str, str, bytes, int]]:
+    columns = (programs.c.id, programs.c.identity, programs.c.summary, programs.c.create_time_us)
+    return select(*columns).where(programs.c.tenant == tenant)
 
 
 def _create_file(path: Path) -> None:
     """An empty file that only its owner reads, whose name outlives a power failure; SQLite syncs only contents."""
     if not path.exists():
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync(path.parent)
 
 
 def _engine(path: Path) -> Engine:
     engine = create_engine(URL.create("sqlite", database=str(path)), max_overflow=-1)
 
     @event.listens_for(engine, "connect")
-    def configure(connection: SqliteConnection, _: ConnectionPoolEntry) -> None:
+    def configure(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
         # Python's sqlite3 begins transactions on its own, and not around reads or tables; with None it leaves them
         # to `begin`.
         connection.isolation_level = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +12,45 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from gradrule.v1 import rule_pb2
-from gradrule_server.front.handlers import Call, Door, Method
+from gradrule_server.front.admission import Admission, Bound, Share
+from gradrule_server.front.calls import Call, Caller, Method, StreamMethod
+from gradrule_server.front.handlers import Door, Times
+from gradrule_server.front.identity import Identity
+from gradrule_server.identity import Credentials
+from gradrule_server.quotas import Allowance
 
 
 class Aborted(Exception):
     """The call ended with a status."""
+
+
+class Hosts:
+    """Tenants that have nothing but quotas."""
+
+    def __init__(self) -> None:
+        self.tenants: dict[str, Any] = {}
+        self.inside = 0
+
+    def loaded(self, name: str) -> Any:
+        return self.tenants.get(name)
+
+    async def load(self, name: str) -> Any:
+        room = {"streams": Allowance(1, "streams", "--tenant-streams")}
+        return self.tenants.setdefault(name, SimpleNamespace(share=Share(), room=room))
+
+    def enter(self, _: Any) -> None:
+        self.inside += 1
+
+    def leave(self, _: Any) -> None:
+        self.inside -= 1
+
+
+def door_of(
+    max_requests: int = 9, default_deadline_s: float = 10.0, max_deadline_s: float = 10.0, stall_s: float = 10.0
+) -> Door:
+    bound = Bound(max_requests, 10**6)
+    times = Times(default_deadline_s, max_deadline_s, stall_s)
+    return Door(Identity(Credentials()), Hosts(), Admission(bound, bound), times)
 
 
 class Context:
@@ -25,22 +60,36 @@ class Context:
         self.remaining = remaining
         self.reason = ""
         self.code = grpc.StatusCode.OK
+        self.trailers: dict[str, Any] = {}
 
     def time_remaining(self) -> float | None:
         return self.remaining
+
+    async def write(self, _: bytes) -> None:
+        """Nobody reads."""
+        await asyncio.Event().wait()
 
     async def abort(self, code: grpc.StatusCode, _: str, trailing_metadata: tuple[tuple[str, bytes], ...]) -> None:
         info = error_details_pb2.ErrorInfo()
         status_pb2.Status.FromString(trailing_metadata[0][1]).details[0].Unpack(info)
         self.code, self.reason = code, info.reason
+        self.trailers = dict(trailing_metadata)
         raise Aborted
 
 
 async def call(door: Door, method: Method[Any], context: Context, raw: bytes = b"") -> bytes:
     service = door.service("s", {"m": (rule_pb2.GetRuleRequest, method)})
     handler: Any = service.service(SimpleNamespace(method="/s/m", invocation_metadata=()))
+    if handler.unary_unary is None:
+        # Refused before the request is read.
+        assert await handler.stream_stream(never_read(), context) is None
     answer: bytes = await handler.unary_unary(raw, context)
     return answer
+
+
+async def never_read() -> AsyncIterator[bytes]:
+    raise AssertionError
+    yield b""
 
 
 async def test_a_call_that_takes_too_long_is_cancelled_and_says_so() -> None:
@@ -54,7 +103,7 @@ async def test_a_call_that_takes_too_long_is_cancelled_and_says_so() -> None:
             raise
         return b""
 
-    door = Door(1, default_deadline_s=0.02, max_deadline_s=0.03)
+    door = door_of(default_deadline_s=0.02, max_deadline_s=0.03)
     for remaining in (None, 0.01, 600.0):
         context = Context(remaining)
         with pytest.raises(Aborted):
@@ -69,7 +118,7 @@ async def test_a_fault_of_a_method_s_own_is_not_taken_for_a_deadline() -> None:
 
     context = Context()
     with pytest.raises(Aborted):
-        await call(Door(1, 1.0, 1.0), broken, context)
+        await call(door_of(), broken, context)
     assert context.reason == "INTERNAL"
 
 
@@ -80,13 +129,14 @@ async def test_no_more_than_so_many_at_a_time() -> None:
         await gate.wait()
         return b"done"
 
-    door = Door(1, 10.0, 10.0)
+    door = door_of(1)
     first = asyncio.create_task(call(door, waits, Context()))
     await asyncio.sleep(0)
     refused = Context()
     with pytest.raises(Aborted):
         await call(door, waits, refused)
     assert refused.reason == "OVERLOADED"
+    assert refused.trailers["grpc-retry-pushback-ms"] == "200"
     gate.set()
     assert await first == b"done"
     assert await call(door, waits, Context()) == b"done"
@@ -98,5 +148,52 @@ async def test_bytes_that_are_no_request() -> None:
 
     context = Context()
     with pytest.raises(Aborted):
-        await call(Door(1, 1.0, 1.0), never, context, b"\xff\xff")
+        await call(door_of(), never, context, b"\xff\xff")
     assert context.reason == "MALFORMED_REQUEST"
+
+
+async def stream(door: Door, method: StreamMethod, context: Context) -> None:
+    handler: Any = door.service("s", streams={"m": method}).service(
+        SimpleNamespace(method="/s/m", invocation_metadata=())
+    )
+    await handler.stream_stream(never_read(), context)
+
+
+async def test_a_stream_whose_client_does_not_read_ends() -> None:
+    ends: list[str] = []
+
+    async def writes(_: Caller, __: AsyncIterator[bytes], write: Any) -> None:
+        try:
+            await write(b"answer")
+        finally:
+            ends.append("ended")
+
+    context = Context()
+    with pytest.raises(Aborted):
+        await asyncio.wait_for(stream(door_of(stall_s=0.05), writes, context), 5)
+    assert (context.reason, ends) == ("DEADLINE_EXCEEDED", ["ended"])
+
+
+async def test_a_stream_that_is_quiet_goes_on() -> None:
+    async def quiet(_: Caller, __: AsyncIterator[bytes], ___: Any) -> None:
+        await asyncio.sleep(0.2)
+
+    await stream(door_of(stall_s=0.02), quiet, Context())
+
+
+async def test_no_more_than_so_many_streams() -> None:
+    gate = asyncio.Event()
+
+    async def waits(_: Caller, __: AsyncIterator[bytes], ___: Any) -> None:
+        await gate.wait()
+
+    door = door_of()
+    first = asyncio.create_task(stream(door, waits, Context()))
+    await asyncio.sleep(0.01)
+    refused = Context()
+    with pytest.raises(Aborted):
+        await stream(door, waits, refused)
+    assert refused.reason == "QUOTA_EXCEEDED"
+    gate.set()
+    await first
+    await stream(door, waits, Context())

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gradrule.v1 import errors_pb2, graph_pb2, override_pb2, program_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError
+from gradrule_server.quotas import Allowance
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.programs import ProgramRegistry, StoredProgram
 from gradrule_server.registry.store import Store
@@ -15,7 +17,7 @@ X, Y = graph_pb2.Node(name="x", op="Placeholder"), graph_pb2.Node(name="y", op="
 GRAPH = graph_pb2.Graph(node=[X, Y])
 
 
-def registry_of(store: Store, **limits: int) -> ProgramRegistry:
+def registry_of(store: Store, **limits: Any) -> ProgramRegistry:
     return ProgramRegistry(store, BlobStore(store.path.parent / "blobs", 1000), **limits)
 
 
@@ -148,7 +150,9 @@ def test_a_deleted_program_is_gone_and_its_id_free(tmp_path: Path) -> None:
 
 
 def test_the_limit_stops_new_programs_only(store: Store) -> None:
-    registry = registry_of(store, max_programs=2)
+    registry = registry_of(
+        store, room=Allowance(2, "programs", "--max-programs", reason=errors_pb2.ERROR_REASON_LIMIT_EXCEEDED)
+    )
     create(registry, "a")
     create(registry, "b")
     assert refusal_of(registry, "c").reason == errors_pb2.ERROR_REASON_LIMIT_EXCEEDED

@@ -11,7 +11,8 @@ import pytest
 
 from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server.errors import GradruleError
-from gradrule_server.registry.rules import RuleRegistry, to_proto
+from gradrule_server.quotas import Allowance
+from gradrule_server.registry.rules import RuleRegistry, Shipped, to_proto
 from gradrule_server.registry.store import Store, StoreError
 from gradrule_server.rules.catalogue import BUILTINS, BuiltinRule
 
@@ -59,7 +60,7 @@ def test_the_gradient_of_a_rule_is_kept_and_distinguishes_it(store: Store) -> No
 
 @pytest.fixture
 def registry(store: Store) -> RuleRegistry:
-    return RuleRegistry(store, OPS, builtins=(ALIASED,))
+    return RuleRegistry(store, Shipped.of(OPS, (ALIASED,)))
 
 
 def names_of(registry: RuleRegistry, kind: rule_pb2.RuleKind.ValueType, size: int) -> list[list[str]]:
@@ -242,7 +243,7 @@ def test_op_rules_are_those_of_the_engine(registry: RuleRegistry) -> None:
     assert not rule.HasField("definition")
     assert registry.get("Relu").op_type == "Relu"
     revision = registry.revision
-    registry.set_op_rules(["Sign", "Floor"])
+    registry.set_shipped(Shipped.of(["Sign", "Floor"]))
     assert registry.revision > revision
     assert registry.get("Floor").kind == OP
     with pytest.raises(GradruleError):
@@ -288,7 +289,9 @@ def test_a_deleted_rule_is_gone_for_good(tmp_path: Path) -> None:
 
 
 def test_the_limit_stops_new_rules_only(store: Store) -> None:
-    registry = RuleRegistry(store, OPS, max_rules=2)
+    registry = RuleRegistry(
+        store, OPS, room=Allowance(2, "rules", "--max-rules", reason=errors_pb2.ERROR_REASON_LIMIT_EXCEEDED)
+    )
     registry.create("a", expression(QUANTIZE), "")
     registry.create("b", expression(QUANTIZE), "")
     with pytest.raises(GradruleError) as refusal:
@@ -301,10 +304,10 @@ def test_the_limit_stops_new_rules_only(store: Store) -> None:
 
 def upgraded(store: Store, builtins: Iterable[BuiltinRule], ops: Iterable[str]) -> RuleRegistry:
     """A server without built-ins and ops makes rules; one that has them starts on its data."""
-    before = RuleRegistry(store, [], builtins=())
+    before = RuleRegistry(store, Shipped.of([], ()))
     for name in ("ste_sign", "Sign", "mine"):
         before.create(name, expression("7 * dy"), "")
-    return RuleRegistry(store, ops, builtins=builtins)
+    return RuleRegistry(store, Shipped.of(ops, builtins))
 
 
 def test_a_rule_keeps_its_name_when_an_upgrade_brings_the_same(store: Store) -> None:

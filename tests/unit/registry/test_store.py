@@ -187,8 +187,8 @@ def test_a_changed_graph_is_found_when_it_is_read(tmp_path: Path) -> None:
 def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
     Store(tmp_path).close()
     with sqlite3.connect(tmp_path / "gradrule.db") as connection:
-        connection.execute("UPDATE meta SET value = '2' WHERE key = 'schema_version'")
-    with pytest.raises(StoreError, match=r"version 2, and this server reads version 1; start the server that wrote it"):
+        connection.execute("UPDATE meta SET value = '3' WHERE key = 'schema_version'")
+    with pytest.raises(StoreError, match=r"version 3, and this server reads version 2; start the server that wrote it"):
         Store(tmp_path)
 
 

@@ -8,10 +8,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import grpc
+
     from gradrule import Client
 
 TARGET_VARIABLE = "GRADRULE_TARGET"
 TOKEN_VARIABLE = "GRADRULE_TOKEN"
+INSECURE_TOKEN_VARIABLE = "GRADRULE_INSECURE_TOKEN"
+TLS_VARIABLE = "GRADRULE_TLS"
+TLS_CA_VARIABLE = "GRADRULE_TLS_CA"
+CLIENT_CERT_VARIABLE = "GRADRULE_CLIENT_CERT"
+CLIENT_KEY_VARIABLE = "GRADRULE_CLIENT_KEY"
 DEFAULT_TARGET = "localhost:8470"
 DEFAULT_TIMEOUT = 30.0
 
@@ -22,7 +29,7 @@ def default_target() -> str:
 
 
 def add_connection(parser: argparse.ArgumentParser) -> None:
-    """Adds `--target`, `--timeout` and `--token`."""
+    """Adds `--target`, `--timeout`, `--token`, and how the connection is encrypted."""
     group = parser.add_argument_group("server")
     group.add_argument(
         "--target",
@@ -39,9 +46,34 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--token",
-        default=os.environ.get(TOKEN_VARIABLE),
-        help=f"bearer token that is sent along [{TOKEN_VARIABLE}]",
+        default=os.environ.get(TOKEN_VARIABLE) or None,
+        help=f"bearer token that is sent along; other users of this machine see flags, but not [{TOKEN_VARIABLE}]",
     )
+    group.add_argument(
+        "--insecure-token",
+        action="store_true",
+        default=_is_set(INSECURE_TOKEN_VARIABLE),
+        help=f"let the token travel unencrypted to another machine [{INSECURE_TOKEN_VARIABLE}=1]",
+    )
+    add_tls(group)
+
+
+def add_tls(group: argparse._ActionsContainer) -> None:
+    """Adds the flags that say how the connection is encrypted."""
+    group.add_argument(
+        "--tls",
+        action="store_true",
+        default=_is_set(TLS_VARIABLE),
+        help=f"connect by TLS, trusting the usual authorities [{TLS_VARIABLE}=1]",
+    )
+    for flag, variable, help_text in (
+        ("--tls-ca", TLS_CA_VARIABLE, "connect by TLS, trusting the authorities in this file"),
+        ("--client-cert", CLIENT_CERT_VARIABLE, "the client's own certificate, where the server asks for one"),
+        ("--client-key", CLIENT_KEY_VARIABLE, "private key of the client's certificate"),
+    ):
+        group.add_argument(
+            flag, metavar="FILE", default=os.environ.get(variable) or None, help=f"{help_text} [{variable}]"
+        )
 
 
 def finish(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
@@ -55,7 +87,22 @@ def connect(options: argparse.Namespace) -> Client:
     """A client for the server that the flags name; a context manager."""
     import gradrule as gr
 
-    return gr.connect(options.target, token=options.token, timeout=options.timeout)
+    return gr.connect(
+        options.target,
+        credentials=credentials(options),
+        token=options.token,
+        timeout=options.timeout,
+        insecure_token=options.insecure_token,
+    )
+
+
+def credentials(options: argparse.Namespace) -> grpc.ChannelCredentials | None:
+    """gRPC's credentials as the flags say; None for a plain connection."""
+    from gradrule import _security
+
+    if not (options.tls or options.tls_ca or options.client_cert or options.client_key):
+        return None
+    return _security.tls(options.tls_ca, certificate=options.client_cert, key=options.client_key)
 
 
 def seconds(text: str) -> float:
@@ -71,5 +118,17 @@ def seconds(text: str) -> float:
 
 def forget_client_variables() -> None:
     """Takes the client's own variables out of the environment: a server refuses `GRADRULE_*` that it does not know."""
-    for variable in (TARGET_VARIABLE, TOKEN_VARIABLE):
+    for variable in (
+        TARGET_VARIABLE,
+        TOKEN_VARIABLE,
+        INSECURE_TOKEN_VARIABLE,
+        TLS_VARIABLE,
+        TLS_CA_VARIABLE,
+        CLIENT_CERT_VARIABLE,
+        CLIENT_KEY_VARIABLE,
+    ):
         os.environ.pop(variable, None)
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in ("1", "true", "yes", "on")

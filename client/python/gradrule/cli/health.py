@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from gradrule.cli.connection import DEFAULT_TARGET, TARGET_VARIABLE, default_target, seconds
+from gradrule.cli.connection import DEFAULT_TARGET, TARGET_VARIABLE, add_tls, credentials, default_target, seconds
 from gradrule.cli.failures import FAILED, CommandError
 
 _SERVING = 1
@@ -26,6 +26,7 @@ def add(commands: Any) -> None:
         help=f"server to ask [default: {DEFAULT_TARGET}] [{TARGET_VARIABLE}]",
     )
     parser.add_argument("--timeout", metavar="SECONDS", type=seconds, default=_TIMEOUT, help=f"[default: {_TIMEOUT:g}]")
+    add_tls(parser.add_argument_group("server"))
     parser.set_defaults(run=run)
 
 
@@ -35,7 +36,8 @@ def run(options: argparse.Namespace) -> int:
 
     from gradrule import _channel
 
-    with grpc.insecure_channel(_channel.address(options.target)) as channel:
+    address, secured = _channel.address(options.target), credentials(options)
+    with grpc.insecure_channel(address) if secured is None else grpc.secure_channel(address, secured) as channel:
         check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_channel.HEALTH_METHOD)
         try:
             answer = check(_channel.HEALTH_REQUEST, timeout=options.timeout)

@@ -20,9 +20,9 @@ from gradrule.errors import GradruleError
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; gives its exit code."""
     arguments = _with_intervals(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["serve"]:
+    if arguments and arguments[0] in serve.COMMANDS:
         # The server reads its own flags: their list lives with its settings.
-        return _guarded("gradrule serve", lambda: serve.run(arguments[1:]))
+        return _guarded(f"gradrule {arguments[0]}", lambda: serve.run(arguments[0], arguments[1:]))
     parser = build_parser()
     if not arguments:
         parser.print_help()
@@ -45,7 +45,8 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="`gradrule COMMAND --help` tells more.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    commands.add_parser("serve", help="start a server; `gradrule serve --help` lists its settings", add_help=False)
+    for name, what in serve.COMMANDS.items():
+        commands.add_parser(name, help=what, add_help=False)
     for group in (health, rules, programs, evaluate, explain, compare, demo):
         group.add(commands)
     return parser

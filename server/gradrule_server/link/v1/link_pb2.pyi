@@ -215,7 +215,7 @@ class BoundVariable(google.protobuf.message.Message):
 
     @property
     def value(self) -> gradrule.v1.tensor_pb2.TensorSource:
-        """Its value. A blob lies in the folder that the engine was started with."""
+        """Its value. A blob lies in the folder that the request names."""
 
     def __init__(
         self,
@@ -290,6 +290,7 @@ class CompileRequest(google.protobuf.message.Message):
     INPUT_ALIASES_FIELD_NUMBER: builtins.int
     TRUSTED_FIELD_NUMBER: builtins.int
     MEMORY_LIMIT_FIELD_NUMBER: builtins.int
+    BLOB_FOLDER_FIELD_NUMBER: builtins.int
     key: builtins.str
     """Key by which RUN and UNLOAD name the program: its digest."""
     graph: builtins.bytes
@@ -312,6 +313,8 @@ class CompileRequest(google.protobuf.message.Message):
     """The operator vouches for every caller: ops that the list denies run too."""
     memory_limit: builtins.int
     """Bytes that an engine may take; 0: any. A program that cannot fit is refused."""
+    blob_folder: builtins.str
+    """Folder of the caller's blobs within the one that the engine was started with; empty: that one itself."""
     @property
     def marks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MarkedNode]:
         """Overridden nodes."""
@@ -395,8 +398,9 @@ class CompileRequest(google.protobuf.message.Message):
         input_aliases: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         trusted: builtins.bool = ...,
         memory_limit: builtins.int = ...,
+        blob_folder: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dense_gradients", b"dense_gradients", "derivative", b"derivative", "directions", b"directions", "fetches", b"fetches", "grad_ys", b"grad_ys", "graph", b"graph", "input_aliases", b"input_aliases", "inputs", b"inputs", "key", b"key", "made", b"made", "marks", b"marks", "memory_limit", b"memory_limit", "no_gradient", b"no_gradient", "rules", b"rules", "scopes", b"scopes", "split", b"split", "stacked_grad_ys", b"stacked_grad_ys", "stop_gradients", b"stop_gradients", "trusted", b"trusted", "unconnected_gradients", b"unconnected_gradients", "updates", b"updates", "variables", b"variables", "xs", b"xs", "ys", b"ys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blob_folder", b"blob_folder", "dense_gradients", b"dense_gradients", "derivative", b"derivative", "directions", b"directions", "fetches", b"fetches", "grad_ys", b"grad_ys", "graph", b"graph", "input_aliases", b"input_aliases", "inputs", b"inputs", "key", b"key", "made", b"made", "marks", b"marks", "memory_limit", b"memory_limit", "no_gradient", b"no_gradient", "rules", b"rules", "scopes", b"scopes", "split", b"split", "stacked_grad_ys", b"stacked_grad_ys", "stop_gradients", b"stop_gradients", "trusted", b"trusted", "unconnected_gradients", b"unconnected_gradients", "updates", b"updates", "variables", b"variables", "xs", b"xs", "ys", b"ys"]) -> None: ...
 
 global___CompileRequest = CompileRequest
 
@@ -573,12 +577,15 @@ class RunRequest(google.protobuf.message.Message):
     RECEIVED_NS_FIELD_NUMBER: builtins.int
     REQUEST_FIELD_NUMBER: builtins.int
     PARAMS_FIELD_NUMBER: builtins.int
+    BLOB_FOLDER_FIELD_NUMBER: builtins.int
     key: builtins.str
     """Key of the program."""
     received_ns: builtins.int
     """When the front end read the request: CLOCK_MONOTONIC, nanoseconds."""
     request: builtins.bytes
     """Bytes of the `gradrule.v1.EvaluateRequest`, of which the engine reads feeds, grad_ys, tangents and vectors."""
+    blob_folder: builtins.str
+    """Folder of the caller's blobs within the one that the engine was started with; empty: that one itself."""
     @property
     def params(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ParamSetting]:
         """Values of all params of all rules."""
@@ -590,8 +597,9 @@ class RunRequest(google.protobuf.message.Message):
         received_ns: builtins.int = ...,
         request: builtins.bytes = ...,
         params: collections.abc.Iterable[global___ParamSetting] | None = ...,
+        blob_folder: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["key", b"key", "params", b"params", "received_ns", b"received_ns", "request", b"request"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blob_folder", b"blob_folder", "key", b"key", "params", b"params", "received_ns", b"received_ns", "request", b"request"]) -> None: ...
 
 global___RunRequest = RunRequest
 
@@ -701,20 +709,24 @@ class PullBackRequest(google.protobuf.message.Message):
     HANDLE_FIELD_NUMBER: builtins.int
     RECEIVED_NS_FIELD_NUMBER: builtins.int
     REQUEST_FIELD_NUMBER: builtins.int
+    BLOB_FOLDER_FIELD_NUMBER: builtins.int
     handle: builtins.str
     """Name of what is kept; HANDLE_EXPIRED where there is nothing of the name."""
     received_ns: builtins.int
     """When the front end read the request: CLOCK_MONOTONIC, nanoseconds."""
     request: builtins.bytes
     """Bytes of a `gradrule.v1.PullBackRequest`."""
+    blob_folder: builtins.str
+    """Folder of the caller's blobs within the one that the engine was started with; empty: that one itself."""
     def __init__(
         self,
         *,
         handle: builtins.str = ...,
         received_ns: builtins.int = ...,
         request: builtins.bytes = ...,
+        blob_folder: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["handle", b"handle", "received_ns", b"received_ns", "request", b"request"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blob_folder", b"blob_folder", "handle", b"handle", "received_ns", b"received_ns", "request", b"request"]) -> None: ...
 
 global___PullBackRequest = PullBackRequest
 
@@ -748,12 +760,15 @@ class SessionRequest(google.protobuf.message.Message):
     READ_FIELD_NUMBER: builtins.int
     MAX_BYTES_FIELD_NUMBER: builtins.int
     DEADLINE_NS_FIELD_NUMBER: builtins.int
+    BLOB_FOLDER_FIELD_NUMBER: builtins.int
     session: builtins.str
     """The session's name; SESSION_LOST where the engine has none of it."""
     max_bytes: builtins.int
     """Bytes that the session may take, slots of its optimiser included."""
     deadline_ns: builtins.int
     """When nobody waits any more (CLOCK_MONOTONIC, nanoseconds): from then on nothing is changed."""
+    blob_folder: builtins.str
+    """Folder of the caller's blobs within the one that the engine was started with; empty: that one itself."""
     @property
     def run(self) -> global___SessionRun:
         """Runs a program."""
@@ -775,9 +790,10 @@ class SessionRequest(google.protobuf.message.Message):
         read: global___SessionRead | None = ...,
         max_bytes: builtins.int = ...,
         deadline_ns: builtins.int = ...,
+        blob_folder: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["action", b"action", "assign", b"assign", "read", b"read", "run", b"run"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["action", b"action", "assign", b"assign", "deadline_ns", b"deadline_ns", "max_bytes", b"max_bytes", "read", b"read", "run", b"run", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["action", b"action", "assign", b"assign", "blob_folder", b"blob_folder", "deadline_ns", b"deadline_ns", "max_bytes", b"max_bytes", "read", b"read", "run", b"run", "session", b"session"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["action", b"action"]) -> typing.Literal["run", "assign", "read"] | None: ...
 
 global___SessionRequest = SessionRequest

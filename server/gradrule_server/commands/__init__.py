@@ -1,0 +1,1 @@
+"""Commands beside `serve`: for whoever runs a server, on its machine."""

@@ -1,0 +1,82 @@
+"""`gradrule registry`: copies of what a server keeps, and whether all of it is in order."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gradrule_server.registry.backup import BackupError, backup, check, restore
+from gradrule_server.settings import default_data_dir
+
+_VARIABLE = "GRADRULE_DATA_DIR"
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one of the commands; its exit code."""
+    try:
+        options = _parser().parse_args(list(arguments))
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 2
+    try:
+        return int(options.run(options))
+    except BackupError as refusal:
+        print(f"gradrule registry: {refusal}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gradrule registry", description="Rules, programs and blobs of a server, in its data folder."
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    copying = commands.add_parser("backup", help="copy the registry to a new folder; the server may run meanwhile")
+    copying.add_argument("folder", metavar="DIR", type=Path, help="folder to make")
+    copying.set_defaults(run=_backup)
+    bringing = commands.add_parser("restore", help="bring a copy back, into a data folder that has no registry")
+    bringing.add_argument("folder", metavar="DIR", type=Path, help="folder that `backup` made")
+    bringing.set_defaults(run=_restore)
+    checking = commands.add_parser("check", help="read all that the registry holds; the server may run meanwhile")
+    checking.set_defaults(run=_check)
+    given = os.environ.get(_VARIABLE)
+    fallback = Path(given) if given else default_data_dir(os.environ)
+    for command in (copying, bringing, checking):
+        command.add_argument(
+            "--data-dir",
+            metavar="DIR",
+            type=Path,
+            default=fallback,
+            help=f"data folder [default: {fallback}] [{_VARIABLE}]",
+        )
+    return parser
+
+
+def _backup(options: argparse.Namespace) -> int:
+    report = backup(options.data_dir, options.folder)
+    print(f"copied to {options.folder}: {report}")
+    _tell_missing(report.missing)
+    return 0
+
+
+def _restore(options: argparse.Namespace) -> int:
+    report = restore(options.folder, options.data_dir)
+    print(f"brought back to {options.data_dir}: {report}")
+    _tell_missing(report.missing)
+    return 0
+
+
+def _check(options: argparse.Namespace) -> int:
+    report = check(options.data_dir)
+    for problem in report.problems:
+        print(problem)
+    _tell_missing(report.missing)
+    if not report.problems:
+        print(f"in order: {report}")
+    return 1 if report.problems else 0
+
+
+def _tell_missing(missing: set[str]) -> None:
+    if missing:
+        print(f"{len(missing)} of the blobs are gone; programs ask for them when they are run")

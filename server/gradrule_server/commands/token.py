@@ -1,0 +1,119 @@
+"""`gradrule token`: makes bearer tokens, shows what is known of them, and takes them back."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from gradrule_server.identity.tokens import Token, TokenFileError, add_token, new_token, read_tokens, revoke_tokens
+
+_VARIABLE = "GRADRULE_TOKENS"
+_PERIOD = re.compile(r"(\d+)([mhd])")
+_SECONDS = {"m": 60, "h": 3600, "d": 86400}
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one of the commands; its exit code."""
+    parser = _parser()
+    try:
+        options = parser.parse_args(list(arguments))
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 2
+    if options.file is None:
+        print(f"gradrule token: say which file holds the tokens: --file, or {_VARIABLE}", file=sys.stderr)
+        return 2
+    try:
+        return int(options.run(options))
+    except (TokenFileError, ValueError) as refusal:
+        print(f"gradrule token: {refusal}", file=sys.stderr)
+    except OSError as failure:
+        print(f"gradrule token: {options.file} cannot be written: {failure.strerror or failure}", file=sys.stderr)
+    return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gradrule token",
+        description="Bearer tokens of a server that was started with --tokens FILE. A running server notices changes "
+        "of the file within a second or two.",
+    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    new = commands.add_parser("new", help="make a token; it is shown once, and only its hash is kept")
+    new.add_argument("--tenant", required=True, help="whose names it means: equal tenants share rules and programs")
+    new.add_argument("--admin", action="store_true", help="an administrator's")
+    new.add_argument("--expires", metavar="WHEN", type=_when, help="after 90d, 12h or 30m, or at 2030-01-31T00:00:00Z")
+    new.set_defaults(run=_new)
+    shown = commands.add_parser("list", help="show the tokens without themselves")
+    shown.add_argument("--json", action="store_true", help="one line of JSON each")
+    shown.set_defaults(run=_list)
+    revoke = commands.add_parser("revoke", help="take tokens back")
+    revoke.add_argument("which", metavar="ID|TENANT", help="the token with this id, or all of this tenant's")
+    revoke.set_defaults(run=_revoke)
+    for command in (new, shown, revoke):
+        given = os.environ.get(_VARIABLE)
+        command.add_argument(
+            "--file", type=Path, default=Path(given) if given else None, help=f"file of tokens [{_VARIABLE}]"
+        )
+    return parser
+
+
+def _new(options: argparse.Namespace) -> int:
+    text, token = new_token(options.tenant, is_admin=options.admin, expires=options.expires)
+    add_token(options.file, token)
+    until = "" if token.expires is None else f", until {_shown(token.expires)}"
+    print(f"token {token.id} of tenant {token.tenant!r}{until}; it is shown this once:", file=sys.stderr)
+    print(text)
+    return 0
+
+
+def _list(options: argparse.Namespace) -> int:
+    for token in read_tokens(options.file):
+        if options.json:
+            print(json.dumps({"id": token.id} | json.loads(token.line())))
+        else:
+            print(_row(token))
+    return 0
+
+
+def _revoke(options: argparse.Namespace) -> int:
+    gone = revoke_tokens(options.file, options.which)
+    if not gone:
+        print(f"gradrule token: {options.file} has no token, and no tenant, {options.which!r}", file=sys.stderr)
+        return 1
+    for token in gone:
+        print(f"revoked: {_row(token)}")
+    return 0
+
+
+def _row(token: Token) -> str:
+    words = [token.id, token.tenant]
+    if token.is_admin:
+        words.append("admin")
+    if token.expires is not None:
+        words.append(f"{'expired' if token.expires <= time.time() else 'expires'} {_shown(token.expires)}")
+    return "  ".join(words)
+
+
+def _when(text: str) -> float:
+    """Seconds since 1970."""
+    period = _PERIOD.fullmatch(text)
+    if period is not None:
+        return float(int(time.time()) + int(period[1]) * _SECONDS[period[2]])
+    try:
+        moment = datetime.datetime.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"expected a period like 90d, 12h or 30m, or a time like 2030-01-31T00:00:00Z, got {text!r}"
+        ) from None
+    return (moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.UTC)).timestamp()
+
+
+def _shown(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

@@ -1,0 +1,50 @@
+"""From what gRPC tells of a caller to a principal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from gradrule_server.front.calls import Context
+from gradrule_server.identity import OPEN, Credentials, Principal, unauthenticated
+
+_AUTHORIZATION = "authorization"
+# Alternative names count before the common name, as everywhere in TLS today.
+_NAMES = ("x509_subject_alternative_name", "x509_common_name")
+
+
+class Identity:
+    """Tells who calls, as far as the server asks."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+        self.is_open = credentials.is_open
+
+    def of_metadata(self, metadata: Iterable[Any]) -> Principal | None:
+        """Who sent this metadata, before anything else of the call is read; None where the connection tells.
+
+        UNAUTHENTICATED.
+        """
+        if self.is_open:
+            return OPEN
+        if not self._credentials.takes_tokens:
+            return None
+        values = [value for key, value in metadata if key == _AUTHORIZATION and isinstance(value, str)]
+        found = self._credentials.of_authorization(values)
+        if found is None:
+            raise unauthenticated()
+        return found
+
+    def of_connection(self, context: Context) -> Principal:
+        """Whose certificate opened the connection; UNAUTHENTICATED."""
+        told: Mapping[str, Iterable[bytes]] = context.auth_context()
+        names = [value.decode("utf-8", "replace") for key in _NAMES for value in told.get(key, ())]
+        found = self._credentials.of_certificate(names)
+        if found is None:
+            raise unauthenticated()
+        return found
+
+    def check(self, principal: Principal) -> None:
+        """UNAUTHENTICATED where the credential of one who came before holds no longer."""
+        if not self._credentials.still_holds(principal):
+            raise unauthenticated()

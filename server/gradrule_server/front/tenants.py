@@ -1,0 +1,248 @@
+"""Tenants: each has names, programs, sessions, handles and blobs of its own, over what all share.
+
+A tenant is made when it first calls, and forgotten when it has not called for a while; what it keeps stays on the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gradrule.v1 import errors_pb2
+from gradrule_server import graphs
+from gradrule_server.front.admission import Share
+from gradrule_server.programs.handles import HandleHouse
+from gradrule_server.programs.house import ProgramHouse
+from gradrule_server.programs.loaded import LoadedPrograms
+from gradrule_server.programs.sessions import SessionHouse
+from gradrule_server.quotas import Allowance
+from gradrule_server.registry.blobs import BlobStore
+from gradrule_server.registry.programs import HeldBlobs, ProgramRegistry
+from gradrule_server.registry.rules import RuleRegistry, Shipped
+from gradrule_server.registry.store import DEFAULT_TENANT, Store
+
+KINDS: Mapping[str, str] = {
+    "rules": "rules",
+    "programs": "programs",
+    "sessions": "sessions",
+    "session_bytes": "bytes of sessions",
+    "handles": "forward handles",
+    "handle_bytes": "bytes of forward handles",
+    "streams": "streams",
+}
+"""What is bounded for each tenant and for all, in people's words. The settings are `max_KIND` and `tenant_KIND`."""
+
+_MAX_IDLE = 128
+_IDLE_S = 60.0
+_LOADING = 4
+_TRIM_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class TenantStatus:
+    """What a tenant has by now."""
+
+    name: str
+    in_flight: int
+    programs: int
+    rules: int
+    sessions: int
+    session_bytes: int
+    handles: int
+    handle_bytes: int
+    blob_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What all tenants share. `server`: bounds for all; `tenant`: those of each; both by kind, see `KINDS`.
+
+    `tenant_blob_bytes`: of blobs of each tenant's. `cache_bytes`: of programs that are kept at hand, of all together.
+    """
+
+    store: Store
+    blobs: BlobStore
+    loaded: LoadedPrograms
+    limits: graphs.Limits
+    server: Mapping[str, int]
+    tenant: Mapping[str, int]
+    tenant_blob_bytes: int
+    cache_capacity: int
+    cache_bytes: int
+    handle_ttl_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Tenant:
+    """One tenant. `room`: its quotas by kind; `share`: what it has in flight; `users`: calls and streams under way."""
+
+    name: str
+    rules: RuleRegistry
+    programs: ProgramRegistry
+    blobs: BlobStore
+    house: ProgramHouse
+    handles: HandleHouse
+    sessions: SessionHouse
+    room: Mapping[str, Allowance]
+    share: Share = field(default_factory=Share)
+    users: int = 0
+    left_at: float = 0.0
+
+    def status(self) -> TenantStatus:
+        """What it has by now."""
+        return TenantStatus(
+            self.name,
+            self.share.requests,
+            len(self.programs),
+            len(self.rules),
+            self.room["sessions"].used,
+            self.room["session_bytes"].used,
+            self.room["handles"].used,
+            self.room["handle_bytes"].used,
+            self.blobs.held_bytes,
+        )
+
+
+class Tenants:
+    """The tenants that are at hand. All but making one happens on one asyncio loop.
+
+    Made in a thread that may block; `StoreError` where the first tenant's rules cannot be read.
+    """
+
+    def __init__(self, shared: Shared, shipped: Shipped) -> None:
+        self._shared = shared
+        self._shipped = shipped
+        rules, programs = shared.store.counts()
+        used = {"rules": rules, "programs": programs}
+        # What is on the disk was always bounded for the whole server, and says so as it always did.
+        self._room = {
+            kind: Allowance(
+                shared.server[kind],
+                what,
+                _flag("max", kind),
+                used=used.get(kind, 0),
+                reason=errors_pb2.ERROR_REASON_LIMIT_EXCEEDED
+                if kind in used
+                else errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
+            )
+            for kind, what in KINDS.items()
+        }
+        self._held = HeldBlobs(shared.store, shared.blobs)
+        self._tenants: dict[str, Tenant] = {}
+        self._idle: OrderedDict[str, Tenant] = OrderedDict()
+        self._loading: dict[str, asyncio.Task[Tenant]] = {}
+        self._slots = asyncio.Semaphore(_LOADING)
+        self._trimmed_at = 0.0
+        self.default = self._tenants[DEFAULT_TENANT] = self._make(DEFAULT_TENANT)
+        """Whose names are those of callers without credentials. Always at hand."""
+
+    def status(self) -> list[TenantStatus]:
+        """Those at hand, by name."""
+        return [tenant.status() for _, tenant in sorted(self._tenants.items())]
+
+    def loaded(self, name: str) -> Tenant | None:
+        """The tenant, if it is at hand."""
+        return self._tenants.get(name)
+
+    async def load(self, name: str) -> Tenant:
+        """The tenant, made where it is not at hand."""
+        found = self._tenants.get(name)
+        if found is not None:
+            return found
+        loading = self._loading.get(name)
+        if loading is None:
+            loading = self._loading[name] = asyncio.ensure_future(self._load(name))
+            loading.add_done_callback(lambda _: self._loading.pop(name, None))
+        # Several callers may wait for it; one that gives up must not take it from the others.
+        return await asyncio.shield(loading)
+
+    def enter(self, tenant: Tenant) -> None:
+        """A call or stream of the tenant's begins."""
+        tenant.users += 1
+        self._idle.pop(tenant.name, None)
+
+    def leave(self, tenant: Tenant) -> None:
+        """A call or stream of the tenant's has ended."""
+        tenant.users -= 1
+        if not tenant.users and tenant is not self.default:
+            tenant.left_at = time.monotonic()
+            self._idle[tenant.name] = tenant
+        self._trim()
+
+    def set_shipped(self, shipped: Shipped) -> None:
+        """Replaces what lies below every tenant's rules."""
+        self._shipped = shipped
+        for tenant in self._tenants.values():
+            tenant.rules.set_shipped(shipped)
+
+    async def _load(self, name: str) -> Tenant:
+        async with self._slots:
+            shipped = self._shipped
+            made = await asyncio.to_thread(self._make, name)
+        if shipped is not self._shipped:
+            made.rules.set_shipped(self._shipped)
+        self._tenants[name] = made
+        made.left_at = time.monotonic()
+        self._idle[name] = made
+        return made
+
+    def _make(self, name: str) -> Tenant:
+        shared = self._shared
+        room = {
+            kind: Allowance(shared.tenant[kind], what, _flag("tenant", kind), within=self._room[kind])
+            for kind, what in KINDS.items()
+        }
+        blobs = shared.blobs.of(name, shared.tenant_blob_bytes)
+        rules = RuleRegistry(shared.store, self._shipped, tenant=name, room=room["rules"], bounds=shared.limits)
+        programs = ProgramRegistry(shared.store, blobs, tenant=name, room=room["programs"], held=self._held)
+        # The server has counted these already.
+        room["rules"].begin(len(rules))
+        room["programs"].begin(len(programs))
+        house = ProgramHouse(
+            rules,
+            programs,
+            shared.loaded.pool,
+            shared.loaded,
+            shared.limits,
+            blobs,
+            capacity=shared.cache_capacity,
+            capacity_bytes=shared.cache_bytes,
+            scope=name,
+        )
+        handles = HandleHouse(
+            house,
+            room=room["handles"],
+            bytes_room=room["handle_bytes"],
+            ttl_s=shared.handle_ttl_s,
+            blob_folder=blobs.folder_name,
+        )
+        sessions = SessionHouse(house, blobs, shared.limits, room=room["sessions"], bytes_room=room["session_bytes"])
+        return Tenant(name, rules, programs, blobs, house, handles, sessions, room)
+
+    def _trim(self) -> None:
+        """Forgets tenants that have not called for long, and programs where all tenants' together are too many."""
+        now = time.monotonic()
+        if now - self._trimmed_at < _TRIM_EVERY_S:
+            return
+        self._trimmed_at = now
+        while len(self._idle) > _MAX_IDLE:
+            name, tenant = next(iter(self._idle.items()))
+            # A thread of a call that was given up may still write.
+            if now - tenant.left_at < _IDLE_S:
+                break
+            del self._idle[name], self._tenants[name]
+            tenant.blobs.forget()
+        houses = [tenant.house for tenant in self._tenants.values()]
+        # The last program stays, however large it is.
+        while (
+            sum(house.cached_bytes for house in houses) > self._shared.cache_bytes
+            and sum(house.cached_programs for house in houses) > 1
+        ):
+            max(houses, key=lambda house: house.cached_bytes).drop_oldest()
+
+
+def _flag(scope: str, kind: str) -> str:
+    return f"--{scope}-{kind.replace('_', '-')}"

@@ -1,0 +1,110 @@
+"""The server's certificate: read from files, and read again when they change, without a restart."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+
+from gradrule_server.identity.watched import WatchedFile
+
+_log = logging.getLogger(__name__)
+
+
+class CertificateError(Exception):
+    """Files of certificates that cannot be used; the message says which and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    chain: bytes
+    key: bytes
+    client_ca: bytes | None
+
+
+class Certificates:
+    """A certificate with its key, and whose certificates clients need, if any. `CertificateError`.
+
+    Looked at when a client connects: connections that are there stay as they are.
+    """
+
+    def __init__(self, certificate: Path, key: Path, client_ca: Path | None) -> None:
+        self._paths = certificate, key, client_ca
+        self._files = self._read()
+        # One change of any of them counts; a certificate and its key are renewed one after the other.
+        self._watched = [
+            WatchedFile(path, lambda path: path.read_bytes(), OSError) for path in self._paths if path is not None
+        ]
+        self._seen = self._contents()
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """What gRPC asks for a certificate whenever a client connects."""
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(self._files),
+            self._renewed,  # type: ignore[arg-type]  # None says that nothing changed, which the stubs do not know
+            require_client_authentication=self._files.client_ca is not None,
+        )
+
+    def refresh(self) -> None:
+        """Looks now, not at most once a second."""
+        for file in self._watched:
+            file.refresh()
+
+    def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
+        """The certificate, if it has changed; called by gRPC's threads."""
+        contents = self._contents()
+        if contents == self._seen:
+            return None
+        self._seen = contents
+        try:
+            self._files = self._read()
+        except CertificateError as cause:
+            _log.warning("%s; the certificate from before stays", cause)
+            return None
+        _log.info("the certificate was read again")
+        return _configuration(self._files)
+
+    def _contents(self) -> list[bytes]:
+        return [file.value() for file in self._watched]
+
+    def _read(self) -> _Files:
+        certificate, key, client_ca = self._paths
+        files = _Files(_bytes(certificate), _bytes(key), None if client_ca is None else _bytes(client_ca))
+        _check(files, certificate, key, client_ca)
+        return files
+
+
+def _configuration(files: _Files) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(files.key, files.chain)], files.client_ca)
+
+
+def _check(files: _Files, certificate: Path, key: Path, client_ca: Path | None) -> None:
+    """gRPC says nothing of a certificate that it cannot use, and then no client can connect."""
+    try:
+        chain = x509.load_pem_x509_certificates(files.chain)
+    except ValueError as cause:
+        raise CertificateError(f"{certificate} holds no certificate in PEM: {cause}") from cause
+    try:
+        private = load_pem_private_key(files.key, None)
+    except (ValueError, TypeError) as cause:
+        raise CertificateError(f"{key} holds no private key in PEM without a password: {cause}") from cause
+    form = Encoding.DER, PublicFormat.SubjectPublicKeyInfo
+    if private.public_key().public_bytes(*form) != chain[0].public_key().public_bytes(*form):
+        raise CertificateError(f"{key} is not the key of the certificate in {certificate}")
+    if files.client_ca is not None:
+        try:
+            ssl.create_default_context(cadata=files.client_ca.decode("ascii"))
+        except (ssl.SSLError, ValueError) as cause:
+            raise CertificateError(f"{client_ca} holds no certificates of authorities in PEM: {cause}") from cause
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as cause:
+        raise CertificateError(f"{path} cannot be read: {cause.strerror or cause}") from cause

@@ -1,0 +1,247 @@
+"""Copies of a registry: made while a server works on it, checked, and brought back.
+
+A backup is a folder with the database as it was at one moment, the blobs that its programs need, and `backup.json`,
+which says what belongs to it. It is complete or not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import json
+import os
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+
+from gradrule.v1 import program_pb2, rule_pb2
+from gradrule_server.errors import GradruleError
+from gradrule_server.registry.blobs import folder_name
+from gradrule_server.registry.lock import FolderInUseError, FolderLock
+from gradrule_server.registry.migrations import copy_database, sync
+from gradrule_server.registry.programs import blobs_of
+from gradrule_server.registry.schema import SCHEMA_VERSION
+from gradrule_server.registry.store import FILE_NAME
+from gradrule_server.rules import RuleContent
+
+BLOBS = "blobs"
+MANIFEST = "backup.json"
+
+_FORMAT = 1
+_ATTEMPTS = 5
+_PIECE = 1 << 20
+
+
+class BackupError(Exception):
+    """What cannot be copied, or brought back; the message says why and what to do."""
+
+
+@dataclass(slots=True)
+class Report:
+    """What a registry holds, and what is wrong with it, one sentence each."""
+
+    tenants: set[str] = field(default_factory=set)
+    rules: int = 0
+    programs: int = 0
+    blobs: set[str] = field(default_factory=set)
+    """Paths, below the folder of blobs, of those that programs need."""
+    missing: set[str] = field(default_factory=set)
+    """Those of them that are not there; programs ask for them when they are run."""
+    problems: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.rules} rules and {self.programs} programs of {len(self.tenants)} tenants, which need "
+            f"{len(self.blobs)} blobs"
+        )
+
+
+def check(data_dir: Path) -> Report:
+    """Reads all that a registry holds; a server may work on it meanwhile. `BackupError` where there is none."""
+    file = data_dir / FILE_NAME
+    if not file.is_file():
+        raise BackupError(f"there is no registry in {data_dir}: it has no {FILE_NAME}")
+    report = Report()
+    try:
+        with contextlib.closing(_open(file)) as database:
+            _check_database(database, report)
+    except sqlite3.Error as cause:
+        report.problems.append(f"the database cannot be read: {cause}")
+    for path in sorted(report.blobs):
+        blob = data_dir / BLOBS / path
+        if not blob.is_file():
+            report.missing.add(path)
+        elif _hash(blob) != blob.name:
+            report.problems.append(f"the blob {path} is not what was stored")
+    return report
+
+
+def backup(data_dir: Path, to: Path) -> Report:
+    """Copies a registry to a new folder; a server may work on it meanwhile. `BackupError`."""
+    if to.exists():
+        raise BackupError(f"{to} is there already; give a folder that is not")
+    unfinished = to.with_name(f".{to.name}.unfinished")
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        if unfinished.exists():
+            shutil.rmtree(unfinished)
+        for _ in range(_ATTEMPTS):
+            report = _copy(data_dir, unfinished)
+            if report is not None:
+                unfinished.rename(to)
+                sync(to.parent)
+                return report
+            shutil.rmtree(unfinished)
+    except OSError as cause:
+        raise BackupError(f"the backup cannot be written: {cause}") from cause
+    raise BackupError(f"programs came and went in {data_dir} all the while; try again")
+
+
+def restore(folder: Path, data_dir: Path) -> Report:
+    """Brings a backup back as the registry of a data folder that has none. `BackupError`."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
+    except (OSError, ValueError) as cause:
+        raise BackupError(f"{folder} is no backup: its {MANIFEST} cannot be read: {cause}") from cause
+    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+        raise BackupError(f"{folder} was made by another release, whose backups this one does not read")
+    if manifest.get("database_sha256") != _hash(folder / FILE_NAME):
+        raise BackupError(f"{folder} is damaged: its {FILE_NAME} is not what was copied")
+    report = check(folder)
+    # What was not there when the backup was made is asked for when it is needed.
+    gone = report.missing - set(manifest.get("missing", ()))
+    if report.problems or gone:
+        problems = [*report.problems, *(f"the blob {path} is gone" for path in sorted(gone))]
+        raise BackupError(f"{folder} is damaged: {'; '.join(problems)}")
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _locked(data_dir):
+            if (data_dir / FILE_NAME).exists():
+                raise BackupError(f"{data_dir} has a registry already; move its {FILE_NAME}* files and {BLOBS} away")
+            for path in sorted(report.blobs - report.missing):
+                _copy_blob(folder / BLOBS / path, data_dir / BLOBS / path)
+            # Last of all: without a database there is no registry.
+            copy_database(folder / FILE_NAME, data_dir / FILE_NAME)
+    except OSError as cause:
+        raise BackupError(f"{data_dir} cannot be written: {cause}") from cause
+    return report
+
+
+def _copy(data_dir: Path, to: Path) -> Report | None:
+    """A complete copy; None where a program's blob went while it was made."""
+    if not (data_dir / FILE_NAME).is_file():
+        raise BackupError(f"there is no registry in {data_dir}: it has no {FILE_NAME}")
+    missing_before = check(data_dir).missing
+    to.mkdir(mode=0o700)
+    try:
+        copy_database(data_dir / FILE_NAME, to / FILE_NAME)
+    except sqlite3.Error as cause:
+        raise BackupError(f"the database in {data_dir} cannot be read: {cause}") from cause
+    needed = check(to)
+    if needed.problems:
+        raise BackupError(f"the registry in {data_dir} is damaged: {'; '.join(needed.problems)}")
+    missing = set()
+    for path in sorted(needed.blobs):
+        try:
+            _copy_blob(data_dir / BLOBS / path, to / BLOBS / path)
+        except FileNotFoundError:
+            missing.add(path)
+    if not missing <= missing_before:
+        return None
+    manifest = {
+        "format": _FORMAT,
+        "schema_version": SCHEMA_VERSION,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "database_sha256": _hash(to / FILE_NAME),
+        "missing": sorted(missing),
+    }
+    (to / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", "utf-8")
+    sync(to / MANIFEST)
+    sync(to)
+    needed.missing = missing
+    return needed
+
+
+def _check_database(database: sqlite3.Connection, report: Report) -> None:
+    for (text,) in database.execute("PRAGMA integrity_check(5)"):
+        if text != "ok":
+            report.problems.append(f"the database is damaged: {text}")
+    if report.problems:
+        return
+    for table, *_ in database.execute("PRAGMA foreign_key_check"):
+        report.problems.append(f"a row of {table} refers to what is not there")
+    version = database.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
+    if version != (str(SCHEMA_VERSION),):
+        report.problems.append(
+            f"the schema version is {version[0] if version else 'unknown'}, not {SCHEMA_VERSION}; start this release's "
+            "server on it once, or use the release that wrote it"
+        )
+        return
+    for digest, content in database.execute("SELECT digest, content FROM blobs"):
+        if hashlib.sha256(content).hexdigest() != digest:
+            report.problems.append(f"the graph {digest} is not what was stored")
+    for tenant, name, definition in database.execute("SELECT tenant, name, definition FROM rules"):
+        report.tenants.add(tenant)
+        report.rules += 1
+        try:
+            RuleContent.from_definition(rule_pb2.RuleDefinition.FromString(definition))
+        except (DecodeError, GradruleError) as cause:
+            report.problems.append(f"the rule {name!r} of tenant {tenant!r} cannot be read: {cause}")
+    for tenant, program_id, spec in database.execute("SELECT tenant, id, spec FROM programs"):
+        report.tenants.add(tenant)
+        report.programs += 1
+        try:
+            needed = blobs_of(program_pb2.ProgramSpec.FromString(spec))
+        except DecodeError as cause:
+            report.problems.append(f"the program {program_id!r} of tenant {tenant!r} cannot be read: {cause}")
+        else:
+            folder = folder_name(tenant)
+            report.blobs.update(f"{folder}/{name}" if folder else name for name in needed)
+
+
+def _open(file: Path) -> sqlite3.Connection:
+    # Not read-only: where a server was killed, what it wrote last is still to be taken over from its log.
+    return sqlite3.connect(f"{file.resolve().as_uri()}?mode=rw", uri=True)
+
+
+def _copy_blob(path: Path, to: Path) -> None:
+    """Copies a blob, whose name is its hash. `BackupError` where the bytes are not those."""
+    digest = hashlib.sha256()
+    with path.open("rb") as source:
+        to.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        unfinished = to.with_name(f".upload-{to.name}")
+        with unfinished.open("wb") as copy:
+            while piece := source.read(_PIECE):
+                digest.update(piece)
+                copy.write(piece)
+            copy.flush()
+            os.fsync(copy.fileno())
+    if digest.hexdigest() != to.name:
+        unfinished.unlink()
+        raise BackupError(f"the blob {path} is not what was stored; take it away, and whoever needs it sends it again")
+    unfinished.rename(to)
+    sync(to.parent)
+
+
+def _hash(path: Path) -> str:
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def _locked(data_dir: Path) -> Iterator[None]:
+    try:
+        lock = FolderLock(data_dir)
+    except FolderInUseError as held:
+        raise BackupError(str(held)) from held
+    try:
+        yield
+    finally:
+        lock.release()

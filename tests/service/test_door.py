@@ -1,0 +1,341 @@
+"""Who is let in: tokens, JSON Web Tokens, certificates, and what is said to all others."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import hashlib
+import hmac
+import json
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import jwt
+import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+import gradrule as gr
+from tests.service import raw
+from tests.service.answers import refused, refused_raw
+from tests.service.certificates import Authority
+from tests.service.guarded import Guarded, token_command, unsigned
+from tests.service.refusals import X, provokes, sign
+from tests.service.servers import running_server, wait_until
+
+HOUR = datetime.timedelta(hours=1)
+
+
+def now() -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC)
+
+
+def is_let_in(guarded: Guarded, token: str | None) -> bool:
+    with guarded.connect(token=token) as client:
+        try:
+            client.get_rule("ste")
+        except gr.errors.UnauthenticatedError:
+            return False
+    return True
+
+
+# Tokens.
+
+
+def test_a_token_opens_the_door(guarded: Guarded) -> None:
+    token = guarded.new_token("ada")
+    with guarded.connect(token=token) as client:
+        assert client.evaluate(sign(), feeds=X, fetches=["y"]).outputs["y"].tolist() == [1.0, -1.0]
+    assert token not in guarded.tokens.read_text()
+
+
+def test_the_asynchronous_client_too(guarded: Guarded) -> None:
+    async def call() -> Any:
+        client = gr.aio.connect(
+            guarded.running.target, credentials=gr.tls(guarded.authority.file), token=guarded.web_token("ada")
+        )
+        async with client:
+            return await client.evaluate(sign(), feeds=X, fetches=["y"])
+
+    assert asyncio.run(call()).outputs["y"].tolist() == [1.0, -1.0]
+
+
+@provokes("UNAUTHENTICATED")
+def test_whoever_has_none_learns_nothing(guarded: Guarded) -> None:
+    token = guarded.new_token("ada", "--expires", "2020-01-01T00:00:00Z")
+    said = set()
+    for wrong in (None, "gr_" + "x" * 43, token, "a.b.c", guarded.web_token("ada", exp=now() - HOUR)):
+        with guarded.connect(token=wrong) as client:
+            calls: list[Callable[[gr.Client], object]] = [
+                lambda client: client.get_rule("ste"),
+                lambda client: client.get_rule("nothing"),
+                lambda client: client.evaluate(sign(), feeds=X, fetches=["y"]),
+                lambda client: client.upload(b"bytes"),
+                lambda client: client.session(sign()).__enter__(),
+            ]
+            for call in calls:
+                with refused("UNAUTHENTICATED") as refusal:
+                    call(client)
+                said.add(refusal.message)
+    assert len(said) == 1
+    with guarded.connect("ada") as client:
+        assert client.find_missing_blobs([raw_sha(b"bytes")])
+
+
+def raw_sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [("authorization", "Basic {}")],
+        [("authorization", "{}")],
+        [("authorization", "Bearer")],
+        [("authorization", "Bearer {}"), ("authorization", "Bearer {}")],
+        [("x-authorization", "Bearer {}")],
+    ],
+)
+def test_headers_that_are_no_bearer_token(guarded: Guarded, headers: list[tuple[str, str]]) -> None:
+    metadata = [(key, value.format(guarded.web_token("ada"))) for key, value in headers]
+    with grpc.secure_channel(guarded.running.target, gr.tls(guarded.authority.file)) as channel:
+        method: Any = channel.unary_unary("/gradrule.v1.RuleService/ListRules")
+        assert method(b"", metadata=[("authorization", f"bearer {guarded.web_token('ada')}")], timeout=20)
+        with refused_raw("UNAUTHENTICATED"):
+            method(b"", metadata=metadata, timeout=20)
+
+
+def test_a_large_request_without_a_credential_is_not_read(guarded: Guarded) -> None:
+    with grpc.secure_channel(guarded.running.target, gr.tls(guarded.authority.file)) as channel:
+        started = time.monotonic()
+        with refused_raw("UNAUTHENTICATED"):
+            # Larger than the largest message: whoever reads it says so.
+            raw.send(channel, "GradientService/Evaluate", bytes(80 << 20))
+        assert time.monotonic() - started < 10
+
+
+def test_a_token_that_is_taken_back_holds_no_longer(guarded: Guarded) -> None:
+    token, other = guarded.new_token("brief"), guarded.new_token("lasting")
+    assert wait_until(lambda: is_let_in(guarded, token) or None, "the new token")
+    with guarded.connect(token=token) as client, client.session(variables_graph()) as session:
+        shown = token_command("list", "--file", str(guarded.tokens))
+        number = next(line.split()[0] for line in shown.splitlines() if line.split()[1] == "brief")
+        assert "brief" in token_command("revoke", number, "--file", str(guarded.tokens))
+        wait_until(lambda: None if is_let_in(guarded, token) else True, "the token's end")
+        # A stream that it opened ends with it.
+        with refused("UNAUTHENTICATED"):
+            session.read(["w"])
+    assert is_let_in(guarded, other)
+
+
+def variables_graph() -> gr.Graph:
+    g = gr.Graph()
+    w = g.op("VarHandleOp", name="w", dtype="float32", shape=[2], shared_name="w")
+    g.op("AssignVariableOp", w, g.constant([1.0, 2.0]), name="w/Assign", dtype="float32")
+    g.op("ReadVariableOp", w, name="read", dtype="float32")
+    return g
+
+
+def test_a_file_of_tokens_that_is_broken_meanwhile_changes_nothing(guarded: Guarded) -> None:
+    token = guarded.new_token("ada")
+    assert wait_until(lambda: is_let_in(guarded, token) or None, "the new token")
+    good = guarded.tokens.read_text()
+    guarded.tokens.write_text("nonsense\n")
+    try:
+        guarded.running.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: "goes on holding" in guarded.running.log.read_text() or None, "a line in the log")
+        assert is_let_in(guarded, token)
+    finally:
+        guarded.tokens.write_text(good)
+
+
+def test_the_commands_of_tokens(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    first = token_command("new", "--tenant", "ada", "--file", str(file)).strip()
+    second = token_command("new", "--tenant", "ada", "--admin", "--expires", "30d", "--file", str(file)).strip()
+    assert first != second
+    assert file.stat().st_mode & 0o777 == 0o600
+    lines = [json.loads(line) for line in token_command("list", "--json", "--file", str(file)).splitlines()]
+    assert [line["tenant"] for line in lines] == ["ada", "ada"]
+    assert [line.get("admin", False) for line in lines] == [False, True]
+    assert lines[0]["sha256"] == raw_sha(first.encode())
+    assert "admin" in token_command("revoke", lines[1]["id"], "--file", str(file))
+    assert "no token" in token_command("revoke", lines[1]["id"], "--file", str(file), code=1)
+    assert "ada" in token_command("revoke", "ada", "--file", str(file))
+    assert token_command("list", "--file", str(file)) == ""
+    assert "--file" in token_command("list", code=2)
+    assert "expected a period" in token_command("new", "--tenant", "a", "--expires", "soon", "--file", "x", code=2)
+    assert "tenant's name" in token_command("new", "--tenant", "", "--file", str(file), code=1)
+    file.write_text('{"sha256": "short", "tenant": "a"}\n')
+    assert "line 1" in token_command("list", "--file", str(file), code=1)
+
+
+# JSON Web Tokens.
+
+
+@pytest.mark.parametrize("algorithm", ["ES256", "RS256", "EdDSA"])
+def test_a_web_token_opens_the_door(guarded: Guarded, algorithm: str) -> None:
+    assert is_let_in(guarded, guarded.web_token("ada", algorithm=algorithm))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"exp": now() - HOUR},
+        {"exp": None},
+        {"nbf": now() + HOUR},
+        {"iss": "https://somebody.else"},
+        {"iss": None},
+        {"aud": "something.else"},
+        {"aud": None},
+        {"sub": None},
+        {"sub": ""},
+        {"sub": "a" * 129},
+        {"sub": "new\nline"},
+    ],
+    ids=str,
+)
+def test_web_tokens_that_are_none_for_this_server(guarded: Guarded, changed: dict[str, Any]) -> None:
+    assert not is_let_in(guarded, guarded.web_token("ada", **changed))
+
+
+def test_web_tokens_that_nobody_signed_whom_the_server_knows(guarded: Guarded) -> None:
+    claims = jwt.decode(guarded.web_token("ada"), options={"verify_signature": False})
+    assert not is_let_in(guarded, unsigned(claims))
+    assert not is_let_in(guarded, jwt.encode(claims, ec.generate_private_key(ec.SECP256R1()), "ES256"))
+    # The public key, taken for a secret: the oldest trick there is.
+    public = guarded.keys["RS256"].public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    head, body, _ = guarded.web_token("ada", algorithm="RS256").split(".")
+    head = unsigned({}).split(".")[0] if not head else jwt.utils.base64url_encode(b'{"alg":"HS256"}').decode()
+    signature = hmac.new(public, f"{head}.{body}".encode(), hashlib.sha256).digest()
+    assert not is_let_in(guarded, f"{head}.{body}.{jwt.utils.base64url_encode(signature).decode()}")
+    # What was signed stays as it is.
+    head, body, end = guarded.web_token("ada").split(".")
+    other = jwt.utils.base64url_encode(json.dumps(claims | {"sub": "grace"}).encode()).decode()
+    assert not is_let_in(guarded, f"{head}.{other}.{end}")
+
+
+# TLS.
+
+
+def test_only_tls_is_spoken(guarded: Guarded) -> None:
+    token = guarded.web_token("ada")
+    with gr.connect(guarded.running.target, token=token, timeout=3) as client, refused("UNAVAILABLE"):
+        client.get_rule("ste")
+
+
+def test_a_server_that_nobody_vouches_for_gets_no_token(guarded: Guarded, tmp_path: Path) -> None:
+    other = Authority(tmp_path, "other")
+    words = {"credentials": gr.tls(other.file), "token": guarded.web_token("ada"), "timeout": 3.0}
+    with gr.connect(guarded.running.target, **words) as client, refused("UNAVAILABLE"):
+        client.get_rule("ste")
+
+
+def test_health_stays_open(guarded: Guarded) -> None:
+    with grpc.secure_channel(guarded.running.target, gr.tls(guarded.authority.file)) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        answer = stub.Check(health_pb2.HealthCheckRequest(service="gradrule.v1.GradientService"), timeout=20)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_the_command_line_with_tls_and_token(
+    guarded: Guarded, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from gradrule.cli.main import main
+
+    target, ca = guarded.running.target, str(guarded.authority.file)
+    assert main(["health", target, "--tls-ca", ca]) == 0
+    assert main(["health", target, "--timeout", "2"]) == 1
+    capsys.readouterr()
+    assert main(["rules", "show", "ste", "--target", target, "--tls-ca", ca, "--timeout", "20"]) == 1
+    assert "UNAUTHENTICATED" in capsys.readouterr().err or "credential" in capsys.readouterr().err
+    monkeypatch.setenv("GRADRULE_TARGET", target)
+    monkeypatch.setenv("GRADRULE_TLS_CA", ca)
+    monkeypatch.setenv("GRADRULE_TOKEN", guarded.web_token("ada"))
+    assert main(["rules", "show", "ste"]) == 0
+    assert "ste" in capsys.readouterr().out
+    assert main(["rules", "list", "--target", "gradrule.example:8470", "--tls-ca", "/nowhere/ca.crt"]) == 1
+    assert "/nowhere/ca.crt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["gradrule.example:8470", "dns:///10.0.0.1:8470", "ipv4:127.0.0.1:1,10.0.0.1:2"])
+def test_a_token_does_not_leave_this_machine_unencrypted(target: str) -> None:
+    with pytest.raises(gr.errors.InvalidParamError, match="unencrypted"):
+        gr.connect(target, token="t")
+    gr.connect(target, token="t", insecure_token=True).close()
+    gr.connect(target, token="t", credentials=gr.tls()).close()
+    gr.connect(target).close()
+    with pytest.raises(gr.errors.InvalidParamError, match="unencrypted"):
+        gr.aio.connect(target, token="t")
+
+
+@pytest.mark.parametrize(
+    "target", ["localhost:1", "127.0.0.1:1", "[::1]:1", "unix:/tmp/s", "dns:///localhost:1", "::1"]
+)
+def test_on_this_machine_it_may(target: str) -> None:
+    gr.connect(target, token="t").close()
+
+
+@pytest.mark.parametrize("token", ["", "two words", "line\n", "\N{SNOWMAN}"])
+def test_texts_that_are_no_token(token: str) -> None:
+    with pytest.raises(gr.errors.InvalidParamError, match="token"):
+        gr.connect("localhost:1", token=token)
+
+
+def test_client_certificates_and_renewal(tmp_path: Path) -> None:
+    """One server: clients need certificates, which name their tenants; and the server's own is renewed as it runs."""
+    old, new, clients = (Authority(tmp_path, name) for name in ("old", "new", "clients"))
+    first, second = old.server("first"), new.server("second")
+    certificate, key = tmp_path / "tls.crt", tmp_path / "tls.key"
+    shutil.copy(first.certificate, certificate)
+    shutil.copy(first.key, key)
+    ada = clients.client("ada")
+    spiffe = clients.client("spiffe", alternative="spiffe://example/ada")
+    stranger = Authority(tmp_path, "strangers").client("stranger")
+    flags = [f"--tls-cert={certificate}", f"--tls-key={key}", f"--tls-client-ca={clients.file}", "--no-reflection"]
+    with running_server(tmp_path, flags) as running:
+
+        def connect(root: Authority, signed: Any) -> Any:
+            own = {} if signed is None else {"certificate": signed.certificate, "key": signed.key}
+            return gr.connect(running.target, credentials=gr.tls(root.file, **own), timeout=20.0)
+
+        with connect(old, ada) as client:
+            client.create_rule("Mine", "3 * dy")
+        with connect(old, spiffe) as client:
+            assert client.list_rules("user") == []
+            assert client.evaluate(sign(), feeds=X, fetches=["y"]).outputs["y"].tolist() == [1.0, -1.0]
+        for nobody in (None, stranger):
+            with connect(old, nobody) as client, refused("UNAVAILABLE"):
+                client.get_rule("ste", timeout=3)
+
+        with connect(old, ada) as before:
+            before.get_rule("Mine")
+            # First one file, then the other: what does not fit together is not taken.
+            shutil.copy(second.certificate, certificate)
+            running.process.send_signal(signal.SIGHUP)
+            with connect(old, ada) as client:
+                assert client.get_rule("Mine").name == "Mine"
+            wait_until(lambda: "certificate from before stays" in running.log.read_text() or None, "a line in the log")
+            shutil.copy(second.key, key)
+            running.process.send_signal(signal.SIGHUP)
+            wait_until(lambda: answers(connect(new, ada)), "the new certificate")
+            with connect(old, ada) as client, refused("UNAVAILABLE"):
+                client.get_rule("Mine", timeout=3)
+            # Who was there stays.
+            before.get_rule("Mine")
+        assert running.terminate() == 0
+
+
+def answers(client: gr.Client) -> bool | None:
+    with client:
+        try:
+            client.get_rule("Mine", timeout=2)
+        except gr.errors.UnavailableError:
+            return None
+    return True

@@ -1,0 +1,251 @@
+"""Names, programs and blobs of several tenants in one store; and how a store without tenants gets them."""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradrule.v1 import errors_pb2, program_pb2, rule_pb2, tensor_pb2
+from gradrule_server.errors import GradruleError
+from gradrule_server.quotas import Allowance
+from gradrule_server.registry.blobs import BlobStore, folder_name
+from gradrule_server.registry.programs import HeldBlobs, ProgramRegistry
+from gradrule_server.registry.rules import RuleRegistry, Shipped
+from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store, StoreError
+
+SHIPPED = Shipped.of(["Sign"])
+DEFINITION = rule_pb2.RuleDefinition(expression="3 * dy")
+
+
+def sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def put(blobs: BlobStore, data: bytes) -> str:
+    upload = blobs.upload(sha(data))
+    try:
+        upload.write(data)
+        upload.finish()
+    finally:
+        upload.close()
+    return sha(data)
+
+
+def refusal(call: Any, *arguments: Any) -> GradruleError:
+    with pytest.raises(GradruleError) as caught:
+        call(*arguments)
+    return caught.value
+
+
+def test_rules_of_one_tenant_are_none_of_another_s(store: Store) -> None:
+    ada, grace = (RuleRegistry(store, SHIPPED, tenant=name) for name in ("ada", "grace"))
+    ada.create("Mine", DEFINITION, "ada's")
+    assert (ada.revision, grace.revision) == (1, 0)
+    found = refusal(grace.get, "Mime")
+    assert "Mine" not in found.message
+    assert refusal(grace.delete, "Mine").reason == errors_pb2.ERROR_REASON_UNKNOWN_RULE
+    grace.create("Mine", rule_pb2.RuleDefinition(expression="5 * dy"), "grace's")
+    assert (ada.get("Mine").formula, grace.get("Mine").formula) == ("3 * dy", "5 * dy")
+    ada.delete("Mine")
+    kept = RuleRegistry(store, SHIPPED, tenant="grace").list(rule_pb2.RULE_KIND_USER, 0, "")[0]
+    assert [(entry.name, entry.description) for entry in kept] == [("Mine", "grace's")]
+    # What ships is one layer below all, not a copy for each.
+    assert ada._names.builtin is grace._names.builtin
+
+
+def test_programs_of_one_tenant_are_none_of_another_s(store: Store, tmp_path: Path) -> None:
+    blobs = BlobStore(tmp_path / "blobs", 1000)
+    held = HeldBlobs(store, blobs)
+    spec = program_pb2.ProgramSpec(fetches=["y"])
+    spec.graph.serialized = b"graph"
+    made = program_pb2.Program(digests=program_pb2.Digests(program="d"))
+    ada, grace = (ProgramRegistry(store, blobs.of(name), tenant=name, held=held) for name in ("ada", "grace"))
+    stored = ada.create("mnist", spec, b"", made, b"")
+    assert "mnist" not in refusal(grace.get, "mnits").message
+    assert refusal(grace.content, stored).reason == errors_pb2.ERROR_REASON_PROGRAM_NOT_FOUND
+    other = program_pb2.Program(digests=program_pb2.Digests(program="e"))
+    assert grace.create("mnist", spec, b"", other, b"").identity != stored.identity
+    assert (len(ada.list(0, "")[0]), len(grace.list(0, "")[0])) == (1, 1)
+    ada.delete("mnist")
+    # The graph that both have stays as long as one does.
+    assert grace.content(grace.get("mnist"))[0].graph.serialized == b"graph"
+
+
+def test_blobs_of_one_tenant_are_none_of_another_s(tmp_path: Path) -> None:
+    root = BlobStore(tmp_path / "blobs", 1000)
+    ada, grace = root.of("ada"), root.of("grace")
+    name = put(ada, b"weights")
+    assert grace.missing([name]) == root.missing([name]) == [name]
+    assert refusal(grace.read, name).reason == errors_pb2.ERROR_REASON_BLOB_NOT_FOUND
+    assert (tmp_path / "blobs" / folder_name("ada") / name).read_bytes() == b"weights"
+    put(grace, b"weights")
+    put(root, b"weights")
+    assert (tmp_path / "blobs" / name).exists()
+    again = BlobStore(tmp_path / "blobs", 1000)
+    assert [again.of(tenant).missing([name]) for tenant in ("default", "ada", "grace", "linus")] == [[], [], [], [name]]
+    assert again.of("ada").held_bytes == 7
+
+
+@pytest.mark.parametrize("tenant", ["../../etc", "a/b", ".", "\N{GREEK SMALL LETTER PI}", "a" * 128])
+def test_a_tenant_s_folder_is_within_the_common_one(tmp_path: Path, tenant: str) -> None:
+    blobs = BlobStore(tmp_path / "blobs", 1000).of(tenant)
+    put(blobs, b"1")
+    assert blobs.folder.parent == tmp_path / "blobs"
+    assert stat.S_IMODE(blobs.folder.stat().st_mode) == 0o700
+
+
+def test_a_tenant_s_bytes_are_bounded(tmp_path: Path) -> None:
+    root = BlobStore(tmp_path / "blobs", 100)
+    ada = root.of("ada", 20)
+    first, second = put(ada, b"a" * 10), put(ada, b"b" * 10)
+    third = put(ada, b"c" * 10)
+    assert ada.missing([first, second, third]) == [first]
+    with ada.held([second, third]):
+        found = refusal(put, ada, b"d" * 10)
+    assert "--tenant-blob-bytes" in found.message
+    assert ada.held_bytes == 20
+
+
+def test_where_the_whole_is_full_whoever_has_most_gives(tmp_path: Path) -> None:
+    root = BlobStore(tmp_path / "blobs", 40)
+    ada, grace = root.of("ada"), root.of("grace")
+    much = [put(ada, bytes([65 + number]) * 10) for number in range(3)]
+    little = put(grace, b"g" * 10)
+    newest = put(grace, b"h" * 10)
+    assert ada.missing(much) == much[:1]
+    assert grace.missing([little, newest]) == []
+    with ada.held(much[1:]), grace.held([little, newest]):
+        assert "--max-blob-bytes" in refusal(put, root, b"r" * 10).message
+
+
+def test_a_program_s_blobs_stay_though_nobody_asks_for_its_tenant(tmp_path: Path) -> None:
+    store, root = Store(tmp_path), BlobStore(tmp_path / "blobs", 30)
+    ada = root.of("ada")
+    name = put(ada, b"w" * 10)
+    spec = program_pb2.ProgramSpec()
+    spec.variables.add(name="w", value={"blob": tensor_pb2.BlobTensor(sha256=name)})
+    ProgramRegistry(store, ada, tenant="ada").create("p", spec, b"", program_pb2.Program(), b"")
+
+    again = BlobStore(tmp_path / "blobs", 30)
+    held = HeldBlobs(store, again)
+    grace = again.of("grace")
+    put(grace, b"1" * 10)
+    put(grace, b"2" * 10)
+    put(grace, b"3" * 10)
+    assert again.of("ada").missing([name]) == []
+    registry = ProgramRegistry(store, again.of("ada"), tenant="ada", held=held)
+    registry.delete("p")
+    put(grace, b"4" * 10)
+    put(grace, b"5" * 10)
+    # Nothing holds it now: it may go as any other.
+    with grace.held([sha(b"4" * 10), sha(b"5" * 10)]):
+        put(grace, b"6" * 10)
+        assert again.of("ada").missing([name]) == [name]
+    store.close()
+
+
+def test_rooms_are_counted_as_names_come_and_go(store: Store) -> None:
+    server = Allowance(2, "rules", "--max-rules")
+    registries = [
+        RuleRegistry(store, SHIPPED, tenant=name, room=Allowance(2, "rules", "--tenant-rules", within=server))
+        for name in ("ada", "grace")
+    ]
+    registries[0].create("a", DEFINITION, "")
+    registries[0].create("a", DEFINITION, "")
+    registries[1].create("b", DEFINITION, "")
+    assert "--max-rules" in refusal(registries[0].create, "c", DEFINITION, "").message
+    registries[1].delete("b")
+    registries[0].create("c", DEFINITION, "")
+    assert "--max-rules" in refusal(registries[1].create, "b", DEFINITION, "").message
+    assert server.used == 2
+
+
+# What releases before there were tenants wrote.
+
+VERSION_1 = """
+CREATE TABLE meta ("key" VARCHAR NOT NULL, value VARCHAR NOT NULL, PRIMARY KEY ("key"));
+CREATE TABLE rules (name VARCHAR NOT NULL, definition BLOB NOT NULL, description VARCHAR NOT NULL,
+    create_time_us INTEGER NOT NULL, PRIMARY KEY (name));
+CREATE TABLE blobs (digest VARCHAR NOT NULL, content BLOB NOT NULL, PRIMARY KEY (digest));
+CREATE TABLE programs (id VARCHAR NOT NULL, identity VARCHAR NOT NULL, graph_digest VARCHAR NOT NULL,
+    spec BLOB NOT NULL, snapshot BLOB NOT NULL, summary BLOB NOT NULL, create_time_us INTEGER NOT NULL,
+    PRIMARY KEY (id), FOREIGN KEY(graph_digest) REFERENCES blobs (digest));
+CREATE INDEX ix_programs_graph_digest ON programs (graph_digest);
+INSERT INTO meta VALUES ('schema_version', '1');
+"""
+
+
+def version_1(folder: Path) -> Path:
+    """A registry of the first schema, as it was made and used: in WAL mode."""
+    file = folder / "gradrule.db"
+    with sqlite3.connect(file) as database:
+        database.execute("PRAGMA journal_mode=WAL")
+        database.executescript(VERSION_1)
+        database.execute("INSERT INTO rules VALUES ('Q', ?, 'kept', 5)", (DEFINITION.SerializeToString(),))
+        database.execute("INSERT INTO blobs VALUES (?, ?)", (sha(b"graph"), b"graph"))
+        database.execute(
+            "INSERT INTO programs VALUES ('p', 'same', ?, ?, ?, ?, 7)",
+            (sha(b"graph"), b"spec", b"snapshot", b"summary"),
+        )
+    database.close()
+    return file
+
+
+def schema(file: Path) -> list[str]:
+    database = sqlite3.connect(file)
+    found = [row[0] for row in database.execute("SELECT sql FROM sqlite_master WHERE sql NOT NULL ORDER BY name")]
+    database.close()
+    return [" ".join(text.replace("(", " ( ").replace(")", " ) ").replace(",", " , ").split()) for text in found]
+
+
+def test_a_store_of_the_first_schema_becomes_the_first_tenant_s(tmp_path: Path) -> None:
+    file = version_1(tmp_path)
+    store = Store(tmp_path)
+    assert store.rules() == [RuleRow("Q", DEFINITION.SerializeToString(), "kept", 5)]
+    assert store.program("p") == ProgramRow("p", "same", b"summary", 7)
+    assert store.program_content("p", "same") == ProgramContent(b"spec", b"graph", b"snapshot")
+    assert store.rules("ada") == []
+    assert store.counts() == (1, 1)
+    store.add_rule(RuleRow("Q", b"", "ada's", 6), "ada")
+    store.remove_program("p")
+    store.close()
+    # The tables are those that a new store has.
+    Store(tmp_path / "new").close()
+    assert schema(file) == schema(tmp_path / "new" / "gradrule.db")
+    Store(tmp_path).close()
+
+
+def test_what_was_there_before_is_kept_beside(tmp_path: Path) -> None:
+    before = schema(version_1(tmp_path))
+    Store(tmp_path).close()
+    kept = tmp_path / "gradrule.db.v1"
+    assert schema(kept) == before
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    database = sqlite3.connect(kept)
+    assert database.execute("SELECT name FROM rules").fetchall() == [("Q",)]
+    database.close()
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
+
+
+def test_a_migration_that_fails_leaves_the_old_store(tmp_path: Path) -> None:
+    file = version_1(tmp_path)
+    database = sqlite3.connect(file)
+    database.execute("CREATE TABLE rules_1 (name VARCHAR)")
+    database.commit()
+    database.close()
+    before = schema(file)
+    with pytest.raises(StoreError):
+        Store(tmp_path)
+    assert schema(file) == before
+    database = sqlite3.connect(file)
+    database.execute("DROP TABLE rules_1")
+    database.commit()
+    database.close()
+    store = Store(tmp_path)
+    assert store.counts() == (1, 1)
+    store.close()
