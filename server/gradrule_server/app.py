@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import sys
 
 from gradrule import _opdefs
-from gradrule_server import graphs
+from gradrule_server import __version__, graphs
 from gradrule_server.front.handlers import Door
 from gradrule_server.front.server import Front
 from gradrule_server.link.engine import Engine
+from gradrule_server.operations.operations import Operations, OperationsSettings
 from gradrule_server.programs.handles import HandleHouse
 from gradrule_server.programs.house import ProgramHouse
 from gradrule_server.programs.sessions import SessionHouse
@@ -20,23 +20,39 @@ from gradrule_server.registry.programs import ProgramRegistry
 from gradrule_server.registry.rules import RuleRegistry
 from gradrule_server.registry.store import Store
 from gradrule_server.settings import Settings
+from gradrule_server.watched import OneEngine, sources_of
 
 _log = logging.getLogger(__name__)
 
 
 async def serve(settings: Settings) -> None:
-    """Serves until SIGTERM or SIGINT, then drains. `EngineRefused`, `StoreError` or `OSError` where it cannot start."""
+    """Serves until SIGTERM or SIGINT, then drains.
+
+    `EngineRefused`, `StoreError`, `TracingRefused` or `OSError` where it cannot start.
+    """
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
 
+    operations = Operations(
+        OperationsSettings(
+            version=__version__,
+            metrics_host=settings.metrics_host,
+            metrics_port=settings.metrics_port,
+            otel_endpoint=settings.otel_endpoint,
+            audit_log=settings.audit_log,
+        )
+    )
     store = Store(settings.data_dir)
     try:
         front = Front(settings.max_message_bytes)
         health_updates: set[asyncio.Task[None]] = set()
 
+        watched = OneEngine()
+
         def tell_health(ready: bool) -> None:
+            watched.changed(ready)
             update = asyncio.ensure_future(front.set_ready(ready))
             health_updates.add(update)
             update.add_done_callback(health_updates.discard)
@@ -74,8 +90,24 @@ async def serve(settings: Settings) -> None:
             max_sessions=settings.max_sessions,
             max_bytes=settings.max_session_bytes,
         )
-        door = Door(settings.max_concurrent_requests, settings.default_deadline_s, settings.max_deadline_s)
-        front.add_services(rules, house, handles, sessions, blobs, door, with_reflection=settings.reflection)
+        door = Door(
+            settings.max_concurrent_requests,
+            settings.default_deadline_s,
+            settings.max_deadline_s,
+            operations.observer,
+        )
+        front.add_services(
+            rules,
+            house,
+            handles,
+            sessions,
+            blobs,
+            door,
+            with_reflection=settings.reflection,
+            status=operations.status if settings.admin else None,
+        )
+        watched.engine, watched.house = engine, house
+        await operations.start(sources_of(watched, house, door, blobs, settings))
         port = await front.start(f"{settings.host}:{settings.port}")
         try:
             await _start_engine(engine, stopping)
@@ -94,6 +126,7 @@ async def serve(settings: Settings) -> None:
             await front.drain(settings.drain_s)
             await engine.stop()
     finally:
+        await operations.stop()
         store.close()
 
 
@@ -108,10 +141,3 @@ async def _start_engine(engine: Engine, stopping: asyncio.Event) -> None:
     else:
         starting.cancel()
         await asyncio.wait({starting})
-
-
-def configure_logging(level: str) -> None:
-    """Logs to stderr."""
-    logging.basicConfig(
-        level=level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )

@@ -91,6 +91,18 @@ class Settings(BaseModel):
         ByteSize(1024 * _MEBIBYTE), gt=0, lt=2**31, description="Bytes of a graph that was uploaded as a blob."
     )
     reflection: bool = Field(True, description="Whether the server tells its services by gRPC reflection.")
+    admin: bool = Field(True, description="Whether the server answers AdminService, which tells how it is doing.")
+    metrics_port: int = Field(0, ge=0, le=65535, description="Port of Prometheus' metrics at /metrics; 0: none.")
+    metrics_host: str = Field("127.0.0.1", min_length=1, description="Address to serve metrics on.")
+    otel_endpoint: Annotated[str, Field(pattern=r"^(https?://[^\s]+)?$")] = Field(
+        "", description="Collector that gets OpenTelemetry traces by gRPC: http://host:4317; empty: none."
+    )
+    audit_log: str = Field(
+        "", description="File that audit lines are appended to; - is standard output, empty the server's log."
+    )
+    log_format: Literal["auto", "json", "text"] = Field(
+        "auto", description="Form of the log: json, text, or auto: text on a terminal, else json."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level to log.")
 
     @model_validator(mode="after")
@@ -178,6 +190,8 @@ def _one_line(refusal: ValidationError, sources: Mapping[str, str]) -> str:
     for found in refusal.errors():
         reason = found["msg"].removeprefix("Value error, ")
         name = str(found["loc"][0]) if found["loc"] else ""
+        if name == "otel_endpoint":
+            reason = "expected http://HOST:PORT or https://HOST:PORT"
         if name == "device":
             reason = "expected auto, cpu or gpu:N, gpu:0 for example"
         parts.append(f"{sources.get(name, name)} {found['input']!r}: {reason}" if name else reason)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -20,6 +19,9 @@ from google.protobuf.message import DecodeError, Message
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.front.status import DETAILS_KEY, code_of, status_of
+from gradrule_server.operations.audit import note_registration
+from gradrule_server.operations.observer import Observed, Observer
+from gradrule_server.operations.request import REQUEST_ID, Request
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +62,14 @@ StreamTable = Mapping[str, StreamMethod]
 class Door:
     """Admits calls, up to a number at a time, and turns what they raise into statuses."""
 
-    def __init__(self, max_concurrent: int, default_deadline_s: float, max_deadline_s: float) -> None:
+    def __init__(
+        self,
+        max_concurrent: int,
+        default_deadline_s: float,
+        max_deadline_s: float,
+        observer: Observer | None = None,
+    ) -> None:
+        self.observer = observer or Observer()
         self._max_concurrent = max_concurrent
         self._default_deadline_s = default_deadline_s
         self._max_deadline_s = max_deadline_s
@@ -81,33 +90,44 @@ class Door:
         `uploads`: those whose request comes in several messages. `streams`: the bidirectional ones.
         """
         handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
-            method_name: grpc.unary_unary_rpc_method_handler(self._unary(request_type, method))
+            method_name: grpc.unary_unary_rpc_method_handler(self._unary(_rpc(name, method_name), request_type, method))
             for method_name, (request_type, method) in methods.items()
         }
         handlers |= {
-            method_name: grpc.stream_unary_rpc_method_handler(self._upload(request_type, upload))
+            method_name: grpc.stream_unary_rpc_method_handler(
+                self._upload(_rpc(name, method_name), request_type, upload)
+            )
             for method_name, (request_type, upload) in uploads.items()
         }
         handlers |= {
-            method_name: grpc.stream_stream_rpc_method_handler(self._stream(method))
+            method_name: grpc.stream_stream_rpc_method_handler(self._stream(_rpc(name, method_name), method))
             for method_name, method in streams.items()
         }
         handler: grpc.GenericRpcHandler = grpc.method_handlers_generic_handler(name, handlers)
         return handler
 
     async def answer(
-        self, request_type: type[RequestT], method: Method[RequestT], raw: bytes, remaining: float | None
+        self,
+        request_type: type[RequestT],
+        method: Method[RequestT],
+        raw: bytes,
+        remaining: float | None,
+        observed: Observed,
     ) -> bytes:
         """Admits, parses and answers one request, in time; whatever goes wrong is a `GradruleError`.
 
         `remaining`: seconds that the caller gives it; None: the default.
         """
-        received_ns = time.monotonic_ns()
 
         async def run(ends_at: float) -> Message | bytes:
-            return await method(Call(_parse(request_type, raw), raw, received_ns, ends_at))
+            request = _parse(request_type, raw)
+            answer = await method(Call(request, raw, observed.request.received_ns, ends_at))
+            note_registration(observed.request.rpc, request, answer)
+            return answer
 
-        return await self.run(run, remaining)
+        with observed:
+            observed.request.bytes_in = len(raw)
+            return _measured(observed.request, await self.run(run, remaining))
 
     async def run(self, run: Callable[[float], Awaitable[Message | bytes]], remaining: float | None) -> bytes:
         """What `run` answers, which takes the loop time at which it ends; it fails as `answer` does."""
@@ -125,44 +145,63 @@ class Door:
         self.draining.set()
 
     def _unary(
-        self, request_type: type[RequestT], method: Method[RequestT]
+        self, rpc: str, request_type: type[RequestT], method: Method[RequestT]
     ) -> Callable[[bytes, Context], Awaitable[bytes]]:
         async def handle(raw: bytes, context: Context) -> bytes:
+            observed = self._observed(rpc, context)
             try:
-                return await self.answer(request_type, method, raw, context.time_remaining())
+                return await self.answer(request_type, method, raw, context.time_remaining(), observed)
             except GradruleError as cause:
-                await _abort(context, cause)
+                await _abort(context, cause, observed.request)
 
         return handle
 
     def _upload(
-        self, request_type: type[RequestT], method: UploadMethod[RequestT]
+        self, rpc: str, request_type: type[RequestT], method: UploadMethod[RequestT]
     ) -> Callable[[AsyncIterator[bytes], Context], Awaitable[bytes]]:
         async def handle(pieces: AsyncIterator[bytes], context: Context) -> bytes:
+            observed = self._observed(rpc, context)
+
             async def messages() -> AsyncIterator[RequestT]:
                 async for raw in pieces:
+                    observed.request.bytes_in += len(raw)
                     yield _parse(request_type, raw)
 
             async def run(_: float) -> Message | bytes:
-                return await method(Incoming(messages()))
+                answer = await method(Incoming(messages()))
+                note_registration(rpc, request_type(), answer)
+                return answer
 
             try:
-                return await self.run(run, context.time_remaining())
+                with observed:
+                    return _measured(observed.request, await self.run(run, context.time_remaining()))
             except GradruleError as cause:
-                await _abort(context, cause)
+                await _abort(context, cause, observed.request)
 
         return handle
 
-    def _stream(self, method: StreamMethod) -> Callable[[AsyncIterator[bytes], Context], Awaitable[None]]:
+    def _stream(self, rpc: str, method: StreamMethod) -> Callable[[AsyncIterator[bytes], Context], Awaitable[None]]:
         async def handle(requests: AsyncIterator[bytes], context: Context) -> None:
+            observed = self._observed(rpc, context)
+            observed.request.is_stream = True
             try:
-                await method(requests, context.write)
+                with observed:
+                    try:
+                        await method(requests, context.write)
+                    except GradruleError:
+                        raise
+                    except Exception as cause:
+                        raise _incident() from cause
             except GradruleError as cause:
-                await _abort(context, cause)
-            except Exception:
-                await _abort(context, _incident())
+                await _abort(context, cause, observed.request)
 
         return handle
+
+    def _observed(self, rpc: str, context: Context) -> Observed:
+        """An RPC that begins; its caller learns the id under which the log has it."""
+        observed = self.observer.rpc(rpc, context.invocation_metadata(), context.peer)
+        context.set_trailing_metadata(((REQUEST_ID, observed.request.id),))
+        return observed
 
     def _admitted(self) -> _Admission:
         if self._in_flight >= self._max_concurrent:
@@ -184,6 +223,11 @@ class Door:
                 return await run(ends_at)
         except TimeoutError as cause:
             raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, f"not done within {seconds:.3g} s") from cause
+
+    @property
+    def in_flight(self) -> int:
+        """Calls that were counted in and not yet out."""
+        return self._in_flight
 
     def enter(self) -> None:
         """Counts a call in."""
@@ -221,9 +265,18 @@ def _incident() -> GradruleError:
     return error(errors_pb2.ERROR_REASON_INTERNAL, f"the server failed; its log has more under incident {incident}")
 
 
-async def _abort(context: Context, cause: GradruleError) -> NoReturn:
+def _rpc(service: str, method: str) -> str:
+    """`gradrule.v1.RuleService`, `GetRule` → `RuleService/GetRule`."""
+    return f"{service.rpartition('.')[2]}/{method}"
+
+
+def _measured(request: Request, answer: bytes) -> bytes:
+    request.bytes_out = len(answer)
+    return answer
+
+
+async def _abort(context: Context, cause: GradruleError, request: Request) -> NoReturn:
     status = status_of(cause)
-    await context.abort(
-        code_of(cause.reason), status.message, trailing_metadata=((DETAILS_KEY, status.SerializeToString()),)
-    )
+    trailers = ((DETAILS_KEY, status.SerializeToString()), (REQUEST_ID, request.id))
+    await context.abort(code_of(cause.reason), status.message, trailing_metadata=trailers)
     raise AssertionError("abort always raises")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from gradrule.v1 import admin_pb2
+from gradrule_server.front.admin_service import ADMIN_SERVICE, AdminServicer
 from gradrule_server.front.blob_service import BLOB_SERVICE, BlobServicer
 from gradrule_server.front.handlers import Door
 from gradrule_server.front.services import (
@@ -59,8 +63,9 @@ class Front:
         door: Door,
         *,
         with_reflection: bool,
+        status: Callable[[], admin_pb2.ServerStatus] | None = None,
     ) -> None:
-        """Adds gradrule's services, and reflection if wanted."""
+        """Adds gradrule's services, administration if there is a `status` to tell, and reflection if wanted."""
         gradients = GradientServicer(house, handles, door)
         blob_servicer = BlobServicer(blobs)
         self._server.add_generic_rpc_handlers(
@@ -72,8 +77,11 @@ class Front:
                 door.service(BLOB_SERVICE, blob_servicer.methods(), uploads=blob_servicer.uploads()),
             )
         )
+        services = [RULE_SERVICE, PROGRAM_SERVICE, GRADIENT_SERVICE, SESSION_SERVICE, BLOB_SERVICE]
+        if status is not None:
+            self._server.add_generic_rpc_handlers((door.service(ADMIN_SERVICE, AdminServicer(status).methods()),))
+            services.append(ADMIN_SERVICE)
         if with_reflection:
-            services = (RULE_SERVICE, PROGRAM_SERVICE, GRADIENT_SERVICE, SESSION_SERVICE, BLOB_SERVICE)
             names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
 

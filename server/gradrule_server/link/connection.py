@@ -87,6 +87,11 @@ class Connection(asyncio.Protocol):
         work.end()
         return True
 
+    @property
+    def load(self) -> tuple[int, int]:
+        """How many requests run, and how many wait."""
+        return len(self._running), len(self._waiting)
+
     def tell(self, kind: Kind, payload: bytes) -> None:
         """Sends a frame that has no answer."""
         if not self._closed:

@@ -55,6 +55,16 @@ class Engine:
         """The process that serves; None while there is none."""
         return self._engine.pid if self._engine is not None and self._up.is_set() else None
 
+    @property
+    def was_overrun(self) -> bool:
+        """The process was ended since a request overran its deadline."""
+        return self._engine is not None and self._overrun is self._engine.connection
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """How many requests run, and how many wait."""
+        return self._engine.connection.load if self._engine is not None else (0, 0)
+
     async def wait_ready(self) -> None:
         """Waits until an engine is up."""
         await self._up.wait()

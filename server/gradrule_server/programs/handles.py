@@ -12,6 +12,7 @@ from gradrule_server.link.engine import Engine
 from gradrule_server.link.faults import EngineLost
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.operations.timings import note_pull_back
 from gradrule_server.programs.house import ProgramHouse
 
 # The first pull-back is built before it runs, and to end the engine would cost others more than its end.
@@ -127,6 +128,7 @@ class StreamHandles:
             patience_s = 0.0 if handle.is_used else _BUILD_PATIENCE_S
             answer = await engine.call(Kind.PULL_BACK, request.SerializeToString(), ends_at, patience_s)
             handle.is_used = True
+            note_pull_back(answer, received_ns)
             return answer
         except EngineLost as lost:
             if lost.suspect:

@@ -6,6 +6,7 @@ cancelling.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
 import time
@@ -18,6 +19,9 @@ from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.faults import NotLoaded
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.operations.request import compiling
+from gradrule_server.operations.sources import CacheStatus
+from gradrule_server.operations.timings import note_run
 from gradrule_server.programs.cache import Inline, ProgramCache, Runnable
 from gradrule_server.programs.compiler import Compiler
 from gradrule_server.programs.kept import KeptPrograms
@@ -54,9 +58,18 @@ class ProgramHouse:
         self._engine = engine
         self._blobs = blobs
         self._loaded = LoadedPrograms(engine, blobs, capacity, capacity_bytes)
+        self._capacity = capacity, capacity_bytes
         self._cache = ProgramCache(capacity, capacity_bytes)
         self._compiler = Compiler(engine, self._loaded, limits, blobs)
         self.kept = KeptPrograms(programs, rules, self._compiler, self._cache)
+
+    def caches(self) -> tuple[CacheStatus, CacheStatus]:
+        """How full the caches are: programs at hand, and programs in engines."""
+        capacity, capacity_bytes = self._capacity
+        return (
+            CacheStatus("programs", len(self._cache), self._cache.held_bytes, capacity, capacity_bytes),
+            CacheStatus("loaded", len(self._loaded), self._loaded.held_bytes, capacity, capacity_bytes),
+        )
 
     async def evaluate(
         self, request: evaluate_pb2.EvaluateRequest, raw: bytes, received_ns: int, ends_at: float
@@ -116,6 +129,7 @@ class ProgramHouse:
 
         with self._blobs.held(_blobs(request)):
             answer, is_loaded_now, generation = await (retries or Retries(self._engine)).run(attempt)
+        note_run(answer, run.received_ns)
         # Concatenating messages merges them, so an answer of any size is not parsed again here.
         tail = evaluate_pb2.EvaluateResponse()
         if is_new or is_loaded_now:
@@ -177,7 +191,8 @@ class ProgramHouse:
         """Runs on the engine as it is now; tells also whether the program had to be loaded first, and which engine."""
         with self._loaded.held(program.loadable) as load:
             is_loaded_now = not load.is_ready
-            await self._loaded.wait(load)
+            with compiling() if is_loaded_now else contextlib.nullcontext():
+                await self._loaded.wait(load)
             run.key = load.engine_key
             # Queueing is counted from here: what came before is compiling.
             run.received_ns = received_ns + time.monotonic_ns() - compile_started_ns

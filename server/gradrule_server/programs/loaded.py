@@ -12,6 +12,7 @@ from gradrule_server.link.connection import EngineGone, Work
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.operations.request import note_lookup
 from gradrule_server.registry.blobs import BlobStore
 
 # A compilation that runs and that nobody waits for any more ends by itself, and whoever asks again finds its result.
@@ -69,10 +70,19 @@ class LoadedPrograms:
         self._bytes = 0
         self._serial = 0
 
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    @property
+    def held_bytes(self) -> int:
+        """Roughly the bytes of all programs."""
+        return self._bytes
+
     @contextlib.contextmanager
     def held(self, program: Loadable) -> Iterator[Load]:
         """Sees to it that the program gets loaded; within this context it is not dropped. BLOB_NOT_FOUND."""
         load = self._current(program.key)
+        note_lookup("loaded", is_hit=load is not None)
         if load is None:
             load = self._start(program)
         else:

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from gradrule.cli import compare, evaluate, explain, health, programs, serve
+from gradrule.cli import compare, evaluate, explain, health, programs, serve, status
 from gradrule.cli.demo import command as demo
 from gradrule.cli.failures import FAILED, INTERRUPTED, CommandError, describe, report
 from gradrule.cli.rules import command as rules
@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands.add_parser("serve", help="start a server; `gradrule serve --help` lists its settings", add_help=False)
-    for group in (health, rules, programs, evaluate, explain, compare, demo):
+    for group in (health, status, rules, programs, evaluate, explain, compare, demo):
         group.add(commands)
     return parser
 
