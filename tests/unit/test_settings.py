@@ -33,8 +33,19 @@ OTHER_VALUES = {
     "max_sessions": 17,
     "max_session_bytes": 18,
     "reflection": False,
+    "admin": False,
+    "metrics_port": 9470,
+    "metrics_host": "0.0.0.0",
+    "otel_endpoint": "http://collector:4317",
+    "audit_log": "/var/log/audit.jsonl",
+    "log_format": "json",
     "log_level": "debug",
 }
+
+
+def switch(name: str, on: bool) -> str:
+    """`--reflection` or `--no-reflection`."""
+    return flag_name(name) if on else flag_name(name).replace("--", "--no-")
 
 
 def refused(argv: list[str], environ: dict[str, str]) -> str:
@@ -56,9 +67,9 @@ def test_flag_beats_environment_beats_default(name: str) -> None:
     assert default != value
     environ = {environment_name(name): str(value)}
     assert getattr(Settings.load([], environ), name) == value
-    flag = ["--no-reflection"] if name == "reflection" else [flag_name(name), str(value)]
+    flag = [switch(name, value)] if isinstance(value, bool) else [flag_name(name), str(value)]
     assert getattr(Settings.load(flag, {}), name) == value
-    flag = ["--reflection"] if name == "reflection" else [f"{flag_name(name)}={default}"]
+    flag = [switch(name, default)] if isinstance(value, bool) else [f"{flag_name(name)}={default}"]
     assert getattr(Settings.load(flag, environ), name) == default
 
 

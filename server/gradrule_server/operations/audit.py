@@ -93,32 +93,31 @@ class AuditLog:
                 digest=done.digest,
                 **what,
             )
-        elif request.reason in REFUSALS and self._admits(request.tenant):
+        elif _is_refusal(request) and self._bound.admits(request.tenant):
             self._write(
                 f"{request.rpc} {request.reason}", "refusal", request, reason=request.reason, detail=request.message
             )
 
     def quarantined(self, detail: str) -> None:
         """A program is refused from now on, for a while."""
-        if self._admits(""):
+        if self._bound.admits():
             _audit.info("quarantine", extra=fields(event="quarantine", detail=detail))
 
     def tell_left_out(self) -> None:
-        """Writes how many lines were left out since this was written last, if any were."""
+        """Writes how many lines were left out since this was written last, if any were. Not called within requests."""
         left_out = self._bound.take_left_out()
         if left_out:
             self.left_out += left_out
             _audit.info("%d refusals were left out", left_out, extra=fields(event="left_out", count=left_out))
 
-    def _admits(self, key: str) -> bool:
-        if not self._bound.admits(key):
-            return False
-        self.tell_left_out()
-        return True
-
     def _write(self, message: str, event: str, request: Request, **what: str) -> None:
         who = {"principal": request.principal, "peer": request.peer()}
         _audit.info(message, extra=fields(event=event, **{name: text for name, text in (what | who).items() if text}))
+
+
+def _is_refusal(request: Request) -> bool:
+    # What is refused within a stream and ends it has its line already.
+    return request.reason in REFUSALS and not request.parts
 
 
 def note_registration(rpc: str, request: Message, answer: object) -> None:

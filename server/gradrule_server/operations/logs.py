@@ -105,10 +105,8 @@ class AccessLog:
         level = logging.DEBUG if is_hot else logging.INFO
         if not _access.isEnabledFor(level):
             return
-        if level >= logging.INFO:
-            if not self._bound.admits():
-                return
-            self.tell_left_out()
+        if level >= logging.INFO and not self._bound.admits():
+            return
         told = f": {request.message}" if request.message else ""
         _access.log(
             level,
@@ -120,7 +118,7 @@ class AccessLog:
         )
 
     def tell_left_out(self) -> None:
-        """Writes how many lines were left out since this was written last, if any were."""
+        """Writes how many lines were left out since this was written last, if any were. Not called within requests."""
         left_out = self._bound.take_left_out()
         if left_out:
             _access.warning("%d lines of requests were left out", left_out)

@@ -46,7 +46,7 @@ class Request:
     """One request, or one of those within a stream. Times are CLOCK_MONOTONIC in nanoseconds; 0: not known.
 
     rpc: `GradientService/Evaluate`; a request within a stream has its kind behind it. reason: `OK` or the name of an
-    ErrorReason. principal: who asked, beyond the tenant. peer: tells the address of the caller. is_stream: it holds `parts`
+    ErrorReason. principal: who asked, beyond the tenant. peer: tells the caller's address. is_stream: it holds `parts`
     requests, each of which is one of its own.
     """
 

@@ -25,6 +25,16 @@ class Context:
         self.remaining = remaining
         self.reason = ""
         self.code = grpc.StatusCode.OK
+        self.trailers: dict[str, str | bytes] = {}
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+    def peer(self) -> str:
+        return "ipv4:192.0.2.1:1234"
+
+    def set_trailing_metadata(self, trailers: tuple[tuple[str, str], ...]) -> None:
+        self.trailers = dict(trailers)
 
     def time_remaining(self) -> float | None:
         return self.remaining
@@ -33,6 +43,7 @@ class Context:
         info = error_details_pb2.ErrorInfo()
         status_pb2.Status.FromString(trailing_metadata[0][1]).details[0].Unpack(info)
         self.code, self.reason = code, info.reason
+        self.trailers = dict(trailing_metadata)
         raise Aborted
 
 
