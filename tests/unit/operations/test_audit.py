@@ -67,7 +67,7 @@ TOLD = (
 )
 
 
-@pytest.mark.parametrize(("made", "what"), zip(MADE, TOLD, strict=True), ids=[rpc for rpc, *_ in MADE])
+@pytest.mark.parametrize(("made", "what"), list(zip(MADE, TOLD, strict=True)), ids=[rpc for rpc, *_ in MADE])
 def test_each_registration_is_a_line(file: Path, made: tuple[str, Any, Any], what: tuple[str, ...]) -> None:
     rpc, request, answer = made
     answered(rpc, request, answer, AuditLog())
@@ -95,10 +95,15 @@ def test_each_refusal_is_a_line(file: Path, reason: str) -> None:
 
 def test_a_refusal_within_a_stream_is_one_line(file: Path) -> None:
     observer, cause = Observer([AuditLog()]), refusal("QUOTA_EXCEEDED")
-    with pytest.raises(GradruleError), observer.rpc("S/Stream", (), peer) as stream:
-        stream.request.is_stream = True
-        with observer.part("start"):
-            raise cause
+
+    def stream() -> None:
+        with observer.rpc("S/Stream", (), peer) as observed:
+            observed.request.is_stream = True
+            with observer.part("start"):
+                raise cause
+
+    with pytest.raises(GradruleError):
+        stream()
     (line,) = lines(file)
     assert line["rpc"] == "S/Stream/start"
     make(AuditLog(), fails=cause, within=lambda request: setattr(request, "is_stream", True))
