@@ -7,20 +7,19 @@ engines, caches, and tenants up to a number, beyond which they are `other`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import lru_cache
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gradrule_server.operations.request import Request
 from gradrule_server.operations.sources import EngineStatus, Snapshot, held
+from gradrule_server.operations.tallies import Spread, Tally
 
 OTHER = "other"
 MAX_TENANTS = 50
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 600.0)
-_LABELS_KEPT = 4096
 
 _ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineStatus], float]]] = {
     "engine_up": ("1 where the engine is ready.", lambda engine: engine.is_ready),
@@ -66,70 +65,67 @@ class Metrics:
     def __init__(self, tenants: TenantLabels | None = None) -> None:
         self.registry = CollectorRegistry()
         self.tenants = tenants or TenantLabels()
-        self._requests = self._counter("requests", "Requests that have ended, by their reason or OK.", "rpc", "reason")
-        self._of_tenants = self._counter("tenant_requests", "Requests by tenant and outcome.", "tenant", "outcome")
-        self._received = self._counter("received_bytes", "Bytes of requests.", "rpc")
-        self._sent = self._counter("sent_bytes", "Bytes of answers.", "rpc")
-        self._hits = self._counter("cache_hits", "Lookups that found what they sought.", "cache")
-        self._misses = self._counter("cache_misses", "Lookups that found nothing.", "cache")
-        self._quarantines = self._counter("quarantines", "Programs that were refused from then on.")
-        self._request_s = self._histogram("request_seconds", "From a request's first byte to its answer.", "rpc")
-        self._compile_s = self._histogram("compile_seconds", "Checking and compiling, where there was any.")
-        self._queue_s = self._histogram("queue_seconds", "From handing on until an engine took a request up.")
-        self._run_s = self._histogram("run_seconds", "Running in an engine, copies of tensors included.")
-        self._figures = Figures(self.tenants)
+        self._requests = _tally("requests", "Requests that have ended, by their reason or OK.", "rpc", "reason")
+        self._of_tenants = _tally("tenant_requests", "Requests by tenant and outcome.", "tenant", "outcome")
+        self._received = _tally("received_bytes", "Bytes of requests.", "rpc")
+        self._sent = _tally("sent_bytes", "Bytes of answers.", "rpc")
+        self._hits = _tally("cache_hits", "Lookups that found what they sought.", "cache")
+        self._misses = _tally("cache_misses", "Lookups that found nothing.", "cache")
+        self._quarantines = _tally("quarantines", "Programs that were refused from then on.")
+        self._request_s = _spread("request_seconds", "From a request's first byte to its answer.", "rpc")
+        self._compile_s = _spread("compile_seconds", "Checking and compiling, where there was any.")
+        self._queue_s = _spread("queue_seconds", "From handing on until an engine took a request up.")
+        self._run_s = _spread("run_seconds", "Running in an engine, copies of tensors included.")
+        self._figures = Figures(self.tenants, self._told)
         self.registry.register(self._figures)
         ProcessCollector(registry=self.registry)
-        # Looking labels up costs more than counting.
-        self._request_counter = lru_cache(_LABELS_KEPT)(self._requests.labels)
-        self._tenant_counter = lru_cache(_LABELS_KEPT)(self._of_tenants.labels)
-        self._received_counter = lru_cache(_LABELS_KEPT)(self._received.labels)
-        self._sent_counter = lru_cache(_LABELS_KEPT)(self._sent.labels)
-        self._request_timer = lru_cache(_LABELS_KEPT)(self._request_s.labels)
 
     def __call__(self, request: Request) -> None:
         rpc = request.rpc
-        self._request_counter(rpc, request.reason).inc()
-        self._tenant_counter(self.tenants.of(request.tenant), "ok" if request.is_ok else "error").inc()
-        self._request_timer(rpc).observe(request.seconds)
+        self._requests.add(rpc, request.reason)
+        self._of_tenants.add(self.tenants.of(request.tenant), "ok" if request.is_ok else "error")
+        self._request_s.add(request.seconds, rpc)
         if request.bytes_in:
-            self._received_counter(rpc).inc(request.bytes_in)
+            self._received.add(rpc, by=request.bytes_in)
         if request.bytes_out:
-            self._sent_counter(rpc).inc(request.bytes_out)
+            self._sent.add(rpc, by=request.bytes_out)
         if request.compile_ns:
-            self._compile_s.observe(request.compile_ns / 1e9)
+            self._compile_s.add(request.compile_ns / 1e9)
         if request.has_run:
-            self._queue_s.observe(request.queue_ns / 1e9)
-            self._run_s.observe(request.run_ns / 1e9)
+            self._queue_s.add(request.queue_ns / 1e9)
+            self._run_s.add(request.run_ns / 1e9)
         for cache, count in request.hits.items():
-            self._hits.labels(cache).inc(count)
+            self._hits.add(cache, by=count)
         for cache, count in request.misses.items():
-            self._misses.labels(cache).inc(count)
+            self._misses.add(cache, by=count)
 
     def quarantined(self) -> None:
         """Counts a quarantine."""
-        self._quarantines.inc()
+        self._quarantines.add()
 
     def show(self, snapshot: Snapshot, left_out: int) -> None:
         """What the next reading tells of the server's state. left_out: lines that the audit log left out."""
         self._figures.snapshot, self._figures.left_out = snapshot, left_out
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, labels, namespace="gradrule", registry=self.registry)
-
-    def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
-        return Histogram(name, text, labels, namespace="gradrule", registry=self.registry, buckets=_SECONDS)
+    def _told(self) -> Iterator[Metric]:
+        for tally in (self._requests, self._of_tenants, self._received, self._sent, self._hits, self._misses):
+            yield tally.metric()
+        yield self._quarantines.metric()
+        for spread in (self._request_s, self._compile_s, self._queue_s, self._run_s):
+            yield spread.metric()
 
 
 class Figures(Collector):
-    """The server's state as it was told last; nothing until then."""
+    """What was counted, and the server's state as it was told last."""
 
-    def __init__(self, tenants: TenantLabels) -> None:
+    def __init__(self, tenants: TenantLabels, counted: Callable[[], Iterator[Metric]]) -> None:
         self._tenants = tenants
+        self._counted = counted
         self.snapshot: Snapshot | None = None
         self.left_out = 0
 
     def collect(self) -> Iterable[Metric]:
+        yield from self._counted()
         snapshot = self.snapshot
         if snapshot is not None:
             yield from _engines(snapshot)
@@ -181,3 +177,11 @@ def _caches(snapshot: Snapshot) -> Iterator[Metric]:
 
 def _gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(f"gradrule_{name}", text, value=value)
+
+
+def _tally(name: str, text: str, *labels: str) -> Tally:
+    return Tally(f"gradrule_{name}", text, *labels)
+
+
+def _spread(name: str, text: str, *labels: str) -> Spread:
+    return Spread(f"gradrule_{name}", text, _SECONDS, *labels)
