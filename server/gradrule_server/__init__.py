@@ -1,0 +1,3 @@
+"""The server of gradrule."""
+
+__version__ = "0.1.0"

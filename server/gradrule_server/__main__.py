@@ -36,17 +36,27 @@ def _serve(arguments: Sequence[str]) -> int:
         print(f"gradrule serve: {wrong}", file=sys.stderr)
         return 2
 
-    from gradrule_server.app import configure_logging, serve
+    from gradrule_server.app import serve
     from gradrule_server.front.tls import CertificateError
     from gradrule_server.identity.jwts import JwtKeyError
     from gradrule_server.identity.tokens import TokenFileError
     from gradrule_server.link.engine import EngineRefused
+    from gradrule_server.operations import logs
+    from gradrule_server.operations.tracing import TracingRefused
     from gradrule_server.registry.store import StoreError
 
-    configure_logging(settings.log_level)
+    logs.configure(settings.log_level, settings.log_format)
     try:
         asyncio.run(serve(settings))
-    except (EngineRefused, StoreError, TokenFileError, JwtKeyError, CertificateError, OSError) as refusal:
+    except (
+        EngineRefused,
+        StoreError,
+        TokenFileError,
+        JwtKeyError,
+        CertificateError,
+        TracingRefused,
+        OSError,
+    ) as refusal:
         print(f"gradrule serve: {refusal}", file=sys.stderr)
         return 1
     return 0

@@ -188,8 +188,19 @@ class Settings(BaseModel):
     stall_s: PositiveFloat = Field(
         60.0, description="Seconds after which a stream ends whose client does not read its answers."
     )
-    admin: bool = Field(True, description="Whether the server offers administration, to administrators.")
     reflection: bool = Field(True, description="Whether the server tells its services by gRPC reflection.")
+    admin: bool = Field(True, description="Whether the server answers AdminService, which tells how it is doing.")
+    metrics_port: int = Field(0, ge=0, le=65535, description="Port of Prometheus' metrics at /metrics; 0: none.")
+    metrics_host: str = Field("127.0.0.1", min_length=1, description="Address to serve metrics on.")
+    otel_endpoint: Annotated[str, Field(pattern=r"^(https?://[^\s]+)?$")] = Field(
+        "", description="Collector that gets OpenTelemetry traces by gRPC: http://host:4317; empty: none."
+    )
+    audit_log: str = Field(
+        "", description="File that audit lines are appended to; - is standard output, empty the server's log."
+    )
+    log_format: Literal["auto", "json", "text"] = Field(
+        "auto", description="Form of the log: json, text, or auto: text on a terminal, else json."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level to log.")
 
     @model_validator(mode="after")
@@ -337,6 +348,7 @@ def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 _EXPECTED = {
+    "otel_endpoint": "expected http://HOST:PORT or https://HOST:PORT",
     "device": "expected auto, cpu or gpu:N, gpu:0 for example",
     "memory_limit": "expected auto or a number of bytes, 8GiB for example",
 }

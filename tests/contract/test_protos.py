@@ -13,7 +13,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import gradrule as gr
-from gradrule.v1 import blob_pb2, errors_pb2, evaluate_pb2, program_pb2, rule_pb2, session_pb2
+from gradrule.v1 import admin_pb2, blob_pb2, errors_pb2, evaluate_pb2, program_pb2, rule_pb2, session_pb2
 from tests.service import blocking
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,7 +103,7 @@ def test_every_reason_has_an_exception() -> None:
 
 SERVICES: list[ServiceDescriptor] = [
     file.DESCRIPTOR.services_by_name[name]
-    for file in (rule_pb2, program_pb2, evaluate_pb2, blob_pb2, session_pb2)
+    for file in (rule_pb2, program_pb2, evaluate_pb2, blob_pb2, session_pb2, admin_pb2)
     for name in file.DESCRIPTOR.services_by_name
 ]
 
@@ -122,6 +122,7 @@ PYTHON = {
     "BlobService.FindMissingBlobs": "find_missing_blobs",
     "BlobService.UploadBlob": "upload",
     "SessionService.RunSession": "session",
+    "AdminService.GetServerStatus": "server_status",
 }
 
 OF_PROGRAMS = {"GradientService.StreamEvaluate": "forward"}
@@ -206,6 +207,7 @@ def test_reflection_serves_all_services(channel: grpc.Channel) -> None:
         "gradrule.v1.GradientService",
         "gradrule.v1.BlobService",
         "gradrule.v1.SessionService",
+        "gradrule.v1.AdminService",
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
     }

@@ -15,7 +15,7 @@ import pytest
 from google.protobuf import descriptor_pool, json_format, message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from gradrule.v1 import blob_pb2, evaluate_pb2, program_pb2, rule_pb2, session_pb2
+from gradrule.v1 import admin_pb2, blob_pb2, evaluate_pb2, program_pb2, rule_pb2, session_pb2
 
 FILES = sorted((Path(__file__).parent / "uses").glob("*.json"))
 PACKAGE = evaluate_pb2.DESCRIPTOR.package
@@ -27,6 +27,7 @@ SERVICES = {
         evaluate_pb2.DESCRIPTOR,
         blob_pb2.DESCRIPTOR,
         session_pb2.DESCRIPTOR,
+        admin_pb2.DESCRIPTOR,
     )
     for service in file.services_by_name.values()
     for method in service.methods

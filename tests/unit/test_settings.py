@@ -38,6 +38,7 @@ OTHER_VALUES = {
     "max_sessions": 17,
     "max_session_bytes": 18,
     "trust": "full",
+    "sandbox": "off",
     "max_node_outputs": 33,
     "max_constant_bytes": 34,
     "max_streams": 19,
@@ -72,8 +73,13 @@ OTHER_VALUES = {
     "max_connection_age_s": 4.25,
     "max_connection_age_grace_s": 5.25,
     "stall_s": 6.25,
-    "admin": False,
     "reflection": False,
+    "admin": False,
+    "metrics_port": 9470,
+    "metrics_host": "0.0.0.0",
+    "otel_endpoint": "http://collector:4317",
+    "audit_log": "/var/log/audit.jsonl",
+    "log_format": "json",
     "log_level": "debug",
 }
 
@@ -89,6 +95,11 @@ NEEDS: dict[str, dict[str, str]] = {
     "jwt_audience": {"jwt_key": "/k", "jwt_issuer": "i"},
 }
 """Settings that say nothing, or too little, without others."""
+
+
+def switch(name: str, on: bool) -> str:
+    """`--reflection` or `--no-reflection`."""
+    return flag_name(name) if on else flag_name(name).replace("--", "--no-")
 
 
 def refused(argv: list[str], environ: dict[str, str]) -> str:
@@ -112,8 +123,7 @@ def test_flag_beats_environment_beats_default(name: str) -> None:
     environ = others | {environment_name(name): str(value)}
     assert getattr(Settings.load([], environ), name) == value
     if name in SWITCHES:
-        flag = [flag_name(name) if value else flag_name(name).replace("--", "--no-")]
-        opposite = [flag_name(name) if default else flag_name(name).replace("--", "--no-")]
+        flag, opposite = [switch(name, value)], [switch(name, default)]
     else:
         flag = [flag_name(name), str(value)]
         opposite = flag if default in (None, "") else [f"{flag_name(name)}={default}"]

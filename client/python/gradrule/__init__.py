@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     )
     from gradrule._rules import Rule
     from gradrule._security import tls
+    from gradrule._server_status import ServerStatus
     from gradrule._sessions import AsyncSession, Session, StepResult
     from gradrule._specs import TensorSpec
     from gradrule._tracing import from_keras, trace
@@ -54,7 +55,7 @@ __all__ = [
     "Rule", "Override", "Region", "Preset",
     "Result", "Explanation", "SampleResult", "RuleInfo", "PresetInfo", "ParamInfo",
     "Comparison", "ComparedRow", "Parting", "FiniteDifferences",
-    "Resolution", "Timings", "Digests", "Sparse", "TensorSpec",
+    "Resolution", "Timings", "Digests", "Sparse", "TensorSpec", "ServerStatus",
     "errors", "GradruleError", "keras",
     "__version__",
 ]  # fmt: skip
@@ -65,6 +66,7 @@ _HOMES = {
     "Client": "_client",
     "Program": "_client",
     "local": "_local",
+    "ServerStatus": "_server_status",
     "Session": "_sessions",
     "AsyncSession": "_sessions",
     "StepResult": "_sessions",

@@ -11,12 +11,12 @@ from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import Message
 
-from gradrule import _blobs, _requests, _results, _samples
+from gradrule import _blobs, _requests, _results, _samples, _server_status
 from gradrule._groups import flat_words, groups_of
 from gradrule._rules import Params, Rule
 from gradrule._sources import GraphLike, graph_bytes, sent_bytes
 from gradrule.errors import InvalidDerivativeError, InvalidRuleError
-from gradrule.v1 import evaluate_pb2, program_pb2, rule_pb2
+from gradrule.v1 import admin_pb2, evaluate_pb2, program_pb2, rule_pb2
 
 R = TypeVar("R")
 
@@ -218,6 +218,16 @@ def delete_program(name: str) -> Call[None]:
         program_pb2.DeleteProgramRequest(name=_full("programs", name)),
         program_pb2.DeleteProgramResponse.FromString,
         lambda _: None,
+    )
+
+
+def server_status() -> Call[_server_status.ServerStatus]:
+    """GetServerStatus."""
+    return Call(
+        f"/{_PACKAGE}.AdminService/GetServerStatus",
+        admin_pb2.GetServerStatusRequest(),
+        admin_pb2.GetServerStatusResponse.FromString,
+        lambda response: _server_status.server_status(response.status),
     )
 
 

@@ -19,6 +19,7 @@ from gradrule._overrides import Overrides
 from gradrule._program import merged
 from gradrule._requests import CallParams, Feeds, GradYs, GroupedNames, Names
 from gradrule._rules import Params, Rule
+from gradrule._server_status import ServerStatus
 from gradrule._sessions import METHOD as SESSION_METHOD
 from gradrule._sessions import Session
 from gradrule._sources import GraphLike
@@ -327,6 +328,12 @@ class Client(Derivatives):
         wanted = _calls.upload(value)
         self._follow(_blobs.uploads({wanted.sha256: wanted.data}), timeout)
         return wanted.sha256
+
+    # The server.
+
+    def server_status(self, *, timeout: float | None = None) -> ServerStatus:
+        """How the server is doing: engines, queue, caches, tenants. Raises `PermissionDeniedError`."""
+        return self._run(_calls.server_status(), timeout)
 
     # The connection.
 

@@ -12,6 +12,7 @@ from google.rpc import error_details_pb2, status_pb2
 from gradrule.errors import Detail, GradruleError, InternalError, MessageTooLargeError, UnavailableError, of_reason
 
 _DETAILS_KEY = "grpc-status-details-bin"
+_REQUEST_ID_KEY = "x-request-id"
 _NODE = "node:"
 _R = TypeVar("_R")
 _M = TypeVar("_M", bound=Message)
@@ -29,6 +30,12 @@ _REASONS = {
 def error_of(failure: grpc.RpcError) -> GradruleError:
     """The typed error of a failed call, sync or async."""
     call = cast(Any, failure)
+    error = _error_of(call)
+    error.request_id = next((str(value) for key, value in call.trailing_metadata() or () if key == _REQUEST_ID_KEY), "")
+    return error
+
+
+def _error_of(call: Any) -> GradruleError:
     code: grpc.StatusCode = call.code()
     for key, value in call.trailing_metadata() or ():
         if key == _DETAILS_KEY:

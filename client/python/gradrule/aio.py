@@ -22,6 +22,7 @@ from gradrule._overrides import Overrides
 from gradrule._program import merged
 from gradrule._requests import CallParams, Feeds, GradYs, GroupedNames, Names
 from gradrule._rules import Params, Rule
+from gradrule._server_status import ServerStatus
 from gradrule._sessions import METHOD as SESSION_METHOD
 from gradrule._sessions import AsyncSession
 from gradrule._sources import GraphLike
@@ -305,6 +306,12 @@ class AsyncClient(AsyncDerivatives):
         wanted = _calls.upload(value)
         await self._follow(_blobs.uploads({wanted.sha256: wanted.data}), timeout)
         return wanted.sha256
+
+    # The server.
+
+    async def server_status(self, *, timeout: float | None = None) -> ServerStatus:
+        """As `Client.server_status`."""
+        return await self._run(_calls.server_status(), timeout)
 
     # The connection.
 

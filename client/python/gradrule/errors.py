@@ -34,6 +34,7 @@ class GradruleError(Exception):
     code: the gRPC status code that belongs to it.
     details: all that was found wrong, the first one included; `findings_total` may tell of more than fit.
     retry_delay: seconds after which the same call may work, or None where waiting does not help.
+    request_id: under which the server's log has the call; empty where the server did not answer.
     """
 
     REASON: ClassVar[str] = ""
@@ -55,6 +56,7 @@ class GradruleError(Exception):
         self.code_name = code or self.CODE
         self.details = list(details) or [Detail(self.reason, message)]
         self.retry_delay = retry_delay
+        self.request_id = ""
         self.findings_total = len(self.details) if findings_total is None else findings_total
 
     @property

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -39,6 +38,9 @@ from gradrule_server.front.stalls import WatchedWriter
 from gradrule_server.front.status import DETAILS_KEY, code_of, status_of
 from gradrule_server.front.tenants import Tenant
 from gradrule_server.identity import OPEN, Principal
+from gradrule_server.operations.audit import note_registration
+from gradrule_server.operations.observer import Observed, Observer
+from gradrule_server.operations.request import REQUEST_ID, Request, note_tenant
 
 _log = logging.getLogger(__name__)
 
@@ -74,7 +76,15 @@ class Times:
 class Door:
     """Lets callers in, up to a number at a time, and turns what goes wrong into statuses."""
 
-    def __init__(self, identity: Identity, tenants: Hosts, admission: Admission, times: Times) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        tenants: Hosts,
+        admission: Admission,
+        times: Times,
+        observer: Observer | None = None,
+    ) -> None:
+        self.observer = observer or Observer()
         self._identity = identity
         self._tenants = tenants
         self._admission = admission
@@ -94,34 +104,33 @@ class Door:
 
         `uploads`: those whose request comes in several messages. `streams`: the bidirectional ones.
         """
+        rpc = f"{name.rpartition('.')[2]}/{{}}".format
         makes: dict[str, _Make] = {}
         for method_name, (request_type, method) in methods.items():
-            makes[method_name] = self._unary(request_type, method)
+            makes[method_name] = self._unary(rpc(method_name), request_type, method)
         for method_name, (request_type, upload) in uploads.items():
-            makes[method_name] = self._upload(request_type, upload)
+            makes[method_name] = self._upload(rpc(method_name), request_type, upload)
         for method_name, stream in streams.items():
-            makes[method_name] = self._stream(stream)
+            makes[method_name] = self._stream(rpc(method_name), stream)
         paths = {f"/{name}/{method_name}": make for method_name, make in makes.items()}
-        return _Service(self._identity, self._crowded, paths, frozenset(f"/{name}/{item}" for item in streams))
+        quiet = frozenset(f"/{name}/{item}" for item in streams)
+        return _Service(self._identity, self._crowded, self.observer, paths, quiet)
 
     async def answer(
         self,
         caller: Caller,
+        observed: Observed,
         request_type: type[RequestT],
         method: Method[RequestT],
         raw: bytes,
         remaining: float | None,
     ) -> bytes:
-        """Admits, parses and answers one request, in time; whatever goes wrong is a `GradruleError`.
+        """Admits, parses and answers one request of a stream, in time; whatever goes wrong is a `GradruleError`.
 
         `remaining`: seconds that the caller gives it; None: the default.
         """
-        received_ns = time.monotonic_ns()
-
-        async def run(ends_at: float) -> Message | bytes:
-            return await method(Call(_parse(request_type, raw), raw, received_ns, ends_at, caller))
-
-        return await self.run(caller, run, remaining, len(raw))
+        with observed:
+            return await self._answer(caller, observed.request, request_type, method, raw, remaining)
 
     async def run(
         self, caller: Caller, run: Callable[[float], Awaitable[Message | bytes]], remaining: float | None, size: int
@@ -145,6 +154,27 @@ class Door:
             raise _incident() from cause
         return answer if isinstance(answer, bytes) else answer.SerializeToString()
 
+    async def _answer(
+        self,
+        caller: Caller,
+        request: Request,
+        request_type: type[RequestT],
+        method: Method[RequestT],
+        raw: bytes,
+        remaining: float | None,
+    ) -> bytes:
+        request.bytes_in = len(raw)
+
+        async def run(ends_at: float) -> Message | bytes:
+            parsed = _parse(request_type, raw)
+            answer = await method(Call(parsed, raw, request.received_ns, ends_at, caller))
+            note_registration(request.rpc, parsed, answer)
+            return answer
+
+        answer = await self.run(caller, run, remaining, len(raw))
+        request.bytes_out = len(answer)
+        return answer
+
     def drain(self) -> None:
         """Streams take no more requests from now on; they end when what is under way is done."""
         self.draining.set()
@@ -152,6 +182,7 @@ class Door:
     async def _arrive(self, known: Principal | None, context: Context) -> Caller:
         """Who calls, counted in; UNAUTHENTICATED. `known`: who that is, where the metadata told."""
         principal = self._identity.of_connection(context) if known is None else known
+        note_tenant(principal.tenant, principal.label)
         tenant = self._tenants.loaded(principal.tenant) or await self._tenants.load(principal.tenant)
         self._tenants.enter(tenant)
         return Caller(principal, tenant)
@@ -161,25 +192,26 @@ class Door:
         tenant = self._tenants.loaded(principal.tenant)
         return None if tenant is None else self._admission.refusal(tenant.share)
 
-    def _unary(self, request_type: type[RequestT], method: Method[RequestT]) -> _Make:
+    def _unary(self, rpc: str, request_type: type[RequestT], method: Method[RequestT]) -> _Make:
         def make(known: Principal | None) -> _Handler:
             async def handle(raw: bytes, context: Context) -> bytes:
-                async def answer(caller: Caller) -> bytes:
-                    return await self.answer(caller, request_type, method, raw, context.time_remaining())
+                async def answer(caller: Caller, request: Request) -> bytes:
+                    return await self._answer(caller, request, request_type, method, raw, context.time_remaining())
 
-                return await self._receive(known, context, answer)
+                return await self._receive(rpc, known, context, answer)
 
             return grpc.unary_unary_rpc_method_handler(handle)
 
         return make
 
-    def _upload(self, request_type: type[RequestT], method: UploadMethod[RequestT]) -> _Make:
+    def _upload(self, rpc: str, request_type: type[RequestT], method: UploadMethod[RequestT]) -> _Make:
         def make(known: Principal | None) -> _Handler:
             async def handle(pieces: AsyncIterator[bytes], context: Context) -> bytes:
-                async def answer(caller: Caller) -> bytes:
+                async def answer(caller: Caller, request: Request) -> bytes:
                     async def messages() -> AsyncIterator[RequestT]:
                         share = caller.tenant.share
                         async for raw in pieces:
+                            request.bytes_in += len(raw)
                             self._admission.adjust(share, len(raw))
                             try:
                                 yield _parse(request_type, raw)
@@ -187,20 +219,25 @@ class Door:
                                 self._admission.adjust(share, -len(raw))
 
                     async def run(_: float) -> Message | bytes:
-                        return await method(Incoming(messages(), caller.tenant))
+                        made = await method(Incoming(messages(), caller.tenant))
+                        note_registration(rpc, request_type(), made)
+                        return made
 
-                    return await self.run(caller, run, context.time_remaining(), 0)
+                    answer = await self.run(caller, run, context.time_remaining(), 0)
+                    request.bytes_out = len(answer)
+                    return answer
 
-                return await self._receive(known, context, answer)
+                return await self._receive(rpc, known, context, answer)
 
             return grpc.stream_unary_rpc_method_handler(handle)
 
         return make
 
-    def _stream(self, method: StreamMethod) -> _Make:
+    def _stream(self, rpc: str, method: StreamMethod) -> _Make:
         def make(known: Principal | None) -> _Handler:
             async def handle(requests: AsyncIterator[bytes], context: Context) -> None:
-                async def answer(caller: Caller) -> None:
+                async def answer(caller: Caller, request: Request) -> None:
+                    request.is_stream = True
                     streams = caller.tenant.room["streams"]
                     streams.take()
                     try:
@@ -208,26 +245,35 @@ class Door:
                     finally:
                         streams.give_back()
 
-                await self._receive(known, context, answer)
+                await self._receive(rpc, known, context, answer)
 
             return grpc.stream_stream_rpc_method_handler(handle)
 
         return make
 
     async def _receive(
-        self, known: Principal | None, context: Context, answer: Callable[[Caller], Awaitable[AnswerT]]
+        self,
+        rpc: str,
+        known: Principal | None,
+        context: Context,
+        answer: Callable[[Caller, Request], Awaitable[AnswerT]],
     ) -> AnswerT:
         """Lets a caller in for as long as it takes to answer; what goes wrong ends the call."""
+        observed = _observed(self.observer, rpc, context)
         try:
-            caller = await self._arrive(known, context)
-            try:
-                return await answer(caller)
-            finally:
-                self._tenants.leave(caller.tenant)
+            with observed:
+                try:
+                    caller = await self._arrive(known, context)
+                    try:
+                        return await answer(caller, observed.request)
+                    finally:
+                        self._tenants.leave(caller.tenant)
+                except GradruleError:
+                    raise
+                except Exception as cause:
+                    raise _incident() from cause
         except GradruleError as cause:
-            await _abort(context, cause)
-        except Exception:
-            await _abort(context, _incident())
+            await _abort(context, cause, observed.request)
 
     async def _while_read(
         self, method: StreamMethod, caller: Caller, requests: AsyncIterator[bytes], context: Context
@@ -277,11 +323,13 @@ class _Service(grpc.GenericRpcHandler):
         self,
         identity: Identity,
         crowded: Callable[[Principal], GradruleError | None],
+        observer: Observer,
         makes: Mapping[str, _Make],
         streams: frozenset[str],
     ) -> None:
         self._identity = identity
         self._crowded = crowded
+        self._observer = observer
         self._makes = makes
         self._streams = streams
         self._open = {path: make(OPEN) for path, make in makes.items()} if identity.is_open else {}
@@ -294,21 +342,35 @@ class _Service(grpc.GenericRpcHandler):
         try:
             known = self._identity.of_metadata(handler_call_details.invocation_metadata)
         except GradruleError as cause:
-            return _refusing(cause)
+            return _refusing(self._observer, path, None, cause)
         if known is not None and path not in self._streams:
             crowded = self._crowded(known)
             if crowded is not None:
-                return _refusing(crowded)
+                return _refusing(self._observer, path, known, crowded)
         return self._open.get(path) or make(known)
 
 
-def _refusing(cause: GradruleError) -> _Handler:
+def _refusing(observer: Observer, path: str, known: Principal | None, cause: GradruleError) -> _Handler:
     """Ends a call of any form without reading its request."""
 
     async def refuse(_: AsyncIterator[bytes], context: Context) -> None:
-        await _abort(context, cause)
+        observed = _observed(observer, path.rpartition(".")[2], context)
+        try:
+            with observed:
+                if known is not None:
+                    note_tenant(known.tenant, known.label)
+                raise cause
+        except GradruleError:
+            await _abort(context, cause, observed.request)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _observed(observer: Observer, rpc: str, context: Context) -> Observed:
+    """An RPC that begins; its caller learns the id under which the log has it."""
+    observed = observer.rpc(rpc, context.invocation_metadata(), context.peer)
+    context.set_trailing_metadata(((REQUEST_ID, observed.request.id),))
+    return observed
 
 
 def _parse(request_type: type[RequestT], raw: bytes) -> RequestT:
@@ -327,9 +389,12 @@ def _incident() -> GradruleError:
     return error(errors_pb2.ERROR_REASON_INTERNAL, f"the server failed; its log has more under incident {incident}")
 
 
-async def _abort(context: Context, cause: GradruleError) -> NoReturn:
+async def _abort(context: Context, cause: GradruleError, request: Request) -> NoReturn:
     status = status_of(cause)
-    trailers: list[tuple[str, str | bytes]] = [(DETAILS_KEY, status.SerializeToString())]
+    trailers: list[tuple[str, str | bytes]] = [
+        (DETAILS_KEY, status.SerializeToString()),
+        (REQUEST_ID, request.id),
+    ]
     if cause.retry_after_s is not None:
         # Clients that try again by themselves wait for so long.
         trailers.append((_PUSHBACK_KEY, str(int(cause.retry_after_s * 1000))))

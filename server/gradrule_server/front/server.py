@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from gradrule.v1 import admin_pb2
+from gradrule_server.front.admin_service import ADMIN_SERVICE, AdminServicer
 from gradrule_server.front.blob_service import BLOB_SERVICE, BlobServicer
 from gradrule_server.front.handlers import Door
 from gradrule_server.front.services import (
@@ -73,8 +76,10 @@ class Front:
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
 
-    def add_services(self, door: Door, *, with_reflection: bool) -> None:
-        """Adds gradrule's services, and reflection if wanted."""
+    def add_services(
+        self, door: Door, *, with_reflection: bool, status: Callable[[], admin_pb2.ServerStatus] | None = None
+    ) -> None:
+        """Adds gradrule's services, administration if there is a `status` to tell, and reflection if wanted."""
         gradients, blobs = GradientServicer(door), BlobServicer()
         self._server.add_generic_rpc_handlers(
             (
@@ -85,8 +90,11 @@ class Front:
                 door.service(BLOB_SERVICE, blobs.methods(), uploads=blobs.uploads()),
             )
         )
+        services = [RULE_SERVICE, PROGRAM_SERVICE, GRADIENT_SERVICE, SESSION_SERVICE, BLOB_SERVICE]
+        if status is not None:
+            self._server.add_generic_rpc_handlers((door.service(ADMIN_SERVICE, AdminServicer(status).methods()),))
+            services.append(ADMIN_SERVICE)
         if with_reflection:
-            services = (RULE_SERVICE, PROGRAM_SERVICE, GRADIENT_SERVICE, SESSION_SERVICE, BLOB_SERVICE)
             names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
 

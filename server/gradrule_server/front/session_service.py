@@ -76,5 +76,8 @@ class SessionServicer:
                     return await session.assign(request.assign, ends_at)
 
         remaining = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else None
-        answer = await self._door.run(caller, run, remaining, len(raw))
+        with self._door.observer.part(kind) as observed:
+            observed.request.bytes_in = len(raw)
+            answer = await self._door.run(caller, run, remaining, len(raw))
+            observed.request.bytes_out = len(answer)
         getattr(response, _ANSWERS.get(kind, kind)).MergeFromString(answer)

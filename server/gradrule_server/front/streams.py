@@ -111,7 +111,8 @@ class Multiplexed:
         else:
             request_type, method = self._methods[kind]
             remaining = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else None
-            answer = self._door.answer(self._caller, request_type, method, getattr(request, kind), remaining)
+            observed = self._door.observer.part(kind)
+            answer = self._door.answer(self._caller, observed, request_type, method, getattr(request, kind), remaining)
             await self._start(number, answer, kind)
 
     async def _start(self, number: int, answer: Coroutine[Any, Any, bytes], kind: str = "") -> None:

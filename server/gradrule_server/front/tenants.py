@@ -143,6 +143,15 @@ class Tenants:
         """Those at hand, by name."""
         return [tenant.status() for _, tenant in sorted(self._tenants.items())]
 
+    def cached(self) -> tuple[int, int, int]:
+        """Programs that are kept at hand, roughly their bytes, and how many there may be."""
+        houses = [tenant.house for tenant in self._tenants.values()]
+        return (
+            sum(house.cached_programs for house in houses),
+            sum(house.cached_bytes for house in houses),
+            self._shared.cache_capacity * len(houses),
+        )
+
     def loaded(self, name: str) -> Tenant | None:
         """The tenant, if it is at hand."""
         return self._tenants.get(name)

@@ -25,6 +25,11 @@ class Principal:
     key: bytes = b""
 
     @property
+    def label(self) -> str:
+        """What logs call the credential: enough to find it, nothing to use it with."""
+        return self.key[:6].hex()
+
+    @property
     def is_expired(self) -> bool:
         return self.expires_at is not None and time.time() >= self.expires_at
 

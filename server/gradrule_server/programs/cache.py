@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+from gradrule_server.operations.request import note_lookup
 from gradrule_server.programs.compiled import Compiled
 from gradrule_server.programs.loaded import Loadable
 from gradrule_server.programs.shape import CallShape
@@ -78,6 +79,7 @@ class ProgramCache:
     def get(self, key: Key) -> Runnable | None:
         """The program, if it is there."""
         found = self._programs.get(key)
+        note_lookup("programs", is_hit=found is not None)
         if found is None:
             return None
         self._programs.move_to_end(key)

@@ -9,6 +9,7 @@ from gradrule.v1 import program_pb2
 from gradrule_server import graphs
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.operations.request import compiling
 from gradrule_server.programs.cache import Runnable
 from gradrule_server.programs.compiled import compiled
 from gradrule_server.programs.loaded import Loadable, LoadedPrograms
@@ -31,15 +32,16 @@ class Compiler:
         self, spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, retries: Retries
     ) -> Runnable:
         """The program for calls of this shape; `GradruleError` with all that is wrong with it."""
-        prepared, loadable = await asyncio.to_thread(_prepare, spec, call, lookup, self._limits, self._blobs)
+        with compiling():
+            prepared, loadable = await asyncio.to_thread(_prepare, spec, call, lookup, self._limits, self._blobs)
 
-        async def load(engine: Engine | None) -> link_pb2.CompileReply:
-            with self._loaded.held(loadable, engine, retries.ends_at, retries.on_overrun(loadable)) as held:
-                return await self._loaded.ready(held)
+            async def load(engine: Engine | None) -> link_pb2.CompileReply:
+                with self._loaded.held(loadable, engine, retries.ends_at, retries.on_overrun(loadable)) as held:
+                    return await self._loaded.ready(held)
 
-        reply = await retries.run(loadable, load)
-        program = await asyncio.to_thread(compiled, prepared, reply, self._loaded.pool.greeting.device)
-        return Runnable(program, loadable)
+            reply = await retries.run(loadable, load)
+            program = await asyncio.to_thread(compiled, prepared, reply, self._loaded.pool.greeting.device)
+            return Runnable(program, loadable)
 
 
 def _prepare(

@@ -39,6 +39,11 @@ class Quarantined:
     why: str
     until: float
 
+    @property
+    def left_s(self) -> float:
+        """Seconds until it is taken again."""
+        return max(0.0, self.until - time.monotonic())
+
 
 class Conduct:
     """All that is known of programs. `quarantine_s`: for how long one is refused, 0: never.

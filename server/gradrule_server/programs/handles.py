@@ -11,6 +11,7 @@ from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.faults import EngineLost
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.operations.timings import note_pull_back
 from gradrule_server.programs.house import ProgramHouse
 from gradrule_server.programs.running import Place
 from gradrule_server.programs.shelf import Loadable
@@ -132,9 +133,11 @@ class StreamHandles:
         engine = handle.place.engine
         retries = self._house.house.retries()
         try:
-            return await engine.call(
+            answer = await engine.call(
                 Kind.PULL_BACK, request.SerializeToString(), ends_at, retries.on_overrun(handle.program)
             )
+            note_pull_back(answer, received_ns)
+            return answer
         except EngineLost as lost:
             retries.note_lost(handle.program, lost)
             if lost.is_suspect and lost.is_alone:

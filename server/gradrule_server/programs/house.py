@@ -6,6 +6,7 @@ cancelling.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import re
@@ -20,6 +21,8 @@ from gradrule_server.link.engine import Engine
 from gradrule_server.link.faults import NotLoaded
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.operations.request import compiling
+from gradrule_server.operations.timings import note_run
 from gradrule_server.programs.cache import Inline, ProgramCache, Runnable
 from gradrule_server.programs.compiler import Compiler
 from gradrule_server.programs.kept import KeptPrograms
@@ -152,6 +155,7 @@ class ProgramHouse:
 
         with self._blobs.held(_blobs(request)):
             answer, is_loaded_now, place = await retries.run(program.loadable, attempt)
+        note_run(answer, run.received_ns)
         # Concatenating messages merges them, so an answer of any size is not parsed again here.
         tail = evaluate_pb2.EvaluateResponse()
         if is_new or is_loaded_now:
@@ -219,7 +223,8 @@ class ProgramHouse:
         on_overrun = retries.on_overrun(program.loadable)
         with self._loaded.held(program.loadable, engine, how.ends_at, on_overrun) as load:
             is_loaded_now = not load.is_ready
-            await self._loaded.wait(load)
+            with compiling() if is_loaded_now else contextlib.nullcontext():
+                await self._loaded.wait(load)
             run.key = load.engine_key
             # Queueing is counted from here: what came before is compiling.
             run.received_ns = received_ns + time.monotonic_ns() - compile_started_ns

@@ -48,6 +48,15 @@ class LoadedPrograms:
         self._warming: set[asyncio.Task[None]] = set()
         pool.on_filled.append(self._warm)
 
+    def __len__(self) -> int:
+        """How many programs engines hold; one that several hold counts as often."""
+        return sum(len(shelf) for shelf in self._shelves.values())
+
+    @property
+    def held_bytes(self) -> int:
+        """Roughly the bytes of them."""
+        return sum(shelf.held_bytes for shelf in self._shelves.values())
+
     @contextlib.contextmanager
     def held(
         self,

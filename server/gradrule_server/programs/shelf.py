@@ -13,6 +13,7 @@ from gradrule_server.link.connection import Work
 from gradrule_server.link.engine import Engine, Overrun, lost_waiting
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.operations.request import note_lookup
 from gradrule_server.registry.blobs import BlobStore
 
 # What a node takes in the engine with its gradient, in TensorFlow's graphs before and after optimising: from 25 KiB
@@ -98,6 +99,14 @@ class Shelf:
         self._bytes = 0
         self._serial = 0
 
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    @property
+    def held_bytes(self) -> int:
+        """Roughly the bytes of all programs, with their blobs."""
+        return self._bytes + self._weights.bytes
+
     def has(self, key: str) -> bool:
         """Whether the program is there, or on its way."""
         return self._generation == self._engine.generation and key in self._loads
@@ -123,6 +132,7 @@ class Shelf:
         """
         self.turn_over()
         load = self._loads.get(program.key)
+        note_lookup("loaded", is_hit=load is not None)
         if load is None:
             load = self._start(program)
         else:
@@ -180,7 +190,7 @@ class Shelf:
 
     @property
     def _is_too_full(self) -> bool:
-        return len(self._loads) > self._capacity or self._bytes + self._weights.bytes > self._capacity_bytes
+        return len(self._loads) > self._capacity or self.held_bytes > self._capacity_bytes
 
     def _drop_surplus(self) -> None:
         if not self._is_too_full:

@@ -60,7 +60,16 @@ class Context:
         self.remaining = remaining
         self.reason = ""
         self.code = grpc.StatusCode.OK
-        self.trailers: dict[str, Any] = {}
+        self.trailers: dict[str, str | bytes] = {}
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+    def peer(self) -> str:
+        return "ipv4:192.0.2.1:1234"
+
+    def set_trailing_metadata(self, trailers: tuple[tuple[str, str], ...]) -> None:
+        self.trailers = dict(trailers)
 
     def time_remaining(self) -> float | None:
         return self.remaining

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from gradrule.cli import compare, evaluate, explain, health, programs, serve
+from gradrule.cli import compare, evaluate, explain, health, programs, serve, status
 from gradrule.cli.demo import command as demo
 from gradrule.cli.failures import FAILED, INTERRUPTED, CommandError, describe, report
 from gradrule.cli.rules import command as rules
@@ -47,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, what in serve.COMMANDS.items():
         commands.add_parser(name, help=what, add_help=False)
-    for group in (health, rules, programs, evaluate, explain, compare, demo):
+    for group in (health, status, rules, programs, evaluate, explain, compare, demo):
         group.add(commands)
     return parser
 

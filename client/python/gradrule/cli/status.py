@@ -1,0 +1,150 @@
+"""`gradrule status`: engines, queue, caches and tenants of a server, as a live table."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from gradrule.cli import output
+from gradrule.cli.connection import connect, finish, seconds
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from gradrule._server_status import EngineStatus, ServerStatus, TenantStatus, Usage
+
+_INTERVAL_S = 1.0
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+_MOST_TENANTS = 20
+
+ENGINE_COLUMNS = ("engine", "device", "pid", "state", "up", "running", "waiting", "programs", "memory", "ended")
+CACHE_COLUMNS = ("cache", "entries", "bytes")
+TENANT_COLUMNS = ("tenant", "requests", "programs", "rules", "sessions", "handles", "session, handle, blob bytes")
+QUARANTINE_COLUMNS = ("quarantined program", "for", "why")
+
+
+def add(commands: Any) -> None:
+    """Adds the command."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "status",
+        help="how a server is doing: a table that follows it on a terminal, one that is printed once elsewhere",
+    )
+    parser.add_argument("--once", action="store_true", help="print the table once, also on a terminal")
+    parser.add_argument(
+        "--interval",
+        metavar="SECONDS",
+        type=seconds,
+        default=_INTERVAL_S,
+        help=f"how often the table is made anew [default: {_INTERVAL_S:g}]",
+    )
+    finish(parser, run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Shows the status until Ctrl-C, or once."""
+    with connect(options) as client:
+        if options.json:
+            output.print_json(asdict(client.server_status()))
+            return 0
+        screen = output.console()
+        status = client.server_status()
+        if options.once or not screen.is_terminal:
+            screen.print(drawn(status, options.target))
+            return 0
+        from rich.live import Live
+
+        with Live(drawn(status, options.target), console=screen, auto_refresh=False) as live:
+            while True:
+                time.sleep(options.interval)
+                live.update(drawn(client.server_status(), options.target), refresh=True)
+
+
+def drawn(status: ServerStatus, target: str) -> RenderableType:
+    """The tables of one moment."""
+    from rich.console import Group
+    from rich.text import Text
+
+    state = "ready" if status.ready else "no engine is ready"
+    head = (
+        f"gradrule {status.version} at {target}, TensorFlow {status.tensorflow_version or '?'}: {state}, "
+        f"up {duration_text(status.uptime)}, {usage_text(status.requests)} requests, "
+        f"{status.spare_engines} spare engines"
+    )
+    parts: list[RenderableType] = [Text(head), _table(ENGINE_COLUMNS, map(_engine_row, status.engines))]
+    caches = ([cache.name, usage_text(cache.entries), bytes_text(cache.bytes)] for cache in status.caches)
+    parts.append(_table(CACHE_COLUMNS, caches))
+    parts.append(_table(TENANT_COLUMNS, map(_tenant_row, status.tenants[:_MOST_TENANTS])))
+    if status.tenant_count > _MOST_TENANTS:
+        parts.append(Text(f"and {status.tenant_count - _MOST_TENANTS} tenants more"))
+    if status.quarantined:
+        rows = ([item.digest, duration_text(item.remaining), item.reason] for item in status.quarantined)
+        parts.append(_table(QUARANTINE_COLUMNS, rows))
+    return Group(*parts)
+
+
+def _table(columns: Iterable[str], rows: Iterable[list[str]]) -> RenderableType:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        # Names are strangers': shown as they are, without markup and without what a terminal would obey.
+        table.add_row(*(Text("".join(character for character in cell if character.isprintable())) for cell in row))
+    return table
+
+
+def _engine_row(engine: EngineStatus) -> list[str]:
+    return [
+        str(engine.index),
+        engine.device,
+        str(engine.pid or ""),
+        "ready" if engine.ready else "starting",
+        duration_text(engine.uptime) if engine.ready else "",
+        str(engine.running),
+        str(engine.waiting),
+        str(engine.programs),
+        size_text(engine.resident_bytes),
+        ", ".join(f"{reason} {count}" for reason, count in sorted(engine.ended.items())),
+    ]
+
+
+def _tenant_row(tenant: TenantStatus) -> list[str]:
+    sizes = (tenant.session_bytes, tenant.handle_bytes, tenant.blob_bytes)
+    counts = (tenant.requests, tenant.programs, tenant.rules, tenant.sessions, tenant.handles)
+    return [tenant.name, *map(usage_text, counts), ", ".join(map(bytes_text, sizes))]
+
+
+def usage_text(usage: Usage) -> str:
+    """`3 of 256`, or `3` where there is no limit."""
+    return f"{usage.used} of {usage.limit}" if usage.limit else str(usage.used)
+
+
+def bytes_text(usage: Usage) -> str:
+    """`1.5 MiB of 2.0 GiB`."""
+    return f"{size_text(usage.used)} of {size_text(usage.limit)}" if usage.limit else size_text(usage.used)
+
+
+def size_text(size: float) -> str:
+    """`1.5 MiB`."""
+    unit = 0
+    while size >= 1024 and unit < len(_UNITS) - 1:
+        size /= 1024
+        unit += 1
+    return f"{size:.1f} {_UNITS[unit]}" if unit else f"{size:.0f} {_UNITS[unit]}"
+
+
+def duration_text(span_s: float) -> str:
+    """`59 s`, `3 min 20 s`, `5 h 3 min`, `2 d 1 h`."""
+    whole = int(span_s)
+    days, hours, minutes, rest = whole // 86400, whole // 3600 % 24, whole // 60 % 60, whole % 60
+    if days:
+        return f"{days} d {hours} h"
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,0 +1,198 @@
+"""The parts of the server, each as the settings ask for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from gradrule_server import __version__, graphs
+from gradrule_server.front.admission import Admission, Bound
+from gradrule_server.front.server import Connections
+from gradrule_server.front.tenants import KINDS, Shared, Tenants
+from gradrule_server.front.tls import Certificates
+from gradrule_server.identity import Credentials
+from gradrule_server.identity.jwts import Jwts
+from gradrule_server.identity.tokens import Tokens
+from gradrule_server.link.engine import EngineEvent
+from gradrule_server.link.memory import share_of_memory
+from gradrule_server.link.pool import EnginePool
+from gradrule_server.link.process import ProcessOptions
+from gradrule_server.operations.operations import OperationsSettings
+from gradrule_server.operations.sources import CacheStatus, QueueStatus, Sources
+from gradrule_server.operations.sources import Quarantined as QuarantinedStatus
+from gradrule_server.programs.conduct import Conduct, Quarantined
+from gradrule_server.programs.loaded import LoadedPrograms
+from gradrule_server.registry.blobs import BlobStore
+from gradrule_server.registry.store import Store
+from gradrule_server.settings import Settings
+
+_log = logging.getLogger(__name__)
+
+# Digests are told by their beginning: enough to know one again.
+_DIGEST_SHOWN = 16
+
+
+def credentials_of(settings: Settings) -> Credentials:
+    """What callers are asked for."""
+    admins = frozenset(name.strip() for name in settings.admin_tenants.split(",") if name.strip())
+    tokens = None if settings.tokens is None else Tokens(settings.tokens)
+    jwts = None
+    if settings.takes_jwts:
+        jwts = Jwts(
+            key=settings.jwt_key,
+            jwks=settings.jwt_jwks,
+            issuer=settings.jwt_issuer,
+            audience=settings.jwt_audience,
+            claim=settings.jwt_tenant_claim,
+            admins=admins,
+        )
+    return Credentials(tokens, jwts, settings.tls_client_ca is not None, admins)
+
+
+def certificates_of(settings: Settings) -> Certificates | None:
+    """What the server shows to its clients; None: no TLS."""
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    return Certificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
+
+
+def connections_of(settings: Settings) -> Connections:
+    """What holds for each connection."""
+    return Connections(
+        max_message_bytes=settings.max_message_bytes,
+        max_metadata_bytes=settings.max_metadata_bytes,
+        max_connections=settings.max_connections,
+        max_connection_streams=settings.max_connection_streams,
+        handshake_timeout_s=settings.handshake_timeout_s,
+        keepalive_s=settings.keepalive_s,
+        keepalive_timeout_s=settings.keepalive_timeout_s,
+        max_age_s=settings.max_connection_age_s,
+        age_grace_s=settings.max_connection_age_grace_s,
+    )
+
+
+def admission_of(settings: Settings) -> Admission:
+    """How much may be in flight."""
+    return Admission(
+        Bound(settings.max_concurrent_requests, settings.max_bytes_in_flight),
+        Bound(settings.of_tenant("requests"), settings.of_tenant("bytes_in_flight")),
+    )
+
+
+def pool_of(
+    settings: Settings,
+    blobs: BlobStore,
+    on_change: Callable[[bool], None],
+    on_event: Callable[[EngineEvent], None],
+) -> EnginePool:
+    """The engines, not started yet."""
+    options = ProcessOptions(
+        settings.device, settings.engine_threads, blobs.root, _memory_limit(settings), settings.sandbox
+    )
+    return EnginePool(
+        options,
+        engines=settings.engines,
+        spares=settings.spares,
+        heartbeat_s=settings.heartbeat_s,
+        on_change=on_change,
+        on_event=on_event,
+    )
+
+
+def loaded_of(settings: Settings, pool: EnginePool, blobs: BlobStore) -> LoadedPrograms:
+    """What engines hold, and what is known of it."""
+
+    def tell_quarantine(found: Quarantined) -> None:
+        _log.warning("programs of the graph %s are refused: %s", found.suspect.graph[:_DIGEST_SHOWN], found.why)
+        pool.on_event(EngineEvent("quarantined", -1, 0, detail=found.suspect.graph))
+
+    return LoadedPrograms(
+        pool,
+        blobs,
+        settings.program_cache,
+        settings.program_cache_bytes,
+        Conduct(settings.quarantine_s, tell_quarantine),
+    )
+
+
+def shared_of(settings: Settings, store: Store, blobs: BlobStore, loaded: LoadedPrograms) -> Shared:
+    """What all tenants share, with the bounds of each."""
+    limits = graphs.Limits(
+        nodes=settings.max_nodes,
+        inlined_nodes=settings.max_inlined_nodes,
+        call_depth=settings.max_call_depth,
+        graph_bytes=settings.max_graph_bytes,
+        trusted=settings.trust == "full",
+        node_outputs=settings.max_node_outputs,
+        constant_bytes=settings.max_constant_bytes,
+        engine_bytes=loaded.pool.memory_limit,
+    )
+    return Shared(
+        store,
+        blobs,
+        loaded,
+        limits,
+        server={kind: getattr(settings, f"max_{kind}") for kind in KINDS},
+        tenant={kind: settings.of_tenant(kind) for kind in KINDS},
+        tenant_blob_bytes=settings.of_tenant("blob_bytes"),
+        cache_capacity=settings.program_cache,
+        cache_bytes=settings.program_cache_bytes,
+        handle_ttl_s=settings.handle_ttl_s,
+    )
+
+
+def operations_of(settings: Settings) -> OperationsSettings:
+    """What is measured, traced and logged."""
+    return OperationsSettings(
+        version=__version__,
+        metrics_host=settings.metrics_host,
+        metrics_port=settings.metrics_port,
+        otel_endpoint=settings.otel_endpoint,
+        audit_log=settings.audit_log,
+    )
+
+
+def sources_of(settings: Settings, loaded: LoadedPrograms, tenants: Tenants, admission: Admission) -> Sources:
+    """All that there is to watch."""
+    limits = {kind: settings.of_tenant(kind) for kind in (*KINDS, "blob_bytes")}
+    limits["in_flight"] = settings.of_tenant("requests")
+
+    def caches() -> Sequence[CacheStatus]:
+        entries, held_bytes, most = tenants.cached()
+        engines = settings.engines
+        return (
+            CacheStatus("programs", entries, held_bytes, most, settings.program_cache_bytes),
+            CacheStatus(
+                "loaded",
+                len(loaded),
+                loaded.held_bytes,
+                settings.program_cache * engines,
+                settings.program_cache_bytes * engines,
+            ),
+        )
+
+    def quarantined() -> Sequence[QuarantinedStatus]:
+        return [
+            QuarantinedStatus(found.suspect.graph[:_DIGEST_SHOWN], found.why, found.left_s)
+            for found in loaded.conduct.quarantined()
+        ]
+
+    def limits_of(_: str) -> Mapping[str, int]:
+        return limits
+
+    return Sources(
+        engines=loaded.pool,
+        tenants=tenants,
+        queue=lambda: QueueStatus(admission.in_flight, settings.max_concurrent_requests),
+        caches=caches,
+        quarantined=quarantined,
+        limits=limits_of,
+        tensorflow_version=lambda: loaded.pool.greeting.tensorflow_version,
+        version=__version__,
+    )
+
+
+def _memory_limit(settings: Settings) -> int:
+    """Bytes of each engine; 0: any."""
+    given = settings.memory_limit
+    return share_of_memory(settings.engines) if given == "auto" else int(given)

@@ -1,0 +1,169 @@
+"""The audit log: one line for each registration and each refusal that concerns what a caller may do.
+
+Lines are JSON objects with `time`, `event` (`registration`, `refusal`, `quarantine`, `left_out`), who asked (`tenant`,
+`principal`, `peer`, `request_id`, `rpc`), and what about (`action`, `kind`, `name`, `digest`; `reason`, `message`).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from io import TextIOWrapper
+from logging.handlers import WatchedFileHandler
+from os import O_APPEND, O_CREAT, O_WRONLY
+from os import open as open_file
+from pathlib import Path
+
+from google.protobuf.message import Message
+
+from gradrule.v1 import blob_pb2, program_pb2, rule_pb2
+from gradrule_server.operations.logs import JsonFormatter, fields
+from gradrule_server.operations.rates import RateBound
+from gradrule_server.operations.request import Registration, Request, current
+from gradrule_server.operations.text import bounded
+
+REFUSALS = frozenset(
+    {"UNAUTHENTICATED", "PERMISSION_DENIED", "OP_NOT_ALLOWED", "QUARANTINED", "QUOTA_EXCEEDED", "RULE_READ_ONLY"}
+)
+"""Reasons that say what a caller may not do; other errors are about what it asked for."""
+
+STANDARD_OUTPUT = "-"
+
+_FILE_MODE = 0o600
+_MAX_NAME = 256
+# Refusals of one tenant's: these at once, then so many a second.
+_REFUSALS_AT_ONCE = 100
+_REFUSALS_PER_SECOND = 1.0
+
+_log = logging.getLogger(__name__)
+_audit = logging.getLogger("gradrule.audit")
+
+
+def configure(path: str) -> None:
+    """Audit lines go to a file (made readable for its owner alone), to standard output (`-`), or, without a path, to
+    the server's log. A file that was moved away is made anew. `OSError` where it cannot be opened.
+    """
+    for handler in list(_audit.handlers):
+        _audit.removeHandler(handler)
+        handler.close()
+    _audit.setLevel(logging.INFO)
+    _audit.propagate = not path
+    if path:
+        handler = logging.StreamHandler(sys.stdout) if path == STANDARD_OUTPUT else _AuditFile(Path(path))
+        handler.setFormatter(JsonFormatter())
+        _audit.addHandler(handler)
+
+
+class _AuditFile(WatchedFileHandler):
+    """Appends to a file that its owner alone may read."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8")
+        self._failures = RateBound(per_second=0.1, burst=1)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A full disk must be heard of, but not at each line, and it must not cost anybody an answer."""
+        if self._failures.admits():
+            _log.error("the audit log cannot be written", exc_info=sys.exc_info())
+
+    def _open(self) -> TextIOWrapper:
+        def owned(path: str, _: int) -> int:
+            return open_file(path, O_WRONLY | O_APPEND | O_CREAT, _FILE_MODE)
+
+        return open(self.baseFilename, "a", encoding="utf-8", opener=owned)
+
+
+class AuditLog:
+    """A sink: writes what is to be written of a request, and of engines' quarantines."""
+
+    def __init__(self, bound: RateBound | None = None) -> None:
+        self._bound = bound or RateBound(_REFUSALS_PER_SECOND, _REFUSALS_AT_ONCE)
+        self.left_out = 0
+        """Lines that were left out since the start, since there were too many."""
+
+    def __call__(self, request: Request) -> None:
+        done = request.registration
+        if done is not None:
+            what = {"action": done.action, "kind": done.kind, "name": bounded(done.name, _MAX_NAME)}
+            self._write(
+                f"{done.action} {done.kind} {bounded(done.name, _MAX_NAME)}",
+                "registration",
+                request,
+                digest=done.digest,
+                **what,
+            )
+        elif _is_refusal(request) and self._bound.admits(request.tenant):
+            self._write(
+                f"{request.rpc} {request.reason}", "refusal", request, reason=request.reason, detail=request.message
+            )
+
+    def quarantined(self, detail: str) -> None:
+        """A program is refused from now on, for a while."""
+        if self._bound.admits():
+            _audit.info("quarantine", extra=fields(event="quarantine", detail=detail))
+
+    def tell_left_out(self) -> None:
+        """Writes how many lines were left out since this was written last, if any were. Not called within requests."""
+        left_out = self._bound.take_left_out()
+        if left_out:
+            self.left_out += left_out
+            _audit.info("%d refusals were left out", left_out, extra=fields(event="left_out", count=left_out))
+
+    def _write(self, message: str, event: str, request: Request, **what: str) -> None:
+        who = {"principal": request.principal, "peer": request.peer()}
+        _audit.info(message, extra=fields(event=event, **{name: text for name, text in (what | who).items() if text}))
+
+
+def _is_refusal(request: Request) -> bool:
+    # What is refused within a stream and ends it has its line already.
+    return request.reason in REFUSALS and not request.parts
+
+
+def note_registration(rpc: str, request: Message, answer: object) -> None:
+    """Notes what a good answer has registered, if its RPC registers anything."""
+    registration_of = _REGISTRATIONS.get(rpc)
+    under_way = current()
+    if registration_of is not None and under_way is not None:
+        under_way.registration = registration_of(request, answer)
+
+
+def _rule_created(_: Message, answer: object) -> Registration | None:
+    assert isinstance(answer, rule_pb2.CreateRuleResponse)
+    return Registration("create", "rule", answer.rule.name, answer.rule.digest)
+
+
+def _rule_deleted(request: Message, _: object) -> Registration | None:
+    assert isinstance(request, rule_pb2.DeleteRuleRequest)
+    return Registration("delete", "rule", _full("rules", request.name))
+
+
+def _program_compiled(request: Message, answer: object) -> Registration | None:
+    assert isinstance(request, program_pb2.CompileProgramRequest)
+    assert isinstance(answer, program_pb2.CompileProgramResponse)
+    if request.validate_only:
+        return None
+    return Registration("create", "program", answer.program.name, answer.program.digests.program)
+
+
+def _program_deleted(request: Message, _: object) -> Registration | None:
+    assert isinstance(request, program_pb2.DeleteProgramRequest)
+    return Registration("delete", "program", _full("programs", request.name))
+
+
+def _blob_uploaded(_: Message, answer: object) -> Registration | None:
+    assert isinstance(answer, blob_pb2.UploadBlobResponse)
+    return Registration("create", "blob", answer.sha256, answer.sha256)
+
+
+def _full(collection: str, name: str) -> str:
+    return name if name.startswith(f"{collection}/") else f"{collection}/{name}"
+
+
+_REGISTRATIONS: dict[str, Callable[[Message, object], Registration | None]] = {
+    "RuleService/CreateRule": _rule_created,
+    "RuleService/DeleteRule": _rule_deleted,
+    "ProgramService/CompileProgram": _program_compiled,
+    "ProgramService/DeleteProgram": _program_deleted,
+    "BlobService/UploadBlob": _blob_uploaded,
+}

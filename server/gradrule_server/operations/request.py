@@ -1,0 +1,175 @@
+"""What is known of the request under way, wherever in the server one is.
+
+It lives in a context variable, which tasks and threads that work for the request inherit; code far from the front
+notes here what only it knows. Outside of requests (warming engines, starting) nothing is noted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+OK = "OK"
+DEFAULT_TENANT = "default"
+
+REQUEST_ID = "x-request-id"
+TRACE_PARENT = "traceparent"
+TRACE_STATE = "tracestate"
+
+_REQUEST_ID_FORM = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_TRACE_PARENT_FORM = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
+_MAX_TRACE_BYTES = 512
+
+# Ids that a server makes: its own beginning, so that those of two servers differ, and a number.
+_BEGINNING = secrets.token_hex(4)
+_NUMBERS = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """Something that was created or deleted. action: `create` or `delete`; kind: `rule`, `program`, `blob`."""
+
+    action: str
+    kind: str
+    name: str
+    digest: str = ""
+
+
+@dataclass(slots=True)
+class Request:
+    """One request, or one of those within a stream. Times are CLOCK_MONOTONIC in nanoseconds; 0: not known.
+
+    rpc: `GradientService/Evaluate`; a request within a stream has its kind behind it. reason: `OK` or the name of an
+    ErrorReason. principal: who asked, beyond the tenant. peer: tells the caller's address. is_stream: it holds `parts`
+    requests, each of which is one of its own.
+    """
+
+    id: str
+    rpc: str
+    received_ns: int
+    peer: Callable[[], str]
+    trace_parent: str = ""
+    trace_state: str = ""
+    tenant: str = DEFAULT_TENANT
+    principal: str = ""
+    ended_ns: int = 0
+    reason: str = OK
+    message: str = ""
+    bytes_in: int = 0
+    bytes_out: int = 0
+    compile_started_ns: int = 0
+    compile_ns: int = 0
+    taken_up_ns: int = 0
+    queue_ns: int = 0
+    run_ns: int = 0
+    device: str = ""
+    hits: dict[str, int] = field(default_factory=dict)
+    misses: dict[str, int] = field(default_factory=dict)
+    registration: Registration | None = None
+    is_stream: bool = False
+    parts: int = 0
+
+    @property
+    def is_ok(self) -> bool:
+        """It has not failed."""
+        return self.reason == OK
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, once it has ended."""
+        return (self.ended_ns - self.received_ns) / 1e9
+
+    @property
+    def trace_id(self) -> str:
+        """The id of the caller's trace, in hex; empty where it has none."""
+        found = _TRACE_PARENT_FORM.fullmatch(self.trace_parent)
+        return found[1] if found is not None else ""
+
+    @property
+    def has_run(self) -> bool:
+        """An engine has answered it."""
+        return self.taken_up_ns > 0
+
+    def ran(self, taken_up_ns: int, queue_ns: int, run_ns: int, device: str) -> None:
+        """An engine has run it. taken_up_ns: when it was handed on; it then waited `queue_ns` and ran `run_ns`."""
+        self.taken_up_ns, self.queue_ns, self.run_ns, self.device = taken_up_ns, queue_ns, run_ns, device
+
+
+_current: ContextVar[Request | None] = ContextVar("gradrule_request", default=None)
+
+
+def current() -> Request | None:
+    """The request under way; None outside of requests."""
+    return _current.get()
+
+
+def enter(request: Request) -> Callable[[], None]:
+    """Makes it the request under way; returns what ends that."""
+    token = _current.set(request)
+    return lambda: _current.reset(token)
+
+
+def note_tenant(tenant: str, principal: str = "") -> None:
+    """Notes whose request it is."""
+    request = _current.get()
+    if request is not None:
+        request.tenant, request.principal = tenant, principal
+
+
+def note_lookup(cache: str, *, is_hit: bool) -> None:
+    """Notes that something was looked for in a cache."""
+    request = _current.get()
+    if request is not None:
+        counts = request.hits if is_hit else request.misses
+        counts[cache] = counts.get(cache, 0) + 1
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Notes the time that is spent within this context as spent on compiling."""
+    started_ns = time.monotonic_ns()
+    try:
+        yield
+    finally:
+        request = _current.get()
+        if request is not None:
+            request.compile_started_ns = request.compile_started_ns or started_ns
+            request.compile_ns += time.monotonic_ns() - started_ns
+
+
+def of_metadata(
+    rpc: str, metadata: Iterable[tuple[str, str | bytes]] | None, peer: Callable[[], str], received_ns: int
+) -> Request:
+    """A request with the id and trace that its metadata tell; an id that is missing or malformed is made."""
+    request_id = trace_parent = trace_state = ""
+    for key, value in metadata or ():
+        if key == REQUEST_ID:
+            if isinstance(value, str) and _REQUEST_ID_FORM.fullmatch(value):
+                request_id = value
+        elif key == TRACE_PARENT:
+            if isinstance(value, str) and len(value) <= _MAX_TRACE_BYTES and _TRACE_PARENT_FORM.fullmatch(value):
+                trace_parent = value
+        elif key == TRACE_STATE and isinstance(value, str) and len(value) <= _MAX_TRACE_BYTES:
+            trace_state = value
+    return Request(request_id or f"{_BEGINNING}-{next(_NUMBERS):x}", rpc, received_ns, peer, trace_parent, trace_state)
+
+
+def part_of(stream: Request, kind: str, received_ns: int) -> Request:
+    """A request within a stream."""
+    stream.parts += 1
+    return Request(
+        f"{stream.id}/{stream.parts}",
+        f"{stream.rpc}/{kind}",
+        received_ns,
+        stream.peer,
+        stream.trace_parent,
+        stream.trace_state,
+        stream.tenant,
+        stream.principal,
+    )

@@ -1,0 +1,85 @@
+"""The server's status as `AdminService` tells it."""
+
+from __future__ import annotations
+
+from google.protobuf.duration_pb2 import Duration
+
+from gradrule.v1 import admin_pb2
+from gradrule_server.operations.sources import Snapshot, Sources, TenantStatus, held, snapshot
+
+MAX_TENANTS = 1000
+MAX_QUARANTINED = 1000
+
+
+def server_status(sources: Sources, uptime_s: float) -> admin_pb2.ServerStatus:
+    """What the sources tell at this moment; called on the event loop."""
+    found = snapshot(sources)
+    status = admin_pb2.ServerStatus(
+        version=sources.version,
+        tensorflow_version=sources.tensorflow_version(),
+        ready=found.is_ready,
+        spare_engines=found.spares,
+        requests=admin_pb2.Usage(used=found.queue.in_flight, limit=found.queue.max_in_flight),
+        tenant_count=len(found.tenants),
+        quarantined_count=len(found.quarantined),
+    )
+    _set_seconds(status.uptime, uptime_s)
+    _add_engines(status, found)
+    _add_caches(status, found)
+    busiest = sorted(found.tenants, key=lambda tenant: (-tenant.in_flight, tenant.name))
+    for tenant in busiest[:MAX_TENANTS]:
+        _add_tenant(status, tenant, sources)
+    for program in found.quarantined[:MAX_QUARANTINED]:
+        told = status.quarantined.add(digest=program.digest, reason=program.reason)
+        _set_seconds(told.remaining, program.left_s)
+    return status
+
+
+def _add_engines(status: admin_pb2.ServerStatus, found: Snapshot) -> None:
+    for engine in found.engines:
+        told = status.engines.add(
+            index=engine.index,
+            device=engine.device,
+            pid=engine.pid or 0,
+            ready=engine.is_ready,
+            running=engine.running,
+            waiting=engine.waiting,
+            programs=engine.programs,
+            resident_bytes=engine.resident_bytes,
+            ended=engine.ended,
+        )
+        _set_seconds(told.uptime, engine.uptime_s)
+
+
+def _add_caches(status: admin_pb2.ServerStatus, found: Snapshot) -> None:
+    for cache in found.caches:
+        status.caches.add(
+            name=cache.name,
+            entries=admin_pb2.Usage(used=cache.entries, limit=cache.max_entries),
+            bytes=admin_pb2.Usage(used=cache.held_bytes, limit=cache.max_bytes),
+        )
+
+
+def _add_tenant(status: admin_pb2.ServerStatus, tenant: TenantStatus, sources: Sources) -> None:
+    limits = sources.limits(tenant.name)
+    told = status.tenants.add(name=tenant.name)
+    for message_field, name in _USAGES.items():
+        usage: admin_pb2.Usage = getattr(told, message_field)
+        usage.used, usage.limit = held(tenant, name), limits.get(name, 0)
+
+
+_USAGES = {
+    "requests": "in_flight",
+    "programs": "programs",
+    "rules": "rules",
+    "sessions": "sessions",
+    "session_bytes": "session_bytes",
+    "handles": "handles",
+    "handle_bytes": "handle_bytes",
+    "blob_bytes": "blob_bytes",
+}
+"""Field of the message by field of `TenantStatus`."""
+
+
+def _set_seconds(duration: Duration, seconds: float) -> None:
+    duration.FromNanoseconds(int(max(0.0, seconds) * 1e9))

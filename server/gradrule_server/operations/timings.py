@@ -1,0 +1,71 @@
+"""Where the time went, read out of an answer's bytes without parsing its tensors."""
+
+from __future__ import annotations
+
+from gradrule.v1 import evaluate_pb2
+from gradrule_server.operations.request import current
+
+_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+_FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
+
+_OF_EVALUATE = evaluate_pb2.EvaluateResponse.DESCRIPTOR.fields_by_name
+EVALUATE_TIMINGS, EVALUATE_DEVICE = _OF_EVALUATE["timings"].number, _OF_EVALUATE["device"].number
+PULL_BACK_TIMINGS = evaluate_pb2.PullBackResponse.DESCRIPTOR.fields_by_name["timings"].number
+
+
+def note_run(answer: bytes, handed_on_ns: int) -> None:
+    """Notes an engine's `EvaluateResponse`. handed_on_ns: the `received_ns` that the engine was told."""
+    request = current()
+    if request is not None:
+        found = fields_of(answer, (EVALUATE_TIMINGS, EVALUATE_DEVICE))
+        timings = evaluate_pb2.Timings.FromString(found.get(EVALUATE_TIMINGS, b""))
+        device = str(found.get(EVALUATE_DEVICE, b""), "utf-8")
+        request.ran(handed_on_ns, timings.queue.ToNanoseconds(), timings.run.ToNanoseconds(), device)
+
+
+def note_pull_back(answer: bytes, handed_on_ns: int) -> None:
+    """Notes an engine's `PullBackResponse`."""
+    request = current()
+    if request is not None:
+        timings = evaluate_pb2.Timings.FromString(fields_of(answer, (PULL_BACK_TIMINGS,)).get(PULL_BACK_TIMINGS, b""))
+        request.ran(handed_on_ns, timings.queue.ToNanoseconds(), timings.run.ToNanoseconds(), "")
+
+
+def fields_of(message: bytes, numbers: tuple[int, ...]) -> dict[int, bytes]:
+    """The bytes of some length-delimited fields of a message, each that occurs last; all else is skipped, not read.
+
+    `ValueError` where the bytes are no message.
+    """
+    found: dict[int, bytes] = {}
+    position, end = 0, len(message)
+    while position < end:
+        tag, position = _varint(message, position)
+        wire_type = tag & 7
+        if wire_type == _LENGTH:
+            size, position = _varint(message, position)
+            if tag >> 3 in numbers:
+                found[tag >> 3] = bytes(message[position : position + size])
+            position += size
+        elif wire_type == _VARINT:
+            _, position = _varint(message, position)
+        elif wire_type in _FIXED_BYTES:
+            position += _FIXED_BYTES[wire_type]
+        else:
+            raise ValueError(f"wire type {wire_type} is none of proto3's")
+    if position != end:
+        raise ValueError("the message ends within a field")
+    return found
+
+
+def _varint(message: bytes, position: int) -> tuple[int, int]:
+    """A varint and where it ends."""
+    value = shift = 0
+    while True:
+        if position >= len(message):
+            raise ValueError("the message ends within a number")
+        byte = message[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, position
+        shift += 7

@@ -1,0 +1,349 @@
+"""What people who run a server see of it: metrics, traces, logs, the audit log, its status."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import gradrule as gr
+from gradrule.cli.main import main
+from tests.service import raw
+from tests.service.answers import refused
+from tests.service.collector import Collector, collecting
+from tests.service.health import wait_for_another_engine
+from tests.service.servers import RunningServer, running_server, serve_command, server_environment, wait_until
+
+HOSTILE = 'no\nINFO forged: "line"\x1b[2J\x9b31m\u202e'
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A server and all that tells of it."""
+
+    server: RunningServer
+    client: Any
+    metrics_url: str
+    audit: Path
+    collector: Collector
+
+    def metrics(self) -> dict[str, float]:
+        """All samples: `name{label="value"}` → value."""
+        with urllib.request.urlopen(self.metrics_url, timeout=10) as answer:
+            text = answer.read().decode()
+        return {
+            sample.name + json.dumps(sample.labels, sort_keys=True): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    def log(self) -> list[dict[str, Any]]:
+        """The log's lines; each must be JSON."""
+        return [json.loads(line) for line in self.server.log.read_text().split("\n") if line.startswith("{")]
+
+    def audited(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.audit.read_text().split("\n") if line]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    folder = tmp_path_factory.mktemp("watched")
+    port = free_port()
+    with collecting() as collector:
+        flags = ("--metrics-port", str(port), "--audit-log", str(folder / "audit.jsonl"), "--log-level", "debug")
+        bounds = ("--otel-endpoint", collector.endpoint, "--max-blob-bytes", "1000")
+        environment = {"OTEL_BSP_SCHEDULE_DELAY": "200"}
+        with running_server(folder, (*flags, *bounds), environment) as server, gr.connect(server.target) as client:
+            yield Watched(server, client, f"http://127.0.0.1:{port}/metrics", folder / "audit.jsonl", collector)
+
+
+def sample(metrics: dict[str, float], name: str, **labels: str) -> float:
+    return metrics.get(f"gradrule_{name}" + json.dumps(labels, sort_keys=True), 0.0)
+
+
+def sign() -> gr.Graph:
+    g = gr.Graph()
+    g.op("Sign", g.placeholder("x", "float32", [None]), name="y")
+    return g
+
+
+def test_metrics_before_and_after(watched: Watched) -> None:
+    before = watched.metrics()
+    program = watched.client.compile(sign(), ys="y", xs="x", overrides={"Sign": "ste"})
+    for _ in range(5):
+        program(x=[1.0])
+    with refused("MISSING_FEED"):
+        program()
+    with program.forward({"x": [1.0, 2.0]}) as handle:
+        handle.vjp()
+    after = watched.metrics()
+
+    def grown(name: str, **labels: str) -> float:
+        return sample(after, name, **labels) - sample(before, name, **labels)
+
+    evaluate = "GradientService/Evaluate"
+    assert grown("requests_total", rpc=evaluate, reason="OK") == 5
+    assert grown("requests_total", rpc=evaluate, reason="MISSING_FEED") == 1
+    assert grown("requests_total", rpc="ProgramService/CompileProgram", reason="OK") == 1
+    assert grown("requests_total", rpc="GradientService/StreamEvaluate/pull_back", reason="OK") == 1
+    assert grown("request_seconds_count", rpc=evaluate) == 6
+    assert grown("run_seconds_count") == 7
+    assert 0 < grown("run_seconds_sum") < 30
+    assert 0 < grown("queue_seconds_sum") < 30
+    assert grown("compile_seconds_count") == 2
+    assert 0 < grown("compile_seconds_sum") < 60
+    assert grown("received_bytes_total", rpc=evaluate) > 100
+    assert grown("sent_bytes_total", rpc=evaluate) > 100
+    assert grown("cache_hits_total", cache="programs") >= 5
+    assert grown("cache_misses_total", cache="loaded") == 2
+    assert sample(after, "engine_up", engine="0", device="CPU:0") == 1
+    assert sample(after, "engine_resident_bytes", engine="0", device="CPU:0") > 1e8
+    assert sample(after, "requests_in_flight") == 0
+
+
+def test_metrics_are_at_one_place_only(watched: Watched) -> None:
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(watched.metrics_url.replace("/metrics", "/"), timeout=10)
+
+
+def test_an_engine_that_dies_shows_up(watched: Watched) -> None:
+    def restarts() -> float:
+        return sum(value for name, value in watched.metrics().items() if "engine_restarts_total" in name)
+
+    before, engine = restarts(), watched.server.wait_for_engine()
+    os.kill(engine, signal.SIGKILL)
+    wait_for_another_engine(watched.server, engine)
+    wait_until(lambda: True if restarts() == before + 1 else None, "a restart in the metrics")
+    (status,) = watched.client.server_status().engines
+    assert sum(status.ended.values()) == before + 1
+    assert status.pid not in (None, engine)
+
+
+def test_the_audit_log(watched: Watched) -> None:
+    before = len(watched.audited())
+    client = watched.client
+    made = client.create_rule("Audited", "2 * dy")
+    program = client.compile(sign(), ys="y", xs="x", overrides={"Sign": "Audited"})
+    client.explain(sign(), ys="y", xs="x", overrides={"Sign": "Audited"})
+    blob = client.upload(b"some bytes")
+    with refused("QUOTA_EXCEEDED"):
+        client.upload(bytes(2000))
+    program.delete()
+    client.delete_rule("Audited")
+    with refused("RULE_READ_ONLY"):
+        client.delete_rule("MatMul")
+    lines = watched.audited()[before:]
+    assert [(line.get("action"), line.get("kind"), line.get("name"), line.get("reason")) for line in lines] == [
+        ("create", "rule", "rules/Audited", None),
+        ("create", "program", program.name, None),
+        ("create", "blob", blob, None),
+        (None, None, None, "QUOTA_EXCEEDED"),
+        ("delete", "program", program.name, None),
+        ("delete", "rule", "rules/Audited", None),
+        (None, None, None, "RULE_READ_ONLY"),
+    ]
+    assert (lines[0]["digest"], lines[1]["digest"], lines[2]["digest"]) == (made.digest, program.digests.program, blob)
+    assert {line["tenant"] for line in lines} == {"default"}
+    assert all(line["peer"].startswith("ipv4:127.0.0.1:") for line in lines)
+    assert all(line["request_id"] for line in lines)
+
+
+def call(watched: Watched, method: str, data: bytes, *metadata: tuple[str, str]) -> tuple[Any, dict[str, Any]]:
+    """A call as a stranger makes it: how it ended, and the trailing metadata."""
+    with grpc.insecure_channel(watched.server.target) as channel:
+        _, done = channel.unary_unary(f"/gradrule.v1.{method}").with_call(data, metadata=metadata, timeout=30)
+        return done.code(), dict(done.trailing_metadata())
+
+
+def test_request_ids_come_back_and_are_in_the_log(watched: Watched) -> None:
+    data = raw.request(raw.sign_graph()).SerializeToString()
+    code, trailers = call(watched, "GradientService/Evaluate", data, ("x-request-id", "mine-1"))
+    assert (code, trailers["x-request-id"]) == (grpc.StatusCode.OK, "mine-1")
+    _, trailers = call(watched, "GradientService/Evaluate", data, ("x-request-id", "not an id"))
+    made = trailers["x-request-id"]
+    assert made != "not an id"
+    for known in ("mine-1", made):
+        (line,) = (line for line in watched.log() if line.get("request_id") == known)
+        assert (line["rpc"], line["reason"], line["tenant"]) == ("GradientService/Evaluate", "OK", "default")
+        assert line["run_seconds"] > 0
+
+
+def test_an_error_tells_the_id(watched: Watched) -> None:
+    with refused("UNKNOWN_RULE") as refusal:
+        watched.client.get_rule("nobody")
+    (line,) = (line for line in watched.log() if line.get("request_id") == refusal.error.request_id)
+    assert line["reason"] == "UNKNOWN_RULE"
+    assert "nobody" in line["message"]
+
+
+def test_requests_of_a_stream_have_ids_of_their_own(watched: Watched) -> None:
+    with watched.client.compile(sign(), ys="y", xs="x").forward({"x": [1.0]}) as handle:
+        handle.vjp()
+    parts = [
+        line["request_id"]
+        for line in watched.log()
+        if line.get("rpc", "").startswith("GradientService/StreamEvaluate/")
+    ]
+    streams = {part.rpartition("/")[0] for part in parts}
+    assert len(parts) == len(set(parts)) > 2 * len(streams)
+
+
+def test_no_line_of_the_log_can_be_forged(watched: Watched) -> None:
+    with refused("UNKNOWN_RULE"):
+        watched.client.get_rule(HOSTILE)
+    with pytest.raises(gr.GradruleError):
+        watched.client.evaluate(sign(), {HOSTILE: [1.0]}, fetches=[HOSTILE])
+    text = watched.server.log.read_text()
+    assert all(line.isprintable() for line in text.split("\n"))
+    assert not any(line.startswith("INFO forged") for line in text.split("\n"))
+    assert any("forged" in line["message"] for line in watched.log())
+
+
+def test_neither_tensors_nor_tokens_are_in_the_log(watched: Watched) -> None:
+    with gr.connect(watched.server.target, token="t0ken-of-mine") as client:
+        client.evaluate(sign(), {"x": [1234567.0]}, fetches=["y"])
+        with refused("MISSING_FEED"):
+            client.evaluate(sign(), {}, fetches=["y"])
+    text = watched.server.log.read_text() + watched.audit.read_text()
+    assert "t0ken-of-mine" not in text
+    assert "1234567" not in text
+
+
+def test_a_trace_covers_front_end_and_engine(watched: Watched) -> None:
+    trace_id, caller = os.urandom(16).hex(), "b7ad6b7169203331"
+    request = raw.request(raw.sign_graph(), fetches=["y"], vjp=raw.vjp())
+    request.spec.overrides.add(rule="ste").selector.op_type = "Sign"
+    call(
+        watched, "GradientService/Evaluate", request.SerializeToString(), ("traceparent", f"00-{trace_id}-{caller}-01")
+    )
+    spans = wait_until(
+        lambda: found if len(found := watched.collector.trace(trace_id)) == 4 else None, "trace at the collector"
+    )
+    by_name = {span.name: span for span in spans}
+    rpc, run = by_name["gradrule.v1.GradientService/Evaluate"], by_name["run"]
+    assert (rpc.service, rpc.parent_id) == ("gradrule", caller)
+    assert (run.service, run.attributes["gradrule.device"]) == ("gradrule-engine", "CPU:0")
+    assert {by_name[name].parent_id for name in ("compile", "queue", "run")} == {rpc.span_id}
+    compiled, queue = by_name["compile"], by_name["queue"]
+    times = [rpc.start_ns, compiled.start_ns, compiled.end_ns, queue.end_ns, run.end_ns, rpc.end_ns]
+    slack_ns = 1_000_000
+    assert all(later - earlier > -slack_ns for earlier, later in itertools.pairwise(times))
+    assert any(line.get("trace_id") == trace_id for line in watched.log())
+
+
+def test_the_status(watched: Watched) -> None:
+    status = watched.client.server_status()
+    assert status.ready
+    assert status.version == gr.__version__
+    assert status.tensorflow_version.startswith("2.")
+    (engine,) = status.engines
+    assert engine.pid == watched.server.engine_pid()
+    assert status.requests.used == 1
+    assert {cache.name for cache in status.caches} == {"programs", "loaded"}
+    assert [tenant.name for tenant in status.tenants] == ["default"]
+
+
+def test_the_status_on_the_command_line(watched: Watched, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--target", watched.server.target, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["engines"][0]["pid"] == watched.server.engine_pid()
+    # A pipe: printed once.
+    assert main(["status", "--target", watched.server.target]) == 0
+    text = capsys.readouterr().out
+    assert "TensorFlow 2." in text
+    assert str(watched.server.engine_pid()) in text
+
+
+def test_the_live_table_follows_until_it_is_interrupted(watched: Watched) -> None:
+    import pty
+
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "gradrule.cli", "status", "--target", watched.server.target, "--interval", "0.1"]
+    environment = server_environment({"TERM": "xterm", "COLUMNS": "160", "LINES": "50"})
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    seen = b""
+    try:
+        while seen.count(b"TensorFlow") < 3:
+            seen += os.read(ours, 65536)
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):
+            while os.read(ours, 65536):
+                pass
+        assert process.wait(10) == 130
+    finally:
+        process.kill()
+        os.close(ours)
+
+
+def test_metrics_and_status_are_off_unless_asked_for(server: RunningServer, tmp_path: Path) -> None:
+    with running_server(tmp_path, ["--no-admin", "--log-format", "text"]) as plain, gr.connect(plain.target) as client:
+        with refused("UNSUPPORTED"):
+            client.server_status()
+        with refused("UNKNOWN_RULE"):
+            client.get_rule(HOSTILE)
+        text = plain.log.read_text()
+        assert "INFO gradrule.access: RuleService/GetRule UNKNOWN_RULE" in text
+        assert "[request_id=" in text
+        assert all(line.isprintable() for line in text.split("\n"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--otel-endpoint", "collector:4317"], ["--otel-endpoint", "http://HOST:PORT"]),
+        (["--log-format", "xml"], ["--log-format", "xml"]),
+        (["--metrics-port", "70000"], ["--metrics-port", "70000"]),
+        (["--audit-log", "/nowhere/at/all"], ["/nowhere/at/all"]),
+    ],
+)
+def test_settings_that_are_refused(flags: list[str], words: list[str], tmp_path: Path) -> None:
+    ended = subprocess.run(
+        serve_command("--port", "0", "--data-dir", str(tmp_path), *flags),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=server_environment(),
+        check=False,
+    )
+    assert ended.returncode in (1, 2)
+    assert "Traceback" not in ended.stderr
+    for word in words:
+        assert word in ended.stderr
+
+
+def test_a_port_for_metrics_that_is_taken(watched: Watched, tmp_path: Path) -> None:
+    taken = watched.metrics_url.removesuffix("/metrics").rpartition(":")[2]
+    ended = subprocess.run(
+        serve_command("--port", "0", "--data-dir", str(tmp_path), "--metrics-port", taken),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=server_environment(),
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert f"metrics on 127.0.0.1:{taken}" in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -1,0 +1,70 @@
+"""What engines and tenants tell in tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gradrule_server.operations.sources import CacheStatus, Quarantined, QueueStatus, Sources
+
+
+@dataclass(frozen=True)
+class Engine:
+    index: int = 0
+    device: str = "CPU:0"
+    pid: int | None = 4711
+    is_ready: bool = True
+    running: int = 2
+    waiting: int = 1
+    programs: int = 3
+    resident_bytes: int = 1 << 30
+    uptime_s: float = 60.5
+    ended: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Engines:
+    engines: Sequence[Engine] = (Engine(), Engine(1, "GPU:0", None, is_ready=False, ended={"crash": 2, "memory": 1}))
+    is_ready: bool = True
+    spares_ready: int = 1
+
+    def status(self) -> Sequence[Engine]:
+        return self.engines
+
+
+@dataclass(frozen=True)
+class Tenant:
+    name: str = "default"
+    in_flight: int = 4
+    programs: int = 5
+    rules: int = 6
+    sessions: int = 7
+    session_bytes: int = 8
+    handles: int = 9
+    handle_bytes: int = 10
+    blob_bytes: int = 11
+
+
+@dataclass(frozen=True)
+class Tenants:
+    tenants: Sequence[Tenant] = (Tenant(),)
+
+    def status(self) -> Sequence[Tenant]:
+        return self.tenants
+
+
+def sources(
+    tenants: Sequence[Tenant] = (Tenant(),),
+    quarantined: Sequence[Quarantined] = (),
+    limits: Callable[[str], Mapping[str, int]] = lambda _: {},
+) -> Sources:
+    return Sources(
+        engines=Engines(),
+        tenants=Tenants(tenants),
+        queue=lambda: QueueStatus(4, 256),
+        caches=lambda: [CacheStatus("programs", 3, 1000, 256, 2000)],
+        quarantined=lambda: quarantined,
+        limits=limits,
+        tensorflow_version=lambda: "2.21.0",
+        version="1.2.3",
+    )

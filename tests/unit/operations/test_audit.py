@@ -1,0 +1,192 @@
+"""What the audit log holds of requests, and where it is written."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradrule.v1 import blob_pb2, program_pb2, rule_pb2
+from gradrule_server.errors import GradruleError
+from gradrule_server.operations import audit
+from gradrule_server.operations.audit import AuditLog, note_registration
+from gradrule_server.operations.observer import Observer
+from gradrule_server.operations.rates import RateBound
+from tests.unit.operations.requests import make, peer, refusal
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "audit.jsonl"
+    audit.configure(str(path))
+    yield path
+    audit.configure("")
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def answered(rpc: str, request: Any, answer: Any, log: AuditLog) -> None:
+    make(log, rpc=rpc, tenant="ada", within=lambda _: note_registration(rpc, request, answer))
+
+
+RULE = rule_pb2.Rule(name="rules/Q", digest="d1")
+PROGRAM = program_pb2.Program(name="programs/p")
+PROGRAM.digests.program = "d2"
+SHA = "0" * 64
+
+
+MADE = (
+    ("RuleService/CreateRule", rule_pb2.CreateRuleRequest(), rule_pb2.CreateRuleResponse(rule=RULE)),
+    ("RuleService/DeleteRule", rule_pb2.DeleteRuleRequest(name="Q"), rule_pb2.DeleteRuleResponse()),
+    (
+        "ProgramService/CompileProgram",
+        program_pb2.CompileProgramRequest(),
+        program_pb2.CompileProgramResponse(program=PROGRAM),
+    ),
+    (
+        "ProgramService/DeleteProgram",
+        program_pb2.DeleteProgramRequest(name="programs/p"),
+        program_pb2.DeleteProgramResponse(),
+    ),
+    ("BlobService/UploadBlob", blob_pb2.UploadBlobRequest(), blob_pb2.UploadBlobResponse(sha256=SHA, size=1)),
+)
+TOLD = (
+    ("create", "rule", "rules/Q", "d1"),
+    ("delete", "rule", "rules/Q", None),
+    ("create", "program", "programs/p", "d2"),
+    ("delete", "program", "programs/p", None),
+    ("create", "blob", SHA, SHA),
+)
+
+
+@pytest.mark.parametrize(("made", "what"), list(zip(MADE, TOLD, strict=True)), ids=[rpc for rpc, *_ in MADE])
+def test_each_registration_is_a_line(file: Path, made: tuple[str, Any, Any], what: tuple[str, ...]) -> None:
+    rpc, request, answer = made
+    answered(rpc, request, answer, AuditLog())
+    (line,) = lines(file)
+    assert (line["action"], line["kind"], line["name"], line.get("digest")) == what
+    assert (line["event"], line["tenant"], line["rpc"], line["peer"]) == ("registration", "ada", rpc, peer())
+    assert line["request_id"]
+
+
+def test_checking_and_reading_register_nothing(file: Path) -> None:
+    log = AuditLog()
+    checking = program_pb2.CompileProgramRequest(validate_only=True)
+    answered("ProgramService/CompileProgram", checking, program_pb2.CompileProgramResponse(program=PROGRAM), log)
+    answered("RuleService/GetRule", rule_pb2.GetRuleRequest(), rule_pb2.GetRuleResponse(rule=RULE), log)
+    make(log, fails=refusal("UNKNOWN_RULE"))
+    assert lines(file) == []
+
+
+@pytest.mark.parametrize("reason", sorted(audit.REFUSALS))
+def test_each_refusal_is_a_line(file: Path, reason: str) -> None:
+    make(AuditLog(), fails=refusal(reason, "because\n"), tenant="bob")
+    (line,) = lines(file)
+    assert (line["event"], line["reason"], line["detail"], line["tenant"]) == ("refusal", reason, "because\n", "bob")
+
+
+def test_a_refusal_within_a_stream_is_one_line(file: Path) -> None:
+    observer, cause = Observer([AuditLog()]), refusal("QUOTA_EXCEEDED")
+
+    def stream() -> None:
+        with observer.rpc("S/Stream", (), peer) as observed:
+            observed.request.is_stream = True
+            with observer.part("start"):
+                raise cause
+
+    with pytest.raises(GradruleError):
+        stream()
+    (line,) = lines(file)
+    assert line["rpc"] == "S/Stream/start"
+    make(AuditLog(), fails=cause, within=lambda request: setattr(request, "is_stream", True))
+    assert len(lines(file)) == 2
+
+
+def test_refusals_cannot_fill_the_disk(file: Path) -> None:
+    now = [0.0]
+    log = AuditLog(RateBound(1, 3, lambda: now[0]))
+    for _ in range(50):
+        make(log, fails=refusal("PERMISSION_DENIED"), tenant="greedy")
+    make(log, fails=refusal("PERMISSION_DENIED"), tenant="other")
+    log.tell_left_out()
+    assert [(line["event"], line.get("tenant"), line.get("count")) for line in lines(file)] == [
+        *[("refusal", "greedy", None)] * 3,
+        ("refusal", "other", None),
+        ("left_out", None, 47),
+    ]
+    assert log.left_out == 47
+    log.tell_left_out()
+    assert len(lines(file)) == 5
+
+
+def test_quarantines_are_lines(file: Path) -> None:
+    AuditLog().quarantined("0f1e2d: signal 6, twice")
+    (line,) = lines(file)
+    assert (line["event"], line["detail"]) == ("quarantine", "0f1e2d: signal 6, twice")
+
+
+def test_only_its_owner_reads_the_file(file: Path) -> None:
+    AuditLog().quarantined("x")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_the_file_may_be_moved_away(file: Path) -> None:
+    log = AuditLog()
+    log.quarantined("first")
+    file.rename(file.with_suffix(".1"))
+    log.quarantined("second")
+    assert [line["detail"] for line in lines(file.with_suffix(".1"))] == ["first"]
+    assert [line["detail"] for line in lines(file)] == ["second"]
+
+
+def test_lines_are_appended(file: Path) -> None:
+    AuditLog().quarantined("first")
+    audit.configure(str(file))
+    AuditLog().quarantined("second")
+    assert [line["detail"] for line in lines(file)] == ["first", "second"]
+
+
+def test_a_file_that_cannot_be_opened_is_told_at_start(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="no/audit"):
+        audit.configure(str(tmp_path / "no" / "audit"))
+    audit.configure("")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
+def test_a_full_disk_is_heard_of_once_and_costs_nobody_an_answer(caplog: pytest.LogCaptureFixture) -> None:
+    audit.configure("/dev/full")
+    try:
+        for _ in range(5):
+            make(AuditLog(), fails=refusal("PERMISSION_DENIED"))
+        assert caplog.text.count("cannot be written") == 1
+    finally:
+        # Closing flushes once more.
+        for handler in logging.getLogger("gradrule.audit").handlers:
+            handler.flush = lambda: None  # type: ignore[method-assign]
+        with pytest.raises(OSError, match="space"):
+            audit.configure("")
+        audit.configure("")
+
+
+def test_without_a_file_lines_go_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    audit.configure("")
+    with caplog.at_level(logging.INFO):
+        AuditLog().quarantined("x")
+    assert "quarantine" in caplog.text
+
+
+def test_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
+    audit.configure("-")
+    try:
+        AuditLog().quarantined("x")
+        assert json.loads(capsys.readouterr().out)["event"] == "quarantine"
+    finally:
+        audit.configure("")

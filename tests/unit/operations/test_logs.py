@@ -1,0 +1,181 @@
+"""Lines of the log: whose they are, and that nobody can forge one."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from gradrule_server.operations import logs
+from gradrule_server.operations.rates import RateBound
+from gradrule_server.operations.text import bounded, one_line_json, plain
+from tests.unit.operations.requests import make, refusal
+
+HOSTILE = 'a\nINFO forged: line\r\x1b[2J\x9b31m\u202e\u2028\x7f\x00"\\ ä\ud800 and so on'
+
+
+class Stream(io.StringIO):
+    """A log that may claim to be a terminal."""
+
+    def __init__(self, is_terminal: bool = False) -> None:
+        super().__init__()
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+    @property
+    def lines(self) -> list[str]:
+        return self.getvalue().splitlines()
+
+
+@pytest.fixture
+def root() -> Iterator[None]:
+    """The root logger as it was, afterwards."""
+    logger = logging.getLogger()
+    handlers, level = list(logger.handlers), logger.level
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+
+
+def log_to(form: logs.Format, level: str = "info", *, is_terminal: bool = False) -> Stream:
+    stream = Stream(is_terminal)
+    logs.configure(level, form, stream)
+    return stream
+
+
+@pytest.mark.parametrize(
+    ("form", "is_terminal", "is_json"),
+    [("auto", True, False), ("auto", False, True), ("json", True, True), ("text", False, False)],
+)
+@pytest.mark.usefixtures("root")
+def test_json_for_programs_text_for_people(form: logs.Format, is_terminal: bool, is_json: bool) -> None:
+    stream = log_to(form, is_terminal=is_terminal)
+    logging.getLogger("a.b").info("so %d", 3)
+    logging.getLogger("a.b").debug("not this")
+    (line,) = stream.lines
+    if is_json:
+        assert json.loads(line) | {"time": ""} == {"time": "", "level": "info", "logger": "a.b", "message": "so 3"}
+    else:
+        assert line.endswith(" INFO a.b: so 3")
+
+
+@pytest.mark.usefixtures("root")
+def test_lines_of_a_request_name_it() -> None:
+    stream = log_to("json")
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    make(
+        metadata=(("x-request-id", "r1"), ("traceparent", trace)),
+        tenant="ada",
+        within=lambda _: logging.getLogger("deep").warning("here"),
+    )
+    line = json.loads(stream.getvalue())
+    assert (line["request_id"], line["tenant"], line["rpc"]) == ("r1", "ada", "RuleService/GetRule")
+    assert line["trace_id"] == "0af7651916cd43dd8448eb211c80319c"
+
+
+@pytest.mark.parametrize("form", ["json", "text"])
+@pytest.mark.usefixtures("root")
+def test_no_line_can_be_forged(form: logs.Format) -> None:
+    stream = log_to(form)
+    logging.getLogger("a").info("got %s", HOSTILE, extra=logs.fields(name=HOSTILE))
+    make(tenant=HOSTILE, within=lambda _: logging.getLogger("a").info("tenant"))
+    text = stream.getvalue()
+    assert text.count("\n") == 2
+    assert all(line.isprintable() for line in text.split("\n"))
+    if form == "json":
+        first, second = map(json.loads, stream.lines)
+        assert (first["message"], first["name"], second["tenant"]) == (f"got {HOSTILE}", HOSTILE, HOSTILE)
+
+
+@pytest.mark.parametrize("form", ["json", "text"])
+@pytest.mark.usefixtures("root")
+def test_a_traceback_cannot_forge_a_line_either(form: logs.Format) -> None:
+    stream = log_to(form)
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        logging.getLogger("a").exception("failed")
+    first, *more = stream.getvalue().removesuffix("\n").split("\n")
+    assert all(line.startswith("    ") and line.isprintable() for line in more)
+    assert (form == "json") == (not more)
+    assert "Traceback" in (json.loads(first)["exception"] if form == "json" else more[0])
+
+
+@pytest.mark.parametrize("form", ["json", "text"])
+@pytest.mark.usefixtures("root")
+def test_lines_are_bounded(form: logs.Format) -> None:
+    stream = log_to(form)
+    logging.getLogger("a").info("x" * 10**6, extra=logs.fields(name="y" * 10**6))
+    assert 4000 < len(stream.getvalue()) < 5000
+    assert f"({10**6 - 2048} characters more)" in stream.getvalue()
+
+
+def test_text() -> None:
+    assert bounded("abc", 3) == "abc"
+    assert bounded("abcd", 3) == "abc… (1 characters more)"
+    assert plain("ä 日本 ok") == "ä 日本 ok"
+    assert plain("a\n\x1b\u202e\ud800") == r"a\n\x1b\u202e\ud800"
+    for value in (HOSTILE, {"k\n": [HOSTILE, 1, None]}):
+        assert json.loads(one_line_json(value)) == value
+        assert one_line_json(value).isprintable()
+    assert one_line_json({"a": {1}}) == '{"a": "{1}"}'
+
+
+def access_lines(log: logs.AccessLog, stream: Stream, **request: Any) -> list[dict[str, Any]]:
+    before = len(stream.lines)
+    make(log, **request)
+    return [json.loads(line) for line in stream.lines[before:]]
+
+
+@pytest.mark.usefixtures("root")
+def test_good_calls_that_are_many_are_for_debugging() -> None:
+    log, stream = logs.AccessLog(), log_to("json")
+    assert access_lines(log, stream, rpc="GradientService/Evaluate") == []
+    assert access_lines(log, stream, rpc="GradientService/StreamEvaluate/evaluate") == []
+    (refused,) = access_lines(log, stream, rpc="GradientService/Evaluate", fails=refusal("MISSING_FEED", "x"))
+    assert (refused["reason"], refused["message"]) == ("MISSING_FEED", "GradientService/Evaluate MISSING_FEED: x")
+    (made,) = access_lines(log, stream, rpc="RuleService/CreateRule")
+    assert made["reason"] == "OK"
+    assert made["seconds"] >= 0
+    debugged = log_to("json", "debug")
+    (good,) = access_lines(
+        log, debugged, rpc="GradientService/Evaluate", within=lambda r: r.ran(5, 10**6, 10**9, "CPU:0")
+    )
+    assert (good["level"], good["queue_seconds"], good["run_seconds"]) == ("debug", 0.001, 1.0)
+
+
+@pytest.mark.usefixtures("root")
+def test_refusals_cannot_fill_a_disk() -> None:
+    now = [0.0]
+    log, stream = logs.AccessLog(RateBound(1, 5, lambda: now[0])), log_to("json")
+    for _ in range(100):
+        make(log, fails=refusal("UNKNOWN_RULE"))
+    assert len(stream.lines) == 5
+    log.tell_left_out()
+    assert json.loads(stream.lines[-1])["message"] == "95 lines of requests were left out"
+    now[0] = 1.0
+    (refused,) = access_lines(log, stream, fails=refusal("UNKNOWN_RULE"))
+    assert refused["reason"] == "UNKNOWN_RULE"
+    log.tell_left_out()
+    assert len(stream.lines) == 7
+
+
+def test_budgets_are_a_key_s_own_and_grow_again() -> None:
+    now = [0.0]
+    bound = RateBound(2, 3, lambda: now[0])
+    assert [bound.admits("a") for _ in range(5)] == [True] * 3 + [False] * 2
+    assert bound.admits("b")
+    now[0] = 1.0
+    assert [bound.admits("a") for _ in range(3)] == [True, True, False]
+    assert (bound.take_left_out(), bound.take_left_out()) == (3, 0)
+    now[0] = 100.0
+    assert [bound.admits("a") for _ in range(4)] == [True] * 3 + [False]
+    for number in range(3000):
+        bound.admits(f"k{number}")
+    assert bound.take_left_out() == 1

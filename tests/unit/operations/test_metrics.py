@@ -1,0 +1,165 @@
+"""Figures for Prometheus: counted right, named as documented, bounded in number."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gradrule_server.operations.exposition import MetricsPage
+from gradrule_server.operations.metrics import Metrics, TenantLabels
+from gradrule_server.operations.request import Request
+from gradrule_server.operations.sources import Quarantined, snapshot
+from tests.unit.operations.requests import make, refusal
+from tests.unit.operations.states import Tenant, sources
+
+DOCS = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return metrics.registry.get_sample_value(f"gradrule_{name}", labels)
+
+
+def busy(request: Request) -> None:
+    request.bytes_in, request.bytes_out = 100, 20
+    request.compile_ns = 10**9
+    request.ran(1, 2 * 10**9, 3 * 10**9, "CPU:0")
+    request.hits["programs"] = 2
+    request.misses["loaded"] = 1
+
+
+def test_requests_are_counted_by_rpc_and_reason() -> None:
+    metrics = Metrics()
+    for _ in range(3):
+        make(metrics, rpc="A/B")
+    make(metrics, rpc="A/B", fails=refusal("UNKNOWN_RULE"), tenant="ada")
+    make(metrics, rpc="A/C", within=busy)
+    assert value(metrics, "requests_total", rpc="A/B", reason="OK") == 3
+    assert value(metrics, "requests_total", rpc="A/B", reason="UNKNOWN_RULE") == 1
+    assert value(metrics, "tenant_requests_total", tenant="ada", outcome="error") == 1
+    assert value(metrics, "tenant_requests_total", tenant="default", outcome="ok") == 4
+    assert value(metrics, "request_seconds_count", rpc="A/B") == 4
+    assert value(metrics, "received_bytes_total", rpc="A/C") == 100
+    assert value(metrics, "sent_bytes_total", rpc="A/C") == 20
+    assert [value(metrics, f"{part}_seconds_sum") for part in ("compile", "queue", "run")] == [1, 2, 3]
+    assert [value(metrics, f"{part}_seconds_count") for part in ("compile", "queue", "run")] == [1, 1, 1]
+    assert value(metrics, "cache_hits_total", cache="programs") == 2
+    assert value(metrics, "cache_misses_total", cache="loaded") == 1
+
+
+def test_the_state_is_shown_as_it_was_told_last() -> None:
+    metrics = Metrics()
+    assert value(metrics, "requests_in_flight") is None
+    metrics.quarantined()
+    metrics.show(snapshot(sources(quarantined=[Quarantined("0f", "signal 6", 3.0)])), left_out=7)
+    assert value(metrics, "engine_up", engine="0", device="CPU:0") == 1
+    assert value(metrics, "engine_up", engine="1", device="GPU:0") == 0
+    assert value(metrics, "engine_restarts_total", engine="1", reason="crash") == 2
+    assert value(metrics, "engine_resident_bytes", engine="0", device="CPU:0") == 1 << 30
+    assert value(metrics, "engine_spares") == 1
+    assert value(metrics, "requests_in_flight") == 4
+    assert value(metrics, "cache_bytes", cache="programs") == 1000
+    assert value(metrics, "rules", tenant="default") == 6
+    assert value(metrics, "quarantines_total") == 1
+    assert value(metrics, "quarantined_programs") == 1
+    assert value(metrics, "audit_left_out_total") == 7
+
+
+def test_tenants_beyond_a_number_are_one() -> None:
+    metrics = Metrics(TenantLabels(2))
+    for name in ("a", "b", "c", "d", "a"):
+        make(metrics, tenant=name)
+    metrics.show(snapshot(sources([Tenant(name) for name in "abcd"])), left_out=0)
+    assert value(metrics, "tenant_requests_total", tenant="a", outcome="ok") == 2
+    assert value(metrics, "tenant_requests_total", tenant="other", outcome="ok") == 2
+    assert value(metrics, "tenant_requests_total", tenant="c", outcome="ok") is None
+    assert (value(metrics, "rules", tenant="b"), value(metrics, "rules", tenant="other")) == (6, 12)
+
+
+def test_what_is_told_is_documented_and_the_other_way_round() -> None:
+    metrics = Metrics()
+    make(metrics, within=busy, fails=refusal("UNKNOWN_RULE"))
+    metrics.show(snapshot(sources()), left_out=0)
+    told = {
+        family.name + ("_total" if family.type == "counter" else "")
+        for family in metrics.registry.collect()
+        if family.name.startswith("gradrule_")
+    }
+    documented = set(re.findall(r"^\| `(gradrule_\w+)` \|", DOCS.read_text(), re.MULTILINE))
+    assert told == documented
+
+
+@pytest.fixture
+async def page() -> AsyncIterator[tuple[Metrics, int]]:
+    """Metrics and the port that they are served on."""
+    metrics = Metrics()
+    served = MetricsPage(metrics.registry, lambda: metrics.show(snapshot(sources()), left_out=0))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    await served.start("127.0.0.1", port)
+    yield metrics, port
+    await served.stop()
+
+
+async def ask(port: int, request: bytes) -> tuple[str, str, str]:
+    """Status line, head and body of an answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request)
+    answer = (await asyncio.wait_for(reader.read(), 10)).decode()
+    writer.close()
+    head, _, body = answer.partition("\r\n\r\n")
+    status, _, rest = head.partition("\r\n")
+    return status, rest, body
+
+
+async def test_the_page(page: tuple[Metrics, int]) -> None:
+    make(page[0], rpc="A/B")
+    status, head, body = await ask(page[1], b"GET /metrics HTTP/1.1\r\nHost: x\r\nAccept: text/plain\r\n\r\n")
+    assert status == "HTTP/1.1 200 OK"
+    assert f"Content-Length: {len(body)}" in head
+    families = {family.name for family in text_string_to_metric_families(body)}
+    assert {"gradrule_requests", "gradrule_engine_up", "process_resident_memory_bytes"} <= families
+
+
+async def test_the_page_in_openmetrics(page: tuple[Metrics, int]) -> None:
+    accept = b"Accept: application/openmetrics-text; version=1.0.0\r\n"
+    status, head, body = await ask(page[1], b"GET /metrics HTTP/1.1\r\n" + accept + b"\r\n")
+    assert status.endswith("200 OK")
+    assert "openmetrics" in head
+    assert body.endswith("# EOF\n")
+
+
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "HTTP/1.1 404 Not Found"),
+        (b"GET /metricsx HTTP/1.1\r\n\r\n", "HTTP/1.1 404 Not Found"),
+        (b"POST /metrics HTTP/1.1\r\n\r\n", "HTTP/1.1 405 Method Not Allowed"),
+        (b"\xff\xfe\r\n\r\n", "HTTP/1.1 405 Method Not Allowed"),
+        (b"x" * 100_000, ""),
+    ],
+)
+async def test_other_requests(page: tuple[Metrics, int], request_: bytes, status: str) -> None:
+    try:
+        answered = (await ask(page[1], request_))[0]
+    except ConnectionError:
+        answered = ""
+    assert answered == status
+    assert (await ask(page[1], b"GET /metrics HTTP/1.0\r\n\r\n"))[0].endswith("200 OK")
+
+
+async def test_no_more_connections_than_so_many(page: tuple[Metrics, int]) -> None:
+    silent = [await asyncio.open_connection("127.0.0.1", page[1]) for _ in range(40)]
+    await asyncio.sleep(0.05)
+    reader, _ = silent[-1]
+    assert await asyncio.wait_for(reader.read(), 5) == b""
+    for _, writer in silent:
+        writer.close()
+    await asyncio.sleep(0.05)
+    assert (await ask(page[1], b"GET /metrics HTTP/1.0\r\n\r\n"))[0].endswith("200 OK")

@@ -1,0 +1,89 @@
+"""The status as it is told and drawn."""
+
+from __future__ import annotations
+
+import pytest
+
+import gradrule as gr
+from gradrule._server_status import Usage, server_status
+from gradrule.cli import output
+from gradrule.cli.status import bytes_text, drawn, duration_text, size_text, usage_text
+from gradrule_server import __version__
+from gradrule_server.operations import status
+from gradrule_server.operations.sources import Quarantined
+from tests.unit.operations.states import Tenant, sources
+
+
+def test_versions_are_one() -> None:
+    assert __version__ == gr.__version__
+
+
+def test_everything_reaches_the_client() -> None:
+    quarantined = [Quarantined("0f1e", "signal 6, twice", 41.5)]
+    found = server_status(status.server_status(sources(quarantined=quarantined, limits=lambda _: {"rules": 60}), 90.5))
+    assert (found.version, found.tensorflow_version, found.uptime, found.ready) == ("1.2.3", "2.21.0", 90.5, True)
+    first, second = found.engines
+    assert (first.index, first.device, first.pid, first.running, first.waiting) == (0, "CPU:0", 4711, 2, 1)
+    assert (first.programs, first.resident_bytes, first.uptime, first.ended) == (3, 1 << 30, 60.5, {})
+    assert (second.pid, second.ready, second.ended) == (None, False, {"crash": 2, "memory": 1})
+    assert (found.spare_engines, found.requests) == (1, Usage(4, 256))
+    (cache,) = found.caches
+    assert (cache.name, cache.entries, cache.bytes) == ("programs", Usage(3, 256), Usage(1000, 2000))
+    (tenant,) = found.tenants
+    assert (tenant.name, tenant.requests, tenant.programs, tenant.rules) == (
+        "default",
+        Usage(4, 0),
+        Usage(5, 0),
+        Usage(6, 60),
+    )
+    assert (tenant.sessions, tenant.session_bytes) == (Usage(7, 0), Usage(8, 0))
+    assert (tenant.handles, tenant.handle_bytes, tenant.blob_bytes) == (Usage(9, 0), Usage(10, 0), Usage(11, 0))
+    (program,) = found.quarantined
+    assert (program.digest, program.reason, program.remaining) == ("0f1e", "signal 6, twice", 41.5)
+
+
+def test_many_tenants_are_told_of_but_not_all() -> None:
+    tenants = [Tenant(f"t{number}", in_flight=number) for number in range(1500)]
+    found = server_status(status.server_status(sources(tenants), 0))
+    assert found.tenant_count == 1500
+    assert [tenant.name for tenant in found.tenants] == [f"t{number}" for number in range(1499, 499, -1)]
+
+
+def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    tenants = [Tenant(f"t{number}") for number in range(21)] + [Tenant("[red]evil\x1b[2J\n", in_flight=99)]
+    quarantined = [Quarantined("0f1e", "signal 6", 41.5)]
+    found = server_status(status.server_status(sources(tenants, quarantined, lambda _: {"blob_bytes": 1 << 30}), 3700))
+    output.console().print(drawn(found, "host:1"))
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    for words in (
+        ("gradrule 1.2.3 at host:1", "TensorFlow 2.21.0", "ready", "up 1 h 1 min", "4 of 256 requests", "1 spare"),
+        ("0", "CPU:0", "4711", "ready", "1.0 GiB"),
+        ("1", "GPU:0", "starting", "crash 2, memory 1"),
+        ("programs", "3 of 256", "1000 B of 2.0 KiB"),
+        ("[red]evil[2J", "99"),
+        ("t0", "11 B of 1.0 GiB"),
+        ("and 2 tenants more",),
+        ("0f1e", "41 s", "signal 6"),
+    ):
+        assert any(all(word in line for word in words) for line in text.splitlines()), words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.9, "0 s"), (59.9, "59 s"), (200, "3 min 20 s"), (18180, "5 h 3 min"), (176400, "2 d 1 h")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
+
+
+def test_sizes() -> None:
+    assert [size_text(size) for size in (0, 1023, 1024, 1536, 1 << 50)] == [
+        "0 B",
+        "1023 B",
+        "1.0 KiB",
+        "1.5 KiB",
+        "1024.0 TiB",
+    ]
+    assert (usage_text(Usage(3, 0)), usage_text(Usage(3, 4))) == ("3", "3 of 4")
+    assert (bytes_text(Usage(3, 0)), bytes_text(Usage(3, 2048))) == ("3 B", "3 B of 2.0 KiB")
