@@ -221,6 +221,7 @@ class Settings(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
     def _credentials_fit(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together: give both or none")
