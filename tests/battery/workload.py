@@ -175,12 +175,17 @@ class Load:
         large: bool = True,
         cancelled: float = 0.0,
         wrong: float = 0.0,
+        by_name: bool = True,
     ) -> None:
-        """`cancelled`, `wrong`: shares of the requests that are given up on the way, and that are errors."""
+        """`cancelled`, `wrong`: shares of the requests that are given up on the way, and that are errors.
+
+        by_name: also programs that are kept, which only the server that compiled them has.
+        """
         self._target = target
         self._seed = seed
         self._cancelled = cancelled
         self._wrong = wrong
+        self._by_name = by_name
         self._callers = callers
         self._pause_s = pause_s
         self._works = [work for work in works() if large or work.name != "large"]
@@ -191,7 +196,7 @@ class Load:
         """Until `stop`; then what is under way is finished."""
         client = gr.aio.connect(self._target, timeout=DEADLINE_S)
         try:
-            programs = {work.name: await self._compiled(client, work) for work in self._works}
+            programs = {work.name: await self._compiled(client, work) for work in self._works} if self._by_name else {}
             await asyncio.gather(*(self._call(client, programs, number) for number in range(self._callers)))
         finally:
             await client.close()
@@ -214,14 +219,14 @@ class Load:
         while not self._stopping:
             work = chance.choice(self._works)
             index = chance.randrange(FEEDS)
-            way = chance.choice(_WAYS)
+            way = chance.choice(_WAYS if programs else (_inline,))
             drawn = chance.random()
             if drawn < self._cancelled:
-                await self._give_up(way(client, programs[work.name], work, index), chance.uniform(0.0, 0.05))
+                await self._give_up(way(client, programs.get(work.name), work, index), chance.uniform(0.0, 0.05))
             elif drawn < self._cancelled + self._wrong:
                 await self._err(client, work, chance)
             else:
-                await self._ask(work, index, functools.partial(way, client, programs[work.name], work, index))
+                await self._ask(work, index, functools.partial(way, client, programs.get(work.name), work, index))
             if self._pause_s:
                 await asyncio.sleep(self._pause_s)
 
