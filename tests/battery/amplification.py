@@ -25,7 +25,7 @@ _CREATE = "RuleService/CreateRule"
 
 @dataclass
 class Amplified:
-    """figures: by input, bytes of peak growth by byte sent. faults: inputs past the bar, or answered without a reason."""
+    """figures: by input, bytes of peak growth per byte sent. faults: inputs past the bar, or with untyped errors."""
 
     figures: dict[str, float] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
@@ -123,7 +123,9 @@ def long_expression() -> bytes:
 
 def many_params() -> bytes:
     """A rule with 200,000 params."""
-    definition = rule_pb2.RuleDefinition(expression="dy", params=[rule_pb2.RuleParam(name=f"p{i}") for i in range(200_000)])
+    definition = rule_pb2.RuleDefinition(
+        expression="dy", params=[rule_pb2.RuleParam(name=f"p{i}") for i in range(200_000)]
+    )
     return rule_pb2.CreateRuleRequest(rule=rule_pb2.Rule(name="rules/many", definition=definition)).SerializeToString()
 
 

@@ -1,7 +1,7 @@
 """Fuzzing: random and structured bytes, requests, graphs, rules, tensors, streams, sessions and uploads.
 
-Target: no death of the front end, no untyped error, memory of the front end at most ten times the input and a constant. An
-engine may die, if its caller is told so. Whatever fails is saved and can be sent again (`--replay`).
+Target: no death of the front end, no untyped error, memory of the front end at most ten times the input and a
+constant. An engine may die, if its caller is told so. Whatever fails is saved and can be sent again (`--replay`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ _DIED = {"ENGINE_CRASHED", "MEMORY_EXCEEDED", "SESSION_LOST"}
 def run(scale: Scale) -> Figures:
     """Sends 10⁶ cases in the long run."""
     with served(scale, "fuzz", **settings()) as server:
-        figures = asyncio.run(fuzz(server, scale, scale.count(LONG, 1)))
-    return figures
+        return asyncio.run(fuzz(server, scale, scale.count(LONG)))
 
 
 def settings() -> dict[str, object]:
@@ -118,7 +117,9 @@ async def _send_all(
             note(case, outcome, f"{scale.seed}-{number}", scale.folder / "fuzz", findings)
 
     try:
-        await asyncio.gather(*(worker(own) for own, _ in zip(itertools.cycle(channels), range(IN_FLIGHT), strict=False)))
+        await asyncio.gather(
+            *(worker(own) for own, _ in zip(itertools.cycle(channels), range(IN_FLIGHT), strict=False))
+        )
     finally:
         for own in channels:
             await own.close()

@@ -1,7 +1,7 @@
 """Slow and hostile clients, each beside a healthy one.
 
-Target: the healthy client sees no error and no wrong answer and waits at most a second (p99); the front end lives, and has as
-many descriptors afterwards as before, and memory that is bounded.
+Target: the healthy client sees no error and no wrong answer and waits at most a second (p99); the front end lives,
+and has as many descriptors afterwards as before, and memory that is bounded.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Callers that share all names: nodes, functions, variables, `shared_name`, rules, labels, handles' and sessions' words.
+"""Callers that share all names: nodes, functions, variables, `shared_name`, rules, labels, handles and sessions.
 
 Target: 0 leaks: every number that a caller gets is made of its own numbers.
 """

@@ -1,4 +1,4 @@
-"""Whether an answer is one that the errors' contract allows: a message, or an error with a reason that errors.proto knows."""
+"""Whether an answer is one that the contract allows: a message, or an error with a reason that errors.proto knows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs that are alike in every name and differ only in the numbers inside: whose they are is read from what they compute."""
+"""Graphs that are alike in every name and differ only in numbers: what they compute tells whose they are."""
 
 from __future__ import annotations
 

@@ -1,8 +1,10 @@
-"""Five times as many requests as the server can do. Target: goodput at least 90 % of the peak, refusals within 10 ms (p99).
+"""Five times as many requests as the server can do.
 
-Peak is what callers get that wait for their answers before they ask again, at the best of several numbers of callers. Then
-requests come at five times that rate, whatever becomes of them (open loop). They are sent, and timed, by processes of their
-own: an event loop that does nothing else.
+Target: goodput at least 90 % of the peak, refusals within 10 ms (p99).
+
+Peak is what callers get that wait for their answers before they ask again, at the best of several numbers of callers.
+Then requests come at five times that rate, whatever becomes of them (open loop). They are sent, and timed, by processes
+of their own: an event loop that does nothing else.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ async def overload(target: str, scale: Scale, seconds: float) -> Figures:
     peaks = {callers: await _rate(target, request, callers, max(2.0, seconds / 3)) for callers in PEAK_CALLERS}
     peak = max(peaks.values())
     senders = [
-        _sent(target, request, "--rate", str(FACTOR * peak / SENDERS), "--seconds", str(seconds)) for _ in range(SENDERS)
+        _sent(target, request, "--rate", str(FACTOR * peak / SENDERS), "--seconds", str(seconds))
+        for _ in range(SENDERS)
     ]
     return judge(peak, seconds, await asyncio.gather(*senders), peaks)
 
@@ -138,5 +141,3 @@ async def _sent(target: str, request: Path, *words: str) -> dict[str, Any]:
         raise RuntimeError(f"the sender ended with {process.returncode}")
     found: dict[str, Any] = json.loads(output)
     return found
-
-

@@ -1,6 +1,7 @@
 """Sends one request again and again and times what comes back; a process of its own, so that its figures are its own.
 
-`--callers N`: each waits for its answer (closed loop). `--rate R`: so many per second, whatever becomes of them (open loop).
+`--callers N`: each waits for its answer (closed loop). `--rate R`: so many per second, whatever becomes of them (open
+loop).
 """
 
 from __future__ import annotations

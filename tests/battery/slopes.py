@@ -1,8 +1,8 @@
 """Whether something grows: the rule by which a soak is judged.
 
-The first third of the samples is warm-up and left out. Of the rest, the slope is Theil and Sen's: the median of the slopes
-between all pairs, which single peaks do not move. It is flat where what it would add over the measured time is within the
-allowance of that figure: a part of its median, and a constant.
+The first third of the samples is warm-up and left out. Of the rest, the slope is Theil and Sen's: the median of the
+slopes between all pairs, which single peaks do not move. It is flat where what it would add over the measured time is
+within the allowance of that figure: a part of its median, and a constant.
 """
 
 from __future__ import annotations

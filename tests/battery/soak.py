@@ -1,5 +1,7 @@
-"""A soak with 10 % cancellations and 5 % errors. Target: memory, descriptors, threads and shared memory of the front end and
-of the engines are flat, as `slopes` says; every answer is right.
+"""A soak with 10 % cancellations and 5 % errors.
+
+Target: memory, descriptors, threads and shared memory of the front end and of the engines are flat, as `slopes` says;
+every answer is right.
 """
 
 from __future__ import annotations

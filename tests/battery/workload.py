@@ -107,9 +107,7 @@ def _work(
     random = np.random.default_rng(len(name))
     feeds = tuple({"x": random.normal(0, 1.5, shape).astype(np.float32)} for _ in range(FEEDS))
     rules = (
-        {}
-        if rule is None
-        else {node.name: rule.python for node in reference.nodes(graph_def) if node.op == op_type}
+        {} if rule is None else {node.name: rule.python for node in reference.nodes(graph_def) if node.op == op_type}
     )
     wanted = []
     for given in feeds:

@@ -112,7 +112,9 @@ class Cases:
             created = rule_pb2.CreateRuleRequest(rule=rule_pb2.Rule(name=name, definition=definition))
             return Case("rule", "RuleService/CreateRule", (created.SerializeToString(),))
         if drawn < 0.6:
-            sampled = rule_pb2.SampleRuleRequest(definition=definition, op_type=chance.choice(("", "Sign", "AddV2", "MatMul")))
+            sampled = rule_pb2.SampleRuleRequest(
+                definition=definition, op_type=chance.choice(("", "Sign", "AddV2", "MatMul"))
+            )
             for name in ("x", "x1", "y", "dy", "default")[: chance.randrange(1, 6)]:
                 sampled.values.add(name=name).value.inline.CopyFrom(_values(chance))
             return Case("rule", "RuleService/SampleRule", (sampled.SerializeToString(),))
@@ -214,9 +216,13 @@ def _values(chance: Random) -> tensor_pb2.Tensor:
     """A small tensor of floats; now and then of another type or an odd shape."""
     sizes = chance.choice(((3,), (3,), (3,), (), (0,), (2, 3), (1, 3), (-1,), (2**40, 2**40)))
     return tensor_pb2.Tensor(
-        dtype=chance.choice((tensor_pb2.DT_FLOAT,) * 6 + (tensor_pb2.DT_DOUBLE, tensor_pb2.DT_INT32, tensor_pb2.DT_STRING)),
+        dtype=chance.choice(
+            (tensor_pb2.DT_FLOAT,) * 6 + (tensor_pb2.DT_DOUBLE, tensor_pb2.DT_INT32, tensor_pb2.DT_STRING)
+        ),
         tensor_shape=tensor_pb2.TensorShape(dim=[tensor_pb2.TensorShape.Dim(size=size) for size in sizes]),
-        float_val=[chance.choice((0.0, 1.0, -2.5, float("nan"), float("inf"))) for _ in range(chance.choice((1, 1, 3)))],
+        float_val=[
+            chance.choice((0.0, 1.0, -2.5, float("nan"), float("inf"))) for _ in range(chance.choice((1, 1, 3)))
+        ],
     )
 
 

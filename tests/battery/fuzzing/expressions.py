@@ -8,12 +8,62 @@ from gradrule_server.rules.language.functions import CONSTANTS, FUNCTIONS
 
 _NAMES = ("x", "x0", "x1", "x2", "x9", "y", "y1", "dy", "dy1", "default", "default1", "width", "alpha", "z", *CONSTANTS)
 _FUNCTIONS = tuple(FUNCTIONS)
-_BINARY = ("+", "-", "*", "/", "**", "%", "//", "<", "<=", "==", "!=", ">", "and", "or", "@", "<<", "&", "is", "in", ",", ":=")
-_NUMBERS = ("0", "1", "-1", "0.5", "1e308", "1e-400", "9" * 400, "1e999999", "0x10", "1_0", "1j", "00", ".5", "5.", "1e", "nan")
-_AXES = ("axis=0", "axis=-1", "axis=99", 'axis="sample"', 'axis="x"', "axis=(0, 1)", "axis=None", "axis=dy", "keepdims=1")
+_BINARY = (
+    "+",
+    "-",
+    "*",
+    "/",
+    "**",
+    "%",
+    "//",
+    "<",
+    "<=",
+    "==",
+    "!=",
+    ">",
+    "and",
+    "or",
+    "@",
+    "<<",
+    "&",
+    "is",
+    "in",
+    ",",
+    ":=",
+)
+_NUMBERS = (
+    "0",
+    "1",
+    "-1",
+    "0.5",
+    "1e308",
+    "1e-400",
+    "9" * 400,
+    "1e999999",
+    "0x10",
+    "1_0",
+    "1j",
+    "00",
+    ".5",
+    "5.",
+    "1e",
+    "nan",
+)
+_AXES = (
+    "axis=0",
+    "axis=-1",
+    "axis=99",
+    'axis="sample"',
+    'axis="x"',
+    "axis=(0, 1)",
+    "axis=None",
+    "axis=dy",
+    "keepdims=1",
+)
 _FOREIGN = (
-    "__import__('os')", "x.shape", "x[0]", "lambda: dy", "[x for x in y]", "f'{x}'", "'text'", "dy if x else y", "await dy", "{x: y}", "...",
-    "*x", "not", "yield", "x.__class__", "(", ")", "dy dy", "\n", "\t", "#", "\\", "é", "𝔛", "\x00", "\ufeff", "x" * 5000, "(" * 300, "-" * 3000, "not " * 900,
+    "__import__('os')", "x.shape", "x[0]", "lambda: dy", "[x for x in y]", "f'{x}'", "'text'", "dy if x else y",
+    "await dy", "{x: y}", "...", "*x", "not", "yield", "x.__class__", "(", ")", "dy dy", "\n", "\t", "#", "\\", "é",
+    "𝔛", "\x00", "\ufeff", "x" * 5000, "(" * 300, "-" * 3000, "not " * 900,
 )  # fmt: skip
 
 
@@ -33,7 +83,7 @@ def _term(chance: Random, depth: int) -> str:
     if depth <= 0 or chance.random() < 0.15:
         drawn = chance.random()
         if drawn < 0.78:
-            return chance.choice(_NAMES[:3] + ("dy", "dy", "y"))
+            return chance.choice((*_NAMES[:3], "dy", "dy", "y"))
         return chance.choice(_NUMBERS if drawn < 0.9 else _NAMES)
     what = chance.randrange(10)
     if what < 4:

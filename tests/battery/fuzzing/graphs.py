@@ -151,7 +151,9 @@ def _func_attr(chance: Random, graph: graph_pb2.Graph, nodes: Any, words: Sequen
 
 def _mark(chance: Random, graph: graph_pb2.Graph, nodes: Any, words: Sequence[str]) -> None:
     """Attributes by which TensorFlow, and gradrule, are told things."""
-    key = chance.choice(("_gradient_op_type", "_class", "container", "shared_name", "_gradrule", "_output_shapes", "_XlaMustCompile"))
+    key = chance.choice(
+        ("_gradient_op_type", "_class", "container", "shared_name", "_gradrule", "_output_shapes", "_XlaMustCompile")
+    )
     value = chance.choice((*words, "CustomGradient-17", "loc:@x", "gradrule", "builtin/ste", "default"))
     chance.choice(nodes).attr[key].s = value.encode()
 

@@ -13,10 +13,11 @@ from google.protobuf.message import DecodeError, Message
 INTEGERS = (0, 1, -1, 2, 3, 7, 8, 31, 32, 255, 256, 1024, 65_536, 2**31 - 1, -(2**31), 2**32 - 1, 2**63 - 1, -(2**63))
 FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, math.nan, math.inf, -math.inf, 1e308, -1e308, 5e-324, 1e-45, 3.4e38)
 STRINGS = (
-    "", " ", "/", ":", ":0", "x:0", "x:1", "x:-1", "x:99999999999999999999", "^x", "^", "^^x", "*", "**", "a/**/b", "(", "(a+)+$", "\\",
-    "\x00", "é", "𝔛", "…", "\u202e", "x" * 300, "a/" * 200, "y" * 5000, "default", "dy", "None", "true", "-1", "0", "1e9", "@step", "@convolution",
-    "rules/", "rules/ste", "builtin/ste", "builtin/", "programs/", "programs/a", "../../etc/passwd", "CustomGradient-17", "gradrule", "_x", "%s%n",
-    "fold_batch_norm", "lrp", "Identity", "Relu", "MatMul", "ArgMax", "ste", "ste_sign", "0" * 64, "z" * 64,
+    "", " ", "/", ":", ":0", "x:0", "x:1", "x:-1", "x:99999999999999999999", "^x", "^", "^^x", "*", "**", "a/**/b",
+    "(", "(a+)+$", "\\", "\x00", "é", "𝔛", "…", "\u202e", "x" * 300, "a/" * 200, "y" * 5000, "default", "dy", "None",
+    "true", "-1", "0", "1e9", "@step", "@convolution", "rules/", "rules/ste", "builtin/ste", "builtin/", "programs/",
+    "programs/a", "../../etc/passwd", "CustomGradient-17", "gradrule", "_x", "%s%n", "fold_batch_norm", "lrp",
+    "Identity", "Relu", "MatMul", "ArgMax", "ste", "ste_sign", "0" * 64, "z" * 64,
 )  # fmt: skip
 _INTEGER_RANGES = {
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
@@ -33,7 +34,7 @@ Inside = Callable[[Random, bytes], bytes]
 
 
 class Mutator:
-    """Changes messages. words: strings that mean something to the server; inside: for fields that hold a message's bytes."""
+    """Changes messages. words: strings that mean something to the server; inside: for fields that hold messages."""
 
     def __init__(self, random: Random, words: Sequence[str], inside: dict[str, Inside] | None = None) -> None:
         self._random = random
@@ -97,7 +98,9 @@ class Mutator:
         elif what == "swap":
             order = list(items)
             chance.shuffle(order)
-            copies = [type(item).FromString(item.SerializeToString()) for item in order] if field.message_type else order
+            copies = (
+                [type(item).FromString(item.SerializeToString()) for item in order] if field.message_type else order
+            )
             del items[:]
             items.extend(copies)
         elif what == "change" and field.message_type is None:

@@ -79,7 +79,7 @@ def _method(service: ServiceDescriptor, descriptor: MethodDescriptor) -> Method:
 
 @dataclass(frozen=True)
 class Seeds:
-    """requests: by RPC, as bytes. graphs: `EvaluateRequest`s with graphs of TensorFlow's. words: strings that occur in them."""
+    """requests: by RPC, as bytes. graphs: `EvaluateRequest`s with graphs of TensorFlow's. words: strings in them."""
 
     requests: dict[str, tuple[bytes, ...]]
     graphs: tuple[bytes, ...]
@@ -109,7 +109,11 @@ def _flat(number: int) -> list[evaluate_pb2.EvaluateRequest]:
 
     @seed(number)
     @settings(
-        max_examples=FLAT, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+        max_examples=FLAT,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
     )
     @given(generated.cases())
     def collect(case: generated.Case) -> None:
@@ -165,7 +169,9 @@ def request(
     """Fetches the ys, and differentiates them."""
     message = evaluate_pb2.EvaluateRequest(
         feeds=[
-            tensor_pb2.NamedTensor(name=name, value=tensor_pb2.TensorSource(inline=_tensors.to_message(np.asarray(value))))
+            tensor_pb2.NamedTensor(
+                name=name, value=tensor_pb2.TensorSource(inline=_tensors.to_message(np.asarray(value)))
+            )
             for name, value in feeds.items()
         ]
     )
@@ -178,7 +184,21 @@ def request(
 
 def _words(graphs: Sequence[evaluate_pb2.EvaluateRequest]) -> tuple[str, ...]:
     """Names of nodes, functions, op types and attributes that mean something in some graph."""
-    found = {"x", "y", "w", "y:0", "x:0", "ste", "ste_sign", "builtin/ste", "Sign", "Relu", "Identity", "default", "grad"}
+    found = {
+        "x",
+        "y",
+        "w",
+        "y:0",
+        "x:0",
+        "ste",
+        "ste_sign",
+        "builtin/ste",
+        "Sign",
+        "Relu",
+        "Identity",
+        "default",
+        "grad",
+    }
     for message in graphs[:: max(1, len(graphs) // 25)]:
         graph = graph_pb2.Graph.FromString(message.spec.graph.serialized)
         found.update(node.name for node in graph.node)
