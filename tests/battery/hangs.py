@@ -7,18 +7,16 @@ client sees no error.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from tests.battery import poison
 from tests.battery.figures import Figures, Findings, Scale
 from tests.battery.fuzzing.sending import channel
 from tests.battery.judging import Judgement, Verdict
 from tests.battery.known import Healthy
+from tests.battery.processes import BUSY, used_s
 from tests.battery.serving import served, supported
 from tests.service.corpus import HANGS, Bad
 from tests.service.servers import RunningServer
@@ -29,10 +27,6 @@ DEADLINE_S = 2.0
 GONE_S = 1.0
 _WATCH_S = 2.5
 _EVERY_S = 0.1
-_BUSY = 0.5
-"""Of one core's time: who takes more works on something, who answers small requests takes less."""
-
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def run(scale: Scale) -> Figures:
@@ -74,27 +68,16 @@ async def _ended(server: RunningServer, bad: Bad) -> Ended:
     async with channel(server.target) as own:
         asking = asyncio.ensure_future(poison.ask(own, data, DEADLINE_S))
         ends_at, busy_at = deadline, 0.0
-        times, used = loop.time(), _used_s(watched)
+        times, used = loop.time(), used_s(watched)
         while loop.time() < ends_at + _WATCH_S:
             await asyncio.sleep(_EVERY_S)
             if asking.done():
                 ends_at = min(ends_at, loop.time())
-            now, using = loop.time(), _used_s(watched)
-            if any(using[pid] - used[pid] > _BUSY * (now - times) for pid in using.keys() & used.keys()):
+            now, using = loop.time(), used_s(watched)
+            if any(using[pid] - used[pid] > BUSY * (now - times) for pid in using.keys() & used.keys()):
                 busy_at = now
             times, used = now, using
         return Ended(await asking, max(0.0, busy_at - ends_at))
-
-
-def _used_s(pids: Iterable[int]) -> dict[int, float]:
-    """Seconds of processors' time that each process has used; none of one that is gone, or only waits to be buried."""
-    found = {}
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            if fields[0] != "Z":
-                found[pid] = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
-    return found
 
 
 def judge(bad: Bad, ended: Ended) -> list[str]:

@@ -15,13 +15,14 @@ from gradrule.v1 import evaluate_pb2
 from tests.battery import judging
 from tests.battery.judging import Judgement
 from tests.battery.known import Healthy, HealthyClient
-from tests.battery.processes import engines
+from tests.battery.processes import BUSY, engines, used_s
 from tests.service import raw
 from tests.service.corpus import Bad
 from tests.service.servers import RunningServer
 
 EVALUATE = "/gradrule.v1.GradientService/Evaluate"
 _CALM_S = 60.0
+_REST_S = 0.4
 _copies = itertools.count()
 
 
@@ -63,10 +64,16 @@ def complaints(name: str, seen: Healthy) -> list[str]:
 
 
 async def calm(server: RunningServer, count: int) -> list[int]:
-    """The server's engines once there are so many, the spare included, or as many as came in a minute."""
-    ends_at = asyncio.get_running_loop().time() + _CALM_S
+    """The server's engines once there are so many, spares included, and none is still starting; or after a minute."""
+    loop = asyncio.get_running_loop()
+    ends_at = loop.time() + _CALM_S
     while True:
         found = engines(server.process.pid)
-        if len(found) >= count or asyncio.get_running_loop().time() > ends_at:
-            return found
-        await asyncio.sleep(0.1)
+        before = used_s(found)
+        await asyncio.sleep(_REST_S)
+        used = used_s(found)
+        at_rest = len(used) >= count and all(
+            used[pid] - seconds < BUSY * _REST_S for pid, seconds in before.items() if pid in used
+        )
+        if at_rest or loop.time() > ends_at:
+            return list(used)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _ENGINE = b"gradrule_server.engine"
 
 
@@ -53,6 +55,21 @@ def engines(pid: int) -> list[int]:
             state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
             if state != "Z" and _ENGINE in (folder / "cmdline").read_bytes():
                 found.append(child)
+    return found
+
+
+BUSY = 0.5
+"""Of one core's time: who takes more works on something, who answers small requests takes less."""
+
+
+def used_s(pids: Iterable[int]) -> dict[int, float]:
+    """Seconds of processors' time that each process has used; none of one that is gone, or only waits to be buried."""
+    found = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            if fields[0] != "Z":
+                found[pid] = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
     return found
 
 
