@@ -21,6 +21,8 @@ DtypeLike: TypeAlias = "str | int | np.dtype[Any] | type | Any"
 
 # Quantised types carry plain integers; their scale lies elsewhere in the graph.
 _QUANTISED = {"qint8": "int8", "quint8": "uint8", "qint32": "int32", "qint16": "int16", "quint16": "uint16"}
+# The shape of a few bytes may claim any size.
+_MAX_STRETCHED_BYTES = 64 * 1024 * 1024
 _OPAQUE = {Dt.DT_RESOURCE, Dt.DT_VARIANT}
 _NARROW_INTS = {Dt.DT_INT4, Dt.DT_UINT4, Dt.DT_INT2, Dt.DT_UINT2}
 
@@ -242,6 +244,11 @@ def _filled(values: Array, count: int, dtype: np.dtype[Any], name: str) -> Array
         raise ValueError(f"{len(values)} values are more than the {count} of {name} that the shape has")
     if len(values) == count:
         return values if values.flags.writeable else values.copy()
+    if count * dtype.itemsize > _MAX_STRETCHED_BYTES:
+        raise ValueError(
+            f"{len(values)} values do not fill {count} of {name}; at most {_MAX_STRETCHED_BYTES} bytes are filled up, "
+            "larger tensors have all their values in tensor_content"
+        )
     array = np.empty(count, dtype)
     array[: len(values)] = values
     array[len(values) :] = values[-1] if len(values) else (b"" if dtype.kind == "O" else 0)

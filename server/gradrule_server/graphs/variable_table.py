@@ -58,7 +58,8 @@ class VariableTable:
                 self._names.setdefault(name, variable)
         for node in top.nodes:
             owner = self._by_node.get(node.name.removesuffix(f"/{INITIALISER}"))
-            if owner is not None and node.op in ASSIGNMENTS and not owner.initialiser:
+            # A node on a cycle, which is an error already, has no inputs here.
+            if owner is not None and node.op in ASSIGNMENTS and node.inputs and not owner.initialiser:
                 owner.initialiser = node.name if top.nodes[node.inputs[0][0]].op in SOURCES else ""
 
     def __bool__(self) -> bool:

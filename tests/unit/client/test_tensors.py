@@ -235,3 +235,11 @@ def test_string_values_keep_zero_bytes() -> None:
         [b"\xff\x00"],
     ]
     assert _tensors.from_value(["a", b"b\x00"], _tensors.dtype_number("string")).tolist() == ["a", b"b\x00"]
+
+
+@pytest.mark.parametrize("values", [{"float_val": [1.0, 2.0]}, {}])
+def test_shapes_that_claim_more_than_is_there(values: dict[str, list[float]]) -> None:
+    """A few bytes must not become gigabytes."""
+    shape = _tensors.shape_message([2**16, 2**16])
+    with pytest.raises(ValueError, match="4294967296 of float32"):
+        _tensors.to_numpy(Tensor(dtype=1, tensor_shape=shape, **values))

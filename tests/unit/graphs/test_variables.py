@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from gradrule.v1.graph_pb2 import AttrValue, Graph
-from gradrule.v1.tensor_pb2 import Dt
+from gradrule.v1.tensor_pb2 import Dt, TensorShape
 from gradrule_server import graphs
 from gradrule_server.errors import reason_name
 from tests.unit.graphs.helpers import expand, findings_of, node, nodes_of, placeholder, reasons_of, run
@@ -359,3 +359,15 @@ def test_reads_before_and_after_many_writes_stay_fast(record_property: Callable[
     seconds = time.perf_counter() - started
     record_property("seconds", seconds)
     assert seconds < 5
+
+
+def test_an_initialiser_on_a_cycle() -> None:
+    graph = graph_of(
+        node("w", "VarHandleOp", dtype=AttrValue(type=Dt.DT_FLOAT), shape=AttrValue(shape=TensorShape())),
+        node("zero", "ZerosLike", "again"),
+        node("again", "ZerosLike", "zero"),
+        node("w/Assign", "AssignVariableOp", "w", "zero", "^cycle", dtype=AttrValue(type=Dt.DT_FLOAT)),
+        node("cycle", "NoOp", "^w/Assign"),
+        node("y", "ReadVariableOp", "w", dtype=AttrValue(type=Dt.DT_FLOAT)),
+    )
+    assert set(reasons_of(graph, ["y"])) == {"GRAPH_CYCLE"}

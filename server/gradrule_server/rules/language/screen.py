@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ast
+import threading
 from dataclasses import dataclass
 
 from gradrule_server.errors import GradruleError
 from gradrule_server.rules.language.errors import invalid_expression
+
+# Python 3.11 counts how deep it is in a tree once per process, for all threads: one that stops for garbage makes others
+# refuse what they could read, or fail.
+_PARSING = threading.Lock()
 
 MAX_LENGTH = 4096
 MAX_DEPTH = 64
@@ -68,7 +73,8 @@ def read(expression: str) -> Source:
     _screen_characters(text)
     shift = len(text) - len(text.lstrip(" "))
     try:
-        body = ast.parse(stripped, mode="eval").body
+        with _PARSING:
+            body = ast.parse(stripped, mode="eval").body
         return Source(text, body, stripped.encode(), shift)
     except SyntaxError as cause:
         # At the end of the text Python gives no position.

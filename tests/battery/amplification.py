@@ -1,0 +1,167 @@
+"""How much memory of the front end's an input takes: large inputs, one at a time, peak against size."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import grpc
+
+from gradrule.v1 import evaluate_pb2, graph_pb2, override_pb2, program_pb2, rule_pb2
+from tests.battery import judging
+from tests.battery.fuzzing.sending import channel
+from tests.battery.judging import Verdict
+from tests.battery.processes import forget_peak, holds, peak_bytes
+from tests.service import raw
+from tests.service.servers import RunningServer
+
+FACTOR = 10
+CONSTANT_BYTES = 64 << 20
+_DEADLINE_S = 60.0
+_EVALUATE = "GradientService/Evaluate"
+_CREATE = "RuleService/CreateRule"
+
+
+@dataclass
+class Amplified:
+    """figures: by input, bytes of peak growth per byte sent. faults: inputs past the bar, or with untyped errors."""
+
+    figures: dict[str, float] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+
+
+async def measure(server: RunningServer) -> Amplified:
+    """Sends each large input alone."""
+    found = Amplified()
+    async with channel(server.target) as own:
+        for name, (method, build) in INPUTS.items():
+            data = build()
+            await asyncio.sleep(0.2)
+            pid = server.process.pid
+            before = holds(pid).resident_bytes
+            forget_peak(pid)
+            judged = judging.GOOD
+            try:
+                await own.unary_unary(f"/gradrule.v1.{method}")(data, timeout=_DEADLINE_S)
+            except grpc.RpcError as failure:
+                judged = judging.of_failure(failure)
+            grown = peak_bytes(pid) - before
+            found.figures[name] = round(grown / len(data), 1)
+            if grown > FACTOR * len(data) + CONSTANT_BYTES:
+                found.faults.append(
+                    f"{name}: {len(data) / 2**20:.1f} MiB sent, the front end's memory grew by {grown / 2**20:.0f} MiB"
+                )
+            if judged.verdict is Verdict.FAULT:
+                found.faults.append(f"{name}: {judged.what}")
+    return found
+
+
+def many_nodes() -> bytes:
+    """A chain of 150,000 nodes."""
+    nodes = [raw.placeholder()]
+    nodes += [graph_pb2.Node(name=f"n{i}", op="Neg", input=[f"n{i - 1}" if i else "x"]) for i in range(150_000)]
+    return raw.request(raw.graph(*nodes), fetches=["n9"]).SerializeToString()
+
+
+def empty_nodes() -> bytes:
+    """Nodes of two bytes each: what is smallest on the wire and largest when parsed."""
+    message = evaluate_pb2.EvaluateRequest()
+    message.spec.graph.serialized = b"\x0a\x00" * 2_000_000
+    return message.SerializeToString()
+
+
+def empty_nodes_inline() -> bytes:
+    """The same where the server parses it with the request."""
+    graph = b"\x0a\x00" * 2_000_000
+    source = b"\x0a" + _varint(len(graph)) + graph
+    spec = b"\x0a" + _varint(len(source)) + source
+    return b"\x12" + _varint(len(spec)) + spec
+
+
+def empty_overrides() -> bytes:
+    """Overrides that say nothing."""
+    message = raw.request(raw.sign_graph())
+    return message.SerializeToString() + b"\x12" + _length_delimited(b"\x12\x00" * 1_000_000)
+
+
+def empty_feeds() -> bytes:
+    """Feeds that say nothing."""
+    return raw.request(raw.sign_graph()).SerializeToString() + b"\x1a\x00" * 1_000_000
+
+
+def many_dimensions() -> bytes:
+    """A feed whose shape has a million dimensions."""
+    shape = b"\x12\x00" * 1_000_000
+    tensor = b"\x08\x01\x12" + _length_delimited(shape)
+    source = b"\x0a" + _length_delimited(tensor)
+    feed = b"\x0a\x01x\x12" + _length_delimited(source)
+    return raw.request(raw.sign_graph(), {}).SerializeToString() + b"\x1a" + _length_delimited(feed)
+
+
+def many_values() -> bytes:
+    """A feed of small numbers, each a field of its own, that claims to be larger."""
+    message = raw.request(raw.sign_graph(), {})
+    feed = message.feeds.add(name="x").value.inline
+    feed.dtype = raw.DT_FLOAT
+    feed.tensor_shape.dim.add(size=2**33)
+    feed.float_val.extend([1.0] * 500_000)
+    return message.SerializeToString()
+
+
+def long_name() -> bytes:
+    """One name of 8 MiB, in a request that quotes it in its error."""
+    return raw.request(raw.sign_graph(), fetches=["y" * (8 << 20)]).SerializeToString()
+
+
+def long_expression() -> bytes:
+    """An expression of 8 MiB."""
+    definition = rule_pb2.RuleDefinition(expression="dy + " * (8 << 20 >> 3) + "dy")
+    rule = rule_pb2.Rule(name="rules/long", definition=definition)
+    return rule_pb2.CreateRuleRequest(rule=rule).SerializeToString()
+
+
+def many_params() -> bytes:
+    """A rule with 200,000 params."""
+    definition = rule_pb2.RuleDefinition(
+        expression="dy", params=[rule_pb2.RuleParam(name=f"p{i}") for i in range(200_000)]
+    )
+    return rule_pb2.CreateRuleRequest(rule=rule_pb2.Rule(name="rules/many", definition=definition)).SerializeToString()
+
+
+def many_selectors() -> bytes:
+    """Ten thousand overrides that match every node of ten thousand."""
+    nodes = [raw.placeholder()] + [raw.node(f"n{i}", "Sign", "x") for i in range(5_000)]
+    override = override_pb2.Override(selector=override_pb2.Selector(node="**"), rule="Identity", optional=True)
+    overrides = [override] * 5_000
+    return raw.request(
+        raw.graph(*nodes), fetches=["n0"], vjp=program_pb2.Vjp(ys=["n0"], xs=["x"]), overrides=overrides
+    ).SerializeToString()
+
+
+def _length_delimited(data: bytes) -> bytes:
+    return _varint(len(data)) + data
+
+
+def _varint(number: int) -> bytes:
+    found = bytearray()
+    while number > 0x7F:
+        found.append(number & 0x7F | 0x80)
+        number >>= 7
+    found.append(number)
+    return bytes(found)
+
+
+INPUTS: dict[str, tuple[str, Callable[[], bytes]]] = {
+    "150,000 nodes": (_EVALUATE, many_nodes),
+    "2,000,000 empty nodes, serialized": (_EVALUATE, empty_nodes),
+    "2,000,000 empty nodes, inline": (_EVALUATE, empty_nodes_inline),
+    "1,000,000 empty overrides": (_EVALUATE, empty_overrides),
+    "1,000,000 empty feeds": (_EVALUATE, empty_feeds),
+    "1,000,000 dimensions": (_EVALUATE, many_dimensions),
+    "500,000 listed values": (_EVALUATE, many_values),
+    "a name of 8 MiB": (_EVALUATE, long_name),
+    "an expression of 5 MiB": (_CREATE, long_expression),
+    "200,000 params": (_CREATE, many_params),
+    "5,000 overrides of 5,000 nodes": (_EVALUATE, many_selectors),
+}

@@ -1,0 +1,96 @@
+"""Graphs that kill the process that runs them, with a healthy client beside them, on a server that runs any op.
+
+Target: each gets a typed error that names the crash, or is refused before it kills; the healthy client sees no error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+from tests.battery import poison
+from tests.battery.figures import Figures, Findings, Scale
+from tests.battery.fuzzing.sending import channel
+from tests.battery.judging import Judgement, Verdict
+from tests.battery.known import Healthy
+from tests.battery.serving import served, supported
+from tests.service.corpus import CRASHES, Bad
+from tests.service.servers import RunningServer
+
+TARGET = "each gets a typed error that names the crash; a healthy client sees 0 errors"
+LONG_ROUNDS = 50
+_DEADLINE_S = 60.0
+_NAMING = {"ENGINE_CRASHED", "MEMORY_EXCEEDED"}
+_SIGNAL = re.compile(r"\bSIG[A-Z]{3,}\b")
+
+
+def run(scale: Scale) -> Figures:
+    """Fifty rounds of the corpus in the long run, each with other graphs."""
+    with served(scale, "crashes", **settings()) as server:
+        return asyncio.run(crash(server, scale, CRASHES, scale.count(LONG_ROUNDS)))
+
+
+def settings() -> dict[str, object]:
+    """Of the server: nothing is refused because of what it is; the second engine is a spare."""
+    return supported(trust="full", spares=1)
+
+
+async def crash(server: RunningServer, scale: Scale, corpus: Sequence[Bad], rounds: int) -> Figures:
+    """So many rounds."""
+    findings, told, clock, done = Findings(), Counter[str](), scale.clock(), 0
+    async with poison.beside(server.target) as seen, channel(server.target) as own:
+        for bad in (bad for _ in range(rounds) for bad in corpus):
+            if clock.is_over or server.process.poll() is not None:
+                break
+            before = set(await poison.calm(server, 2))
+            judged = await poison.ask(own, poison.request(bad), _DEADLINE_S)
+            died = bool(before - set(poison.engines(server.process.pid)))
+            told[judged.reason or judged.verdict.name] += 1
+            for fault in judge(bad, judged, died):
+                findings.add(fault)
+            done += 1
+        # Whoever asks next is answered.
+        await asyncio.sleep(1.0)
+    return summary(seen, findings, told, done, server.process.poll())
+
+
+def summary(seen: Healthy, findings: Findings, told: Counter[str], done: int, ended_with: int | None) -> Figures:
+    """The row's figures."""
+    for fault in poison.complaints("crashes", seen):
+        findings.add(fault)
+    if ended_with is not None:
+        findings.add(f"the front end ended with {ended_with}")
+    if not told["ENGINE_CRASHED"]:
+        findings.add("no engine crashed: nothing was shown")
+    return Figures(
+        target=TARGET,
+        cases=done,
+        failures=findings.count,
+        met=not findings.count,
+        details={
+            "told": dict(told),
+            "healthy_asked": seen.asked,
+            "healthy_errors": seen.errors,
+            "healthy_p99_ms": round(seen.quantile(0.99) * 1e3, 1),
+            "healthy_longest_ms": round(seen.quantile(1.0) * 1e3, 1),
+        },
+        findings=findings.lines,
+    )
+
+
+def judge(bad: Bad, judged: Judgement, died: bool) -> list[str]:
+    """What is wrong with the answer to a graph that kills. died: whether an engine ended meanwhile."""
+    if judged.verdict is Verdict.FAULT:
+        return [f"{bad.name}: {judged.what}"]
+    if judged.verdict is Verdict.GOOD:
+        return [f"{bad.name}: an answer"]
+    if judged.reason in _NAMING:
+        missing = [] if _SIGNAL.search(judged.what) or not died else ["the signal"]
+        if judged.reason == "ENGINE_CRASHED" and bad.says not in judged.what:
+            missing.append(repr(bad.says))
+        return [f"{bad.name}: {judged.what!r} does not name {what}" for what in missing]
+    if died:
+        return [f"{bad.name}: an engine died, and the caller was told {judged.reason}: {judged.what}"]
+    return []

@@ -1,0 +1,174 @@
+"""Fuzzing: random and structured bytes, requests, graphs, rules, tensors, streams, sessions and uploads.
+
+Target: no death of the front end, no untyped error, memory of the front end at most ten times the input and a
+constant. An engine may die, if its caller is told so. Whatever fails is saved and can be sent again (`--replay`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from pathlib import Path
+
+import grpc
+from google.rpc import status_pb2
+
+from tests.battery import amplification
+from tests.battery.figures import Clock, Figures, Findings, Scale
+from tests.battery.fuzzing.cases import Case, Cases
+from tests.battery.fuzzing.seeds import seeds
+from tests.battery.fuzzing.sending import IN_FLIGHT, Outcome, Tally, channel, send
+from tests.battery.known import HealthyClient
+from tests.battery.processes import forget_peak, holds, peak_bytes
+from tests.battery.serving import served, supported
+from tests.service.servers import RunningServer
+
+TARGET = "0 deaths of the front end, 0 untyped errors, memory ≤ 10 × input + 64 MiB"
+LONG = 1_000_000
+CHANNELS = 4
+# Longer than this without an answer of any kind, and the server has stopped to serve.
+STALL_S = 5.0
+ENGINE_MEMORY = "4GiB"
+_DIED = {"ENGINE_CRASHED", "MEMORY_EXCEEDED", "SESSION_LOST"}
+
+
+def run(scale: Scale) -> Figures:
+    """Sends 10⁶ cases in the long run."""
+    with served(scale, "fuzz", **settings()) as server:
+        return asyncio.run(fuzz(server, scale, scale.count(LONG)))
+
+
+def settings() -> dict[str, object]:
+    """Of the server that is fuzzed: short deadlines, bounded memory, room for all that the cases register."""
+    return {"default_deadline_s": 10, "max_deadline_s": 10} | supported(memory_limit=ENGINE_MEMORY)
+
+
+async def fuzz(server: RunningServer, scale: Scale, count: int) -> Figures:
+    """Sends so many cases, with a healthy client beside them."""
+    clock = scale.clock()
+    findings = Findings()
+    tally = Tally()
+    healthy, pulse = HealthyClient(server.target), Pulse(server.target)
+    beside = [asyncio.ensure_future(healthy.run()), asyncio.ensure_future(pulse.run())]
+    cases = Cases(seeds(scale.seed), scale.seed)
+    before = holds(server.process.pid).resident_bytes
+    forget_peak(server.process.pid)
+    started = time.monotonic()
+    await _send_all(server, cases, count, clock, findings, tally, scale)
+    seconds = time.monotonic() - started
+    peak = peak_bytes(server.process.pid) - before if server.process.poll() is None else 0
+    healthy.stop()
+    pulse.stop()
+    await asyncio.gather(*beside)
+    for fault in healthy.seen.wrong:
+        findings.add(f"the healthy client got a wrong answer: {fault}")
+    if server.process.poll() is not None:
+        findings.add(f"the front end ended with {server.process.returncode}")
+    amplified = None
+    if server.process.poll() is None:
+        amplified = await amplification.measure(server)
+        for line in amplified.faults:
+            findings.add(line)
+    return Figures(
+        target=TARGET,
+        cases=tally.cases,
+        failures=findings.count,
+        met=not findings.count and (tally.cases >= count or clock.is_over),
+        findings=findings.lines,
+        details={
+            "cases_per_s": round(tally.cases / seconds, 1),
+            "kinds": dict(tally.kinds),
+            "good_answers": tally.good,
+            "reasons": dict(tally.reasons.most_common()),
+            "engine_deaths_told": sum(tally.reasons[reason] for reason in _DIED),
+            "slowest_case_s": round(tally.slowest_s, 2),
+            "longest_pause_s": round(pulse.longest_s, 2),
+            "front_end_grew_mib": round(peak / 2**20, 1),
+            "sent_mib": round(tally.sent_bytes / 2**20, 1),
+            "worst_amplification": None if amplified is None else amplified.figures,
+            "healthy_asked": healthy.seen.asked,
+            "healthy_failed": healthy.seen.failed,
+            "healthy_errors": healthy.seen.errors,
+            "healthy_p99_s": round(healthy.seen.quantile(0.99), 3),
+        },
+    )
+
+
+async def _send_all(
+    server: RunningServer,
+    cases: Cases,
+    count: int,
+    clock: Clock,
+    findings: Findings,
+    tally: Tally,
+    scale: Scale,
+) -> None:
+    channels = [channel(server.target) for _ in range(CHANNELS)]
+    numbers = iter(range(count))
+
+    async def worker(own: grpc.aio.Channel) -> None:
+        for number in numbers:
+            if clock.is_over or server.process.poll() is not None:
+                return
+            case = cases.case(number)
+            outcome = await send(own, case)
+            tally.add(case, outcome)
+            note(case, outcome, f"{scale.seed}-{number}", scale.folder / "fuzz", findings)
+
+    try:
+        await asyncio.gather(
+            *(worker(own) for own, _ in zip(itertools.cycle(channels), range(IN_FLIGHT), strict=False))
+        )
+    finally:
+        for own in channels:
+            await own.close()
+
+
+def note(case: Case, outcome: Outcome, name: str, folder: Path, findings: Findings) -> None:
+    """Keeps a case that failed, or that ended an engine, so that it can be sent again."""
+    faults = outcome.faults
+    for fault in faults:
+        path = folder / f"fault-{name}.json"
+        case.save(path, faults=faults, reasons=outcome.reasons)
+        findings.add(f"{case.kind} {case.method}: {fault} ({path.name})")
+    told = [each.what for each in outcome.judgements]
+    if not faults and _DIED & set(outcome.reasons):
+        case.save(folder / f"died-{name}.json", reasons=outcome.reasons, told=told)
+    elif not faults and "DEADLINE_EXCEEDED" in outcome.reasons:
+        case.save(folder / f"late-{name}.json", reasons=outcome.reasons, told=told)
+
+
+async def replay(server: RunningServer, path: Path) -> Outcome:
+    """Sends one saved case again."""
+    async with channel(server.target) as own:
+        return await send(own, Case.load(path))
+
+
+class Pulse:
+    """Asks the front end for its health, again and again: how long it was deaf at most."""
+
+    _CHECK = "/grpc.health.v1.Health/Check"
+
+    def __init__(self, target: str, every_s: float = 0.05) -> None:
+        self._target = target
+        self._every_s = every_s
+        self._stopping = False
+        self.longest_s = 0.0
+        self.last: status_pb2.Status | None = None
+
+    async def run(self) -> None:
+        """Until `stop`."""
+        async with channel(self._target) as own:
+            while not self._stopping:
+                started = time.monotonic()
+                try:
+                    await own.unary_unary(self._CHECK)(b"", timeout=60.0)
+                except grpc.RpcError:
+                    return
+                self.longest_s = max(self.longest_s, time.monotonic() - started)
+                await asyncio.sleep(self._every_s)
+
+    def stop(self) -> None:
+        """After the question that is under way."""
+        self._stopping = True

@@ -1,0 +1,106 @@
+"""Sends cases to a server, many at a time, and judges every answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from tests.battery import judging
+from tests.battery.fuzzing.cases import Case
+from tests.battery.fuzzing.seeds import methods
+from tests.battery.judging import Judgement, Verdict
+
+IN_FLIGHT = 64
+DEADLINE_S = 20.0
+# What a caller is asked to send again later: the case has not been looked at yet.
+_AGAIN = {"ENGINE_UNAVAILABLE", "OVERLOADED"}
+_PATIENCE_S = 90.0
+_PAUSE_S = 0.3
+_OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+
+
+@dataclass
+class Outcome:
+    """What became of a case: judgements of all its answers, and how long it took."""
+
+    judgements: list[Judgement] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def faults(self) -> list[str]:
+        return [judgement.what for judgement in self.judgements if judgement.verdict is Verdict.FAULT]
+
+    @property
+    def reasons(self) -> list[str]:
+        return [judgement.reason for judgement in self.judgements if judgement.verdict is Verdict.REFUSED]
+
+
+def channel(target: str) -> grpc.aio.Channel:
+    """A connection of its own that adds nothing: no retries, no limits."""
+    return grpc.aio.insecure_channel(
+        target, options=[*_OPTIONS, ("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
+    )
+
+
+async def send(channel: grpc.aio.Channel, case: Case, deadline_s: float = DEADLINE_S) -> Outcome:
+    """Sends a case until it has been looked at, and judges what came back."""
+    started = time.monotonic()
+    while True:
+        outcome = await _send_once(channel, case, deadline_s)
+        outcome.seconds = time.monotonic() - started
+        if not set(outcome.reasons) & _AGAIN or outcome.faults:
+            return outcome
+        if outcome.seconds > _PATIENCE_S:
+            outcome.judgements.append(Judgement(Verdict.FAULT, what=f"{outcome.reasons} for {_PATIENCE_S:g} s"))
+            return outcome
+        await asyncio.sleep(_PAUSE_S)
+
+
+async def _send_once(channel: grpc.aio.Channel, case: Case, deadline_s: float) -> Outcome:
+    method = methods()[case.method]
+    outcome = Outcome()
+    try:
+        if not method.requests_stream:
+            answer = await channel.unary_unary(method.path)(case.messages[0], timeout=deadline_s)
+            outcome.judgements.append(judging.of_answer(method.response, answer))
+        elif not method.responses_stream:
+            upload: Any = channel.stream_unary(method.path)(_each(case.messages), timeout=deadline_s)
+            outcome.judgements.append(judging.of_answer(method.response, await upload))
+        else:
+            stream: Any = channel.stream_stream(method.path)(_each(case.messages), timeout=deadline_s)
+            async for answer in stream:
+                outcome.judgements.append(judging.of_answer(method.response, answer))
+    except grpc.RpcError as failure:
+        outcome.judgements.append(judging.of_failure(failure))
+    return outcome
+
+
+async def _each(messages: tuple[bytes, ...]) -> Any:
+    for message in messages:
+        yield message
+
+
+@dataclass
+class Tally:
+    """All outcomes of a run, counted."""
+
+    cases: int = 0
+    sent_bytes: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    good: int = 0
+    slowest_s: float = 0.0
+
+    def add(self, case: Case, outcome: Outcome) -> None:
+        """Counts one."""
+        self.cases += 1
+        self.sent_bytes += sum(map(len, case.messages))
+        self.kinds[case.kind] += 1
+        self.reasons.update(outcome.reasons)
+        self.good += sum(judgement.verdict is Verdict.GOOD for judgement in outcome.judgements)
+        self.slowest_s = max(self.slowest_s, outcome.seconds)

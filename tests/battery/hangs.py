@@ -1,0 +1,119 @@
+"""Graphs that take an engine's time without an end, with a healthy client beside them, on a server that runs any op.
+
+Target: the engine is gone, or at rest, at most a second after the deadline; the caller has a typed error; the healthy
+client sees no error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tests.battery import poison
+from tests.battery.figures import Figures, Findings, Scale
+from tests.battery.fuzzing.sending import channel
+from tests.battery.judging import Judgement, Verdict
+from tests.battery.known import Healthy
+from tests.battery.processes import BUSY, used_s
+from tests.battery.serving import served, supported
+from tests.service.corpus import HANGS, Bad
+from tests.service.servers import RunningServer
+
+TARGET = "engine gone ≤ 1 s after the deadline; a typed error; a healthy client sees 0 errors"
+LONG_ROUNDS = 50
+DEADLINE_S = 2.0
+GONE_S = 1.0
+_WATCH_S = 2.5
+_EVERY_S = 0.1
+
+
+def run(scale: Scale) -> Figures:
+    """Fifty rounds of the corpus in the long run, each with other graphs."""
+    with served(scale, "hangs", **supported(trust="full", spares=1)) as server:
+        return asyncio.run(hang(server, scale, HANGS, scale.count(LONG_ROUNDS)))
+
+
+@dataclass(frozen=True)
+class Ended:
+    """One graph's end. late_s: seconds after the deadline, or the answer, in which an engine still worked on it."""
+
+    judged: Judgement
+    late_s: float
+
+
+async def hang(server: RunningServer, scale: Scale, corpus: Sequence[Bad], rounds: int) -> Figures:
+    """So many rounds."""
+    findings, told, clock = Findings(), Counter[str](), scale.clock()
+    late: list[float] = []
+    async with poison.beside(server.target, every_s=0.2) as seen:
+        for bad in (bad for _ in range(rounds) for bad in corpus):
+            if clock.is_over or server.process.poll() is not None:
+                break
+            ended = await _ended(server, bad)
+            told[ended.judged.reason or ended.judged.verdict.name] += 1
+            late.append(ended.late_s)
+            for fault in judge(bad, ended):
+                findings.add(fault)
+        await asyncio.sleep(1.0)
+    return summary(seen, findings, told, late, server.process.poll())
+
+
+async def _ended(server: RunningServer, bad: Bad) -> Ended:
+    loop = asyncio.get_running_loop()
+    watched = await poison.calm(server, 2)
+    data = poison.request(bad)
+    deadline = loop.time() + DEADLINE_S
+    async with channel(server.target) as own:
+        asking = asyncio.ensure_future(poison.ask(own, data, DEADLINE_S))
+        ends_at, busy_at = deadline, 0.0
+        times, used = loop.time(), used_s(watched)
+        while loop.time() < ends_at + _WATCH_S:
+            await asyncio.sleep(_EVERY_S)
+            if asking.done():
+                ends_at = min(ends_at, loop.time())
+            now, using = loop.time(), used_s(watched)
+            if any(using[pid] - used[pid] > BUSY * (now - times) for pid in using.keys() & used.keys()):
+                busy_at = now
+            times, used = now, using
+        return Ended(await asking, max(0.0, busy_at - ends_at))
+
+
+def judge(bad: Bad, ended: Ended) -> list[str]:
+    """What is wrong with how a graph that hangs ended."""
+    found = []
+    if ended.judged.verdict is Verdict.FAULT:
+        found.append(f"{bad.name}: {ended.judged.what}")
+    if ended.judged.verdict is Verdict.GOOD:
+        found.append(f"{bad.name}: an answer")
+    if ended.late_s > GONE_S:
+        found.append(f"{bad.name}: an engine worked on {ended.late_s:.1f} s after the deadline ({ended.judged.reason})")
+    return found
+
+
+def summary(
+    seen: Healthy, findings: Findings, told: Counter[str], late: list[float], ended_with: int | None
+) -> Figures:
+    """The row's figures."""
+    for fault in poison.complaints("hangs", seen):
+        findings.add(fault)
+    if ended_with is not None:
+        findings.add(f"the front end ended with {ended_with}")
+    if not told["DEADLINE_EXCEEDED"]:
+        findings.add("nothing hung: nothing was shown")
+    return Figures(
+        target=TARGET,
+        cases=len(late),
+        failures=findings.count,
+        met=not findings.count,
+        details={
+            "told": dict(told),
+            "latest_s": round(max(late, default=0.0), 2),
+            "healthy_asked": seen.asked,
+            "healthy_errors": seen.errors,
+            "healthy_p99_ms": round(seen.quantile(0.99) * 1e3, 1),
+            "healthy_longest_ms": round(seen.quantile(1.0) * 1e3, 1),
+        },
+        findings=findings.lines,
+    )

@@ -1,0 +1,206 @@
+"""Callers that share all names: nodes, functions, variables, `shared_name`, rules, labels, handles and sessions.
+
+Target: 0 leaks: every number that a caller gets is made of its own numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import gradrule as gr
+from tests.battery.figures import Clock, Figures, Findings, Scale
+from tests.battery.namesakes import LABEL, PROGRAM, RULE, Caller, difference, graph
+from tests.battery.serving import served
+
+TARGET = "0 leaks"
+LONG = 100_000
+CALLERS = 24
+DEADLINE_S = 60.0
+# What may happen to anybody on a busy server; the caller tries something else then.
+_BUSY = {"OVERLOADED", "ENGINE_UNAVAILABLE", "QUOTA_EXCEEDED"}
+
+
+def run(scale: Scale) -> Figures:
+    """10⁵ interleavings in the long run."""
+    with served(scale, "interleavings") as server:
+        return asyncio.run(interleave(server.target, scale, scale.count(LONG)))
+
+
+@dataclass
+class Run:
+    """What the callers share while they run."""
+
+    count: int
+    clock: Clock
+    findings: Findings = field(default_factory=Findings)
+    done: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    busy: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def is_over(self) -> bool:
+        return self.done >= self.count or self.clock.is_over
+
+
+async def interleave(target: str, scale: Scale, count: int, tokens: Sequence[str] = ()) -> Figures:
+    """So many requests of callers that take turns as they please. `tokens`: of tenants, each of which is one caller."""
+    share = Run(count, scale.clock())
+    callers = [Caller(number, token) for number, token in enumerate(tokens or [None] * CALLERS)]
+    await asyncio.gather(*(_live(target, caller, scale.seed, share) for caller in callers))
+    return Figures(
+        target=TARGET,
+        cases=share.done,
+        failures=share.findings.count,
+        met=not share.findings.count and (share.done >= count or share.clock.ends_at is not None),
+        details={"callers": len(callers), "tenants": len(tokens), "kinds": dict(share.kinds), "busy": dict(share.busy)},
+        findings=share.findings.lines,
+    )
+
+
+async def _live(target: str, caller: Caller, seed: int, share: Run) -> None:
+    """One caller with a connection of its own."""
+    chance = Random(f"{seed}/{caller.number}")
+    client = gr.aio.connect(target, token=caller.token, timeout=DEADLINE_S)
+    try:
+        while not share.is_over:
+            kind = chance.choice([name for name in KINDS if caller.token is not None or name not in _OWN_NAMES])
+            try:
+                checks = await KINDS[kind](client, caller, chance)
+            except gr.errors.GradruleError as failure:
+                if failure.reason in _BUSY:
+                    share.busy[failure.reason] += 1
+                    await asyncio.sleep(failure.retry_delay or 0.1)
+                else:
+                    share.done += 1
+                    share.findings.add(f"caller {caller.number}, {kind}: {failure}")
+                continue
+            share.done += len(checks)
+            share.kinds[kind] += len(checks)
+            for what, got, wanted in checks:
+                fault = difference(f"{kind}, {what}", caller, got, wanted, CALLERS)
+                if fault:
+                    share.findings.add(fault)
+    finally:
+        await client.close()
+
+
+Check = tuple[str, Any, float]
+"""What, what came, what had to come."""
+
+
+async def _inline(client: Any, caller: Caller, chance: Random) -> list[Check]:
+    x = float(chance.randrange(1, 100))
+    result = await client.evaluate(
+        graph(caller), feeds={"x": [x]}, fetches=["y"], ys=["y"], xs=["x"], overrides=_overrides(caller)
+    )
+    return [
+        ("output", result.outputs["y"], caller.output(x)),
+        ("gradient", result.gradients["x"], caller.gradient()),
+    ]
+
+
+async def _param(client: Any, caller: Caller, chance: Random) -> list[Check]:
+    """Params are inputs of what is compiled: programs of several callers may be one, their values may not."""
+    rule = gr.Rule("slope * dy", params=["slope"])
+    result = await client.evaluate(
+        graph(caller),
+        feeds={"x": [2.0]},
+        ys=["y"],
+        xs=["x"],
+        overrides=[gr.Override(rule, op_type="Identity", label=LABEL, params={"slope": -1.0})],
+        params={LABEL: {"slope": caller.slope}},
+    )
+    return [("gradient", result.gradients["x"], caller.gradient())]
+
+
+async def _fed_variable(client: Any, caller: Caller, chance: Random) -> list[Check]:
+    weight = caller.weight * chance.randrange(2, 9)
+    result = await client.evaluate(graph(caller), feeds={"x": [1.0], "w": weight}, fetches=["y"])
+    return [("output with a fed variable", result.outputs["y"], caller.output(1.0, weight))]
+
+
+async def _assigned(client: Any, caller: Caller, chance: Random) -> list[Check]:
+    """What a graph assigns holds for the call, and for nobody else."""
+    result = await client.evaluate(graph(caller), fetches=["w/After", "w/Read"])
+    return [
+        ("variable after", result.outputs["w/After"], caller.weight + 1),
+        ("variable before", result.outputs["w/Read"], caller.weight),
+    ]
+
+
+async def _program(client: Any, caller: Caller, chance: Random) -> list[Check]:
+    program = await client.compile(
+        graph(caller), fetches=["y"], ys=["y"], xs=["x"], overrides=_overrides(caller), name=f"own-{caller.number}"
+    )
+    checks = []
+    async for result in program.map([{"x": [value]} for value in (1.0, 2.0, 3.0)]):
+        checks.append(("gradient of a program", result.gradients["x"], caller.gradient()))
+    return checks
+
+
+async def _handle(client: Any, caller: Caller, chance: Random) -> list[Check]:
+    """Handles are called alike on every stream."""
+    program = await client.compile(
+        graph(caller), fetches=["y"], ys=["y"], xs=["x"], overrides=_overrides(caller), name=f"own-{caller.number}"
+    )
+    checks: list[Check] = []
+    async with await program.forward({"x": [1.0]}) as handle:
+        for _ in range(chance.randrange(1, 4)):
+            grad_y = float(chance.randrange(1, 50))
+            found = await handle.vjp({"y": [grad_y]})
+            checks.append(("gradient of a handle", found["x"], caller.gradient(grad_y)))
+            await asyncio.sleep(0)
+    return checks
+
+
+async def _session(client: Any, caller: Caller, chance: Random) -> list[Check]:
+    """Variables of sessions are called alike in all of them."""
+    checks: list[Check] = []
+    async with client.session(graph(caller), overrides=_overrides(caller), variables={"w": caller.weight}) as session:
+        weight = caller.weight
+        for _ in range(chance.randrange(1, 5)):
+            if chance.random() < 0.5:
+                result = await session.evaluate({"x": [1.0]}, fetches=["y", "w/After"])
+                checks.append(("output of a session", result.outputs["y"], caller.output(1.0, weight)))
+                weight += 1
+            else:
+                weight = caller.weight * chance.randrange(2, 7)
+                await session.assign({"w": weight})
+            checks.append(("variable of a session", (await session.read("w"))["w"], weight))
+    return checks
+
+
+async def _registered(client: Any, caller: Caller, chance: Random) -> list[Check]:
+    """Tenants only: each registers another rule, and another program, under one name."""
+    await client.create_rule(RULE, caller.expression)
+    program = await client.compile(
+        graph(caller), fetches=["y"], ys=["y"], xs=["x"], overrides={"Identity": RULE}, name=PROGRAM
+    )
+    result = await program.evaluate({"x": [1.0]})
+    again = await (await client.program(PROGRAM)).evaluate({"x": [1.0]})
+    return [
+        ("gradient under a registered rule", result.gradients["x"], caller.gradient()),
+        ("gradient of a program found by name", again.gradients["x"], caller.gradient()),
+    ]
+
+
+def _overrides(caller: Caller) -> dict[str, gr.Rule]:
+    return {"Identity": gr.Rule(caller.expression)}
+
+
+KINDS: dict[str, Callable[[Any, Caller, Random], Awaitable[list[Check]]]] = {
+    "inline": _inline,
+    "param": _param,
+    "fed variable": _fed_variable,
+    "assigned": _assigned,
+    "program": _program,
+    "handle": _handle,
+    "session": _session,
+    "registered": _registered,
+}
+_OWN_NAMES = {"registered"}

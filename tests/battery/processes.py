@@ -1,0 +1,97 @@
+"""What the operating system tells of a server: memory, descriptors, threads, shared memory, engines."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_ENGINE = b"gradrule_server.engine"
+
+
+@dataclass(frozen=True)
+class Holds:
+    """What one process holds at a time. shared_bytes: segments of shared memory that it has mapped or open."""
+
+    resident_bytes: int
+    descriptors: int
+    threads: int
+    shared_bytes: int
+
+
+def holds(pid: int) -> Holds:
+    """What a process holds now. `OSError` where it is gone."""
+    folder = Path(f"/proc/{pid}")
+    pages = (folder / "statm").read_text().split()
+    return Holds(
+        resident_bytes=int(pages[1]) * _PAGE_BYTES,
+        descriptors=len(list((folder / "fd").iterdir())),
+        threads=len(list((folder / "task").iterdir())),
+        shared_bytes=int(pages[2]) * _PAGE_BYTES,
+    )
+
+
+def children(pid: int) -> list[int]:
+    """Processes whose parent this one is."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
+                    found.append(int(entry.name))
+    return sorted(found)
+
+
+def engines(pid: int) -> list[int]:
+    """The engines of a server, spares included; those that have ended but were not waited for yet are left out."""
+    found = []
+    for child in children(pid):
+        with contextlib.suppress(OSError):
+            folder = Path(f"/proc/{child}")
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            if state != "Z" and _ENGINE in (folder / "cmdline").read_bytes():
+                found.append(child)
+    return found
+
+
+BUSY = 0.5
+"""Of one core's time: who takes more works on something, who answers small requests takes less."""
+
+
+def used_s(pids: Iterable[int]) -> dict[int, float]:
+    """Seconds of processors' time that each process has used; none of one that is gone, or only waits to be buried."""
+    found = {}
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            if fields[0] != "Z":
+                found[pid] = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+    return found
+
+
+def shared_segments() -> int:
+    """Files in /dev/shm that belong to this user."""
+    own = os.getuid()
+    count = 0
+    with contextlib.suppress(OSError):
+        for entry in Path("/dev/shm").iterdir():
+            with contextlib.suppress(OSError):
+                count += entry.lstat().st_uid == own
+    return count
+
+
+def peak_bytes(pid: int) -> int:
+    """The most memory that a process has held since `forget_peak`."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"process {pid} tells no peak")
+
+
+def forget_peak(pid: int) -> None:
+    """Begins to measure the peak anew."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")

@@ -1,0 +1,106 @@
+"""How figures are shown: a few lines per row, a table of all, and one JSON object."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tests.battery.figures import Figures, Scale
+
+_SHOWN_FINDINGS = 5
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A row's figures, and how long it took."""
+
+    figures: Figures
+    seconds: float
+
+
+@dataclass
+class Report:
+    """Of one run."""
+
+    scale: Scale
+    rows: dict[str, Measured] = field(default_factory=dict)
+
+    @property
+    def met(self) -> bool:
+        """Whether every row met its target."""
+        return all(row.figures.met for row in self.rows.values())
+
+    def as_json(self) -> str:
+        """One line."""
+        found = {
+            "met": self.met,
+            "scale": self.scale.share,
+            "seconds": self.scale.seconds,
+            "seed": self.scale.seed,
+            "machine": machine(),
+            "rows": {name: asdict(row.figures) | {"seconds": round(row.seconds, 1)} for name, row in self.rows.items()},
+        }
+        return json.dumps(_finite(found), allow_nan=False)
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    return {
+        "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "python": platform.python_version(),
+        "grpc": metadata.version("grpcio"),
+    }
+
+
+def show_row(console: Console, name: str, row: Measured) -> None:
+    """What a row found, as soon as it is known."""
+    figures = row.figures
+    console.print(
+        f"[bold]{name}[/bold]: {_verdict(figures)}, {figures.cases:,} cases, {figures.failures:,} failures, "
+        f"{row.seconds:.0f} s; target: {escape(figures.target)}",
+        highlight=False,
+    )
+    for line in figures.findings[:_SHOWN_FINDINGS]:
+        console.print(f"  {line}", highlight=False, markup=False)
+
+
+def show_table(console: Console, report: Report) -> None:
+    """All rows."""
+    table = Table(title="battery", title_justify="left")
+    for heading in ("row", "target", "cases", "failures", "met", "figures"):
+        table.add_column(heading, justify="right" if heading in ("cases", "failures") else "left", overflow="fold")
+    for name, row in report.rows.items():
+        figures = row.figures
+        cells = (escape(figures.target), f"{figures.cases:,}", f"{figures.failures:,}", _verdict(figures))
+        table.add_row(name, *cells, escape(_brief(figures.details)))
+    console.print(table)
+
+
+def _verdict(figures: Figures) -> str:
+    return "[green]met[/green]" if figures.met else "[red]missed[/red]"
+
+
+def _brief(details: Mapping[str, Any]) -> str:
+    """The figures that are numbers."""
+    kept = {name: value for name, value in details.items() if isinstance(value, int | float) and value is not None}
+    return ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in kept.items())
+
+
+def _finite(value: Any) -> Any:
+    """The same without numbers that JSON does not know."""
+    if isinstance(value, Mapping):
+        return {str(key): _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

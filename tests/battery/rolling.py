@@ -1,0 +1,104 @@
+"""A rolling restart under load: two servers behind one client, restarted in turn by SIGTERM.
+
+Target: no error that a client may not simply send again, no wrong answer, each server ends with exit code 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.battery.figures import Figures, Findings, Scale
+from tests.battery.serving import data_folder
+from tests.battery.workload import Load
+from tests.service.servers import RunningServer, running_server
+
+TARGET = "0 errors that a client cannot retry"
+LONG = 40
+_SETTLE_S = 1.0
+
+
+def run(scale: Scale) -> Figures:
+    """40 restarts in the long run, at least one of each server."""
+    with two(scale) as pair:
+        return asyncio.run(restart(pair, scale, scale.count(LONG, 2)))
+
+
+@dataclass
+class Replica:
+    """One of the servers: its port and folder stay, its process does not."""
+
+    port: int
+    folder: Path
+    running: contextlib.ExitStack
+    server: RunningServer
+
+    def again(self) -> int:
+        """Stops it as an orchestrator would, and starts it anew; how it ended."""
+        code = self.server.terminate()
+        self.running.close()
+        self.server = self.running.enter_context(_started(self.folder, self.port))
+        return code
+
+
+@contextlib.contextmanager
+def two(scale: Scale) -> Iterator[list[Replica]]:
+    """Two servers, each with a folder and a port of its own."""
+    with contextlib.ExitStack() as stack:
+        pair = []
+        for _ in range(2):
+            port, folder = _free_port(), data_folder(scale, "rolling")
+            running = stack.enter_context(contextlib.ExitStack())
+            pair.append(Replica(port, folder, running, running.enter_context(_started(folder, port))))
+        yield pair
+
+
+def _started(folder: Path, port: int) -> contextlib.AbstractContextManager[RunningServer]:
+    return running_server(folder, ["--port", str(port)])
+
+
+def _free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+        return port
+
+
+async def restart(pair: list[Replica], scale: Scale, count: int) -> Figures:
+    """So many restarts, one server after the other, each when the other is up."""
+    target = "ipv4:" + ",".join(f"127.0.0.1:{replica.port}" for replica in pair)
+    load = Load(target, scale.seed, callers=6, by_name=False)
+    working = asyncio.ensure_future(load.run())
+    clock = scale.clock()
+    findings = Findings()
+    done = 0
+    await asyncio.sleep(_SETTLE_S)
+    while done < count and not clock.is_over and not working.done():
+        code = await asyncio.to_thread(pair[done % 2].again)
+        if code:
+            findings.add(f"a server that was told to stop ended with {code}")
+        done += 1
+        await asyncio.sleep(_SETTLE_S)
+    load.stop()
+    await working
+    return judge(load, findings, done, count, clock.ends_at is not None)
+
+
+def judge(load: Load, findings: Findings, done: int, count: int, by_time: bool) -> Figures:
+    """The row's figures."""
+    for fault in load.seen.wrong:
+        findings.add(fault)
+    for reason, number in load.seen.errors.items():
+        findings.add(f"{number} × {reason}")
+    return Figures(
+        target=TARGET,
+        cases=done,
+        failures=findings.count,
+        met=not findings.count and (done >= count or by_time),
+        details={"restarts": done, **load.seen.figures()},
+        findings=findings.lines,
+    )

@@ -1,0 +1,45 @@
+"""The rows of the battery, in the order in which they run."""
+
+from __future__ import annotations
+
+import importlib
+import time
+import traceback
+from collections.abc import Mapping
+
+from tests.battery.figures import Figures, Row, Scale
+from tests.battery.report import Measured
+
+MODULES: Mapping[str, str] = {
+    "op_table": "tests.battery.op_table",
+    "escapes": "tests.battery.escapes",
+    "crashes": "tests.battery.crashes",
+    "hangs": "tests.battery.hangs",
+    "bombs": "tests.battery.bombs",
+    "hostile": "tests.battery.hostile",
+    "overload": "tests.battery.overload",
+    "rolling": "tests.battery.rolling",
+    "interleavings": "tests.battery.interleavings",
+    "kills": "tests.battery.kills",
+    "soak": "tests.battery.soak",
+    "fuzz": "tests.battery.fuzz",
+}
+"""Row → the module whose `run` it is."""
+
+
+def row(name: str) -> Row:
+    """A row by its name; `KeyError`."""
+    found: Row = importlib.import_module(MODULES[name]).run
+    return found
+
+
+def measured(name: str, scale: Scale) -> Measured:
+    """Runs a row. One that cannot be run at all has missed its target, and the others are run nevertheless."""
+    started = time.monotonic()
+    try:
+        figures = row(name)(scale)
+    except Exception as failure:
+        (scale.folder / f"{name}.traceback").write_text(traceback.format_exc())
+        why = f"the row could not be run: {type(failure).__name__}: {failure}"
+        figures = Figures(target="", cases=0, failures=1, met=False, findings=[why])
+    return Measured(figures, time.monotonic() - started)

@@ -1,0 +1,45 @@
+"""Servers for the battery: started as a user would, on loopback, each with a folder of its own, and watched."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from gradrule_server.settings import Settings, flag_name
+from tests.battery.figures import Scale
+from tests.service.servers import RunningServer, running_server
+
+_numbers = itertools.count()
+
+
+@contextlib.contextmanager
+def served(scale: Scale, row: str, **settings: object) -> Iterator[RunningServer]:
+    """A server with these settings; one that is not (yet) a setting of the server's is an error."""
+    folder = data_folder(scale, row)
+    with running_server(folder, flags(settings)) as server:
+        yield server
+
+
+def flags(settings: Mapping[str, object]) -> list[str]:
+    """Command-line flags of settings; `KeyError` for one that does not exist."""
+    found = []
+    for name, value in settings.items():
+        if name not in Settings.model_fields:
+            raise KeyError(name)
+        found += [flag_name(name), str(value)]
+    return found
+
+
+def data_folder(scale: Scale, row: str) -> Path:
+    """A fresh folder for a server of a row."""
+    while True:
+        folder = scale.folder / "servers" / f"{row}-{next(_numbers)}"
+        if not folder.exists():
+            return folder
+
+
+def supported(**settings: object) -> dict[str, object]:
+    """Those of the settings that the server has."""
+    return {name: value for name, value in settings.items() if name in Settings.model_fields}
