@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import socket
 import sys
 import time
@@ -86,8 +87,9 @@ class EngineProcess:
     def kill(self) -> None:
         """Ends it at once, whatever it does."""
         if self.process.returncode is None:
+            # `Process.kill` would look first whether it has ended, and so take its exit code from who waits for it.
             with contextlib.suppress(ProcessLookupError):
-                self.process.kill()
+                os.kill(self.pid, signal.SIGKILL)
 
     def end(self, reason: Reason) -> None:
         """Ends it at once, and remembers why."""
