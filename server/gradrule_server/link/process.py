@@ -133,6 +133,7 @@ class EngineProcess:
 async def start_process(options: ProcessOptions) -> EngineProcess:
     """Starts a process that has yet to greet. `OSError` where the operating system has no room for one."""
     ours, theirs = socket.socketpair()
+    process: asyncio.subprocess.Process | None = None
     try:
         with theirs:
             process = await asyncio.create_subprocess_exec(
@@ -150,8 +151,10 @@ async def start_process(options: ProcessOptions) -> EngineProcess:
             lambda: Connection(options.threads), sock=ours
         )
     except BaseException:
-        # A process that was started ends by itself when its socket closes.
         ours.close()
+        if process is not None:
+            process.kill()
+            await process.wait()
         raise
     assert process.stderr is not None
     last_words = LastWords()
