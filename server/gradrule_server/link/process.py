@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import socket
 import sys
 import time
@@ -84,8 +86,9 @@ class EngineProcess:
     def kill(self) -> None:
         """Ends it at once, whatever it does."""
         if self.process.returncode is None:
+            # `Process.kill` would look first whether it has ended, and so take its exit code from who waits for it.
             with contextlib.suppress(ProcessLookupError):
-                self.process.kill()
+                os.kill(self.pid, signal.SIGKILL)
 
     def end(self, reason: Reason) -> None:
         """Ends it at once, and remembers why."""
@@ -129,6 +132,7 @@ class EngineProcess:
 async def start_process(options: ProcessOptions) -> EngineProcess:
     """Starts a process that has yet to greet. `OSError` where the operating system has no room for one."""
     ours, theirs = socket.socketpair()
+    process: asyncio.subprocess.Process | None = None
     try:
         with theirs:
             process = await asyncio.create_subprocess_exec(
@@ -146,8 +150,10 @@ async def start_process(options: ProcessOptions) -> EngineProcess:
             lambda: Connection(options.threads), sock=ours
         )
     except BaseException:
-        # A process that was started ends by itself when its socket closes.
         ours.close()
+        if process is not None:
+            process.kill()
+            await process.wait()
         raise
     assert process.stderr is not None
     last_words = LastWords()

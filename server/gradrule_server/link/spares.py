@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
+from gradrule_server.link.endings import Reason
 from gradrule_server.link.process import EngineProcess, EngineRefused, ProcessOptions, start_process
 from gradrule_server.link.v1 import link_pb2
 
@@ -97,8 +98,10 @@ class Spares:
             await asyncio.wait(self._starting)
         ready, self._ready = list(self._ready), deque()
         await asyncio.gather(*(process.stop() for process in ready))
-        for process in self._all:
-            process.kill()
+        left = list(self._all)
+        for process in left:
+            process.end(Reason.STOPPED)
+        await asyncio.gather(*(process.ending() for process in left))
 
     def _loser(self, process: EngineProcess) -> Callable[[], None]:
         def lost() -> None:

@@ -13,6 +13,7 @@ from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import HEADER_BYTES, Kind, pack_header, unpack_header
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
+from gradrule_server.link.v1 import link_pb2
 
 
 class Transport(asyncio.Transport):
@@ -21,11 +22,15 @@ class Transport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.sent: list[tuple[Kind, int, bytes]] = []
+        self.is_closed = False
 
     def writelines(self, list_of_data: Iterable[Any]) -> None:
         frame = b"".join(list_of_data)
         _, kind, request_id = unpack_header(frame[:HEADER_BYTES])
         self.sent.append((kind, request_id, frame[HEADER_BYTES:]))
+
+    def close(self) -> None:
+        self.is_closed = True
 
     def payloads(self) -> list[bytes]:
         return [payload for _, _, payload in self.sent]
@@ -54,8 +59,18 @@ class FakeProcess:
     def is_killed(self) -> bool:
         return self.ended_with is not None
 
+    async def greet(self) -> link_pb2.Greeting:
+        self.connection.data_received(pack_header(Kind.GREETING, 0, 0))
+        return link_pb2.Greeting(device="CPU:0")
+
+    def kill(self) -> None:
+        self.die(KILLED)
+
     def end(self, reason: Reason) -> None:
         self.die(Ending(reason, reason))
+
+    async def stop(self) -> None:
+        self.end(Reason.STOPPED)
 
     def die(self, ending: Ending) -> None:
         """It ends like this."""
@@ -66,6 +81,26 @@ class FakeProcess:
     async def ending(self) -> Ending:
         assert self.ended_with is not None
         return self.ended_with
+
+
+class Starter:
+    """Takes the place of `start_process`: notes what it started, and fails with each of `errors` first."""
+
+    def __init__(self, *errors: Exception, threads: int = 4) -> None:
+        self.errors = list(errors)
+        self.threads = threads
+        self.started: list[FakeProcess] = []
+        self.transports: list[Transport] = []
+
+    async def __call__(self, options: ProcessOptions) -> FakeProcess:
+        if self.errors:
+            raise self.errors.pop(0)
+        connection, transport = connected(self.threads)
+        process = FakeProcess(connection)
+        process.pid = 1000 + len(self.started)
+        self.started.append(process)
+        self.transports.append(transport)
+        return process
 
 
 CRASH = Ending(Reason.CRASH, "SIGABRT", "Check failed: a")
@@ -83,7 +118,7 @@ class FakeEngine(Engine):
     def start_another(self, threads: int = 4) -> None:
         """A new process, as if the supervisor had started it."""
         connection, self.transport = connected(threads)
-        self.install(FakeProcess(connection))  # type: ignore[arg-type]  # it has all that is asked of a process here
+        self.install(FakeProcess(connection))
 
     @property
     def fake(self) -> FakeProcess:
