@@ -47,7 +47,7 @@ def out_of_memory(cause: BaseException) -> bool:
 
 def memory_error(what: str) -> GradruleError:
     """MEMORY_EXCEEDED, with the limit."""
-    least = f"{_limit} bytes (--memory-limit)" if _limit else "the machine's memory"
+    least = f"{_Bound.bytes} bytes (--memory-limit)" if _Bound.bytes else "the machine's memory"
     return error(
         errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, f"the program takes more than the engine has, {least}: {what}"
     )

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gradrule_server.link.connection import Connection, EngineGone
-from gradrule_server.link.environment import engine_environment
 from gradrule_server.link.endings import Ending, Inquest, Reason, ending_of
+from gradrule_server.link.environment import engine_environment
 from gradrule_server.link.framing import LINK_VERSION
 from gradrule_server.link.stderr import LastWords, log_stderr
 from gradrule_server.link.v1 import link_pb2

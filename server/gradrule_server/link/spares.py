@@ -99,6 +99,7 @@ class Spares:
         await asyncio.gather(*(process.stop() for process in ready))
         for process in self._all:
             process.kill()
+        await asyncio.gather(*(process.process.wait() for process in self._all))
 
     def _loser(self, process: EngineProcess) -> Callable[[], None]:
         def lost() -> None:
