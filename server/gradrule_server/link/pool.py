@@ -107,7 +107,26 @@ class EnginePool:
     async def least_kept(self) -> Engine:
         """The engine that holds the fewest sessions and forward handles, for one more. ENGINE_UNAVAILABLE."""
         await self.wait_ready()
-        return min((engine for engine in self.engines if engine.is_ready), key=lambda engine: engine.kept)
+        ready = (engine for engine in self.engines if engine.is_ready)
+        return min(ready, key=lambda engine: (engine.is_extra, engine.kept))
+
+    def borrow(self) -> Engine | None:
+        """One more engine in the place of a spare, until `give_back`; None where there is no spare."""
+        process = self._spares.take_now()
+        if process is None:
+            return None
+        index = 1 + max(engine.index for engine in self.engines)
+        engine = Engine(index, None, self._changed, self.on_event)
+        self.engines.append(engine)
+        engine.install(process)
+        return engine
+
+    def give_back(self, engine: Engine) -> None:
+        """Ends what `borrow` began."""
+        self.engines.remove(engine)
+        process = engine.remove()
+        if process is not None:
+            self._spares.give_back(process)
 
     @contextlib.asynccontextmanager
     async def alone(self) -> AsyncIterator[Engine]:

@@ -101,6 +101,11 @@ class Shelf:
         """Whether the program is there, or on its way."""
         return self._generation == self._engine.generation and key in self._loads
 
+    @property
+    def is_in_use(self) -> bool:
+        """Whether anybody holds one of the programs now."""
+        return any(load.holders for load in self._loads.values())
+
     def turn_over(self) -> list[Loadable]:
         """Begins anew where the process is another; returns what nobody used when the last one ended, but had been
         loaded, used last first."""
