@@ -54,7 +54,7 @@ def _prepare(
         prepared.blobs,
         prepared.expanded.nodes,
         tuple(blobs.size(name) for name in prepared.blobs),
-        prepared.graph_digest,
+        prepared.likeness,
         prepared.request.derivative,
     )
     # A message gives up its memory as a whole: the rest is copied, then the whole goes.

@@ -24,8 +24,8 @@ _NODE_BYTES = 32 * 1024
 class Loadable:
     """What an engine needs to load a program: its digest, the bytes of its `CompileRequest`, and the blobs it reads.
 
-    nodes: of its graph. blob_bytes: of each blob. graph: digest of the graph as it was uploaded. derivative: what is
-    computed of it.
+    nodes: of its graph. blob_bytes: of each blob. graph: digest of its graph, however that was written. derivative:
+    what is computed of it.
     """
 
     key: str
