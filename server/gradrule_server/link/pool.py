@@ -95,12 +95,12 @@ class EnginePool:
         await asyncio.gather(*(engine.stop() for engine in self.engines))
         await self._spares.stop()
 
-    async def wait_ready(self) -> None:
-        """Waits a while until an engine takes work; ENGINE_UNAVAILABLE where that takes too long."""
+    async def wait_ready(self, patience_s: float = 0.0) -> None:
+        """Waits a while, or longer, until an engine takes work; ENGINE_UNAVAILABLE where that takes too long."""
         if self.is_ready:
             return
         try:
-            await asyncio.wait_for(self._ready.wait(), _PATIENCE_S)
+            await asyncio.wait_for(self._ready.wait(), max(_PATIENCE_S, patience_s))
         except TimeoutError:
             raise unavailable() from None
 
