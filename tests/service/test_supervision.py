@@ -100,8 +100,8 @@ def wait_for_spare(server: RunningServer) -> set[int]:
     return wait_until(probe, "spare", 90)
 
 
-def evaluate(client: Any, bad: Bad, timeout: float, **changes: Any) -> Any:
-    return client.evaluate(bad.build(), feeds={**bad.feeds, **changes}, fetches=["y"], timeout=timeout)
+def evaluate(client: Any, graph: Any, bad: Bad, timeout: float, **changes: Any) -> Any:
+    return client.evaluate(graph, feeds={**bad.feeds, **changes}, fetches=["y"], timeout=timeout)
 
 
 def cases(corpus: tuple[Bad, ...], kinds: set[str]) -> Any:
@@ -111,31 +111,32 @@ def cases(corpus: tuple[Bad, ...], kinds: set[str]) -> Any:
 @provokes("ENGINE_CRASHED", "QUARANTINED")
 @cases(CRASHES, _KINDS_OF_CRASHES)
 def test_a_graph_that_kills_is_found_out_told_and_refused(supervised: RunningServer, own: Any, bad: Bad) -> None:
+    graph = bad.build()
     with healthy_client(supervised.target):
         with refused(bad.told) as told:
-            evaluate(own, bad, 60.0)
+            evaluate(own, graph, bad, 60.0)
         told.says("SIG", bad.says)
         assert not re.search(r"/\w+/\w+|0x[0-9a-f]{6}", told.message)
         started = time.monotonic()
         with refused("QUARANTINED") as held:
-            evaluate(own, bad, 60.0)
+            evaluate(own, graph, bad, 60.0)
         assert time.monotonic() - started < 1.0
         held.says("SIG")
         assert 0 < held.error.retry_delay <= _QUARANTINE_S
         # Other values are the same graph; another graph is not.
         name = next(iter(bad.feeds))
         with refused("QUARANTINED"):
-            evaluate(own, bad, 60.0, **{name: np.zeros_like(bad.feeds[name])})
+            evaluate(own, graph, bad, 60.0, **{name: np.zeros_like(bad.feeds[name])})
         assert own.evaluate(sign(), feeds={"x": [-2.0]}, fetches=["y"]).outputs["y"].tolist() == [-1.0]
 
 
 @cases(HANGS, _KINDS_OF_HANGS)
 def test_a_graph_that_hangs_has_until_its_deadline_and_no_longer(supervised: RunningServer, own: Any, bad: Bad) -> None:
-    before = engine_pids(supervised)
+    before, graph = engine_pids(supervised), bad.build()
     with healthy_client(supervised.target):
         started = time.monotonic()
         with pytest.raises(gr.errors.GradruleError) as told:
-            evaluate(own, bad, 3.0)
+            evaluate(own, graph, bad, 3.0)
         took_s = time.monotonic() - started
         assert told.value.reason in {"DEADLINE_EXCEEDED", *_REFUSED}
         assert took_s < 4.0
