@@ -148,6 +148,7 @@ class Spares:
             _log.error("an engine cannot be started: %s", cause, exc_info=not isinstance(cause, EngineRefused))
             await asyncio.sleep(_RETRY_DELAY_S)
             return
+        _log.info("engine %d is ready", process.pid)
         self.greeting = greeting
         self._has_first = True
         self.give_back(process)

@@ -224,7 +224,7 @@ class ProgramHouse:
         with self._loaded.held(program.loadable, engine, how.ends_at, on_overrun) as load:
             is_loaded_now = not load.is_ready
             with compiling() if is_loaded_now else contextlib.nullcontext():
-                await self._loaded.wait(load)
+                await self._loaded.wait(load, may_move=engine is None)
             run.key = load.engine_key
             # Queueing is counted from here: what came before is compiling.
             run.received_ns = received_ns + time.monotonic_ns() - compile_started_ns

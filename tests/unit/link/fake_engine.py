@@ -110,8 +110,9 @@ KILLED = Ending(Reason.KILLED, "SIGKILL")
 class FakeEngine(Engine):
     """The front end's engine, with a `FakeProcess`."""
 
-    def __init__(self, threads: int = 4, index: int = 0) -> None:
+    def __init__(self, threads: int = 4, index: int = 0, *, is_extra: bool = False) -> None:
         super().__init__(index, None)
+        self.is_extra = is_extra
         self.transport: Transport
         self.start_another(threads)
 
@@ -143,12 +144,26 @@ class FakeEngine(Engine):
 
 
 class FakePool(EnginePool):
-    """Engines with fake processes; `alone` gives fakes too, which `trial_engines` collects."""
+    """Engines with fake processes; `alone` gives fakes too, which `trial_engines` collects.
+
+    `extras`: what `borrow` gives, and `give_back` takes.
+    """
 
     def __init__(self, *engines: FakeEngine) -> None:
         super().__init__(ProcessOptions("cpu", 4), engines=0, spares=0)
         self.engines = list(engines)
         self.trial_engines: list[FakeEngine] = []
+        self.extras: list[Engine] = []
+
+    def borrow(self) -> Engine | None:
+        if not self.extras:
+            return None
+        self.engines.append(self.extras[-1])
+        return self.extras.pop()
+
+    def give_back(self, engine: Engine) -> None:
+        self.engines.remove(engine)
+        self.extras.append(engine)
 
     @contextlib.asynccontextmanager
     async def alone(self) -> AsyncIterator[Engine]:

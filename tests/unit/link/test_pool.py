@@ -180,3 +180,35 @@ async def test_new_state_goes_where_least_is_kept(starter: Starter) -> None:
     await _until(lambda: first.is_ready)
     assert first.kept == 0
     await pool.stop()
+
+
+async def test_a_spare_can_serve_as_one_engine_more(starter: Starter) -> None:
+    pool = _pool()
+    assert pool.borrow() is None
+    await pool.start()
+    await _until(lambda: pool.spares_ready)
+    extra = pool.borrow()
+    assert extra is not None
+    assert (extra.index, extra.pid, extra.is_extra) == (1, starter.started[1].pid, True)
+    assert pool.engines == [pool.engines[0], extra]
+    # It is not to stay: what is kept is kept elsewhere.
+    pool.engines[0].keeps(pool.engines[0].generation, 5)
+    assert (await pool.least_kept()) is pool.engines[0]
+    pool.give_back(extra)
+    await _until(lambda: pool.spares_ready == 1)
+    assert len(pool.engines) == 1
+    await pool.stop()
+
+
+async def test_an_extra_engine_that_dies_is_not_replaced(starter: Starter) -> None:
+    pool = _pool()
+    await pool.start()
+    await _until(lambda: pool.spares_ready)
+    extra = pool.borrow()
+    assert extra is not None
+    starter.started[1].die(CRASH)
+    await _until(lambda: len(starter.started) == 3 and pool.spares_ready)
+    assert not extra.is_ready
+    assert pool.is_ready
+    pool.give_back(extra)
+    await pool.stop()
