@@ -125,7 +125,9 @@ async def measure(rounds: int) -> dict[str, dict[str, float]]:
                         found[size][way].append((time.perf_counter() - began) * 1e3)
     for _, close in ways.values():
         await close()
-    return {size: {way: round(statistics.median(times), 3) for way, times in row.items()} for size, row in found.items()}
+    return {
+        size: {way: round(statistics.median(times), 3) for way, times in row.items()} for size, row in found.items()
+    }
 
 
 def main() -> None:
