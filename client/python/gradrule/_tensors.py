@@ -155,17 +155,18 @@ def _write(message: Tensor, values: Array, number: int) -> None:
         message.tensor_content = values.tobytes()
 
 
-def to_numpy(message: Tensor, *, writable: bool = False) -> Array:
+def to_numpy(message: Tensor, *, writable: bool = False, content: memoryview | None = None) -> Array:
     """The values of a tensor, in its shape; strings as an `object` array of bytes.
 
     The array may share the message's memory and then is read-only; `writable` copies it where needed.
+    `content`: what the message's `tensor_content` would be, where it is not in there.
     """
     number = message.dtype
     dtype = numpy_dtype(number)
     shape = _known_shape(message.tensor_shape)
     count = math.prod(shape)
     # Each look at a bytes field copies it.
-    content = message.tensor_content
+    content = content or message.tensor_content
     if content:
         if number == Dt.DT_STRING:
             raise ValueError("strings lie in string_val, not in tensor_content")

@@ -1,7 +1,8 @@
 """Entry of an engine process: `python -m gradrule_server.engine --fd N --device cpu --threads 8`.
 
-`fd` is a connected stream socket; the engine greets on it, then serves frames until the other end closes it. It gives
-up what it does not need before anything is imported that might start a thread.
+`fd` is a connected stream socket; the engine greets on it, then serves frames until the other end closes it. Large
+payloads come and go through `arenas`. It gives up what it does not need before anything is imported that might start a
+thread.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 from pathlib import Path
 
 from gradrule_server.engine.sandbox.enter import SandboxRefused, enter
-from gradrule_server.link.framing import LINK_VERSION, FrameSocket, Kind, serve_frames
+from gradrule_server.link.framing import LINK_VERSION, Arenas, FrameSocket, Kind, serve_frames
 from gradrule_server.link.v1 import link_pb2
 
 
@@ -24,6 +25,7 @@ def main() -> int:
     """Serves until the front end closes the socket; exit code 3 where it cannot run as asked."""
     parser = argparse.ArgumentParser(prog="gradrule-engine")
     parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--arenas", type=int, nargs=2, metavar=("INCOMING", "OUTGOING"))
     parser.add_argument("--device", required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--blobs", type=Path)
@@ -34,7 +36,11 @@ def main() -> int:
     # The front end decides when an engine ends; a terminal's Ctrl-C reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    frames = FrameSocket(socket.socket(fileno=options.fd))
+    arenas = None
+    if options.arenas is not None:
+        incoming, outgoing = options.arenas
+        arenas = Arenas.of(outgoing, incoming)
+    frames = FrameSocket(socket.socket(fileno=options.fd), arenas)
     try:
         sandbox = enter(options.sandbox, options.blobs)
     except SandboxRefused as refusal:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TypeAlias
 
 import numpy as np
@@ -12,11 +13,14 @@ from gradrule import _tensors
 from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2, tensor_pb2
 from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.engine.built import Built, Input
+from gradrule_server.engine.bulk import Contents
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.rules import read_param_value
 
-_Given: TypeAlias = Mapping[str, tensor_pb2.TensorSource]
+_Given: TypeAlias = Mapping[str, tuple[tensor_pb2.TensorSource, memoryview | None]]
+"""Values by name; the bytes of a large one apart."""
+_NONE_APART: Contents = MappingProxyType({})
 
 
 class ArgumentReader:
@@ -35,17 +39,23 @@ class ArgumentReader:
         call: evaluate_pb2.EvaluateRequest,
         params: Iterable[link_pb2.ParamSetting],
         state: Mapping[str, tf.Tensor] | None = None,
+        contents: Contents = _NONE_APART,
     ) -> list[tf.Tensor]:
         """The arguments of the built function. `state`: values of inputs, by name, that are not fed.
 
-        MEMORY_EXCEEDED where a call with them cannot fit.
+        MEMORY_EXCEEDED where a call with them cannot fit. `contents`: what was cut out of the call.
         """
         arguments = [
             *self._fed(
-                _renamed(call.feeds, built), built.inputs, built.unused, state or {}, what="feed", field="feeds"
+                _renamed(_by_name(call.feeds, "feeds", contents), built),
+                built.inputs,
+                built.unused,
+                state or {},
+                what="feed",
+                field="feeds",
             ),
-            *self.grad_ys(call.grad_ys, built.grad_ys, stacked=built.stacked),
-            *self._directions(call, built),
+            *self.grad_ys(call.grad_ys, built.grad_ys, contents, stacked=built.stacked),
+            *self._directions(call, built, contents),
             *_params(built, params),
         ]
         if built.fitting is not None:
@@ -53,12 +63,17 @@ class ArgumentReader:
         return arguments
 
     def grad_ys(
-        self, given: Iterable[tensor_pb2.NamedTensor], inputs: Sequence[Input], *, stacked: bool
+        self,
+        given: Sequence[tensor_pb2.NamedTensor],
+        inputs: Sequence[Input],
+        contents: Contents = _NONE_APART,
+        *,
+        stacked: bool,
     ) -> list[tf.Tensor]:
         """Upstream gradients; stacked, they are all of one length."""
         if stacked:
             inputs = [Input(item.name, item.dtype, tf.TensorShape([None]).concatenate(item.shape)) for item in inputs]
-        tensors = self._given(given, inputs, what="grad_y", field="grad_ys")
+        tensors = self._given(given, inputs, contents, what="grad_y", field="grad_ys")
         if stacked and len({int(tensor.shape[0]) for tensor in tensors}) > 1:
             sizes = ", ".join(f"{item.name!r}: {tensor.shape[0]}" for item, tensor in zip(inputs, tensors, strict=True))
             raise error(
@@ -68,15 +83,21 @@ class ArgumentReader:
             )
         return tensors
 
-    def _directions(self, call: evaluate_pb2.EvaluateRequest, built: Built) -> list[tf.Tensor]:
+    def _directions(self, call: evaluate_pb2.EvaluateRequest, built: Built, contents: Contents) -> list[tf.Tensor]:
         is_jvp = built.kind == evaluate_pb2.DERIVATIVE_JVP
         what, field, given = ("tangent", "tangents", call.tangents) if is_jvp else ("vector", "vectors", call.vectors)
-        return self._given(given, built.directions, what=what, field=field)
+        return self._given(given, built.directions, contents, what=what, field=field)
 
     def _given(
-        self, given: Iterable[tensor_pb2.NamedTensor], inputs: Sequence[Input], *, what: str, field: str
+        self,
+        given: Sequence[tensor_pb2.NamedTensor],
+        inputs: Sequence[Input],
+        contents: Contents,
+        *,
+        what: str,
+        field: str,
     ) -> list[tf.Tensor]:
-        return self._fed(_by_name(given), inputs, [False] * len(inputs), {}, what=what, field=field)
+        return self._fed(_by_name(given, field, contents), inputs, [False] * len(inputs), {}, what=what, field=field)
 
     def _fed(
         self,
@@ -112,14 +133,16 @@ class ArgumentReader:
                 )
                 continue
             try:
-                tensors.append(self._tensor(value, item, what, field))
+                tensors.append(self._tensor(*value, item, what, field))
             except GradruleError as cause:
                 findings += cause.findings
         if findings:
             raise GradruleError(findings)
         return tensors
 
-    def _tensor(self, value: tensor_pb2.TensorSource, item: Input, what: str, field: str) -> tf.Tensor:
+    def _tensor(
+        self, value: tensor_pb2.TensorSource, content: memoryview | None, item: Input, what: str, field: str
+    ) -> tf.Tensor:
         source = value.WhichOneof("source")
         if source is None:
             raise error(
@@ -138,7 +161,9 @@ class ArgumentReader:
             )
         where = f"{what} {item.name!r}"
         array = (
-            _array(value.inline, where, field) if source == "inline" else self._blobs.array(value.blob, where, field)
+            _array(value.inline, content, where, field)
+            if source == "inline"
+            else self._blobs.array(value.blob, where, field)
         )
         if not item.shape.is_compatible_with(array.shape):
             raise error(
@@ -147,16 +172,18 @@ class ArgumentReader:
                 node=item.name,
                 field=field,
             )
+        # This copies: what was cut out is gone once the request is answered.
         return tf.constant(array, dtype=item.dtype)
 
 
-def _by_name(given: Iterable[tensor_pb2.NamedTensor]) -> _Given:
-    return {item.name.removesuffix(":0"): item.value for item in given}
+def _by_name(given: Sequence[tensor_pb2.NamedTensor], field: str, contents: Contents) -> _Given:
+    return {
+        item.name.removesuffix(":0"): (item.value, contents.get((field, index))) for index, item in enumerate(given)
+    }
 
 
-def _renamed(given: Iterable[tensor_pb2.NamedTensor], built: Built) -> _Given:
+def _renamed(by_name: _Given, built: Built) -> _Given:
     """Feeds by the names of inputs; UNKNOWN_FEED where one input is fed under two of its names."""
-    by_name = _by_name(given)
     if built.aliases.keys().isdisjoint(by_name):
         return by_name
     renamed = {built.aliases.get(name, name): value for name, value in by_name.items()}
@@ -171,9 +198,9 @@ def _renamed(given: Iterable[tensor_pb2.NamedTensor], built: Built) -> _Given:
     return renamed
 
 
-def _array(message: tensor_pb2.Tensor, what: str, field: str) -> np.ndarray:
+def _array(message: tensor_pb2.Tensor, content: memoryview | None, what: str, field: str) -> np.ndarray:
     try:
-        return _tensors.to_numpy(message)
+        return _tensors.to_numpy(message, content=content)
     except ValueError as cause:
         raise error(errors_pb2.ERROR_REASON_INVALID_TENSOR, f"{what}: {cause}", field=field) from cause
 

@@ -15,6 +15,7 @@ from gradrule_server.engine.answers import write_gradient, write_tensor
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.build import shape_of
 from gradrule_server.engine.built import Built, Input
+from gradrule_server.engine.bulk import Contents
 from gradrule_server.engine.question import WIDTHS
 from gradrule_server.engine.run import check_size, execute, set_timings
 from gradrule_server.engine.saved import saved_bytes
@@ -42,15 +43,19 @@ class Handles:
         self._released: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
 
-    def forward(self, built: Built, request: link_pb2.ForwardRequest, device: str) -> link_pb2.ForwardReply:
-        """Runs the forward part of a split program."""
+    def forward(
+        self, built: Built, request: link_pb2.ForwardRequest, contents: Contents, device: str
+    ) -> link_pb2.ForwardReply:
+        """Runs the forward part of a split program. `contents`: what was cut out of the request."""
         if built.split is None:
             raise AssertionError("the program was not built in two parts")
         started = time.monotonic_ns()
         call = evaluate_pb2.EvaluateRequest.FromString(request.run.request)
         split = built.split
         reader = self._reader.within(request.run.blob_folder)
-        outputs, saved = execute(built, lambda: split.forward(reader.arguments(built, call, request.run.params)))
+        outputs, saved = execute(
+            built, lambda: split.forward(reader.arguments(built, call, request.run.params, contents=contents))
+        )
         check_size(outputs)
         response = evaluate_pb2.EvaluateResponse(device=device)
         for name, value in zip(built.outputs, outputs, strict=True):
@@ -64,7 +69,7 @@ class Handles:
                 self._kept[request.handle] = _Kept(built, split, saved)
         return link_pb2.ForwardReply(response=response.SerializeToString(), kept_bytes=kept_bytes)
 
-    def pull_back(self, request: link_pb2.PullBackRequest) -> evaluate_pb2.PullBackResponse:
+    def pull_back(self, request: link_pb2.PullBackRequest, contents: Contents) -> evaluate_pb2.PullBackResponse:
         """Gradients; HANDLE_EXPIRED where nothing is kept under the name."""
         started = time.monotonic_ns()
         with self._lock:
@@ -74,7 +79,7 @@ class Handles:
             raise error(errors_pb2.ERROR_REASON_HANDLE_EXPIRED, message, field="handle")
         call = evaluate_pb2.PullBackRequest.FromString(request.request)
         stacked = call.stacked_grad_ys
-        grad_ys = self._grad_ys(call, kept.built, self._reader.within(request.blob_folder))
+        grad_ys = self._grad_ys(call, contents, kept.built, self._reader.within(request.blob_folder))
         gradients = execute(kept.built, lambda: kept.split.backward(kept.saved, grad_ys, stacked=stacked))
         check_size(gradients)
         response = evaluate_pb2.PullBackResponse()
@@ -93,7 +98,9 @@ class Handles:
                     self._released.popitem(last=False)
 
     @staticmethod
-    def _grad_ys(call: evaluate_pb2.PullBackRequest, built: Built, reader: ArgumentReader) -> dict[int, tf.Tensor]:
+    def _grad_ys(
+        call: evaluate_pb2.PullBackRequest, contents: Contents, built: Built, reader: ArgumentReader
+    ) -> dict[int, tf.Tensor]:
         """The given upstream gradients by the index of their y. INVALID_DERIVATIVE where a name is none of the ys."""
         ys = {_canonical(spec.name): index for index, spec in enumerate(built.specs["ys"])}
         given = [_canonical(item.name) for item in call.grad_ys]
@@ -105,7 +112,7 @@ class Handles:
                 )
         specs = [built.specs["ys"][ys[name]] for name in given]
         inputs = [Input(spec.name, tf.as_dtype(spec.dtype), shape_of(spec.shape)) for spec in specs]
-        tensors = reader.grad_ys(call.grad_ys, inputs, stacked=call.stacked_grad_ys)
+        tensors = reader.grad_ys(call.grad_ys, inputs, contents, stacked=call.stacked_grad_ys)
         return {ys[name]: tensor for name, tensor in zip(given, tensors, strict=True)}
 
 

@@ -15,6 +15,7 @@ from gradrule_server.engine import tf_private
 from gradrule_server.engine.answers import write_derivatives, write_tensor
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.built import Built
+from gradrule_server.engine.bulk import Contents
 from gradrule_server.engine.checks import failed_check
 from gradrule_server.engine.limits import MAX_ANSWER_BYTES
 from gradrule_server.engine.memory import memory_error, out_of_memory
@@ -29,12 +30,15 @@ _NARROW_INT_BYTES = 10
 _NARROW_INTS = frozenset({"int2", "uint2", "int4", "uint4"})
 
 
-def run(built: Built, request: link_pb2.RunRequest, device: str, reader: ArgumentReader) -> bytes:
-    """Runs the program; returns the bytes of an `EvaluateResponse` with outputs, gradients, timings and device."""
+def run(built: Built, request: link_pb2.RunRequest, contents: Contents, device: str, reader: ArgumentReader) -> bytes:
+    """Runs the program; returns the bytes of an `EvaluateResponse` with outputs, gradients, timings and device.
+
+    `contents`: what was cut out of the request.
+    """
     started = time.monotonic_ns()
     call = evaluate_pb2.EvaluateRequest.FromString(request.request)
     reader = reader.within(request.blob_folder)
-    results = execute(built, lambda: built.function(*reader.arguments(built, call, request.params)))
+    results = execute(built, lambda: built.function(*reader.arguments(built, call, request.params, contents=contents)))
     check_size(results)
     response = evaluate_pb2.EvaluateResponse(device=device)
     values = iter(results)

@@ -12,6 +12,7 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.engine.build import Built, build
+from gradrule_server.engine.bulk import open_payload
 from gradrule_server.engine.handles import Handles
 from gradrule_server.engine.memory import memory_error
 from gradrule_server.engine.run import run
@@ -53,30 +54,30 @@ class EngineService:
             self._send_fault(frame, error(errors_pb2.ERROR_REASON_INTERNAL, type(cause).__name__))
 
     def _answer(self, frame: Frame) -> None:
+        payload, contents = open_payload(frame.kind, frame.payload)
         if frame.kind is Kind.RUN:
-            request = link_pb2.RunRequest.FromString(frame.payload)
-            self._frames.send(
-                Kind.RAN, frame.request_id, run(self._program(request.key), request, self._device, self._reader)
-            )
+            request = link_pb2.RunRequest.FromString(payload)
+            answer = run(self._program(request.key), request, contents, self._device, self._reader)
+            self._frames.send(Kind.RAN, frame.request_id, answer)
         elif frame.kind is Kind.COMPILE:
-            reply = self._compile(link_pb2.CompileRequest.FromString(frame.payload))
+            reply = self._compile(link_pb2.CompileRequest.FromString(payload))
             self._frames.send(Kind.COMPILED, frame.request_id, reply.SerializeToString())
         elif frame.kind is Kind.UNLOAD:
-            self._programs.pop(link_pb2.UnloadRequest.FromString(frame.payload).key, None)
+            self._programs.pop(link_pb2.UnloadRequest.FromString(payload).key, None)
         elif frame.kind is Kind.FORWARD:
-            forward = link_pb2.ForwardRequest.FromString(frame.payload)
-            kept = self._handles.forward(self._program(forward.run.key), forward, self._device)
+            forward = link_pb2.ForwardRequest.FromString(payload)
+            kept = self._handles.forward(self._program(forward.run.key), forward, contents, self._device)
             self._frames.send(Kind.RAN, frame.request_id, kept.SerializeToString())
         elif frame.kind is Kind.PULL_BACK:
-            gradients = self._handles.pull_back(link_pb2.PullBackRequest.FromString(frame.payload))
+            gradients = self._handles.pull_back(link_pb2.PullBackRequest.FromString(payload), contents)
             self._frames.send(Kind.RAN, frame.request_id, gradients.SerializeToString())
         elif frame.kind is Kind.SESSION:
-            done = self._sessions.handle(link_pb2.SessionRequest.FromString(frame.payload))
+            done = self._sessions.handle(link_pb2.SessionRequest.FromString(payload), contents)
             self._frames.send(Kind.RAN, frame.request_id, done.SerializeToString())
         elif frame.kind is Kind.END_SESSION:
-            self._sessions.end(link_pb2.ReleaseRequest.FromString(frame.payload).handle)
+            self._sessions.end(link_pb2.ReleaseRequest.FromString(payload).handle)
         elif frame.kind is Kind.RELEASE:
-            self._handles.release(link_pb2.ReleaseRequest.FromString(frame.payload).handle)
+            self._handles.release(link_pb2.ReleaseRequest.FromString(payload).handle)
         else:
             raise DecodeError(f"an engine takes no {frame.kind.name}")
 

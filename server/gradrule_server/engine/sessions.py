@@ -16,6 +16,7 @@ from gradrule.v1 import errors_pb2, evaluate_pb2, session_pb2
 from gradrule_server.engine.answers import write_derivatives, write_tensor
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.built import Built
+from gradrule_server.engine.bulk import Contents
 from gradrule_server.engine.question import DENSE, SPARSE, WIDTHS
 from gradrule_server.engine.run import check_size, execute, set_timings
 from gradrule_server.engine.saved import saved_bytes
@@ -58,8 +59,11 @@ class Sessions:
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._lock = threading.Lock()
 
-    def handle(self, request: link_pb2.SessionRequest) -> link_pb2.SessionReply:
-        """One message. SESSION_LOST for a session that is not there, QUOTA_EXCEEDED where it gets too large."""
+    def handle(self, request: link_pb2.SessionRequest, contents: Contents) -> link_pb2.SessionReply:
+        """One message. SESSION_LOST for a session that is not there, QUOTA_EXCEEDED where it gets too large.
+
+        `contents`: what was cut out of the message.
+        """
         with self._lock:
             if request.assign.opens and request.session not in self._ended:
                 self._sessions[request.session] = _Session()
@@ -77,7 +81,7 @@ class Sessions:
                 case "read":
                     self._read(session, request.read.variables, reply)
                 case _:
-                    self._run(session, request.run, request, reply)
+                    self._run(session, request.run, contents, request, reply)
             reply.bytes, reply.step = session.bytes_with(session.values), session.steps
         return reply
 
@@ -113,6 +117,7 @@ class Sessions:
         self,
         session: _Session,
         request: link_pb2.SessionRun,
+        contents: Contents,
         message: link_pb2.SessionRequest,
         reply: link_pb2.SessionReply,
     ) -> None:
@@ -123,7 +128,7 @@ class Sessions:
         reader = self._reader.within(request.run.blob_folder)
         results = execute(
             built,
-            lambda: list(built.function(*reader.arguments(built, call, request.run.params, session.values))),
+            lambda: list(built.function(*reader.arguments(built, call, request.run.params, session.values, contents))),
         )
         outputs, derivatives = results[: len(built.outputs)], results[len(built.outputs) :]
         end = len(derivatives) - len(built.updates)

@@ -11,9 +11,21 @@ import itertools
 from collections.abc import Callable
 from typing import cast
 
+from gradrule_server.link.arena import LEAST_PLACED_BYTES, Chunk
 from gradrule_server.link.faults import error_of
-from gradrule_server.link.framing import HEADER_BYTES, Kind, pack_header, unpack_header
+from gradrule_server.link.framing import (
+    HEADER_BYTES,
+    Arenas,
+    Kind,
+    pack_header,
+    pack_place,
+    unpack_header,
+    unpack_place,
+)
 from gradrule_server.link.v1 import link_pb2
+
+# Arenas keep their memory for the next large message, which is twice as fast then; but not for long.
+_TRIM_AFTER_S = 2.0
 
 
 class EngineGone(Exception):
@@ -31,13 +43,15 @@ class EngineGone(Exception):
 class Work:
     """A request to an engine: it waits, then runs, then `answer` has the payload of its answer, or what went wrong."""
 
-    __slots__ = ("_ended", "_timer", "answer", "connection", "id", "kind", "payload")
+    __slots__ = ("_ended", "_timer", "answer", "chunk", "connection", "id", "kind", "payload")
 
     def __init__(self, connection: Connection, request_id: int, kind: Kind, payload: bytes) -> None:
         self.connection = connection
         self.id = request_id
         self.kind = kind
         self.payload = payload
+        self.chunk: Chunk | None = None
+        """Where the payload lies, if it is large and sent."""
         self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._ended = False
         self._timer: asyncio.TimerHandle | None = None
@@ -60,10 +74,16 @@ class Work:
 
 
 class Connection(asyncio.Protocol):
-    """Frames over a stream to an engine of so many threads. Everything happens on the loop that made it."""
+    """Frames over a stream to an engine of so many threads. Everything happens on the loop that made it.
 
-    def __init__(self, threads: int) -> None:
+    `arenas`: where large payloads lie, if there are any; they end with the connection.
+    """
+
+    def __init__(self, threads: int, arenas: Arenas | None = None) -> None:
         self._threads = threads
+        self._arenas = arenas
+        self._arenas_used_at = 0.0
+        self._trimming: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
         self._ids = itertools.count(1)
@@ -169,6 +189,10 @@ class Connection(asyncio.Protocol):
         # A greeting that nobody waits for must not be reported as an exception that was never retrieved.
         if not self.greeting.cancelled():
             self.greeting.exception()
+        if self._trimming is not None:
+            self._trimming.cancel()
+        if self._arenas is not None:
+            self._arenas.close()
         if self.on_lost is not None:
             self.on_lost()
 
@@ -181,7 +205,11 @@ class Connection(asyncio.Protocol):
         if work.kind is Kind.COMPILE:
             self._compiling = True
             self.compiling_since = asyncio.get_running_loop().time()
-        self._write(work.kind, work.id, work.payload)
+        work.chunk = self._placed(work.payload)
+        if work.chunk is None:
+            self._write(work.kind, work.id, work.payload)
+        else:
+            self._write(Kind.PLACED, work.id, pack_place(work.kind, work.chunk))
         work.payload = b""
 
     def _start_waiting(self) -> None:
@@ -196,14 +224,51 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.writelines([pack_header(kind, request_id, len(payload)), payload])
 
+    def _placed(self, payload: bytes) -> Chunk | None:
+        if self._arenas is None or len(payload) < LEAST_PLACED_BYTES:
+            return None
+        self._arenas_were_used()
+        return self._arenas.outgoing.place([payload])
+
+    def _taken(self, arenas: Arenas, request_id: int, chunk: Chunk, *, wanted: bool) -> bytes:
+        """The payload that the engine has placed, if anybody still wants it. `ValueError` where it lies nowhere."""
+        payload = arenas.incoming.read(chunk) if wanted else b""
+        self._write(Kind.TAKEN, request_id, b"")
+        self._arenas_were_used()
+        return payload
+
+    def _arenas_were_used(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._arenas_used_at = loop.time()
+        if self._trimming is None:
+            self._trimming = loop.call_later(_TRIM_AFTER_S, self._trim)
+
+    def _trim(self) -> None:
+        loop = asyncio.get_running_loop()
+        due = self._arenas_used_at + _TRIM_AFTER_S
+        if loop.time() < due:
+            self._trimming = loop.call_at(due, self._trim)
+            return
+        self._trimming = None
+        if self._arenas is not None and not self._closed:
+            loop.run_in_executor(None, self._arenas.outgoing.trim)
+            self._write(Kind.TRIM, 0, b"")
+
     def _deliver(self, kind: Kind, request_id: int, payload: bytes) -> None:
         if kind is Kind.GREETING:
             if not self.greeting.done():
                 self.greeting.set_result(link_pb2.Greeting.FromString(payload))
             return
-        work = self._running.pop(request_id, None)
+        work = self._running.get(request_id)
         if work is None:
             return
+        if self._arenas is not None:
+            if kind is Kind.PLACED:
+                kind, chunk = unpack_place(payload)
+                payload = self._taken(self._arenas, request_id, chunk, wanted=not work.answer.done())
+            if work.chunk is not None:
+                self._arenas.outgoing.release(work.chunk)
+        del self._running[request_id]
         work.end()
         if work.kind is Kind.COMPILE:
             self._compiling = False

@@ -12,10 +12,11 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from gradrule_server.link import arena
 from gradrule_server.link.connection import Connection, EngineGone
 from gradrule_server.link.endings import Ending, Inquest, Reason, ending_of
 from gradrule_server.link.environment import engine_environment
-from gradrule_server.link.framing import LINK_VERSION
+from gradrule_server.link.framing import LINK_VERSION, Arenas
 from gradrule_server.link.stderr import LastWords, log_stderr
 from gradrule_server.link.v1 import link_pb2
 
@@ -133,27 +134,33 @@ async def start_process(options: ProcessOptions) -> EngineProcess:
     """Starts a process that has yet to greet. `OSError` where the operating system has no room for one."""
     ours, theirs = socket.socketpair()
     process: asyncio.subprocess.Process | None = None
+    arenas = None
     try:
+        # To the engine, and from it. It inherits them; whatever becomes of both processes, nothing is left.
+        arenas, shared = Arenas.make() if arena.is_supported() else (None, [])
         with theirs:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
                 "gradrule_server.engine",
                 *("--fd", str(theirs.fileno()), *options.flags()),
-                pass_fds=[theirs.fileno()],
+                *(["--arenas", *map(str, shared)] if shared else []),
+                pass_fds=[theirs.fileno(), *shared],
                 env=engine_environment(),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
             )
         _, connection = await asyncio.get_running_loop().create_connection(
-            lambda: Connection(options.threads), sock=ours
+            lambda: Connection(options.threads, arenas), sock=ours
         )
     except BaseException:
         ours.close()
         if process is not None:
             process.kill()
             await process.wait()
+        if arenas is not None:
+            arenas.close()
         raise
     assert process.stderr is not None
     last_words = LastWords()

@@ -1,0 +1,228 @@
+"""Arenas by themselves, and frames whose payload lies in one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import random
+import socket
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from gradrule_server.link.arena import LEAST_PLACED_BYTES, Chunk, Incoming, Outgoing, make_arena
+from gradrule_server.link.connection import Connection, EngineGone
+from gradrule_server.link.framing import Arenas, Frame, FrameSocket, Kind, pack_header, pack_place
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_SIZE = 256 * _PAGE
+
+
+class Both:
+    """Both ends of an arena."""
+
+    def __init__(self) -> None:
+        fd = make_arena(_SIZE)
+        self.writer, self.reader = Outgoing(fd), Incoming(os.dup(fd))
+
+    @property
+    def resident_bytes(self) -> int:
+        return os.fstat(self.writer.fd).st_blocks * 512
+
+
+@pytest.fixture
+def both() -> Iterator[Both]:
+    made = Both()
+    yield made
+    made.writer.close()
+    made.reader.close()
+
+
+def test_what_is_placed_is_read_and_no_two_payloads_overlap(both: Both) -> None:
+    chance = random.Random(0)
+    placed: dict[Chunk, bytes] = {}
+    refused = 0
+    for _ in range(2000):
+        if placed and chance.random() < 0.45:
+            chunk = chance.choice(list(placed))
+            assert both.reader.read(chunk) == both.reader.view(chunk) == placed.pop(chunk)
+            both.writer.release(chunk)
+            continue
+        parts = [chance.randbytes(chance.randrange(1, 20 * _PAGE)) for _ in range(chance.randrange(1, 3))]
+        found = both.writer.place(parts)
+        if found is None:
+            refused += 1
+        else:
+            placed[found] = b"".join(parts)
+        assert both.writer.used_bytes == sum(-(-chunk.length // _PAGE) * _PAGE for chunk in placed)
+    assert refused
+    for chunk in placed:
+        both.writer.release(chunk)
+    # All of it is in one piece again.
+    assert both.writer.place([bytes(_SIZE)]) == Chunk(0, _SIZE)
+
+
+def test_memory_is_given_back_but_not_what_is_in_use(both: Both) -> None:
+    kept, freed = both.writer.place([b"k" * 10 * _PAGE]), both.writer.place([b"f" * 200 * _PAGE])
+    assert kept is not None
+    assert freed is not None
+    both.writer.release(freed)
+    assert both.resident_bytes >= 210 * _PAGE
+    both.writer.trim()
+    assert both.resident_bytes == 10 * _PAGE
+    assert both.reader.read(kept) == b"k" * 10 * _PAGE
+    assert both.writer.place([bytes(240 * _PAGE)]) is not None
+
+
+@pytest.mark.parametrize(
+    "chunk", [Chunk(0, _SIZE + 1), Chunk(_SIZE, 1), Chunk(_SIZE - 1, 2), Chunk(2**64 - 1, 2**64 - 1), Chunk(0, 0)]
+)
+def test_nothing_outside_is_read(both: Both, chunk: Chunk) -> None:
+    with pytest.raises(ValueError, match="lies outside"):
+        both.reader.read(chunk)
+    with pytest.raises(ValueError, match="lies outside"):
+        both.reader.view(chunk)
+
+
+def test_whoever_has_it_cannot_take_memory_away_from_under_the_reader(both: Both) -> None:
+    for size in (0, 2 * _SIZE):
+        with pytest.raises(OSError) as caught:
+            os.ftruncate(both.writer.fd, size)
+        assert caught.value.errno == errno.EPERM
+    # Holes read as zeros.
+    assert both.reader.read(Chunk(0, _SIZE)) == bytes(_SIZE)
+
+
+def test_after_closing_nothing_is_placed_and_trimming_touches_no_other_file() -> None:
+    writer = Outgoing(make_arena(_SIZE))
+    writer.close()
+    assert writer.place([b"x"]) is None
+    writer.trim()
+    writer.release(Chunk(0, 1))
+
+
+class Link:
+    """A connection, and the other end of it."""
+
+    def __init__(self, connection: Connection, arenas: Arenas, theirs: socket.socket, other: Arenas) -> None:
+        self.connection, self.arenas, self.theirs = connection, arenas, theirs
+        self.engine = FrameSocket(theirs, other)
+
+    async def received(self) -> Frame:
+        frame = await asyncio.to_thread(self.engine.receive)
+        assert frame is not None
+        return frame
+
+
+@contextlib.asynccontextmanager
+async def _linked() -> AsyncIterator[Link]:
+    ours, theirs = socket.socketpair()
+    arenas, shared = Arenas.make()
+    other = Arenas.of(os.dup(shared[1]), os.dup(shared[0]))
+    loop = asyncio.get_running_loop()
+    _, connection = await loop.create_connection(lambda: Connection(2, arenas), sock=ours)
+    with theirs:
+        yield Link(connection, arenas, theirs, other)
+    async with asyncio.timeout(10):
+        while not connection.is_closed:
+            await asyncio.sleep(0.01)
+    # The transport closes its socket right after it has told the connection.
+    await asyncio.sleep(0.01)
+    other.outgoing.close()
+    # A test may hold a view.
+    with contextlib.suppress(BufferError):
+        other.incoming.close()
+
+
+async def test_large_payloads_do_not_go_through_the_socket_and_their_room_is_free_afterwards() -> None:
+    async with _linked() as link:
+        request, answer = os.urandom(LEAST_PLACED_BYTES), os.urandom(3 * LEAST_PLACED_BYTES)
+        work = link.connection.submit(Kind.RUN, request)
+        other = link.connection.submit(Kind.RUN, b"small")
+        frame, small = await link.received(), await link.received()
+        assert isinstance(frame.payload, memoryview)
+        assert frame.payload == request
+        assert (frame.kind, small) == (Kind.RUN, Frame(Kind.RUN, 2, b"small"))
+        assert link.arenas.outgoing.used_bytes == LEAST_PLACED_BYTES
+        link.engine.send(Kind.RAN, frame.request_id, answer)
+        assert await work.answer == answer
+        assert link.arenas.outgoing.used_bytes == 0
+        taken = await link.received()
+        assert (taken.kind, taken.request_id) == (Kind.TAKEN, frame.request_id)
+        assert link.engine.answer_housekeeping(taken)
+        assert link.engine.placed_bytes == 0
+        other.answer.cancel()
+
+
+async def test_an_answer_that_nobody_wants_is_let_go_unread() -> None:
+    async with _linked() as link:
+        work = link.connection.submit(Kind.RUN, bytes(LEAST_PLACED_BYTES))
+        work.answer.cancel()
+        frame = await link.received()
+        link.engine.send(Kind.RAN, frame.request_id, bytes(LEAST_PLACED_BYTES))
+        assert (await link.received()).kind is Kind.TAKEN
+        assert work.ended
+        assert link.arenas.outgoing.used_bytes == 0
+
+
+async def test_what_finds_no_room_goes_through_the_socket() -> None:
+    async with _linked() as link:
+        assert link.arenas.outgoing.place([bytes(510 << 20)]) is not None
+        work = link.connection.submit(Kind.RUN, bytes(4 << 20))
+        frame = await link.received()
+        assert frame.payload == bytes(4 << 20)
+        assert isinstance(frame.payload, bytes)
+        link.engine.send(Kind.RAN, frame.request_id, b"done")
+        assert await work.answer == b"done"
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        pack_place(Kind.RAN, Chunk(2**63, 4096)),
+        pack_place(Kind.RAN, Chunk(0, 2**64 - 1)),
+        pack_place(Kind.RAN, Chunk(512 << 20, 1)),
+        b"short",
+        b"\xff" * 20,
+    ],
+)
+async def test_an_engine_that_lies_loses_its_connection_and_callers_are_told(place: bytes) -> None:
+    async with _linked() as link:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        works = [link.connection.submit(Kind.RUN, b"a"), link.connection.submit(Kind.RUN, bytes(LEAST_PLACED_BYTES))]
+        frame = await link.received()
+        link.theirs.sendall(pack_header(Kind.PLACED, frame.request_id, len(place)) + place)
+        for work in works:
+            with pytest.raises(EngineGone):
+                await asyncio.wait_for(work.answer, 10)
+        assert link.connection.is_closed
+
+
+async def test_memory_falls_once_nothing_large_has_come_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradrule_server.link.connection._TRIM_AFTER_S", 0.2)
+    async with _linked() as link:
+        work = link.connection.submit(Kind.RUN, bytes(16 << 20))
+        frame = await link.received()
+        link.engine.send(Kind.RAN, frame.request_id, bytes(16 << 20))
+        await work.answer
+        sizes = (link.arenas.outgoing.fd, link.arenas.incoming.fd)
+        assert all(os.fstat(fd).st_blocks * 512 >= 16 << 20 for fd in sizes)
+        for expected in (Kind.TAKEN, Kind.TRIM):
+            housekeeping = await link.received()
+            assert housekeeping.kind is expected
+            assert link.engine.answer_housekeeping(housekeeping)
+        async with asyncio.timeout(10):
+            while any(os.fstat(fd).st_blocks for fd in sizes):
+                await asyncio.sleep(0.02)
+
+
+async def test_descriptors_are_as_before_when_a_connection_ends() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    async with _linked() as link:
+        work = link.connection.submit(Kind.RUN, bytes(LEAST_PLACED_BYTES))
+        await link.received()
+        assert len(os.listdir("/proc/self/fd")) > before
+        work.answer.cancel()
+    assert len(os.listdir("/proc/self/fd")) == before
