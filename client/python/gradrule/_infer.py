@@ -9,6 +9,7 @@ error.
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -19,7 +20,7 @@ from gradrule._dtypes import REF_OFFSET, as_dt, base, name_of
 from gradrule._opdefs import ArgDef, OpDef
 from gradrule.v1.graph_pb2 import AttrValue
 
-__all__ = ["Completed", "InferError", "complete", "input_slices", "output_slices"]
+__all__ = ["Completed", "InferError", "complete", "input_slices", "output_slices", "type_attr"]
 
 Slices = Mapping[str, tuple[int, int]]
 
@@ -287,7 +288,7 @@ class _Known:
         if attr.is_list:
             return _types(self.lists[attr.name])
         if attr.field == "type":
-            return AttrValue(type=as_dt(self.types[attr.name]))
+            return type_attr(self.types[attr.name])
         return AttrValue(i=self.lengths[attr.name])
 
     def outputs(self) -> tuple[int, ...]:
@@ -301,7 +302,19 @@ class _Known:
             if arg.is_ref and number:
                 number += REF_OFFSET
             flat.extend([number] * (self.lengths.get(arg.number_attr, 1) if arg.number_attr else 1))
-        return tuple(flat)
+        return _one(flat[0]) if len(flat) == 1 else tuple(flat)
+
+
+# Numbers come from callers: not all of them are types.
+@functools.lru_cache(1024)
+def type_attr(number: int) -> AttrValue:
+    """A type as an attribute: one message for all nodes, of which a graph has many."""
+    return AttrValue(type=as_dt(number))
+
+
+@functools.lru_cache(1024)
+def _one(number: int) -> tuple[int]:
+    return (number,)
 
 
 def _fixed_slices(args: Sequence[ArgDef]) -> Slices | None:

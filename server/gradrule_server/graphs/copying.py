@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from gradrule._dtypes import as_dt
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule.v1.tensor_pb2 import Dt, TensorShape
-from gradrule_server.graphs.ir import ARG, BRANCHES, DIFFERENTIABLE, GRADIENT_ATTR, Body, Node, Ref, is_call
+from gradrule_server.graphs.ir import ARG, BRANCHES, DIFFERENTIABLE, GRADIENT_ATTR, Body, Node, Ref, is_call, replaced
 from gradrule_server.graphs.knots import OUTPUTS_NOTE
 from gradrule_server.graphs.resolve import Resolver
 from gradrule_server.graphs.scene import Foreign, Match, Resolved
@@ -161,10 +161,10 @@ class _Copier:
             fed = self._fed.get(position) if is_top else None
             if fed:
                 name = into.unique(f"{name}/computed")
-            inputs = [placed.ref(ref) for ref in node.inputs]
-            controls = [placed.nodes[control] for control in node.controls]
+            inputs = tuple([placed.ref(ref) for ref in node.inputs])
+            controls: Sequence[int] = [placed.nodes[control] for control in node.controls] if node.controls else ()
             if gate is not None and (is_call(node) or all(ref[0] < source.arg_count for ref in node.inputs)):
-                controls.append(gate)
+                controls = [*controls, gate]
             copy = Node(name, node.op, inputs, controls, node.attrs, node.outputs, unsupported=node.unsupported)
             asks = is_call(node) and around is None
             resolved = self._call(node, into.public(public), source, live=live) if asks else None
@@ -342,7 +342,8 @@ def _part(branch: Node, types: Sequence[int], into: Destination) -> None:
         if ref in seen and types[number] not in (0, Dt.DT_RESOURCE):
             attrs = {"T": AttrValue(type=as_dt(types[number]))}
             name = into.unique(f"{branch.name}/input_{number}")
-            branch.inputs[number] = (into.add(Node(name, "Identity", [ref], [], attrs, (types[number],))), 0)
+            alias = (into.add(Node(name, "Identity", [ref], [], attrs, (types[number],))), 0)
+            branch.inputs = replaced(branch.inputs, number, alias)
         seen.add(ref)
 
 

@@ -5,6 +5,7 @@ The top level of a graph and every function are a `Body`. Checking fills bodies 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradrule.v1.graph_pb2 import AttrValue
@@ -69,9 +70,10 @@ class Node:
 
     name: str
     op: str
-    inputs: list[Ref]
-    controls: list[int]
-    attrs: dict[str, AttrValue]
+    # What is the same for many nodes is shared by them: none of these is changed in place.
+    inputs: Sequence[Ref]
+    controls: Sequence[int]
+    attrs: Mapping[str, AttrValue]
     outputs: tuple[int, ...] | None = None
     # Functions that the node calls or runs: per attribute (`f` for calls) its bodies.
     functions: tuple[tuple[str, tuple[Body, ...]], ...] = ()
@@ -110,6 +112,11 @@ class Body:
     def arg_types(self) -> list[int]:
         """Element types of the arguments."""
         return [node.outputs[0] for node in self.nodes[: self.arg_count] if node.outputs]
+
+
+def replaced(inputs: Sequence[Ref], number: int, by: Ref) -> Sequence[Ref]:
+    """Inputs of which one is another."""
+    return (*inputs[:number], by, *inputs[number + 1 :])
 
 
 def is_call(node: Node) -> bool:

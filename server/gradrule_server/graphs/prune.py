@@ -22,8 +22,8 @@ def prune(body: Body, roots: Iterable[int]) -> dict[int, int]:
     moved = {old: new for new, old in enumerate(old for old in range(len(nodes)) if needed[old])}
     body.nodes = [nodes[old] for old in moved]
     for node in body.nodes:
-        node.inputs = [(moved[producer], output) for producer, output in node.inputs]
-        node.controls = [moved[control] for control in node.controls]
+        node.inputs = tuple([(moved[producer], output) for producer, output in node.inputs])
+        node.controls = [moved[control] for control in node.controls] if node.controls else ()
     return moved
 
 

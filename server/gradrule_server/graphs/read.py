@@ -7,11 +7,13 @@ an output name stands for is known only once its node's attributes are, so it st
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
+from gradrule import _infer
 from gradrule.v1 import graph_pb2
 from gradrule.v1.graph_pb2 import AttrValue, Graph
 from gradrule_server import errors
@@ -77,7 +79,7 @@ def add_arg(draft: Draft, name: str, types: Iterable[int], notes: Mapping[str, A
         message = f"Function {quote(body.name)} has two arguments {quote(name)}."
         findings.add(Reason.ERROR_REASON_DUPLICATE_NODE, message, name)
     for offset, dtype in enumerate(types):
-        body.nodes.append(Node(name if offset == 0 else f"{name}_{offset}", ARG, [], [], {}, (dtype,)))
+        body.nodes.append(Node(name if offset == 0 else f"{name}_{offset}", ARG, (), (), {}, (dtype,)))
         body.arg_notes.append({key: notes[key] for key in notes if key == "_output_shapes"})
         draft.sources.append([])
     draft.args[name] = (start, len(body.nodes) - start)
@@ -127,10 +129,10 @@ def check_name(name: str, draft: Draft, findings: Findings) -> None:
         )
 
 
-def _read_nodes(draft: Draft, messages: Iterable[graph_pb2.Node], substitute: Substitute, findings: Findings) -> None:
+def _read_nodes(draft: Draft, messages: Sequence[graph_pb2.Node], substitute: Substitute, findings: Findings) -> None:
     body, index = draft.body, draft.index
     first = len(body.nodes)
-    inputs: list[list[str]] = []
+    shared: dict[tuple[str | int, ...], dict[str, AttrValue]] = {}
     for proto in messages:
         name = proto.name
         check_name(name, draft, findings)
@@ -142,24 +144,29 @@ def _read_nodes(draft: Draft, messages: Iterable[graph_pb2.Node], substitute: Su
             )
         if proto.op == ARG:
             message = (
-                f"{draft.where(name)} ({ARG}) is an argument as TensorFlow keeps it to itself; send the graph as it was "
-                "before TensorFlow optimised it, or make it a Placeholder or an argument of the function."
+                f"{draft.where(name)} ({ARG}) is an argument as TensorFlow keeps it to itself; send the graph as it "
+                "was before TensorFlow optimised it, or make it a Placeholder or an argument of the function."
             )
             findings.add(Reason.ERROR_REASON_UNSUPPORTED_OP, message, name)
         index.setdefault(name, len(body.nodes))
-        attrs = {key: value for key, value in proto.attr.items() if not key.startswith("_") or key in _KEPT_NOTES}
-        body.nodes.append(Node(name, proto.op, [], [], substitute(draft.where(name), attrs)))
-        inputs.append(list(proto.input))
+        attrs = _attrs(proto, shared)
+        body.nodes.append(
+            Node(name, sys.intern(proto.op), (), (), substitute(draft.where(name), attrs) if attrs else {})
+        )
     read_source = _inner_source if body.name else _top_source
-    for node, texts in zip(body.nodes[first:], inputs, strict=True):
+    for node, proto in zip(body.nodes[first:], messages, strict=True):
         sources: list[Source] = []
-        for position, text in enumerate(texts):
+        controls: list[int] = []
+        was_control = False
+        for position, text in enumerate(proto.input):
             if text.startswith("^"):
-                _read_control(node, text[1:], draft, findings)
+                was_control = True
+                controls += _control(node, text[1:], draft, findings)
                 continue
-            if node.controls and position and texts[position - 1].startswith("^"):
+            if controls and was_control:
                 message = f"{draft.where(node.name)}: input {quote(text)} comes after a control input; those come last."
                 findings.add(Reason.ERROR_REASON_INVALID_GRAPH, message, node.name)
+            was_control = False
             source = read_source(text, draft)
             if source is None:
                 hint = _inner_hint(text, draft, findings) if body.name else findings.near(text.partition(":")[0], index)
@@ -168,15 +175,31 @@ def _read_nodes(draft: Draft, messages: Iterable[graph_pb2.Node], substitute: Su
                 # A type that is not known (0) keeps the count of inputs right, so that one fault is told once.
                 source = (-1, "", 0)
             sources.append(source)
+        node.controls = controls or ()
         draft.sources.append(sources)
 
 
-def _read_control(node: Node, name: str, draft: Draft, findings: Findings) -> None:
+def _attrs(node: graph_pb2.Node, shared: dict[tuple[str | int, ...], dict[str, AttrValue]]) -> dict[str, AttrValue]:
+    """What a node carries, less TensorFlow's notes to itself; one object for all nodes that carry the same types."""
+    attrs: dict[str, AttrValue] = {}
+    key: list[str | int] = []
+    for name, value in node.attr.items():
+        if name.startswith("_") and name not in _KEPT_NOTES:
+            continue
+        if value.WhichOneof("value") == "type":
+            key += (name, value.type)
+            value = _infer.type_attr(value.type)
+        attrs[name] = value
+    return shared.setdefault(tuple(key), attrs) if len(key) == 2 * len(attrs) else attrs
+
+
+def _control(node: Node, name: str, draft: Draft, findings: Findings) -> tuple[int, ...]:
     if name in draft.index:
-        node.controls.append(draft.index[name])
-    elif name not in draft.args:
+        return (draft.index[name],)
+    if name not in draft.args:
         message = f"{draft.where(node.name)}: its control input {quote('^' + name)} is not there."
         findings.add(Reason.ERROR_REASON_DANGLING_INPUT, message + findings.near(name, draft.index), node.name)
+    return ()
 
 
 def _top_source(text: str, draft: Draft) -> Source | None:

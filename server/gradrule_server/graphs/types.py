@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from gradrule import _infer, _opdefs
 from gradrule._dtypes import base, name_of
 from gradrule.v1.graph_pb2 import AttrValue, NameAttrList
@@ -29,6 +31,7 @@ class Typing:
         self._limits = limits
         self._findings = findings
         self._layouts: dict[int, _infer.Slices] = {}
+        self._attrs: dict[tuple[str | int, ...], Mapping[str, AttrValue]] = {}
 
     def run(self) -> None:
         """Types all nodes in order, then the results."""
@@ -57,12 +60,23 @@ class Typing:
         except _infer.InferError as cause:
             findings.add(_KINDS[cause.kind], f"{where}: {cause.message}.", node.name)
             return
-        node.attrs, node.outputs = completed.attrs, completed.outputs
+        node.attrs, node.outputs = self._shared(node, completed), completed.outputs
         node.unsupported = why_unsupported(node, op, in_function=bool(self._body.name))
         self._check_values(node, op, where)
         self._find_functions(node, types, where)
 
-    def _inputs(self, node: Node, sources: list[Source]) -> tuple[list[Ref], list[int]]:
+    def _shared(self, node: Node, completed: _infer.Completed) -> Mapping[str, AttrValue]:
+        """One object for all nodes of an op that carry nothing but types and come to the same attributes."""
+        key: list[str | int] = [node.op]
+        for name, value in node.attrs.items():
+            if value.WhichOneof("value") != "type":
+                return completed.attrs
+            key += (name, value.type)
+        # What is known by its identity stays alive with the object that is kept here.
+        key += map(id, completed.added.values())
+        return self._attrs.setdefault(tuple(key), completed.attrs)
+
+    def _inputs(self, node: Node, sources: list[Source]) -> tuple[tuple[Ref, ...], list[int]]:
         nodes, top = self._body.nodes, not self._body.name
         refs: list[Ref] = []
         types: list[int] = []
@@ -82,7 +96,7 @@ class Typing:
                 dtype = 0
             refs.append((producer, flat))
             types.append(dtype)
-        return refs, types
+        return tuple(refs), types
 
     def _flat(self, producer: int, arg: str, index: int, node: Node | None) -> int | None:
         """Where output `arg:index` lies among all outputs; None after an error."""
@@ -157,7 +171,7 @@ class Typing:
         if node.op in LOOPS and not node.attrs["output_shapes"].list.shape:
             # TensorFlow's gradient of a loop reads one shape per value that goes round.
             unknown = AttrValue.ListValue(shape=[TensorShape(unknown_rank=True)] * len(outputs))
-            node.attrs["output_shapes"] = AttrValue(list=unknown)
+            node.attrs = {**node.attrs, "output_shapes": AttrValue(list=unknown)}
 
     def _same(self, node: Node, where: str, what: str, have: list[int], want: list[int], meant: str) -> None:
         if len(have) == len(want) and all(a == b or not a or not b for a, b in zip(have, want, strict=True)):

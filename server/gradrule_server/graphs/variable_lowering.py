@@ -120,7 +120,7 @@ class Lowering:
         write, old = WRITES[node.op], node.attrs
         attrs = {"T": AttrValue(type=variable.dtype)}
         attrs.update({name: old[name] for name in write.attrs if name in old})
-        inputs = list(node.inputs) if write.takes_old else node.inputs[1:]
+        inputs = list(node.inputs if write.takes_old else node.inputs[1:])
         if write.rows:
             inputs = self._by_rows(body, index, inputs, attrs)
         validates = (

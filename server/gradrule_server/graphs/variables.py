@@ -14,7 +14,7 @@ from gradrule.v1.graph_pb2 import AttrValue
 from gradrule_server.graphs.copying import Copy
 from gradrule_server.graphs.findings import Findings
 from gradrule_server.graphs.handles import Handles
-from gradrule_server.graphs.ir import LOOPS, Body, Node, Ref, is_call
+from gradrule_server.graphs.ir import LOOPS, Body, Node, Ref, is_call, replaced
 from gradrule_server.graphs.order import find_cycles
 from gradrule_server.graphs.variable_lowering import Lowering
 from gradrule_server.graphs.variable_ops import PASSES, QUESTIONS, READS, SOURCES, WRITES
@@ -169,7 +169,7 @@ class _Pass:
     def _take(body: Body, node: Node, number: int, value: Ref) -> None:
         """Puts a value in a handle's place; what had to run before the handle was handed on must still run before."""
         producer = node.inputs[number][0]
-        node.inputs[number] = value
+        node.inputs = replaced(node.inputs, number, value)
         if body.nodes[producer].op in PASSES and producer != value[0] and producer not in node.controls:
             node.controls = [*node.controls, producer]
 
