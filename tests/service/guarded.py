@@ -111,6 +111,7 @@ def guarded_server(folder: Path) -> Iterator[Guarded]:
         "jwt-issuer": ISSUER,
         "jwt-audience": AUDIENCE,
         "admin-tenants": "root",
+        "stall-s": "2",
         **QUOTAS,
     }
     with running_server(folder, [f"--{name}={value}" for name, value in flags.items()]) as running:

@@ -39,6 +39,7 @@ from gradrule_server.front.stalls import WatchedWriter
 from gradrule_server.front.status import DETAILS_KEY, code_of, status_of
 from gradrule_server.front.tenants import Tenant
 from gradrule_server.identity import OPEN, Principal
+from gradrule_server.link.owner import OWNER
 
 _log = logging.getLogger(__name__)
 
@@ -131,6 +132,7 @@ class Door:
         `size`: bytes that the request takes.
         """
         share = caller.tenant.share
+        OWNER.set(caller.tenant.name)
         try:
             # A stream may outlive the credential that opened it.
             self._identity.check(caller.principal)
@@ -154,7 +156,15 @@ class Door:
         principal = self._identity.of_connection(context) if known is None else known
         tenant = self._tenants.loaded(principal.tenant) or await self._tenants.load(principal.tenant)
         self._tenants.enter(tenant)
+        context.add_done_callback(lambda _: self._tenants.leave(tenant))
         return Caller(principal, tenant)
+
+    def _send(self, caller: Caller, data: bytes, context: Context) -> bytes:
+        """An answer on its way: it takes memory until its client has read it, and counts for so long."""
+        share, size = caller.tenant.share, len(data)
+        self._admission.adjust(share, size)
+        context.add_done_callback(lambda _: self._admission.adjust(share, -size))
+        return data
 
     def _crowded(self, principal: Principal) -> GradruleError | None:
         """Why nothing more is taken of a caller at the moment, if so."""
@@ -165,7 +175,8 @@ class Door:
         def make(known: Principal | None) -> _Handler:
             async def handle(raw: bytes, context: Context) -> bytes:
                 async def answer(caller: Caller) -> bytes:
-                    return await self.answer(caller, request_type, method, raw, context.time_remaining())
+                    data = await self.answer(caller, request_type, method, raw, context.time_remaining())
+                    return self._send(caller, data, context)
 
                 return await self._receive(known, context, answer)
 
@@ -203,10 +214,8 @@ class Door:
                 async def answer(caller: Caller) -> None:
                     streams = caller.tenant.room["streams"]
                     streams.take()
-                    try:
-                        await self._while_read(method, caller, requests, context)
-                    finally:
-                        streams.give_back()
+                    context.add_done_callback(lambda _: streams.give_back())
+                    await self._while_read(method, caller, requests, context)
 
                 await self._receive(known, context, answer)
 
@@ -217,13 +226,13 @@ class Door:
     async def _receive(
         self, known: Principal | None, context: Context, answer: Callable[[Caller], Awaitable[AnswerT]]
     ) -> AnswerT:
-        """Lets a caller in for as long as it takes to answer; what goes wrong ends the call."""
+        """Lets a caller in; what goes wrong ends the call.
+
+        What is counted in for the call is counted out when gRPC is done with it: a client that reads nothing keeps it
+        waiting, and what it waits with.
+        """
         try:
-            caller = await self._arrive(known, context)
-            try:
-                return await answer(caller)
-            finally:
-                self._tenants.leave(caller.tenant)
+            return await answer(await self._arrive(known, context))
         except GradruleError as cause:
             await _abort(context, cause)
         except Exception:
@@ -234,12 +243,24 @@ class Door:
     ) -> None:
         """Serves a stream until it ends, or its client has not read for too long: DEADLINE_EXCEEDED."""
         stalls: list[bool] = []
+        share = caller.tenant.share
 
         def end() -> None:
             stalls.append(True)
             serving.cancel()
 
-        writer = WatchedWriter(context.write, self._times.stall_s, end)
+        async def write(data: bytes) -> None:
+            size = len(data)
+            self._admission.adjust(share, size)
+            try:
+                await context.write(data)
+            except BaseException:
+                # It is on its way all the same.
+                context.add_done_callback(lambda _: self._admission.adjust(share, -size))
+                raise
+            self._admission.adjust(share, -size)
+
+        writer = WatchedWriter(write, self._times.stall_s, end)
         serving = asyncio.ensure_future(method(caller, requests, writer.write))
         try:
             await serving

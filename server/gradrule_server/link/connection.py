@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter, OrderedDict
 from typing import cast
 
 from gradrule_server.link.faults import error_of
 from gradrule_server.link.framing import HEADER_BYTES, Kind, pack_header, unpack_header
+from gradrule_server.link.owner import OWNER
 from gradrule_server.link.v1 import link_pb2
+
+_MAX_TURNS = 1024
 
 
 class EngineGone(Exception):
@@ -26,12 +30,13 @@ class EngineGone(Exception):
 class Work:
     """A request to an engine: it waits, then runs, then `answer` has the payload of its answer, or what went wrong."""
 
-    __slots__ = ("_ended", "_timer", "answer", "connection", "id", "kind", "payload")
+    __slots__ = ("_ended", "_timer", "answer", "connection", "id", "kind", "owner", "payload")
 
     def __init__(self, connection: Connection, request_id: int, kind: Kind, payload: bytes) -> None:
         self.connection = connection
         self.id = request_id
         self.kind = kind
+        self.owner = OWNER.get()
         self.payload = payload
         self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._ended = False
@@ -64,6 +69,8 @@ class Connection(asyncio.Protocol):
         self._ids = itertools.count(1)
         self._waiting: dict[int, Work] = {}
         self._running: dict[int, Work] = {}
+        # Owners whose work was taken up, the latest last.
+        self._turns: OrderedDict[str, None] = OrderedDict()
         self._compiling = False
         self._closed = False
         self.greeting: asyncio.Future[link_pb2.Greeting] = asyncio.get_running_loop().create_future()
@@ -134,17 +141,31 @@ class Connection(asyncio.Protocol):
 
     def _start(self, work: Work) -> None:
         self._running[work.id] = work
+        self._turns[work.owner] = None
+        self._turns.move_to_end(work.owner)
+        while len(self._turns) > _MAX_TURNS:
+            self._turns.popitem(last=False)
         self._compiling |= work.kind is Kind.COMPILE
         self._write(work.kind, work.id, work.payload)
         work.payload = b""
 
     def _start_waiting(self) -> None:
         while len(self._running) < self._threads:
-            work = next((work for work in self._waiting.values() if self._can_start(work.kind)), None)
+            work = self._next()
             if work is None:
                 return
             del self._waiting[work.id]
             self._start(work)
+
+    def _next(self) -> Work | None:
+        """What is taken up next: nobody waits behind all that another owner has sent.
+
+        That of the owner with the least under way; among such, of the one whose turn was longest ago.
+        """
+        under_way = Counter(work.owner for work in self._running.values())
+        turns = {owner: number for number, owner in enumerate(self._turns, 1)}
+        can_start = (work for work in self._waiting.values() if self._can_start(work.kind))
+        return min(can_start, key=lambda work: (under_way[work.owner], turns.get(work.owner, 0)), default=None)
 
     def _write(self, kind: Kind, request_id: int, payload: bytes) -> None:
         if self._transport is not None:
