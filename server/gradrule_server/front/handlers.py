@@ -156,14 +156,14 @@ class Door:
         principal = self._identity.of_connection(context) if known is None else known
         tenant = self._tenants.loaded(principal.tenant) or await self._tenants.load(principal.tenant)
         self._tenants.enter(tenant)
-        context.add_done_callback(lambda _: self._tenants.leave(tenant))
+        _when_done(context, lambda: self._tenants.leave(tenant))
         return Caller(principal, tenant)
 
     def _send(self, caller: Caller, data: bytes, context: Context) -> bytes:
         """An answer on its way: it takes memory until its client has read it, and counts for so long."""
         share, size = caller.tenant.share, len(data)
         self._admission.adjust(share, size)
-        context.add_done_callback(lambda _: self._admission.adjust(share, -size))
+        _when_done(context, lambda: self._admission.adjust(share, -size))
         return data
 
     def _crowded(self, principal: Principal) -> GradruleError | None:
@@ -214,7 +214,7 @@ class Door:
                 async def answer(caller: Caller) -> None:
                     streams = caller.tenant.room["streams"]
                     streams.take()
-                    context.add_done_callback(lambda _: streams.give_back())
+                    _when_done(context, streams.give_back)
                     await self._while_read(method, caller, requests, context)
 
                 await self._receive(known, context, answer)
@@ -256,7 +256,7 @@ class Door:
                 await context.write(data)
             except BaseException:
                 # It is on its way all the same.
-                context.add_done_callback(lambda _: self._admission.adjust(share, -size))
+                _when_done(context, lambda: self._admission.adjust(share, -size))
                 raise
             self._admission.adjust(share, -size)
 
@@ -330,6 +330,11 @@ def _refusing(cause: GradruleError) -> _Handler:
         await _abort(context, cause)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _when_done(context: Context, undo: Callable[[], object]) -> None:
+    """Calls `undo` when gRPC is done with a call, its last bytes included."""
+    context.add_done_callback(lambda _: undo())  # type: ignore[arg-type]  # the stubs ask for a class of their own
 
 
 def _parse(request_type: type[RequestT], raw: bytes) -> RequestT:
