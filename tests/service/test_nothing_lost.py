@@ -93,7 +93,8 @@ def test_from_an_old_registry_to_a_copy_brought_back(old: Path, tmp_path: Path) 
         assert stat.S_IMODE((old / "gradrule.db.v1").stat().st_mode) == 0o600
         assert "in order" in command("registry", "check", "--data-dir", str(old))
 
-        stop, acknowledged = threading.Event(), []
+        stop = threading.Event()
+        acknowledged: list[str] = []
 
         def work() -> None:
             with gr.connect(running.target, token=tenants.tokens["default"]) as client:
