@@ -44,6 +44,12 @@ class Allowance:
         own = max(0, self.limit - self._used)
         return own if self._within is None else min(own, self._within.left)
 
+    @property
+    def tightest(self) -> str:
+        """Flag of the setting that bounds `left`."""
+        within = self._within
+        return self.setting if within is None or self.limit - self._used < within.left else within.tightest
+
     def begin(self, used: int) -> None:
         """So much is there already, which the allowance around this one has counted."""
         with self._lock:

@@ -67,15 +67,20 @@ class Guarded:
 
 def token_command(*arguments: str, code: int = 0) -> str:
     """What `gradrule token …` prints."""
+    return command("token", *arguments, code=code)
+
+
+def command(*arguments: str, code: int = 0) -> str:
+    """What `gradrule …` prints; its complaints where it ends with another code than 0."""
     ended = subprocess.run(
-        [sys.executable, "-m", "gradrule.cli", "token", *arguments],
+        [sys.executable, "-m", "gradrule.cli", *arguments],
         capture_output=True,
         text=True,
         env=server_environment(),
         check=False,
     )
-    assert ended.returncode == code, ended.stderr
-    return ended.stdout if code == 0 else ended.stderr
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    return ended.stdout if code == 0 else ended.stdout + ended.stderr
 
 
 def unsigned(claims: dict[str, Any]) -> str:
@@ -111,6 +116,7 @@ def guarded_server(folder: Path) -> Iterator[Guarded]:
         "jwt-issuer": ISSUER,
         "jwt-audience": AUDIENCE,
         "admin-tenants": "root",
+        "stall-s": "2",
         **QUOTAS,
     }
     with running_server(folder, [f"--{name}={value}" for name, value in flags.items()]) as running:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.service.guarded import Guarded
 from tests.service.servers import running_server
 
 NODE_CLIENT = Path(__file__).parents[2] / "client" / "node"
@@ -39,9 +40,15 @@ def dependencies() -> None:
 
 
 @pytest.mark.slow
-def test_node_client_against_a_real_server(tmp_path: Path) -> None:
+def test_node_client_against_real_servers(tmp_path: Path, guarded: Guarded) -> None:
     with running_server(tmp_path) as server:
-        npm("test", GRADRULE_TARGET=server.target)
+        npm(
+            "test",
+            GRADRULE_TARGET=server.target,
+            GRADRULE_TEST_TLS_TARGET=guarded.running.target,
+            GRADRULE_TEST_TLS_CA=str(guarded.authority.file),
+            GRADRULE_TEST_TOKENS=",".join(guarded.new_token(f"node {number}") for number in range(2)),
+        )
 
 
 def test_generated_code_is_that_of_the_protos() -> None:

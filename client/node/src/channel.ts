@@ -6,13 +6,16 @@ import { Client, Metadata, credentials } from "@grpc/grpc-js";
 import type { ChannelCredentials, ServiceError } from "@grpc/grpc-js";
 
 import { errorOf } from "./errors.js";
+import { checkToken } from "./security.js";
 import { errorOfFailure } from "./status.js";
 
 export interface ConnectOptions {
-  /** TLS credentials, `credentials.createSsl(…)` of `@grpc/grpc-js`. Default: no TLS. */
+  /** What `tls(…)` gives, or credentials of `@grpc/grpc-js`. Default: no TLS. */
   readonly credentials?: ChannelCredentials;
   /** Sent with every call as `authorization: Bearer …`. */
   readonly token?: string;
+  /** Lets the token travel unencrypted to another machine, which is refused otherwise. */
+  readonly insecureToken?: boolean;
   /** Deadline of a call that sets none of its own, in seconds. Default: 30. */
   readonly timeout?: number;
 }
@@ -67,6 +70,7 @@ export class Channel {
     options: ConnectOptions,
   ) {
     this.timeout = checkedTimeout(options.timeout ?? 30);
+    checkToken(target, options.token, options.credentials !== undefined, options.insecureToken ?? false);
     if (options.token !== undefined) this.metadata.set("authorization", `Bearer ${options.token}`);
     this.client = new Client(target, options.credentials ?? credentials.createInsecure(), CHANNEL_OPTIONS);
   }

@@ -28,6 +28,8 @@ export { Explanation, Program } from "./program.js";
 export type { ProgramCallOptions } from "./program.js";
 export type { Digests, Evaluation, Gradient, GradientKind, Resolution } from "./results.js";
 export type { Kind, Param, ParamDefaults, Params, Preset, Rule, RuleForm, RuleSource } from "./rules.js";
+export { tls } from "./security.js";
+export type { Pem, TlsOptions } from "./security.js";
 export type { CallParams, Feeds, GradY, GradYs, SpecOptions } from "./spec.js";
 export { Tensor, tensor } from "./tensor.js";
 export type { Complex, Nested, Scalar, TensorLike } from "./tensor.js";

@@ -7,9 +7,26 @@ import type { Client } from "../src/index.js";
 
 /** Address of the server; fails loudly where none is given, for a test that runs nothing proves nothing. */
 export function target(): string {
-  const address = process.env["GRADRULE_TARGET"];
-  if (!address) throw new Error("GRADRULE_TARGET is not set: start `gradrule serve` and set it to its address");
-  return address;
+  return given("GRADRULE_TARGET", "start `gradrule serve` and set it to its address");
+}
+
+/** A server that asks for credentials: its address, the file of its authority, and tokens of two tenants. */
+export function guarded(): { target: string; root: string; tokens: [string, string] } {
+  const how = "start `gradrule serve --tls-cert … --tls-key … --tokens …` and set it";
+  const [first, second] = given("GRADRULE_TEST_TOKENS", `${how} to two tenants' tokens, with a comma between`).split(
+    ",",
+  );
+  return {
+    target: given("GRADRULE_TEST_TLS_TARGET", `${how} to its address`),
+    root: given("GRADRULE_TEST_TLS_CA", `${how} to the authority of its certificate`),
+    tokens: [first!, second!],
+  };
+}
+
+function given(variable: string, how: string): string {
+  const value = process.env[variable];
+  if (!value) throw new Error(`${variable} is not set: ${how}`);
+  return value;
 }
 
 /** A client that is closed after the file's tests. */

@@ -77,7 +77,7 @@ class Sessions:
                     given = request.assign.variables
                     values = self._weights.of(given, request.blob_folder)
                     new = dict(zip((item.spec.name for item in given), values, strict=True))
-                    session.values = self._within(session, {**session.values, **new}, request.max_bytes)
+                    session.values = self._within(session, {**session.values, **new}, request)
                 case "read":
                     self._read(session, request.read.variables, reply)
                 case _:
@@ -121,7 +121,6 @@ class Sessions:
         message: link_pb2.SessionRequest,
         reply: link_pb2.SessionReply,
     ) -> None:
-        max_bytes = message.max_bytes
         started = time.monotonic_ns()
         built = self._program(request.run.key)
         call = evaluate_pb2.EvaluateRequest.FromString(request.run.request)
@@ -145,10 +144,10 @@ class Sessions:
         if time.monotonic_ns() > message.deadline_ns:
             raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, "the deadline passed while the program ran")
         if request.HasField("optimizer"):
-            values = self._stepped(session, built, request.optimizer, values, _by_x(built, derivatives), max_bytes)
+            values = self._stepped(session, built, request.optimizer, values, _by_x(built, derivatives), message)
         elif not request.store:
             write_derivatives(response, built, derivatives)
-        session.values = self._within(session, values, max_bytes)
+        session.values = self._within(session, values, message)
         session.steps += request.HasField("optimizer")
         set_timings(response.timings, request.run.received_ns, started)
         reply.response = response.SerializeToString()
@@ -160,7 +159,7 @@ class Sessions:
         message: session_pb2.Optimizer,
         values: Values,
         gradients: Mapping[str, Any],
-        max_bytes: int,
+        asked: link_pb2.SessionRequest,
     ) -> Values:
         """The values after one update."""
         # Keras takes seconds to import, and only who trains needs it.
@@ -176,7 +175,7 @@ class Sessions:
         if before is None or not before.fits(message, {name: values[name] for name in gradients}):
             session.optimizer = StepOptimizer(message, {name: values[name] for name in gradients})
             try:
-                self._within(session, values, max_bytes)
+                self._within(session, values, asked)
             except BaseException:
                 session.optimizer = before
                 raise
@@ -185,14 +184,14 @@ class Sessions:
         new: Values = execute(built, lambda: session.optimizer.step(message, values, gradients))
         return {**values, **new}
 
-    def _within(self, session: _Session, values: Values, max_bytes: int) -> Values:
-        """The values; QUOTA_EXCEEDED where they, with the optimiser's slots, take too much."""
+    def _within(self, session: _Session, values: Values, message: link_pb2.SessionRequest) -> Values:
+        """The values; QUOTA_EXCEEDED where they, with the optimiser's slots, take more than a message allows."""
         size = session.bytes_with(values)
-        if size > max_bytes:
+        if size > message.max_bytes:
             raise error(
                 errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
-                f"the session would take {size} bytes, slots of its optimiser included; {max_bytes} are left for it "
-                f"(--max-session-bytes)",
+                f"the session would take {size} bytes, slots of its optimiser included; {message.max_bytes} are left "
+                f"for it ({message.max_bytes_setting})",
             )
         return values
 

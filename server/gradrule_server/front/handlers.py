@@ -38,6 +38,7 @@ from gradrule_server.front.stalls import WatchedWriter
 from gradrule_server.front.status import DETAILS_KEY, code_of, status_of
 from gradrule_server.front.tenants import Tenant
 from gradrule_server.identity import OPEN, Principal
+from gradrule_server.link.owner import OWNER
 from gradrule_server.operations.audit import note_registration
 from gradrule_server.operations.observer import Observed, Observer
 from gradrule_server.operations.request import REQUEST_ID, Request, note_tenant
@@ -140,6 +141,7 @@ class Door:
         `size`: bytes that the request takes.
         """
         share = caller.tenant.share
+        OWNER.set(caller.tenant.name)
         try:
             # A stream may outlive the credential that opened it.
             self._identity.check(caller.principal)
@@ -185,7 +187,15 @@ class Door:
         note_tenant(principal.tenant, principal.label)
         tenant = self._tenants.loaded(principal.tenant) or await self._tenants.load(principal.tenant)
         self._tenants.enter(tenant)
+        _when_done(context, lambda: self._tenants.leave(tenant))
         return Caller(principal, tenant)
+
+    def _send(self, caller: Caller, data: bytes, context: Context) -> bytes:
+        """An answer on its way: it takes memory until its client has read it, and counts for so long."""
+        share, size = caller.tenant.share, len(data)
+        self._admission.adjust(share, size)
+        _when_done(context, lambda: self._admission.adjust(share, -size))
+        return data
 
     def _crowded(self, principal: Principal) -> GradruleError | None:
         """Why nothing more is taken of a caller at the moment, if so."""
@@ -196,7 +206,8 @@ class Door:
         def make(known: Principal | None) -> _Handler:
             async def handle(raw: bytes, context: Context) -> bytes:
                 async def answer(caller: Caller, request: Request) -> bytes:
-                    return await self._answer(caller, request, request_type, method, raw, context.time_remaining())
+                    data = await self._answer(caller, request, request_type, method, raw, context.time_remaining())
+                    return self._send(caller, data, context)
 
                 return await self._receive(rpc, known, context, answer)
 
@@ -240,10 +251,8 @@ class Door:
                     request.is_stream = True
                     streams = caller.tenant.room["streams"]
                     streams.take()
-                    try:
-                        await self._while_read(method, caller, requests, context)
-                    finally:
-                        streams.give_back()
+                    _when_done(context, streams.give_back)
+                    await self._while_read(method, caller, requests, context)
 
                 await self._receive(rpc, known, context, answer)
 
@@ -258,16 +267,16 @@ class Door:
         context: Context,
         answer: Callable[[Caller, Request], Awaitable[AnswerT]],
     ) -> AnswerT:
-        """Lets a caller in for as long as it takes to answer; what goes wrong ends the call."""
+        """Lets a caller in; what goes wrong ends the call.
+
+        What is counted in for the call is counted out when gRPC is done with it: a client that reads nothing keeps it
+        waiting, and what it waits with.
+        """
         observed = _observed(self.observer, rpc, context)
         try:
             with observed:
                 try:
-                    caller = await self._arrive(known, context)
-                    try:
-                        return await answer(caller, observed.request)
-                    finally:
-                        self._tenants.leave(caller.tenant)
+                    return await answer(await self._arrive(known, context), observed.request)
                 except GradruleError:
                     raise
                 except Exception as cause:
@@ -280,12 +289,24 @@ class Door:
     ) -> None:
         """Serves a stream until it ends, or its client has not read for too long: DEADLINE_EXCEEDED."""
         stalls: list[bool] = []
+        share = caller.tenant.share
 
         def end() -> None:
             stalls.append(True)
             serving.cancel()
 
-        writer = WatchedWriter(context.write, self._times.stall_s, end)
+        async def write(data: bytes) -> None:
+            size = len(data)
+            self._admission.adjust(share, size)
+            try:
+                await context.write(data)
+            except BaseException:
+                # It is on its way all the same.
+                _when_done(context, lambda: self._admission.adjust(share, -size))
+                raise
+            self._admission.adjust(share, -size)
+
+        writer = WatchedWriter(write, self._times.stall_s, end)
         serving = asyncio.ensure_future(method(caller, requests, writer.write))
         try:
             await serving
@@ -371,6 +392,11 @@ def _observed(observer: Observer, rpc: str, context: Context) -> Observed:
     observed = observer.rpc(rpc, context.invocation_metadata(), context.peer)
     context.set_trailing_metadata(((REQUEST_ID, observed.request.id),))
     return observed
+
+
+def _when_done(context: Context, undo: Callable[[], object]) -> None:
+    """Calls `undo` when gRPC is done with a call, its last bytes included."""
+    context.add_done_callback(lambda _: undo())  # type: ignore[arg-type]  # the stubs ask for a class of their own
 
 
 def _parse(request_type: type[RequestT], raw: bytes) -> RequestT:

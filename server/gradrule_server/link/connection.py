@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import cast
 
@@ -22,10 +23,12 @@ from gradrule_server.link.framing import (
     unpack_header,
     unpack_place,
 )
+from gradrule_server.link.owner import OWNER
 from gradrule_server.link.v1 import link_pb2
 
 # Arenas keep their memory for the next large message, which is twice as fast then; but not for long.
 _TRIM_AFTER_S = 2.0
+_MAX_TURNS = 1024
 
 
 class EngineGone(Exception):
@@ -43,12 +46,13 @@ class EngineGone(Exception):
 class Work:
     """A request to an engine: it waits, then runs, then `answer` has the payload of its answer, or what went wrong."""
 
-    __slots__ = ("_ended", "_timer", "answer", "chunk", "connection", "id", "kind", "payload")
+    __slots__ = ("_ended", "_timer", "answer", "chunk", "connection", "id", "kind", "owner", "payload")
 
     def __init__(self, connection: Connection, request_id: int, kind: Kind, payload: bytes) -> None:
         self.connection = connection
         self.id = request_id
         self.kind = kind
+        self.owner = OWNER.get()
         self.payload = payload
         self.chunk: Chunk | None = None
         """Where the payload lies, if it is large and sent."""
@@ -89,6 +93,8 @@ class Connection(asyncio.Protocol):
         self._ids = itertools.count(1)
         self._waiting: dict[int, Work] = {}
         self._running: dict[int, Work] = {}
+        # Owners whose work was taken up, the latest last.
+        self._turns: OrderedDict[str, None] = OrderedDict()
         self._compiling = False
         self.compiling_since = 0.0
         """Loop time at which the last program began to be compiled."""
@@ -202,6 +208,10 @@ class Connection(asyncio.Protocol):
 
     def _start(self, work: Work) -> None:
         self._running[work.id] = work
+        self._turns[work.owner] = None
+        self._turns.move_to_end(work.owner)
+        while len(self._turns) > _MAX_TURNS:
+            self._turns.popitem(last=False)
         if work.kind is Kind.COMPILE:
             self._compiling = True
             self.compiling_since = asyncio.get_running_loop().time()
@@ -214,11 +224,21 @@ class Connection(asyncio.Protocol):
 
     def _start_waiting(self) -> None:
         while len(self._running) < self._threads:
-            work = next((work for work in self._waiting.values() if self._can_start(work.kind)), None)
+            work = self._next()
             if work is None:
                 return
             del self._waiting[work.id]
             self._start(work)
+
+    def _next(self) -> Work | None:
+        """What is taken up next: nobody waits behind all that another owner has sent.
+
+        That of the owner with the least under way; among such, of the one whose turn was longest ago.
+        """
+        under_way = Counter(work.owner for work in self._running.values())
+        turns = {owner: number for number, owner in enumerate(self._turns, 1)}
+        can_start = (work for work in self._waiting.values() if self._can_start(work.kind))
+        return min(can_start, key=lambda work: (under_way[work.owner], turns.get(work.owner, 0)), default=None)
 
     def _write(self, kind: Kind, request_id: int, payload: bytes) -> None:
         if self._transport is not None:

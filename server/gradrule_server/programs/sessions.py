@@ -65,6 +65,11 @@ class SessionHouse:
         """Bytes that a session may take."""
         return self._bytes_room.left + self._bytes.get(name, 0)
 
+    @property
+    def tightest(self) -> str:
+        """Flag of the setting that bounds what is left."""
+        return self._bytes_room.tightest
+
     @contextlib.contextmanager
     def growing(self, name: str, more: int) -> Iterator[None]:
         """Within this context a session counts for as much as it may grow to, so that others do not grow beside it."""
@@ -235,6 +240,7 @@ class Session:
         it is gone."""
         self._check_place()
         request.session, request.max_bytes = self._name, self._house.left_for(self._name)
+        request.max_bytes_setting = self._house.tightest
         request.blob_folder = self._house.blobs.folder_name
         left_s = ends_at - asyncio.get_running_loop().time()
         request.deadline_ns = time.monotonic_ns() + int(left_s * 1e9)

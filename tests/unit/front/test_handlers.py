@@ -36,7 +36,7 @@ class Hosts:
 
     async def load(self, name: str) -> Any:
         room = {"streams": Allowance(1, "streams", "--tenant-streams")}
-        return self.tenants.setdefault(name, SimpleNamespace(share=Share(), room=room))
+        return self.tenants.setdefault(name, SimpleNamespace(name=name, share=Share(), room=room))
 
     def enter(self, _: Any) -> None:
         self.inside += 1
@@ -61,6 +61,7 @@ class Context:
         self.reason = ""
         self.code = grpc.StatusCode.OK
         self.trailers: dict[str, str | bytes] = {}
+        self.callbacks: list[Any] = []
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return ()
@@ -70,6 +71,14 @@ class Context:
 
     def set_trailing_metadata(self, trailers: tuple[tuple[str, str], ...]) -> None:
         self.trailers = dict(trailers)
+
+    def add_done_callback(self, callback: Any) -> None:
+        self.callbacks.append(callback)
+
+    def done(self) -> None:
+        """The client has read all."""
+        for callback in self.callbacks:
+            callback(self)
 
     def time_remaining(self) -> float | None:
         return self.remaining
@@ -196,8 +205,8 @@ async def test_no_more_than_so_many_streams() -> None:
     async def waits(_: Caller, __: AsyncIterator[bytes], ___: Any) -> None:
         await gate.wait()
 
-    door = door_of()
-    first = asyncio.create_task(stream(door, waits, Context()))
+    door, read = door_of(), Context()
+    first = asyncio.create_task(stream(door, waits, read))
     await asyncio.sleep(0.01)
     refused = Context()
     with pytest.raises(Aborted):
@@ -205,4 +214,42 @@ async def test_no_more_than_so_many_streams() -> None:
     assert refused.reason == "QUOTA_EXCEEDED"
     gate.set()
     await first
+    # Until its client has read all, it counts.
+    with pytest.raises(Aborted):
+        await stream(door, waits, Context())
+    read.done()
     await stream(door, waits, Context())
+
+
+async def test_answers_count_until_they_are_read() -> None:
+    async def large(_: Call[Any]) -> bytes:
+        return bytes(600_000)
+
+    door, first, second = door_of(), Context(), Context()
+    await call(door, large, first)
+    await call(door, large, second)
+    refused = Context()
+    with pytest.raises(Aborted):
+        await call(door, large, refused, b" " * 10)
+    assert refused.reason == "OVERLOADED"
+    first.done()
+    await call(door, large, Context())
+    second.done()
+
+
+async def test_an_answer_on_a_stream_counts_though_the_stream_has_ended() -> None:
+    async def writes(_: Caller, __: AsyncIterator[bytes], write: Any) -> None:
+        await write(bytes(10**6 + 1))
+
+    async def small(_: Call[Any]) -> bytes:
+        return b""
+
+    door, stalled = door_of(stall_s=0.02), Context()
+    with pytest.raises(Aborted):
+        await stream(door, writes, stalled)
+    refused = Context()
+    with pytest.raises(Aborted):
+        await call(door, small, refused)
+    assert refused.reason == "OVERLOADED"
+    stalled.done()
+    await call(door, small, Context())

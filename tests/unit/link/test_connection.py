@@ -9,6 +9,7 @@ from gradrule_server.errors import Finding, GradruleError
 from gradrule_server.link.connection import Connection, EngineGone
 from gradrule_server.link.faults import NotLoaded, fault_message
 from gradrule_server.link.framing import Kind, pack_header
+from gradrule_server.link.owner import OWNER
 from tests.unit.link.fake_engine import Transport, connected
 
 
@@ -49,6 +50,25 @@ async def test_one_compilation_at_a_time_leaves_threads_to_runs() -> None:
     assert transport.payloads() == [b"c1", b"r"]
     answer(connection, transport, b"c1", Kind.COMPILED)
     assert transport.payloads() == [b"c1", b"r", b"c2"]
+
+
+def submit_for(connection: Connection, owner: str, name: bytes) -> None:
+    token = OWNER.set(owner)
+    connection.submit(Kind.RUN, name)
+    OWNER.reset(token)
+
+
+@pytest.mark.parametrize(
+    ("threads", "order"),
+    [(1, [b"a1", b"b1", b"c1", b"a2", b"b2", b"a3"]), (2, [b"a1", b"a2", b"b1", b"c1", b"a3", b"b2"])],
+)
+async def test_nobody_waits_behind_all_that_another_has_sent(threads: int, order: list[bytes]) -> None:
+    connection, transport = connected(threads)
+    for name in (b"a1", b"a2", b"a3", b"b1", b"b2", b"c1"):
+        submit_for(connection, name[:1].decode(), name)
+    for name in order:
+        answer(connection, transport, name)
+    assert transport.payloads() == order
 
 
 async def test_a_request_that_was_given_up_keeps_its_thread_until_it_is_answered() -> None:

@@ -761,6 +761,7 @@ class SessionRequest(google.protobuf.message.Message):
     MAX_BYTES_FIELD_NUMBER: builtins.int
     DEADLINE_NS_FIELD_NUMBER: builtins.int
     BLOB_FOLDER_FIELD_NUMBER: builtins.int
+    MAX_BYTES_SETTING_FIELD_NUMBER: builtins.int
     session: builtins.str
     """The session's name; SESSION_LOST where the engine has none of it."""
     max_bytes: builtins.int
@@ -769,6 +770,8 @@ class SessionRequest(google.protobuf.message.Message):
     """When nobody waits any more (CLOCK_MONOTONIC, nanoseconds): from then on nothing is changed."""
     blob_folder: builtins.str
     """Folder of the caller's blobs within the one that the engine was started with; empty: that one itself."""
+    max_bytes_setting: builtins.str
+    """Flag of the setting that bounds max_bytes."""
     @property
     def run(self) -> global___SessionRun:
         """Runs a program."""
@@ -791,9 +794,10 @@ class SessionRequest(google.protobuf.message.Message):
         max_bytes: builtins.int = ...,
         deadline_ns: builtins.int = ...,
         blob_folder: builtins.str = ...,
+        max_bytes_setting: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["action", b"action", "assign", b"assign", "read", b"read", "run", b"run"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["action", b"action", "assign", b"assign", "blob_folder", b"blob_folder", "deadline_ns", b"deadline_ns", "max_bytes", b"max_bytes", "read", b"read", "run", b"run", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["action", b"action", "assign", b"assign", "blob_folder", b"blob_folder", "deadline_ns", b"deadline_ns", "max_bytes", b"max_bytes", "max_bytes_setting", b"max_bytes_setting", "read", b"read", "run", b"run", "session", b"session"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["action", b"action"]) -> typing.Literal["run", "assign", "read"] | None: ...
 
 global___SessionRequest = SessionRequest

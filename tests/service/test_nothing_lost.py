@@ -1,0 +1,167 @@
+"""What a server keeps outlives releases, machines and accidents: a walk from an old registry to a copy brought back."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sqlite3
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradrule as gr
+from tests.service.answers import assert_close, refused
+from tests.service.guarded import command, token_command
+from tests.service.servers import RunningServer, running_server, wait_until
+
+# As a release without tenants wrote it: rules `Kept` and `Stays`, and a program `model` that was compiled when `Kept`
+# was still 3 * dy.
+OLD = Path(__file__).parent / "data" / "registry_v1.sql"
+WEIGHTS = np.arange(6000, dtype=np.float32).reshape(2, 3000) / 1000
+FEEDS = {"x": np.float32([[1.0, -2.0]])}
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """A data folder of that release."""
+    folder = tmp_path / "server" / "registry"
+    (folder / "blobs").mkdir(parents=True)
+    database = sqlite3.connect(folder / "gradrule.db")
+    database.execute("PRAGMA journal_mode=WAL")
+    database.executescript(OLD.read_text())
+    database.close()
+    (folder / "blobs" / hashlib.sha256(WEIGHTS.tobytes()).hexdigest()).write_bytes(WEIGHTS.tobytes())
+    return folder
+
+
+def weighted(weights: Any) -> gr.Graph:
+    """y = sum(sign(x · w))."""
+    g = gr.Graph()
+    y = g.op("Sign", g.op("MatMul", g.placeholder("x", "float32", [None, 2]), g.variable("w", weights)))
+    g.op("Sum", y, g.constant([0, 1]), name="y")
+    return g
+
+
+class Tenants:
+    """Two tenants' tokens, and their clients at a server."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "tokens"
+        self.tokens = {
+            name: token_command("new", "--tenant", name, "--file", str(self.file)).strip()
+            for name in ("default", "ada")
+        }
+
+    @contextmanager
+    def clients(self, running: RunningServer) -> Iterator[tuple[gr.Client, gr.Client]]:
+        """That of the tenant who has what was there before there were tenants, and ada's."""
+        first, second = (gr.connect(running.target, token=token) for token in self.tokens.values())
+        with first, second:
+            yield first, second
+
+
+def check_kept(first: gr.Client, ada: gr.Client) -> None:
+    """All that the walk began with is there and works, and nobody sees the other's."""
+    assert {rule.name for rule in first.list_rules("user")} >= {"Kept", "Stays"}
+    assert first.get_rule("Kept").description == "kept through the years"
+    found = first.program("model").evaluate(FEEDS).gradients["x"]
+    assert_close(found, 3 * WEIGHTS.sum(axis=1)[np.newaxis])
+    assert [(rule.name, rule.formula) for rule in ada.list_rules("user")] == [("Kept", "7 * dy")]
+    found = ada.program("own").evaluate(FEEDS).gradients["x"]
+    assert_close(found, 7 * (WEIGHTS + 1).sum(axis=1)[np.newaxis])
+    with refused("PROGRAM_NOT_FOUND"):
+        ada.program("model")
+    with refused("PROGRAM_NOT_FOUND"):
+        first.program("own")
+
+
+def test_from_an_old_registry_to_a_copy_brought_back(old: Path, tmp_path: Path) -> None:
+    tenants, copy = Tenants(tmp_path), tmp_path / "copies" / "first"
+    flags = [f"--tokens={tenants.file}"]
+    with running_server(tmp_path / "server", flags) as running, tenants.clients(running) as (first, ada):
+        ada.create_rule("Kept", "7 * dy")
+        words: dict[str, Any] = {"fetches": ["y"], "ys": ["y"], "xs": ["x"], "overrides": {"Sign": "Kept"}}
+        ada.compile(weighted(WEIGHTS + 1), **words, name="own")
+        check_kept(first, ada)
+        # As it was before it was changed, beside it.
+        assert stat.S_IMODE((old / "gradrule.db.v1").stat().st_mode) == 0o600
+        assert "in order" in command("registry", "check", "--data-dir", str(old))
+
+        stop = threading.Event()
+        acknowledged: list[str] = []
+
+        def work() -> None:
+            with gr.connect(running.target, token=tenants.tokens["default"]) as client:
+                while not stop.is_set():
+                    acknowledged.append(client.create_rule(f"Late{len(acknowledged)}", "dy").name)
+
+        worker = threading.Thread(target=work)
+        worker.start()
+        try:
+            before = len(acknowledged)
+            assert "copied" in command("registry", "backup", str(copy), "--data-dir", str(old))
+        finally:
+            stop.set()
+            worker.join()
+        assert len(acknowledged) > before
+        running.kill()
+
+    shutil.rmtree(old)
+    assert "no registry" in command("registry", "check", "--data-dir", str(old), code=1)
+    assert "brought back" in command("registry", "restore", str(copy), "--data-dir", str(old))
+    assert "registry already" in command("registry", "restore", str(copy), "--data-dir", str(old), code=1)
+
+    with running_server(tmp_path / "server", flags) as running, tenants.clients(running) as (first, ada):
+        check_kept(first, ada)
+        late = {rule.name for rule in first.list_rules("user")} - {"Kept", "Stays"}
+        # What was acknowledged before the copy began is in it, and what is in it was acknowledged in this order.
+        assert set(acknowledged[:before]) <= late == set(acknowledged[: len(late)])
+        assert running.terminate() == 0
+
+
+def test_a_registry_that_was_killed_while_it_was_written(tmp_path: Path) -> None:
+    acknowledged: list[str] = []
+    with running_server(tmp_path) as running:
+
+        def work() -> None:
+            with gr.connect(running.target, timeout=5) as client:
+                while True:
+                    try:
+                        acknowledged.append(client.create_rule(f"R{len(acknowledged)}", "dy").name)
+                    except gr.errors.GradruleError:
+                        return
+
+        worker = threading.Thread(target=work)
+        worker.start()
+        wait_until(lambda: len(acknowledged) >= 50 or None, "fifty rules")
+        running.kill()
+        worker.join()
+    assert "in order" in command("registry", "check", "--data-dir", str(tmp_path / "registry"))
+    database = sqlite3.connect(tmp_path / "registry" / "gradrule.db")
+    names = {name for (name,) in database.execute("SELECT name FROM rules")}
+    database.close()
+    # One more may have been written and not acknowledged.
+    assert set(acknowledged) <= names
+    assert len(names) <= len(acknowledged) + 1
+
+
+def test_what_is_damaged_is_told(old: Path, tmp_path: Path) -> None:
+    data = ["--data-dir", str(old)]
+    said = command("registry", "check", *data, code=1)
+    assert "start this release's server on it once" in said
+    with sqlite3.connect(old / "gradrule.db") as database:
+        database.execute("DELETE FROM meta")
+    database.close()
+    assert "schema version" in command("registry", "check", *data, code=1)
+    (old / "gradrule.db").write_bytes(b"no database at all" * 100)
+    for suffix in ("-wal", "-shm"):
+        (old / f"gradrule.db{suffix}").unlink(missing_ok=True)
+    assert "cannot be read" in command("registry", "check", *data, code=1)
+    assert "cannot be read" in command("registry", "backup", str(tmp_path / "copy"), *data, code=1)
+    assert not (tmp_path / "copy").exists()

@@ -1,0 +1,406 @@
+"""Two tenants at one server: names, blobs, variables and bounds of the one are none of the other's business."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator
+from concurrent import futures
+from contextlib import ExitStack
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+import gradrule as gr
+from gradrule.v1 import blob_pb2, blob_pb2_grpc, evaluate_pb2, rule_pb2
+from tests.service import raw
+from tests.service.answers import assert_close, refused, refused_raw
+from tests.service.guarded import Guarded
+from tests.service.refusals import X, provokes, sign
+from tests.service.servers import wait_until
+from tests.service.streams import opened, reason
+
+WORDS: dict[str, Any] = {"fetches": ["y"], "ys": ["y"], "xs": ["x"]}
+
+
+@pytest.fixture
+def names(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """Names of two tenants that only this test knows."""
+    return f"ada of {request.node.name}", f"grace of {request.node.name}"
+
+
+@pytest.fixture
+def ada(guarded: Guarded, names: tuple[str, str]) -> Iterator[gr.Client]:
+    """The first."""
+    with guarded.connect(names[0]) as client:
+        yield client
+
+
+@pytest.fixture
+def grace(guarded: Guarded, names: tuple[str, str]) -> Iterator[gr.Client]:
+    """The second."""
+    with guarded.connect(names[1]) as client:
+        yield client
+
+
+@pytest.fixture
+def channels(guarded: Guarded) -> Iterator[Any]:
+    """`channels(tenant)`: a bare channel of a tenant's."""
+    with ExitStack() as stack:
+
+        def channel(tenant: str) -> grpc.Channel:
+            call = grpc.access_token_call_credentials(guarded.web_token(tenant))
+            both = grpc.composite_channel_credentials(gr.tls(guarded.authority.file), call)
+            return stack.enter_context(grpc.secure_channel(guarded.running.target, both))
+
+        yield channel
+
+
+def gradient(client: gr.Client, rule: Any) -> list[float]:
+    found: list[float] = client.evaluate(sign(), feeds=X, overrides={"Sign": rule}, **WORDS).gradients["x"].tolist()
+    return found
+
+
+# Rules.
+
+
+def test_the_same_name_of_a_rule_means_each_tenant_s_own(ada: gr.Client, grace: gr.Client) -> None:
+    ada.create_rule("Mine", "3 * dy")
+    grace.create_rule("Mine", "5 * dy")
+    assert (gradient(ada, "Mine"), gradient(grace, "Mine")) == ([3.0, 3.0], [5.0, 5.0])
+    assert (gradient(ada, "ste"), gradient(grace, "ste")) == ([1.0, 1.0], [1.0, 1.0])
+    ada.delete_rule("Mine")
+    assert gradient(grace, "Mine") == [5.0, 5.0]
+    with refused("UNKNOWN_RULE"):
+        gradient(ada, "Mine")
+
+
+def test_another_tenant_s_rules_are_not_there(ada: gr.Client, grace: gr.Client) -> None:
+    before = refusals_of_rules(grace, "Secret")
+    ada.create_rule("Secret", "3 * dy", description="ada's")
+    ada.create_rule("Secrets", "4 * dy")
+    # Word for word what was said before there were any.
+    assert refusals_of_rules(grace, "Secret") == before
+    assert grace.list_rules("user") == []
+    assert not [rule for rule in grace.list_rules() if "Secret" in rule.name]
+    # Not even that the name is taken.
+    grace.create_rule("Secret", "5 * dy")
+    assert [rule.name for rule in ada.list_rules("user")] == ["Secret", "Secrets"]
+    assert ada.get_rule("Secret").description == "ada's"
+
+
+def refusals_of_rules(client: gr.Client, name: str) -> list[str]:
+    said = []
+    for call in (
+        lambda: client.get_rule(name),
+        lambda: client.delete_rule(name),
+        lambda: client.sample_rule(name, x=[1.0], dy=[1.0]),
+        lambda: gradient(client, name),
+        lambda: client.compile(sign(), overrides={"Sign": name}, name="p", **WORDS),
+    ):
+        with refused("UNKNOWN_RULE") as refusal:
+            call()
+        said.append(refusal.message)
+    return said
+
+
+def test_what_ships_is_everybody_s_and_nobody_s_to_change(ada: gr.Client, grace: gr.Client) -> None:
+    shipped = [[(rule.name, rule.digest) for rule in client.list_rules("builtin")] for client in (ada, grace)]
+    assert shipped[0] == shipped[1] != []
+    for client in (ada, grace):
+        with refused("RULE_READ_ONLY"):
+            client.delete_rule("ste")
+
+
+# Programs.
+
+
+def test_programs_of_the_same_name_never_meet(ada: gr.Client, grace: gr.Client) -> None:
+    ada.create_rule("Mine", "3 * dy")
+    grace.create_rule("Mine", "5 * dy")
+    programs = [client.compile(sign(), overrides={"Sign": "Mine"}, name="model", **WORDS) for client in (ada, grace)]
+    assert [p.evaluate(X).gradients["x"].tolist() for p in programs] == [[3.0, 3.0], [5.0, 5.0]]
+    ada.delete_program("model")
+    with refused("PROGRAM_NOT_FOUND"):
+        programs[0].evaluate(X)
+    assert programs[1].evaluate(X).gradients["x"].tolist() == [5.0, 5.0]
+    assert [p.name for p in grace.list_programs()] == ["programs/model"]
+    assert ada.list_programs() == []
+
+
+def test_names_made_from_the_content_tell_nothing(
+    ada: gr.Client, grace: gr.Client, names: tuple[str, str], channels: Any
+) -> None:
+    graph = gr.Graph()
+    graph.op("Sign", graph.placeholder("x", "float32", [7]), name="y")
+    name = ada.compile(graph, **WORDS).name
+    for call in (grace.program, grace.delete_program):
+        with refused("PROGRAM_NOT_FOUND") as refusal:
+            call(name)
+        assert "did you mean" not in refusal.message
+    request = evaluate_pb2.EvaluateRequest(program=name, feeds=raw.feeds({"x": raw.tensor([1.0] * 7)}))
+    with refused_raw("PROGRAM_NOT_FOUND"):
+        raw.evaluate(channels(names[1]), request)
+    assert raw.evaluate(channels(names[0]), request).outputs
+    # Whoever has the content gets the name too, and a program of their own.
+    mine = grace.compile(graph, **WORDS)
+    assert mine.name == name
+    ada.delete_program(name)
+    assert mine.evaluate({"x": np.ones(7, np.float32)}).outputs["y"].tolist() == [1.0] * 7
+
+
+def test_whose_the_program_is_shows_in_no_time(ada: gr.Client, grace: gr.Client) -> None:
+    """A program that one tenant has compiled is compiled for another anew: its speed tells nothing."""
+    graph = gr.Graph()
+    graph.op("Sign", graph.placeholder("x", "float32", [9]), name="y")
+    feeds = {"x": np.ones(9, np.float32)}
+    first, again = (ada.evaluate(graph, feeds=feeds, fetches=["y"]).timings.compile for _ in range(2))
+    other = grace.evaluate(graph, feeds=feeds, fetches=["y"]).timings.compile
+    assert again < first / 3
+    assert other > again * 3
+
+
+# Blobs.
+
+
+def test_a_hash_does_not_open_another_tenant_s_blob(
+    ada: gr.Client, grace: gr.Client, names: tuple[str, str], channels: Any
+) -> None:
+    blob = gr.Blob(np.arange(2048, dtype=np.float32))
+    graph = gr.Graph()
+    graph.op("Neg", graph.placeholder("x", "float32", [2048]), name="y")
+    assert ada.evaluate(graph, feeds={"x": blob}, fetches=["y"]).outputs["y"][3] == -3.0
+    assert ada.find_missing_blobs([blob.sha256]) == []
+    assert grace.find_missing_blobs([blob.sha256]) == [blob.sha256]
+    request = evaluate_pb2.EvaluateRequest()
+    request.spec.fetches.append("y")
+    request.spec.graph.serialized = graph.to_bytes()
+    request.feeds.add(name="x", value=blob.source())
+    with refused_raw("BLOB_NOT_FOUND"):
+        raw.evaluate(channels(names[1]), request)
+    assert raw.evaluate(channels(names[0]), request).outputs
+
+
+def test_weights_that_an_engine_holds_already_are_not_lent(
+    ada: gr.Client, names: tuple[str, str], channels: Any
+) -> None:
+    weights = np.arange(2000, dtype=np.float32)
+    graph = gr.Graph()
+    graph.op("Mul", graph.placeholder("x", "float32", []), graph.variable("w", weights), name="y")
+    program = ada.compile(graph, fetches=["y"], name="weighted")
+    assert program.evaluate({"x": 2.0}).outputs["y"][5] == 10.0
+    request = evaluate_pb2.EvaluateRequest(feeds=raw.feeds({"x": raw.tensor(2.0)}))
+    request.spec.fetches.append("y")
+    request.spec.graph.serialized = graph.to_bytes()
+    request.spec.variables.add(name="w", value=gr.Blob(weights).source())
+    with refused_raw("BLOB_NOT_FOUND"):
+        raw.evaluate(channels(names[1]), request)
+
+
+# What lives in engines.
+
+
+def counter() -> gr.Graph:
+    """loss = sum(w), a variable whose shared name everybody uses."""
+    g = gr.Graph()
+    g.op("Sum", g.variable("w", np.ones(2, np.float32)), g.constant([0]), name="loss")
+    return g
+
+
+def test_variables_of_one_name_are_each_session_s_own(ada: gr.Client, grace: gr.Client) -> None:
+    with ada.session(counter()) as first, grace.session(counter()) as second:
+        for _ in range(3):
+            first.step({}, "loss", gr.optimizers.SGD(1.0))
+            second.step({}, "loss", gr.optimizers.SGD(10.0))
+        assert_close(first.read()["w"], np.float32([-2, -2]))
+        assert_close(second.read()["w"], np.float32([-29, -29]))
+
+
+def test_a_handle_s_name_is_worth_nothing_to_others(ada: gr.Client, names: tuple[str, str], channels: Any) -> None:
+    name = ada.compile(sign(), **WORDS, overrides={"Sign": "ste"}).name
+    request = evaluate_pb2.EvaluateRequest(program=name, feeds=raw.feeds({"x": raw.tensor(X["x"])}))
+    with opened(channels(names[0])) as owner, opened(channels(names[1])) as thief:
+        owner.send(1, forward=evaluate_pb2.ForwardRequest(evaluate=request))
+        pull_back = evaluate_pb2.PullBackRequest(handle=owner.receive().forward.handle)
+        thief.send(1, pull_back=pull_back)
+        assert reason(thief.receive()) == "HANDLE_EXPIRED"
+        thief.send(2, close_handle=evaluate_pb2.CloseHandleRequest(handle=pull_back.handle))
+        thief.receive()
+        thief.send(3, forward=evaluate_pb2.ForwardRequest(evaluate=request))
+        assert reason(thief.receive()) == "PROGRAM_NOT_FOUND"
+        owner.send(2, pull_back=pull_back)
+        assert reason(owner.receive()) == ""
+
+
+def test_the_tenant_is_the_credential_s_whatever_a_request_says(guarded: Guarded, ada: gr.Client) -> None:
+    ada.create_rule("Mine", "3 * dy")
+    tenant = f"Bearer {guarded.web_token('nobody in particular')}"
+    with grpc.secure_channel(guarded.running.target, gr.tls(guarded.authority.file)) as channel:
+        method: Any = channel.unary_unary("/gradrule.v1.RuleService/ListRules")
+        request = rule_pb2.ListRulesRequest(kind=rule_pb2.RULE_KIND_USER).SerializeToString()
+        for key in ("tenant", "x-tenant", "x-forwarded-user", "x-gradrule-tenant"):
+            answer = method(request, metadata=[("authorization", tenant), (key, "ada")], timeout=20)
+            assert not rule_pb2.ListRulesResponse.FromString(answer).rules
+
+
+# Quotas.
+
+
+@provokes("QUOTA_EXCEEDED")
+def test_a_tenant_s_rules_and_programs_are_bounded(ada: gr.Client, grace: gr.Client) -> None:
+    for number in range(5):
+        ada.create_rule(f"r{number}", f"{number + 2} * dy")
+    with refused("QUOTA_EXCEEDED") as refusal:
+        ada.create_rule("more", "9 * dy")
+    refusal.says("--tenant-rules", "5")
+    # What is there already is no more.
+    ada.create_rule("r1", "3 * dy")
+    for number in range(4):
+        ada.compile(sign(), name=f"p{number}", **WORDS)
+    with refused("QUOTA_EXCEEDED") as refusal:
+        ada.compile(sign(), name="more", **WORDS)
+    refusal.says("--tenant-programs", "4")
+    grace.create_rule("mine", "9 * dy")
+    grace.compile(sign(), name="p", **WORDS)
+    ada.delete_rule("r0")
+    ada.delete_program("p0")
+    ada.create_rule("more", "9 * dy")
+    ada.compile(sign(), name="more", **WORDS)
+
+
+def test_a_tenant_s_sessions_and_their_bytes_are_bounded(ada: gr.Client, grace: gr.Client) -> None:
+    with ada.session(counter()), ada.session(counter()):
+        with refused("QUOTA_EXCEEDED") as refusal:
+            ada.session(counter()).__enter__()
+        refusal.says("--tenant-sessions")
+        with grace.session(counter()) as other:
+            assert_close(other.read()["w"], np.ones(2, np.float32))
+    large = gr.Graph()
+    large.op("Sum", large.variable("w", np.ones(2000, np.float32)), large.constant([0]), name="loss")
+    with refused("QUOTA_EXCEEDED") as refusal:
+        grace.session(large).__enter__()
+    refusal.says("--tenant-session-bytes")
+
+
+def test_a_tenant_s_handles_and_their_bytes_are_bounded(ada: gr.Client, grace: gr.Client) -> None:
+    square = gr.Graph()
+    x = square.placeholder("x", "float32", [None])
+    square.op("Mul", x, x, name="y")
+    programs = [client.compile(square, **WORDS) for client in (ada, grace)]
+    handles = [programs[0].forward({"x": [1.0]}) for _ in range(3)]
+    with refused("QUOTA_EXCEEDED") as refusal:
+        programs[0].forward({"x": [1.0]})
+    refusal.says("--tenant-handles")
+    programs[1].forward({"x": [1.0]}).close()
+    for handle in handles:
+        handle.close()
+    with refused("QUOTA_EXCEEDED") as refusal:
+        programs[1].forward({"x": np.ones(400_000, np.float32)})
+    refusal.says("--tenant-handle-bytes")
+
+
+def test_a_tenant_s_blobs_are_bounded(ada: gr.Client, grace: gr.Client) -> None:
+    with refused("QUOTA_EXCEEDED") as refusal:
+        ada.upload(bytes(100_001))
+    refusal.says("--tenant-blob-bytes")
+    # Nothing of it stays, and what nobody holds makes room.
+    names = [ada.upload(bytes([number]) * 60_000) for number in range(2)]
+    assert ada.find_missing_blobs(names) == names[:1]
+    assert grace.find_missing_blobs([grace.upload(b"small")]) == []
+
+
+def test_a_tenant_s_streams_are_bounded(channels: Any) -> None:
+    ada, grace = channels("ada of streams"), channels("grace of streams")
+    request = raw.request(raw.sign_graph())
+    with ExitStack() as stack:
+        for _ in range(8):
+            stream = stack.enter_context(opened(ada))
+            stream.send(1, evaluate=request)
+            assert reason(stream.receive()) == ""
+        with opened(ada) as ninth, refused_raw("QUOTA_EXCEEDED") as refusal:
+            ninth.send(1, evaluate=request)
+            ninth.receive()
+        refusal.says("--tenant-streams")
+        with opened(grace) as other:
+            other.send(1, evaluate=request)
+            assert reason(other.receive()) == ""
+    assert wait_until(lambda: takes_a_stream(ada, request) or None, "room for a stream")
+
+
+def takes_a_stream(channel: grpc.Channel, request: Any) -> bool:
+    with opened(channel) as stream:
+        stream.send(1, evaluate=request)
+        try:
+            return reason(stream.receive()) == ""
+        except grpc.RpcError:
+            return False
+
+
+def test_a_stream_that_is_not_read_ends(channels: Any) -> None:
+    graph = raw.graph(raw.placeholder(), raw.node("y", "Neg", "x"))
+    request = raw.request(graph, {"x": raw.tensor(np.ones(1_000_000, np.float32))})
+    with opened(channels("who does not read")) as stream:
+        for number in range(1, 9):
+            stream.send(number, evaluate=request)
+        time.sleep(4)
+        # Most of the answers were never written.
+        with refused_raw("DEADLINE_EXCEEDED") as refusal:
+            for _ in range(4):
+                stream.receive()
+        refusal.says("--stall-s")
+
+
+# Whoever is greedy waits for themselves.
+
+
+def slow() -> gr.Graph:
+    """About a fifth of a second for a thread of the engine's."""
+    g = gr.Graph()
+    y = g.placeholder("x", "float32", [600, 600])
+    for _ in range(12):
+        y = g.op("MatMul", y, y)
+    g.op("Sum", y, g.constant([0, 1]), name="y")
+    return g
+
+
+@provokes("OVERLOADED")
+def test_a_greedy_tenant_is_told_to_wait_and_nobody_else_is(guarded: Guarded) -> None:
+    feeds = {"x": np.eye(600, dtype=np.float32)}
+    with guarded.connect("greedy") as greedy, guarded.connect("modest") as modest:
+        greedy.evaluate(slow(), feeds=feeds, fetches=["y"])
+        modest.evaluate(sign(), feeds=X, fetches=["y"])
+
+        def ask() -> gr.errors.OverloadedError | None:
+            try:
+                greedy.evaluate(slow(), feeds=feeds, fetches=["y"], timeout=60)
+            except gr.errors.OverloadedError as refusal:
+                return refusal
+            return None
+
+        with futures.ThreadPoolExecutor(60) as pool:
+            asked = [pool.submit(ask) for _ in range(60)]
+            answers = 0
+            while not all(one.done() for one in asked):
+                modest.evaluate(sign(), feeds=X, fetches=["y"])
+                answers += 1
+        refusals = [found for one in asked if (found := one.result()) is not None]
+        assert 12 <= 60 - len(refusals) < 60
+        with refused("OVERLOADED") as refusal:
+            raise refusals[0]
+        refusal.says("--tenant-requests")
+        assert refusal.error.retry_delay == pytest.approx(0.2)
+        assert answers > 3
+
+
+def test_blobs_and_their_names_are_those_of_the_bytes(channels: Any) -> None:
+    """An upload under a hash that another tenant has filled is checked like any other."""
+    data = b"what ada has"
+    name = hashlib.sha256(data).hexdigest()
+    stubs = [blob_pb2_grpc.BlobServiceStub(channels(f"{tenant} of bytes")) for tenant in ("ada", "grace")]
+    stubs[0].UploadBlob(iter([blob_pb2.UploadBlobRequest(sha256=name, data=data)]))
+    with refused_raw("BLOB_MISMATCH"):
+        stubs[1].UploadBlob(iter([blob_pb2.UploadBlobRequest(sha256=name, data=b"what grace has")]))
+    with refused_raw("BLOB_MISMATCH"):
+        stubs[1].UploadBlob(iter([blob_pb2.UploadBlobRequest(sha256=name)]))

@@ -1,0 +1,134 @@
+"""Tenants come when they call and go when many are idle; what they have is counted all the same."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gradrule import _opdefs
+from gradrule.v1 import errors_pb2, rule_pb2
+from gradrule_server import graphs
+from gradrule_server.errors import GradruleError
+from gradrule_server.front import tenants as module
+from gradrule_server.front.tenants import KINDS, Shared, Tenant, Tenants
+from gradrule_server.programs.loaded import LoadedPrograms
+from gradrule_server.registry.blobs import BlobStore
+from gradrule_server.registry.rules import Shipped
+from gradrule_server.registry.store import Store
+
+DEFINITION = rule_pb2.RuleDefinition(expression="3 * dy")
+SHIPPED = Shipped.of(_opdefs.gradients())
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Iterator[Shared]:
+    """What tenants share, the engine apart, which none of these tests asks for anything."""
+    engine: Any = SimpleNamespace()
+    with contextlib.closing(Store(tmp_path)) as store:
+        blobs = BlobStore(tmp_path / "blobs", 1000)
+        yield Shared(
+            store,
+            blobs,
+            engine,
+            LoadedPrograms(engine, blobs, 10, 1000),
+            graphs.Limits(nodes=10, inlined_nodes=10, call_depth=2, graph_bytes=100),
+            server=dict.fromkeys(KINDS, 6),
+            tenant=dict.fromkeys(KINDS, 4),
+            tenant_blob_bytes=500,
+            cache_capacity=10,
+            cache_bytes=1000,
+            handle_ttl_s=1.0,
+        )
+
+
+@pytest.fixture
+def found(shared: Shared) -> Tenants:
+    return Tenants(shared, SHIPPED)
+
+
+def pass_by(found: Tenants, tenant: Tenant) -> None:
+    """One call, a while ago."""
+    found.enter(tenant)
+    found.leave(tenant)
+    tenant.left_at -= 1000
+
+
+@pytest.fixture
+def trimming(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Idle tenants are looked for at each call, and few may stay."""
+    monkeypatch.setattr(module, "_TRIM_EVERY_S", 0.0)
+    monkeypatch.setattr(module, "_MAX_IDLE", 5)
+
+
+async def test_those_who_call_at_once_get_the_same_tenant(found: Tenants) -> None:
+    one, other = await asyncio.gather(found.load("ada"), found.load("ada"))
+    assert one is other is found.loaded("ada")
+    assert found.loaded("grace") is None
+    assert await found.load("default") is found.default
+
+
+async def test_whoever_gives_up_does_not_take_it_from_others(found: Tenants) -> None:
+    first = asyncio.ensure_future(found.load("ada"))
+    second = asyncio.ensure_future(found.load("ada"))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert (await second).name == "ada"
+
+
+@pytest.mark.usefixtures("trimming")
+async def test_a_thousand_tenants_are_not_kept_for_ever(found: Tenants) -> None:
+    busy = await found.load("busy")
+    found.enter(busy)
+    pass_by(found, found.default)
+    for number in range(1000):
+        pass_by(found, await found.load(f"t{number}"))
+    names = {status.name for status in found.status()}
+    assert {"busy", "default", "t999"} <= names
+    assert len(names) <= 8
+
+
+@pytest.mark.usefixtures("trimming")
+async def test_who_comes_back_finds_what_was_kept(found: Tenants, shared: Shared) -> None:
+    ada = await found.load("ada")
+    ada.rules.create("Mine", DEFINITION, "")
+    ada.room["rules"].take(2)
+    ada.room["rules"].give_back(2)
+    pass_by(found, ada)
+    for number in range(10):
+        pass_by(found, await found.load(f"t{number}"))
+    assert found.loaded("ada") is None
+    again = await found.load("ada")
+    assert again is not ada
+    assert again.rules.get("Mine").formula == "3 * dy"
+    status = next(status for status in found.status() if status.name == "ada")
+    assert (status.rules, status.programs, status.in_flight) == (1, 0, 0)
+    # The whole goes on counting what a tenant left there.
+    await fill_up(found)
+    assert shared.store.counts() == (6, 0)
+
+
+async def fill_up(found: Tenants) -> None:
+    """Rules of others until the server has no more room."""
+    refusals = []
+    for number in range(6):
+        tenant = await found.load(f"other{number}")
+        try:
+            tenant.rules.create("Mine", DEFINITION, "")
+        except GradruleError as refusal:
+            refusals.append(refusal)
+    assert [refusal.reason for refusal in refusals] == [errors_pb2.ERROR_REASON_LIMIT_EXCEEDED]
+    assert "--max-rules" in refusals[0].message
+
+
+async def test_what_ships_is_told_to_those_who_are_there_and_who_come(found: Tenants) -> None:
+    ada = await found.load("ada")
+    found.set_shipped(SHIPPED.with_op_rules(["Sign"]))
+    grace = await found.load("grace")
+    op = rule_pb2.RULE_KIND_OP
+    assert len({len(tenant.rules.list(op, 1000, "")[0]) for tenant in (found.default, ada, grace)}) == 1

@@ -1,0 +1,29 @@
+"""Files of certificates that gRPC would take without a word and then not use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gradrule_server.front.tls import CertificateError, Certificates
+from tests.service.certificates import Authority
+
+
+def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "authority")
+    one, other = authority.server("one"), authority.server("other")
+    Certificates(one.certificate, one.key, authority.file)
+    empty = tmp_path / "empty"
+    empty.write_bytes(b"")
+    for files, why in (
+        ((one.certificate, other.key, None), "is not the key"),
+        ((one.key, one.key, None), "no certificate"),
+        ((one.certificate, one.certificate, None), "no private key"),
+        ((one.certificate, one.key, empty), "authorities"),
+        ((one.certificate, one.key, one.key), "authorities"),
+        ((empty, one.key, None), "no certificate"),
+        ((tmp_path / "nowhere", one.key, None), "cannot be read"),
+    ):
+        with pytest.raises(CertificateError, match=why):
+            Certificates(*files)
