@@ -10,12 +10,11 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-from gradrule_server.policy import Ruling
-from tests.service.corpus import Bad
-from tests.service.escape_graphs import ESCAPES
 
 from gradrule.v1 import errors_pb2
+from gradrule_server.policy import Ruling
 from tests.battery import (
+    bombs,
     crashes,
     escapes,
     fuzz,
@@ -38,6 +37,8 @@ from tests.battery.processes import Holds
 from tests.battery.slopes import Allowance, slope
 from tests.battery.soak import ALLOWED, Samples
 from tests.battery.workload import Load, Seen
+from tests.service.corpus import Bad
+from tests.service.escape_graphs import ESCAPES
 from tests.service.servers import RunningServer
 
 CASES = 24
@@ -211,7 +212,7 @@ WENT = bombs.Went(Judgement(Verdict.REFUSED, reason="MEMORY_EXCEEDED"), 1000, 10
     [
         (WENT, True),
         (replace(WENT, judged=GOOD), False),
-        (replace(WENT, judged=Judgement(Verdict.REFUSED, reason="DEADLINE_EXCEEDED")), False),
+        (replace(WENT, judged=Judgement(Verdict.FAULT, what="INTERNAL")), False),
         (replace(WENT, front_bytes=10**9), False),
         (replace(WENT, engine_bytes=6 * 10**9), False),
         (replace(WENT, next_fault="request 1: y is 2, not 1"), False),
