@@ -44,8 +44,8 @@ def settings() -> dict[str, object]:
     return {"default_deadline_s": 10, "max_deadline_s": 10} | supported(memory_limit=ENGINE_MEMORY)
 
 
-async def fuzz(server: RunningServer, scale: Scale, count: int) -> Figures:
-    """Sends so many cases, with a healthy client beside them."""
+async def fuzz(server: RunningServer, scale: Scale, count: int, *, amplified: bool = True) -> Figures:
+    """Sends so many cases, with a healthy client beside them. amplified: large inputs as well, one at a time."""
     clock = scale.clock()
     findings = Findings()
     tally = Tally()
@@ -65,10 +65,10 @@ async def fuzz(server: RunningServer, scale: Scale, count: int) -> Figures:
         findings.add(f"the healthy client got a wrong answer: {fault}")
     if server.process.poll() is not None:
         findings.add(f"the front end ended with {server.process.returncode}")
-    amplified = None
-    if server.process.poll() is None:
-        amplified = await amplification.measure(server)
-        for line in amplified.faults:
+    large = None
+    if amplified and server.process.poll() is None:
+        large = await amplification.measure(server)
+        for line in large.faults:
             findings.add(line)
     return Figures(
         target=TARGET,
@@ -86,7 +86,7 @@ async def fuzz(server: RunningServer, scale: Scale, count: int) -> Figures:
             "longest_pause_s": round(pulse.longest_s, 2),
             "front_end_grew_mib": round(peak / 2**20, 1),
             "sent_mib": round(tally.sent_bytes / 2**20, 1),
-            "worst_amplification": None if amplified is None else amplified.figures,
+            "worst_amplification": None if large is None else large.figures,
             "healthy_asked": healthy.seen.asked,
             "healthy_failed": healthy.seen.failed,
             "healthy_errors": healthy.seen.errors,

@@ -6,16 +6,19 @@ Target: 0 leaks: every number that a caller gets is made of its own numbers.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
 import gradrule as gr
+from gradrule_server.identity.tokens import add_token, new_token
 from tests.battery.figures import Clock, Figures, Findings, Scale
 from tests.battery.namesakes import LABEL, PROGRAM, RULE, Caller, difference, graph
-from tests.battery.serving import served
+from tests.battery.serving import data_folder, served
+from tests.service.servers import RunningServer
 
 TARGET = "0 leaks"
 LONG = 100_000
@@ -26,9 +29,21 @@ _BUSY = {"OVERLOADED", "ENGINE_UNAVAILABLE", "QUOTA_EXCEEDED"}
 
 
 def run(scale: Scale) -> Figures:
-    """10⁵ interleavings in the long run."""
-    with served(scale, "interleavings") as server:
-        return asyncio.run(interleave(server.target, scale, scale.count(LONG)))
+    """10⁵ interleavings in the long run, of callers that are tenants of their own."""
+    with with_tenants(scale, CALLERS) as (server, tokens):
+        return asyncio.run(interleave(server.target, scale, scale.count(LONG), tokens))
+
+
+@contextlib.contextmanager
+def with_tenants(scale: Scale, count: int) -> Iterator[tuple[RunningServer, list[str]]]:
+    """A server, and a token for each of so many tenants."""
+    file = data_folder(scale, "tokens").with_suffix(".tokens")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    made = [new_token(f"tenant-{number}", is_admin=False, expires=None) for number in range(count)]
+    for _, token in made:
+        add_token(file, token)
+    with served(scale, "interleavings", tokens=file) as server:
+        yield server, [text for text, _ in made]
 
 
 @dataclass
@@ -78,6 +93,10 @@ async def _live(target: str, caller: Caller, seed: int, share: Run) -> None:
                 else:
                     share.done += 1
                     share.findings.add(f"caller {caller.number}, {kind}: {failure}")
+                continue
+            except LookupError as failure:
+                share.done += 1
+                share.findings.add(f"caller {caller.number}, {kind}: an answer to something else: {failure}")
                 continue
             share.done += len(checks)
             share.kinds[kind] += len(checks)

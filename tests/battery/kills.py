@@ -29,8 +29,13 @@ _SHORT = 0.1
 
 def run(scale: Scale) -> Figures:
     """Kills 1,000 engines in the long run."""
-    with served(scale, "kills", **supported(engines=2, spares=1)) as server:
+    with served(scale, "kills", **settings()) as server:
         return asyncio.run(kill(server, scale, scale.count(LONG)))
+
+
+def settings() -> dict[str, object]:
+    """Of the server: two engines, so that one is left, and one more that waits."""
+    return supported(engines=2, spares=1)
 
 
 async def kill(server: RunningServer, scale: Scale, count: int) -> Figures:

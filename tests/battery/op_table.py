@@ -6,6 +6,7 @@ Target: over the wire, each is allowed or refused as the reviewed list says.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Sequence
 from random import Random
@@ -13,19 +14,23 @@ from random import Random
 import grpc
 
 from gradrule import _opdefs
+from gradrule._opdefs import OpDef
 from gradrule.v1 import program_pb2
 from gradrule_server import policy
 from gradrule_server.policy import Ruling
 from tests.battery import judging
 from tests.battery.figures import Figures, Findings, Scale
 from tests.battery.fuzzing.sending import channel
+from tests.battery.judging import Verdict
 from tests.battery.serving import served
 from tests.policy import minimal
 
 TARGET = "1,908 × 4 match the decision table"
 _COMPILE = "/gradrule.v1.ProgramService/CompileProgram"
 _DEADLINE_S = 60.0
-_IN_FLIGHT = 16
+_IN_FLIGHT = 4
+_BATCH = 16
+_NODE = re.compile(rf"{minimal.OP}(\d+)$")
 _REFUSALS = {"OP_NOT_ALLOWED", "UNSUPPORTED_OP"}
 # Placeholders and variables stand at the top level; functions are given what they hold.
 _TOP_ONLY = {"input", "variable"}
@@ -48,19 +53,19 @@ def sample_size(scale: Scale, count: int) -> int:
 async def check(target: str, scale: Scale, rulings: Sequence[Ruling]) -> Figures:
     """Asks about each op in each place."""
     findings, told, clock, done = Findings(), Counter[str](), scale.clock(), 0
-    cases = iter([(ruling, place) for ruling in rulings for place in minimal.PLACES])
+    batches = iter([(batch, place) for batch in _batches(rulings) for place in minimal.PLACES])
 
     async def worker(own: grpc.aio.Channel) -> None:
         nonlocal done
-        for ruling, place in cases:
+        for batch, place in batches:
             if clock.is_over:
                 return
-            reasons = await _reasons(own, ruling, place)
-            told["refused" if reasons & _REFUSALS else "taken"] += 1
-            done += 1
-            fault = wrong(ruling, place, reasons)
-            if fault:
-                findings.add(fault)
+            for ruling, reasons in await _reasons(own, batch, place):
+                told["refused" if reasons & _REFUSALS else "taken"] += 1
+                done += 1
+                fault = wrong(ruling, place, reasons)
+                if fault:
+                    findings.add(fault)
 
     async with channel(target) as own:
         await asyncio.gather(*(worker(own) for _ in range(_IN_FLIGHT)))
@@ -74,25 +79,45 @@ async def check(target: str, scale: Scale, rulings: Sequence[Ruling]) -> Figures
     )
 
 
-async def _reasons(own: grpc.aio.Channel, ruling: Ruling, place: str) -> set[str]:
-    """Of the server's findings about one op's node. A fault of the answer's is one as well."""
-    op = _opdefs.find(ruling.op)
-    if op is None:
-        return {"the client does not know the op"}
-    spec = program_pb2.ProgramSpec(fetches=["y0"])
-    spec.graph.inline.CopyFrom(minimal.graph_of([op], place))
+def _batches(rulings: Sequence[Ruling]) -> list[list[Ruling]]:
+    """Ops that go into one graph. One that is refused would keep the others from being built: they are apart."""
+    allowed = [[each for each in rulings if each.allowed is kind] for kind in (True, False)]
+    return [kind[at : at + _BATCH] for kind in allowed for at in range(0, len(kind), _BATCH)]
+
+
+async def _reasons(own: grpc.aio.Channel, batch: Sequence[Ruling], place: str) -> list[tuple[Ruling, set[str]]]:
+    """For each op the reasons of the server's findings about its node, or what went wrong, asked for one by one."""
+    ops = [_definition(ruling.op) for ruling in batch]
+    spec = program_pb2.ProgramSpec(fetches=[f"{minimal.RESULT}{number}" for number in range(len(ops))])
+    spec.graph.inline.CopyFrom(minimal.graph_of(ops, place))
     request = program_pb2.CompileProgramRequest(spec=spec, validate_only=True).SerializeToString()
     try:
         answer = await own.unary_unary(_COMPILE)(request, timeout=_DEADLINE_S)
     except grpc.RpcError as failure:
+        if len(batch) > 1:
+            return await _one_by_one(own, batch, place)
         judged = judging.of_failure(failure)
-        return {judged.what if judged.verdict is judging.Verdict.FAULT else judged.reason}
-    response = program_pb2.CompileProgramResponse.FromString(answer)
-    return {
-        found.reason.removeprefix("ERROR_REASON_")
-        for found in response.findings
-        if found.node.endswith(f"{minimal.OP}0")
-    }
+        return [(batch[0], {judged.what if judged.verdict is Verdict.FAULT else judged.reason})]
+    found: list[set[str]] = [set() for _ in batch]
+    for finding in program_pb2.CompileProgramResponse.FromString(answer).findings:
+        match = _NODE.search(finding.node)
+        if match:
+            found[int(match[1])].add(finding.reason.removeprefix("ERROR_REASON_"))
+    if len(batch) > 1 and not batch[0].allowed and not all(found):
+        # What no graph can be followed past is told alone.
+        return await _one_by_one(own, batch, place)
+    return list(zip(batch, found, strict=True))
+
+
+async def _one_by_one(own: grpc.aio.Channel, batch: Sequence[Ruling], place: str) -> list[tuple[Ruling, set[str]]]:
+    return [each for ruling in batch for each in await _reasons(own, [ruling], place)]
+
+
+def _definition(name: str) -> OpDef:
+    found = _opdefs.find(name)
+    if found is None:
+        raise LookupError(f"{name} is in the list and not among the op definitions")
+    return found
 
 
 def wrong(ruling: Ruling, place: str, reasons: set[str]) -> str:

@@ -87,6 +87,7 @@ def judge(peak: float, seconds: float, found: list[dict[str, Any]], peaks: dict[
             "goodput_per_s": round(goodput, 1),
             "goodput_of_peak": round(goodput / peak, 3),
             "refused": len(refusals),
+            "neither": other,
             "refusal_p50_ms": round(float(np.median(refusals)) * 1e3, 2) if refusals else None,
             "refusal_p99_ms": round(p99 * 1e3, 2) if refusals else None,
             "cores": os.cpu_count(),

@@ -1,0 +1,91 @@
+"""A proxy in front of a real server that lies now and then: what the battery must notice, or it notices nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+
+from gradrule.v1 import evaluate_pb2
+
+EVALUATE = "/gradrule.v1.GradientService/Evaluate"
+_OPTIONS = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+
+Lie = Callable[[bytes], bytes]
+"""Answer of Evaluate → what the caller gets instead."""
+
+
+def honest(answer: bytes) -> bytes:
+    """The same."""
+    return answer
+
+
+def another_callers() -> Lie:
+    """Every third answer of its form goes to whoever asks next for the like as well."""
+    numbers: defaultdict[tuple[str, ...], Iterator[int]] = defaultdict(lambda: itertools.count(1))
+    kept: dict[tuple[str, ...], bytes] = {}
+
+    def lie(answer: bytes) -> bytes:
+        message = evaluate_pb2.EvaluateResponse.FromString(answer)
+        form = (*(output.name for output in message.outputs), *(gradient.x for gradient in message.gradients))
+        number = next(numbers[form])
+        if number % 3 == 1:
+            kept[form] = answer
+        return kept[form] if number % 3 == 2 else answer
+
+    return lie
+
+
+def a_little_off(answer: bytes) -> bytes:
+    """A thousandth is added to all that was computed in float32."""
+    message = evaluate_pb2.EvaluateResponse.FromString(answer)
+    tensors = [output.value.inline for output in message.outputs] + [gradient.dense for gradient in message.gradients]
+    for tensor in tensors:
+        if tensor.tensor_content and len(tensor.tensor_content) % 4 == 0:
+            values = np.frombuffer(tensor.tensor_content, np.float32)
+            tensor.tensor_content = (values * np.float32(1.001)).tobytes()
+    return message.SerializeToString()
+
+
+@contextlib.asynccontextmanager
+async def lying(target: str, lie: Lie = honest, *, typed: bool = True) -> AsyncIterator[str]:
+    """A proxy's address. typed: whether errors keep what says their reasons."""
+    async with grpc.aio.insecure_channel(target, options=[*_OPTIONS, ("grpc.enable_retries", 0)]) as channel:
+        proxy = grpc.aio.server(options=_OPTIONS)
+        proxy.add_generic_rpc_handlers((_Relay(channel, lie, typed),))
+        port = proxy.add_insecure_port("127.0.0.1:0")
+        await proxy.start()
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            await proxy.stop(None)
+
+
+class _Relay(grpc.GenericRpcHandler):
+    """Takes any call as one of streams, which on the wire all calls are."""
+
+    def __init__(self, channel: grpc.aio.Channel, lie: Lie, typed: bool) -> None:
+        self._channel = channel
+        self._lie = lie
+        self._typed = typed
+
+    def service(self, handler_call_details: Any) -> Any:
+        method: str = handler_call_details.method
+
+        async def relay(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+            call: Any = self._channel.stream_stream(method)(requests, timeout=context.time_remaining())
+            try:
+                async for answer in call:
+                    yield self._lie(answer) if method == EVALUATE else answer
+            except grpc.RpcError as failure:
+                told: Any = failure
+                if self._typed:
+                    context.set_trailing_metadata(tuple(told.trailing_metadata() or ()))
+                await context.abort(told.code(), told.details())
+
+        return grpc.stream_stream_rpc_method_handler(relay)

@@ -1,0 +1,66 @@
+"""The frame itself: what it shows, what it writes, how it ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.battery import rows
+from tests.battery.__main__ import main
+from tests.battery.figures import Figures, Scale
+
+
+def run(scale: Scale) -> Figures:
+    """A row: its target is met on even seeds, and it cannot be run on seed 9."""
+    if scale.seed == 9:
+        raise RuntimeError("nothing works")
+    met = scale.seed % 2 == 0
+    return Figures(
+        "even", scale.count(1000), int(not met), met, {"half": 0.5, "never": float("inf")}, ["odd"] * (not met)
+    )
+
+
+@pytest.fixture(autouse=True)
+def planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "MODULES", {"planted": __name__})
+    monkeypatch.setattr("tests.battery.__main__.MODULES", {"planted": __name__})
+
+
+def battery(tmp_path: Path, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, object], str]:
+    code = main(["--out", str(tmp_path), *words])
+    shown = capsys.readouterr()
+    line = shown.out.splitlines()[-1]
+    assert (tmp_path / "battery.json").read_text() == line + "\n"
+    return code, json.loads(line), shown.err
+
+
+def test_a_target_that_is_met(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found, shown = battery(tmp_path, capsys, "--seed", "2", "--scale", "0.5", "--rows", "planted")
+    assert code == 0
+    assert found["met"] is True
+    assert found["rows"]["planted"]["cases"] == 500  # type: ignore[index]
+    assert found["rows"]["planted"]["details"] == {"half": 0.5, "never": None}  # type: ignore[index]
+    assert "met" in shown
+
+
+def test_a_target_that_is_missed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found, shown = battery(tmp_path, capsys, "--seed", "3")
+    assert code == 1
+    assert found["met"] is False
+    assert "missed" in shown
+    assert "odd" in shown
+
+
+def test_a_row_that_cannot_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found, _ = battery(tmp_path, capsys, "--seed", "9")
+    assert code == 1
+    assert "nothing works" in found["rows"]["planted"]["findings"][0]  # type: ignore[index]
+    assert "nothing works" in (tmp_path / "battery" / "planted.traceback").read_text()
+
+
+@pytest.mark.parametrize("words", [["--rows", "nothing"], ["--rows", ""], ["--scale", "0"], ["--seconds", "nan"]])
+def test_arguments_that_are_refused(tmp_path: Path, words: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--out", str(tmp_path), *words])

@@ -1,0 +1,108 @@
+"""Each row of the battery, short. How fast a busy machine is, is no part of it: `make battery` measures that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from gradrule_server import policy
+from tests.battery import (
+    bombs,
+    crashes,
+    escapes,
+    fuzz,
+    hangs,
+    hostile,
+    interleavings,
+    kills,
+    op_table,
+    overload,
+    rolling,
+    soak,
+)
+from tests.battery.figures import Figures, Scale
+from tests.battery.serving import served, supported
+from tests.service.corpus import CRASHES, HANGS
+from tests.service.servers import RunningServer
+
+INTERLEAVINGS = 2_000
+KILLS = 10
+SOAK_S = 15.0
+ATTACK_S = 1.0
+OVERLOAD_S = 4.0
+
+
+def assert_met(figures: Figures) -> None:
+    """Tells what failed."""
+    assert figures.met, f"{figures.details}\n" + "\n".join(figures.findings)
+
+
+@pytest.fixture(scope="module")
+def trusting_server(scale: Scale) -> Iterator[RunningServer]:
+    """One that runs what it is given."""
+    with served(scale, "trusting", **supported(trust="full", spares=1)) as running:
+        yield running
+
+
+async def test_op_table(shared_server: RunningServer, scale: Scale) -> None:
+    some = Random(scale.seed).sample(list(policy.rulings().values()), 160)
+    assert_met(await op_table.check(shared_server.target, scale, some))
+
+
+def test_escapes(scale: Scale) -> None:
+    assert_met(escapes.attempt(scale, escapes.CASES[:: len(escapes.CASES) // 6]))
+
+
+async def test_crashes(trusting_server: RunningServer, scale: Scale) -> None:
+    assert_met(await crashes.crash(trusting_server, scale, CRASHES[:2], 1))
+
+
+async def test_hangs(trusting_server: RunningServer, scale: Scale) -> None:
+    assert_met(await hangs.hang(trusting_server, scale, HANGS[:2], 1))
+
+
+async def test_bombs(scale: Scale) -> None:
+    with served(scale, "bombs", **bombs.settings()) as server:
+        assert_met(await bombs.bomb(server, scale, bombs.BOMBS[:8], 1))
+
+
+async def test_interleavings(shared_server: RunningServer, scale: Scale) -> None:
+    assert_met(await interleavings.interleave(shared_server.target, scale, INTERLEAVINGS))
+
+
+async def test_interleavings_of_tenants(scale: Scale) -> None:
+    with interleavings.with_tenants(scale, 8) as (server, tokens):
+        assert_met(await interleavings.interleave(server.target, scale, INTERLEAVINGS // 2, tokens))
+
+
+async def test_soak(shared_server: RunningServer, scale: Scale) -> None:
+    assert_met(await soak.soak(shared_server, scale, SOAK_S))
+
+
+async def test_hostile(shared_server: RunningServer, scale: Scale) -> None:
+    assert_met(await hostile.endure(shared_server, scale, ATTACK_S))
+
+
+async def test_kills(scale: Scale) -> None:
+    with served(scale, "kills", **kills.settings()) as server:
+        assert_met(await kills.kill(server, scale, KILLS))
+
+
+def test_rolling(scale: Scale) -> None:
+    assert_met(rolling.run(scale))
+
+
+def test_overload(scale: Scale) -> None:
+    figures = overload.run(scale)
+    assert figures.details["refused"]
+    assert figures.details["goodput_of_peak"] > 0.5
+    assert not figures.details["neither"]
+
+
+def test_fuzz(scale: Scale) -> None:
+    figures = fuzz.run(replace(scale, share=10_000 / fuzz.LONG))
+    assert figures.cases == 10_000
+    assert_met(figures)

@@ -1,0 +1,277 @@
+"""What each row must notice, planted: a wrong answer, somebody else's value, an untyped error, a leak, a miss."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from gradrule.v1 import errors_pb2
+from gradrule_server.policy import Ruling
+from tests.battery import (
+    bombs,
+    crashes,
+    escapes,
+    fuzz,
+    hangs,
+    hostile,
+    interleavings,
+    judging,
+    kills,
+    liar,
+    op_table,
+    overload,
+    rolling,
+    soak,
+)
+from tests.battery.figures import Clock, Findings, Scale
+from tests.battery.judging import GOOD, Judgement, Verdict
+from tests.battery.known import HealthyClient
+from tests.battery.liar import lying
+from tests.battery.processes import Holds
+from tests.battery.slopes import Allowance, slope
+from tests.battery.soak import ALLOWED, Samples
+from tests.battery.workload import Load, Seen
+from tests.service.corpus import Bad
+from tests.service.escape_graphs import ESCAPES
+from tests.service.servers import RunningServer
+
+CASES = 24
+FOREVER = Clock(None)
+OVERLOADED = Judgement(Verdict.REFUSED, reason="OVERLOADED")
+CRASHED = Judgement(Verdict.REFUSED, reason="ENGINE_CRASHED", what="SIGABRT: Check failed: a < b")
+CRASH = Bad("crash", lambda: None, {}, "Check failed")
+
+
+async def test_untyped_errors_are_faults_of_the_fuzzer(shared_server: RunningServer, scale: Scale) -> None:
+    """And what fails is saved, and fails again."""
+    own = replace(scale, folder=scale.folder / "planted")
+    async with lying(shared_server.target, typed=False) as target:
+        liar_server = replace(shared_server, target=target)
+        figures = await fuzz.fuzz(liar_server, own, CASES, amplified=False)
+        first = sorted((own.folder / "fuzz").glob("fault-*.json"))[0]
+        assert (await fuzz.replay(liar_server, first)).faults
+    assert not figures.met
+    assert any("without details" in line for line in figures.findings)
+    assert not (await fuzz.replay(shared_server, first)).faults
+
+
+async def test_through_an_honest_proxy_nothing_fails(shared_server: RunningServer, scale: Scale) -> None:
+    async with lying(shared_server.target) as target:
+        assert (await fuzz.fuzz(replace(shared_server, target=target), scale, CASES, amplified=False)).met
+
+
+async def test_wrong_answers_are_seen_by_callers(shared_server: RunningServer) -> None:
+    async with lying(shared_server.target, liar.a_little_off) as target:
+        load, healthy = Load(target, 1, callers=2, by_name=False), HealthyClient(target, every_s=0.01)
+        working = asyncio.gather(load.run(), healthy.run())
+        while not (load.seen.wrong and healthy.seen.wrong) and not working.done():
+            await asyncio.sleep(0.05)
+        load.stop()
+        healthy.stop()
+        await working
+    assert load.seen.wrong
+    assert healthy.seen.wrong
+    assert not kills.judge(load.seen, 10, 10, FOREVER, front_ended=False).met
+    assert not rolling.judge(load, Findings(), 2, 2, by_time=False).met
+
+
+async def test_values_of_others_are_leaks(shared_server: RunningServer, scale: Scale) -> None:
+    async with lying(shared_server.target, liar.another_callers()) as target:
+        figures = await interleavings.interleave(target, scale, 300)
+    assert not figures.met
+    assert any("which is caller" in line for line in figures.findings)
+
+
+@pytest.mark.parametrize(
+    ("seen", "killed", "ended", "met"),
+    [
+        (Seen(asked=1000, answered=999), 10, False, True),
+        (Seen(asked=1000, answered=998, errors=Counter(INTERNAL=2)), 10, False, False),
+        (Seen(asked=1000, answered=1000, wrong=["y is 2, not 1"]), 10, False, False),
+        (Seen(asked=1000, answered=1000), 9, False, False),
+        (Seen(asked=1000, answered=1000), 10, True, False),
+        (Seen(), 10, False, False),
+    ],
+)
+def test_kills(seen: Seen, killed: int, ended: bool, met: bool) -> None:
+    assert kills.judge(seen, killed, 10, FOREVER, ended).met is met
+
+
+@pytest.mark.parametrize(("leak", "flat"), [(0.0, True), (1e5, True), (4e5, False)])
+def test_slopes_tell_growth_from_noise(leak: float, flat: bool) -> None:
+    """Bytes per second over ten minutes, on a noise of 30 MiB, after a start that takes 200 MiB."""
+    random = np.random.default_rng(1)
+    times = np.arange(0.0, 600.0, 2.0)
+    values = 500e6 + leak * times + 30e6 * random.random(len(times)) + 200e6 * np.minimum(times / 100, 1)
+    assert slope(list(times), list(values), Allowance(part=0.02, constant=24 * 2**20)).is_flat is flat
+
+
+@pytest.mark.parametrize("figure", [None, *ALLOWED])
+def test_whatever_grows_is_told_by_the_soak(shared_server: RunningServer, figure: str | None) -> None:
+    samples = Samples()
+    for second in range(120):
+        samples.times.append(float(second))
+        for name, values in samples.values.items():
+            values.append(1e9 + (1e6 if name.endswith("memory") else 1.0) * second * (name == figure))
+    found = soak.judge(samples, Load(shared_server.target, 1), front_ended=False)
+    assert found.met is (figure is None)
+    assert [line.partition(" ")[0] for line in found.findings] == ([] if figure is None else [figure])
+
+
+def sent(**changed: Any) -> dict[str, Any]:
+    return {"sent": 100, "good": 19, "refusals": [0.001] * 81, "other": {}} | changed
+
+
+@pytest.mark.parametrize(
+    ("changed", "met"),
+    [
+        ({}, True),
+        ({"good": 17}, False),
+        ({"refusals": [0.001] * 70 + [0.05] * 2}, False),
+        ({"refusals": []}, False),
+        ({"other": {"INTERNAL": 1}}, False),
+    ],
+)
+def test_overload(changed: dict[str, Any], met: bool) -> None:
+    assert overload.judge(20.0, 1.0, [sent(**changed)], {}).met is met
+
+
+def test_rolling(shared_server: RunningServer) -> None:
+    def figures(done: int = 4, *lines: str, errors: dict[str, int] | None = None) -> bool:
+        load, findings = Load(shared_server.target, 1), Findings()
+        load.seen.errors.update(errors or {})
+        for line in lines:
+            findings.add(line)
+        return rolling.judge(load, findings, done, 4, by_time=False).met
+
+    assert figures()
+    assert not figures(3)
+    assert not figures(4, "a server that was told to stop ended with -9")
+    assert not figures(4, errors={"CANCELLED": 1})
+
+
+QUIET = Holds(resident_bytes=10**8, descriptors=20, threads=10, shared_bytes=0)
+
+
+@pytest.mark.parametrize(
+    ("errors", "wrong", "p99_s", "after"),
+    [
+        ({"UNAVAILABLE": 1}, [], 0.1, QUIET),
+        ({}, ["request 1: y is 2, not 1"], 0.1, QUIET),
+        ({}, [], 1.5, QUIET),
+        ({}, [], 0.1, replace(QUIET, descriptors=50)),
+        ({}, [], 0.1, replace(QUIET, resident_bytes=10**9)),
+    ],
+)
+def test_hostile(errors: dict[str, int], wrong: list[str], p99_s: float, after: Holds) -> None:
+    assert len(hostile.judge("attack", errors, wrong, p99_s, QUIET, after)) == 1
+    assert hostile.judge("attack", {}, [], 0.1, QUIET, QUIET) == []
+
+
+@pytest.mark.parametrize(
+    ("judged", "died", "right"),
+    [
+        (CRASHED, True, True),
+        (replace(CRASHED, what="SIGABRT"), True, False),
+        (replace(CRASHED, what="Check failed: a < b"), True, False),
+        (replace(CRASHED, reason="MEMORY_EXCEEDED"), True, True),
+        (OVERLOADED, False, True),
+        (OVERLOADED, True, False),
+        (GOOD, False, False),
+        (Judgement(Verdict.FAULT, what="INTERNAL"), False, False),
+    ],
+)
+def test_crashes(judged: Judgement, died: bool, right: bool) -> None:
+    assert (crashes.judge(CRASH, judged, died) == []) is right
+
+
+@pytest.mark.parametrize(
+    ("judged", "late_s", "right"),
+    [
+        (Judgement(Verdict.REFUSED, reason="DEADLINE_EXCEEDED"), 0.6, True),
+        (Judgement(Verdict.REFUSED, reason="DEADLINE_EXCEEDED"), 1.4, False),
+        (GOOD, 0.0, False),
+        (Judgement(Verdict.FAULT, what="INTERNAL"), 0.0, False),
+    ],
+)
+def test_hangs(judged: Judgement, late_s: float, right: bool) -> None:
+    assert (hangs.judge(CRASH, hangs.Ended(judged, late_s)) == []) is right
+
+
+WENT = bombs.Went(Judgement(Verdict.REFUSED, reason="MEMORY_EXCEEDED"), 1000, 10**6, 10**9, "")
+
+
+@pytest.mark.parametrize(
+    ("went", "right"),
+    [
+        (WENT, True),
+        (replace(WENT, judged=GOOD), False),
+        (replace(WENT, judged=Judgement(Verdict.FAULT, what="INTERNAL")), False),
+        (replace(WENT, front_bytes=10**9), False),
+        (replace(WENT, engine_bytes=6 * 10**9), False),
+        (replace(WENT, next_fault="request 1: y is 2, not 1"), False),
+    ],
+)
+def test_bombs(went: bombs.Went, right: bool) -> None:
+    assert (bombs.judge(CRASH, went) == []) is right
+
+
+@pytest.mark.parametrize("row", [crashes, hangs])
+def test_a_row_that_shows_nothing_is_missed(row: Any) -> None:
+    told = Counter({"LIMIT_EXCEEDED": 3})
+    beside = HealthyClient("").seen
+    counted = (told, 3) if row is crashes else (told, [0.0, 0.0, 0.0])
+    assert not row.summary(beside, Findings(), *counted, None).met
+    told["ENGINE_CRASHED" if row is crashes else "DEADLINE_EXCEEDED"] += 1
+    assert row.summary(beside, Findings(), *counted, None).met
+    assert not row.summary(beside, Findings(), *counted, -11).met
+    beside.errors["UNAVAILABLE"] = 1
+    assert not row.summary(beside, Findings(), *counted, None).met
+
+
+@pytest.mark.parametrize(
+    ("allowed", "category", "place", "reasons", "right"),
+    [
+        (True, "math", "branch", set(), True),
+        (True, "math", "top", {"OP_NOT_ALLOWED"}, False),
+        (True, "variable", "function", {"UNSUPPORTED_OP"}, True),
+        (True, "variable", "top", {"UNSUPPORTED_OP"}, False),
+        (False, "file read", "nested_function", {"OP_NOT_ALLOWED"}, True),
+        (False, "file read", "nested_function", set(), False),
+        (False, "file read", "top", {"INTERNAL"}, False),
+    ],
+)
+def test_op_table(allowed: bool, category: str, place: str, reasons: set[str], right: bool) -> None:
+    ruling = Ruling("Op", allowed, category, "", "")
+    assert (op_table.wrong(ruling, place, reasons) == "") is right
+
+
+def test_escapes() -> None:
+    case = (ESCAPES[0], "outside")
+    name = f"{ESCAPES[0].name} (outside)"
+    assert escapes.judge([case], True, set(), {name}).met
+    assert not escapes.judge([case], True, {name}, {name}).met
+    assert not escapes.judge([case], True, set(), set()).met
+    assert not escapes.judge([case], False, set(), {name}).met
+
+
+class Failed(grpc.RpcError):
+    """As a call fails."""
+
+    def __init__(self, code: grpc.StatusCode, words: str = "no", metadata: tuple[tuple[str, bytes], ...] = ()) -> None:
+        self.code = lambda: code
+        self.details = lambda: words
+        self.trailing_metadata = lambda: metadata
+
+
+def test_errors_are_judged_by_what_they_carry() -> None:
+    assert judging.of_failure(Failed(grpc.StatusCode.UNAVAILABLE)).verdict is Verdict.REFUSED
+    for code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INVALID_ARGUMENT):
+        assert judging.of_failure(Failed(code)).verdict is Verdict.FAULT
+    assert len(errors_pb2.ErrorReason.keys()) > 10
