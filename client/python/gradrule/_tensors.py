@@ -166,16 +166,16 @@ def to_numpy(message: Tensor, *, writable: bool = False, content: memoryview | N
     shape = _known_shape(message.tensor_shape)
     count = math.prod(shape)
     # Each look at a bytes field copies it.
-    content = content or message.tensor_content
-    if content:
+    values = content or message.tensor_content
+    if values:
         if number == Dt.DT_STRING:
             raise ValueError("strings lie in string_val, not in tensor_content")
-        size = len(content)
+        size = len(values)
         if size != count * dtype.itemsize:
             raise ValueError(
                 f"{size} bytes do not fit {name_of(number)} of shape {list(shape)}: {count * dtype.itemsize}"
             )
-        array = np.frombuffer(content, dtype.newbyteorder("<")).reshape(shape)
+        array = np.frombuffer(values, dtype.newbyteorder("<")).reshape(shape)
         array = array.astype(dtype, copy=False)
         return array.copy() if writable else array
     return _filled(_listed_values(message, dtype), count, dtype, name_of(number)).reshape(shape)

@@ -81,10 +81,12 @@ def function_definition(name: str) -> function_pb2.FunctionDef:
 
 
 def function_graph(name: str, shapes: Sequence[tf.TensorShape]) -> Any:
-    """The graph of a function, its arguments being of these shapes; None where they contradict what is inside."""
+    """The graph of a function, its arguments being of these shapes; None where they contradict what is inside, or where
+    that has an op of old graphs alone, for which nothing is built anew.
+    """
     try:
         return function_def_to_graph.function_def_to_graph(function_definition(name), input_shapes=list(shapes))
-    except ValueError:
+    except (ValueError, tf.errors.UnimplementedError):
         return None
 
 

@@ -29,13 +29,12 @@ SHIPPED = Shipped.of(_opdefs.gradients())
 @pytest.fixture
 def shared(tmp_path: Path) -> Iterator[Shared]:
     """What tenants share, the engine apart, which none of these tests asks for anything."""
-    engine: Any = SimpleNamespace()
+    engine: Any = SimpleNamespace(on_filled=[])
     with contextlib.closing(Store(tmp_path)) as store:
         blobs = BlobStore(tmp_path / "blobs", 1000)
         yield Shared(
             store,
             blobs,
-            engine,
             LoadedPrograms(engine, blobs, 10, 1000),
             graphs.Limits(nodes=10, inlined_nodes=10, call_depth=2, graph_bytes=100),
             server=dict.fromkeys(KINDS, 6),
