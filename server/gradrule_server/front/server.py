@@ -24,6 +24,7 @@ from gradrule_server.front.services import (
 from gradrule_server.front.session_service import SESSION_SERVICE, SessionServicer
 from gradrule_server.front.tls import Certificates
 
+_MOST_PENDING = 1_000_000
 _UNLIMITED = -1
 
 
@@ -50,6 +51,9 @@ class Connections:
             ("grpc.so_reuseport", 0),
             ("grpc.max_allowed_incoming_connections", self.max_connections),
             ("grpc.max_concurrent_streams", self.max_connection_streams),
+            # gRPC itself would cancel calls at random, without a reason, where many begin at once.
+            ("grpc.server.max_pending_requests", _MOST_PENDING),
+            ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING),
             ("grpc.server_handshake_timeout_ms", _ms(self.handshake_timeout_s)),
             ("grpc.max_metadata_size", self.max_metadata_bytes),
             ("grpc.absolute_max_metadata_size", self.max_metadata_bytes),
