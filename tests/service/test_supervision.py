@@ -30,7 +30,7 @@ _LIMIT = "3GiB"
 WHOLE = bool(os.environ.get("GRADRULE_WHOLE_CORPUS"))
 """Whether each graph of the corpus is tried, and not only one of each kind."""
 
-_KINDS_OF_CRASHES = {"Conv2D", "IRFFT", "TensorListReserve"}
+_KINDS_OF_CRASHES = {"Conv2D", "TensorListReserve"}
 _KINDS_OF_HANGS = {"While", "calls", "Const"}
 
 _REFUSED = {"LIMIT_EXCEEDED", "INVALID_GRAPH", "OP_NOT_ALLOWED", "MEMORY_EXCEEDED", "MESSAGE_TOO_LARGE"}
@@ -213,11 +213,11 @@ def test_an_engine_that_falls_silent_is_ended(supervised: RunningServer, own: An
     assert own.evaluate(sign(), feeds={"x": [2.0]}, fetches=["y"], timeout=60.0).outputs["y"].tolist() == [1.0]
 
 
-def _chain(count: int) -> Any:
+def _chain(count: int, op: Any = tf.sin) -> Any:
     def build() -> None:
         value = placeholder("x", shape=())
-        for number in range(count):
-            value = tf.sin(value, name=f"warm{number}")
+        for _ in range(count):
+            value = op(value)
         tf.identity(value, name="y")
 
     return drawn(build)
@@ -225,17 +225,27 @@ def _chain(count: int) -> Any:
 
 def test_the_next_engine_has_the_programs_in_use_before_they_are_asked_for(supervised: RunningServer, own: Any) -> None:
     before = {pid: cpu_seconds(pid) for pid in engine_pids(supervised)}
-    started = time.monotonic()
-    program = own.compile(_chain(1500), ys=["y"], xs=["x"])
-    cold_s = time.monotonic() - started
+    program = own.compile(_chain(500), ys=["y"], xs=["x"])
     first = program.evaluate({"x": np.float32(0.5)})
     wait_for_spare(supervised)
     engine = max(before, key=lambda pid: cpu_seconds(pid) - before[pid])
     os.kill(engine, signal.SIGKILL)
     wait_until(lambda: True if engine not in engine_pids(supervised) else None, "the end of an engine")
     wait_for_spare(supervised)
-    started = time.monotonic()
     again = program.evaluate({"x": np.float32(0.5)})
-    warm_s = time.monotonic() - started
     assert again.gradients["x"] == first.gradients["x"]
-    assert warm_s < 0.5 * cold_s
+    # It did not have to be loaded for this call.
+    assert again.timings.compile == 0
+
+
+def test_what_takes_long_to_compile_holds_up_nobody(supervised: RunningServer, own: Any) -> None:
+    """An engine compiles one program at a time; who waits behind a long one goes to the spare."""
+    long = _chain(5000)
+    with healthy_client(supervised.target), futures.ThreadPoolExecutor() as pool:
+        slow = pool.submit(own.compile, long, ys=["y"], xs=["x"], timeout=200.0)
+        time.sleep(1.5)
+        for op, wanted in ((tf.cos, -np.sin(0.5)), (tf.exp, np.exp(0.5))):
+            r = own.evaluate(_chain(1, op), feeds={"x": np.float32(0.5)}, ys=["y"], xs=["x"], timeout=60.0)
+            np.testing.assert_allclose(r.gradients["x"], wanted, rtol=1e-6)
+        assert not slow.done()
+        slow.result()
