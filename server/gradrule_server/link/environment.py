@@ -23,6 +23,9 @@ def engine_environment() -> dict[str, str]:
         # The working folder holds no libraries, and whatever is on the path an engine may read.
         "PYTHONSAFEPATH": "1",
         "PYTHONUTF8": "1",
+        # Memory for large tensors comes in large pages where the system has them: in small ones, getting it takes
+        # longer than filling it.
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
         # How Keras is set up for whoever serves must not change what it computes; there is no such folder.
         "KERAS_HOME": os.path.join(os.devnull, "keras"),
     }

@@ -1,0 +1,170 @@
+"""Large tensors between the front end and a real engine, and what is left of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from gradrule import _tensors
+from gradrule.v1 import evaluate_pb2, tensor_pb2
+from gradrule_server.link import arena
+from gradrule_server.link.faults import EngineLost
+from gradrule_server.link.framing import Kind
+from gradrule_server.link.pool import EnginePool
+from gradrule_server.link.process import ProcessOptions
+from gradrule_server.link.v1 import link_pb2
+from tests.service.graph_defs import drawn, placeholder
+
+_MEBIBYTE = 1024 * 1024
+
+
+class Front:
+    """One engine, confined as far as this platform can, with a limit of memory, and the loop that it is held on."""
+
+    def __init__(self) -> None:
+        self.runner = asyncio.Runner()
+        self.pool = EnginePool(ProcessOptions("cpu", 2, memory_limit=2 << 30), spares=0)
+        self.runner.run(self.pool.start())
+        self.runner.run(_compile(self.pool))
+
+    def close(self) -> None:
+        self.runner.run(self.pool.stop())
+        self.runner.close()
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[Front]:
+    made = Front()
+    yield made
+    made.close()
+
+
+def _graph() -> Any:
+    def build() -> None:
+        x = placeholder("x", shape=(None,))
+        tf.multiply(x, 2.0, name="y")
+
+    return drawn(build)
+
+
+async def _ask(pool: EnginePool, kind: Kind, request: Any) -> bytes:
+    return await pool.engines[0].call(kind, request.SerializeToString(), asyncio.get_running_loop().time() + 60)
+
+
+async def _compile(pool: EnginePool) -> None:
+    request = link_pb2.CompileRequest(
+        key="double",
+        graph=_graph().SerializeToString(),
+        inputs=[tensor_pb2.TensorSpec(name="x", dtype=tensor_pb2.DT_FLOAT, shape=_tensors.shape_message([None]))],
+        fetches=[link_pb2.Endpoint(name="y", tensor="y:0")],
+    )
+    await _ask(pool, Kind.COMPILE, request)
+
+
+def _run(values: np.ndarray) -> link_pb2.RunRequest:
+    call = evaluate_pb2.EvaluateRequest()
+    call.feeds.add(name="x").value.inline.ParseFromString(tf.make_tensor_proto(values).SerializeToString())
+    return link_pb2.RunRequest(key="double", request=call.SerializeToString())
+
+
+def _values(answer: bytes) -> np.ndarray:
+    response = evaluate_pb2.EvaluateResponse.FromString(answer)
+    content = response.outputs[0].value.inline.tensor_content
+    return np.frombuffer(content, np.float32)
+
+
+def _shared_bytes(pid: int) -> int:
+    """Shared memory that a process has in use."""
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssShmem"))
+    return int(line.split()[1]) * 1024
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.05)
+
+
+def test_large_values_arrive_whole_side_by_side_and_their_memory_is_given_back(front: Front) -> None:
+    front.runner.run(_large_values_arrive_whole_side_by_side_and_their_memory_is_given_back(front.pool))
+
+
+async def _large_values_arrive_whole_side_by_side_and_their_memory_is_given_back(pool: EnginePool) -> None:
+    pid = pool.engines[0].pid
+    assert pid is not None
+    before = _shared_bytes(pid)
+    chance = np.random.default_rng(0)
+    given = [chance.random(size, np.float32) for size in (8 * _MEBIBYTE, 100_000, 3, 4 * _MEBIBYTE + 1)] * 3
+    answers = await asyncio.gather(*(_ask(pool, Kind.RUN, _run(values)) for values in given))
+    for values, answer in zip(given, answers, strict=True):
+        np.testing.assert_array_equal(_values(answer), 2 * values)
+    assert _shared_bytes(pid) > before + 60 * _MEBIBYTE
+    await _until(lambda: _shared_bytes(pid) <= before)
+
+
+def test_values_that_are_kept_do_not_change_with_the_next_request(front: Front) -> None:
+    front.runner.run(_values_that_are_kept_do_not_change_with_the_next_request(front.pool))
+
+
+async def _values_that_are_kept_do_not_change_with_the_next_request(pool: EnginePool) -> None:
+    size = 4 * _MEBIBYTE
+    spec = tensor_pb2.TensorSpec(name="v", dtype=tensor_pb2.DT_FLOAT)
+    variable = link_pb2.BoundVariable(spec=spec)
+    variable.value.inline.ParseFromString(tf.make_tensor_proto(np.full(size, 7, np.float32)).SerializeToString())
+    assign = link_pb2.SessionAssign(variables=[variable], opens=True)
+    opened = link_pb2.SessionRequest(session="s", assign=assign, max_bytes=1 << 30)
+    await _ask(pool, Kind.SESSION, opened)
+    stored = link_pb2.SessionRun(run=_run(np.full(size, 3, np.float32)), store=["w"])
+    later = 2**62
+    await _ask(
+        pool, Kind.SESSION, link_pb2.SessionRequest(session="s", run=stored, max_bytes=1 << 30, deadline_ns=later)
+    )
+    for value in (1, 2):
+        await _ask(pool, Kind.RUN, _run(np.full(size, value, np.float32)))
+    read = link_pb2.SessionRequest(session="s", read=link_pb2.SessionRead(variables=["v", "w"]), max_bytes=1 << 30)
+    reply = link_pb2.SessionReply.FromString(await _ask(pool, Kind.SESSION, read))
+    found = [np.frombuffer(item.value.inline.tensor_content, np.float32) for item in reply.variables]
+    assert [(float(item.min()), float(item.max())) for item in found] == [(7, 7), (6, 6)]
+
+
+def test_a_killed_engine_leaves_nothing(front: Front) -> None:
+    """Not in the front end's table of files, and not in the file system's."""
+    front.runner.run(_a_killed_engine_leaves_nothing(front.pool))
+
+
+async def _a_killed_engine_leaves_nothing(pool: EnginePool) -> None:
+    descriptors, names = len(os.listdir("/proc/self/fd")), sorted(os.listdir("/dev/shm"))
+    mapped = Path("/proc/self/maps").read_text().count("memfd:gradrule")
+    engine = pool.engines[0]
+    for _ in range(2):
+        pid = engine.pid
+        assert pid is not None
+        asked = asyncio.ensure_future(_ask(pool, Kind.RUN, _run(np.ones(8 * _MEBIBYTE, np.float32))))
+        await asyncio.sleep(0.05)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EngineLost):
+            await asked
+        await _until(lambda: pool.is_ready)
+        await _compile(pool)
+    await _until(lambda: len(os.listdir("/proc/self/fd")) == descriptors)
+    assert sorted(os.listdir("/dev/shm")) == names
+    assert Path("/proc/self/maps").read_text().count("memfd:gradrule") == mapped
+
+
+async def test_without_shared_memory_all_goes_through_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a system that has none."""
+    monkeypatch.setattr(arena, "is_supported", lambda: False)
+    pool = EnginePool(ProcessOptions("cpu", 2), spares=0)
+    await pool.start()
+    await _compile(pool)
+    values = np.arange(_MEBIBYTE, dtype=np.float32)
+    np.testing.assert_array_equal(_values(await _ask(pool, Kind.RUN, _run(values))), 2 * values)
+    await pool.stop()
