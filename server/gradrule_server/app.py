@@ -51,6 +51,7 @@ async def serve(settings: Settings) -> None:
             trusted=settings.trust == "full",
             node_outputs=settings.max_node_outputs,
             constant_bytes=settings.max_constant_bytes,
+            unpacking=settings.max_unpacking,
             engine_bytes=settings.memory_limit,
         )
         rules = RuleRegistry(store, _opdefs.gradients(), max_rules=settings.max_rules, bounds=limits)
@@ -78,7 +79,7 @@ async def serve(settings: Settings) -> None:
             max_sessions=settings.max_sessions,
             max_bytes=settings.max_session_bytes,
         )
-        door = Door(settings.max_concurrent_requests, settings.default_deadline_s, settings.max_deadline_s)
+        door = Door(settings.max_concurrent_requests, settings.default_deadline_s, settings.max_deadline_s, limits)
         front.add_services(rules, house, handles, sessions, blobs, door, with_reflection=settings.reflection)
         port = await front.start(f"{settings.host}:{settings.port}")
         try:

@@ -36,6 +36,7 @@ OTHER_VALUES = {
     "trust": "full",
     "max_node_outputs": 20,
     "max_constant_bytes": 21,
+    "max_unpacking": 22,
     "reflection": False,
     "log_level": "debug",
 }

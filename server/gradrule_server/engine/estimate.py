@@ -127,7 +127,7 @@ class _Reader:
         return read
 
     def _inside(self, op: tf.Operation, need: Need) -> int:
-        """What an op's functions take besides what goes in and comes out: a loop's largest, the smallest of branches."""
+        """What an op's functions take besides what goes in and out: a loop's largest, the smallest of branches."""
         taken = []
         shapes = tf_private.argument_shapes(op)
         for name in tf_private.functions_named(op.node_def):
@@ -223,4 +223,5 @@ def bytes_of(tensor: tf.Tensor) -> int:
 
 
 def _described(op: tf.Operation, tensor: tf.Tensor) -> str:
-    return f"{op.name.removeprefix(IMPORT_SCOPE)!r} ({op.type}), {tensor.dtype.base_dtype.name} of shape {list(tensor.shape)}"
+    dtype = tensor.dtype.base_dtype.name
+    return f"{op.name.removeprefix(IMPORT_SCOPE)!r} ({op.type}), {dtype} of shape {list(tensor.shape)}"

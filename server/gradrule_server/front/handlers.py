@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError, Message
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.front.status import DETAILS_KEY, code_of, status_of
+from gradrule_server.policy import SMALL_BYTES, Bounds, check_unpacking
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +61,10 @@ StreamTable = Mapping[str, StreamMethod]
 class Door:
     """Admits calls, up to a number at a time, and turns what they raise into statuses."""
 
-    def __init__(self, max_concurrent: int, default_deadline_s: float, max_deadline_s: float) -> None:
+    def __init__(
+        self, max_concurrent: int, default_deadline_s: float, max_deadline_s: float, bounds: Bounds | None = None
+    ) -> None:
+        self._bounds = bounds or Bounds()
         self._max_concurrent = max_concurrent
         self._default_deadline_s = default_deadline_s
         self._max_deadline_s = max_deadline_s
@@ -105,7 +109,7 @@ class Door:
         received_ns = time.monotonic_ns()
 
         async def run(ends_at: float) -> Message | bytes:
-            return await method(Call(_parse(request_type, raw), raw, received_ns, ends_at))
+            return await method(Call(await self.read(request_type, raw), raw, received_ns, ends_at))
 
         return await self.run(run, remaining)
 
@@ -141,7 +145,7 @@ class Door:
         async def handle(pieces: AsyncIterator[bytes], context: Context) -> bytes:
             async def messages() -> AsyncIterator[RequestT]:
                 async for raw in pieces:
-                    yield _parse(request_type, raw)
+                    yield await self.read(request_type, raw)
 
             async def run(_: float) -> Message | bytes:
                 return await method(Incoming(messages()))
@@ -185,6 +189,13 @@ class Door:
         except TimeoutError as cause:
             raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, f"not done within {seconds:.3g} s") from cause
 
+    async def read(self, request_type: type[RequestT], raw: bytes) -> RequestT:
+        """The message in the bytes. MALFORMED_REQUEST, and LIMIT_EXCEEDED where it would take too much memory."""
+        if len(raw) <= SMALL_BYTES:
+            return _parse(request_type, raw, self._bounds)
+        # Other calls go on meanwhile.
+        return await asyncio.to_thread(_parse, request_type, raw, self._bounds)
+
     def enter(self) -> None:
         """Counts a call in."""
         self._in_flight += 1
@@ -205,7 +216,8 @@ class _Admission:
         self._door.leave()
 
 
-def _parse(request_type: type[RequestT], raw: bytes) -> RequestT:
+def _parse(request_type: type[RequestT], raw: bytes, bounds: Bounds) -> RequestT:
+    check_unpacking(raw, request_type, bounds)
     try:
         return request_type.FromString(raw)
     except DecodeError as cause:
