@@ -60,7 +60,8 @@ async def serve(settings: Settings) -> None:
         tenants = Tenants(assembly.shared_of(settings, store, blobs, loaded), shipped)
         admission = assembly.admission_of(settings)
         times = Times(settings.default_deadline_s, settings.max_deadline_s, settings.stall_s)
-        door = Door(Identity(credentials), tenants, admission, times, operations.observer)
+        limits = assembly.limits_of(settings, loaded)
+        door = Door(Identity(credentials), tenants, admission, times, operations.observer, limits)
         front.add_services(
             door, with_reflection=settings.reflection, status=operations.status if settings.admin else None
         )

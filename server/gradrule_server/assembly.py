@@ -117,7 +117,23 @@ def loaded_of(settings: Settings, pool: EnginePool, blobs: BlobStore) -> LoadedP
 
 def shared_of(settings: Settings, store: Store, blobs: BlobStore, loaded: LoadedPrograms) -> Shared:
     """What all tenants share, with the bounds of each."""
-    limits = graphs.Limits(
+    return Shared(
+        store,
+        blobs,
+        loaded,
+        limits_of(settings, loaded),
+        server={kind: getattr(settings, f"max_{kind}") for kind in KINDS},
+        tenant={kind: settings.of_tenant(kind) for kind in KINDS},
+        tenant_blob_bytes=settings.of_tenant("blob_bytes"),
+        cache_capacity=settings.program_cache,
+        cache_bytes=settings.program_cache_bytes,
+        handle_ttl_s=settings.handle_ttl_s,
+    )
+
+
+def limits_of(settings: Settings, loaded: LoadedPrograms) -> graphs.Limits:
+    """What graphs may be."""
+    return graphs.Limits(
         nodes=settings.max_nodes,
         inlined_nodes=settings.max_inlined_nodes,
         call_depth=settings.max_call_depth,
@@ -125,19 +141,8 @@ def shared_of(settings: Settings, store: Store, blobs: BlobStore, loaded: Loaded
         trusted=settings.trust == "full",
         node_outputs=settings.max_node_outputs,
         constant_bytes=settings.max_constant_bytes,
+        unpacking=settings.max_unpacking,
         engine_bytes=loaded.pool.memory_limit,
-    )
-    return Shared(
-        store,
-        blobs,
-        loaded,
-        limits,
-        server={kind: getattr(settings, f"max_{kind}") for kind in KINDS},
-        tenant={kind: settings.of_tenant(kind) for kind in KINDS},
-        tenant_blob_bytes=settings.of_tenant("blob_bytes"),
-        cache_capacity=settings.program_cache,
-        cache_bytes=settings.program_cache_bytes,
-        handle_ttl_s=settings.handle_ttl_s,
     )
 
 

@@ -59,8 +59,7 @@ def request(draw: Callable[[Canaries, str], None], canaries: Canaries, place: st
     """What the front end would send for it, if it checked nothing."""
     graph = drawn(lambda: draw(canaries, place))
     return link_pb2.CompileRequest(
-        trusted=True,
-        key=key, graph=graph.SerializeToString(), fetches=[link_pb2.Endpoint(name="y", tensor="y:0")]
+        trusted=True, key=key, graph=graph.SerializeToString(), fetches=[link_pb2.Endpoint(name="y", tensor="y:0")]
     )
 
 

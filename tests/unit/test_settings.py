@@ -41,6 +41,7 @@ OTHER_VALUES = {
     "sandbox": "off",
     "max_node_outputs": 33,
     "max_constant_bytes": 34,
+    "max_unpacking": 35,
     "max_streams": 19,
     "max_bytes_in_flight": 20,
     "tenant_requests": 21,

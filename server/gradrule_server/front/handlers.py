@@ -42,6 +42,7 @@ from gradrule_server.link.owner import OWNER
 from gradrule_server.operations.audit import note_registration
 from gradrule_server.operations.observer import Observed, Observer
 from gradrule_server.operations.request import REQUEST_ID, Request, note_tenant
+from gradrule_server.policy import SMALL_BYTES, Bounds, check_unpacking
 
 _log = logging.getLogger(__name__)
 
@@ -84,8 +85,10 @@ class Door:
         admission: Admission,
         times: Times,
         observer: Observer | None = None,
+        bounds: Bounds | None = None,
     ) -> None:
         self.observer = observer or Observer()
+        self._bounds = bounds or Bounds()
         self._identity = identity
         self._tenants = tenants
         self._admission = admission
@@ -168,7 +171,7 @@ class Door:
         request.bytes_in = len(raw)
 
         async def run(ends_at: float) -> Message | bytes:
-            parsed = _parse(request_type, raw)
+            parsed = await self.read(request_type, raw)
             answer = await method(Call(parsed, raw, request.received_ns, ends_at, caller))
             note_registration(request.rpc, parsed, answer)
             return answer
@@ -176,6 +179,13 @@ class Door:
         answer = await self.run(caller, run, remaining, len(raw))
         request.bytes_out = len(answer)
         return answer
+
+    async def read(self, request_type: type[RequestT], raw: bytes) -> RequestT:
+        """The message in the bytes. MALFORMED_REQUEST, and LIMIT_EXCEEDED where it would take too much memory."""
+        if len(raw) <= SMALL_BYTES:
+            return _parse(request_type, raw, self._bounds)
+        # Other calls go on meanwhile.
+        return await asyncio.to_thread(_parse, request_type, raw, self._bounds)
 
     def drain(self) -> None:
         """Streams take no more requests from now on; they end when what is under way is done."""
@@ -225,7 +235,7 @@ class Door:
                             request.bytes_in += len(raw)
                             self._admission.adjust(share, len(raw))
                             try:
-                                yield _parse(request_type, raw)
+                                yield await self.read(request_type, raw)
                             finally:
                                 self._admission.adjust(share, -len(raw))
 
@@ -399,7 +409,8 @@ def _when_done(context: Context, undo: Callable[[], object]) -> None:
     context.add_done_callback(lambda _: undo())  # type: ignore[arg-type]  # the stubs ask for a class of their own
 
 
-def _parse(request_type: type[RequestT], raw: bytes) -> RequestT:
+def _parse(request_type: type[RequestT], raw: bytes, bounds: Bounds) -> RequestT:
+    check_unpacking(raw, request_type, bounds)
     try:
         return request_type.FromString(raw)
     except DecodeError as cause:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
 from gradrule.v1 import errors_pb2, session_pb2
 from gradrule_server.errors import GradruleError, error
@@ -52,11 +52,7 @@ class SessionServicer:
         self, caller: Caller, raw: bytes, session: Session, response: session_pb2.RunSessionResponse, *, started: bool
     ) -> None:
         received_ns = time.monotonic_ns()
-        try:
-            request = session_pb2.RunSessionRequest.FromString(raw)
-        except DecodeError as cause:
-            name = session_pb2.RunSessionRequest.DESCRIPTOR.full_name
-            raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"the bytes are no {name}") from cause
+        request = await self._door.read(session_pb2.RunSessionRequest, raw)
         kind = request.WhichOneof("request")
         if kind is None or (kind == "start") == started:
             expected = "step, evaluate, read or assign" if started else "start"

@@ -18,3 +18,5 @@ class Bounds:
     listed_outputs: int = 65_536
     # Of one constant: a message of 91 bytes can stand for gigabytes.
     constant_bytes: int = 256 << 20
+    # Memory that a message may take for each of its bytes, besides what every message may.
+    unpacking: int = 10

@@ -179,9 +179,9 @@ def graph_of(spec: program_pb2.ProgramSpec, limits: graphs.Limits, store: BlobSt
                 field="spec.graph",
             )
         data = store.read(spec.graph.blob_sha256)
-        return data, graphs.parse(data)
+        return data, graphs.parse(data, limits)
     if source == "serialized":
-        return spec.graph.serialized, graphs.parse(spec.graph.serialized)
+        return spec.graph.serialized, graphs.parse(spec.graph.serialized, limits)
     if source == "inline":
         return spec.graph.inline.SerializeToString(deterministic=True), spec.graph.inline
     raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the program has no graph", field="spec.graph")

@@ -1,0 +1,135 @@
+"""What messages take is told from their bytes, before they are read."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+
+import pytest
+from google.protobuf.message import DecodeError, Message
+
+from gradrule.v1 import evaluate_pb2, graph_pb2, program_pb2, tensor_pb2
+from gradrule_server.errors import GradruleError, Reason
+from gradrule_server.policy import SMALL_BYTES, Bounds, check_unpacking
+from tests.service import raw
+
+MIB = 1 << 20
+
+# Message → the bytes of one part that repeats: what is smallest on the wire.
+SMALLEST: Mapping[str, tuple[type[Message], bytes]] = {
+    "nodes": (graph_pb2.Graph, b"\x0a\x00"),
+    "nodes with an input": (graph_pb2.Graph, b"\x0a\x02\x1a\x00"),
+    "nodes of functions": (graph_pb2.Graph, b"\x12\x04\x0a\x02\x1a\x00"),
+    "inputs": (graph_pb2.Node, b"\x1a\x00"),
+    "attributes": (graph_pb2.Node, b"\x2a\x02\x12\x00"),
+    "overrides": (program_pb2.ProgramSpec, b"\x12\x00"),
+    "dimensions": (tensor_pb2.TensorShape, b"\x12\x00"),
+    "numbers": (tensor_pb2.Tensor, b"\x52\x10" + b"\x00" * 16),
+    "strings": (tensor_pb2.Tensor, b"\x42\x00"),
+}
+
+_MEASURE = """
+import importlib, sys
+module, name, part, times = sys.argv[1:]
+message = getattr(importlib.import_module(module), name)
+data = bytes.fromhex(part) * int(times)
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+before = resident()
+read = message.FromString(data)
+print(resident() - before)
+"""
+
+
+def refused(data: bytes, message: type[Message] = graph_pb2.Graph, bounds: Bounds | None = None) -> str:
+    with pytest.raises(GradruleError) as refusal:
+        check_unpacking(data, message, bounds or Bounds(), field="graph")
+    (finding,) = refusal.value.findings
+    assert (finding.reason, finding.field) == (Reason.ERROR_REASON_LIMIT_EXCEEDED, "graph")
+    return finding.message
+
+
+def accepted(data: bytes, message: type[Message] = graph_pb2.Graph, bounds: Bounds | None = None) -> None:
+    check_unpacking(data, message, bounds or Bounds())
+
+
+@pytest.mark.parametrize("name", SMALLEST)
+def test_what_is_accepted_takes_no_more_than_it_may(name: str) -> None:
+    message, part = SMALLEST[name]
+    times = 1
+    while True:
+        try:
+            accepted(part * (2 * times), message)
+        except GradruleError:
+            break
+        times *= 2
+        if len(part) * times > 16 * MIB:
+            break
+    words = [sys.executable, "-c", _MEASURE, message.__module__, message.__name__, part.hex(), str(times)]
+    taken = int(subprocess.run(words, check=True, capture_output=True, timeout=60).stdout)
+    assert taken < 64 * MIB + 10 * len(part) * times
+
+
+def test_small_parts_in_great_numbers_are_refused() -> None:
+    message = refused(b"\x0a\x00" * 2_000_000)
+    for words in ("3.8 MiB", "more than 102 MiB", "'node'", "--max-unpacking", "64 MiB and 10 times"):
+        assert words in message
+    accepted(b"\x0a\x00" * 2_000_000, bounds=Bounds(unpacking=1000))
+
+
+def test_they_are_found_wherever_they_lie() -> None:
+    spec = b"\x12\x00" * 1_000_000
+    inside = b"\x12" + _size(len(spec)) + spec
+    assert "'overrides'" in refused(inside, evaluate_pb2.EvaluateRequest)
+    long_names = raw.graph(*(raw.node("n" * 400, "Sign", *[""] * 400) for _ in range(3_000))).SerializeToString()
+    assert len(long_names) < 10 * MIB
+    accepted(long_names)
+    many_inputs = raw.graph(*(raw.node("n", "Sign", *[""] * 500) for _ in range(8_000))).SerializeToString()
+    assert "'input'" in refused(many_inputs)
+
+
+def test_messages_of_real_kinds_are_not() -> None:
+    nodes = [raw.placeholder("model/block/x"), raw.node("model/block/y", "Sign", "model/block/x")]
+    for node in nodes:
+        node.attr["T"].type = raw.DT_FLOAT
+    part = raw.graph(*nodes).SerializeToString()
+    accepted(part * 50_000)
+    content = raw.tensor([0.0] * MIB).SerializeToString()
+    accepted(b"\x22" + _size(32 * MIB) + bytes(32 * MIB), tensor_pb2.Tensor)
+    accepted(content, tensor_pb2.Tensor)
+
+
+def test_what_is_small_is_never_refused() -> None:
+    accepted(b"\x0a\x00" * (SMALL_BYTES // 2))
+
+
+def test_bytes_that_are_no_message_are_left_to_the_parser() -> None:
+    for data in (b"\x0a\xff\xff\xff\xff\x0f", b"\x0a" + b"\xff" * 12, b"\x0f" * 8, b"\x0a\x05ab"):
+        whole = b"\x22\x00" * SMALL_BYTES + data
+        accepted(whole)
+        with pytest.raises(DecodeError):
+            graph_pb2.Graph.FromString(whole)
+
+
+def test_what_comes_before_a_broken_field_counts() -> None:
+    assert "'node'" in refused(b"\x0a\x00" * 2_000_000 + b"\x0a\x05ab")
+
+
+def test_it_is_quick() -> None:
+    tensor = b"\x22" + _size(60 * MIB) + bytes(60 * MIB)
+    started = time.process_time()
+    accepted(tensor, tensor_pb2.Tensor)
+    assert time.process_time() - started < 0.2
+    assert "fields" in refused(b"\x20\x00" * (32 * MIB))
+    assert time.process_time() - started < 10
+
+
+def _size(number: int) -> bytes:
+    found = bytearray()
+    while number > 0x7F:
+        found.append(number & 0x7F | 0x80)
+        number >>= 7
+    found.append(number)
+    return bytes(found)
