@@ -12,6 +12,7 @@ import json
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -26,7 +27,7 @@ class Sender:
     """Counts and times."""
 
     def __init__(self, channel: grpc.aio.Channel, request: bytes) -> None:
-        self._call = channel.unary_unary(_EVALUATE)
+        self._call: Any = channel.unary_unary(_EVALUATE)
         self._request = request
         self.sent = 0
         self.good = 0
