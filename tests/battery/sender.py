@@ -47,7 +47,7 @@ class Sender:
             if judged.reason == "OVERLOADED":
                 self.refusals.append(taken)
             else:
-                self.other[judged.reason or judged.what] += 1
+                self.other[f"{judged.reason} {judged.what}"[:200]] += 1
         else:
             # What comes later is no part of the rate during the run.
             self.good += time.perf_counter() <= self._ends_at
