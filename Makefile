@@ -24,7 +24,7 @@ NODE_PATH := $(if $(SYSTEM_NODE),,:$(CURDIR)/$(TOOLS)/bin)
 NODE_NEEDS := $(if $(SYSTEM_NODE),,$(TOOLS)/.installed)
 export PATH := $(CURDIR)/$(VENV)/bin$(NODE_PATH):$(PATH)
 
-.PHONY: help demo test test-models test-peers lint format proto proto-baseline tables op-policy docs node bench scaling gpu-wheels gpu-check image-test lock clean
+.PHONY: help demo test test-models test-peers lint format proto proto-baseline tables op-policy docs node bench battery scaling gpu-wheels gpu-check image-test lock clean
 
 help: ## say what each verb does
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r verb text; do printf '  make %-15s %s\n' "$$verb" "$$text"; done
@@ -77,6 +77,9 @@ node: $(NODE_CLIENT)/node_modules/.installed ## set up and build the Node client
 
 bench: $(VENV)/.installed ## measure against a bare echo and TensorFlow's own server; JSON on the last line
 	$(VENV)/bin/python tests/benchmarks/bench.py $(ARGS)
+
+battery: $(VENV)/.installed ## try to break servers of its own, for hours; ARGS="--scale 0.01" for a sample; JSON on the last line
+	$(VENV)/bin/python -m tests.battery $(ARGS)
 
 scaling: $(VENV)/.installed ## compile time and memory from 1,000 to 100,000 nodes; writes docs/scaling.md
 	$(VENV)/bin/python tests/benchmarks/scaling.py $(ARGS)

@@ -88,7 +88,7 @@ async def _sent(server: RunningServer, bad: Bad) -> Went:
                     largest = max(largest, holds(engine).resident_bytes)
         judged = await asking
         number = len(data)
-        answer = await own.unary_unary(poison.EVALUATE)(known.request(number), timeout=_DEADLINE_S)
+        answer: bytes = await own.unary_unary(poison.EVALUATE)(known.request(number), timeout=_DEADLINE_S)
         return Went(judged, number, peak_bytes(pid) - before, largest, known.wrong(number, answer))
 
 

@@ -15,6 +15,7 @@ from tests.battery.figures import Figures, Findings, Scale
 from tests.battery.fuzzing.sending import channel
 from tests.battery.judging import Judgement, Verdict
 from tests.battery.known import Healthy
+from tests.battery.processes import engines
 from tests.battery.serving import served, supported
 from tests.service.corpus import CRASHES, Bad
 from tests.service.servers import RunningServer
@@ -46,7 +47,7 @@ async def crash(server: RunningServer, scale: Scale, corpus: Sequence[Bad], roun
                 break
             before = set(await poison.calm(server, 2))
             judged = await poison.ask(own, poison.request(bad), _DEADLINE_S)
-            died = bool(before - set(poison.engines(server.process.pid)))
+            died = bool(before - set(engines(server.process.pid)))
             told[judged.reason or judged.verdict.name] += 1
             for fault in judge(bad, judged, died):
                 findings.add(fault)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
 
 import grpc
 import numpy as np
@@ -270,7 +271,8 @@ async def huge_metadata(target: str, seconds: float) -> str:
             try:
                 await channel.unary_unary(_EVALUATE)(b"", timeout=10.0, metadata=metadata)
             except grpc.RpcError as failure:
-                reason = judging.of_failure(failure).reason or str(failure.code())  # type: ignore[attr-defined] # grpc.aio's has it
+                judged = judging.of_failure(failure)
+                reason = judged.reason or judged.what
                 reasons[reason] = reasons.get(reason, 0) + 1
     return f"64 keys of 900 bytes: {reasons}"
 
@@ -279,7 +281,7 @@ async def many_streams(target: str, seconds: float) -> str:
     """Thousands of streams, opened on a few connections and left open."""
     async with contextlib.AsyncExitStack() as stack:
         channels = [await stack.enter_async_context(_channel(target)) for _ in range(5)]
-        calls = [
+        calls: list[Any] = [
             channels[number % len(channels)].stream_stream(_SESSION if number % 2 else _STREAM)(timeout=seconds + 30)
             for number in range(3_000)
         ]
@@ -346,7 +348,7 @@ async def endless_uploads(target: str, seconds: float) -> str:
 
     async with contextlib.AsyncExitStack() as stack:
         channel = await stack.enter_async_context(_channel(target))
-        calls = [channel.stream_unary(_UPLOAD)(pieces(), timeout=seconds + 60) for _ in range(10)]
+        calls: list[Any] = [channel.stream_unary(_UPLOAD)(pieces(), timeout=seconds + 60) for _ in range(10)]
         await asyncio.sleep(seconds + 0.2)
         for call in calls:
             call.cancel()

@@ -72,7 +72,7 @@ def of_failure(failure: grpc.RpcError) -> Judgement:
     if details is not None:
         return of_status(details, code)
     if code in _MADE_BY_GRPC:
-        return Judgement(Verdict.REFUSED, reason=code.name)
+        return Judgement(Verdict.REFUSED, reason=code.name, what=f"{call.details()!r:.300}")
     if code is grpc.StatusCode.INTERNAL and call.details() == _LOST:
         return Judgement(Verdict.REFUSED, reason=LOST_STATUS)
     return _fault(f"{code.name} without details: {call.details()!r:.300}")

@@ -93,7 +93,7 @@ class HealthyClient:
         started = time.monotonic()
         while True:
             try:
-                answer = await channel.unary_unary(EVALUATE)(request(number), timeout=_DEADLINE_S)
+                answer: bytes = await channel.unary_unary(EVALUATE)(request(number), timeout=_DEADLINE_S)
             except grpc.RpcError as failure:
                 judged = judging.of_failure(failure)
                 reason = judged.reason or judged.what

@@ -92,7 +92,7 @@ async def _reasons(own: grpc.aio.Channel, batch: Sequence[Ruling], place: str) -
     spec.graph.inline.CopyFrom(minimal.graph_of(ops, place))
     request = program_pb2.CompileProgramRequest(spec=spec, validate_only=True).SerializeToString()
     try:
-        answer = await own.unary_unary(_COMPILE)(request, timeout=_DEADLINE_S)
+        answer: bytes = await own.unary_unary(_COMPILE)(request, timeout=_DEADLINE_S)
     except grpc.RpcError as failure:
         if len(batch) > 1:
             return await _one_by_one(own, batch, place)

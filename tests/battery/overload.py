@@ -112,8 +112,9 @@ async def _request(target: str) -> bytes:
         turns, taken = 50, 0.0
         while taken < _WORK_S and turns < 200_000:
             turns *= 2
-            result = await program.evaluate({"x": x, "turns": np.int32(turns)})
-            taken = result.timings.run
+            # What else goes on makes it longer, never shorter.
+            results = [await program.evaluate({"x": x, "turns": np.int32(turns)}) for _ in range(5)]
+            taken = min(result.timings.run for result in results)
     finally:
         await client.close()
     message = evaluate_pb2.EvaluateRequest(program=program.name, feeds=raw.feeds({"x": raw.tensor(x)}))

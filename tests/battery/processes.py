@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _ENGINE = b"gradrule_server.engine"
 
 
@@ -52,25 +51,28 @@ def engines(pid: int) -> list[int]:
     for child in children(pid):
         with contextlib.suppress(OSError):
             folder = Path(f"/proc/{child}")
-            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-            if state != "Z" and _ENGINE in (folder / "cmdline").read_bytes():
+            if _state(folder / "stat") not in "ZX" and _ENGINE in (folder / "cmdline").read_bytes():
                 found.append(child)
     return found
 
 
-BUSY = 0.5
-"""Of one core's time: who takes more works on something, who answers small requests takes less."""
-
-
-def used_s(pids: Iterable[int]) -> dict[int, float]:
-    """Seconds of processors' time that each process has used; none of one that is gone, or only waits to be buried."""
-    found = {}
+def working(pids: Iterable[int]) -> set[int]:
+    """Those of the processes that work, or would if the machine had time for them: a thread of theirs can run."""
+    found = set()
     for pid in pids:
         with contextlib.suppress(OSError):
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            if fields[0] != "Z":
-                found[pid] = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+            states = [_state(task / "stat") for task in Path(f"/proc/{pid}/task").iterdir()]
+            if not {"R", "D"}.isdisjoint(states):
+                found.add(pid)
     return found
+
+
+def _state(path: Path) -> str:
+    """Of a thread or a process: a letter; that of the dead where it is gone."""
+    try:
+        return path.read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
 
 
 def shared_segments() -> int:

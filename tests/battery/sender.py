@@ -12,6 +12,7 @@ import json
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -26,7 +27,7 @@ class Sender:
     """Counts and times."""
 
     def __init__(self, channel: grpc.aio.Channel, request: bytes) -> None:
-        self._call = channel.unary_unary(_EVALUATE)
+        self._call: Any = channel.unary_unary(_EVALUATE)
         self._request = request
         self.sent = 0
         self.good = 0
@@ -46,7 +47,7 @@ class Sender:
             if judged.reason == "OVERLOADED":
                 self.refusals.append(taken)
             else:
-                self.other[judged.reason or judged.what] += 1
+                self.other[f"{judged.reason} {judged.what}"[:200]] += 1
         else:
             # What comes later is no part of the rate during the run.
             self.good += time.perf_counter() <= self._ends_at

@@ -23,6 +23,7 @@ from tests.battery import (
     rolling,
     soak,
 )
+from tests.battery.bomb_graphs import BOMBS
 from tests.battery.figures import Figures, Scale
 from tests.battery.serving import served, supported
 from tests.service.corpus import CRASHES, HANGS
@@ -32,7 +33,7 @@ INTERLEAVINGS = 2_000
 KILLS = 10
 SOAK_S = 15.0
 ATTACK_S = 1.0
-OVERLOAD_S = 4.0
+BUSY_GONE_S = 2.8
 
 
 def assert_met(figures: Figures) -> None:
@@ -61,12 +62,12 @@ async def test_crashes(trusting_server: RunningServer, scale: Scale) -> None:
 
 
 async def test_hangs(trusting_server: RunningServer, scale: Scale) -> None:
-    assert_met(await hangs.hang(trusting_server, scale, HANGS[:2], 1))
+    assert_met(await hangs.hang(trusting_server, scale, HANGS[:2], 1, gone_s=BUSY_GONE_S))
 
 
 async def test_bombs(scale: Scale) -> None:
     with served(scale, "bombs", **bombs.settings()) as server:
-        assert_met(await bombs.bomb(server, scale, bombs.BOMBS[:8], 1))
+        assert_met(await bombs.bomb(server, scale, BOMBS[:8], 1))
 
 
 async def test_interleavings(shared_server: RunningServer, scale: Scale) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from google.rpc import error_details_pb2, status_pb2
 
-from gradrule.v1 import errors_pb2
 from gradrule_server.policy import Ruling
 from tests.battery import (
     bombs,
@@ -261,17 +261,37 @@ def test_escapes() -> None:
     assert not escapes.judge([case], False, set(), {name}).met
 
 
-class Failed(grpc.RpcError):
-    """As a call fails."""
-
-    def __init__(self, code: grpc.StatusCode, words: str = "no", metadata: tuple[tuple[str, bytes], ...] = ()) -> None:
-        self.code = lambda: code
-        self.details = lambda: words
-        self.trailing_metadata = lambda: metadata
+def failed(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
+    """As a call fails that says nothing more."""
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "no")
 
 
-def test_errors_are_judged_by_what_they_carry() -> None:
-    assert judging.of_failure(Failed(grpc.StatusCode.UNAVAILABLE)).verdict is Verdict.REFUSED
-    for code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INVALID_ARGUMENT):
-        assert judging.of_failure(Failed(code)).verdict is Verdict.FAULT
-    assert len(errors_pb2.ErrorReason.keys()) > 10
+@pytest.mark.parametrize("code", [grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INVALID_ARGUMENT])
+def test_errors_without_reasons(code: grpc.StatusCode) -> None:
+    assert judging.of_failure(failed(code)).verdict is Verdict.FAULT
+    assert judging.of_failure(failed(grpc.StatusCode.UNAVAILABLE)).verdict is Verdict.REFUSED
+
+
+def status(reason: str, code: grpc.StatusCode, domain: str = "gradrule", message: str = "no", infos: int = 1) -> bytes:
+    """As it lies in the metadata of a call that failed."""
+    found = status_pb2.Status(code=code.value[0], message=message)
+    for _ in range(infos):
+        found.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain=domain))
+    return bytes(found.SerializeToString())
+
+
+@pytest.mark.parametrize(
+    ("data", "verdict"),
+    [
+        (status("OVERLOADED", grpc.StatusCode.RESOURCE_EXHAUSTED), Verdict.REFUSED),
+        (status("OVERLOADED", grpc.StatusCode.UNKNOWN), Verdict.FAULT),
+        (status("OVERLOADED", grpc.StatusCode.RESOURCE_EXHAUSTED, domain="example"), Verdict.FAULT),
+        (status("OVERLOADED", grpc.StatusCode.RESOURCE_EXHAUSTED, message=""), Verdict.FAULT),
+        (status("OVERLOADED", grpc.StatusCode.RESOURCE_EXHAUSTED, infos=2), Verdict.FAULT),
+        (status("NOBODY_KNOWS", grpc.StatusCode.RESOURCE_EXHAUSTED), Verdict.FAULT),
+        (status("INTERNAL", grpc.StatusCode.INTERNAL), Verdict.FAULT),
+        (b"\xff\xff", Verdict.FAULT),
+    ],
+)
+def test_errors_with_reasons(data: bytes, verdict: Verdict) -> None:
+    assert judging.of_status(data, None).verdict is verdict

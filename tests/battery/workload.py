@@ -18,7 +18,7 @@ import tensorflow as tf
 
 import gradrule as gr
 from tests.service import generated, reference
-from tests.service.graph_defs import drawn, loaded, placeholder
+from tests.service.graph_defs import drawn, loaded, nodes, placeholder
 
 FEEDS = 6
 DEADLINE_S = 60.0
@@ -106,9 +106,7 @@ def _work(
     graph_def = drawn(build)
     random = np.random.default_rng(len(name))
     feeds = tuple({"x": random.normal(0, 1.5, shape).astype(np.float32)} for _ in range(FEEDS))
-    rules = (
-        {} if rule is None else {node.name: rule.python for node in reference.nodes(graph_def) if node.op == op_type}
-    )
+    rules = {} if rule is None else {node.name: rule.python for node in nodes(graph_def) if node.op == op_type}
     wanted = []
     for given in feeds:
         result = reference.evaluate(graph_def, given, fetches=["y"], ys=["y"], xs=["x"], rules=rules)

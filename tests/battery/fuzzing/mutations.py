@@ -58,7 +58,7 @@ class Mutator:
         if inner and chance.random() < 0.85 and depth < _MAX_DEPTH:
             self._change_in(chance.choice(inner)[1], depth + 1)
             return
-        fields = message.DESCRIPTOR.fields
+        fields = _fields(message)
         if not fields:
             return
         present = [field for field, _ in message.ListFields()]
@@ -112,8 +112,7 @@ class Mutator:
     def _change_map(self, message: Message, field: FieldDescriptor) -> None:
         chance = self._random
         items: Any = getattr(message, field.name)
-        key_field = field.message_type.fields_by_name["key"]
-        value_field = field.message_type.fields_by_name["value"]
+        key_field, value_field = _entry(field)
         keys = list(items)
         if keys and chance.random() < 0.3:
             del items[chance.choice(keys)]
@@ -129,7 +128,7 @@ class Mutator:
 
     def _fill(self, message: Message, depth: int) -> None:
         """Sets one or two fields of a message at random; messages within messages now and then go deep."""
-        fields = message.DESCRIPTOR.fields
+        fields = _fields(message)
         if not fields:
             return
         for _ in range(self._random.choice((1, 1, 2, 3))):
@@ -159,7 +158,7 @@ class Mutator:
             return self._string(old or "")
         low, high = _INTEGER_RANGES[kind]
         if kind == FieldDescriptor.CPPTYPE_ENUM and chance.random() < 0.8:
-            return chance.choice(field.enum_type.values).number
+            return chance.choice(_enum_values(field)).number
         if isinstance(old, int) and chance.random() < 0.4:
             return min(high, max(low, old + chance.choice((-2, -1, 1, 2, old))))
         return min(high, max(low, chance.choice(INTEGERS)))
@@ -224,9 +223,28 @@ def parsed_or_none(kind: type[Message], data: bytes) -> Message | None:
 
 def _messages(field: FieldDescriptor, value: Any) -> list[Message]:
     if _is_map(field):
-        return list(value.values()) if field.message_type.fields_by_name["value"].message_type is not None else []
+        return list(value.values()) if _entry(field)[1].message_type is not None else []
     return list(value) if field.is_repeated else [value]
 
 
 def _is_map(field: FieldDescriptor) -> bool:
     return field.message_type is not None and bool(field.message_type.GetOptions().map_entry)
+
+
+# Descriptors of these kinds of fields have what the stubs say that they may have.
+
+
+def _fields(message: Message) -> Sequence[FieldDescriptor]:
+    fields: Any = message.DESCRIPTOR.fields
+    return tuple(fields)
+
+
+def _entry(field: FieldDescriptor) -> tuple[FieldDescriptor, FieldDescriptor]:
+    """Key and value of a map."""
+    entry: Any = field.message_type
+    return entry.fields_by_name["key"], entry.fields_by_name["value"]
+
+
+def _enum_values(field: FieldDescriptor) -> Sequence[Any]:
+    enum: Any = field.enum_type
+    return tuple(enum.values)

@@ -66,7 +66,7 @@ async def _send_once(channel: grpc.aio.Channel, case: Case, deadline_s: float) -
     outcome = Outcome()
     try:
         if not method.requests_stream:
-            answer = await channel.unary_unary(method.path)(case.messages[0], timeout=deadline_s)
+            answer: bytes = await channel.unary_unary(method.path)(case.messages[0], timeout=deadline_s)
             outcome.judgements.append(judging.of_answer(method.response, answer))
         elif not method.responses_stream:
             upload: Any = channel.stream_unary(method.path)(_each(case.messages), timeout=deadline_s)
