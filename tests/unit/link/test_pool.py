@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,8 @@ from gradrule_server.link.engine import EngineEvent, EngineRefused
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
-from tests.unit.link.fake_engine import CRASH, Starter
+from gradrule_server.link.v1 import link_pb2
+from tests.unit.link.fake_engine import CRASH, FakeProcess, Starter
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -212,3 +215,44 @@ async def test_an_extra_engine_that_dies_is_not_replaced(starter: Starter) -> No
     assert pool.is_ready
     pool.give_back(extra)
     await pool.stop()
+
+
+async def test_a_stop_leaves_no_process_that_is_starting(starter: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = _pool(spares=0)
+    await pool.start()
+
+    async def never(process: FakeProcess) -> link_pb2.Greeting:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    monkeypatch.setattr(FakeProcess, "greet", never)
+    starter.started[0].die(CRASH)
+    await _until(lambda: len(starter.started) == 2)
+    await pool.stop()
+    assert starter.started[1].is_killed
+
+
+async def test_a_stop_waits_for_the_ends_of_processes() -> None:
+    """Real ones: one serves, its spare is importing TensorFlow."""
+    pool = _pool()
+    await pool.start()
+    await pool.stop()
+    assert not [
+        entry
+        for entry in Path("/proc").iterdir()
+        if entry.name.isdigit() and _parent(entry) == os.getpid() and b"gradrule_server.engine" in _command(entry)
+    ]
+
+
+def _parent(process: Path) -> int:
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def _command(process: Path) -> bytes:
+    try:
+        return (process / "cmdline").read_bytes()
+    except OSError:
+        return b""
