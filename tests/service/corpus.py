@@ -17,12 +17,16 @@ Feeds = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Bad:
-    """A graph whose tensor `y` is not to be asked for. `says`: part of what TensorFlow says, where it says anything."""
+    """A graph whose tensor `y` is not to be asked for.
+
+    says: part of what TensorFlow says, where it says anything. told: the reason that its caller is told in the end.
+    """
 
     name: str
     build: Callable[[], Any]
     feeds: Feeds = field(default_factory=dict)
     says: str = ""
+    told: str = "ENGINE_CRASHED"
 
 
 def _ops(build: Callable[[], tf.Tensor]) -> Callable[[], Any]:
@@ -112,8 +116,8 @@ CRASHES = (
     Bad("AvgPool3DGrad", _ops(_pool), {"shape": np.ones(5, np.int32), "x": np.float32(1)}, "Check failed"),
     Bad("LSTMBlockCell", _ops(_lstm), {"x": np.float32(1)}, "Check failed"),
     Bad("IRFFT", _ops(_irfft), {"x": np.ones(4, np.float32), "n": np.int32([0])}),
-    Bad("IRFFT2D", _ops(_irfft2d), {"x": _MATRIX, "n": np.int32([_MOST, _MOST])}),
-    Bad("TensorListReserve", _ops(_list), {"n": _MOST}),
+    Bad("IRFFT2D", _ops(_irfft2d), {"x": np.ones((8, 0, 0), np.float32), "n": np.int32([_MOST, _MOST])}),
+    Bad("TensorListReserve", _ops(_list), {"n": _MOST}, "bad_alloc", "MEMORY_EXCEEDED"),
 )
 """Each kills the process that runs it, by a signal."""
 

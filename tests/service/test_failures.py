@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import resource
 import signal
 import socket
 import threading
@@ -24,7 +25,7 @@ from gradrule_server.front.status import code_of, status_of
 from tests.service import endless, raw
 from tests.service.answers import refused, refused_raw
 from tests.service.graph_defs import drawn, loaded, placeholder
-from tests.service.health import GRADIENTS, NOT_SERVING, health, wait_for_another_engine
+from tests.service.health import wait_for_another_engine
 from tests.service.refusals import PROVOKED, X, fine, provokes, sign
 from tests.service.servers import RunningServer, running_server, wait_until
 
@@ -33,7 +34,15 @@ UNIT_LEVEL = {"INTERNAL"}
 
 
 def test_every_reason_has_a_test() -> None:
-    for module in ("test_bad_input", "test_bad_rules", "test_blobs", "test_forward", "test_sessions", "test_variables"):
+    for module in (
+        "test_bad_input",
+        "test_bad_rules",
+        "test_blobs",
+        "test_forward",
+        "test_sessions",
+        "test_supervision",
+        "test_variables",
+    ):
         importlib.import_module(f"tests.service.{module}")
     reasons = {reason_name(number) for number in errors_pb2.ErrorReason.values() if number}
     assert reasons == set(PROVOKED) | UNIT_LEVEL
@@ -133,9 +142,6 @@ class Background:
             except gr.errors.GradruleError as caught:
                 self.error = caught
 
-    def is_running(self) -> bool:
-        return self._thread.is_alive()
-
     def join(self) -> gr.errors.GradruleError:
         self._thread.join(40)
         assert self.error is not None
@@ -182,24 +188,20 @@ def test_cancelled(small: RunningServer, small_channel: grpc.Channel) -> None:
     raw.assert_healthy(small_channel)
 
 
-@provokes("ENGINE_CRASHED", "ENGINE_UNAVAILABLE")
-def test_engine_that_dies_twice_while_it_works(small: RunningServer, small_channel: grpc.Channel) -> None:
-    """A call that lost its engine is run again on the next; it fails only if that dies too."""
-    first = small.wait_for_engine()
-    with gr.connect(small.target, timeout=90.0) as client:
-        background = Background(client, timeout=90.0)
-        wait_until_busy(small_channel)
-        os.kill(first, signal.SIGKILL)
-        wait_for_another_engine(small, first)
-        second = small.wait_for_engine(other_than=first)
-        assert background.is_running()
-        os.kill(second, signal.SIGKILL)
-        with refused("ENGINE_CRASHED"):
-            raise background.join()
-    wait_until(lambda: True if health(small.target, GRADIENTS) == NOT_SERVING else None, "no engine")
-    with refused_raw("ENGINE_UNAVAILABLE"):
-        raw.evaluate(small_channel, raw.request(raw.sign_graph()))
-    wait_for_another_engine(small, second)
+@provokes("ENGINE_UNAVAILABLE")
+def test_no_engine_can_be_started(small: RunningServer, small_channel: grpc.Channel) -> None:
+    """A call waits a while for one, then is told so."""
+    engine, pid = small.wait_for_engine(), small.process.pid
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{pid}/fd")) - 1, limits[1]))
+    try:
+        os.kill(engine, signal.SIGKILL)
+        wait_until(lambda: True if "cannot be started" in small.log.read_text() else None, "a failed start")
+        with refused_raw("ENGINE_UNAVAILABLE"):
+            raw.evaluate(small_channel, raw.request(raw.sign_graph()))
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+    wait_for_another_engine(small, engine)
     raw.assert_healthy(small_channel)
 
 

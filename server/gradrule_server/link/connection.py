@@ -90,6 +90,8 @@ class Connection(asyncio.Protocol):
         self._waiting: dict[int, Work] = {}
         self._running: dict[int, Work] = {}
         self._compiling = False
+        self.compiling_since = 0.0
+        """Loop time at which the last program began to be compiled."""
         self._closed = False
         self.on_lost: Callable[[], None] | None = None
         """Called once the other end is gone, after all answers were told so."""
@@ -132,6 +134,10 @@ class Connection(asyncio.Protocol):
         else:
             self._waiting[work.id] = work
         return work
+
+    def is_waiting(self, work: Work) -> bool:
+        """Whether a request has not been sent yet."""
+        return work.id in self._waiting
 
     def drop(self, work: Work) -> bool:
         """Takes back a request that still waits; False where it has been sent."""
@@ -196,7 +202,9 @@ class Connection(asyncio.Protocol):
 
     def _start(self, work: Work) -> None:
         self._running[work.id] = work
-        self._compiling |= work.kind is Kind.COMPILE
+        if work.kind is Kind.COMPILE:
+            self._compiling = True
+            self.compiling_since = asyncio.get_running_loop().time()
         work.chunk = self._placed(work.payload)
         if work.chunk is None:
             self._write(work.kind, work.id, work.payload)

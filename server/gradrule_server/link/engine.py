@@ -61,9 +61,9 @@ class EngineStatus:
 
 
 class Engine:
-    """One engine, replaced at once when it dies, if there are `spares`. All calls come from one asyncio loop.
+    """One engine, replaced when it dies, at once if there is a spare. All calls come from one asyncio loop.
 
-    `on_change`: it was filled, or emptied.
+    `spares`: None where it is not to be replaced. `on_change`: it was filled, or emptied.
     """
 
     def __init__(
@@ -74,6 +74,8 @@ class Engine:
         on_event: Callable[[EngineEvent], None] = lambda event: None,
     ) -> None:
         self.index = index
+        self.is_extra = spares is None
+        """It is there for a while only."""
         self._spares = spares
         self._on_change = on_change
         self._on_event = on_event
@@ -123,6 +125,12 @@ class Engine:
     def is_compiling(self) -> bool:
         """Whether a program is being compiled."""
         return self._process is not None and self._process.connection.is_compiling
+
+    def has_compiled_for(self, seconds: float) -> bool:
+        """Whether it has been at one and the same program for so long."""
+        if self._process is None or not self._process.connection.is_compiling:
+            return False
+        return asyncio.get_running_loop().time() - self._process.connection.compiling_since >= seconds
 
     def status(self, device: str) -> EngineStatus:
         """As it is now."""

@@ -95,19 +95,38 @@ class EnginePool:
         await asyncio.gather(*(engine.stop() for engine in self.engines))
         await self._spares.stop()
 
-    async def wait_ready(self) -> None:
-        """Waits a while until an engine takes work; ENGINE_UNAVAILABLE where that takes too long."""
+    async def wait_ready(self, patience_s: float = 0.0) -> None:
+        """Waits a while, or longer, until an engine takes work; ENGINE_UNAVAILABLE where that takes too long."""
         if self.is_ready:
             return
         try:
-            await asyncio.wait_for(self._ready.wait(), _PATIENCE_S)
+            await asyncio.wait_for(self._ready.wait(), max(_PATIENCE_S, patience_s))
         except TimeoutError:
             raise unavailable() from None
 
     async def least_kept(self) -> Engine:
         """The engine that holds the fewest sessions and forward handles, for one more. ENGINE_UNAVAILABLE."""
         await self.wait_ready()
-        return min((engine for engine in self.engines if engine.is_ready), key=lambda engine: engine.kept)
+        ready = (engine for engine in self.engines if engine.is_ready)
+        return min(ready, key=lambda engine: (engine.is_extra, engine.kept))
+
+    def borrow(self) -> Engine | None:
+        """One more engine in the place of a spare, until `give_back`; None where there is no spare."""
+        process = self._spares.take_now()
+        if process is None:
+            return None
+        index = 1 + max(engine.index for engine in self.engines)
+        engine = Engine(index, None, self._changed, self.on_event)
+        self.engines.append(engine)
+        engine.install(process)
+        return engine
+
+    def give_back(self, engine: Engine) -> None:
+        """Ends what `borrow` began."""
+        self.engines.remove(engine)
+        process = engine.remove()
+        if process is not None:
+            self._spares.give_back(process)
 
     @contextlib.asynccontextmanager
     async def alone(self) -> AsyncIterator[Engine]:

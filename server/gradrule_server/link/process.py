@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import socket
 import sys
 import time
@@ -85,8 +87,9 @@ class EngineProcess:
     def kill(self) -> None:
         """Ends it at once, whatever it does."""
         if self.process.returncode is None:
+            # `Process.kill` would look first whether it has ended, and so take its exit code from who waits for it.
             with contextlib.suppress(ProcessLookupError):
-                self.process.kill()
+                os.kill(self.pid, signal.SIGKILL)
 
     def end(self, reason: Reason) -> None:
         """Ends it at once, and remembers why."""
@@ -131,6 +134,7 @@ async def start_process(options: ProcessOptions) -> EngineProcess:
     """Starts a process that has yet to greet. `OSError` where the operating system has no room for one."""
     ours, theirs = socket.socketpair()
     arenas = None
+    process: asyncio.subprocess.Process | None = None
     try:
         # To the engine, and from it. It inherits them; whatever becomes of both processes, nothing is left.
         arenas, shared = Arenas.make() if arena.is_supported() else (None, [])
@@ -151,10 +155,12 @@ async def start_process(options: ProcessOptions) -> EngineProcess:
             lambda: Connection(options.threads, arenas), sock=ours
         )
     except BaseException:
-        # A process that was started ends by itself when its socket closes.
         ours.close()
         if arenas is not None:
             arenas.close()
+        if process is not None:
+            process.kill()
+            await process.wait()
         raise
     assert process.stderr is not None
     last_words = LastWords()

@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
+from gradrule_server.link.endings import Reason
 from gradrule_server.link.process import EngineProcess, EngineRefused, ProcessOptions, start_process
 from gradrule_server.link.v1 import link_pb2
 
@@ -97,9 +98,10 @@ class Spares:
             await asyncio.wait(self._starting)
         ready, self._ready = list(self._ready), deque()
         await asyncio.gather(*(process.stop() for process in ready))
-        for process in self._all:
-            process.kill()
-        await asyncio.gather(*(process.process.wait() for process in self._all))
+        left = list(self._all)
+        for process in left:
+            process.end(Reason.STOPPED)
+        await asyncio.gather(*(process.ending() for process in left))
 
     def _loser(self, process: EngineProcess) -> Callable[[], None]:
         def lost() -> None:
@@ -146,6 +148,7 @@ class Spares:
             _log.error("an engine cannot be started: %s", cause, exc_info=not isinstance(cause, EngineRefused))
             await asyncio.sleep(_RETRY_DELAY_S)
             return
+        _log.info("engine %d is ready", process.pid)
         self.greeting = greeting
         self._has_first = True
         self.give_back(process)

@@ -35,7 +35,7 @@ class Compiler:
 
         async def load(engine: Engine | None) -> link_pb2.CompileReply:
             with self._loaded.held(loadable, engine, retries.ends_at, retries.on_overrun(loadable)) as held:
-                return await self._loaded.ready(held)
+                return await self._loaded.ready(held, may_move=engine is None)
 
         reply = await retries.run(loadable, load)
         program = await asyncio.to_thread(compiled, prepared, reply, self._loaded.pool.greeting.device)
@@ -54,7 +54,7 @@ def _prepare(
         prepared.blobs,
         prepared.expanded.nodes,
         tuple(blobs.size(name) for name in prepared.blobs),
-        prepared.graph_digest,
+        prepared.likeness,
         prepared.request.derivative,
     )
     # A message gives up its memory as a whole: the rest is copied, then the whole goes.

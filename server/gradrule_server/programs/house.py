@@ -202,7 +202,7 @@ class ProgramHouse:
         on_overrun = retries.on_overrun(program.loadable)
         with self._loaded.held(program.loadable, engine, how.ends_at, on_overrun) as load:
             is_loaded_now = not load.is_ready
-            await self._loaded.wait(load)
+            await self._loaded.wait(load, may_move=engine is None)
             run.key = load.engine_key
             # Queueing is counted from here: what came before is compiling.
             run.received_ns = received_ns + time.monotonic_ns() - compile_started_ns

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.connection import EngineGone
-from gradrule_server.link.engine import Engine, Overrun, unavailable
+from gradrule_server.link.engine import Engine, Overrun, lost_waiting, unavailable
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.conduct import Conduct
@@ -26,6 +26,11 @@ _WARM_PROGRAMS = 32
 _WARM_NODES = 20_000
 _WARM_NODES_TOGETHER = 50_000
 _WARM_POLL_S = 0.05
+
+# An engine compiles one program at a time. Others wait so long behind one before they go elsewhere, and an engine that
+# was added for them stays at least so long.
+_SLOW_COMPILE_S = 2.0
+_EXTRA_S = 30.0
 
 
 class LoadedPrograms:
@@ -63,12 +68,20 @@ class LoadedPrograms:
         with self._shelf(engine or self._best(program)).held(program, ends_at, on_overrun) as load:
             yield load
 
-    async def ready(self, load: Load) -> link_pb2.CompileReply:
+    async def ready(self, load: Load, *, may_move: bool = False) -> link_pb2.CompileReply:
         """What the engine says of a program that is held; waits until it is loaded."""
-        return link_pb2.CompileReply.FromString(await self.wait(load))
+        return link_pb2.CompileReply.FromString(await self.wait(load, may_move=may_move))
 
-    async def wait(self, load: Load) -> bytes:
-        """Waits until a program that is held is loaded."""
+    async def wait(self, load: Load, *, may_move: bool = False) -> bytes:
+        """Waits until a program that is held is loaded; `EngineLost` where it cannot be there.
+
+        `may_move`: also where it waits behind a program that takes long, and need not.
+        """
+        while may_move and not load.is_ready:
+            await asyncio.wait([load.work.answer], timeout=_SLOW_COMPILE_S)
+            waits = load.work.connection.is_waiting(load.work)
+            if waits and load.engine.has_compiled_for(_SLOW_COMPILE_S) and self._has_way_around(load.engine):
+                raise lost_waiting()
         try:
             # Several callers may wait for one load; one that gives up must not take it from the others.
             answer = load.work.answer.result() if load.is_ready else await asyncio.shield(load.work.answer)
@@ -106,12 +119,37 @@ class LoadedPrograms:
         if not ready:
             raise unavailable()
         having = [engine for engine in ready if self._shelf(engine).has(program.key)]
-        best = min(having, key=_load, default=None)
+        best = min(having, key=lambda engine: (engine.is_extra, engine.load), default=None)
         if best is not None and best.has_room:
             return best
         # What is new goes where it can cost nobody a session or a forward handle, if there is such a place.
-        other = min(ready, key=lambda engine: (not engine.has_room, engine.kept > 0, engine.is_compiling, engine.load))
+        other = min(ready, key=_cost)
         return other if best is None or other.has_room else best
+
+    def _has_way_around(self, engine: Engine) -> bool:
+        """Whether another engine could take what waits there; one is added where there is a spare."""
+        for other in self.pool.engines:
+            if other is not engine and other.is_ready and not other.has_compiled_for(_SLOW_COMPILE_S):
+                return True
+        extra = self.pool.borrow()
+        if extra is None:
+            return False
+        _log.info("engine %d takes the programs that would wait behind one that takes long", extra.pid)
+        self._retire_later(extra)
+        return True
+
+    def _retire_later(self, extra: Engine) -> None:
+        asyncio.get_running_loop().call_later(_EXTRA_S, self._retire, extra)
+
+    def _retire(self, extra: Engine) -> None:
+        """An engine that was added goes as soon as nobody loses anything by it."""
+        if extra.is_ready:
+            slow = any(engine.has_compiled_for(_SLOW_COMPILE_S) for engine in self.pool.engines)
+            if slow or extra.load or extra.kept or self._shelf(extra).is_in_use:
+                self._retire_later(extra)
+                return
+            self._shelf(extra).clear()
+        self.pool.give_back(extra)
 
     def _warm(self, engine: Engine) -> None:
         """An engine got another process: it is given what the last one held, as far as that was no part of its end."""
@@ -140,5 +178,7 @@ class LoadedPrograms:
                 _log.debug("a program was not loaded again: %s", cause)
 
 
-def _load(engine: Engine) -> int:
-    return engine.load
+def _cost(engine: Engine) -> tuple[bool, bool, bool, bool, bool, int]:
+    """The engine where this is least is the best for a program that is new."""
+    is_slow = engine.has_compiled_for(_SLOW_COMPILE_S)
+    return not engine.has_room, is_slow, engine.is_extra, engine.kept > 0, engine.is_compiling, engine.load

@@ -40,6 +40,8 @@ class Prepared:
     aliases: dict[str, str]
     # Blobs that an engine reads when it loads the program.
     blobs: tuple[str, ...] = ()
+    likeness: str = ""
+    """A digest of the graph that is the same however its bytes are ordered."""
 
 
 def prepare(
@@ -52,6 +54,7 @@ def prepare(
     """Checks and expands; raises `GradruleError` with all that is wrong."""
     graph_bytes, graph = graph_of(spec, limits, store)
     graph_digest = hashlib.sha256(graph_bytes).hexdigest()
+    likeness = hashlib.sha256(graph.SerializeToString(deterministic=True)).hexdigest()
     variables = [item.name for item in spec.variables]
     # Feeding a placeholder is what placeholders are for: it makes no other program.
     call = replace(call, feeds=call.feeds - graphs.placeholders(graph, variables))
@@ -135,7 +138,7 @@ def prepare(
     )
     key = _digest(graph_digest, spec, call, wish, request, table, values)
     request.key = key
-    return Prepared(key, graph_digest, request, table, expanded, dict(spec.aliases), values.blobs)
+    return Prepared(key, graph_digest, request, table, expanded, dict(spec.aliases), values.blobs, likeness)
 
 
 def _with_aliases(finding: Finding, spec: program_pb2.ProgramSpec) -> Finding:

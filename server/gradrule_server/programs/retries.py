@@ -32,6 +32,8 @@ Attempt = Callable[[Engine | None], Awaitable[T]]
 
 # Engines that are killed from outside are not the call's doing, but each costs time.
 _MOST_KILLED = 5
+# Who lost an engine waits for the next one as long as its deadline lets it, or so long.
+_PATIENCE_S = 60.0
 
 
 class Retries:
@@ -46,6 +48,7 @@ class Retries:
         self.ends_at = ends_at
         self.pinned = pinned
         self._killed = 0
+        self._patience_s = 0.0
         self._suspicions = 0
         self._was_loaded_again = False
 
@@ -67,13 +70,14 @@ class Retries:
             try:
                 if held_against is None:
                     if not self._loaded.pool.is_ready:
-                        await self._loaded.pool.wait_ready()
+                        await self._loaded.pool.wait_ready(self._patience_s)
                     answer = await attempt(self.pinned)
                 else:
                     answer = await self._alone(held_against, suspect, attempt)
             except _Cleared:
                 held_against = None
             except EngineLost as lost:
+                self._patience_s = _PATIENCE_S
                 if self.pinned is not None:
                     self.note_lost(program, lost)
                     raise

@@ -24,8 +24,8 @@ _NODE_BYTES = 32 * 1024
 class Loadable:
     """What an engine needs to load a program: its digest, the bytes of its `CompileRequest`, and the blobs it reads.
 
-    nodes: of its graph. blob_bytes: of each blob. graph: digest of the graph as it was uploaded. derivative: what is
-    computed of it.
+    nodes: of its graph. blob_bytes: of each blob. graph: digest of its graph, however that was written. derivative:
+    what is computed of it.
     """
 
     key: str
@@ -100,6 +100,11 @@ class Shelf:
     def has(self, key: str) -> bool:
         """Whether the program is there, or on its way."""
         return self._generation == self._engine.generation and key in self._loads
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether anybody holds one of the programs now."""
+        return any(load.holders for load in self._loads.values())
 
     def turn_over(self) -> list[Loadable]:
         """Begins anew where the process is another; returns what nobody used when the last one ended, but had been

@@ -13,6 +13,7 @@ from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import HEADER_BYTES, Kind, pack_header, unpack_header
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
+from gradrule_server.link.v1 import link_pb2
 
 
 class Transport(asyncio.Transport):
@@ -21,11 +22,15 @@ class Transport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.sent: list[tuple[Kind, int, bytes]] = []
+        self.is_closed = False
 
     def writelines(self, list_of_data: Iterable[Any]) -> None:
         frame = b"".join(list_of_data)
         _, kind, request_id = unpack_header(frame[:HEADER_BYTES])
         self.sent.append((kind, request_id, frame[HEADER_BYTES:]))
+
+    def close(self) -> None:
+        self.is_closed = True
 
     def payloads(self) -> list[bytes]:
         return [payload for _, _, payload in self.sent]
@@ -54,8 +59,18 @@ class FakeProcess:
     def is_killed(self) -> bool:
         return self.ended_with is not None
 
+    async def greet(self) -> link_pb2.Greeting:
+        self.connection.data_received(pack_header(Kind.GREETING, 0, 0))
+        return link_pb2.Greeting(device="CPU:0")
+
+    def kill(self) -> None:
+        self.die(KILLED)
+
     def end(self, reason: Reason) -> None:
         self.die(Ending(reason, reason))
+
+    async def stop(self) -> None:
+        self.end(Reason.STOPPED)
 
     def die(self, ending: Ending) -> None:
         """It ends like this."""
@@ -68,6 +83,26 @@ class FakeProcess:
         return self.ended_with
 
 
+class Starter:
+    """Takes the place of `start_process`: notes what it started, and fails with each of `errors` first."""
+
+    def __init__(self, *errors: Exception, threads: int = 4) -> None:
+        self.errors = list(errors)
+        self.threads = threads
+        self.started: list[FakeProcess] = []
+        self.transports: list[Transport] = []
+
+    async def __call__(self, options: ProcessOptions) -> FakeProcess:
+        if self.errors:
+            raise self.errors.pop(0)
+        connection, transport = connected(self.threads)
+        process = FakeProcess(connection)
+        process.pid = 1000 + len(self.started)
+        self.started.append(process)
+        self.transports.append(transport)
+        return process
+
+
 CRASH = Ending(Reason.CRASH, "SIGABRT", "Check failed: a")
 KILLED = Ending(Reason.KILLED, "SIGKILL")
 
@@ -75,15 +110,16 @@ KILLED = Ending(Reason.KILLED, "SIGKILL")
 class FakeEngine(Engine):
     """The front end's engine, with a `FakeProcess`."""
 
-    def __init__(self, threads: int = 4, index: int = 0) -> None:
+    def __init__(self, threads: int = 4, index: int = 0, *, is_extra: bool = False) -> None:
         super().__init__(index, None)
+        self.is_extra = is_extra
         self.transport: Transport
         self.start_another(threads)
 
     def start_another(self, threads: int = 4) -> None:
         """A new process, as if the supervisor had started it."""
         connection, self.transport = connected(threads)
-        self.install(FakeProcess(connection))  # type: ignore[arg-type]  # it has all that is asked of a process here
+        self.install(FakeProcess(connection))
 
     @property
     def fake(self) -> FakeProcess:
@@ -108,12 +144,26 @@ class FakeEngine(Engine):
 
 
 class FakePool(EnginePool):
-    """Engines with fake processes; `alone` gives fakes too, which `trial_engines` collects."""
+    """Engines with fake processes; `alone` gives fakes too, which `trial_engines` collects.
+
+    `extras`: what `borrow` gives, and `give_back` takes.
+    """
 
     def __init__(self, *engines: FakeEngine) -> None:
         super().__init__(ProcessOptions("cpu", 4), engines=0, spares=0)
         self.engines = list(engines)
         self.trial_engines: list[FakeEngine] = []
+        self.extras: list[Engine] = []
+
+    def borrow(self) -> Engine | None:
+        if not self.extras:
+            return None
+        self.engines.append(self.extras[-1])
+        return self.extras.pop()
+
+    def give_back(self, engine: Engine) -> None:
+        self.engines.remove(engine)
+        self.extras.append(engine)
 
     @contextlib.asynccontextmanager
     async def alone(self) -> AsyncIterator[Engine]:

@@ -1,4 +1,4 @@
-"""A real engine process, held as the front end holds it."""
+"""A real engine process, held as the front end holds it, without spares."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ import tensorflow as tf
 from gradrule.v1 import errors_pb2, evaluate_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.link import engine as engine_module
+from gradrule_server.link import spares as spares_module
+from gradrule_server.link.endings import Reason
 from gradrule_server.link.engine import Engine, EngineRefused
 from gradrule_server.link.faults import EngineLost, NotLoaded
 from gradrule_server.link.framing import Kind
-from gradrule_server.link.process import start_process
+from gradrule_server.link.pool import EnginePool
+from gradrule_server.link.process import ProcessOptions, start_process
 from gradrule_server.link.v1 import link_pb2
 from tests.service import endless
 
@@ -33,13 +36,18 @@ def _in(seconds: float) -> float:
     return asyncio.get_running_loop().time() + seconds
 
 
+def _pool(device: str = "cpu", **words: Any) -> EnginePool:
+    """One engine of two threads."""
+    return EnginePool(ProcessOptions(device, 2), spares=0, **words)
+
+
 @pytest.fixture
 async def engine() -> AsyncIterator[Engine]:
-    """An engine of two threads that holds the program `endless`."""
-    started = Engine("cpu", 2)
-    await started.start()
-    yield started
-    await started.stop()
+    """An engine of two threads."""
+    pool = _pool()
+    await pool.start()
+    yield pool.engines[0]
+    await pool.stop()
 
 
 async def _compile_endless(engine: Engine) -> None:
@@ -61,11 +69,12 @@ def _run(x: float) -> bytes:
 
 async def test_an_engine_that_dies_is_replaced_and_says_so() -> None:
     changes: list[bool] = []
-    engine = Engine("cpu", 2, changes.append)
-    await engine.start()
+    pool = _pool(on_change=changes.append)
+    await pool.start()
+    (engine,) = pool.engines
     try:
-        assert engine.greeting.device == "CPU:0"
-        assert "Sign" in engine.greeting.gradients
+        assert pool.greeting.device == "CPU:0"
+        assert "Sign" in pool.greeting.gradients
         first = engine.pid
         assert first is not None
         os.kill(first, signal.SIGKILL)
@@ -82,16 +91,19 @@ async def test_an_engine_that_dies_is_replaced_and_says_so() -> None:
         assert unknown_key.value.reason == errors_pb2.ERROR_REASON_INTERNAL
         last = engine.pid
         assert last is not None
+        assert dict(pool.status()[0].ended) == {"killed": 1}
+        assert str(engine.last_ending) == "SIGKILL"
     finally:
-        await engine.stop()
+        await pool.stop()
     with pytest.raises(ProcessLookupError):
         os.kill(last, 0)
 
 
 async def test_a_device_that_is_not_there_refuses_the_start() -> None:
-    engine = Engine("gpu:7", 2)
+    pool = _pool("gpu:7")
     with pytest.raises(EngineRefused, match=r"gpu:7.*--device cpu"):
-        await engine.start()
+        await pool.start()
+    await pool.stop()
 
 
 async def test_a_call_that_never_started_is_dropped_and_a_running_one_that_overran_ends_the_engine(
@@ -115,7 +127,7 @@ async def test_a_call_that_never_started_is_dropped_and_a_running_one_that_overr
     await asyncio.wait(hanging)
     with pytest.raises(EngineLost) as lost:
         await waiting
-    assert not lost.value.suspect
+    assert not lost.value.is_suspect
     await _until(lambda: engine.pid not in (None, first))
 
 
@@ -127,18 +139,23 @@ async def test_a_call_beside_one_that_overruns_is_not_to_blame(engine: Engine) -
             await engine.call(Kind.RUN, _run(endless.STAYS), _in(0.5))
     with pytest.raises(EngineLost) as lost:
         await beside
-    assert not lost.value.suspect
+    assert lost.value.ending.reason is Reason.OVERRUN
+    assert not lost.value.is_suspect
 
 
-async def test_a_cancelled_call_does_not_hold_its_thread_until_its_deadline(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kept", [0, 1])
+async def test_a_cancelled_call_goes_on_only_where_its_end_would_cost_others_what_is_kept(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, kept: int
 ) -> None:
-    monkeypatch.setattr(engine_module, "_CANCEL_PATIENCE_S", 0.5)
+    monkeypatch.setattr(engine_module, "_CANCEL_PATIENCE_S", 1.5)
     await _compile_endless(engine)
+    engine.keeps(engine.generation, kept)
     first = engine.pid
     hanging = asyncio.create_task(engine.call(Kind.RUN, _run(endless.STAYS), _in(300)))
     await asyncio.sleep(0.5)
     hanging.cancel()
+    await asyncio.sleep(1.2)
+    assert (engine.pid == first) is bool(kept)
     await _until(lambda: engine.pid not in (None, first), 30)
 
 
@@ -158,8 +175,8 @@ async def test_starting_is_tried_again_whatever_it_fails_with(
             raise failures.pop()
         return await start(*args)
 
-    monkeypatch.setattr(engine_module, "start_process", failing)
-    monkeypatch.setattr(engine_module, "_RESTART_DELAY_S", 0.05)
+    monkeypatch.setattr(spares_module, "start_process", failing)
+    monkeypatch.setattr(spares_module, "_RETRY_DELAY_S", 0.05)
     assert engine.pid is not None
     os.kill(engine.pid, signal.SIGKILL)
     await _until(lambda: engine.generation == 3)
@@ -174,7 +191,9 @@ async def test_a_start_that_fails_leaves_no_file_open(monkeypatch: pytest.Monkey
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", no_process)
+    pool = _pool()
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError, match="memory"):
-        await Engine("cpu", 1).start()
+        await pool.start()
+    await pool.stop()
     assert len(os.listdir("/proc/self/fd")) == before

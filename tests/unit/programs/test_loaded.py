@@ -17,6 +17,7 @@ from gradrule_server.link import engine as engine_module
 from gradrule_server.link.faults import EngineLost, fault_message
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.programs import loaded as loaded_module
 from gradrule_server.programs.loaded import Load, Loadable, LoadedPrograms
 from gradrule_server.registry.blobs import BlobStore
 from tests.unit.link.fake_engine import CRASH, FakeEngine, FakePool
@@ -304,3 +305,86 @@ async def test_a_new_process_is_given_what_the_last_one_held_but_not_what_was_in
     # It is there before anybody asks.
     assert (await use(loaded, program("a"))).startswith("a/")
     assert len(keys(engine)) == 2
+
+
+async def _compile(loaded: LoadedPrograms, name: str) -> int:
+    """Which engine has the program in the end; as a call does, which is run again where its engine is lost."""
+    while True:
+        try:
+            with loaded.held(program(name)) as load:
+                await loaded.wait(load, may_move=True)
+                return load.engine.index
+        except EngineLost as lost:
+            assert not lost.is_suspect
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of a second is long for a program to compile."""
+    monkeypatch.setattr(loaded_module, "_SLOW_COMPILE_S", 0.1)
+    monkeypatch.setattr(loaded_module, "_EXTRA_S", 0.1)
+
+
+@pytest.mark.usefixtures("short")
+async def test_nobody_waits_long_behind_a_program_that_does(blobs: BlobStore) -> None:
+    engine, extra = FakeEngine(), FakeEngine(index=1, is_extra=True)
+    pool = FakePool(engine)
+    pool.extras = [extra]
+    loaded = LoadedPrograms(pool, blobs, 10, 10**6)
+    slow = asyncio.create_task(_compile(loaded, "slow"))
+    sent = await engine.next(Kind.COMPILE)
+    others = [asyncio.create_task(_compile(loaded, name)) for name in "ab"]
+    for count in (1, 2):
+        extra.answer(await extra.next(Kind.COMPILE, count), Kind.COMPILED)
+    assert await asyncio.gather(*others) == [1, 1]
+    # Only what was new waited, and only there: the one that takes long goes on where it is.
+    assert len(keys(engine)) == 1
+    await asyncio.sleep(0.25)
+    assert extra in pool.engines
+    engine.answer(sent, Kind.COMPILED)
+    assert await slow == 0
+    # Once it is through there is no need for another engine.
+    async with asyncio.timeout(5):
+        while extra in pool.engines:
+            await asyncio.sleep(0.01)
+    assert len(extra.sent(Kind.UNLOAD)) == 2
+
+
+@pytest.mark.usefixtures("short")
+async def test_an_extra_engine_stays_while_something_is_kept_there(blobs: BlobStore) -> None:
+    engine, extra = FakeEngine(), FakeEngine(index=1, is_extra=True)
+    pool = FakePool(engine)
+    pool.extras = [extra]
+    loaded = LoadedPrograms(pool, blobs, 10, 10**6)
+    slow = asyncio.create_task(_compile(loaded, "slow"))
+    sent = await engine.next(Kind.COMPILE)
+    other = asyncio.create_task(_compile(loaded, "a"))
+    extra.answer(await extra.next(Kind.COMPILE), Kind.COMPILED)
+    await other
+    extra.keeps(extra.generation, 1)
+    engine.answer(sent, Kind.COMPILED)
+    await slow
+    await asyncio.sleep(0.3)
+    assert extra in pool.engines
+    # What is new goes where it may stay.
+    new = asyncio.create_task(_compile(loaded, "b"))
+    engine.answer(await engine.next(Kind.COMPILE, 2), Kind.COMPILED)
+    assert await new == 0
+    extra.keeps(extra.generation, -1)
+    async with asyncio.timeout(5):
+        while extra in pool.engines:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.usefixtures("short")
+async def test_without_a_spare_it_waits(blobs: BlobStore) -> None:
+    engine = FakeEngine()
+    loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
+    slow = asyncio.create_task(_compile(loaded, "slow"))
+    sent = await engine.next(Kind.COMPILE)
+    other = asyncio.create_task(_compile(loaded, "a"))
+    await asyncio.sleep(0.4)
+    assert not other.done()
+    engine.answer(sent, Kind.COMPILED)
+    engine.answer(await engine.next(Kind.COMPILE, 2), Kind.COMPILED)
+    assert (await slow, await other) == (0, 0)

@@ -1,0 +1,251 @@
+"""Engines that die, hang, take too much or fall silent: who is told, who notices nothing, and what is there after."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import gradrule as gr
+from tests.service import endless
+from tests.service.answers import refused
+from tests.service.corpus import CRASHES, HANGS, Bad
+from tests.service.graph_defs import drawn, placeholder
+from tests.service.healthy import healthy_client
+from tests.service.refusals import provokes, sign
+from tests.service.servers import RunningServer, running_server, wait_until
+
+_QUARANTINE_S = 5.0
+_LIMIT = "3GiB"
+
+WHOLE = bool(os.environ.get("GRADRULE_WHOLE_CORPUS"))
+"""Whether each graph of the corpus is tried, and not only one of each kind."""
+
+_KINDS_OF_CRASHES = {"Conv2D", "TensorListReserve"}
+_KINDS_OF_HANGS = {"While", "calls", "Const"}
+
+_REFUSED = {"LIMIT_EXCEEDED", "INVALID_GRAPH", "OP_NOT_ALLOWED", "MEMORY_EXCEEDED", "MESSAGE_TOO_LARGE"}
+"""What a graph of the corpus of hangs may be told instead of being run until its deadline."""
+
+
+@pytest.fixture(scope="module")
+def supervised(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server with a spare, a bound on memory and a short quarantine."""
+    flags = ("--spares", "1", "--quarantine-s", str(_QUARANTINE_S), "--memory-limit", _LIMIT)
+    with running_server(tmp_path_factory.mktemp("supervised"), flags) as running:
+        yield running
+
+
+@pytest.fixture
+def own(supervised: RunningServer) -> Iterator[Any]:
+    """Its client."""
+    wait_for_spare(supervised)
+    with gr.connect(supervised.target) as connected:
+        yield connected
+
+
+def engine_pids(server: RunningServer) -> set[int]:
+    """All processes of engines, spares too."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                command = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue  # It ended meanwhile.
+            if parent == server.process.pid and b"gradrule_server.engine" in command:
+                found.add(int(entry.name))
+    return found
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process has used; 0 once it is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def server_log(server: RunningServer) -> str:
+    """What the server said until now."""
+    return server.log.read_text()
+
+
+def wait_for_spare(server: RunningServer) -> set[int]:
+    """Until an engine and its spare are there and do nothing; their ids."""
+
+    def probe() -> set[int] | None:
+        pids = engine_pids(server)
+        if len(pids) != 2:
+            return None
+        log = server_log(server)
+        if not all(f"engine {pid} is ready" in log for pid in pids):
+            return None
+        before = {pid: cpu_seconds(pid) for pid in pids}
+        time.sleep(0.5)
+        idle = all(cpu_seconds(pid) - before[pid] < 0.05 for pid in pids)
+        return pids if idle and engine_pids(server) == pids else None
+
+    return wait_until(probe, "spare", 90)
+
+
+def evaluate(client: Any, graph: Any, bad: Bad, timeout: float, **changes: Any) -> Any:
+    return client.evaluate(graph, feeds={**bad.feeds, **changes}, fetches=["y"], timeout=timeout)
+
+
+def cases(corpus: tuple[Bad, ...], kinds: set[str]) -> Any:
+    return pytest.mark.parametrize("bad", [pytest.param(b, id=b.name) for b in corpus if WHOLE or b.name in kinds])
+
+
+@provokes("ENGINE_CRASHED", "QUARANTINED")
+@cases(CRASHES, _KINDS_OF_CRASHES)
+def test_a_graph_that_kills_is_found_out_told_and_refused(supervised: RunningServer, own: Any, bad: Bad) -> None:
+    graph = bad.build()
+    with healthy_client(supervised.target):
+        with refused(bad.told) as told:
+            evaluate(own, graph, bad, 60.0)
+        told.says("SIG", bad.says)
+        assert not re.search(r"/\w+/\w+|0x[0-9a-f]{6}", told.message)
+        started = time.monotonic()
+        with refused("QUARANTINED") as held:
+            evaluate(own, graph, bad, 60.0)
+        assert time.monotonic() - started < 1.0
+        held.says("SIG")
+        assert 0 < held.error.retry_delay <= _QUARANTINE_S
+        # Other values are the same graph; another graph is not.
+        name = next(iter(bad.feeds))
+        with refused("QUARANTINED"):
+            evaluate(own, graph, bad, 60.0, **{name: np.zeros_like(bad.feeds[name])})
+        assert own.evaluate(sign(), feeds={"x": [-2.0]}, fetches=["y"]).outputs["y"].tolist() == [-1.0]
+
+
+@cases(HANGS, _KINDS_OF_HANGS)
+def test_a_graph_that_hangs_has_until_its_deadline_and_no_longer(supervised: RunningServer, own: Any, bad: Bad) -> None:
+    before, graph = engine_pids(supervised), bad.build()
+    with healthy_client(supervised.target):
+        started = time.monotonic()
+        with pytest.raises(gr.errors.GradruleError) as told:
+            evaluate(own, graph, bad, 3.0)
+        took_s = time.monotonic() - started
+        assert told.value.reason in {"DEADLINE_EXCEEDED", *_REFUSED}
+        assert took_s < 4.0
+        time.sleep(1.0)
+        # Whoever still lives does next to nothing: the hang is over.
+        used = {pid: cpu_seconds(pid) for pid in {*before, supervised.process.pid}}
+        time.sleep(1.0)
+        assert all(cpu_seconds(pid) - seconds < 0.6 for pid, seconds in used.items())
+        if told.value.reason == "DEADLINE_EXCEEDED":
+            assert before - engine_pids(supervised)
+
+
+def test_a_second_overrun_is_the_last_for_a_while(supervised: RunningServer, own: Any) -> None:
+    program = own.compile(endless.graph_def(), fetches=["y"])
+    with healthy_client(supervised.target):
+        for _ in range(2):
+            with refused("DEADLINE_EXCEEDED"):
+                program.evaluate({"x": endless.STAYS}, timeout=1.0)
+            time.sleep(1.0)
+        with refused("QUARANTINED") as held:
+            program.evaluate({"x": endless.ENDS}, timeout=10.0)
+        time.sleep(held.error.retry_delay + 0.1)
+        assert program.evaluate({"x": endless.ENDS}, timeout=30.0).outputs["y"] == endless.ENDS
+
+
+@provokes("MEMORY_EXCEEDED")
+def test_what_takes_too_much_memory_is_told_the_limit(supervised: RunningServer, own: Any) -> None:
+    before = engine_pids(supervised)
+    zeros = drawn(lambda: tf.reduce_sum(tf.zeros([placeholder("n", tf.int64, [])]), name="y"))
+    with healthy_client(supervised.target):
+        with refused("MEMORY_EXCEEDED") as told:
+            own.evaluate(zeros, feeds={"n": np.int64(10_000_000_000)}, fetches=["y"])
+        told.says(str(3 * 1024**3))
+        assert own.evaluate(zeros, feeds={"n": np.int64(1000)}, fetches=["y"]).outputs["y"] == 0
+    # TensorFlow was told that there is no more, and nothing died of it.
+    assert engine_pids(supervised) == before
+
+
+def _slow() -> Any:
+    """y = x after a loop of some seconds."""
+
+    def build() -> None:
+        x = placeholder("x", shape=())
+        _, last = tf.while_loop(lambda i, _: i < 150_000, lambda i, value: (i + 1, value * 1.0), [0, x])
+        tf.identity(last, name="y")
+
+    return drawn(build)
+
+
+def test_engines_that_are_killed_from_outside_are_nobody_s_doing(supervised: RunningServer, own: Any) -> None:
+    """Idle or at work, one after the other: every call gets its answer."""
+    slow = own.compile(_slow(), fetches=["y"])
+    told_before = server_log(supervised).count("(SIGKILL)")
+    with healthy_client(supervised.target), futures.ThreadPoolExecutor() as pool:
+        call = pool.submit(slow.evaluate, {"x": np.float32(3)}, timeout=120.0)
+        for _ in range(2):
+            time.sleep(0.5)
+            for pid in engine_pids(supervised):
+                os.kill(pid, signal.SIGKILL)
+            wait_until(lambda: True if engine_pids(supervised) else None, "an engine")
+        assert call.result().outputs["y"] == 3
+    # Not as an exit code of 255, which is what a process is given that somebody else has waited for.
+    assert server_log(supervised).count("(SIGKILL)") > told_before
+    assert "exit code 255" not in server_log(supervised)
+
+
+def test_an_engine_that_falls_silent_is_ended(supervised: RunningServer, own: Any) -> None:
+    before = wait_for_spare(supervised)
+    for pid in before:
+        os.kill(pid, signal.SIGSTOP)
+    # Both are asked whether they live; nothing runs on either.
+    wait_until(lambda: None if before & engine_pids(supervised) else True, "an end of both", 20)
+    assert "answered nothing for" in server_log(supervised)
+    assert own.evaluate(sign(), feeds={"x": [2.0]}, fetches=["y"], timeout=60.0).outputs["y"].tolist() == [1.0]
+
+
+def _chain(count: int, op: Any = tf.sin) -> Any:
+    def build() -> None:
+        value = placeholder("x", shape=())
+        for _ in range(count):
+            value = op(value)
+        tf.identity(value, name="y")
+
+    return drawn(build)
+
+
+def test_the_next_engine_has_the_programs_in_use_before_they_are_asked_for(supervised: RunningServer, own: Any) -> None:
+    before = {pid: cpu_seconds(pid) for pid in engine_pids(supervised)}
+    program = own.compile(_chain(500), ys=["y"], xs=["x"])
+    first = program.evaluate({"x": np.float32(0.5)})
+    wait_for_spare(supervised)
+    engine = max(before, key=lambda pid: cpu_seconds(pid) - before[pid])
+    os.kill(engine, signal.SIGKILL)
+    wait_until(lambda: True if engine not in engine_pids(supervised) else None, "the end of an engine")
+    wait_for_spare(supervised)
+    again = program.evaluate({"x": np.float32(0.5)})
+    assert again.gradients["x"] == first.gradients["x"]
+    # It did not have to be loaded for this call.
+    assert again.timings.compile == 0
+
+
+def test_what_takes_long_to_compile_holds_up_nobody(supervised: RunningServer, own: Any) -> None:
+    """An engine compiles one program at a time; who waits behind a long one goes to the spare."""
+    long = _chain(5000)
+    with healthy_client(supervised.target), futures.ThreadPoolExecutor() as pool:
+        slow = pool.submit(own.compile, long, ys=["y"], xs=["x"], timeout=200.0)
+        time.sleep(1.5)
+        for op, wanted in ((tf.cos, -np.sin(0.5)), (tf.exp, np.exp(0.5))):
+            r = own.evaluate(_chain(1, op), feeds={"x": np.float32(0.5)}, ys=["y"], xs=["x"], timeout=60.0)
+            np.testing.assert_allclose(r.gradients["x"], wanted, rtol=1e-6)
+        assert not slow.done()
+        slow.result()
