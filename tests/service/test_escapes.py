@@ -14,6 +14,7 @@ import pytest
 from gradrule.v1 import evaluate_pb2
 from gradrule_server.engine.sandbox import landlock
 from gradrule_server.errors import GradruleError
+from gradrule_server.link.faults import EngineLost
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
@@ -53,12 +54,18 @@ class Prisoner:
             key = str(self._count)
             asked = request(draw, self.canaries, place, key)
             with contextlib.suppress(GradruleError, TimeoutError):
-                answer = self.runner.run(self._ask(asked, escape.reach))
+                try:
+                    answer = self.runner.run(self._ask(asked, escape.reach))
+                except EngineLost:
+                    # The attempt before this one went on for too long, and its engine was ended only now.
+                    answer = self.runner.run(self._ask(asked, escape.reach))
         return self._is_reached(escape.reach, place, answer)
 
     async def _ask(self, asked: link_pb2.CompileRequest, reach: str) -> bytes:
         loop = asyncio.get_running_loop()
-        await self.pool.wait_ready()
+        async with asyncio.timeout(60):
+            while not self.pool.is_ready:
+                await asyncio.sleep(0.05)
         engine = self.pool.engines[0]
         await engine.call(Kind.COMPILE, asked.SerializeToString(), loop.time() + 60)
         run = link_pb2.RunRequest(key=asked.key, request=evaluate_pb2.EvaluateRequest().SerializeToString())

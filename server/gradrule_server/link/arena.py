@@ -112,6 +112,8 @@ class Outgoing:
     def close(self) -> None:
         """Nothing more is placed or released."""
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
             self._free = []
             self._map.close()
@@ -159,8 +161,9 @@ class Incoming:
 
     def close(self) -> None:
         """Nothing more is read."""
-        self._map.close()
-        os.close(self.fd)
+        if not self._map.closed:
+            self._map.close()
+            os.close(self.fd)
 
     def _check(self, chunk: Chunk) -> None:
         if chunk.length <= 0 or chunk.offset + chunk.length > len(self._map):

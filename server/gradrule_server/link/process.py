@@ -156,11 +156,11 @@ async def start_process(options: ProcessOptions) -> EngineProcess:
         )
     except BaseException:
         ours.close()
+        if arenas is not None:
+            arenas.close()
         if process is not None:
             process.kill()
             await process.wait()
-        if arenas is not None:
-            arenas.close()
         raise
     assert process.stderr is not None
     last_words = LastWords()

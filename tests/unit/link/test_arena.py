@@ -96,8 +96,12 @@ def test_whoever_has_it_cannot_take_memory_away_from_under_the_reader(both: Both
 
 
 def test_after_closing_nothing_is_placed_and_trimming_touches_no_other_file() -> None:
-    writer = Outgoing(make_arena(_SIZE))
-    writer.close()
+    with open(os.devnull, "rb") as other:
+        writer = Outgoing(make_arena(_SIZE))
+        writer.close()
+        os.dup2(other.fileno(), writer.fd)
+        writer.close()
+        os.close(writer.fd)
     assert writer.place([b"x"]) is None
     writer.trim()
     writer.release(Chunk(0, 1))
