@@ -148,7 +148,7 @@ def test_files_stay_closed_wherever_a_node_stands(client: Any, canary: Path, pla
     with refused("OP_NOT_ALLOWED") as refusal:
         client.evaluate(graph, {"x": np.float32(1)} if place == "branch" else {}, fetches=["y"])
     refusal.says("file", "--trust full")
-    assert refusal.error.findings[0].node
+    assert refusal.error.details[0].node
     assert canary.read_bytes() == SECRET
 
 
@@ -160,8 +160,8 @@ def test_all_are_told_at_once(client: Any, canary: Path) -> None:
             tf.constant(1, name="z")
 
     with refused("OP_NOT_ALLOWED") as refusal:
-        client.evaluate(loaded(drawn(build)), fetches=["y", "z", "nowhere"])
-    found = [(finding.reason, finding.message) for finding in refusal.error.findings]
+        client.evaluate(loaded(drawn(build)), fetches=["y", "z"])
+    found = [(finding.reason, finding.message) for finding in refusal.error.details]
     assert sum("(ReadFile)" in message for _, message in found) == 2
     assert sum("(Abort)" in message for _, message in found) == 1
 

@@ -14,9 +14,12 @@ from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.engine.built import Built, Input
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.policy import Bounds
 from gradrule_server.rules import read_param_value
 
 _Given: TypeAlias = Mapping[str, tensor_pb2.TensorSource]
+
+_MAX_RANK = Bounds().rank
 
 
 class ArgumentReader:
@@ -133,6 +136,14 @@ class ArgumentReader:
                 field=field,
             )
         where = f"{what} {item.name!r}"
+        shape = value.inline.tensor_shape if source == "inline" else value.blob.shape
+        if len(shape.dim) > _MAX_RANK:
+            raise error(
+                errors_pb2.ERROR_REASON_LIMIT_EXCEEDED,
+                f"{where} has rank {len(shape.dim)}; {_MAX_RANK} is the most",
+                node=item.name,
+                field=field,
+            )
         array = (
             _array(value.inline, where, field) if source == "inline" else self._blobs.array(value.blob, where, field)
         )
