@@ -35,16 +35,18 @@ UNIT_LEVEL = {"INTERNAL"}
 
 def test_every_reason_has_a_test() -> None:
     for module in (
-        "test_bad_input",
-        "test_bad_rules",
-        "test_blobs",
-        "test_door",
-        "test_forward",
-        "test_sessions",
-        "test_supervision",
-        "test_variables",
+        "bad_input",
+        "bad_rules",
+        "blobs",
+        "bombs",
+        "door",
+        "forward",
+        "policy",
+        "sessions",
+        "supervision",
+        "variables",
     ):
-        importlib.import_module(f"tests.service.{module}")
+        importlib.import_module(f"tests.service.test_{module}")
     reasons = {reason_name(number) for number in errors_pb2.ErrorReason.values() if number}
     assert reasons == set(PROVOKED) | UNIT_LEVEL
     assert not set(PROVOKED) & UNIT_LEVEL

@@ -16,11 +16,14 @@ from gradrule_server.engine.built import Built, Input
 from gradrule_server.engine.bulk import Contents
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.policy import Bounds
 from gradrule_server.rules import read_param_value
 
 _Given: TypeAlias = Mapping[str, tuple[tensor_pb2.TensorSource, memoryview | None]]
 """Values by name; the bytes of a large one apart."""
 _NONE_APART: Contents = MappingProxyType({})
+
+_MAX_RANK = Bounds().rank
 
 
 class ArgumentReader:
@@ -160,6 +163,14 @@ class ArgumentReader:
                 field=field,
             )
         where = f"{what} {item.name!r}"
+        shape = value.inline.tensor_shape if source == "inline" else value.blob.shape
+        if len(shape.dim) > _MAX_RANK:
+            raise error(
+                errors_pb2.ERROR_REASON_LIMIT_EXCEEDED,
+                f"{where} has rank {len(shape.dim)}; {_MAX_RANK} is the most",
+                node=item.name,
+                field=field,
+            )
         array = (
             _array(value.inline, content, where, field)
             if source == "inline"

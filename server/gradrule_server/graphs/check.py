@@ -26,7 +26,8 @@ def check(graph: Graph, limits: Limits, findings: Findings) -> tuple[Body, Libra
     """The graph's top level, which leads to all functions that it uses. Raises only what makes going on impossible."""
     count = len(graph.node) + sum(len(function.node_def) for function in graph.library.function)
     if count > limits.nodes:
-        findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, f"The graph has {count} nodes; {limits.nodes} is the most.")
+        message = f"The graph has {count} nodes; {limits.nodes} is the most (--max-nodes)."
+        findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message)
         findings.raise_if_any()
     library = Library(graph, limits, findings)
     if _check_recursion(graph, library, findings):
@@ -132,8 +133,11 @@ def _check_size(roots: Sequence[Body], limits: Limits, findings: Findings) -> No
         depths[id(body)] = 1 + max((depths[id(inner)] for _, inner in used), default=-1)
     size, depth = sum(sizes[id(root)] for root in roots), max(depths[id(root)] for root in roots)
     if size > limits.inlined_nodes:
-        message = f"With every call inlined the graph has {size} nodes; {limits.inlined_nodes} is the most."
+        message = (
+            f"With every call inlined the graph has {size} nodes; {limits.inlined_nodes} is the most "
+            "(--max-inlined-nodes)."
+        )
         findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message)
     if depth > limits.call_depth:
-        message = f"Calls, loops and branches nest {depth} deep; {limits.call_depth} is the most."
+        message = f"Calls, loops and branches nest {depth} deep; {limits.call_depth} is the most (--max-call-depth)."
         findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message)

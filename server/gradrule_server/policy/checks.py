@@ -63,7 +63,7 @@ def value_faults(op: OpDef, attrs: Mapping[str, AttrValue], bounds: Bounds) -> I
             yield from _first(tensor_fault(tensor, bounds) for tensor in tensors)
     for name in watched.amounts:
         if name in attrs and attrs[name].i > bounds.node_outputs:
-            message = f"has {name} = {attrs[name].i}; {bounds.node_outputs} is the most"
+            message = f"has {name} = {attrs[name].i}; {bounds.node_outputs} is the most (--max-node-outputs)"
             yield Reason.ERROR_REASON_LIMIT_EXCEEDED, message
 
 
@@ -76,11 +76,14 @@ def _first(faults: Iterable[Fault | None]) -> Iterator[Fault]:
 def count_fault(op: OpDef, attrs: Mapping[str, AttrValue], bounds: Bounds) -> Fault | None:
     """LIMIT_EXCEEDED for more outputs than a node may have; told before anything is made for each of them."""
     for arg in op.outputs:
-        for name, most in ((arg.number_attr, bounds.node_outputs), (arg.type_list_attr, bounds.listed_outputs)):
+        for name, most, setting in (
+            (arg.number_attr, bounds.node_outputs, " (--max-node-outputs)"),
+            (arg.type_list_attr, bounds.listed_outputs, ""),
+        ):
             value = attrs.get(name) if name else None
             count = 0 if value is None else value.i or len(value.list.type)
             if count > most and not _is_counted_by_inputs(op, name):
-                message = f"asks for {count} outputs by its attribute {name!r}; {most} is the most"
+                message = f"asks for {count} outputs by its attribute {name!r}; {most} is the most{setting}"
                 return Reason.ERROR_REASON_LIMIT_EXCEEDED, message
     return None
 

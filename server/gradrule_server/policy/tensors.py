@@ -90,7 +90,10 @@ def tensor_fault(tensor: Tensor, bounds: Bounds) -> Fault | None:
     for dim in tensor.tensor_shape.dim:
         elements *= dim.size
     if elements * (size or _POINTER_BYTES) > bounds.constant_bytes:
-        return _LIMIT, f"has {elements} elements, which take more than {bounds.constant_bytes} bytes"
+        return (
+            _LIMIT,
+            f"has {elements} elements, which take more than {bounds.constant_bytes} bytes (--max-constant-bytes)",
+        )
     what = f"{name_of(tensor.dtype)} of shape {[dim.size for dim in tensor.tensor_shape.dim]}"
     content, values = len(tensor.tensor_content), len(getattr(tensor, field))
     if content and tensor.dtype == Dt.DT_STRING:

@@ -1,0 +1,110 @@
+"""Memory bombs: each a typed error that says what would be too much, and the next request is answered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import gradrule as gr
+from tests.service import raw
+from tests.service.answers import refused, refused_raw
+from tests.service.bombs import BOMBS, HUGE, MESSAGES
+from tests.service.graph_defs import drawn, placeholder
+from tests.service.refusals import provokes
+from tests.service.servers import RunningServer, running_server
+
+MEMORY_LIMIT = 4 << 30
+FREE_BYTES = 64 << 20
+# Refusing must not take the time that running would.
+PATIENCE_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server whose engines may take 4 GiB."""
+    flags = ("--memory-limit", str(MEMORY_LIMIT), "--device", "cpu")
+    with running_server(tmp_path_factory.mktemp("limited"), flags) as running:
+        yield running
+
+
+@pytest.fixture
+def limited_channel(limited: RunningServer) -> Iterator[grpc.Channel]:
+    """After the test the same engine answers right."""
+    before = limited.wait_for_engine()
+    with grpc.insecure_channel(limited.target) as opened:
+        yield opened
+        raw.assert_healthy(opened)
+    assert limited.engine_pid() == before
+
+
+@pytest.fixture
+def limited_client(limited: RunningServer, limited_channel: grpc.Channel) -> Iterator[Any]:
+    with gr.connect(limited.target) as connected:
+        yield connected
+
+
+def peak_bytes(server: RunningServer) -> int:
+    """The most memory that the front end has had since `forget_peak`."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) * 1024
+
+
+def forget_peak(server: RunningServer) -> int:
+    """Starts measuring anew; what the front end has now."""
+    Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")
+    return peak_bytes(server)
+
+
+@provokes("MEMORY_EXCEEDED", "LIMIT_EXCEEDED")
+@pytest.mark.parametrize("name", BOMBS)
+def test_bomb(limited: RunningServer, limited_client: Any, name: str) -> None:
+    bomb = BOMBS[name]
+    data = bomb.build()
+    assert len(data) < 64 * 1024
+    before, started = forget_peak(limited), time.monotonic()
+    with refused(bomb.reason) as refusal:
+        limited_client.evaluate(gr.Graph.from_bytes(data), bomb.feeds, fetches=["y"], timeout=PATIENCE_S)
+    refusal.says(*bomb.words)
+    assert time.monotonic() - started < PATIENCE_S
+    sent = len(data) + sum(np.asarray(value).nbytes for value in bomb.feeds.values())
+    assert peak_bytes(limited) - before < FREE_BYTES + 10 * sent
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_message(limited: RunningServer, limited_channel: grpc.Channel, name: str) -> None:
+    data = MESSAGES[name]()
+    before = forget_peak(limited)
+    with refused_raw("LIMIT_EXCEEDED") as refusal:
+        raw.send(limited_channel, "GradientService/Evaluate", data)
+    refusal.says("--max-unpacking")
+    assert peak_bytes(limited) - before < FREE_BYTES + 10 * len(data)
+
+
+def test_figures_are_told(limited_client: Any) -> None:
+    bomb = BOMBS["Fill, fed"]
+    with refused("MEMORY_EXCEEDED") as refusal:
+        limited_client.evaluate(gr.Graph.from_bytes(bomb.build()), bomb.feeds, fetches=["y"])
+    refusal.says("37.3 GiB", "4 GiB", "(Fill)", f"[{HUGE}]")
+
+
+def test_what_fits_runs(limited_client: Any) -> None:
+    """The same graph refuses what is too much and runs what is not, whatever was asked of it before."""
+
+    def build() -> None:
+        tf.identity(tf.reduce_sum(tf.fill(placeholder("n", tf.int64), 1.0)), name="y")
+
+    graph = gr.Graph.from_bytes(drawn(build).SerializeToString())
+    for size in (10, HUGE, 2**20, 10, HUGE, 2**22):
+        feeds = {"n": np.int64([size])}
+        if size == HUGE:
+            with refused("MEMORY_EXCEEDED"):
+                limited_client.evaluate(graph, feeds, fetches=["y"])
+        else:
+            assert limited_client.evaluate(graph, feeds, fetches=["y"]).outputs["y"] == size
