@@ -9,6 +9,7 @@ import hmac
 import json
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -330,6 +331,28 @@ def test_client_certificates_and_renewal(tmp_path: Path) -> None:
             # Who was there stays.
             before.get_rule("Mine")
         assert running.terminate() == 0
+
+
+def test_connections_are_bounded(tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "authority")
+    signed = authority.server("server")
+    flags = [f"--tls-cert={signed.certificate}", f"--tls-key={signed.key}", "--handshake-timeout-s=1"]
+    with running_server(tmp_path, [*flags, "--max-connection-age-s=1"]) as running:
+        host, _, port = running.target.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=20) as silent:
+            assert silent.recv(1) == b""
+
+        with grpc.secure_channel(running.target, gr.tls(authority.file)) as channel:
+            method: Any = channel.unary_unary("/gradrule.v1.RuleService/ListPresets")
+            with pytest.raises(grpc.RpcError):
+                method(b"", metadata=[("x", "y" * 30_000)], timeout=20)
+            seen: list[grpc.ChannelConnectivity] = []
+            channel.subscribe(seen.append)
+            # Whoever is told to connect anew does so, and no call is lost.
+            ends_at = time.monotonic() + 4
+            while time.monotonic() < ends_at:
+                method(b"", timeout=20)
+            assert seen.count(grpc.ChannelConnectivity.READY) > 1
 
 
 def answers(client: gr.Client) -> bool | None:
