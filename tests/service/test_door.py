@@ -177,6 +177,19 @@ def test_the_commands_of_tokens(tmp_path: Path) -> None:
     assert "line 1" in token_command("list", "--file", str(file), code=1)
 
 
+@provokes("PERMISSION_DENIED")
+def test_administration_is_for_administrators(guarded: Guarded) -> None:
+    for token in (guarded.new_token("ops", "--admin"), guarded.web_token("root")):
+        with guarded.connect(token=token) as client:
+            assert "default" in {tenant.name for tenant in client.server_status().tenants}
+    said = set()
+    for token in (guarded.new_token("ops"), guarded.web_token("ops")):
+        with guarded.connect(token=token) as client, refused("PERMISSION_DENIED") as refusal:
+            client.server_status()
+        said.add(refusal.message)
+    assert len(said) == 1
+
+
 # JSON Web Tokens.
 
 
