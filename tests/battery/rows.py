@@ -16,6 +16,7 @@ MODULES: Mapping[str, str] = {
     "crashes": "tests.battery.crashes",
     "hangs": "tests.battery.hangs",
     "bombs": "tests.battery.bombs",
+    "amplification": "tests.battery.amplification",
     "hostile": "tests.battery.hostile",
     "overload": "tests.battery.overload",
     "rolling": "tests.battery.rolling",

@@ -10,6 +10,7 @@ import pytest
 
 from gradrule_server import policy
 from tests.battery import (
+    amplification,
     bombs,
     crashes,
     escapes,
@@ -68,6 +69,12 @@ async def test_hangs(trusting_server: RunningServer, scale: Scale) -> None:
 async def test_bombs(scale: Scale) -> None:
     with served(scale, "bombs", **bombs.settings()) as server:
         assert_met(await bombs.bomb(server, scale, BOMBS[:8], 1))
+
+
+async def test_amplification(shared_server: RunningServer) -> None:
+    """A hundred times an input would be a way to bring the server down; the row itself has a stricter target."""
+    found = await amplification.measure(shared_server, factor=100)
+    assert not found.faults
 
 
 async def test_interleavings(shared_server: RunningServer, scale: Scale) -> None:

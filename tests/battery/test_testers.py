@@ -14,6 +14,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from gradrule_server.policy import Ruling
 from tests.battery import (
+    amplification,
     bombs,
     crashes,
     escapes,
@@ -53,7 +54,7 @@ async def test_untyped_errors_are_faults_of_the_fuzzer(shared_server: RunningSer
     own = replace(scale, folder=scale.folder / "planted")
     async with lying(shared_server.target, typed=False) as target:
         liar_server = replace(shared_server, target=target)
-        figures = await fuzz.fuzz(liar_server, own, CASES, amplified=False)
+        figures = await fuzz.fuzz(liar_server, own, CASES)
         first = sorted((own.folder / "fuzz").glob("fault-*.json"))[0]
         assert (await fuzz.replay(liar_server, first)).faults
     assert not figures.met
@@ -63,7 +64,7 @@ async def test_untyped_errors_are_faults_of_the_fuzzer(shared_server: RunningSer
 
 async def test_through_an_honest_proxy_nothing_fails(shared_server: RunningServer, scale: Scale) -> None:
     async with lying(shared_server.target) as target:
-        assert (await fuzz.fuzz(replace(shared_server, target=target), scale, CASES, amplified=False)).met
+        assert (await fuzz.fuzz(replace(shared_server, target=target), scale, CASES)).met
 
 
 async def test_wrong_answers_are_seen_by_callers(shared_server: RunningServer) -> None:
@@ -250,6 +251,10 @@ def test_a_row_that_shows_nothing_is_missed(row: Any) -> None:
 def test_op_table(allowed: bool, category: str, place: str, reasons: set[str], right: bool) -> None:
     ruling = Ruling("Op", allowed, category, "", "")
     assert (op_table.wrong(ruling, place, reasons) == "") is right
+
+
+async def test_amplification(shared_server: RunningServer) -> None:
+    assert (await amplification.measure(shared_server, factor=0.5)).faults
 
 
 def test_escapes() -> None:

@@ -17,6 +17,8 @@ from gradrule_server.rules.catalogue.presets import PRESETS
 INLINE_RULE = "inline"
 # A few bytes can stand for a tensor of any size.
 _PARAM_LIMITS = Limits()
+# Two bytes are a wrong override, and what is wrong with it takes hundreds: nothing is looked at after so many.
+_ENOUGH_FINDINGS = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +199,8 @@ def read_overrides(overrides: Sequence[override_pb2.Override], lookup: RuleLooku
     """Resolves every override's rule and params; what is wrong is collected in `findings`."""
     table = OverrideTable()
     for index, override in enumerate(overrides):
+        if len(table.findings) >= _ENOUGH_FINDINGS:
+            break
         where = f"overrides[{index}]"
         if override.WhichOneof("choice") == "preset":
             _add_preset(table, override, index, lookup)
