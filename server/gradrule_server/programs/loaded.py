@@ -181,7 +181,8 @@ class LoadedPrograms:
             if engine.generation != generation:
                 return
             try:
-                with self.held(program, engine) as load:
+                # Nobody has asked for it yet, so it must not keep others from uploading.
+                with self._shelf(engine).held(program, 0.0, None, keeps_blobs=False) as load:
                     await self.wait(load)
             except GradruleError as cause:
                 _log.debug("a program was not loaded again: %s", cause)

@@ -130,16 +130,19 @@ class Shelf:
         return left
 
     @contextlib.contextmanager
-    def held(self, program: Loadable, ends_at: float, on_overrun: Overrun | None) -> Iterator[Load]:
+    def held(
+        self, program: Loadable, ends_at: float, on_overrun: Overrun | None, *, keeps_blobs: bool = True
+    ) -> Iterator[Load]:
         """Sees to it that the program gets loaded; within this context it is not dropped. BLOB_NOT_FOUND.
 
-        A load that nobody waits for any more is treated as a call is: see `Engine.abandon`.
+        A load that nobody waits for any more is treated as a call is: see `Engine.abandon`. `keeps_blobs`: whether its
+        blobs stay while it is loaded; where they do not, the load may fail.
         """
         self.turn_over()
         load = self._loads.get(program.key)
         note_lookup("loaded", is_hit=load is not None)
         if load is None:
-            load = self._start(program)
+            load = self._start(program, keeps_blobs=keeps_blobs)
         else:
             self._loads.move_to_end(program.key)
         load.holders += 1
@@ -168,20 +171,20 @@ class Shelf:
         for load in list(self._loads.values()):
             self._unload(load)
 
-    def _start(self, program: Loadable) -> Load:
+    def _start(self, program: Loadable, *, keeps_blobs: bool) -> Load:
         # An engine handles messages side by side: with its own key, a new load never meets an old one's UNLOAD.
         self._serial += 1
         engine_key = f"{program.key}/{self._serial}"
         # Concatenating messages merges them: the last key counts.
         own_key = link_pb2.CompileRequest(key=engine_key).SerializeToString()
-        store = program.store or self._blobs
-        store.hold(program.blobs)
+        store, blobs = program.store or self._blobs, program.blobs if keeps_blobs else ()
+        store.hold(blobs)
         try:
             work = self._engine.submit(Kind.COMPILE, program.request + own_key)
         except BaseException:
-            store.let_go(program.blobs)
+            store.let_go(blobs)
             raise
-        work.answer.add_done_callback(lambda _: store.let_go(program.blobs))
+        work.answer.add_done_callback(lambda _: store.let_go(blobs))
         load = self._loads[program.key] = Load(program, self._engine, self._engine.generation, engine_key, work)
         self._bytes += program.loaded_size
         self._weights.add(program)
