@@ -198,6 +198,7 @@ def measure(counts: Counts, device: str = "cpu") -> list[Row]:
     import gradrule as gr
     from tests.benchmarks.peers import running
     from tests.benchmarks.rule_cost import rule_cost
+    from tests.benchmarks.supervision import supervision
 
     rows: list[Row] = []
     with (
@@ -209,6 +210,7 @@ def measure(counts: Counts, device: str = "cpu") -> list[Row]:
         targets = Targets(client, echo_sync, echo_aio, tensorflow)
         for part in (tiny_latency, tiny_rate, large_latency, inline_latency):
             rows += part(targets, counts)
+    rows += supervision(rounds=counts.rounds, calls=counts.tiny_calls, budget_s=counts.budget_s)
     # The others have ended: this one runs in this process, and alone.
     rows += rule_cost(rounds=counts.rounds, calls=counts.rule_calls, budget_s=counts.budget_s)
     return rows

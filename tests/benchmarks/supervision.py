@@ -1,17 +1,14 @@
 """What supervision costs a tiny call: heartbeats, spares, bounds and quarantine on, beside none of them.
 
-Two servers take turns in every round. The last line is one JSON object; its ratio is the median over rounds.
+Two servers take turns in every round.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
-import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tests.benchmarks.measure import Row
@@ -21,7 +18,7 @@ ALL = ("--spares", "1")
 """The rest is on unless flags say other."""
 
 
-def measure(rounds: int, calls: int) -> list[Row]:
+def supervision(*, rounds: int, calls: int, budget_s: float) -> list[Row]:
     """A tiny program by name, one call after the other: as raw bytes, and by the Python client."""
     import gradrule as gr
     from tests.benchmarks import work
@@ -40,7 +37,7 @@ def measure(rounds: int, calls: int) -> list[Row]:
             wire = stack.enter_context(Wire.gradrule(server.target))
             contenders[f"wire {name}"] = wire.call(tiny.named_request(program))
             contenders[f"client {name}"] = lambda program=program: program.evaluate(tiny.feeds)  # type: ignore[misc]
-        found = latencies(contenders, rounds=rounds, calls=calls, warm_up=max(calls // 4, 5), budget_s=120.0)
+        found = latencies(contenders, rounds=rounds, calls=calls, warm_up=max(calls // 4, 5), budget_s=budget_s)
     return [
         Row(
             f"tiny program by name, p50, {what}",
@@ -52,23 +49,3 @@ def measure(rounds: int, calls: int) -> list[Row]:
         )
         for by, what in (("wire", "raw bytes"), ("client", "Python client"))
     ]
-
-
-def summary(rows: list[Row]) -> dict[str, Any]:
-    """What the last line says."""
-    return {"benchmark": "supervision", "rows": [row.as_json() for row in rows]}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--calls", type=int, default=300, help="of each contender in a round")
-    options = parser.parse_args()
-    sys.stdout.write(json.dumps(summary(measure(options.rounds, options.calls)), ensure_ascii=False) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    # Run by path: the repository's root is where `tests.benchmarks` is found.
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    sys.exit(main())

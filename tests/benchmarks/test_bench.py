@@ -34,6 +34,8 @@ def test_every_row_is_measured_against_real_peers(capsys: pytest.CaptureFixture[
         ("second inline Evaluate, 50 nodes, all run, Python client", "by program name"),
         ("second inline Evaluate, 50 nodes, a handful run, raw bytes", "by program name"),
         ("second inline Evaluate, 50 nodes, a handful run, Python client", "by program name"),
+        ("tiny program by name, p50, raw bytes", "without supervision"),
+        ("tiny program by name, p50, Python client", "without supervision"),
         ("override with ste_sign, 1 Mi numbers, in process", "tf.custom_gradient by hand"),
         ("override with fast_sigmoid, 1 Mi numbers, in process", "tf.custom_gradient by hand"),
     ]
@@ -41,8 +43,11 @@ def test_every_row_is_measured_against_real_peers(capsys: pytest.CaptureFixture[
         assert row["work"] in table
         assert all(row[key] > 0 and math.isfinite(row[key]) for key in ("gradrule", "peer_value", "ratio"))
         assert row["ratio_min"] <= row["ratio"] <= row["ratio_max"]
+        if row["bar"] is None:
+            assert row["met"] is None
+            continue
         assert row["met"] is (row["ratio"] >= row["bar"] if row["bar_is"] == "at least" else row["ratio"] <= row["bar"])
-    assert summary["bars_met"] + summary["bars_missed"] == len(rows)
+    assert summary["bars_met"] + summary["bars_missed"] == sum(row.bar is not None for row in rows)
 
 
 def test_the_ratio_is_taken_within_rounds() -> None:
