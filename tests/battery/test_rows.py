@@ -24,7 +24,7 @@ from tests.battery import (
     rolling,
     soak,
 )
-from tests.battery.bomb_graphs import BOMBS
+from tests.battery.bomb_graphs import BOMBS, GROWING
 from tests.battery.figures import Figures, Scale
 from tests.battery.serving import served, supported
 from tests.service.corpus import CRASHES, HANGS
@@ -68,7 +68,7 @@ async def test_hangs(trusting_server: RunningServer, scale: Scale) -> None:
 
 async def test_bombs(scale: Scale) -> None:
     with served(scale, "bombs", **bombs.settings()) as server:
-        assert_met(await bombs.bomb(server, scale, BOMBS[:8], 1))
+        assert_met(await bombs.bomb(server, scale, (*BOMBS[:8], GROWING[0]), 1))
 
 
 async def test_amplification(shared_server: RunningServer) -> None:
