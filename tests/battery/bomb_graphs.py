@@ -1,4 +1,4 @@
-"""Graphs of a few hundred bytes that ask for more memory than there is."""
+"""Graphs of a few hundred bytes that ask for more memory than there is, told by shapes or by nothing."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
 
-from tests.service.corpus import Bad, splat
+from tests.service import bombs
+from tests.service.corpus import Bad
 from tests.service.graph_defs import drawn, placeholder
-
-_LARGE = 100_000
-_HUGE = 10**10
-_VECTOR = {"x": np.ones(_LARGE, np.float32)}
 
 
 def _sum(build: Callable[[], Any]) -> Callable[[], Any]:
@@ -21,17 +19,8 @@ def _sum(build: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: drawn(lambda: tf.identity(tf.reduce_sum(build()), name="y"))
 
 
-def _fed(dtype: Any = tf.int64, shape: Any = (None,), name: str = "n") -> Any:
-    return placeholder(name, dtype, shape)
-
-
-def _x() -> Any:
-    return placeholder("x", shape=(None,))
-
-
-def _outer() -> Any:
-    x = _x()
-    return tf.reshape(x, [-1, 1]) * tf.reshape(x, [1, -1])
+def _told_by_shapes(name: str, bomb: bombs.Bomb) -> Bad:
+    return Bad(name, lambda: tf_graph_pb2.GraphDef.FromString(bomb.build()), bomb.feeds)
 
 
 def _doubled() -> Any:
@@ -39,7 +28,7 @@ def _doubled() -> Any:
         return count + 1, tf.concat([value, value], 0)
 
     shapes = [tf.TensorShape([]), tf.TensorShape([None])]
-    return tf.while_loop(lambda count, _: count < 60, double, [0, _x()], shape_invariants=shapes)[1]
+    return tf.while_loop(lambda count, _: count < 60, double, [0, placeholder("x")], shape_invariants=shapes)[1]
 
 
 def _doubled_strings() -> Any:
@@ -49,12 +38,6 @@ def _doubled_strings() -> Any:
     return tf.strings.length(text)
 
 
-def _many_at_once() -> Any:
-    """Each fits, all together do not: none can go before the last is there."""
-    n = _fed(shape=())
-    return tf.add_n([tf.fill(tf.reshape(n, [1]), float(number)) for number in range(64)])
-
-
 def _kept_by_a_loop() -> Any:
     """A list that grows by 64 MiB a turn."""
 
@@ -62,38 +45,15 @@ def _kept_by_a_loop() -> Any:
         return count + 1, kept.write(count, tf.fill([2**24], tf.cast(count, tf.float32)))
 
     kept = tf.TensorArray(tf.float32, size=0, dynamic_size=True, clear_after_read=False, element_shape=[2**24])
-    turns = _fed(tf.int32, ())
+    turns = placeholder("n", tf.int32, ())
     return tf.while_loop(lambda count, _: count < turns, grow, [0, kept])[1].stack()
 
 
-BOMBS = (
-    Bad("zeros", _sum(lambda: tf.raw_ops.Fill(dims=tf.constant([_HUGE], tf.int64), value=0.0))),
-    Bad("Fill, fed", _sum(lambda: tf.raw_ops.Fill(dims=_fed(), value=1.0)), {"n": np.int64([_HUGE])}),
-    Bad("Tile, fed", _sum(lambda: tf.tile(_x(), _fed())), {**_VECTOR, "n": np.int64([_LARGE])}),
-    Bad(
-        "BroadcastTo, fed",
-        _sum(lambda: tf.broadcast_to(_x(), _fed())),
-        {**_VECTOR, "n": np.int64([_LARGE, _LARGE])},
-    ),
-    Bad("outer product", _sum(_outer), _VECTOR),
-    Bad("MatrixDiag", _sum(lambda: tf.linalg.diag(_x())), _VECTOR),
-    Bad("Const of one value", lambda: splat(_HUGE // 10)),
-    Bad("OneHot, fed", _sum(lambda: tf.one_hot([0, 1, 2, 3], _fed(tf.int32, ()))), {"n": np.int32(2**31 - 1)}),
-    Bad(
-        "Range, fed",
-        _sum(lambda: tf.range(tf.constant(0, tf.int64), _fed(shape=()), tf.constant(1, tf.int64))),
-        {"n": np.int64(10**12)},
-    ),
-    Bad(
-        "ScatterNd, fed",
-        _sum(lambda: tf.scatter_nd(tf.constant([[0]], tf.int64), tf.constant([1.0]), _fed())),
-        {"n": np.int64([_HUGE])},
-    ),
-    Bad("Pad, fed", _sum(lambda: tf.pad(_x(), _fed(shape=(1, 2)))), {**_VECTOR, "n": np.int64([[0, _HUGE]])}),
-    Bad("random, fed", _sum(lambda: tf.random.stateless_normal(_fed(), [1, 2])), {"n": np.int64([_HUGE])}),
+GROWING = (
     Bad("doubling in a loop", _sum(_doubled), {"x": np.ones(1000, np.float32)}),
     Bad("doubling of a string", _sum(_doubled_strings), {"text": np.array(b"0123456789abcdef")}),
-    Bad("many at once", _sum(_many_at_once), {"n": np.int64(5 * 10**7)}),
     Bad("kept by a loop", _sum(_kept_by_a_loop), {"n": np.int32(200)}),
 )
-"""Each takes more than 8 GiB, where nothing stops it."""
+"""Each takes more and more while it runs, and nothing tells before."""
+
+BOMBS = (*(_told_by_shapes(name, bomb) for name, bomb in bombs.BOMBS.items()), *GROWING)
