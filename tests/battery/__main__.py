@@ -1,8 +1,8 @@
 """`python -m tests.battery`: runs rows of the battery against servers of its own on loopback.
 
 What each row finds is shown against its target; a table comes at the end, and one JSON object as the last line and in
-`battery.json`. Exit code 1: a target was missed. With `--scale 1`, the default, it takes hours; a missed target is a
-figure like any other.
+`battery.json`, the same as a page in `battery.md`. Exit code 1: a target was missed. With `--scale 1`, the default, it
+takes hours; a missed target is a figure like any other.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     report.show_table(console, found)
     line = found.as_json()
     (options.out / "battery.json").write_text(line + "\n")
+    (options.out / "battery.md").write_text(found.as_markdown())
     print(line)
     return 0 if found.met else 1
 

@@ -52,6 +52,29 @@ class Report:
         }
         return json.dumps(_finite(found), allow_nan=False)
 
+    def as_markdown(self) -> str:
+        """A page: how it was measured, and a table."""
+        on = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in machine().items())
+        how = f"{self.scale.seconds:g} s a row" if self.scale.seconds else f"{self.scale.share:g} of the long run"
+        lines = [
+            "# What the battery measured last",
+            "",
+            f"`make battery`, {how}, seed {self.scale.seed}; {on}.",
+            "",
+            "| row | target | cases | failures | met | s | figures |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for name, row in self.rows.items():
+            found = row.figures
+            cells = [name, found.target, f"{found.cases:,}", f"{found.failures:,}", "yes" if found.met else "**no**"]
+            lines.append(f"| {' | '.join([*cells, f'{row.seconds:.0f}', _brief(found.details)])} |")
+        missed = [
+            (name, row.figures.findings[:_SHOWN_FINDINGS]) for name, row in self.rows.items() if not row.figures.met
+        ]
+        for name, findings in missed:
+            lines += ["", f"What {name} missed:", "", *(f"- {line}" for line in findings)]
+        return "\n".join(lines) + "\n"
+
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
