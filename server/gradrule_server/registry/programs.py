@@ -148,7 +148,7 @@ class ProgramRegistry:
     def list(self, page_size: int, page_token: str) -> tuple[list[StoredProgram], str]:
         """A page by id, without overrides and defaulted, and the next page's token; MALFORMED_REQUEST."""
         size = paging.page_size(page_size)
-        after = paging.decode(_LISTING, page_token)[0] if page_token else ""
+        after = paging.decode(_LISTING, page_token, _ID)[0] if page_token else ""
         rows = self._store.programs_after(after, size + 1, self._tenant)
         page = [_stored(row) for row in rows[:size]]
         for item in page:

@@ -21,6 +21,7 @@ from gradrule_server.rules.catalogue import BUILTINS, BuiltinRule
 
 _PREFIX = "rules/"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
+_PLACE = (re.compile("[012]"), re.compile(".*", re.DOTALL))
 _RESERVED = frozenset({"default", "inline"})
 _SHOWN_EXPRESSION = 120
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
@@ -159,7 +160,7 @@ class RuleRegistry:
         """A page in the order of kind (USER, BUILTIN, OP), then name, and the next page's token; MALFORMED_REQUEST."""
         size = paging.page_size(page_size)
         listing = f"rules/{kind}"
-        order, name = paging.decode(listing, page_token) if page_token else ("0", "")
+        order, name = paging.decode(listing, page_token, *_PLACE) if page_token else ("0", "")
         found = self._names.after(kind, (int(order), name), size + 1)
         page = [entry for _, entry in found[:size]]
         if len(found) <= size:
