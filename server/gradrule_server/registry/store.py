@@ -180,11 +180,12 @@ class Store:
         return ProgramContent(row.spec, row.content, row.snapshot)
 
     def add_program(self, row: ProgramRow, content: ProgramContent, tenant: str = DEFAULT_TENANT) -> None:
-        """Adds a program under an id that is free, and its graph where it is new."""
+        """Adds a program under an id that is free, and its graph where it is new to the tenant."""
         digest = hashlib.sha256(content.graph).hexdigest()
+        is_there = select(blobs.c.digest).where(blobs.c.tenant == tenant, blobs.c.digest == digest)
         with self._write() as connection:
-            if connection.execute(select(blobs.c.digest).where(blobs.c.digest == digest)).one_or_none() is None:
-                connection.execute(insert(blobs).values(digest=digest, content=content.graph))
+            if connection.execute(is_there).one_or_none() is None:
+                connection.execute(insert(blobs).values(tenant=tenant, digest=digest, content=content.graph))
             connection.execute(
                 insert(programs).values(
                     asdict(row)
@@ -193,13 +194,13 @@ class Store:
             )
 
     def remove_program(self, program_id: str, tenant: str = DEFAULT_TENANT) -> None:
-        """Removes a program, and its graph where no other program has it."""
+        """Removes a program, and its graph where no other program of the tenant has it."""
         is_meant = (programs.c.tenant == tenant) & (programs.c.id == program_id)
         with self._write() as connection:
             digest = connection.execute(select(programs.c.graph_digest).where(is_meant)).scalar_one_or_none()
             connection.execute(delete(programs).where(is_meant))
-            still_used = exists().where(programs.c.graph_digest == digest)
-            connection.execute(delete(blobs).where(blobs.c.digest == digest, ~still_used))
+            still_used = exists().where(programs.c.tenant == tenant, programs.c.graph_digest == digest)
+            connection.execute(delete(blobs).where(blobs.c.tenant == tenant, blobs.c.digest == digest, ~still_used))
 
     def _open(self) -> None:
         """Checks the file, or makes the tables where it is new."""

@@ -82,6 +82,26 @@ def test_programs_share_a_graph_until_the_last_is_gone(store: Store) -> None:
     assert blob_count(store) == 0
 
 
+def test_keeping_a_graph_costs_the_same_whoever_has_it(store: Store) -> None:
+    graph = b"graph" * 1_000_000
+
+    def added(tenant: str) -> int:
+        """Pages that keeping the program takes."""
+        with store._read() as connection:
+            before = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
+        store.add_program(program("p"), content(graph), tenant)
+        with store._read() as connection:
+            return int(connection.exec_driver_sql("PRAGMA page_count").scalar_one()) - before
+
+    first, second = added("ada"), added("grace")
+    assert abs(first - second) <= 2
+    assert blob_count(store) == 2
+    store.remove_program("p", "ada")
+    assert blob_count(store) == 1
+    assert store.program_content("p", "same", "ada") is None
+    assert store.program_content("p", "same", "grace") == content(graph)
+
+
 def test_threads_write_and_read_at_the_same_time(store: Store) -> None:
     failures: list[BaseException] = []
 

@@ -72,7 +72,7 @@ def test_programs_of_one_tenant_are_none_of_another_s(store: Store, tmp_path: Pa
     assert grace.create("mnist", spec, b"", other, b"").identity != stored.identity
     assert (len(ada.list(0, "")[0]), len(grace.list(0, "")[0])) == (1, 1)
     ada.delete("mnist")
-    # The graph that both have stays as long as one does.
+    # Each has the graph for itself.
     assert grace.content(grace.get("mnist"))[0].graph.serialized == b"graph"
 
 
@@ -212,7 +212,9 @@ def test_a_store_of_the_first_schema_becomes_the_first_tenant_s(tmp_path: Path) 
     assert store.rules("ada") == []
     assert store.counts() == (1, 1)
     store.add_rule(RuleRow("Q", b"", "ada's", 6), "ada")
+    store.add_program(ProgramRow("q", "same", b"", 8), ProgramContent(b"", b"graph", b""))
     store.remove_program("p")
+    assert store.program_content("q", "same") == ProgramContent(b"", b"graph", b"")
     store.close()
     # The tables are those that a new store has.
     Store(tmp_path / "new").close()
