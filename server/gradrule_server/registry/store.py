@@ -247,9 +247,21 @@ def _program_rows(tenant: str) -> Select[tuple[str, str, bytes, int]]:
     return select(*columns).where(programs.c.tenant == tenant)
 
 
+def logs_of(path: Path) -> list[Path]:
+    """Files beside a database's, from which SQLite takes over what a process that was killed wrote last."""
+    found = (path.with_name(path.name + end) for end in ("-wal", "-shm", "-journal"))
+    return [log for log in found if log.exists()]
+
+
 def _create_file(path: Path) -> None:
     """An empty file that only its owner reads, whose name outlives a power failure; SQLite syncs only contents."""
     if not path.exists():
+        leftovers = " and ".join(log.name for log in logs_of(path))
+        if leftovers:
+            raise StoreError(
+                f"{path} is gone, but {leftovers} of it is there, which belongs to it and not to a new one; bring "
+                f"{path.name} back beside it, or move {leftovers} away to begin with an empty registry"
+            )
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
         sync(path.parent)
 

@@ -181,6 +181,18 @@ def test_garbage_is_refused_with_the_way_out(tmp_path: Path) -> None:
     Store(tmp_path).close()
 
 
+@pytest.mark.parametrize("name", ["gradrule.db-wal", "gradrule.db-shm", "gradrule.db-journal"])
+def test_a_new_file_is_not_made_beside_the_log_of_one_that_is_gone(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(
+        StoreError, match=rf"is gone, but {name} of it is there.*bring gradrule\.db back.*move {name} away"
+    ):
+        Store(tmp_path)
+    assert not (tmp_path / "gradrule.db").exists()
+    (tmp_path / name).unlink()
+    Store(tmp_path).close()
+
+
 def test_a_broken_page_is_found_at_the_start(tmp_path: Path) -> None:
     store = Store(tmp_path)
     for number in range(100):
