@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from google.protobuf.message import DecodeError
+
 from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, Resource, did_you_mean, error
 from gradrule_server.policy import Bounds
@@ -219,9 +221,10 @@ def _valid_name(name: str) -> str:
 def _kept_entry(store: Store, row: RuleRow) -> RuleEntry:
     try:
         content = RuleContent.from_kept(row.name, rule_pb2.RuleDefinition.FromString(row.definition))
-    except GradruleError as cause:
+    except (DecodeError, GradruleError) as cause:
+        why = cause.message if isinstance(cause, GradruleError) else cause
         raise StoreError(
-            f"the rule {row.name!r} in {store.path} cannot be read by this server ({cause.message}); start the version "
+            f"the rule {row.name!r} in {store.path} cannot be read by this server ({why}); start the version "
             "that wrote it and delete the rule, or move the file away to begin with an empty registry"
         ) from cause
     return _user_entry(row, content)

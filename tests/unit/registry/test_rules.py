@@ -389,11 +389,14 @@ def test_many_create_one_name_and_one_of_them_wins(store: Store) -> None:
     assert [row.definition for row in store.rules()] == [to_proto(registry.get("Q")).definition.SerializeToString()]
 
 
-def test_a_rule_that_this_server_cannot_read_is_named_at_the_start(tmp_path: Path) -> None:
+LATER = expression("word_of_a_later_version(x)").SerializeToString()
+
+
+@pytest.mark.parametrize("later", [LATER, b"\xff\xff"])
+def test_a_rule_that_this_server_cannot_read_is_named_at_the_start(tmp_path: Path, later: bytes) -> None:
     store = Store(tmp_path)
     RuleRegistry(store, OPS).create("Q", expression(QUANTIZE), "")
     with sqlite3.connect(store.path) as connection:
-        later = expression("word_of_a_later_version(x)").SerializeToString()
         connection.execute("UPDATE rules SET definition = ?", (later,))
     with pytest.raises(StoreError, match=r"the rule 'Q' in .*gradrule\.db cannot be read by this server"):
         RuleRegistry(store, OPS)
