@@ -17,9 +17,9 @@ from gradrule_server.registry.blobs import BlobStore, folder_name
 from gradrule_server.registry.programs import HeldBlobs, ProgramRegistry
 from gradrule_server.registry.rules import RuleRegistry, Shipped
 from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store, StoreError
+from tests.unit.registry.version_1 import DEFINITION, version_1
 
 SHIPPED = Shipped.of(["Sign"])
-DEFINITION = rule_pb2.RuleDefinition(expression="3 * dy")
 
 
 def sha(data: bytes) -> str:
@@ -163,37 +163,6 @@ def test_rooms_are_counted_as_names_come_and_go(store: Store) -> None:
     registries[0].create("c", DEFINITION, "")
     assert "--max-rules" in refusal(registries[1].create, "b", DEFINITION, "").message
     assert server.used == 2
-
-
-# What releases before there were tenants wrote.
-
-VERSION_1 = """
-CREATE TABLE meta ("key" VARCHAR NOT NULL, value VARCHAR NOT NULL, PRIMARY KEY ("key"));
-CREATE TABLE rules (name VARCHAR NOT NULL, definition BLOB NOT NULL, description VARCHAR NOT NULL,
-    create_time_us INTEGER NOT NULL, PRIMARY KEY (name));
-CREATE TABLE blobs (digest VARCHAR NOT NULL, content BLOB NOT NULL, PRIMARY KEY (digest));
-CREATE TABLE programs (id VARCHAR NOT NULL, identity VARCHAR NOT NULL, graph_digest VARCHAR NOT NULL,
-    spec BLOB NOT NULL, snapshot BLOB NOT NULL, summary BLOB NOT NULL, create_time_us INTEGER NOT NULL,
-    PRIMARY KEY (id), FOREIGN KEY(graph_digest) REFERENCES blobs (digest));
-CREATE INDEX ix_programs_graph_digest ON programs (graph_digest);
-INSERT INTO meta VALUES ('schema_version', '1');
-"""
-
-
-def version_1(folder: Path) -> Path:
-    """A registry of the first schema, as it was made and used: in WAL mode."""
-    file = folder / "gradrule.db"
-    with sqlite3.connect(file) as database:
-        database.execute("PRAGMA journal_mode=WAL")
-        database.executescript(VERSION_1)
-        database.execute("INSERT INTO rules VALUES ('Q', ?, 'kept', 5)", (DEFINITION.SerializeToString(),))
-        database.execute("INSERT INTO blobs VALUES (?, ?)", (sha(b"graph"), b"graph"))
-        database.execute(
-            "INSERT INTO programs VALUES ('p', 'same', ?, ?, ?, ?, 7)",
-            (sha(b"graph"), b"spec", b"snapshot", b"summary"),
-        )
-    database.close()
-    return file
 
 
 def schema(file: Path) -> list[str]:
