@@ -17,6 +17,8 @@ from gradrule_server.errors import GradruleError, error
 
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
+MAX_PAGE_BYTES = 4 * 1024 * 1024
+"""Roughly: a page ends earlier where its entries are large, though not before the first."""
 
 _VERSION = 1
 _CHECKSUM_BYTES = 6

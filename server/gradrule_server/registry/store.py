@@ -11,16 +11,20 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sqlalchemy import (
     URL,
+    ColumnElement,
     Connection,
     Engine,
+    LargeBinary,
     Select,
+    Table,
+    cast,
     create_engine,
     delete,
     event,
@@ -140,6 +144,11 @@ class Store:
                 connection.execute(select(func.count()).select_from(programs)).scalar_one(),
             )
 
+    def kept_bytes(self, tenant: str | None = None) -> int:
+        """Bytes of rules and programs, of one tenant or of all; see `size_of`."""
+        with self._read() as connection:
+            return sum(connection.execute(_kept_bytes(*columns, tenant)).scalar_one() for columns in _COUNTED)
+
     def program_identities(self, tenant: str = DEFAULT_TENANT) -> dict[str, str]:
         """The identity of every program of a tenant by its id."""
         query = select(programs.c.id, programs.c.identity).where(programs.c.tenant == tenant)
@@ -158,11 +167,23 @@ class Store:
         with self._read() as connection:
             return [(row.tenant, row.id, row.spec) for row in connection.execute(query)]
 
-    def programs_after(self, program_id: str, count: int, tenant: str = DEFAULT_TENANT) -> list[ProgramRow]:
-        """At most `count` programs of a tenant whose ids come after `program_id`, by id."""
-        query = _program_rows(tenant).where(programs.c.id > program_id).order_by(programs.c.id).limit(count)
-        with self._read() as connection:
-            return [ProgramRow(**row._mapping) for row in connection.execute(query)]
+    def programs_after(
+        self, program_id: str, count: int, max_bytes: int, tenant: str = DEFAULT_TENANT
+    ) -> tuple[list[ProgramRow], bool]:
+        """Programs of a tenant whose ids come after `program_id`, by id, and whether there are more.
+
+        At most `count`, and so many that their summaries have at most `max_bytes`; one has any number.
+        """
+        query = _program_rows(tenant).where(programs.c.id > program_id).order_by(programs.c.id).limit(count + 1)
+        found: list[ProgramRow] = []
+        # Row by row: what does not fit is not read.
+        with self._read() as connection, connection.execute(query) as rows:
+            for row in rows:
+                max_bytes -= len(row.summary)
+                if len(found) == count or (found and max_bytes < 0):
+                    return found, True
+                found.append(ProgramRow(**row._mapping))
+        return found, False
 
     def program_content(self, program_id: str, identity: str, tenant: str = DEFAULT_TENANT) -> ProgramContent | None:
         """What a program is compiled from. `StoreError` where the graph's bytes are not what was stored."""
@@ -179,12 +200,24 @@ class Store:
             raise self._damaged(f"the graph of program {program_id!r} is not what was stored")
         return ProgramContent(row.spec, row.content, row.snapshot)
 
-    def add_program(self, row: ProgramRow, content: ProgramContent, tenant: str = DEFAULT_TENANT) -> None:
-        """Adds a program under an id that is free, and its graph where it is new to the tenant."""
+    def add_program(
+        self,
+        row: ProgramRow,
+        content: ProgramContent,
+        tenant: str = DEFAULT_TENANT,
+        *,
+        before: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Adds a program under an id that is free, and its graph where it is new to the tenant.
+
+        `before` is told how many bytes that takes, and may raise, so that nothing is added.
+        """
         digest = hashlib.sha256(content.graph).hexdigest()
         is_there = select(blobs.c.digest).where(blobs.c.tenant == tenant, blobs.c.digest == digest)
         with self._write() as connection:
-            if connection.execute(is_there).one_or_none() is None:
+            is_new = connection.execute(is_there).one_or_none() is None
+            before(len(row.summary) + len(content.spec) + len(content.snapshot) + (len(content.graph) if is_new else 0))
+            if is_new:
                 connection.execute(insert(blobs).values(tenant=tenant, digest=digest, content=content.graph))
             connection.execute(
                 insert(programs).values(
@@ -193,14 +226,20 @@ class Store:
                 )
             )
 
-    def remove_program(self, program_id: str, tenant: str = DEFAULT_TENANT) -> None:
-        """Removes a program, and its graph where no other program of the tenant has it."""
+    def remove_program(self, program_id: str, tenant: str = DEFAULT_TENANT) -> int:
+        """Removes a program, and its graph where no other program of the tenant has it; how many bytes that frees."""
         is_meant = (programs.c.tenant == tenant) & (programs.c.id == program_id)
         with self._write() as connection:
-            digest = connection.execute(select(programs.c.graph_digest).where(is_meant)).scalar_one_or_none()
+            found = connection.execute(select(programs.c.graph_digest, _PROGRAM_BYTES).where(is_meant)).one_or_none()
+            if found is None:
+                return 0
+            digest, freed = found
             connection.execute(delete(programs).where(is_meant))
             still_used = exists().where(programs.c.tenant == tenant, programs.c.graph_digest == digest)
-            connection.execute(delete(blobs).where(blobs.c.tenant == tenant, blobs.c.digest == digest, ~still_used))
+            is_unused = (blobs.c.tenant == tenant) & (blobs.c.digest == digest) & ~still_used
+            graph = connection.execute(select(func.length(blobs.c.content)).where(is_unused)).scalar_one_or_none()
+            connection.execute(delete(blobs).where(is_unused))
+            return int(freed) + (graph or 0)
 
     def _open(self) -> None:
         """Checks the file, or makes the tables where it is new."""
@@ -240,6 +279,22 @@ class Store:
     def _write(self) -> Iterator[Connection]:
         with self._writing, self._engine.begin() as connection:
             yield connection
+
+
+def size_of(row: RuleRow) -> int:
+    """Bytes that count of a rule; of a program its summary, spec and snapshot do, and its graph, once for a tenant."""
+    return len(row.definition) + len(row.description.encode())
+
+
+# Of bytes the length is known without reading them, of text it is not.
+_RULE_BYTES = func.length(rules.c.definition) + func.length(cast(rules.c.description, LargeBinary))
+_PROGRAM_BYTES = func.length(programs.c.summary) + func.length(programs.c.spec) + func.length(programs.c.snapshot)
+_COUNTED = ((rules, _RULE_BYTES), (programs, _PROGRAM_BYTES), (blobs, func.length(blobs.c.content)))
+
+
+def _kept_bytes(table: Table, size: ColumnElement[int], tenant: str | None) -> Select[int]:
+    query = select(func.coalesce(func.sum(size), 0)).select_from(table)
+    return query if tenant is None else query.where(table.c.tenant == tenant)
 
 
 def _program_rows(tenant: str) -> Select[tuple[str, str, bytes, int]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store, StoreError
+from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store, StoreError, size_of
 
 
 def rule(name: str) -> RuleRow:
@@ -100,6 +100,35 @@ def test_keeping_a_graph_costs_the_same_whoever_has_it(store: Store) -> None:
     assert blob_count(store) == 1
     assert store.program_content("p", "same", "ada") is None
     assert store.program_content("p", "same", "grace") == content(graph)
+
+
+def test_what_is_counted_is_what_adding_and_removing_tell(store: Store) -> None:
+    told: list[int] = []
+    kept = [("p", b"graph", "ada"), ("q", b"graph", "ada"), ("r", b"another", "ada"), ("p", b"graph", "grace")]
+    for name, graph, tenant in kept:
+        store.add_program(program(name), content(graph), tenant, before=told.append)
+    row = len(b"summary of p" + b"spec" + b"snapshot")
+    assert told == [row + 5, row, row + 7, row + 5]
+    described = RuleRow("a", b"definition", "stra\N{LATIN SMALL LETTER SHARP S}e", 1)
+    store.add_rule(described, "ada")
+    assert size_of(described) == 10 + 7
+    assert store.kept_bytes("ada") == sum(told[:3]) + 17
+    assert store.kept_bytes() == sum(told) + 17
+    freed = [store.remove_program(name, tenant) for name, _, tenant in kept]
+    assert freed == [row, row + 5, row + 7, row + 5]
+    assert store.remove_program("p", "ada") == 0
+    store.remove_rule("a", "ada")
+    assert store.kept_bytes() == store.kept_bytes("ada") == 0
+
+
+def test_what_is_refused_before_it_is_added_is_not_there(store: Store) -> None:
+    def refuse(_: int) -> None:
+        raise ValueError("too much")
+
+    with pytest.raises(ValueError, match="too much"):
+        store.add_program(program("p"), content(), before=refuse)
+    assert store.counts() == (0, 0)
+    assert blob_count(store) == 0
 
 
 def test_threads_write_and_read_at_the_same_time(store: Store) -> None:
