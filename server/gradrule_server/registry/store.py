@@ -37,6 +37,8 @@ from sqlalchemy import (
 from sqlalchemy.exc import DatabaseError, OperationalError
 from sqlalchemy.pool import ConnectionPoolEntry
 
+from gradrule.v1 import errors_pb2
+from gradrule_server.errors import GradruleError, error
 from gradrule_server.registry.lock import FolderInUseError, FolderLock
 from gradrule_server.registry.migrations import migrate, sync
 from gradrule_server.registry.schema import SCHEMA_VERSION, blobs, meta, metadata, programs, rules
@@ -85,6 +87,8 @@ class ProgramContent:
 class Store:
     """The registry's file in `folder`, which is made where missing. Blocking; safe to use from several threads.
 
+    Adding raises QUOTA_EXCEEDED where the disk is full, and adds nothing then.
+
     Raises `StoreError` where the folder cannot be used, another server holds it, or its file is damaged or of another
     version.
     """
@@ -108,7 +112,7 @@ class Store:
             self._open()
         except BaseException as cause:
             self.close()
-            if isinstance(cause, OperationalError | OSError):
+            if isinstance(cause, OperationalError | OSError | GradruleError):
                 raise StoreError(f"{self.path} cannot be opened: {_original(cause)}") from cause
             if isinstance(cause, DatabaseError | sqlite3.DatabaseError):
                 raise self._damaged(str(_original(cause))) from cause
@@ -277,8 +281,16 @@ class Store:
 
     @contextmanager
     def _write(self) -> Iterator[Connection]:
-        with self._writing, self._engine.begin() as connection:
-            yield connection
+        try:
+            with self._writing, self._engine.begin() as connection:
+                yield connection
+        except OperationalError as cause:
+            if getattr(cause.orig, "sqlite_errorcode", None) != sqlite3.SQLITE_FULL:
+                raise
+            raise error(
+                errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
+                "the disk that the server keeps rules and programs on is full; whoever runs the server can make room",
+            ) from cause
 
 
 def size_of(row: RuleRow) -> int:

@@ -10,7 +10,10 @@ import threading
 from pathlib import Path
 
 import pytest
+from sqlalchemy import event
 
+from gradrule.v1 import errors_pb2
+from gradrule_server.errors import GradruleError
 from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store, StoreError, size_of
 
 
@@ -119,6 +122,27 @@ def test_what_is_counted_is_what_adding_and_removing_tell(store: Store) -> None:
     assert store.remove_program("p", "ada") == 0
     store.remove_rule("a", "ada")
     assert store.kept_bytes() == store.kept_bytes("ada") == 0
+
+
+def test_a_full_disk_is_told_and_nothing_is_added(tmp_path: Path) -> None:
+    Store(tmp_path).close()
+    store = Store(tmp_path)
+
+    @event.listens_for(store._engine, "connect")
+    def bound(connection: sqlite3.Connection, _: object) -> None:
+        # What a full disk is to SQLite: the file does not grow.
+        connection.execute("PRAGMA max_page_count = 20")
+
+    store._engine.dispose()
+    with pytest.raises(GradruleError, match=r"disk .* is full") as refusal:
+        store.add_program(program("p"), content(b"graph" * 100_000))
+    assert refusal.value.reason == errors_pb2.ERROR_REASON_QUOTA_EXCEEDED
+    with pytest.raises(GradruleError, match=r"disk .* is full"):
+        store.add_rule(RuleRow("a", b"definition" * 100_000, "", 1))
+    assert store.counts() == (0, 0)
+    assert blob_count(store) == 0
+    store.add_program(program("p"), content())
+    store.close()
 
 
 def test_what_is_refused_before_it_is_added_is_not_there(store: Store) -> None:
