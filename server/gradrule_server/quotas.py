@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import threading
+from collections.abc import Iterator
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import error
@@ -32,6 +35,11 @@ class Allowance:
         self._used = used
         self._reason = reason
         self._lock = threading.Lock()
+
+    @classmethod
+    def without_end(cls) -> Allowance:
+        """One that only counts."""
+        return cls(sys.maxsize, "", "")
 
     @property
     def used(self) -> int:
@@ -67,6 +75,16 @@ class Allowance:
             if self._within is not None:
                 self._within.give_back(amount)
             raise error(self._reason, self._refusal(amount))
+
+    @contextlib.contextmanager
+    def taken(self, amount: int = 1) -> Iterator[None]:
+        """Counts in, and out again where what is done within fails; QUOTA_EXCEEDED as `take`."""
+        self.take(amount)
+        try:
+            yield
+        except BaseException:
+            self.give_back(amount)
+            raise
 
     def give_back(self, amount: int = 1) -> None:
         """Counts out."""

@@ -130,6 +130,9 @@ class Settings(BaseModel):
     max_call_depth: PositiveInt = Field(32, description="Depth of calls, loops and branches within each other.")
     max_rules: PositiveInt = Field(10_000, description="USER rules that the registry keeps.")
     max_programs: PositiveInt = Field(10_000, description="Programs that the registry keeps.")
+    max_registry_bytes: ByteSize = Field(
+        ByteSize(8192 * _MEBIBYTE), gt=0, description="Bytes of rules and programs that the registry keeps."
+    )
     max_blob_bytes: ByteSize = Field(
         ByteSize(8192 * _MEBIBYTE), gt=0, description="Bytes of blobs (uploaded graphs and weights) that are kept."
     )
@@ -145,6 +148,7 @@ class Settings(BaseModel):
     tenant_streams: PositiveInt | None = _of_tenant("Streams at a time")
     tenant_rules: PositiveInt | None = _of_tenant("USER rules")
     tenant_programs: PositiveInt | None = _of_tenant("Programs")
+    tenant_registry_bytes: ByteSize | None = _of_tenant("Bytes of rules and programs")
     tenant_sessions: PositiveInt | None = _of_tenant("Sessions at a time")
     tenant_session_bytes: ByteSize | None = _of_tenant("Bytes of sessions")
     tenant_handles: PositiveInt | None = _of_tenant("Forward handles at a time")

@@ -26,6 +26,7 @@ ISSUER, AUDIENCE = "https://issuer.example", "gradrule.example"
 QUOTAS = {
     "tenant-rules": "5",
     "tenant-programs": "4",
+    "tenant-registry-bytes": "100000",
     "tenant-sessions": "2",
     "tenant-session-bytes": "4096",
     "tenant-handles": "3",

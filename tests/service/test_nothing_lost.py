@@ -153,8 +153,7 @@ def test_a_registry_that_was_killed_while_it_was_written(tmp_path: Path) -> None
 
 def test_what_is_damaged_is_told(old: Path, tmp_path: Path) -> None:
     data = ["--data-dir", str(old)]
-    said = command("registry", "check", *data, code=1)
-    assert "start this release's server on it once" in said
+    assert "in order" in command("registry", "check", *data)
     with sqlite3.connect(old / "gradrule.db") as database:
         database.execute("DELETE FROM meta")
     database.close()

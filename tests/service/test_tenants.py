@@ -270,6 +270,35 @@ def test_a_tenant_s_rules_and_programs_are_bounded(ada: gr.Client, grace: gr.Cli
     ada.compile(sign(), name="more", **WORDS)
 
 
+def heavy(number: int) -> gr.Graph:
+    """A graph of 60 KB."""
+    graph = gr.Graph()
+    weights = graph.constant(np.arange(15_000, dtype=np.float32) + number)
+    graph.op("Mul", graph.placeholder("x", "float32", [15_000]), weights, name="y")
+    return graph
+
+
+def test_a_tenant_s_rules_and_programs_are_bounded_in_bytes(ada: gr.Client, grace: gr.Client) -> None:
+    ada.compile(heavy(0), name="first", **WORDS)
+    with refused("QUOTA_EXCEEDED") as refusal:
+        ada.compile(heavy(1), name="second", **WORDS)
+    refusal.says("--tenant-registry-bytes", "100000")
+    # The graph is there already.
+    ada.compile(heavy(0), name="again", **WORDS)
+    grace.compile(heavy(1), name="second", **WORDS)
+    ada.delete_program("first")
+    ada.delete_program("again")
+    ada.compile(heavy(1), name="second", **WORDS)
+    for number in range(4):
+        ada.create_rule(f"r{number}", f"{number + 2} * dy", description="d" * 8192)
+    with refused("QUOTA_EXCEEDED") as refusal:
+        ada.create_rule("more", "9 * dy", description="d" * 8192)
+    refusal.says("--tenant-registry-bytes")
+    with refused("LIMIT_EXCEEDED") as refusal:
+        grace.create_rule("long", "9 * dy", description="d" * 8193)
+    refusal.says("description", "8192")
+
+
 def test_a_tenant_s_sessions_and_their_bytes_are_bounded(ada: gr.Client, grace: gr.Client) -> None:
     with ada.session(counter()), ada.session(counter()):
         with refused("QUOTA_EXCEEDED") as refusal:

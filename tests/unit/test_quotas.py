@@ -44,6 +44,19 @@ def test_what_is_there_already_counts_once() -> None:
     assert (one.used, server.used, one.left) == (4, 4, 1)
 
 
+def test_what_fails_takes_nothing() -> None:
+    server = Allowance(10, "rules", "--max-rules")
+    one = Allowance(10, "rules", "--tenant-rules", within=server)
+    with pytest.raises(KeyError), one.taken(3):
+        raise KeyError
+    assert (one.used, server.used) == (0, 0)
+    with one.taken(3):
+        pass
+    assert (one.used, server.used) == (3, 3)
+    endless = Allowance.without_end()
+    endless.take(1 << 60)
+
+
 def test_what_grows_by_itself_may_pass_the_bound() -> None:
     server = Allowance(10, "bytes", "--max-bytes")
     one = Allowance(10, "bytes", "--tenant-bytes", within=server)

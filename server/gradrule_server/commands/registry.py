@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradrule_server.registry.backup import BackupError, backup, check, restore
+from gradrule_server.registry.backup import BackupError, Report, backup, check, restore
 from gradrule_server.settings import default_data_dir
 
 _VARIABLE = "GRADRULE_DATA_DIR"
@@ -56,14 +56,14 @@ def _parser() -> argparse.ArgumentParser:
 def _backup(options: argparse.Namespace) -> int:
     report = backup(options.data_dir, options.folder)
     print(f"copied to {options.folder}: {report}")
-    _tell_missing(report.missing)
+    _tell_odd(report)
     return 0
 
 
 def _restore(options: argparse.Namespace) -> int:
     report = restore(options.folder, options.data_dir)
     print(f"brought back to {options.data_dir}: {report}")
-    _tell_missing(report.missing)
+    _tell_odd(report)
     return 0
 
 
@@ -71,12 +71,15 @@ def _check(options: argparse.Namespace) -> int:
     report = check(options.data_dir)
     for problem in report.problems:
         print(problem)
-    _tell_missing(report.missing)
-    if not report.problems:
+    _tell_odd(report)
+    is_sound = not (report.problems or report.unreadable)
+    if is_sound:
         print(f"in order: {report}")
-    return 1 if report.problems else 0
+    return 0 if is_sound else 1
 
 
-def _tell_missing(missing: set[str]) -> None:
-    if missing:
-        print(f"{len(missing)} of the blobs are gone; programs ask for them when they are run")
+def _tell_odd(report: Report) -> None:
+    for sentence in report.unreadable:
+        print(sentence)
+    if report.missing:
+        print(f"{len(report.missing)} of the blobs are gone; programs ask for them when they are run")

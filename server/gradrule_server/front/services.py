@@ -49,8 +49,13 @@ class RuleServicer:
 
     async def list(self, call: Call[rule_pb2.ListRulesRequest]) -> rule_pb2.ListRulesResponse:
         request = call.request
-        entries, token = call.tenant.rules.list(request.kind, request.page_size, request.page_token)
-        return rule_pb2.ListRulesResponse(rules=[to_proto(entry) for entry in entries], next_page_token=token)
+
+        def page() -> rule_pb2.ListRulesResponse:
+            entries, token = call.tenant.rules.list(request.kind, request.page_size, request.page_token)
+            return rule_pb2.ListRulesResponse(rules=map(to_proto, entries), next_page_token=token)
+
+        # Megabytes of rules must not keep all others waiting.
+        return await asyncio.to_thread(page)
 
     async def delete(self, call: Call[rule_pb2.DeleteRuleRequest]) -> rule_pb2.DeleteRuleResponse:
         await asyncio.to_thread(call.tenant.rules.delete, call.request.name)

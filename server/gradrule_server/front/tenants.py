@@ -27,6 +27,7 @@ from gradrule_server.registry.store import DEFAULT_TENANT, Store
 KINDS: Mapping[str, str] = {
     "rules": "rules",
     "programs": "programs",
+    "registry_bytes": "bytes of rules and programs",
     "sessions": "sessions",
     "session_bytes": "bytes of sessions",
     "handles": "forward handles",
@@ -116,8 +117,8 @@ class Tenants:
         self._shared = shared
         self._shipped = shipped
         rules, programs = shared.store.counts()
-        used = {"rules": rules, "programs": programs}
-        # What is on the disk was always bounded for the whole server, and says so as it always did.
+        used = {"rules": rules, "programs": programs, "registry_bytes": shared.store.kept_bytes()}
+        # How many there are on the disk was always bounded for the whole server, and says so as it always did.
         self._room = {
             kind: Allowance(
                 shared.server[kind],
@@ -125,7 +126,7 @@ class Tenants:
                 _flag("max", kind),
                 used=used.get(kind, 0),
                 reason=errors_pb2.ERROR_REASON_LIMIT_EXCEEDED
-                if kind in used
+                if kind in ("rules", "programs")
                 else errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
             )
             for kind, what in KINDS.items()
@@ -205,11 +206,26 @@ class Tenants:
             for kind, what in KINDS.items()
         }
         blobs = shared.blobs.of(name, shared.tenant_blob_bytes)
-        rules = RuleRegistry(shared.store, self._shipped, tenant=name, room=room["rules"], bounds=shared.limits)
-        programs = ProgramRegistry(shared.store, blobs, tenant=name, room=room["programs"], held=self._held)
+        rules = RuleRegistry(
+            shared.store,
+            self._shipped,
+            tenant=name,
+            room=room["rules"],
+            bytes_room=room["registry_bytes"],
+            bounds=shared.limits,
+        )
+        programs = ProgramRegistry(
+            shared.store,
+            blobs,
+            tenant=name,
+            room=room["programs"],
+            bytes_room=room["registry_bytes"],
+            held=self._held,
+        )
         # The server has counted these already.
         room["rules"].begin(len(rules))
         room["programs"].begin(len(programs))
+        room["registry_bytes"].begin(shared.store.kept_bytes(name))
         house = ProgramHouse(
             rules,
             programs,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -25,12 +26,15 @@ from cryptography.hazmat.primitives.serialization import load_pem_public_key
 from gradrule_server.identity.principal import Principal, check_tenant
 from gradrule_server.identity.watched import WatchedFile
 
+_log = logging.getLogger(__name__)
+
 _LEEWAY_S = 10.0
 _MIN_RSA_BITS = 2048
 # Tokens that were found good are not checked again for so long: a key that is taken back holds no longer than that.
 _REMEMBERED_S = 60.0
 _MAX_REMEMBERED = 4096
 _MAX_LENGTH = 16 * 1024
+_SHOWN = 80
 
 _PublicKey: TypeAlias = RSAPublicKey | EllipticCurvePublicKey | Ed25519PublicKey
 
@@ -146,34 +150,44 @@ def _read_pem(path: Path) -> Sequence[_Key]:
     if not parts:
         raise JwtKeyError(f"{path} holds no public key in PEM (-----BEGIN PUBLIC KEY-----)")
     try:
-        return [_usable(load_pem_public_key(part.lstrip()), path) for part in parts]
+        return [_usable(load_pem_public_key(part.lstrip())) for part in parts]
     except (ValueError, UnsupportedAlgorithm) as cause:
-        raise JwtKeyError(f"{path} holds no public key that can be read: {cause}") from cause
+        raise JwtKeyError(f"{path} holds a public key that is of no use: {cause}") from cause
 
 
 def _read_jwks(path: Path) -> Sequence[_Key]:
     try:
-        fields = json.loads(_bytes(path))
         # Keys for other uses than signing stand in such sets too.
-        entries = [entry for entry in fields["keys"] if entry.get("use", "sig") == "sig"]
-        found = [_usable(jwt.PyJWK(entry).key, path, str(entry.get("kid", ""))) for entry in entries]
-    except (ValueError, KeyError, TypeError, AttributeError, jwt.PyJWTError) as cause:
+        entries = [entry for entry in json.loads(_bytes(path))["keys"] if entry.get("use", "sig") == "sig"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
         raise JwtKeyError(f"{path} holds no JSON Web Key Set that can be read: {cause}") from cause
+    # Whoever signs tokens may have keys of more kinds than these, and those of another are no fault of the set.
+    found: list[_Key] = []
+    skipped: list[str] = []
+    for entry in entries:
+        key_id = str(entry.get("kid", ""))
+        try:
+            found.append(_usable(jwt.PyJWK(entry).key, key_id))
+        except (ValueError, KeyError, TypeError, AttributeError, UnsupportedAlgorithm, jwt.PyJWTError) as cause:
+            skipped.append(f"{key_id[:_SHOWN]!r} ({cause})")
     if not found:
-        raise JwtKeyError(f"{path} holds no key for signing")
+        why = f"; of no use are {', '.join(skipped)}" if skipped else ""
+        raise JwtKeyError(f"{path} holds no key for signing that is taken{why}")
+    if skipped:
+        _log.warning("tokens are not checked with these keys of %s: %s", path, ", ".join(skipped))
     return found
 
 
-def _usable(key: object, path: Path, key_id: str = "") -> _Key:
+def _usable(key: object, key_id: str = "") -> _Key:
+    """The key with its algorithm. `ValueError` where it is of a kind that is not taken."""
     if isinstance(key, RSAPublicKey) and key.key_size >= _MIN_RSA_BITS:
         return _Key(key, "RS256", key_id)
     if isinstance(key, EllipticCurvePublicKey) and isinstance(key.curve, SECP256R1):
         return _Key(key, "ES256", key_id)
     if isinstance(key, Ed25519PublicKey):
         return _Key(key, "EdDSA", key_id)
-    raise JwtKeyError(
-        f"{path} holds a key of a kind that is not taken: public keys are RSA of {_MIN_RSA_BITS} bits or more, P-256 "
-        "or Ed25519"
+    raise ValueError(
+        f"a key of a kind that is not taken: public keys are RSA of {_MIN_RSA_BITS} bits or more, P-256 or Ed25519"
     )
 
 

@@ -13,7 +13,8 @@ import json
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,10 +24,10 @@ from gradrule.v1 import program_pb2, rule_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.registry.blobs import folder_name
 from gradrule_server.registry.lock import FolderInUseError, FolderLock
-from gradrule_server.registry.migrations import copy_database, sync
+from gradrule_server.registry.migrations import copy_database, show_as_current, sync
 from gradrule_server.registry.programs import blobs_of
 from gradrule_server.registry.schema import SCHEMA_VERSION
-from gradrule_server.registry.store import FILE_NAME
+from gradrule_server.registry.store import FILE_NAME, Store, StoreError, logs_of
 from gradrule_server.rules import RuleContent
 
 BLOBS = "blobs"
@@ -52,7 +53,11 @@ class Report:
     """Paths, below the folder of blobs, of those that programs need."""
     missing: set[str] = field(default_factory=set)
     """Those of them that are not there; programs ask for them when they are run."""
+    schema_version: int = SCHEMA_VERSION
+    unreadable: list[str] = field(default_factory=list)
+    """Rules and programs that this release cannot read, one sentence each; they are copied as they are."""
     problems: list[str] = field(default_factory=list)
+    """What is damaged: nothing that could be copied."""
 
     def __str__(self) -> str:
         return (
@@ -103,7 +108,7 @@ def backup(data_dir: Path, to: Path) -> Report:
 
 
 def restore(folder: Path, data_dir: Path) -> Report:
-    """Brings a backup back as the registry of a data folder that has none. `BackupError`."""
+    """Brings a backup back as the registry of a data folder that has none, as this release has it. `BackupError`."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
     except (OSError, ValueError) as cause:
@@ -112,6 +117,11 @@ def restore(folder: Path, data_dir: Path) -> Report:
         raise BackupError(f"{folder} was made by another release, whose backups this one does not read")
     if manifest.get("database_sha256") != _hash(folder / FILE_NAME):
         raise BackupError(f"{folder} is damaged: its {FILE_NAME} is not what was copied")
+    leftovers = logs_of(folder / FILE_NAME)
+    if leftovers:
+        raise BackupError(
+            f"{folder} is no backup as it was made: {_names(leftovers)} would change what is brought back"
+        )
     report = check(folder)
     # What was not there when the backup was made is asked for when it is needed.
     gone = report.missing - set(manifest.get("missing", ()))
@@ -121,15 +131,40 @@ def restore(folder: Path, data_dir: Path) -> Report:
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _locked(data_dir):
-            if (data_dir / FILE_NAME).exists():
-                raise BackupError(f"{data_dir} has a registry already; move its {FILE_NAME}* files and {BLOBS} away")
+            _check_empty(data_dir)
             for path in sorted(report.blobs - report.missing):
                 _copy_blob(folder / BLOBS / path, data_dir / BLOBS / path)
-            # Last of all: without a database there is no registry.
-            copy_database(folder / FILE_NAME, data_dir / FILE_NAME)
-    except OSError as cause:
+            with _of_this_release(folder / FILE_NAME, data_dir) as database:
+                # Last of all: without a database there is no registry.
+                copy_database(database, data_dir / FILE_NAME)
+    except (OSError, sqlite3.Error, StoreError) as cause:
         raise BackupError(f"{data_dir} cannot be written: {cause}") from cause
     return report
+
+
+def _check_empty(data_dir: Path) -> None:
+    """`BackupError` where something lies in a data folder that is a registry's, or would become part of one."""
+    if (data_dir / FILE_NAME).exists():
+        raise BackupError(f"{data_dir} has a registry already; move its {FILE_NAME}* files and {BLOBS} away")
+    leftovers = logs_of(data_dir / FILE_NAME)
+    if leftovers:
+        raise BackupError(
+            f"{data_dir} has no {FILE_NAME}, but {_names(leftovers)} of one that was there, which would bring the old "
+            f"registry back; move {'it' if len(leftovers) == 1 else 'them'} away, to where {FILE_NAME} went"
+        )
+
+
+@contextlib.contextmanager
+def _of_this_release(database: Path, folder: Path) -> Iterator[Path]:
+    """The database with this release's tables: itself, or a copy for as long as this lasts."""
+    with contextlib.closing(_open(database)) as opened:
+        if _version(opened) == str(SCHEMA_VERSION):
+            yield database
+            return
+    with tempfile.TemporaryDirectory(prefix=".restore-", dir=folder) as made:
+        copy_database(database, Path(made) / FILE_NAME)
+        Store(Path(made)).close()
+        yield Path(made) / FILE_NAME
 
 
 def _copy(data_dir: Path, to: Path) -> Report | None:
@@ -155,7 +190,7 @@ def _copy(data_dir: Path, to: Path) -> Report | None:
         return None
     manifest = {
         "format": _FORMAT,
-        "schema_version": SCHEMA_VERSION,
+        "schema_version": needed.schema_version,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "database_sha256": _hash(to / FILE_NAME),
         "missing": sorted(missing),
@@ -175,13 +210,14 @@ def _check_database(database: sqlite3.Connection, report: Report) -> None:
         return
     for table, *_ in database.execute("PRAGMA foreign_key_check"):
         report.problems.append(f"a row of {table} refers to what is not there")
-    version = database.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
-    if version != (str(SCHEMA_VERSION),):
+    version = _version(database)
+    if not show_as_current(database, version):
         report.problems.append(
-            f"the schema version is {version[0] if version else 'unknown'}, not {SCHEMA_VERSION}; start this release's "
-            "server on it once, or use the release that wrote it"
+            f"the schema version is {version or 'unknown'}, which this release does not read; use the release that "
+            "wrote it"
         )
         return
+    report.schema_version = int(version)
     for digest, content in database.execute("SELECT digest, content FROM blobs"):
         if hashlib.sha256(content).hexdigest() != digest:
             report.problems.append(f"the graph {digest} is not what was stored")
@@ -189,16 +225,16 @@ def _check_database(database: sqlite3.Connection, report: Report) -> None:
         report.tenants.add(tenant)
         report.rules += 1
         try:
-            RuleContent.from_definition(rule_pb2.RuleDefinition.FromString(definition))
+            RuleContent.from_kept(name, rule_pb2.RuleDefinition.FromString(definition))
         except (DecodeError, GradruleError) as cause:
-            report.problems.append(f"the rule {name!r} of tenant {tenant!r} cannot be read: {cause}")
+            report.unreadable.append(f"the rule {name!r} of tenant {tenant!r} cannot be read: {cause}")
     for tenant, program_id, spec in database.execute("SELECT tenant, id, spec FROM programs"):
         report.tenants.add(tenant)
         report.programs += 1
         try:
             needed = blobs_of(program_pb2.ProgramSpec.FromString(spec))
         except DecodeError as cause:
-            report.problems.append(f"the program {program_id!r} of tenant {tenant!r} cannot be read: {cause}")
+            report.unreadable.append(f"the program {program_id!r} of tenant {tenant!r} cannot be read: {cause}")
         else:
             folder = folder_name(tenant)
             report.blobs.update(f"{folder}/{name}" if folder else name for name in needed)
@@ -207,6 +243,16 @@ def _check_database(database: sqlite3.Connection, report: Report) -> None:
 def _open(file: Path) -> sqlite3.Connection:
     # Not read-only: where a server was killed, what it wrote last is still to be taken over from its log.
     return sqlite3.connect(f"{file.resolve().as_uri()}?mode=rw", uri=True)
+
+
+def _version(database: sqlite3.Connection) -> str:
+    """Version of the tables; empty where there is none."""
+    row = database.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
+    return row[0] if row else ""
+
+
+def _names(paths: Sequence[Path]) -> str:
+    return " and ".join(path.name for path in paths)
 
 
 def _copy_blob(path: Path, to: Path) -> None:

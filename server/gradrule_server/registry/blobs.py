@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import hashlib
 import os
 import re
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import Finding, GradruleError, Resource, error
+from gradrule_server.registry.migrations import sync
 from gradrule_server.registry.store import DEFAULT_TENANT
 
 RESOURCE_TYPE = "gradrule.v1.Blob"
@@ -28,6 +30,7 @@ _NAME = re.compile(r"[0-9a-f]{64}")
 _FOLDER = re.compile(r"tenant-[0-9a-f]{32}")
 _UPLOADING = ".upload-"
 _SHOWN = 5
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _OWN = "--tenant-blob-bytes"
 
 
@@ -61,6 +64,7 @@ class _Shelf:
         self.size = 0
         self.tenants: dict[str, _Own] = {"": _Own()}
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        sync(folder.parent)
         self._read("")
         for path in folder.iterdir():
             if _FOLDER.fullmatch(path.name) and path.is_dir():
@@ -214,7 +218,9 @@ class BlobStore:
     def upload(self, name: str) -> Upload:
         """Room for the bytes of a blob; MALFORMED_REQUEST for no hash."""
         check_name(name)
-        self.folder.mkdir(mode=0o700, exist_ok=True)
+        with _room_on_disk(), contextlib.suppress(FileExistsError):
+            self.folder.mkdir(mode=0o700)
+            sync(self.root)
         return Upload(self, name)
 
     def reserve(self, size: int) -> None:
@@ -231,9 +237,9 @@ class BlobStore:
         """Takes over a complete file, whose bytes were reserved."""
         with self._shelf.lock:
             if name in self._own.sizes:
+                file.unlink()
                 self._shelf.adjust(self.folder_name, -size)
                 self._use(name)
-                file.unlink()
                 return
             file.rename(self.folder / name)
             self._own.sizes[name] = size
@@ -246,7 +252,10 @@ class BlobStore:
 
 
 class Upload:
-    """A blob on its way in; `close` before `finish` leaves nothing behind. Safe to use from several threads."""
+    """A blob on its way in; `close` before `finish` leaves nothing behind. Safe to use from several threads.
+
+    QUOTA_EXCEEDED where the disk is full.
+    """
 
     def __init__(self, store: BlobStore, name: str) -> None:
         self._store = store
@@ -254,9 +263,11 @@ class Upload:
         self._lock = threading.Lock()
         self._hash = hashlib.sha256()
         self._size = 0
-        handle, path = tempfile.mkstemp(prefix=_UPLOADING, dir=store.folder)
+        with _room_on_disk():
+            handle, path = tempfile.mkstemp(prefix=_UPLOADING, dir=store.folder)
         self._path: Path | None = Path(path)
-        self._file = os.fdopen(handle, "wb")
+        # Not buffered: what a full disk did not take would be written again by `close`.
+        self._file = os.fdopen(handle, "wb", buffering=0)
 
     def write(self, data: bytes) -> None:
         """The next bytes; QUOTA_EXCEEDED. After `close` they go nowhere."""
@@ -266,7 +277,10 @@ class Upload:
             self._store.reserve(len(data))
             self._size += len(data)
             self._hash.update(data)
-            self._file.write(data)
+            with _room_on_disk():
+                left = memoryview(data)
+                while left:
+                    left = left[self._file.write(left) :]
 
     def finish(self) -> int:
         """Keeps the blob; its number of bytes. BLOB_MISMATCH where the bytes have another hash."""
@@ -283,20 +297,41 @@ class Upload:
                 f"the {self._size} bytes that came have the SHA-256 {self._hash.hexdigest()}, not {self._name}",
                 field="sha256",
             )
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self._store.add(self._name, self._path, self._size)
-        self._path = None
+        with _room_on_disk():
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._store.add(self._name, self._path, self._size)
+            self._path = None
+            sync(self._store.folder)
 
     def close(self) -> None:
         """Takes back what was not finished."""
         with self._lock:
-            if self._path is not None:
+            path, self._path = self._path, None
+            if path is None:
+                return
+            try:
                 self._file.close()
-                self._path.unlink(missing_ok=True)
-                self._path = None
-                self._store.release(self._size)
+            finally:
+                try:
+                    path.unlink(missing_ok=True)
+                finally:
+                    self._store.release(self._size)
+
+
+@contextlib.contextmanager
+def _room_on_disk() -> Iterator[None]:
+    """QUOTA_EXCEEDED where the disk takes no more."""
+    try:
+        yield
+    except OSError as cause:
+        if cause.errno not in _FULL:
+            raise
+        raise error(
+            errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
+            f"the disk that the server keeps blobs on is full ({cause.strerror}); whoever runs the server makes room "
+            "there, or starts it with a smaller --max-blob-bytes, so that unused blobs go earlier",
+        ) from cause
 
 
 def check_name(name: str) -> None:

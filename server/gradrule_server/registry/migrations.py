@@ -32,6 +32,18 @@ def migrate(connection: Connection, version: str | None, path: Path) -> bool:
     return True
 
 
+def show_as_current(database: sqlite3.Connection, version: str) -> bool:
+    """Lets a connection read tables of an older version as it reads this one's; False where there is no way."""
+    if version == str(SCHEMA_VERSION):
+        return True
+    if not version.isdecimal() or int(version) not in _VIEWS:
+        return False
+    for name, query in _VIEWS[int(version)].items():
+        # Of one connection's alone: nothing is written to the database.
+        database.execute(f"CREATE TEMP VIEW {name} AS {query}")
+    return True
+
+
 def kept_name(path: Path, version: int) -> Path:
     """Where the database as `version` had it is kept."""
     return path.with_name(f"{path.name}.v{version}")
@@ -76,18 +88,28 @@ _STEPS: Mapping[int, tuple[str, ...]] = {
     1: (
         "DROP INDEX ix_programs_graph_digest",
         "ALTER TABLE rules RENAME TO rules_1",
+        "ALTER TABLE blobs RENAME TO blobs_1",
         "ALTER TABLE programs RENAME TO programs_1",
         "CREATE TABLE rules (tenant VARCHAR NOT NULL, name VARCHAR NOT NULL, definition BLOB NOT NULL, "
         "description VARCHAR NOT NULL, create_time_us INTEGER NOT NULL, PRIMARY KEY (tenant, name))",
+        "CREATE TABLE blobs (tenant VARCHAR NOT NULL, digest VARCHAR NOT NULL, content BLOB NOT NULL, "
+        "PRIMARY KEY (tenant, digest))",
         "CREATE TABLE programs (tenant VARCHAR NOT NULL, id VARCHAR NOT NULL, identity VARCHAR NOT NULL, "
         "graph_digest VARCHAR NOT NULL, spec BLOB NOT NULL, snapshot BLOB NOT NULL, summary BLOB NOT NULL, "
         "create_time_us INTEGER NOT NULL, PRIMARY KEY (tenant, id), "
-        "FOREIGN KEY(graph_digest) REFERENCES blobs (digest))",
+        "FOREIGN KEY(tenant, graph_digest) REFERENCES blobs (tenant, digest))",
         "INSERT INTO rules SELECT 'default', name, definition, description, create_time_us FROM rules_1",
+        "INSERT INTO blobs SELECT 'default', digest, content FROM blobs_1",
         "INSERT INTO programs SELECT 'default', id, identity, graph_digest, spec, snapshot, summary, create_time_us "
         "FROM programs_1",
         "DROP TABLE rules_1",
         "DROP TABLE programs_1",
-        "CREATE INDEX ix_programs_graph_digest ON programs (graph_digest)",
+        "DROP TABLE blobs_1",
+        "CREATE INDEX ix_programs_graph ON programs (tenant, graph_digest)",
     ),
 }
+
+_VIEWS: Mapping[int, Mapping[str, str]] = {
+    1: {name: f"SELECT 'default' AS tenant, * FROM main.{name}" for name in ("rules", "blobs", "programs")},
+}
+"""The tables that have changed since, by name."""

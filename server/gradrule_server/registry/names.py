@@ -22,7 +22,7 @@ Place = tuple[int, str]
 class RuleEntry:
     """A rule under its name. An OP rule has no content, digest or time: it is the gradient of `op_type`.
 
-    `hides_builtin`: a USER rule whose name a BUILTIN rule has too.
+    `hides_builtin`: a USER rule whose name a BUILTIN rule has too. `size`: bytes that a USER rule keeps.
     """
 
     name: str
@@ -40,6 +40,7 @@ class RuleEntry:
     family: str = ""
     true_gradient: bool = False
     hides_builtin: bool = False
+    size: int = 0
 
 
 @dataclass(frozen=True)

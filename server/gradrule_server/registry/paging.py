@@ -7,19 +7,23 @@ pages neither repeats nor hides anything else.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 
 from gradrule.v1 import errors_pb2
-from gradrule_server.errors import error
+from gradrule_server.errors import GradruleError, error
 
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
+MAX_PAGE_BYTES = 4 * 1024 * 1024
+"""Roughly: a page ends earlier where its entries are large, though not before the first."""
 
 _VERSION = 1
 _CHECKSUM_BYTES = 6
+# Names and ids are 128 characters at most.
+_MAX_TOKEN = 4096
 
 
 def page_size(asked: int) -> int:
@@ -39,24 +43,44 @@ def encode(listing: str, place: Sequence[str]) -> str:
     return base64.urlsafe_b64encode(_checksum(body) + body).decode()
 
 
-def decode(listing: str, token: str) -> list[str]:
-    """The place in a token that `encode` made for the same listing; MALFORMED_REQUEST for any other."""
-    foreign = error(
+def decode(listing: str, token: str, *parts: re.Pattern[str]) -> list[str]:
+    """The place in a token that `encode` made for the same listing, a text of each pattern; MALFORMED_REQUEST else."""
+    try:
+        place = _place(listing, token)
+    except (ValueError, RecursionError) as cause:
+        raise _foreign() from cause
+    if len(place) != len(parts):
+        raise _foreign()
+    for text, pattern in zip(place, parts, strict=True):
+        if not isinstance(text, str) or not pattern.fullmatch(text):
+            raise _foreign()
+    return place
+
+
+def _place(listing: str, token: str) -> list[str]:
+    """What the token holds, of any type yet. `ValueError`, `RecursionError` where it is no token of the listing."""
+    # The checksum finds mistakes, not forgeries: whoever reads this file can make one.
+    if len(token) > _MAX_TOKEN:
+        raise ValueError("too long")
+    raw = base64.b64decode(token.encode("ascii"), altchars=b"-_", validate=True)
+    checksum, body = raw[:_CHECKSUM_BYTES], raw[_CHECKSUM_BYTES:]
+    if checksum != _checksum(body):
+        raise ValueError("another checksum")
+    found = json.loads(body.decode())
+    if not isinstance(found, list) or found[:2] != [_VERSION, listing]:
+        raise ValueError("of another list")
+    # Half of a surrogate pair is JSON, but no text that a database takes.
+    json.dumps(found, ensure_ascii=False).encode()
+    place: list[str] = found[2:]
+    return place
+
+
+def _foreign() -> GradruleError:
+    return error(
         errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
         "page_token is not one that this list gave out; start again without one, and keep the filter from page to page",
         field="page_token",
     )
-    try:
-        raw = base64.b64decode(token.encode("ascii"), altchars=b"-_", validate=True)
-    except (UnicodeEncodeError, binascii.Error) as cause:
-        raise foreign from cause
-    checksum, body = raw[:_CHECKSUM_BYTES], raw[_CHECKSUM_BYTES:]
-    if checksum != _checksum(body):
-        raise foreign
-    version, of_listing, *place = json.loads(body)
-    if version != _VERSION or of_listing != listing:
-        raise foreign
-    return [str(part) for part in place]
 
 
 def _checksum(body: bytes) -> bytes:

@@ -55,8 +55,8 @@ class HeldBlobs:
 class ProgramRegistry:
     """A tenant's programs in a store, which hold their blobs. Blocking; safe to use from several threads.
 
-    room: for how many there is room; without it, without end. held: what holds the blobs of the store's programs, where
-    several registries share a store.
+    room, bytes_room: for how many there is room, and for how many bytes; without it, without end. held: what holds the
+    blobs of the store's programs, where several registries share a store.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class ProgramRegistry:
         *,
         tenant: str = DEFAULT_TENANT,
         room: Allowance | None = None,
+        bytes_room: Allowance | None = None,
         held: HeldBlobs | None = None,
     ) -> None:
         self._store = store
@@ -73,7 +74,8 @@ class ProgramRegistry:
         self._tenant = tenant
         self._changing = threading.Lock()
         self._identities = store.program_identities(tenant)
-        self._room = room
+        self._room = room or Allowance.without_end()
+        self._bytes_room = bytes_room or Allowance.without_end()
         self._held = held or HeldBlobs(store, blobs)
 
     def __len__(self) -> int:
@@ -118,13 +120,15 @@ class ProgramRegistry:
             kept.create_time.FromMicroseconds(now_us)
             row = ProgramRow(program_id, identity, kept.SerializeToString(), now_us)
             content = ProgramContent(_without_graph(spec), self._graph_bytes(spec), snapshot)
-            with contextlib.ExitStack() as undo:
-                if self._room is not None:
-                    self._room.take()
-                    undo.callback(self._room.give_back)
+            with self._room.taken(), contextlib.ExitStack() as taken, contextlib.ExitStack() as undo:
                 self._held.hold(self._blobs, self._tenant, program_id, blobs_of(spec))
                 undo.callback(self._held.let_go, self._blobs, self._tenant, program_id)
-                self._store.add_program(row, content, self._tenant)
+                self._store.add_program(
+                    row,
+                    content,
+                    self._tenant,
+                    before=lambda size: taken.enter_context(self._bytes_room.taken(size)),
+                )
                 undo.pop_all()
             self._identities[program_id] = identity
         return StoredProgram(program_id, identity, kept)
@@ -146,15 +150,18 @@ class ProgramRegistry:
         return spec, content.snapshot
 
     def list(self, page_size: int, page_token: str) -> tuple[list[StoredProgram], str]:
-        """A page by id, without overrides and defaulted, and the next page's token; MALFORMED_REQUEST."""
+        """A page by id, without overrides and defaulted, and the next page's token; MALFORMED_REQUEST.
+
+        What was kept for a page has at most `paging.MAX_PAGE_BYTES`, whatever its size.
+        """
         size = paging.page_size(page_size)
-        after = paging.decode(_LISTING, page_token)[0] if page_token else ""
-        rows = self._store.programs_after(after, size + 1, self._tenant)
-        page = [_stored(row) for row in rows[:size]]
+        after = paging.decode(_LISTING, page_token, _ID)[0] if page_token else ""
+        rows, has_more = self._store.programs_after(after, size, paging.MAX_PAGE_BYTES, self._tenant)
+        page = [_stored(row) for row in rows]
         for item in page:
             item.program.ClearField("overrides")
             item.program.ClearField("defaulted")
-        return page, paging.encode(_LISTING, [page[-1].id]) if len(rows) > size else ""
+        return page, paging.encode(_LISTING, [page[-1].id]) if has_more else ""
 
     def delete(self, name: str) -> None:
         """Forgets a program; PROGRAM_NOT_FOUND."""
@@ -162,11 +169,11 @@ class ProgramRegistry:
         with self._changing:
             if program_id not in self._identities:
                 raise self._not_found(name)
-            self._store.remove_program(program_id, self._tenant)
+            freed = self._store.remove_program(program_id, self._tenant)
             del self._identities[program_id]
             self._held.let_go(self._blobs, self._tenant, program_id)
-            if self._room is not None:
-                self._room.give_back()
+            self._room.give_back()
+            self._bytes_room.give_back(freed)
 
     def _graph_bytes(self, spec: program_pb2.ProgramSpec) -> bytes:
         match spec.graph.WhichOneof("source"):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import re
 import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+
+from google.protobuf.message import DecodeError
 
 from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, Resource, did_you_mean, error
@@ -15,14 +18,18 @@ from gradrule_server.policy import Bounds
 from gradrule_server.quotas import Allowance
 from gradrule_server.registry import paging
 from gradrule_server.registry.names import BUILTIN_PREFIX, Names, RuleEntry, by_name
-from gradrule_server.registry.store import DEFAULT_TENANT, RuleRow, Store, StoreError
+from gradrule_server.registry.store import DEFAULT_TENANT, RuleRow, Store, StoreError, size_of
 from gradrule_server.rules import RuleContent, write_param
 from gradrule_server.rules.catalogue import BUILTINS, BuiltinRule
 
 _PREFIX = "rules/"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
+_PLACE = (re.compile("[012]"), re.compile(".*", re.DOTALL))
 _RESERVED = frozenset({"default", "inline"})
 _SHOWN_EXPRESSION = 120
+# Rules stay in memory: they are for reading, not for data.
+_MAX_DESCRIPTION = 8 * 1024
+_MAX_DEFINITION = 1024 * 1024
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
@@ -46,8 +53,9 @@ class Shipped:
 class RuleRegistry:
     """A tenant's rules. Safe to use from several threads; only `create` and `delete` block, on the disk.
 
-    shipped: what lies below; op types alone mean the catalogue too. room: for how many rules there is room; without it,
-    without end. `StoreError` where a kept rule cannot be read by this version of the server.
+    shipped: what lies below; op types alone mean the catalogue too. room, bytes_room: for how many rules there is room,
+    and for how many bytes of them; without it, without end. `StoreError` where a kept rule cannot be read by this
+    version of the server.
     """
 
     def __init__(
@@ -57,11 +65,13 @@ class RuleRegistry:
         *,
         tenant: str = DEFAULT_TENANT,
         room: Allowance | None = None,
+        bytes_room: Allowance | None = None,
         bounds: Bounds | None = None,
     ) -> None:
         self._store = store
         self._tenant = tenant
-        self._room = room
+        self._room = room or Allowance.without_end()
+        self._bytes_room = bytes_room or Allowance.without_end()
         self._bounds = bounds or Bounds()
         self._changing = threading.Lock()
         self._revision = 0
@@ -100,6 +110,7 @@ class RuleRegistry:
         raises.
         """
         name = _valid_name(name)
+        _check_size(definition, description)
         content = RuleContent.from_definition(definition)
         refused = content.refused(self._bounds)
         if refused:
@@ -118,14 +129,8 @@ class RuleRegistry:
                 time.time_ns() // 1000,
             )
             entry = _user_entry(row, content)
-            if self._room is not None:
-                self._room.take()
-            try:
+            with self._room.taken(), self._bytes_room.taken(entry.size):
                 self._store.add_rule(row, self._tenant)
-            except BaseException:
-                if self._room is not None:
-                    self._room.give_back()
-                raise
             self._replace(replace(names, user={**names.user, name: entry}))
         return entry
 
@@ -150,17 +155,22 @@ class RuleRegistry:
             if entry.name not in self._names.user:
                 raise self._unknown(name)
             self._store.remove_rule(entry.name, self._tenant)
-            if self._room is not None:
-                self._room.give_back()
+            self._room.give_back()
+            self._bytes_room.give_back(entry.size)
             user = {key: kept for key, kept in self._names.user.items() if key != entry.name}
             self._replace(replace(self._names, user=user))
 
     def list(self, kind: rule_pb2.RuleKind.ValueType, page_size: int, page_token: str) -> tuple[list[RuleEntry], str]:
-        """A page in the order of kind (USER, BUILTIN, OP), then name, and the next page's token; MALFORMED_REQUEST."""
+        """A page in the order of kind (USER, BUILTIN, OP), then name, and the next page's token; MALFORMED_REQUEST.
+
+        A page has at most `paging.MAX_PAGE_BYTES`, whatever its size.
+        """
         size = paging.page_size(page_size)
         listing = f"rules/{kind}"
-        order, name = paging.decode(listing, page_token) if page_token else ("0", "")
+        order, name = paging.decode(listing, page_token, *_PLACE) if page_token else ("0", "")
         found = self._names.after(kind, (int(order), name), size + 1)
+        ends = itertools.accumulate(entry.size for _, entry in found[:size])
+        size = max(1, sum(end <= paging.MAX_PAGE_BYTES for end in ends))
         page = [entry for _, entry in found[:size]]
         if len(found) <= size:
             return page, ""
@@ -215,12 +225,28 @@ def _valid_name(name: str) -> str:
     raise error(errors_pb2.ERROR_REASON_INVALID_RULE, problem, field="rule.name")
 
 
+def _check_size(definition: rule_pb2.RuleDefinition, description: str) -> None:
+    """LIMIT_EXCEEDED for what is too large to be kept."""
+    sizes = (
+        ("description", len(description.encode()), _MAX_DESCRIPTION),
+        ("definition", definition.ByteSize(), _MAX_DEFINITION),
+    )
+    for part, size, most in sizes:
+        if size > most:
+            raise error(
+                errors_pb2.ERROR_REASON_LIMIT_EXCEEDED,
+                f"the rule's {part} has {size} bytes; a rule that is kept has at most {most}",
+                field=f"rule.{part}",
+            )
+
+
 def _kept_entry(store: Store, row: RuleRow) -> RuleEntry:
     try:
         content = RuleContent.from_kept(row.name, rule_pb2.RuleDefinition.FromString(row.definition))
-    except GradruleError as cause:
+    except (DecodeError, GradruleError) as cause:
+        why = cause.message if isinstance(cause, GradruleError) else cause
         raise StoreError(
-            f"the rule {row.name!r} in {store.path} cannot be read by this server ({cause.message}); start the version "
+            f"the rule {row.name!r} in {store.path} cannot be read by this server ({why}); start the version "
             "that wrote it and delete the rule, or move the file away to begin with an empty registry"
         ) from cause
     return _user_entry(row, content)
@@ -236,6 +262,7 @@ def _user_entry(row: RuleRow, content: RuleContent) -> RuleEntry:
         create_time=_EPOCH + datetime.timedelta(microseconds=row.create_time_us),
         per_sample=content.per_sample,
         formula=content.expression or "",
+        size=size_of(row),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Column, ForeignKey, Integer, LargeBinary, MetaData, String, Table
+from sqlalchemy import Column, ForeignKeyConstraint, Index, Integer, LargeBinary, MetaData, String, Table
 
 SCHEMA_VERSION = 2
 
@@ -26,10 +26,12 @@ rules = Table(
     Column("create_time_us", Integer, nullable=False),
 )
 
-# Graphs by the SHA-256 of their bytes, so that programs over one graph share it, whoever they belong to.
+# Graphs by the SHA-256 of their bytes, so that a tenant's programs over one graph share it. Tenants share none: the
+# time that keeping a graph takes would tell whether another has it.
 blobs = Table(
     "blobs",
     metadata,
+    Column("tenant", String, primary_key=True),
     Column("digest", String, primary_key=True),
     Column("content", LargeBinary, nullable=False),
 )
@@ -41,9 +43,11 @@ programs = Table(
     Column("tenant", String, primary_key=True),
     Column("id", String, primary_key=True),
     Column("identity", String, nullable=False),
-    Column("graph_digest", String, ForeignKey("blobs.digest"), nullable=False, index=True),
+    Column("graph_digest", String, nullable=False),
     Column("spec", LargeBinary, nullable=False),
     Column("snapshot", LargeBinary, nullable=False),
     Column("summary", LargeBinary, nullable=False),
     Column("create_time_us", Integer, nullable=False),
+    ForeignKeyConstraint(["tenant", "graph_digest"], ["blobs.tenant", "blobs.digest"]),
+    Index("ix_programs_graph", "tenant", "graph_digest"),
 )

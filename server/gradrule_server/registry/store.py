@@ -11,16 +11,20 @@ import logging
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from sqlalchemy import (
     URL,
+    ColumnElement,
     Connection,
     Engine,
+    LargeBinary,
     Select,
+    Table,
+    cast,
     create_engine,
     delete,
     event,
@@ -33,6 +37,8 @@ from sqlalchemy import (
 from sqlalchemy.exc import DatabaseError, OperationalError
 from sqlalchemy.pool import ConnectionPoolEntry
 
+from gradrule.v1 import errors_pb2
+from gradrule_server.errors import GradruleError, error
 from gradrule_server.registry.lock import FolderInUseError, FolderLock
 from gradrule_server.registry.migrations import migrate, sync
 from gradrule_server.registry.schema import SCHEMA_VERSION, blobs, meta, metadata, programs, rules
@@ -81,6 +87,8 @@ class ProgramContent:
 class Store:
     """The registry's file in `folder`, which is made where missing. Blocking; safe to use from several threads.
 
+    Adding raises QUOTA_EXCEEDED where the disk is full, and adds nothing then.
+
     Raises `StoreError` where the folder cannot be used, another server holds it, or its file is damaged or of another
     version.
     """
@@ -104,7 +112,7 @@ class Store:
             self._open()
         except BaseException as cause:
             self.close()
-            if isinstance(cause, OperationalError | OSError):
+            if isinstance(cause, OperationalError | OSError | GradruleError):
                 raise StoreError(f"{self.path} cannot be opened: {_original(cause)}") from cause
             if isinstance(cause, DatabaseError | sqlite3.DatabaseError):
                 raise self._damaged(str(_original(cause))) from cause
@@ -140,6 +148,11 @@ class Store:
                 connection.execute(select(func.count()).select_from(programs)).scalar_one(),
             )
 
+    def kept_bytes(self, tenant: str | None = None) -> int:
+        """Bytes of rules and programs, of one tenant or of all; see `size_of`."""
+        with self._read() as connection:
+            return sum(connection.execute(_kept_bytes(*columns, tenant)).scalar_one() for columns in _COUNTED)
+
     def program_identities(self, tenant: str = DEFAULT_TENANT) -> dict[str, str]:
         """The identity of every program of a tenant by its id."""
         query = select(programs.c.id, programs.c.identity).where(programs.c.tenant == tenant)
@@ -158,11 +171,23 @@ class Store:
         with self._read() as connection:
             return [(row.tenant, row.id, row.spec) for row in connection.execute(query)]
 
-    def programs_after(self, program_id: str, count: int, tenant: str = DEFAULT_TENANT) -> list[ProgramRow]:
-        """At most `count` programs of a tenant whose ids come after `program_id`, by id."""
-        query = _program_rows(tenant).where(programs.c.id > program_id).order_by(programs.c.id).limit(count)
-        with self._read() as connection:
-            return [ProgramRow(**row._mapping) for row in connection.execute(query)]
+    def programs_after(
+        self, program_id: str, count: int, max_bytes: int, tenant: str = DEFAULT_TENANT
+    ) -> tuple[list[ProgramRow], bool]:
+        """Programs of a tenant whose ids come after `program_id`, by id, and whether there are more.
+
+        At most `count`, and so many that their summaries have at most `max_bytes`; one has any number.
+        """
+        query = _program_rows(tenant).where(programs.c.id > program_id).order_by(programs.c.id).limit(count + 1)
+        found: list[ProgramRow] = []
+        # Row by row: what does not fit is not read.
+        with self._read() as connection, connection.execute(query) as rows:
+            for row in rows:
+                max_bytes -= len(row.summary)
+                if len(found) == count or (found and max_bytes < 0):
+                    return found, True
+                found.append(ProgramRow(**row._mapping))
+        return found, False
 
     def program_content(self, program_id: str, identity: str, tenant: str = DEFAULT_TENANT) -> ProgramContent | None:
         """What a program is compiled from. `StoreError` where the graph's bytes are not what was stored."""
@@ -179,12 +204,25 @@ class Store:
             raise self._damaged(f"the graph of program {program_id!r} is not what was stored")
         return ProgramContent(row.spec, row.content, row.snapshot)
 
-    def add_program(self, row: ProgramRow, content: ProgramContent, tenant: str = DEFAULT_TENANT) -> None:
-        """Adds a program under an id that is free, and its graph where it is new."""
+    def add_program(
+        self,
+        row: ProgramRow,
+        content: ProgramContent,
+        tenant: str = DEFAULT_TENANT,
+        *,
+        before: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Adds a program under an id that is free, and its graph where it is new to the tenant.
+
+        `before` is told how many bytes that takes, and may raise, so that nothing is added.
+        """
         digest = hashlib.sha256(content.graph).hexdigest()
+        is_there = select(blobs.c.digest).where(blobs.c.tenant == tenant, blobs.c.digest == digest)
         with self._write() as connection:
-            if connection.execute(select(blobs.c.digest).where(blobs.c.digest == digest)).one_or_none() is None:
-                connection.execute(insert(blobs).values(digest=digest, content=content.graph))
+            is_new = connection.execute(is_there).one_or_none() is None
+            before(len(row.summary) + len(content.spec) + len(content.snapshot) + (len(content.graph) if is_new else 0))
+            if is_new:
+                connection.execute(insert(blobs).values(tenant=tenant, digest=digest, content=content.graph))
             connection.execute(
                 insert(programs).values(
                     asdict(row)
@@ -192,14 +230,20 @@ class Store:
                 )
             )
 
-    def remove_program(self, program_id: str, tenant: str = DEFAULT_TENANT) -> None:
-        """Removes a program, and its graph where no other program has it."""
+    def remove_program(self, program_id: str, tenant: str = DEFAULT_TENANT) -> int:
+        """Removes a program, and its graph where no other program of the tenant has it; how many bytes that frees."""
         is_meant = (programs.c.tenant == tenant) & (programs.c.id == program_id)
         with self._write() as connection:
-            digest = connection.execute(select(programs.c.graph_digest).where(is_meant)).scalar_one_or_none()
+            found = connection.execute(select(programs.c.graph_digest, _PROGRAM_BYTES).where(is_meant)).one_or_none()
+            if found is None:
+                return 0
+            digest, freed = found
             connection.execute(delete(programs).where(is_meant))
-            still_used = exists().where(programs.c.graph_digest == digest)
-            connection.execute(delete(blobs).where(blobs.c.digest == digest, ~still_used))
+            still_used = exists().where(programs.c.tenant == tenant, programs.c.graph_digest == digest)
+            is_unused = (blobs.c.tenant == tenant) & (blobs.c.digest == digest) & ~still_used
+            graph = connection.execute(select(func.length(blobs.c.content)).where(is_unused)).scalar_one_or_none()
+            connection.execute(delete(blobs).where(is_unused))
+            return int(freed) + (graph or 0)
 
     def _open(self) -> None:
         """Checks the file, or makes the tables where it is new."""
@@ -237,8 +281,32 @@ class Store:
 
     @contextmanager
     def _write(self) -> Iterator[Connection]:
-        with self._writing, self._engine.begin() as connection:
-            yield connection
+        try:
+            with self._writing, self._engine.begin() as connection:
+                yield connection
+        except OperationalError as cause:
+            if getattr(cause.orig, "sqlite_errorcode", None) != sqlite3.SQLITE_FULL:
+                raise
+            raise error(
+                errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
+                "the disk that the server keeps rules and programs on is full; whoever runs the server can make room",
+            ) from cause
+
+
+def size_of(row: RuleRow) -> int:
+    """Bytes that count of a rule; of a program its summary, spec and snapshot do, and its graph, once for a tenant."""
+    return len(row.definition) + len(row.description.encode())
+
+
+# Of bytes the length is known without reading them, of text it is not.
+_RULE_BYTES = func.length(rules.c.definition) + func.length(cast(rules.c.description, LargeBinary))
+_PROGRAM_BYTES = func.length(programs.c.summary) + func.length(programs.c.spec) + func.length(programs.c.snapshot)
+_COUNTED = ((rules, _RULE_BYTES), (programs, _PROGRAM_BYTES), (blobs, func.length(blobs.c.content)))
+
+
+def _kept_bytes(table: Table, size: ColumnElement[int], tenant: str | None) -> Select[int]:
+    query = select(func.coalesce(func.sum(size), 0)).select_from(table)
+    return query if tenant is None else query.where(table.c.tenant == tenant)
 
 
 def _program_rows(tenant: str) -> Select[tuple[str, str, bytes, int]]:
@@ -246,9 +314,21 @@ def _program_rows(tenant: str) -> Select[tuple[str, str, bytes, int]]:
     return select(*columns).where(programs.c.tenant == tenant)
 
 
+def logs_of(path: Path) -> list[Path]:
+    """Files beside a database's, from which SQLite takes over what a process that was killed wrote last."""
+    found = (path.with_name(path.name + end) for end in ("-wal", "-shm", "-journal"))
+    return [log for log in found if log.exists()]
+
+
 def _create_file(path: Path) -> None:
     """An empty file that only its owner reads, whose name outlives a power failure; SQLite syncs only contents."""
     if not path.exists():
+        leftovers = " and ".join(log.name for log in logs_of(path))
+        if leftovers:
+            raise StoreError(
+                f"{path} is gone, but {leftovers} of it is there, which belongs to it and not to a new one; bring "
+                f"{path.name} back beside it, or move {leftovers} away to begin with an empty registry"
+            )
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
         sync(path.parent)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,8 +38,8 @@ def shared(tmp_path: Path) -> Iterator[Shared]:
             blobs,
             LoadedPrograms(engine, blobs, 10, 1000),
             graphs.Limits(nodes=10, inlined_nodes=10, call_depth=2, graph_bytes=100),
-            server=dict.fromkeys(KINDS, 6),
-            tenant=dict.fromkeys(KINDS, 4),
+            server=dict.fromkeys(KINDS, 6) | {"registry_bytes": 60},
+            tenant=dict.fromkeys(KINDS, 4) | {"registry_bytes": 40},
             tenant_blob_bytes=500,
             cache_capacity=10,
             cache_bytes=1000,
@@ -110,6 +111,32 @@ async def test_who_comes_back_finds_what_was_kept(found: Tenants, shared: Shared
     # The whole goes on counting what a tenant left there.
     await fill_up(found)
     assert shared.store.counts() == (6, 0)
+
+
+async def test_bytes_of_rules_are_bounded_and_counted_for_who_comes_back(shared: Shared, trimming: None) -> None:
+    size = DEFINITION.ByteSize()
+    server, tenant = ({**whole, "registry_bytes": 0} for whole in (shared.server, shared.tenant))
+    server["registry_bytes"], tenant["registry_bytes"] = 5 * size, 3 * size
+    found = Tenants(replace(shared, server=server, tenant=tenant), SHIPPED)
+    ada = await found.load("ada")
+    ada.rules.create("a", DEFINITION, "")
+    ada.rules.create("b", DEFINITION, "")
+    pass_by(found, ada)
+    for number in range(10):
+        pass_by(found, await found.load(f"t{number}"))
+    assert found.loaded("ada") is None
+    again, other = await found.load("ada"), await found.load("other")
+    assert again.room["registry_bytes"].used == 2 * size
+    with pytest.raises(GradruleError, match="--tenant-registry-bytes"):
+        again.rules.create("c", DEFINITION, "d" * (size + 1))
+    again.rules.create("c", DEFINITION, "")
+    with pytest.raises(GradruleError, match="--max-registry-bytes"):
+        other.rules.create("c", DEFINITION, "d" * (size + 1))
+    # A server that starts anew has counted the same.
+    anew = Tenants(replace(shared, server={**server, "registry_bytes": 4 * size}), SHIPPED)
+    (await anew.load("other")).rules.create("c", DEFINITION, "")
+    with pytest.raises(GradruleError, match="--max-registry-bytes"):
+        (await anew.load("other")).rules.create("d", DEFINITION, "")
 
 
 async def fill_up(found: Tenants) -> None:

@@ -98,7 +98,7 @@ def test_a_file_that_is_gone_or_broken_leaves_what_held(tmp_path: Path, caplog: 
     ("pem", "why"),
     [
         (b"", "no public key in PEM"),
-        (b"-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n", "that can be read"),
+        (b"-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n", "of no use"),
         (public(rsa.generate_private_key(65537, 1024)), "RSA of 2048 bits"),
         (public(ec.generate_private_key(ec.SECP384R1())), "P-256"),
         (public(ed448.Ed448PrivateKey.generate()), "Ed25519"),
@@ -121,7 +121,9 @@ def test_a_private_key_is_not_taken(tmp_path: Path) -> None:
     [
         ("", "can be read"),
         ("[]", "can be read"),
-        ('{"keys": [{"kty": "EC"}]}', "can be read"),
+        ('{"keys": [7]}', "can be read"),
+        ('{"keys": [{"kty": "EC", "kid": "curve"}]}', "'curve'"),
+        ('{"keys": [{"kty": "none of these"}]}', "of no use"),
         ('{"keys": []}', "no key for signing"),
         ('{"keys": [{"kty": "oct", "k": "c2VjcmV0c2VjcmV0c2VjcmV0c2VjcmV0"}]}', "kind that is not taken"),
     ],
@@ -129,6 +131,30 @@ def test_a_private_key_is_not_taken(tmp_path: Path) -> None:
 def test_sets_of_keys_that_are_not_taken(tmp_path: Path, jwks: str, why: str) -> None:
     with pytest.raises(JwtKeyError, match=why):
         jwts(tmp_path, jwks=jwks)
+
+
+def test_keys_of_other_kinds_do_not_hinder_those_of_the_set_that_are_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = ec.generate_private_key(ec.SECP256R1())
+    other = ec.generate_private_key(ec.SECP384R1())
+    curve = jwt.algorithms.ECAlgorithm
+    keys = [
+        curve.to_jwk(other.public_key(), as_dict=True) | {"kid": "other curve"},
+        jwt.algorithms.RSAAlgorithm.to_jwk(rsa.generate_private_key(65537, 1024).public_key(), as_dict=True)
+        | {"kid": "short"},
+        {"kty": "AKP", "kid": "later kind"},
+        {"kty": "EC", "crv": "P-256", "kid": "broken"},
+        curve.to_jwk(good.public_key(), as_dict=True) | {"kid": "good"},
+    ]
+    found = jwts(tmp_path, jwks=json.dumps({"keys": keys}))
+    claims = {"iss": "i", "aud": "a", "exp": time.time() + 60, "sub": "ada"}
+    assert found.find(jwt.encode(claims, good, "ES256", {"kid": "good"})) is not None
+    assert found.find(jwt.encode(claims, other, "ES384", {"kid": "other curve"})) is None
+    assert all(repr(key["kid"]) in caplog.text for key in keys[:-1])
+    assert "'good'" not in caplog.text
+    with pytest.raises(JwtKeyError, match=r"'other curve'.*'short'"):
+        jwts(tmp_path, jwks=json.dumps({"keys": keys[:-1]}))
 
 
 def test_whose_web_tokens_are_administrators(tmp_path: Path) -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import signal
+import sqlite3
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +16,13 @@ from pathlib import Path
 import pytest
 
 from gradrule.v1 import program_pb2, rule_pb2, tensor_pb2
+from gradrule_server.errors import GradruleError
 from gradrule_server.registry.backup import BackupError, backup, check, restore
 from gradrule_server.registry.blobs import BlobStore
+from gradrule_server.registry.rules import RuleRegistry
 from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store
+from gradrule_server.rules import RuleContent
+from tests.unit.registry.version_1 import version_1
 
 DEFINITION = rule_pb2.RuleDefinition(expression="3 * dy").SerializeToString()
 
@@ -69,6 +78,58 @@ def test_what_was_copied_comes_back(store: Store, data: Path, tmp_path: Path) ->
     assert blobs.of("ada").read(hashlib.sha256(b"weights").hexdigest()) == b"weights"
     again.close()
     assert not check(tmp_path / "again").problems
+
+
+LEFTOVERS = ("gradrule.db-wal", "gradrule.db-shm", "gradrule.db-journal")
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from gradrule_server.registry.store import RuleRow, Store
+
+store = Store(Path(sys.argv[1]))
+for name in ("old", "older"):
+    store.add_rule(RuleRow(name, b"", "", 1))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_server_left_does_not_replace_what_is_brought_back(
+    store: Store, data: Path, tmp_path: Path
+) -> None:
+    backup(data, tmp_path / "copy")
+    again = tmp_path / "again"
+    child = subprocess.run([sys.executable, "-c", _KILLED, str(again)], check=False)
+    assert child.returncode == -signal.SIGKILL
+    (again / "gradrule.db").rename(tmp_path / "moved away.db")
+    left = {path.name for path in again.glob("gradrule.db*")}
+    assert left == {"gradrule.db-wal", "gradrule.db-shm"}
+    with pytest.raises(
+        BackupError, match=r"gradrule\.db-wal and gradrule\.db-shm of one that was there.*move them away"
+    ):
+        restore(tmp_path / "copy", again)
+    assert {path.name for path in again.glob("gradrule.db*")} == left
+    for name in left:
+        (again / name).rename(tmp_path / f"moved away.db{name.removeprefix('gradrule.db')}")
+    restore(tmp_path / "copy", again)
+    with contextlib.closing(Store(again)) as opened:
+        assert [row.name for row in opened.rules()] == ["Q"]
+
+
+@pytest.mark.parametrize("name", LEFTOVERS)
+def test_nothing_is_brought_back_beside_a_log(store: Store, data: Path, tmp_path: Path, name: str) -> None:
+    backup(data, tmp_path / "copy")
+    again = tmp_path / "again"
+    again.mkdir()
+    (again / name).write_bytes(b"")
+    with pytest.raises(BackupError, match=f"{name} of one that was there"):
+        restore(tmp_path / "copy", again)
+    (again / name).unlink()
+    (tmp_path / "copy" / name).write_bytes(b"")
+    with pytest.raises(BackupError, match=f"{name} would change"):
+        restore(tmp_path / "copy", again)
+    (tmp_path / "copy" / name).unlink()
+    restore(tmp_path / "copy", again)
 
 
 def test_a_copy_is_one_moment_of_a_registry_in_use(store: Store, data: Path, tmp_path: Path) -> None:
@@ -150,8 +211,68 @@ def test_what_is_wrong_with_a_registry(store: Store, data: Path) -> None:
     for path in (data / "blobs").rglob("*"):
         if path.is_file() and path.read_bytes() == b"weights":
             path.write_bytes(b"changed")
-    problems = check(data).problems
-    assert len(problems) == 2
-    assert any("'broken' of tenant 'ada'" in problem for problem in problems)
+    report = check(data)
+    assert len(report.problems) == len(report.unreadable) == 1
+    assert "'broken' of tenant 'ada'" in report.unreadable[0]
     with pytest.raises(BackupError, match="there is no registry"):
         check(data / "nowhere")
+
+
+def test_what_the_server_opens_is_in_order(store: Store, data: Path, tmp_path: Path) -> None:
+    # Kept before the language got a function of that name.
+    definition = rule_pb2.RuleDefinition(expression="dy * exp")
+    definition.params.add(name="exp").default_value.number = 2
+    with pytest.raises(GradruleError):
+        RuleContent.from_definition(definition)
+    store.add_rule(RuleRow("R", definition.SerializeToString(), "", 1))
+    assert RuleRegistry(store, ["Sign"]).get("R").formula == "dy * exp"
+    for report in (check(data), backup(data, tmp_path / "copy"), restore(tmp_path / "copy", tmp_path / "again")):
+        assert (report.rules, report.unreadable, report.problems) == (3, [], [])
+
+
+def test_what_cannot_be_read_is_told_and_copied(store: Store, data: Path, tmp_path: Path) -> None:
+    store.add_rule(RuleRow("later", rule_pb2.RuleDefinition(expression="dy ** ** x").SerializeToString(), "", 1))
+    content = ProgramContent(b"\xff\xff", b"graph", b"")
+    store.add_program(ProgramRow("q", "same", b"", 5), content)
+    for report in (backup(data, tmp_path / "copy"), restore(tmp_path / "copy", tmp_path / "again")):
+        assert [sentence[:18] for sentence in report.unreadable] == ["the rule 'later' o", "the program 'q' of"]
+    with contextlib.closing(Store(tmp_path / "again")) as again:
+        assert [row.name for row in again.rules()] == ["Q", "later"]
+        assert again.program_content("q", "same") == content
+
+
+def test_a_registry_of_the_first_schema_is_copied_as_it_is_and_brought_back_as_it_is_now(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    spec = program_pb2.ProgramSpec()
+    name = put(BlobStore(data / "blobs", 100), b"weights")
+    spec.variables.add(name="w", value={"blob": tensor_pb2.BlobTensor(sha256=name)})
+    file = version_1(data, spec.SerializeToString())
+    before = file.read_bytes()
+    assert not check(data).problems
+    report = backup(data, tmp_path / "copy")
+    assert (report.rules, report.programs, report.tenants, report.blobs) == (1, 1, {"default"}, {name})
+    assert json.loads((tmp_path / "copy" / "backup.json").read_text())["schema_version"] == 1
+    assert file.read_bytes() == before
+
+    restore(tmp_path / "copy", tmp_path / "again")
+    assert sorted(path.name for path in (tmp_path / "again").iterdir() if not path.name.endswith("lock")) == [
+        "blobs",
+        "gradrule.db",
+    ]
+    with contextlib.closing(sqlite3.connect(tmp_path / "again" / "gradrule.db")) as database:
+        version = database.execute("SELECT value FROM meta").fetchone()
+    assert version == ("2",)
+    with contextlib.closing(Store(tmp_path / "again")) as again:
+        assert [row.name for row in again.rules()] == ["Q"]
+        kept = again.program_content("p", "same")
+        assert kept is not None
+        assert (kept.graph, kept.spec) == (b"graph", spec.SerializeToString())
+
+
+def test_a_later_schema_is_not_copied(store: Store, data: Path, tmp_path: Path) -> None:
+    with contextlib.closing(sqlite3.connect(store.path)) as database:
+        database.execute("UPDATE meta SET value = '3'")
+        database.commit()
+    with pytest.raises(BackupError, match=r"schema version is 3.*use the release that wrote it"):
+        backup(data, tmp_path / "copy")

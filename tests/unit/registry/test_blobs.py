@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,6 +103,80 @@ def test_what_is_not_finished_leaves_nothing(tmp_path: Path) -> None:
     large.close()
     large.write(b"late")
     assert (store.held_bytes, files(store)) == (0, set())
+
+
+_DISK = """
+import hashlib, resource, sys
+from pathlib import Path
+from gradrule_server.errors import GradruleError, reason_name
+from gradrule_server.registry.blobs import BlobStore
+
+store = BlobStore(Path(sys.argv[1]), 1 << 20)
+data = b"a" * 100_000
+# No file may grow larger: what a write to a full disk does, part of it included.
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+for pieces in ([data], [data[:49_999], data[49_999:]], [data[:50_000], b"a", b"b"]):
+    upload = store.upload(hashlib.sha256(data).hexdigest())
+    told = ""
+    for piece in pieces:
+        try:
+            upload.write(piece)
+        except GradruleError as refusal:
+            told = f"{reason_name(refusal.reason)}: {refusal.message}"
+    assert told.startswith("QUOTA_EXCEEDED: the disk that the server keeps blobs on is full"), told
+    upload.close()
+    upload.close()
+    assert store.held_bytes == 0, store.held_bytes
+    assert list(store.folder.iterdir()) == []
+small = data[:50_000]
+upload = store.upload(hashlib.sha256(small).hexdigest())
+upload.write(small)
+upload.finish()
+upload.close()
+assert store.held_bytes == 50_000
+"""
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _DISK, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("step", ["fsync", "rename"])
+def test_a_disk_that_is_found_full_at_the_end_is_told_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    store = BlobStore(tmp_path, 20)
+    upload = store.upload(name_of(b"abc"))
+    upload.write(b"abc")
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((os, "fsync") if step == "fsync" else (Path, "rename")), full)
+        found = refusal(upload.finish)
+    assert reason_name(found.reason) == "QUOTA_EXCEEDED"
+    assert "No space left on device" in found.message
+    upload.close()
+    assert (store.held_bytes, files(store)) == (0, set())
+    put(store, b"abc")
+
+
+def test_a_blob_s_name_is_on_the_disk_when_it_is_acknowledged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = BlobStore(tmp_path / "blobs", 20).of("ada")
+    synced: list[tuple[Path, bool]] = []
+    fsync = os.fsync
+
+    def watched(handle: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        synced.append((path, (store.folder / name_of(b"abc")).exists()))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    put(store, b"abc")
+    assert (tmp_path / "blobs", False) in synced
+    assert synced[-1] == (store.folder, True)
 
 
 def test_a_restart_knows_what_is_there_and_in_which_order(tmp_path: Path) -> None:

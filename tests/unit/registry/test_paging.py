@@ -1,12 +1,37 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import json
+import re
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.registry import paging
+from gradrule_server.registry.blobs import BlobStore
+from gradrule_server.registry.programs import ProgramRegistry
+from gradrule_server.registry.rules import RuleRegistry
+from gradrule_server.registry.store import Store
+
+ANY = re.compile(".*", re.DOTALL)
+NUMBER = re.compile("[0-9]")
+
+
+def forged(body: bytes) -> str:
+    """A token with the right checksum, of any body."""
+    return base64.urlsafe_b64encode(paging._checksum(body) + body).decode()
+
+
+def refuses(token: str, *parts: re.Pattern[str]) -> None:
+    with pytest.raises(GradruleError) as refusal:
+        paging.decode("rules/0", token, *parts)
+    assert refusal.value.reason == errors_pb2.ERROR_REASON_MALFORMED_REQUEST
+    assert refusal.value.findings[0].field == "page_token"
 
 
 @pytest.mark.parametrize(("asked", "given"), [(0, 100), (1, 1), (1000, 1000), (5000, 1000)])
@@ -22,7 +47,7 @@ def test_negative_page_size() -> None:
 
 @pytest.mark.parametrize("place", [["0", "straße"], [""], ["a/b", "\x00", "c"]])
 def test_a_token_gives_its_place_back(place: list[str]) -> None:
-    assert paging.decode("rules/0", paging.encode("rules/0", place)) == place
+    assert paging.decode("rules/0", paging.encode("rules/0", place), *[ANY] * len(place)) == place
 
 
 @pytest.mark.parametrize(
@@ -39,7 +64,64 @@ def test_a_token_gives_its_place_back(place: list[str]) -> None:
     ],
 )
 def test_a_foreign_token_is_refused(token: str) -> None:
-    with pytest.raises(GradruleError) as refusal:
-        paging.decode("rules/0", token)
-    assert refusal.value.reason == errors_pb2.ERROR_REASON_MALFORMED_REQUEST
-    assert refusal.value.findings[0].field == "page_token"
+    refuses(token, ANY, ANY)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b"1",
+        b"no JSON",
+        b"\xff",
+        b"[" * 100_000,
+        b"[" * 3_000,
+        b"9" * 4_500,
+        b"[" + b"9" * 2_900 + b"]",
+        b'[1, "rules/0"]',
+        b'[1, "rules/0", "0"]',
+        b'[1, "rules/0", "0", "a", "b"]',
+        b'[1, "rules/0", 0, "a"]',
+        b'[1, "rules/0", "0", null]',
+        b'[1, "rules/0", "0", ["a"]]',
+        b'[1, "rules/0", "x", "a"]',
+        b'[1, "rules/0", "0\\n", "a"]',
+        b'[1, "rules/0", "0", "\\ud800"]',
+        b'[2, "rules/0", "0", "a"]',
+    ],
+    ids=lambda body: body[:24].decode("latin-1"),
+)
+def test_a_forged_token_is_refused(body: bytes) -> None:
+    refuses(forged(body), NUMBER, ANY)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(st.binary() | st.lists(_JSON).map(lambda rest: json.dumps([1, "rules/0", *rest]).encode()))
+def test_whatever_a_token_holds_it_is_a_place_or_refused(body: bytes) -> None:
+    try:
+        first, second = paging.decode("rules/0", forged(body), NUMBER, ANY)
+    except GradruleError as refusal:
+        assert refusal.reason == errors_pb2.ERROR_REASON_MALFORMED_REQUEST
+    else:
+        assert int(first) >= 0
+        second.encode()
+
+
+@pytest.mark.parametrize("place", [[], ["x", "a"], ["9", "a"], ["0"], ["0", "a", "b"], ["\ud800"], ["NO ID"], [7]])
+def test_lists_refuse_what_they_did_not_give_out(tmp_path: Path, place: list[str]) -> None:
+    with contextlib.closing(Store(tmp_path)) as store:
+        rules, programs = RuleRegistry(store, ["Sign"]), ProgramRegistry(store, BlobStore(tmp_path / "blobs", 1))
+        for call in (
+            lambda: rules.list(0, 0, paging.encode("rules/0", place)),
+            lambda: programs.list(0, paging.encode("programs", place)),
+        ):
+            with pytest.raises(GradruleError) as refusal:
+                call()
+            assert refusal.value.reason == errors_pb2.ERROR_REASON_MALFORMED_REQUEST

@@ -9,6 +9,7 @@ import pytest
 from gradrule.v1 import errors_pb2, graph_pb2, override_pb2, program_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.quotas import Allowance
+from gradrule_server.registry import paging
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.programs import ProgramRegistry, StoredProgram
 from gradrule_server.registry.store import Store
@@ -182,3 +183,41 @@ def test_pages_are_by_id_without_overrides(store: Store) -> None:
     with pytest.raises(GradruleError) as refusal:
         registry.list(2, "nonsense")
     assert refusal.value.reason == errors_pb2.ERROR_REASON_MALFORMED_REQUEST
+
+
+def test_bytes_are_counted_as_programs_come_and_go(store: Store) -> None:
+    room = Allowance(10_000, "bytes of rules and programs", "--tenant-registry-bytes")
+    registry = registry_of(store, bytes_room=room)
+    create(registry, "a")
+    one = room.used
+    assert one == store.kept_bytes()
+    create(registry, "a")
+    create(registry, "b")
+    # The graph is there already.
+    assert room.used == store.kept_bytes() == 2 * one - len(GRAPH.SerializeToString())
+    large = spec()
+    large.graph.serialized += bytes(10_000)
+    with pytest.raises(GradruleError, match="--tenant-registry-bytes") as refusal:
+        registry.create("c", large, b"", compiled(), b"")
+    assert refusal.value.reason == errors_pb2.ERROR_REASON_QUOTA_EXCEEDED
+    assert (len(registry), room.used) == (2, store.kept_bytes())
+    registry.delete("a")
+    registry.delete("b")
+    assert room.used == store.kept_bytes() == 0
+
+
+def test_a_page_ends_where_its_programs_are_large(store: Store) -> None:
+    registry = registry_of(store)
+    large = compiled()
+    large.defaulted.append("z" * (paging.MAX_PAGE_BYTES // 3))
+    for number in range(7):
+        registry.create(f"p{number}", spec(), b"", large, b"")
+    huge = compiled()
+    huge.defaulted.append("z" * (paging.MAX_PAGE_BYTES + 1))
+    registry.create("p1-huge", spec(), b"", huge, b"")
+    pages: list[list[str]] = []
+    token = ""
+    while not pages or token:
+        page, token = registry.list(1000, token)
+        pages.append([item.id for item in page])
+    assert pages == [["p0", "p1"], ["p1-huge"], ["p2", "p3"], ["p4", "p5"], ["p6"]]

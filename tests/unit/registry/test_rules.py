@@ -389,12 +389,59 @@ def test_many_create_one_name_and_one_of_them_wins(store: Store) -> None:
     assert [row.definition for row in store.rules()] == [to_proto(registry.get("Q")).definition.SerializeToString()]
 
 
-def test_a_rule_that_this_server_cannot_read_is_named_at_the_start(tmp_path: Path) -> None:
+LATER = expression("word_of_a_later_version(x)").SerializeToString()
+
+
+@pytest.mark.parametrize("later", [LATER, b"\xff\xff"])
+def test_a_rule_that_this_server_cannot_read_is_named_at_the_start(tmp_path: Path, later: bytes) -> None:
     store = Store(tmp_path)
     RuleRegistry(store, OPS).create("Q", expression(QUANTIZE), "")
     with sqlite3.connect(store.path) as connection:
-        later = expression("word_of_a_later_version(x)").SerializeToString()
         connection.execute("UPDATE rules SET definition = ?", (later,))
     with pytest.raises(StoreError, match=r"the rule 'Q' in .*gradrule\.db cannot be read by this server"):
         RuleRegistry(store, OPS)
     store.close()
+
+
+@pytest.mark.parametrize(
+    ("definition", "description", "field"),
+    [
+        (expression("dy"), "d" * (8 * 1024 + 1), "rule.description"),
+        (expression("dy"), "\N{LATIN SMALL LETTER SHARP S}" * (4 * 1024 + 1), "rule.description"),
+        (expression("dy" + " " * (1 << 20)), "", "rule.definition"),
+        (rule_pb2.RuleDefinition(graph=rule_pb2.GraphSource(serialized=bytes(1 << 20))), "", "rule.definition"),
+    ],
+)
+def test_what_is_too_large_is_not_kept(
+    registry: RuleRegistry, definition: rule_pb2.RuleDefinition, description: str, field: str
+) -> None:
+    with pytest.raises(GradruleError, match="has at most") as refusal:
+        registry.create("Q", definition, description)
+    assert refusal.value.reason == errors_pb2.ERROR_REASON_LIMIT_EXCEEDED
+    assert refusal.value.findings[0].field == field
+    assert len(registry) == 0
+    registry.create("Q", expression("dy"), "d" * (8 * 1024))
+
+
+def test_bytes_are_counted_as_rules_come_and_go(store: Store) -> None:
+    room = Allowance(200, "bytes of rules and programs", "--tenant-registry-bytes")
+    registry = RuleRegistry(store, OPS, bytes_room=room)
+    registry.create("a", expression("dy"), "d" * 100)
+    registry.create("a", expression("dy"), "d" * 100)
+    assert 100 < room.used == store.kept_bytes() < 110
+    with pytest.raises(GradruleError, match="--tenant-registry-bytes"):
+        registry.create("b", expression("dy"), "d" * 100)
+    assert room.used == store.kept_bytes()
+    registry.delete("a")
+    assert room.used == store.kept_bytes() == 0
+
+
+def test_a_page_ends_where_its_rules_are_large(store: Store) -> None:
+    registry = RuleRegistry(store, OPS)
+    large = expression("dy", a=1.0)
+    large.params[0].description = "d" * 1_000_000
+    for number in range(9):
+        registry.create(f"r{number}", large, "")
+    assert [len(page) for page in names_of(registry, USER, 1000)] == [4, 4, 1]
+    everything = [name for page in names_of(registry, ANY, 1000) for name in page]
+    assert everything == [name for page in names_of(registry, ANY, 1) for name in page]

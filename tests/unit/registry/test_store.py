@@ -10,8 +10,11 @@ import threading
 from pathlib import Path
 
 import pytest
+from sqlalchemy import event
 
-from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store, StoreError
+from gradrule.v1 import errors_pb2
+from gradrule_server.errors import GradruleError
+from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store, StoreError, size_of
 
 
 def rule(name: str) -> RuleRow:
@@ -79,6 +82,76 @@ def test_programs_share_a_graph_until_the_last_is_gone(store: Store) -> None:
     store.remove_program("p")
     assert store.program_content("q", "same") == content()
     store.remove_program("q")
+    assert blob_count(store) == 0
+
+
+def test_keeping_a_graph_costs_the_same_whoever_has_it(store: Store) -> None:
+    graph = b"graph" * 1_000_000
+
+    def added(tenant: str) -> int:
+        """Pages that keeping the program takes."""
+        with store._read() as connection:
+            before = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
+        store.add_program(program("p"), content(graph), tenant)
+        with store._read() as connection:
+            return int(connection.exec_driver_sql("PRAGMA page_count").scalar_one()) - before
+
+    first, second = added("ada"), added("grace")
+    assert abs(first - second) <= 2
+    assert blob_count(store) == 2
+    store.remove_program("p", "ada")
+    assert blob_count(store) == 1
+    assert store.program_content("p", "same", "ada") is None
+    assert store.program_content("p", "same", "grace") == content(graph)
+
+
+def test_what_is_counted_is_what_adding_and_removing_tell(store: Store) -> None:
+    told: list[int] = []
+    kept = [("p", b"graph", "ada"), ("q", b"graph", "ada"), ("r", b"another", "ada"), ("p", b"graph", "grace")]
+    for name, graph, tenant in kept:
+        store.add_program(program(name), content(graph), tenant, before=told.append)
+    row = len(b"summary of p" + b"spec" + b"snapshot")
+    assert told == [row + 5, row, row + 7, row + 5]
+    described = RuleRow("a", b"definition", "stra\N{LATIN SMALL LETTER SHARP S}e", 1)
+    store.add_rule(described, "ada")
+    assert size_of(described) == 10 + 7
+    assert store.kept_bytes("ada") == sum(told[:3]) + 17
+    assert store.kept_bytes() == sum(told) + 17
+    freed = [store.remove_program(name, tenant) for name, _, tenant in kept]
+    assert freed == [row, row + 5, row + 7, row + 5]
+    assert store.remove_program("p", "ada") == 0
+    store.remove_rule("a", "ada")
+    assert store.kept_bytes() == store.kept_bytes("ada") == 0
+
+
+def test_a_full_disk_is_told_and_nothing_is_added(tmp_path: Path) -> None:
+    Store(tmp_path).close()
+    store = Store(tmp_path)
+
+    @event.listens_for(store._engine, "connect")
+    def bound(connection: sqlite3.Connection, _: object) -> None:
+        # What a full disk is to SQLite: the file does not grow.
+        connection.execute("PRAGMA max_page_count = 20")
+
+    store._engine.dispose()
+    with pytest.raises(GradruleError, match=r"disk .* is full") as refusal:
+        store.add_program(program("p"), content(b"graph" * 100_000))
+    assert refusal.value.reason == errors_pb2.ERROR_REASON_QUOTA_EXCEEDED
+    with pytest.raises(GradruleError, match=r"disk .* is full"):
+        store.add_rule(RuleRow("a", b"definition" * 100_000, "", 1))
+    assert store.counts() == (0, 0)
+    assert blob_count(store) == 0
+    store.add_program(program("p"), content())
+    store.close()
+
+
+def test_what_is_refused_before_it_is_added_is_not_there(store: Store) -> None:
+    def refuse(_: int) -> None:
+        raise ValueError("too much")
+
+    with pytest.raises(ValueError, match="too much"):
+        store.add_program(program("p"), content(), before=refuse)
+    assert store.counts() == (0, 0)
     assert blob_count(store) == 0
 
 
@@ -158,6 +231,18 @@ def test_garbage_is_refused_with_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"damaged.*not a database.*restore it from a copy, or move it away"):
         Store(tmp_path)
     (tmp_path / "gradrule.db").unlink()
+    Store(tmp_path).close()
+
+
+@pytest.mark.parametrize("name", ["gradrule.db-wal", "gradrule.db-shm", "gradrule.db-journal"])
+def test_a_new_file_is_not_made_beside_the_log_of_one_that_is_gone(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(
+        StoreError, match=rf"is gone, but {name} of it is there.*bring gradrule\.db back.*move {name} away"
+    ):
+        Store(tmp_path)
+    assert not (tmp_path / "gradrule.db").exists()
+    (tmp_path / name).unlink()
     Store(tmp_path).close()
 
 

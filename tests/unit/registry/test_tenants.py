@@ -17,9 +17,9 @@ from gradrule_server.registry.blobs import BlobStore, folder_name
 from gradrule_server.registry.programs import HeldBlobs, ProgramRegistry
 from gradrule_server.registry.rules import RuleRegistry, Shipped
 from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store, StoreError
+from tests.unit.registry.version_1 import DEFINITION, version_1
 
 SHIPPED = Shipped.of(["Sign"])
-DEFINITION = rule_pb2.RuleDefinition(expression="3 * dy")
 
 
 def sha(data: bytes) -> str:
@@ -72,7 +72,7 @@ def test_programs_of_one_tenant_are_none_of_another_s(store: Store, tmp_path: Pa
     assert grace.create("mnist", spec, b"", other, b"").identity != stored.identity
     assert (len(ada.list(0, "")[0]), len(grace.list(0, "")[0])) == (1, 1)
     ada.delete("mnist")
-    # The graph that both have stays as long as one does.
+    # Each has the graph for itself.
     assert grace.content(grace.get("mnist"))[0].graph.serialized == b"graph"
 
 
@@ -165,37 +165,6 @@ def test_rooms_are_counted_as_names_come_and_go(store: Store) -> None:
     assert server.used == 2
 
 
-# What releases before there were tenants wrote.
-
-VERSION_1 = """
-CREATE TABLE meta ("key" VARCHAR NOT NULL, value VARCHAR NOT NULL, PRIMARY KEY ("key"));
-CREATE TABLE rules (name VARCHAR NOT NULL, definition BLOB NOT NULL, description VARCHAR NOT NULL,
-    create_time_us INTEGER NOT NULL, PRIMARY KEY (name));
-CREATE TABLE blobs (digest VARCHAR NOT NULL, content BLOB NOT NULL, PRIMARY KEY (digest));
-CREATE TABLE programs (id VARCHAR NOT NULL, identity VARCHAR NOT NULL, graph_digest VARCHAR NOT NULL,
-    spec BLOB NOT NULL, snapshot BLOB NOT NULL, summary BLOB NOT NULL, create_time_us INTEGER NOT NULL,
-    PRIMARY KEY (id), FOREIGN KEY(graph_digest) REFERENCES blobs (digest));
-CREATE INDEX ix_programs_graph_digest ON programs (graph_digest);
-INSERT INTO meta VALUES ('schema_version', '1');
-"""
-
-
-def version_1(folder: Path) -> Path:
-    """A registry of the first schema, as it was made and used: in WAL mode."""
-    file = folder / "gradrule.db"
-    with sqlite3.connect(file) as database:
-        database.execute("PRAGMA journal_mode=WAL")
-        database.executescript(VERSION_1)
-        database.execute("INSERT INTO rules VALUES ('Q', ?, 'kept', 5)", (DEFINITION.SerializeToString(),))
-        database.execute("INSERT INTO blobs VALUES (?, ?)", (sha(b"graph"), b"graph"))
-        database.execute(
-            "INSERT INTO programs VALUES ('p', 'same', ?, ?, ?, ?, 7)",
-            (sha(b"graph"), b"spec", b"snapshot", b"summary"),
-        )
-    database.close()
-    return file
-
-
 def schema(file: Path) -> list[str]:
     database = sqlite3.connect(file)
     found = [row[0] for row in database.execute("SELECT sql FROM sqlite_master WHERE sql NOT NULL ORDER BY name")]
@@ -212,7 +181,9 @@ def test_a_store_of_the_first_schema_becomes_the_first_tenant_s(tmp_path: Path) 
     assert store.rules("ada") == []
     assert store.counts() == (1, 1)
     store.add_rule(RuleRow("Q", b"", "ada's", 6), "ada")
+    store.add_program(ProgramRow("q", "same", b"", 8), ProgramContent(b"", b"graph", b""))
     store.remove_program("p")
+    assert store.program_content("q", "same") == ProgramContent(b"", b"graph", b"")
     store.close()
     # The tables are those that a new store has.
     Store(tmp_path / "new").close()
