@@ -32,9 +32,12 @@ STANDARD_OUTPUT = "-"
 
 _FILE_MODE = 0o600
 _MAX_NAME = 256
-# Refusals of one tenant's: these at once, then so many a second.
+# Lines of one tenant's: these at once, then so many a second. Registrations are what the log is for, but repeating one
+# costs its caller little.
 _REFUSALS_AT_ONCE = 100
 _REFUSALS_PER_SECOND = 1.0
+_REGISTRATIONS_AT_ONCE = 1000
+_REGISTRATIONS_PER_SECOND = 10.0
 
 _log = logging.getLogger(__name__)
 _audit = logging.getLogger("gradrule.audit")
@@ -77,14 +80,17 @@ class _AuditFile(WatchedFileHandler):
 class AuditLog:
     """A sink: writes what is to be written of a request, and of engines' quarantines."""
 
-    def __init__(self, bound: RateBound | None = None) -> None:
-        self._bound = bound or RateBound(_REFUSALS_PER_SECOND, _REFUSALS_AT_ONCE)
+    def __init__(self, refusals: RateBound | None = None, registrations: RateBound | None = None) -> None:
+        self._refusals = refusals or RateBound(_REFUSALS_PER_SECOND, _REFUSALS_AT_ONCE)
+        self._registrations = registrations or RateBound(_REGISTRATIONS_PER_SECOND, _REGISTRATIONS_AT_ONCE)
         self.left_out = 0
         """Lines that were left out since the start, since there were too many."""
 
     def __call__(self, request: Request) -> None:
         done = request.registration
         if done is not None:
+            if not self._registrations.admits(request.tenant):
+                return
             what = {"action": done.action, "kind": done.kind, "name": bounded(done.name, _MAX_NAME)}
             self._write(
                 f"{done.action} {done.kind} {bounded(done.name, _MAX_NAME)}",
@@ -93,22 +99,24 @@ class AuditLog:
                 digest=done.digest,
                 **what,
             )
-        elif _is_refusal(request) and self._bound.admits(request.tenant):
+        elif _is_refusal(request) and self._refusals.admits(request.tenant):
             self._write(
                 f"{request.rpc} {request.reason}", "refusal", request, reason=request.reason, detail=request.message
             )
 
     def quarantined(self, detail: str) -> None:
         """A program is refused from now on, for a while."""
-        if self._bound.admits():
+        if self._refusals.admits():
             _audit.info("quarantine", extra=fields(event="quarantine", detail=detail))
 
     def tell_left_out(self) -> None:
         """Writes how many lines were left out since this was written last, if any were. Not called within requests."""
-        left_out = self._bound.take_left_out()
-        if left_out:
-            self.left_out += left_out
-            _audit.info("%d refusals were left out", left_out, extra=fields(event="left_out", count=left_out))
+        registrations = self._registrations.take_left_out()
+        count = registrations + self._refusals.take_left_out()
+        if count:
+            self.left_out += count
+            told = fields(event="left_out", count=count, registrations=registrations)
+            _audit.info("%d lines were left out, %d of them registrations", count, registrations, extra=told)
 
     def _write(self, message: str, event: str, request: Request, **what: str) -> None:
         who = {"principal": request.principal, "peer": request.peer()}

@@ -127,6 +127,36 @@ def test_refusals_cannot_fill_the_disk(file: Path) -> None:
     assert len(lines(file)) == 5
 
 
+def test_registrations_cannot_fill_the_disk_either(file: Path) -> None:
+    now = [0.0]
+    log = AuditLog(registrations=RateBound(10, 4, lambda: now[0]))
+    rpc, request, answer = MADE[0]
+
+    def register(tenant: str, times: int) -> list[str]:
+        before = len(lines(file))
+        for _ in range(times):
+            make(log, rpc=rpc, tenant=tenant, within=lambda _: note_registration(rpc, request, answer))
+        return [line["event"] for line in lines(file)[before:]]
+
+    assert register("greedy", 50) == ["registration"] * 4
+    assert register("other", 1) == ["registration"]
+    # Refusals have a budget of their own.
+    make(log, fails=refusal("QUOTA_EXCEEDED"), tenant="greedy")
+    log.tell_left_out()
+    refused, told = lines(file)[-2:]
+    assert (refused["event"], told["event"]) == ("refusal", "left_out")
+    assert (told["count"], told["registrations"], log.left_out) == (46, 46, 46)
+    now[0] = 0.2
+    assert register("greedy", 3) == ["registration"] * 2
+
+
+def test_a_thousand_registrations_at_once_are_all_written(file: Path) -> None:
+    log = AuditLog()
+    for _ in range(1500):
+        answered(*MADE[0], log)
+    assert 1000 <= len(lines(file)) < 1500
+
+
 def test_quarantines_are_lines(file: Path) -> None:
     AuditLog().quarantined("0f1e2d: signal 6, twice")
     (line,) = lines(file)
