@@ -82,6 +82,7 @@ class AuditLog:
 
     def __init__(self, refusals: RateBound | None = None, registrations: RateBound | None = None) -> None:
         self._refusals = refusals or RateBound(_REFUSALS_PER_SECOND, _REFUSALS_AT_ONCE)
+        self._quarantines = RateBound(_REFUSALS_PER_SECOND, _REFUSALS_AT_ONCE)
         self._registrations = registrations or RateBound(_REGISTRATIONS_PER_SECOND, _REGISTRATIONS_AT_ONCE)
         self.left_out = 0
         """Lines that were left out since the start, since there were too many."""
@@ -106,13 +107,13 @@ class AuditLog:
 
     def quarantined(self, detail: str) -> None:
         """A program is refused from now on, for a while."""
-        if self._refusals.admits():
+        if self._quarantines.admits():
             _audit.info("quarantine", extra=fields(event="quarantine", detail=detail))
 
     def tell_left_out(self) -> None:
         """Writes how many lines were left out since this was written last, if any were. Not called within requests."""
         registrations = self._registrations.take_left_out()
-        count = registrations + self._refusals.take_left_out()
+        count = registrations + self._refusals.take_left_out() + self._quarantines.take_left_out()
         if count:
             self.left_out += count
             told = fields(event="left_out", count=count, registrations=registrations)

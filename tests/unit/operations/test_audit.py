@@ -93,6 +93,18 @@ def test_each_refusal_is_a_line(file: Path, reason: str) -> None:
     assert (line["event"], line["reason"], line["detail"], line["tenant"]) == ("refusal", reason, "because\n", "bob")
 
 
+def test_strangers_are_nobody_s_tenant_and_use_up_nobody_s_budget(file: Path) -> None:
+    log = AuditLog()
+    for _ in range(150):
+        make(log, fails=refusal("UNAUTHENTICATED"), tenant=None)
+    strangers = lines(file)
+    assert 100 <= len(strangers) < 150
+    assert not any("tenant" in line for line in strangers)
+    make(log, fails=refusal("PERMISSION_DENIED"), tenant="default")
+    log.quarantined("0f1e2d: signal 6, twice")
+    assert [line["event"] for line in lines(file)[len(strangers) :]] == ["refusal", "quarantine"]
+
+
 def test_a_refusal_within_a_stream_is_one_line(file: Path) -> None:
     observer, cause = Observer([AuditLog()]), refusal("QUOTA_EXCEEDED")
 
