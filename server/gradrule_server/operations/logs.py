@@ -14,6 +14,7 @@ from typing import Any, Literal, TextIO
 from gradrule_server.operations.rates import RateBound
 from gradrule_server.operations.request import OK, Request, current
 from gradrule_server.operations.text import bounded, one_line_json, plain
+from gradrule_server.operations.writing import LineHandler
 
 Format = Literal["auto", "json", "text"]
 
@@ -31,7 +32,7 @@ _access = logging.getLogger("gradrule.access")
 def configure(level: str, form: Format, stream: TextIO | None = None) -> None:
     """Logs to a stream (stderr if none is given). `auto`: text on a terminal, JSON elsewhere."""
     stream = sys.stderr if stream is None else stream
-    handler = logging.StreamHandler(stream)
+    handler = LineHandler(stream)
     is_text = form == "text" or (form == "auto" and stream.isatty())
     handler.setFormatter(TextFormatter() if is_text else JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

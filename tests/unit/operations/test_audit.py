@@ -210,11 +210,6 @@ def test_a_full_disk_is_heard_of_once_and_costs_nobody_an_answer(caplog: pytest.
             make(AuditLog(), fails=refusal("PERMISSION_DENIED"))
         assert caplog.text.count("cannot be written") == 1
     finally:
-        # Closing flushes once more.
-        for handler in logging.getLogger("gradrule.audit").handlers:
-            handler.flush = lambda: None  # type: ignore[method-assign]
-        with pytest.raises(OSError, match="space"):
-            audit.configure("")
         audit.configure("")
 
 
