@@ -21,7 +21,7 @@ from tests.service.servers import RunningServer
 TARGET = "0 wrong answers, ≥ 99.9 % answered"
 LONG = 1_000
 SHARE = 0.999
-# The long run waits as threats.md says; a short one must get its kills into half a minute.
+# The long run kills every 1 to 5 s; a short one must get its kills into half a minute.
 _LONG_PAUSE_S = (1.0, 5.0)
 _SHORT_PAUSE_S = (0.7, 2.0)
 _SHORT = 0.1

@@ -125,7 +125,7 @@ def test_an_engine_that_prints_lines_of_any_length_goes_on(narrow: RunningServer
         raw.evaluate(narrow_channel, raw.request(printing), timeout=10.0)
     raw.assert_healthy(narrow_channel)
     assert narrow.engine_pid() == engine
-    assert "zzz… (" in narrow.log.read_text()
+    wait_until(lambda: True if "zzz… (" in narrow.log.read_text() else None, "a line in the log")
 
 
 def test_a_server_without_file_descriptors_for_an_engine_gets_one_later(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -10,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -26,8 +28,18 @@ from gradrule.cli.main import main
 from tests.service import raw
 from tests.service.answers import refused
 from tests.service.collector import Collector, collecting
+from tests.service.guarded import token_command
 from tests.service.health import wait_for_another_engine
-from tests.service.servers import RunningServer, running_server, serve_command, server_environment, wait_until
+from tests.service.servers import (
+    STOP_TIMEOUT_S,
+    RunningServer,
+    running_server,
+    serve_command,
+    server_environment,
+    wait_until,
+)
+
+_MARKS = itertools.count(1)
 
 HOSTILE = 'no\nINFO forged: "line"\x1b[2J\x9b31m\u202e'
 
@@ -54,10 +66,27 @@ class Watched:
 
     def log(self) -> list[dict[str, Any]]:
         """The log's lines; each must be JSON."""
-        return [json.loads(line) for line in self.server.log.read_text().split("\n") if line.startswith("{")]
+        return [json.loads(line) for line in self.log_text().split("\n") if line.startswith("{")]
 
-    def audited(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.audit.read_text().split("\n") if line]
+    def log_text(self) -> str:
+        """What was logged until now: lines are written in order, by a thread that answers do not wait for."""
+        mark = f"mark-{next(_MARKS)}"
+        call(self, "AdminService/GetServerStatus", b"", ("x-request-id", mark))
+
+        def probe() -> str | None:
+            text = self.server.log.read_text()
+            return text if f'"{mark}"' in text and text.endswith("\n") else None
+
+        return wait_until(probe, "line in the log")
+
+    def audited(self, count: int = 0) -> list[dict[str, Any]]:
+        """What the audit log holds, once that are so many lines."""
+
+        def probe() -> list[dict[str, Any]] | None:
+            *lines, rest = self.audit.read_text().split("\n")
+            return [json.loads(line) for line in lines] if len(lines) >= count and not rest else None
+
+        return wait_until(probe, f"{count} lines in the audit log")
 
 
 def free_port() -> int:
@@ -154,7 +183,7 @@ def test_the_audit_log(watched: Watched) -> None:
     client.delete_rule("Audited")
     with refused("RULE_READ_ONLY"):
         client.delete_rule("MatMul")
-    lines = watched.audited()[before:]
+    lines = watched.audited(before + 7)[before:]
     assert [(line.get("action"), line.get("kind"), line.get("name"), line.get("reason")) for line in lines] == [
         ("create", "rule", "rules/Audited", None),
         ("create", "program", program.name, None),
@@ -215,7 +244,7 @@ def test_no_line_of_the_log_can_be_forged(watched: Watched) -> None:
         watched.client.get_rule(HOSTILE)
     with pytest.raises(gr.GradruleError):
         watched.client.evaluate(sign(), {HOSTILE: [1.0]}, fetches=[HOSTILE])
-    text = watched.server.log.read_text()
+    text = watched.log_text()
     assert all(line.isprintable() for line in text.split("\n"))
     assert not any(line.startswith("INFO forged") for line in text.split("\n"))
     assert any("forged" in line["message"] for line in watched.log())
@@ -226,7 +255,7 @@ def test_neither_tensors_nor_tokens_are_in_the_log(watched: Watched) -> None:
         client.evaluate(sign(), {"x": [1234567.0]}, fetches=["y"])
         with refused("MISSING_FEED"):
             client.evaluate(sign(), {}, fetches=["y"])
-    text = watched.server.log.read_text() + watched.audit.read_text()
+    text = watched.log_text() + watched.audit.read_text()
     assert "t0ken-of-mine" not in text
     assert "1234567" not in text
 
@@ -304,10 +333,42 @@ def test_metrics_and_status_are_off_unless_asked_for(server: RunningServer, tmp_
             client.server_status()
         with refused("UNKNOWN_RULE"):
             client.get_rule(HOSTILE)
+        told = "INFO gradrule.access: RuleService/GetRule UNKNOWN_RULE"
+        wait_until(lambda: True if told in plain.log.read_text() else None, "a line in the log")
         text = plain.log.read_text()
-        assert "INFO gradrule.access: RuleService/GetRule UNKNOWN_RULE" in text
         assert "[request_id=" in text
         assert all(line.isprintable() for line in text.split("\n"))
+
+
+def test_a_log_that_nobody_reads_stops_nobody(tmp_path: Path) -> None:
+    """Neither callers nor the end; and whoever has no credential is nobody's tenant."""
+    tokens, audit = tmp_path / "tokens", tmp_path / "audit.jsonl"
+    token = token_command("new", "--tenant", "default", "--file", str(tokens)).strip()
+    flags = ("--port", "0", "--data-dir", str(tmp_path / "registry"), "--spares", "0", "--log-level", "debug")
+    guards = ("--tokens", str(tokens), "--audit-log", str(audit))
+    with subprocess.Popen(
+        serve_command(*flags, *guards), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=server_environment()
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            fcntl.fcntl(process.stderr, fcntl.F_SETPIPE_SZ, 4096)
+            target = process.stdout.readline().decode().removeprefix("gradrule: listening on ").strip()
+            with gr.connect(target, token=token, timeout=30.0) as client:
+                for _ in range(300):
+                    client.evaluate(sign(), {"x": [1.0]}, fetches=["y"])
+                client.create_rule("Unheard", "2 * dy")
+            with gr.connect(target, timeout=30.0) as stranger, refused("UNAUTHENTICATED"):
+                stranger.get_rule("Unheard")
+            waiting = int.from_bytes(fcntl.ioctl(process.stderr, termios.FIONREAD, bytes(4)), sys.byteorder)
+            assert waiting > 3000, "the pipe is not full: this shows nothing"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(STOP_TIMEOUT_S) == 0
+        finally:
+            process.kill()
+    made, turned_away = (json.loads(line) for line in audit.read_text().splitlines())
+    assert (made["event"], made["tenant"]) == ("registration", "default")
+    assert (turned_away["reason"], turned_away.get("tenant")) == ("UNAUTHENTICATED", None)
 
 
 @pytest.mark.parametrize(

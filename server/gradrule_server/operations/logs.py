@@ -14,6 +14,7 @@ from typing import Any, Literal, TextIO
 from gradrule_server.operations.rates import RateBound
 from gradrule_server.operations.request import OK, Request, current
 from gradrule_server.operations.text import bounded, one_line_json, plain
+from gradrule_server.operations.writing import LineHandler
 
 Format = Literal["auto", "json", "text"]
 
@@ -31,7 +32,7 @@ _access = logging.getLogger("gradrule.access")
 def configure(level: str, form: Format, stream: TextIO | None = None) -> None:
     """Logs to a stream (stderr if none is given). `auto`: text on a terminal, JSON elsewhere."""
     stream = sys.stderr if stream is None else stream
-    handler = logging.StreamHandler(stream)
+    handler = LineHandler(stream)
     is_text = form == "text" or (form == "auto" and stream.isatty())
     handler.setFormatter(TextFormatter() if is_text else JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
@@ -82,7 +83,9 @@ def _fields_of(record: logging.LogRecord) -> dict[str, object]:
     own: dict[str, object] = getattr(record, _FIELDS, {})
     request = current()
     if request is not None:
-        found |= {"request_id": request.id, "rpc": request.rpc, "tenant": request.tenant}
+        found |= {"request_id": request.id, "rpc": request.rpc}
+        if request.tenant:
+            found["tenant"] = request.tenant
         if request.trace_id:
             found["trace_id"] = request.trace_id
     for name, value in own.items():
@@ -94,7 +97,8 @@ class AccessLog:
     """A sink: one line for each request, refused ones with reason and message.
 
     Good calls of the RPCs that are called often are logged at debug, all else at info, and the latter no faster than
-    20 a second in the long run, so that nobody's refusals fill a disk.
+    20 a second and tenant in the long run, so that nobody's refusals fill a disk or hide another's. Callers that are
+    not known have one budget together.
     """
 
     def __init__(self, bound: RateBound | None = None) -> None:
@@ -105,7 +109,7 @@ class AccessLog:
         level = logging.DEBUG if is_hot else logging.INFO
         if not _access.isEnabledFor(level):
             return
-        if level >= logging.INFO and not self._bound.admits():
+        if level >= logging.INFO and not self._bound.admits(request.tenant):
             return
         told = f": {request.message}" if request.message else ""
         _access.log(

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gradrule_server.operations.request import Request
+from gradrule_server.operations.request import UNKNOWN_TENANT, Request
 from gradrule_server.operations.sources import EngineStatus, Snapshot, held
 from gradrule_server.operations.tallies import Spread, Tally
 
@@ -43,7 +43,10 @@ _TENANT_GAUGES = {
 
 
 class TenantLabels:
-    """Labels of tenants: a tenant's name for the first so many, `other` for all that come later."""
+    """Labels of tenants: a tenant's name for the first so many, `other` for all that come later.
+
+    Callers that are not known have an empty label.
+    """
 
     def __init__(self, most: int = MAX_TENANTS) -> None:
         self._most = most
@@ -51,7 +54,7 @@ class TenantLabels:
 
     def of(self, tenant: str) -> str:
         """The label of a tenant."""
-        if tenant in self._known:
+        if tenant in self._known or tenant == UNKNOWN_TENANT:
             return tenant
         if len(self._known) >= self._most:
             return OTHER

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from gradrule_server.operations.logs import AccessLog
 from gradrule_server.operations.observer import Observer, Sink
 from gradrule_server.operations.sources import EngineEvent, Sources, snapshot
 from gradrule_server.operations.status import server_status
+from gradrule_server.operations.writing import Background
 
 if TYPE_CHECKING:
     from gradrule_server.operations.exposition import MetricsPage
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
     from gradrule_server.operations.tracing import Tracing
 
 _TELL_LEFT_OUT_S = 10.0
+# How long a server that stops waits for a log that takes nothing.
+_DRAIN_S = 2.0
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,7 @@ class Operations:
         self._tracing: Tracing | None = None
         self._telling: asyncio.Task[None] | None = None
         audit.configure(settings.audit_log)
+        self._lines, self._audit_lines = Background(logging.getLogger()), Background(audit.LOGGER)
         sinks: list[Sink] = [self._access, self._audit]
         if settings.metrics_port:
             # The extra packages are imported by those alone who ask for them.
@@ -79,6 +86,8 @@ class Operations:
     async def start(self, sources: Sources) -> None:
         """Serves the metrics. `OSError` where the address is taken."""
         self._sources = sources
+        self._lines.start()
+        self._audit_lines.start()
         self._telling = asyncio.create_task(self._tell_left_out(), name="operations")
         if self._metrics is not None:
             from gradrule_server.operations.exposition import MetricsPage
@@ -87,17 +96,23 @@ class Operations:
             await self._page.start(self._settings.metrics_host, self._settings.metrics_port)
 
     async def stop(self) -> None:
-        """Tells what is left to be told, and stops."""
+        """Tells what is left to be told, and stops; where nobody reads the log, for a few seconds at most."""
         if self._telling is not None:
             self._telling.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._telling
         if self._page is not None:
             await self._page.stop()
-        self._access.tell_left_out()
-        self._audit.tell_left_out()
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
+        if await self._drain():
+            self._tell()
+            await self._drain()
+
+    async def _drain(self) -> bool:
+        """Waits for a while until all lines are written; whether they are."""
+        both = (asyncio.to_thread(lines.drain, _DRAIN_S) for lines in (self._lines, self._audit_lines))
+        return all(await asyncio.gather(*both))
 
     def _refresh(self) -> None:
         if self._metrics is not None and self._sources is not None:
@@ -106,5 +121,14 @@ class Operations:
     async def _tell_left_out(self) -> None:
         while True:
             await asyncio.sleep(_TELL_LEFT_OUT_S)
+            self._tell()
+
+    def _tell(self) -> None:
+        """Tells what was left out, where that is written."""
+        if self._lines.may_tell:
             self._access.tell_left_out()
-            self._audit.tell_left_out()
+            unwritten = self._lines.take_left_out()
+            if unwritten:
+                _log.warning("%d lines of the log were left out", unwritten)
+        audited = self._audit_lines if self._settings.audit_log else self._lines
+        self._audit.tell_left_out(self._audit_lines.take_left_out(), may_write=audited.may_tell)

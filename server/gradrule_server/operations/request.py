@@ -16,7 +16,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 OK = "OK"
-DEFAULT_TENANT = "default"
+UNKNOWN_TENANT = ""
+"""Whose a request is until its caller is known; no tenant has that name."""
 
 REQUEST_ID = "x-request-id"
 TRACE_PARENT = "traceparent"
@@ -46,8 +47,8 @@ class Request:
     """One request, or one of those within a stream. Times are CLOCK_MONOTONIC in nanoseconds; 0: not known.
 
     rpc: `GradientService/Evaluate`; a request within a stream has its kind behind it. reason: `OK` or the name of an
-    ErrorReason. principal: who asked, beyond the tenant. peer: tells the caller's address. is_stream: it holds `parts`
-    requests, each of which is one of its own.
+    ErrorReason. tenant: whose it is, once that is known. principal: who asked, beyond the tenant. peer: tells the
+    caller's address. is_stream: it holds `parts` requests, each of which is one of its own.
     """
 
     id: str
@@ -56,7 +57,7 @@ class Request:
     peer: Callable[[], str]
     trace_parent: str = ""
     trace_state: str = ""
-    tenant: str = DEFAULT_TENANT
+    tenant: str = UNKNOWN_TENANT
     principal: str = ""
     ended_ns: int = 0
     reason: str = OK

@@ -166,6 +166,16 @@ def test_refusals_cannot_fill_a_disk() -> None:
     assert len(stream.lines) == 7
 
 
+@pytest.mark.usefixtures("root")
+def test_nobody_s_refusals_hide_another_s() -> None:
+    log, stream = logs.AccessLog(RateBound(1, 5, lambda: 0.0)), log_to("json")
+    for tenant, told in (("greedy", 5), (None, 5), ("default", 5)):
+        before = len(stream.lines)
+        for _ in range(100):
+            make(log, fails=refusal("UNKNOWN_RULE"), tenant=tenant)
+        assert [json.loads(line).get("tenant") for line in stream.lines[before:]] == [tenant] * told
+
+
 def test_budgets_are_a_key_s_own_and_grow_again() -> None:
     now = [0.0]
     bound = RateBound(2, 3, lambda: now[0])

@@ -70,6 +70,15 @@ def test_the_state_is_shown_as_it_was_told_last() -> None:
     assert value(metrics, "audit_left_out_total") == 7
 
 
+def test_callers_that_are_not_known_are_no_tenant_s() -> None:
+    metrics = Metrics(TenantLabels(1))
+    make(metrics, tenant=None, fails=refusal("UNAUTHENTICATED"))
+    make(metrics, tenant="default")
+    assert value(metrics, "tenant_requests_total", tenant="", outcome="error") == 1
+    assert value(metrics, "tenant_requests_total", tenant="default", outcome="error") is None
+    assert value(metrics, "tenant_requests_total", tenant="default", outcome="ok") == 1
+
+
 def test_tenants_beyond_a_number_are_one() -> None:
     metrics = Metrics(TenantLabels(2))
     for name in ("a", "b", "c", "d", "a"):
