@@ -116,6 +116,11 @@ class Arenas:
         """From descriptors, which it takes over."""
         return cls(Outgoing(outgoing), Incoming(incoming))
 
+    @property
+    def held_bytes(self) -> int:
+        """The memory that both take now; 0 once they are closed."""
+        return self.outgoing.held_bytes + self.incoming.held_bytes
+
     def close(self) -> None:
         """Neither is used any more."""
         self.outgoing.close()
