@@ -43,7 +43,10 @@ def _serve(way: str, fd: int, shared: list[int]) -> None:
     def answer(frame: Frame) -> None:
         frames.send(Kind.RAN, frame.request_id, bytes(frame.payload))
 
-    serve_frames(frames, answer, threads=1)
+    def refuse(request_id: int) -> None:
+        frames.send(Kind.FAULT, request_id, b"")
+
+    serve_frames(frames, answer, refuse, threads=1)
 
 
 def _send_memory(sock: socket.socket, payload: bytes) -> None:

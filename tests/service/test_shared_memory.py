@@ -14,7 +14,8 @@ import pytest
 import tensorflow as tf
 
 from gradrule import _tensors
-from gradrule.v1 import evaluate_pb2, tensor_pb2
+from gradrule.v1 import errors_pb2, evaluate_pb2, tensor_pb2
+from gradrule_server.errors import GradruleError
 from gradrule_server.link import arena
 from gradrule_server.link.faults import EngineLost
 from gradrule_server.link.framing import Kind
@@ -167,4 +168,24 @@ async def test_without_shared_memory_all_goes_through_the_socket(monkeypatch: py
     await _compile(pool)
     values = np.arange(_MEBIBYTE, dtype=np.float32)
     np.testing.assert_array_equal(_values(await _ask(pool, Kind.RUN, _run(values))), 2 * values)
+    await pool.stop()
+
+
+async def test_a_request_that_the_engine_has_no_room_for_is_refused_and_the_next_one_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(arena, "is_supported", lambda: False)
+    limit = 448 * _MEBIBYTE
+    pool = EnginePool(ProcessOptions("cpu", 2, memory_limit=limit), spares=0)
+    await pool.start()
+    await _compile(pool)
+    pid = pool.engines[0].pid
+    # Of its limit, the engine itself takes some.
+    with pytest.raises(GradruleError) as caught:
+        await _ask(pool, Kind.RUN, _run(np.ones(80 * _MEBIBYTE, np.float32)))
+    assert caught.value.reason == errors_pb2.ERROR_REASON_MEMORY_EXCEEDED
+    assert f"{limit} bytes (--memory-limit)" in caught.value.message
+    values = np.arange(_MEBIBYTE, dtype=np.float32)
+    np.testing.assert_array_equal(_values(await _ask(pool, Kind.RUN, _run(values))), 2 * values)
+    assert pool.engines[0].pid == pid
     await pool.stop()

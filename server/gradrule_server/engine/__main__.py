@@ -74,7 +74,7 @@ def main() -> int:
     limit_memory(options.memory_limit)
     service = EngineService(frames, device, BlobReader(options.blobs))
     frames.send(Kind.GREETING, 0, greeting.SerializeToString())
-    serve_frames(frames, service.handle, options.threads)
+    serve_frames(frames, service.handle, service.refuse, options.threads)
     return 0
 
 

@@ -39,9 +39,15 @@ class EngineService:
         self._handles = Handles(self._reader)
         # Tracing is safe in threads, but gains nothing from them: it holds the interpreter lock throughout.
         self._build_lock = threading.Lock()
+        # Written while there is memory.
+        self._no_memory = fault_message(memory_error("no memory is left")).SerializeToString()
+
+    def refuse(self, request_id: int) -> None:
+        """Answers a request that there is no memory for."""
+        self._frames.send(Kind.FAULT, request_id, self._no_memory)
 
     def handle(self, frame: Frame) -> None:
-        """Handles one frame; whatever goes wrong becomes a FAULT."""
+        """Handles one frame; whatever goes wrong becomes a FAULT. `MemoryError` where there is none even for that."""
         try:
             self._answer(frame)
         except GradruleError as cause:

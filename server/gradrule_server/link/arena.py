@@ -23,6 +23,8 @@ LEAST_PLACED_BYTES = 256 * 1024
 """Smaller payloads go through the socket, which is as fast then."""
 
 _PAGE = mmap.PAGESIZE
+# What stat counts in.
+_BLOCK = 512
 # linux/falloc.h
 _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
 
@@ -109,6 +111,12 @@ class Outgoing:
         with self._lock:
             return len(self._map) - sum(end - start for start, end in self._free)
 
+    @property
+    def held_bytes(self) -> int:
+        """The memory that it takes now, whoever wrote to it."""
+        with self._lock:
+            return 0 if self._closed else _held(self.fd)
+
     def close(self) -> None:
         """Nothing more is placed or released."""
         with self._lock:
@@ -159,6 +167,11 @@ class Incoming:
         self._check(chunk)
         return memoryview(self._map)[chunk.offset : chunk.offset + chunk.length]
 
+    @property
+    def held_bytes(self) -> int:
+        """The memory that it takes now, whoever wrote to it."""
+        return 0 if self._map.closed else _held(self.fd)
+
     def close(self) -> None:
         """Nothing more is read."""
         if not self._map.closed:
@@ -176,6 +189,10 @@ def _mapped(fd: int, protection: int) -> mmap.mmap:
     with contextlib.suppress(OSError):
         mapped.madvise(mmap.MADV_HUGEPAGE)
     return mapped
+
+
+def _held(fd: int) -> int:
+    return os.fstat(fd).st_blocks * _BLOCK
 
 
 def _rounded(length: int) -> int:

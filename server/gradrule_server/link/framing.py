@@ -7,7 +7,9 @@ once the request is answered, an answer's once the front end has said TAKEN.
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import logging
 import socket
 import struct
 import threading
@@ -16,12 +18,15 @@ from dataclasses import dataclass
 
 from gradrule_server.link.arena import LEAST_PLACED_BYTES, Chunk, Incoming, Outgoing, make_arena
 
+_log = logging.getLogger(__name__)
+
 LINK_VERSION = 3
 
 _HEADER = struct.Struct("<QIQ")
 HEADER_BYTES = _HEADER.size
 # The kind that the frame would have, offset and length of its payload.
 _PLACE = struct.Struct("<IQQ")
+_PIECE_BYTES = 64 * 1024
 
 
 class Kind(enum.IntEnum):
@@ -53,7 +58,15 @@ class Frame:
     kind: Kind
     request_id: int
     payload: bytes | memoryview
-    """A view of the arena where it is large."""
+    """A view where it is large, of the arena if it lies there."""
+
+
+class NoRoom(MemoryError):
+    """There is no memory for the payload of a frame; it was read away, so that the next frame can be received."""
+
+    def __init__(self, request_id: int) -> None:
+        super().__init__()
+        self.request_id = request_id
 
 
 def pack_header(kind: Kind, request_id: int, length: int) -> bytes:
@@ -103,6 +116,11 @@ class Arenas:
         """From descriptors, which it takes over."""
         return cls(Outgoing(outgoing), Incoming(incoming))
 
+    @property
+    def held_bytes(self) -> int:
+        """The memory that both take now; 0 once they are closed."""
+        return self.outgoing.held_bytes + self.incoming.held_bytes
+
     def close(self) -> None:
         """Neither is used any more."""
         self.outgoing.close()
@@ -118,21 +136,28 @@ class FrameSocket:
         self._placed: dict[int, Chunk] = {}
         self._read_lock = threading.Lock()
         self._write_lock = threading.Lock()
+        # For when there is no memory left.
+        self._header = memoryview(bytearray(HEADER_BYTES))
+        self._piece = memoryview(bytearray(_PIECE_BYTES))
 
     def receive(self) -> Frame | None:
-        """The next frame; None once the other end has closed."""
+        """The next frame; None once the other end has closed. `NoRoom`: none for this one, but for the next."""
         with self._read_lock:
-            header = self._read(HEADER_BYTES)
-            if header is None:
+            if not self._fill(self._header):
                 return None
-            length, kind, request_id = unpack_header(header)
-            payload = self._read(length)
-        if payload is None:
-            return None
-        if kind is Kind.PLACED and self._arenas is not None:
-            kind, chunk = unpack_place(bytes(payload))
-            return Frame(kind, request_id, self._arenas.incoming.view(chunk))
-        return Frame(kind, request_id, bytes(payload))
+            length, kind, request_id = unpack_header(self._header)
+            room = _room(length)
+            if not (self._skip(length) if room is None else self._fill(room)):
+                return None
+        try:
+            if room is None:
+                raise MemoryError
+            if kind is Kind.PLACED and self._arenas is not None:
+                kind, chunk = unpack_place(room)
+                return Frame(kind, request_id, self._arenas.incoming.view(chunk))
+            return Frame(kind, request_id, room.toreadonly() if length >= LEAST_PLACED_BYTES else bytes(room))
+        except MemoryError:
+            raise NoRoom(request_id) from None
 
     def send(self, kind: Kind, request_id: int, payload: bytes) -> None:
         """Writes one frame; frames of several threads do not mix."""
@@ -159,36 +184,93 @@ class FrameSocket:
             if chunk is not None:
                 self._arenas.outgoing.release(chunk)
         elif frame.kind is Kind.TRIM and self._arenas is not None:
-            self._arenas.outgoing.trim()
+            try:
+                self._arenas.outgoing.trim()
+            except OSError as cause:
+                # It costs memory, which the next TRIM may give back.
+                _log.warning("an arena keeps its memory: %s", cause)
         else:
             return False
         return True
 
-    def _read(self, size: int) -> bytearray | None:
-        buffer = bytearray(size)
-        view = memoryview(buffer)
+    def close(self) -> None:
+        """Nothing more is received or sent; whoever waits for a frame gets None."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _fill(self, view: memoryview) -> bool:
+        """Reads as much as there is room for; False where the other end has closed before."""
         while view:
             count = self._sock.recv_into(view)
             if count == 0:
-                return None
+                return False
             view = view[count:]
-        return buffer
+        return True
+
+    def _skip(self, size: int) -> bool:
+        while size:
+            piece = min(size, _PIECE_BYTES)
+            if not self._fill(self._piece[:piece]):
+                return False
+            size -= piece
+        return True
 
 
-def serve_frames(frames: FrameSocket, handle: Callable[[Frame], None], threads: int) -> None:
+def serve_frames(
+    frames: FrameSocket, handle: Callable[[Frame], None], refuse: Callable[[int], None], threads: int
+) -> None:
     """Reads frames on `threads` threads, and one more, until the other end closes.
 
     The thread that reads a frame also handles it while another takes over reading, so no frame changes threads. The
-    other end has no more than `threads` requests under way, so one thread is always left that answers a PING.
+    other end has no more than `threads` requests under way, so one thread is always left that answers a PING. `refuse`
+    answers the request of this id, for which there is no memory. What `handle` and `refuse` raise themselves ends it
+    all, and is raised.
     """
+    failures: list[BaseException] = []
 
     def work() -> None:
-        while (frame := frames.receive()) is not None:
-            if not frames.answer_housekeeping(frame):
-                handle(frame)
+        try:
+            while _serve_next(frames, handle, refuse):
+                pass
+        except ConnectionError:
+            # The other end closed in the middle of something.
+            frames.close()
+        except BaseException as failure:
+            # The stream may be out of step, and the others would take what comes for frames.
+            failures.append(failure)
+            frames.close()
 
     workers = [threading.Thread(target=work, name=f"engine-{index}", daemon=True) for index in range(threads + 1)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
+    if failures:
+        raise failures[0]
+
+
+def _serve_next(frames: FrameSocket, handle: Callable[[Frame], None], refuse: Callable[[int], None]) -> bool:
+    """A function of its own: what a frame holds goes with it, and is not kept while the next one is waited for."""
+    try:
+        frame = frames.receive()
+    except NoRoom as fault:
+        refused = fault.request_id
+    else:
+        if frame is None:
+            return False
+        try:
+            if not frames.answer_housekeeping(frame):
+                handle(frame)
+            return True
+        except MemoryError:
+            refused = frame.request_id
+    # Not before the exception is gone, which holds all that was made until then.
+    refuse(refused)
+    return True
+
+
+def _room(size: int) -> memoryview | None:
+    try:
+        return memoryview(bytearray(size))
+    except MemoryError:
+        return None

@@ -57,6 +57,8 @@ class EngineProcess:
     connection: Connection
     stderr: asyncio.Task[None]
     last_words: LastWords
+    arenas: Arenas | None
+    """What it shares with this process."""
     started_at: float = field(default_factory=time.monotonic)
     resident_bytes: int = 0
     """When it was last looked at."""
@@ -165,4 +167,4 @@ async def start_process(options: ProcessOptions) -> EngineProcess:
     assert process.stderr is not None
     last_words = LastWords()
     reader = asyncio.create_task(log_stderr(process.stderr, process.pid, last_words), name="engine-stderr")
-    return EngineProcess(process, connection, reader, last_words)
+    return EngineProcess(process, connection, reader, last_words, arenas)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -20,6 +20,7 @@ _MEMORY_SLACK = 1.125
 # TensorFlow holds the interpreter lock for seconds at most; a machine may be busy with something else for longer.
 _SILENCE_IDLE_S = 10.0
 _SILENCE_RUNNING_S = 30.0
+_RESIDENT = re.compile(r"^Rss(Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
 
 
 class Watch:
@@ -67,17 +68,22 @@ class Watch:
         while True:
             await asyncio.sleep(_MEMORY_PERIOD_S)
             for process in self._processes():
-                process.resident_bytes = resident_bytes(process.pid)
+                arenas = process.arenas.held_bytes if process.arenas is not None else 0
+                process.resident_bytes = resident_bytes(process.pid, arenas)
                 if self._memory_limit and process.resident_bytes > self._memory_limit * _MEMORY_SLACK:
                     _log.warning("engine %d takes %d bytes; ending it", process.pid, process.resident_bytes)
                     process.end(Reason.MEMORY)
 
 
-def resident_bytes(pid: int) -> int:
-    """What of a process lies in memory, without what it shares with others; 0 where that cannot be told."""
+def resident_bytes(pid: int, arenas: int) -> int:
+    """What of a process lies in memory, without files and arenas of so many bytes; 0 where that cannot be told.
+
+    What it shares with others counts: a process makes such memory alone too, and the kernel's limit leaves that out.
+    """
     try:
-        sizes = Path(f"/proc/{pid}/statm").read_text().split()
+        status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
         # It is gone, or there is no such file system.
         return 0
-    return (int(sizes[1]) - int(sizes[2])) * os.sysconf("SC_PAGE_SIZE")
+    sizes = {name: int(size) * 1024 for name, size in _RESIDENT.findall(status)}
+    return sizes.get("Anon", 0) + max(0, sizes.get("Shmem", 0) - arenas)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import json
 import os
 import resource
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -20,9 +22,16 @@ from gradrule_server.engine.sandbox.enter import enter
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
+# Of asm-generic/fcntl.h and asm-generic/sockios.h, what Python has no names for.
+_F_SETSIG, _F_SETOWN_EX, _F_OWNER_PID = 10, 15, 1
+_FIOSETOWN, _SIOCSPGRP = 0x8901, 0x8902
 
-def attempts(folder: Path, port: int) -> dict[str, Callable[[], object]]:
-    """By name; `folder` holds the data, `port` listens, and the parent process takes a signal that does nothing."""
+
+def attempts(folder: Path, port: int, end: int) -> dict[str, Callable[[], object]]:
+    """By name; `folder` holds the data, `port` listens, `end` is of a socket, as the one that an engine comes with.
+
+    The parent process takes a signal that does nothing.
+    """
     blob = folder / "blobs" / "blob"
     return {
         "read a file": (folder / "registry.db").read_bytes,
@@ -37,6 +46,16 @@ def attempts(folder: Path, port: int) -> dict[str, Callable[[], object]]:
         "connect": lambda: socket.create_connection(("127.0.0.1", port)).close(),
         "listen": lambda: socket.create_server(("127.0.0.1", 0)).close(),
         "a socket of another kind": lambda: socket.socket(socket.AF_UNIX).close(),
+        "a datagram to a path": lambda: _send_datagram(folder / "mailbox"),
+        "a file that signals the parent": lambda: fcntl.fcntl(end, fcntl.F_SETOWN, os.getppid()),
+        "a file that signals in another way": lambda: fcntl.fcntl(end, _F_SETSIG, signal.SIGURG),
+        "a file that signals a thread": lambda: fcntl.fcntl(end, _F_SETOWN_EX, _owner()),
+        "a socket that signals the parent": lambda: fcntl.ioctl(end, _FIOSETOWN, _parent()),
+        "a socket that signals the group": lambda: fcntl.ioctl(end, _SIOCSPGRP, _parent()),
+        "the parent's processors": lambda: os.sched_setaffinity(os.getppid(), os.sched_getaffinity(0)),
+        "the parent's scheduler": lambda: os.sched_setscheduler(os.getppid(), os.SCHED_OTHER, os.sched_param(0)),
+        "the parent's priority": lambda: os.setpriority(os.PRIO_PROCESS, os.getppid(), 0),
+        "one's own processors": lambda: os.sched_setaffinity(0, os.sched_getaffinity(0)),
         "fork": _fork,
         "start a program": lambda: subprocess.run(["true"], check=True),
         "signal the parent": lambda: os.kill(os.getppid(), signal.SIGURG),
@@ -50,6 +69,21 @@ def attempts(folder: Path, port: int) -> dict[str, Callable[[], object]]:
         "read a library": lambda: Path(os.__file__).read_bytes(),
         "random bytes": lambda: Path("/dev/urandom").open("rb").close(),
     }
+
+
+def _send_datagram(path: Path) -> None:
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with ends[0], ends[1]:
+        ends[0].sendto(b"x", str(path))
+
+
+def _parent() -> bytes:
+    return struct.pack("i", os.getppid())
+
+
+def _owner() -> bytes:
+    """A `struct f_owner_ex`."""
+    return struct.pack("ii", _F_OWNER_PID, os.getppid())
 
 
 def _fork() -> None:
@@ -81,9 +115,10 @@ def main() -> None:
     """Arguments: mode of the sandbox, folder, port."""
     mode, folder, port = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     socket.gethostbyname("127.0.0.1")
+    ours, _theirs = socket.socketpair()
     sandbox = enter(mode, folder / "blobs")
     outcomes = {}
-    for name, attempt in attempts(folder, port).items():
+    for name, attempt in attempts(folder, port, ours.fileno()).items():
         outcomes[name] = "done"
         try:
             attempt()

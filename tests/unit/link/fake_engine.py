@@ -10,7 +10,7 @@ from typing import Any, cast
 from gradrule_server.link.connection import Connection
 from gradrule_server.link.endings import Ending, Inquest, Reason
 from gradrule_server.link.engine import Engine
-from gradrule_server.link.framing import HEADER_BYTES, Kind, pack_header, unpack_header
+from gradrule_server.link.framing import HEADER_BYTES, Arenas, Kind, pack_header, unpack_header
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
 from gradrule_server.link.v1 import link_pb2
@@ -48,6 +48,7 @@ class FakeProcess:
 
     pid = 4711
     resident_bytes = 0
+    arenas: Arenas | None = None
     started_at = 0.0
 
     def __init__(self, connection: Connection) -> None:

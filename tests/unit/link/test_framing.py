@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import resource
 import socket
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from gradrule_server.link.framing import Frame, FrameSocket, Kind, serve_frames
+from gradrule_server.link.arena import LEAST_PLACED_BYTES
+from gradrule_server.link.framing import Arenas, Frame, FrameSocket, Kind, serve_frames
 
 Pair = tuple[socket.socket, socket.socket]
+
+_MEBIBYTE = 1024 * 1024
 
 
 @pytest.fixture
@@ -58,7 +65,7 @@ def test_threads_handle_frames_side_by_side(pair: Pair) -> None:
     sender.send(Kind.RUN, 2, b"b")
     closer = threading.Timer(0.5, ours.shutdown, args=[socket.SHUT_RDWR])
     closer.start()
-    serve_frames(FrameSocket(theirs), handle, threads=2)
+    serve_frames(FrameSocket(theirs), handle, pytest.fail, threads=2)
     closer.join()
     assert sorted(seen) == [1, 2]
 
@@ -78,3 +85,109 @@ def test_writers_do_not_mix(pair: Pair) -> None:
     for thread in threads:
         thread.join()
     assert got == data
+
+
+def test_large_payloads_are_not_copied(pair: Pair) -> None:
+    ours, theirs = pair
+    receiver = FrameSocket(theirs)
+    for size, kind in ((LEAST_PLACED_BYTES - 1, bytes), (LEAST_PLACED_BYTES, memoryview)):
+        thread = threading.Thread(target=FrameSocket(ours).send, args=(Kind.RUN, 1, bytes(size)))
+        thread.start()
+        frame = receiver.receive()
+        thread.join()
+        assert frame == Frame(Kind.RUN, 1, bytes(size))
+        assert isinstance(frame.payload, kind)
+
+
+_WITH_LITTLE_MEMORY = """
+import re, resource, socket, sys
+from pathlib import Path
+from gradrule_server.link.framing import FrameSocket, Kind, serve_frames
+
+frames = FrameSocket(socket.socket(fileno=int(sys.argv[1])))
+
+def handle(frame):
+    if frame.kind is Kind.COMPILE:
+        taken = re.search(r"VmData:\\s+(\\d+)", Path("/proc/self/status").read_text())
+        most = int(taken[1]) * 1024 + (64 << 20)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    elif frame.kind is Kind.FORWARD:
+        bytearray(1 << 30)
+    frames.send(Kind.RAN, frame.request_id, b"%d" % len(frame.payload))
+
+serve_frames(frames, handle, lambda request_id: frames.send(Kind.FAULT, request_id, b"no memory"), threads=2)
+"""
+
+
+def test_what_there_is_no_memory_for_is_refused_and_the_next_frame_is_read(pair: Pair) -> None:
+    ours, theirs = pair
+    command = [sys.executable, "-c", _WITH_LITTLE_MEMORY, str(theirs.fileno())]
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as process:
+        theirs.close()
+        link = FrameSocket(ours)
+
+        def ask(kind: Kind, number: int, size: int) -> Frame | None:
+            link.send(kind, number, bytes(size))
+            return link.receive()
+
+        assert ask(Kind.COMPILE, 1, 3) == Frame(Kind.RAN, 1, b"3")
+        # More often than there are threads; two of 40 MiB find no room side by side.
+        for number in range(2, 10, 4):
+            assert ask(Kind.RUN, number, 200 * _MEBIBYTE) == Frame(Kind.FAULT, number, b"no memory")
+            assert ask(Kind.RUN, number + 1, 5) == Frame(Kind.RAN, number + 1, b"5")
+            assert ask(Kind.FORWARD, number + 2, 5) == Frame(Kind.FAULT, number + 2, b"no memory")
+            assert ask(Kind.RUN, number + 3, 40 * _MEBIBYTE) == Frame(Kind.RAN, number + 3, b"%d" % (40 * _MEBIBYTE))
+        ours.shutdown(socket.SHUT_RDWR)
+        assert process.wait(30) == 0
+
+
+def _raises(frame: Frame) -> None:
+    raise OSError("anything")
+
+
+def _refuses(frame: Frame) -> None:
+    raise MemoryError
+
+
+def _fails(request_id: int) -> None:
+    raise RuntimeError(f"there is no memory to refuse {request_id}")
+
+
+@pytest.mark.parametrize(("handle", "failure"), [(_raises, OSError), (_refuses, RuntimeError)])
+def test_what_goes_wrong_otherwise_ends_all_at_once(
+    pair: Pair, handle: Callable[[Frame], None], failure: type[Exception]
+) -> None:
+    ours, theirs = pair
+    sender = FrameSocket(ours)
+    sender.send(Kind.RUN, 1, b"a")
+    with pytest.raises(failure):
+        serve_frames(FrameSocket(theirs), handle, _fails, threads=3)
+    assert sender.receive() is None
+
+
+def test_who_answers_when_nobody_listens_ends_in_silence(pair: Pair) -> None:
+    ours, theirs = pair
+    frames = FrameSocket(theirs)
+
+    def handle(frame: Frame) -> None:
+        ours.close()
+        frames.send(Kind.RAN, frame.request_id, b"late")
+
+    FrameSocket(ours).send(Kind.RUN, 1, b"a")
+    serve_frames(frames, handle, pytest.fail, threads=2)
+
+
+def test_memory_that_cannot_be_given_back_is_told_and_kept(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+    arenas, _ = Arenas.make()
+    frames = FrameSocket(pair[1], arenas)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with caplog.at_level(logging.WARNING):
+        # No file can be opened any more, which trimming does.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1, limits[1]))
+        try:
+            assert frames.answer_housekeeping(Frame(Kind.TRIM, 0, b""))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert "an arena keeps its memory: [Errno 24]" in caplog.text
+    assert frames.answer_housekeeping(Frame(Kind.TRIM, 0, b""))
+    arenas.close()

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, cast
 
 import pytest
 
 from gradrule_server.link import watch as watch_module
 from gradrule_server.link.endings import Reason
-from gradrule_server.link.framing import Kind, pack_header
+from gradrule_server.link.framing import Arenas, Kind, pack_header
 from gradrule_server.link.process import EngineProcess
 from gradrule_server.link.watch import Watch, resident_bytes
 from tests.unit.link.fake_engine import FakeProcess, Transport, connected
@@ -120,10 +121,43 @@ async def test_what_it_takes_is_known_without_a_limit(watched: Watched) -> None:
     assert not process.is_killed
 
 
-def test_resident_bytes_are_those_of_the_process() -> None:
-    code = "import sys; kept = b'a' * 200_000_000; print('there', flush=True); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+@contextlib.contextmanager
+def _child(code: str, *shared: int) -> Iterator[int]:
+    """The number of a process that has run it."""
+    code += "; print('there', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", code, *map(str, shared)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=shared) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        assert 200_000_000 <= resident_bytes(child.pid) < 240_000_000
-    assert resident_bytes(child.pid) == 0
+        yield child.pid
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sys; kept = b'a' * 200_000_000",
+        "import mmap, sys; kept = mmap.mmap(-1, 200_000_000); kept.write(b'a' * 200_000_000)",
+    ],
+    ids=["its own", "shared"],
+)
+def test_resident_bytes_are_those_of_the_process(code: str) -> None:
+    with _child(code) as pid:
+        assert 200_000_000 <= resident_bytes(pid, 0) < 240_000_000
+    assert resident_bytes(pid, 0) == 0
+
+
+async def test_what_lies_in_arenas_does_not_count_and_other_shared_memory_does(watched: Watched) -> None:
+    arenas, shared = Arenas.make()
+    fill = "import mmap, sys; kept = mmap.mmap(int(sys.argv[1]), 100_000_000); kept.write(b'a' * 100_000_000)"
+    with _child(fill, *shared) as pid:
+        assert 100_000_000 <= arenas.held_bytes < 110_000_000
+        process, _ = watched(heartbeat_s=0, memory=60_000_000)
+        process.pid, process.arenas = pid, arenas
+        assert not await _within(0.3, lambda: process.is_killed)
+        assert 0 < process.resident_bytes < 40_000_000
+    arenas.outgoing.trim()
+    with _child(fill.replace("int(sys.argv[1])", "-1")) as pid:
+        process.pid = pid
+        assert await _within(3, lambda: process.is_killed)
+    arenas.close()
+    assert arenas.held_bytes == 0

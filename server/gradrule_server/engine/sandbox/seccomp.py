@@ -7,6 +7,7 @@ import errno
 import os
 import platform
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradrule_server.engine.sandbox.kernel import address, prctl
@@ -15,7 +16,7 @@ _PR_SET_SECCOMP, _MODE_FILTER = 22, 2
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 
 # Where a filter finds things, in bytes: linux/seccomp.h. Both machines are little-endian.
-_NUMBER, _MACHINE, _FIRST_ARGUMENT = 0, 4, 16
+_NUMBER, _MACHINE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
 # Instructions of the kernel's packet filter: linux/bpf_common.h.
 _LOAD, _RETURN, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT = 0x20, 0x06, 0x15, 0x35, 0x45
 _INSTRUCTION = struct.Struct("<HBBI")
@@ -36,8 +37,9 @@ _MACHINES = {"x86_64": _Machine(0xC000003E, 0), "aarch64": _Machine(0xC00000B7, 
 
 # Number of each refused call on x86-64 and aarch64; None: the machine has no such call.
 _REFUSED: dict[str, tuple[int | None, int | None]] = {
-    # Network. The socket to the front end is there already.
+    # Network. The socket to the front end is there already. One of a pair sends datagrams to any path.
     "socket": (41, 198),
+    "socketpair": (53, 199),
     "connect": (42, 203),
     "accept": (43, 202),
     "accept4": (288, 242),
@@ -60,6 +62,10 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "tkill": (200, 130),
     "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240),
+    # The first argument of these two says what the second one means.
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "migrate_pages": (256, 238),
     # What outlives a process without a name in the file system.
     "shmget": (29, 194),
     "shmat": (30, 196),
@@ -82,6 +88,9 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "removexattr": (197, 14),
     "lremovexattr": (198, 15),
     "fremovexattr": (199, 16),
+    "setxattrat": (463, 463),
+    "removexattrat": (466, 466),
+    "file_setattr": (469, 469),
     "utime": (132, None),
     "utimes": (235, None),
     "futimesat": (261, None),
@@ -116,9 +125,12 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "fsmount": (432, 432),
     "fspick": (433, 433),
     "mount_setattr": (442, 442),
+    "open_tree_attr": (467, 467),
     "name_to_handle_at": (303, 264),
     "open_by_handle_at": (304, 265),
     "quotactl": (179, 60),
+    "quotactl_fd": (443, 443),
+    "fanotify_init": (300, 262),
     # Parts of the kernel that attacks on it begin with.
     "bpf": (321, 280),
     "perf_event_open": (298, 241),
@@ -147,8 +159,32 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "iopl": (172, None),
     "ioperm": (173, None),
 }
-# Calls whose first argument decides.
-_CLONE, _CLONE3, _KILL, _TGKILL, _PRLIMIT = (56, 220), (435, 435), (62, 129), (234, 131), (302, 261)
+# The flags of a clone decide, those of a clone3 lie in memory, where no filter sees them.
+_CLONE, _CLONE3 = (56, 220), (435, 435)
+
+# Calls on the process that the first argument names, which must be this one.
+_ON_PROCESS: dict[str, tuple[int, int]] = {
+    "kill": (62, 129),
+    "tgkill": (234, 131),
+    "prlimit64": (302, 261),
+    "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "move_pages": (279, 239),
+}
+# To these, 0 is a group of processes.
+_SIGNALS = ("kill", "tgkill")
+
+# What the second argument must not be: linux/fcntl.h, asm-generic/fcntl.h, asm-generic/sockios.h, linux/fs.h. The first
+# ones have a file signal any process as it changes, the last two of ioctl change a file that is open to be read.
+_F_SETOWN, _F_SETSIG, _F_SETOWN_EX = 8, 10, 15
+_FIOSETOWN, _SIOCSPGRP = 0x8901, 0x8902
+_FS_IOC_SETFLAGS, _FS_IOC_FSSETXATTR = 0x40086602, 0x401C5820
+_NOT_SECOND: dict[str, tuple[tuple[int, int], tuple[int, ...]]] = {
+    "fcntl": ((72, 25), (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX)),
+    "ioctl": ((16, 29), (_FIOSETOWN, _SIOCSPGRP, _FS_IOC_SETFLAGS, _FS_IOC_FSSETXATTR)),
+}
 
 
 class _Program(ctypes.Structure):
@@ -181,18 +217,25 @@ def _filter(machine: _Machine, pid: int) -> bytes:
         number = numbers[machine.column]
         if number is not None:
             code += [_step(_IF_EQUAL, number, on_false=1), refuse]
-    # Its flags lie in memory, where no filter sees them. The C library takes clone where there is no clone3.
+    # The C library takes clone where there is no clone3.
     code += [_step(_IF_EQUAL, _CLONE3[machine.column], on_false=1), _step(_RETURN, _ERRNO | errno.ENOSYS)]
     code += [
         *(_step(_IF_EQUAL, _CLONE[machine.column], on_false=4), _step(_LOAD, _FIRST_ARGUMENT)),
         *(_step(_IF_ANY_BIT, _CLONE_THREAD, on_false=1), allow, refuse),
     ]
-    for numbers, own in ((_KILL, (pid,)), (_TGKILL, (pid,)), (_PRLIMIT, (0, pid))):
-        allowed = [part for value in own for part in (_step(_IF_EQUAL, value, on_false=1), allow)]
-        code += [_step(_IF_EQUAL, numbers[machine.column], on_false=len(allowed) + 2), _step(_LOAD, _FIRST_ARGUMENT)]
-        code += [*allowed, refuse]
+    for name, numbers in _ON_PROCESS.items():
+        own = (pid,) if name in _SIGNALS else (0, pid)
+        code += _by_argument(numbers[machine.column], _FIRST_ARGUMENT, own, allow, refuse)
+    for numbers, denied in _NOT_SECOND.values():
+        code += _by_argument(numbers[machine.column], _SECOND_ARGUMENT, denied, refuse, allow)
     code.append(allow)
     return b"".join(code)
+
+
+def _by_argument(number: int, argument: int, values: Sequence[int], such: bytes, other: bytes) -> list[bytes]:
+    """What becomes of a call by one of its arguments, of which the kernel takes the lower 32 bits, as this does."""
+    tests = [part for value in values for part in (_step(_IF_EQUAL, value, on_false=1), such)]
+    return [_step(_IF_EQUAL, number, on_false=len(tests) + 2), _step(_LOAD, argument), *tests, other]
 
 
 def _step(operation: int, value: int, *, on_true: int = 0, on_false: int = 0) -> bytes:
