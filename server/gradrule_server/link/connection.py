@@ -10,7 +10,7 @@ import asyncio
 import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from gradrule_server.link.arena import LEAST_PLACED_BYTES, Chunk
 from gradrule_server.link.faults import error_of
@@ -25,6 +25,9 @@ from gradrule_server.link.framing import (
 )
 from gradrule_server.link.owner import OWNER
 from gradrule_server.link.v1 import link_pb2
+
+if TYPE_CHECKING:
+    from gradrule_server.link.process import EngineProcess
 
 # Arenas keep their memory for the next large message, which is twice as fast then; but not for long.
 _TRIM_AFTER_S = 2.0
@@ -99,6 +102,8 @@ class Connection(asyncio.Protocol):
         self.compiling_since = 0.0
         """Loop time at which the last program began to be compiled."""
         self._closed = False
+        self.process: EngineProcess | None = None
+        """The process at the other end, once it serves: whoever has a request of its can learn how it ended."""
         self.on_lost: Callable[[], None] | None = None
         """Called once the other end is gone, after all answers were told so."""
         self.last_heard = asyncio.get_running_loop().time()

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -80,12 +79,13 @@ class Engine:
         self._on_change = on_change
         self._on_event = on_event
         self._process: EngineProcess | None = None
-        self._processes: weakref.WeakKeyDictionary[Connection, EngineProcess] = weakref.WeakKeyDictionary()
         self._up = asyncio.Event()
         self._filling: asyncio.Task[None] | None = None
         self._reports: set[asyncio.Task[None]] = set()
         self._is_stopped = False
         self._ended: Counter[str] = Counter()
+        self.shelf: object = None
+        """What those who load programs note of it; it goes with the engine."""
         self.last_ending: Ending | None = None
         """How the process before this one ended, as soon as that is known."""
         self.generation = 0
@@ -161,7 +161,7 @@ class Engine:
     def install(self, process: EngineProcess) -> None:
         """From now on this process serves here."""
         self._process = process
-        self._processes[process.connection] = process
+        process.connection.process = process
         process.connection.on_lost = lambda: self._on_lost(process)
         self.generation += 1
         self.kept = self.programs = 0
@@ -221,7 +221,7 @@ class Engine:
 
     async def lost(self, connection: Connection, gone: EngineGone) -> EngineLost:
         """The error of a request whose engine is gone."""
-        process = self._processes.get(connection)
+        process = connection.process
         if not gone.started or process is None:
             return lost_waiting()
         ending = await process.ending()
@@ -286,7 +286,7 @@ class Engine:
         self._on_event(EngineEvent("ended", self.index, process.pid, ending.reason, str(ending)))
 
     def _end_overrun(self, work: Work, on_overrun: Overrun | None) -> None:
-        process = self._processes.get(work.connection)
+        process = work.connection.process
         if process is not None and not work.ended:
             _log.warning("a request overran its deadline; ending engine %d", process.pid)
             process.end(Reason.OVERRUN)

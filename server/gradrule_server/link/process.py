@@ -68,6 +68,11 @@ class EngineProcess:
     def pid(self) -> int:
         return self.process.pid
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the operating system has told how it ended."""
+        return self.process.returncode is not None
+
     async def greet(self) -> link_pb2.Greeting:
         """Waits for the greeting. `EngineRefused` where the engine cannot run as asked, or does not get that far."""
         try:

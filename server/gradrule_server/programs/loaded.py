@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 from gradrule_server.errors import GradruleError
@@ -49,18 +48,17 @@ class LoadedPrograms:
         self._blobs = blobs
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
-        self._shelves: weakref.WeakKeyDictionary[Engine, Shelf] = weakref.WeakKeyDictionary()
         self._warming: set[asyncio.Task[None]] = set()
         pool.on_filled.append(self._warm)
 
     def __len__(self) -> int:
         """How many programs engines hold; one that several hold counts as often."""
-        return sum(len(shelf) for shelf in self._shelves.values())
+        return sum(len(self._shelf(engine)) for engine in self.pool.engines)
 
     @property
     def held_bytes(self) -> int:
         """Roughly the bytes of them."""
-        return sum(shelf.held_bytes for shelf in self._shelves.values())
+        return sum(self._shelf(engine).held_bytes for engine in self.pool.engines)
 
     @contextlib.contextmanager
     def held(
@@ -110,14 +108,19 @@ class LoadedPrograms:
             try:
                 yield engine
             finally:
-                if engine.is_ready:
-                    self._shelf(engine).clear()
+                self._clear(engine)
 
     def _shelf(self, engine: Engine) -> Shelf:
-        shelf = self._shelves.get(engine)
-        if shelf is None:
-            shelf = self._shelves[engine] = Shelf(engine, self._blobs, self._capacity, self._capacity_bytes)
-        return shelf
+        # It lies with the engine, for it knows the engine: in a table of engines neither would ever go.
+        if not isinstance(engine.shelf, Shelf):
+            engine.shelf = Shelf(engine, self._blobs, self._capacity, self._capacity_bytes)
+        return engine.shelf
+
+    def _clear(self, engine: Engine) -> None:
+        """An engine that is given up holds nothing any more; where it died, graphs must not wait for a collection."""
+        if engine.is_ready:
+            self._shelf(engine).clear()
+        engine.shelf = None
 
     def _best(self, program: Loadable) -> Engine:
         """The least busy one that has the program; another where all that have it are busy, and one is not."""
@@ -157,7 +160,7 @@ class LoadedPrograms:
             if slow or extra.load or extra.kept or self._shelf(extra).is_in_use:
                 self._retire_later(extra)
                 return
-            self._shelf(extra).clear()
+        self._clear(extra)
         self.pool.give_back(extra)
 
     def _warm(self, engine: Engine) -> None:

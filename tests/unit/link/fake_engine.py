@@ -59,6 +59,10 @@ class FakeProcess:
     def is_killed(self) -> bool:
         return self.ended_with is not None
 
+    @property
+    def has_ended(self) -> bool:
+        return self.is_killed
+
     async def greet(self) -> link_pb2.Greeting:
         self.connection.data_received(pack_header(Kind.GREETING, 0, 0))
         return link_pb2.Greeting(device="CPU:0")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,6 +128,24 @@ async def test_a_spare_that_dies_is_replaced(starter: Starter) -> None:
     await _until(lambda: pool.spares_ready)
     assert pool.engines[0].pid == starter.started[0].pid
     assert len(starter.started) == 3
+    await pool.stop()
+
+
+async def test_processes_that_ended_are_forgotten(starter: Starter) -> None:
+    pool = _pool()
+    await pool.start()
+    for count in range(2, 6):
+        await _until(lambda: pool.spares_ready)
+        assert len(starter.started) == count
+        starter.started[-2].die(CRASH)
+    await _until(lambda: pool.spares_ready)
+    gone = [weakref.ref(process) for process in starter.started]
+    starter.started.clear()
+    starter.transports.clear()
+    await asyncio.sleep(0.01)
+    assert len(pool._spares.processes) == 2
+    gc.collect()
+    assert sum(process() is not None for process in gone) == 2
     await pool.stop()
 
 

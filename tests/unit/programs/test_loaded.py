@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import hashlib
+import weakref
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
@@ -388,3 +390,37 @@ async def test_without_a_spare_it_waits(blobs: BlobStore) -> None:
     engine.answer(sent, Kind.COMPILED)
     engine.answer(await engine.next(Kind.COMPILE, 2), Kind.COMPILED)
     assert (await slow, await other) == (0, 0)
+
+
+async def test_nothing_is_left_of_an_engine_that_died_in_a_trial(blobs: BlobStore) -> None:
+    pool = FakePool(FakeEngine())
+    loaded = LoadedPrograms(pool, blobs, 10, 10**6)
+    async with loaded.alone() as engine:
+        with loaded.held(program("a"), engine) as load:
+            pool.trial_engines[0].fake.die(CRASH)
+            with pytest.raises(EngineLost):
+                await loaded.wait(load)
+    gone: list[weakref.ref[object]] = [weakref.ref(engine), weakref.ref(load.work.connection)]
+    pool.trial_engines.clear()
+    del engine, load
+    await asyncio.sleep(0.01)
+    gc.collect()
+    assert [item() for item in gone] == [None, None]
+    assert len(loaded) == 0
+
+
+async def test_nothing_is_left_of_a_process_that_died_in_its_place(blobs: BlobStore) -> None:
+    engine = FakeEngine()
+    loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
+    with loaded.held(program("a")) as load:
+        engine.fake.die(CRASH)
+        with pytest.raises(EngineLost):
+            await loaded.wait(load)
+    gone = weakref.ref(load.work.connection)
+    del load
+    engine.start_another()
+    with loaded.held(program("a")):
+        pass
+    await asyncio.sleep(0.01)
+    gc.collect()
+    assert gone() is None
