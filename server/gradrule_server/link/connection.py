@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
+from gradrule_server.link.account import Account
 from gradrule_server.link.arena import LEAST_PLACED_BYTES, Chunk
 from gradrule_server.link.faults import error_of
 from gradrule_server.link.framing import (
@@ -49,14 +50,31 @@ class EngineGone(Exception):
 class Work:
     """A request to an engine: it waits, then runs, then `answer` has the payload of its answer, or what went wrong."""
 
-    __slots__ = ("_ended", "_timer", "answer", "chunk", "connection", "id", "kind", "owner", "payload")
+    __slots__ = (
+        "_ended",
+        "_timer",
+        "account",
+        "answer",
+        "chunk",
+        "connection",
+        "id",
+        "kind",
+        "owner",
+        "payload",
+        "started_at",
+    )
 
-    def __init__(self, connection: Connection, request_id: int, kind: Kind, payload: bytes) -> None:
+    def __init__(
+        self, connection: Connection, request_id: int, kind: Kind, payload: bytes, account: Account | None
+    ) -> None:
         self.connection = connection
         self.id = request_id
         self.kind = kind
         self.owner = OWNER.get()
         self.payload = payload
+        self.account = account
+        self.started_at: float | None = None
+        """Loop time at which it was sent; None: it waits."""
         self.chunk: Chunk | None = None
         """Where the payload lies, if it is large and sent."""
         self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
@@ -135,11 +153,11 @@ class Connection(asyncio.Protocol):
         """Whether the other end is gone."""
         return self._closed
 
-    def submit(self, kind: Kind, payload: bytes) -> Work:
+    def submit(self, kind: Kind, payload: bytes, account: Account | None = None) -> Work:
         """Sends a request, as soon as a thread is free for it; a FAULT becomes its answer's `GradruleError`."""
         if self._closed or self._transport is None:
             raise EngineGone(started=False)
-        work = Work(self, next(self._ids), kind, payload)
+        work = Work(self, next(self._ids), kind, payload, account)
         if self._can_start(kind):
             self._start(work)
         else:
@@ -217,9 +235,10 @@ class Connection(asyncio.Protocol):
         self._turns.move_to_end(work.owner)
         while len(self._turns) > _MAX_TURNS:
             self._turns.popitem(last=False)
+        work.started_at = asyncio.get_running_loop().time()
         if work.kind is Kind.COMPILE:
             self._compiling = True
-            self.compiling_since = asyncio.get_running_loop().time()
+            self.compiling_since = work.started_at
         work.chunk = self._placed(work.payload)
         if work.chunk is None:
             self._write(work.kind, work.id, work.payload)
@@ -295,6 +314,8 @@ class Connection(asyncio.Protocol):
                 self._arenas.outgoing.release(work.chunk)
         del self._running[request_id]
         work.end()
+        if work.account is not None and work.started_at is not None and kind is not Kind.FAULT:
+            work.account.took(asyncio.get_running_loop().time() - work.started_at)
         if work.kind is Kind.COMPILE:
             self._compiling = False
         if self._waiting:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import Finding, error
+from gradrule_server.link.account import Account
 from gradrule_server.link.connection import Connection, EngineGone, Work
 from gradrule_server.link.endings import Ending, Inquest, Reason
 from gradrule_server.link.faults import EngineLost
@@ -27,9 +28,6 @@ _RETRY_AFTER_S = 2.0
 _OVERRUN_GRACE_S = 0.5
 # How long a call that was cancelled may go on where ending its engine would cost others their sessions and handles.
 _CANCEL_PATIENCE_S = 4.5
-
-Overrun = Callable[[], None]
-"""Called when a request has ended its engine because it went on too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +182,7 @@ class Engine:
             return None
         return process
 
-    async def call(self, kind: Kind, payload: bytes, ends_at: float, on_overrun: Overrun | None = None) -> bytes:
+    async def call(self, kind: Kind, payload: bytes, ends_at: float, account: Account | None = None) -> bytes:
         """One request, given up when the caller is cancelled. `ends_at`: loop time after which it is of no use.
 
         ENGINE_UNAVAILABLE while there is no engine; `EngineLost` if it dies meanwhile. An engine that is still at it
@@ -192,32 +190,35 @@ class Engine:
         """
         if asyncio.get_running_loop().time() >= ends_at:
             raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, "the deadline passed before the engine was asked")
-        work = self.submit(kind, payload)
+        work = self.submit(kind, payload, account)
         try:
             return await work.answer
         except asyncio.CancelledError:
-            self.abandon(work, ends_at, on_overrun)
+            self.abandon(work, ends_at)
             raise
         except EngineGone as gone:
             raise await self.lost(work.connection, gone) from None
 
-    def submit(self, kind: Kind, payload: bytes) -> Work:
+    def submit(self, kind: Kind, payload: bytes, account: Account | None = None) -> Work:
         """Hands a request in, for callers that share its answer; ENGINE_UNAVAILABLE while there is no engine."""
         if self._process is None:
             raise unavailable()
         try:
-            return self._process.connection.submit(kind, payload)
+            return self._process.connection.submit(kind, payload, account)
         except EngineGone:
             raise lost_waiting() from None
 
-    def abandon(self, work: Work, ends_at: float, on_overrun: Overrun | None = None) -> None:
-        """Nobody waits for it any more: it is dropped, or, where it runs, the engine is ended soon."""
+    def abandon(self, work: Work, ends_at: float) -> None:
+        """Nobody waits for it any more: it is dropped, or, where it runs, the engine is ended soon.
+
+        It is an overrun only where `ends_at` has passed by then: whoever cancels may have had enough of a good program.
+        """
         if work.ended or work.connection.drop(work):
             return
         loop = asyncio.get_running_loop()
         # Once the deadline has passed, or where nobody else loses anything, there is nothing to wait for.
         patience_s = min(max(0.0, ends_at - loop.time()), _CANCEL_PATIENCE_S) if self.kept else 0.0
-        work.watch(loop.call_later(patience_s + _OVERRUN_GRACE_S, self._end_overrun, work, on_overrun))
+        work.watch(loop.call_later(patience_s + _OVERRUN_GRACE_S, self._end_overrun, work, ends_at))
 
     async def lost(self, connection: Connection, gone: EngineGone) -> EngineLost:
         """The error of a request whose engine is gone."""
@@ -285,13 +286,18 @@ class Engine:
         _log.warning("engine %d ended (%s)", process.pid, ending)
         self._on_event(EngineEvent("ended", self.index, process.pid, ending.reason, str(ending)))
 
-    def _end_overrun(self, work: Work, on_overrun: Overrun | None) -> None:
-        process = work.connection.process
-        if process is not None and not work.ended:
-            _log.warning("a request overran its deadline; ending engine %d", process.pid)
-            process.end(Reason.OVERRUN)
-            if on_overrun is not None:
-                on_overrun()
+    def _end_overrun(self, work: Work, ends_at: float) -> None:
+        process = self._process
+        if process is None or process is not work.connection.process or work.ended or work.started_at is None:
+            return
+        now = asyncio.get_running_loop().time()
+        overran = now >= ends_at
+        _log.warning(
+            "a request %s; ending engine %d", "overran its deadline" if overran else "is given up", process.pid
+        )
+        process.end(Reason.OVERRUN)
+        if overran and work.account is not None:
+            work.account.overran(now - work.started_at)
 
 
 def unavailable() -> Exception:

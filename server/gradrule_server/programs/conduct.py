@@ -19,6 +19,10 @@ _MOST = 4096
 _STRIKES_COUNT_FOR = 10
 _STRIKES = 2
 
+# What has run before overran where it went on for so many times as long as ever before, and longer than this.
+_OVERRUN_FACTOR = 10
+_LEAST_OVERRUN_S = 1.0
+
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
@@ -57,6 +61,7 @@ class Conduct:
         self._quarantine_s = quarantine_s
         self._on_quarantine = on_quarantine
         self._proven: OrderedDict[Suspect, None] = OrderedDict()
+        self._longest: OrderedDict[Suspect, float] = OrderedDict()
         self._strikes: OrderedDict[Suspect, list[float]] = OrderedDict()
         self._quarantined: OrderedDict[Suspect, Quarantined] = OrderedDict()
 
@@ -89,6 +94,20 @@ class Conduct:
         """Whether it has run before."""
         return suspect in self._proven
 
+    def took(self, suspect: Suspect, seconds: float) -> None:
+        """An engine has done something of it, and was at it for so long."""
+        _remember(self._longest, suspect, max(seconds, self._longest.get(suspect, 0.0)))
+
+    def overran(self, suspect: Suspect, seconds: float, why: str) -> None:
+        """It went on after its deadline, for so long in all, and its engine was ended.
+
+        That is a strike, but for what has run before and might have come to an end once more: deadlines can be short,
+        and machines busy.
+        """
+        expected_s = max(_LEAST_OVERRUN_S, _OVERRUN_FACTOR * self._longest.get(suspect, 0.0))
+        if not self.is_proven(suspect) or seconds > expected_s:
+            self.strike(suspect, why)
+
     def strike(self, suspect: Suspect, why: str) -> None:
         """It ended an engine; the second time within a while it is refused from then on."""
         now = time.monotonic()
@@ -102,6 +121,7 @@ class Conduct:
         """It ended two engines, and is refused from now on."""
         self._proven.pop(suspect, None)
         self._strikes.pop(suspect, None)
+        self._longest.pop(suspect, None)
         if self._quarantine_s:
             found = Quarantined(suspect, why, time.monotonic() + self._quarantine_s)
             _remember(self._quarantined, suspect, found)
@@ -111,6 +131,20 @@ class Conduct:
         """Those that are refused now."""
         now = time.monotonic()
         return [found for found in self._quarantined.values() if found.until > now]
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """The account of a request: what engines tell of it is noted of its suspect."""
+
+    conduct: Conduct
+    suspect: Suspect
+
+    def took(self, seconds: float) -> None:
+        self.conduct.took(self.suspect, seconds)
+
+    def overran(self, seconds: float) -> None:
+        self.conduct.overran(self.suspect, seconds, "it went on after its deadline")
 
 
 def suspect_of(scope: str, program: Loadable) -> Suspect:

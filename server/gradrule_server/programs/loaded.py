@@ -8,8 +8,9 @@ import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 from gradrule_server.errors import GradruleError
+from gradrule_server.link.account import Account
 from gradrule_server.link.connection import EngineGone
-from gradrule_server.link.engine import Engine, Overrun, lost_waiting, unavailable
+from gradrule_server.link.engine import Engine, lost_waiting, unavailable
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.conduct import Conduct
@@ -66,13 +67,13 @@ class LoadedPrograms:
         program: Loadable,
         engine: Engine | None = None,
         ends_at: float = 0.0,
-        on_overrun: Overrun | None = None,
+        account: Account | None = None,
     ) -> Iterator[Load]:
         """Sees to it that the program gets loaded, into `engine` or the best one; in this context it is not dropped.
 
         BLOB_NOT_FOUND, ENGINE_UNAVAILABLE. `ends_at`: loop time after which nobody needs it, as far as is known.
         """
-        with self._shelf(engine or self._best(program)).held(program, ends_at, on_overrun) as load:
+        with self._shelf(engine or self._best(program)).held(program, ends_at, account) as load:
             yield load
 
     async def ready(self, load: Load, *, may_move: bool = False) -> link_pb2.CompileReply:

@@ -13,10 +13,11 @@ from typing import TypeVar
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
+from gradrule_server.link.account import Account
 from gradrule_server.link.endings import Inquest, Reason
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.faults import EngineLost, NotLoaded
-from gradrule_server.programs.conduct import Suspect, suspect_of
+from gradrule_server.programs.conduct import Charge, Suspect, suspect_of
 from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.programs.shelf import Loadable
 
@@ -56,10 +57,9 @@ class Retries:
         """QUARANTINED where the program is refused now."""
         self._loaded.conduct.check(suspect_of(self._scope, program))
 
-    def on_overrun(self, program: Loadable) -> Callable[[], None]:
-        """What is called when the program ended an engine by going on too long."""
-        suspect = suspect_of(self._scope, program)
-        return lambda: self._loaded.conduct.strike(suspect, "it went on after its deadline")
+    def account(self, program: Loadable) -> Account:
+        """What is told of the program's doings."""
+        return Charge(self._loaded.conduct, suspect_of(self._scope, program))
 
     async def run(self, program: Loadable, attempt: Attempt[T]) -> T:
         """What `attempt` returns. `EngineLost` where it is to blame for an engine's end; QUARANTINED."""

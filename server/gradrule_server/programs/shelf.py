@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gradrule.v1 import evaluate_pb2
+from gradrule_server.link.account import Account
 from gradrule_server.link.connection import Work
-from gradrule_server.link.engine import Engine, Overrun, lost_waiting
+from gradrule_server.link.engine import Engine, lost_waiting
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request import note_lookup
@@ -131,7 +132,7 @@ class Shelf:
 
     @contextlib.contextmanager
     def held(
-        self, program: Loadable, ends_at: float, on_overrun: Overrun | None, *, keeps_blobs: bool = True
+        self, program: Loadable, ends_at: float, account: Account | None, *, keeps_blobs: bool = True
     ) -> Iterator[Load]:
         """Sees to it that the program gets loaded; within this context it is not dropped. BLOB_NOT_FOUND.
 
@@ -142,7 +143,7 @@ class Shelf:
         load = self._loads.get(program.key)
         note_lookup("loaded", is_hit=load is not None)
         if load is None:
-            load = self._start(program, keeps_blobs=keeps_blobs)
+            load = self._start(program, account, keeps_blobs=keeps_blobs)
         else:
             self._loads.move_to_end(program.key)
         load.holders += 1
@@ -154,7 +155,7 @@ class Shelf:
         finally:
             load.holders -= 1
             if not load.holders:
-                self._engine.abandon(load.work, ends_at, on_overrun)
+                self._engine.abandon(load.work, ends_at)
                 if load.work.answer.cancelled():
                     self.forget(load)
 
@@ -171,7 +172,7 @@ class Shelf:
         for load in list(self._loads.values()):
             self._unload(load)
 
-    def _start(self, program: Loadable, *, keeps_blobs: bool) -> Load:
+    def _start(self, program: Loadable, account: Account | None, *, keeps_blobs: bool) -> Load:
         # An engine handles messages side by side: with its own key, a new load never meets an old one's UNLOAD.
         self._serial += 1
         engine_key = f"{program.key}/{self._serial}"
@@ -180,7 +181,7 @@ class Shelf:
         store, blobs = program.store or self._blobs, program.blobs if keeps_blobs else ()
         store.hold(blobs)
         try:
-            work = self._engine.submit(Kind.COMPILE, program.request + own_key)
+            work = self._engine.submit(Kind.COMPILE, program.request + own_key, account)
         except BaseException:
             store.let_go(blobs)
             raise

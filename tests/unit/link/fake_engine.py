@@ -87,6 +87,20 @@ class FakeProcess:
         return self.ended_with
 
 
+class Overruns:
+    """An account that notes how long what overran had gone on, and how long what ended took."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.taken: list[float] = []
+
+    def took(self, seconds: float) -> None:
+        self.taken.append(seconds)
+
+    def overran(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+
 class Starter:
     """Takes the place of `start_process`: notes what it started, and fails with each of `errors` first."""
 

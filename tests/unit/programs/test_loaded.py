@@ -22,7 +22,7 @@ from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs import loaded as loaded_module
 from gradrule_server.programs.loaded import Load, Loadable, LoadedPrograms
 from gradrule_server.registry.blobs import BlobStore
-from tests.unit.link.fake_engine import CRASH, FakeEngine, FakePool
+from tests.unit.link.fake_engine import CRASH, FakeEngine, FakePool, Overruns
 
 
 @pytest.fixture
@@ -152,10 +152,10 @@ async def test_a_load_that_nobody_waits_for_and_that_does_not_end_ends_the_engin
     monkeypatch.setattr(engine_module, "_OVERRUN_GRACE_S", 0.05)
     engine = FakeEngine()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
-    overruns: list[str] = []
+    overruns = Overruns()
 
     async def hurried() -> None:
-        with loaded.held(program("a"), on_overrun=lambda: overruns.append("a")) as load:
+        with loaded.held(program("a"), account=overruns) as load:
             await loaded.wait(load)
 
     with pytest.raises(TimeoutError):
@@ -164,7 +164,7 @@ async def test_a_load_that_nobody_waits_for_and_that_does_not_end_ends_the_engin
     process = engine.fake
     await asyncio.sleep(0.1)
     assert process.is_killed
-    assert overruns == ["a"]
+    assert len(overruns.seconds) == 1
 
 
 async def test_a_load_that_never_started_is_dropped_and_asked_for_anew(blobs: BlobStore) -> None:

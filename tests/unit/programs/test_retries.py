@@ -175,10 +175,22 @@ async def test_once_for_a_program_that_is_not_there(loaded: LoadedPrograms) -> N
 
 
 async def test_two_overruns_are_enough(loaded: LoadedPrograms) -> None:
-    on_overrun = Retries(loaded, "").on_overrun(program())
-    on_overrun()
+    account = Retries(loaded, "").account(program())
+    account.overran(0.6)
+    account.overran(0.6)
+    with pytest.raises(GradruleError, match="QUARANTINED"):
+        await run(loaded, Attempts())
+
+
+async def test_what_ran_before_overruns_only_where_it_went_on_far_longer_than_ever(loaded: LoadedPrograms) -> None:
+    account = Retries(loaded, "").account(program())
+    account.took(2.0)
+    await run(loaded, Attempts())
+    for _ in range(3):
+        account.overran(19.0)
     assert await run(loaded, Attempts()) == 1
-    on_overrun()
+    for _ in range(2):
+        account.overran(21.0)
     with pytest.raises(GradruleError, match="QUARANTINED"):
         await run(loaded, Attempts())
 

@@ -1,0 +1,17 @@
+"""Who answers for a request: what it did to its engine is told to them, whoever still waits for it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Account(Protocol):
+    """What is held to account for a request."""
+
+    def took(self, seconds: float) -> None:
+        """The engine has done it, and was at it for so long."""
+        ...
+
+    def overran(self, seconds: float) -> None:
+        """It ended its engine: its deadline had passed, and it had gone on for so long in all."""
+        ...
