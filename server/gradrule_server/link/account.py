@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Protocol
 
 
 class Account(Protocol):
-    """What is held to account for a request."""
+    """What is held to account for a request. `suspect`: the same for requests that are held to account together."""
+
+    @property
+    def suspect(self) -> Hashable: ...
 
     def took(self, seconds: float) -> None:
         """The engine has done it, and was at it for so long."""

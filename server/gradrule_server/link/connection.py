@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 from gradrule_server.link.account import Account
 from gradrule_server.link.arena import LEAST_PLACED_BYTES, Chunk
+from gradrule_server.link.endings import Present
 from gradrule_server.link.faults import error_of
 from gradrule_server.link.framing import (
     HEADER_BYTES,
@@ -122,6 +123,8 @@ class Connection(asyncio.Protocol):
         self._closed = False
         self.process: EngineProcess | None = None
         """The process at the other end, once it serves: whoever has a request of its can learn how it ended."""
+        self.present: frozenset[Present] = frozenset()
+        """Whose requests ran when the other end went."""
         self.on_lost: Callable[[], None] | None = None
         """Called once the other end is gone, after all answers were told so."""
         self.last_heard = asyncio.get_running_loop().time()
@@ -207,6 +210,10 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed = True
         alone = len(self._running) == 1
+        self.present = frozenset(
+            Present(work.owner, work.account.suspect if work.account is not None else None)
+            for work in self._running.values()
+        )
         for works, started in ((self._running, True), (self._waiting, False)):
             for work in works.values():
                 work.end()

@@ -7,7 +7,8 @@ import re
 import signal
 import socket
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 _MAX_CHARS = 300
 
@@ -53,15 +54,26 @@ class Ending:
         return f"{self.how}: {self.fatal}" if self.fatal else self.how
 
 
-@dataclass(slots=True)
+class Present(NamedTuple):
+    """Who ran in an engine when it ended: whose request it was, and what is held to account for it; None: nothing."""
+
+    owner: str
+    suspect: Hashable | None
+
+
+@dataclass(slots=True, eq=False)
 class Inquest:
     """What came out about an engine's end.
 
-    `unproven`: how many of those that ran never ran to an end before. `culprit`: the one that did it, once it is
-    found; `verdict`: what it is told.
+    `present`: all that ran. `unproven`: how many of those that ran never ran to an end before. `cleared`: those that
+    have run to an end since; `noted`: those to which this end has been put down. `culprit`: the one that did it, once
+    it is found; `verdict`: what it is told.
     """
 
+    present: frozenset[Present] = frozenset()
     unproven: int = 0
+    cleared: set[Hashable] = field(default_factory=set)
+    noted: set[Hashable] = field(default_factory=set)
     culprit: Hashable | None = None
     verdict: Exception | None = None
 

@@ -260,6 +260,7 @@ class Engine:
         if self._process is not process:
             return
         self._process = None
+        process.inquest.present = process.connection.present
         report = asyncio.create_task(self._report(process), name="engine-report")
         self._reports.add(report)
         report.add_done_callback(self._reports.discard)

@@ -39,7 +39,7 @@ class Compiler:
                 with self._loaded.held(loadable, engine, retries.ends_at, retries.account(loadable)) as held:
                     return await self._loaded.ready(held, may_move=engine is None)
 
-            reply = await retries.run(loadable, load)
+            reply = await retries.run(loadable, load, proves=False)
             program = await asyncio.to_thread(compiled, prepared, reply, self._loaded.pool.greeting.device)
             return Runnable(program, loadable)
 

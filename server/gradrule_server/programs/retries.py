@@ -17,6 +17,7 @@ from gradrule_server.link.account import Account
 from gradrule_server.link.endings import Inquest, Reason
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.faults import EngineLost, NotLoaded
+from gradrule_server.link.owner import OWNER
 from gradrule_server.programs.conduct import Charge, Suspect, suspect_of
 from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.programs.shelf import Loadable
@@ -46,6 +47,7 @@ class Retries:
     def __init__(self, loaded: LoadedPrograms, scope: str, ends_at: float = 0.0, pinned: Engine | None = None) -> None:
         self._loaded = loaded
         self._scope = scope
+        self._owner = OWNER.get()
         self.ends_at = ends_at
         self.pinned = pinned
         self._killed = 0
@@ -61,11 +63,15 @@ class Retries:
         """What is told of the program's doings."""
         return Charge(self._loaded.conduct, suspect_of(self._scope, program))
 
-    async def run(self, program: Loadable, attempt: Attempt[T]) -> T:
-        """What `attempt` returns. `EngineLost` where it is to blame for an engine's end; QUARANTINED."""
+    async def run(self, program: Loadable, attempt: Attempt[T], *, proves: bool = True) -> T:
+        """What `attempt` returns. `EngineLost` where it is to blame for an engine's end; QUARANTINED.
+
+        `proves`: whether the program has run then; what was only loaded may end engines yet.
+        """
         conduct, suspect = self._loaded.conduct, suspect_of(self._scope, program)
         conduct.check(suspect)
         held_against: Inquest | None = None
+        attended: list[Inquest] = []
         while True:
             try:
                 if held_against is None:
@@ -78,6 +84,7 @@ class Retries:
                 held_against = None
             except EngineLost as lost:
                 self._patience_s = _PATIENCE_S
+                attended.append(lost.inquest)
                 if self.pinned is not None:
                     self.note_lost(program, lost)
                     raise
@@ -94,14 +101,22 @@ class Retries:
                     raise
                 self._was_loaded_again = True
             else:
-                conduct.proved(suspect)
+                if proves:
+                    conduct.proved(suspect)
+                for inquest in attended:
+                    inquest.cleared.add(suspect)
                 return answer
 
     def note_lost(self, program: Loadable, lost: EngineLost) -> None:
-        """A call that cannot be run elsewhere cannot be tried either; what nobody else can have done is noted."""
-        conduct, suspect = self._loaded.conduct, suspect_of(self._scope, program)
-        if lost.is_suspect and (lost.is_alone or not conduct.is_proven(suspect)):
-            conduct.strike(suspect, str(lost.ending))
+        """A call that cannot be run elsewhere cannot be tried either: what it was at is noted."""
+        suspect = suspect_of(self._scope, program)
+        if not lost.is_suspect or suspect in lost.inquest.noted:
+            return
+        lost.inquest.noted.add(suspect)
+        if lost.is_alone:
+            self._loaded.conduct.strike(suspect, str(lost.ending))
+        else:
+            self._loaded.conduct.attended(suspect, self._owner, lost.inquest, str(lost.ending))
 
     async def _is_presumed_innocent(self, lost: EngineLost, suspect: Suspect) -> bool:
         """Whether somebody else is the likelier cause: then it is simply run again, the first time."""
@@ -120,8 +135,8 @@ class Retries:
             if inquest.culprit == suspect and inquest.verdict is not None:
                 raise inquest.verdict
             # Its like, if it was new, may have passed meanwhile.
-            has_passed = self._suspicions == 1 and inquest.unproven > 0 and conduct.is_proven(suspect)
-            if inquest.culprit is not None or has_passed:
+            may_have_passed = suspect in inquest.cleared or (inquest.unproven > 0 and conduct.is_proven(suspect))
+            if inquest.culprit is not None or (self._suspicions == 1 and may_have_passed):
                 raise _Cleared
             conduct.check(suspect)
             async with self._loaded.alone() as engine:

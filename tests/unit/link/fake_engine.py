@@ -90,6 +90,8 @@ class FakeProcess:
 class Overruns:
     """An account that notes how long what overran had gone on, and how long what ended took."""
 
+    suspect = "the one"
+
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.taken: list[float] = []

@@ -7,10 +7,11 @@ import pytest
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import Finding, GradruleError
 from gradrule_server.link.connection import Connection, EngineGone
+from gradrule_server.link.endings import Present
 from gradrule_server.link.faults import NotLoaded, fault_message
 from gradrule_server.link.framing import Kind, pack_header
 from gradrule_server.link.owner import OWNER
-from tests.unit.link.fake_engine import Transport, connected
+from tests.unit.link.fake_engine import Overruns, Transport, connected
 
 
 def answer(connection: Connection, transport: Transport, payload: bytes, kind: Kind = Kind.RAN) -> None:
@@ -93,6 +94,15 @@ async def test_a_lost_engine_tells_what_had_started() -> None:
         assert work.ended
     with pytest.raises(EngineGone):
         connection.submit(Kind.RUN, b"c")
+
+
+async def test_a_lost_engine_tells_who_ran_in_it() -> None:
+    connection, _ = connected(2)
+    submit_for(connection, "a", b"a")
+    connection.submit(Kind.RUN, b"b", Overruns())
+    connection.submit(Kind.RUN, b"waits")
+    connection.connection_lost(None)
+    assert connection.present == {Present("a", None), Present("", Overruns.suspect)}
 
 
 @pytest.mark.parametrize("kind", [GradruleError, NotLoaded])

@@ -10,10 +10,10 @@ import pytest
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import Finding, GradruleError
-from gradrule_server.link.endings import Ending, Inquest, Reason
+from gradrule_server.link.endings import Ending, Inquest, Present, Reason
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.faults import EngineLost, NotLoaded
-from gradrule_server.programs.conduct import Conduct
+from gradrule_server.programs.conduct import Conduct, suspect_of
 from gradrule_server.programs.loaded import Loadable, LoadedPrograms
 from gradrule_server.programs.retries import Retries
 from gradrule_server.registry.blobs import BlobStore
@@ -210,10 +210,58 @@ async def test_what_is_pinned_to_its_engine_is_not_run_again(loaded: LoadedProgr
         await run(loaded, Attempts())
 
 
-async def test_what_is_pinned_and_ran_before_is_not_blamed_for_what_ran_beside_it(loaded: LoadedPrograms) -> None:
-    engine = loaded.pool.engines[0]
-    await run(loaded, Attempts())
-    for _ in range(3):
+def at_end_with(*others: str, owner: str = "") -> Inquest:
+    """Of an engine in which program `a` ran, and these others of an owner's."""
+    present = {Present("", suspect_of("", program()))}
+    return Inquest(frozenset(present | {Present(owner, suspect_of("", program(name))) for name in others}))
+
+
+async def lose_pinned(loaded: LoadedPrograms, *inquests: Inquest) -> None:
+    for inquest in inquests:
+        pinned = Retries(loaded, "", pinned=loaded.pool.engines[0])
         with pytest.raises(EngineLost):
-            await Retries(loaded, "", pinned=engine).run(program(), Attempts(lost()))
+            await pinned.run(program(), Attempts(lost(inquest=inquest)))
+
+
+@pytest.mark.parametrize("is_proven", [True, False])
+async def test_what_is_pinned_is_not_blamed_for_what_ran_beside_it(loaded: LoadedPrograms, is_proven: bool) -> None:
+    if is_proven:
+        await run(loaded, Attempts())
+    await lose_pinned(loaded, *(at_end_with("bad") for _ in range(5)))
+    # Another's may be many graphs.
+    await lose_pinned(loaded, *(at_end_with(f"bad{number}", owner="another") for number in range(5)))
+    found = [at_end_with(f"bad{number}") for number in range(5)]
+    for inquest in found:
+        inquest.culprit = "found"
+    await lose_pinned(loaded, *found)
     assert await run(loaded, Attempts()) == 1
+
+
+@pytest.mark.parametrize("is_proven", [True, False])
+async def test_what_is_pinned_is_refused_once_it_was_at_three_ends_that_nobody_else_explains(
+    loaded: LoadedPrograms, is_proven: bool
+) -> None:
+    if is_proven:
+        await run(loaded, Attempts())
+    passed = at_end_with("good")
+    passed.cleared.add(suspect_of("", program("good")))
+    await lose_pinned(loaded, passed, at_end_with("good"), at_end_with("fine", owner="one"))
+    # It was run again elsewhere, or alone.
+    with pytest.raises(GradruleError, match="QUARANTINED"):
+        await run(loaded, Attempts())
+
+
+async def test_who_passed_elsewhere_is_not_at_an_engine_s_end_any_more(loaded: LoadedPrograms) -> None:
+    inquests = [at_end_with("good") for _ in range(3)]
+    for inquest in inquests:
+        assert await run(loaded, Attempts(lost(inquest=inquest)), "good") == 2
+        await lose_pinned(loaded, inquest)
+    with pytest.raises(GradruleError, match="QUARANTINED"):
+        await run(loaded, Attempts())
+
+
+async def test_to_be_loaded_proves_nothing(loaded: LoadedPrograms) -> None:
+    await Retries(loaded, "").run(program(), Attempts(), proves=False)
+    assert not loaded.conduct.is_proven(suspect_of("", program()))
+    await run(loaded, Attempts())
+    assert loaded.conduct.is_proven(suspect_of("", program()))
