@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
+from google.protobuf.message import DecodeError
+
+from gradrule.v1 import errors_pb2
+from gradrule_server.errors import GradruleError
 from gradrule_server.link.account import Account
 from gradrule_server.link.arena import LEAST_PLACED_BYTES, Chunk
 from gradrule_server.link.endings import Present
@@ -31,6 +36,10 @@ from gradrule_server.link.v1 import link_pb2
 if TYPE_CHECKING:
     from gradrule_server.link.process import EngineProcess
 
+_log = logging.getLogger(__name__)
+
+# No message is longer; an engine sends none of which even the tensors are.
+_MOST_FRAME_BYTES = 2**31
 # Arenas keep their memory for the next large message, which is twice as fast then; but not for long.
 _TRIM_AFTER_S = 2.0
 _MAX_TURNS = 1024
@@ -194,11 +203,24 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.last_heard = asyncio.get_running_loop().time()
+        self._buffer += data
+        try:
+            self._read_frames()
+        except (ValueError, DecodeError) as cause:
+            # Whatever it is by now, it is no engine. All that wait are told once the transport has closed.
+            _log.error("an engine sent what makes no sense: %s; its connection is closed", cause)
+            self._buffer = bytearray()
+            if self._transport is not None:
+                self._transport.abort()
+
+    def _read_frames(self) -> None:
+        """Delivers what has arrived as a whole; `ValueError`, `DecodeError` where it is none of the link's."""
         buffer = self._buffer
-        buffer += data
         position = 0
         while len(buffer) - position >= HEADER_BYTES:
             length, kind, request_id = unpack_header(memoryview(buffer)[position : position + HEADER_BYTES])
+            if length > _MOST_FRAME_BYTES:
+                raise ValueError(f"a frame of {length} bytes")
             end = position + HEADER_BYTES + length
             if len(buffer) < end:
                 break
@@ -319,6 +341,8 @@ class Connection(asyncio.Protocol):
                 payload = self._taken(self._arenas, request_id, chunk, wanted=not work.answer.done())
             if work.chunk is not None:
                 self._arenas.outgoing.release(work.chunk)
+        # What makes no sense raises here, where the work still ends with the connection.
+        fault = _fault(payload) if kind is Kind.FAULT and not work.answer.done() else None
         del self._running[request_id]
         work.end()
         if work.account is not None and work.started_at is not None and kind is not Kind.FAULT:
@@ -329,7 +353,14 @@ class Connection(asyncio.Protocol):
             self._start_waiting()
         if work.answer.done():
             return  # The caller gave up: its deadline passed, or it cancelled.
-        if kind is Kind.FAULT:
-            work.answer.set_exception(error_of(link_pb2.Fault.FromString(payload)))
+        if fault is not None:
+            work.answer.set_exception(fault)
         else:
             work.answer.set_result(payload)
+
+
+def _fault(payload: bytes) -> GradruleError:
+    """The error that an engine sent. `DecodeError`, `ValueError` where it is none."""
+    fault = link_pb2.Fault.FromString(payload)
+    errors_pb2.ErrorReason.Name(fault.reason)
+    return error_of(fault)

@@ -32,6 +32,9 @@ class Transport(asyncio.Transport):
     def close(self) -> None:
         self.is_closed = True
 
+    def abort(self) -> None:
+        self.is_closed = True
+
     def payloads(self) -> list[bytes]:
         return [payload for _, _, payload in self.sent]
 
