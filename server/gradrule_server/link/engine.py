@@ -176,6 +176,8 @@ class Engine:
         self._up.clear()
         if process is None:
             return None
+        # What it keeps for anybody is lost to them: whoever has it next knows nothing of it.
+        self.generation += 1
         process.connection.on_lost = None
         if process.connection.running:
             process.end(Reason.OVERRUN)

@@ -154,7 +154,7 @@ class ProgramHouse:
             return await self._run(program, run, received_ns, compile_started_ns, how, engine, retries)
 
         with self._blobs.held(_blobs(request)):
-            answer, is_loaded_now, place = await retries.run(program.loadable, attempt)
+            answer, is_loaded_now, place = await retries.run(program.loadable, attempt, undo=how.undo)
         note_run(answer, run.received_ns)
         # Concatenating messages merges them, so an answer of any size is not parsed again here.
         tail = evaluate_pb2.EvaluateResponse()

@@ -63,15 +63,24 @@ class Retries:
         """What is told of the program's doings."""
         return Charge(self._loaded.conduct, suspect_of(self._scope, program))
 
-    async def run(self, program: Loadable, attempt: Attempt[T], *, proves: bool = True) -> T:
+    async def run(
+        self,
+        program: Loadable,
+        attempt: Attempt[T],
+        *,
+        proves: bool = True,
+        undo: Callable[[Engine], None] | None = None,
+    ) -> T:
         """What `attempt` returns. `EngineLost` where it is to blame for an engine's end; QUARANTINED.
 
-        `proves`: whether the program has run then; what was only loaded may end engines yet.
+        `proves`: whether the program has run then; what was only loaded may end engines yet. `undo`: takes back what an
+        attempt left in an engine; whoever passes a trial is run once more then, in an engine that stays.
         """
         conduct, suspect = self._loaded.conduct, suspect_of(self._scope, program)
         conduct.check(suspect)
         held_against: Inquest | None = None
         attended: list[Inquest] = []
+        has_passed = False
         while True:
             try:
                 if held_against is None:
@@ -79,7 +88,7 @@ class Retries:
                         await self._loaded.pool.wait_ready(self._patience_s)
                     answer = await attempt(self.pinned)
                 else:
-                    answer = await self._alone(held_against, suspect, attempt)
+                    answer = await self._alone(held_against, suspect, attempt, undo)
             except _Cleared:
                 held_against = None
             except EngineLost as lost:
@@ -94,6 +103,10 @@ class Retries:
                         raise
                 if lost.is_suspect and held_against is not None:
                     raise self._found_guilty(held_against, suspect, lost) from None
+                if lost.is_suspect and has_passed:
+                    # It passes alone, and not among others: another trial would tell no more.
+                    self.note_lost(program, lost)
+                    raise
                 if lost.is_suspect and not await self._is_presumed_innocent(lost, suspect):
                     held_against = lost.inquest
             except NotLoaded:
@@ -105,7 +118,9 @@ class Retries:
                     conduct.proved(suspect)
                 for inquest in attended:
                     inquest.cleared.add(suspect)
-                return answer
+                if held_against is None or undo is None:
+                    return answer
+                held_against, has_passed = None, True
 
     def note_lost(self, program: Loadable, lost: EngineLost) -> None:
         """A call that cannot be run elsewhere cannot be tried either: what it was at is noted."""
@@ -128,7 +143,9 @@ class Retries:
         await asyncio.sleep(0)
         return self._suspicions == 1 and is_proven and lost.inquest.unproven > 0
 
-    async def _alone(self, inquest: Inquest, suspect: Suspect, attempt: Attempt[T]) -> T:
+    async def _alone(
+        self, inquest: Inquest, suspect: Suspect, attempt: Attempt[T], undo: Callable[[Engine], None] | None
+    ) -> T:
         """What `attempt` returns in an engine of its own; `_Cleared` where that is not needed any more."""
         conduct = self._loaded.conduct
         async with self._loaded.pool.trials:
@@ -140,7 +157,10 @@ class Retries:
                 raise _Cleared
             conduct.check(suspect)
             async with self._loaded.alone() as engine:
-                return await attempt(engine)
+                answer = await attempt(engine)
+                if undo is not None:
+                    undo(engine)
+                return answer
 
     def _found_guilty(self, inquest: Inquest, suspect: Suspect, lost: EngineLost) -> GradruleError:
         """It ended a second engine, in which nothing else ran."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +24,11 @@ class How(Protocol):
         """The engine that it must be; None: any."""
         ...
 
+    @property
+    def undo(self) -> Callable[[Engine], None] | None:
+        """Takes back what a run left in an engine that is given up, so that it can be run elsewhere; None: nothing."""
+        ...
+
     async def on(self, engine: Engine, run: link_pb2.RunRequest, account: Account) -> bytes:
         """Runs a loaded program; the bytes of an `EvaluateResponse`."""
         ...
@@ -34,6 +40,7 @@ class Once:
 
     ends_at: float
     pinned: Engine | None = None
+    undo: Callable[[Engine], None] | None = None
 
     async def on(self, engine: Engine, run: link_pb2.RunRequest, account: Account) -> bytes:
         return await engine.call(Kind.RUN, run.SerializeToString(), self.ends_at, account)
@@ -47,6 +54,9 @@ class Forward:
     handle: str
     kept_bytes: int = 0
     pinned: Engine | None = None
+
+    def undo(self, engine: Engine) -> None:
+        engine.tell(Kind.RELEASE, link_pb2.ReleaseRequest(handle=self.handle).SerializeToString())
 
     async def on(self, engine: Engine, run: link_pb2.RunRequest, account: Account) -> bytes:
         request = link_pb2.ForwardRequest(run=run, handle=self.handle)
@@ -69,6 +79,7 @@ class InSession:
     store: tuple[str, ...] = ()
     optimizer: session_pb2.Optimizer | None = None
     reply: link_pb2.SessionReply | None = None
+    undo: Callable[[Engine], None] | None = None
 
     @property
     def pinned(self) -> Engine | None:

@@ -165,6 +165,8 @@ async def test_alone_takes_a_process_and_gives_it_back(starter: Starter) -> None
     async with pool.alone() as engine:
         assert engine.pid == starter.started[1].pid
         assert engine not in pool.engines
+        generation = engine.generation
+    assert engine.generation > generation
     await _until(lambda: pool.spares_ready == 1)
     await pool.stop()
 

@@ -28,16 +28,17 @@ def lost(ending: Ending = CRASH, *, inquest: Inquest | None = None, is_alone: bo
 
 
 class Attempts:
-    """Fails with each error in turn, then returns how often it was made; notes where."""
+    """Fails with each error in turn (None: not), then returns how often it was made; notes where."""
 
-    def __init__(self, *errors: Exception) -> None:
+    def __init__(self, *errors: Exception | None) -> None:
         self.errors = list(errors)
         self.places: list[Engine | None] = []
 
     async def __call__(self, engine: Engine | None) -> int:
         self.places.append(engine)
-        if self.errors:
-            raise self.errors.pop(0)
+        error = self.errors.pop(0) if self.errors else None
+        if error is not None:
+            raise error
         return len(self.places)
 
     @property
@@ -258,6 +259,18 @@ async def test_who_passed_elsewhere_is_not_at_an_engine_s_end_any_more(loaded: L
         await lose_pinned(loaded, inquest)
     with pytest.raises(GradruleError, match="QUARANTINED"):
         await run(loaded, Attempts())
+
+
+async def test_what_is_kept_in_an_engine_is_run_again_after_its_trial_where_it_can_stay(loaded: LoadedPrograms) -> None:
+    attempts, undone = Attempts(lost()), list[Engine]()
+    assert await Retries(loaded, "").run(program(), attempts, undo=undone.append) == 3
+    assert attempts.alone == [False, True, False]
+    assert undone == [attempts.places[1]]
+    # What passes alone, and not among others, is told at last.
+    again = Attempts(lost(), None, lost())
+    with pytest.raises(EngineLost):
+        await Retries(loaded, "").run(program(), again, undo=undone.append)
+    assert again.alone == [False, True, False]
 
 
 async def test_to_be_loaded_proves_nothing(loaded: LoadedPrograms) -> None:
