@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Protocol
 
+from gradrule_server.link.faults import EngineLost
+
 
 class Account(Protocol):
     """What is held to account for a request. `suspect`: the same for requests that are held to account together."""
@@ -18,4 +20,8 @@ class Account(Protocol):
 
     def overran(self, seconds: float) -> None:
         """It ended its engine: its deadline had passed, and it had gone on for so long in all."""
+        ...
+
+    def lost(self, cause: EngineLost) -> None:
+        """Its engine ended while it ran, and nobody waits for it any more."""
         ...

@@ -48,13 +48,12 @@ _MAX_TURNS = 1024
 class EngineGone(Exception):
     """The engine closed its end, or died, before it answered.
 
-    `started`: it had been sent the request. `alone`: and nothing else ran.
+    `started`: it had been sent the request.
     """
 
-    def __init__(self, *, started: bool, alone: bool = False) -> None:
+    def __init__(self, *, started: bool) -> None:
         super().__init__()
         self.started = started
-        self.alone = alone
 
 
 class Work:
@@ -68,6 +67,7 @@ class Work:
         "chunk",
         "connection",
         "id",
+        "is_given_up",
         "kind",
         "owner",
         "payload",
@@ -88,6 +88,8 @@ class Work:
         self.chunk: Chunk | None = None
         """Where the payload lies, if it is large and sent."""
         self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.is_given_up = False
+        """Nobody waits for it any more, though it was sent."""
         self._ended = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -132,13 +134,19 @@ class Connection(asyncio.Protocol):
         self._closed = False
         self.process: EngineProcess | None = None
         """The process at the other end, once it serves: whoever has a request of its can learn how it ended."""
-        self.present: frozenset[Present] = frozenset()
-        """Whose requests ran when the other end went."""
+        self.lost: tuple[Work, ...] = ()
+        """Requests that ran when the other end went."""
         self.on_lost: Callable[[], None] | None = None
         """Called once the other end is gone, after all answers were told so."""
         self.last_heard = asyncio.get_running_loop().time()
         """Loop time at which the engine last sent anything."""
         self.greeting: asyncio.Future[link_pb2.Greeting] = asyncio.get_running_loop().create_future()
+
+    @property
+    def present(self) -> frozenset[Present]:
+        """Who ran when the other end went."""
+        suspects = ((work.owner, None if work.account is None else work.account.suspect) for work in self.lost)
+        return frozenset(Present(owner, suspect) for owner, suspect in suspects)
 
     @property
     def threads(self) -> int:
@@ -231,16 +239,12 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed = True
-        alone = len(self._running) == 1
-        self.present = frozenset(
-            Present(work.owner, work.account.suspect if work.account is not None else None)
-            for work in self._running.values()
-        )
+        self.lost = tuple(self._running.values())
         for works, started in ((self._running, True), (self._waiting, False)):
             for work in works.values():
                 work.end()
                 if not work.answer.done():
-                    work.answer.set_exception(EngineGone(started=started, alone=started and alone))
+                    work.answer.set_exception(EngineGone(started=started))
             works.clear()
         if not self.greeting.done():
             self.greeting.set_exception(EngineGone(started=True))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import Finding, error
 from gradrule_server.link.account import Account
-from gradrule_server.link.connection import Connection, EngineGone, Work
+from gradrule_server.link.connection import EngineGone, Work
 from gradrule_server.link.endings import Ending, Inquest, Reason
 from gradrule_server.link.faults import EngineLost
 from gradrule_server.link.framing import Kind
@@ -199,7 +199,7 @@ class Engine:
             self.abandon(work, ends_at)
             raise
         except EngineGone as gone:
-            raise await self.lost(work.connection, gone) from None
+            raise await self.lost(work, gone) from None
 
     def submit(self, kind: Kind, payload: bytes, account: Account | None = None) -> Work:
         """Hands a request in, for callers that share its answer; ENGINE_UNAVAILABLE while there is no engine."""
@@ -217,21 +217,23 @@ class Engine:
         """
         if work.ended or work.connection.drop(work):
             return
+        work.is_given_up = True
         loop = asyncio.get_running_loop()
         # Once the deadline has passed, or where nobody else loses anything, there is nothing to wait for.
         patience_s = min(max(0.0, ends_at - loop.time()), _CANCEL_PATIENCE_S) if self.kept else 0.0
         work.watch(loop.call_later(patience_s + _OVERRUN_GRACE_S, self._end_overrun, work, ends_at))
 
-    async def lost(self, connection: Connection, gone: EngineGone) -> EngineLost:
+    async def lost(self, work: Work, gone: EngineGone) -> EngineLost:
         """The error of a request whose engine is gone."""
-        process = connection.process
+        process = work.connection.process
         if not gone.started or process is None:
             return lost_waiting()
-        ending = await process.ending()
-        reason, message = errors_pb2.ERROR_REASON_ENGINE_CRASHED, f"the engine died while it held the request: {ending}"
-        if ending.reason is Reason.MEMORY:
-            reason, message = errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, f"the engine ran out of memory: {ending}"
-        return EngineLost([Finding(reason, message)], ending=ending, is_alone=gone.alone, inquest=process.inquest)
+        try:
+            ending = await process.ending()
+        except asyncio.CancelledError:
+            work.is_given_up = True
+            raise
+        return _lost(process, ending)
 
     def tell(self, kind: Kind, payload: bytes) -> None:
         """One message without an answer."""
@@ -287,6 +289,9 @@ class Engine:
         ending = self.last_ending = await process.ending()
         self._ended[ending.reason] += 1
         _log.warning("engine %d ended (%s)", process.pid, ending)
+        for work in process.connection.lost:
+            if work.is_given_up and work.account is not None:
+                work.account.lost(_lost(process, ending))
         self._on_event(EngineEvent("ended", self.index, process.pid, ending.reason, str(ending)))
 
     def _end_overrun(self, work: Work, ends_at: float) -> None:
@@ -320,6 +325,15 @@ def lost_waiting() -> EngineLost:
         is_alone=False,
         inquest=Inquest(),
     )
+
+
+def _lost(process: EngineProcess, ending: Ending) -> EngineLost:
+    """The process ended so, while it had the request."""
+    reason, message = errors_pb2.ERROR_REASON_ENGINE_CRASHED, f"the engine died while it held the request: {ending}"
+    if ending.reason is Reason.MEMORY:
+        reason, message = errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, f"the engine ran out of memory: {ending}"
+    is_alone = len(process.connection.lost) == 1
+    return EngineLost([Finding(reason, message)], ending=ending, is_alone=is_alone, inquest=process.inquest)
 
 
 def _report_failure(task: asyncio.Task[None]) -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.errors import error
 from gradrule_server.link.endings import Inquest
+from gradrule_server.link.faults import EngineLost
 from gradrule_server.programs.shelf import Loadable
 
 # How much is remembered; what was heard of least recently goes.
@@ -170,12 +171,23 @@ class Charge:
 
     conduct: Conduct
     suspect: Suspect
+    owner: str = ""
 
     def took(self, seconds: float) -> None:
         self.conduct.took(self.suspect, seconds)
 
     def overran(self, seconds: float) -> None:
         self.conduct.overran(self.suspect, seconds, "it went on after its deadline")
+
+    def lost(self, cause: EngineLost) -> None:
+        """Its engine ended, and it will not be tried: that is a strike where it ran alone, else it is only noted."""
+        if not cause.is_suspect or self.suspect in cause.inquest.noted:
+            return
+        cause.inquest.noted.add(self.suspect)
+        if cause.is_alone:
+            self.conduct.strike(self.suspect, str(cause.ending))
+        else:
+            self.conduct.attended(self.suspect, self.owner, cause.inquest, str(cause.ending))
 
 
 def suspect_of(scope: str, program: Loadable) -> Suspect:

@@ -94,7 +94,7 @@ class LoadedPrograms:
             # Several callers may wait for one load; one that gives up must not take it from the others.
             answer = load.work.answer.result() if load.is_ready else await asyncio.shield(load.work.answer)
         except EngineGone as gone:
-            raise await load.engine.lost(load.work.connection, gone) from None
+            raise await load.engine.lost(load.work, gone) from None
         load.check()
         return answer
 

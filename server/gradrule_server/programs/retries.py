@@ -36,6 +36,8 @@ Attempt = Callable[[Engine | None], Awaitable[T]]
 _MOST_KILLED = 5
 # Who lost an engine waits for the next one as long as its deadline lets it, or so long.
 _PATIENCE_S = 60.0
+# Clients cancel at their deadlines, and may be so much before ours.
+_EARLY_S = 0.5
 
 
 class Retries:
@@ -54,6 +56,7 @@ class Retries:
         self._patience_s = 0.0
         self._suspicions = 0
         self._was_loaded_again = False
+        self._held_against: EngineLost | None = None
 
     def check(self, program: Loadable) -> None:
         """QUARANTINED where the program is refused now."""
@@ -61,7 +64,7 @@ class Retries:
 
     def account(self, program: Loadable) -> Account:
         """What is told of the program's doings."""
-        return Charge(self._loaded.conduct, suspect_of(self._scope, program))
+        return Charge(self._loaded.conduct, suspect_of(self._scope, program), self._owner)
 
     async def run(
         self,
@@ -76,21 +79,34 @@ class Retries:
         `proves`: whether the program has run then; what was only loaded may end engines yet. `undo`: takes back what an
         attempt left in an engine; whoever passes a trial is run once more then, in an engine that stays.
         """
+        try:
+            return await self._run(program, attempt, proves, undo)
+        except (asyncio.CancelledError, GradruleError) as cause:
+            is_late = isinstance(cause, GradruleError) and cause.reason == errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED
+            if self._held_against is not None and (is_late or isinstance(cause, asyncio.CancelledError)):
+                # Who gives up before the trial is over is not tried any more.
+                self.note_lost(program, self._held_against)
+            raise
+        finally:
+            self._held_against = None
+
+    async def _run(
+        self, program: Loadable, attempt: Attempt[T], proves: bool, undo: Callable[[Engine], None] | None
+    ) -> T:
         conduct, suspect = self._loaded.conduct, suspect_of(self._scope, program)
         conduct.check(suspect)
-        held_against: Inquest | None = None
         attended: list[Inquest] = []
         has_passed = False
         while True:
             try:
-                if held_against is None:
+                if self._held_against is None:
                     if not self._loaded.pool.is_ready:
                         await self._loaded.pool.wait_ready(self._patience_s)
                     answer = await attempt(self.pinned)
                 else:
-                    answer = await self._alone(held_against, suspect, attempt, undo)
+                    answer = await self._alone(self._held_against.inquest, suspect, attempt, undo)
             except _Cleared:
-                held_against = None
+                self._held_against = None
             except EngineLost as lost:
                 self._patience_s = _PATIENCE_S
                 attended.append(lost.inquest)
@@ -101,14 +117,16 @@ class Retries:
                     self._killed += 1
                     if self._killed > _MOST_KILLED:
                         raise
-                if lost.is_suspect and held_against is not None:
-                    raise self._found_guilty(held_against, suspect, lost) from None
+                if lost.is_suspect and self._held_against is not None:
+                    raise self._found_guilty(self._held_against.inquest, suspect, lost) from None
                 if lost.is_suspect and has_passed:
                     # It passes alone, and not among others: another trial would tell no more.
                     self.note_lost(program, lost)
                     raise
-                if lost.is_suspect and not await self._is_presumed_innocent(lost, suspect):
-                    held_against = lost.inquest
+                if lost.is_suspect:
+                    self._held_against = lost
+                    if await self._is_presumed_innocent(lost, suspect):
+                        self._held_against = None
             except NotLoaded:
                 if self._was_loaded_again:
                     raise
@@ -118,20 +136,13 @@ class Retries:
                     conduct.proved(suspect)
                 for inquest in attended:
                     inquest.cleared.add(suspect)
-                if held_against is None or undo is None:
+                if self._held_against is None or undo is None:
                     return answer
-                held_against, has_passed = None, True
+                self._held_against, has_passed = None, True
 
     def note_lost(self, program: Loadable, lost: EngineLost) -> None:
         """A call that cannot be run elsewhere cannot be tried either: what it was at is noted."""
-        suspect = suspect_of(self._scope, program)
-        if not lost.is_suspect or suspect in lost.inquest.noted:
-            return
-        lost.inquest.noted.add(suspect)
-        if lost.is_alone:
-            self._loaded.conduct.strike(suspect, str(lost.ending))
-        else:
-            self._loaded.conduct.attended(suspect, self._owner, lost.inquest, str(lost.ending))
+        self.account(program).lost(lost)
 
     async def _is_presumed_innocent(self, lost: EngineLost, suspect: Suspect) -> bool:
         """Whether somebody else is the likelier cause: then it is simply run again, the first time."""
@@ -157,7 +168,12 @@ class Retries:
                 raise _Cleared
             conduct.check(suspect)
             async with self._loaded.alone() as engine:
-                answer = await attempt(engine)
+                try:
+                    answer = await attempt(engine)
+                except asyncio.CancelledError:
+                    if 0 < self.ends_at <= asyncio.get_running_loop().time() + _EARLY_S:
+                        conduct.strike(suspect, "it did not come to an end when it ran alone")
+                    raise
                 if undo is not None:
                     undo(engine)
                 return answer

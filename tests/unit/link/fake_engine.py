@@ -10,6 +10,7 @@ from typing import Any, cast
 from gradrule_server.link.connection import Connection
 from gradrule_server.link.endings import Ending, Inquest, Reason
 from gradrule_server.link.engine import Engine
+from gradrule_server.link.faults import EngineLost
 from gradrule_server.link.framing import HEADER_BYTES, Kind, pack_header, unpack_header
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
@@ -98,12 +99,16 @@ class Overruns:
     def __init__(self) -> None:
         self.seconds: list[float] = []
         self.taken: list[float] = []
+        self.losses: list[EngineLost] = []
 
     def took(self, seconds: float) -> None:
         self.taken.append(seconds)
 
     def overran(self, seconds: float) -> None:
         self.seconds.append(seconds)
+
+    def lost(self, cause: EngineLost) -> None:
+        self.losses.append(cause)
 
 
 class Starter:

@@ -273,6 +273,65 @@ async def test_what_is_kept_in_an_engine_is_run_again_after_its_trial_where_it_c
     assert again.alone == [False, True, False]
 
 
+async def _hangs(engine: Engine | None) -> int:
+    await asyncio.sleep(60)
+    raise AssertionError
+
+
+class Hangs:
+    """Loses its engine, alone; then it does not return."""
+
+    def __init__(self) -> None:
+        self.loss: EngineLost | None = lost(is_alone=True)
+
+    async def __call__(self, engine: Engine | None) -> int:
+        cause, self.loss = self.loss, None
+        if cause is not None:
+            raise cause
+        return await _hangs(engine)
+
+
+def struck(loaded: LoadedPrograms) -> int:
+    return len(loaded.conduct._strikes.get(suspect_of("", program()), []))
+
+
+async def _gives_up(retries: Retries, after_s: float) -> None:
+    call = asyncio.create_task(retries.run(program(), Hangs()))
+    await asyncio.sleep(after_s)
+    call.cancel()
+    await asyncio.wait([call])
+
+
+async def test_who_gives_up_while_it_waits_for_its_trial_is_struck(loaded: LoadedPrograms) -> None:
+    async with loaded.pool.trials:
+        await _gives_up(Retries(loaded, "", asyncio.get_running_loop().time() + 60), 0.01)
+    assert struck(loaded) == 1
+
+
+async def test_who_gives_up_within_its_trial_is_struck_for_its_first_engine(loaded: LoadedPrograms) -> None:
+    await _gives_up(Retries(loaded, "", asyncio.get_running_loop().time() + 60), 0.01)
+    assert struck(loaded) == 1
+    await _gives_up(Retries(loaded, "", asyncio.get_running_loop().time() + 60), 0.01)
+    with pytest.raises(GradruleError, match="QUARANTINED"):
+        await run(loaded, Attempts())
+
+
+async def test_who_crashes_alone_and_hangs_in_its_trial_is_refused(loaded: LoadedPrograms) -> None:
+    await _gives_up(Retries(loaded, "", asyncio.get_running_loop().time() + 0.01), 0.02)
+    with pytest.raises(GradruleError, match="QUARANTINED"):
+        await run(loaded, Attempts())
+
+
+async def test_who_gives_up_and_was_not_alone_is_not_struck_at_once(loaded: LoadedPrograms) -> None:
+    attempts = Hangs()
+    attempts.loss = lost(inquest=at_end_with("bad"))
+    call = asyncio.create_task(Retries(loaded, "", asyncio.get_running_loop().time() + 60).run(program(), attempts))
+    await asyncio.sleep(0.01)
+    call.cancel()
+    await asyncio.wait([call])
+    assert struck(loaded) == 0
+
+
 async def test_to_be_loaded_proves_nothing(loaded: LoadedPrograms) -> None:
     await Retries(loaded, "").run(program(), Attempts(), proves=False)
     assert not loaded.conduct.is_proven(suspect_of("", program()))
