@@ -223,6 +223,21 @@ class Engine:
         patience_s = min(max(0.0, ends_at - loop.time()), _CANCEL_PATIENCE_S) if self.kept else 0.0
         work.watch(loop.call_later(patience_s + _OVERRUN_GRACE_S, self._end_overrun, work, ends_at))
 
+    def limit(self, work: Work, ends_at: float, least_s: float) -> None:
+        """However many wait for it: where it runs after `ends_at`, and has for so long, it overran; see `abandon`."""
+        loop = asyncio.get_running_loop()
+
+        def look() -> None:
+            due = max(ends_at, (loop.time() if work.started_at is None else work.started_at) + least_s)
+            if work.ended:
+                return
+            if loop.time() < due:
+                work.watch(loop.call_at(due, look))
+            else:
+                self._end_overrun(work, ends_at)
+
+        look()
+
     async def lost(self, work: Work, gone: EngineGone) -> EngineLost:
         """The error of a request whose engine is gone."""
         process = work.connection.process

@@ -131,13 +131,18 @@ class LoadedPrograms:
         ready = [engine for engine in engines if engine.is_ready]
         if not ready:
             raise unavailable()
-        having = [engine for engine in ready if self._shelf(engine).has(program.key)]
+        having = [engine for engine in ready if self._has(engine, program.key)]
         best = min(having, key=lambda engine: (engine.is_extra, engine.load), default=None)
         if best is not None and best.has_room:
             return best
         # What is new goes where it can cost nobody a session or a forward handle, if there is such a place.
         other = min(ready, key=_cost)
         return other if best is None or other.has_room else best
+
+    def _has(self, engine: Engine, key: str) -> bool:
+        """Whether an engine has a program, or will soon: not where it waits there behind one that takes long."""
+        shelf = self._shelf(engine)
+        return shelf.has(key) and not (shelf.waits(key) and engine.has_compiled_for(_SLOW_COMPILE_S))
 
     def _has_way_around(self, engine: Engine) -> bool:
         """Whether another engine could take what waits there; one is added where there is a spare."""
@@ -172,10 +177,10 @@ class LoadedPrograms:
             self._warming.add(task)
             task.add_done_callback(self._warming.discard)
 
-    async def _load_again(self, engine: Engine, programs: Sequence[Loadable]) -> None:
+    async def _load_again(self, engine: Engine, loads: Sequence[Load]) -> None:
         generation = engine.generation
         nodes_left = _WARM_NODES_TOGETHER
-        for program in programs[:_WARM_PROGRAMS]:
+        for program, account in ((load.program, load.work.account) for load in loads[:_WARM_PROGRAMS]):
             if program.nodes > min(_WARM_NODES, nodes_left):
                 continue
             nodes_left -= program.nodes
@@ -186,7 +191,7 @@ class LoadedPrograms:
                 return
             try:
                 # Nobody has asked for it yet, so it must not keep others from uploading.
-                with self._shelf(engine).held(program, 0.0, None, keeps_blobs=False) as load:
+                with self._shelf(engine).held(program, 0.0, account, keeps_blobs=False) as load:
                     await self.wait(load)
             except GradruleError as cause:
                 _log.debug("a program was not loaded again: %s", cause)
@@ -195,4 +200,4 @@ class LoadedPrograms:
 def _cost(engine: Engine) -> tuple[bool, bool, bool, bool, bool, int]:
     """The engine where this is least is the best for a program that is new."""
     is_slow = engine.has_compiled_for(_SLOW_COMPILE_S)
-    return not engine.has_room, is_slow, engine.is_extra, engine.kept > 0, engine.is_compiling, engine.load
+    return is_slow, not engine.has_room, engine.is_extra, engine.kept > 0, engine.is_compiling, engine.load

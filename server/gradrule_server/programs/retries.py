@@ -94,12 +94,12 @@ class Retries:
         self, program: Loadable, attempt: Attempt[T], proves: bool, undo: Callable[[Engine], None] | None
     ) -> T:
         conduct, suspect = self._loaded.conduct, suspect_of(self._scope, program)
-        conduct.check(suspect)
         attended: list[Inquest] = []
         has_passed = False
         while True:
             try:
                 if self._held_against is None:
+                    conduct.check(suspect)
                     if not self._loaded.pool.is_ready:
                         await self._loaded.pool.wait_ready(self._patience_s)
                     answer = await attempt(self.pinned)

@@ -20,6 +20,7 @@ from gradrule_server.link.faults import EngineLost, fault_message
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs import loaded as loaded_module
+from gradrule_server.programs import shelf as shelf_module
 from gradrule_server.programs.loaded import Load, Loadable, LoadedPrograms
 from gradrule_server.registry.blobs import BlobStore
 from tests.unit.link.fake_engine import CRASH, FakeEngine, FakePool, Overruns
@@ -376,6 +377,64 @@ async def test_an_extra_engine_stays_while_something_is_kept_there(blobs: BlobSt
     async with asyncio.timeout(5):
         while extra in pool.engines:
             await asyncio.sleep(0.01)
+
+
+@pytest.mark.usefixtures("short")
+async def test_two_who_wait_for_one_program_both_get_around_what_takes_long(blobs: BlobStore) -> None:
+    """Neither drops the load that waits for both."""
+    engine, extra = FakeEngine(), FakeEngine(index=1, is_extra=True)
+    pool = FakePool(engine)
+    pool.extras = [extra]
+    loaded = LoadedPrograms(pool, blobs, 10, 10**6)
+    slow = asyncio.create_task(_compile(loaded, "slow"))
+    sent = await engine.next(Kind.COMPILE)
+    others = [asyncio.create_task(_compile(loaded, "a")) for _ in range(2)]
+    extra.answer(await extra.next(Kind.COMPILE), Kind.COMPILED)
+    assert await asyncio.gather(*others) == [1, 1]
+    assert len(keys(engine)) == 1
+    engine.answer(sent, Kind.COMPILED)
+    await slow
+
+
+async def test_a_load_that_does_not_end_ends_the_engine_however_many_come_to_wait(
+    blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shelf_module, "_LOAD_S", 0.1)
+    engine, account = FakeEngine(), Overruns()
+    loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
+    loop = asyncio.get_running_loop()
+
+    async def patient(name: str) -> None:
+        with loaded.held(program(name), ends_at=loop.time() + 0.15, account=account) as load:
+            await loaded.wait(load)
+
+    started, process = loop.time(), engine.fake
+    waiting = [asyncio.create_task(patient("a"))]
+    while not process.is_killed:
+        waiting.append(asyncio.create_task(patient("a")))
+        waiting[-2].cancel()
+        await asyncio.sleep(0.02)
+        assert loop.time() - started < 5
+    assert loop.time() - started > 0.14
+    assert len(account.seconds) == 1
+    assert all(isinstance(end, BaseException) for end in await asyncio.gather(*waiting, return_exceptions=True))
+
+
+async def test_what_waits_to_be_loaded_may_take_its_time_once_it_begins(
+    blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shelf_module, "_LOAD_S", 0.1)
+    engine = FakeEngine()
+    loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
+    engine.submit(Kind.COMPILE, b"long")
+    with loaded.held(program("b"), ends_at=0.0) as waits:
+        await asyncio.sleep(0.3)
+        engine.answer(b"long", Kind.COMPILED)
+        assert waits.work.started_at is not None
+        await asyncio.sleep(0.05)
+        assert not engine.fake.is_killed
+        await asyncio.sleep(0.1)
+        assert not engine.is_ready
 
 
 @pytest.mark.usefixtures("short")

@@ -302,6 +302,15 @@ async def _gives_up(retries: Retries, after_s: float) -> None:
     await asyncio.wait([call])
 
 
+async def test_who_is_refused_meanwhile_is_not_run_again(loaded: LoadedPrograms) -> None:
+    async def overruns_for_others(engine: Engine | None) -> int:
+        loaded.conduct.convict(suspect_of("", program()), "it went on")
+        raise lost(OVERRUN)
+
+    with pytest.raises(GradruleError, match="QUARANTINED"):
+        await Retries(loaded, "").run(program(), overruns_for_others)
+
+
 async def test_who_gives_up_while_it_waits_for_its_trial_is_struck(loaded: LoadedPrograms) -> None:
     async with loaded.pool.trials:
         await _gives_up(Retries(loaded, "", asyncio.get_running_loop().time() + 60), 0.01)
