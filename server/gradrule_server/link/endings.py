@@ -87,8 +87,11 @@ _HOW = {
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
 
 
-def ending_of(code: int | None, ended_for: Reason | None, fatal: str) -> Ending:
-    """How a process with this exit code ended (negative: a signal), which was ended on purpose for `ended_for`."""
+def ending_of(code: int | None, ended_for: Reason | None, fatal: str, *, was_short: bool = False) -> Ending:
+    """How a process with this exit code ended (negative: a signal), which was ended on purpose for `ended_for`.
+
+    `was_short`: there was no memory left when it ended; the kernel kills as others do.
+    """
     if ended_for is not None:
         return Ending(ended_for, _HOW.get(ended_for, ended_for), fatal)
     if code is None:
@@ -96,6 +99,8 @@ def ending_of(code: int | None, ended_for: Reason | None, fatal: str) -> Ending:
     if code >= 0:
         return Ending(Reason.MEMORY if _NO_MEMORY.search(fatal) else Reason.CRASH, f"exit code {code}", fatal)
     how = _signal_name(-code)
+    if -code == signal.SIGKILL and was_short:
+        return Ending(Reason.MEMORY, f"{how}, when there was no more memory", fatal)
     if -code in _FROM_OUTSIDE:
         return Ending(Reason.KILLED, how, fatal)
     return Ending(Reason.MEMORY if _NO_MEMORY.search(fatal) else Reason.CRASH, how, fatal)

@@ -73,6 +73,8 @@ class Engine:
         self.index = index
         self.is_extra = spares is None
         """It is there for a while only."""
+        self.borrower = ""
+        """The owner for whom it was added, where it is extra."""
         self._spares = spares
         self._on_change = on_change
         self._on_event = on_event
