@@ -12,6 +12,7 @@ from gradrule_server.link.oom import OOM_KILLS
 from gradrule_server.link.owner import OWNER
 from gradrule_server.link.process import ProcessOptions
 from gradrule_server.link.spares import Spares
+from gradrule_server.link.turns import Turns
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.link.watch import Watch
 
@@ -57,8 +58,8 @@ class EnginePool:
         self._filling: list[asyncio.Task[None]] = []
         self.memory_limit = options.memory_limit
         """Bytes that an engine may take; 0: any."""
-        self.trials = asyncio.Lock()
-        """Held by who uses `alone`: one at a time."""
+        self.trials = Turns()
+        """Held by who uses `alone`: one at a time, and owners in turn."""
 
     @property
     def greeting(self) -> link_pb2.Greeting:

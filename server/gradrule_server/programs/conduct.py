@@ -103,7 +103,11 @@ class Conduct:
 
     def took(self, suspect: Suspect, seconds: float) -> None:
         """An engine has done something of it, and was at it for so long."""
-        _remember(self._longest, suspect, max(seconds, self._longest.get(suspect, 0.0)))
+        _remember(self._longest, suspect, max(seconds, self.longest(suspect)))
+
+    def longest(self, suspect: Suspect) -> float:
+        """The most seconds that an engine was ever at it, as far as is known."""
+        return self._longest.get(suspect, 0.0)
 
     def overran(self, suspect: Suspect, seconds: float, why: str) -> None:
         """It went on after its deadline, for so long in all, and its engine was ended.
@@ -111,7 +115,7 @@ class Conduct:
         That is a strike, but for what has run before and might have come to an end once more: deadlines can be short,
         and machines busy.
         """
-        expected_s = max(_LEAST_OVERRUN_S, _OVERRUN_FACTOR * self._longest.get(suspect, 0.0))
+        expected_s = max(_LEAST_OVERRUN_S, _OVERRUN_FACTOR * self.longest(suspect))
         if not self.is_proven(suspect) or seconds > expected_s:
             self.strike(suspect, why)
 

@@ -8,13 +8,14 @@ nothing had happened. Only who is found guilty that way, or dies a second time, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.account import Account
-from gradrule_server.link.endings import Inquest, Reason
+from gradrule_server.link.endings import Ending, Inquest, Reason
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.faults import EngineLost, NotLoaded
 from gradrule_server.link.owner import OWNER
@@ -36,6 +37,11 @@ Attempt = Callable[[Engine | None], Awaitable[T]]
 _MOST_KILLED = 5
 # Who lost an engine waits for the next one as long as its deadline lets it, or so long.
 _PATIENCE_S = 60.0
+# A trial takes so long at most, or so many times as long as the call has run, and as anything of the program ever did.
+_LEAST_TRIAL_S = 5.0
+_TRIAL_FACTOR = 5.0
+_LOOK_S = 0.1
+_NO_END = "it did not come to an end when it ran alone"
 # Clients cancel at their deadlines, and may be so much before ours.
 _EARLY_S = 0.5
 
@@ -57,6 +63,7 @@ class Retries:
         self._suspicions = 0
         self._was_loaded_again = False
         self._held_against: EngineLost | None = None
+        self._ran_s = 0.0
 
     def check(self, program: Loadable) -> None:
         """QUARANTINED where the program is refused now."""
@@ -96,7 +103,9 @@ class Retries:
         conduct, suspect = self._loaded.conduct, suspect_of(self._scope, program)
         attended: list[Inquest] = []
         has_passed = False
+        loop = asyncio.get_running_loop()
         while True:
+            started = loop.time()
             try:
                 if self._held_against is None:
                     conduct.check(suspect)
@@ -104,12 +113,13 @@ class Retries:
                         await self._loaded.pool.wait_ready(self._patience_s)
                     answer = await attempt(self.pinned)
                 else:
-                    answer = await self._alone(self._held_against.inquest, suspect, attempt, undo)
+                    answer = await self._alone(self._held_against, suspect, attempt, undo)
             except _Cleared:
                 self._held_against = None
             except EngineLost as lost:
                 self._patience_s = _PATIENCE_S
                 attended.append(lost.inquest)
+                self._ran_s = loop.time() - started
                 if self.pinned is not None:
                     self.note_lost(program, lost)
                     raise
@@ -155,10 +165,10 @@ class Retries:
         return self._suspicions == 1 and is_proven and lost.inquest.unproven > 0
 
     async def _alone(
-        self, inquest: Inquest, suspect: Suspect, attempt: Attempt[T], undo: Callable[[Engine], None] | None
+        self, lost: EngineLost, suspect: Suspect, attempt: Attempt[T], undo: Callable[[Engine], None] | None
     ) -> T:
         """What `attempt` returns in an engine of its own; `_Cleared` where that is not needed any more."""
-        conduct = self._loaded.conduct
+        conduct, inquest = self._loaded.conduct, lost.inquest
         async with self._loaded.pool.trials:
             if inquest.culprit == suspect and inquest.verdict is not None:
                 raise inquest.verdict
@@ -168,15 +178,52 @@ class Retries:
                 raise _Cleared
             conduct.check(suspect)
             async with self._loaded.alone() as engine:
-                try:
-                    answer = await attempt(engine)
-                except asyncio.CancelledError:
-                    if 0 < self.ends_at <= asyncio.get_running_loop().time() + _EARLY_S:
-                        conduct.strike(suspect, "it did not come to an end when it ran alone")
-                    raise
+                answer = await self._in_time(suspect, attempt(engine), lost.ending)
                 if undo is not None:
                     undo(engine)
                 return answer
+
+    async def _in_time(self, suspect: Suspect, trial: Awaitable[T], ending: Ending) -> T:
+        """What a trial comes to; a strike where it does not end by the deadline.
+
+        Once it took much longer than it should, it makes way for others that wait for theirs: ENGINE_CRASHED then.
+        """
+        conduct, loop = self._loaded.conduct, asyncio.get_running_loop()
+        started = loop.time()
+        most_s = max(_LEAST_TRIAL_S, _TRIAL_FACTOR * (self._ran_s + conduct.longest(suspect)))
+        try:
+            async with asyncio.timeout(None) as limit, self._making_way(limit, started + most_s):
+                return await trial
+        except asyncio.CancelledError:
+            if 0 < self.ends_at <= loop.time() + _EARLY_S:
+                conduct.overran(suspect, loop.time() - started, _NO_END)
+            raise
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            conduct.overran(suspect, loop.time() - started, _NO_END)
+            raise error(
+                errors_pb2.ERROR_REASON_ENGINE_CRASHED,
+                f"an engine died while it held the request ({ending}), and when it ran alone it did not "
+                f"come to an end within {most_s:.0f} s",
+            ) from None
+
+    @contextlib.asynccontextmanager
+    async def _making_way(self, limit: asyncio.Timeout, due: float) -> AsyncIterator[None]:
+        """Within this context `limit` is reached as soon as somebody waits for a trial, from `due` on (loop time)."""
+
+        async def look() -> None:
+            await asyncio.sleep(due - loop.time())
+            while not self._loaded.pool.trials.waiting:
+                await asyncio.sleep(_LOOK_S)
+            limit.reschedule(loop.time())
+
+        loop = asyncio.get_running_loop()
+        looking = asyncio.create_task(look(), name="trial-limit")
+        try:
+            yield
+        finally:
+            looking.cancel()
 
     def _found_guilty(self, inquest: Inquest, suspect: Suspect, lost: EngineLost) -> GradruleError:
         """It ended a second engine, in which nothing else ran."""

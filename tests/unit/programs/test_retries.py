@@ -13,6 +13,7 @@ from gradrule_server.errors import Finding, GradruleError
 from gradrule_server.link.endings import Ending, Inquest, Present, Reason
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.faults import EngineLost, NotLoaded
+from gradrule_server.programs import retries as retries_module
 from gradrule_server.programs.conduct import Conduct, suspect_of
 from gradrule_server.programs.loaded import Loadable, LoadedPrograms
 from gradrule_server.programs.retries import Retries
@@ -329,6 +330,48 @@ async def test_who_crashes_alone_and_hangs_in_its_trial_is_refused(loaded: Loade
     await _gives_up(Retries(loaded, "", asyncio.get_running_loop().time() + 0.01), 0.02)
     with pytest.raises(GradruleError, match="QUARANTINED"):
         await run(loaded, Attempts())
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retries_module, "_LEAST_TRIAL_S", 0.1)
+    monkeypatch.setattr(retries_module, "_LOOK_S", 0.01)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_trial_that_takes_long_makes_way_for_the_next(loaded: LoadedPrograms) -> None:
+    ends_at = asyncio.get_running_loop().time() + 60
+    hangs = asyncio.create_task(Retries(loaded, "", ends_at).run(program(), Hangs()))
+    await asyncio.sleep(0.01)
+    assert await asyncio.wait_for(run(loaded, Attempts(lost()), "b"), 5) == 2
+    with pytest.raises(GradruleError, match=r"ENGINE_CRASHED.*\(SIGABRT.*alone it did not come to an end"):
+        await hangs
+    assert struck(loaded) == 1
+    assert not loaded.pool.trials.waiting
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_trial_that_nobody_waits_for_has_until_its_deadline(loaded: LoadedPrograms) -> None:
+    ends_at = asyncio.get_running_loop().time() + 60
+    hangs = asyncio.create_task(Retries(loaded, "", ends_at).run(program(), Hangs()))
+    await asyncio.sleep(0.3)
+    assert not hangs.done()
+    hangs.cancel()
+    await asyncio.wait([hangs])
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_trial_has_longer_where_the_program_is_known_to_take_long(loaded: LoadedPrograms) -> None:
+    ends_at = asyncio.get_running_loop().time() + 60
+    Retries(loaded, "").account(program()).took(0.1)
+    hangs = asyncio.create_task(Retries(loaded, "", ends_at).run(program(), Hangs()))
+    await asyncio.sleep(0.01)
+    other = asyncio.create_task(run(loaded, Attempts(lost()), "b"))
+    await asyncio.sleep(0.3)
+    assert not hangs.done()
+    assert await asyncio.wait_for(other, 5) == 2
+    with pytest.raises(GradruleError, match="ENGINE_CRASHED"):
+        await hangs
 
 
 async def test_who_gives_up_and_was_not_alone_is_not_struck_at_once(loaded: LoadedPrograms) -> None:
