@@ -226,8 +226,9 @@ class Engine:
         work.watch(loop.call_later(patience_s + _OVERRUN_GRACE_S, self._end_overrun, work, ends_at))
 
     def limit(self, work: Work, ends_at: float, least_s: float) -> None:
-        """However many wait for it: where it runs after `ends_at`, and has for so long, it overran; see `abandon`."""
+        """Somebody waits for it, or does again: only where it runs after `ends_at`, and has for so long, it overran."""
         loop = asyncio.get_running_loop()
+        work.is_given_up = False
 
         def look() -> None:
             due = max(ends_at, (loop.time() if work.started_at is None else work.started_at) + least_s)

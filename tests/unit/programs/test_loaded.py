@@ -134,10 +134,14 @@ async def test_a_load_that_nobody_waits_for_goes_on_and_is_found_by_the_next(
     monkeypatch.setattr(engine_module, "_OVERRUN_GRACE_S", 0.05)
     engine = FakeEngine()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.01):
-            await use(loaded, program("a"))
+    hurried = asyncio.create_task(use(loaded, program("a")))
+    await engine.next(Kind.COMPILE)
+    hurried.cancel()
+    await asyncio.wait([hurried])
+    assert engine.fake.connection._running[1].is_given_up
     late = asyncio.create_task(use(loaded, program("a")))
+    await asyncio.sleep(0)
+    assert not engine.fake.connection._running[1].is_given_up
     # Longer than an engine is given whose load nobody waits for.
     await asyncio.sleep(0.1)
     assert not engine.fake.is_killed
