@@ -200,4 +200,5 @@ def sources_of(settings: Settings, loaded: LoadedPrograms, tenants: Tenants, adm
 def _memory_limit(settings: Settings) -> int:
     """Bytes of each engine; 0: any."""
     given = settings.memory_limit
-    return share_of_memory(settings.engines) if given == "auto" else int(given)
+    # One more than there are places: for a call that is tried alone, or what goes around a slow program.
+    return share_of_memory(settings.engines + 1) if given == "auto" else int(given)

@@ -82,9 +82,9 @@ class ProgramServicer:
     async def compile(self, call: Call[program_pb2.CompileProgramRequest]) -> program_pb2.CompileProgramResponse:
         request = call.request
         if not request.validate_only:
-            program = await call.tenant.house.compile(request.spec, request.program_id)
+            program = await call.tenant.house.compile(request.spec, request.program_id, call.ends_at)
             return program_pb2.CompileProgramResponse(program=program)
-        checked, findings = await call.tenant.house.check(request.spec)
+        checked, findings = await call.tenant.house.check(request.spec, call.ends_at)
         return program_pb2.CompileProgramResponse(program=checked, findings=map(finding_message, findings))
 
     async def get(self, call: Call[program_pb2.GetProgramRequest]) -> program_pb2.GetProgramResponse:

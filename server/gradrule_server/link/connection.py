@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
+from google.protobuf.message import DecodeError
+
+from gradrule.v1 import errors_pb2
+from gradrule_server.errors import GradruleError
+from gradrule_server.link.account import Account
 from gradrule_server.link.arena import LEAST_PLACED_BYTES, Chunk
+from gradrule_server.link.endings import Present
 from gradrule_server.link.faults import error_of
 from gradrule_server.link.framing import (
     HEADER_BYTES,
@@ -26,6 +33,13 @@ from gradrule_server.link.framing import (
 from gradrule_server.link.owner import OWNER
 from gradrule_server.link.v1 import link_pb2
 
+if TYPE_CHECKING:
+    from gradrule_server.link.process import EngineProcess
+
+_log = logging.getLogger(__name__)
+
+# No message is longer; an engine sends none of which even the tensors are.
+_MOST_FRAME_BYTES = 2**31
 # Arenas keep their memory for the next large message, which is twice as fast then; but not for long.
 _TRIM_AFTER_S = 2.0
 _MAX_TURNS = 1024
@@ -34,29 +48,48 @@ _MAX_TURNS = 1024
 class EngineGone(Exception):
     """The engine closed its end, or died, before it answered.
 
-    `started`: it had been sent the request. `alone`: and nothing else ran.
+    `started`: it had been sent the request.
     """
 
-    def __init__(self, *, started: bool, alone: bool = False) -> None:
+    def __init__(self, *, started: bool) -> None:
         super().__init__()
         self.started = started
-        self.alone = alone
 
 
 class Work:
     """A request to an engine: it waits, then runs, then `answer` has the payload of its answer, or what went wrong."""
 
-    __slots__ = ("_ended", "_timer", "answer", "chunk", "connection", "id", "kind", "owner", "payload")
+    __slots__ = (
+        "_ended",
+        "_timer",
+        "account",
+        "answer",
+        "chunk",
+        "connection",
+        "id",
+        "is_given_up",
+        "kind",
+        "owner",
+        "payload",
+        "started_at",
+    )
 
-    def __init__(self, connection: Connection, request_id: int, kind: Kind, payload: bytes) -> None:
+    def __init__(
+        self, connection: Connection, request_id: int, kind: Kind, payload: bytes, account: Account | None
+    ) -> None:
         self.connection = connection
         self.id = request_id
         self.kind = kind
         self.owner = OWNER.get()
         self.payload = payload
+        self.account = account
+        self.started_at: float | None = None
+        """Loop time at which it was sent; None: it waits."""
         self.chunk: Chunk | None = None
         """Where the payload lies, if it is large and sent."""
         self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.is_given_up = False
+        """Nobody waits for it any more, though it was sent."""
         self._ended = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -99,11 +132,21 @@ class Connection(asyncio.Protocol):
         self.compiling_since = 0.0
         """Loop time at which the last program began to be compiled."""
         self._closed = False
+        self.process: EngineProcess | None = None
+        """The process at the other end, once it serves: whoever has a request of its can learn how it ended."""
+        self.lost: tuple[Work, ...] = ()
+        """Requests that ran when the other end went."""
         self.on_lost: Callable[[], None] | None = None
         """Called once the other end is gone, after all answers were told so."""
         self.last_heard = asyncio.get_running_loop().time()
         """Loop time at which the engine last sent anything."""
         self.greeting: asyncio.Future[link_pb2.Greeting] = asyncio.get_running_loop().create_future()
+
+    @property
+    def present(self) -> frozenset[Present]:
+        """Who ran when the other end went."""
+        suspects = ((work.owner, None if work.account is None else work.account.suspect) for work in self.lost)
+        return frozenset(Present(owner, suspect) for owner, suspect in suspects)
 
     @property
     def threads(self) -> int:
@@ -130,11 +173,11 @@ class Connection(asyncio.Protocol):
         """Whether the other end is gone."""
         return self._closed
 
-    def submit(self, kind: Kind, payload: bytes) -> Work:
+    def submit(self, kind: Kind, payload: bytes, account: Account | None = None) -> Work:
         """Sends a request, as soon as a thread is free for it; a FAULT becomes its answer's `GradruleError`."""
         if self._closed or self._transport is None:
             raise EngineGone(started=False)
-        work = Work(self, next(self._ids), kind, payload)
+        work = Work(self, next(self._ids), kind, payload, account)
         if self._can_start(kind):
             self._start(work)
         else:
@@ -168,11 +211,24 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.last_heard = asyncio.get_running_loop().time()
+        self._buffer += data
+        try:
+            self._read_frames()
+        except (ValueError, DecodeError) as cause:
+            # Whatever it is by now, it is no engine. All that wait are told once the transport has closed.
+            _log.error("an engine sent what makes no sense: %s; its connection is closed", cause)
+            self._buffer = bytearray()
+            if self._transport is not None:
+                self._transport.abort()
+
+    def _read_frames(self) -> None:
+        """Delivers what has arrived as a whole; `ValueError`, `DecodeError` where it is none of the link's."""
         buffer = self._buffer
-        buffer += data
         position = 0
         while len(buffer) - position >= HEADER_BYTES:
             length, kind, request_id = unpack_header(memoryview(buffer)[position : position + HEADER_BYTES])
+            if length > _MOST_FRAME_BYTES:
+                raise ValueError(f"a frame of {length} bytes")
             end = position + HEADER_BYTES + length
             if len(buffer) < end:
                 break
@@ -183,12 +239,12 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed = True
-        alone = len(self._running) == 1
+        self.lost = tuple(self._running.values())
         for works, started in ((self._running, True), (self._waiting, False)):
             for work in works.values():
                 work.end()
                 if not work.answer.done():
-                    work.answer.set_exception(EngineGone(started=started, alone=started and alone))
+                    work.answer.set_exception(EngineGone(started=started))
             works.clear()
         if not self.greeting.done():
             self.greeting.set_exception(EngineGone(started=True))
@@ -212,9 +268,10 @@ class Connection(asyncio.Protocol):
         self._turns.move_to_end(work.owner)
         while len(self._turns) > _MAX_TURNS:
             self._turns.popitem(last=False)
+        work.started_at = asyncio.get_running_loop().time()
         if work.kind is Kind.COMPILE:
             self._compiling = True
-            self.compiling_since = asyncio.get_running_loop().time()
+            self.compiling_since = work.started_at
         work.chunk = self._placed(work.payload)
         if work.chunk is None:
             self._write(work.kind, work.id, work.payload)
@@ -288,15 +345,26 @@ class Connection(asyncio.Protocol):
                 payload = self._taken(self._arenas, request_id, chunk, wanted=not work.answer.done())
             if work.chunk is not None:
                 self._arenas.outgoing.release(work.chunk)
+        # What makes no sense raises here, where the work still ends with the connection.
+        fault = _fault(payload) if kind is Kind.FAULT and not work.answer.done() else None
         del self._running[request_id]
         work.end()
+        if work.account is not None and work.started_at is not None and kind is not Kind.FAULT:
+            work.account.took(asyncio.get_running_loop().time() - work.started_at)
         if work.kind is Kind.COMPILE:
             self._compiling = False
         if self._waiting:
             self._start_waiting()
         if work.answer.done():
             return  # The caller gave up: its deadline passed, or it cancelled.
-        if kind is Kind.FAULT:
-            work.answer.set_exception(error_of(link_pb2.Fault.FromString(payload)))
+        if fault is not None:
+            work.answer.set_exception(fault)
         else:
             work.answer.set_result(payload)
+
+
+def _fault(payload: bytes) -> GradruleError:
+    """The error that an engine sent. `DecodeError`, `ValueError` where it is none."""
+    fault = link_pb2.Fault.FromString(payload)
+    errors_pb2.ErrorReason.Name(fault.reason)
+    return error_of(fault)

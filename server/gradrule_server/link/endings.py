@@ -7,7 +7,8 @@ import re
 import signal
 import socket
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 _MAX_CHARS = 300
 
@@ -53,15 +54,26 @@ class Ending:
         return f"{self.how}: {self.fatal}" if self.fatal else self.how
 
 
-@dataclass(slots=True)
+class Present(NamedTuple):
+    """Who ran in an engine when it ended: whose request it was, and what is held to account for it; None: nothing."""
+
+    owner: str
+    suspect: Hashable | None
+
+
+@dataclass(slots=True, eq=False)
 class Inquest:
     """What came out about an engine's end.
 
-    `unproven`: how many of those that ran never ran to an end before. `culprit`: the one that did it, once it is
-    found; `verdict`: what it is told.
+    `present`: all that ran. `unproven`: how many of those that ran never ran to an end before. `cleared`: those that
+    have run to an end since; `noted`: those to which this end has been put down. `culprit`: the one that did it, once
+    it is found; `verdict`: what it is told.
     """
 
+    present: frozenset[Present] = frozenset()
     unproven: int = 0
+    cleared: set[Hashable] = field(default_factory=set)
+    noted: set[Hashable] = field(default_factory=set)
     culprit: Hashable | None = None
     verdict: Exception | None = None
 
@@ -75,8 +87,11 @@ _HOW = {
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM)
 
 
-def ending_of(code: int | None, ended_for: Reason | None, fatal: str) -> Ending:
-    """How a process with this exit code ended (negative: a signal), which was ended on purpose for `ended_for`."""
+def ending_of(code: int | None, ended_for: Reason | None, fatal: str, *, was_short: bool = False) -> Ending:
+    """How a process with this exit code ended (negative: a signal), which was ended on purpose for `ended_for`.
+
+    `was_short`: there was no memory left when it ended; the kernel kills as others do.
+    """
     if ended_for is not None:
         return Ending(ended_for, _HOW.get(ended_for, ended_for), fatal)
     if code is None:
@@ -84,6 +99,8 @@ def ending_of(code: int | None, ended_for: Reason | None, fatal: str) -> Ending:
     if code >= 0:
         return Ending(Reason.MEMORY if _NO_MEMORY.search(fatal) else Reason.CRASH, f"exit code {code}", fatal)
     how = _signal_name(-code)
+    if -code == signal.SIGKILL and was_short:
+        return Ending(Reason.MEMORY, f"{how}, when there was no more memory", fatal)
     if -code in _FROM_OUTSIDE:
         return Ending(Reason.KILLED, how, fatal)
     return Ending(Reason.MEMORY if _NO_MEMORY.search(fatal) else Reason.CRASH, how, fatal)

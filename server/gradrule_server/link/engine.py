@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import logging
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import Finding, error
-from gradrule_server.link.connection import Connection, EngineGone, Work
+from gradrule_server.link.account import Account
+from gradrule_server.link.connection import EngineGone, Work
 from gradrule_server.link.endings import Ending, Inquest, Reason
 from gradrule_server.link.faults import EngineLost
 from gradrule_server.link.framing import Kind
@@ -28,9 +28,6 @@ _RETRY_AFTER_S = 2.0
 _OVERRUN_GRACE_S = 0.5
 # How long a call that was cancelled may go on where ending its engine would cost others their sessions and handles.
 _CANCEL_PATIENCE_S = 4.5
-
-Overrun = Callable[[], None]
-"""Called when a request has ended its engine because it went on too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +73,19 @@ class Engine:
         self.index = index
         self.is_extra = spares is None
         """It is there for a while only."""
+        self.borrower = ""
+        """The owner for whom it was added, where it is extra."""
         self._spares = spares
         self._on_change = on_change
         self._on_event = on_event
         self._process: EngineProcess | None = None
-        self._processes: weakref.WeakKeyDictionary[Connection, EngineProcess] = weakref.WeakKeyDictionary()
         self._up = asyncio.Event()
         self._filling: asyncio.Task[None] | None = None
         self._reports: set[asyncio.Task[None]] = set()
         self._is_stopped = False
         self._ended: Counter[str] = Counter()
+        self.shelf: object = None
+        """What those who load programs note of it; it goes with the engine."""
         self.last_ending: Ending | None = None
         """How the process before this one ended, as soon as that is known."""
         self.generation = 0
@@ -161,7 +161,7 @@ class Engine:
     def install(self, process: EngineProcess) -> None:
         """From now on this process serves here."""
         self._process = process
-        self._processes[process.connection] = process
+        process.connection.process = process
         process.connection.on_lost = lambda: self._on_lost(process)
         self.generation += 1
         self.kept = self.programs = 0
@@ -178,13 +178,15 @@ class Engine:
         self._up.clear()
         if process is None:
             return None
+        # What it keeps for anybody is lost to them: whoever has it next knows nothing of it.
+        self.generation += 1
         process.connection.on_lost = None
         if process.connection.running:
             process.end(Reason.OVERRUN)
             return None
         return process
 
-    async def call(self, kind: Kind, payload: bytes, ends_at: float, on_overrun: Overrun | None = None) -> bytes:
+    async def call(self, kind: Kind, payload: bytes, ends_at: float, account: Account | None = None) -> bytes:
         """One request, given up when the caller is cancelled. `ends_at`: loop time after which it is of no use.
 
         ENGINE_UNAVAILABLE while there is no engine; `EngineLost` if it dies meanwhile. An engine that is still at it
@@ -192,43 +194,64 @@ class Engine:
         """
         if asyncio.get_running_loop().time() >= ends_at:
             raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, "the deadline passed before the engine was asked")
-        work = self.submit(kind, payload)
+        work = self.submit(kind, payload, account)
         try:
             return await work.answer
         except asyncio.CancelledError:
-            self.abandon(work, ends_at, on_overrun)
+            self.abandon(work, ends_at)
             raise
         except EngineGone as gone:
-            raise await self.lost(work.connection, gone) from None
+            raise await self.lost(work, gone) from None
 
-    def submit(self, kind: Kind, payload: bytes) -> Work:
+    def submit(self, kind: Kind, payload: bytes, account: Account | None = None) -> Work:
         """Hands a request in, for callers that share its answer; ENGINE_UNAVAILABLE while there is no engine."""
         if self._process is None:
             raise unavailable()
         try:
-            return self._process.connection.submit(kind, payload)
+            return self._process.connection.submit(kind, payload, account)
         except EngineGone:
             raise lost_waiting() from None
 
-    def abandon(self, work: Work, ends_at: float, on_overrun: Overrun | None = None) -> None:
-        """Nobody waits for it any more: it is dropped, or, where it runs, the engine is ended soon."""
+    def abandon(self, work: Work, ends_at: float) -> None:
+        """Nobody waits for it any more: it is dropped, or, where it runs, the engine is ended soon.
+
+        It is an overrun only where `ends_at` has passed by then: whoever cancels may have had enough of a good program.
+        """
         if work.ended or work.connection.drop(work):
             return
+        work.is_given_up = True
         loop = asyncio.get_running_loop()
         # Once the deadline has passed, or where nobody else loses anything, there is nothing to wait for.
         patience_s = min(max(0.0, ends_at - loop.time()), _CANCEL_PATIENCE_S) if self.kept else 0.0
-        work.watch(loop.call_later(patience_s + _OVERRUN_GRACE_S, self._end_overrun, work, on_overrun))
+        work.watch(loop.call_later(patience_s + _OVERRUN_GRACE_S, self._end_overrun, work, ends_at))
 
-    async def lost(self, connection: Connection, gone: EngineGone) -> EngineLost:
+    def limit(self, work: Work, ends_at: float, least_s: float) -> None:
+        """Somebody waits for it, or does again: only where it runs after `ends_at`, and has for so long, it overran."""
+        loop = asyncio.get_running_loop()
+        work.is_given_up = False
+
+        def look() -> None:
+            due = max(ends_at, (loop.time() if work.started_at is None else work.started_at) + least_s)
+            if work.ended:
+                return
+            if loop.time() < due:
+                work.watch(loop.call_at(due, look))
+            else:
+                self._end_overrun(work, ends_at)
+
+        look()
+
+    async def lost(self, work: Work, gone: EngineGone) -> EngineLost:
         """The error of a request whose engine is gone."""
-        process = self._processes.get(connection)
+        process = work.connection.process
         if not gone.started or process is None:
             return lost_waiting()
-        ending = await process.ending()
-        reason, message = errors_pb2.ERROR_REASON_ENGINE_CRASHED, f"the engine died while it held the request: {ending}"
-        if ending.reason is Reason.MEMORY:
-            reason, message = errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, f"the engine ran out of memory: {ending}"
-        return EngineLost([Finding(reason, message)], ending=ending, is_alone=gone.alone, inquest=process.inquest)
+        try:
+            ending = await process.ending()
+        except asyncio.CancelledError:
+            work.is_given_up = True
+            raise
+        return _lost(process, ending)
 
     def tell(self, kind: Kind, payload: bytes) -> None:
         """One message without an answer."""
@@ -259,6 +282,7 @@ class Engine:
         if self._process is not process:
             return
         self._process = None
+        process.inquest.present = process.connection.present
         report = asyncio.create_task(self._report(process), name="engine-report")
         self._reports.add(report)
         report.add_done_callback(self._reports.discard)
@@ -283,15 +307,23 @@ class Engine:
         ending = self.last_ending = await process.ending()
         self._ended[ending.reason] += 1
         _log.warning("engine %d ended (%s)", process.pid, ending)
+        for work in process.connection.lost:
+            if work.is_given_up and work.account is not None:
+                work.account.lost(_lost(process, ending))
         self._on_event(EngineEvent("ended", self.index, process.pid, ending.reason, str(ending)))
 
-    def _end_overrun(self, work: Work, on_overrun: Overrun | None) -> None:
-        process = self._processes.get(work.connection)
-        if process is not None and not work.ended:
-            _log.warning("a request overran its deadline; ending engine %d", process.pid)
-            process.end(Reason.OVERRUN)
-            if on_overrun is not None:
-                on_overrun()
+    def _end_overrun(self, work: Work, ends_at: float) -> None:
+        process = self._process
+        if process is None or process is not work.connection.process or work.ended or work.started_at is None:
+            return
+        now = asyncio.get_running_loop().time()
+        overran = now >= ends_at
+        _log.warning(
+            "a request %s; ending engine %d", "overran its deadline" if overran else "is given up", process.pid
+        )
+        process.end(Reason.OVERRUN)
+        if overran and work.account is not None:
+            work.account.overran(now - work.started_at)
 
 
 def unavailable() -> Exception:
@@ -311,6 +343,15 @@ def lost_waiting() -> EngineLost:
         is_alone=False,
         inquest=Inquest(),
     )
+
+
+def _lost(process: EngineProcess, ending: Ending) -> EngineLost:
+    """The process ended so, while it had the request."""
+    reason, message = errors_pb2.ERROR_REASON_ENGINE_CRASHED, f"the engine died while it held the request: {ending}"
+    if ending.reason is Reason.MEMORY:
+        reason, message = errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, f"the engine ran out of memory: {ending}"
+    is_alone = len(process.connection.lost) == 1
+    return EngineLost([Finding(reason, message)], ending=ending, is_alone=is_alone, inquest=process.inquest)
 
 
 def _report_failure(task: asyncio.Task[None]) -> None:

@@ -8,8 +8,11 @@ import logging
 from collections.abc import AsyncIterator, Callable
 
 from gradrule_server.link.engine import Engine, EngineEvent, EngineRefused, EngineStatus, unavailable
+from gradrule_server.link.oom import OOM_KILLS
+from gradrule_server.link.owner import OWNER
 from gradrule_server.link.process import ProcessOptions
 from gradrule_server.link.spares import Spares
+from gradrule_server.link.turns import Turns
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.link.watch import Watch
 
@@ -41,6 +44,7 @@ class EnginePool:
     ) -> None:
         self._spares = Spares(options, spares)
         self.engines = [Engine(index, self._spares, self._changed, on_event) for index in range(engines)]
+        self._places = engines
         self.on_event = on_event
         self.on_filled: list[Callable[[Engine], None]] = []
         """Called with each engine that got another process."""
@@ -50,11 +54,12 @@ class EnginePool:
         self._device = options.device
         self._watch = Watch(lambda: self._spares.processes, heartbeat_s, options.memory_limit)
         self._watching: asyncio.Task[None] | None = None
+        self._counting: asyncio.Task[None] | None = None
         self._filling: list[asyncio.Task[None]] = []
         self.memory_limit = options.memory_limit
         """Bytes that an engine may take; 0: any."""
-        self.trials = asyncio.Lock()
-        """Held by who uses `alone`: one at a time."""
+        self.trials = Turns()
+        """Held by who uses `alone`: one at a time, and owners in turn."""
 
     @property
     def greeting(self) -> link_pb2.Greeting:
@@ -80,6 +85,7 @@ class EnginePool:
         """Starts all, and waits for the first. `EngineRefused` where it cannot run as asked."""
         self._watching = asyncio.create_task(self._watch.run(), name="engine-watch")
         self._watching.add_done_callback(_report_failure)
+        self._counting = asyncio.create_task(OOM_KILLS.run(), name="oom-kills")
         self._filling = [asyncio.create_task(engine.fill(), name="engine-fill") for engine in self.engines]
         done, _ = await asyncio.wait(self._filling, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
@@ -87,7 +93,7 @@ class EnginePool:
 
     async def stop(self) -> None:
         """Ends all."""
-        for task in (*self._filling, self._watching):
+        for task in (*self._filling, self._watching, self._counting):
             if task is not None:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError, EngineRefused, OSError):
@@ -111,12 +117,20 @@ class EnginePool:
         return min(ready, key=lambda engine: (engine.is_extra, engine.kept))
 
     def borrow(self) -> Engine | None:
-        """One more engine in the place of a spare, until `give_back`; None where there is no spare."""
+        """One more engine in the place of a spare, until `give_back`; None where there is no spare.
+
+        There are as many as there are places, and one for an owner, or slow programs of one would take all memory.
+        """
+        owner = OWNER.get()
+        extras = [engine for engine in self.engines if engine.is_extra]
+        if len(extras) >= self._places or any(engine.borrower == owner for engine in extras):
+            return None
         process = self._spares.take_now()
         if process is None:
             return None
         index = 1 + max(engine.index for engine in self.engines)
         engine = Engine(index, None, self._changed, self.on_event)
+        engine.borrower = owner
         self.engines.append(engine)
         engine.install(process)
         return engine

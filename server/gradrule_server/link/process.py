@@ -17,6 +17,7 @@ from gradrule_server.link.connection import Connection, EngineGone
 from gradrule_server.link.endings import Ending, Inquest, Reason, ending_of
 from gradrule_server.link.environment import engine_environment
 from gradrule_server.link.framing import LINK_VERSION, Arenas
+from gradrule_server.link.oom import OOM_KILLS
 from gradrule_server.link.stderr import LastWords, log_stderr
 from gradrule_server.link.v1 import link_pb2
 
@@ -25,6 +26,8 @@ _STOP_TIMEOUT_S = 5.0
 # A process that was killed may be in the kernel for a while, giving memory back; its last words are in the pipe then.
 _END_TIMEOUT_S = 10.0
 _LAST_WORDS_TIMEOUT_S = 1.0
+# Of its limit: who is killed so near to it was killed for that.
+_NEARLY = 0.9
 
 
 class EngineRefused(Exception):
@@ -60,6 +63,8 @@ class EngineProcess:
     arenas: Arenas | None
     """What it shares with this process."""
     started_at: float = field(default_factory=time.monotonic)
+    memory_limit: int = 0
+    """Bytes that it may take; 0: any."""
     resident_bytes: int = 0
     """When it was last looked at."""
     inquest: Inquest = field(default_factory=Inquest)
@@ -69,6 +74,11 @@ class EngineProcess:
     @property
     def pid(self) -> int:
         return self.process.pid
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the operating system has told how it ended."""
+        return self.process.returncode is not None
 
     async def greet(self) -> link_pb2.Greeting:
         """Waits for the greeting. `EngineRefused` where the engine cannot run as asked, or does not get that far."""
@@ -124,7 +134,8 @@ class EngineProcess:
         self.connection.close()
         await asyncio.wait([self.stderr], timeout=_LAST_WORDS_TIMEOUT_S)
         code = self.process.returncode if died_by_itself else None
-        return ending_of(code, self._ended_for, self.last_words.fatal)
+        is_full = 0 < _NEARLY * self.memory_limit <= self.resident_bytes
+        return ending_of(code, self._ended_for, self.last_words.fatal, was_short=is_full or OOM_KILLS.grew)
 
     async def _has_ended(self, timeout_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
@@ -167,4 +178,4 @@ async def start_process(options: ProcessOptions) -> EngineProcess:
     assert process.stderr is not None
     last_words = LastWords()
     reader = asyncio.create_task(log_stderr(process.stderr, process.pid, last_words), name="engine-stderr")
-    return EngineProcess(process, connection, reader, last_words, arenas)
+    return EngineProcess(process, connection, reader, last_words, arenas, memory_limit=options.memory_limit)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -29,7 +28,7 @@ class Spares:
         self._ready: deque[EngineProcess] = deque()
         self._asking: deque[asyncio.Future[EngineProcess]] = deque()
         self._starting: set[asyncio.Task[None]] = set()
-        self._all: weakref.WeakSet[EngineProcess] = weakref.WeakSet()
+        self._all: set[EngineProcess] = set()
         self._has_first = False
         self._is_stopped = False
         self.greeting = link_pb2.Greeting()
@@ -42,6 +41,7 @@ class Spares:
     @property
     def processes(self) -> list[EngineProcess]:
         """All that live, whoever has them."""
+        self._forget_ended()
         return [process for process in self._all if not process.connection.is_closed]
 
     def take_now(self) -> EngineProcess | None:
@@ -112,6 +112,9 @@ class Spares:
 
         return lost
 
+    def _forget_ended(self) -> None:
+        self._all = {process for process in self._all if not process.has_ended}
+
     def _fill(self) -> None:
         """Starts as many as are asked for at once, and those in reserve one at a time, once something runs."""
         if self._is_stopped:
@@ -130,6 +133,7 @@ class Spares:
     async def _start(self) -> None:
         try:
             process = await start_process(self._options)
+            self._forget_ended()
             self._all.add(process)
             try:
                 greeting = await process.greet()

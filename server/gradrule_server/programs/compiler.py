@@ -36,10 +36,10 @@ class Compiler:
             prepared, loadable = await asyncio.to_thread(_prepare, spec, call, lookup, self._limits, self._blobs)
 
             async def load(engine: Engine | None) -> link_pb2.CompileReply:
-                with self._loaded.held(loadable, engine, retries.ends_at, retries.on_overrun(loadable)) as held:
+                with self._loaded.held(loadable, engine, retries.ends_at, retries.account(loadable)) as held:
                     return await self._loaded.ready(held, may_move=engine is None)
 
-            reply = await retries.run(loadable, load)
+            reply = await retries.run(loadable, load, proves=False)
             program = await asyncio.to_thread(compiled, prepared, reply, self._loaded.pool.greeting.device)
             return Runnable(program, loadable)
 

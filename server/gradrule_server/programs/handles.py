@@ -134,7 +134,7 @@ class StreamHandles:
         retries = self._house.house.retries()
         try:
             answer = await engine.call(
-                Kind.PULL_BACK, request.SerializeToString(), ends_at, retries.on_overrun(handle.program)
+                Kind.PULL_BACK, request.SerializeToString(), ends_at, retries.account(handle.program)
             )
             note_pull_back(answer, received_ns)
             return answer

@@ -154,7 +154,7 @@ class ProgramHouse:
             return await self._run(program, run, received_ns, compile_started_ns, how, engine, retries)
 
         with self._blobs.held(_blobs(request)):
-            answer, is_loaded_now, place = await retries.run(program.loadable, attempt)
+            answer, is_loaded_now, place = await retries.run(program.loadable, attempt, undo=how.undo)
         note_run(answer, run.received_ns)
         # Concatenating messages merges them, so an answer of any size is not parsed again here.
         tail = evaluate_pb2.EvaluateResponse()
@@ -184,14 +184,20 @@ class ProgramHouse:
         )
         return (answer + program.compiled.tail if target == "spec" else answer), place, program.loadable
 
-    async def compile(self, spec: program_pb2.ProgramSpec, program_id: str) -> program_pb2.Program:
+    async def compile(
+        self, spec: program_pb2.ProgramSpec, program_id: str, ends_at: float = 0.0
+    ) -> program_pb2.Program:
         """Compiles and keeps a program."""
-        return await self.kept.create(spec, program_id, self.retries())
+        return await self.kept.create(spec, program_id, self.retries(Once(ends_at)))
 
-    async def check(self, spec: program_pb2.ProgramSpec) -> tuple[program_pb2.Program | None, list[Finding]]:
+    async def check(
+        self, spec: program_pb2.ProgramSpec, ends_at: float = 0.0
+    ) -> tuple[program_pb2.Program | None, list[Finding]]:
         """Compiles without keeping anything; what is wrong is returned, not raised."""
         try:
-            program = await self._compiler.compile(spec, CallShape(), RegistryLookup(self._rules), self.retries())
+            program = await self._compiler.compile(
+                spec, CallShape(), RegistryLookup(self._rules), self.retries(Once(ends_at))
+            )
         except GradruleError as cause:
             if cause.reason in _NOT_FINDINGS:
                 raise
@@ -220,8 +226,8 @@ class ProgramHouse:
         retries: Retries,
     ) -> tuple[bytes, bool, Place]:
         """Runs on an engine as it is now; tells also whether the program had to be loaded first, and where it ran."""
-        on_overrun = retries.on_overrun(program.loadable)
-        with self._loaded.held(program.loadable, engine, how.ends_at, on_overrun) as load:
+        account = retries.account(program.loadable)
+        with self._loaded.held(program.loadable, engine, how.ends_at, account) as load:
             is_loaded_now = not load.is_ready
             with compiling() if is_loaded_now else contextlib.nullcontext():
                 await self._loaded.wait(load, may_move=engine is None)
@@ -230,7 +236,7 @@ class ProgramHouse:
             run.received_ns = received_ns + time.monotonic_ns() - compile_started_ns
             place = Place(load.engine, load.generation)
             try:
-                return await how.on(load.engine, run, on_overrun), is_loaded_now, place
+                return await how.on(load.engine, run, account), is_loaded_now, place
             except NotLoaded:
                 self._loaded.forget(load)
                 raise

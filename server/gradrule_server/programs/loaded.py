@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import weakref
 from collections.abc import AsyncIterator, Iterator, Sequence
 
 from gradrule_server.errors import GradruleError
+from gradrule_server.link.account import Account
 from gradrule_server.link.connection import EngineGone
-from gradrule_server.link.engine import Engine, Overrun, lost_waiting, unavailable
+from gradrule_server.link.engine import Engine, lost_waiting, unavailable
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.conduct import Conduct
@@ -49,18 +49,17 @@ class LoadedPrograms:
         self._blobs = blobs
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
-        self._shelves: weakref.WeakKeyDictionary[Engine, Shelf] = weakref.WeakKeyDictionary()
         self._warming: set[asyncio.Task[None]] = set()
         pool.on_filled.append(self._warm)
 
     def __len__(self) -> int:
         """How many programs engines hold; one that several hold counts as often."""
-        return sum(len(shelf) for shelf in self._shelves.values())
+        return sum(len(self._shelf(engine)) for engine in self.pool.engines)
 
     @property
     def held_bytes(self) -> int:
         """Roughly the bytes of them."""
-        return sum(shelf.held_bytes for shelf in self._shelves.values())
+        return sum(self._shelf(engine).held_bytes for engine in self.pool.engines)
 
     @contextlib.contextmanager
     def held(
@@ -68,13 +67,13 @@ class LoadedPrograms:
         program: Loadable,
         engine: Engine | None = None,
         ends_at: float = 0.0,
-        on_overrun: Overrun | None = None,
+        account: Account | None = None,
     ) -> Iterator[Load]:
         """Sees to it that the program gets loaded, into `engine` or the best one; in this context it is not dropped.
 
         BLOB_NOT_FOUND, ENGINE_UNAVAILABLE. `ends_at`: loop time after which nobody needs it, as far as is known.
         """
-        with self._shelf(engine or self._best(program)).held(program, ends_at, on_overrun) as load:
+        with self._shelf(engine or self._best(program)).held(program, ends_at, account) as load:
             yield load
 
     async def ready(self, load: Load, *, may_move: bool = False) -> link_pb2.CompileReply:
@@ -95,7 +94,7 @@ class LoadedPrograms:
             # Several callers may wait for one load; one that gives up must not take it from the others.
             answer = load.work.answer.result() if load.is_ready else await asyncio.shield(load.work.answer)
         except EngineGone as gone:
-            raise await load.engine.lost(load.work.connection, gone) from None
+            raise await load.engine.lost(load.work, gone) from None
         load.check()
         return answer
 
@@ -110,14 +109,19 @@ class LoadedPrograms:
             try:
                 yield engine
             finally:
-                if engine.is_ready:
-                    self._shelf(engine).clear()
+                self._clear(engine)
 
     def _shelf(self, engine: Engine) -> Shelf:
-        shelf = self._shelves.get(engine)
-        if shelf is None:
-            shelf = self._shelves[engine] = Shelf(engine, self._blobs, self._capacity, self._capacity_bytes)
-        return shelf
+        # It lies with the engine, for it knows the engine: in a table of engines neither would ever go.
+        if not isinstance(engine.shelf, Shelf):
+            engine.shelf = Shelf(engine, self._blobs, self._capacity, self._capacity_bytes)
+        return engine.shelf
+
+    def _clear(self, engine: Engine) -> None:
+        """An engine that is given up holds nothing any more; where it died, graphs must not wait for a collection."""
+        if engine.is_ready:
+            self._shelf(engine).clear()
+        engine.shelf = None
 
     def _best(self, program: Loadable) -> Engine:
         """The least busy one that has the program; another where all that have it are busy, and one is not."""
@@ -127,13 +131,18 @@ class LoadedPrograms:
         ready = [engine for engine in engines if engine.is_ready]
         if not ready:
             raise unavailable()
-        having = [engine for engine in ready if self._shelf(engine).has(program.key)]
+        having = [engine for engine in ready if self._has(engine, program.key)]
         best = min(having, key=lambda engine: (engine.is_extra, engine.load), default=None)
         if best is not None and best.has_room:
             return best
         # What is new goes where it can cost nobody a session or a forward handle, if there is such a place.
         other = min(ready, key=_cost)
         return other if best is None or other.has_room else best
+
+    def _has(self, engine: Engine, key: str) -> bool:
+        """Whether an engine has a program, or will soon: not where it waits there behind one that takes long."""
+        shelf = self._shelf(engine)
+        return shelf.has(key) and not (shelf.waits(key) and engine.has_compiled_for(_SLOW_COMPILE_S))
 
     def _has_way_around(self, engine: Engine) -> bool:
         """Whether another engine could take what waits there; one is added where there is a spare."""
@@ -157,7 +166,7 @@ class LoadedPrograms:
             if slow or extra.load or extra.kept or self._shelf(extra).is_in_use:
                 self._retire_later(extra)
                 return
-            self._shelf(extra).clear()
+        self._clear(extra)
         self.pool.give_back(extra)
 
     def _warm(self, engine: Engine) -> None:
@@ -168,10 +177,10 @@ class LoadedPrograms:
             self._warming.add(task)
             task.add_done_callback(self._warming.discard)
 
-    async def _load_again(self, engine: Engine, programs: Sequence[Loadable]) -> None:
+    async def _load_again(self, engine: Engine, loads: Sequence[Load]) -> None:
         generation = engine.generation
         nodes_left = _WARM_NODES_TOGETHER
-        for program in programs[:_WARM_PROGRAMS]:
+        for program, account in ((load.program, load.work.account) for load in loads[:_WARM_PROGRAMS]):
             if program.nodes > min(_WARM_NODES, nodes_left):
                 continue
             nodes_left -= program.nodes
@@ -182,7 +191,7 @@ class LoadedPrograms:
                 return
             try:
                 # Nobody has asked for it yet, so it must not keep others from uploading.
-                with self._shelf(engine).held(program, 0.0, None, keeps_blobs=False) as load:
+                with self._shelf(engine).held(program, 0.0, account, keeps_blobs=False) as load:
                     await self.wait(load)
             except GradruleError as cause:
                 _log.debug("a program was not loaded again: %s", cause)
@@ -191,4 +200,4 @@ class LoadedPrograms:
 def _cost(engine: Engine) -> tuple[bool, bool, bool, bool, bool, int]:
     """The engine where this is least is the best for a program that is new."""
     is_slow = engine.has_compiled_for(_SLOW_COMPILE_S)
-    return not engine.has_room, is_slow, engine.is_extra, engine.kept > 0, engine.is_compiling, engine.load
+    return is_slow, not engine.has_room, engine.is_extra, engine.kept > 0, engine.is_compiling, engine.load

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from gradrule.v1 import session_pb2
-from gradrule_server.link.engine import Engine, Overrun
+from gradrule_server.link.account import Account
+from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
 
@@ -22,7 +24,12 @@ class How(Protocol):
         """The engine that it must be; None: any."""
         ...
 
-    async def on(self, engine: Engine, run: link_pb2.RunRequest, on_overrun: Overrun) -> bytes:
+    @property
+    def undo(self) -> Callable[[Engine], None] | None:
+        """Takes back what a run left in an engine that is given up, so that it can be run elsewhere; None: nothing."""
+        ...
+
+    async def on(self, engine: Engine, run: link_pb2.RunRequest, account: Account) -> bytes:
         """Runs a loaded program; the bytes of an `EvaluateResponse`."""
         ...
 
@@ -33,9 +40,10 @@ class Once:
 
     ends_at: float
     pinned: Engine | None = None
+    undo: Callable[[Engine], None] | None = None
 
-    async def on(self, engine: Engine, run: link_pb2.RunRequest, on_overrun: Overrun) -> bytes:
-        return await engine.call(Kind.RUN, run.SerializeToString(), self.ends_at, on_overrun)
+    async def on(self, engine: Engine, run: link_pb2.RunRequest, account: Account) -> bytes:
+        return await engine.call(Kind.RUN, run.SerializeToString(), self.ends_at, account)
 
 
 @dataclass(slots=True)
@@ -47,10 +55,13 @@ class Forward:
     kept_bytes: int = 0
     pinned: Engine | None = None
 
-    async def on(self, engine: Engine, run: link_pb2.RunRequest, on_overrun: Overrun) -> bytes:
+    def undo(self, engine: Engine) -> None:
+        engine.tell(Kind.RELEASE, link_pb2.ReleaseRequest(handle=self.handle).SerializeToString())
+
+    async def on(self, engine: Engine, run: link_pb2.RunRequest, account: Account) -> bytes:
         request = link_pb2.ForwardRequest(run=run, handle=self.handle)
         reply = link_pb2.ForwardReply.FromString(
-            await engine.call(Kind.FORWARD, request.SerializeToString(), self.ends_at, on_overrun)
+            await engine.call(Kind.FORWARD, request.SerializeToString(), self.ends_at, account)
         )
         self.kept_bytes = reply.kept_bytes
         return reply.response
@@ -68,14 +79,15 @@ class InSession:
     store: tuple[str, ...] = ()
     optimizer: session_pb2.Optimizer | None = None
     reply: link_pb2.SessionReply | None = None
+    undo: Callable[[Engine], None] | None = None
 
     @property
     def pinned(self) -> Engine | None:
         return self.channel.engine
 
-    async def on(self, engine: Engine, run: link_pb2.RunRequest, on_overrun: Overrun) -> bytes:
+    async def on(self, engine: Engine, run: link_pb2.RunRequest, account: Account) -> bytes:
         work = link_pb2.SessionRun(run=run, store=self.store, optimizer=self.optimizer)
-        self.reply = await self.channel.send(link_pb2.SessionRequest(run=work), self.ends_at, on_overrun)
+        self.reply = await self.channel.send(link_pb2.SessionRequest(run=work), self.ends_at, account)
         return self.reply.response
 
 
@@ -88,7 +100,7 @@ class SessionChannel(Protocol):
         ...
 
     async def send(
-        self, request: link_pb2.SessionRequest, ends_at: float, on_overrun: Overrun | None = None
+        self, request: link_pb2.SessionRequest, ends_at: float, account: Account | None = None
     ) -> link_pb2.SessionReply:
         """The engine's reply; `EngineLost` where it ended meanwhile, SESSION_LOST where it is another by now."""
         ...

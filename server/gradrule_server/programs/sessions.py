@@ -13,7 +13,8 @@ from gradrule import _tensors
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, session_pb2, tensor_pb2
 from gradrule_server import graphs
 from gradrule_server.errors import Finding, GradruleError, did_you_mean, error
-from gradrule_server.link.engine import Engine, Overrun
+from gradrule_server.link.account import Account
+from gradrule_server.link.engine import Engine
 from gradrule_server.link.faults import EngineLost
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
@@ -234,7 +235,7 @@ class Session:
         return self._place.engine
 
     async def send(
-        self, request: link_pb2.SessionRequest, ends_at: float, on_overrun: Overrun | None = None
+        self, request: link_pb2.SessionRequest, ends_at: float, account: Account | None = None
     ) -> link_pb2.SessionReply:
         """One message to the engine that holds the session; `EngineLost` where it ends meanwhile, SESSION_LOST where
         it is gone."""
@@ -245,7 +246,7 @@ class Session:
         left_s = ends_at - asyncio.get_running_loop().time()
         request.deadline_ns = time.monotonic_ns() + int(left_s * 1e9)
         with self._house.growing(self._name, self._growth(request)):
-            answer = await self.engine.call(Kind.SESSION, request.SerializeToString(), ends_at, on_overrun)
+            answer = await self.engine.call(Kind.SESSION, request.SerializeToString(), ends_at, account)
         self._stepped_with.add(request.run.optimizer.name)
         reply = link_pb2.SessionReply.FromString(answer)
         self._house.takes(self._name, reply.bytes)

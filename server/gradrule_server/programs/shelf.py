@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gradrule.v1 import evaluate_pb2
+from gradrule_server.link.account import Account
 from gradrule_server.link.connection import Work
-from gradrule_server.link.engine import Engine, Overrun, lost_waiting
+from gradrule_server.link.engine import Engine, lost_waiting
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request import note_lookup
@@ -19,6 +20,9 @@ from gradrule_server.registry.blobs import BlobStore
 # What a node takes in the engine with its gradient, in TensorFlow's graphs before and after optimising: from 25 KiB
 # (large models of Keras's) to 80 KiB (chains of elementwise ops under rules) were measured.
 _NODE_BYTES = 32 * 1024
+
+# A program that takes longer to load than this, and than whoever asked for it first would wait, ends its engine.
+_LOAD_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,8 @@ class Load:
     generation: int
     engine_key: str
     work: Work
+    ends_at: float
+    """Loop time until which it may take; see `_LOAD_S`."""
     holders: int = 0
 
     @property
@@ -116,14 +122,19 @@ class Shelf:
         """Whether anybody holds one of the programs now."""
         return any(load.holders for load in self._loads.values())
 
-    def turn_over(self) -> list[Loadable]:
+    def waits(self, key: str) -> bool:
+        """Whether the program is to be loaded, and the engine has not begun."""
+        load = self._loads.get(key)
+        return load is not None and load.work.connection.is_waiting(load.work)
+
+    def turn_over(self) -> list[Load]:
         """Begins anew where the process is another; returns what nobody used when the last one ended, but had been
         loaded, used last first."""
         if self._generation == self._engine.generation:
             return []
         self._generation = self._engine.generation
         # A load that was being used may be what ended the process; whoever used it asks for it again.
-        left = [load.program for load in reversed(self._loads.values()) if load.is_ready and not load.holders]
+        left = [load for load in reversed(self._loads.values()) if load.is_ready and not load.holders]
         self._loads.clear()
         self._weights = _Weights()
         self._bytes = 0
@@ -131,7 +142,7 @@ class Shelf:
 
     @contextlib.contextmanager
     def held(
-        self, program: Loadable, ends_at: float, on_overrun: Overrun | None, *, keeps_blobs: bool = True
+        self, program: Loadable, ends_at: float, account: Account | None, *, keeps_blobs: bool = True
     ) -> Iterator[Load]:
         """Sees to it that the program gets loaded; within this context it is not dropped. BLOB_NOT_FOUND.
 
@@ -142,19 +153,19 @@ class Shelf:
         load = self._loads.get(program.key)
         note_lookup("loaded", is_hit=load is not None)
         if load is None:
-            load = self._start(program, keeps_blobs=keeps_blobs)
+            load = self._start(program, ends_at, account, keeps_blobs=keeps_blobs)
         else:
             self._loads.move_to_end(program.key)
         load.holders += 1
         if load.holders == 1:
-            load.work.watch(None)
+            self._engine.limit(load.work, load.ends_at, _LOAD_S)
         try:
             self._drop_surplus()
             yield load
         finally:
             load.holders -= 1
             if not load.holders:
-                self._engine.abandon(load.work, ends_at, on_overrun)
+                self._engine.abandon(load.work, ends_at)
                 if load.work.answer.cancelled():
                     self.forget(load)
 
@@ -171,7 +182,7 @@ class Shelf:
         for load in list(self._loads.values()):
             self._unload(load)
 
-    def _start(self, program: Loadable, *, keeps_blobs: bool) -> Load:
+    def _start(self, program: Loadable, ends_at: float, account: Account | None, *, keeps_blobs: bool) -> Load:
         # An engine handles messages side by side: with its own key, a new load never meets an old one's UNLOAD.
         self._serial += 1
         engine_key = f"{program.key}/{self._serial}"
@@ -180,12 +191,14 @@ class Shelf:
         store, blobs = program.store or self._blobs, program.blobs if keeps_blobs else ()
         store.hold(blobs)
         try:
-            work = self._engine.submit(Kind.COMPILE, program.request + own_key)
+            work = self._engine.submit(Kind.COMPILE, program.request + own_key, account)
         except BaseException:
             store.let_go(blobs)
             raise
         work.answer.add_done_callback(lambda _: store.let_go(blobs))
-        load = self._loads[program.key] = Load(program, self._engine, self._engine.generation, engine_key, work)
+        load = self._loads[program.key] = Load(
+            program, self._engine, self._engine.generation, engine_key, work, ends_at
+        )
         self._bytes += program.loaded_size
         self._weights.add(program)
         self._count()

@@ -10,6 +10,7 @@ from typing import Any, cast
 from gradrule_server.link.connection import Connection
 from gradrule_server.link.endings import Ending, Inquest, Reason
 from gradrule_server.link.engine import Engine
+from gradrule_server.link.faults import EngineLost
 from gradrule_server.link.framing import HEADER_BYTES, Arenas, Kind, pack_header, unpack_header
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
@@ -30,6 +31,9 @@ class Transport(asyncio.Transport):
         self.sent.append((kind, request_id, frame[HEADER_BYTES:]))
 
     def close(self) -> None:
+        self.is_closed = True
+
+    def abort(self) -> None:
         self.is_closed = True
 
     def payloads(self) -> list[bytes]:
@@ -60,6 +64,10 @@ class FakeProcess:
     def is_killed(self) -> bool:
         return self.ended_with is not None
 
+    @property
+    def has_ended(self) -> bool:
+        return self.is_killed
+
     async def greet(self) -> link_pb2.Greeting:
         self.connection.data_received(pack_header(Kind.GREETING, 0, 0))
         return link_pb2.Greeting(device="CPU:0")
@@ -82,6 +90,26 @@ class FakeProcess:
     async def ending(self) -> Ending:
         assert self.ended_with is not None
         return self.ended_with
+
+
+class Overruns:
+    """An account that notes how long what overran had gone on, and how long what ended took."""
+
+    suspect = "the one"
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.taken: list[float] = []
+        self.losses: list[EngineLost] = []
+
+    def took(self, seconds: float) -> None:
+        self.taken.append(seconds)
+
+    def overran(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+    def lost(self, cause: EngineLost) -> None:
+        self.losses.append(cause)
 
 
 class Starter:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 
-from gradrule.v1 import errors_pb2
+from gradrule.v1 import errors_pb2, program_pb2
 from gradrule_server.errors import Finding, GradruleError
 from gradrule_server.link.connection import Connection, EngineGone
+from gradrule_server.link.endings import Present
 from gradrule_server.link.faults import NotLoaded, fault_message
-from gradrule_server.link.framing import Kind, pack_header
+from gradrule_server.link.framing import HEADER_BYTES, Kind, pack_header
 from gradrule_server.link.owner import OWNER
-from tests.unit.link.fake_engine import Transport, connected
+from gradrule_server.link.v1 import link_pb2
+from tests.unit.link.fake_engine import Overruns, Transport, connected
 
 
 def answer(connection: Connection, transport: Transport, payload: bytes, kind: Kind = Kind.RAN) -> None:
@@ -95,6 +99,15 @@ async def test_a_lost_engine_tells_what_had_started() -> None:
         connection.submit(Kind.RUN, b"c")
 
 
+async def test_a_lost_engine_tells_who_ran_in_it() -> None:
+    connection, _ = connected(2)
+    submit_for(connection, "a", b"a")
+    connection.submit(Kind.RUN, b"b", Overruns())
+    connection.submit(Kind.RUN, b"waits")
+    connection.connection_lost(None)
+    assert connection.present == {Present("a", None), Present("", Overruns.suspect)}
+
+
 @pytest.mark.parametrize("kind", [GradruleError, NotLoaded])
 async def test_a_fault_arrives_as_the_error_that_it_was(kind: type[GradruleError]) -> None:
     connection, transport = connected(1)
@@ -106,6 +119,39 @@ async def test_a_fault_arrives_as_the_error_that_it_was(kind: type[GradruleError
         await work.answer
     assert type(caught.value) is kind
     assert list(caught.value.findings) == list(sent.findings)
+
+
+_NO_MESSAGE = b"\xff\xff"
+_NO_SUCH_REASON = link_pb2.Fault(reason=cast(Any, 99_999)).SerializeToString()
+_NO_SUCH_NAME = link_pb2.Fault(findings=[program_pb2.Finding(reason="NEVER_HEARD_OF")]).SerializeToString()
+
+
+@pytest.mark.parametrize("fault", [_NO_MESSAGE, _NO_SUCH_REASON, _NO_SUCH_NAME])
+async def test_a_fault_that_makes_no_sense_ends_the_connection_and_leaves_nobody_waiting(fault: bytes) -> None:
+    connection, transport = connected(1)
+    works = [connection.submit(Kind.RUN, name) for name in (b"a", b"b")]
+    connection.data_received(pack_header(Kind.FAULT, transport.sent[0][1], len(fault)) + fault)
+    assert transport.is_closed
+    connection.connection_lost(None)
+    for work, started in zip(works, (True, False), strict=True):
+        with pytest.raises(EngineGone) as gone:
+            await work.answer
+        assert gone.value.started is started
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        pack_header(Kind.RAN, 1, 2**31 + 1),
+        pack_header(Kind.RAN, 1, 2**64 - 1),
+        b"\xee" * HEADER_BYTES,
+        pack_header(Kind.GREETING, 0, len(_NO_MESSAGE)) + _NO_MESSAGE,
+    ],
+)
+async def test_what_is_no_frame_ends_the_connection_before_it_is_waited_for(frame: bytes) -> None:
+    connection, transport = connected(1)
+    connection.data_received(frame)
+    assert transport.is_closed
 
 
 async def test_frames_that_arrive_in_pieces() -> None:

@@ -38,6 +38,21 @@ def test_what_ended_it(code: int | None, ended_for: Reason | None, fatal: str, r
     assert words in str(ending)
 
 
+@pytest.mark.parametrize(
+    ("code", "ended_for", "reason"),
+    [
+        (-9, None, Reason.MEMORY),
+        (-15, None, Reason.KILLED),
+        (-11, None, Reason.CRASH),
+        (-9, Reason.OVERRUN, Reason.OVERRUN),
+    ],
+)
+def test_who_is_killed_where_no_memory_is_left_took_too_much(
+    code: int, ended_for: Reason | None, reason: Reason
+) -> None:
+    assert ending_of(code, ended_for, "", was_short=True).reason is reason
+
+
 @pytest.mark.parametrize("reason", Reason)
 def test_only_what_a_graph_can_do_is_held_against_it(reason: Reason) -> None:
     ending = ending_of(-6 if reason is Reason.CRASH else -9, None if reason is Reason.CRASH else reason, "")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,9 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.link import pool as pool_module
 from gradrule_server.link import spares as spares_module
-from gradrule_server.link.engine import EngineEvent, EngineRefused
+from gradrule_server.link.engine import Engine, EngineEvent, EngineRefused
 from gradrule_server.link.framing import Kind
+from gradrule_server.link.owner import OWNER
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
 from gradrule_server.link.v1 import link_pb2
@@ -129,6 +132,24 @@ async def test_a_spare_that_dies_is_replaced(starter: Starter) -> None:
     await pool.stop()
 
 
+async def test_processes_that_ended_are_forgotten(starter: Starter) -> None:
+    pool = _pool()
+    await pool.start()
+    for count in range(2, 6):
+        await _until(lambda: pool.spares_ready)
+        assert len(starter.started) == count
+        starter.started[-2].die(CRASH)
+    await _until(lambda: pool.spares_ready)
+    gone = [weakref.ref(process) for process in starter.started]
+    starter.started.clear()
+    starter.transports.clear()
+    await asyncio.sleep(0.01)
+    assert len(pool._spares.processes) == 2
+    gc.collect()
+    assert sum(process() is not None for process in gone) == 2
+    await pool.stop()
+
+
 @pytest.mark.parametrize("error", [EngineRefused("no such device"), OSError("no memory")])
 async def test_what_never_ran_refuses_the_start(starter: Starter, error: Exception) -> None:
     starter.errors = [error]
@@ -145,6 +166,8 @@ async def test_alone_takes_a_process_and_gives_it_back(starter: Starter) -> None
     async with pool.alone() as engine:
         assert engine.pid == starter.started[1].pid
         assert engine not in pool.engines
+        generation = engine.generation
+    assert engine.generation > generation
     await _until(lambda: pool.spares_ready == 1)
     await pool.stop()
 
@@ -201,6 +224,28 @@ async def test_a_spare_can_serve_as_one_engine_more(starter: Starter) -> None:
     await _until(lambda: pool.spares_ready == 1)
     assert len(pool.engines) == 1
     await pool.stop()
+
+
+async def test_there_are_as_many_extra_engines_as_places_and_one_for_an_owner(starter: Starter) -> None:
+    pool = _pool(engines=2, spares=3)
+    await pool.start()
+    await _until(lambda: pool.spares_ready == 3)
+    first = _borrow_for(pool, "a")
+    assert first is not None
+    assert _borrow_for(pool, "a") is None
+    assert _borrow_for(pool, "b") is not None
+    assert _borrow_for(pool, "c") is None
+    pool.give_back(first)
+    assert _borrow_for(pool, "c") is not None
+    await pool.stop()
+
+
+def _borrow_for(pool: EnginePool, owner: str) -> Engine | None:
+    token = OWNER.set(owner)
+    try:
+        return pool.borrow()
+    finally:
+        OWNER.reset(token)
 
 
 async def test_an_extra_engine_that_dies_is_not_replaced(starter: Starter) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import hashlib
+import weakref
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,10 @@ from gradrule_server.link.faults import EngineLost, fault_message
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs import loaded as loaded_module
+from gradrule_server.programs import shelf as shelf_module
 from gradrule_server.programs.loaded import Load, Loadable, LoadedPrograms
 from gradrule_server.registry.blobs import BlobStore
-from tests.unit.link.fake_engine import CRASH, FakeEngine, FakePool
+from tests.unit.link.fake_engine import CRASH, FakeEngine, FakePool, Overruns
 
 
 @pytest.fixture
@@ -131,10 +134,14 @@ async def test_a_load_that_nobody_waits_for_goes_on_and_is_found_by_the_next(
     monkeypatch.setattr(engine_module, "_OVERRUN_GRACE_S", 0.05)
     engine = FakeEngine()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.01):
-            await use(loaded, program("a"))
+    hurried = asyncio.create_task(use(loaded, program("a")))
+    await engine.next(Kind.COMPILE)
+    hurried.cancel()
+    await asyncio.wait([hurried])
+    assert engine.fake.connection._running[1].is_given_up
     late = asyncio.create_task(use(loaded, program("a")))
+    await asyncio.sleep(0)
+    assert not engine.fake.connection._running[1].is_given_up
     # Longer than an engine is given whose load nobody waits for.
     await asyncio.sleep(0.1)
     assert not engine.fake.is_killed
@@ -150,10 +157,10 @@ async def test_a_load_that_nobody_waits_for_and_that_does_not_end_ends_the_engin
     monkeypatch.setattr(engine_module, "_OVERRUN_GRACE_S", 0.05)
     engine = FakeEngine()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
-    overruns: list[str] = []
+    overruns = Overruns()
 
     async def hurried() -> None:
-        with loaded.held(program("a"), on_overrun=lambda: overruns.append("a")) as load:
+        with loaded.held(program("a"), account=overruns) as load:
             await loaded.wait(load)
 
     with pytest.raises(TimeoutError):
@@ -162,7 +169,7 @@ async def test_a_load_that_nobody_waits_for_and_that_does_not_end_ends_the_engin
     process = engine.fake
     await asyncio.sleep(0.1)
     assert process.is_killed
-    assert overruns == ["a"]
+    assert len(overruns.seconds) == 1
 
 
 async def test_a_load_that_never_started_is_dropped_and_asked_for_anew(blobs: BlobStore) -> None:
@@ -377,6 +384,64 @@ async def test_an_extra_engine_stays_while_something_is_kept_there(blobs: BlobSt
 
 
 @pytest.mark.usefixtures("short")
+async def test_two_who_wait_for_one_program_both_get_around_what_takes_long(blobs: BlobStore) -> None:
+    """Neither drops the load that waits for both."""
+    engine, extra = FakeEngine(), FakeEngine(index=1, is_extra=True)
+    pool = FakePool(engine)
+    pool.extras = [extra]
+    loaded = LoadedPrograms(pool, blobs, 10, 10**6)
+    slow = asyncio.create_task(_compile(loaded, "slow"))
+    sent = await engine.next(Kind.COMPILE)
+    others = [asyncio.create_task(_compile(loaded, "a")) for _ in range(2)]
+    extra.answer(await extra.next(Kind.COMPILE), Kind.COMPILED)
+    assert await asyncio.gather(*others) == [1, 1]
+    assert len(keys(engine)) == 1
+    engine.answer(sent, Kind.COMPILED)
+    await slow
+
+
+async def test_a_load_that_does_not_end_ends_the_engine_however_many_come_to_wait(
+    blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shelf_module, "_LOAD_S", 0.1)
+    engine, account = FakeEngine(), Overruns()
+    loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
+    loop = asyncio.get_running_loop()
+
+    async def patient(name: str) -> None:
+        with loaded.held(program(name), ends_at=loop.time() + 0.15, account=account) as load:
+            await loaded.wait(load)
+
+    started, process = loop.time(), engine.fake
+    waiting = [asyncio.create_task(patient("a"))]
+    while not process.is_killed:
+        waiting.append(asyncio.create_task(patient("a")))
+        waiting[-2].cancel()
+        await asyncio.sleep(0.02)
+        assert loop.time() - started < 5
+    assert loop.time() - started > 0.14
+    assert len(account.seconds) == 1
+    assert all(isinstance(end, BaseException) for end in await asyncio.gather(*waiting, return_exceptions=True))
+
+
+async def test_what_waits_to_be_loaded_may_take_its_time_once_it_begins(
+    blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shelf_module, "_LOAD_S", 0.1)
+    engine = FakeEngine()
+    loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
+    engine.submit(Kind.COMPILE, b"long")
+    with loaded.held(program("b"), ends_at=0.0) as waits:
+        await asyncio.sleep(0.3)
+        engine.answer(b"long", Kind.COMPILED)
+        assert waits.work.started_at is not None
+        await asyncio.sleep(0.05)
+        assert not engine.fake.is_killed
+        await asyncio.sleep(0.1)
+        assert not engine.is_ready
+
+
+@pytest.mark.usefixtures("short")
 async def test_without_a_spare_it_waits(blobs: BlobStore) -> None:
     engine = FakeEngine()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
@@ -388,3 +453,37 @@ async def test_without_a_spare_it_waits(blobs: BlobStore) -> None:
     engine.answer(sent, Kind.COMPILED)
     engine.answer(await engine.next(Kind.COMPILE, 2), Kind.COMPILED)
     assert (await slow, await other) == (0, 0)
+
+
+async def test_nothing_is_left_of_an_engine_that_died_in_a_trial(blobs: BlobStore) -> None:
+    pool = FakePool(FakeEngine())
+    loaded = LoadedPrograms(pool, blobs, 10, 10**6)
+    async with loaded.alone() as engine:
+        with loaded.held(program("a"), engine) as load:
+            pool.trial_engines[0].fake.die(CRASH)
+            with pytest.raises(EngineLost):
+                await loaded.wait(load)
+    gone: list[weakref.ref[object]] = [weakref.ref(engine), weakref.ref(load.work.connection)]
+    pool.trial_engines.clear()
+    del engine, load
+    await asyncio.sleep(0.01)
+    gc.collect()
+    assert [item() for item in gone] == [None, None]
+    assert len(loaded) == 0
+
+
+async def test_nothing_is_left_of_a_process_that_died_in_its_place(blobs: BlobStore) -> None:
+    engine = FakeEngine()
+    loaded = LoadedPrograms(FakePool(engine), blobs, 10, 10**6)
+    with loaded.held(program("a")) as load:
+        engine.fake.die(CRASH)
+        with pytest.raises(EngineLost):
+            await loaded.wait(load)
+    gone = weakref.ref(load.work.connection)
+    del load
+    engine.start_another()
+    with loaded.held(program("a")):
+        pass
+    await asyncio.sleep(0.01)
+    gc.collect()
+    assert gone() is None

@@ -10,10 +10,11 @@ import pytest
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import Finding, GradruleError
-from gradrule_server.link.endings import Ending, Inquest, Reason
+from gradrule_server.link.endings import Ending, Inquest, Present, Reason
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.faults import EngineLost, NotLoaded
-from gradrule_server.programs.conduct import Conduct
+from gradrule_server.programs import retries as retries_module
+from gradrule_server.programs.conduct import Conduct, suspect_of
 from gradrule_server.programs.loaded import Loadable, LoadedPrograms
 from gradrule_server.programs.retries import Retries
 from gradrule_server.registry.blobs import BlobStore
@@ -28,16 +29,17 @@ def lost(ending: Ending = CRASH, *, inquest: Inquest | None = None, is_alone: bo
 
 
 class Attempts:
-    """Fails with each error in turn, then returns how often it was made; notes where."""
+    """Fails with each error in turn (None: not), then returns how often it was made; notes where."""
 
-    def __init__(self, *errors: Exception) -> None:
+    def __init__(self, *errors: Exception | None) -> None:
         self.errors = list(errors)
         self.places: list[Engine | None] = []
 
     async def __call__(self, engine: Engine | None) -> int:
         self.places.append(engine)
-        if self.errors:
-            raise self.errors.pop(0)
+        error = self.errors.pop(0) if self.errors else None
+        if error is not None:
+            raise error
         return len(self.places)
 
     @property
@@ -175,10 +177,22 @@ async def test_once_for_a_program_that_is_not_there(loaded: LoadedPrograms) -> N
 
 
 async def test_two_overruns_are_enough(loaded: LoadedPrograms) -> None:
-    on_overrun = Retries(loaded, "").on_overrun(program())
-    on_overrun()
+    account = Retries(loaded, "").account(program())
+    account.overran(0.6)
+    account.overran(0.6)
+    with pytest.raises(GradruleError, match="QUARANTINED"):
+        await run(loaded, Attempts())
+
+
+async def test_what_ran_before_overruns_only_where_it_went_on_far_longer_than_ever(loaded: LoadedPrograms) -> None:
+    account = Retries(loaded, "").account(program())
+    account.took(2.0)
+    await run(loaded, Attempts())
+    for _ in range(3):
+        account.overran(19.0)
     assert await run(loaded, Attempts()) == 1
-    on_overrun()
+    for _ in range(2):
+        account.overran(21.0)
     with pytest.raises(GradruleError, match="QUARANTINED"):
         await run(loaded, Attempts())
 
@@ -198,10 +212,180 @@ async def test_what_is_pinned_to_its_engine_is_not_run_again(loaded: LoadedProgr
         await run(loaded, Attempts())
 
 
-async def test_what_is_pinned_and_ran_before_is_not_blamed_for_what_ran_beside_it(loaded: LoadedPrograms) -> None:
-    engine = loaded.pool.engines[0]
-    await run(loaded, Attempts())
-    for _ in range(3):
+def at_end_with(*others: str, owner: str = "") -> Inquest:
+    """Of an engine in which program `a` ran, and these others of an owner's."""
+    present = {Present("", suspect_of("", program()))}
+    return Inquest(frozenset(present | {Present(owner, suspect_of("", program(name))) for name in others}))
+
+
+async def lose_pinned(loaded: LoadedPrograms, *inquests: Inquest) -> None:
+    for inquest in inquests:
+        pinned = Retries(loaded, "", pinned=loaded.pool.engines[0])
         with pytest.raises(EngineLost):
-            await Retries(loaded, "", pinned=engine).run(program(), Attempts(lost()))
+            await pinned.run(program(), Attempts(lost(inquest=inquest)))
+
+
+@pytest.mark.parametrize("is_proven", [True, False])
+async def test_what_is_pinned_is_not_blamed_for_what_ran_beside_it(loaded: LoadedPrograms, is_proven: bool) -> None:
+    if is_proven:
+        await run(loaded, Attempts())
+    await lose_pinned(loaded, *(at_end_with("bad") for _ in range(5)))
+    # Another's may be many graphs.
+    await lose_pinned(loaded, *(at_end_with(f"bad{number}", owner="another") for number in range(5)))
+    found = [at_end_with(f"bad{number}") for number in range(5)]
+    for inquest in found:
+        inquest.culprit = "found"
+    await lose_pinned(loaded, *found)
     assert await run(loaded, Attempts()) == 1
+
+
+@pytest.mark.parametrize("is_proven", [True, False])
+async def test_what_is_pinned_is_refused_once_it_was_at_three_ends_that_nobody_else_explains(
+    loaded: LoadedPrograms, is_proven: bool
+) -> None:
+    if is_proven:
+        await run(loaded, Attempts())
+    passed = at_end_with("good")
+    passed.cleared.add(suspect_of("", program("good")))
+    await lose_pinned(loaded, passed, at_end_with("good"), at_end_with("fine", owner="one"))
+    # It was run again elsewhere, or alone.
+    with pytest.raises(GradruleError, match="QUARANTINED"):
+        await run(loaded, Attempts())
+
+
+async def test_who_passed_elsewhere_is_not_at_an_engine_s_end_any_more(loaded: LoadedPrograms) -> None:
+    inquests = [at_end_with("good") for _ in range(3)]
+    for inquest in inquests:
+        assert await run(loaded, Attempts(lost(inquest=inquest)), "good") == 2
+        await lose_pinned(loaded, inquest)
+    with pytest.raises(GradruleError, match="QUARANTINED"):
+        await run(loaded, Attempts())
+
+
+async def test_what_is_kept_in_an_engine_is_run_again_after_its_trial_where_it_can_stay(loaded: LoadedPrograms) -> None:
+    attempts, undone = Attempts(lost()), list[Engine]()
+    assert await Retries(loaded, "").run(program(), attempts, undo=undone.append) == 3
+    assert attempts.alone == [False, True, False]
+    assert undone == [attempts.places[1]]
+    # What passes alone, and not among others, is told at last.
+    again = Attempts(lost(), None, lost())
+    with pytest.raises(EngineLost):
+        await Retries(loaded, "").run(program(), again, undo=undone.append)
+    assert again.alone == [False, True, False]
+
+
+async def _hangs(engine: Engine | None) -> int:
+    await asyncio.sleep(60)
+    raise AssertionError
+
+
+class Hangs:
+    """Loses its engine, alone; then it does not return."""
+
+    def __init__(self) -> None:
+        self.loss: EngineLost | None = lost(is_alone=True)
+
+    async def __call__(self, engine: Engine | None) -> int:
+        cause, self.loss = self.loss, None
+        if cause is not None:
+            raise cause
+        return await _hangs(engine)
+
+
+def struck(loaded: LoadedPrograms) -> int:
+    return len(loaded.conduct._strikes.get(suspect_of("", program()), []))
+
+
+async def _gives_up(retries: Retries, after_s: float) -> None:
+    call = asyncio.create_task(retries.run(program(), Hangs()))
+    await asyncio.sleep(after_s)
+    call.cancel()
+    await asyncio.wait([call])
+
+
+async def test_who_is_refused_meanwhile_is_not_run_again(loaded: LoadedPrograms) -> None:
+    async def overruns_for_others(engine: Engine | None) -> int:
+        loaded.conduct.convict(suspect_of("", program()), "it went on")
+        raise lost(OVERRUN)
+
+    with pytest.raises(GradruleError, match="QUARANTINED"):
+        await Retries(loaded, "").run(program(), overruns_for_others)
+
+
+async def test_who_gives_up_while_it_waits_for_its_trial_is_struck(loaded: LoadedPrograms) -> None:
+    async with loaded.pool.trials:
+        await _gives_up(Retries(loaded, "", asyncio.get_running_loop().time() + 60), 0.01)
+    assert struck(loaded) == 1
+
+
+async def test_who_gives_up_within_its_trial_is_struck_for_its_first_engine(loaded: LoadedPrograms) -> None:
+    await _gives_up(Retries(loaded, "", asyncio.get_running_loop().time() + 60), 0.01)
+    assert struck(loaded) == 1
+    await _gives_up(Retries(loaded, "", asyncio.get_running_loop().time() + 60), 0.01)
+    with pytest.raises(GradruleError, match="QUARANTINED"):
+        await run(loaded, Attempts())
+
+
+async def test_who_crashes_alone_and_hangs_in_its_trial_is_refused(loaded: LoadedPrograms) -> None:
+    await _gives_up(Retries(loaded, "", asyncio.get_running_loop().time() + 0.01), 0.02)
+    with pytest.raises(GradruleError, match="QUARANTINED"):
+        await run(loaded, Attempts())
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retries_module, "_LEAST_TRIAL_S", 0.1)
+    monkeypatch.setattr(retries_module, "_LOOK_S", 0.01)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_trial_that_takes_long_makes_way_for_the_next(loaded: LoadedPrograms) -> None:
+    ends_at = asyncio.get_running_loop().time() + 60
+    hangs = asyncio.create_task(Retries(loaded, "", ends_at).run(program(), Hangs()))
+    await asyncio.sleep(0.01)
+    assert await asyncio.wait_for(run(loaded, Attempts(lost()), "b"), 5) == 2
+    with pytest.raises(GradruleError, match=r"ENGINE_CRASHED.*\(SIGABRT.*alone it did not come to an end"):
+        await hangs
+    assert struck(loaded) == 1
+    assert not loaded.pool.trials.waiting
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_trial_that_nobody_waits_for_has_until_its_deadline(loaded: LoadedPrograms) -> None:
+    ends_at = asyncio.get_running_loop().time() + 60
+    hangs = asyncio.create_task(Retries(loaded, "", ends_at).run(program(), Hangs()))
+    await asyncio.sleep(0.3)
+    assert not hangs.done()
+    hangs.cancel()
+    await asyncio.wait([hangs])
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_trial_has_longer_where_the_program_is_known_to_take_long(loaded: LoadedPrograms) -> None:
+    ends_at = asyncio.get_running_loop().time() + 60
+    Retries(loaded, "").account(program()).took(0.1)
+    hangs = asyncio.create_task(Retries(loaded, "", ends_at).run(program(), Hangs()))
+    await asyncio.sleep(0.01)
+    other = asyncio.create_task(run(loaded, Attempts(lost()), "b"))
+    await asyncio.sleep(0.3)
+    assert not hangs.done()
+    assert await asyncio.wait_for(other, 5) == 2
+    with pytest.raises(GradruleError, match="ENGINE_CRASHED"):
+        await hangs
+
+
+async def test_who_gives_up_and_was_not_alone_is_not_struck_at_once(loaded: LoadedPrograms) -> None:
+    attempts = Hangs()
+    attempts.loss = lost(inquest=at_end_with("bad"))
+    call = asyncio.create_task(Retries(loaded, "", asyncio.get_running_loop().time() + 60).run(program(), attempts))
+    await asyncio.sleep(0.01)
+    call.cancel()
+    await asyncio.wait([call])
+    assert struck(loaded) == 0
+
+
+async def test_to_be_loaded_proves_nothing(loaded: LoadedPrograms) -> None:
+    await Retries(loaded, "").run(program(), Attempts(), proves=False)
+    assert not loaded.conduct.is_proven(suspect_of("", program()))
+    await run(loaded, Attempts())
+    assert loaded.conduct.is_proven(suspect_of("", program()))

@@ -1,0 +1,105 @@
+"""What becomes of an engine whose request nobody waits for any more, and of whoever sent that."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from gradrule_server.link import engine as engine_module
+from gradrule_server.link.endings import Ending
+from gradrule_server.link.faults import EngineLost
+from gradrule_server.link.framing import Kind
+from tests.unit.link.fake_engine import CRASH, FakeEngine, Overruns
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "_OVERRUN_GRACE_S", 0.05)
+
+
+def _in(seconds: float) -> float:
+    return asyncio.get_running_loop().time() + seconds
+
+
+async def _give_up(engine: FakeEngine, ends_at: float, account: Overruns) -> None:
+    call = asyncio.create_task(engine.call(Kind.RUN, b"long", ends_at, account))
+    await engine.next(Kind.RUN)
+    call.cancel()
+    await asyncio.wait([call])
+
+
+async def test_who_cancels_before_the_deadline_ends_the_engine_and_is_not_blamed() -> None:
+    engine, account = FakeEngine(), Overruns()
+    process = engine.fake
+    await _give_up(engine, _in(60), account)
+    await asyncio.sleep(0.1)
+    assert process.is_killed
+    assert account.seconds == []
+
+
+async def test_what_goes_on_after_its_deadline_is_blamed_once_with_the_time_that_it_took() -> None:
+    engine, account = FakeEngine(), Overruns()
+    process = engine.fake
+    await _give_up(engine, _in(0.02), account)
+    await asyncio.sleep(0.1)
+    assert process.is_killed
+    (seconds,) = account.seconds
+    assert 0.05 <= seconds < 1
+    assert account.taken == []
+
+
+async def test_what_ends_in_time_is_not_blamed_and_its_time_is_known_whoever_waits() -> None:
+    engine, account = FakeEngine(), Overruns()
+    await _give_up(engine, _in(0.02), account)
+    engine.answer(b"long", Kind.RAN)
+    await asyncio.sleep(0.1)
+    assert not engine.fake.is_killed
+    assert account.seconds == []
+    assert len(account.taken) == 1
+
+
+async def _end(engine: FakeEngine) -> None:
+    if engine.is_ready:
+        engine.fake.die(CRASH)
+    async with asyncio.timeout(5):
+        while not engine.last_ending:
+            await asyncio.sleep(0.001)
+
+
+async def test_who_gave_up_just_before_a_crash_is_told_of_it() -> None:
+    engine, account = FakeEngine(), Overruns()
+    await _give_up(engine, _in(60), account)
+    await _end(engine)
+    (loss,) = account.losses
+    assert (loss.ending, loss.is_alone) == (CRASH, True)
+    await asyncio.sleep(0.1)
+    assert account.seconds == []
+
+
+async def test_who_gives_up_while_nobody_knows_yet_how_the_engine_ended_is_told_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, account, known = FakeEngine(), Overruns(), asyncio.Event()
+    process = engine.fake
+
+    async def ending() -> Ending:
+        await known.wait()
+        return CRASH
+
+    monkeypatch.setattr(process, "ending", ending)
+    call = asyncio.create_task(engine.call(Kind.RUN, b"bad", _in(60), account))
+    waits = asyncio.create_task(engine.call(Kind.RUN, b"beside", _in(60), Overruns()))
+    await engine.next(Kind.RUN, 2)
+    process.die(CRASH)
+    await asyncio.sleep(0.01)
+    call.cancel()
+    await asyncio.wait([call])
+    known.set()
+    await _end(engine)
+    assert [loss.is_alone for loss in account.losses] == [False]
+    # Who waits is told by its own call.
+    with pytest.raises(EngineLost):
+        await waits
