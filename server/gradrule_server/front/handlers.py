@@ -34,6 +34,7 @@ from gradrule_server.front.calls import (
     UploadTable,
 )
 from gradrule_server.front.identity import Identity
+from gradrule_server.front.rounds import Rounds
 from gradrule_server.front.stalls import WatchedWriter
 from gradrule_server.front.status import DETAILS_KEY, code_of, status_of
 from gradrule_server.front.tenants import Tenant
@@ -68,11 +69,14 @@ class Hosts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds: of a call that sets no deadline; at most; and for which a stream's answer may wait to be read."""
+    """Seconds: of a call that sets no deadline; at most; for which a stream's answer may wait to be read; and between
+    two looks at whether the credential that opened a stream still holds.
+    """
 
     default_deadline_s: float
     max_deadline_s: float
     stall_s: float
+    recheck_s: float = 3.0
 
 
 class Door:
@@ -93,6 +97,7 @@ class Door:
         self._tenants = tenants
         self._admission = admission
         self._times = times
+        self._rechecks = Rounds(times.recheck_s)
         self.draining = asyncio.Event()
         """Set once the server is going away."""
 
@@ -146,8 +151,6 @@ class Door:
         share = caller.tenant.share
         OWNER.set(caller.tenant.name)
         try:
-            # A stream may outlive the credential that opened it.
-            self._identity.check(caller.principal)
             self._admission.enter(share, size)
             try:
                 answer = await self._in_time(run, remaining)
@@ -297,13 +300,35 @@ class Door:
     async def _while_read(
         self, method: StreamMethod, caller: Caller, requests: AsyncIterator[bytes], context: Context
     ) -> None:
-        """Serves a stream until it ends, or its client has not read for too long: DEADLINE_EXCEEDED."""
-        stalls: list[bool] = []
+        """Serves a stream until it ends, its client has not read for too long (DEADLINE_EXCEEDED), or the credential
+        that opened it holds no longer (UNAUTHENTICATED).
+        """
+        causes: list[GradruleError] = []
         share = caller.tenant.share
 
-        def end() -> None:
-            stalls.append(True)
-            serving.cancel()
+        def end(cause: GradruleError) -> None:
+            if not causes:
+                causes.append(cause)
+                serving.cancel()
+
+        def stalled() -> None:
+            end(
+                error(
+                    errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED,
+                    f"an answer on the stream was not read within {self._times.stall_s:g} s (--stall-s)",
+                )
+            )
+
+        def recheck() -> None:
+            try:
+                self._identity.check(caller.principal)
+            except GradruleError as cause:
+                end(cause)
+
+        async def checked() -> AsyncIterator[bytes]:
+            async for raw in requests:
+                self._identity.check(caller.principal)
+                yield raw
 
         async def write(data: bytes) -> None:
             size = len(data)
@@ -316,18 +341,17 @@ class Door:
                 raise
             self._admission.adjust(share, -size)
 
-        writer = WatchedWriter(write, self._times.stall_s, end)
-        serving = asyncio.ensure_future(method(caller, requests, writer.write))
+        writer = WatchedWriter(write, self._times.stall_s, stalled)
+        serving = asyncio.ensure_future(method(caller, checked(), writer.write))
+        recheck_no_more = self._rechecks.add(recheck)
         try:
             await serving
         except asyncio.CancelledError:
-            if not stalls:
+            if not causes:
                 raise
-            raise error(
-                errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED,
-                f"an answer on the stream was not read within {self._times.stall_s:g} s (--stall-s)",
-            ) from None
+            raise causes[0] from None
         finally:
+            recheck_no_more()
             writer.close()
 
     async def _in_time(

@@ -16,7 +16,7 @@ from gradrule_server.front.admission import Admission, Bound, Share
 from gradrule_server.front.calls import Call, Caller, Method, StreamMethod
 from gradrule_server.front.handlers import Door, Times
 from gradrule_server.front.identity import Identity
-from gradrule_server.identity import Credentials
+from gradrule_server.identity import Credentials, Principal
 from gradrule_server.quotas import Allowance
 
 
@@ -45,12 +45,24 @@ class Hosts:
         self.inside -= 1
 
 
+class Withdrawn(Credentials):
+    """Credentials that let everybody in, and hold no longer."""
+
+    def still_holds(self, _: Principal) -> bool:
+        return False
+
+
 def door_of(
-    max_requests: int = 9, default_deadline_s: float = 10.0, max_deadline_s: float = 10.0, stall_s: float = 10.0
+    max_requests: int = 9,
+    default_deadline_s: float = 10.0,
+    max_deadline_s: float = 10.0,
+    stall_s: float = 10.0,
+    recheck_s: float = 10.0,
+    credentials: Credentials | None = None,
 ) -> Door:
     bound = Bound(max_requests, 10**6)
-    times = Times(default_deadline_s, max_deadline_s, stall_s)
-    return Door(Identity(Credentials()), Hosts(), Admission(bound, bound), times)
+    times = Times(default_deadline_s, max_deadline_s, stall_s, recheck_s)
+    return Door(Identity(credentials or Credentials()), Hosts(), Admission(bound, bound), times)
 
 
 class Context:
@@ -170,11 +182,42 @@ async def test_bytes_that_are_no_request() -> None:
     assert context.reason == "MALFORMED_REQUEST"
 
 
-async def stream(door: Door, method: StreamMethod, context: Context) -> None:
+async def stream(
+    door: Door, method: StreamMethod, context: Context, requests: AsyncIterator[bytes] | None = None
+) -> None:
     handler: Any = door.service("s", streams={"m": method}).service(
         SimpleNamespace(method="/s/m", invocation_metadata=())
     )
-    await handler.stream_stream(never_read(), context)
+    await handler.stream_stream(never_read() if requests is None else requests, context)
+
+
+async def test_a_stream_ends_with_its_credential_at_the_next_request() -> None:
+    async def some() -> AsyncIterator[bytes]:
+        yield b"request"
+
+    async def reads(_: Caller, requests: AsyncIterator[bytes], __: Any) -> None:
+        async for _raw in requests:
+            raise AssertionError
+
+    context = Context()
+    with pytest.raises(Aborted):
+        await stream(door_of(credentials=Withdrawn()), reads, context, some())
+    assert context.reason == "UNAUTHENTICATED"
+
+
+async def test_a_stream_ends_with_its_credential_though_it_is_quiet() -> None:
+    async def quiet(_: Caller, __: AsyncIterator[bytes], ___: Any) -> None:
+        await asyncio.Event().wait()
+
+    for _ in range(2):
+        context = Context()
+        with pytest.raises(Aborted):
+            await asyncio.wait_for(stream(door_of(recheck_s=0.05, credentials=Withdrawn()), quiet, context), 5)
+        assert context.reason == "UNAUTHENTICATED"
+    still = asyncio.ensure_future(stream(door_of(recheck_s=0.01), quiet, Context()))
+    await asyncio.sleep(0.1)
+    assert not still.done()
+    still.cancel()
 
 
 async def test_a_stream_whose_client_does_not_read_ends() -> None:
