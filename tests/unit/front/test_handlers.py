@@ -16,6 +16,7 @@ from gradrule_server.front.admission import Admission, Bound, Share
 from gradrule_server.front.calls import Call, Caller, Method, StreamMethod
 from gradrule_server.front.handlers import Door, Times
 from gradrule_server.front.identity import Identity
+from gradrule_server.front.session_service import SessionServicer
 from gradrule_server.identity import Credentials, Principal
 from gradrule_server.quotas import Allowance
 
@@ -36,7 +37,7 @@ class Hosts:
 
     async def load(self, name: str) -> Any:
         room = {"streams": Allowance(1, "streams", "--tenant-streams")}
-        return self.tenants.setdefault(name, SimpleNamespace(name=name, share=Share(), room=room))
+        return self.tenants.setdefault(name, SimpleNamespace(name=name, share=Share(), room=room, sessions=None))
 
     def enter(self, _: Any) -> None:
         self.inside += 1
@@ -170,6 +171,31 @@ async def test_no_more_than_so_many_at_a_time() -> None:
     gate.set()
     assert await first == b"done"
     assert await call(door, waits, Context()) == b"done"
+
+
+async def test_a_session_s_message_is_parsed_once_it_is_let_in() -> None:
+    gate = asyncio.Event()
+
+    async def waits(_: Call[Any]) -> bytes:
+        await gate.wait()
+        return b""
+
+    # A start that is none: whoever looks into it says so.
+    async def start() -> AsyncIterator[bytes]:
+        yield b"\x0a\x02\xff\xff"
+
+    door = door_of(1)
+    session = SessionServicer(door).streams()["RunSession"]
+    first = asyncio.create_task(call(door, waits, Context()))
+    await asyncio.sleep(0)
+    for reason in ("OVERLOADED", "MALFORMED_REQUEST"):
+        context = Context()
+        with pytest.raises(Aborted):
+            await stream(door, session, context, start())
+        assert context.reason == reason
+        context.done()
+        gate.set()
+        await first
 
 
 async def test_bytes_that_are_no_request() -> None:
