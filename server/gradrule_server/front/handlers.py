@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -34,6 +35,7 @@ from gradrule_server.front.calls import (
     UploadTable,
 )
 from gradrule_server.front.identity import Identity
+from gradrule_server.front.reading import Arrivals
 from gradrule_server.front.rounds import Rounds
 from gradrule_server.front.stalls import WatchedWriter
 from gradrule_server.front.status import DETAILS_KEY, code_of, status_of
@@ -98,6 +100,7 @@ class Door:
         self._admission = admission
         self._times = times
         self._rechecks = Rounds(times.recheck_s)
+        self._arrivals = Arrivals(admission)
         self.draining = asyncio.Event()
         """Set once the server is going away."""
 
@@ -174,13 +177,24 @@ class Door:
         request.bytes_in = len(raw)
 
         async def run(ends_at: float) -> Message | bytes:
-            parsed = await self.read(request_type, raw)
-            answer = await method(Call(parsed, raw, request.received_ns, ends_at, caller))
-            note_registration(request.rpc, parsed, answer)
-            return answer
+            return await self._call(caller, request, request_type, method, raw, ends_at)
 
         answer = await self.run(caller, run, remaining, len(raw))
         request.bytes_out = len(answer)
+        return answer
+
+    async def _call(
+        self,
+        caller: Caller,
+        request: Request,
+        request_type: type[RequestT],
+        method: Method[RequestT],
+        raw: bytes,
+        ends_at: float,
+    ) -> Message | bytes:
+        parsed = await self.read(request_type, raw)
+        answer = await method(Call(parsed, raw, request.received_ns, ends_at, caller))
+        note_registration(request.rpc, parsed, answer)
         return answer
 
     async def read(self, request_type: type[RequestT], raw: bytes) -> RequestT:
@@ -217,14 +231,28 @@ class Door:
 
     def _unary(self, rpc: str, request_type: type[RequestT], method: Method[RequestT]) -> _Make:
         def make(known: Principal | None) -> _Handler:
-            async def handle(raw: bytes, context: Context) -> bytes:
+            async def handle(_: AsyncIterator[bytes], context: Context) -> bytes:
                 async def answer(caller: Caller, request: Request) -> bytes:
-                    data = await self._answer(caller, request, request_type, method, raw, context.time_remaining())
+                    share, size = caller.tenant.share, 0
+
+                    async def run(ends_at: float) -> Message | bytes:
+                        nonlocal size
+                        raw = await self._arrivals.read(context, share)
+                        size = request.bytes_in = len(raw)
+                        request.received_ns = time.monotonic_ns()
+                        return await self._call(caller, request, request_type, method, raw, ends_at)
+
+                    try:
+                        data = await self.run(caller, run, context.time_remaining(), 0)
+                    finally:
+                        self._admission.adjust(share, -size)
+                    request.bytes_out = len(data)
                     return self._send(caller, data, context)
 
                 return await self._receive(rpc, known, context, answer)
 
-            return grpc.unary_unary_rpc_method_handler(handle)
+            # gRPC reads the request of a unary call as a whole before it tells of the call.
+            return grpc.stream_unary_rpc_method_handler(handle)
 
         return make
 

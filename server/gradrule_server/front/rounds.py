@@ -22,14 +22,12 @@ class Rounds:
             self._timer = asyncio.get_running_loop().call_later(self._every_s, self._round)
 
         def take_out() -> None:
+            # The timer may run out by itself: it would be set again at once where short calls follow each other.
             self._looks.pop(mark, None)
-            if not self._looks and self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
 
         return take_out
 
     def _round(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._every_s, self._round)
+        self._timer = asyncio.get_running_loop().call_later(self._every_s, self._round) if self._looks else None
         for look in list(self._looks.values()):
             look()

@@ -70,6 +70,7 @@ class Context:
     """A caller that waits `remaining` seconds, or as long as the server likes."""
 
     def __init__(self, remaining: float | None = None) -> None:
+        self.request = b""
         self.remaining = remaining
         self.reason = ""
         self.code = grpc.StatusCode.OK
@@ -96,6 +97,9 @@ class Context:
     def time_remaining(self) -> float | None:
         return self.remaining
 
+    async def read(self) -> bytes:
+        return self.request
+
     async def write(self, _: bytes) -> None:
         """Nobody reads."""
         await asyncio.Event().wait()
@@ -111,10 +115,11 @@ class Context:
 async def call(door: Door, method: Method[Any], context: Context, raw: bytes = b"") -> bytes:
     service = door.service("s", {"m": (rule_pb2.GetRuleRequest, method)})
     handler: Any = service.service(SimpleNamespace(method="/s/m", invocation_metadata=()))
-    if handler.unary_unary is None:
+    if handler.stream_unary is None:
         # Refused before the request is read.
         assert await handler.stream_stream(never_read(), context) is None
-    answer: bytes = await handler.unary_unary(raw, context)
+    context.request = raw
+    answer: bytes = await handler.stream_unary(never_read(), context)
     return answer
 
 
