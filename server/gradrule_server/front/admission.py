@@ -92,16 +92,18 @@ class Admission:
         self.adjust(share, -size)
 
     def grow(self, share: Share, size: int) -> None:
-        """Counts bytes of a request that is in, if there may be so many more; OVERLOADED."""
+        """Counts bytes of a request that is in, or of its answer, if there may be so many more; OVERLOADED."""
         refusal = self._refusal_of_bytes(share, size, self._active + (not share.requests))
         if refusal is not None:
             raise refusal
         self.adjust(share, size)
 
     def adjust(self, share: Share, size: int) -> None:
-        """Counts bytes of a request that is in, more or less."""
+        """Counts bytes of a request that is in, or of its answer, more or less."""
+        before = min(share.size, self._server.size)
         share.size += size
-        self._size += size
+        # However much one tenant has, it takes no more than the whole: there is as much for those who come after it.
+        self._size += min(share.size, self._server.size) - before
 
 
 def _full(what: str, setting: str) -> GradruleError:

@@ -34,6 +34,7 @@ from gradrule_server.front.calls import (
     UploadMethod,
     UploadTable,
 )
+from gradrule_server.front.cutting import cut
 from gradrule_server.front.identity import Identity
 from gradrule_server.front.reading import Arrivals
 from gradrule_server.front.rounds import Rounds
@@ -50,6 +51,10 @@ from gradrule_server.policy import SMALL_BYTES, Bounds, check_unpacking
 _log = logging.getLogger(__name__)
 
 _PUSHBACK_KEY = "grpc-retry-pushback-ms"
+# Bytes a second: so slowly an answer may be read.
+_SLOWEST = 1 << 20
+# So many times the patience that a stream's end gets to be read, before the connection is closed.
+_LAST = 2
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 _Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
@@ -101,6 +106,7 @@ class Door:
         self._times = times
         self._rechecks = Rounds(times.recheck_s)
         self._arrivals = Arrivals(admission)
+        self._unread = Rounds(times.stall_s / 4)
         self.draining = asyncio.Event()
         """Set once the server is going away."""
 
@@ -218,10 +224,25 @@ class Door:
         return Caller(principal, tenant)
 
     def _send(self, caller: Caller, data: bytes, context: Context) -> bytes:
-        """An answer on its way: it takes memory until its client has read it, and counts for so long."""
+        """An answer on its way: it takes memory until its client has read it, and counts for so long. OVERLOADED where
+        that is too much; whoever does not read it in time is cut off.
+        """
         share, size = caller.tenant.share, len(data)
-        self._admission.adjust(share, size)
-        _when_done(context, lambda: self._admission.adjust(share, -size))
+        self._admission.grow(share, size)
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + self._times.stall_s + size / _SLOWEST
+
+        def look() -> None:
+            if loop.time() > ends_at:
+                look_no_more()
+                cut(context.peer())
+
+        def done() -> None:
+            look_no_more()
+            self._admission.adjust(share, -size)
+
+        look_no_more = self._unread.add(look)
+        _when_done(context, done)
         return data
 
     def _crowded(self, principal: Principal) -> GradruleError | None:
@@ -364,9 +385,16 @@ class Door:
             try:
                 await context.write(data)
             except BaseException:
-                # It is on its way all the same.
-                _when_done(context, lambda: self._admission.adjust(share, -size))
+                # It is on its way all the same, and gRPC is done with a call that we end though it has not sent it.
+                if causes:
+                    asyncio.get_running_loop().call_later(_LAST * self._times.stall_s, cut_off, size)
+                else:
+                    _when_done(context, lambda: self._admission.adjust(share, -size))
                 raise
+            self._admission.adjust(share, -size)
+
+        def cut_off(size: int) -> None:
+            cut(context.peer())
             self._admission.adjust(share, -size)
 
         writer = WatchedWriter(write, self._times.stall_s, stalled)

@@ -151,3 +151,27 @@ async def test_a_request_that_is_too_large_beside_others_is_refused() -> None:
         assert await refused(method(of(large), timeout=30)) == "OVERLOADED"
         served.admission.adjust(served.hosts.tenant.share, -MESSAGE)
         assert await method(of(large), timeout=30) == large
+
+
+@pytest.mark.parametrize("stall_s", [0.4, 60.0])
+async def test_an_answer_that_is_not_read_takes_its_connection_with_it(stall_s: float) -> None:
+    served = Served(stall_s=stall_s)
+    share = served.hosts.tenant.share
+    request = rule_pb2.GetRuleRequest(name="x" * 1000).SerializeToString()
+    async with served.running() as method, wire.connected(served.target) as (reader, writer):
+        start = wire.PREFACE + wire.settings((wire.INITIAL_WINDOW_SIZE, 0))
+        start += wire.frame(wire.HEADERS, wire.END_HEADERS, 1, wire.headers("/s/m"))
+        writer.write(start + wire.frame(wire.DATA, wire.END_STREAM, 1, wire.message(request)))
+        async with asyncio.timeout(10):
+            while share.size != len(request) or share.requests:
+                await asyncio.sleep(0.01)
+        # Nobody else's connection ends.
+        assert await method(of(request)) == request
+        assert await wire.drained(reader, 3.0) is (stall_s < 3)
+        if stall_s < 3:
+            async with asyncio.timeout(10):
+                while share.size:
+                    await asyncio.sleep(0.01)
+        else:
+            assert share.size == len(request)
+        assert await method(of(request)) == request
