@@ -46,15 +46,8 @@ async def serve(settings: Settings) -> None:
     store = Store(settings.data_dir)
     try:
         front = Front(assembly.connections_of(settings))
-        health_updates: set[asyncio.Task[None]] = set()
-
-        def tell_health(ready: bool) -> None:
-            update = asyncio.ensure_future(front.set_ready(ready))
-            health_updates.add(update)
-            update.add_done_callback(health_updates.discard)
-
         blobs = BlobStore(settings.data_dir / "blobs", settings.max_blob_bytes)
-        pool = assembly.pool_of(settings, blobs, tell_health, operations.on_event)
+        pool = assembly.pool_of(settings, blobs, front.set_ready, operations.on_event)
         loaded = assembly.loaded_of(settings, pool, blobs)
         shipped = Shipped.of(_opdefs.gradients())
         tenants = Tenants(assembly.shared_of(settings, store, blobs, loaded), shipped)

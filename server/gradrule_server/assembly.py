@@ -76,6 +76,7 @@ def admission_of(settings: Settings) -> Admission:
     return Admission(
         Bound(settings.max_concurrent_requests, settings.max_bytes_in_flight),
         Bound(settings.of_tenant("requests"), settings.of_tenant("bytes_in_flight")),
+        settings.max_message_bytes,
     )
 
 

@@ -193,7 +193,9 @@ class Settings(BaseModel):
         600.0, description="Seconds that calls and streams of such a connection get to end."
     )
     stall_s: PositiveFloat = Field(
-        60.0, description="Seconds after which a stream ends whose client does not read its answers."
+        60.0,
+        description="Seconds after which a stream ends whose client does not read its answers; an answer that is read "
+        "by nobody takes its connection with it.",
     )
     reflection: bool = Field(True, description="Whether the server tells its services by gRPC reflection.")
     admin: bool = Field(True, description="Whether the server answers AdminService, which tells how it is doing.")

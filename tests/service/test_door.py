@@ -10,8 +10,9 @@ import json
 import shutil
 import signal
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,36 @@ def test_a_token_that_is_taken_back_holds_no_longer(guarded: Guarded) -> None:
         with refused("UNAUTHENTICATED"):
             session.read(["w"])
     assert is_let_in(guarded, other)
+
+
+@pytest.mark.parametrize("path", ["GradientService/StreamEvaluate", "SessionService/RunSession"])
+def test_quiet_streams_end_with_what_opened_them(guarded: Guarded, path: str) -> None:
+    taken, staying = guarded.new_token("brief"), guarded.new_token("lasting")
+    # The file is read as a whole: what was written last is known last.
+    assert wait_until(lambda: is_let_in(guarded, staying) or None, "the new tokens")
+    # Ten seconds late are let in.
+    expiring = guarded.web_token("brief", exp=now() - datetime.timedelta(seconds=5))
+    over = threading.Event()
+
+    def nothing() -> Iterator[bytes]:
+        over.wait(60)
+        yield from ()
+
+    with grpc.secure_channel(guarded.running.target, gr.tls(guarded.authority.file)) as channel:
+        method: Any = channel.stream_stream(f"/gradrule.v1.{path}")
+        calls = [
+            method(nothing(), metadata=[("authorization", f"Bearer {token}")], timeout=60)
+            for token in (taken, expiring, staying)
+        ]
+        try:
+            time.sleep(0.5)
+            token_command("revoke", hashlib.sha256(taken.encode()).hexdigest(), "--file", str(guarded.tokens))
+            for call in calls[:2]:
+                with refused_raw("UNAUTHENTICATED"):
+                    next(call)
+            assert calls[2].is_active()
+        finally:
+            over.set()
 
 
 def variables_graph() -> gr.Graph:

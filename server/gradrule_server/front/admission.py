@@ -32,9 +32,12 @@ class Bound:
 
 
 class Admission:
-    """Counts what is in flight. `server`: for all; `tenant`: for each. Everything happens on one asyncio loop."""
+    """Counts what is in flight. `server`: for all; `tenant`: for each. `message`: bytes that one message may have.
+    Everything happens on one asyncio loop.
+    """
 
-    def __init__(self, server: Bound, tenant: Bound) -> None:
+    def __init__(self, server: Bound, tenant: Bound, message: int = 64 << 20) -> None:
+        self.message = message
         self._server = server
         self._tenant = tenant
         self._requests = 0
@@ -54,17 +57,20 @@ class Admission:
             self._requests >= _MOST * bound.requests or (share.requests + 1) * active > bound.requests
         ):
             return _full(f"the server already holds {self._requests} requests", "--max-concurrent-requests")
+        if share.requests >= self._tenant.requests:
+            return _full(f"the tenant already has {share.requests} requests in flight", "--tenant-requests")
+        return self._refusal_of_bytes(share, size, active)
+
+    def _refusal_of_bytes(self, share: Share, size: int, active: int) -> GradruleError | None:
+        bound = self._server
         if (
             self._size
             and self._size + size > bound.size
             and (self._size + size > _MOST * bound.size or (share.size + size) * active > bound.size)
         ):
             return _full(f"the server already holds {self._size} bytes of requests", "--max-bytes-in-flight")
-        bound = self._tenant
-        if share.requests >= bound.requests:
-            return _full(f"the tenant already has {share.requests} requests in flight", "--tenant-requests")
         # What is alone may be of any size.
-        if share.size and share.size + size > bound.size:
+        if share.size and share.size + size > self._tenant.size:
             return _full(f"the tenant already has {share.size} bytes in flight", "--tenant-bytes-in-flight")
         return None
 
@@ -85,10 +91,19 @@ class Admission:
         self._active -= not share.requests
         self.adjust(share, -size)
 
+    def grow(self, share: Share, size: int) -> None:
+        """Counts bytes of a request that is in, or of its answer, if there may be so many more; OVERLOADED."""
+        refusal = self._refusal_of_bytes(share, size, self._active + (not share.requests))
+        if refusal is not None:
+            raise refusal
+        self.adjust(share, size)
+
     def adjust(self, share: Share, size: int) -> None:
-        """Counts bytes of a request that is in, more or less."""
+        """Counts bytes of a request that is in, or of its answer, more or less."""
+        before = min(share.size, self._server.size)
         share.size += size
-        self._size += size
+        # However much one tenant has, it takes no more than the whole: there is as much for those who come after it.
+        self._size += min(share.size, self._server.size) - before
 
 
 def _full(what: str, setting: str) -> GradruleError:

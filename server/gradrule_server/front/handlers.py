@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -33,7 +34,10 @@ from gradrule_server.front.calls import (
     UploadMethod,
     UploadTable,
 )
+from gradrule_server.front.cutting import cut
 from gradrule_server.front.identity import Identity
+from gradrule_server.front.reading import Arrivals
+from gradrule_server.front.rounds import Rounds
 from gradrule_server.front.stalls import WatchedWriter
 from gradrule_server.front.status import DETAILS_KEY, code_of, status_of
 from gradrule_server.front.tenants import Tenant
@@ -47,6 +51,10 @@ from gradrule_server.policy import SMALL_BYTES, Bounds, check_unpacking
 _log = logging.getLogger(__name__)
 
 _PUSHBACK_KEY = "grpc-retry-pushback-ms"
+# Bytes a second: so slowly an answer may be read.
+_SLOWEST = 1 << 20
+# So many times the patience that a stream's end gets to be read, before the connection is closed.
+_LAST = 2
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 _Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
@@ -68,11 +76,14 @@ class Hosts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds: of a call that sets no deadline; at most; and for which a stream's answer may wait to be read."""
+    """Seconds: of a call that sets no deadline; at most; for which a stream's answer may wait to be read; and between
+    two looks at whether the credential that opened a stream still holds.
+    """
 
     default_deadline_s: float
     max_deadline_s: float
     stall_s: float
+    recheck_s: float = 3.0
 
 
 class Door:
@@ -93,6 +104,9 @@ class Door:
         self._tenants = tenants
         self._admission = admission
         self._times = times
+        self._rechecks = Rounds(times.recheck_s)
+        self._arrivals = Arrivals(admission)
+        self._unread = Rounds(times.stall_s / 4)
         self.draining = asyncio.Event()
         """Set once the server is going away."""
 
@@ -146,8 +160,6 @@ class Door:
         share = caller.tenant.share
         OWNER.set(caller.tenant.name)
         try:
-            # A stream may outlive the credential that opened it.
-            self._identity.check(caller.principal)
             self._admission.enter(share, size)
             try:
                 answer = await self._in_time(run, remaining)
@@ -171,13 +183,24 @@ class Door:
         request.bytes_in = len(raw)
 
         async def run(ends_at: float) -> Message | bytes:
-            parsed = await self.read(request_type, raw)
-            answer = await method(Call(parsed, raw, request.received_ns, ends_at, caller))
-            note_registration(request.rpc, parsed, answer)
-            return answer
+            return await self._call(caller, request, request_type, method, raw, ends_at)
 
         answer = await self.run(caller, run, remaining, len(raw))
         request.bytes_out = len(answer)
+        return answer
+
+    async def _call(
+        self,
+        caller: Caller,
+        request: Request,
+        request_type: type[RequestT],
+        method: Method[RequestT],
+        raw: bytes,
+        ends_at: float,
+    ) -> Message | bytes:
+        parsed = await self.read(request_type, raw)
+        answer = await method(Call(parsed, raw, request.received_ns, ends_at, caller))
+        note_registration(request.rpc, parsed, answer)
         return answer
 
     async def read(self, request_type: type[RequestT], raw: bytes) -> RequestT:
@@ -201,10 +224,25 @@ class Door:
         return Caller(principal, tenant)
 
     def _send(self, caller: Caller, data: bytes, context: Context) -> bytes:
-        """An answer on its way: it takes memory until its client has read it, and counts for so long."""
+        """An answer on its way: it takes memory until its client has read it, and counts for so long. OVERLOADED where
+        that is too much; whoever does not read it in time is cut off.
+        """
         share, size = caller.tenant.share, len(data)
-        self._admission.adjust(share, size)
-        _when_done(context, lambda: self._admission.adjust(share, -size))
+        self._admission.grow(share, size)
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + self._times.stall_s + size / _SLOWEST
+
+        def look() -> None:
+            if loop.time() > ends_at:
+                look_no_more()
+                cut(context.peer())
+
+        def done() -> None:
+            look_no_more()
+            self._admission.adjust(share, -size)
+
+        look_no_more = self._unread.add(look)
+        _when_done(context, done)
         return data
 
     def _crowded(self, principal: Principal) -> GradruleError | None:
@@ -214,14 +252,28 @@ class Door:
 
     def _unary(self, rpc: str, request_type: type[RequestT], method: Method[RequestT]) -> _Make:
         def make(known: Principal | None) -> _Handler:
-            async def handle(raw: bytes, context: Context) -> bytes:
+            async def handle(_: AsyncIterator[bytes], context: Context) -> bytes:
                 async def answer(caller: Caller, request: Request) -> bytes:
-                    data = await self._answer(caller, request, request_type, method, raw, context.time_remaining())
+                    share, size = caller.tenant.share, 0
+
+                    async def run(ends_at: float) -> Message | bytes:
+                        nonlocal size
+                        raw = await self._arrivals.read(context, share)
+                        size = request.bytes_in = len(raw)
+                        request.received_ns = time.monotonic_ns()
+                        return await self._call(caller, request, request_type, method, raw, ends_at)
+
+                    try:
+                        data = await self.run(caller, run, context.time_remaining(), 0)
+                    finally:
+                        self._admission.adjust(share, -size)
+                    request.bytes_out = len(data)
                     return self._send(caller, data, context)
 
                 return await self._receive(rpc, known, context, answer)
 
-            return grpc.unary_unary_rpc_method_handler(handle)
+            # gRPC reads the request of a unary call as a whole before it tells of the call.
+            return grpc.stream_unary_rpc_method_handler(handle)
 
         return make
 
@@ -297,13 +349,35 @@ class Door:
     async def _while_read(
         self, method: StreamMethod, caller: Caller, requests: AsyncIterator[bytes], context: Context
     ) -> None:
-        """Serves a stream until it ends, or its client has not read for too long: DEADLINE_EXCEEDED."""
-        stalls: list[bool] = []
+        """Serves a stream until it ends, its client has not read for too long (DEADLINE_EXCEEDED), or the credential
+        that opened it holds no longer (UNAUTHENTICATED).
+        """
+        causes: list[GradruleError] = []
         share = caller.tenant.share
 
-        def end() -> None:
-            stalls.append(True)
-            serving.cancel()
+        def end(cause: GradruleError) -> None:
+            if not causes:
+                causes.append(cause)
+                serving.cancel()
+
+        def stalled() -> None:
+            end(
+                error(
+                    errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED,
+                    f"an answer on the stream was not read within {self._times.stall_s:g} s (--stall-s)",
+                )
+            )
+
+        def recheck() -> None:
+            try:
+                self._identity.check(caller.principal)
+            except GradruleError as cause:
+                end(cause)
+
+        async def checked() -> AsyncIterator[bytes]:
+            async for raw in requests:
+                self._identity.check(caller.principal)
+                yield raw
 
         async def write(data: bytes) -> None:
             size = len(data)
@@ -311,23 +385,29 @@ class Door:
             try:
                 await context.write(data)
             except BaseException:
-                # It is on its way all the same.
-                _when_done(context, lambda: self._admission.adjust(share, -size))
+                # It is on its way all the same, and gRPC is done with a call that we end though it has not sent it.
+                if causes:
+                    asyncio.get_running_loop().call_later(_LAST * self._times.stall_s, cut_off, size)
+                else:
+                    _when_done(context, lambda: self._admission.adjust(share, -size))
                 raise
             self._admission.adjust(share, -size)
 
-        writer = WatchedWriter(write, self._times.stall_s, end)
-        serving = asyncio.ensure_future(method(caller, requests, writer.write))
+        def cut_off(size: int) -> None:
+            cut(context.peer())
+            self._admission.adjust(share, -size)
+
+        writer = WatchedWriter(write, self._times.stall_s, stalled)
+        serving = asyncio.ensure_future(method(caller, checked(), writer.write))
+        recheck_no_more = self._rechecks.add(recheck)
         try:
             await serving
         except asyncio.CancelledError:
-            if not stalls:
+            if not causes:
                 raise
-            raise error(
-                errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED,
-                f"an answer on the stream was not read within {self._times.stall_s:g} s (--stall-s)",
-            ) from None
+            raise causes[0] from None
         finally:
+            recheck_no_more()
             writer.close()
 
     async def _in_time(

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
 from gradrule.v1 import admin_pb2
 from gradrule_server.front.admin_service import ADMIN_SERVICE, AdminServicer
 from gradrule_server.front.blob_service import BLOB_SERVICE, BlobServicer
 from gradrule_server.front.handlers import Door
+from gradrule_server.front.health import NOT_SERVING, SERVING, Health
 from gradrule_server.front.services import (
     GRADIENT_SERVICE,
     PROGRAM_SERVICE,
@@ -77,8 +78,9 @@ class Front:
 
     def __init__(self, connections: Connections) -> None:
         self._server = grpc.aio.server(options=connections.options())
-        self._health = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        self._health = Health()
+        self._health.set(GRADIENT_SERVICE, NOT_SERVING)
+        self._server.add_generic_rpc_handlers((self._health.handler(),))
 
     def add_services(
         self, door: Door, *, with_reflection: bool, status: Callable[[], admin_pb2.ServerStatus] | None = None
@@ -112,19 +114,16 @@ class Front:
             )
         except RuntimeError as cause:
             raise OSError(f"cannot listen on {address}: {cause}") from cause
-        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
-        await self.set_ready(False)
         await self._server.start()
         return port
 
-    async def set_ready(self, ready: bool) -> None:
+    def set_ready(self, ready: bool) -> None:
         """Tells health whether an engine is ready."""
-        serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-        await self._health.set(GRADIENT_SERVICE, serving if ready else not_serving)
+        self._health.set(GRADIENT_SERVICE, SERVING if ready else NOT_SERVING)
 
     async def drain(self, seconds: float) -> None:
         """Says NOT_SERVING, lets running calls finish for at most `seconds`, stops."""
-        await self._health.enter_graceful_shutdown()
+        self._health.end()
         await self._server.stop(seconds)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from gradrule.v1 import errors_pb2, session_pb2
 from gradrule_server.errors import GradruleError, error
@@ -13,6 +13,7 @@ from gradrule_server.front.calls import Caller, StreamTable, Write
 from gradrule_server.front.handlers import Door
 from gradrule_server.front.status import status_of
 from gradrule_server.front.streams import incoming
+from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.sessions import Session
 
 SESSION_SERVICE = "gradrule.v1.SessionService"
@@ -52,24 +53,30 @@ class SessionServicer:
         self, caller: Caller, raw: bytes, session: Session, response: session_pb2.RunSessionResponse, *, started: bool
     ) -> None:
         received_ns = time.monotonic_ns()
-        request = await self._door.read(session_pb2.RunSessionRequest, raw)
+        try:
+            request = link_pb2.RawSessionRequest.FromString(raw)
+        except DecodeError as cause:
+            name = session_pb2.RunSessionRequest.DESCRIPTOR.full_name
+            raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"the bytes are no {name}") from cause
         kind = request.WhichOneof("request")
         if kind is None or (kind == "start") == started:
             expected = "step, evaluate, read or assign" if started else "start"
             raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"expected {expected}, not {kind or 'nothing'}")
 
         async def run(ends_at: float) -> Message:
+            read, part = self._door.read, getattr(request, kind)
             match kind:
                 case "start":
-                    return await session.start(request.start, received_ns, ends_at)
+                    return await session.start(await read(session_pb2.StartSession, part), received_ns, ends_at)
                 case "step":
-                    return await session.step(request.step, received_ns, ends_at)
+                    return await session.step(await read(session_pb2.StepRequest, part), received_ns, ends_at)
                 case "evaluate":
-                    return await session.evaluate(request.evaluate, received_ns, ends_at)
+                    evaluation = await read(session_pb2.SessionEvaluateRequest, part)
+                    return await session.evaluate(evaluation, received_ns, ends_at)
                 case "read":
-                    return await session.read(request.read, ends_at)
+                    return await session.read(await read(session_pb2.ReadRequest, part), ends_at)
                 case _:
-                    return await session.assign(request.assign, ends_at)
+                    return await session.assign(await read(session_pb2.AssignRequest, part), ends_at)
 
         remaining = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else None
         with self._door.observer.part(kind) as observed:

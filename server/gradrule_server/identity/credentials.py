@@ -63,4 +63,6 @@ class Credentials:
             return True
         if principal.key and self.tokens is not None:
             return self.tokens.still_holds(principal)
+        if principal.signer and self.jwts is not None:
+            return self.jwts.still_holds(principal)
         return not principal.is_expired

@@ -21,7 +21,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, EllipticCurvePublicKey
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
-from cryptography.hazmat.primitives.serialization import load_pem_public_key
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_public_key
 
 from gradrule_server.identity.principal import Principal, check_tenant
 from gradrule_server.identity.watched import WatchedFile
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 _LEEWAY_S = 10.0
 _MIN_RSA_BITS = 2048
-# Tokens that were found good are not checked again for so long: a key that is taken back holds no longer than that.
+# What tokens that were found good say is not read again for so long.
 _REMEMBERED_S = 60.0
 _MAX_REMEMBERED = 4096
 _MAX_LENGTH = 16 * 1024
@@ -47,7 +47,8 @@ class JwtKeyError(Exception):
 class _Key:
     key: _PublicKey
     algorithm: str
-    id: str = ""
+    id: str
+    fingerprint: bytes
 
 
 class Jwts:
@@ -89,7 +90,7 @@ class Jwts:
         with self._lock:
             until, known = self._found.get(digest, (0.0, None))
         if known is not None and now < until:
-            return None if known.is_expired else known
+            return known if self.still_holds(known) else None
         principal = self._check(text)
         if principal is not None:
             with self._lock:
@@ -106,6 +107,12 @@ class Jwts:
         with self._lock:
             self._found.clear()
 
+    def still_holds(self, principal: Principal) -> bool:
+        """Whether a principal that `find` gave is one still: neither it nor the key that signed it is outdated."""
+        return not principal.is_expired and any(
+            key.fingerprint == principal.signer for file in self._files for key in file.value()
+        )
+
     def _check(self, text: str) -> Principal | None:
         try:
             header = jwt.get_unverified_header(text)
@@ -117,7 +124,7 @@ class Jwts:
                 if key.algorithm == algorithm and (not key.id or not key_id or key.id == key_id):
                     found = self._claims(text, key)
                     if found is not None:
-                        return self._principal(found)
+                        return self._principal(found, key)
         return None
 
     def _claims(self, text: str, key: _Key) -> dict[str, Any] | None:
@@ -134,13 +141,13 @@ class Jwts:
         except (jwt.PyJWTError, ValueError, OverflowError):
             return None
 
-    def _principal(self, claims: dict[str, Any]) -> Principal | None:
+    def _principal(self, claims: dict[str, Any], key: _Key) -> Principal | None:
         tenant = claims[self._claim]
         try:
             check_tenant(tenant if isinstance(tenant, str) else "")
         except ValueError:
             return None
-        return Principal(tenant, tenant in self._admins, float(claims["exp"]) + _LEEWAY_S)
+        return Principal(tenant, tenant in self._admins, float(claims["exp"]) + _LEEWAY_S, signer=key.fingerprint)
 
 
 def _read_pem(path: Path) -> Sequence[_Key]:
@@ -181,14 +188,18 @@ def _read_jwks(path: Path) -> Sequence[_Key]:
 def _usable(key: object, key_id: str = "") -> _Key:
     """The key with its algorithm. `ValueError` where it is of a kind that is not taken."""
     if isinstance(key, RSAPublicKey) and key.key_size >= _MIN_RSA_BITS:
-        return _Key(key, "RS256", key_id)
+        return _Key(key, "RS256", key_id, _fingerprint(key))
     if isinstance(key, EllipticCurvePublicKey) and isinstance(key.curve, SECP256R1):
-        return _Key(key, "ES256", key_id)
+        return _Key(key, "ES256", key_id, _fingerprint(key))
     if isinstance(key, Ed25519PublicKey):
-        return _Key(key, "EdDSA", key_id)
+        return _Key(key, "EdDSA", key_id, _fingerprint(key))
     raise ValueError(
         f"a key of a kind that is not taken: public keys are RSA of {_MIN_RSA_BITS} bits or more, P-256 or Ed25519"
     )
+
+
+def _fingerprint(key: _PublicKey) -> bytes:
+    return hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).digest()
 
 
 def _bytes(path: Path) -> bytes:

@@ -16,13 +16,15 @@ MAX_TENANT = 128
 class Principal:
     """Who calls. `tenant`: whose names are meant; `expires_at`: seconds since 1970 after which the credential is none.
 
-    `key`: what the credential is known by, where it may be taken back; it tells nothing about the credential.
+    `key`: what the credential is known by, where it may be taken back; it tells nothing about the credential. `signer`:
+    fingerprint of the key that signed it, where that one may be taken back.
     """
 
     tenant: str
     is_admin: bool = False
     expires_at: float | None = None
     key: bytes = b""
+    signer: bytes = b""
 
     @property
     def label(self) -> str:

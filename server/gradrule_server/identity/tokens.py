@@ -129,8 +129,14 @@ class Tokens:
         self._file.refresh()
 
     def still_holds(self, principal: Principal) -> bool:
-        """Whether a principal that `find` gave is one still."""
-        return not principal.is_expired and principal.key in self._file.value()
+        """Whether a principal that `find` gave is one still: the token's tenant, and allowed no less than then."""
+        token = self._file.value().get(principal.key)
+        return (
+            token is not None
+            and token.tenant == principal.tenant
+            and token.is_admin >= principal.is_admin
+            and (token.expires is None or time.time() < token.expires)
+        )
 
 
 def _by_hash(path: Path) -> Mapping[bytes, Token]:

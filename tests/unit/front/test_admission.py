@@ -84,6 +84,19 @@ def test_bytes_are_shared_as_requests_are() -> None:
     door.enter(greedy, 400)
 
 
+def test_one_tenant_s_answers_refuse_nobody_else() -> None:
+    door, greedy, modest = admission(100), Share(), Share()
+    # An answer that is alone may be of any size, and its client need not read it.
+    door.grow(greedy, 100_000)
+    with pytest.raises(GradruleError):
+        door.grow(greedy, 1)
+    door.enter(modest, 400)
+    door.leave(modest, 400)
+    door.adjust(greedy, -100_000)
+    fill(door, modest, 8, 100)
+    assert "--max-bytes-in-flight" in refused(door, modest, 1)
+
+
 def test_what_is_alone_may_be_of_any_size() -> None:
     door, one = admission(size_of_one=50), Share()
     door.enter(one, 5000)

@@ -16,7 +16,8 @@ from gradrule_server.front.admission import Admission, Bound, Share
 from gradrule_server.front.calls import Call, Caller, Method, StreamMethod
 from gradrule_server.front.handlers import Door, Times
 from gradrule_server.front.identity import Identity
-from gradrule_server.identity import Credentials
+from gradrule_server.front.session_service import SessionServicer
+from gradrule_server.identity import Credentials, Principal
 from gradrule_server.quotas import Allowance
 
 
@@ -36,7 +37,7 @@ class Hosts:
 
     async def load(self, name: str) -> Any:
         room = {"streams": Allowance(1, "streams", "--tenant-streams")}
-        return self.tenants.setdefault(name, SimpleNamespace(name=name, share=Share(), room=room))
+        return self.tenants.setdefault(name, SimpleNamespace(name=name, share=Share(), room=room, sessions=None))
 
     def enter(self, _: Any) -> None:
         self.inside += 1
@@ -45,18 +46,31 @@ class Hosts:
         self.inside -= 1
 
 
+class Withdrawn(Credentials):
+    """Credentials that let everybody in, and hold no longer."""
+
+    def still_holds(self, _: Principal) -> bool:
+        return False
+
+
 def door_of(
-    max_requests: int = 9, default_deadline_s: float = 10.0, max_deadline_s: float = 10.0, stall_s: float = 10.0
+    max_requests: int = 9,
+    default_deadline_s: float = 10.0,
+    max_deadline_s: float = 10.0,
+    stall_s: float = 10.0,
+    recheck_s: float = 10.0,
+    credentials: Credentials | None = None,
 ) -> Door:
     bound = Bound(max_requests, 10**6)
-    times = Times(default_deadline_s, max_deadline_s, stall_s)
-    return Door(Identity(Credentials()), Hosts(), Admission(bound, bound), times)
+    times = Times(default_deadline_s, max_deadline_s, stall_s, recheck_s)
+    return Door(Identity(credentials or Credentials()), Hosts(), Admission(bound, bound), times)
 
 
 class Context:
     """A caller that waits `remaining` seconds, or as long as the server likes."""
 
     def __init__(self, remaining: float | None = None) -> None:
+        self.request = b""
         self.remaining = remaining
         self.reason = ""
         self.code = grpc.StatusCode.OK
@@ -83,6 +97,9 @@ class Context:
     def time_remaining(self) -> float | None:
         return self.remaining
 
+    async def read(self) -> bytes:
+        return self.request
+
     async def write(self, _: bytes) -> None:
         """Nobody reads."""
         await asyncio.Event().wait()
@@ -98,10 +115,11 @@ class Context:
 async def call(door: Door, method: Method[Any], context: Context, raw: bytes = b"") -> bytes:
     service = door.service("s", {"m": (rule_pb2.GetRuleRequest, method)})
     handler: Any = service.service(SimpleNamespace(method="/s/m", invocation_metadata=()))
-    if handler.unary_unary is None:
+    if handler.stream_unary is None:
         # Refused before the request is read.
         assert await handler.stream_stream(never_read(), context) is None
-    answer: bytes = await handler.unary_unary(raw, context)
+    context.request = raw
+    answer: bytes = await handler.stream_unary(never_read(), context)
     return answer
 
 
@@ -160,6 +178,31 @@ async def test_no_more_than_so_many_at_a_time() -> None:
     assert await call(door, waits, Context()) == b"done"
 
 
+async def test_a_session_s_message_is_parsed_once_it_is_let_in() -> None:
+    gate = asyncio.Event()
+
+    async def waits(_: Call[Any]) -> bytes:
+        await gate.wait()
+        return b""
+
+    # A start that is none: whoever looks into it says so.
+    async def start() -> AsyncIterator[bytes]:
+        yield b"\x0a\x02\xff\xff"
+
+    door = door_of(1)
+    session = SessionServicer(door).streams()["RunSession"]
+    first = asyncio.create_task(call(door, waits, Context()))
+    await asyncio.sleep(0)
+    for reason in ("OVERLOADED", "MALFORMED_REQUEST"):
+        context = Context()
+        with pytest.raises(Aborted):
+            await stream(door, session, context, start())
+        assert context.reason == reason
+        context.done()
+        gate.set()
+        await first
+
+
 async def test_bytes_that_are_no_request() -> None:
     async def never(_: Call[Any]) -> bytes:
         raise AssertionError
@@ -170,11 +213,42 @@ async def test_bytes_that_are_no_request() -> None:
     assert context.reason == "MALFORMED_REQUEST"
 
 
-async def stream(door: Door, method: StreamMethod, context: Context) -> None:
+async def stream(
+    door: Door, method: StreamMethod, context: Context, requests: AsyncIterator[bytes] | None = None
+) -> None:
     handler: Any = door.service("s", streams={"m": method}).service(
         SimpleNamespace(method="/s/m", invocation_metadata=())
     )
-    await handler.stream_stream(never_read(), context)
+    await handler.stream_stream(never_read() if requests is None else requests, context)
+
+
+async def test_a_stream_ends_with_its_credential_at_the_next_request() -> None:
+    async def some() -> AsyncIterator[bytes]:
+        yield b"request"
+
+    async def reads(_: Caller, requests: AsyncIterator[bytes], __: Any) -> None:
+        async for _raw in requests:
+            raise AssertionError
+
+    context = Context()
+    with pytest.raises(Aborted):
+        await stream(door_of(credentials=Withdrawn()), reads, context, some())
+    assert context.reason == "UNAUTHENTICATED"
+
+
+async def test_a_stream_ends_with_its_credential_though_it_is_quiet() -> None:
+    async def quiet(_: Caller, __: AsyncIterator[bytes], ___: Any) -> None:
+        await asyncio.Event().wait()
+
+    for _ in range(2):
+        context = Context()
+        with pytest.raises(Aborted):
+            await asyncio.wait_for(stream(door_of(recheck_s=0.05, credentials=Withdrawn()), quiet, context), 5)
+        assert context.reason == "UNAUTHENTICATED"
+    still = asyncio.ensure_future(stream(door_of(recheck_s=0.01), quiet, Context()))
+    await asyncio.sleep(0.1)
+    assert not still.done()
+    still.cancel()
 
 
 async def test_a_stream_whose_client_does_not_read_ends() -> None:
@@ -225,16 +299,24 @@ async def test_answers_count_until_they_are_read() -> None:
     async def large(_: Call[Any]) -> bytes:
         return bytes(600_000)
 
-    door, first, second = door_of(), Context(), Context()
+    door, first = door_of(), Context()
     await call(door, large, first)
-    await call(door, large, second)
-    refused = Context()
-    with pytest.raises(Aborted):
-        await call(door, large, refused, b" " * 10)
-    assert refused.reason == "OVERLOADED"
+    # Whoever has answers to read gets no more than fit beside them.
+    for _ in range(2):
+        refused = Context()
+        with pytest.raises(Aborted):
+            await call(door, large, refused)
+        assert refused.reason == "OVERLOADED"
+        refused.done()
     first.done()
     await call(door, large, Context())
-    second.done()
+
+
+async def test_an_answer_that_is_alone_may_be_of_any_size() -> None:
+    async def huge(_: Call[Any]) -> bytes:
+        return bytes(10**7)
+
+    assert len(await call(door_of(), huge, Context())) == 10**7
 
 
 async def test_an_answer_on_a_stream_counts_though_the_stream_has_ended() -> None:
@@ -251,5 +333,9 @@ async def test_an_answer_on_a_stream_counts_though_the_stream_has_ended() -> Non
     with pytest.raises(Aborted):
         await call(door, small, refused)
     assert refused.reason == "OVERLOADED"
+    # gRPC takes the call for done, and has the answer still.
     stalled.done()
+    with pytest.raises(Aborted):
+        await call(door, small, Context())
+    await asyncio.sleep(0.1)
     await call(door, small, Context())

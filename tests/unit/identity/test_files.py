@@ -82,6 +82,48 @@ def test_a_token_is_found_until_it_expires_or_is_revoked(tmp_path: Path) -> None
     assert [item.sha256 for item in read_tokens(file)] == [expired.sha256]
 
 
+@pytest.mark.parametrize(
+    ("changed", "holds"),
+    [
+        ({}, True),
+        ({"admin": False}, False),
+        ({"tenant": "grace"}, False),
+        ({"expires": "2020-01-01T00:00:00Z"}, False),
+        ({"expires": "2100-01-01T00:00:00Z"}, True),
+    ],
+    ids=str,
+)
+def test_a_token_that_means_less_than_it_did_holds_no_longer(
+    tmp_path: Path, changed: dict[str, Any], holds: bool
+) -> None:
+    file = tmp_path / "tokens"
+    text, token = new_token("ada", is_admin=True, expires=time.time() + 60)
+    add_token(file, token)
+    tokens = Tokens(file)
+    principal = tokens.find(text)
+    assert principal is not None
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed) + "\n# changed\n")
+    tokens.refresh()
+    assert Credentials(tokens=tokens).still_holds(principal) is holds
+
+
+def test_a_web_token_holds_no_longer_than_its_key(tmp_path: Path) -> None:
+    old, new = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
+    found = jwts(tmp_path, public(old) + public(new))
+    text = jwt.encode({"iss": "i", "aud": "a", "exp": time.time() + 60, "sub": "ada"}, old, "ES256")
+    principal = found.find(text)
+    assert principal is not None
+    (tmp_path / "key").write_bytes(public(new) + public(old))
+    found.refresh()
+    assert Credentials(jwts=found).still_holds(principal)
+    assert found.find(text) == principal
+    (tmp_path / "key").write_bytes(public(new))
+    # As a server notices by itself: nothing is forgotten but the key.
+    time.sleep(1.1)
+    assert not Credentials(jwts=found).still_holds(principal)
+    assert found.find(text) is None
+
+
 def test_a_file_that_is_gone_or_broken_leaves_what_held(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "tokens"
     text, token = new_token("ada")

@@ -998,6 +998,48 @@ class RawStreamResponse(google.protobuf.message.Message):
 global___RawStreamResponse = RawStreamResponse
 
 @typing.final
+class RawSessionRequest(google.protobuf.message.Message):
+    """A `gradrule.v1.RunSessionRequest` with its parts as bytes: they are parsed once the message is let in. The same on the wire."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    START_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    EVALUATE_FIELD_NUMBER: builtins.int
+    READ_FIELD_NUMBER: builtins.int
+    ASSIGN_FIELD_NUMBER: builtins.int
+    TIMEOUT_FIELD_NUMBER: builtins.int
+    start: builtins.bytes
+    """A StartSession."""
+    step: builtins.bytes
+    """A StepRequest."""
+    evaluate: builtins.bytes
+    """A SessionEvaluateRequest."""
+    read: builtins.bytes
+    """A ReadRequest."""
+    assign: builtins.bytes
+    """An AssignRequest."""
+    @property
+    def timeout(self) -> google.protobuf.duration_pb2.Duration:
+        """As there."""
+
+    def __init__(
+        self,
+        *,
+        start: builtins.bytes = ...,
+        step: builtins.bytes = ...,
+        evaluate: builtins.bytes = ...,
+        read: builtins.bytes = ...,
+        assign: builtins.bytes = ...,
+        timeout: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["assign", b"assign", "evaluate", b"evaluate", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["assign", b"assign", "evaluate", b"evaluate", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["start", "step", "evaluate", "read", "assign"] | None: ...
+
+global___RawSessionRequest = RawSessionRequest
+
+@typing.final
 class RawForwardResponse(google.protobuf.message.Message):
     """A `gradrule.v1.ForwardResponse` with its answer as bytes. The same on the wire."""
 

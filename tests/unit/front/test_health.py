@@ -1,0 +1,148 @@
+"""Health, asked by clients that do not read, that do not end, and that are many; over real connections."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from gradrule_server.front import health as health_module
+from gradrule_server.front.health import NOT_SERVING, SERVING, Health
+from gradrule_server.front.server import Connections, Front
+from tests.battery import wire
+
+WATCH = "/grpc.health.v1.Health/Watch"
+
+
+@asynccontextmanager
+async def serving(health: Health) -> AsyncIterator[str]:
+    """A server that has nothing but health; its target."""
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((health.handler(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+@asynccontextmanager
+async def stub(target: str) -> AsyncIterator[Any]:
+    async with grpc.aio.insecure_channel(target) as channel:
+        yield health_pb2_grpc.HealthStub(channel)
+
+
+def asked(service: str = "") -> health_pb2.HealthCheckRequest:
+    return health_pb2.HealthCheckRequest(service=service)
+
+
+@asynccontextmanager
+async def not_reading(target: str, count: int = 1) -> AsyncIterator[asyncio.StreamReader]:
+    """A client that watches and lets nothing be sent to it."""
+    calls = b"".join(
+        wire.frame(wire.HEADERS, wire.END_HEADERS, 2 * number + 1, wire.headers(WATCH))
+        + wire.frame(wire.DATA, wire.END_STREAM, 2 * number + 1, wire.message(b""))
+        for number in range(count)
+    )
+    async with wire.connected(target) as (reader, writer):
+        writer.write(wire.PREFACE + wire.settings((wire.INITIAL_WINDOW_SIZE, 0)) + calls)
+        await asyncio.sleep(0.3)
+        yield reader
+
+
+async def eventually(check: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(10):
+        while not await check():
+            await asyncio.sleep(0.02)
+
+
+async def test_what_is_said_and_watched() -> None:
+    health = Health()
+    async with serving(health) as target, stub(target) as client:
+        assert (await client.Check(asked())).status == SERVING
+        with pytest.raises(grpc.RpcError) as caught:
+            await client.Check(asked("s"))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        watched = client.Watch(asked("s"))
+        assert (await watched.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        for status in (NOT_SERVING, SERVING):
+            health.set("s", status)
+            assert (await watched.read()).status == status
+            assert (await client.Check(asked("s"))).status == status
+        health.end()
+        health.set("s", SERVING)
+        assert (await watched.read()).status == NOT_SERVING
+        assert await watched.read() is grpc.aio.EOF
+        assert (await client.Check(asked())).status == NOT_SERVING
+
+
+async def test_a_watcher_that_does_not_read_holds_up_nobody() -> None:
+    health = Health()
+    health.set("", NOT_SERVING)
+    async with serving(health) as target, stub(target) as client, not_reading(target):
+        watched = client.Watch(asked())
+        assert (await asyncio.wait_for(watched.read(), 5)).status == NOT_SERVING
+        health.set("", SERVING)
+        assert (await asyncio.wait_for(watched.read(), 5)).status == SERVING
+        assert (await client.Check(asked(), timeout=5)).status == SERVING
+
+
+async def test_a_watcher_that_does_not_read_is_dropped() -> None:
+    health = Health(max_watchers=2, stall_s=0.5)
+    async with serving(health) as target, stub(target) as client, not_reading(target, 2) as reader:
+        with pytest.raises(grpc.RpcError) as caught:
+            await client.Watch(asked()).read()
+
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await wire.drained(reader, 5)
+
+        async def is_let_in() -> bool:
+            try:
+                return bool((await client.Watch(asked()).read()).status == SERVING)
+            except grpc.RpcError:
+                return False
+
+        await eventually(is_let_in)
+
+
+async def test_a_request_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health_module, "_REQUEST_S", 0.3)
+    async with serving(Health()) as target, grpc.aio.insecure_channel(target) as channel:
+
+        async def never() -> AsyncIterator[bytes]:
+            await asyncio.sleep(60)
+            yield b""
+
+        method: Any = channel.stream_unary("/grpc.health.v1.Health/Check")
+        with pytest.raises(grpc.RpcError) as caught:
+            await method(never(), timeout=20)
+        assert (caught.value.code(), caught.value.details()) == (
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+            "the request did not come",
+        )
+        with pytest.raises(grpc.RpcError) as caught:
+            await channel.unary_unary("/grpc.health.v1.Health/Check")(b"\xff\xff", timeout=20)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_the_server_ends_though_watchers_do_not_read() -> None:
+    connections = Connections(4096, 8192, 16, 100, 10.0, 30.0, 20.0, 0.0, 1.0)
+    front = Front(connections)
+    port = await front.start("127.0.0.1:0", None)
+    target = f"127.0.0.1:{port}"
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(not_reading(target, 5))
+        client = await stack.enter_async_context(stub(target))
+        watched = client.Watch(asked())
+        assert (await watched.read()).status == SERVING
+        front.set_ready(True)
+        draining = asyncio.ensure_future(front.drain(1.0))
+        # Whoever reads is told, and the end comes when it is due.
+        assert (await asyncio.wait_for(watched.read(), 5)).status == NOT_SERVING
+        await asyncio.wait_for(draining, 5)

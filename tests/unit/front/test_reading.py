@@ -1,0 +1,177 @@
+"""Unary calls whose request does not come, or slowly, and whose answer is not read; over real connections."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+
+from gradrule.v1 import rule_pb2
+from gradrule_server.front.admission import Admission, Bound, Share
+from gradrule_server.front.calls import Call
+from gradrule_server.front.handlers import Door, Times
+from gradrule_server.front.identity import Identity
+from gradrule_server.front.reading import Arrivals
+from gradrule_server.front.status import DETAILS_KEY
+from gradrule_server.identity import Credentials
+from tests.battery import wire
+
+MESSAGE = 1_000_000
+
+
+class Hosts:
+    """One tenant that has nothing."""
+
+    def __init__(self) -> None:
+        self.tenant: Any = SimpleNamespace(name="default", share=Share(), room={})
+
+    def loaded(self, _: str) -> Any:
+        return self.tenant
+
+    async def load(self, _: str) -> Any:
+        return self.tenant
+
+    def enter(self, _: Any) -> None: ...
+
+    def leave(self, _: Any) -> None: ...
+
+
+async def echo(call: Call[rule_pb2.GetRuleRequest]) -> bytes:
+    return call.raw
+
+
+class Served:
+    """A real server with one unary method, which answers with its request."""
+
+    def __init__(self, *, requests: int = 9, deadline_s: float = 10.0, stall_s: float = 60.0) -> None:
+        bound = Bound(requests, 3 * MESSAGE // 2)
+        self.admission = Admission(bound, bound, MESSAGE)
+        self.hosts = Hosts()
+        self.door = Door(Identity(Credentials()), self.hosts, self.admission, Times(deadline_s, 60.0, stall_s))
+        self.target = ""
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Any]:
+        """Yields the method."""
+        server = grpc.aio.server()
+        server.add_generic_rpc_handlers((self.door.service("s", {"m": (rule_pb2.GetRuleRequest, echo)}),))
+        self.target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        try:
+            async with grpc.aio.insecure_channel(self.target) as channel:
+                yield channel.stream_unary("/s/m")
+        finally:
+            await server.stop(0)
+
+    async def has_in_flight(self, count: int) -> None:
+        async with asyncio.timeout(10):
+            while self.admission.in_flight != count:
+                await asyncio.sleep(0.01)
+
+
+async def never() -> AsyncIterator[bytes]:
+    await asyncio.Event().wait()
+    yield b""
+
+
+async def of(*messages: bytes) -> AsyncIterator[bytes]:
+    for message in messages:
+        yield message
+
+
+async def refused(call: Any) -> str:
+    """The reason that the server gives."""
+    with pytest.raises(grpc.RpcError) as caught:
+        await call
+    failure: Any = caught.value
+    info = error_details_pb2.ErrorInfo()
+    for key, value in failure.trailing_metadata():
+        if key == DETAILS_KEY:
+            status_pb2.Status.FromString(value).details[0].Unpack(info)
+    return info.reason
+
+
+async def test_a_request_that_does_not_come_is_counted_and_ends() -> None:
+    served = Served(requests=1, deadline_s=1.0)
+    async with served.running() as method:
+        slow = method(never())
+        await served.has_in_flight(1)
+        assert await refused(method(of(b""), timeout=30)) == "OVERLOADED"
+        assert await refused(slow) == "DEADLINE_EXCEEDED"
+        assert await method(of(b"\n\x01a"), timeout=30) == b"\n\x01a"
+    assert (served.hosts.tenant.share.requests, served.hosts.tenant.share.size) == (0, 0)
+
+
+async def test_a_half_request_is_counted_and_ends() -> None:
+    served = Served(deadline_s=1.0)
+    async with served.running(), wire.connected(served.target) as (_, writer):
+        half = wire.frame(wire.DATA, 0, 1, wire.message(bytes(1000))[:500])
+        start = wire.PREFACE + wire.settings() + wire.frame(wire.HEADERS, wire.END_HEADERS, 1, wire.headers("/s/m"))
+        writer.write(start + half)
+        await served.has_in_flight(1)
+        await served.has_in_flight(0)
+
+
+async def test_no_request_is_none() -> None:
+    served = Served()
+    async with served.running() as method:
+        assert await refused(method(of(), timeout=30)) == "MALFORMED_REQUEST"
+
+
+async def test_requests_that_come_slowly_count_as_large_ones() -> None:
+    served = Served()
+    served.door._arrivals = Arrivals(served.admission, 0.1)
+    share = served.hosts.tenant.share
+    async with served.running() as method:
+        first = method(never(), timeout=30)
+        await served.has_in_flight(1)
+        await asyncio.sleep(0.3)
+        assert share.size == MESSAGE
+        # There is no room for a second one that may be as large; what comes quickly fits in beside it.
+        assert await refused(method(never(), timeout=30)) == "OVERLOADED"
+        assert await method(of(b"\n\x01a"), timeout=30) == b"\n\x01a"
+        first.cancel()
+        await served.has_in_flight(0)
+        async with asyncio.timeout(10):
+            while share.size:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_request_that_is_too_large_beside_others_is_refused() -> None:
+    served = Served()
+    async with served.running() as method:
+        served.admission.adjust(served.hosts.tenant.share, MESSAGE)
+        large = rule_pb2.GetRuleRequest(name="x" * MESSAGE).SerializeToString()
+        assert await refused(method(of(large), timeout=30)) == "OVERLOADED"
+        served.admission.adjust(served.hosts.tenant.share, -MESSAGE)
+        assert await method(of(large), timeout=30) == large
+
+
+@pytest.mark.parametrize("stall_s", [0.4, 60.0])
+async def test_an_answer_that_is_not_read_takes_its_connection_with_it(stall_s: float) -> None:
+    served = Served(stall_s=stall_s)
+    share = served.hosts.tenant.share
+    request = rule_pb2.GetRuleRequest(name="x" * 1000).SerializeToString()
+    async with served.running() as method, wire.connected(served.target) as (reader, writer):
+        start = wire.PREFACE + wire.settings((wire.INITIAL_WINDOW_SIZE, 0))
+        start += wire.frame(wire.HEADERS, wire.END_HEADERS, 1, wire.headers("/s/m"))
+        writer.write(start + wire.frame(wire.DATA, wire.END_STREAM, 1, wire.message(request)))
+        async with asyncio.timeout(10):
+            while share.size != len(request) or share.requests:
+                await asyncio.sleep(0.01)
+        # Nobody else's connection ends.
+        assert await method(of(request)) == request
+        assert await wire.drained(reader, 3.0) is (stall_s < 3)
+        if stall_s < 3:
+            async with asyncio.timeout(10):
+                while share.size:
+                    await asyncio.sleep(0.01)
+        else:
+            assert share.size == len(request)
+        assert await method(of(request)) == request
