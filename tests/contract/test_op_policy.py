@@ -30,7 +30,7 @@ _DANGEROUS = [
     "NcclAllReduce", "TPUExecute", "PyFunc", "EagerPyFunc", "PyFuncStateless", "GeneratorDataset", "XlaCustomCall",
     "XlaCallModule", "XlaLaunch", "SymbolicGradient", "GetSessionHandle", "GetSessionTensor", "Batch", "Unbatch",
     "BatchFunction", "Stage", "FIFOQueueV2", "Barrier", "HashTableV2", "SleepOp", "Abort", "Empty", "InplaceUpdate",
-    "ParseTensor", "_Recv", "_Arg", "_EagerConst",
+    "ParallelConcat", "ParseTensor", "_Recv", "_Arg", "_EagerConst",
 ]  # fmt: skip
 
 

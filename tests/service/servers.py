@@ -22,9 +22,12 @@ STOP_TIMEOUT_S = 40.0
 _READY = re.compile(r"^gradrule: listening on (\S+)$", re.MULTILINE)
 
 
-def serve_command(*flags: str) -> list[str]:
+PROGRAM = ("-m", "gradrule_server")
+
+
+def serve_command(*flags: str, program: Sequence[str] = PROGRAM) -> list[str]:
     """The command that starts a server."""
-    return [sys.executable, "-m", "gradrule_server", "serve", *flags]
+    return [sys.executable, *program, "serve", *flags]
 
 
 def server_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -92,9 +95,15 @@ def wait_until(probe: Callable[[], T | None], what: str, timeout_s: float = 30.0
 
 @contextlib.contextmanager
 def running_server(
-    data_dir: Path, flags: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    data_dir: Path,
+    flags: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    program: Sequence[str] = PROGRAM,
 ) -> Iterator[RunningServer]:
-    """A server that is up; stopped at the end, killed if it does not stop. Without spares, unless `flags` say so."""
+    """A server that is up; stopped at the end, killed if it does not stop. Without spares, unless `flags` say so.
+
+    `program`: what Python runs.
+    """
     if "--spares" not in flags:
         flags = (*flags, "--spares", "0")
     data_dir.mkdir(parents=True, exist_ok=True)
@@ -102,7 +111,7 @@ def running_server(
     stdout, log = data_dir / f"{number}.stdout", data_dir / f"{number}.stderr"
     with stdout.open("wb") as out, log.open("wb") as err:
         process = subprocess.Popen(
-            serve_command("--port", "0", "--data-dir", str(data_dir / "registry"), *flags),
+            serve_command("--port", "0", "--data-dir", str(data_dir / "registry"), *flags, program=program),
             stdout=out,
             stderr=err,
             env=server_environment(environment),

@@ -10,6 +10,19 @@ _PASSED_ON = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH")
 _PASSED_ON_PREFIXES = ("TF_", "CUDA_", "NVIDIA_", "XLA_", "OMP_")
 # Terraform's variables, which may be secrets.
 _HELD_BACK_PREFIXES = ("TF_VAR_", "TF_TOKEN_", "TF_CLI_")
+# What else would put an allocator between TensorFlow and the system's.
+_HELD_BACK = ("TF_CPU_ALLOCATOR_USE_BFC",)
+
+_MALLOC = {
+    # Memory for large tensors comes in large pages where the system has them: in small ones, getting it takes longer
+    # than filling it.
+    "hugetlb": 1,
+    # Memory is handed out filled with 255 ^ 255: some kernels leave parts of their outputs as they found them, and what
+    # is found there would be other callers' tensors.
+    "perturb": 255,
+    # What this cache hands out is not filled.
+    "tcache_count": 0,
+}
 
 
 def engine_environment() -> dict[str, str]:
@@ -17,15 +30,16 @@ def engine_environment() -> dict[str, str]:
     passed_on = {
         name: value
         for name, value in os.environ.items()
-        if (name in _PASSED_ON or name.startswith(_PASSED_ON_PREFIXES)) and not name.startswith(_HELD_BACK_PREFIXES)
+        if (name in _PASSED_ON or name.startswith(_PASSED_ON_PREFIXES))
+        and not name.startswith((*_HELD_BACK, *_HELD_BACK_PREFIXES))
     }
     own = {
         # The working folder holds no libraries, and whatever is on the path an engine may read.
         "PYTHONSAFEPATH": "1",
         "PYTHONUTF8": "1",
-        # Memory for large tensors comes in large pages where the system has them: in small ones, getting it takes
-        # longer than filling it.
-        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+        "GLIBC_TUNABLES": ":".join(f"glibc.malloc.{name}={value}" for name, value in _MALLOC.items()),
+        # TensorFlow's own allocator hands out memory again as it was left.
+        "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1",
         # How Keras is set up for whoever serves must not change what it computes; there is no such folder.
         "KERAS_HOME": os.path.join(os.devnull, "keras"),
     }

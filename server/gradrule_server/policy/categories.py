@@ -23,7 +23,7 @@ REMEDIES: Mapping[str, str] = {
     "file read": "read the file where you are, and feed what is in it",
     "file write": _NONE,
     "internal": "send the graph as it was before TensorFlow optimised it",
-    "memory": "use Fill",
+    "memory": "use Fill, and ConcatV2 to join tensors",
     "network": _FEED,
     "no kernel": "use another op",
     "process": _NONE,

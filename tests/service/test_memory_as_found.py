@@ -1,0 +1,94 @@
+"""What an op does not write holds nothing of other calls: engines get memory that is filled with zeros."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import gradrule as gr
+from tests.service.graph_defs import drawn, loaded, placeholder
+from tests.service.servers import RunningServer, running_server
+
+SECRET = 1234.5
+# From what fits into the smallest pieces of the system's allocator to what it asks the kernel for each time.
+ROWS = (16, 2**8, 2**12, 2**16, 2**20, 2**22)
+ATTEMPTS = 12
+
+# Starts a server whose engines get memory as it was left.
+UNFILLED = """
+import sys
+from gradrule_server.link import environment, process
+filled = environment.engine_environment
+def unfilled():
+    return {k: v for k, v in filled().items() if k not in ("GLIBC_TUNABLES", "TF_ONEDNN_USE_SYSTEM_ALLOCATOR")}
+process.engine_environment = unfilled
+from gradrule_server.__main__ import main
+sys.exit(main())
+"""
+# None of it may lift that.
+MEDDLING = {
+    "GLIBC_TUNABLES": "glibc.malloc.perturb=0",
+    "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "0",
+    "TF_CPU_ALLOCATOR_USE_BFC": "1",
+}
+FLAGS = ("--trust", "full", "--device", "cpu", "--engines", "1")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(tmp_path_factory.mktemp("filled"), FLAGS, MEDDLING) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def unfilled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(tmp_path_factory.mktemp("unfilled"), FLAGS, program=("-c", UNFILLED)) as running:
+        yield running
+
+
+def holding() -> gr.Graph:
+    """Several tensors of n × 4 that hold what is fed."""
+
+    def build() -> None:
+        value = tf.fill(tf.stack([placeholder("n", tf.int32, ()), 4]), placeholder("secret", tf.float32, ()))
+        tf.identity(tf.reduce_sum(tf.tanh(value) + tf.reverse(value, [0])), name="y")
+
+    return loaded(drawn(build))
+
+
+def finding(rows: int) -> gr.Graph:
+    """How many numbers of a tensor of rows × 4 are not zero, of which one row is given and zero."""
+
+    def build() -> None:
+        found = tf.raw_ops.ParallelConcat(values=[placeholder("x", tf.float32, (1, 4))], shape=[rows, 4])
+        tf.identity(tf.math.count_nonzero(found), name="y")
+
+    return loaded(drawn(build))
+
+
+def found_by(running: RunningServer) -> dict[int, int]:
+    """The most that calls found of what other calls held, by size."""
+    found = dict.fromkeys(ROWS, 0)
+    with gr.connect(running.target) as client:
+        secrets: Any = client.compile(holding(), fetches=["y"])
+        for rows in ROWS:
+            finder: Any = client.compile(finding(rows), fetches=["y"])
+            for _ in range(ATTEMPTS):
+                secrets.evaluate({"n": np.int32(rows), "secret": np.float32(SECRET)})
+                answer = finder.evaluate({"x": np.zeros([1, 4], np.float32)})
+                found[rows] = max(found[rows], int(answer.outputs["y"]))
+    return found
+
+
+def test_nothing_of_other_calls_is_found(server: RunningServer) -> None:
+    assert found_by(server) == dict.fromkeys(ROWS, 0)
+
+
+def test_unfilled_memory_would_show_it(unfilled: RunningServer) -> None:
+    found = found_by(unfilled)
+    assert found[2**16] > 2**16 and found[2**20] > 2**20
