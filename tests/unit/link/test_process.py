@@ -20,7 +20,7 @@ async def test_who_is_killed_close_to_its_limit_took_too_much_memory(limit: int,
     process = await asyncio.create_subprocess_exec("sleep", "60")
     connection, _ = connected(1)
     said = asyncio.create_task(asyncio.sleep(0))
-    engine = EngineProcess(process, connection, said, LastWords(), memory_limit=limit, resident_bytes=resident)
+    engine = EngineProcess(process, connection, said, LastWords(), None, memory_limit=limit, resident_bytes=resident)
     assert not engine.has_ended
     process.kill()
     assert (await engine.ending()).reason is reason
