@@ -138,6 +138,7 @@ def limits_of(settings: Settings, loaded: LoadedPrograms) -> graphs.Limits:
         nodes=settings.max_nodes,
         inlined_nodes=settings.max_inlined_nodes,
         call_depth=settings.max_call_depth,
+        selections=settings.max_selections,
         graph_bytes=settings.max_graph_bytes,
         trusted=settings.trust == "full",
         node_outputs=settings.max_node_outputs,

@@ -31,6 +31,7 @@ OTHER_VALUES = {
     "max_nodes": 7,
     "max_inlined_nodes": 8,
     "max_call_depth": 9,
+    "max_selections": 36,
     "max_rules": 10,
     "max_programs": 11,
     "max_registry_bytes": 36,

@@ -167,7 +167,7 @@ def _expand(graph: Graph, request: ExpandRequest, limits: Limits) -> Expanded:
         roots += _keep_updates(copy, updates)
     dtypes = {name: _copied_dtype(copy, ref) for name, ref in asked.items()}
     rewritten = rewrite(copy, request.rewrites, {copy.tensors[asked[name]] for name in request.xs})
-    scene = _resolve(copy, resolver, request, asked, named, findings)
+    scene = _resolve(copy, resolver, request, asked, named, limits, findings)
     matches = resolver.matches(scene)
     findings.all += resolver.unmatched(scene) if request.ys else []
     # What only stop_gradients name is on no path: it stops nothing, and needs no feed.
@@ -285,9 +285,10 @@ def _resolve(
     request: ExpandRequest,
     asked: Mapping[str, Ref],
     named: Mapping[str, Ref],
+    limits: Limits,
     findings: Findings,
 ) -> Scene:
-    """Decides which node of the copy gets which rule, and ties up subgraphs that get one."""
+    """Decides which node of the copy gets which rule, and ties up subgraphs that get one. LIMIT_EXCEEDED."""
     inner: dict[str, tuple[Body, int]] = {}
 
     def find(text: str, field: str) -> tuple[Body, Ref] | None:
@@ -317,7 +318,16 @@ def _resolve(
         Asked(moved(request.xs), moved(request.ys), moved(request.stop_gradients)),
         find,
     )
-    if request.ys:
+    looks = len(resolver.choosers) * len(copy.places)
+    if looks > limits.selections:
+        for chooser in resolver.choosers:
+            chooser.faulty = True
+        message = (
+            f"{len(resolver.choosers)} overrides would look at {len(copy.places)} nodes each, {looks} in all; "
+            f"{limits.selections} is the most (--max-selections). Select more nodes with fewer overrides."
+        )
+        findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message, field="spec.overrides")
+    elif request.ys:
         resolver.resolve(scene)
     subgraphs = scene.subgraphs
     knots, moves = weave([(subgraph, match.node) for subgraph, match in subgraphs], copy.unique)

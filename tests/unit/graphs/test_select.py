@@ -261,3 +261,15 @@ def test_globs_take_no_exponential_time(glob: str) -> None:
     assert not pattern.fullmatch("a" * 200)
     assert not pattern.fullmatch("a/" * 100)
     assert time.perf_counter() - start < 1.0
+
+
+def test_many_overrides_of_many_nodes_are_refused_before_they_look() -> None:
+    several = [spec(str(index), node="**", index=index) for index in range(30)]
+    made = network()
+    bound = graphs.Limits(selections=30)
+    found = only_finding(
+        made, Reason.ERROR_REASON_LIMIT_EXCEEDED, ["y"], ys=["y"], xs=["x"], overrides=several, limits=bound
+    )
+    assert "30 overrides" in found.message
+    assert "--max-selections" in found.message
+    assert found.field == "spec.overrides"
