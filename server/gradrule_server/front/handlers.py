@@ -229,19 +229,13 @@ class Door:
         """
         share, size = caller.tenant.share, len(data)
         self._admission.grow(share, size)
-        loop = asyncio.get_running_loop()
-        ends_at = loop.time() + self._times.stall_s + size / _SLOWEST
-
-        def look() -> None:
-            if loop.time() > ends_at:
-                look_no_more()
-                cut(context.peer())
+        unread = _Unread(context, self._times.stall_s + size / _SLOWEST, self._unread.every_s)
+        self._unread.add(unread)
 
         def done() -> None:
-            look_no_more()
+            self._unread.discard(unread)
             self._admission.adjust(share, -size)
 
-        look_no_more = self._unread.add(look)
         _when_done(context, done)
         return data
 
@@ -368,12 +362,6 @@ class Door:
                 )
             )
 
-        def recheck() -> None:
-            try:
-                self._identity.check(caller.principal)
-            except GradruleError as cause:
-                end(cause)
-
         async def checked() -> AsyncIterator[bytes]:
             async for raw in requests:
                 self._identity.check(caller.principal)
@@ -399,7 +387,8 @@ class Door:
 
         writer = WatchedWriter(write, self._times.stall_s, stalled)
         serving = asyncio.ensure_future(method(caller, checked(), writer.write))
-        recheck_no_more = self._rechecks.add(recheck)
+        recheck = _Recheck(self._identity, caller.principal, end)
+        self._rechecks.add(recheck)
         try:
             await serving
         except asyncio.CancelledError:
@@ -407,7 +396,7 @@ class Door:
                 raise
             raise causes[0] from None
         finally:
-            recheck_no_more()
+            self._rechecks.discard(recheck)
             writer.close()
 
     async def _in_time(
@@ -422,6 +411,39 @@ class Door:
                 return await run(ends_at)
         except TimeoutError as cause:
             raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, f"not done within {seconds:.3g} s") from cause
+
+
+class _Unread:
+    """A unary answer that its client is to read, within so many seconds."""
+
+    __slots__ = ("_context", "_every_s", "_left_s")
+
+    def __init__(self, context: Context, seconds: float, every_s: float) -> None:
+        self._context = context
+        self._left_s = seconds
+        self._every_s = every_s
+
+    def look(self) -> None:
+        was_left, self._left_s = self._left_s, self._left_s - self._every_s
+        if was_left >= 0 > self._left_s:
+            cut(self._context.peer())
+
+
+class _Recheck:
+    """A stream whose credential may be taken back: `end` it then."""
+
+    __slots__ = ("_end", "_identity", "_principal")
+
+    def __init__(self, identity: Identity, principal: Principal, end: Callable[[GradruleError], object]) -> None:
+        self._identity = identity
+        self._principal = principal
+        self._end = end
+
+    def look(self) -> None:
+        try:
+            self._identity.check(self._principal)
+        except GradruleError as cause:
+            self._end(cause)
 
 
 class _Service(grpc.GenericRpcHandler):

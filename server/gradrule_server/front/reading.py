@@ -34,50 +34,59 @@ async def read_one(context: Context, seconds: float) -> bytes | None:
     return None if raw is grpc.aio.EOF else cast(bytes, raw)
 
 
+class _Arrival:
+    """A request that is being read."""
+
+    __slots__ = ("_admission", "_looks", "_share", "counted", "refusal", "task")
+
+    def __init__(self, admission: Admission, share: Share) -> None:
+        self._admission = admission
+        self._share = share
+        self._looks = 0
+        self.counted = 0
+        self.refusal: GradruleError | None = None
+        self.task = cast("asyncio.Task[object]", asyncio.current_task())
+
+    def look(self) -> None:
+        """Counts it at the second look: a whole round lies before it."""
+        self._looks += 1
+        if self._looks != 2:
+            return
+        try:
+            self._admission.grow(self._share, self._admission.message)
+        except GradruleError as refusal:
+            self.refusal = refusal
+            self.task.cancel()
+        else:
+            self.counted = self._admission.message
+
+
 class Arrivals:
     """Requests that are being read, those that come slowly counted as the largest may be."""
 
     def __init__(self, admission: Admission, quick_s: float = _QUICK_S) -> None:
         self._admission = admission
-        self._quick_s = quick_s
         self._rounds = Rounds(quick_s)
 
     async def read(self, context: Context, share: Share) -> bytes:
         """A call's message, counted in. MALFORMED_REQUEST where there is none; OVERLOADED where there is no room."""
-        admission = self._admission
-        task, loop = asyncio.current_task(), asyncio.get_running_loop()
-        began_at = loop.time()
-        counted = 0
-        refusals: list[GradruleError] = []
-
-        def look() -> None:
-            nonlocal counted
-            if counted or refusals or loop.time() - began_at < self._quick_s:
-                return
-            try:
-                admission.grow(share, admission.message)
-            except GradruleError as refusal:
-                refusals.append(refusal)
-                if task is not None:
-                    task.cancel()
-            else:
-                counted = admission.message
-
-        look_no_more = self._rounds.add(look)
+        arrival = _Arrival(self._admission, share)
+        self._rounds.add(arrival)
         try:
             raw: object = await context.read()
         except asyncio.CancelledError:
-            if not refusals or task is None:
+            if arrival.refusal is None:
                 raise
-            task.uncancel()
-            raise refusals[0] from None
+            arrival.task.uncancel()
+            raise arrival.refusal from None
         finally:
-            look_no_more()
-            admission.adjust(share, -counted)
+            self._rounds.discard(arrival)
+            if arrival.counted:
+                self._admission.adjust(share, -arrival.counted)
         if raw is grpc.aio.EOF:
             raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the call holds no message")
         data = cast(bytes, raw)
-        admission.grow(share, len(data))
+        self._admission.grow(share, len(data))
         return data
 
 
