@@ -137,12 +137,14 @@ def limits_of(settings: Settings, loaded: LoadedPrograms) -> graphs.Limits:
     return graphs.Limits(
         nodes=settings.max_nodes,
         inlined_nodes=settings.max_inlined_nodes,
+        inlined_bytes=settings.max_inlined_bytes,
         call_depth=settings.max_call_depth,
         selections=settings.max_selections,
         graph_bytes=settings.max_graph_bytes,
         trusted=settings.trust == "full",
         node_outputs=settings.max_node_outputs,
         constant_bytes=settings.max_constant_bytes,
+        rank=settings.max_rank,
         unpacking=settings.max_unpacking,
         engine_bytes=loaded.pool.memory_limit,
     )

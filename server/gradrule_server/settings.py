@@ -117,6 +117,11 @@ class Settings(BaseModel):
     drain_s: float = Field(20.0, ge=0, description="Seconds that running requests get after SIGTERM.")
     max_nodes: PositiveInt = Field(200_000, description="Nodes of a graph, its functions included.")
     max_inlined_nodes: PositiveInt = Field(1_000_000, description="Nodes of a graph after its calls are inlined.")
+    max_inlined_bytes: ByteSize = Field(
+        ByteSize(32 * _MEBIBYTE),
+        gt=0,
+        description="Bytes of names and attributes, constants included, that inlining calls may add to a graph.",
+    )
     trust: Literal["sandbox", "full"] = Field(
         "sandbox", description="sandbox: only ops that were reviewed run; full: every caller may run all ops."
     )
@@ -124,6 +129,7 @@ class Settings(BaseModel):
     max_constant_bytes: ByteSize = Field(
         ByteSize(256 * _MEBIBYTE), gt=0, description="Bytes of a constant in a graph, as its shape says."
     )
+    max_rank: PositiveInt = Field(8, description="Rank of shapes and constants in a graph.")
     max_unpacking: PositiveInt = Field(
         10, description="Memory that a message may take once it is read: 64 MiB and so many times its size."
     )

@@ -26,6 +26,7 @@ CONSTANT_BYTES = 64 << 20
 _DEADLINE_S = 60.0
 _EVALUATE = "GradientService/Evaluate"
 _CREATE = "RuleService/CreateRule"
+_FLOAT = graph_pb2.AttrValue(type=raw.DT_FLOAT)
 
 
 TARGET = "memory of the front end ≤ 10 × input + 64 MiB"
@@ -161,6 +162,68 @@ def many_selectors() -> bytes:
     ).SerializeToString()
 
 
+def long_call_name() -> bytes:
+    """A call with a name of 20 kB, of a function of 2,000 nodes."""
+    return _calling(["c" * 20_000], 2_000)
+
+
+def long_call_names() -> bytes:
+    """Calls with names as long as they may be, of a function of 2,000 nodes."""
+    return _calling([f"{i:x<1000}" for i in range(40)], 2_000)
+
+
+def constant_in_function() -> bytes:
+    """A constant of 200 kB in a function that is called 300 times."""
+    return _calling([f"c{i}" for i in range(300)], 1, 50_000)
+
+
+def gradient_of_many() -> bytes:
+    """A gradient of 1,000 nodes that belongs to 800 regions."""
+    chain = [raw.node(f"n{i}", "Neg", f"n{i - 1}:y:0" if i else "dy", T=_FLOAT) for i in range(1_000)]
+    graph = raw.graph(raw.placeholder(), *(_knot(i) for i in range(800)))
+    graph.library.function.append(_function("g", "dy", "dx", chain))
+    graph.library.registered_gradients.add(gradient_func="g", registered_op_type="G")
+    graph.node.append(raw.node("y", "Identity", "k799"))
+    return raw.request(graph, vjp=program_pb2.Vjp(ys=["y"], xs=["x"])).SerializeToString()
+
+
+def _calling(names: list[str], nodes: int, elements: int = 1) -> bytes:
+    value = graph_pb2.AttrValue()
+    value.tensor.dtype = raw.DT_FLOAT
+    value.tensor.tensor_shape.dim.add(size=elements)
+    value.tensor.tensor_content = bytes(4 * elements)
+    inside = [raw.node("c", "Const", dtype=_FLOAT, value=value), raw.node("n", "AddV2", "a", "c:output:0", T=_FLOAT)]
+    inside += [raw.node(f"n{i}", "Neg", f"n{i - 1}:y:0" if i else "n:z:0", T=_FLOAT) for i in range(nodes)]
+    graph = raw.graph(raw.placeholder())
+    graph.library.function.append(_function("f", "a", "r", inside))
+    for name in names:
+        call = raw.node(name, "PartitionedCall", graph.node[-1].name)
+        call.attr["f"].func.name = "f"
+        call.attr["Tin"].list.type.append(raw.DT_FLOAT)
+        call.attr["Tout"].list.type.append(raw.DT_FLOAT)
+        graph.node.append(call)
+    return raw.request(graph, fetches=[names[-1]]).SerializeToString()
+
+
+def _function(name: str, arg: str, result: str, nodes: list[graph_pb2.Node]) -> graph_pb2.Function:
+    made = graph_pb2.Function(node_def=nodes, ret={result: f"{nodes[-1].name}:y:0"})
+    made.signature.name = name
+    made.signature.input_arg.add(name=arg, type=raw.DT_FLOAT)
+    made.signature.output_arg.add(name=result, type=raw.DT_FLOAT)
+    return made
+
+
+def _knot(number: int) -> graph_pb2.Node:
+    """Ties up a region of its own, whose gradient is G."""
+    taken = f"k{number - 1}" if number else "x"
+    knot = raw.node(f"k{number}", "IdentityN", taken, taken)
+    knot.attr["T"].list.type.extend([raw.DT_FLOAT] * 2)
+    knot.attr["_gradient_op_type"].s = b"G"
+    knot.attr["_gradrule_region"].s = f"region{number}".encode()
+    knot.attr["_gradrule_outputs"].i = knot.attr["_gradrule_inputs"].i = 1
+    return knot
+
+
 def _length_delimited(data: bytes) -> bytes:
     return _varint(len(data)) + data
 
@@ -185,5 +248,9 @@ INPUTS: dict[str, tuple[str, Callable[[], bytes]]] = {
     "a name of 8 MiB": (_EVALUATE, long_name),
     "an expression of 5 MiB": (_CREATE, long_expression),
     "200,000 params": (_CREATE, many_params),
+    "a call's name of 20 kB": (_EVALUATE, long_call_name),
+    "40 calls' names of 1 kB": (_EVALUATE, long_call_names),
+    "a constant in 300 calls": (_EVALUATE, constant_in_function),
+    "a gradient of 800 regions": (_EVALUATE, gradient_of_many),
     "2,000 overrides of 2,000 nodes": (_EVALUATE, many_selectors),
 }

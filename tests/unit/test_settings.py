@@ -44,6 +44,8 @@ OTHER_VALUES = {
     "max_node_outputs": 33,
     "max_constant_bytes": 34,
     "max_unpacking": 35,
+    "max_rank": 36,
+    "max_inlined_bytes": 37,
     "max_streams": 19,
     "max_bytes_in_flight": 20,
     "tenant_requests": 21,

@@ -27,19 +27,19 @@ def expand_rules(wishes: Wishes, namespace: str) -> BroughtRules:
     No override reaches them: overrides mean nodes of the graph, not those of gradients.
     """
     rules = BroughtRules()
-    while waiting := wishes.waiting(rules.bodies):
-        for name in waiting:
-            resolver = Resolver((), wishes, wishes.differentiates, wishes.findings)
-            copy = copy_function(wishes.gradients[name], name, resolver, f"{namespace}_r{len(rules.bodies)}")
-            rules.bodies[name] = copy.body
-            rules.scopes.update(copy.scopes)
-            rules.resolved.update(copy.resolved)
-            for place in copy.places:
-                differentiable = is_differentiable(place.node, place.input_types)
-                found = wishes.match(place.node, place.name, place.function, differentiable)
-                what = found or wishes.foreign_at(place.node, place.name)
-                if what is not None and place.live:
-                    rules.resolved[id(place.node)] = [what]
+    # Grows meanwhile.
+    for name in wishes.asked:
+        resolver = Resolver((), wishes, wishes.differentiates, wishes.findings)
+        copy = copy_function(wishes.gradients[name], name, resolver, f"{namespace}_r{len(rules.bodies)}")
+        rules.bodies[name] = copy.body
+        rules.scopes.update(copy.scopes)
+        rules.resolved.update(copy.resolved)
+        for place in copy.places:
+            differentiable = is_differentiable(place.node, place.input_types)
+            found = wishes.match(place.node, place.name, place.function, differentiable)
+            what = found or wishes.foreign_at(place.node, place.name)
+            if what is not None and place.live:
+                rules.resolved[id(place.node)] = [what]
     # Not before: nodes are told apart by identity, and those that go would lend theirs to new ones.
     for body in rules.bodies.values():
         _prune(body)

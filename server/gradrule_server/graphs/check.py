@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from gradrule.v1.graph_pb2 import AttrValue, Graph, Node
+from gradrule.v1.graph_pb2 import AttrValue, Graph
+from gradrule.v1.graph_pb2 import Node as NodeMessage
 from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.ir import GRADIENT_ATTR, Body, Limits, is_call
+from gradrule_server.graphs.ir import GRADIENT_ATTR, Body, Limits, Node, is_call
 from gradrule_server.graphs.knots import OUTPUTS_NOTE
 from gradrule_server.graphs.library import Library
 from gradrule_server.graphs.order import chain_text, find_cycles, sort_nodes
@@ -91,7 +92,7 @@ def _check_recursion(graph: Graph, library: Library, findings: Findings) -> bool
     return bool(cycles)
 
 
-def _mentioned(nodes: Iterable[Node], numbers: dict[str, int]) -> set[int]:
+def _mentioned(nodes: Iterable[NodeMessage], numbers: dict[str, int]) -> set[int]:
     found: set[int] = set()
     for node in nodes:
         if node.op in numbers:
@@ -112,11 +113,14 @@ def _mentioned_in(value: AttrValue, numbers: dict[str, int], found: set[int]) ->
 
 
 def _check_size(roots: Sequence[Body], limits: Limits, findings: Findings) -> None:
-    """LIMIT_EXCEEDED for too many nodes, or too deep calls, once everything is copied per use.
+    """LIMIT_EXCEEDED for too many nodes, too many bytes, or too deep calls, once everything is copied per use.
 
     `roots`: the top level, and gradients that the graph brings along, each of which is copied once.
     """
     sizes: dict[int, int] = {}
+    weights: dict[int, int] = {}
+    attributes = _Weights()
+    once = 0
     depths: dict[int, int] = {}
     stack = [(root, False) for root in roots]
     while stack:
@@ -130,8 +134,21 @@ def _check_size(roots: Sequence[Body], limits: Limits, findings: Findings) -> No
             continue
         calls = sum(1 for node, _ in used if is_call(node))
         sizes[id(body)] = len(body.nodes) + _NODES_PER_CALL * calls + sum(sizes[id(inner)] for _, inner in used)
+        # What is inside a call gets the call's name before its own; functions of loops and branches have names apart.
+        own = sum(attributes.of(node) for node in body.nodes)
+        once += own
+        weights[id(body)] = own + sum(
+            weights[id(inner)] + (len(node.name) + 1) * sizes[id(inner)] * is_call(node) for node, inner in used
+        )
         depths[id(body)] = 1 + max((depths[id(inner)] for _, inner in used), default=-1)
     size, depth = sum(sizes[id(root)] for root in roots), max(depths[id(root)] for root in roots)
+    added = sum(weights[id(root)] for root in roots) - once
+    if added > limits.inlined_bytes:
+        message = (
+            f"Inlining calls adds {added} bytes of names and attributes, constants included, to the graph's {once}; "
+            f"{limits.inlined_bytes} is the most (--max-inlined-bytes). Give constants to functions as arguments."
+        )
+        findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message)
     if size > limits.inlined_nodes:
         message = (
             f"With every call inlined the graph has {size} nodes; {limits.inlined_nodes} is the most "
@@ -141,3 +158,17 @@ def _check_size(roots: Sequence[Body], limits: Limits, findings: Findings) -> No
     if depth > limits.call_depth:
         message = f"Calls, loops and branches nest {depth} deep; {limits.call_depth} is the most (--max-call-depth)."
         findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message)
+
+
+class _Weights:
+    """Bytes of nodes' names and attributes; what nodes share is measured once and counts for each."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, int] = {}
+
+    def of(self, node: Node) -> int:
+        """Bytes of one node. `node.attrs` must outlive this."""
+        key = id(node.attrs)
+        if key not in self._known:
+            self._known[key] = sum(len(name) + value.ByteSize() for name, value in node.attrs.items())
+        return len(node.name) + self._known[key]

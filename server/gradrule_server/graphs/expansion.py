@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from gradrule import _opdefs
 from gradrule._dtypes import as_dt
-from gradrule.v1.graph_pb2 import Graph
+from gradrule.v1.graph_pb2 import Graph, Versions
 from gradrule.v1.tensor_pb2 import Dt, TensorShape
 from gradrule_server.errors import error
 from gradrule_server.graphs.brought import expand_rules
@@ -103,6 +103,7 @@ class Expanded:
     dtypes: dict[str, Dt.ValueType]
     # Graphs of the rules that the graph brings along, by index: variables are placeholders, results `dx`, `dx1`, …
     brought: dict[int, bytes]
+    brought_nodes: dict[int, int]
     # Names of the uploaded graph's placeholders and variables that a call may feed as they are, needed or not.
     placeholders: list[str] = field(default_factory=list)
     # Variables by the name that the request gives them values under, needed or not.
@@ -176,6 +177,7 @@ def _expand(graph: Graph, request: ExpandRequest, limits: Limits) -> Expanded:
     bodies = [copy.body, *rules.bodies.values()]
     _check_runnable(bodies, {**copy.scopes, **rules.scopes}, limits, findings)
     findings.raise_if_any()
+    brought = _write_brought(rules.bodies, wishes.brought, graph.versions, limits)
     marks = mark(bodies, {**copy.resolved, **scene.resolved, **rules.resolved})
     return Expanded(
         graph_bytes=write_graph(copy.body, rules.bodies.values(), graph.versions),
@@ -184,7 +186,8 @@ def _expand(graph: Graph, request: ExpandRequest, limits: Limits) -> Expanded:
         scopes={body.name: copy.scopes[body.name] for body in bodies_of(copy.body) if body.name},
         matches=matches,
         rewritten=rewritten,
-        brought={index: write_rule(rules.bodies[name], graph.versions) for (name, _), index in wishes.brought.items()},
+        brought=brought,
+        brought_nodes={index: len(rules.bodies[name].nodes) for (name, _), index in wishes.brought.items()},
         inputs=_inputs(top, copy.body, cut, fed, table, set(given.values())),
         tensor_names={name: tensor_name(copy.body, places[ref]) for name, ref in asked.items() if ref in places},
         dtypes=dtypes,
@@ -360,6 +363,31 @@ def _check_runnable(roots: Iterable[Body], scopes: Mapping[str, str], limits: Li
         if why:
             name = f"{scopes[body.name]}/{node.name}" if body.name else node.name
             findings.add(reason, f"Node {quote(name)} ({node.op}) {why}.", name)
+
+
+def _write_brought(
+    bodies: Mapping[str, Body], labels: Mapping[tuple[str, str], int], versions: Versions, limits: Limits
+) -> dict[int, bytes]:
+    """Graphs of the gradients that the graph brings along, by index; those of one gradient are the same object.
+
+    LIMIT_EXCEEDED for too many nodes or bytes: the engine gets them once per label.
+    """
+    nodes = sum(len(bodies[name].nodes) for name, _ in labels)
+    if nodes > limits.inlined_nodes:
+        raise error(
+            Reason.ERROR_REASON_LIMIT_EXCEEDED,
+            f"gradients that the graph brings along have {nodes} nodes, once for each region that they belong to; "
+            f"{limits.inlined_nodes} is the most (--max-inlined-nodes)",
+        )
+    written = {name: write_rule(body, versions) for name, body in bodies.items()}
+    added = sum(len(written[name]) for name, _ in labels) - sum(map(len, written.values()))
+    if added > limits.inlined_bytes:
+        raise error(
+            Reason.ERROR_REASON_LIMIT_EXCEEDED,
+            f"gradients that the graph brings along belong to so many regions that they take {added} bytes more; "
+            f"{limits.inlined_bytes} is the most (--max-inlined-bytes)",
+        )
+    return {index: written[name] for (name, _), index in labels.items()}
 
 
 def _inputs(

@@ -55,6 +55,8 @@ class Limits(Bounds):
     nodes: int = 200_000
     # After calls are inlined and loop bodies and branches are copied per use.
     inlined_nodes: int = 1_000_000
+    # Of names and attributes that this adds: each use of a function has constants and long names of its own.
+    inlined_bytes: int = 32 << 20
     call_depth: int = 32
     # Of a graph that does not come in a message, which has a limit of its own.
     graph_bytes: int = 1 << 30

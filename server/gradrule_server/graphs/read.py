@@ -29,6 +29,8 @@ Substitute = Callable[[str, dict[str, AttrValue]], dict[str, AttrValue]]
 
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*")
 _MAX_INDEX_DIGITS = 9
+# Inlining writes the name of a call before the name of each node inside.
+_MAX_NAME = 1024
 
 # Attributes beginning with `_` are notes of TensorFlow's to itself. These decide what runs, or who gives the gradient.
 _KEPT_NOTES = KNOT_NOTES | {"_num_original_outputs", "_lower_using_switch_merge", GRADIENT_ATTR}
@@ -121,7 +123,11 @@ def read_function_body(draft: Draft, function: graph_pb2.Function, substitute: S
 
 
 def check_name(name: str, draft: Draft, findings: Findings) -> None:
-    """INVALID_GRAPH for a name that TensorFlow does not take."""
+    """INVALID_GRAPH for a name that TensorFlow does not take, LIMIT_EXCEEDED for one that is too long."""
+    if len(name) > _MAX_NAME:
+        message = f"{draft.where(name)} has a name of {len(name)} characters; {_MAX_NAME} is the most."
+        findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message, name[:_MAX_NAME])
+        return
     if not _NAME.fullmatch(name):
         findings.add(
             Reason.ERROR_REASON_INVALID_GRAPH,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from gradrule.v1.graph_pb2 import AttrValue
@@ -34,8 +34,11 @@ class Wishes:
     foreign: frozenset[str]
     differentiates: bool
     findings: Findings
-    # Index and label by name of a gradient of the graph's own; it grows while these are looked into.
+    # Index by name and label of a gradient of the graph's own.
     brought: dict[tuple[str, str], int] = field(default_factory=dict)
+    # Names of those, each once; it grows while these are looked into.
+    asked: list[str] = field(default_factory=list)
+    _seen: set[str] = field(default_factory=set)
     _rules: dict[tuple[str, str], int | GradruleError] = field(default_factory=dict)
     _unknown: set[str] = field(default_factory=set)
     _knots: dict[int, Knot | None] = field(default_factory=dict)
@@ -86,16 +89,15 @@ class Wishes:
         )
         return Foreign(name, wish) if is_foreign else None
 
-    def waiting(self, done: Iterable[str]) -> list[str]:
-        """Names of the graph's own gradients that were asked for and are not among `done`."""
-        return [name for name in dict.fromkeys(name for name, _ in self.brought) if name not in set(done)]
-
     def _is_foreign(self, wish: str) -> bool:
         return wish in self.foreign or _FOREIGN.fullmatch(wish) is not None
 
     def _brought(self, wish: str, label: str) -> int:
         if (wish, label) not in self.brought:
             self.brought[wish, label] = self.bring(label)
+            if wish not in self._seen:
+                self._seen.add(wish)
+                self.asked.append(wish)
         return self.brought[wish, label]
 
     def _check_results(self, wish: str, node: Node, name: str, knot: Knot | None) -> None:

@@ -11,11 +11,10 @@ from gradrule.v1.graph_pb2 import AttrValue, Graph, NameAttrList, Versions
 from gradrule.v1.tensor_pb2 import Dt, Tensor, TensorShape
 from gradrule_server.graphs.ir import ARG, CALLS, GRADIENT_ATTR, LOOPS, Body, Node, Ref, is_call
 from gradrule_server.graphs.prune import bodies_of
-from gradrule_server.policy import DROPPED
+from gradrule_server.policy import DROPPED, NOT_TAKEN
 
 GRADIENT_NAME = b"gradrule"
 MARK_ATTR = "_gradrule_mark"
-_NOT_TAKEN = "FakeParam"
 
 
 def write_graph(top: Body, rules: Iterable[Body], versions: Versions) -> bytes:
@@ -56,7 +55,7 @@ def _top_name(top: Body, ref: Ref) -> str:
 def write_node(node: Node, message: graph_pb2.Node) -> None:
     """A node without its inputs."""
     message.name = node.name
-    if node.op == _NOT_TAKEN and _has_zero(node.attrs["dtype"].type):
+    if node.op == NOT_TAKEN and _has_zero(node.attrs["dtype"].type):
         _write_zeros(node, message)
         return
     message.op = node.op

@@ -11,6 +11,7 @@ class Bounds:
 
     # Whether ops run that the list denies: the operator vouches for every caller.
     trusted: bool = False
+    # Kernels of most ops know no higher.
     rank: int = 8
     # Outputs of one node, and steps of a loop at a time, by a number in an attribute: a few bytes can ask for millions.
     node_outputs: int = 1024

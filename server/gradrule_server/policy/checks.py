@@ -16,7 +16,7 @@ from gradrule_server.errors import Reason
 from gradrule_server.policy.bounds import Bounds
 from gradrule_server.policy.categories import REMEDIES
 from gradrule_server.policy.table import ruling_of
-from gradrule_server.policy.tensors import shape_fault, tensor_fault
+from gradrule_server.policy.tensors import shape_fault, size_fault, tensor_fault
 
 Fault = tuple[ErrorReason.ValueType, str]
 
@@ -25,6 +25,9 @@ Fault = tuple[ErrorReason.ValueType, str]
 _REACHING = ("debug_urls", "debug_ops_spec", "descriptor_source", "output_stream", "file", "path")
 # Numbers in attributes that say how much is held at a time, besides those that count outputs.
 _AMOUNTS = frozenset({"parallel_iterations"})
+
+# What a branch that was not taken gives.
+NOT_TAKEN = "FakeParam"
 
 # A name of a resource is the caller's, and resources are the process's: none is passed on. What configures the
 # executor of a call is the server's to say.
@@ -56,6 +59,9 @@ def value_faults(op: OpDef, attrs: Mapping[str, AttrValue], bounds: Bounds) -> I
         if name in attrs:
             value = attrs[name]
             yield from _first(shape_fault(shape, bounds, known=False) for shape in (value.shape, *value.list.shape))
+    if op.name == NOT_TAKEN and "shape" in attrs:
+        # It is written as a constant of zeros.
+        yield from _first([size_fault(attrs["dtype"].type, attrs["shape"].shape, bounds)] if "dtype" in attrs else ())
     for name in watched.tensors:
         if name in attrs:
             value = attrs[name]

@@ -62,7 +62,7 @@ def shape_fault(shape: TensorShape, bounds: Bounds, *, known: bool) -> Fault | N
             return _INVALID, "has a shape that is of unknown rank and yet has dimensions"
         return (_INVALID, "has a shape of unknown rank") if known else None
     if len(shape.dim) > bounds.rank:
-        return _LIMIT, f"has rank {len(shape.dim)}; {bounds.rank} is the most"
+        return _LIMIT, f"has rank {len(shape.dim)}; {bounds.rank} is the most (--max-rank)"
     elements = 1
     for size in (dim.size for dim in shape.dim):
         if size < (0 if known else -1):
@@ -86,14 +86,10 @@ def tensor_fault(tensor: Tensor, bounds: Bounds) -> Fault | None:
     if tensor.dtype == Dt.DT_VARIANT and (tensor.variant_val or tensor.tensor_content):
         return _INVALID, "holds variants, which mean something only in the process that made them"
     size, field, parts = form
-    elements = 1
-    for dim in tensor.tensor_shape.dim:
-        elements *= dim.size
-    if elements * (size or _POINTER_BYTES) > bounds.constant_bytes:
-        return (
-            _LIMIT,
-            f"has {elements} elements, which take more than {bounds.constant_bytes} bytes (--max-constant-bytes)",
-        )
+    elements = _count(tensor.tensor_shape)
+    fault = size_fault(tensor.dtype, tensor.tensor_shape, bounds)
+    if fault:
+        return fault
     what = f"{name_of(tensor.dtype)} of shape {[dim.size for dim in tensor.tensor_shape.dim]}"
     content, values = len(tensor.tensor_content), len(getattr(tensor, field))
     if content and tensor.dtype == Dt.DT_STRING:
@@ -107,6 +103,25 @@ def tensor_fault(tensor: Tensor, bounds: Bounds) -> Fault | None:
     if values % parts:
         return _INVALID, f"has {values} values in {field}, but a complex element takes two"
     return None
+
+
+def size_fault(dtype: int, shape: TensorShape, bounds: Bounds) -> Fault | None:
+    """What is wrong with the size of a constant, as a clause (`has …`). Dimensions that are not known are 0."""
+    size = _FORMS[dtype][0] if dtype in _FORMS else 0
+    elements = _count(shape)
+    if elements * (size or _POINTER_BYTES) > bounds.constant_bytes:
+        return (
+            _LIMIT,
+            f"has {elements} elements, which take more than {bounds.constant_bytes} bytes (--max-constant-bytes)",
+        )
+    return None
+
+
+def _count(shape: TensorShape) -> int:
+    elements = 1
+    for dim in shape.dim:
+        elements *= max(dim.size, 0)
+    return elements
 
 
 def _strings_fit(content: bytes, count: int) -> bool:

@@ -56,10 +56,12 @@ class OverrideTable:
 
     def fill(self, brought: Mapping[int, bytes]) -> None:
         """Gives rules that the graph brings along their content, by index."""
+        contents: dict[bytes, RuleContent] = {}
         for index, graph_bytes in brought.items():
             label = self.bound[index].label
             try:
-                content = RuleContent(graph_bytes=graph_bytes, brought=True)
+                content = contents.get(graph_bytes) or RuleContent(graph_bytes=graph_bytes, brought=True)
+                contents[graph_bytes] = content
             except GradruleError as cause:
                 findings = [
                     Finding(item.reason, f"rule {label!r}, which the graph brings along: {item.message}", item.node)

@@ -146,7 +146,11 @@ def prepare(
 
 def _check_size(expanded: graphs.Expanded, table: OverrideTable, limits: graphs.Limits) -> list[Finding]:
     """LIMIT_EXCEEDED where rules that are graphs, copied for each node that has one, make the program too large."""
-    sizes = [1 if bound.rule.content is None else bound.rule.content.size for bound in table.bound]
+    # Those that the graph brings along have no content yet.
+    sizes = [
+        expanded.brought_nodes.get(index, 1) if bound.rule.content is None else bound.rule.content.size
+        for index, bound in enumerate(table.bound)
+    ]
     added = sum(sizes[mark.rule] for mark in expanded.marks if mark.rule >= 0)
     if expanded.nodes + added <= limits.inlined_nodes:
         return []

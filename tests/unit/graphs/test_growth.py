@@ -1,0 +1,130 @@
+"""What a small graph grows to: names, attributes and gradients that are copied for each use."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+
+from gradrule.v1.errors_pb2 import ErrorReason
+from gradrule.v1.graph_pb2 import AttrValue, Graph, Node
+from gradrule.v1.tensor_pb2 import Dt, Tensor, TensorShape
+from gradrule_server import graphs
+from gradrule_server.errors import GradruleError
+from gradrule_server.graphs import ExpandRequest, Limits
+from tests.unit.graphs.helpers import FLOAT, call, expand, findings_of, function, graph, node, only_finding, placeholder
+from tests.unit.graphs.test_brought import Places, brings, doubling, expanded, knot
+
+LIMIT = ErrorReason.ERROR_REASON_LIMIT_EXCEEDED
+
+
+def constant(size: int) -> Node:
+    shape = TensorShape(dim=[TensorShape.Dim(size=size)])
+    value = AttrValue(tensor=Tensor(dtype=Dt.DT_FLOAT, tensor_shape=shape, tensor_content=bytes(4 * size)))
+    return node("c", "Const", dtype=FLOAT, value=value)
+
+
+def calling(names: list[str], elements: int = 1, nodes: int = 1) -> Graph:
+    """Calls, one behind the other, of a function with a constant."""
+    inside = [constant(elements), node("n", "AddV2", "a", "c:output:0", T=FLOAT)]
+    inside += [node(f"n{i}", "Neg", f"n{i - 1}:y:0" if i else "n:z:0", T=FLOAT) for i in range(nodes)]
+    calls = [placeholder()]
+    for name in names:
+        calls.append(call(name, "f", calls[-1].name))
+    return graph(*calls, functions=[function("f", ["a"], {"r": f"n{nodes - 1}:y:0"}, inside)])
+
+
+def test_names_are_bounded() -> None:
+    longest = "n" * 1024
+    expand(graph(placeholder(), node(longest, "Neg", "x")), [longest])
+    found = only_finding(graph(placeholder(), node(f"{longest}n", "Neg", "x"), node("y", "Neg", "x")), LIMIT, ["y"])
+    assert "1025" in found.message and "1024" in found.message
+    assert len(found.message) < 500
+
+
+def test_names_of_calls_count_for_each_node_inside() -> None:
+    names = [f"{i:x<1000}" for i in range(10)]
+    made = calling(names, nodes=1_000)
+    expand(made, names[-1:], limits=Limits(inlined_bytes=12 << 20))
+    found = only_finding(made, LIMIT, names[-1:], limits=Limits(inlined_bytes=9 << 20))
+    assert "--max-inlined-bytes" in found.message
+
+
+def test_constants_count_for_each_call() -> None:
+    names = [f"c{i}" for i in range(300)]
+    assert "--max-inlined-bytes" in only_finding(calling(names, 50_000), LIMIT, names[-1:]).message
+    # Once it is what was sent, however large.
+    expand(calling(["y"], 50_000), ["y"], limits=Limits(inlined_bytes=1_000))
+
+
+def many_regions(regions: int, nodes: int) -> Graph:
+    """Regions, one behind the other, that all have one gradient."""
+    chain = [node(f"n{i}", "Neg", f"n{i - 1}:y:0" if i else "dy", T=FLOAT) for i in range(nodes)]
+    gradient = function("grad_f", ["dy"], {"dx": f"n{nodes - 1}:y:0"}, chain)
+    knots = [
+        knot(f"k{i}", f"k{i - 1}" if i else "x", f"k{i - 1}" if i else "x", region=f"f{i}") for i in range(regions)
+    ]
+    return brings(graph(placeholder(), *knots, node("y", "Neg", f"k{regions - 1}"), functions=[gradient]), G="grad_f")
+
+
+def test_a_gradient_is_written_once_for_all_regions() -> None:
+    found, _ = expanded(many_regions(20, 10))
+    assert len(found.brought) == 20
+    assert len({id(data) for data in found.brought.values()}) == 1
+    assert set(found.brought_nodes.values()) == {11}
+
+
+@pytest.mark.parametrize("limits", [Limits(inlined_nodes=20_000), Limits(inlined_bytes=100_000)])
+def test_gradients_count_for_each_region(limits: Limits) -> None:
+    with pytest.raises(GradruleError) as refusal:
+        expanded(many_regions(100, 500), limits=limits)
+    (finding,) = refusal.value.findings
+    assert finding.reason == LIMIT
+    assert "--max-inlined" in finding.message and "region" in finding.message
+
+
+def chained(count: int) -> Graph:
+    """Gradients each of which asks for the next."""
+    functions = [
+        function(
+            f"grad{i}",
+            ["dy"],
+            {"dx": "again:output:0"},
+            [knot("again", "dy", "dy", gradient=f"G{i + 1}", region=f"r{i + 1}")],
+        )
+        for i in range(count)
+    ]
+    functions.append(doubling(f"grad{count}"))
+    made = graph(placeholder(), node("s", "Sign", "x"), knot("y", "s", "x", gradient="G0"), functions=functions)
+    return brings(made, **{f"G{i}": f"grad{i}" for i in range(count + 1)})
+
+
+def test_many_gradients_take_linear_time() -> None:
+    def seconds(made: Graph) -> float:
+        best = math.inf
+        for _ in range(3):
+            start = time.process_time()
+            graphs.expand(made, ExpandRequest(ys=["y"], xs=["x"], bring=Places().bring))
+            best = min(best, time.process_time() - start)
+        return best
+
+    small, large = seconds(chained(250)), seconds(chained(2_000))
+    assert math.log(large / small) / math.log(8) < 1.4
+
+
+@pytest.mark.parametrize(("sizes", "told"), [([2**31, 2**31], True), ([-1, 4], False), ([2**20], False)])
+def test_what_a_branch_does_not_give_is_a_constant(sizes: list[int], told: bool) -> None:
+    shape = AttrValue(shape=TensorShape(dim=[TensorShape.Dim(size=size) for size in sizes]))
+    made = graph(node("y", "FakeParam", dtype=FLOAT, shape=shape))
+    if told:
+        assert "--max-constant-bytes" in only_finding(made, LIMIT, ["y"]).message
+    else:
+        expand(made, ["y"])
+
+
+def test_rank_is_a_setting() -> None:
+    shape = AttrValue(shape=TensorShape(dim=[TensorShape.Dim(size=1)] * 9))
+    made = graph(node("y", "Placeholder", dtype=FLOAT, shape=shape))
+    assert any("--max-rank" in found.message for found in findings_of(made, ["y"]))
+    expand(made, ["y"], limits=Limits(rank=9))
