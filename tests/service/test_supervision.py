@@ -167,12 +167,26 @@ def test_what_takes_too_much_memory_is_told_the_limit(supervised: RunningServer,
     before = engine_pids(supervised)
     zeros = drawn(lambda: tf.reduce_sum(tf.zeros([placeholder("n", tf.int64, [])]), name="y"))
     with healthy_client(supervised.target):
-        with refused("MEMORY_EXCEEDED") as told:
-            own.evaluate(zeros, feeds={"n": np.int64(10_000_000_000)}, fetches=["y"])
-        told.says(str(3 * 1024**3))
-        assert own.evaluate(zeros, feeds={"n": np.int64(1000)}, fetches=["y"]).outputs["y"] == 0
+        # What shapes tell is refused before it runs; what they do not, when there is no more to be had.
+        for graph, limit in ((zeros, "3 GiB"), (drawn(_doubled), str(3 * 1024**3))):
+            with refused("MEMORY_EXCEEDED") as told:
+                own.evaluate(graph, feeds={"n": np.int64(10_000_000_000)}, fetches=["y"])
+            told.says(limit)
+            assert own.evaluate(graph, feeds={"n": np.int64(1000)}, fetches=["y"]).outputs["y"] == 0
     # TensorFlow was told that there is no more, and nothing died of it.
     assert engine_pids(supervised) == before
+
+
+def _doubled() -> None:
+    """The sum of zeros that grow to n in a loop."""
+    n = placeholder("n", tf.int64, [])
+    (grown,) = tf.while_loop(
+        lambda zeros: tf.size(zeros, out_type=tf.int64) < n,
+        lambda zeros: (tf.concat([zeros, zeros], 0),),
+        [tf.zeros([1])],
+        shape_invariants=[tf.TensorShape([None])],
+    )
+    tf.reduce_sum(grown, name="y")
 
 
 def _slow() -> Any:
