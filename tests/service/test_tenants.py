@@ -379,6 +379,11 @@ def test_a_stream_that_is_not_read_ends(channels: Any) -> None:
             for _ in range(4):
                 stream.receive()
         refusal.says("--stall-s")
+    # The stream is long over when its connection is closed.
+    time.sleep(5)
+    with opened(channels("who reads")) as stream:
+        stream.send(1, evaluate=request)
+        assert reason(stream.receive()) == ""
 
 
 # Whoever is greedy waits for themselves.

@@ -375,14 +375,16 @@ class Door:
             except BaseException:
                 # It is on its way all the same, and gRPC is done with a call that we end though it has not sent it.
                 if causes:
-                    asyncio.get_running_loop().call_later(_LAST * self._times.stall_s, cut_off, size)
+                    # gRPC crashes where it is asked for the peer of a call that is over.
+                    loop = asyncio.get_running_loop()
+                    loop.call_later(_LAST * self._times.stall_s, cut_off, context.peer(), size)
                 else:
                     _when_done(context, lambda: self._admission.adjust(share, -size))
                 raise
             self._admission.adjust(share, -size)
 
-        def cut_off(size: int) -> None:
-            cut(context.peer())
+        def cut_off(peer: str, size: int) -> None:
+            cut(peer)
             self._admission.adjust(share, -size)
 
         writer = WatchedWriter(write, self._times.stall_s, stalled)
@@ -416,17 +418,18 @@ class Door:
 class _Unread:
     """A unary answer that its client is to read, within so many seconds."""
 
-    __slots__ = ("_context", "_every_s", "_left_s")
+    __slots__ = ("_every_s", "_left_s", "_peer")
 
     def __init__(self, context: Context, seconds: float, every_s: float) -> None:
-        self._context = context
+        # Asked for here: gRPC crashes where it is asked for the peer of a call that is over.
+        self._peer = context.peer()
         self._left_s = seconds
         self._every_s = every_s
 
     def look(self) -> None:
         was_left, self._left_s = self._left_s, self._left_s - self._every_s
         if was_left >= 0 > self._left_s:
-            cut(self._context.peer())
+            cut(self._peer)
 
 
 class _Recheck:
