@@ -134,25 +134,25 @@ def _check_size(roots: Sequence[Body], limits: Limits, findings: Findings) -> No
             continue
         calls = sum(1 for node, _ in used if is_call(node))
         sizes[id(body)] = len(body.nodes) + _NODES_PER_CALL * calls + sum(sizes[id(inner)] for _, inner in used)
-        # What is inside a call gets the call's name before its own; functions of loops and branches have names apart.
+        # What is inside has the name of what is around it before its own: in calls as a node, elsewhere in public.
         own = sum(attributes.of(node) for node in body.nodes)
         once += own
         weights[id(body)] = own + sum(
-            weights[id(inner)] + (len(node.name) + 1) * sizes[id(inner)] * is_call(node) for node, inner in used
+            weights[id(inner)] + (len(node.name) + 1) * sizes[id(inner)] for node, inner in used
         )
         depths[id(body)] = 1 + max((depths[id(inner)] for _, inner in used), default=-1)
     size, depth = sum(sizes[id(root)] for root in roots), max(depths[id(root)] for root in roots)
     added = sum(weights[id(root)] for root in roots) - once
-    if added > limits.inlined_bytes:
-        message = (
-            f"Inlining calls adds {added} bytes of names and attributes, constants included, to the graph's {once}; "
-            f"{limits.inlined_bytes} is the most (--max-inlined-bytes). Give constants to functions as arguments."
-        )
-        findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message)
     if size > limits.inlined_nodes:
         message = (
             f"With every call inlined the graph has {size} nodes; {limits.inlined_nodes} is the most "
             "(--max-inlined-nodes)."
+        )
+        findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message)
+    elif added > limits.inlined_bytes:
+        message = (
+            f"Inlining calls adds {added} bytes of names and attributes, constants included, to the graph's {once}; "
+            f"{limits.inlined_bytes} is the most (--max-inlined-bytes). Give constants to functions as arguments."
         )
         findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message)
     if depth > limits.call_depth:

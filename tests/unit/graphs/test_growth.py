@@ -51,6 +51,20 @@ def test_names_of_calls_count_for_each_node_inside() -> None:
     assert "--max-inlined-bytes" in found.message
 
 
+def test_names_of_branches_count_too() -> None:
+    inside = [node(f"n{i}", "Neg", f"n{i - 1}:y:0" if i else "a", T=FLOAT) for i in range(1_000)]
+    branch = function("f", ["a"], {"r": "n999:y:0"}, inside)
+    made = graph(placeholder(), placeholder("p", Dt.DT_BOOL), functions=[branch])
+    chosen = made.node.add(name="y" * 1000, op="StatelessIf", input=["p", "x"])
+    chosen.attr["Tcond"].type = Dt.DT_BOOL
+    for name in ("Tin", "Tout"):
+        chosen.attr[name].list.type.append(Dt.DT_FLOAT)
+    for name in ("then_branch", "else_branch"):
+        chosen.attr[name].func.name = "f"
+    expand(made, ["y" * 1000], limits=Limits(inlined_bytes=3 << 20))
+    only_finding(made, LIMIT, ["y" * 1000], limits=Limits(inlined_bytes=1 << 20))
+
+
 def test_constants_count_for_each_call() -> None:
     names = [f"c{i}" for i in range(300)]
     assert "--max-inlined-bytes" in only_finding(calling(names, 50_000), LIMIT, names[-1:]).message
