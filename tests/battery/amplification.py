@@ -54,8 +54,8 @@ class Amplified:
     faults: list[str] = field(default_factory=list)
 
 
-async def measure(server: RunningServer, factor: float = FACTOR) -> Amplified:
-    """Sends each large input alone. factor: of the input's size, that the front end may take."""
+async def measure(server: RunningServer, factor: float = FACTOR, free_bytes: int = CONSTANT_BYTES) -> Amplified:
+    """Sends each large input alone. factor: of the input's size, that the front end may take besides free_bytes."""
     found = Amplified()
     async with channel(server.target) as own:
         for name, (method, build) in INPUTS.items():
@@ -71,7 +71,7 @@ async def measure(server: RunningServer, factor: float = FACTOR) -> Amplified:
                 judged = judging.of_failure(failure)
             grown = peak_bytes(pid) - before
             found.figures[name] = round(grown / len(data), 1)
-            if grown > factor * len(data) + CONSTANT_BYTES:
+            if grown > factor * len(data) + free_bytes:
                 found.faults.append(
                     f"{name}: {len(data) / 2**20:.1f} MiB sent, the front end's memory grew by {grown / 2**20:.0f} MiB"
                 )

@@ -254,7 +254,7 @@ def test_op_table(allowed: bool, category: str, place: str, reasons: set[str], r
 
 
 async def test_amplification(shared_server: RunningServer) -> None:
-    assert (await amplification.measure(shared_server, factor=0.5)).faults
+    assert (await amplification.measure(shared_server, factor=0.5, free_bytes=0)).faults
 
 
 def test_escapes() -> None:
