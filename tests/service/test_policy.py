@@ -39,7 +39,9 @@ def canary(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trusting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server whose operator vouches for all callers."""
-    with running_server(tmp_path_factory.mktemp("trusting"), ("--trust", "full", "--device", "cpu")) as running:
+    # A sandbox would keep files closed whatever the list says.
+    flags = ("--trust", "full", "--sandbox", "off", "--device", "cpu")
+    with running_server(tmp_path_factory.mktemp("trusting"), flags) as running:
         yield running
 
 
