@@ -131,7 +131,7 @@ class Settings(BaseModel):
     )
     max_rank: PositiveInt = Field(8, description="Rank of shapes and constants in a graph.")
     max_unpacking: PositiveInt = Field(
-        10, description="Memory that a message may take once it is read: 64 MiB and so many times its size."
+        10, description="Memory that a message may take once it is read: 128 MiB and so many times its size."
     )
     max_selections: PositiveInt = Field(10_000_000, description="Nodes of a program times its overrides.")
     max_call_depth: PositiveInt = Field(32, description="Depth of calls, loops and branches within each other.")

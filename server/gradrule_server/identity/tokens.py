@@ -119,6 +119,10 @@ class Tokens:
         # Tables are looked up by a hash of what was sent, so that the time it takes tells nothing about what is kept.
         digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
         token = self._file.value().get(digest)
+        if token is None:
+            # It may have been made a moment ago.
+            self._file.refresh()
+            token = self._file.value().get(digest)
         if token is None or not hmac.compare_digest(bytes.fromhex(token.sha256), digest):
             return None
         principal = Principal(token.tenant, token.is_admin, token.expires, digest)

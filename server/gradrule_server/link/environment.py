@@ -25,8 +25,8 @@ _MALLOC = {
     # Filling must not make pages anew each time: what was freed is kept, as TensorFlow's own allocator would keep it.
     # 32 MiB is the most that glibc takes for this threshold; larger tensors come from the kernel.
     "mmap_threshold": 32 << 20,
-    "trim_threshold": 1 << 30,
-    "top_pad": 256 << 20,
+    "trim_threshold": 256 << 20,
+    "top_pad": 64 << 20,
 }
 
 

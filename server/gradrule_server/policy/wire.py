@@ -20,10 +20,9 @@ from google.protobuf.message import Message
 from gradrule_server.errors import Reason, error
 from gradrule_server.policy.bounds import Bounds
 
-FREE_BYTES = 64 << 20
-"""What every message may take, however small it is."""
-_WORST_FACTOR = 64
-SMALL_BYTES = FREE_BYTES // _WORST_FACTOR
+FREE_BYTES = 128 << 20
+"""What every message may take, however small it is: a hundred thousand nodes of 50 bytes need it."""
+SMALL_BYTES = 1 << 20
 """A message of no more bytes than this takes less than every message may."""
 # Fields are looked at one by one; more than these in one message take seconds.
 _MAX_FIELDS = 4_000_000
