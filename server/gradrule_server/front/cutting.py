@@ -12,6 +12,8 @@ import os
 import socket
 from urllib.parse import unquote
 
+from gradrule_server.front.calls import Context
+
 _log = logging.getLogger(__name__)
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -41,6 +43,23 @@ def cut(peer: str) -> bool:
     if found:
         _log.info("the connection of %s was closed: its client does not read", peer)
     return found
+
+
+class Unread:
+    """A unary answer that its client is to read, within so many seconds."""
+
+    __slots__ = ("_every_s", "_left_s", "_peer")
+
+    def __init__(self, context: Context, seconds: float, every_s: float) -> None:
+        # Asked for here: gRPC crashes where it is asked for the peer of a call that is over.
+        self._peer = context.peer()
+        self._left_s = seconds
+        self._every_s = every_s
+
+    def look(self) -> None:
+        was_left, self._left_s = self._left_s, self._left_s - self._every_s
+        if was_left >= 0 > self._left_s:
+            cut(self._peer)
 
 
 def _shut(connection: socket.socket) -> None:

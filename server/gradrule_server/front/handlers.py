@@ -7,13 +7,11 @@ anything is parsed, and where the metadata tells enough, before the request is r
 from __future__ import annotations
 
 import asyncio
-import logging
-import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -34,31 +32,27 @@ from gradrule_server.front.calls import (
     UploadMethod,
     UploadTable,
 )
-from gradrule_server.front.cutting import cut
-from gradrule_server.front.identity import Identity
+from gradrule_server.front.cutting import Unread, cut
+from gradrule_server.front.identity import Identity, Recheck
+from gradrule_server.front.outcomes import abort, incident, observed_of, when_done
 from gradrule_server.front.reading import Arrivals
 from gradrule_server.front.rounds import Rounds
+from gradrule_server.front.routing import Handler, Make, Service
 from gradrule_server.front.stalls import WatchedWriter
-from gradrule_server.front.status import DETAILS_KEY, code_of, status_of
 from gradrule_server.front.tenants import Tenant
-from gradrule_server.identity import OPEN, Principal
+from gradrule_server.identity import Principal
 from gradrule_server.link.owner import OWNER
 from gradrule_server.operations.audit import note_registration
 from gradrule_server.operations.observer import Observed, Observer
-from gradrule_server.operations.request import REQUEST_ID, Request, note_tenant
+from gradrule_server.operations.request import Request, note_tenant
 from gradrule_server.policy import SMALL_BYTES, Bounds, check_unpacking
 
-_log = logging.getLogger(__name__)
-
-_PUSHBACK_KEY = "grpc-retry-pushback-ms"
 # Bytes a second: so slowly an answer may be read.
 _SLOWEST = 1 << 20
 # So many times the patience that a stream's end gets to be read, before the connection is closed.
 _LAST = 2
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
-_Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
-_Make: TypeAlias = "Callable[[Principal | None], _Handler]"
 AnswerT = TypeVar("AnswerT")
 
 
@@ -123,7 +117,7 @@ class Door:
         `uploads`: those whose request comes in several messages. `streams`: the bidirectional ones.
         """
         rpc = f"{name.rpartition('.')[2]}/{{}}".format
-        makes: dict[str, _Make] = {}
+        makes: dict[str, Make] = {}
         for method_name, (request_type, method) in methods.items():
             makes[method_name] = self._unary(rpc(method_name), request_type, method)
         for method_name, (request_type, upload) in uploads.items():
@@ -132,7 +126,7 @@ class Door:
             makes[method_name] = self._stream(rpc(method_name), stream)
         paths = {f"/{name}/{method_name}": make for method_name, make in makes.items()}
         quiet = frozenset(f"/{name}/{item}" for item in streams)
-        return _Service(self._identity, self._crowded, self.observer, paths, quiet)
+        return Service(self._identity, self._crowded, self.observer, paths, quiet)
 
     async def answer(
         self,
@@ -168,7 +162,7 @@ class Door:
         except GradruleError:
             raise
         except Exception as cause:
-            raise _incident() from cause
+            raise incident() from cause
         return answer if isinstance(answer, bytes) else answer.SerializeToString()
 
     async def _answer(
@@ -220,7 +214,7 @@ class Door:
         note_tenant(principal.tenant, principal.label)
         tenant = self._tenants.loaded(principal.tenant) or await self._tenants.load(principal.tenant)
         self._tenants.enter(tenant)
-        _when_done(context, lambda: self._tenants.leave(tenant))
+        when_done(context, lambda: self._tenants.leave(tenant))
         return Caller(principal, tenant)
 
     def _send(self, caller: Caller, data: bytes, context: Context) -> bytes:
@@ -229,14 +223,14 @@ class Door:
         """
         share, size = caller.tenant.share, len(data)
         self._admission.grow(share, size)
-        unread = _Unread(context, self._times.stall_s + size / _SLOWEST, self._unread.every_s)
+        unread = Unread(context, self._times.stall_s + size / _SLOWEST, self._unread.every_s)
         self._unread.add(unread)
 
         def done() -> None:
             self._unread.discard(unread)
             self._admission.adjust(share, -size)
 
-        _when_done(context, done)
+        when_done(context, done)
         return data
 
     def _crowded(self, principal: Principal) -> GradruleError | None:
@@ -244,8 +238,8 @@ class Door:
         tenant = self._tenants.loaded(principal.tenant)
         return None if tenant is None else self._admission.refusal(tenant.share)
 
-    def _unary(self, rpc: str, request_type: type[RequestT], method: Method[RequestT]) -> _Make:
-        def make(known: Principal | None) -> _Handler:
+    def _unary(self, rpc: str, request_type: type[RequestT], method: Method[RequestT]) -> Make:
+        def make(known: Principal | None) -> Handler:
             async def handle(_: AsyncIterator[bytes], context: Context) -> bytes:
                 async def answer(caller: Caller, request: Request) -> bytes:
                     share, size = caller.tenant.share, 0
@@ -271,8 +265,8 @@ class Door:
 
         return make
 
-    def _upload(self, rpc: str, request_type: type[RequestT], method: UploadMethod[RequestT]) -> _Make:
-        def make(known: Principal | None) -> _Handler:
+    def _upload(self, rpc: str, request_type: type[RequestT], method: UploadMethod[RequestT]) -> Make:
+        def make(known: Principal | None) -> Handler:
             async def handle(pieces: AsyncIterator[bytes], context: Context) -> bytes:
                 async def answer(caller: Caller, request: Request) -> bytes:
                     async def messages() -> AsyncIterator[RequestT]:
@@ -300,14 +294,14 @@ class Door:
 
         return make
 
-    def _stream(self, rpc: str, method: StreamMethod) -> _Make:
-        def make(known: Principal | None) -> _Handler:
+    def _stream(self, rpc: str, method: StreamMethod) -> Make:
+        def make(known: Principal | None) -> Handler:
             async def handle(requests: AsyncIterator[bytes], context: Context) -> None:
                 async def answer(caller: Caller, request: Request) -> None:
                     request.is_stream = True
                     streams = caller.tenant.room["streams"]
                     streams.take()
-                    _when_done(context, streams.give_back)
+                    when_done(context, streams.give_back)
                     await self._while_read(method, caller, requests, context)
 
                 await self._receive(rpc, known, context, answer)
@@ -328,7 +322,7 @@ class Door:
         What is counted in for the call is counted out when gRPC is done with it: a client that reads nothing keeps it
         waiting, and what it waits with.
         """
-        observed = _observed(self.observer, rpc, context)
+        observed = observed_of(self.observer, rpc, context)
         try:
             with observed:
                 try:
@@ -336,9 +330,9 @@ class Door:
                 except GradruleError:
                     raise
                 except Exception as cause:
-                    raise _incident() from cause
+                    raise incident() from cause
         except GradruleError as cause:
-            await _abort(context, cause, observed.request)
+            await abort(context, cause, observed.request)
 
     async def _while_read(
         self, method: StreamMethod, caller: Caller, requests: AsyncIterator[bytes], context: Context
@@ -379,7 +373,7 @@ class Door:
                     loop = asyncio.get_running_loop()
                     loop.call_later(_LAST * self._times.stall_s, cut_off, context.peer(), size)
                 else:
-                    _when_done(context, lambda: self._admission.adjust(share, -size))
+                    when_done(context, lambda: self._admission.adjust(share, -size))
                 raise
             self._admission.adjust(share, -size)
 
@@ -389,7 +383,7 @@ class Door:
 
         writer = WatchedWriter(write, self._times.stall_s, stalled)
         serving = asyncio.ensure_future(method(caller, checked(), writer.write))
-        recheck = _Recheck(self._identity, caller.principal, end)
+        recheck = Recheck(self._identity, caller.principal, end)
         self._rechecks.add(recheck)
         try:
             await serving
@@ -415,105 +409,6 @@ class Door:
             raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, f"not done within {seconds:.3g} s") from cause
 
 
-class _Unread:
-    """A unary answer that its client is to read, within so many seconds."""
-
-    __slots__ = ("_every_s", "_left_s", "_peer")
-
-    def __init__(self, context: Context, seconds: float, every_s: float) -> None:
-        # Asked for here: gRPC crashes where it is asked for the peer of a call that is over.
-        self._peer = context.peer()
-        self._left_s = seconds
-        self._every_s = every_s
-
-    def look(self) -> None:
-        was_left, self._left_s = self._left_s, self._left_s - self._every_s
-        if was_left >= 0 > self._left_s:
-            cut(self._peer)
-
-
-class _Recheck:
-    """A stream whose credential may be taken back: `end` it then."""
-
-    __slots__ = ("_end", "_identity", "_principal")
-
-    def __init__(self, identity: Identity, principal: Principal, end: Callable[[GradruleError], object]) -> None:
-        self._identity = identity
-        self._principal = principal
-        self._end = end
-
-    def look(self) -> None:
-        try:
-            self._identity.check(self._principal)
-        except GradruleError as cause:
-            self._end(cause)
-
-
-class _Service(grpc.GenericRpcHandler):
-    """Finds the handler of a call, and refuses before the call's request is read where its metadata tells enough.
-
-    `crowded`: why nothing more is taken of a caller, if so; it does not hold for `streams`, which may stay quiet.
-    """
-
-    def __init__(
-        self,
-        identity: Identity,
-        crowded: Callable[[Principal], GradruleError | None],
-        observer: Observer,
-        makes: Mapping[str, _Make],
-        streams: frozenset[str],
-    ) -> None:
-        self._identity = identity
-        self._crowded = crowded
-        self._observer = observer
-        self._makes = makes
-        self._streams = streams
-        self._open = {path: make(OPEN) for path, make in makes.items()} if identity.is_open else {}
-
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> _Handler | None:
-        path = handler_call_details.method
-        make = self._makes.get(path)
-        if make is None:
-            return None
-        try:
-            known = self._identity.of_metadata(handler_call_details.invocation_metadata)
-        except GradruleError as cause:
-            return _refusing(self._observer, path, None, cause)
-        if known is not None and path not in self._streams:
-            crowded = self._crowded(known)
-            if crowded is not None:
-                return _refusing(self._observer, path, known, crowded)
-        return self._open.get(path) or make(known)
-
-
-def _refusing(observer: Observer, path: str, known: Principal | None, cause: GradruleError) -> _Handler:
-    """Ends a call of any form without reading its request."""
-
-    async def refuse(_: AsyncIterator[bytes], context: Context) -> None:
-        observed = _observed(observer, path.rpartition(".")[2], context)
-        try:
-            with observed:
-                if known is not None:
-                    note_tenant(known.tenant, known.label)
-                raise cause
-        except GradruleError:
-            await _abort(context, cause, observed.request)
-
-    return grpc.stream_stream_rpc_method_handler(refuse)
-
-
-def _observed(observer: Observer, rpc: str, context: Context) -> Observed:
-    """An RPC that begins; its caller learns the id under which the log has it."""
-    observed = observer.rpc(rpc, context.invocation_metadata(), context.peer)
-    context.set_trailing_metadata(((REQUEST_ID, observed.request.id),))
-    return observed
-
-
-def _when_done(context: Context, undo: Callable[[], object]) -> None:
-    """Calls `undo` when gRPC is done with a call, its last bytes included."""
-    context.add_done_callback(lambda _: undo())  # type: ignore[arg-type]  # the stubs ask for a class of their own
-
-
 def _parse(request_type: type[RequestT], raw: bytes, bounds: Bounds) -> RequestT:
     check_unpacking(raw, request_type, bounds)
     try:
@@ -522,23 +417,3 @@ def _parse(request_type: type[RequestT], raw: bytes, bounds: Bounds) -> RequestT
         raise error(
             errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"the bytes are no {request_type.DESCRIPTOR.full_name}"
         ) from cause
-
-
-def _incident() -> GradruleError:
-    """What a caller is told of an unforeseen failure: nothing may leak, and nothing may be lost."""
-    incident = secrets.token_hex(4)
-    _log.exception("incident %s", incident)
-    return error(errors_pb2.ERROR_REASON_INTERNAL, f"the server failed; its log has more under incident {incident}")
-
-
-async def _abort(context: Context, cause: GradruleError, request: Request) -> NoReturn:
-    status = status_of(cause)
-    trailers: list[tuple[str, str | bytes]] = [
-        (DETAILS_KEY, status.SerializeToString()),
-        (REQUEST_ID, request.id),
-    ]
-    if cause.retry_after_s is not None:
-        # Clients that try again by themselves wait for so long.
-        trailers.append((_PUSHBACK_KEY, str(int(cause.retry_after_s * 1000))))
-    await context.abort(code_of(cause.reason), status.message, trailing_metadata=tuple(trailers))
-    raise AssertionError("abort always raises")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from gradrule_server.errors import GradruleError
 from gradrule_server.front.calls import Context
 from gradrule_server.identity import OPEN, Credentials, Principal, unauthenticated
 
@@ -48,3 +49,20 @@ class Identity:
         """UNAUTHENTICATED where the credential of one who came before holds no longer."""
         if not self._credentials.still_holds(principal):
             raise unauthenticated()
+
+
+class Recheck:
+    """A stream whose credential may be taken back: `end` it then."""
+
+    __slots__ = ("_end", "_identity", "_principal")
+
+    def __init__(self, identity: Identity, principal: Principal, end: Callable[[GradruleError], object]) -> None:
+        self._identity = identity
+        self._principal = principal
+        self._end = end
+
+    def look(self) -> None:
+        try:
+            self._identity.check(self._principal)
+        except GradruleError as cause:
+            self._end(cause)
