@@ -199,12 +199,12 @@ MESSAGES: Mapping[str, Callable[[], bytes]] = {
     "empty nodes": lambda: nested(2, 1, 1, inside=b"\x0a\x00" * 2_000_000),
     "empty nodes, serialised": lambda: nested(2, 1, 2, inside=b"\x0a\x00" * 2_000_000),
     "empty overrides": lambda: nested(2, inside=b"\x12\x00" * 1_000_000),
-    "empty dimensions": lambda: nested(3, 2, 1, 2, inside=b"\x12\x00" * 1_000_000),
+    "empty dimensions": lambda: nested(3, 2, 1, 2, inside=b"\x12\x00" * 3_000_000),
     "a chain": lambda: raw.request(
         raw.graph(
-            raw.placeholder(), *(raw.node(f"n{i}", "Neg", f"n{i - 1}" if i else "x") for i in range(150_000))
+            raw.placeholder(), *(raw.node(f"n{i}", "Neg", f"n{i - 1}" if i else "x") for i in range(199_000))
         ).SerializeToString(),
         fetches=["n9"],
     ).SerializeToString(),
 }
-"""Each would take the front end more than 64 MiB and ten times its size."""
+"""Each would take the front end more than 128 MiB and ten times its size."""

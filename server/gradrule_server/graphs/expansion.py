@@ -177,8 +177,9 @@ def _expand(graph: Graph, request: ExpandRequest, limits: Limits) -> Expanded:
     bodies = [copy.body, *rules.bodies.values()]
     _check_runnable(bodies, {**copy.scopes, **rules.scopes}, limits, findings)
     findings.raise_if_any()
-    brought = _write_brought(rules.bodies, wishes.brought, graph.versions, limits)
     marks = mark(bodies, {**copy.resolved, **scene.resolved, **rules.resolved})
+    # Marks are written onto nodes: those within gradients, too, for gradients of gradients.
+    brought = _write_brought(rules.bodies, wishes.brought, graph.versions, limits)
     return Expanded(
         graph_bytes=write_graph(copy.body, rules.bodies.values(), graph.versions),
         nodes=sum(len(body.nodes) for root in bodies for body in bodies_of(root)),
