@@ -175,14 +175,14 @@ async def test_a_request_that_the_engine_has_no_room_for_is_refused_and_the_next
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(arena, "is_supported", lambda: False)
-    limit = 448 * _MEBIBYTE
+    limit = 1024 * _MEBIBYTE
     pool = EnginePool(ProcessOptions("cpu", 2, memory_limit=limit), spares=0)
     await pool.start()
     await _compile(pool)
     pid = pool.engines[0].pid
     # Of its limit, the engine itself takes some.
     with pytest.raises(GradruleError) as caught:
-        await _ask(pool, Kind.RUN, _run(np.ones(80 * _MEBIBYTE, np.float32)))
+        await _ask(pool, Kind.RUN, _run(np.ones(200 * _MEBIBYTE, np.float32)))
     assert caught.value.reason == errors_pb2.ERROR_REASON_MEMORY_EXCEEDED
     assert f"{limit} bytes (--memory-limit)" in caught.value.message
     values = np.arange(_MEBIBYTE, dtype=np.float32)
