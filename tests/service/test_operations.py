@@ -311,7 +311,12 @@ def test_the_live_table_follows_until_it_is_interrupted(watched: Watched) -> Non
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "gradrule.cli", "status", "--target", watched.server.target, "--interval", "0.1"]
     environment = server_environment({"TERM": "xterm", "COLUMNS": "160", "LINES": "50"})
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    # Whoever started the tests may have had interrupts ignored, which processes inherit.
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    finally:
+        signal.signal(signal.SIGINT, previous)
     os.close(theirs)
     seen = b""
     try:
@@ -324,6 +329,7 @@ def test_the_live_table_follows_until_it_is_interrupted(watched: Watched) -> Non
         assert process.wait(10) == 130
     finally:
         process.kill()
+        process.wait()
         os.close(ours)
 
 
