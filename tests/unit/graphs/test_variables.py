@@ -114,7 +114,10 @@ def _a_loop_in_a_call_in_a_branch(w: Any, x: Any) -> Any:
     def case(index: Any) -> Any:
         return tf.switch_case(index, [lambda: x, loop, lambda: w + x])
 
-    return case(tf.constant(1)) + w
+    chosen = case(tf.constant(1))
+    # Outside functions TensorFlow orders nothing by itself: without this edge the read may come before or after.
+    with tf.control_dependencies([chosen]):
+        return chosen + w.read_value()
 
 
 def _moving_average(w: Any, x: Any) -> Any:
