@@ -23,6 +23,13 @@ X = np.float32([[1, 2, 3], [4, 5, 6]])
 W = np.ones((3, 2), np.float32)
 
 
+@pytest.fixture(scope="module")
+def standing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server whose processes may stand still: what that does to an engine and its sessions is nobody else's."""
+    with running_server(tmp_path_factory.mktemp("standing")) as running:
+        yield running
+
+
 def linear() -> gr.Graph:
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None, 3])
@@ -76,24 +83,25 @@ def in_loop(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
     assert lost == []
 
 
-def test_an_interrupt_closes_the_session(server: RunningServer, client: gr.Client) -> None:
+def test_an_interrupt_closes_the_session(standing: RunningServer) -> None:
     """Else the next question would get the answer of the one that was interrupted."""
-    with client.session(linear()) as s:
-        s.evaluate({"x": X}, fetches=["loss"])
-        with stopped(server.wait_for_engine()), pytest.raises(KeyboardInterrupt), interrupt_after(0.3):
+    with gr.connect(standing.target) as client:
+        with client.session(linear()) as s:
             s.evaluate({"x": X}, fetches=["loss"])
-        with refused("UNAVAILABLE") as refusal:
-            s.evaluate({"x": 2 * X}, fetches=["loss"])
-        refusal.says("not open")
-    with client.session(linear()) as s:
-        assert_close(s.evaluate({"x": 2 * X}, fetches=["loss"]).outputs["loss"], np.float32(84))
+            with stopped(standing.wait_for_engine()), pytest.raises(KeyboardInterrupt), interrupt_after(0.3):
+                s.evaluate({"x": X}, fetches=["loss"])
+            with refused("UNAVAILABLE") as refusal:
+                s.evaluate({"x": 2 * X}, fetches=["loss"])
+            refusal.says("not open")
+        with client.session(linear()) as s:
+            assert_close(s.evaluate({"x": 2 * X}, fetches=["loss"]).outputs["loss"], np.float32(84))
 
 
-def test_a_cancelled_task_closes_its_session(server: RunningServer) -> None:
+def test_a_cancelled_task_closes_its_session(standing: RunningServer) -> None:
     async def body() -> None:
-        async with gr.aio.connect(server.target) as client, client.session(linear()) as s:
+        async with gr.aio.connect(standing.target) as client, client.session(linear()) as s:
             await s.evaluate({"x": X}, fetches=["loss"])
-            with stopped(server.wait_for_engine()):
+            with stopped(standing.wait_for_engine()):
                 task = asyncio.ensure_future(s.evaluate({"x": X}, fetches=["loss"]))
                 await asyncio.sleep(0.2)
                 task.cancel()
@@ -106,16 +114,16 @@ def test_a_cancelled_task_closes_its_session(server: RunningServer) -> None:
     in_loop(body)
 
 
-def test_a_task_that_is_cancelled_while_it_writes_is_the_only_one(server: RunningServer) -> None:
+def test_a_task_that_is_cancelled_while_it_writes_is_the_only_one(standing: RunningServer) -> None:
     big = np.zeros(6_000_000, np.float32)
 
     async def body() -> None:
-        async with gr.aio.connect(server.target) as client:
+        async with gr.aio.connect(standing.target) as client:
             program = await client.compile(squares(), fetches=["y"], ys=["y"], xs=["x"])
             async with await program.forward({"x": [3.0]}) as handle:
                 name = handle._handle
                 connection: Any = client._stream._connection
-                with stopped(server.process.pid):
+                with stopped(standing.process.pid):
                     other = asyncio.ensure_future(handle.vjp())
                     await asyncio.sleep(0.1)
                     # Too much for what the connection takes before the server reads.
@@ -139,14 +147,14 @@ def test_a_task_that_is_cancelled_while_it_writes_is_the_only_one(server: Runnin
     in_loop(body)
 
 
-def test_a_deadline_holds_for_the_writing_too(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadline_holds_for_the_writing_too(standing: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradrule._streams._GRACE_S", 0.1)
     big = np.zeros(6_000_000, np.float32)
 
     async def body() -> None:
-        async with gr.aio.connect(server.target) as client:
+        async with gr.aio.connect(standing.target) as client:
             program = await client.compile(squares(), fetches=["y"], ys=["y"], xs=["x"])
-            with stopped(server.process.pid), refused("DEADLINE_EXCEEDED"):
+            with stopped(standing.process.pid), refused("DEADLINE_EXCEEDED"):
                 await program.forward({"x": big}, timeout=0.3)
             async with await program.forward({"x": [3.0]}) as handle:
                 assert_close(handle.outputs["y"], np.float32([9]))
