@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from gradrule.v1 import errors_pb2
 
@@ -47,7 +47,6 @@ class GradruleError(Exception):
     findings: Sequence[Finding]
     retry_after_s: float | None = None
     resource: Resource | None = None
-    metadata: dict[str, str] = field(default_factory=dict)
     resources: Sequence[Resource] = ()
 
     @property

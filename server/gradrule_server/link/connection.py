@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
@@ -30,7 +30,7 @@ from gradrule_server.link.framing import (
     unpack_header,
     unpack_place,
 )
-from gradrule_server.link.owner import OWNER
+from gradrule_server.link.owner import OWNER, Served
 from gradrule_server.link.v1 import link_pb2
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ _log = logging.getLogger(__name__)
 _MOST_FRAME_BYTES = 2**31
 # Arenas keep their memory for the next large message, which is twice as fast then; but not for long.
 _TRIM_AFTER_S = 2.0
-_MAX_TURNS = 1024
 
 
 class EngineGone(Exception):
@@ -126,8 +125,7 @@ class Connection(asyncio.Protocol):
         self._ids = itertools.count(1)
         self._waiting: dict[int, Work] = {}
         self._running: dict[int, Work] = {}
-        # Owners whose work was taken up, the latest last.
-        self._turns: OrderedDict[str, None] = OrderedDict()
+        self._served = Served()
         self._compiling = False
         self.compiling_since = 0.0
         """Loop time at which the last program began to be compiled."""
@@ -214,9 +212,9 @@ class Connection(asyncio.Protocol):
         self._buffer += data
         try:
             self._read_frames()
-        except (ValueError, DecodeError) as cause:
-            # Whatever it is by now, it is no engine. All that wait are told once the transport has closed.
-            _log.error("an engine sent what makes no sense: %s; its connection is closed", cause)
+        except (ValueError, DecodeError, OSError, MemoryError) as cause:
+            # Nobody can tell any more where a frame begins. All that wait are told once the transport has closed.
+            _log.error("what an engine sent cannot be read: %s; its connection is closed", cause or "no memory")
             self._buffer = bytearray()
             if self._transport is not None:
                 self._transport.abort()
@@ -264,10 +262,7 @@ class Connection(asyncio.Protocol):
 
     def _start(self, work: Work) -> None:
         self._running[work.id] = work
-        self._turns[work.owner] = None
-        self._turns.move_to_end(work.owner)
-        while len(self._turns) > _MAX_TURNS:
-            self._turns.popitem(last=False)
+        self._served.note(work.owner)
         work.started_at = asyncio.get_running_loop().time()
         if work.kind is Kind.COMPILE:
             self._compiling = True
@@ -293,9 +288,9 @@ class Connection(asyncio.Protocol):
         That of the owner with the least under way; among such, of the one whose turn was longest ago.
         """
         under_way = Counter(work.owner for work in self._running.values())
-        turns = {owner: number for number, owner in enumerate(self._turns, 1)}
+        places = self._served.places()
         can_start = (work for work in self._waiting.values() if self._can_start(work.kind))
-        return min(can_start, key=lambda work: (under_way[work.owner], turns.get(work.owner, 0)), default=None)
+        return min(can_start, key=lambda work: (under_way[work.owner], places.get(work.owner, 0)), default=None)
 
     def _write(self, kind: Kind, request_id: int, payload: bytes) -> None:
         if self._transport is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import Counter
@@ -79,7 +78,6 @@ class Engine:
         self._on_change = on_change
         self._on_event = on_event
         self._process: EngineProcess | None = None
-        self._up = asyncio.Event()
         self._filling: asyncio.Task[None] | None = None
         self._reports: set[asyncio.Task[None]] = set()
         self._is_stopped = False
@@ -149,10 +147,6 @@ class Engine:
             ended=dict(self._ended),
         )
 
-    async def wait_ready(self) -> None:
-        """Waits until it takes work."""
-        await self._up.wait()
-
     async def fill(self) -> None:
         """Takes a process as soon as there is one. `EngineRefused` where the first of all cannot start."""
         if self._spares is not None:
@@ -165,7 +159,6 @@ class Engine:
         process.connection.on_lost = lambda: self._on_lost(process)
         self.generation += 1
         self.kept = self.programs = 0
-        self._up.set()
         self._on_event(EngineEvent("ready", self.index, process.pid))
         self._on_change(self)
         if process.connection.is_closed:
@@ -175,7 +168,6 @@ class Engine:
         """Gives up the process, which is returned if it does nothing, and ended otherwise."""
         process = self._process
         self._process = None
-        self._up.clear()
         if process is None:
             return None
         # What it keeps for anybody is lost to them: whoever has it next knows nothing of it.
@@ -268,8 +260,7 @@ class Engine:
         self._is_stopped = True
         if self._filling is not None:
             self._filling.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._filling
+            await asyncio.gather(self._filling, return_exceptions=True)
         if self._process is not None:
             process, self._process = self._process, None
             process.connection.on_lost = None
@@ -300,7 +291,6 @@ class Engine:
     def _empty(self) -> None:
         self.generation += 1
         self.kept = self.programs = 0
-        self._up.clear()
         self._on_change(self)
 
     async def _report(self, process: EngineProcess) -> None:

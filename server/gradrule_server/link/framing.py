@@ -170,11 +170,6 @@ class FrameSocket:
             self._sock.sendall(pack_header(kind, request_id, len(payload)))
             self._sock.sendall(payload)
 
-    @property
-    def placed_bytes(self) -> int:
-        """What lies in the arena and was not taken yet."""
-        return 0 if self._arenas is None else self._arenas.outgoing.used_bytes
-
     def answer_housekeeping(self, frame: Frame) -> bool:
         """Does what a frame asks for that is about the link itself; False where it is about something else."""
         if frame.kind is Kind.PING:

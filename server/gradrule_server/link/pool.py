@@ -93,11 +93,11 @@ class EnginePool:
 
     async def stop(self) -> None:
         """Ends all."""
-        for task in (*self._filling, self._watching, self._counting):
-            if task is not None:
-                task.cancel()
-                with contextlib.suppress(asyncio.CancelledError, EngineRefused, OSError):
-                    await task
+        tasks = [task for task in (*self._filling, self._watching, self._counting) if task is not None]
+        for task in tasks:
+            task.cancel()
+        # Whatever one of them died of before, the engines are to be stopped.
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(engine.stop() for engine in self.engines))
         await self._spares.stop()
 

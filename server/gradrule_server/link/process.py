@@ -84,8 +84,9 @@ class EngineProcess:
         """Waits for the greeting. `EngineRefused` where the engine cannot run as asked, or does not get that far."""
         try:
             greeting = await asyncio.wait_for(self.connection.greeting, _GREETING_TIMEOUT_S)
-        except (EngineGone, TimeoutError):
-            self.kill()
+        except (EngineGone, TimeoutError) as cause:
+            if isinstance(cause, TimeoutError):
+                self.end(Reason.HEARTBEAT)
             raise EngineRefused(f"the engine died while it started: {await self.ending()}") from None
         if greeting.refusal:
             await self.process.wait()

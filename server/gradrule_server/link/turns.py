@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 
-from gradrule_server.link.owner import OWNER
-
-_MAX_OWNERS = 1024
+from gradrule_server.link.owner import OWNER, Served
 
 
 class Turns:
@@ -16,8 +13,7 @@ class Turns:
     def __init__(self) -> None:
         self._is_held = False
         self._waiting: list[tuple[str, asyncio.Future[None]]] = []
-        # Owners that had it, the latest last.
-        self._served: OrderedDict[str, None] = OrderedDict()
+        self._served = Served()
 
     @property
     def waiting(self) -> int:
@@ -39,10 +35,7 @@ class Turns:
                     self._pass_on()
                 raise
         self._is_held = True
-        self._served[owner] = None
-        self._served.move_to_end(owner)
-        while len(self._served) > _MAX_OWNERS:
-            self._served.popitem(last=False)
+        self._served.note(owner)
 
     async def __aexit__(self, *_: object) -> None:
         self._pass_on()
@@ -53,7 +46,7 @@ class Turns:
         waiting = [turn for turn in self._waiting if not turn[1].done()]
         self._is_held = bool(waiting)
         if waiting:
-            places = {owner: number for number, owner in enumerate(self._served, 1)}
+            places = self._served.places()
             turn = min(waiting, key=lambda waits: places.get(waits[0], 0))
             self._waiting.remove(turn)
             turn[1].set_result(None)

@@ -8,23 +8,23 @@ from dataclasses import dataclass
 
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.errors import GradruleError, error
+from gradrule_server.link.account import Account
 from gradrule_server.link.faults import EngineLost
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.timings import note_pull_back
 from gradrule_server.programs.house import ProgramHouse
 from gradrule_server.programs.running import Place
-from gradrule_server.programs.shelf import Loadable
 from gradrule_server.quotas import Allowance
 
 
 @dataclass(slots=True, eq=False)
 class _Handle:
-    """What an engine keeps of a program. `kept_bytes`: on the device."""
+    """What an engine keeps of a program. `kept_bytes`: on the device. `account`: who answers for pulling back."""
 
     name: str
     place: Place
-    program: Loadable
+    account: Account
     kept_bytes: int
     ttl_s: float
     timer: asyncio.TimerHandle | None = None
@@ -101,7 +101,9 @@ class StreamHandles:
         place: Place | None = None
         try:
             answer, how, place, program = await house.house.forward(request.evaluate, name, received_ns, ends_at)
-            handle = _Handle(name, place, program, how.kept_bytes, min(ttl_s, house.ttl_s))
+            # Not the program itself: nobody counts what it takes here.
+            account = house.house.retries().account(program)
+            handle = _Handle(name, place, account, how.kept_bytes, min(ttl_s, house.ttl_s))
             house.add(handle)
         except BaseException as cause:
             house.give_up()
@@ -130,16 +132,14 @@ class StreamHandles:
             handle=name, received_ns=received_ns, request=raw, blob_folder=self._house.blob_folder
         )
         self._pause(handle)
-        engine = handle.place.engine
-        retries = self._house.house.retries()
         try:
-            answer = await engine.call(
-                Kind.PULL_BACK, request.SerializeToString(), ends_at, retries.account(handle.program)
+            answer = await handle.place.engine.call(
+                Kind.PULL_BACK, request.SerializeToString(), ends_at, handle.account
             )
             note_pull_back(answer, received_ns)
             return answer
         except EngineLost as lost:
-            retries.note_lost(handle.program, lost)
+            handle.account.lost(lost)
             if lost.is_suspect and lost.is_alone:
                 raise
             raise _expired(f"the handle {name!r} was lost with its engine") from lost

@@ -228,7 +228,7 @@ class ProgramHouse:
         """Runs on an engine as it is now; tells also whether the program had to be loaded first, and where it ran."""
         account = retries.account(program.loadable)
         with self._loaded.held(program.loadable, engine, how.ends_at, account) as load:
-            is_loaded_now = not load.is_ready
+            is_loaded_now = not load.is_over
             with compiling() if is_loaded_now else contextlib.nullcontext():
                 await self._loaded.wait(load, may_move=engine is None)
             run.key = load.engine_key

@@ -85,14 +85,14 @@ class LoadedPrograms:
 
         `may_move`: also where it waits behind a program that takes long, and need not.
         """
-        while may_move and not load.is_ready:
+        while may_move and not load.is_over:
             await asyncio.wait([load.work.answer], timeout=_SLOW_COMPILE_S)
             waits = load.work.connection.is_waiting(load.work)
             if waits and load.engine.has_compiled_for(_SLOW_COMPILE_S) and self._has_way_around(load.engine):
                 raise lost_waiting()
         try:
             # Several callers may wait for one load; one that gives up must not take it from the others.
-            answer = load.work.answer.result() if load.is_ready else await asyncio.shield(load.work.answer)
+            answer = load.work.answer.result() if load.is_over else await asyncio.shield(load.work.answer)
         except EngineGone as gone:
             raise await load.engine.lost(load.work, gone) from None
         load.check()

@@ -62,8 +62,15 @@ class Load:
     holders: int = 0
 
     @property
-    def is_ready(self) -> bool:
+    def is_over(self) -> bool:
+        """Whether the engine has it, or will not."""
         return self.work.answer.done()
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the engine has it."""
+        answer = self.work.answer
+        return answer.done() and not answer.cancelled() and answer.exception() is None
 
     def check(self) -> None:
         """`EngineLost` where the engine that had it is gone."""
@@ -73,22 +80,28 @@ class Load:
 
 @dataclass(slots=True)
 class _Weights:
-    """Blobs that loaded programs hold, each counted once."""
+    """Blobs that loaded programs hold, each counted once for each tenant: engines share nothing between tenants."""
 
-    holders: Counter[str] = field(default_factory=Counter)
+    holders: Counter[tuple[str, str]] = field(default_factory=Counter)
     bytes: int = 0
 
     def add(self, program: Loadable) -> None:
-        for blob, size in zip(program.blobs, program.blob_bytes, strict=True):
+        for blob, size in self._blobs(program):
             self.bytes += 0 if self.holders[blob] else size
             self.holders[blob] += 1
 
     def remove(self, program: Loadable) -> None:
-        for blob, size in zip(program.blobs, program.blob_bytes, strict=True):
+        for blob, size in self._blobs(program):
             self.holders[blob] -= 1
             if not self.holders[blob]:
                 del self.holders[blob]
                 self.bytes -= size
+
+    @staticmethod
+    def _blobs(program: Loadable) -> Iterator[tuple[tuple[str, str], int]]:
+        folder = "" if program.store is None else program.store.folder_name
+        for blob, size in zip(program.blobs, program.blob_bytes, strict=True):
+            yield (folder, blob), size
 
 
 class Shelf:
@@ -133,8 +146,8 @@ class Shelf:
         if self._generation == self._engine.generation:
             return []
         self._generation = self._engine.generation
-        # A load that was being used may be what ended the process; whoever used it asks for it again.
-        left = [load for load in reversed(self._loads.values()) if load.is_ready and not load.holders]
+        # What was being used, or loaded, may be what ended the process; whoever wants it asks for it again.
+        left = [load for load in reversed(self._loads.values()) if load.is_loaded and not load.holders]
         self._loads.clear()
         self._weights = _Weights()
         self._bytes = 0
@@ -217,7 +230,7 @@ class Shelf:
         if not self._is_too_full:
             return
         for load in list(self._loads.values()):
-            if load.is_ready and not load.holders:
+            if load.is_over and not load.holders:
                 self._unload(load)
                 if not self._is_too_full:
                     return

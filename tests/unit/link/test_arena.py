@@ -156,7 +156,8 @@ async def test_large_payloads_do_not_go_through_the_socket_and_their_room_is_fre
         taken = await link.received()
         assert (taken.kind, taken.request_id) == (Kind.TAKEN, frame.request_id)
         assert link.engine.answer_housekeeping(taken)
-        assert link.engine.placed_bytes == 0
+        assert link.engine._arenas is not None
+        assert link.engine._arenas.outgoing.used_bytes == 0
         other.answer.cancel()
 
 
@@ -169,6 +170,23 @@ async def test_an_answer_that_nobody_wants_is_let_go_unread() -> None:
         assert (await link.received()).kind is Kind.TAKEN
         assert work.ended
         assert link.arenas.outgoing.used_bytes == 0
+
+
+async def test_a_payload_that_cannot_be_read_ends_the_connection_and_its_caller_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with _linked() as link:
+        work = link.connection.submit(Kind.RUN, b"a")
+        frame = await link.received()
+
+        def fails(*_: object) -> bytes:
+            raise OSError("no such memory")
+
+        monkeypatch.setattr(link.arenas.incoming, "read", fails)
+        link.engine.send(Kind.RAN, frame.request_id, bytes(LEAST_PLACED_BYTES))
+        with pytest.raises(EngineGone):
+            await work.answer
+        assert "no such memory" in caplog.text
 
 
 async def test_what_finds_no_room_goes_through_the_socket() -> None:

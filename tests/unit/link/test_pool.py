@@ -277,6 +277,18 @@ async def test_a_stop_leaves_no_process_that_is_starting(starter: Starter, monke
     assert starter.started[1].is_killed
 
 
+async def test_a_stop_ends_all_though_the_watch_had_died(starter: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(_: object) -> None:
+        raise RuntimeError("no /proc")
+
+    monkeypatch.setattr(pool_module.Watch, "run", fails)
+    pool = _pool(engines=2)
+    await pool.start()
+    await _until(lambda: pool.spares_ready)
+    await pool.stop()
+    assert all(process.is_killed for process in starter.started)
+
+
 async def test_a_stop_waits_for_the_ends_of_processes() -> None:
     """Real ones: one serves, its spare is importing TensorFlow."""
     pool = _pool()

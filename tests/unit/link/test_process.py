@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
+from gradrule_server.link import process as process_module
 from gradrule_server.link.endings import Reason
-from gradrule_server.link.process import EngineProcess
+from gradrule_server.link.process import EngineProcess, EngineRefused
 from gradrule_server.link.stderr import LastWords
 from tests.unit.link.fake_engine import connected
 
@@ -24,4 +25,27 @@ async def test_who_is_killed_close_to_its_limit_took_too_much_memory(limit: int,
     assert not engine.has_ended
     process.kill()
     assert (await engine.ending()).reason is reason
+    assert engine.has_ended
+
+
+async def _started(*command: str) -> EngineProcess:
+    """A process at whose connection nothing is heard."""
+    process = await asyncio.create_subprocess_exec(*command)
+    connection, _ = connected(1)
+    return EngineProcess(process, connection, asyncio.create_task(asyncio.sleep(0)), LastWords(), None)
+
+
+async def test_one_that_fails_at_its_start_is_told_as_it_failed() -> None:
+    """The socket tells of it before the operating system does, so it must not be killed at that."""
+    engine = await _started("sh", "-c", "sleep 0.1; exit 3")
+    engine.connection.connection_lost(None)
+    with pytest.raises(EngineRefused, match="exit code 3"):
+        await engine.greet()
+
+
+async def test_one_that_hangs_at_its_start_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_module, "_GREETING_TIMEOUT_S", 0.05)
+    engine = await _started("sleep", "60")
+    with pytest.raises(EngineRefused, match="answered nothing"):
+        await engine.greet()
     assert engine.has_ended

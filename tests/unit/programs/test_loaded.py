@@ -16,14 +16,17 @@ import pytest
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link import engine as engine_module
+from gradrule_server.link import spares as spares_module
 from gradrule_server.link.faults import EngineLost, fault_message
 from gradrule_server.link.framing import Kind
+from gradrule_server.link.pool import EnginePool
+from gradrule_server.link.process import ProcessOptions
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs import loaded as loaded_module
 from gradrule_server.programs import shelf as shelf_module
 from gradrule_server.programs.loaded import Load, Loadable, LoadedPrograms
 from gradrule_server.registry.blobs import BlobStore
-from tests.unit.link.fake_engine import CRASH, FakeEngine, FakePool, Overruns
+from tests.unit.link.fake_engine import CRASH, FakeEngine, FakePool, Overruns, Starter
 
 
 @pytest.fixture
@@ -263,6 +266,22 @@ async def test_weights_count_once_however_many_programs_hold_them(blobs: BlobSto
     assert unloaded(engine) == [first]
 
 
+async def test_weights_of_several_tenants_count_for_each(blobs: BlobStore) -> None:
+    """Engines share nothing between tenants."""
+    blobs = BlobStore(blobs.folder, 100)
+    sha256 = hashlib.sha256(b"w").hexdigest()
+    engine = FakeEngine()
+    loaded = LoadedPrograms(FakePool(engine), blobs, 10, 2500)
+    for number, name in enumerate("abc", 1):
+        store = blobs.of(name, 100)
+        upload = store.upload(sha256)
+        upload.write(b"w")
+        upload.finish()
+        item = dataclasses.replace(program(name), blobs=(sha256,), blob_bytes=(1000,), store=store)
+        await load(loaded, engine, item, number)
+    assert len(unloaded(engine)) == 1
+
+
 async def test_a_program_goes_where_it_is_until_that_engine_is_busy(blobs: BlobStore) -> None:
     here, there = FakeEngine(threads=1), FakeEngine(threads=1, index=1)
     loaded = LoadedPrograms(FakePool(here, there), blobs, 10, 10**6)
@@ -312,6 +331,33 @@ async def test_a_new_process_is_given_what_the_last_one_held_but_not_what_was_in
     # It is there before anybody asks.
     assert (await use(loaded, program("a"))).startswith("a/")
     assert len(keys(engine)) == 2
+
+
+async def test_what_an_engine_was_ended_for_compiling_is_not_given_to_the_next(
+    blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A spare takes the place within the same turn of the loop, before anybody was told that the load failed."""
+    starter = Starter()
+    monkeypatch.setattr(spares_module, "start_process", starter)
+    monkeypatch.setattr(engine_module, "_OVERRUN_GRACE_S", 0.05)
+    pool = EnginePool(ProcessOptions("cpu", 4), engines=1, spares=1, heartbeat_s=0)
+    loaded = LoadedPrograms(pool, blobs, 10, 10**6)
+    await pool.start()
+    try:
+        async with asyncio.timeout(10):
+            while not pool.spares_ready:
+                await asyncio.sleep(0.001)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(use(loaded, program("hangs")), 0.01)
+        first, second = starter.started[:2]
+        async with asyncio.timeout(10):
+            while pool.engines[0].pid != second.pid:
+                await asyncio.sleep(0.001)
+        assert first.ended_with is not None
+        await asyncio.sleep(0.1)
+        assert [kind for kind, _, _ in starter.transports[1].sent] == []
+    finally:
+        await pool.stop()
 
 
 async def _compile(loaded: LoadedPrograms, name: str) -> int:
