@@ -22,6 +22,7 @@ from gradrule_server.link.owner import OWNER
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.link.watch import Watch
 from tests.unit.link.fake_engine import CRASH, FakeProcess, Starter
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -281,7 +282,7 @@ async def test_a_stop_ends_all_though_the_watch_had_died(starter: Starter, monke
     async def fails(_: object) -> None:
         raise RuntimeError("no /proc")
 
-    monkeypatch.setattr(pool_module.Watch, "run", fails)
+    monkeypatch.setattr(Watch, "run", fails)
     pool = _pool(engines=2)
     await pool.start()
     await _until(lambda: pool.spares_ready)
