@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -121,7 +123,10 @@ def _shown(values: Any) -> str:
 
 @dataclass
 class Seen:
-    """What callers saw. again: errors that a caller may retry, and did; errors: those that ended a request."""
+    """What callers saw.
+
+    again: errors that a caller may retry, and did; errors: those that ended a request; ways: answers by how it went.
+    """
 
     asked: int = 0
     answered: int = 0
@@ -131,6 +136,7 @@ class Seen:
     wrong: list[str] = field(default_factory=list)
     again: Counter[str] = field(default_factory=Counter)
     errors: Counter[str] = field(default_factory=Counter)
+    ways: Counter[str] = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)
 
     @property
@@ -149,6 +155,7 @@ class Seen:
             "refused": self.refused,
             "told_to_retry": dict(self.again),
             "failed": dict(self.errors),
+            "ways": dict(sorted(self.ways.items())),
             "p50_ms": round(self.quantile(0.5) * 1e3, 2),
             "p99_ms": round(self.quantile(0.99) * 1e3, 1),
         }
@@ -159,7 +166,7 @@ class Seen:
 
 
 class Load:
-    """Callers at work: inline graphs, programs by name, programs over one stream, in turn and at random."""
+    """Callers at work: inline graphs, programs by name, over a stream, forward and back, at random."""
 
     def __init__(
         self,
@@ -246,7 +253,7 @@ class Load:
         else:
             self.seen.wrong.append(f"{work.name}: an answer where {reason} was right")
 
-    async def _ask(self, work: Work, index: int, call: Callable[[], Any]) -> None:
+    async def _ask(self, work: Work, index: int, call: functools.partial[Any]) -> None:
         seen = self.seen
         seen.asked += 1
         started = time.monotonic()
@@ -268,6 +275,7 @@ class Load:
                 seen.wrong.append(fault)
             else:
                 seen.answered += 1
+                seen.ways[call.func.__name__.strip("_")] += 1
                 seen.at_once += at_once
             return
 
@@ -285,11 +293,26 @@ async def _by_name(client: Any, program: Any, work: Work, index: int) -> Any:
     return await program.evaluate(work.feeds[index])
 
 
+async def _mapped(client: Any, program: Any, work: Work, index: int) -> Any:
+    """Three calls at once; the answers are compared by whoever asked, so all must be alike."""
+    return _worst(work, index, [result async for result in program.map([work.feeds[index]] * 3)])
+
+
 async def _streamed(client: Any, program: Any, work: Work, index: int) -> Any:
-    """Three at once over the client's stream; the answers are compared by whoever asked, so all must be alike."""
-    results = [result async for result in program.map([work.feeds[index]] * 3)]
-    faults = [work.wrong(index, result) for result in results]
-    return next((result for result, fault in zip(results, faults, strict=True) if fault), results[0])
+    """Three at once over the client's stream, which by itself carries handles only."""
+    call = dataclasses.replace(program._call(work.feeds[index], None, None), method="evaluate", on_stream=True)
+    return _worst(work, index, await asyncio.gather(*(client._run(call, None) for _ in range(3))))
+
+
+async def _pulled_back(client: Any, program: Any, work: Work, index: int) -> Any:
+    """Forward once, back twice; a handle that is gone with its engine is made anew by the client."""
+    async with await program.forward(work.feeds[index]) as handle:
+        back = [SimpleNamespace(outputs=handle.outputs, gradients=await handle.vjp()) for _ in range(2)]
+    return _worst(work, index, back)
+
+
+def _worst(work: Work, index: int, results: Sequence[Any]) -> Any:
+    return next((result for result in results if work.wrong(index, result)), results[0])
 
 
 _ERRORS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -301,4 +324,7 @@ _ERRORS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("UNKNOWN_RULE", {"overrides": {"Identity": "NobodyHasThisRule"}}),
 )
 
-_WAYS = (_inline, _by_name, _streamed)
+_WAYS = (_inline, _by_name, _mapped, _streamed, _pulled_back)
+
+WAYS = tuple(way.__name__.strip("_") for way in _WAYS)
+"""How a request may go."""
