@@ -139,10 +139,17 @@ class Door:
     ) -> bytes:
         """Admits, parses and answers one request of a stream, in time; whatever goes wrong is a `GradruleError`.
 
-        `remaining`: seconds that the caller gives it; None: the default.
+        `remaining`: seconds that the caller gives it; None: the default. The answer counts until it is `let_go`;
+        OVERLOADED where that is too much.
         """
         with observed:
-            return await self._answer(caller, observed.request, request_type, method, raw, remaining)
+            answer = await self._answer(caller, observed.request, request_type, method, raw, remaining)
+            self._admission.grow(caller.tenant.share, len(answer))
+            return answer
+
+    def let_go(self, caller: Caller, size: int) -> None:
+        """Counts an answer of a stream out: it waits no more, or nobody waits for it."""
+        self._admission.adjust(caller.tenant.share, -size)
 
     async def run(
         self, caller: Caller, run: Callable[[float], Awaitable[Message | bytes]], remaining: float | None, size: int

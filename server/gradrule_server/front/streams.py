@@ -138,6 +138,10 @@ class Multiplexed:
     async def _serve(self, number: int, answering: asyncio.Task[bytes], kind: str) -> None:
         try:
             await asyncio.wait({answering})
+        except asyncio.CancelledError:
+            # It may answer all the same, or have answered already.
+            answering.add_done_callback(lambda task: self._door.let_go(self._caller, _size_of(task)))
+            raise
         finally:
             answering.cancel()
             if self._under_way.get(number) is answering:
@@ -150,13 +154,20 @@ class Multiplexed:
         except asyncio.CancelledError:
             given_up = error(errors_pb2.ERROR_REASON_CANCELLED, "the client gave the request up")
             response.status = status_of(given_up).SerializeToString()
-        data = response.SerializeToString()
+        data, size = response.SerializeToString(), _size_of(answering)
         # The answer is in there now: it need not wait a second time.
         del answering, response
         self._count(len(data))
         try:
-            async with self._writing:
+            try:
+                await self._writing.acquire()
+            finally:
+                # What is being written is counted by whoever writes it.
+                self._door.let_go(self._caller, size)
+            try:
                 await self._write(data)
+            finally:
+                self._writing.release()
         finally:
             self._count(-len(data))
 
@@ -171,3 +182,8 @@ class Multiplexed:
 
 async def _refuse(message: str) -> bytes:
     raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, message)
+
+
+def _size_of(answering: asyncio.Task[bytes]) -> int:
+    """Bytes of the answer, if there is one."""
+    return 0 if answering.cancelled() or answering.exception() is not None else len(answering.result())
