@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
-from gradrule.v1 import evaluate_pb2
+from gradrule.v1 import errors_pb2, evaluate_pb2
+from gradrule_server.errors import error
 from gradrule_server.front.admission import Share
 from gradrule_server.front.calls import Call, Caller, Write
 from gradrule_server.front.streams import Multiplexed
@@ -191,3 +192,17 @@ async def test_an_answer_that_is_there_as_its_stream_ends_counts_no_longer() -> 
         await opened.cancel()
         context.done()
         assert (opened.share.requests, opened.share.size) == (0, 0), steps
+
+
+async def test_a_failure_that_cannot_be_told_is_an_incident_and_ends_nothing() -> None:
+    async def fails(_: Call[Any]) -> bytes:
+        # No UTF-8: no status can hold it.
+        raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "\ud800")
+
+    context = Reads()
+    context.reading.set()
+    opened = Opened(context, fails)
+    for number in (1, 2):
+        await opened.ask(number)
+        assert context.answers[number] == "INTERNAL"
+    await opened.end()
