@@ -38,7 +38,7 @@ from gradrule_server.front.outcomes import abort, incident, observed_of, when_do
 from gradrule_server.front.reading import Arrivals
 from gradrule_server.front.rounds import Rounds
 from gradrule_server.front.routing import Handler, Make, Service
-from gradrule_server.front.stalls import WatchedWriter
+from gradrule_server.front.stalls import WatchedWriter, patience
 from gradrule_server.front.tenants import Tenant
 from gradrule_server.identity import Principal
 from gradrule_server.link.owner import OWNER
@@ -47,8 +47,6 @@ from gradrule_server.operations.observer import Observed, Observer
 from gradrule_server.operations.request import Request, note_tenant
 from gradrule_server.policy import SMALL_BYTES, Bounds, check_unpacking
 
-# Bytes a second: so slowly an answer may be read.
-_SLOWEST = 1 << 20
 # So many times the patience that a stream's end gets to be read, before the connection is closed.
 _LAST = 2
 _NONE: Mapping[str, Any] = MappingProxyType({})
@@ -230,7 +228,7 @@ class Door:
         """
         share, size = caller.tenant.share, len(data)
         self._admission.grow(share, size)
-        unread = Unread(context, self._times.stall_s + size / _SLOWEST, self._unread.every_s)
+        unread = Unread(context, patience(self._times.stall_s, size), self._unread.every_s)
         self._unread.add(unread)
 
         def done() -> None:
@@ -359,7 +357,8 @@ class Door:
             end(
                 error(
                     errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED,
-                    f"an answer on the stream was not read within {self._times.stall_s:g} s (--stall-s)",
+                    f"an answer on the stream was not read within {self._times.stall_s:g} s (--stall-s), "
+                    "and a second more for each MiB",
                 )
             )
 
