@@ -409,9 +409,11 @@ class Door:
         seconds = times.default_deadline_s if remaining is None else min(remaining, times.max_deadline_s)
         ends_at = asyncio.get_running_loop().time() + seconds
         try:
-            async with asyncio.timeout_at(ends_at):
+            async with asyncio.timeout_at(ends_at) as limit:
                 return await run(ends_at)
         except TimeoutError as cause:
+            if not limit.expired():
+                raise
             raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, f"not done within {seconds:.3g} s") from cause
 
 

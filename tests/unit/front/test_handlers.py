@@ -42,9 +42,10 @@ async def test_a_call_that_takes_too_long_is_cancelled_and_says_so() -> None:
     assert ends == ["cancelled"] * 3
 
 
-async def test_a_fault_of_a_method_s_own_is_not_taken_for_a_deadline() -> None:
+@pytest.mark.parametrize("fault", [TypeError, TimeoutError])
+async def test_a_fault_of_a_method_s_own_is_not_taken_for_a_deadline(fault: type[Exception]) -> None:
     async def broken(_: Call[Any]) -> bytes:
-        raise TypeError
+        raise fault
 
     context = Context()
     with pytest.raises(Aborted):
