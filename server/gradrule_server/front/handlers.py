@@ -32,13 +32,14 @@ from gradrule_server.front.calls import (
     UploadMethod,
     UploadTable,
 )
-from gradrule_server.front.cutting import Unread, cut
-from gradrule_server.front.identity import Identity, Recheck
+from gradrule_server.front.cutting import Unread
+from gradrule_server.front.identity import Identity
+from gradrule_server.front.open_streams import OpenStreams
 from gradrule_server.front.outcomes import abort, incident, observed_of, when_done
 from gradrule_server.front.reading import Arrivals
 from gradrule_server.front.rounds import Rounds
 from gradrule_server.front.routing import Handler, Make, Service
-from gradrule_server.front.stalls import WatchedWriter
+from gradrule_server.front.stalls import patience
 from gradrule_server.front.tenants import Tenant
 from gradrule_server.identity import Principal
 from gradrule_server.link.owner import OWNER
@@ -47,10 +48,6 @@ from gradrule_server.operations.observer import Observed, Observer
 from gradrule_server.operations.request import Request, note_tenant
 from gradrule_server.policy import SMALL_BYTES, Bounds, check_unpacking
 
-# Bytes a second: so slowly an answer may be read.
-_SLOWEST = 1 << 20
-# So many times the patience that a stream's end gets to be read, before the connection is closed.
-_LAST = 2
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 AnswerT = TypeVar("AnswerT")
@@ -98,7 +95,7 @@ class Door:
         self._tenants = tenants
         self._admission = admission
         self._times = times
-        self._rechecks = Rounds(times.recheck_s)
+        self._open_streams = OpenStreams(identity, admission, times.stall_s, times.recheck_s)
         self._arrivals = Arrivals(admission)
         self._unread = Rounds(times.stall_s / 4)
         self.draining = asyncio.Event()
@@ -139,10 +136,17 @@ class Door:
     ) -> bytes:
         """Admits, parses and answers one request of a stream, in time; whatever goes wrong is a `GradruleError`.
 
-        `remaining`: seconds that the caller gives it; None: the default.
+        `remaining`: seconds that the caller gives it; None: the default. The answer counts until it is `let_go`;
+        OVERLOADED where that is too much.
         """
         with observed:
-            return await self._answer(caller, observed.request, request_type, method, raw, remaining)
+            answer = await self._answer(caller, observed.request, request_type, method, raw, remaining)
+            self._admission.grow(caller.tenant.share, len(answer))
+            return answer
+
+    def let_go(self, caller: Caller, size: int) -> None:
+        """Counts an answer of a stream out: it waits no more, or nobody waits for it."""
+        self._admission.adjust(caller.tenant.share, -size)
 
     async def run(
         self, caller: Caller, run: Callable[[float], Awaitable[Message | bytes]], remaining: float | None, size: int
@@ -223,7 +227,7 @@ class Door:
         """
         share, size = caller.tenant.share, len(data)
         self._admission.grow(share, size)
-        unread = Unread(context, self._times.stall_s + size / _SLOWEST, self._unread.every_s)
+        unread = Unread(context, patience(self._times.stall_s, size), self._unread.every_s)
         self._unread.add(unread)
 
         def done() -> None:
@@ -302,7 +306,7 @@ class Door:
                     streams = caller.tenant.room["streams"]
                     streams.take()
                     when_done(context, streams.give_back)
-                    await self._while_read(method, caller, requests, context)
+                    await self._open_streams.serve(method, caller, requests, context)
 
                 await self._receive(rpc, known, context, answer)
 
@@ -334,67 +338,6 @@ class Door:
         except GradruleError as cause:
             await abort(context, cause, observed.request)
 
-    async def _while_read(
-        self, method: StreamMethod, caller: Caller, requests: AsyncIterator[bytes], context: Context
-    ) -> None:
-        """Serves a stream until it ends, its client has not read for too long (DEADLINE_EXCEEDED), or the credential
-        that opened it holds no longer (UNAUTHENTICATED).
-        """
-        causes: list[GradruleError] = []
-        share = caller.tenant.share
-
-        def end(cause: GradruleError) -> None:
-            if not causes:
-                causes.append(cause)
-                serving.cancel()
-
-        def stalled() -> None:
-            end(
-                error(
-                    errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED,
-                    f"an answer on the stream was not read within {self._times.stall_s:g} s (--stall-s)",
-                )
-            )
-
-        async def checked() -> AsyncIterator[bytes]:
-            async for raw in requests:
-                self._identity.check(caller.principal)
-                yield raw
-
-        async def write(data: bytes) -> None:
-            size = len(data)
-            self._admission.adjust(share, size)
-            try:
-                await context.write(data)
-            except BaseException:
-                # It is on its way all the same, and gRPC is done with a call that we end though it has not sent it.
-                if causes:
-                    # gRPC crashes where it is asked for the peer of a call that is over.
-                    loop = asyncio.get_running_loop()
-                    loop.call_later(_LAST * self._times.stall_s, cut_off, context.peer(), size)
-                else:
-                    when_done(context, lambda: self._admission.adjust(share, -size))
-                raise
-            self._admission.adjust(share, -size)
-
-        def cut_off(peer: str, size: int) -> None:
-            cut(peer)
-            self._admission.adjust(share, -size)
-
-        writer = WatchedWriter(write, self._times.stall_s, stalled)
-        serving = asyncio.ensure_future(method(caller, checked(), writer.write))
-        recheck = Recheck(self._identity, caller.principal, end)
-        self._rechecks.add(recheck)
-        try:
-            await serving
-        except asyncio.CancelledError:
-            if not causes:
-                raise
-            raise causes[0] from None
-        finally:
-            self._rechecks.discard(recheck)
-            writer.close()
-
     async def _in_time(
         self, run: Callable[[float], Awaitable[Message | bytes]], remaining: float | None
     ) -> Message | bytes:
@@ -403,9 +346,11 @@ class Door:
         seconds = times.default_deadline_s if remaining is None else min(remaining, times.max_deadline_s)
         ends_at = asyncio.get_running_loop().time() + seconds
         try:
-            async with asyncio.timeout_at(ends_at):
+            async with asyncio.timeout_at(ends_at) as limit:
                 return await run(ends_at)
         except TimeoutError as cause:
+            if not limit.expired():
+                raise
             raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, f"not done within {seconds:.3g} s") from cause
 
 

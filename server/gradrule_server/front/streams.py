@@ -13,6 +13,7 @@ from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.front.calls import Caller, MethodTable, Write
 from gradrule_server.front.handlers import Door
+from gradrule_server.front.outcomes import incident
 from gradrule_server.front.status import status_of
 from gradrule_server.link.v1 import link_pb2
 
@@ -132,31 +133,36 @@ class Multiplexed:
         self._tasks.discard(task)
         self._slots.release()
         if not task.cancelled() and task.exception() is not None:
-            # Nobody reads any more; that the stream ends is told by other means.
-            _log.debug("an answer could not be written", exc_info=task.exception())
+            _log.error("a request of a stream was not answered", exc_info=task.exception())
 
     async def _serve(self, number: int, answering: asyncio.Task[bytes], kind: str) -> None:
         try:
             await asyncio.wait({answering})
+        except asyncio.CancelledError:
+            # It may answer all the same, or have answered already.
+            answering.add_done_callback(lambda task: self._door.let_go(self._caller, _size_of(task)))
+            raise
         finally:
             answering.cancel()
             if self._under_way.get(number) is answering:
                 del self._under_way[number]
-        response = link_pb2.RawStreamResponse(request_id=number)
-        try:
-            setattr(response, kind, answering.result())
-        except GradruleError as cause:
-            response.status = status_of(cause).SerializeToString()
-        except asyncio.CancelledError:
-            given_up = error(errors_pb2.ERROR_REASON_CANCELLED, "the client gave the request up")
-            response.status = status_of(given_up).SerializeToString()
-        data = response.SerializeToString()
+        size, data = _size_of(answering), _response(number, kind, answering)
         # The answer is in there now: it need not wait a second time.
-        del answering, response
+        del answering
         self._count(len(data))
         try:
-            async with self._writing:
+            try:
+                await self._writing.acquire()
+            finally:
+                # What is being written is counted by whoever writes it.
+                self._door.let_go(self._caller, size)
+            try:
                 await self._write(data)
+            except Exception:
+                # Nobody reads any more; that the stream ends is told by other means.
+                _log.debug("an answer could not be written", exc_info=True)
+            finally:
+                self._writing.release()
         finally:
             self._count(-len(data))
 
@@ -171,3 +177,28 @@ class Multiplexed:
 
 async def _refuse(message: str) -> bytes:
     raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, message)
+
+
+def _response(number: int, kind: str, answering: asyncio.Task[bytes]) -> bytes:
+    """What the client gets for a request that has ended, however it did: for nothing at all it would wait for ever."""
+    try:
+        try:
+            response = link_pb2.RawStreamResponse(request_id=number)
+            setattr(response, kind, answering.result())
+            return response.SerializeToString()
+        except GradruleError as cause:
+            return _failed(number, cause)
+        except asyncio.CancelledError:
+            return _failed(number, error(errors_pb2.ERROR_REASON_CANCELLED, "the client gave the request up"))
+    except Exception:
+        return _failed(number, incident())
+
+
+def _failed(number: int, cause: GradruleError) -> bytes:
+    status = status_of(cause).SerializeToString()
+    return link_pb2.RawStreamResponse(request_id=number, status=status).SerializeToString()
+
+
+def _size_of(answering: asyncio.Task[bytes]) -> int:
+    """Bytes of the answer, if there is one."""
+    return 0 if answering.cancelled() or answering.exception() is not None else len(answering.result())

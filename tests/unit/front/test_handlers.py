@@ -4,46 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
-from google.rpc import error_details_pb2, status_pb2
 
-from gradrule.v1 import rule_pb2
-from gradrule_server.front.admission import Admission, Bound, Share
-from gradrule_server.front.calls import Call, Caller, Method, StreamMethod
-from gradrule_server.front.handlers import Door, Times
-from gradrule_server.front.identity import Identity
+from gradrule_server.front.calls import Call, Caller
 from gradrule_server.front.session_service import SessionServicer
 from gradrule_server.identity import Credentials, Principal
-from gradrule_server.quotas import Allowance
-
-
-class Aborted(Exception):
-    """The call ended with a status."""
-
-
-class Hosts:
-    """Tenants that have nothing but quotas."""
-
-    def __init__(self) -> None:
-        self.tenants: dict[str, Any] = {}
-        self.inside = 0
-
-    def loaded(self, name: str) -> Any:
-        return self.tenants.get(name)
-
-    async def load(self, name: str) -> Any:
-        room = {"streams": Allowance(1, "streams", "--tenant-streams")}
-        return self.tenants.setdefault(name, SimpleNamespace(name=name, share=Share(), room=room, sessions=None))
-
-    def enter(self, _: Any) -> None:
-        self.inside += 1
-
-    def leave(self, _: Any) -> None:
-        self.inside -= 1
+from tests.unit.front.doors import Aborted, Context, call, door_of, stream
 
 
 class Withdrawn(Credentials):
@@ -51,81 +20,6 @@ class Withdrawn(Credentials):
 
     def still_holds(self, _: Principal) -> bool:
         return False
-
-
-def door_of(
-    max_requests: int = 9,
-    default_deadline_s: float = 10.0,
-    max_deadline_s: float = 10.0,
-    stall_s: float = 10.0,
-    recheck_s: float = 10.0,
-    credentials: Credentials | None = None,
-) -> Door:
-    bound = Bound(max_requests, 10**6)
-    times = Times(default_deadline_s, max_deadline_s, stall_s, recheck_s)
-    return Door(Identity(credentials or Credentials()), Hosts(), Admission(bound, bound), times)
-
-
-class Context:
-    """A caller that waits `remaining` seconds, or as long as the server likes."""
-
-    def __init__(self, remaining: float | None = None) -> None:
-        self.request = b""
-        self.remaining = remaining
-        self.reason = ""
-        self.code = grpc.StatusCode.OK
-        self.trailers: dict[str, str | bytes] = {}
-        self.callbacks: list[Any] = []
-
-    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
-        return ()
-
-    def peer(self) -> str:
-        return "ipv4:192.0.2.1:1234"
-
-    def set_trailing_metadata(self, trailers: tuple[tuple[str, str], ...]) -> None:
-        self.trailers = dict(trailers)
-
-    def add_done_callback(self, callback: Any) -> None:
-        self.callbacks.append(callback)
-
-    def done(self) -> None:
-        """The client has read all."""
-        for callback in self.callbacks:
-            callback(self)
-
-    def time_remaining(self) -> float | None:
-        return self.remaining
-
-    async def read(self) -> bytes:
-        return self.request
-
-    async def write(self, _: bytes) -> None:
-        """Nobody reads."""
-        await asyncio.Event().wait()
-
-    async def abort(self, code: grpc.StatusCode, _: str, trailing_metadata: tuple[tuple[str, bytes], ...]) -> None:
-        info = error_details_pb2.ErrorInfo()
-        status_pb2.Status.FromString(trailing_metadata[0][1]).details[0].Unpack(info)
-        self.code, self.reason = code, info.reason
-        self.trailers = dict(trailing_metadata)
-        raise Aborted
-
-
-async def call(door: Door, method: Method[Any], context: Context, raw: bytes = b"") -> bytes:
-    service = door.service("s", {"m": (rule_pb2.GetRuleRequest, method)})
-    handler: Any = service.service(SimpleNamespace(method="/s/m", invocation_metadata=()))
-    if handler.stream_unary is None:
-        # Refused before the request is read.
-        assert await handler.stream_stream(never_read(), context) is None
-    context.request = raw
-    answer: bytes = await handler.stream_unary(never_read(), context)
-    return answer
-
-
-async def never_read() -> AsyncIterator[bytes]:
-    raise AssertionError
-    yield b""
 
 
 async def test_a_call_that_takes_too_long_is_cancelled_and_says_so() -> None:
@@ -148,9 +42,10 @@ async def test_a_call_that_takes_too_long_is_cancelled_and_says_so() -> None:
     assert ends == ["cancelled"] * 3
 
 
-async def test_a_fault_of_a_method_s_own_is_not_taken_for_a_deadline() -> None:
+@pytest.mark.parametrize("fault", [TypeError, TimeoutError])
+async def test_a_fault_of_a_method_s_own_is_not_taken_for_a_deadline(fault: type[Exception]) -> None:
     async def broken(_: Call[Any]) -> bytes:
-        raise TypeError
+        raise fault
 
     context = Context()
     with pytest.raises(Aborted):
@@ -211,15 +106,6 @@ async def test_bytes_that_are_no_request() -> None:
     with pytest.raises(Aborted):
         await call(door_of(), never, context, b"\xff\xff")
     assert context.reason == "MALFORMED_REQUEST"
-
-
-async def stream(
-    door: Door, method: StreamMethod, context: Context, requests: AsyncIterator[bytes] | None = None
-) -> None:
-    handler: Any = door.service("s", streams={"m": method}).service(
-        SimpleNamespace(method="/s/m", invocation_metadata=())
-    )
-    await handler.stream_stream(never_read() if requests is None else requests, context)
 
 
 async def test_a_stream_ends_with_its_credential_at_the_next_request() -> None:

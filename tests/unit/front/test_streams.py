@@ -1,0 +1,208 @@
+"""Requests side by side on one stream: what their answers take while they wait, and what becomes of failures."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+
+from gradrule.v1 import errors_pb2, evaluate_pb2
+from gradrule_server.errors import error
+from gradrule_server.front.admission import Share
+from gradrule_server.front.calls import Call, Caller, Write
+from gradrule_server.front.streams import Multiplexed
+from gradrule_server.link.v1 import link_pb2
+from tests.unit.front.doors import Aborted, Context, door_of, stream
+
+# Three fit into what doors have room for.
+SIZE = 300_000
+
+
+class Reads(Context):
+    """A client that reads while `reading` is set, or, `broken`, to which nothing can be written."""
+
+    def __init__(self, *, broken: bool = False) -> None:
+        super().__init__()
+        self.reading = asyncio.Event()
+        self.answers: dict[int, str] = {}
+        """By id: the kind of the answer, or the reason why there is none."""
+        self._broken = broken
+
+    async def write(self, data: bytes) -> None:
+        if self._broken:
+            raise RuntimeError("the client has left")
+        await self.reading.wait()
+        response = link_pb2.RawStreamResponse.FromString(data)
+        kind = response.WhichOneof("response") or ""
+        self.answers[response.request_id] = reason(response.status) if kind == "status" else kind
+
+
+class Opened:
+    """One stream, whose requests to evaluate are answered by `evaluate`."""
+
+    def __init__(
+        self,
+        context: Context,
+        evaluate: Callable[[Call[Any]], Awaitable[bytes]],
+        *,
+        stall_s: float = 10.0,
+    ) -> None:
+        self.share = Share()
+        self._requests: asyncio.Queue[link_pb2.RawStreamRequest | None] = asyncio.Queue()
+        door = door_of(stall_s=stall_s)
+
+        async def method(caller: Caller, requests: AsyncIterator[bytes], write: Write) -> None:
+            self.share = caller.tenant.share
+            await Multiplexed(door, caller, {"evaluate": (evaluate_pb2.EvaluateRequest, evaluate)}, write).run(requests)
+
+        self.task = asyncio.ensure_future(stream(door, method, context, self._messages()))
+
+    async def _messages(self) -> AsyncIterator[bytes]:
+        while (request := await self._requests.get()) is not None:
+            yield request.SerializeToString()
+
+    def send(self, *numbers: int) -> None:
+        """Sends requests."""
+        for number in numbers:
+            self._requests.put_nowait(link_pb2.RawStreamRequest(request_id=number, evaluate=b""))
+
+    async def ask(self, *numbers: int) -> None:
+        """Sends requests, and waits until they have been answered, as far as they are at once."""
+        self.send(*numbers)
+        await settled()
+
+    async def end(self) -> None:
+        """The client has sent its last."""
+        self._requests.put_nowait(None)
+        await self.task
+
+    async def cancel(self) -> None:
+        """The client gives the stream up."""
+        self.task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.task
+        await settled()
+
+
+async def settled() -> None:
+    """What can go on has gone on."""
+    await asyncio.sleep(0.05)
+
+
+def reason(status: bytes) -> str:
+    info = error_details_pb2.ErrorInfo()
+    assert status_pb2.Status.FromString(status).details[0].Unpack(info)
+    return info.reason
+
+
+async def large(_: Call[Any]) -> bytes:
+    return bytes(SIZE)
+
+
+def counted(share: Share) -> int:
+    """How many answers are counted; what a message has around its answer is next to nothing."""
+    answers, around = divmod(share.size, SIZE)
+    assert around < 100
+    return answers
+
+
+async def test_answers_that_wait_are_counted_once_each() -> None:
+    context = Reads()
+    opened = Opened(context, large)
+    await opened.ask(1, 2, 3)
+    # One is being written, two wait.
+    assert counted(opened.share) == 3
+    context.reading.set()
+    await settled()
+    assert context.answers == dict.fromkeys([1, 2, 3], "evaluate")
+    assert opened.share.size == 0
+    await opened.end()
+
+
+async def test_an_answer_for_which_there_is_no_room_is_refused_and_ends_nothing() -> None:
+    context = Reads()
+    opened = Opened(context, large)
+    await opened.ask(1, 2, 3, 4, 5)
+    assert counted(opened.share) == 3
+    context.reading.set()
+    await settled()
+    assert context.answers == dict.fromkeys([1, 2, 3], "evaluate") | dict.fromkeys([4, 5], "OVERLOADED")
+    await opened.ask(4)
+    assert context.answers[4] == "evaluate"
+    await opened.end()
+    assert (opened.share.requests, opened.share.size) == (0, 0)
+
+
+async def test_answers_of_a_stream_that_is_given_up_count_no_longer() -> None:
+    context = Reads()
+    opened = Opened(context, large)
+    await opened.ask(1, 2, 3)
+    await opened.cancel()
+    # That which was being written is gRPC's until it is done with the call.
+    assert counted(opened.share) == 1
+    context.done()
+    assert (opened.share.requests, opened.share.size) == (0, 0)
+
+
+async def test_answers_that_cannot_be_written_count_no_longer() -> None:
+    context = Reads(broken=True)
+    opened = Opened(context, large)
+    await opened.ask(1, 2, 3)
+    await opened.end()
+    context.done()
+    assert (opened.share.requests, opened.share.size) == (0, 0)
+
+
+async def test_answers_of_a_stream_that_nobody_reads_count_no_longer() -> None:
+    context = Context()
+    opened = Opened(context, large, stall_s=0.2)
+    await opened.ask(1, 2, 3)
+    assert counted(opened.share) == 3
+    with pytest.raises(Aborted):
+        await opened.task
+    assert context.reason == "DEADLINE_EXCEEDED"
+    await asyncio.sleep(0.6)
+    assert (opened.share.requests, opened.share.size) == (0, 0)
+
+
+async def test_an_answer_that_comes_though_it_was_given_up_counts_no_longer() -> None:
+    async def stubborn(_: Call[Any]) -> bytes:
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return bytes(SIZE)
+
+    opened = Opened(Reads(), stubborn)
+    await opened.ask(1)
+    assert opened.share.requests == 1
+    await opened.cancel()
+    assert (opened.share.requests, opened.share.size) == (0, 0)
+
+
+async def test_an_answer_that_is_there_as_its_stream_ends_counts_no_longer() -> None:
+    for steps in range(40):
+        context = Reads()
+        opened = Opened(context, large)
+        opened.send(1)
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        await opened.cancel()
+        context.done()
+        assert (opened.share.requests, opened.share.size) == (0, 0), steps
+
+
+async def test_a_failure_that_cannot_be_told_is_an_incident_and_ends_nothing() -> None:
+    async def fails(_: Call[Any]) -> bytes:
+        # No UTF-8: no status can hold it.
+        raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "\ud800")
+
+    context = Reads()
+    context.reading.set()
+    opened = Opened(context, fails)
+    for number in (1, 2):
+        await opened.ask(number)
+        assert context.answers[number] == "INTERNAL"
+    await opened.end()
