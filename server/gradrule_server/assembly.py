@@ -104,8 +104,9 @@ def loaded_of(settings: Settings, pool: EnginePool, blobs: BlobStore) -> LoadedP
     """What engines hold, and what is known of it."""
 
     def tell_quarantine(found: Quarantined) -> None:
-        _log.warning("programs of the graph %s are refused: %s", found.suspect.graph[:_DIGEST_SHOWN], found.why)
-        pool.on_event(EngineEvent("quarantined", -1, 0, detail=found.suspect.graph))
+        digest = found.suspect.graph[:_DIGEST_SHOWN]
+        _log.warning("programs of the graph %s are refused: %s", digest, found.why)
+        pool.on_event(EngineEvent("quarantined", -1, 0, detail=f"{digest}: {found.why}"))
 
     return LoadedPrograms(
         pool,
