@@ -55,9 +55,9 @@ class Token:
         fields: dict[str, Any] = {"sha256": self.sha256, "tenant": self.tenant}
         if self.is_admin:
             fields["admin"] = True
-        fields["created"] = _text(self.created)
+        fields["created"] = show_time(self.created)
         if self.expires is not None:
-            fields["expires"] = _text(self.expires)
+            fields["expires"] = show_time(self.expires)
         return json.dumps(fields, ensure_ascii=False) + "\n"
 
 
@@ -106,6 +106,17 @@ def revoke_tokens(path: Path, wanted: str) -> list[Token]:
         if gone:
             _write(path, [token for token in tokens if token not in gone])
     return gone
+
+
+def read_time(text: str) -> float:
+    """Seconds since 1970, from a time like `2030-01-31T00:00:00Z`; UTC unless it says otherwise. `ValueError`."""
+    moment = datetime.datetime.fromisoformat(text)
+    return (moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.UTC)).timestamp()
+
+
+def show_time(seconds: float) -> str:
+    """The other half of `read_time`, to the second."""
+    return datetime.datetime.fromtimestamp(int(seconds), datetime.UTC).isoformat().replace("+00:00", "Z")
 
 
 class Tokens:
@@ -168,12 +179,7 @@ def _time(text: Any) -> float | None:
         return None
     if not isinstance(text, str):
         raise ValueError(f"a time is a text like 2030-01-31T00:00:00Z, not {text!r}")
-    moment = datetime.datetime.fromisoformat(text)
-    return (moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.UTC)).timestamp()
-
-
-def _text(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(int(seconds), datetime.UTC).isoformat().replace("+00:00", "Z")
+    return read_time(text)
 
 
 @contextlib.contextmanager
