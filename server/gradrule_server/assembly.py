@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from gradrule_server import __version__, graphs
 from gradrule_server.front.admission import Admission, Bound
@@ -187,16 +187,13 @@ def sources_of(settings: Settings, loaded: LoadedPrograms, tenants: Tenants, adm
             for found in loaded.conduct.quarantined()
         ]
 
-    def limits_of(_: str) -> Mapping[str, int]:
-        return limits
-
     return Sources(
         engines=loaded.pool,
         tenants=tenants,
         queue=lambda: QueueStatus(admission.in_flight, settings.max_concurrent_requests),
         caches=caches,
         quarantined=quarantined,
-        limits=limits_of,
+        limits=limits,
         tensorflow_version=lambda: loaded.pool.greeting.tensorflow_version,
         version=__version__,
     )
