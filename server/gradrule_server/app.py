@@ -53,11 +53,11 @@ async def serve(settings: Settings) -> None:
         blobs = BlobStore(settings.data_dir / "blobs", settings.max_blob_bytes)
         pool = assembly.pool_of(settings, blobs, front.set_ready, operations.on_event)
         loaded = assembly.loaded_of(settings, pool, blobs)
+        limits = assembly.limits_of(settings, loaded)
         shipped = Shipped.of(_opdefs.gradients())
-        tenants = Tenants(assembly.shared_of(settings, store, blobs, loaded), shipped)
+        tenants = Tenants(assembly.shared_of(settings, store, blobs, loaded, limits), shipped)
         admission = assembly.admission_of(settings)
         times = Times(settings.default_deadline_s, settings.max_deadline_s, settings.stall_s)
-        limits = assembly.limits_of(settings, loaded)
         door = Door(Identity(credentials), tenants, admission, times, operations.observer, limits)
         front.add_services(
             door, with_reflection=settings.reflection, status=operations.status if settings.admin else None

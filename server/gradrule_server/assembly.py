@@ -117,13 +117,15 @@ def loaded_of(settings: Settings, pool: EnginePool, blobs: BlobStore) -> LoadedP
     )
 
 
-def shared_of(settings: Settings, store: Store, blobs: BlobStore, loaded: LoadedPrograms) -> Shared:
+def shared_of(
+    settings: Settings, store: Store, blobs: BlobStore, loaded: LoadedPrograms, limits: graphs.Limits
+) -> Shared:
     """What all tenants share, with the bounds of each."""
     return Shared(
         store,
         blobs,
         loaded,
-        limits_of(settings, loaded),
+        limits,
         server={kind: getattr(settings, f"max_{kind}") for kind in KINDS},
         tenant={kind: settings.of_tenant(kind) for kind in KINDS},
         tenant_blob_bytes=settings.of_tenant("blob_bytes"),
