@@ -21,8 +21,9 @@ from gradrule_server.identity.tokens import (
     revoke_tokens,
     show_time,
 )
+from gradrule_server.settings import environment_name
 
-_VARIABLE = "GRADRULE_TOKENS"
+_VARIABLE = environment_name("tokens")
 _PERIOD = re.compile(r"(\d+)([mhd])")
 _SECONDS = {"m": 60, "h": 3600, "d": 86400}
 
