@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradrule_server.registry.backup import BackupError, Report, backup, check, restore
-from gradrule_server.settings import default_data_dir, environment_name
+from gradrule_server.settings import default_data_dir
+from gradrule_server.settings_reading import environment_name
 
 _VARIABLE = environment_name("data_dir")
 
