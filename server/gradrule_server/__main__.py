@@ -28,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(arguments: Sequence[str]) -> int:
     """Serves; 0 after a drain."""
-    from gradrule_server.settings import Settings, SettingsError
+    from gradrule_server.settings import Settings
+    from gradrule_server.settings_reading import SettingsError
 
     try:
         settings = Settings.load(arguments, os.environ)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 
@@ -15,7 +16,7 @@ from gradrule_server.front.tenants import Tenants
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.operations import Operations
-from gradrule_server.registry.blobs import BlobStore
+from gradrule_server.registry.blobs import BLOBS, BlobStore
 from gradrule_server.registry.rules import Shipped
 from gradrule_server.registry.store import Store
 from gradrule_server.settings import Settings, is_loopback
@@ -43,37 +44,35 @@ async def serve(settings: Settings) -> None:
 
     loop.add_signal_handler(signal.SIGHUP, read_again)
     operations = Operations(assembly.operations_of(settings))
-    store = Store(settings.data_dir)
-    try:
+    # Whatever fails, in starting or in stopping, all that comes after it on the way down is stopped too.
+    async with contextlib.AsyncExitStack() as stops:
+        store = Store(settings.data_dir)
+        stops.callback(store.close)
+        stops.push_async_callback(operations.stop)
         front = Front(assembly.connections_of(settings))
-        blobs = BlobStore(settings.data_dir / "blobs", settings.max_blob_bytes)
+        blobs = BlobStore(settings.data_dir / BLOBS, settings.max_blob_bytes)
         pool = assembly.pool_of(settings, blobs, front.set_ready, operations.on_event)
         loaded = assembly.loaded_of(settings, pool, blobs)
+        limits = assembly.limits_of(settings, loaded)
         shipped = Shipped.of(_opdefs.gradients())
-        tenants = Tenants(assembly.shared_of(settings, store, blobs, loaded), shipped)
+        tenants = Tenants(assembly.shared_of(settings, store, blobs, loaded, limits), shipped)
         admission = assembly.admission_of(settings)
         times = Times(settings.default_deadline_s, settings.max_deadline_s, settings.stall_s)
-        limits = assembly.limits_of(settings, loaded)
         door = Door(Identity(credentials), tenants, admission, times, operations.observer, limits)
         front.add_services(
             door, with_reflection=settings.reflection, status=operations.status if settings.admin else None
         )
         await operations.start(assembly.sources_of(settings, loaded, tenants, admission))
         port = await front.start(f"{settings.host}:{settings.port}", certificates)
-        try:
-            await _start_engines(pool, stopping)
-            if not stopping.is_set():
-                tenants.set_shipped(shipped.with_op_rules(pool.greeting.gradients))
-                _tell_what_is_odd(settings, pool.greeting, tenants)
-                print(f"gradrule: listening on {settings.host}:{port}", flush=True)
-                await stopping.wait()
-        finally:
-            door.drain()
-            await front.drain(settings.drain_s)
-            await pool.stop()
-    finally:
-        await operations.stop()
-        store.close()
+        stops.push_async_callback(pool.stop)
+        stops.push_async_callback(front.drain, settings.drain_s)
+        stops.callback(door.drain)
+        await _start_engines(pool, stopping)
+        if not stopping.is_set():
+            tenants.set_shipped(shipped.with_op_rules(pool.greeting.gradients))
+            _tell_what_is_odd(settings, pool.greeting, tenants)
+            print(f"gradrule: listening on {settings.host}:{port}", flush=True)
+            await stopping.wait()
 
 
 async def _start_engines(pool: EnginePool, stopping: asyncio.Event) -> None:

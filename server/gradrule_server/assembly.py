@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from gradrule_server import __version__, graphs
 from gradrule_server.front.admission import Admission, Bound
@@ -104,8 +104,9 @@ def loaded_of(settings: Settings, pool: EnginePool, blobs: BlobStore) -> LoadedP
     """What engines hold, and what is known of it."""
 
     def tell_quarantine(found: Quarantined) -> None:
-        _log.warning("programs of the graph %s are refused: %s", found.suspect.graph[:_DIGEST_SHOWN], found.why)
-        pool.on_event(EngineEvent("quarantined", -1, 0, detail=found.suspect.graph))
+        digest = found.suspect.graph[:_DIGEST_SHOWN]
+        _log.warning("programs of the graph %s are refused: %s", digest, found.why)
+        pool.on_event(EngineEvent("quarantined", -1, 0, detail=f"{digest}: {found.why}"))
 
     return LoadedPrograms(
         pool,
@@ -116,13 +117,15 @@ def loaded_of(settings: Settings, pool: EnginePool, blobs: BlobStore) -> LoadedP
     )
 
 
-def shared_of(settings: Settings, store: Store, blobs: BlobStore, loaded: LoadedPrograms) -> Shared:
+def shared_of(
+    settings: Settings, store: Store, blobs: BlobStore, loaded: LoadedPrograms, limits: graphs.Limits
+) -> Shared:
     """What all tenants share, with the bounds of each."""
     return Shared(
         store,
         blobs,
         loaded,
-        limits_of(settings, loaded),
+        limits,
         server={kind: getattr(settings, f"max_{kind}") for kind in KINDS},
         tenant={kind: settings.of_tenant(kind) for kind in KINDS},
         tenant_blob_bytes=settings.of_tenant("blob_bytes"),
@@ -186,16 +189,13 @@ def sources_of(settings: Settings, loaded: LoadedPrograms, tenants: Tenants, adm
             for found in loaded.conduct.quarantined()
         ]
 
-    def limits_of(_: str) -> Mapping[str, int]:
-        return limits
-
     return Sources(
         engines=loaded.pool,
         tenants=tenants,
         queue=lambda: QueueStatus(admission.in_flight, settings.max_concurrent_requests),
         caches=caches,
         quarantined=quarantined,
-        limits=limits_of,
+        limits=limits,
         tensorflow_version=lambda: loaded.pool.greeting.tensorflow_version,
         version=__version__,
     )

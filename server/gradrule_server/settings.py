@@ -1,16 +1,15 @@
 """Settings of `gradrule serve`: flag > environment `GRADRULE_*` > default; unknown ones are refused.
 
-The model's fields are the only list: flags, environment names and help are made from it.
+The model's fields are the only list: flags, environment names and help are made from it (`settings_reading`).
 """
 
 from __future__ import annotations
 
-import argparse
 import ipaddress
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -22,31 +21,19 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic.fields import FieldInfo
 
-from gradrule_server.errors import did_you_mean
-
-ENVIRONMENT_PREFIX = "GRADRULE_"
-
-# Variables of the command line's other half: whoever has set them for clients must be able to start a server too.
-_OF_CLIENTS = frozenset(
-    {
-        "GRADRULE_TARGET",
-        "GRADRULE_TOKEN",
-        "GRADRULE_TLS",
-        "GRADRULE_TLS_CA",
-        "GRADRULE_CLIENT_CERT",
-        "GRADRULE_CLIENT_KEY",
-        "GRADRULE_INSECURE_TOKEN",
-    }
+from gradrule_server.settings_reading import (
+    SettingsError,
+    environment_name,
+    flag_name,
+    one_line,
+    parse_flags,
+    read_environment,
 )
+
 _MEBIBYTE = 1024 * 1024
 LEAST_MEMORY = 1024 * _MEBIBYTE
 """Bytes that an engine must be given."""
-
-
-class SettingsError(Exception):
-    """A setting that is unknown or has a value it cannot take; one line that says which and what would be right."""
 
 
 def default_data_dir(environ: Mapping[str, str]) -> Path:
@@ -286,83 +273,18 @@ class Settings(BaseModel):
 
         `--help` prints all of them and raises `SystemExit(0)`. Raises `SettingsError`.
         """
-        fallback_data_dir = default_data_dir(environ)
-        flags = _parse_flags(argv, fallback_data_dir)
-        variables = _read_environment(environ)
+        fallbacks = {"data_dir": default_data_dir(environ)}
+        flags = parse_flags(cls.model_fields, argv, fallbacks)
+        variables = read_environment(cls.model_fields, environ)
         sources = {name: environment_name(name) for name in variables} | {name: flag_name(name) for name in flags}
         try:
-            return cls.model_validate({"data_dir": fallback_data_dir} | variables | flags)
+            return cls.model_validate(fallbacks | variables | flags)
         except ValidationError as refusal:
-            raise SettingsError(_one_line(refusal, sources)) from refusal
+            raise SettingsError(one_line(refusal, sources, _EXPECTED)) from refusal
 
 
 _OF_SERVER = {"requests": "max_concurrent_requests"}
 """The server's bound by the tenant's, where they are not called alike."""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine alone."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def flag_name(name: str) -> str:
-    """`data_dir` → `--data-dir`."""
-    return "--" + name.replace("_", "-")
-
-
-def environment_name(name: str) -> str:
-    """`data_dir` → `GRADRULE_DATA_DIR`."""
-    return ENVIRONMENT_PREFIX + name.upper()
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that raises instead of ending the process."""
-
-    def error(self, message: str) -> NoReturn:
-        raise SettingsError(message)
-
-
-def _parse_flags(argv: Sequence[str], data_dir: Path) -> dict[str, Any]:
-    parser = _Parser(
-        prog="gradrule serve",
-        description="Starts a server. A flag wins over its environment variable, which wins over the default.",
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
-    for name, info in Settings.model_fields.items():
-        default = data_dir if name == "data_dir" else info.default
-        shown = "" if default in (None, "") else f" [default: {_shown(default)}]"
-        text = f"{info.description}{shown} [{environment_name(name)}]".replace("%", "%%")
-        if info.annotation is bool:
-            parser.add_argument(flag_name(name), dest=name, action=argparse.BooleanOptionalAction, help=text)
-        else:
-            parser.add_argument(flag_name(name), dest=name, metavar=_metavar(info), help=text)
-    values, unknown = parser.parse_known_args(list(argv))
-    if unknown:
-        flag = unknown[0].partition("=")[0]
-        if not flag.startswith("-"):
-            raise SettingsError(f"{flag!r} belongs to no flag. --help lists all.")
-        near = did_you_mean(flag, [flag_name(name) for name in Settings.model_fields])
-        raise SettingsError(f"There is no flag {flag!r}.{near} --help lists all.")
-    return vars(values)
-
-
-def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    names = {environment_name(name): name for name in Settings.model_fields}
-    values = {}
-    for variable, value in sorted(environ.items()):
-        if variable.startswith(ENVIRONMENT_PREFIX) and variable not in _OF_CLIENTS:
-            if variable not in names:
-                raise SettingsError(
-                    f"The environment variable {variable} is no setting.{did_you_mean(variable, names)}"
-                    " --help lists all."
-                )
-            values[names[variable]] = value
-    return values
-
 
 _EXPECTED = {
     "otel_endpoint": "expected http://HOST:PORT or https://HOST:PORT",
@@ -372,33 +294,9 @@ _EXPECTED = {
 """What a setting expects, where the reason would not tell."""
 
 
-def _one_line(refusal: ValidationError, sources: Mapping[str, str]) -> str:
-    parts: dict[str, str] = {}
-    for found in refusal.errors():
-        reason = found["msg"].removeprefix("Value error, ")
-        name = str(found["loc"][0]) if found["loc"] else ""
-        reason = _EXPECTED.get(name, reason)
-        # Of a setting that may be one thing or another, all that it is not are told as one.
-        parts[name] = f"{sources.get(name, name)} {found['input']!r}: {reason}" if name else reason
-    return "; ".join(parts.values())
-
-
-def _metavar(info: FieldInfo) -> str:
-    by_type: dict[object, str] = {
-        int: "N",
-        int | None: "N",
-        float: "X",
-        ByteSize: "BYTES",
-        ByteSize | None: "BYTES",
-        Path: "DIR",
-        Path | None: "FILE",
-    }
-    return by_type.get(info.annotation, "TEXT")
-
-
-def _shown(default: object) -> str:
-    if isinstance(default, ByteSize):
-        return f"{default // _MEBIBYTE}MiB"
-    if isinstance(default, bool):
-        return str(default).lower()
-    return f"{default:g}" if isinstance(default, float) else str(default)
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from this machine alone."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from gradrule_server.settings import Settings, flag_name
+from gradrule_server.settings import Settings
+from gradrule_server.settings_reading import flag_name
 from tests.battery.figures import Scale
 from tests.service.servers import RunningServer, running_server
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gradrule_server.settings import Settings, environment_name, flag_name
+from gradrule_server.settings import Settings
+from gradrule_server.settings_reading import environment_name, flag_name
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FILES = sorted([*DEPLOY.glob("*.yaml"), *DEPLOY.glob("Dockerfile*"), DEPLOY / "README.md"])

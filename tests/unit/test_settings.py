@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from gradrule_server.settings import Settings, SettingsError, default_data_dir, environment_name, flag_name
+from gradrule_server.settings import Settings, default_data_dir
+from gradrule_server.settings_reading import SettingsError, environment_name, flag_name
 
 OTHER_VALUES = {
     "host": "0.0.0.0",

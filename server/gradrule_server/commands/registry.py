@@ -10,8 +10,9 @@ from pathlib import Path
 
 from gradrule_server.registry.backup import BackupError, Report, backup, check, restore
 from gradrule_server.settings import default_data_dir
+from gradrule_server.settings_reading import environment_name
 
-_VARIABLE = "GRADRULE_DATA_DIR"
+_VARIABLE = environment_name("data_dir")
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import re
@@ -12,9 +11,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradrule_server.identity.tokens import Token, TokenFileError, add_token, new_token, read_tokens, revoke_tokens
+from gradrule_server.identity.tokens import (
+    Token,
+    TokenFileError,
+    add_token,
+    new_token,
+    read_time,
+    read_tokens,
+    revoke_tokens,
+    show_time,
+)
+from gradrule_server.settings_reading import environment_name
 
-_VARIABLE = "GRADRULE_TOKENS"
+_VARIABLE = environment_name("tokens")
 _PERIOD = re.compile(r"(\d+)([mhd])")
 _SECONDS = {"m": 60, "h": 3600, "d": 86400}
 
@@ -67,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
 def _new(options: argparse.Namespace) -> int:
     text, token = new_token(options.tenant, is_admin=options.admin, expires=options.expires)
     add_token(options.file, token)
-    until = "" if token.expires is None else f", until {_shown(token.expires)}"
+    until = "" if token.expires is None else f", until {show_time(token.expires)}"
     print(f"token {token.id} of tenant {token.tenant!r}{until}; it is shown this once:", file=sys.stderr)
     print(text)
     return 0
@@ -97,7 +106,7 @@ def _row(token: Token) -> str:
     if token.is_admin:
         words.append("admin")
     if token.expires is not None:
-        words.append(f"{'expired' if token.expires <= time.time() else 'expires'} {_shown(token.expires)}")
+        words.append(f"{'expired' if token.expires <= time.time() else 'expires'} {show_time(token.expires)}")
     return "  ".join(words)
 
 
@@ -107,13 +116,8 @@ def _when(text: str) -> float:
     if period is not None:
         return float(int(time.time()) + int(period[1]) * _SECONDS[period[2]])
     try:
-        moment = datetime.datetime.fromisoformat(text)
+        return read_time(text)
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"expected a period like 90d, 12h or 30m, or a time like 2030-01-31T00:00:00Z, got {text!r}"
         ) from None
-    return (moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.UTC)).timestamp()
-
-
-def _shown(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

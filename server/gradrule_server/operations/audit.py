@@ -1,7 +1,7 @@
 """The audit log: one line for each registration and each refusal that concerns what a caller may do.
 
 Lines are JSON objects with `time`, `event` (`registration`, `refusal`, `quarantine`, `left_out`), who asked (`tenant`,
-`principal`, `peer`, `request_id`, `rpc`), and what about (`action`, `kind`, `name`, `digest`; `reason`, `message`).
+`principal`, `peer`, `request_id`, `rpc`), and what about (`action`, `kind`, `name`, `digest`; `reason`, `detail`).
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class Figures(Collector):
             yield _gauge("requests_in_flight", "Requests in the server.", snapshot.queue.in_flight)
             yield _gauge("requests_in_flight_limit", "Most requests at a time.", snapshot.queue.max_in_flight)
             yield _gauge("quarantined_programs", "Programs that are refused at the moment.", len(snapshot.quarantined))
-            text = "Lines that the audit log left out since there were too many."
+            text = "Lines that the audit log left out: there were too many, or they could not be written."
             yield CounterMetricFamily("gradrule_audit_left_out", text, value=self.left_out)
 
     def _of_tenants(self, snapshot: Snapshot) -> Iterator[Metric]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from dataclasses import dataclass
@@ -89,6 +88,7 @@ class Operations:
         self._lines.start()
         self._audit_lines.start()
         self._telling = asyncio.create_task(self._tell_left_out(), name="operations")
+        self._telling.add_done_callback(_report_failure)
         if self._metrics is not None:
             from gradrule_server.operations.exposition import MetricsPage
 
@@ -99,8 +99,8 @@ class Operations:
         """Tells what is left to be told, and stops; where nobody reads the log, for a few seconds at most."""
         if self._telling is not None:
             self._telling.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._telling
+            # Whatever it died of, it was told of then.
+            await asyncio.gather(self._telling, return_exceptions=True)
         if self._page is not None:
             await self._page.stop()
         if self._tracing is not None:
@@ -132,3 +132,8 @@ class Operations:
                 _log.warning("%d lines of the log were left out", unwritten)
         audited = self._audit_lines if self._settings.audit_log else self._lines
         self._audit.tell_left_out(self._audit_lines.take_left_out(), may_write=audited.may_tell)
+
+
+def _report_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (cause := task.exception()) is not None:
+        _log.error("what logs leave out is not told any more", exc_info=cause)

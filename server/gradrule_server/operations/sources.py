@@ -130,7 +130,7 @@ class Sources:
     queue: Callable[[], QueueStatus]
     caches: Callable[[], Sequence[CacheStatus]]
     quarantined: Callable[[], Sequence[Quarantined]]
-    limits: Callable[[str], Mapping[str, int]]
+    limits: Mapping[str, int]
     tensorflow_version: Callable[[], str]
     version: str
 

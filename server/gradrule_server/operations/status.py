@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from google.protobuf.duration_pb2 import Duration
 
 from gradrule.v1 import admin_pb2
@@ -28,7 +30,7 @@ def server_status(sources: Sources, uptime_s: float) -> admin_pb2.ServerStatus:
     _add_caches(status, found)
     busiest = sorted(found.tenants, key=lambda tenant: (-tenant.in_flight, tenant.name))
     for tenant in busiest[:MAX_TENANTS]:
-        _add_tenant(status, tenant, sources)
+        _add_tenant(status, tenant, sources.limits)
     for program in found.quarantined[:MAX_QUARANTINED]:
         told = status.quarantined.add(digest=program.digest, reason=program.reason)
         _set_seconds(told.remaining, program.left_s)
@@ -60,8 +62,7 @@ def _add_caches(status: admin_pb2.ServerStatus, found: Snapshot) -> None:
         )
 
 
-def _add_tenant(status: admin_pb2.ServerStatus, tenant: TenantStatus, sources: Sources) -> None:
-    limits = sources.limits(tenant.name)
+def _add_tenant(status: admin_pb2.ServerStatus, tenant: TenantStatus, limits: Mapping[str, int]) -> None:
     told = status.tenants.add(name=tenant.name)
     for message_field, name in _USAGES.items():
         usage: admin_pb2.Usage = getattr(told, message_field)

@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 
 from gradrule.v1 import program_pb2, rule_pb2
 from gradrule_server.errors import GradruleError
-from gradrule_server.registry.blobs import folder_name
+from gradrule_server.registry.blobs import BLOBS, UPLOADING, folder_name
 from gradrule_server.registry.lock import FolderInUseError, FolderLock
 from gradrule_server.registry.migrations import copy_database, show_as_current, sync
 from gradrule_server.registry.programs import blobs_of
@@ -30,7 +30,6 @@ from gradrule_server.registry.schema import SCHEMA_VERSION
 from gradrule_server.registry.store import FILE_NAME, Store, StoreError, logs_of
 from gradrule_server.rules import RuleContent
 
-BLOBS = "blobs"
 MANIFEST = "backup.json"
 
 _FORMAT = 1
@@ -260,7 +259,7 @@ def _copy_blob(path: Path, to: Path) -> None:
     digest = hashlib.sha256()
     with path.open("rb") as source:
         to.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        unfinished = to.with_name(f".upload-{to.name}")
+        unfinished = to.with_name(UPLOADING + to.name)
         with unfinished.open("wb") as copy:
             while piece := source.read(_PIECE):
                 digest.update(piece)

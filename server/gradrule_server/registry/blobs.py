@@ -25,10 +25,13 @@ from gradrule_server.registry.migrations import sync
 from gradrule_server.registry.store import DEFAULT_TENANT
 
 RESOURCE_TYPE = "gradrule.v1.Blob"
+BLOBS = "blobs"
+"""The common folder's name within the data folder."""
+UPLOADING = ".upload-"
+"""How names of files begin that are not complete yet; what is left of them goes at the next start."""
 
 _NAME = re.compile(r"[0-9a-f]{64}")
 _FOLDER = re.compile(r"tenant-[0-9a-f]{32}")
-_UPLOADING = ".upload-"
 _SHOWN = 5
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _OWN = "--tenant-blob-bytes"
@@ -104,7 +107,7 @@ class _Shelf:
     def _read(self, name: str) -> None:
         found = []
         for path in (self.folder / name).iterdir():
-            if path.name.startswith(_UPLOADING):
+            if path.name.startswith(UPLOADING):
                 path.unlink()
             elif _NAME.fullmatch(path.name):
                 stat = path.stat()
@@ -264,7 +267,7 @@ class Upload:
         self._hash = hashlib.sha256()
         self._size = 0
         with _room_on_disk():
-            handle, path = tempfile.mkstemp(prefix=_UPLOADING, dir=store.folder)
+            handle, path = tempfile.mkstemp(prefix=UPLOADING, dir=store.folder)
         self._path: Path | None = Path(path)
         # Not buffered: what a full disk did not take would be written again by `close`.
         self._file = os.fdopen(handle, "wb", buffering=0)

@@ -11,8 +11,9 @@ from itertools import islice
 
 from gradrule.v1 import rule_pb2
 from gradrule_server.rules import RuleContent
+from gradrule_server.rules.catalogue import presets
 
-BUILTIN_PREFIX = "builtin/"
+BUILTIN_PREFIX = presets.BUILTIN_PREFIX
 
 Place = tuple[int, str]
 """Where a rule stands in the list: kind (USER, BUILTIN, OP), then name."""

@@ -143,17 +143,15 @@ class RuleRegistry:
 
     def delete(self, name: str) -> None:
         """Forgets a USER rule; RULE_READ_ONLY for others, UNKNOWN_RULE."""
-        entry = self.get(name)
-        if entry.kind != rule_pb2.RULE_KIND_USER:
-            raise error(
-                errors_pb2.ERROR_REASON_RULE_READ_ONLY,
-                f"{name.removeprefix(_PREFIX)!r} is {_what(entry)}; only USER rules can be deleted",
-                field="name",
-                resource=_resource(entry.name),
-            )
         with self._changing:
-            if entry.name not in self._names.user:
-                raise self._unknown(name)
+            entry = self.get(name)
+            if entry.kind != rule_pb2.RULE_KIND_USER:
+                raise error(
+                    errors_pb2.ERROR_REASON_RULE_READ_ONLY,
+                    f"{name.removeprefix(_PREFIX)!r} is {_what(entry)}; only USER rules can be deleted",
+                    field="name",
+                    resource=_resource(entry.name),
+                )
             self._store.remove_rule(entry.name, self._tenant)
             self._room.give_back()
             self._bytes_room.give_back(entry.size)

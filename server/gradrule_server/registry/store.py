@@ -112,7 +112,7 @@ class Store:
             self._open()
         except BaseException as cause:
             self.close()
-            if isinstance(cause, OperationalError | OSError | GradruleError):
+            if isinstance(cause, OperationalError | sqlite3.OperationalError | OSError | GradruleError):
                 raise StoreError(f"{self.path} cannot be opened: {_original(cause)}") from cause
             if isinstance(cause, DatabaseError | sqlite3.DatabaseError):
                 raise self._damaged(str(_original(cause))) from cause

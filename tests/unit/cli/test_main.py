@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -10,6 +9,7 @@ from gradrule import errors
 from gradrule.cli import connection
 from gradrule.cli.failures import describe
 from gradrule.cli.main import build_parser, main
+from gradrule_server.settings import Settings
 
 COMMANDS = ("serve", "health", "rules", "programs", "evaluate", "explain", "compare", "demo")
 
@@ -87,12 +87,11 @@ def test_target_and_token_come_from_flag_then_environment(monkeypatch: pytest.Mo
     assert build_parser().parse_args(["rules", "list"]).target == "localhost:8470"
 
 
-def test_the_clients_variables_are_kept_from_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GRADRULE_TARGET", "elsewhere:1")
-    monkeypatch.setenv("GRADRULE_DEVICE", "cpu")
-    connection.forget_client_variables()
-    assert "GRADRULE_TARGET" not in os.environ
-    assert os.environ["GRADRULE_DEVICE"] == "cpu"
+def test_a_server_lets_by_what_is_set_for_clients() -> None:
+    variables = [name for constant, name in vars(connection).items() if constant.endswith("_VARIABLE")]
+    assert "GRADRULE_TARGET" in variables
+    assert len(variables) == 7
+    Settings.load([], dict.fromkeys(variables, "1"))
 
 
 @pytest.mark.parametrize(

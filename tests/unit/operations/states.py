@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradrule_server.operations.sources import CacheStatus, Quarantined, QueueStatus, Sources
@@ -56,7 +56,7 @@ class Tenants:
 def sources(
     tenants: Sequence[Tenant] = (Tenant(),),
     quarantined: Sequence[Quarantined] = (),
-    limits: Callable[[str], Mapping[str, int]] = lambda _: {},
+    limits: Mapping[str, int] | None = None,
 ) -> Sources:
     return Sources(
         engines=Engines(),
@@ -64,7 +64,7 @@ def sources(
         queue=lambda: QueueStatus(4, 256),
         caches=lambda: [CacheStatus("programs", 3, 1000, 256, 2000)],
         quarantined=lambda: quarantined,
-        limits=limits,
+        limits=limits or {},
         tensorflow_version=lambda: "2.21.0",
         version="1.2.3",
     )

@@ -20,7 +20,7 @@ def test_versions_are_one() -> None:
 
 def test_everything_reaches_the_client() -> None:
     quarantined = [Quarantined("0f1e", "signal 6, twice", 41.5)]
-    found = server_status(status.server_status(sources(quarantined=quarantined, limits=lambda _: {"rules": 60}), 90.5))
+    found = server_status(status.server_status(sources(quarantined=quarantined, limits={"rules": 60}), 90.5))
     assert (found.version, found.tensorflow_version, found.uptime, found.ready) == ("1.2.3", "2.21.0", 90.5, True)
     first, second = found.engines
     assert (first.index, first.device, first.pid, first.running, first.waiting) == (0, "CPU:0", 4711, 2, 1)
@@ -52,7 +52,7 @@ def test_many_tenants_are_told_of_but_not_all() -> None:
 def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     tenants = [Tenant(f"t{number}") for number in range(21)] + [Tenant("[red]evil\x1b[2J\n", in_flight=99)]
     quarantined = [Quarantined("0f1e", "signal 6", 41.5)]
-    found = server_status(status.server_status(sources(tenants, quarantined, lambda _: {"blob_bytes": 1 << 30}), 3700))
+    found = server_status(status.server_status(sources(tenants, quarantined, {"blob_bytes": 1 << 30}), 3700))
     output.console().print(drawn(found, "host:1"))
     text = capsys.readouterr().out
     assert "\x1b" not in text

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import sqlite3
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -432,6 +433,26 @@ def test_bytes_are_counted_as_rules_come_and_go(store: Store) -> None:
     with pytest.raises(GradruleError, match="--tenant-registry-bytes"):
         registry.create("b", expression("dy"), "d" * 100)
     assert room.used == store.kept_bytes()
+    registry.delete("a")
+    assert room.used == store.kept_bytes() == 0
+
+
+def test_bytes_given_back_are_those_of_the_rule_that_goes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = Allowance(1000, "bytes of rules and programs", "--tenant-registry-bytes")
+    registry = RuleRegistry(store, OPS, bytes_room=room)
+    registry.create("a", expression("dy"), "d" * 100)
+    lock = registry._changing
+
+    @contextlib.contextmanager
+    def after_another() -> Iterator[None]:
+        """Whoever asks for the lock gets it when another has put a larger rule in the place of this one."""
+        monkeypatch.setattr(registry, "_changing", lock)
+        registry.delete("a")
+        registry.create("a", expression("dy"), "d" * 300)
+        with lock:
+            yield
+
+    monkeypatch.setattr(registry, "_changing", after_another())
     registry.delete("a")
     assert room.used == store.kept_bytes() == 0
 

@@ -220,3 +220,24 @@ def test_a_migration_that_fails_leaves_the_old_store(tmp_path: Path) -> None:
     store = Store(tmp_path)
     assert store.counts() == (1, 1)
     store.close()
+
+
+def test_a_disk_without_room_for_the_copy_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    version_1(tmp_path)
+    connect = sqlite3.connect
+
+    def connect_where_the_disk_is_full(path: Any, **options: Any) -> sqlite3.Connection:
+        connection = connect(path, **options)
+        # What a full disk is to SQLite: the file does not grow.
+        connection.execute("PRAGMA max_page_count = 2")
+        return connection
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sqlite3, "connect", connect_where_the_disk_is_full)
+        with pytest.raises(StoreError, match=r"cannot be opened: .*disk is full") as refusal:
+            Store(tmp_path)
+    assert "move it away" not in str(refusal.value)
+    assert not list(tmp_path.glob("*.v1*"))
+    store = Store(tmp_path)
+    assert store.counts() == (1, 1)
+    store.close()

@@ -116,19 +116,5 @@ def seconds(text: str) -> float:
     return value
 
 
-def forget_client_variables() -> None:
-    """Takes the client's own variables out of the environment: a server refuses `GRADRULE_*` that it does not know."""
-    for variable in (
-        TARGET_VARIABLE,
-        TOKEN_VARIABLE,
-        INSECURE_TOKEN_VARIABLE,
-        TLS_VARIABLE,
-        TLS_CA_VARIABLE,
-        CLIENT_CERT_VARIABLE,
-        CLIENT_KEY_VARIABLE,
-    ):
-        os.environ.pop(variable, None)
-
-
 def _is_set(variable: str) -> bool:
     return os.environ.get(variable, "").lower() in ("1", "true", "yes", "on")

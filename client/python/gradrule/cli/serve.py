@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 
-from gradrule.cli.connection import forget_client_variables
 from gradrule.cli.failures import missing_extra
 
 COMMANDS = {
@@ -29,7 +28,6 @@ _SERVER_PARTS = {
 
 def run(command: str, arguments: Sequence[str]) -> int:
     """Runs a command of the server's; its exit code."""
-    forget_client_variables()
     if command == "serve" and importlib.util.find_spec("tensorflow") is None and not {"-h", "--help"} & set(arguments):
         # The server itself does without; its engines would die one after the other.
         raise missing_extra("the server is not complete (tensorflow is missing)", "server")

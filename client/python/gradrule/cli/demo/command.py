@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradrule.cli import output
-from gradrule.cli.connection import forget_client_variables
 from gradrule.cli.failures import missing_extra
 
 if TYPE_CHECKING:
@@ -65,7 +64,6 @@ def run(options: argparse.Namespace) -> int:
     started = time.perf_counter()
     options.out.mkdir(parents=True, exist_ok=True)
     digits = data.load(options.seed)
-    forget_client_variables()
     screen.print("starting a server …")
     with gr.local(device=options.device) as client:
         screen.print(f"server at {client.target}, ready after {time.perf_counter() - started:.1f} s")

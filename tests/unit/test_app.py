@@ -1,0 +1,54 @@
+"""How a server stops: everything does, though something before it fails."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradrule_server import app
+from gradrule_server.front.server import Front
+from gradrule_server.link.pool import EnginePool
+from gradrule_server.operations.operations import Operations
+from gradrule_server.registry.store import Store
+from gradrule_server.settings import Settings
+
+
+class StartError(Exception):
+    """Why the server stops."""
+
+
+class StopError(Exception):
+    """What one of its parts says to that."""
+
+
+_STOPS = ((Front, "drain"), (EnginePool, "stop"), (Operations, "stop"))
+
+
+@pytest.mark.parametrize("broken", range(len(_STOPS)))
+async def test_all_is_stopped_though_one_cannot_be(
+    broken: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def stopping(number: int, stop: Any) -> Any:
+        async def stopped(*arguments: Any) -> None:
+            asked.append(number)
+            await stop(*arguments)
+            if number == broken:
+                raise StopError
+
+        return stopped
+
+    async def fail(*_: object) -> None:
+        raise StartError
+
+    monkeypatch.setattr(app, "_start_engines", fail)
+    for number, (part, name) in enumerate(_STOPS):
+        monkeypatch.setattr(part, name, stopping(number, getattr(part, name)))
+    with pytest.raises(StopError) as failure:
+        await app.serve(Settings.load(["--data-dir", str(tmp_path), "--port", "0", "--drain-s", "0"], {}))
+    assert isinstance(failure.value.__context__, StartError)
+    assert asked == [0, 1, 2]
+    Store(tmp_path).close()

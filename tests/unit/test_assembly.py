@@ -1,0 +1,40 @@
+"""What the parts tell each other, as they are put together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gradrule.v1 import evaluate_pb2
+from gradrule_server import assembly
+from gradrule_server.operations import audit
+from gradrule_server.operations.operations import Operations
+from gradrule_server.programs.conduct import Suspect
+from gradrule_server.registry.blobs import BlobStore
+from gradrule_server.settings import Settings
+
+
+@pytest.fixture
+def audited(tmp_path: Path) -> Path:
+    return tmp_path / "audit.jsonl"
+
+
+@pytest.fixture
+def settings(tmp_path: Path, audited: Path) -> Settings:
+    return Settings.load(["--data-dir", str(tmp_path), "--audit-log", str(audited)], {})
+
+
+async def test_the_audit_log_tells_which_program_is_quarantined_and_why(settings: Settings, audited: Path) -> None:
+    operations = Operations(assembly.operations_of(settings))
+    blobs = BlobStore(settings.data_dir / "blobs", settings.max_blob_bytes)
+    pool = assembly.pool_of(settings, blobs, lambda ready: None, operations.on_event)
+    loaded = assembly.loaded_of(settings, pool, blobs)
+    graph = "0123456789abcdef" * 4
+    try:
+        loaded.conduct.convict(Suspect("", graph, evaluate_pb2.DERIVATIVE_UNSPECIFIED), "SIGABRT: Check failed: a")
+    finally:
+        audit.configure("")
+    (line,) = map(json.loads, audited.read_text().splitlines())
+    assert (line["event"], line["detail"]) == ("quarantine", "0123456789abcdef: SIGABRT: Check failed: a")
