@@ -13,7 +13,6 @@ from gradrule_server.front.tls import Certificates
 from gradrule_server.identity import Credentials
 from gradrule_server.identity.jwts import Jwts
 from gradrule_server.identity.tokens import Tokens
-from gradrule_server.link.engine import EngineEvent
 from gradrule_server.link.memory import share_of_memory
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
@@ -80,12 +79,7 @@ def admission_of(settings: Settings) -> Admission:
     )
 
 
-def pool_of(
-    settings: Settings,
-    blobs: BlobStore,
-    on_change: Callable[[bool], None],
-    on_event: Callable[[EngineEvent], None],
-) -> EnginePool:
+def pool_of(settings: Settings, blobs: BlobStore, on_change: Callable[[bool], None]) -> EnginePool:
     """The engines, not started yet."""
     options = ProcessOptions(
         settings.device, settings.engine_threads, blobs.root, _memory_limit(settings), settings.sandbox
@@ -96,17 +90,18 @@ def pool_of(
         spares=settings.spares,
         heartbeat_s=settings.heartbeat_s,
         on_change=on_change,
-        on_event=on_event,
     )
 
 
-def loaded_of(settings: Settings, pool: EnginePool, blobs: BlobStore) -> LoadedPrograms:
-    """What engines hold, and what is known of it."""
+def loaded_of(
+    settings: Settings, pool: EnginePool, blobs: BlobStore, on_quarantine: Callable[[str], None]
+) -> LoadedPrograms:
+    """What engines hold, and what is known of it. `on_quarantine` is told which program is refused, and why."""
 
     def tell_quarantine(found: Quarantined) -> None:
         digest = found.suspect.graph[:_DIGEST_SHOWN]
         _log.warning("programs of the graph %s are refused: %s", digest, found.why)
-        pool.on_event(EngineEvent("quarantined", -1, 0, detail=f"{digest}: {found.why}"))
+        on_quarantine(f"{digest}: {found.why}")
 
     return LoadedPrograms(
         pool,

@@ -188,8 +188,8 @@ class Settings(BaseModel):
     )
     stall_s: PositiveFloat = Field(
         60.0,
-        description="Seconds after which a stream ends whose client does not read its answers; an answer that is read "
-        "by nobody takes its connection with it.",
+        description="Seconds after which a stream ends whose client does not read its answers, and a second more for "
+        "each MiB; an answer that is read by nobody takes its connection with it.",
     )
     reflection: bool = Field(True, description="Whether the server tells its services by gRPC reflection.")
     admin: bool = Field(True, description="Whether the server answers AdminService, which tells how it is doing.")

@@ -29,8 +29,8 @@ def settings(tmp_path: Path, audited: Path) -> Settings:
 async def test_the_audit_log_tells_which_program_is_quarantined_and_why(settings: Settings, audited: Path) -> None:
     operations = Operations(assembly.operations_of(settings))
     blobs = BlobStore(settings.data_dir / "blobs", settings.max_blob_bytes)
-    pool = assembly.pool_of(settings, blobs, lambda ready: None, operations.on_event)
-    loaded = assembly.loaded_of(settings, pool, blobs)
+    pool = assembly.pool_of(settings, blobs, lambda ready: None)
+    loaded = assembly.loaded_of(settings, pool, blobs, operations.quarantined)
     graph = "0123456789abcdef" * 4
     try:
         loaded.conduct.convict(Suspect("", graph, evaluate_pb2.DERIVATIVE_UNSPECIFIED), "SIGABRT: Check failed: a")

@@ -19,7 +19,7 @@ from gradrule_server.link.framing import Kind
 from gradrule_server.link.process import EngineProcess, EngineRefused
 from gradrule_server.link.spares import Spares
 
-__all__ = ["Engine", "EngineEvent", "EngineRefused", "EngineStatus"]
+__all__ = ["Engine", "EngineRefused", "EngineStatus"]
 
 _log = logging.getLogger(__name__)
 
@@ -27,17 +27,6 @@ _RETRY_AFTER_S = 2.0
 _OVERRUN_GRACE_S = 0.5
 # How long a call that was cancelled may go on where ending its engine would cost others their sessions and handles.
 _CANCEL_PATIENCE_S = 4.5
-
-
-@dataclass(frozen=True, slots=True)
-class EngineEvent:
-    """Something happened: `ready`, `ended`, `quarantined`. `reason`: of an end, see `endings.Reason`."""
-
-    kind: str
-    engine: int
-    pid: int
-    reason: str = ""
-    detail: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +56,6 @@ class Engine:
         index: int,
         spares: Spares | None,
         on_change: Callable[[Engine], None] = lambda engine: None,
-        on_event: Callable[[EngineEvent], None] = lambda event: None,
     ) -> None:
         self.index = index
         self.is_extra = spares is None
@@ -76,7 +64,6 @@ class Engine:
         """The owner for whom it was added, where it is extra."""
         self._spares = spares
         self._on_change = on_change
-        self._on_event = on_event
         self._process: EngineProcess | None = None
         self._filling: asyncio.Task[None] | None = None
         self._reports: set[asyncio.Task[None]] = set()
@@ -159,7 +146,6 @@ class Engine:
         process.connection.on_lost = lambda: self._on_lost(process)
         self.generation += 1
         self.kept = self.programs = 0
-        self._on_event(EngineEvent("ready", self.index, process.pid))
         self._on_change(self)
         if process.connection.is_closed:
             self._on_lost(process)
@@ -300,7 +286,6 @@ class Engine:
         for work in process.connection.lost:
             if work.is_given_up and work.account is not None:
                 work.account.lost(_lost(process, ending))
-        self._on_event(EngineEvent("ended", self.index, process.pid, ending.reason, str(ending)))
 
     def _end_overrun(self, work: Work, ends_at: float) -> None:
         process = self._process

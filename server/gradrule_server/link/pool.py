@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 
-from gradrule_server.link.engine import Engine, EngineEvent, EngineRefused, EngineStatus, unavailable
+from gradrule_server.link.engine import Engine, EngineRefused, EngineStatus, unavailable
 from gradrule_server.link.oom import OOM_KILLS
 from gradrule_server.link.owner import OWNER
 from gradrule_server.link.process import ProcessOptions
@@ -16,7 +16,7 @@ from gradrule_server.link.turns import Turns
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.link.watch import Watch
 
-__all__ = ["EngineEvent", "EnginePool", "EngineRefused", "EngineStatus"]
+__all__ = ["EnginePool", "EngineRefused", "EngineStatus"]
 
 _log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ _TRIAL = -1
 class EnginePool:
     """Engines that take work side by side. Everything happens on one asyncio loop.
 
-    `on_change`: whether there is at least one engine that takes work. `on_event`: for the log and for counting.
+    `on_change`: whether there is at least one engine that takes work.
     """
 
     def __init__(
@@ -40,12 +40,10 @@ class EnginePool:
         spares: int = 1,
         heartbeat_s: float = 1.0,
         on_change: Callable[[bool], None] = lambda ready: None,
-        on_event: Callable[[EngineEvent], None] = lambda event: None,
     ) -> None:
         self._spares = Spares(options, spares)
-        self.engines = [Engine(index, self._spares, self._changed, on_event) for index in range(engines)]
+        self.engines = [Engine(index, self._spares, self._changed) for index in range(engines)]
         self._places = engines
-        self.on_event = on_event
         self.on_filled: list[Callable[[Engine], None]] = []
         """Called with each engine that got another process."""
         self._on_change = on_change
@@ -129,7 +127,7 @@ class EnginePool:
         if process is None:
             return None
         index = 1 + max(engine.index for engine in self.engines)
-        engine = Engine(index, None, self._changed, self.on_event)
+        engine = Engine(index, None, self._changed)
         engine.borrower = owner
         self.engines.append(engine)
         engine.install(process)
@@ -145,7 +143,7 @@ class EnginePool:
     @contextlib.asynccontextmanager
     async def alone(self) -> AsyncIterator[Engine]:
         """An engine that runs nothing else; whatever is done to it, nobody is hurt."""
-        engine = Engine(_TRIAL, None, on_event=self.on_event)
+        engine = Engine(_TRIAL, None)
         engine.install(await self._spares.take())
         try:
             yield engine

@@ -13,7 +13,7 @@ from gradrule_server.operations import audit
 from gradrule_server.operations.audit import AuditLog
 from gradrule_server.operations.logs import AccessLog
 from gradrule_server.operations.observer import Observer, Sink
-from gradrule_server.operations.sources import EngineEvent, Sources, snapshot
+from gradrule_server.operations.sources import Sources, snapshot
 from gradrule_server.operations.status import server_status
 from gradrule_server.operations.writing import Background
 
@@ -41,7 +41,7 @@ class OperationsSettings:
 
 
 class Operations:
-    """All that watches the server. `observer` is the front's, `on_event` the engines'."""
+    """All that watches the server. `observer` is the front's."""
 
     def __init__(self, settings: OperationsSettings) -> None:
         """Raises `TracingRefused` where traces cannot be exported, `OSError` where the audit log cannot be opened."""
@@ -70,12 +70,11 @@ class Operations:
             sinks.append(self._tracing)
         self.observer = Observer(sinks)
 
-    def on_event(self, event: EngineEvent) -> None:
-        """Something happened to an engine."""
-        if event.kind == "quarantined":
-            self._audit.quarantined(event.detail)
-            if self._metrics is not None:
-                self._metrics.quarantined()
+    def quarantined(self, detail: str) -> None:
+        """A program is refused for a while from now on. `detail`: which, and why."""
+        self._audit.quarantined(detail)
+        if self._metrics is not None:
+            self._metrics.quarantined()
 
     def status(self) -> admin_pb2.ServerStatus:
         """How the server is doing."""

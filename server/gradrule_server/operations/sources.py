@@ -47,21 +47,6 @@ class Engines(Protocol):
         ...
 
 
-class EngineEvent(Protocol):
-    """Something that happened to an engine. kind: `ready`, `ended`, `quarantined`."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def engine(self) -> int: ...
-    @property
-    def pid(self) -> int | None: ...
-    @property
-    def reason(self) -> str: ...
-    @property
-    def detail(self) -> str: ...
-
-
 class TenantStatus(Protocol):
     """What a tenant holds."""
 
