@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from gradrule import _infer, _opdefs
 from gradrule.v1 import errors_pb2, graph_pb2, tensor_pb2
 from gradrule_server.errors import Finding, GradruleError, did_you_mean, error
-from gradrule_server.policy import DROPPED, NOT_TAKEN, Bounds, check_unpacking, count_fault, refusal, value_faults
+from gradrule_server.policy import DROPPED, NOT_TAKEN, Bounds, count_fault, refusal, value_faults
 from gradrule_server.rules import dtypes
 from gradrule_server.rules.dtypes import Dt
 from gradrule_server.rules.graph_builder import type_attr
@@ -49,7 +49,6 @@ def read_graph(serialized: bytes, params: Sequence[str], *, brought: bool = Fals
     run functions of the program that it is part of, and say which gradients its nodes have.
     """
     graph = graph_pb2.Graph()
-    check_unpacking(serialized, graph_pb2.Graph, Bounds(), field="graph")
     try:
         graph.ParseFromString(serialized)
     except DecodeError as cause:

@@ -290,6 +290,7 @@ class CompileRequest(google.protobuf.message.Message):
     INPUT_ALIASES_FIELD_NUMBER: builtins.int
     TRUSTED_FIELD_NUMBER: builtins.int
     MEMORY_LIMIT_FIELD_NUMBER: builtins.int
+    MAX_RANK_FIELD_NUMBER: builtins.int
     BLOB_FOLDER_FIELD_NUMBER: builtins.int
     key: builtins.str
     """Key by which RUN and UNLOAD name the program: its digest."""
@@ -313,6 +314,8 @@ class CompileRequest(google.protobuf.message.Message):
     """The operator vouches for every caller: ops that the list denies run too."""
     memory_limit: builtins.int
     """Bytes that an engine may take; 0: any. A program that cannot fit is refused."""
+    max_rank: builtins.int
+    """Rank that tensors of a call may have."""
     blob_folder: builtins.str
     """Folder of the caller's blobs within the one that the engine was started with; empty: that one itself."""
     @property
@@ -398,9 +401,10 @@ class CompileRequest(google.protobuf.message.Message):
         input_aliases: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         trusted: builtins.bool = ...,
         memory_limit: builtins.int = ...,
+        max_rank: builtins.int = ...,
         blob_folder: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blob_folder", b"blob_folder", "dense_gradients", b"dense_gradients", "derivative", b"derivative", "directions", b"directions", "fetches", b"fetches", "grad_ys", b"grad_ys", "graph", b"graph", "input_aliases", b"input_aliases", "inputs", b"inputs", "key", b"key", "made", b"made", "marks", b"marks", "memory_limit", b"memory_limit", "no_gradient", b"no_gradient", "rules", b"rules", "scopes", b"scopes", "split", b"split", "stacked_grad_ys", b"stacked_grad_ys", "stop_gradients", b"stop_gradients", "trusted", b"trusted", "unconnected_gradients", b"unconnected_gradients", "updates", b"updates", "variables", b"variables", "xs", b"xs", "ys", b"ys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blob_folder", b"blob_folder", "dense_gradients", b"dense_gradients", "derivative", b"derivative", "directions", b"directions", "fetches", b"fetches", "grad_ys", b"grad_ys", "graph", b"graph", "input_aliases", b"input_aliases", "inputs", b"inputs", "key", b"key", "made", b"made", "marks", b"marks", "max_rank", b"max_rank", "memory_limit", b"memory_limit", "no_gradient", b"no_gradient", "rules", b"rules", "scopes", b"scopes", "split", b"split", "stacked_grad_ys", b"stacked_grad_ys", "stop_gradients", b"stop_gradients", "trusted", b"trusted", "unconnected_gradients", b"unconnected_gradients", "updates", b"updates", "variables", b"variables", "xs", b"xs", "ys", b"ys"]) -> None: ...
 
 global___CompileRequest = CompileRequest
 
