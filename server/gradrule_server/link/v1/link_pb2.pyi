@@ -3,10 +3,19 @@
 isort:skip_file
 Messages between the front end and an engine, inside one server. Not an API: both ends always come from one release.
 
-A frame on the socket is a header (see link/framing.py) and one of these messages. Kinds and payloads:
-GREETING (engine → front, once), COMPILE → COMPILED, RUN → RAN (the bytes of a `gradrule.v1.EvaluateResponse`),
-UNLOAD (no answer), FORWARD → RAN, PULL_BACK → RAN, RELEASE (no answer),
-SESSION → RAN, END_SESSION (a ReleaseRequest, no answer), FAULT (in place of COMPILED or RAN).
+A frame on the socket is a header (see link/framing.py) and a payload, one of these messages or bytes of the API's. By kind, with answers:
+- GREETING (Greeting): from the engine, once.
+- COMPILE (CompileRequest) → COMPILED (CompileReply)
+- RUN (RunRequest) → RAN (the bytes of a `gradrule.v1.EvaluateResponse`)
+- FORWARD (ForwardRequest) → RAN (ForwardReply)
+- PULL_BACK (PullBackRequest) → RAN (the bytes of a `gradrule.v1.PullBackResponse`)
+- SESSION (SessionRequest) → RAN (SessionReply)
+- FAULT (Fault): in place of COMPILED or RAN.
+- UNLOAD (UnloadRequest), RELEASE and END_SESSION (ReleaseRequest): no answer.
+- PING → PONG: nothing.
+- PLACED, either way: in place of a frame whose payload lies in an arena; its kind and place (see link/framing.py).
+- TAKEN: nothing; the front end has read the answer that was PLACED. TRIM: nothing; the engine gives back its arena's memory.
+What is called Raw… never crosses the socket: it is how the front end reads and writes the API's messages without parsing their parts.
 """
 
 import builtins
