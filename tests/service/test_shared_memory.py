@@ -66,6 +66,7 @@ async def _compile(pool: EnginePool) -> None:
         graph=_graph().SerializeToString(),
         inputs=[tensor_pb2.TensorSpec(name="x", dtype=tensor_pb2.DT_FLOAT, shape=_tensors.shape_message([None]))],
         fetches=[link_pb2.Endpoint(name="y", tensor="y:0")],
+        max_rank=1,
     )
     await _ask(pool, Kind.COMPILE, request)
 

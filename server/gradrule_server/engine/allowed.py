@@ -42,13 +42,9 @@ def _ops_of(graph: tf.Graph) -> dict[str, str]:
         found.setdefault(op.type, op.name.removeprefix(IMPORT_SCOPE))
         if tf_private.runs_functions(op.type):
             functions.update(dict.fromkeys(tf_private.functions_named(op.node_def)))
-    done: set[str] = set()
-    while pending := [name for name in functions if name not in done]:
-        done.update(pending)
-        for name in pending:
-            for node in tf_private.function_definition(name).node_def:
-                found.setdefault(node.op, node.name)
-                functions.update(dict.fromkeys(tf_private.functions_named(node)))
+    for function in tf_private.functions_reached(functions):
+        for node in function.node_def:
+            found.setdefault(node.op, node.name)
     return found
 
 

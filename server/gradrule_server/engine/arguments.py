@@ -16,14 +16,11 @@ from gradrule_server.engine.built import Built, Input
 from gradrule_server.engine.bulk import Contents
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.policy import Bounds
 from gradrule_server.rules import read_param_value
 
 _Given: TypeAlias = Mapping[str, tuple[tensor_pb2.TensorSource, memoryview | None]]
 """Values by name; the bytes of a large one apart."""
 _NONE_APART: Contents = MappingProxyType({})
-
-_MAX_RANK = Bounds().rank
 
 
 class ArgumentReader:
@@ -54,10 +51,11 @@ class ArgumentReader:
                 built.inputs,
                 built.unused,
                 state or {},
+                built.max_rank,
                 what="feed",
                 field="feeds",
             ),
-            *self.grad_ys(call.grad_ys, built.grad_ys, contents, stacked=built.stacked),
+            *self.grad_ys(call.grad_ys, built.grad_ys, contents, stacked=built.stacked, max_rank=built.max_rank),
             *self._directions(call, built, contents),
             *_params(built, params),
         ]
@@ -72,11 +70,12 @@ class ArgumentReader:
         contents: Contents = _NONE_APART,
         *,
         stacked: bool,
+        max_rank: int,
     ) -> list[tf.Tensor]:
-        """Upstream gradients; stacked, they are all of one length."""
+        """Upstream gradients; stacked, they are all of one length. `max_rank`: of each, that axis included."""
         if stacked:
             inputs = [Input(item.name, item.dtype, tf.TensorShape([None]).concatenate(item.shape)) for item in inputs]
-        tensors = self._given(given, inputs, contents, what="grad_y", field="grad_ys")
+        tensors = self._given(given, inputs, contents, max_rank, what="grad_y", field="grad_ys")
         if stacked and len({int(tensor.shape[0]) for tensor in tensors}) > 1:
             sizes = ", ".join(f"{item.name!r}: {tensor.shape[0]}" for item, tensor in zip(inputs, tensors, strict=True))
             raise error(
@@ -89,18 +88,20 @@ class ArgumentReader:
     def _directions(self, call: evaluate_pb2.EvaluateRequest, built: Built, contents: Contents) -> list[tf.Tensor]:
         is_jvp = built.kind == evaluate_pb2.DERIVATIVE_JVP
         what, field, given = ("tangent", "tangents", call.tangents) if is_jvp else ("vector", "vectors", call.vectors)
-        return self._given(given, built.directions, contents, what=what, field=field)
+        return self._given(given, built.directions, contents, built.max_rank, what=what, field=field)
 
     def _given(
         self,
         given: Sequence[tensor_pb2.NamedTensor],
         inputs: Sequence[Input],
         contents: Contents,
+        max_rank: int,
         *,
         what: str,
         field: str,
     ) -> list[tf.Tensor]:
-        return self._fed(_by_name(given, field, contents), inputs, [False] * len(inputs), {}, what=what, field=field)
+        by_name, unused = _by_name(given, field, contents), [False] * len(inputs)
+        return self._fed(by_name, inputs, unused, {}, max_rank, what=what, field=field)
 
     def _fed(
         self,
@@ -108,6 +109,7 @@ class ArgumentReader:
         inputs: Sequence[Input],
         unused: Sequence[bool],
         state: Mapping[str, tf.Tensor],
+        max_rank: int,
         *,
         what: str,
         field: str,
@@ -136,7 +138,7 @@ class ArgumentReader:
                 )
                 continue
             try:
-                tensors.append(self._tensor(*value, item, what, field))
+                tensors.append(self._tensor(*value, item, max_rank, what, field))
             except GradruleError as cause:
                 findings += cause.findings
         if findings:
@@ -144,7 +146,13 @@ class ArgumentReader:
         return tensors
 
     def _tensor(
-        self, value: tensor_pb2.TensorSource, content: memoryview | None, item: Input, what: str, field: str
+        self,
+        value: tensor_pb2.TensorSource,
+        content: memoryview | None,
+        item: Input,
+        max_rank: int,
+        what: str,
+        field: str,
     ) -> tf.Tensor:
         source = value.WhichOneof("source")
         if source is None:
@@ -164,10 +172,10 @@ class ArgumentReader:
             )
         where = f"{what} {item.name!r}"
         shape = value.inline.tensor_shape if source == "inline" else value.blob.shape
-        if len(shape.dim) > _MAX_RANK:
+        if len(shape.dim) > max_rank:
             raise error(
                 errors_pb2.ERROR_REASON_LIMIT_EXCEEDED,
-                f"{where} has rank {len(shape.dim)}; {_MAX_RANK} is the most",
+                f"{where} has rank {len(shape.dim)}; {max_rank} is the most (--max-rank)",
                 node=item.name,
                 field=field,
             )

@@ -48,6 +48,8 @@ class Built:
     directions: list[Input] = field(default_factory=list)
     """Tangents of a JVP, vectors of an HVP."""
     params: list[ParamInput] = field(default_factory=list)
+    max_rank: int = 0
+    """Rank that what a call gives may have."""
     small: bool = False
     """Few ops and no loops or branches: faster on the calling thread than on TensorFlow's threads."""
     fitting: Fitting | None = None

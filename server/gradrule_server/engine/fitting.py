@@ -175,14 +175,7 @@ def _without_weights(graph: tf.Graph) -> tf_graph_pb2.GraphDef:
         node = made.node.add()
         node.CopyFrom(op.node_def)
         functions.update(dict.fromkeys(tf_private.functions_named(node)))
-    done: set[str] = set()
-    while pending := [name for name in functions if name not in done]:
-        done.update(pending)
-        for name in pending:
-            function = made.library.function.add()
-            function.CopyFrom(tf_private.function_definition(name))
-            for node in function.node_def:
-                functions.update(dict.fromkeys(tf_private.functions_named(node)))
+    made.library.function.extend(tf_private.functions_reached(functions))
     return made
 
 

@@ -112,7 +112,7 @@ class Handles:
                 )
         specs = [built.specs["ys"][ys[name]] for name in given]
         inputs = [Input(spec.name, tf.as_dtype(spec.dtype), shape_of(spec.shape)) for spec in specs]
-        tensors = reader.grad_ys(call.grad_ys, inputs, contents, stacked=call.stacked_grad_ys)
+        tensors = reader.grad_ys(call.grad_ys, inputs, contents, stacked=call.stacked_grad_ys, max_rank=built.max_rank)
         return {ys[name]: tensor for name, tensor in zip(given, tensors, strict=True)}
 
 

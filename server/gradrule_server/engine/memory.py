@@ -22,12 +22,11 @@ class _Bound:
 
 
 def limit_memory(limit: int) -> None:
-    """From now on this process may take `limit` bytes, as far as the kernel can count them; 0: any. No core files.
+    """From now on this process may take `limit` bytes, as far as the kernel can count them; 0: any.
 
     What is reserved and never used (stacks, heaps of threads) does not count.
     """
     _Bound.bytes = limit
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if not limit:
         return
     reserved = max(0, _status("VmData") - _status("RssAnon"))
@@ -38,11 +37,9 @@ def limit_memory(limit: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
-def out_of_memory(cause: BaseException) -> bool:
-    """Whether an error of TensorFlow's, NumPy's or Python's says that there is no memory left."""
-    if isinstance(cause, tf.errors.OpError):
-        return isinstance(cause, tf.errors.ResourceExhaustedError) and _NO_MEMORY.search(cause.message) is not None
-    return isinstance(cause, MemoryError)
+def out_of_memory(cause: tf.errors.OpError) -> bool:
+    """Whether an error of TensorFlow's says that there is no memory left."""
+    return isinstance(cause, tf.errors.ResourceExhaustedError) and _NO_MEMORY.search(cause.message) is not None
 
 
 def memory_error(what: str) -> GradruleError:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -78,6 +79,18 @@ def functions_named(node: node_def_pb2.NodeDef) -> list[str]:
 def function_definition(name: str) -> function_pb2.FunctionDef:
     """A function that is known to the process."""
     return context.context().get_function_def(name)
+
+
+def functions_reached(names: Iterable[str]) -> Iterator[function_pb2.FunctionDef]:
+    """The functions of these names, then those that they run and so on, each once."""
+    reached = dict.fromkeys(names)
+    pending = deque(reached)
+    while pending:
+        function = function_definition(pending.popleft())
+        yield function
+        found = dict.fromkeys(name for node in function.node_def for name in functions_named(node))
+        pending += [name for name in found if name not in reached]
+        reached |= found
 
 
 def function_graph(name: str, shapes: Sequence[tf.TensorShape]) -> Any:

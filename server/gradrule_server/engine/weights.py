@@ -1,4 +1,4 @@
-"""Values of variables as tensors on the device: made once, shared by all programs that hold them."""
+"""Values of variables as tensors on the device: made once, shared by all of a tenant's programs that hold them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.errors import error
 from gradrule_server.link.v1 import link_pb2
 
-_Key = tuple[str, int, tuple[int, ...]]
+_Key = tuple[str, str, int, tuple[int, ...]]
 
 
 class Weights:
-    """Tensors by hash, element type and shape, for as long as a program holds them. Thread-safe."""
+    """Tensors by whose they are, hash, element type and shape, for as long as a program holds them. Thread-safe.
+
+    Tenants, whose blobs lie in different folders, share none: nobody learns from the speed what another has.
+    """
 
     def __init__(self, blobs: BlobReader) -> None:
         self._blobs = blobs
@@ -29,15 +32,16 @@ class Weights:
     def of(self, variables: Sequence[link_pb2.BoundVariable], blob_folder: str = "") -> list[tf.Tensor]:
         """The tensor of each variable. `blob_folder`: where its caller's blobs are. BLOB_NOT_FOUND, INVALID_TENSOR."""
         blobs = self._blobs.within(blob_folder)
-        return [self._tensor(item, blobs) for item in variables]
+        return [self._tensor(item, blob_folder, blobs) for item in variables]
 
-    def _tensor(self, variable: link_pb2.BoundVariable, blobs: BlobReader) -> tf.Tensor:
+    def _tensor(self, variable: link_pb2.BoundVariable, blob_folder: str, blobs: BlobReader) -> tf.Tensor:
         value, what = variable.value, f"variable {variable.spec.name!r}"
         if value.HasField("blob"):
-            key = (value.blob.sha256, value.blob.dtype, _sizes(value.blob.shape))
+            key = (blob_folder, value.blob.sha256, value.blob.dtype, _sizes(value.blob.shape))
         else:
             content = value.inline.SerializeToString(deterministic=True)
-            key = (hashlib.sha256(content).hexdigest(), value.inline.dtype, _sizes(value.inline.tensor_shape))
+            digest = hashlib.sha256(content).hexdigest()
+            key = (blob_folder, digest, value.inline.dtype, _sizes(value.inline.tensor_shape))
         with self._lock:
             tensor = self._tensors.get(key)
             if tensor is None:

@@ -4,9 +4,9 @@
 """
 
 from gradrule_server.policy.bounds import Bounds
-from gradrule_server.policy.checks import DROPPED, NOT_TAKEN, Fault, count_fault, refusal, value_faults
+from gradrule_server.policy.checks import DROPPED, NOT_TAKEN, count_fault, refusal, value_faults
 from gradrule_server.policy.table import Ruling, digest_of, judged, ruling_of, rulings
-from gradrule_server.policy.tensors import shape_fault, tensor_fault
+from gradrule_server.policy.tensors import Fault, shape_fault, tensor_fault
 from gradrule_server.policy.wire import SMALL_BYTES, check_unpacking
 
 __all__ = [

@@ -10,15 +10,12 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from gradrule._opdefs import OpDef
-from gradrule.v1.errors_pb2 import ErrorReason
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule_server.errors import Reason
 from gradrule_server.policy.bounds import Bounds
 from gradrule_server.policy.categories import REMEDIES
 from gradrule_server.policy.table import ruling_of
-from gradrule_server.policy.tensors import shape_fault, size_fault, tensor_fault
-
-Fault = tuple[ErrorReason.ValueType, str]
+from gradrule_server.policy.tensors import Fault, shape_fault, size_fault, tensor_fault
 
 # Attributes by which a node would reach what lies outside the graph, by a part of their names. Ops that have them are
 # denied; should one be allowed some day, the attribute is refused all the same.

@@ -64,6 +64,7 @@ class ProgramHouse:
         scope: str = "",
     ) -> None:
         self.pool = pool
+        self.limits = limits
         self.capacity_bytes = capacity_bytes
         self._rules = rules
         self._blobs = blobs

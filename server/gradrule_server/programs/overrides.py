@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gradrule.v1 import errors_pb2, override_pb2, rule_pb2
+from gradrule.v1 import errors_pb2, graph_pb2, override_pb2, rule_pb2
 from gradrule_server.errors import Finding, GradruleError, did_you_mean
-from gradrule_server.graphs import DEFAULT_RULE, OWN_GRADIENT, Limits, OverrideSpec, tensor_fault
+from gradrule_server.graphs import DEFAULT_RULE, OWN_GRADIENT, OverrideSpec, tensor_fault
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.policy import Bounds
+from gradrule_server.policy import Bounds, check_unpacking
 from gradrule_server.programs.rule_lookup import ResolvedRule, RuleLookup
 from gradrule_server.rules import RuleContent, write_param_value
 from gradrule_server.rules.catalogue.presets import PRESETS
 
 INLINE_RULE = "inline"
-# A few bytes can stand for a tensor of any size.
-_PARAM_LIMITS = Limits()
 # Two bytes are a wrong override, and what is wrong with it takes hundreds: nothing is looked at after so many.
 _ENOUGH_FINDINGS = 500
 
@@ -31,8 +29,12 @@ class BoundOverride:
 
 @dataclass(slots=True)
 class OverrideTable:
-    """All that a program's overrides come to. A bound rule's index is its place in `bound`."""
+    """All that a program's overrides come to. A bound rule's index is its place in `bound`.
 
+    `bounds`: what rules and params are held to.
+    """
+
+    bounds: Bounds
     specs: list[OverrideSpec] = field(default_factory=list)
     bound: list[BoundOverride] = field(default_factory=list)
     settings: dict[tuple[int, str], rule_pb2.ParamValue] = field(default_factory=dict)
@@ -60,23 +62,24 @@ class OverrideTable:
         for index, graph_bytes in brought.items():
             label = self.bound[index].label
             try:
-                content = contents.get(graph_bytes) or RuleContent(graph_bytes=graph_bytes, brought=True)
-                contents[graph_bytes] = content
+                if graph_bytes not in contents:
+                    check_unpacking(graph_bytes, graph_pb2.Graph, self.bounds, field="graph")
+                    contents[graph_bytes] = RuleContent(graph_bytes=graph_bytes, brought=True)
             except GradruleError as cause:
                 findings = [
                     Finding(item.reason, f"rule {label!r}, which the graph brings along: {item.message}", item.node)
                     for item in cause.findings
                 ]
                 raise GradruleError(findings) from cause
-            self.bound[index] = BoundOverride(ResolvedRule(label, content, brought=True), label)
+            self.bound[index] = BoundOverride(ResolvedRule(label, contents[graph_bytes], brought=True), label)
 
-    def refused(self, bounds: Bounds) -> list[Finding]:
+    def refused(self) -> list[Finding]:
         """What may not run of the bound rules' graphs, each rule once."""
         contents = {id(bound.rule.content): bound.rule for bound in self.bound if bound.rule.content is not None}
         return [
             Finding(item.reason, f"rule {rule.name!r}: {item.message}", item.node, item.field)
             for rule in contents.values()
-            for item in (rule.content.refused(bounds) if rule.content is not None else ())
+            for item in (rule.content.refused(self.bounds) if rule.content is not None else ())
         ]
 
     def messages(self) -> list[link_pb2.BoundRule]:
@@ -173,7 +176,8 @@ class OverrideTable:
                     )
                 )
                 continue
-            fault = tensor_fault(value.tensor, _PARAM_LIMITS) if value.WhichOneof("value") == "tensor" else None
+            # A few bytes can stand for a tensor of any size.
+            fault = tensor_fault(value.tensor, self.bounds) if value.WhichOneof("value") == "tensor" else None
             if fault:
                 message = f"param {name!r} {fault[1]}"
                 findings.append(Finding(errors_pb2.ERROR_REASON_INVALID_PARAM, message, field=f"{field}.{name}"))
@@ -197,9 +201,9 @@ def _message(rule: ResolvedRule) -> link_pb2.BoundRule:
     return link_pb2.BoundRule(name=rule.name, definition=rule.content.to_definition())
 
 
-def read_overrides(overrides: Sequence[override_pb2.Override], lookup: RuleLookup) -> OverrideTable:
+def read_overrides(overrides: Sequence[override_pb2.Override], lookup: RuleLookup, bounds: Bounds) -> OverrideTable:
     """Resolves every override's rule and params; what is wrong is collected in `findings`."""
-    table = OverrideTable()
+    table = OverrideTable(bounds)
     for index, override in enumerate(overrides):
         if len(table.findings) >= _ENOUGH_FINDINGS:
             break
@@ -208,7 +212,7 @@ def read_overrides(overrides: Sequence[override_pb2.Override], lookup: RuleLooku
             _add_preset(table, override, index, lookup)
             continue
         try:
-            rule = _rule_of(override, lookup, where)
+            rule = _rule_of(override, lookup, bounds, where)
         except GradruleError as cause:
             table.findings += [
                 Finding(item.reason, item.message, item.node, f"{where}.rule") for item in cause.findings
@@ -309,10 +313,10 @@ def _default_label(selector: override_pb2.Selector) -> str:
     )
 
 
-def _rule_of(override: override_pb2.Override, lookup: RuleLookup, where: str) -> ResolvedRule | None:
+def _rule_of(override: override_pb2.Override, lookup: RuleLookup, bounds: Bounds, where: str) -> ResolvedRule | None:
     choice = override.WhichOneof("choice")
     if choice == "definition":
-        return ResolvedRule(INLINE_RULE, RuleContent.from_definition(override.definition))
+        return ResolvedRule(INLINE_RULE, RuleContent.from_definition(override.definition, bounds))
     if choice is None or not override.rule:
         raise GradruleError(
             [

@@ -59,7 +59,7 @@ def prepare(
     # Feeding a placeholder is what placeholders are for: it makes no other program.
     call = replace(call, feeds=call.feeds - graphs.placeholders(graph, variables))
     wish, findings = wish_of(spec, call)
-    table = read_overrides(spec.overrides, lookup)
+    table = read_overrides(spec.overrides, lookup, limits)
     findings += [*_check_wishes(spec, wish), *table.findings]
 
     def known_rule(name: str, op_type: str) -> int:
@@ -91,9 +91,9 @@ def prepare(
             limits,
         )
     except GradruleError as cause:
-        refused = table.refused(limits)
-        raise GradruleError([*(_with_aliases(item, spec) for item in cause.findings), *findings, *refused]) from None
-    findings += [*wish.undirected(expanded), *table.refused(limits), *_check_size(expanded, table, limits)]
+        found = [_with_aliases(item, spec) for item in cause.findings]
+        raise GradruleError([*found, *findings, *table.refused()]) from None
+    findings += [*wish.undirected(expanded), *table.refused(), *_check_size(expanded, table, limits)]
     if findings:
         raise GradruleError(findings)
     table.fill(expanded.brought)
@@ -138,6 +138,7 @@ def prepare(
         input_aliases={alias: item.name for item in expanded.inputs for alias in item.aliases},
         trusted=limits.trusted,
         memory_limit=limits.engine_bytes,
+        max_rank=limits.rank,
     )
     key = _digest(graph_digest, spec, call, wish, request, table, values)
     request.key = key

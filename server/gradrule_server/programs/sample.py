@@ -13,9 +13,8 @@ import numpy as np
 
 from gradrule import _infer, _opdefs, _tensors
 from gradrule.v1 import errors_pb2, evaluate_pb2, graph_pb2, override_pb2, rule_pb2, tensor_pb2
-from gradrule_server import graphs
 from gradrule_server.errors import GradruleError, did_you_mean, error
-from gradrule_server.policy import tensor_fault
+from gradrule_server.policy import Bounds, tensor_fault
 from gradrule_server.programs.house import ProgramHouse
 from gradrule_server.programs.overrides import INLINE_RULE, OverrideTable
 from gradrule_server.programs.rule_lookup import ResolvedRule
@@ -36,14 +35,14 @@ async def sample(
         raise error(
             errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the request names no rule and holds none", field="source"
         )
-    values = _values(request)
+    values = _values(request, house.limits)
     xs = [values[f"x{index}"] for index in range(_count(values, "x"))]
     if not xs:
         raise error(errors_pb2.ERROR_REASON_MISSING_FEED, "a rule is sampled at some x: give x", field="values")
     content: RuleContent | None
     op_type = request.op_type
     if source == "definition":
-        content = RuleContent.from_definition(request.definition)
+        content = RuleContent.from_definition(request.definition, house.limits)
     else:
         entry = rules.get(request.name)
         content = entry.content
@@ -57,13 +56,13 @@ async def sample(
             )
         if request.attrs:
             raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "attrs are an op's: give op_type too", field="attrs")
-        evaluation = _by_itself(request, content, xs, values)
+        evaluation = _by_itself(request, content, xs, values, house.limits)
     raw = evaluation.SerializeToString()
     answer = evaluate_pb2.EvaluateResponse.FromString(await house.evaluate(evaluation, raw, received_ns, ends_at))
     return _response(answer, xs)
 
 
-def _values(request: rule_pb2.SampleRuleRequest) -> dict[str, tensor_pb2.Tensor]:
+def _values(request: rule_pb2.SampleRuleRequest, bounds: Bounds) -> dict[str, tensor_pb2.Tensor]:
     values: dict[str, tensor_pb2.Tensor] = {}
     for item in request.values:
         match = _VARIABLE.fullmatch(item.name)
@@ -76,13 +75,13 @@ def _values(request: rule_pb2.SampleRuleRequest) -> dict[str, tensor_pb2.Tensor]
         name = f"{match[1]}{match[2] or 0}"
         if name in values:
             raise error(errors_pb2.ERROR_REASON_UNKNOWN_FEED, f"{name} is given twice", field="values")
-        values[name] = _checked(item.value, item.name)
+        values[name] = _checked(item.value, item.name, bounds)
     return values
 
 
-def _checked(source: tensor_pb2.TensorSource, name: str) -> tensor_pb2.Tensor:
+def _checked(source: tensor_pb2.TensorSource, name: str, bounds: Bounds) -> tensor_pb2.Tensor:
     """The tensor; INVALID_TENSOR or LIMIT_EXCEEDED where it cannot be read."""
-    fault = tensor_fault(source.inline, graphs.Limits())
+    fault = tensor_fault(source.inline, bounds)
     if source.WhichOneof("source") is None:
         fault = errors_pb2.ERROR_REASON_INVALID_TENSOR, "holds no tensor"
     if fault is not None:
@@ -132,6 +131,7 @@ def _by_itself(
     content: RuleContent,
     xs: list[tensor_pb2.Tensor],
     values: dict[str, tensor_pb2.Tensor],
+    bounds: Bounds,
 ) -> evaluate_pb2.EvaluateRequest:
     """The rule's own graph as a forward program."""
     outputs = _outputs(values, xs)
@@ -154,7 +154,7 @@ def _by_itself(
             # Under names of its own, so that two inputs may share one result and an input may be a result.
             node = evaluation.spec.graph.inline.node.add(name=_gradient_name(index), op="Identity", input=[result])
             evaluation.spec.fetches.append(node.name)
-    params = _param_values(request, content)
+    params = _param_values(request, content, bounds)
     for variable, placeholder in rule_graph.inputs.items():
         feed = evaluation.feeds.add(name=placeholder)
         if variable == _SALT:
@@ -167,8 +167,10 @@ def _by_itself(
     return evaluation
 
 
-def _param_values(request: rule_pb2.SampleRuleRequest, content: RuleContent) -> dict[str, tensor_pb2.Tensor]:
-    table = OverrideTable()
+def _param_values(
+    request: rule_pb2.SampleRuleRequest, content: RuleContent, bounds: Bounds
+) -> dict[str, tensor_pb2.Tensor]:
+    table = OverrideTable(bounds)
     name = request.name.removeprefix("rules/") or INLINE_RULE
     index = table.bind(ResolvedRule(name, content), name)
     findings = table.set_params(table.settings, index, request.params, "params")
@@ -179,14 +181,14 @@ def _param_values(request: rule_pb2.SampleRuleRequest, content: RuleContent) -> 
     for param in content.params:
         value = param.default
         if param.name in given:
-            value = read_param_value(_bounded(given[param.name]), param.name, f"params.{param.name}")
+            value = read_param_value(_bounded(given[param.name], bounds), param.name, f"params.{param.name}")
         values[param.name] = _tensors.to_message(np.asarray(value, np.float64))
     return values
 
 
-def _bounded(value: rule_pb2.ParamValue) -> rule_pb2.ParamValue:
+def _bounded(value: rule_pb2.ParamValue, bounds: Bounds) -> rule_pb2.ParamValue:
     """The value; INVALID_PARAM where a few bytes stand for a tensor that has no room here."""
-    fault = tensor_fault(value.tensor, graphs.Limits()) if value.HasField("tensor") else None
+    fault = tensor_fault(value.tensor, bounds) if value.HasField("tensor") else None
     if fault is not None:
         raise error(errors_pb2.ERROR_REASON_INVALID_PARAM, f"the param {fault[1]}", field="params")
     return value

@@ -111,7 +111,7 @@ class RuleRegistry:
         """
         name = _valid_name(name)
         _check_size(definition, description)
-        content = RuleContent.from_definition(definition)
+        content = RuleContent.from_definition(definition, self._bounds)
         refused = content.refused(self._bounds)
         if refused:
             raise GradruleError(refused)

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from gradrule import _infer, _opdefs
 from gradrule.v1 import errors_pb2, graph_pb2, tensor_pb2
 from gradrule_server.errors import Finding, GradruleError, did_you_mean, error
-from gradrule_server.policy import DROPPED, Bounds, check_unpacking, count_fault, refusal, value_faults
+from gradrule_server.policy import DROPPED, NOT_TAKEN, Bounds, count_fault, refusal, value_faults
 from gradrule_server.rules import dtypes
 from gradrule_server.rules.dtypes import Dt
 from gradrule_server.rules.graph_builder import type_attr
@@ -21,8 +21,6 @@ from gradrule_server.rules.signature import RuleGraph, Signature, count, listed,
 
 _RESULT = re.compile(r"dx(0|[1-9][0-9]{0,5})?")
 _UNBOUND = ("PlaceholderV2", "PlaceholderWithDefault")
-# TensorFlow puts these into branches; it hands out memory as it was found, which the branch never reads.
-_PARTS_OF_BRANCHES = frozenset({"FakeParam"})
 _MAX_FINDINGS = 100
 _SHAPE_NOT_KNOWN = frozenset({"graph"})
 
@@ -51,7 +49,6 @@ def read_graph(serialized: bytes, params: Sequence[str], *, brought: bool = Fals
     run functions of the program that it is part of, and say which gradients its nodes have.
     """
     graph = graph_pb2.Graph()
-    check_unpacking(serialized, graph_pb2.Graph, Bounds(), field="graph")
     try:
         graph.ParseFromString(serialized)
     except DecodeError as cause:
@@ -92,7 +89,8 @@ def refused_nodes(form: GraphForm, bounds: Bounds) -> list[Finding]:
             raise AssertionError(f"{node.op} passed the checks")
         faults = [refusal(op, node.attr, bounds), count_fault(op, node.attr, bounds)]
         faults += value_faults(op, node.attr, bounds)
-        if node.op in _PARTS_OF_BRANCHES:
+        if node.op == NOT_TAKEN:
+            # It hands out memory as it was found, which what is around a branch never reads.
             faults.append((errors_pb2.ERROR_REASON_OP_NOT_ALLOWED, "is part of a branch, and a rule's graph has none"))
         for reason, what in filter(None, faults):
             findings.append(Finding(reason, f"node {quoted(node.name)} ({node.op}) {what}", node.name, "graph"))

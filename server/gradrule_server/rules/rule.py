@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 
-from gradrule.v1 import errors_pb2, rule_pb2
+from gradrule.v1 import errors_pb2, graph_pb2, rule_pb2
 from gradrule_server.errors import Finding, GradruleError, error
-from gradrule_server.policy import Bounds
+from gradrule_server.policy import Bounds, check_unpacking
 from gradrule_server.rules.graph_rule import GraphForm, bind_graph, read_graph, refused_nodes
 from gradrule_server.rules.language import Formula, lower, parse
 from gradrule_server.rules.language.names import is_function, param_name_problem
@@ -51,30 +51,35 @@ class RuleContent:
         object.__setattr__(self, "_graph", graph)
 
     @classmethod
-    def from_definition(cls, definition: rule_pb2.RuleDefinition) -> RuleContent:
-        """The content that a message says. INVALID_RULE, INVALID_EXPRESSION, INVALID_PARAM, or as `read_graph`."""
-        return cls._from(definition, names_are_new=True)
+    def from_definition(cls, definition: rule_pb2.RuleDefinition, bounds: Bounds | None = None) -> RuleContent:
+        """The content that a caller's message says.
+
+        INVALID_RULE, INVALID_EXPRESSION, INVALID_PARAM, LIMIT_EXCEEDED where a graph's bytes would take too much
+        memory, or as `read_graph`.
+        """
+        return cls._from(definition, bounds or Bounds())
 
     @classmethod
     def from_kept(cls, name: str, definition: rule_pb2.RuleDefinition) -> RuleContent:
         """The content of the rule `name` as `to_definition` wrote it; without a form it is code of the engine.
 
-        A function that the language got since then takes no param's name away. INVALID_RULE where there is no such
-        code.
+        A function that the language got since then takes no param's name away, and a graph is not weighed again.
+        INVALID_RULE where there is no such code.
         """
         if definition.WhichOneof("form") is None and _is_code(name):
             return cls(code=name, params=_read_params(definition, names_are_new=False))
-        return cls._from(definition, names_are_new=False)
+        return cls._from(definition, None)
 
     @classmethod
-    def _from(cls, definition: rule_pb2.RuleDefinition, *, names_are_new: bool) -> RuleContent:
-        params = _read_params(definition, names_are_new=names_are_new)
-        gradient = _read_gradient(definition, names_are_new=names_are_new)
+    def _from(cls, definition: rule_pb2.RuleDefinition, bounds: Bounds | None) -> RuleContent:
+        """`bounds`: what a new rule is held to; None: it is a kept one."""
+        params = _read_params(definition, names_are_new=bounds is not None)
+        gradient = _read_gradient(definition, bounds)
         match definition.WhichOneof("form"):
             case "expression":
                 return cls(expression=definition.expression, params=params, gradient=gradient)
             case "graph":
-                return cls(graph_bytes=_graph_bytes(definition.graph), params=params, gradient=gradient)
+                return cls(graph_bytes=_graph_bytes(definition.graph, bounds), params=params, gradient=gradient)
             case _:
                 raise error(
                     errors_pb2.ERROR_REASON_INVALID_RULE,
@@ -151,11 +156,11 @@ class RuleContent:
         return lower(self.formula, signature)
 
 
-def _read_gradient(definition: rule_pb2.RuleDefinition, *, names_are_new: bool) -> RuleContent | None:
+def _read_gradient(definition: rule_pb2.RuleDefinition, bounds: Bounds | None) -> RuleContent | None:
     if not definition.HasField("gradient"):
         return None
     try:
-        return RuleContent._from(definition.gradient, names_are_new=names_are_new)
+        return RuleContent._from(definition.gradient, bounds)
     except GradruleError as cause:
         raise GradruleError(
             [
@@ -230,7 +235,7 @@ def _is_code(name: str) -> bool:
     return name in BUILTINS and BUILTINS[name].code
 
 
-def _graph_bytes(source: rule_pb2.GraphSource) -> bytes:
+def _graph_bytes(source: rule_pb2.GraphSource, bounds: Bounds | None) -> bytes:
     match source.WhichOneof("source"):
         case "blob_sha256":
             raise error(
@@ -239,6 +244,9 @@ def _graph_bytes(source: rule_pb2.GraphSource) -> bytes:
                 field="definition.graph",
             )
         case "serialized":
+            # What is inline was weighed with the message that it came in.
+            if bounds is not None:
+                check_unpacking(source.serialized, graph_pb2.Graph, bounds, field="graph")
             return source.serialized
         case "inline":
             return source.inline.SerializeToString(deterministic=True)

@@ -32,6 +32,7 @@ def prepared(
     graph: gr.Graph,
     overrides: Mapping[str, str] | None = None,
     call: CallShape | None = None,
+    limits: Limits | None = None,
     **derivative: Any,
 ) -> Prepared:
     """A program that fetches y, and differentiates as `vjp=Vjp(…)` or another kind says."""
@@ -41,7 +42,7 @@ def prepared(
         override_pb2.Override(rule=rule, selector=override_pb2.Selector(op_type=op_type))
         for op_type, rule in (overrides or {}).items()
     )
-    return prepare(spec, call or CallShape(), Builtins(), Limits(), no_blobs())
+    return prepare(spec, call or CallShape(), Builtins(), limits or Limits(), no_blobs())
 
 
 def split(program: Prepared) -> Built:

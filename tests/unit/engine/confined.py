@@ -117,6 +117,7 @@ def main() -> None:
     socket.gethostbyname("127.0.0.1")
     ours, _theirs = socket.socketpair()
     sandbox = enter(mode, folder / "blobs")
+    core = resource.getrlimit(resource.RLIMIT_CORE)
     outcomes = {}
     for name, attempt in attempts(folder, port, ours.fileno()).items():
         outcomes[name] = "done"
@@ -124,8 +125,9 @@ def main() -> None:
             attempt()
         except OSError as refusal:
             outcomes[name] = errno.errorcode.get(refusal.errno or 0, str(refusal))
+    told = {"held": sandbox.held, "missing": sandbox.missing, "core": core, "outcomes": outcomes}
     with contextlib.suppress(OSError):
-        os.write(1, json.dumps({"held": sandbox.held, "missing": sandbox.missing, "outcomes": outcomes}).encode())
+        os.write(1, json.dumps(told).encode())
 
 
 if __name__ == "__main__":

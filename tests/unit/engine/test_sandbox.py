@@ -60,6 +60,7 @@ def test_what_an_engine_does_not_need_is_refused(tmp_path: Path, listener: socke
     tried = _tried("on", tmp_path, listener)
     assert tried["held"] == _MEASURES
     assert tried["missing"] == []
+    assert tried["core"] == [0, 0]
     done = {name for name, outcome in tried["outcomes"].items() if outcome == "done"}
     assert done == _STAYS
     assert set(tried["outcomes"].values()) == {"done", "EACCES", "EPERM"}
@@ -72,6 +73,7 @@ def test_all_of_it_is_possible_without(tmp_path: Path, listener: socket.socket) 
     signal.signal(signal.SIGURG, signal.SIG_DFL)
     tried = _tried("off", tmp_path, listener)
     assert tried["held"] == ["limits"]
+    assert tried["core"] == [0, 0]
     assert {name: outcome for name, outcome in tried["outcomes"].items() if outcome != "done"} == {}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import tensorflow as tf
+from tensorflow.core.framework import function_pb2
 
 from gradrule import _opdefs
 from gradrule_server.engine import tf_private
@@ -27,6 +28,24 @@ def test_small_functions_may_run_on_the_calling_thread() -> None:
     function = tf.function(lambda x: x * 2, input_signature=[tf.TensorSpec([None])]).get_concrete_function()
     with tf_private.on_calling_thread():
         assert function(tf.constant([1.0, 2.0])).numpy().tolist() == [2.0, 4.0]
+
+
+def test_functions_reached_are_those_named_then_those_that_they_run_each_once() -> None:
+    library = function_pb2.FunctionDefLibrary()
+    for name, runs in {"reached_a": ["reached_c", "reached_b"], "reached_b": ["reached_c"], "reached_c": []}.items():
+        function = library.function.add()
+        function.signature.name = name
+        for number, called in enumerate(runs):
+            node = function.node_def.add(name=f"n{number}", op="StatefulPartitionedCall")
+            node.attr["f"].func.name = called
+            for types in ("Tin", "Tout"):
+                node.attr[types].list.SetInParent()
+    added = tf_private.add_functions(library)
+    try:
+        reached = [function.signature.name for function in tf_private.functions_reached(["reached_a", "reached_b"])]
+    finally:
+        tf_private.remove_functions(added)
+    assert reached == ["reached_a", "reached_b", "reached_c"]
 
 
 def test_a_tensor_of_an_outer_graph_is_captured() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from gradrule.v1 import program_pb2
 from gradrule_server.errors import GradruleError
+from gradrule_server.policy import Bounds
 from gradrule_server.programs.cache import ProgramCache, Runnable
 from gradrule_server.programs.kept import KeptPrograms
 from gradrule_server.programs.loaded import Loadable, LoadedPrograms
@@ -45,7 +46,7 @@ class FakeCompiler:
             message=program_pb2.Program(digests=program_pb2.Digests(program=digest)),
             tail=b"",
             placeholders=frozenset({"x"}),
-            prepared=SimpleNamespace(table=OverrideTable()),
+            prepared=SimpleNamespace(table=OverrideTable(Bounds())),
         )
         return Runnable(compiled, Loadable(digest, b""))
 

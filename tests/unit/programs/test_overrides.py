@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from gradrule.v1 import errors_pb2, override_pb2
-from gradrule_server.errors import error
-from gradrule_server.programs.overrides import read_overrides
+from gradrule.v1 import errors_pb2, override_pb2, rule_pb2, tensor_pb2
+from gradrule_server.errors import GradruleError, error, reason_name
+from gradrule_server.policy import Bounds
+from gradrule_server.programs.overrides import OverrideTable, read_overrides
 from gradrule_server.programs.rule_lookup import ResolvedRule
 
 
@@ -25,6 +26,57 @@ def test_overrides_that_are_wrong_are_told_up_to_a_number(given: int, looked_at:
     """Each is a few bytes of a request; what is said of it is not."""
     rules = NoRules()
     wrong = override_pb2.Override(selector=override_pb2.Selector(op_type="Sign"), rule="Nothing")
-    table = read_overrides([wrong] * given, rules)
+    table = read_overrides([wrong] * given, rules, Bounds())
     assert len(table.findings) == rules.asked == looked_at
     assert not table.specs
+
+
+def overriding() -> override_pb2.Override:
+    override = override_pb2.Override(selector=override_pb2.Selector(op_type="Sign"), label="signs")
+    override.definition.expression = "dy * a"
+    override.definition.params.add(name="a")
+    return override
+
+
+def value(*sizes: int) -> rule_pb2.ParamValue:
+    """Zeros of that shape."""
+    tensor = tensor_pb2.Tensor(dtype=tensor_pb2.DT_FLOAT)
+    tensor.tensor_shape.dim.extend(tensor_pb2.TensorShape.Dim(size=size) for size in sizes)
+    return rule_pb2.ParamValue(tensor=tensor)
+
+
+@pytest.mark.parametrize(
+    ("given", "bounds", "fault"),
+    [
+        (value(*[1] * 9), Bounds(), "has rank 9; 8 is the most (--max-rank)"),
+        (value(*[1] * 9), Bounds(rank=9), ""),
+        (value(3), Bounds(constant_bytes=8), "take more than 8 bytes (--max-constant-bytes)"),
+        (value(3), Bounds(constant_bytes=12), ""),
+    ],
+)
+def test_params_are_held_to_the_bounds_that_are_set(given: rule_pb2.ParamValue, bounds: Bounds, fault: str) -> None:
+    override = overriding()
+    table = read_overrides([override], NoRules(), bounds)
+    override.params["a"].CopyFrom(given)
+    at_once = read_overrides([override], NoRules(), bounds)
+    assert [fault in finding.message for finding in at_once.findings] == [True] * bool(fault)
+    if not fault:
+        assert table.call_settings({"signs": {"a": given}}, {0})
+        return
+    with pytest.raises(GradruleError) as caught:
+        table.call_settings({"signs": {"a": given}}, {0})
+    assert fault in caught.value.message
+
+
+def test_graphs_of_rules_are_held_to_the_bounds_that_are_set() -> None:
+    """What is in bounds is read, and found to have two nodes of one name."""
+    empty_nodes = b"\x0a\x00" * 600_000
+    override = override_pb2.Override(selector=override_pb2.Selector(op_type="Sign"))
+    override.definition.graph.serialized = empty_nodes
+    for bounds, reason in ((Bounds(), "LIMIT_EXCEEDED"), (Bounds(unpacking=1000), "DUPLICATE_NODE")):
+        (finding,) = read_overrides([override], NoRules(), bounds).findings
+        assert reason_name(finding.reason) == reason
+        table = OverrideTable(bounds)
+        with pytest.raises(GradruleError) as caught:
+            table.fill({table.bring("G"): empty_nodes})
+        assert reason_name(caught.value.reason) == reason

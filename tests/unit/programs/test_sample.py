@@ -12,6 +12,7 @@ import pytest
 from gradrule import _tensors
 from gradrule.v1 import evaluate_pb2, graph_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, reason_name
+from gradrule_server.graphs import Limits
 from gradrule_server.programs.sample import sample
 from gradrule_server.registry.rules import RuleRegistry
 from gradrule_server.registry.store import Store
@@ -25,6 +26,9 @@ _HUGE = tensor_pb2.Tensor(
 )
 
 
+_DEFAULTS = Limits()
+
+
 class Asked(Exception):
     """What the house was asked to evaluate."""
 
@@ -34,6 +38,9 @@ class Asked(Exception):
 
 
 class House:
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+
     async def evaluate(self, request: evaluate_pb2.EvaluateRequest, *_: Any) -> bytes:
         raise Asked(request)
 
@@ -45,18 +52,22 @@ def rules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RuleRegistry]:
     store.close()
 
 
-def asked(rules: RuleRegistry, request: rule_pb2.SampleRuleRequest, **values: Any) -> evaluate_pb2.EvaluateRequest:
+def asked(
+    rules: RuleRegistry, request: rule_pb2.SampleRuleRequest, limits: Limits = _DEFAULTS, **values: Any
+) -> evaluate_pb2.EvaluateRequest:
     for name, value in values.items():
         message = value if isinstance(value, tensor_pb2.Tensor) else _tensors.to_message(np.float32(value))
         request.values.add(name=name).value.inline.CopyFrom(message)
     with pytest.raises(Asked) as caught:
-        asyncio.run(sample(request, rules, House(), 0, 0.0))
+        asyncio.run(sample(request, rules, House(limits), 0, 0.0))
     return caught.value.request
 
 
-def refusal(rules: RuleRegistry, request: rule_pb2.SampleRuleRequest, **values: Any) -> tuple[str, str]:
+def refusal(
+    rules: RuleRegistry, request: rule_pb2.SampleRuleRequest, limits: Limits = _DEFAULTS, **values: Any
+) -> tuple[str, str]:
     with pytest.raises(GradruleError) as caught:
-        asked(rules, request, **values)
+        asked(rules, request, limits, **values)
     return reason_name(caught.value.reason), caught.value.message
 
 
@@ -125,3 +136,30 @@ def test_attrs_that_follow_from_nothing(rules: RuleRegistry) -> None:
     request = formula("dy * x")
     request.attrs["DstT"].type = tensor_pb2.DT_DOUBLE
     assert refusal(rules, request, x=[1.0])[0] == "MALFORMED_REQUEST"
+
+
+def test_values_are_held_to_the_limits_that_are_set(rules: RuleRegistry) -> None:
+    of_rank_9 = np.ones([1] * 9)
+    assert refusal(rules, formula("dy * x"), x=of_rank_9)[0] == "LIMIT_EXCEEDED"
+    asked(rules, formula("dy * x"), Limits(rank=9), x=of_rank_9)
+    assert refusal(rules, formula("dy * x"), Limits(constant_bytes=8), x=[1.0] * 3)[0] == "LIMIT_EXCEEDED"
+
+
+def test_params_are_held_to_the_limits_that_are_set(rules: RuleRegistry) -> None:
+    def scaled() -> rule_pb2.SampleRuleRequest:
+        request = formula("dy * x * alpha", "alpha")
+        request.params["alpha"].tensor.CopyFrom(_tensors.to_message(np.ones([1] * 9, np.float32)))
+        return request
+
+    assert refusal(rules, scaled(), x=[1.0])[0] == "INVALID_PARAM"
+    asked(rules, scaled(), Limits(rank=9), x=[1.0])
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason"), [(Limits(), "LIMIT_EXCEEDED"), (Limits(unpacking=1000), "DUPLICATE_NODE")]
+)
+def test_a_rules_graph_is_held_to_the_limits_that_are_set(rules: RuleRegistry, limits: Limits, reason: str) -> None:
+    """What is in bounds is read, and found to have two nodes of one name."""
+    request = rule_pb2.SampleRuleRequest()
+    request.definition.graph.serialized = b"\x0a\x00" * 600_000
+    assert refusal(rules, request, limits, x=[1.0])[0] == reason

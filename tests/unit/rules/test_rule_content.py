@@ -8,6 +8,7 @@ import pytest
 from gradrule import _tensors
 from gradrule.v1 import graph_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, reason_name
+from gradrule_server.policy import Bounds
 from gradrule_server.rules import Param, RuleContent, Signature, read_param_value, write_param_value
 from tests.unit.rules.running import number_of
 
@@ -19,9 +20,9 @@ def definition(expression: str, *params: rule_pb2.RuleParam) -> rule_pb2.RuleDef
     return rule_pb2.RuleDefinition(expression=expression, params=params)
 
 
-def refused(message: rule_pb2.RuleDefinition) -> tuple[str, str]:
+def refused(message: rule_pb2.RuleDefinition, bounds: Bounds | None = None) -> tuple[str, str]:
     with pytest.raises(GradruleError) as caught:
-        RuleContent.from_definition(message)
+        RuleContent.from_definition(message, bounds)
     return reason_name(caught.value.reason), caught.value.message
 
 
@@ -242,3 +243,15 @@ def test_a_rule_that_draws_asks_for_salt() -> None:
     assert not salt.attr["shape"].shape.unknown_rank
     assert len(salt.attr["shape"].shape.dim) == 0
     assert graph.shape_sources == (frozenset({"dy0", "x0"}),)
+
+
+def test_a_new_rules_graph_is_held_to_the_bounds_that_are_set_and_a_kept_ones_no_more() -> None:
+    """What is in bounds is read, and found to have two nodes of one name."""
+    heavy = rule_pb2.RuleDefinition(graph=rule_pb2.GraphSource(serialized=b"\x0a\x00" * 600_000))
+    inner = rule_pb2.RuleDefinition(expression="dy", gradient=heavy)
+    for message in (heavy, inner):
+        assert refused(message)[0] == "LIMIT_EXCEEDED"
+        assert refused(message, Bounds(unpacking=1000))[0] == "DUPLICATE_NODE"
+    with pytest.raises(GradruleError) as caught:
+        RuleContent.from_kept("R", heavy)
+    assert reason_name(caught.value.reason) == "DUPLICATE_NODE"

@@ -12,17 +12,23 @@ _libc.prctl.restype = ctypes.c_int
 
 def syscall(number: int, *arguments: ctypes.c_void_p | int | None) -> int:
     """A call by its number, with integers and addresses. `OSError` where the kernel refuses."""
-    result = int(_libc.syscall(ctypes.c_long(number), *(_word(argument) for argument in arguments)))
-    if result < 0:
-        raise _last_error()
-    return result
+    return _checked(_libc.syscall(ctypes.c_long(number), *(_word(argument) for argument in arguments)))
 
 
 def prctl(option: int, *arguments: ctypes.c_void_p | int | None) -> None:
     """`prctl`, its missing arguments 0. `OSError` where the kernel refuses."""
     words = [_word(argument) for argument in arguments] + [ctypes.c_ulong(0)] * (4 - len(arguments))
-    if _libc.prctl(ctypes.c_int(option), *words) != 0:
-        raise _last_error()
+    _checked(_libc.prctl(ctypes.c_int(option), *words))
+
+
+def capget(header: ctypes.Structure, capabilities: ctypes.Structure) -> None:
+    """Reads what the process may do into `capabilities`. `OSError` where the kernel refuses."""
+    _checked(_libc.capget(address(header), address(capabilities)))
+
+
+def capset(header: ctypes.Structure, capabilities: ctypes.Structure) -> None:
+    """Leaves the process these `capabilities`. `OSError` where the kernel refuses."""
+    _checked(_libc.capset(address(header), address(capabilities)))
 
 
 def address(thing: ctypes.Structure | ctypes.Array[ctypes.c_uint32]) -> ctypes.c_void_p:
@@ -34,6 +40,8 @@ def _word(argument: ctypes.c_void_p | int | None) -> ctypes.c_void_p | ctypes.c_
     return ctypes.c_ulong(argument) if isinstance(argument, int) else argument or ctypes.c_void_p()
 
 
-def _last_error() -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, os.strerror(number))
+def _checked(result: int) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return result

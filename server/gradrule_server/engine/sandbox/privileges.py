@@ -7,15 +7,13 @@ import os
 import resource
 import tempfile
 
-from gradrule_server.engine.sandbox.kernel import prctl
+from gradrule_server.engine.sandbox.kernel import capget, capset, prctl
 
 _PR_SET_NO_NEW_PRIVS = 38
 _MAX_OPEN_FILES = 4096
 
 # linux/capability.h. A data folder may belong to another user than root, who serves.
 _CAPABILITY_VERSION, _READ_ANY_FILE = 0x20080522, 1 << 2
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _Header(ctypes.Structure):
@@ -52,12 +50,6 @@ def drop() -> None:
     """No privilege is gained any more, and those of root's are gone. `OSError` where the kernel refuses."""
     prctl(_PR_SET_NO_NEW_PRIVS, 1)
     header, capabilities = _Header(_CAPABILITY_VERSION, 0), _Capabilities()
-    _check(_libc.capget(ctypes.byref(header), ctypes.byref(capabilities)))
+    capget(header, capabilities)
     kept = capabilities.permitted & _READ_ANY_FILE
-    _check(_libc.capset(ctypes.byref(header), ctypes.byref(_Capabilities(kept, kept))))
-
-
-def _check(result: int) -> None:
-    if result != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+    capset(header, _Capabilities(kept, kept))

@@ -3,10 +3,19 @@
 isort:skip_file
 Messages between the front end and an engine, inside one server. Not an API: both ends always come from one release.
 
-A frame on the socket is a header (see link/framing.py) and one of these messages. Kinds and payloads:
-GREETING (engine → front, once), COMPILE → COMPILED, RUN → RAN (the bytes of a `gradrule.v1.EvaluateResponse`),
-UNLOAD (no answer), FORWARD → RAN, PULL_BACK → RAN, RELEASE (no answer),
-SESSION → RAN, END_SESSION (a ReleaseRequest, no answer), FAULT (in place of COMPILED or RAN).
+A frame on the socket is a header (see link/framing.py) and a payload, one of these messages or bytes of the API's. By kind, with answers:
+- GREETING (Greeting): from the engine, once.
+- COMPILE (CompileRequest) → COMPILED (CompileReply)
+- RUN (RunRequest) → RAN (the bytes of a `gradrule.v1.EvaluateResponse`)
+- FORWARD (ForwardRequest) → RAN (ForwardReply)
+- PULL_BACK (PullBackRequest) → RAN (the bytes of a `gradrule.v1.PullBackResponse`)
+- SESSION (SessionRequest) → RAN (SessionReply)
+- FAULT (Fault): in place of COMPILED or RAN.
+- UNLOAD (UnloadRequest), RELEASE and END_SESSION (ReleaseRequest): no answer.
+- PING → PONG: nothing.
+- PLACED, either way: in place of a frame whose payload lies in an arena; its kind and place (see link/framing.py).
+- TAKEN: nothing; the front end has read the answer that was PLACED. TRIM: nothing; the engine gives back its arena's memory.
+What is called Raw… never crosses the socket: it is how the front end reads and writes the API's messages without parsing their parts.
 """
 
 import builtins
@@ -290,6 +299,7 @@ class CompileRequest(google.protobuf.message.Message):
     INPUT_ALIASES_FIELD_NUMBER: builtins.int
     TRUSTED_FIELD_NUMBER: builtins.int
     MEMORY_LIMIT_FIELD_NUMBER: builtins.int
+    MAX_RANK_FIELD_NUMBER: builtins.int
     BLOB_FOLDER_FIELD_NUMBER: builtins.int
     key: builtins.str
     """Key by which RUN and UNLOAD name the program: its digest."""
@@ -313,6 +323,8 @@ class CompileRequest(google.protobuf.message.Message):
     """The operator vouches for every caller: ops that the list denies run too."""
     memory_limit: builtins.int
     """Bytes that an engine may take; 0: any. A program that cannot fit is refused."""
+    max_rank: builtins.int
+    """Rank that tensors of a call may have."""
     blob_folder: builtins.str
     """Folder of the caller's blobs within the one that the engine was started with; empty: that one itself."""
     @property
@@ -398,9 +410,10 @@ class CompileRequest(google.protobuf.message.Message):
         input_aliases: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         trusted: builtins.bool = ...,
         memory_limit: builtins.int = ...,
+        max_rank: builtins.int = ...,
         blob_folder: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blob_folder", b"blob_folder", "dense_gradients", b"dense_gradients", "derivative", b"derivative", "directions", b"directions", "fetches", b"fetches", "grad_ys", b"grad_ys", "graph", b"graph", "input_aliases", b"input_aliases", "inputs", b"inputs", "key", b"key", "made", b"made", "marks", b"marks", "memory_limit", b"memory_limit", "no_gradient", b"no_gradient", "rules", b"rules", "scopes", b"scopes", "split", b"split", "stacked_grad_ys", b"stacked_grad_ys", "stop_gradients", b"stop_gradients", "trusted", b"trusted", "unconnected_gradients", b"unconnected_gradients", "updates", b"updates", "variables", b"variables", "xs", b"xs", "ys", b"ys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blob_folder", b"blob_folder", "dense_gradients", b"dense_gradients", "derivative", b"derivative", "directions", b"directions", "fetches", b"fetches", "grad_ys", b"grad_ys", "graph", b"graph", "input_aliases", b"input_aliases", "inputs", b"inputs", "key", b"key", "made", b"made", "marks", b"marks", "max_rank", b"max_rank", "memory_limit", b"memory_limit", "no_gradient", b"no_gradient", "rules", b"rules", "scopes", b"scopes", "split", b"split", "stacked_grad_ys", b"stacked_grad_ys", "stop_gradients", b"stop_gradients", "trusted", b"trusted", "unconnected_gradients", b"unconnected_gradients", "updates", b"updates", "variables", b"variables", "xs", b"xs", "ys", b"ys"]) -> None: ...
 
 global___CompileRequest = CompileRequest
 

@@ -1,0 +1,50 @@
+"""What a call gives, before it is run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import gradrule as gr
+from gradrule import _tensors
+from gradrule.v1 import evaluate_pb2, program_pb2
+from gradrule_server.engine.arguments import ArgumentReader
+from gradrule_server.engine.blobs import BlobReader
+from gradrule_server.engine.build import build
+from gradrule_server.errors import GradruleError, reason_name
+from gradrule_server.graphs import Limits
+from gradrule_server.programs.shape import CallShape
+from tests.service.graph_defs import drawn, loaded
+from tests.unit.engine.building import prepared
+
+
+def doubled() -> gr.Graph:
+    """y is twice x, of any shape."""
+    return loaded(drawn(lambda: tf.add(*[tf.compat.v1.placeholder(tf.float32, None, "x")] * 2, name="y")))
+
+
+@pytest.mark.parametrize("most", [2, 9])
+@pytest.mark.parametrize("deep", ["x", "y"])
+def test_tensors_of_calls_are_held_to_the_rank_that_is_set(most: int, deep: str) -> None:
+    program = prepared(
+        doubled(),
+        limits=Limits(rank=most),
+        call=CallShape(grad_ys=frozenset({"y"})),
+        vjp=program_pb2.Vjp(ys=["y"], xs=["x"]),
+    )
+    built = build(program.request)
+    reader = ArgumentReader(BlobReader(None))
+
+    def arguments(rank: int) -> list[tf.Tensor]:
+        call = evaluate_pb2.EvaluateRequest()
+        for name, given in (("x", call.feeds), ("y", call.grad_ys)):
+            value = np.ones([1] * (rank if name == deep else 1), np.float32)
+            given.add(name=name).value.inline.CopyFrom(_tensors.to_message(value))
+        return reader.arguments(built, call, [])
+
+    assert max(argument.shape.rank for argument in arguments(most)) == most
+    with pytest.raises(GradruleError) as caught:
+        arguments(most + 1)
+    assert reason_name(caught.value.reason) == "LIMIT_EXCEEDED"
+    assert f"has rank {most + 1}; {most} is the most (--max-rank)" in caught.value.message
