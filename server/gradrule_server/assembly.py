@@ -199,5 +199,6 @@ def sources_of(settings: Settings, loaded: LoadedPrograms, tenants: Tenants, adm
 def _memory_limit(settings: Settings) -> int:
     """Bytes of each engine; 0: any."""
     given = settings.memory_limit
-    # One more than there are places: for a call that is tried alone, or what goes around a slow program.
+    # One more than there are places: for a call that is tried alone, or what goes around a slow program. More of these
+    # at once are rare, and hardly ever all full; shares for all of them would halve what every program may take.
     return share_of_memory(settings.engines + 1) if given == "auto" else int(given)

@@ -90,7 +90,8 @@ class Settings(BaseModel):
     program_cache_bytes: ByteSize = Field(
         ByteSize(2048 * _MEBIBYTE),
         gt=0,
-        description="Roughly the bytes of the programs that an engine keeps loaded; the front end keeps as many.",
+        description="Roughly the bytes of the programs that an engine keeps loaded; the front end keeps as many for "
+        "all tenants.",
     )
     max_handle_bytes: ByteSize = Field(
         ByteSize(1024 * _MEBIBYTE), gt=0, description="Bytes that forward handles keep on the device, of all streams."
@@ -116,7 +117,7 @@ class Settings(BaseModel):
     max_constant_bytes: ByteSize = Field(
         ByteSize(256 * _MEBIBYTE), gt=0, description="Bytes of a constant in a graph, as its shape says."
     )
-    max_rank: PositiveInt = Field(8, description="Rank of shapes and constants in a graph.")
+    max_rank: PositiveInt = Field(8, description="Rank of shapes and constants in a graph, and of what calls feed.")
     max_unpacking: PositiveInt = Field(
         10, description="Memory that a message may take once it is read: 128 MiB and so many times its size."
     )

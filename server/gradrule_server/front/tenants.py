@@ -146,11 +146,11 @@ class Tenants:
 
     def cached(self) -> tuple[int, int, int]:
         """Programs that are kept at hand, roughly their bytes, and how many there may be."""
-        houses = [tenant.house for tenant in self._tenants.values()]
+        caches = [tenant.house.cache for tenant in self._tenants.values()]
         return (
-            sum(house.cached_programs for house in houses),
-            sum(house.cached_bytes for house in houses),
-            self._shared.cache_capacity * len(houses),
+            sum(len(cache) for cache in caches),
+            sum(cache.held_bytes for cache in caches),
+            self._shared.cache_capacity * len(caches),
         )
 
     def loaded(self, name: str) -> Tenant | None:
@@ -260,13 +260,13 @@ class Tenants:
                 break
             del self._idle[name], self._tenants[name]
             tenant.blobs.forget()
-        houses = [tenant.house for tenant in self._tenants.values()]
+        caches = [tenant.house.cache for tenant in self._tenants.values()]
         # The last program stays, however large it is.
         while (
-            sum(house.cached_bytes for house in houses) > self._shared.cache_bytes
-            and sum(house.cached_programs for house in houses) > 1
+            sum(cache.held_bytes for cache in caches) > self._shared.cache_bytes
+            and sum(len(cache) for cache in caches) > 1
         ):
-            max(houses, key=lambda house: house.cached_bytes).drop_oldest()
+            max(caches, key=lambda cache: cache.held_bytes).drop_oldest()
 
 
 def _flag(scope: str, kind: str) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import re
 import time
 from collections.abc import Sequence
@@ -37,8 +36,6 @@ from gradrule_server.registry.rules import RuleRegistry
 
 MAX_FINDINGS = 100
 
-_houses = itertools.count(1)
-
 # An output's number that is written with zeros before it, and would go by another name in the engine.
 _PADDED_OUTPUT = re.compile(r"(.*):0+([0-9]+)")
 
@@ -61,32 +58,18 @@ class ProgramHouse:
         *,
         capacity: int,
         capacity_bytes: int,
-        scope: str = "",
+        scope: str,
     ) -> None:
         self.pool = pool
         self.limits = limits
-        self.capacity_bytes = capacity_bytes
         self._rules = rules
         self._blobs = blobs
         self._loaded = loaded
-        self._scope = scope or f"house {next(_houses)}"
-        self._cache = ProgramCache(capacity, capacity_bytes)
+        self._scope = scope
+        self.cache = ProgramCache(capacity, capacity_bytes)
+        """What is kept at hand, by calls and sessions."""
         self._compiler = Compiler(loaded, limits, blobs)
-        self.kept = KeptPrograms(programs, rules, self._compiler, self._cache)
-
-    @property
-    def cached_bytes(self) -> int:
-        """Roughly the bytes of the programs that are kept at hand."""
-        return self._cache.held_bytes
-
-    @property
-    def cached_programs(self) -> int:
-        """How many programs are kept at hand."""
-        return len(self._cache)
-
-    def drop_oldest(self) -> None:
-        """One program less is kept at hand."""
-        self._cache.drop_oldest()
+        self.kept = KeptPrograms(programs, rules, self._compiler, self.cache)
 
     async def evaluate(
         self, request: evaluate_pb2.EvaluateRequest, raw: bytes, received_ns: int, ends_at: float
@@ -209,11 +192,11 @@ class ProgramHouse:
         """The program, and whether it was made just now."""
         spec_hash = hashlib.sha256(spec.SerializeToString(deterministic=True)).digest()
         key = Inline(spec_hash, self._rules.revision, call)
-        found = self._cache.get(key)
+        found = self.cache.get(key)
         if found is not None:
             return found, False
         program = await self._compiler.compile(spec, call, RegistryLookup(self._rules), retries)
-        self._cache.put(key, program)
+        self.cache.put(key, program)
         return program, True
 
     async def _run(

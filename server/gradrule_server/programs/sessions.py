@@ -18,7 +18,7 @@ from gradrule_server.link.engine import Engine
 from gradrule_server.link.faults import EngineLost
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.programs.cache import OfSession, ProgramCache, Runnable
+from gradrule_server.programs.cache import OfSession, Runnable
 from gradrule_server.programs.house import ProgramHouse, call_shape
 from gradrule_server.programs.prepare import graph_of
 from gradrule_server.programs.running import InSession, Place
@@ -26,9 +26,6 @@ from gradrule_server.programs.shape import canonical
 from gradrule_server.programs.values import value_fault
 from gradrule_server.quotas import Allowance
 from gradrule_server.registry.blobs import BlobStore, not_found
-
-# Programs that a session keeps at hand: as many kinds of steps and evaluations as it makes in turn.
-_MAX_PROGRAMS = 64
 
 # Slots of an optimiser, as many times the bytes of what it updates.
 _MOST_SLOTS = 3
@@ -47,7 +44,6 @@ class SessionHouse:
         bytes_room: Allowance,
     ) -> None:
         self.house = house
-        self.programs = ProgramCache(_MAX_PROGRAMS * room.limit, house.capacity_bytes)
         self.blobs = blobs
         self.limits = limits
         self._room = room
@@ -219,7 +215,7 @@ class Session:
         """Lets the state go."""
         if self._name:
             self._house.close(self._name)
-            self._house.programs.forget_session(self._name)
+            self._house.house.cache.forget_session(self._name)
             if self._place is not None and not self._place.is_gone:
                 ending = link_pb2.ReleaseRequest(handle=self._name)
                 self._place.engine.tell(Kind.END_SESSION, ending.SerializeToString())
@@ -304,7 +300,7 @@ class Session:
         compile_started = time.monotonic_ns()
         asked = program_pb2.ProgramSpec(fetches=fetches, vjp=vjp)
         key = OfSession(self._name, asked.SerializeToString(deterministic=True), call_shape(call))
-        program = self._house.programs.get(key)
+        program = self._house.house.cache.get(key)
         is_new = program is None
         if program is None:
             asked.graph.CopyFrom(self._base.graph)
@@ -314,7 +310,7 @@ class Session:
             with self._telling_of_loss():
                 program = await self._house.house.compile_for_session(asked, key.call, how)
             if self._name:
-                self._house.programs.put(key, program)
+                self._house.house.cache.put(key, program)
         with self._telling_of_loss():
             answer, _ = await self._house.house.run(program, call, received_ns, compile_started, how, is_new=is_new)
         return answer, program, is_new

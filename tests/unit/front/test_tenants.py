@@ -18,7 +18,9 @@ from gradrule_server import graphs
 from gradrule_server.errors import GradruleError
 from gradrule_server.front import tenants as module
 from gradrule_server.front.tenants import KINDS, Shared, Tenant, Tenants
+from gradrule_server.programs.cache import Named, OfSession
 from gradrule_server.programs.loaded import LoadedPrograms
+from gradrule_server.programs.shape import CallShape
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.rules import Shipped
 from gradrule_server.registry.store import Store
@@ -111,6 +113,19 @@ async def test_who_comes_back_finds_what_was_kept(found: Tenants, shared: Shared
     # The whole goes on counting what a tenant left there.
     await fill_up(found)
     assert shared.store.counts() == (6, 0)
+
+
+@pytest.mark.usefixtures("trimming")
+async def test_programs_of_all_tenants_calls_and_sessions_are_bounded_together(found: Tenants) -> None:
+    program: Any = SimpleNamespace(size=400)
+    for name in ("ada", "bob"):
+        tenant = await found.load(name)
+        found.enter(tenant)
+        tenant.house.cache.put(OfSession(name, b"", CallShape()), program)
+        tenant.house.cache.put(Named(name, CallShape()), program)
+    assert found.cached()[:2] == (4, 1600)
+    pass_by(found, found.default)
+    assert found.cached()[:2] == (2, 800)
 
 
 async def test_bytes_of_rules_are_bounded_and_counted_for_who_comes_back(shared: Shared, trimming: None) -> None:
