@@ -194,7 +194,7 @@ def _slow() -> Any:
 
     def build() -> None:
         x = placeholder("x", shape=())
-        _, last = tf.while_loop(lambda i, _: i < 150_000, lambda i, value: (i + 1, value * 1.0), [0, x])
+        _, last = tf.while_loop(lambda i, _: i < 1_500_000, lambda i, value: (i + 1, value * 1.0), [0, x])
         tf.identity(last, name="y")
 
     return drawn(build)
@@ -208,6 +208,7 @@ def test_engines_that_are_killed_from_outside_are_nobody_s_doing(supervised: Run
         call = pool.submit(slow.evaluate, {"x": np.float32(3)}, timeout=120.0)
         for _ in range(2):
             time.sleep(0.5)
+            assert not call.done(), "it ended before its engine: nothing is shown"
             for pid in engine_pids(supervised):
                 os.kill(pid, signal.SIGKILL)
             wait_until(lambda: True if engine_pids(supervised) else None, "an engine")
