@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,21 @@ def test_rules_and_programs_outlive_the_server(tmp_path: Path) -> None:
     with running_server(tmp_path) as fourth, gr.connect(fourth.target) as client:
         assert {item.name for item in client.list_programs()} == {"programs/kept", "programs/last", fresh.name}
         assert client.program(compiled_last.name).evaluate({"x": [4.0]}).outputs["x"].tolist() == [4.0]
+
+
+def test_an_engine_ends_with_its_front_end_whatever_it_does(tmp_path: Path) -> None:
+    """Nobody else would end it: here it is in a loop without an end when its front end is killed."""
+    with running_server(tmp_path) as running, gr.connect(running.target) as client:
+        p = client.compile(endless.graph_def(), fetches=["y"])
+        engine = Path(f"/proc/{running.wait_for_engine()}")
+        with futures.ThreadPoolExecutor() as pool:
+            call = pool.submit(p.evaluate, {"x": endless.STAYS}, timeout=60.0)
+            time.sleep(1.0)
+            assert not call.done()
+            running.process.kill()
+            with refused("UNAVAILABLE"):
+                call.result()
+        wait_until(lambda: None if engine.exists() else True, "end of the engine", 10)
 
 
 def test_local_server_lives_as_long_as_its_block(tmp_path: Path) -> None:
