@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 import gradrule as gr
-from tests.service import endless, raw
+from tests.service import endless, raw, servers
 from tests.service.answers import assert_close, refused
 from tests.service.health import GRADIENTS, NOT_SERVING, SERVING, health, wait_for_another_engine
 from tests.service.servers import RunningServer, running_server, serve_command, server_environment, wait_until
@@ -257,6 +258,24 @@ def test_rules_and_programs_outlive_the_server(tmp_path: Path) -> None:
     with running_server(tmp_path) as fourth, gr.connect(fourth.target) as client:
         assert {item.name for item in client.list_programs()} == {"programs/kept", "programs/last", fresh.name}
         assert client.program(compiled_last.name).evaluate({"x": [4.0]}).outputs["x"].tolist() == [4.0]
+
+
+_LISTENS = "print('gradrule: listening on nowhere:1', flush=True)"
+_FAILS = f"{_LISTENS}; raise SystemExit(3)"
+_STAYS = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {_LISTENS}; signal.pause()"
+
+
+@pytest.mark.parametrize(("program", "how"), [(_FAILS, "ended with 3"), (_STAYS, "did not stop within 1 s")])
+def test_a_server_that_does_not_end_as_it_should_fails_its_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, how: str
+) -> None:
+    monkeypatch.setattr(servers, "STOP_TIMEOUT_S", 1.0)
+    with (
+        pytest.raises(AssertionError, match=f"the server {how}"),
+        running_server(tmp_path, program=("-c", program)) as running,
+        contextlib.suppress(subprocess.TimeoutExpired),
+    ):
+        running.process.wait(1)
 
 
 def test_an_engine_ends_with_its_front_end_whatever_it_does(tmp_path: Path) -> None:
