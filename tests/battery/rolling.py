@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.battery.figures import Figures, Findings, Scale
 from tests.battery.serving import data_folder
 from tests.battery.workload import Load
-from tests.service.servers import RunningServer, running_server
+from tests.service.servers import RunningServer, started_server
 
 TARGET = "0 errors that a client cannot retry"
 LONG = 40
@@ -58,7 +58,7 @@ def two(scale: Scale) -> Iterator[list[Replica]]:
 
 
 def _started(folder: Path, port: int) -> contextlib.AbstractContextManager[RunningServer]:
-    return running_server(folder, ["--port", str(port)])
+    return started_server(folder, ["--port", str(port)])
 
 
 def _free_port() -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from gradrule_server.settings import Settings
 from gradrule_server.settings_reading import flag_name
 from tests.battery.figures import Scale
-from tests.service.servers import RunningServer, running_server
+from tests.service.servers import RunningServer, started_server
 
 _numbers = itertools.count()
 
@@ -19,7 +19,7 @@ _numbers = itertools.count()
 def served(scale: Scale, row: str, **settings: object) -> Iterator[RunningServer]:
     """A server with these settings; one that is not (yet) a setting of the server's is an error."""
     folder = data_folder(scale, row)
-    with running_server(folder, flags(settings)) as server:
+    with started_server(folder, flags(settings)) as server:
         yield server
 
 

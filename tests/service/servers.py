@@ -44,6 +44,8 @@ class RunningServer:
     target: str
     data_dir: Path
     log: Path
+    is_stuck: bool = False
+    """Whether it did not stop when it was told to."""
 
     def engine_pid(self) -> int | None:
         """The process that holds TensorFlow; None while there is none."""
@@ -100,10 +102,27 @@ def running_server(
     environment: Mapping[str, str] | None = None,
     program: Sequence[str] = PROGRAM,
 ) -> Iterator[RunningServer]:
-    """A server that is up; stopped at the end, killed if it does not stop. Without spares, unless `flags` say so.
+    """A server that is up, and stopped at the end as it should. Without spares, unless `flags` say so.
 
     `program`: what Python runs.
     """
+    with started_server(data_dir, flags, environment, program) as running:
+        yield running
+    code = running.process.returncode
+    # Tests kill servers themselves.
+    if running.is_stuck or code not in (0, -signal.SIGKILL):
+        how = f"did not stop within {STOP_TIMEOUT_S:g} s" if running.is_stuck else f"ended with {code}"
+        raise AssertionError(f"the server {how}:\n{running.log.read_text()[-4000:]}")
+
+
+@contextlib.contextmanager
+def started_server(
+    data_dir: Path,
+    flags: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    program: Sequence[str] = PROGRAM,
+) -> Iterator[RunningServer]:
+    """The same, however it ends: killed where it does not stop."""
     if "--spares" not in flags:
         flags = (*flags, "--spares", "0")
     data_dir.mkdir(parents=True, exist_ok=True)
@@ -116,15 +135,17 @@ def running_server(
             stderr=err,
             env=server_environment(environment),
         )
+    running = RunningServer(process, "", data_dir, log)
     try:
-        target = _wait_for_target(process, stdout, log)
-        yield RunningServer(process, target, data_dir, log)
+        running.target = _wait_for_target(process, stdout, log)
+        yield running
     finally:
         if process.poll() is None:
             process.terminate()
             try:
                 process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
+                running.is_stuck = True
                 process.kill()
                 process.wait()
 

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 import gradrule as gr
+from gradrule import _channel
 from tests.service.answers import assert_close, refused
 from tests.service.servers import RunningServer, running_server
 
@@ -246,3 +248,27 @@ def test_an_asynchronous_session_without_its_server(tmp_path: Path) -> None:
                         await s.read()
 
     in_loop(body)
+
+
+def test_a_server_that_answers_no_ping_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long before the deadline, though its machine is there and takes all that is sent."""
+    waits = {"grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms"}
+    quick = [(name, 200 if name in waits else value) for name, value in _channel.OPTIONS]
+    monkeypatch.setattr(_channel, "OPTIONS", quick)
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as taken:
+
+        def greet() -> None:
+            # Each try is a connection of its own. SETTINGS, and that the client's were taken.
+            with contextlib.suppress(OSError):
+                while True:
+                    connection = taken.enter_context(listener.accept()[0])
+                    connection.sendall(b"\0\0\0\4\0\0\0\0\0\0\0\0\4\1\0\0\0\0")
+
+        greeter = threading.Thread(target=greet)
+        greeter.start()
+        with gr.connect(f"127.0.0.1:{listener.getsockname()[1]}") as client, refused("UNAVAILABLE") as refusal:
+            client.get_rule("ste", timeout=30)
+        refusal.says("ping timeout")
+        # Whoever waits for a connection gets up.
+        listener.shutdown(socket.SHUT_RDWR)
+        greeter.join()

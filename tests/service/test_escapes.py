@@ -29,6 +29,7 @@ class Prisoner:
     """An engine that takes any graph, and the canaries around it."""
 
     def __init__(self, folder: Path, sandbox: str) -> None:
+        self.sandbox = sandbox
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.listener.settimeout(0)
         self.canaries = Canaries(folder, self.listener, os.getpid())
@@ -132,10 +133,13 @@ def prisoner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     made.close()
 
 
+def test_an_engine_says_that_it_is_confined(prisoner: Prisoner) -> None:
+    assert ({"files", "calls"} <= set(prisoner.pool.greeting.sandbox)) == (prisoner.sandbox == "on")
+
+
 @pytest.mark.parametrize(("escape", "place"), _CASES)
 def test_only_without_the_sandbox_is_a_canary_reached(prisoner: Prisoner, escape: Escape, place: str) -> None:
-    is_free = "files" not in prisoner.pool.greeting.sandbox
-    assert prisoner.attempt(escape, place) == is_free
+    assert prisoner.attempt(escape, place) == (prisoner.sandbox == "off")
 
 
 @pytest.mark.parametrize("prisoner", ["on"], indirect=True)

@@ -220,6 +220,8 @@ def test_calls_that_lose_their_engine_to_another_s_are_run_again(server: Running
         beside = [pool.submit(slow.evaluate, {"x": np.float32(3)}, timeout=60.0) for _ in range(3)]
         with refused("DEADLINE_EXCEEDED"):
             hangs.result()
+        server.wait_for_engine(other_than=engine)
+        assert not any(call.done() for call in beside), "one ended before its engine: nothing is shown"
         assert [call.result().outputs["y"] for call in beside] == [wanted] * 3
     wait_for_another_engine(server, engine)
 
@@ -229,7 +231,7 @@ def _slow() -> Any:
 
     def build() -> None:
         x = placeholder("x", shape=())
-        _, last = tf.while_loop(lambda i, _: i < 250_000, lambda i, value: (i + 1, value * 1.0), [0, x])
+        _, last = tf.while_loop(lambda i, _: i < 750_000, lambda i, value: (i + 1, value * 1.0), [0, x])
         tf.identity(last, name="y")
 
     return drawn(build)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import numpy as np
 import pytest
 
 import gradrule as gr
-from tests.service import endless, raw
+from tests.service import endless, raw, servers
 from tests.service.answers import assert_close, refused
 from tests.service.health import GRADIENTS, NOT_SERVING, SERVING, health, wait_for_another_engine
 from tests.service.servers import RunningServer, running_server, serve_command, server_environment, wait_until
@@ -125,15 +127,9 @@ def test_engine_killed_while_it_is_idle(own: RunningServer) -> None:
         )
         engine = own.wait_for_engine()
         os.kill(engine, signal.SIGKILL)
-        try:
-            p.evaluate({"x": [2.0]}, timeout=30)
-        except gr.errors.GradruleError as caught:
-            assert caught.reason in {"ENGINE_CRASHED", "ENGINE_UNAVAILABLE"}
-            if caught.reason == "ENGINE_UNAVAILABLE":
-                assert caught.retry_delay is not None
-                assert caught.retry_delay > 0
-        wait_for_another_engine(own, engine)
-        r = p.evaluate({"x": [2.0]})
+        # The caller notices nothing.
+        r = p.evaluate({"x": [2.0]}, timeout=30)
+        assert own.engine_pid() != engine
         assert_close(r.outputs["y"], np.float32([1]))
         assert_close(r.gradients["x"], np.float32([1]))
 
@@ -262,6 +258,39 @@ def test_rules_and_programs_outlive_the_server(tmp_path: Path) -> None:
     with running_server(tmp_path) as fourth, gr.connect(fourth.target) as client:
         assert {item.name for item in client.list_programs()} == {"programs/kept", "programs/last", fresh.name}
         assert client.program(compiled_last.name).evaluate({"x": [4.0]}).outputs["x"].tolist() == [4.0]
+
+
+_LISTENS = "print('gradrule: listening on nowhere:1', flush=True)"
+_FAILS = f"{_LISTENS}; raise SystemExit(3)"
+_STAYS = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {_LISTENS}; signal.pause()"
+
+
+@pytest.mark.parametrize(("program", "how"), [(_FAILS, "ended with 3"), (_STAYS, "did not stop within 1 s")])
+def test_a_server_that_does_not_end_as_it_should_fails_its_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, how: str
+) -> None:
+    monkeypatch.setattr(servers, "STOP_TIMEOUT_S", 1.0)
+    with (
+        pytest.raises(AssertionError, match=f"the server {how}"),
+        running_server(tmp_path, program=("-c", program)) as running,
+        contextlib.suppress(subprocess.TimeoutExpired),
+    ):
+        running.process.wait(1)
+
+
+def test_an_engine_ends_with_its_front_end_whatever_it_does(tmp_path: Path) -> None:
+    """Nobody else would end it: here it is in a loop without an end when its front end is killed."""
+    with running_server(tmp_path) as running, gr.connect(running.target) as client:
+        p = client.compile(endless.graph_def(), fetches=["y"])
+        engine = Path(f"/proc/{running.wait_for_engine()}")
+        with futures.ThreadPoolExecutor() as pool:
+            call = pool.submit(p.evaluate, {"x": endless.STAYS}, timeout=60.0)
+            time.sleep(1.0)
+            assert not call.done()
+            running.process.kill()
+            with refused("UNAVAILABLE"):
+                call.result()
+        wait_until(lambda: None if engine.exists() else True, "end of the engine", 10)
 
 
 def test_local_server_lives_as_long_as_its_block(tmp_path: Path) -> None:

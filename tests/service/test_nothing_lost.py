@@ -104,6 +104,7 @@ def test_from_an_old_registry_to_a_copy_brought_back(old: Path, tmp_path: Path) 
         worker = threading.Thread(target=work)
         worker.start()
         try:
+            wait_until(lambda: len(acknowledged) >= 20 or None, "twenty rules")
             before = len(acknowledged)
             assert "copied" in command("registry", "backup", str(copy), "--data-dir", str(old))
         finally:

@@ -149,6 +149,8 @@ async def _a_killed_engine_leaves_nothing(pool: EnginePool) -> None:
     for _ in range(2):
         pid = engine.pid
         assert pid is not None
+        # However fast it is, it does not answer before its end.
+        os.kill(pid, signal.SIGSTOP)
         asked = asyncio.ensure_future(_ask(pool, Kind.RUN, _run(np.ones(8 * _MEBIBYTE, np.float32))))
         await asyncio.sleep(0.05)
         os.kill(pid, signal.SIGKILL)

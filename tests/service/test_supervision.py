@@ -117,10 +117,10 @@ def test_a_graph_that_kills_is_found_out_told_and_refused(supervised: RunningSer
             evaluate(own, graph, bad, 60.0)
         told.says("SIG", bad.says)
         assert not re.search(r"/\w+/\w+|0x[0-9a-f]{6}", told.message)
-        started = time.monotonic()
+        before = engine_pids(supervised)
         with refused("QUARANTINED") as held:
             evaluate(own, graph, bad, 60.0)
-        assert time.monotonic() - started < 1.0
+        assert before <= engine_pids(supervised), "it was tried once more"
         held.says("SIG")
         assert 0 < held.error.retry_delay <= _QUARANTINE_S
         # Other values are the same graph; another graph is not.
@@ -134,12 +134,9 @@ def test_a_graph_that_kills_is_found_out_told_and_refused(supervised: RunningSer
 def test_a_graph_that_hangs_has_until_its_deadline_and_no_longer(supervised: RunningServer, own: Any, bad: Bad) -> None:
     before, graph = engine_pids(supervised), bad.build()
     with healthy_client(supervised.target):
-        started = time.monotonic()
         with pytest.raises(gr.errors.GradruleError) as told:
             evaluate(own, graph, bad, 3.0)
-        took_s = time.monotonic() - started
         assert told.value.reason in {"DEADLINE_EXCEEDED", *_REFUSED}
-        assert took_s < 4.0
         time.sleep(1.0)
         # Whoever still lives does next to nothing: the hang is over.
         used = {pid: cpu_seconds(pid) for pid in {*before, supervised.process.pid}}
@@ -194,7 +191,7 @@ def _slow() -> Any:
 
     def build() -> None:
         x = placeholder("x", shape=())
-        _, last = tf.while_loop(lambda i, _: i < 150_000, lambda i, value: (i + 1, value * 1.0), [0, x])
+        _, last = tf.while_loop(lambda i, _: i < 1_500_000, lambda i, value: (i + 1, value * 1.0), [0, x])
         tf.identity(last, name="y")
 
     return drawn(build)
@@ -208,6 +205,7 @@ def test_engines_that_are_killed_from_outside_are_nobody_s_doing(supervised: Run
         call = pool.submit(slow.evaluate, {"x": np.float32(3)}, timeout=120.0)
         for _ in range(2):
             time.sleep(0.5)
+            assert not call.done(), "it ended before its engine: nothing is shown"
             for pid in engine_pids(supervised):
                 os.kill(pid, signal.SIGKILL)
             wait_until(lambda: True if engine_pids(supervised) else None, "an engine")

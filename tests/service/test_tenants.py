@@ -158,8 +158,7 @@ def test_whose_the_program_is_shows_in_no_time(ada: gr.Client, grace: gr.Client)
     feeds = {"x": np.ones(9, np.float32)}
     first, again = (ada.evaluate(graph, feeds=feeds, fetches=["y"]).timings.compile for _ in range(2))
     other = grace.evaluate(graph, feeds=feeds, fetches=["y"]).timings.compile
-    assert again < first / 3
-    assert other > again * 3
+    assert again == 0 < min(first, other)
 
 
 # Blobs.
@@ -234,15 +233,22 @@ def test_a_handle_s_name_is_worth_nothing_to_others(ada: gr.Client, names: tuple
         assert reason(owner.receive()) == ""
 
 
-def test_the_tenant_is_the_credential_s_whatever_a_request_says(guarded: Guarded, ada: gr.Client) -> None:
+def test_the_tenant_is_the_credential_s_whatever_a_request_says(
+    guarded: Guarded, ada: gr.Client, names: tuple[str, str]
+) -> None:
     ada.create_rule("Mine", "3 * dy")
-    tenant = f"Bearer {guarded.web_token('nobody in particular')}"
+    tenants = {name: f"Bearer {guarded.web_token(name)}" for name in (names[0], "nobody in particular")}
     with grpc.secure_channel(guarded.running.target, gr.tls(guarded.authority.file)) as channel:
         method: Any = channel.unary_unary("/gradrule.v1.RuleService/ListRules")
         request = rule_pb2.ListRulesRequest(kind=rule_pb2.RULE_KIND_USER).SerializeToString()
+
+        def rules(credential: str, *more: tuple[str, str]) -> list[str]:
+            answer = method(request, metadata=[("authorization", tenants[credential]), *more], timeout=20)
+            return [rule.name for rule in rule_pb2.ListRulesResponse.FromString(answer).rules]
+
+        assert rules(names[0]) == ["rules/Mine"]
         for key in ("tenant", "x-tenant", "x-forwarded-user", "x-gradrule-tenant"):
-            answer = method(request, metadata=[("authorization", tenant), (key, "ada")], timeout=20)
-            assert not rule_pb2.ListRulesResponse.FromString(answer).rules
+            assert rules("nobody in particular", (key, names[0])) == []
 
 
 # Quotas.

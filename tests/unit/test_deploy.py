@@ -22,6 +22,13 @@ OF_COMMANDS = {
 }  # fmt: skip
 
 
+def test_every_example_is_looked_at() -> None:
+    assert {"Dockerfile", "Dockerfile.gpu", "compose.yaml", "compose.tls.yaml", "kubernetes.yaml"} < {
+        file.name for file in FILES
+    }
+    assert set(FILES) == set(DEPLOY.iterdir())
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.name))
 def test_settings_that_are_named_are_there(file: Path) -> None:
     text = file.read_text()

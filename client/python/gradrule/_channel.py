@@ -31,6 +31,8 @@ OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", -1),
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
+    # How long the answer to a PING may take; the one above is TCP's alone.
+    ("grpc.http2.ping_timeout_ms", 20_000),
     ("grpc.use_local_subchannel_pool", 1),
 ]
 

@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import traceback
 from pathlib import Path
 
 from gradrule_server.engine.sandbox.enter import SandboxRefused, enter
@@ -22,7 +23,7 @@ from gradrule_server.link.v1 import link_pb2
 
 
 def main() -> int:
-    """Serves until the front end closes the socket; exit code 3 where it cannot run as asked."""
+    """Serves until the front end closes the socket, whatever runs then; exit code 3 where it cannot run as asked."""
     parser = argparse.ArgumentParser(prog="gradrule-engine")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--arenas", type=int, nargs=2, metavar=("INCOMING", "OUTGOING"))
@@ -74,8 +75,13 @@ def main() -> int:
     limit_memory(options.memory_limit)
     service = EngineService(frames, device, BlobReader(options.blobs))
     frames.send(Kind.GREETING, 0, greeting.SerializeToString())
-    serve_frames(frames, service.handle, service.refuse, options.threads)
-    return 0
+    try:
+        serve_frames(frames, service.handle, service.refuse, options.threads)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    # An interpreter that ends beside threads that are in TensorFlow waits for them, or crashes.
+    os._exit(0)
 
 
 def _refuse(frames: FrameSocket, refusal: Exception) -> int:

@@ -59,7 +59,9 @@ class Connections:
             ("grpc.max_metadata_size", self.max_metadata_bytes),
             ("grpc.absolute_max_metadata_size", self.max_metadata_bytes),
             ("grpc.keepalive_time_ms", keepalive_ms),
+            # The first is TCP's, the second how long the answer to a PING may take.
             ("grpc.keepalive_timeout_ms", _ms(self.keepalive_timeout_s)),
+            ("grpc.http2.ping_timeout_ms", _ms(self.keepalive_timeout_s)),
             # A client may ping as often as the server itself does, also while it has no call.
             ("grpc.http2.min_ping_interval_without_data_ms", keepalive_ms // 2),
             ("grpc.keepalive_permit_without_calls", 1),

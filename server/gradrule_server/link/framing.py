@@ -219,9 +219,10 @@ def serve_frames(
     The thread that reads a frame also handles it while another takes over reading, so no frame changes threads. The
     other end has no more than `threads` requests under way, so one thread is always left that answers a PING. `refuse`
     answers the request of this id, for which there is no memory. What `handle` and `refuse` raise themselves ends it
-    all, and is raised.
+    all, and is raised. What is under way at the end is not waited for: it may go on for ever.
     """
     failures: list[BaseException] = []
+    ended = threading.Event()
 
     def work() -> None:
         try:
@@ -234,12 +235,12 @@ def serve_frames(
             # The stream may be out of step, and the others would take what comes for frames.
             failures.append(failure)
             frames.close()
+        finally:
+            ended.set()
 
-    workers = [threading.Thread(target=work, name=f"engine-{index}", daemon=True) for index in range(threads + 1)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    for index in range(threads + 1):
+        threading.Thread(target=work, name=f"engine-{index}", daemon=True).start()
+    ended.wait()
     if failures:
         raise failures[0]
 

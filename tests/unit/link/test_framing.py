@@ -70,6 +70,22 @@ def test_threads_handle_frames_side_by_side(pair: Pair) -> None:
     assert sorted(seen) == [1, 2]
 
 
+def test_what_never_ends_is_not_waited_for(pair: Pair) -> None:
+    ours, theirs = pair
+    goes_on = threading.Event()
+
+    def handle(frame: Frame) -> None:
+        ours.shutdown(socket.SHUT_RDWR)
+        goes_on.wait(30)
+
+    FrameSocket(ours).send(Kind.RUN, 1, b"a")
+    serving = threading.Thread(target=serve_frames, args=(FrameSocket(theirs), handle, pytest.fail, 1))
+    serving.start()
+    serving.join(10)
+    goes_on.set()
+    assert not serving.is_alive()
+
+
 def test_writers_do_not_mix(pair: Pair) -> None:
     ours, theirs = pair
     sender, receiver = FrameSocket(ours), FrameSocket(theirs)

@@ -133,7 +133,7 @@ def test_nothing_is_brought_back_beside_a_log(store: Store, data: Path, tmp_path
 
 
 def test_a_copy_is_one_moment_of_a_registry_in_use(store: Store, data: Path, tmp_path: Path) -> None:
-    stop = threading.Event()
+    stop, written = threading.Event(), threading.Semaphore(0)
 
     def work() -> None:
         for number in range(10_000):
@@ -142,11 +142,13 @@ def test_a_copy_is_one_moment_of_a_registry_in_use(store: Store, data: Path, tmp
             # Both or none may be in a copy: the second is written after the first.
             store.add_rule(RuleRow(f"a{number}", DEFINITION, "", 1))
             store.add_rule(RuleRow(f"b{number}", DEFINITION, "", 1))
+            written.release()
 
     writer = threading.Thread(target=work)
     writer.start()
     try:
         for number in range(3):
+            assert all(written.acquire(timeout=30) for _ in range(10))
             report = backup(data, tmp_path / f"copy{number}")
             assert not report.problems
             restore(tmp_path / f"copy{number}", tmp_path / f"again{number}")
@@ -155,6 +157,8 @@ def test_a_copy_is_one_moment_of_a_registry_in_use(store: Store, data: Path, tmp
             firsts = sum(name.startswith("a") for name in names)
             seconds = sum(name.startswith("b") for name in names)
             assert firsts - seconds in (0, 1)
+            # What was written before is in it.
+            assert seconds >= 10 * (number + 1)
             again.close()
     finally:
         stop.set()
