@@ -64,6 +64,8 @@ async def fuzz(server: RunningServer, scale: Scale, count: int) -> Figures:
         findings.add(f"the healthy client got a wrong answer: {fault}")
     if server.process.poll() is not None:
         findings.add(f"the front end ended with {server.process.returncode}")
+    if tally.cases and not tally.good:
+        findings.add("no answer was good: nothing was shown")
     return Figures(
         target=TARGET,
         cases=tally.cases,

@@ -31,6 +31,9 @@ from tests.battery import (
     soak,
 )
 from tests.battery.figures import Clock, Findings, Scale
+from tests.battery.fuzzing import sending
+from tests.battery.fuzzing.cases import Cases
+from tests.battery.fuzzing.seeds import seeds
 from tests.battery.judging import GOOD, Judgement, Verdict
 from tests.battery.known import HealthyClient
 from tests.battery.liar import lying
@@ -60,6 +63,36 @@ async def test_untyped_errors_are_faults_of_the_fuzzer(shared_server: RunningSer
     assert not figures.met
     assert any("without details" in line for line in figures.findings)
     assert not (await fuzz.replay(shared_server, first)).faults
+
+
+@pytest.mark.parametrize(
+    ("muted", "hung", "fault"),
+    [
+        (("StreamEvaluate", "RunSession"), (), "of a stream that ended well"),
+        ((), ("CompileProgram",), "no answer: DEADLINE_EXCEEDED"),
+    ],
+)
+async def test_answers_that_do_not_come_are_faults_of_the_fuzzer(
+    shared_server: RunningServer, scale: Scale, muted: tuple[str, ...], hung: tuple[str, ...], fault: str
+) -> None:
+    cases, silent = Cases(seeds(scale.seed), scale.seed), {*muted, *hung}
+    some = [case for case in map(cases.case, range(CASES * 4)) if case.method.rpartition("/")[2] in silent]
+    async with lying(shared_server.target, muted=muted, hung=hung) as target, sending.channel(target) as own:
+        outcomes = await asyncio.gather(*(sending.send(own, case, deadline_s=3.0) for case in some))
+    assert any(fault in line for outcome in outcomes for line in outcome.faults)
+
+
+async def test_a_server_that_implements_nothing_is_a_fault(shared_server: RunningServer, scale: Scale) -> None:
+    bare = grpc.aio.server()
+    port = bare.add_insecure_port("127.0.0.1:0")
+    await bare.start()
+    try:
+        own = replace(scale, folder=scale.folder / "bare")
+        figures = await fuzz.fuzz(replace(shared_server, target=f"127.0.0.1:{port}"), own, CASES // 2)
+    finally:
+        await bare.stop(None)
+    assert not figures.met
+    assert "no answer was good: nothing was shown" in figures.findings
 
 
 async def test_through_an_honest_proxy_nothing_fails(shared_server: RunningServer, scale: Scale) -> None:
