@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -33,9 +35,9 @@ from tests.battery import (
 from tests.battery.figures import Clock, Findings, Scale
 from tests.battery.fuzzing import sending
 from tests.battery.fuzzing.cases import Cases
-from tests.battery.fuzzing.seeds import seeds
+from tests.battery.fuzzing.seeds import methods, seeds
 from tests.battery.judging import GOOD, Judgement, Verdict
-from tests.battery.known import HealthyClient
+from tests.battery.known import Healthy, HealthyClient
 from tests.battery.liar import lying
 from tests.battery.processes import Holds
 from tests.battery.slopes import Allowance, slope
@@ -46,6 +48,7 @@ from tests.service.escape_graphs import ESCAPES
 from tests.service.servers import RunningServer
 
 CASES = 24
+PROTOS = Path(__file__).parents[2] / "protos" / "gradrule" / "v1"
 FOREVER = Clock(None)
 OVERLOADED = Judgement(Verdict.REFUSED, reason="OVERLOADED")
 CRASHED = Judgement(Verdict.REFUSED, reason="ENGINE_CRASHED", what="SIGABRT: Check failed: a < b")
@@ -93,6 +96,35 @@ async def test_a_server_that_implements_nothing_is_a_fault(shared_server: Runnin
         await bare.stop(None)
     assert not figures.met
     assert "no answer was good: nothing was shown" in figures.findings
+
+
+@pytest.mark.parametrize(
+    ("seen", "deaf_s", "right"),
+    [
+        (Healthy(answered=9, errors={"OVERLOADED": 1}), 0.5, True),
+        (Healthy(answered=9, failed=1, errors={"UNIMPLEMENTED": 1}), 0.5, False),
+        (Healthy(answered=9, wrong=["request 1: y is 2, not 1"]), 0.5, False),
+        (Healthy(), 0.5, False),
+        (Healthy(answered=9), 6.0, False),
+    ],
+)
+def test_whoever_suffers_from_the_fuzzer_is_heard(seen: Healthy, deaf_s: float, right: bool) -> None:
+    pulse = fuzz.Pulse("")
+    pulse.longest_s = deaf_s
+    assert (fuzz.suffered(seen, pulse) == []) is right
+
+
+async def test_a_pulse_that_stops_is_heard() -> None:
+    pulse = fuzz.Pulse("127.0.0.1:1")
+    await pulse.run()
+    assert fuzz.suffered(Healthy(answered=9), pulse)
+
+
+def test_every_rpc_is_fuzzed() -> None:
+    services = [
+        service for file in PROTOS.glob("*.proto") for service in re.findall(r"(?m)^service (\w+)", file.read_text())
+    ]
+    assert {name.partition("/")[0] for name in methods()} == set(services)
 
 
 async def test_through_an_honest_proxy_nothing_fails(shared_server: RunningServer, scale: Scale) -> None:
