@@ -20,7 +20,7 @@ from tests.battery.fuzzing.seeds import seeds
 from tests.battery.fuzzing.sending import IN_FLIGHT, Outcome, Tally, channel, send
 from tests.battery.known import Healthy, HealthyClient
 from tests.battery.processes import forget_peak, holds, peak_bytes
-from tests.battery.serving import served, supported
+from tests.battery.serving import served
 from tests.service.servers import RunningServer
 
 TARGET = "0 deaths of the front end, 0 untyped errors"
@@ -40,7 +40,7 @@ def run(scale: Scale) -> Figures:
 
 def settings() -> dict[str, object]:
     """Of the server that is fuzzed: short deadlines, bounded memory, room for all that the cases register."""
-    return {"default_deadline_s": 10, "max_deadline_s": 10} | supported(memory_limit=ENGINE_MEMORY)
+    return {"default_deadline_s": 10, "max_deadline_s": 10, "memory_limit": ENGINE_MEMORY}
 
 
 async def fuzz(server: RunningServer, scale: Scale, count: int) -> Figures:

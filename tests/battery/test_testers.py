@@ -51,6 +51,8 @@ CASES = 24
 PROTOS = Path(__file__).parents[2] / "protos" / "gradrule" / "v1"
 FOREVER = Clock(None)
 OVERLOADED = Judgement(Verdict.REFUSED, reason="OVERLOADED")
+HUNG = Judgement(Verdict.REFUSED, reason="DEADLINE_EXCEEDED", what="not done within 2 s")
+BARE = replace(HUNG, is_bare=True)
 CRASHED = Judgement(Verdict.REFUSED, reason="ENGINE_CRASHED", what="SIGABRT: Check failed: a < b")
 CRASH = Bad("crash", lambda: None, {}, "Check failed")
 
@@ -246,8 +248,11 @@ def test_hostile(errors: dict[str, int], wrong: list[str], p99_s: float, after: 
         (CRASHED, True, True),
         (replace(CRASHED, what="SIGABRT"), True, False),
         (replace(CRASHED, what="Check failed: a < b"), True, False),
-        (replace(CRASHED, reason="MEMORY_EXCEEDED"), True, True),
-        (OVERLOADED, False, True),
+        (replace(CRASHED, what="Check failed: a < b"), False, False),
+        (replace(CRASHED, reason="MEMORY_EXCEEDED"), True, False),
+        (Judgement(Verdict.REFUSED, reason="QUARANTINED"), False, False),
+        (BARE, False, False),
+        (OVERLOADED, False, False),
         (OVERLOADED, True, False),
         (GOOD, False, False),
         (Judgement(Verdict.FAULT, what="INTERNAL"), False, False),
@@ -257,17 +262,27 @@ def test_crashes(judged: Judgement, died: bool, right: bool) -> None:
     assert (crashes.judge(CRASH, judged, died) == []) is right
 
 
+def test_crashes_of_memory() -> None:
+    bomb, exceeded = replace(CRASH, told="MEMORY_EXCEEDED"), replace(CRASHED, reason="MEMORY_EXCEEDED")
+    assert not crashes.judge(bomb, exceeded, died=True)
+    assert not crashes.judge(bomb, replace(exceeded, what="the limit"), died=False)
+    assert crashes.judge(bomb, replace(exceeded, what="the limit"), died=True)
+
+
 @pytest.mark.parametrize(
     ("judged", "late_s", "right"),
     [
-        (Judgement(Verdict.REFUSED, reason="DEADLINE_EXCEEDED"), 0.6, True),
-        (Judgement(Verdict.REFUSED, reason="DEADLINE_EXCEEDED"), 1.4, False),
+        (HUNG, 0.6, True),
+        (HUNG, 1.4, False),
+        (replace(HUNG, reason="MEMORY_EXCEEDED"), 0.6, True),
+        (replace(HUNG, reason="LIMIT_EXCEEDED"), 0.0, False),
+        (BARE, 0.6, False),
         (GOOD, 0.0, False),
         (Judgement(Verdict.FAULT, what="INTERNAL"), 0.0, False),
     ],
 )
 def test_hangs(judged: Judgement, late_s: float, right: bool) -> None:
-    assert (hangs.judge(CRASH, hangs.Ended(judged, late_s)) == []) is right
+    assert (hangs.judge(replace(CRASH, told=HUNG.reason), hangs.Ended(judged, late_s)) == []) is right
 
 
 WENT = bombs.Went(Judgement(Verdict.REFUSED, reason="MEMORY_EXCEEDED"), 1000, 10**6, 10**9, "")
@@ -278,6 +293,8 @@ WENT = bombs.Went(Judgement(Verdict.REFUSED, reason="MEMORY_EXCEEDED"), 1000, 10
     [
         (WENT, True),
         (replace(WENT, judged=GOOD), False),
+        (replace(WENT, judged=OVERLOADED), False),
+        (replace(WENT, judged=BARE), False),
         (replace(WENT, judged=Judgement(Verdict.FAULT, what="INTERNAL")), False),
         (replace(WENT, front_bytes=10**9), False),
         (replace(WENT, engine_bytes=6 * 10**9), False),
@@ -285,7 +302,7 @@ WENT = bombs.Went(Judgement(Verdict.REFUSED, reason="MEMORY_EXCEEDED"), 1000, 10
     ],
 )
 def test_bombs(went: bombs.Went, right: bool) -> None:
-    assert (bombs.judge(CRASH, went) == []) is right
+    assert (bombs.judge(replace(CRASH, told="MEMORY_EXCEEDED"), went) == []) is right
 
 
 @pytest.mark.parametrize("row", [crashes, hangs])
