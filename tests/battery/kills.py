@@ -51,7 +51,7 @@ async def kill(server: RunningServer, scale: Scale, count: int) -> Figures:
 
 def judge(seen: Seen, killed: int, count: int, clock: Clock, front_ended: bool) -> Figures:
     """The row's figures from what the callers saw."""
-    findings = [*seen.wrong, *(["the front end ended"] if front_ended else [])]
+    findings = [*seen.wrong, *seen.untrodden, *(["the front end ended"] if front_ended else [])]
     enough = killed >= count or clock.ends_at is not None
     return Figures(
         target=TARGET,

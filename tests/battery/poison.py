@@ -79,7 +79,10 @@ def complaints(name: str, seen: Healthy) -> list[str]:
 
 
 async def calm(server: RunningServer, count: int) -> list[int]:
-    """The server's engines once there are so many, spares included, and none is still starting; or after a minute."""
+    """The server's engines once there are so many, spares included, and none is still starting.
+
+    They may be at work after a minute; `TimeoutError` where they are not there.
+    """
     loop = asyncio.get_running_loop()
     ends_at = loop.time() + _CALM_S
     while True:
@@ -88,5 +91,8 @@ async def calm(server: RunningServer, count: int) -> list[int]:
         for _ in range(_LOOKS):
             await asyncio.sleep(_REST_S / _LOOKS)
             busy.update(working(found))
-        if (len(found) >= count and max(busy.values(), default=0) <= _LOOKS // 3) or loop.time() > ends_at:
+        is_late = loop.time() > ends_at
+        if is_late and len(found) < count:
+            raise TimeoutError(f"{len(found)} engines after {_CALM_S:g} s, not {count}")
+        if is_late or (len(found) >= count and max(busy.values(), default=0) <= _LOOKS // 3):
             return found

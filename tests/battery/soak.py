@@ -99,7 +99,7 @@ async def soak(server: RunningServer, scale: Scale, seconds: float) -> Figures:
 def judge(samples: Samples, load: Load, front_ended: bool) -> Figures:
     """The row's figures."""
     slopes = samples.slopes()
-    findings = [*load.seen.wrong, *(["the front end ended"] if front_ended else [])]
+    findings = [*load.seen.wrong, *load.seen.untrodden, *(["the front end ended"] if front_ended else [])]
     findings += [
         f"{name} grew by {found.growth:.0f} ({found.median:.0f} in the median); {found.allowed:.0f} is allowed"
         for name, found in slopes.items()

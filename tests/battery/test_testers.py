@@ -29,6 +29,7 @@ from tests.battery import (
     liar,
     op_table,
     overload,
+    poison,
     rolling,
     soak,
 )
@@ -42,12 +43,13 @@ from tests.battery.liar import lying
 from tests.battery.processes import Holds
 from tests.battery.slopes import Allowance, slope
 from tests.battery.soak import ALLOWED, Samples
-from tests.battery.workload import Load, Seen
+from tests.battery.workload import WAYS, Load, Seen
 from tests.service.corpus import Bad
 from tests.service.escape_graphs import ESCAPES
 from tests.service.servers import RunningServer
 
 CASES = 24
+ANSWERED = Seen(asked=1000, answered=999, ways=Counter(WAYS))
 PROTOS = Path(__file__).parents[2] / "protos" / "gradrule" / "v1"
 FOREVER = Clock(None)
 OVERLOADED = Judgement(Verdict.REFUSED, reason="OVERLOADED")
@@ -159,12 +161,13 @@ async def test_values_of_others_are_leaks(shared_server: RunningServer, scale: S
 @pytest.mark.parametrize(
     ("seen", "killed", "ended", "met"),
     [
-        (Seen(asked=1000, answered=999), 10, False, True),
-        (Seen(asked=1000, answered=998, errors=Counter(INTERNAL=2)), 10, False, False),
-        (Seen(asked=1000, answered=1000, wrong=["y is 2, not 1"]), 10, False, False),
-        (Seen(asked=1000, answered=1000), 9, False, False),
-        (Seen(asked=1000, answered=1000), 10, True, False),
-        (Seen(), 10, False, False),
+        (ANSWERED, 10, False, True),
+        (replace(ANSWERED, answered=998, errors=Counter(INTERNAL=2)), 10, False, False),
+        (replace(ANSWERED, wrong=["y is 2, not 1"]), 10, False, False),
+        (ANSWERED, 9, False, False),
+        (ANSWERED, 10, True, False),
+        (replace(ANSWERED, ways=Counter(WAYS[1:])), 10, False, False),
+        (replace(ANSWERED, asked=0, answered=0), 10, False, False),
     ],
 )
 def test_kills(seen: Seen, killed: int, ended: bool, met: bool) -> None:
@@ -187,9 +190,13 @@ def test_whatever_grows_is_told_by_the_soak(shared_server: RunningServer, figure
         samples.times.append(float(second))
         for name, values in samples.values.items():
             values.append(1e9 + (1e6 if name.endswith("memory") else 1.0) * second * (name == figure))
-    found = soak.judge(samples, Load(shared_server.target, 1), front_ended=False)
+    load = Load(shared_server.target, 1)
+    load.seen = replace(ANSWERED)
+    found = soak.judge(samples, load, front_ended=False)
     assert found.met is (figure is None)
     assert [line.partition(" ")[0] for line in found.findings] == ([] if figure is None else [figure])
+    load.seen = replace(ANSWERED, ways=Counter(WAYS[:-1]))
+    assert not soak.judge(samples, load, front_ended=False).met
 
 
 def sent(**changed: Any) -> dict[str, Any]:
@@ -303,6 +310,15 @@ WENT = bombs.Went(Judgement(Verdict.REFUSED, reason="MEMORY_EXCEEDED"), 1000, 10
 )
 def test_bombs(went: bombs.Went, right: bool) -> None:
     assert (bombs.judge(replace(CRASH, told="MEMORY_EXCEEDED"), went) == []) is right
+
+
+async def test_engines_that_are_not_there_are_not_calm(
+    shared_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(poison, "_CALM_S", 0.0)
+    assert await poison.calm(shared_server, 1)
+    with pytest.raises(TimeoutError, match="1 engines"):
+        await poison.calm(shared_server, 2)
 
 
 @pytest.mark.parametrize("row", [crashes, hangs])
