@@ -32,6 +32,7 @@ from tests.service.servers import RunningServer
 
 INTERLEAVINGS = 2_000
 KILLS = 10
+LARGE_INPUTS = ("150,000 nodes", "1,000,000 dimensions", "a name of 8 MiB", "a gradient of 800 regions")
 # By a check that says why, by a bare signal, by memory; in a loop, and in what Grappler folds.
 KINDS_OF_CRASHES = {"Conv2D", "IRFFT", "TensorListReserve"}
 KINDS_OF_HANGS = {"While", "StringJoin"}
@@ -76,8 +77,11 @@ async def test_bombs(scale: Scale) -> None:
         assert_met(await bombs.bomb(server, scale, (*BOMBS[:8], GROWING[0]), 1))
 
 
-async def test_amplification(shared_server: RunningServer) -> None:
-    found = await amplification.measure(shared_server)
+@pytest.mark.parametrize("name", LARGE_INPUTS)
+async def test_amplification(scale: Scale, name: str) -> None:
+    with served(scale, "amplification") as server:
+        found = await amplification.measure(server, [name])
+    assert found.figures
     assert not found.faults
 
 

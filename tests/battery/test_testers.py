@@ -158,6 +158,12 @@ async def test_values_of_others_are_leaks(shared_server: RunningServer, scale: S
     assert any("which is caller" in line for line in figures.findings)
 
 
+def test_kinds_that_are_always_refused_are_told() -> None:
+    all_but_one = Counter(set(interleavings.KINDS) - {"session"})
+    assert interleavings.never_answered(all_but_one, of_tenants=True) == ["session: never answered"]
+    assert not interleavings.never_answered(Counter(set(interleavings.KINDS) - {"registered"}), of_tenants=False)
+
+
 @pytest.mark.parametrize(
     ("seen", "killed", "ended", "met"),
     [
@@ -352,7 +358,8 @@ def test_op_table(allowed: bool, category: str, place: str, reasons: set[str], r
 
 
 async def test_amplification(shared_server: RunningServer) -> None:
-    assert (await amplification.measure(shared_server, factor=0.5, constant_bytes=0)).faults
+    (fault,) = (await amplification.measure(shared_server, ["150,000 nodes"], factor=0.5, constant_bytes=0)).faults
+    assert fault.startswith("150,000 nodes: ")
 
 
 def test_escapes() -> None:
