@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
+import os
 import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -14,6 +17,7 @@ import numpy as np
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
+from gradrule.v1 import evaluate_pb2
 from gradrule_server.policy import Ruling
 from tests.battery import (
     amplification,
@@ -40,7 +44,8 @@ from tests.battery.fuzzing.seeds import methods, seeds
 from tests.battery.judging import GOOD, Judgement, Verdict
 from tests.battery.known import Healthy, HealthyClient
 from tests.battery.liar import lying
-from tests.battery.processes import Holds
+from tests.battery.processes import Holds, holds
+from tests.battery.sender import Sender
 from tests.battery.slopes import Allowance, slope
 from tests.battery.soak import ALLOWED, Samples
 from tests.battery.workload import WAYS, Load, Seen
@@ -205,6 +210,17 @@ def test_whatever_grows_is_told_by_the_soak(shared_server: RunningServer, figure
     assert not soak.judge(samples, load, front_ended=False).met
 
 
+def test_memory_without_a_name_is_seen() -> None:
+    """As arenas are it: no file of /dev/shm tells of them."""
+    before = holds(os.getpid()).shared_bytes
+    descriptor = os.memfd_create("planted")
+    os.ftruncate(descriptor, 2**24)
+    with mmap.mmap(descriptor, 2**24) as mapped:
+        mapped.write(bytes(2**24))
+        assert holds(os.getpid()).shared_bytes - before == 2**24
+    os.close(descriptor)
+
+
 def sent(**changed: Any) -> dict[str, Any]:
     return {"sent": 100, "good": 19, "refusals": [0.001] * 81, "other": {}} | changed
 
@@ -214,6 +230,7 @@ def sent(**changed: Any) -> dict[str, Any]:
     [
         ({}, True),
         ({"good": 17}, False),
+        ({"good": 23}, False),
         ({"refusals": [0.001] * 70 + [0.05] * 2}, False),
         ({"refusals": []}, False),
         ({"other": {"INTERNAL": 1}}, False),
@@ -221,6 +238,22 @@ def sent(**changed: Any) -> dict[str, Any]:
 )
 def test_overload(changed: dict[str, Any], met: bool) -> None:
     assert overload.judge(20.0, 1.0, [sent(**changed)], {}).met is met
+
+
+async def test_answers_to_the_overload_are_compared() -> None:
+    same, another = (evaluate_pb2.EvaluateResponse() for _ in range(2))
+    for message, name in ((same, "y"), (another, "z")):
+        message.outputs.add(name=name)
+    answers = iter([same, same, another, evaluate_pb2.EvaluateResponse()])
+
+    async def call(request: bytes, timeout: float) -> bytes:
+        return next(answers).SerializeToString()
+
+    channel = SimpleNamespace(unary_unary=lambda method: call)
+    asking = Sender(channel, b"")
+    for _ in range(4):
+        await asking.ask()
+    assert asking.other == {"another answer": 2}
 
 
 def test_rolling(shared_server: RunningServer) -> None:
