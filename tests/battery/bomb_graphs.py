@@ -20,7 +20,7 @@ def _sum(build: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def _told_by_shapes(name: str, bomb: bombs.Bomb) -> Bad:
-    return Bad(name, lambda: tf_graph_pb2.GraphDef.FromString(bomb.build()), bomb.feeds)
+    return Bad(name, lambda: tf_graph_pb2.GraphDef.FromString(bomb.build()), bomb.feeds, told=bomb.reason)
 
 
 def _doubled() -> Any:
@@ -50,9 +50,9 @@ def _kept_by_a_loop() -> Any:
 
 
 GROWING = (
-    Bad("doubling in a loop", _sum(_doubled), {"x": np.ones(1000, np.float32)}),
-    Bad("doubling of a string", _sum(_doubled_strings), {"text": np.array(b"0123456789abcdef")}),
-    Bad("kept by a loop", _sum(_kept_by_a_loop), {"n": np.int32(200)}),
+    Bad("doubling in a loop", _sum(_doubled), {"x": np.ones(1000, np.float32)}, told=bombs.EXCEEDED),
+    Bad("doubling of a string", _sum(_doubled_strings), {"text": np.array(b"0123456789abcdef")}, told=bombs.EXCEEDED),
+    Bad("kept by a loop", _sum(_kept_by_a_loop), {"n": np.int32(200)}, told=bombs.EXCEEDED),
 )
 """Each takes more and more while it runs, and nothing tells before."""
 

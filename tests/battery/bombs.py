@@ -17,10 +17,10 @@ from tests.battery.amplification import CONSTANT_BYTES, FACTOR
 from tests.battery.bomb_graphs import BOMBS
 from tests.battery.figures import Figures, Findings, Scale
 from tests.battery.fuzzing.sending import channel
-from tests.battery.judging import Judgement, Verdict
+from tests.battery.judging import Judgement
 from tests.battery.known import Healthy
 from tests.battery.processes import engines, forget_peak, holds, peak_bytes
-from tests.battery.serving import served, supported
+from tests.battery.serving import served
 from tests.service.corpus import Bad
 from tests.service.servers import RunningServer
 
@@ -41,7 +41,7 @@ def run(scale: Scale) -> Figures:
 
 def settings() -> dict[str, object]:
     """Of the server: engines of 4 GiB, and a spare one."""
-    return supported(memory_limit=LIMIT_BYTES, spares=1)
+    return {"memory_limit": LIMIT_BYTES, "spares": 1}
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,7 @@ async def _sent(server: RunningServer, bad: Bad) -> Went:
 
 def judge(bad: Bad, went: Went) -> list[str]:
     """What is wrong with how a bomb went."""
-    found = []
-    if went.judged.verdict is Verdict.FAULT:
-        found.append(f"{bad.name}: {went.judged.what}")
-    if went.judged.verdict is Verdict.GOOD:
-        found.append(f"{bad.name}: an answer")
+    found = poison.strange(bad, went.judged)
     if went.front_bytes > FACTOR * went.sent_bytes + CONSTANT_BYTES:
         found.append(f"{bad.name}: {went.sent_bytes} bytes sent, the front end grew by {went.front_bytes >> 20} MiB")
     if went.engine_bytes > _SLACK * LIMIT_BYTES:

@@ -22,6 +22,11 @@ class Scale:
     folder: Path
     seconds: float | None = None
 
+    @property
+    def is_sample(self) -> bool:
+        """Whether a row does less than the long run."""
+        return self.seconds is not None or self.share < 1
+
     def count(self, long: int, least: int = 1) -> int:
         """So many cases of the long run's."""
         return max(least, round(long * self.share))

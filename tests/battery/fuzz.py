@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from pathlib import Path
 
 import grpc
-from google.rpc import status_pb2
 
 from tests.battery.figures import Clock, Figures, Findings, Scale
 from tests.battery.fuzzing.cases import Case, Cases
 from tests.battery.fuzzing.seeds import seeds
 from tests.battery.fuzzing.sending import IN_FLIGHT, Outcome, Tally, channel, send
-from tests.battery.known import HealthyClient
+from tests.battery.known import Healthy, HealthyClient
 from tests.battery.processes import forget_peak, holds, peak_bytes
-from tests.battery.serving import served, supported
+from tests.battery.serving import served
 from tests.service.servers import RunningServer
 
 TARGET = "0 deaths of the front end, 0 untyped errors"
@@ -40,30 +40,31 @@ def run(scale: Scale) -> Figures:
 
 def settings() -> dict[str, object]:
     """Of the server that is fuzzed: short deadlines, bounded memory, room for all that the cases register."""
-    return {"default_deadline_s": 10, "max_deadline_s": 10} | supported(memory_limit=ENGINE_MEMORY)
+    return {"default_deadline_s": 10, "max_deadline_s": 10, "memory_limit": ENGINE_MEMORY}
 
 
 async def fuzz(server: RunningServer, scale: Scale, count: int) -> Figures:
     """Sends so many cases, with a healthy client beside them."""
-    clock = scale.clock()
     findings = Findings()
     tally = Tally()
+    cases = Cases(seeds(scale.seed), scale.seed)
     healthy, pulse = HealthyClient(server.target), Pulse(server.target)
     beside = [asyncio.ensure_future(healthy.run()), asyncio.ensure_future(pulse.run())]
-    cases = Cases(seeds(scale.seed), scale.seed)
     before = holds(server.process.pid).resident_bytes
     forget_peak(server.process.pid)
-    started = time.monotonic()
+    clock, started = scale.clock(), time.monotonic()
     await _send_all(server, cases, count, clock, findings, tally, scale)
     seconds = time.monotonic() - started
     peak = peak_bytes(server.process.pid) - before if server.process.poll() is None else 0
     healthy.stop()
     pulse.stop()
     await asyncio.gather(*beside)
-    for fault in healthy.seen.wrong:
-        findings.add(f"the healthy client got a wrong answer: {fault}")
+    for fault in suffered(healthy.seen, pulse):
+        findings.add(fault)
     if server.process.poll() is not None:
         findings.add(f"the front end ended with {server.process.returncode}")
+    if tally.cases and not tally.good:
+        findings.add("no answer was good: nothing was shown")
     return Figures(
         target=TARGET,
         cases=tally.cases,
@@ -86,6 +87,18 @@ async def fuzz(server: RunningServer, scale: Scale, count: int) -> Figures:
             "healthy_p99_s": round(healthy.seen.quantile(0.99), 3),
         },
     )
+
+
+def suffered(seen: Healthy, pulse: Pulse) -> list[str]:
+    """What those who only wanted to be served went through meanwhile. An error that a second try cured is none."""
+    found = [f"the healthy client got a wrong answer: {fault}" for fault in seen.wrong]
+    if seen.failed:
+        found.append(f"{seen.failed} requests of the healthy client failed: {seen.errors}")
+    if not seen.answered:
+        found.append("the healthy client got no answer")
+    if pulse.longest_s > STALL_S:
+        found.append(f"the front end told of no health for {pulse.longest_s:.1f} s")
+    return found
 
 
 async def _send_all(
@@ -139,7 +152,7 @@ async def replay(server: RunningServer, path: Path) -> Outcome:
 
 
 class Pulse:
-    """Asks the front end for its health, again and again: how long it was deaf at most."""
+    """Asks the front end for its health, again and again: how long it was deaf at most, for ever where it fails."""
 
     _CHECK = "/grpc.health.v1.Health/Check"
 
@@ -148,7 +161,6 @@ class Pulse:
         self._every_s = every_s
         self._stopping = False
         self.longest_s = 0.0
-        self.last: status_pb2.Status | None = None
 
     async def run(self) -> None:
         """Until `stop`."""
@@ -158,6 +170,7 @@ class Pulse:
                 try:
                     await own.unary_unary(self._CHECK)(b"", timeout=60.0)
                 except grpc.RpcError:
+                    self.longest_s = math.inf
                     return
                 self.longest_s = max(self.longest_s, time.monotonic() - started)
                 await asyncio.sleep(self._every_s)

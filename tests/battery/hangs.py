@@ -17,7 +17,7 @@ from tests.battery.fuzzing.sending import channel
 from tests.battery.judging import Judgement, Verdict
 from tests.battery.known import Healthy
 from tests.battery.processes import working
-from tests.battery.serving import served, supported
+from tests.battery.serving import served
 from tests.service.corpus import HANGS, Bad
 from tests.service.servers import RunningServer
 
@@ -33,8 +33,19 @@ _LOOKS = 4
 
 def run(scale: Scale) -> Figures:
     """Fifty rounds of the corpus in the long run, each with other graphs."""
-    with served(scale, "hangs", **supported(trust="full", spares=1)) as server:
+    with served(scale, "hangs", **settings()) as server:
         return asyncio.run(hang(server, scale, HANGS, scale.count(LONG_ROUNDS)))
+
+
+def settings() -> dict[str, object]:
+    """Of the server, which keeps the deadline, and whose limits refuse nothing that can hang an engine."""
+    return {
+        "trust": "full",
+        "spares": 1,
+        "default_deadline_s": DEADLINE_S,
+        "max_constant_bytes": 8 << 30,
+        "max_node_outputs": 10**8,
+    }
 
 
 @dataclass(frozen=True)
@@ -68,9 +79,11 @@ async def _ended(server: RunningServer, bad: Bad) -> Ended:
     loop = asyncio.get_running_loop()
     watched = await poison.calm(server, 2)
     data = poison.request(bad)
-    deadline = loop.time() + DEADLINE_S
     async with channel(server.target) as own:
-        asking = asyncio.ensure_future(poison.ask(own, data, DEADLINE_S))
+        # The server's time begins with the request, not with the connection.
+        await own.channel_ready()
+        deadline = loop.time() + DEADLINE_S
+        asking = asyncio.ensure_future(poison.ask(own, data, None))
         ends_at, busy_at = deadline, 0.0
         at_work = [working(watched)] * _LOOKS
         while loop.time() < ends_at + _WATCH_S:
@@ -80,16 +93,17 @@ async def _ended(server: RunningServer, bad: Bad) -> Ended:
             at_work = [*at_work[1:], working(watched)]
             if set.intersection(*at_work):
                 busy_at = loop.time()
-        return Ended(await asking, max(0.0, busy_at - ends_at))
+        late_s = max(0.0, busy_at - ends_at)
+        if asking.done():
+            return Ended(asking.result(), late_s)
+        asking.cancel()
+        return Ended(Judgement(Verdict.FAULT, what="no answer"), late_s)
 
 
 def judge(bad: Bad, ended: Ended, gone_s: float = GONE_S) -> list[str]:
     """What is wrong with how a graph that hangs ended."""
-    found = []
-    if ended.judged.verdict is Verdict.FAULT:
-        found.append(f"{bad.name}: {ended.judged.what}")
-    if ended.judged.verdict is Verdict.GOOD:
-        found.append(f"{bad.name}: an answer")
+    # What grows meanwhile may be at the end of its memory first.
+    found = poison.strange(bad, ended.judged, "MEMORY_EXCEEDED")
     if ended.late_s > gone_s:
         found.append(f"{bad.name}: an engine worked on {ended.late_s:.1f} s after the deadline ({ended.judged.reason})")
     return found

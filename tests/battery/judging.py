@@ -38,12 +38,13 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True)
 class Judgement:
-    """One answer, judged. reason: of the error; what: why it is a fault."""
+    """One answer, judged. reason: of the error; what: why it is a fault; is_bare: no server said why, only gRPC did."""
 
     verdict: Verdict
     reason: str = ""
     what: str = ""
     retry_after_s: float | None = None
+    is_bare: bool = False
 
 
 GOOD = Judgement(Verdict.GOOD)
@@ -72,7 +73,7 @@ def of_failure(failure: grpc.RpcError) -> Judgement:
     if details is not None:
         return of_status(details, code)
     if code in _MADE_BY_GRPC:
-        return Judgement(Verdict.REFUSED, reason=code.name, what=f"{call.details()!r:.300}")
+        return Judgement(Verdict.REFUSED, reason=code.name, what=f"{call.details()!r:.300}", is_bare=True)
     if code is grpc.StatusCode.INTERNAL and call.details() == _LOST:
         return Judgement(Verdict.REFUSED, reason=LOST_STATUS)
     return _fault(f"{code.name} without details: {call.details()!r:.300}")

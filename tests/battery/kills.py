@@ -14,7 +14,7 @@ from random import Random
 
 from tests.battery.figures import Clock, Figures, Scale
 from tests.battery.processes import engines
-from tests.battery.serving import served, supported
+from tests.battery.serving import served
 from tests.battery.workload import Load, Seen
 from tests.service.servers import RunningServer
 
@@ -35,7 +35,7 @@ def run(scale: Scale) -> Figures:
 
 def settings() -> dict[str, object]:
     """Of the server: two engines, so that one is left, and one more that waits."""
-    return supported(engines=2, spares=1)
+    return {"engines": 2, "spares": 1}
 
 
 async def kill(server: RunningServer, scale: Scale, count: int) -> Figures:
@@ -51,7 +51,7 @@ async def kill(server: RunningServer, scale: Scale, count: int) -> Figures:
 
 def judge(seen: Seen, killed: int, count: int, clock: Clock, front_ended: bool) -> Figures:
     """The row's figures from what the callers saw."""
-    findings = [*seen.wrong, *(["the front end ended"] if front_ended else [])]
+    findings = [*seen.wrong, *seen.untrodden, *(["the front end ended"] if front_ended else [])]
     enough = killed >= count or clock.ends_at is not None
     return Figures(
         target=TARGET,

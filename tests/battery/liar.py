@@ -1,11 +1,12 @@
-"""A proxy in front of a real server that lies now and then: what the battery must notice, or it notices nothing."""
+"""A proxy in front of a real server that lies now and then, or keeps silent: what the battery must notice."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from typing import Any
 
 import grpc
@@ -53,11 +54,17 @@ def a_little_off(answer: bytes) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def lying(target: str, lie: Lie = honest, *, typed: bool = True) -> AsyncIterator[str]:
-    """A proxy's address. typed: whether errors keep what says their reasons."""
+async def lying(
+    target: str, lie: Lie = honest, *, typed: bool = True, muted: Collection[str] = (), hung: Collection[str] = ()
+) -> AsyncIterator[str]:
+    """A proxy's address.
+
+    typed: whether errors keep what says their reasons. muted: names of RPCs whose answers are swallowed; hung: of those
+    that never end.
+    """
     async with grpc.aio.insecure_channel(target, options=[*_OPTIONS, ("grpc.enable_retries", 0)]) as channel:
         proxy = grpc.aio.server(options=_OPTIONS)
-        proxy.add_generic_rpc_handlers((_Relay(channel, lie, typed),))
+        proxy.add_generic_rpc_handlers((_Relay(channel, lie, typed, muted, hung),))
         port = proxy.add_insecure_port("127.0.0.1:0")
         await proxy.start()
         try:
@@ -69,18 +76,27 @@ async def lying(target: str, lie: Lie = honest, *, typed: bool = True) -> AsyncI
 class _Relay(grpc.GenericRpcHandler):
     """Takes any call as one of streams, which on the wire all calls are."""
 
-    def __init__(self, channel: grpc.aio.Channel, lie: Lie, typed: bool) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, lie: Lie, typed: bool, muted: Collection[str], hung: Collection[str]
+    ) -> None:
         self._channel = channel
         self._lie = lie
         self._typed = typed
+        self._muted = muted
+        self._hung = hung
 
     def service(self, handler_call_details: Any) -> Any:
         method: str = handler_call_details.method
+        is_muted, is_hung = (method.rpartition("/")[2] in names for names in (self._muted, self._hung))
 
         async def relay(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
             call: Any = self._channel.stream_stream(method)(requests, timeout=context.time_remaining())
             try:
                 async for answer in call:
+                    if is_hung:
+                        await asyncio.Event().wait()
+                    if is_muted:
+                        continue
                     yield self._lie(answer) if method == EVALUATE else answer
             except grpc.RpcError as failure:
                 told: Any = failure

@@ -29,6 +29,8 @@ from tests.service.graph_defs import drawn, loaded, placeholder
 
 TARGET = "goodput ≥ 90 % of the peak, refusals < 10 ms (p99)"
 GOODPUT = 0.9
+# No server does more than it can: a peak that is passed was measured too low, and five times it is no overload.
+MOST = 1.1
 REFUSAL_S = 0.010
 FACTOR = 5.0
 SENDERS = 2
@@ -36,7 +38,7 @@ PEAK_CALLERS = (2, 4, 8)
 LONG_S = 120.0
 SHORT_S = 4.0
 # Long enough that what refusing costs is little beside it: on few cores the callers themselves take from the server.
-_WORK_S = 0.08
+WORK_S = 0.08
 _CAPACITY = 8
 
 
@@ -74,6 +76,8 @@ def judge(peak: float, seconds: float, found: list[dict[str, Any]], peaks: dict[
         findings.append(f"goodput {goodput:.1f}/s is {goodput / peak:.0%} of the peak of {peak:.1f}/s")
     if p99 > REFUSAL_S:
         findings.append(f"refusals took {p99 * 1e3:.1f} ms (p99)")
+    if goodput > MOST * peak:
+        findings.append(f"goodput {goodput:.1f}/s is more than the peak of {peak:.1f}/s: the peak was none")
     findings += [f"{count} × {name}" for name, count in other.items()]
     return Figures(
         target=TARGET,
@@ -97,7 +101,7 @@ def judge(peak: float, seconds: float, found: list[dict[str, Any]], peaks: dict[
 
 
 async def _request(target: str) -> bytes:
-    """A request that takes about `_WORK_S`: a loop whose number of turns is fed."""
+    """A request that takes about `WORK_S`: a loop whose number of turns is fed."""
 
     def build() -> None:
         x = placeholder("x", shape=(128, 128))
@@ -110,7 +114,7 @@ async def _request(target: str) -> bytes:
         program = await client.compile(loaded(drawn(build)), fetches=["y"], name="overload")
         x = np.random.default_rng(1).normal(0, 0.1, (128, 128)).astype(np.float32)
         turns, taken = 50, 0.0
-        while taken < _WORK_S and turns < 200_000:
+        while taken < WORK_S and turns < 200_000:
             turns *= 2
             # What else goes on makes it longer, never shorter.
             results = [await program.evaluate({"x": x, "turns": np.int32(turns)}) for _ in range(5)]

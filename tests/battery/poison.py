@@ -14,7 +14,7 @@ import numpy as np
 from gradrule import _tensors
 from gradrule.v1 import evaluate_pb2
 from tests.battery import judging
-from tests.battery.judging import Judgement
+from tests.battery.judging import Judgement, Verdict
 from tests.battery.known import Healthy, HealthyClient
 from tests.battery.processes import engines, working
 from tests.service import raw
@@ -36,13 +36,26 @@ def request(bad: Bad) -> bytes:
     return raw.request(graph.SerializeToString(), feeds).SerializeToString()
 
 
-async def ask(channel: grpc.aio.Channel, data: bytes, deadline_s: float) -> Judgement:
-    """What becomes of one Evaluate."""
+async def ask(channel: grpc.aio.Channel, data: bytes, deadline_s: float | None) -> Judgement:
+    """What becomes of one Evaluate. deadline_s: the caller's; None leaves it to the server."""
     try:
         answer: bytes = await channel.unary_unary(EVALUATE)(data, timeout=deadline_s)
     except grpc.RpcError as failure:
         return judging.of_failure(failure)
     return judging.of_answer(evaluate_pb2.EvaluateResponse, answer)
+
+
+def strange(bad: Bad, judged: Judgement, *others: str) -> list[str]:
+    """What is wrong with the answer to a bad graph: the server must say its reason, or one of the others."""
+    if judged.verdict is Verdict.FAULT:
+        return [f"{bad.name}: {judged.what}"]
+    if judged.verdict is Verdict.GOOD:
+        return [f"{bad.name}: an answer"]
+    if judged.is_bare:
+        return [f"{bad.name}: the server told nothing: {judged.reason} {judged.what}"]
+    if judged.reason not in {bad.told, *others}:
+        return [f"{bad.name}: told {judged.reason}, not {bad.told}: {judged.what}"]
+    return []
 
 
 @contextlib.asynccontextmanager
@@ -66,7 +79,10 @@ def complaints(name: str, seen: Healthy) -> list[str]:
 
 
 async def calm(server: RunningServer, count: int) -> list[int]:
-    """The server's engines once there are so many, spares included, and none is still starting; or after a minute."""
+    """The server's engines once there are so many, spares included, and none is still starting.
+
+    They may be at work after a minute; `TimeoutError` where they are not there.
+    """
     loop = asyncio.get_running_loop()
     ends_at = loop.time() + _CALM_S
     while True:
@@ -75,5 +91,8 @@ async def calm(server: RunningServer, count: int) -> list[int]:
         for _ in range(_LOOKS):
             await asyncio.sleep(_REST_S / _LOOKS)
             busy.update(working(found))
-        if (len(found) >= count and max(busy.values(), default=0) <= _LOOKS // 3) or loop.time() > ends_at:
+        is_late = loop.time() > ends_at
+        if is_late and len(found) < count:
+            raise TimeoutError(f"{len(found)} engines after {_CALM_S:g} s, not {count}")
+        if is_late or (len(found) >= count and max(busy.values(), default=0) <= _LOOKS // 3):
             return found

@@ -14,7 +14,9 @@ _ENGINE = b"gradrule_server.engine"
 
 @dataclass(frozen=True)
 class Holds:
-    """What one process holds at a time. shared_bytes: segments of shared memory that it has mapped or open."""
+    """What one process holds at a time. shared_bytes: of shared memory, arenas above all, what it has
+    touched.
+    """
 
     resident_bytes: int
     descriptors: int
@@ -30,7 +32,7 @@ def holds(pid: int) -> Holds:
         resident_bytes=int(pages[1]) * _PAGE_BYTES,
         descriptors=len(list((folder / "fd").iterdir())),
         threads=len(list((folder / "task").iterdir())),
-        shared_bytes=int(pages[2]) * _PAGE_BYTES,
+        shared_bytes=_told_bytes(pid, "RssShmem"),
     )
 
 
@@ -75,23 +77,16 @@ def _state(path: Path) -> str:
         return "X"
 
 
-def shared_segments() -> int:
-    """Files in /dev/shm that belong to this user."""
-    own = os.getuid()
-    count = 0
-    with contextlib.suppress(OSError):
-        for entry in Path("/dev/shm").iterdir():
-            with contextlib.suppress(OSError):
-                count += entry.lstat().st_uid == own
-    return count
-
-
 def peak_bytes(pid: int) -> int:
     """The most memory that a process has held since `forget_peak`."""
+    return _told_bytes(pid, "VmHWM")
+
+
+def _told_bytes(pid: int, name: str) -> int:
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
-    raise OSError(f"process {pid} tells no peak")
+    raise OSError(f"process {pid} tells no {name}")
 
 
 def forget_peak(pid: int) -> None:

@@ -64,9 +64,10 @@ class Report:
             "| row | target | cases | failures | met | s | figures |",
             "|---|---|---|---|---|---|---|",
         ]
+        yes = "yes (sample)" if self.scale.is_sample else "yes"
         for name, row in self.rows.items():
             found = row.figures
-            cells = [name, found.target, f"{found.cases:,}", f"{found.failures:,}", "yes" if found.met else "**no**"]
+            cells = [name, found.target, f"{found.cases:,}", f"{found.failures:,}", yes if found.met else "**no**"]
             lines.append(f"| {' | '.join([*cells, f'{row.seconds:.0f}', _brief(found.details)])} |")
         missed = [
             (name, row.figures.findings[:_SHOWN_FINDINGS]) for name, row in self.rows.items() if not row.figures.met

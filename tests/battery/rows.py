@@ -39,6 +39,9 @@ def measured(name: str, scale: Scale) -> Measured:
     started = time.monotonic()
     try:
         figures = row(name)(scale)
+        if not figures.cases:
+            figures.met = False
+            figures.findings.append("nothing was tried")
     except Exception as failure:
         (scale.folder / f"{name}.traceback").write_text(traceback.format_exc())
         why = f"the row could not be run: {type(failure).__name__}: {failure}"

@@ -16,11 +16,13 @@ from typing import Any
 
 import grpc
 
+from gradrule.v1 import evaluate_pb2
 from tests.battery import judging
 
 _EVALUATE = "/gradrule.v1.GradientService/Evaluate"
 _OPTIONS = [("grpc.enable_retries", 0), ("grpc.use_local_subchannel_pool", 1)]
 _DEADLINE_S = 30.0
+_WARM_UP_S = 1.0
 
 
 class Sender:
@@ -33,14 +35,15 @@ class Sender:
         self.good = 0
         self.refusals: list[float] = []
         self.other: Counter[str] = Counter()
-        self._ends_at = 0.0
+        self._begins_at = self._ends_at = 0.0
+        self._first: list[bytes] | None = None
 
     async def ask(self) -> None:
         """One request."""
         self.sent += 1
         started = time.perf_counter()
         try:
-            await self._call(self._request, timeout=_DEADLINE_S)
+            answer = await self._call(self._request, timeout=_DEADLINE_S)
         except grpc.RpcError as failure:
             taken = time.perf_counter() - started
             judged = judging.of_failure(failure)
@@ -49,12 +52,23 @@ class Sender:
             else:
                 self.other[f"{judged.reason} {judged.what}"[:200]] += 1
         else:
-            # What comes later is no part of the rate during the run.
-            self.good += time.perf_counter() <= self._ends_at
+            # What comes earlier or later is no part of the rate during the run.
+            if not self._is_like_the_first(answer):
+                self.other["another answer"] += 1
+            elif self._begins_at <= time.perf_counter() <= self._ends_at:
+                self.good += 1
+
+    def _is_like_the_first(self, answer: bytes) -> bool:
+        outputs = evaluate_pb2.EvaluateResponse.FromString(answer).outputs
+        found = [output.SerializeToString() for output in outputs]
+        if self._first is None:
+            self._first = found
+        return bool(found) and found == self._first
 
     async def wait_each(self, callers: int, seconds: float) -> None:
-        """Closed loop."""
-        self._ends_at = time.perf_counter() + seconds
+        """Closed loop. It counts once as many calls are under way as will be at the end: those are not counted."""
+        self._begins_at = time.perf_counter() + _WARM_UP_S
+        self._ends_at = self._begins_at + seconds
 
         async def caller() -> None:
             while time.perf_counter() < self._ends_at:
@@ -64,7 +78,7 @@ class Sender:
 
     async def at_rate(self, rate: float, seconds: float) -> None:
         """Open loop: a request's time does not depend on what became of those before it."""
-        begin = time.perf_counter()
+        self._begins_at = begin = time.perf_counter()
         self._ends_at = begin + seconds
         under_way: set[asyncio.Task[None]] = set()
         for number in range(int(rate * seconds)):

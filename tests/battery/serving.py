@@ -39,8 +39,3 @@ def data_folder(scale: Scale, row: str) -> Path:
         folder = scale.folder / "servers" / f"{row}-{next(_numbers)}"
         if not folder.exists():
             return folder
-
-
-def supported(**settings: object) -> dict[str, object]:
-    """Those of the settings that the server has."""
-    return {name: value for name, value in settings.items() if name in Settings.model_fields}

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 
 from tests.battery.figures import Figures, Scale
-from tests.battery.processes import engines, holds, shared_segments
+from tests.battery.processes import engines, holds
 from tests.battery.serving import served
 from tests.battery.slopes import Allowance, Slope, slope
 from tests.battery.workload import Load
@@ -33,7 +33,7 @@ ALLOWED = {
     "engine_memory": _MEMORY,
     "engine_descriptors": _COUNT,
     "engine_threads": _COUNT,
-    "shared_segments": _COUNT,
+    "shared_memory": _MEMORY,
 }
 
 
@@ -70,7 +70,7 @@ class Samples:
             "engine_memory": sum(each.resident_bytes for each in held),
             "engine_descriptors": sum(each.descriptors for each in held),
             "engine_threads": sum(each.threads for each in held),
-            "shared_segments": shared_segments(),
+            "shared_memory": front.shared_bytes + sum(each.shared_bytes for each in held),
         }.items():
             self.values[name].append(float(value))
 
@@ -99,7 +99,7 @@ async def soak(server: RunningServer, scale: Scale, seconds: float) -> Figures:
 def judge(samples: Samples, load: Load, front_ended: bool) -> Figures:
     """The row's figures."""
     slopes = samples.slopes()
-    findings = [*load.seen.wrong, *(["the front end ended"] if front_ended else [])]
+    findings = [*load.seen.wrong, *load.seen.untrodden, *(["the front end ended"] if front_ended else [])]
     findings += [
         f"{name} grew by {found.growth:.0f} ({found.median:.0f} in the median); {found.allowed:.0f} is allowed"
         for name, found in slopes.items()

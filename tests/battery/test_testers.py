@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
+import os
+import re
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -12,6 +17,7 @@ import numpy as np
 import pytest
 from google.rpc import error_details_pb2, status_pb2
 
+from gradrule.v1 import evaluate_pb2
 from gradrule_server.policy import Ruling
 from tests.battery import (
     amplification,
@@ -27,24 +33,33 @@ from tests.battery import (
     liar,
     op_table,
     overload,
+    poison,
     rolling,
     soak,
 )
 from tests.battery.figures import Clock, Findings, Scale
+from tests.battery.fuzzing import sending
+from tests.battery.fuzzing.cases import Cases
+from tests.battery.fuzzing.seeds import methods, seeds
 from tests.battery.judging import GOOD, Judgement, Verdict
-from tests.battery.known import HealthyClient
+from tests.battery.known import Healthy, HealthyClient
 from tests.battery.liar import lying
-from tests.battery.processes import Holds
+from tests.battery.processes import Holds, holds
+from tests.battery.sender import Sender
 from tests.battery.slopes import Allowance, slope
 from tests.battery.soak import ALLOWED, Samples
-from tests.battery.workload import Load, Seen
+from tests.battery.workload import WAYS, Load, Seen
 from tests.service.corpus import Bad
 from tests.service.escape_graphs import ESCAPES
 from tests.service.servers import RunningServer
 
 CASES = 24
+ANSWERED = Seen(asked=1000, answered=999, ways=Counter(WAYS))
+PROTOS = Path(__file__).parents[2] / "protos" / "gradrule" / "v1"
 FOREVER = Clock(None)
 OVERLOADED = Judgement(Verdict.REFUSED, reason="OVERLOADED")
+HUNG = Judgement(Verdict.REFUSED, reason="DEADLINE_EXCEEDED", what="not done within 2 s")
+BARE = replace(HUNG, is_bare=True)
 CRASHED = Judgement(Verdict.REFUSED, reason="ENGINE_CRASHED", what="SIGABRT: Check failed: a < b")
 CRASH = Bad("crash", lambda: None, {}, "Check failed")
 
@@ -60,6 +75,65 @@ async def test_untyped_errors_are_faults_of_the_fuzzer(shared_server: RunningSer
     assert not figures.met
     assert any("without details" in line for line in figures.findings)
     assert not (await fuzz.replay(shared_server, first)).faults
+
+
+@pytest.mark.parametrize(
+    ("muted", "hung", "fault"),
+    [
+        (("StreamEvaluate", "RunSession"), (), "of a stream that ended well"),
+        ((), ("CompileProgram",), "no answer: DEADLINE_EXCEEDED"),
+    ],
+)
+async def test_answers_that_do_not_come_are_faults_of_the_fuzzer(
+    shared_server: RunningServer, scale: Scale, muted: tuple[str, ...], hung: tuple[str, ...], fault: str
+) -> None:
+    cases, silent = Cases(seeds(scale.seed), scale.seed), {*muted, *hung}
+    some = [case for case in map(cases.case, range(CASES * 4)) if case.method.rpartition("/")[2] in silent]
+    async with lying(shared_server.target, muted=muted, hung=hung) as target, sending.channel(target) as own:
+        outcomes = await asyncio.gather(*(sending.send(own, case, deadline_s=3.0) for case in some))
+    assert any(fault in line for outcome in outcomes for line in outcome.faults)
+
+
+async def test_a_server_that_implements_nothing_is_a_fault(shared_server: RunningServer, scale: Scale) -> None:
+    bare = grpc.aio.server()
+    port = bare.add_insecure_port("127.0.0.1:0")
+    await bare.start()
+    try:
+        own = replace(scale, folder=scale.folder / "bare")
+        figures = await fuzz.fuzz(replace(shared_server, target=f"127.0.0.1:{port}"), own, CASES // 2)
+    finally:
+        await bare.stop(None)
+    assert not figures.met
+    assert "no answer was good: nothing was shown" in figures.findings
+
+
+@pytest.mark.parametrize(
+    ("seen", "deaf_s", "right"),
+    [
+        (Healthy(answered=9, errors={"OVERLOADED": 1}), 0.5, True),
+        (Healthy(answered=9, failed=1, errors={"UNIMPLEMENTED": 1}), 0.5, False),
+        (Healthy(answered=9, wrong=["request 1: y is 2, not 1"]), 0.5, False),
+        (Healthy(), 0.5, False),
+        (Healthy(answered=9), 6.0, False),
+    ],
+)
+def test_whoever_suffers_from_the_fuzzer_is_heard(seen: Healthy, deaf_s: float, right: bool) -> None:
+    pulse = fuzz.Pulse("")
+    pulse.longest_s = deaf_s
+    assert (fuzz.suffered(seen, pulse) == []) is right
+
+
+async def test_a_pulse_that_stops_is_heard() -> None:
+    pulse = fuzz.Pulse("127.0.0.1:1")
+    await pulse.run()
+    assert fuzz.suffered(Healthy(answered=9), pulse)
+
+
+def test_every_rpc_is_fuzzed() -> None:
+    services = [
+        service for file in PROTOS.glob("*.proto") for service in re.findall(r"(?m)^service (\w+)", file.read_text())
+    ]
+    assert {name.partition("/")[0] for name in methods()} == set(services)
 
 
 async def test_through_an_honest_proxy_nothing_fails(shared_server: RunningServer, scale: Scale) -> None:
@@ -89,15 +163,22 @@ async def test_values_of_others_are_leaks(shared_server: RunningServer, scale: S
     assert any("which is caller" in line for line in figures.findings)
 
 
+def test_kinds_that_are_always_refused_are_told() -> None:
+    all_but_one = Counter(set(interleavings.KINDS) - {"session"})
+    assert interleavings.never_answered(all_but_one, of_tenants=True) == ["session: never answered"]
+    assert not interleavings.never_answered(Counter(set(interleavings.KINDS) - {"registered"}), of_tenants=False)
+
+
 @pytest.mark.parametrize(
     ("seen", "killed", "ended", "met"),
     [
-        (Seen(asked=1000, answered=999), 10, False, True),
-        (Seen(asked=1000, answered=998, errors=Counter(INTERNAL=2)), 10, False, False),
-        (Seen(asked=1000, answered=1000, wrong=["y is 2, not 1"]), 10, False, False),
-        (Seen(asked=1000, answered=1000), 9, False, False),
-        (Seen(asked=1000, answered=1000), 10, True, False),
-        (Seen(), 10, False, False),
+        (ANSWERED, 10, False, True),
+        (replace(ANSWERED, answered=998, errors=Counter(INTERNAL=2)), 10, False, False),
+        (replace(ANSWERED, wrong=["y is 2, not 1"]), 10, False, False),
+        (ANSWERED, 9, False, False),
+        (ANSWERED, 10, True, False),
+        (replace(ANSWERED, ways=Counter(WAYS[1:])), 10, False, False),
+        (replace(ANSWERED, asked=0, answered=0), 10, False, False),
     ],
 )
 def test_kills(seen: Seen, killed: int, ended: bool, met: bool) -> None:
@@ -120,9 +201,24 @@ def test_whatever_grows_is_told_by_the_soak(shared_server: RunningServer, figure
         samples.times.append(float(second))
         for name, values in samples.values.items():
             values.append(1e9 + (1e6 if name.endswith("memory") else 1.0) * second * (name == figure))
-    found = soak.judge(samples, Load(shared_server.target, 1), front_ended=False)
+    load = Load(shared_server.target, 1)
+    load.seen = replace(ANSWERED)
+    found = soak.judge(samples, load, front_ended=False)
     assert found.met is (figure is None)
     assert [line.partition(" ")[0] for line in found.findings] == ([] if figure is None else [figure])
+    load.seen = replace(ANSWERED, ways=Counter(WAYS[:-1]))
+    assert not soak.judge(samples, load, front_ended=False).met
+
+
+def test_memory_without_a_name_is_seen() -> None:
+    """As arenas are it: no file of /dev/shm tells of them."""
+    before = holds(os.getpid()).shared_bytes
+    descriptor = os.memfd_create("planted")
+    os.ftruncate(descriptor, 2**24)
+    with mmap.mmap(descriptor, 2**24) as mapped:
+        mapped.write(bytes(2**24))
+        assert holds(os.getpid()).shared_bytes - before == 2**24
+    os.close(descriptor)
 
 
 def sent(**changed: Any) -> dict[str, Any]:
@@ -134,6 +230,7 @@ def sent(**changed: Any) -> dict[str, Any]:
     [
         ({}, True),
         ({"good": 17}, False),
+        ({"good": 23}, False),
         ({"refusals": [0.001] * 70 + [0.05] * 2}, False),
         ({"refusals": []}, False),
         ({"other": {"INTERNAL": 1}}, False),
@@ -141,6 +238,22 @@ def sent(**changed: Any) -> dict[str, Any]:
 )
 def test_overload(changed: dict[str, Any], met: bool) -> None:
     assert overload.judge(20.0, 1.0, [sent(**changed)], {}).met is met
+
+
+async def test_answers_to_the_overload_are_compared() -> None:
+    same, another = (evaluate_pb2.EvaluateResponse() for _ in range(2))
+    for message, name in ((same, "y"), (another, "z")):
+        message.outputs.add(name=name)
+    answers = iter([same, same, another, evaluate_pb2.EvaluateResponse()])
+
+    async def call(request: bytes, timeout: float) -> bytes:
+        return next(answers).SerializeToString()
+
+    channel = SimpleNamespace(unary_unary=lambda method: call)
+    asking = Sender(channel, b"")
+    for _ in range(4):
+        await asking.ask()
+    assert asking.other == {"another answer": 2}
 
 
 def test_rolling(shared_server: RunningServer) -> None:
@@ -181,8 +294,11 @@ def test_hostile(errors: dict[str, int], wrong: list[str], p99_s: float, after: 
         (CRASHED, True, True),
         (replace(CRASHED, what="SIGABRT"), True, False),
         (replace(CRASHED, what="Check failed: a < b"), True, False),
-        (replace(CRASHED, reason="MEMORY_EXCEEDED"), True, True),
-        (OVERLOADED, False, True),
+        (replace(CRASHED, what="Check failed: a < b"), False, False),
+        (replace(CRASHED, reason="MEMORY_EXCEEDED"), True, False),
+        (Judgement(Verdict.REFUSED, reason="QUARANTINED"), False, False),
+        (BARE, False, False),
+        (OVERLOADED, False, False),
         (OVERLOADED, True, False),
         (GOOD, False, False),
         (Judgement(Verdict.FAULT, what="INTERNAL"), False, False),
@@ -192,17 +308,27 @@ def test_crashes(judged: Judgement, died: bool, right: bool) -> None:
     assert (crashes.judge(CRASH, judged, died) == []) is right
 
 
+def test_crashes_of_memory() -> None:
+    bomb, exceeded = replace(CRASH, told="MEMORY_EXCEEDED"), replace(CRASHED, reason="MEMORY_EXCEEDED")
+    assert not crashes.judge(bomb, exceeded, died=True)
+    assert not crashes.judge(bomb, replace(exceeded, what="the limit"), died=False)
+    assert crashes.judge(bomb, replace(exceeded, what="the limit"), died=True)
+
+
 @pytest.mark.parametrize(
     ("judged", "late_s", "right"),
     [
-        (Judgement(Verdict.REFUSED, reason="DEADLINE_EXCEEDED"), 0.6, True),
-        (Judgement(Verdict.REFUSED, reason="DEADLINE_EXCEEDED"), 1.4, False),
+        (HUNG, 0.6, True),
+        (HUNG, 1.4, False),
+        (replace(HUNG, reason="MEMORY_EXCEEDED"), 0.6, True),
+        (replace(HUNG, reason="LIMIT_EXCEEDED"), 0.0, False),
+        (BARE, 0.6, False),
         (GOOD, 0.0, False),
         (Judgement(Verdict.FAULT, what="INTERNAL"), 0.0, False),
     ],
 )
 def test_hangs(judged: Judgement, late_s: float, right: bool) -> None:
-    assert (hangs.judge(CRASH, hangs.Ended(judged, late_s)) == []) is right
+    assert (hangs.judge(replace(CRASH, told=HUNG.reason), hangs.Ended(judged, late_s)) == []) is right
 
 
 WENT = bombs.Went(Judgement(Verdict.REFUSED, reason="MEMORY_EXCEEDED"), 1000, 10**6, 10**9, "")
@@ -213,6 +339,8 @@ WENT = bombs.Went(Judgement(Verdict.REFUSED, reason="MEMORY_EXCEEDED"), 1000, 10
     [
         (WENT, True),
         (replace(WENT, judged=GOOD), False),
+        (replace(WENT, judged=OVERLOADED), False),
+        (replace(WENT, judged=BARE), False),
         (replace(WENT, judged=Judgement(Verdict.FAULT, what="INTERNAL")), False),
         (replace(WENT, front_bytes=10**9), False),
         (replace(WENT, engine_bytes=6 * 10**9), False),
@@ -220,7 +348,16 @@ WENT = bombs.Went(Judgement(Verdict.REFUSED, reason="MEMORY_EXCEEDED"), 1000, 10
     ],
 )
 def test_bombs(went: bombs.Went, right: bool) -> None:
-    assert (bombs.judge(CRASH, went) == []) is right
+    assert (bombs.judge(replace(CRASH, told="MEMORY_EXCEEDED"), went) == []) is right
+
+
+async def test_engines_that_are_not_there_are_not_calm(
+    shared_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(poison, "_CALM_S", 0.0)
+    assert await poison.calm(shared_server, 1)
+    with pytest.raises(TimeoutError, match="1 engines"):
+        await poison.calm(shared_server, 2)
 
 
 @pytest.mark.parametrize("row", [crashes, hangs])
@@ -254,7 +391,8 @@ def test_op_table(allowed: bool, category: str, place: str, reasons: set[str], r
 
 
 async def test_amplification(shared_server: RunningServer) -> None:
-    assert (await amplification.measure(shared_server, factor=0.5, constant_bytes=0)).faults
+    (fault,) = (await amplification.measure(shared_server, ["150,000 nodes"], factor=0.5, constant_bytes=0)).faults
+    assert fault.startswith("150,000 nodes: ")
 
 
 def test_escapes() -> None:

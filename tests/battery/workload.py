@@ -144,6 +144,11 @@ class Seen:
         """Of the requests, those that were answered."""
         return self.answered / self.asked if self.asked else 0.0
 
+    @property
+    def untrodden(self) -> list[str]:
+        """What was not tried: ways that no answer came."""
+        return [f"no answer came {way}" for way in WAYS if not self.ways[way]]
+
     def figures(self) -> Mapping[str, Any]:
         """For reports."""
         return {

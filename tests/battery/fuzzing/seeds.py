@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from gradrule import _tensors
 from gradrule.v1 import (
+    admin_pb2,
     blob_pb2,
     evaluate_pb2,
     graph_pb2,
@@ -32,7 +33,7 @@ from tests.service import generated, nested_graphs, nested_programs
 from tests.service.graph_defs import drawn, placeholder
 
 _USES = Path(__file__).parents[2] / "contract" / "uses"
-_FILES = (rule_pb2, program_pb2, evaluate_pb2, blob_pb2, session_pb2)
+_FILES = (admin_pb2, rule_pb2, program_pb2, evaluate_pb2, blob_pb2, session_pb2)
 _PREFIX = "/gradrule.v1."
 
 NESTED = 40
@@ -86,6 +87,7 @@ class Seeds:
     words: tuple[str, ...]
 
 
+@cache
 def seeds(number: int) -> Seeds:
     """The same for the same number."""
     requests: dict[str, list[bytes]] = {name: [] for name in methods()}

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
+from google.protobuf.message import DecodeError
 
+from gradrule_server.link.v1 import link_pb2
 from tests.battery import judging
 from tests.battery.fuzzing.cases import Case
 from tests.battery.fuzzing.seeds import methods
@@ -72,12 +74,35 @@ async def _send_once(channel: grpc.aio.Channel, case: Case, deadline_s: float) -
             upload: Any = channel.stream_unary(method.path)(_each(case.messages), timeout=deadline_s)
             outcome.judgements.append(judging.of_answer(method.response, await upload))
         else:
-            stream: Any = channel.stream_stream(method.path)(_each(case.messages), timeout=deadline_s)
+            # The messages of a session have their deadlines one after the other.
+            all_s = deadline_s * max(1, len(case.messages))
+            stream: Any = channel.stream_stream(method.path)(_each(case.messages), timeout=all_s)
             async for answer in stream:
                 outcome.judgements.append(judging.of_answer(method.response, answer))
+            due, came = sum(_is_due(case.method, message) for message in case.messages), len(outcome.judgements)
+            if came < due:
+                what = f"{came} answers to {due} messages of a stream that ended well"
+                outcome.judgements.append(Judgement(Verdict.FAULT, what=what))
     except grpc.RpcError as failure:
-        outcome.judgements.append(judging.of_failure(failure))
+        outcome.judgements.append(_unless_lost(judging.of_failure(failure)))
     return outcome
+
+
+def _is_due(method: str, message: bytes) -> bool:
+    """Whether a message of a stream has an answer: all but the one that gives another up."""
+    if method != "GradientService/StreamEvaluate":
+        return True
+    try:
+        return link_pb2.RawStreamRequest.FromString(message).WhichOneof("request") != "cancel"
+    except DecodeError:
+        return True
+
+
+def _unless_lost(judged: Judgement) -> Judgement:
+    """A fault where only gRPC says something: the server's deadlines are shorter, so its answer did not come."""
+    if not judged.is_bare or judged.reason == "RESOURCE_EXHAUSTED":
+        return judged
+    return replace(judged, verdict=Verdict.FAULT, what=f"no answer: {judged.reason} {judged.what}")
 
 
 async def _each(messages: tuple[bytes, ...]) -> Any:
