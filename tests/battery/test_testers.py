@@ -18,6 +18,9 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from gradrule.v1 import evaluate_pb2
+from gradrule.v1.graph_pb2 import Graph
+from gradrule.v1.tensor_pb2 import Dt
+from gradrule_server import policy
 from gradrule_server.policy import Ruling
 from tests.battery import (
     amplification,
@@ -49,11 +52,13 @@ from tests.battery.sender import Sender
 from tests.battery.slopes import Allowance, slope
 from tests.battery.soak import ALLOWED, Samples
 from tests.battery.workload import WAYS, Load, Seen
+from tests.policy import minimal
 from tests.service.corpus import Bad
 from tests.service.escape_graphs import ESCAPES
 from tests.service.servers import RunningServer
 
 CASES = 24
+MINIMAL_GRAPH = minimal.graph_of
 ANSWERED = Seen(asked=1000, answered=999, ways=Counter(WAYS))
 PROTOS = Path(__file__).parents[2] / "protos" / "gradrule" / "v1"
 FOREVER = Clock(None)
@@ -388,6 +393,26 @@ def test_a_row_that_shows_nothing_is_missed(row: Any) -> None:
 def test_op_table(allowed: bool, category: str, place: str, reasons: set[str], right: bool) -> None:
     ruling = Ruling("Op", allowed, category, "", "")
     assert (op_table.wrong(ruling, place, reasons) == "") is right
+
+
+@pytest.mark.parametrize("denied_beside", [False, True])
+async def test_an_allowed_op_in_a_graph_that_is_refused(
+    shared_server: RunningServer, scale: Scale, monkeypatch: pytest.MonkeyPatch, denied_beside: bool
+) -> None:
+    if denied_beside:
+
+        def graph_of(ops: Any, place: str) -> Graph:
+            made = MINIMAL_GRAPH(ops, place)
+            made.node.add(name="beside", op="ReadFile", input=["name"])
+            made.node.add(name="name", op="Placeholder").attr["dtype"].type = Dt.DT_STRING
+            next(node for node in made.node if node.name == "y0").input.append("^beside")
+            return made
+
+        monkeypatch.setattr(minimal, "graph_of", graph_of)
+    some = [policy.rulings()[name] for name in ("Sign", "Tanh", "ReadFile")]
+    figures = await op_table.check(shared_server.target, scale, some)
+    assert figures.met is not denied_beside
+    assert all("Sign" in line or "Tanh" in line for line in figures.findings)
 
 
 async def test_amplification(shared_server: RunningServer) -> None:
