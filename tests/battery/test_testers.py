@@ -128,6 +128,11 @@ def test_whoever_suffers_from_the_fuzzer_is_heard(seen: Healthy, deaf_s: float, 
     assert (fuzz.suffered(seen, pulse) == []) is right
 
 
+def test_statuses_that_are_lost_are_few() -> None:
+    assert fuzz.lost(sending.Tally(cases=10_000, reasons=Counter({judging.LOST_STATUS: 60}))) == []
+    assert fuzz.lost(sending.Tally(cases=10_000, reasons=Counter({judging.LOST_STATUS: 200})))
+
+
 async def test_a_pulse_that_stops_is_heard() -> None:
     pulse = fuzz.Pulse("127.0.0.1:1")
     await pulse.run()
@@ -211,8 +216,9 @@ def test_whatever_grows_is_told_by_the_soak(shared_server: RunningServer, figure
     found = soak.judge(samples, load, front_ended=False)
     assert found.met is (figure is None)
     assert [line.partition(" ")[0] for line in found.findings] == ([] if figure is None else [figure])
-    load.seen = replace(ANSWERED, ways=Counter(WAYS[:-1]))
-    assert not soak.judge(samples, load, front_ended=False).met
+    for seen in (replace(ANSWERED, ways=Counter(WAYS[:-1])), replace(ANSWERED, answered=0)):
+        load.seen = seen
+        assert not soak.judge(samples, load, front_ended=False).met
 
 
 def test_memory_without_a_name_is_seen() -> None:
@@ -262,9 +268,9 @@ async def test_answers_to_the_overload_are_compared() -> None:
 
 
 def test_rolling(shared_server: RunningServer) -> None:
-    def figures(done: int = 4, *lines: str, errors: dict[str, int] | None = None) -> bool:
+    def figures(done: int = 4, *lines: str, errors: dict[str, int] | None = None, answered: int = 999) -> bool:
         load, findings = Load(shared_server.target, 1), Findings()
-        load.seen.errors.update(errors or {})
+        load.seen = replace(ANSWERED, answered=answered, errors=Counter(errors or {}))
         for line in lines:
             findings.add(line)
         return rolling.judge(load, findings, done, 4, by_time=False).met
@@ -273,6 +279,7 @@ def test_rolling(shared_server: RunningServer) -> None:
     assert not figures(3)
     assert not figures(4, "a server that was told to stop ended with -9")
     assert not figures(4, errors={"CANCELLED": 1})
+    assert not figures(4, answered=0)
 
 
 QUIET = Holds(resident_bytes=10**8, descriptors=20, threads=10, shared_bytes=0)
@@ -291,6 +298,18 @@ QUIET = Holds(resident_bytes=10**8, descriptors=20, threads=10, shared_bytes=0)
 def test_hostile(errors: dict[str, int], wrong: list[str], p99_s: float, after: Holds) -> None:
     assert len(hostile.judge("attack", errors, wrong, p99_s, QUIET, after)) == 1
     assert hostile.judge("attack", {}, [], 0.1, QUIET, QUIET) == []
+
+
+async def test_an_attack_that_does_nothing(
+    shared_server: RunningServer, scale: Scale, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nothing(target: str, seconds: float) -> hostile.Did:
+        return 0, "attacks"
+
+    monkeypatch.setattr(hostile, "ATTACKS", {"nothing": nothing})
+    figures = await hostile.endure(shared_server, scale, 1.0)
+    assert "nothing: nothing was done" in figures.findings
+    assert not figures.met
 
 
 @pytest.mark.parametrize(
