@@ -14,6 +14,7 @@ from pathlib import Path
 
 import grpc
 
+from tests.battery import judging
 from tests.battery.figures import Clock, Figures, Findings, Scale
 from tests.battery.fuzzing.cases import Case, Cases
 from tests.battery.fuzzing.seeds import seeds
@@ -29,6 +30,9 @@ CHANNELS = 4
 # Longer than this without an answer of any kind, and the server has stopped to serve.
 STALL_S = 5.0
 ENGINE_MEMORY = "4GiB"
+# Of the cases, those whose status gRPC's own client may lose.
+LOST = 0.01
+_FEW = 5
 _DIED = {"ENGINE_CRASHED", "MEMORY_EXCEEDED", "SESSION_LOST"}
 
 
@@ -59,7 +63,7 @@ async def fuzz(server: RunningServer, scale: Scale, count: int) -> Figures:
     healthy.stop()
     pulse.stop()
     await asyncio.gather(*beside)
-    for fault in suffered(healthy.seen, pulse):
+    for fault in (*suffered(healthy.seen, pulse), *lost(tally)):
         findings.add(fault)
     if server.process.poll() is not None:
         findings.add(f"the front end ended with {server.process.returncode}")
@@ -99,6 +103,12 @@ def suffered(seen: Healthy, pulse: Pulse) -> list[str]:
     if pulse.longest_s > STALL_S:
         found.append(f"the front end told of no health for {pulse.longest_s:.1f} s")
     return found
+
+
+def lost(tally: Tally) -> list[str]:
+    """What says nothing of the server now and then says that it tells nothing where it is often."""
+    count = tally.reasons[judging.LOST_STATUS]
+    return [f"{count} statuses were lost"] if count > _FEW + LOST * tally.cases else []
 
 
 async def _send_all(

@@ -37,7 +37,10 @@ _STREAM = "/gradrule.v1.GradientService/StreamEvaluate"
 _SESSION = "/gradrule.v1.SessionService/RunSession"
 _UPLOAD = "/gradrule.v1.BlobService/UploadBlob"
 
-Attack = Callable[[str, float], Awaitable[str]]
+Did = tuple[int, str]
+"""How much an attack came to do, and in words."""
+
+Attack = Callable[[str, float], Awaitable[Did]]
 """Takes the target and seconds, and says what was done; raises nothing."""
 
 
@@ -61,7 +64,7 @@ async def endure(server: RunningServer, scale: Scale, seconds: float, p99_s: flo
         healthy = HealthyClient(server.target, every_s=0.02)
         asking = asyncio.ensure_future(healthy.run())
         started = time.monotonic()
-        told = await attack(server.target, seconds)
+        count, told = await attack(server.target, seconds)
         healthy.stop()
         await asking
         after = await _settled(server, before)
@@ -69,7 +72,7 @@ async def endure(server: RunningServer, scale: Scale, seconds: float, p99_s: flo
         seen = healthy.seen
         asked += seen.asked
         details[name] = {
-            "did": told,
+            "did": f"{count} {told}",
             "seconds": round(time.monotonic() - started, 1),
             "healthy_asked": seen.asked,
             "healthy_errors": seen.errors,
@@ -79,6 +82,8 @@ async def endure(server: RunningServer, scale: Scale, seconds: float, p99_s: flo
         }
         for fault in judge(name, seen.errors, seen.wrong, seen.quantile(0.99), before, after, p99_s):
             findings.add(fault)
+        if not count:
+            findings.add(f"{name}: nothing was done")
         if server.process.poll() is not None:
             findings.add(f"{name}: the front end ended with {server.process.returncode}")
             break
@@ -134,34 +139,35 @@ async def _settled(server: RunningServer, before: Holds) -> Holds:
 # Connections.
 
 
-async def silent_connections(target: str, seconds: float) -> str:
+async def silent_connections(target: str, seconds: float) -> Did:
     """Connected, and nothing sent, or half a preface."""
     async with contextlib.AsyncExitStack() as stack:
         for number in range(300):
             _, writer = await stack.enter_async_context(wire.connected(target))
             writer.write(wire.PREFACE[: number % len(wire.PREFACE)])
         await asyncio.sleep(seconds)
-    return "300 connections"
+    return 300, "connections"
 
 
-async def byte_at_a_time(target: str, seconds: float) -> str:
+async def byte_at_a_time(target: str, seconds: float) -> Did:
     """A request whose bytes come one by one and never to their end."""
     block = wire.headers(_EVALUATE)
     data = wire.PREFACE + wire.settings() + wire.frame(wire.HEADERS, wire.END_HEADERS, 1, block)
     data += wire.frame(wire.DATA, 0, 1, wire.message(raw.request(raw.sign_graph()).SerializeToString()))[:-5]
 
-    async def trickle() -> None:
+    async def trickle() -> int:
+        done = 0
         async with wire.connected(target) as (_, writer):
             pause = seconds / len(data)
             for position in range(len(data)):
-                await wire.flood(writer, data[position : position + 1], 1)
+                done += await wire.flood(writer, data[position : position + 1], 1)
                 await asyncio.sleep(pause)
+        return done
 
-    await asyncio.gather(*(trickle() for _ in range(20)))
-    return f"20 connections, {len(data)} bytes each"
+    return sum(await asyncio.gather(*(trickle() for _ in range(20)))), f"bytes of {len(data)} on each of 20 connections"
 
 
-async def garbage(target: str, seconds: float) -> str:
+async def garbage(target: str, seconds: float) -> Did:
     """Bytes that are no HTTP/2, before the preface and after it."""
     random = np.random.default_rng(1)
     ends_at = time.monotonic() + seconds
@@ -172,13 +178,13 @@ async def garbage(target: str, seconds: float) -> str:
             await wire.flood(writer, start + random.bytes(2000), 1)
             await wire.drained(reader, 0.2)
         count += 1
-    return f"{count} connections"
+    return count, "connections"
 
 
 # Frames.
 
 
-async def _flooded(target: str, seconds: float, start: bytes, data: bytes) -> str:
+async def _flooded(target: str, seconds: float, start: bytes, data: bytes) -> Did:
     """One connection after another on which the same frames come as fast as they go."""
     ends_at = time.monotonic() + seconds
     connections = frames = closed = 0
@@ -198,33 +204,33 @@ async def _flooded(target: str, seconds: float, start: bytes, data: bytes) -> st
                 await reading
         connections += 1
         await asyncio.sleep(0.05)
-    return f"{frames} on {connections} connections, {closed} of them closed by the server"
+    return frames, f"on {connections} connections, {closed} of them closed by the server"
 
 
-async def pings(target: str, seconds: float) -> str:
+async def pings(target: str, seconds: float) -> Did:
     """PING frames."""
     return await _flooded(target, seconds, b"", wire.frame(wire.PING, payload=b"\x00" * 8))
 
 
-async def settings_frames(target: str, seconds: float) -> str:
+async def settings_frames(target: str, seconds: float) -> Did:
     """SETTINGS frames, each of which wants an acknowledgement."""
     return await _flooded(target, seconds, b"", wire.settings((wire.INITIAL_WINDOW_SIZE, 65_535)))
 
 
-async def empty_data(target: str, seconds: float) -> str:
+async def empty_data(target: str, seconds: float) -> Did:
     """DATA frames that hold nothing and end nothing."""
     start = wire.frame(wire.HEADERS, wire.END_HEADERS, 1, wire.headers(_UPLOAD))
     return await _flooded(target, seconds, start, wire.frame(wire.DATA, 0, 1))
 
 
-async def endless_headers(target: str, seconds: float) -> str:
+async def endless_headers(target: str, seconds: float) -> Did:
     """Headers that go on in CONTINUATION frames, for ever."""
     start = wire.frame(wire.HEADERS, 0, 1, wire.headers(_EVALUATE))
     more = wire.frame(wire.CONTINUATION, 0, 1, wire.literal(b"more", b"x" * 1000))
     return await _flooded(target, seconds, start, more)
 
 
-async def rapid_resets(target: str, seconds: float) -> str:
+async def rapid_resets(target: str, seconds: float) -> Did:
     """Calls that are begun and reset at once."""
     block = wire.headers(_STREAM)
     cancel = wire.CANCEL.to_bytes(4, "big")
@@ -250,7 +256,7 @@ async def rapid_resets(target: str, seconds: float) -> str:
                 await reading
         connections += 1
         await asyncio.sleep(0.05)
-    return f"{count} calls on {connections} connections"
+    return count, f"calls on {connections} connections"
 
 
 # Calls.
@@ -267,7 +273,7 @@ def _channel(target: str) -> grpc.aio.Channel:
     )
 
 
-async def huge_metadata(target: str, seconds: float) -> str:
+async def huge_metadata(target: str, seconds: float) -> Did:
     """More metadata than the server takes."""
     ends_at = time.monotonic() + seconds
     reasons: dict[str, int] = {}
@@ -280,10 +286,10 @@ async def huge_metadata(target: str, seconds: float) -> str:
                 judged = judging.of_failure(failure)
                 reason = judged.reason or judged.what
                 reasons[reason] = reasons.get(reason, 0) + 1
-    return f"64 keys of 900 bytes: {reasons}"
+    return sum(reasons.values()), f"refusals of 64 keys of 900 bytes: {reasons}"
 
 
-async def many_streams(target: str, seconds: float) -> str:
+async def many_streams(target: str, seconds: float) -> Did:
     """Thousands of streams, opened on a few connections and left open."""
     async with contextlib.AsyncExitStack() as stack:
         channels = [await stack.enter_async_context(_channel(target)) for _ in range(5)]
@@ -292,13 +298,14 @@ async def many_streams(target: str, seconds: float) -> str:
             for number in range(3_000)
         ]
         await asyncio.sleep(seconds)
+        still_open = sum(not call.done() for call in calls)
         for call in calls:
             call.cancel()
         await asyncio.sleep(0.2)
-    return "3,000 streams on 5 connections"
+    return still_open, "of 3,000 streams on 5 connections were not refused"
 
 
-async def never_reading(target: str, seconds: float) -> str:
+async def never_reading(target: str, seconds: float) -> Did:
     """Streams that ask for much and take nothing: windows of one byte, that are never opened."""
     x = np.zeros(256 * 1024, np.float32)
     graph = raw.sign_graph()
@@ -334,10 +341,10 @@ async def never_reading(target: str, seconds: float) -> str:
                 await reading
 
     await asyncio.gather(*(ask() for _ in range(8)))
-    return f"8 streams, {asked} answers of 1 MiB asked for"
+    return asked, "answers of 1 MiB asked for on 8 streams"
 
 
-async def endless_uploads(target: str, seconds: float) -> str:
+async def endless_uploads(target: str, seconds: float) -> Did:
     """Blobs whose end never comes."""
     sent = 0
     ends_at = time.monotonic() + seconds
@@ -359,10 +366,10 @@ async def endless_uploads(target: str, seconds: float) -> str:
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
-    return f"10 uploads, {sent >> 20} MiB"
+    return sent >> 10, "KiB in 10 uploads"
 
 
-async def reconnecting(target: str, seconds: float) -> str:
+async def reconnecting(target: str, seconds: float) -> Did:
     """A new connection for every call, closed in the middle of it."""
     ends_at = time.monotonic() + seconds
     block = wire.headers(_EVALUATE)
@@ -373,7 +380,7 @@ async def reconnecting(target: str, seconds: float) -> str:
             data = wire.PREFACE + wire.settings() + wire.frame(wire.HEADERS, wire.END_HEADERS, 1, block)
             await wire.flood(writer, data + wire.frame(wire.DATA, wire.END_STREAM, 1, body), 1)
         count += 1
-    return f"{count} connections"
+    return count, "connections"
 
 
 ATTACKS: dict[str, Attack] = {

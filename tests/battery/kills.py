@@ -15,12 +15,11 @@ from random import Random
 from tests.battery.figures import Clock, Figures, Scale
 from tests.battery.processes import engines
 from tests.battery.serving import served
-from tests.battery.workload import Load, Seen
+from tests.battery.workload import SHARE, Load, Seen
 from tests.service.servers import RunningServer
 
 TARGET = "0 wrong answers, ≥ 99.9 % answered"
 LONG = 1_000
-SHARE = 0.999
 # The long run kills every 1 to 5 s; a short one must get its kills into half a minute.
 _LONG_PAUSE_S = (1.0, 5.0)
 _SHORT_PAUSE_S = (0.7, 2.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from random import Random
 
 import grpc
@@ -86,7 +86,10 @@ def _batches(rulings: Sequence[Ruling]) -> list[list[Ruling]]:
 
 
 async def _reasons(own: grpc.aio.Channel, batch: Sequence[Ruling], place: str) -> list[tuple[Ruling, set[str]]]:
-    """For each op the reasons of the server's findings about its node, or what went wrong, asked for one by one."""
+    """For each op the reasons of the server's findings, or what went wrong, asked for one by one.
+
+    About any node for an allowed op, whose graph must run; about its own for one that is denied.
+    """
     ops = [_definition(ruling.op) for ruling in batch]
     spec = program_pb2.ProgramSpec(fetches=[f"{minimal.RESULT}{number}" for number in range(len(ops))])
     spec.graph.inline.CopyFrom(minimal.graph_of(ops, place))
@@ -98,15 +101,27 @@ async def _reasons(own: grpc.aio.Channel, batch: Sequence[Ruling], place: str) -
             return await _one_by_one(own, batch, place)
         judged = judging.of_failure(failure)
         return [(batch[0], {judged.what if judged.verdict is Verdict.FAULT else judged.reason})]
-    found: list[set[str]] = [set() for _ in batch]
-    for finding in program_pb2.CompileProgramResponse.FromString(answer).findings:
-        match = _NODE.search(finding.node)
-        if match:
-            found[int(match[1])].add(finding.reason.removeprefix("ERROR_REASON_"))
-    if len(batch) > 1 and not batch[0].allowed and not all(found):
-        # What no graph can be followed past is told alone.
+    found, others = told_of(len(batch), program_pb2.CompileProgramResponse.FromString(answer).findings)
+    if len(batch) > 1 and (others if batch[0].allowed else not all(found)):
+        # What no graph can be followed past is told alone; what keeps an op's graph from running may lie beside it.
         return await _one_by_one(own, batch, place)
+    if batch[0].allowed:
+        found[0] |= others
     return list(zip(batch, found, strict=True))
+
+
+def told_of(count: int, findings: Iterable[program_pb2.Finding]) -> tuple[list[set[str]], set[str]]:
+    """Reasons told of the nodes of so many ops, and those told of other nodes.
+
+    TensorFlow names no node where shapes do not fit, which in the smallest graphs of an op they need not.
+    """
+    found: list[set[str]] = [set() for _ in range(count)]
+    others: set[str] = set()
+    for finding in findings:
+        match = _NODE.search(finding.node)
+        if finding.node:
+            (found[int(match[1])] if match else others).add(finding.reason.removeprefix("ERROR_REASON_"))
+    return found, others
 
 
 async def _one_by_one(own: grpc.aio.Channel, batch: Sequence[Ruling], place: str) -> list[tuple[Ruling, set[str]]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.battery.figures import Figures, Findings, Scale
 from tests.battery.serving import data_folder
-from tests.battery.workload import Load
+from tests.battery.workload import SHARE, Load
 from tests.service.servers import RunningServer, started_server
 
 TARGET = "0 errors that a client cannot retry"
@@ -94,6 +94,8 @@ def judge(load: Load, findings: Findings, done: int, count: int, by_time: bool) 
         findings.add(fault)
     for reason, number in load.seen.errors.items():
         findings.add(f"{number} × {reason}")
+    if load.seen.share < SHARE:
+        findings.add(f"{load.seen.answered} of {load.seen.asked} requests were answered")
     return Figures(
         target=TARGET,
         cases=done,

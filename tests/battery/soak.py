@@ -15,7 +15,7 @@ from tests.battery.figures import Figures, Scale
 from tests.battery.processes import engines, holds
 from tests.battery.serving import served
 from tests.battery.slopes import Allowance, Slope, slope
-from tests.battery.workload import Load
+from tests.battery.workload import SHARE, Load
 from tests.service.servers import RunningServer
 
 TARGET = "memory, descriptors, threads, shared memory flat"
@@ -109,6 +109,8 @@ def judge(samples: Samples, load: Load, front_ended: bool) -> Figures:
     if samples.restarts:
         findings.append(f"engines were replaced {samples.restarts} times, though nothing ends one")
     seen = load.seen
+    if seen.share < SHARE:
+        findings.append(f"{seen.answered} of {seen.asked} requests were answered")
     return Figures(
         target=TARGET,
         cases=seen.asked + seen.cancelled + seen.refused,

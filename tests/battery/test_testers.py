@@ -18,6 +18,9 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from gradrule.v1 import evaluate_pb2
+from gradrule.v1.graph_pb2 import Graph
+from gradrule.v1.tensor_pb2 import Dt
+from gradrule_server import policy
 from gradrule_server.policy import Ruling
 from tests.battery import (
     amplification,
@@ -49,11 +52,13 @@ from tests.battery.sender import Sender
 from tests.battery.slopes import Allowance, slope
 from tests.battery.soak import ALLOWED, Samples
 from tests.battery.workload import WAYS, Load, Seen
+from tests.policy import minimal
 from tests.service.corpus import Bad
 from tests.service.escape_graphs import ESCAPES
 from tests.service.servers import RunningServer
 
 CASES = 24
+MINIMAL_GRAPH = minimal.graph_of
 ANSWERED = Seen(asked=1000, answered=999, ways=Counter(WAYS))
 PROTOS = Path(__file__).parents[2] / "protos" / "gradrule" / "v1"
 FOREVER = Clock(None)
@@ -121,6 +126,11 @@ def test_whoever_suffers_from_the_fuzzer_is_heard(seen: Healthy, deaf_s: float, 
     pulse = fuzz.Pulse("")
     pulse.longest_s = deaf_s
     assert (fuzz.suffered(seen, pulse) == []) is right
+
+
+def test_statuses_that_are_lost_are_few() -> None:
+    assert fuzz.lost(sending.Tally(cases=10_000, reasons=Counter({judging.LOST_STATUS: 60}))) == []
+    assert fuzz.lost(sending.Tally(cases=10_000, reasons=Counter({judging.LOST_STATUS: 200})))
 
 
 async def test_a_pulse_that_stops_is_heard() -> None:
@@ -206,8 +216,9 @@ def test_whatever_grows_is_told_by_the_soak(shared_server: RunningServer, figure
     found = soak.judge(samples, load, front_ended=False)
     assert found.met is (figure is None)
     assert [line.partition(" ")[0] for line in found.findings] == ([] if figure is None else [figure])
-    load.seen = replace(ANSWERED, ways=Counter(WAYS[:-1]))
-    assert not soak.judge(samples, load, front_ended=False).met
+    for seen in (replace(ANSWERED, ways=Counter(WAYS[:-1])), replace(ANSWERED, answered=0)):
+        load.seen = seen
+        assert not soak.judge(samples, load, front_ended=False).met
 
 
 def test_memory_without_a_name_is_seen() -> None:
@@ -257,9 +268,9 @@ async def test_answers_to_the_overload_are_compared() -> None:
 
 
 def test_rolling(shared_server: RunningServer) -> None:
-    def figures(done: int = 4, *lines: str, errors: dict[str, int] | None = None) -> bool:
+    def figures(done: int = 4, *lines: str, errors: dict[str, int] | None = None, answered: int = 999) -> bool:
         load, findings = Load(shared_server.target, 1), Findings()
-        load.seen.errors.update(errors or {})
+        load.seen = replace(ANSWERED, answered=answered, errors=Counter(errors or {}))
         for line in lines:
             findings.add(line)
         return rolling.judge(load, findings, done, 4, by_time=False).met
@@ -268,6 +279,7 @@ def test_rolling(shared_server: RunningServer) -> None:
     assert not figures(3)
     assert not figures(4, "a server that was told to stop ended with -9")
     assert not figures(4, errors={"CANCELLED": 1})
+    assert not figures(4, answered=0)
 
 
 QUIET = Holds(resident_bytes=10**8, descriptors=20, threads=10, shared_bytes=0)
@@ -286,6 +298,18 @@ QUIET = Holds(resident_bytes=10**8, descriptors=20, threads=10, shared_bytes=0)
 def test_hostile(errors: dict[str, int], wrong: list[str], p99_s: float, after: Holds) -> None:
     assert len(hostile.judge("attack", errors, wrong, p99_s, QUIET, after)) == 1
     assert hostile.judge("attack", {}, [], 0.1, QUIET, QUIET) == []
+
+
+async def test_an_attack_that_does_nothing(
+    shared_server: RunningServer, scale: Scale, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nothing(target: str, seconds: float) -> hostile.Did:
+        return 0, "attacks"
+
+    monkeypatch.setattr(hostile, "ATTACKS", {"nothing": nothing})
+    figures = await hostile.endure(shared_server, scale, 1.0)
+    assert "nothing: nothing was done" in figures.findings
+    assert not figures.met
 
 
 @pytest.mark.parametrize(
@@ -388,6 +412,26 @@ def test_a_row_that_shows_nothing_is_missed(row: Any) -> None:
 def test_op_table(allowed: bool, category: str, place: str, reasons: set[str], right: bool) -> None:
     ruling = Ruling("Op", allowed, category, "", "")
     assert (op_table.wrong(ruling, place, reasons) == "") is right
+
+
+@pytest.mark.parametrize("denied_beside", [False, True])
+async def test_an_allowed_op_in_a_graph_that_is_refused(
+    shared_server: RunningServer, scale: Scale, monkeypatch: pytest.MonkeyPatch, denied_beside: bool
+) -> None:
+    if denied_beside:
+
+        def graph_of(ops: Any, place: str) -> Graph:
+            made = MINIMAL_GRAPH(ops, place)
+            made.node.add(name="beside", op="ReadFile", input=["name"])
+            made.node.add(name="name", op="Placeholder").attr["dtype"].type = Dt.DT_STRING
+            next(node for node in made.node if node.name == "y0").input.append("^beside")
+            return made
+
+        monkeypatch.setattr(minimal, "graph_of", graph_of)
+    some = [policy.rulings()[name] for name in ("Sign", "Tanh", "ReadFile")]
+    figures = await op_table.check(shared_server.target, scale, some)
+    assert figures.met is not denied_beside
+    assert all("Sign" in line or "Tanh" in line for line in figures.findings)
 
 
 async def test_amplification(shared_server: RunningServer) -> None:

@@ -23,6 +23,8 @@ from tests.service import generated, reference
 from tests.service.graph_defs import drawn, loaded, nodes, placeholder
 
 FEEDS = 6
+SHARE = 0.999
+"""Of the requests, those that must be answered."""
 DEADLINE_S = 60.0
 # A caller that is told when to come back does so, as often as it takes within its deadline.
 _PAUSE_S = 0.1
