@@ -30,6 +30,9 @@ CHANNELS = 4
 # Longer than this without an answer of any kind, and the server has stopped to serve.
 STALL_S = 5.0
 ENGINE_MEMORY = "4GiB"
+# Of the healthy client's requests. The fuzzer is the same tenant: dozens of its graphs that hang can hold all threads
+# of the engine until a deadline has passed.
+FAILED = 0.01
 # Of the cases, those whose status gRPC's own client may lose.
 LOST = 0.01
 _FEW = 5
@@ -96,7 +99,7 @@ async def fuzz(server: RunningServer, scale: Scale, count: int) -> Figures:
 def suffered(seen: Healthy, pulse: Pulse) -> list[str]:
     """What those who only wanted to be served went through meanwhile. An error that a second try cured is none."""
     found = [f"the healthy client got a wrong answer: {fault}" for fault in seen.wrong]
-    if seen.failed:
+    if seen.failed > FAILED * seen.asked:
         found.append(f"{seen.failed} requests of the healthy client failed: {seen.errors}")
     if not seen.answered:
         found.append("the healthy client got no answer")

@@ -115,8 +115,10 @@ async def test_a_server_that_implements_nothing_is_a_fault(shared_server: Runnin
 @pytest.mark.parametrize(
     ("seen", "deaf_s", "right"),
     [
-        (Healthy(answered=9, errors={"OVERLOADED": 1}), 0.5, True),
-        (Healthy(answered=9, failed=1, errors={"UNIMPLEMENTED": 1}), 0.5, False),
+        (Healthy(asked=9, answered=9, errors={"OVERLOADED": 1}), 0.5, True),
+        (Healthy(asked=1000, answered=995, failed=5, errors={"DEADLINE_EXCEEDED": 5}), 0.5, True),
+        (Healthy(asked=1000, answered=985, failed=15, errors={"DEADLINE_EXCEEDED": 15}), 0.5, False),
+        (Healthy(asked=10, answered=9, failed=1, errors={"UNIMPLEMENTED": 1}), 0.5, False),
         (Healthy(answered=9, wrong=["request 1: y is 2, not 1"]), 0.5, False),
         (Healthy(), 0.5, False),
         (Healthy(answered=9), 6.0, False),
