@@ -30,8 +30,8 @@ CHANNELS = 4
 # Longer than this without an answer of any kind, and the server has stopped to serve.
 STALL_S = 5.0
 ENGINE_MEMORY = "4GiB"
-# Of the healthy client's requests. The fuzzer is the same tenant, and its graphs that hang, dozens at a time, can hold all
-# threads of the engine until a deadline has passed.
+# Of the healthy client's requests. The fuzzer is the same tenant: dozens of its graphs that hang can hold all threads
+# of the engine until a deadline has passed.
 FAILED = 0.01
 # Of the cases, those whose status gRPC's own client may lose.
 LOST = 0.01
