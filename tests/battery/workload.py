@@ -288,8 +288,11 @@ class Load:
 
 
 def _may_retry(failure: gr.errors.GradruleError) -> bool:
-    """Whether the contract tells a caller to send the same request again."""
-    return failure.code_name == "UNAVAILABLE" or failure.reason == "OVERLOADED"
+    """Whether the contract tells a caller to send the same request again, or, of a handle, to run forward again.
+
+    The client runs forward again by itself, once; the engine may be lost once more meanwhile.
+    """
+    return failure.code_name == "UNAVAILABLE" or failure.reason in {"OVERLOADED", "HANDLE_EXPIRED"}
 
 
 async def _inline(client: Any, program: Any, work: Work, index: int) -> Any:
