@@ -373,14 +373,13 @@ def takes_a_stream(channel: grpc.Channel, request: Any) -> bool:
             return False
 
 
-def test_a_stream_that_is_not_read_ends(channels: Any) -> None:
+def test_a_stream_that_is_not_read_ends(guarded: Guarded, channels: Any) -> None:
     graph = raw.graph(raw.placeholder(), raw.node("y", "Neg", "x"))
     request = raw.request(graph, {"x": raw.tensor(np.ones(1_000_000, np.float32))})
     with opened(channels("who does not read")) as stream:
         for number in range(1, 9):
             stream.send(number, evaluate=request)
-        # Two for --stall-s, and nearly four for what an answer takes.
-        time.sleep(7.5)
+        wait_until(lambda: "was not read within" in guarded.running.log.read_text() or None, "the end of the stream")
         # Most of the answers were never written.
         with refused_raw("DEADLINE_EXCEEDED") as refusal:
             for _ in range(4):
