@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-_ENGINE = b"gradrule_server.engine"
+_ENGINE = "gradrule-engine"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def engines(pid: int) -> list[int]:
     for child in children(pid):
         with contextlib.suppress(OSError):
             folder = Path(f"/proc/{child}")
-            if _state(folder / "stat") not in "ZX" and _ENGINE in (folder / "cmdline").read_bytes():
+            if _state(folder / "stat") not in "ZX" and (folder / "comm").read_text().strip() == _ENGINE:
                 found.append(child)
     return found
 

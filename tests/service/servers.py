@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from tests.battery.processes import engines
+
 T = TypeVar("T")
 
 START_TIMEOUT_S = 90.0
@@ -49,15 +51,7 @@ class RunningServer:
 
     def engine_pid(self) -> int | None:
         """The process that holds TensorFlow; None while there is none."""
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            with contextlib.suppress(OSError):
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                command = (entry / "cmdline").read_bytes()
-                if parent == self.process.pid and b"gradrule_server.engine" in command:
-                    return int(entry.name)
-        return None
+        return next(iter(engines(self.process.pid)), None)
 
     def wait_for_engine(self, other_than: int | None = None) -> int:
         """The engine's process, as soon as there is one that is not `other_than`."""

@@ -478,7 +478,7 @@ def test_clients_that_are_killed_leave_memory_where_it_was(tmp_path: Path) -> No
         train_until_killed()
         # A step that was under way may still run.
         first = wait_until(lambda: settled(engine), "an engine at rest")
-        assert first > 400e6
+        assert first > 240e6, "variables and slots of one session"
         for _ in range(3):
             train_until_killed()
             wait_until(lambda: resident_bytes(engine) < first + 60e6 or None, "memory where it was")

@@ -16,6 +16,7 @@ import pytest
 import tensorflow as tf
 
 import gradrule as gr
+from tests.battery.processes import engines
 from tests.service import endless
 from tests.service.answers import refused
 from tests.service.corpus import CRASHES, HANGS, Bad
@@ -55,17 +56,7 @@ def own(supervised: RunningServer) -> Iterator[Any]:
 
 def engine_pids(server: RunningServer) -> set[int]:
     """All processes of engines, spares too."""
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                command = (entry / "cmdline").read_bytes()
-            except OSError:
-                continue  # It ended meanwhile.
-            if parent == server.process.pid and b"gradrule_server.engine" in command:
-                found.add(int(entry.name))
-    return found
+    return set(engines(server.process.pid))
 
 
 def cpu_seconds(pid: int) -> float:

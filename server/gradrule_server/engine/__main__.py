@@ -1,8 +1,7 @@
-"""Entry of an engine process: `python -m gradrule_server.engine --fd N --device cpu --threads 8`.
+"""Entry of the engines' fork server: `python -m gradrule_server.engine --fd N`.
 
-`fd` is a connected stream socket; the engine greets on it, then serves frames until the other end closes it. Large
-payloads come and go through `arenas`. It gives up what it does not need before anything is imported that might start a
-thread.
+Imports TensorFlow once, then forks one engine for each request on the socket `fd`: a fork takes milliseconds, an import
+seconds. A request holds the engine's flags and descriptors; see `gradrule_server.link.fork_server` for the other end.
 """
 
 from __future__ import annotations
@@ -15,79 +14,107 @@ import signal
 import socket
 import sys
 import traceback
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
-from gradrule_server.engine.sandbox.enter import SandboxRefused, enter
-from gradrule_server.link.framing import LINK_VERSION, Arenas, FrameSocket, Kind, serve_frames
-from gradrule_server.link.v1 import link_pb2
+from gradrule_server.engine.unused_libraries import without_libraries
+from gradrule_server.link import fork_protocol
+from gradrule_server.link.kernel import set_process_name
+
+# Shown by `ps` and `top`; the kernel keeps 15 characters.
+_FORK_SERVER_NAME, _ENGINE_NAME = "gradrule-forker", "gradrule-engine"
+
+_RunEngine = Callable[[Sequence[str], int, Sequence[int]], int]
 
 
 def main() -> int:
-    """Serves until the front end closes the socket, whatever runs then; exit code 3 where it cannot run as asked."""
-    parser = argparse.ArgumentParser(prog="gradrule-engine")
+    """Serves fork requests until the front end closes the socket."""
+    parser = argparse.ArgumentParser(prog="gradrule-fork-server")
     parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--arenas", type=int, nargs=2, metavar=("INCOMING", "OUTGOING"))
-    parser.add_argument("--device", required=True)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--blobs", type=Path)
-    parser.add_argument("--sandbox", choices=("on", "auto", "off"), default="auto")
-    parser.add_argument("--memory-limit", type=int, default=0)
-    options = parser.parse_args()
+    control = socket.socket(fileno=parser.parse_args().fd)
+    set_process_name(_FORK_SERVER_NAME)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="engine: %(levelname)s %(name)s: %(message)s")
     # The front end decides when an engine ends; a terminal's Ctrl-C reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    arenas = None
-    if options.arenas is not None:
-        incoming, outgoing = options.arenas
-        arenas = Arenas.of(outgoing, incoming)
-    frames = FrameSocket(socket.socket(fileno=options.fd), arenas)
-    try:
-        sandbox = enter(options.sandbox, options.blobs)
-    except SandboxRefused as refusal:
-        return _refuse(frames, refusal)
-
-    # TensorFlow is imported here and not above: its import reads the environment set just now.
-    from gradrule import _opdefs
-    from gradrule_server.engine import tf_private
-    from gradrule_server.engine.blobs import BlobReader
-    from gradrule_server.engine.device import DeviceRefused, choose_device
-    from gradrule_server.engine.memory import limit_memory
-    from gradrule_server.engine.optimizer import configure_optimizer
-    from gradrule_server.engine.service import EngineService, tensorflow_version
-
-    try:
-        device = choose_device(options.device)
-    except DeviceRefused as refusal:
-        return _refuse(frames, refusal)
-    greeting = link_pb2.Greeting(
-        link_version=LINK_VERSION,
-        tensorflow_version=tensorflow_version(),
-        op_table_digest=_opdefs.digest_of(tf_private.all_op_definitions()),
-        gradients=sorted(name for name, function in tf_private.registered_gradients().items() if function is not None),
-        device=device,
-        sandbox=sandbox.held,
-        sandbox_missing=sandbox.missing,
-    )
-    configure_optimizer()
-    # What was imported is never garbage, and takes long to look at.
+    with without_libraries():
+        from gradrule_server.engine.process import run_engine
+    _check_single_thread()
+    # Imported objects are never garbage. Frozen, they are not written to, so engines share their memory pages.
+    gc.collect()
     gc.freeze()
-    limit_memory(options.memory_limit)
-    service = EngineService(frames, device, BlobReader(options.blobs))
-    frames.send(Kind.GREETING, 0, greeting.SerializeToString())
+    while True:
+        request = fork_protocol.receive_request(control)
+        if request is None:
+            return 0
+        try:
+            answer = _fork_engine(request, control, run_engine)
+        except OSError as cause:
+            fork_protocol.send_failure(control, cause)
+        else:
+            fork_protocol.send_pid(control, answer)
+        finally:
+            request.close()
+
+
+def _check_single_thread() -> None:
+    """Raises `RuntimeError` where an import started a thread: a lock that it holds during a fork is never released."""
+    count = len(os.listdir("/proc/self/task"))
+    if count != 1:
+        raise RuntimeError(f"importing TensorFlow started {count - 1} threads; only one thread can fork engines")
+
+
+def _fork_engine(request: fork_protocol.Request, control: socket.socket, run: _RunEngine) -> int:
+    """Returns the pid of a new engine, whose parent is the front end: the front end waits for its exit code.
+
+    The process between the two ends at once, and the kernel gives its child to the front end, which asked to be the
+    parent of such processes (`PR_SET_CHILD_SUBREAPER`).
+    """
+    reading, writing = os.pipe()
     try:
-        serve_frames(frames, service.handle, service.refuse, options.threads)
+        between = os.fork()
+        if between == 0:
+            _fork_again(request, control, (reading, writing), run)
+        os.close(writing)
+        writing = -1
+        os.waitpid(between, 0)
+        answer = os.read(reading, 64)
+    finally:
+        os.close(reading)
+        if writing >= 0:
+            os.close(writing)
+    pid = int(answer or b"0")
+    if pid <= 0:
+        raise OSError(-pid, os.strerror(-pid)) if pid else OSError("the process between ended")
+    return pid
+
+
+def _fork_again(
+    request: fork_protocol.Request, control: socket.socket, pipe: tuple[int, int], run: _RunEngine
+) -> NoReturn:
+    """Forks the engine and ends, after writing the engine's pid, or the negative error number."""
+    reading, writing = pipe
+    try:
+        pid = os.fork()
+    except OSError as cause:
+        os.write(writing, str(-(cause.errno or 1)).encode())
+        os._exit(1)
+    if pid:
+        os.write(writing, str(pid).encode())
+        os._exit(0)
+    os.close(reading)
+    os.close(writing)
+    control.close()
+    code = 1
+    try:
+        set_process_name(_ENGINE_NAME)
+        os.dup2(request.stderr, sys.stderr.fileno())
+        os.close(request.stderr)
+        code = run(request.flags, request.link, request.arenas)
     except BaseException:
         traceback.print_exc()
-        os._exit(1)
     # An interpreter that ends beside threads that are in TensorFlow waits for them, or crashes.
-    os._exit(0)
-
-
-def _refuse(frames: FrameSocket, refusal: Exception) -> int:
-    greeting = link_pb2.Greeting(link_version=LINK_VERSION, refusal=str(refusal))
-    frames.send(Kind.GREETING, 0, greeting.SerializeToString())
-    return 3
+    os._exit(code)
 
 
 if __name__ == "__main__":

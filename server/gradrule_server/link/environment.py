@@ -43,6 +43,8 @@ def engine_environment() -> dict[str, str]:
         "PYTHONSAFEPATH": "1",
         "PYTHONUTF8": "1",
         "GLIBC_TUNABLES": ":".join(f"glibc.malloc.{name}={value}" for name, value in _MALLOC.items()),
+        # NumPy's linear algebra would start threads when it is imported, and only a process with one thread can fork.
+        "OPENBLAS_NUM_THREADS": "1",
         # TensorFlow's own allocator hands out memory again as it was left.
         "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1",
         # How Keras is set up for whoever serves must not change what it computes; there is no such folder.

@@ -1,4 +1,4 @@
-"""The engine's process: started with a socket and a clean environment, greeted, ended."""
+"""The engine's process: forked with a socket, greeted, ended."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 from gradrule_server.link import arena
 from gradrule_server.link.connection import Connection, EngineGone
 from gradrule_server.link.endings import Ending, Inquest, Reason, ending_of
-from gradrule_server.link.environment import engine_environment
+from gradrule_server.link.fork_server import ForkedProcess, ForkServer, ForkServerEnded
 from gradrule_server.link.framing import LINK_VERSION, Arenas
 from gradrule_server.link.oom import OOM_KILLS
 from gradrule_server.link.stderr import LastWords, log_stderr
@@ -56,7 +55,7 @@ class ProcessOptions:
 class EngineProcess:
     """A process that has greeted, or the attempt at one."""
 
-    process: asyncio.subprocess.Process
+    process: ForkedProcess
     connection: Connection
     stderr: asyncio.Task[None]
     last_words: LastWords
@@ -144,39 +143,33 @@ class EngineProcess:
         return self.process.returncode is not None
 
 
-async def start_process(options: ProcessOptions) -> EngineProcess:
-    """Starts a process that has yet to greet. `OSError` where the operating system has no room for one."""
-    ours, theirs = socket.socketpair()
-    process: asyncio.subprocess.Process | None = None
-    arenas = None
-    try:
-        # To the engine, and from it. It inherits them; whatever becomes of both processes, nothing is left.
-        arenas, shared = Arenas.make() if arena.is_supported() else (None, [])
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "gradrule_server.engine",
-                *("--fd", str(theirs.fileno()), *options.flags()),
-                *(["--arenas", *map(str, shared)] if shared else []),
-                pass_fds=[theirs.fileno(), *shared],
-                env=engine_environment(),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE,
-            )
-        _, connection = await asyncio.get_running_loop().create_connection(
-            lambda: Connection(options.threads, arenas), sock=ours
-        )
-    except BaseException:
-        ours.close()
-        if arenas is not None:
-            arenas.close()
-        if process is not None:
-            process.kill()
-            await process.wait()
-        raise
-    assert process.stderr is not None
+async def start_process(options: ProcessOptions, fork_server: ForkServer) -> EngineProcess:
+    """Starts a process that has yet to greet.
+
+    `OSError` where the operating system has no room for one, `EngineRefused` where the fork server does not start.
+    """
+    loop = asyncio.get_running_loop()
+    with contextlib.ExitStack() as failed:
+        ours, theirs = socket.socketpair()
+        failed.callback(ours.close)
+        with contextlib.ExitStack() as passed_on:
+            passed_on.callback(theirs.close)
+            reading, writing = os.pipe()
+            stderr = failed.enter_context(open(reading, "rb", buffering=0))
+            passed_on.callback(os.close, writing)
+            # To the engine, and from it. It inherits them; whatever becomes of both processes, nothing is left.
+            arenas, shared = Arenas.make() if arena.is_supported() else (None, [])
+            if arenas is not None:
+                failed.callback(arenas.close)
+            try:
+                process = await fork_server.fork(options.flags(), [theirs.fileno(), writing, *shared])
+            except ForkServerEnded as cause:
+                raise EngineRefused(f"the engine died while it started: {cause}") from None
+        # From here on a failure closes the socket, and the engine ends when it sees that.
+        _, connection = await loop.create_connection(lambda: Connection(options.threads, arenas), sock=ours)
+        stream = asyncio.StreamReader()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), stderr)
+        failed.pop_all()
     last_words = LastWords()
-    reader = asyncio.create_task(log_stderr(process.stderr, process.pid, last_words), name="engine-stderr")
+    reader = asyncio.create_task(log_stderr(stream, f"engine {process.pid}", last_words), name="engine-stderr")
     return EngineProcess(process, connection, reader, last_words, arenas, memory_limit=options.memory_limit)

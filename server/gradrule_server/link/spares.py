@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from gradrule_server.link.endings import Reason
+from gradrule_server.link.fork_server import ForkServer
 from gradrule_server.link.process import EngineProcess, EngineRefused, ProcessOptions, start_process
 from gradrule_server.link.v1 import link_pb2
 
@@ -24,6 +25,7 @@ class Spares:
 
     def __init__(self, options: ProcessOptions, count: int) -> None:
         self._options = options
+        self._fork_server = ForkServer()
         self._count = count
         self._ready: deque[EngineProcess] = deque()
         self._asking: deque[asyncio.Future[EngineProcess]] = deque()
@@ -102,6 +104,7 @@ class Spares:
         for process in left:
             process.end(Reason.STOPPED)
         await asyncio.gather(*(process.ending() for process in left))
+        await self._fork_server.stop()
 
     def _loser(self, process: EngineProcess) -> Callable[[], None]:
         def lost() -> None:
@@ -132,7 +135,7 @@ class Spares:
 
     async def _start(self) -> None:
         try:
-            process = await start_process(self._options)
+            process = await start_process(self._options, self._fork_server)
             self._forget_ended()
             self._all.add(process)
             try:

@@ -61,13 +61,13 @@ class LastWords:
             self.fatal = fatal_text(line)
 
 
-async def log_stderr(stream: asyncio.StreamReader, pid: int, last_words: LastWords) -> None:
-    """Logs until the engine ends. It must read on whatever comes: a full pipe would stop the engine."""
+async def log_stderr(stream: asyncio.StreamReader, name: str, last_words: LastWords) -> None:
+    """Logs what the process `name` writes until it ends. Never stops reading: a full pipe would block it."""
     lines = Lines()
     while chunk := await stream.read(_CHUNK_BYTES):
         for line in lines.feed(chunk):
             last_words.note(line)
-            _log.info("engine %d: %s", pid, line)
+            _log.info("%s: %s", name, line)
     for line in lines.end():
         last_words.note(line)
-        _log.info("engine %d: %s", pid, line)
+        _log.info("%s: %s", name, line)

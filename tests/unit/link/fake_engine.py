@@ -11,6 +11,7 @@ from gradrule_server.link.connection import Connection
 from gradrule_server.link.endings import Ending, Inquest, Reason
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.faults import EngineLost
+from gradrule_server.link.fork_server import ForkServer
 from gradrule_server.link.framing import HEADER_BYTES, Arenas, Kind, pack_header, unpack_header
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
@@ -121,7 +122,7 @@ class Starter:
         self.started: list[FakeProcess] = []
         self.transports: list[Transport] = []
 
-    async def __call__(self, options: ProcessOptions) -> FakeProcess:
+    async def __call__(self, options: ProcessOptions, fork_server: ForkServer) -> FakeProcess:
         if self.errors:
             raise self.errors.pop(0)
         connection, transport = connected(self.threads)

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 
 import pytest
 
 from gradrule_server.link import process as process_module
 from gradrule_server.link.endings import Reason
+from gradrule_server.link.fork_server import ForkedProcess
 from gradrule_server.link.process import EngineProcess, EngineRefused
 from gradrule_server.link.stderr import LastWords
 from tests.unit.link.fake_engine import connected
+
+
+def _spawned(*command: str) -> ForkedProcess:
+    return ForkedProcess(os.posix_spawnp(command[0], command, os.environ))
 
 
 @pytest.mark.parametrize(
@@ -18,19 +25,19 @@ from tests.unit.link.fake_engine import connected
     [(1000, 899, Reason.KILLED), (1000, 901, Reason.MEMORY), (0, 901, Reason.KILLED)],
 )
 async def test_who_is_killed_close_to_its_limit_took_too_much_memory(limit: int, resident: int, reason: Reason) -> None:
-    process = await asyncio.create_subprocess_exec("sleep", "60")
+    process = _spawned("sleep", "60")
     connection, _ = connected(1)
     said = asyncio.create_task(asyncio.sleep(0))
     engine = EngineProcess(process, connection, said, LastWords(), None, memory_limit=limit, resident_bytes=resident)
     assert not engine.has_ended
-    process.kill()
+    os.kill(process.pid, signal.SIGKILL)
     assert (await engine.ending()).reason is reason
     assert engine.has_ended
 
 
 async def _started(*command: str) -> EngineProcess:
     """A process at whose connection nothing is heard."""
-    process = await asyncio.create_subprocess_exec(*command)
+    process = _spawned(*command)
     connection, _ = connected(1)
     return EngineProcess(process, connection, asyncio.create_task(asyncio.sleep(0)), LastWords(), None)
 

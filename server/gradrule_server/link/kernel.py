@@ -9,6 +9,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 _libc.prctl.restype = ctypes.c_int
 
+# linux/prctl.h
+_PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
+
 
 def syscall(number: int, *arguments: ctypes.c_void_p | int | None) -> int:
     """A call by its number, with integers and addresses. `OSError` where the kernel refuses."""
@@ -19,6 +22,17 @@ def prctl(option: int, *arguments: ctypes.c_void_p | int | None) -> None:
     """`prctl`, its missing arguments 0. `OSError` where the kernel refuses."""
     words = [_word(argument) for argument in arguments] + [ctypes.c_ulong(0)] * (4 - len(arguments))
     _checked(_libc.prctl(ctypes.c_int(option), *words))
+
+
+def set_process_name(name: str) -> None:
+    """Sets the name that `ps` and `top` show; the kernel keeps 15 bytes of it."""
+    text = ctypes.create_string_buffer(name.encode())
+    prctl(_PR_SET_NAME, ctypes.c_void_p(ctypes.addressof(text)))
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of its descendants whose own parent ends: it can wait for their exit codes."""
+    prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def capget(header: ctypes.Structure, capabilities: ctypes.Structure) -> None:

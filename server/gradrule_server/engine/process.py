@@ -1,0 +1,77 @@
+"""An engine process, after its fork: enters the sandbox, greets the front end, then serves frames."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from gradrule import _opdefs
+from gradrule_server.engine import tf_private
+from gradrule_server.engine.blobs import BlobReader
+from gradrule_server.engine.device import DeviceRefused, choose_device
+from gradrule_server.engine.memory import limit_memory
+from gradrule_server.engine.optimizer import configure_optimizer
+from gradrule_server.engine.sandbox.enter import SandboxRefused, enter
+from gradrule_server.engine.service import EngineService, tensorflow_version
+from gradrule_server.link.framing import LINK_VERSION, Arenas, FrameSocket, Kind, serve_frames
+from gradrule_server.link.v1 import link_pb2
+
+# The same for all engines of a fork server, so computed before the fork.
+_OP_TABLE_DIGEST = _opdefs.digest_of(tf_private.all_op_definitions())
+_GRADIENTS = sorted(name for name, function in tf_private.registered_gradients().items() if function is not None)
+
+_REFUSED_EXIT_CODE = 3
+
+
+def run_engine(flags: Sequence[str], link: int, arenas: Sequence[int]) -> int:
+    """Serves until the front end closes the socket `link`, whatever runs then. Returns the exit code of the process.
+
+    Args:
+        flags: `--device`, `--threads`, `--blobs`, `--sandbox`, `--memory-limit`.
+        link: Descriptor of a connected stream socket.
+        arenas: Descriptors of the shared memory that the engine reads and writes; empty where there is none.
+
+    Returns:
+        0 once the socket was closed, 3 where the engine cannot run as asked, 1 after an unexpected error.
+    """
+    options = _parse(flags)
+    frames = FrameSocket(socket.socket(fileno=link), Arenas.of(arenas[1], arenas[0]) if arenas else None)
+    try:
+        sandbox = enter(options.sandbox, options.blobs)
+        device = choose_device(options.device)
+    except (SandboxRefused, DeviceRefused) as refusal:
+        greeting = link_pb2.Greeting(link_version=LINK_VERSION, refusal=str(refusal))
+        frames.send(Kind.GREETING, 0, greeting.SerializeToString())
+        return _REFUSED_EXIT_CODE
+    greeting = link_pb2.Greeting(
+        link_version=LINK_VERSION,
+        tensorflow_version=tensorflow_version(),
+        op_table_digest=_OP_TABLE_DIGEST,
+        gradients=_GRADIENTS,
+        device=device,
+        sandbox=sandbox.held,
+        sandbox_missing=sandbox.missing,
+    )
+    configure_optimizer()
+    limit_memory(options.memory_limit)
+    service = EngineService(frames, device, BlobReader(options.blobs))
+    frames.send(Kind.GREETING, 0, greeting.SerializeToString())
+    try:
+        serve_frames(frames, service.handle, service.refuse, options.threads)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _parse(flags: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="gradrule-engine")
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--blobs", type=Path)
+    parser.add_argument("--sandbox", choices=("on", "auto", "off"), default="auto")
+    parser.add_argument("--memory-limit", type=int, default=0)
+    return parser.parse_args(flags)

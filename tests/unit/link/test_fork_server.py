@@ -1,0 +1,126 @@
+"""The engines' fork server: forks real engines, and is started again when it has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from gradrule_server.link import fork_server as module
+from gradrule_server.link.fork_server import ForkedProcess, ForkServer, ForkServerEnded
+from gradrule_server.link.pool import EnginePool
+from gradrule_server.link.process import ProcessOptions
+
+_FLAGS = ("--device", "cpu", "--threads", "1", "--sandbox", "off")
+
+
+@pytest.fixture
+async def fork_server() -> AsyncIterator[ForkServer]:
+    server = ForkServer()
+    yield server
+    await server.stop()
+
+
+async def _fork(fork_server: ForkServer, *flags: str) -> tuple[ForkedProcess, socket.socket]:
+    """Returns an engine, and the socket whose closing ends it."""
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs, open(os.devnull, "wb") as stderr:
+            return await fork_server.fork(flags, [theirs.fileno(), stderr.fileno()]), ours
+    except BaseException:
+        ours.close()
+        raise
+
+
+async def _end(process: ForkedProcess, link: socket.socket) -> None:
+    """Tells the engine that nothing follows, and checks that it ends well."""
+    link.shutdown(socket.SHUT_WR)
+    assert await process.wait() == 0
+    link.close()
+
+
+def _parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+async def test_an_engine_is_a_child_of_the_front_end_and_ends_with_its_socket(fork_server: ForkServer) -> None:
+    process, link = await _fork(fork_server, *_FLAGS)
+    assert _parent(process.pid) == os.getpid()
+    assert Path(f"/proc/{process.pid}/comm").read_text() == "gradrule-engine\n"
+    await _end(process, link)
+
+
+async def test_an_engine_has_no_descriptors_but_its_own(fork_server: ForkServer) -> None:
+    first, first_link = await _fork(fork_server, *_FLAGS)
+    second, second_link = await _fork(fork_server, *_FLAGS)
+    kinds = [os.readlink(entry) for entry in Path(f"/proc/{second.pid}/fd").iterdir()]
+    # Standard input and output are /dev/null, stderr is too here, and the link is the only socket.
+    assert sorted(kind.partition(":")[0] for kind in kinds if "urandom" not in kind) == [os.devnull] * 3 + ["socket"]
+    await _end(first, first_link)
+    await _end(second, second_link)
+
+
+async def test_the_exit_code_tells_of_a_signal(fork_server: ForkServer) -> None:
+    process, link = await _fork(fork_server, *_FLAGS)
+    os.kill(process.pid, signal.SIGKILL)
+    assert await process.wait() == -signal.SIGKILL
+    link.close()
+
+
+async def test_it_is_started_again_after_it_was_killed(fork_server: ForkServer) -> None:
+    first, first_link = await _fork(fork_server, *_FLAGS)
+    running = fork_server._running
+    assert running is not None
+    running.process.kill()
+    await running.process.wait()
+    second, second_link = await _fork(fork_server, *_FLAGS)
+    assert first.returncode is None, "engines live on without the fork server"
+    await _end(first, first_link)
+    await _end(second, second_link)
+
+
+async def test_one_that_cannot_start_is_reported_with_its_exit_code(
+    fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ForkServerEnded, match="exit code 1"):
+        await _fork(fork_server, *_FLAGS)
+
+
+async def test_one_that_does_not_answer_is_ended(fork_server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ANSWER_TIMEOUT_S", 0.05)
+    with pytest.raises(ForkServerEnded, match="did not answer"):
+        await _fork(fork_server, *_FLAGS)
+
+
+async def test_a_request_that_is_cancelled_does_not_confuse_the_next(fork_server: ForkServer) -> None:
+    asking = asyncio.create_task(_fork(fork_server, *_FLAGS))
+    await asyncio.sleep(0)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    process, link = await _fork(fork_server, *_FLAGS)
+    await _end(process, link)
+
+
+async def test_a_killed_engine_is_replaced_without_a_spare() -> None:
+    pool = EnginePool(ProcessOptions("cpu", 1), spares=0, heartbeat_s=0)
+    await pool.start()
+    engine = pool.engines[0]
+    killed = engine.pid
+    assert killed is not None
+    os.kill(killed, signal.SIGKILL)
+    await _until(lambda: engine.is_ready and engine.pid != killed)
+    await pool.stop()
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.005)
