@@ -5,13 +5,13 @@ The sync and async clients differ only in how they send these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import Message
 
-from gradrule import _blobs, _requests, _results, _samples, _server_status
+from gradrule import _blobs, _large, _requests, _results, _samples, _server_status
 from gradrule._groups import flat_words, groups_of
 from gradrule._rules import Params, Rule
 from gradrule._sources import GraphLike, graph_bytes, sent_bytes
@@ -36,6 +36,8 @@ class Call(Generic[R]):
     # Bytes that the request names by their hash.
     blobs: Mapping[str, _blobs.Data] = field(default_factory=dict)
     on_stream: bool = False
+    # Bytes of the request that follow those of the message.
+    large: Sequence[_large.Parts] = ()
 
 
 def create_rule(
@@ -128,12 +130,13 @@ def evaluate(
     blobs = _blobs.fed(feeds, words.grad_ys)
     spec, grad_ys = _requests.program_spec(graph, flat_words(words, graph), blobs)
     type_of = _requests.types_of_graph(graph)
+    large: list[_large.Parts] = []
     request = _requests.evaluate_request(
-        feeds, type_of, grad_ys=grad_ys, params=params, graph=graph, stacked_grad_ys=stacked_grad_ys
+        feeds, type_of, grad_ys=grad_ys, params=params, graph=graph, stacked_grad_ys=stacked_grad_ys, large=large
     )
     request.spec.CopyFrom(spec)
     aliases = _requests.given_aliases(graph, words)
-    return evaluate_call(request, lambda response: _results.result(response, groups, aliases), blobs)
+    return evaluate_call(request, lambda response: _results.result(response, groups, aliases), blobs, large)
 
 
 def evaluate_program(
@@ -143,15 +146,16 @@ def evaluate_program(
     grad_ys: _requests.GradYs | None,
     decode: Callable[[evaluate_pb2.EvaluateResponse], _results.Result],
     stacked_grad_ys: bool = False,
+    large: list[_large.Parts] | None = None,
 ) -> Call[_results.Result]:
-    """Evaluate by a program's name."""
+    """Evaluate by a program's name. `large`: see `_requests.evaluate_request`."""
     type_of = _requests.types_of_specs([*program.inputs, *program.ys])
     values = _requests.program_grad_ys(grad_ys, program)
     request = _requests.evaluate_request(
-        feeds, type_of, grad_ys=values, params=params, graph=program, stacked_grad_ys=stacked_grad_ys
+        feeds, type_of, grad_ys=values, params=params, graph=program, stacked_grad_ys=stacked_grad_ys, large=large
     )
     request.program = program.name
-    return evaluate_call(request, decode, _blobs.fed(feeds, grad_ys))
+    return evaluate_call(request, decode, _blobs.fed(feeds, grad_ys), large or ())
 
 
 def compile_program(graph: GraphLike, name: str | None, words: _requests.Words) -> Call[program_pb2.Program]:
@@ -245,11 +249,14 @@ def upload(value: Any) -> _blobs.Upload:
 
 
 def evaluate_call(
-    request: evaluate_pb2.EvaluateRequest, decode: Callable[[Any], R], blobs: Mapping[str, _blobs.Data]
+    request: evaluate_pb2.EvaluateRequest,
+    decode: Callable[[Any], R],
+    blobs: Mapping[str, _blobs.Data],
+    large: Sequence[_large.Parts] = (),
 ) -> Call[R]:
     """Evaluate."""
     method, answer = f"/{_PACKAGE}.GradientService/Evaluate", evaluate_pb2.EvaluateResponse.FromString
-    return Call(method, request, answer, decode, blobs)
+    return Call(method, request, answer, decode, blobs, large=large)
 
 
 def _full(collection: str, name: str) -> str:

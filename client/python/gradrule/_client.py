@@ -422,7 +422,7 @@ class Client(Derivatives):
         deadline = _deadlines.of_call(timeout, self._timeout)
         if call.on_stream:
             return self._stream.run(call, deadline)
-        request = serialized(call.request)
+        request = serialized(call.request, call.large)
         try:
             answer = self._method(call.method)(request, timeout=deadline, metadata=self._metadata)
         except grpc.RpcError as failure:
@@ -433,7 +433,7 @@ class Client(Derivatives):
 
     def _start(self, call: _calls.Call[Any], timeout: float | None) -> grpc.Future[bytes]:
         deadline = _deadlines.of_call(timeout, self._timeout)
-        request = serialized(call.request)
+        request = serialized(call.request, call.large)
         try:
             return self._method(call.method).future(request, timeout=deadline, metadata=self._metadata)
         except ValueError as cause:

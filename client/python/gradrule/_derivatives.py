@@ -14,10 +14,10 @@ from gradrule._requests import (
     Feeds,
     TypeOf,
     Words,
+    add_named_tensor,
     evaluate_request,
     given_aliases,
     name_of_tensor,
-    named_tensor,
     program_spec,
     types_of_graph,
     types_of_specs,
@@ -138,10 +138,9 @@ def _add_directions(
         raise InvalidDerivativeError(f"{word} is a dict of values by x, not {type(given).__name__}")
     if not given:
         raise InvalidDerivativeError(f"{word} holds nothing: give one for at least one x")
-    messages = request.tangents if word == "tangents" else request.vectors
     for key, value in given.items():
         name = name_of_tensor(key, graph)
-        messages.append(named_tensor(name, value, type_of, f"{word}[{name!r}]"))
+        add_named_tensor(request, word, name, value, type_of)
 
 
 def _tangents(response: evaluate_pb2.EvaluateResponse, aliases: Mapping[str, str]) -> Tangents:

@@ -97,7 +97,7 @@ class ProgramBase:
     def _call(
         self, feeds: Feeds | None, params: CallParams | None, grad_ys: GradYs | None, stacked_grad_ys: bool = False
     ) -> _calls.Call[_results.Result]:
-        return _calls.evaluate_program(self._message, feeds, params, grad_ys, self._decode, stacked_grad_ys)
+        return _calls.evaluate_program(self._message, feeds, params, grad_ys, self._decode, stacked_grad_ys, large=[])
 
     def _decode(self, response: evaluate_pb2.EvaluateResponse) -> _results.Result:
         # The answer of a compiled program leaves out what the program told once.

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
+from google.protobuf.message import Message
 
-from gradrule import _blobs, _tensors
+from gradrule import _blobs, _large, _tensors
 from gradrule._attrs import natural
 from gradrule._dtypes import base, name_of
 from gradrule._graph import Graph
@@ -123,14 +124,18 @@ def evaluate_request(
     params: CallParams | None = None,
     graph: GraphLike | None = None,
     stacked_grad_ys: bool = False,
+    large: list[_large.Parts] | None = None,
 ) -> evaluate_pb2.EvaluateRequest:
-    """A call's values; the caller sets what to run. `grad_ys`: values only, by y."""
+    """A call's values; the caller sets what to run. `grad_ys`: values only, by y.
+
+    large: takes large tensors, whose bytes then follow those of the request; None: they go into the request.
+    """
     request = evaluate_pb2.EvaluateRequest(stacked_grad_ys=stacked_grad_ys)
     for key, value in _pairs(feeds or {}, "feeds"):
         name = name_of_tensor(key, graph)
-        request.feeds.append(named_tensor(name, value, type_of, f"feeds[{name!r}]"))
+        add_named_tensor(request, "feeds", name, value, type_of, large=large)
     for y, value in (grad_ys or {}).items():
-        request.grad_ys.append(named_tensor(y, value, type_of, f"grad_ys[{y!r}]"))
+        add_named_tensor(request, "grad_ys", y, value, type_of, large=large)
     if not isinstance(params, Mapping | None):
         raise InvalidParamError(f"params is a dict of labels to dicts of values, not {type(params).__name__}")
     for label, values in (params or {}).items():
@@ -257,40 +262,73 @@ def listed(names: GroupedNames) -> list[Any]:
     return [names] if isinstance(names, str | TensorHandle | Node) else list(names)
 
 
-def named_tensor(name: str, value: Any, type_of: TypeOf, where: str) -> tensor_pb2.NamedTensor:
-    """A value under a name. Lists and numbers take the tensor's type; arrays must have it (`FeedDtypeError`)."""
+def add_named_tensor(
+    request: Message,
+    field: str,
+    name: str,
+    value: Any,
+    type_of: TypeOf,
+    *,
+    what: str | None = None,
+    large: list[_large.Parts] | None = None,
+) -> None:
+    """Adds a value to a repeated field of `NamedTensor`. Raises `InvalidTensorError`, `FeedDtypeError`.
+
+    Args:
+        request: The message that is sent. Values are written into it: each message around would copy them once more.
+        field: The name of its field.
+        name: The tensor's name.
+        value: Lists and numbers take the tensor's type; arrays must have it.
+        type_of: Element types of tensors.
+        what: How errors call the values; None: as the field.
+        large: Takes large tensors instead of the message; None: there are none.
+    """
+    where = f"{what or field}[{name!r}]"
+    messages = getattr(request, field)
     if isinstance(value, _blobs.Blob):
         number = type_of(name, False)
         if number and value.number != number:
             raise FeedDtypeError(f"{where} is a blob of {name_of(value.number)}, the tensor is {name_of(number)}")
-        return tensor_pb2.NamedTensor(name=name, value=value.source())
-    message = tensor_message(value, type_of(name, not is_array(value)), where)
-    return tensor_pb2.NamedTensor(name=name, value=tensor_pb2.TensorSource(inline=message))
+        messages.add(name=name, value=value.source())
+        return
+    array = array_of(value, type_of(name, not is_array(value)), where)
+    try:
+        if large is not None and _large.is_large(array):
+            large.append(_large.parts(request.DESCRIPTOR.fields_by_name[field].number, name, array))
+        else:
+            _tensors.write_message(messages.add(name=name).value.inline, array)
+    except ValueError as cause:
+        raise InvalidTensorError(f"{where}: {cause}") from None
 
 
 def tensor_message(value: Any, number: int, where: str) -> tensor_pb2.Tensor:
     """A value as a tensor of an element type (0: its own)."""
+    try:
+        return _tensors.to_message(array_of(value, number, where))
+    except ValueError as cause:
+        raise InvalidTensorError(f"{where}: {cause}") from None
+
+
+def array_of(value: Any, number: int, where: str) -> _tensors.Array:
+    """A value as an array of an element type (0: its own). Raises `InvalidTensorError`, `FeedDtypeError`."""
     if value is None or isinstance(value, TensorHandle | Node):
         raise InvalidTensorError(f"{where} is {value!r}; expected an array, a list or a number")
-    if is_array(value):
-        array = np.asarray(value)
-        try:
+    try:
+        if is_array(value):
+            array = np.asarray(value)
             actual = _tensors.number_of_array(array)
             if number and actual != number:
                 raise FeedDtypeError(
                     f"{where} is an array of {name_of(actual)}, the tensor is {name_of(number)}; "
                     f"convert it, or give a list, which takes the tensor's type"
                 )
-            return _tensors.to_message(array)
-        except ValueError as cause:
-            raise InvalidTensorError(f"{where}: {cause}") from None
-    if not number:
-        try:
-            return _tensors.to_message(natural(value))
-        except ValueError as cause:
-            raise InvalidTensorError(f"{where}: {cause}") from None
+            return array
+        if not number:
+            return natural(value)
+    except ValueError as cause:
+        raise InvalidTensorError(f"{where}: {cause}") from None
     try:
-        return _tensors.to_message(_tensors.from_value(value, number))
+        return _tensors.from_value(value, number)
     except _tensors.RaggedError as cause:
         raise InvalidTensorError(f"{where}: {cause}") from None
     except ValueError as cause:

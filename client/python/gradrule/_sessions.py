@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from gradrule import _blobs, _requests, _results, _sources
 from gradrule._calls import Call
@@ -82,7 +82,7 @@ class SessionBase:
         if isinstance(self._graph, Graph):
             start.overrides.extend(override.message() for override in self._graph.node_overrides)
         start.variables.extend(item for item in spec.variables if item.name not in self._given)
-        start.variables.extend(self._named(self._given, "variables"))
+        self._add_variables(start, self._given, "variables")
         return Call("start", start, session_pb2.SessionStarted.FromString, self._started, blobs)
 
     def _started(self, answer: session_pb2.SessionStarted) -> None:
@@ -147,7 +147,7 @@ class SessionBase:
         if spec.WhichOneof("derivative") == "vjp":
             request.vjp.CopyFrom(spec.vjp)
         for y, value in values.items():
-            request.grad_ys.append(_requests.named_tensor(y, value, self._type_of, f"grad_ys[{y!r}]"))
+            _requests.add_named_tensor(request, "grad_ys", y, value, self._type_of)
         blobs = _blobs.fed(feeds, words.grad_ys)
         return Call("evaluate", request, evaluate_pb2.EvaluateResponse.FromString, _results.result, blobs)
 
@@ -160,7 +160,8 @@ class SessionBase:
         return Call("read", request, session_pb2.ReadResponse.FromString, decode)
 
     def _assign(self, values: Mapping[Name, Any]) -> Call[None]:
-        request = session_pb2.AssignRequest(variables=self._named(values, "values"))
+        request = session_pb2.AssignRequest()
+        self._add_variables(request, values, "values")
         answer = session_pb2.AssignResponse.FromString
         return Call("assign", request, answer, lambda _: None, _blobs.fed(values))
 
@@ -172,9 +173,10 @@ class SessionBase:
         graph.variables.update(values)
         return graph
 
-    def _named(self, values: Mapping[Any, Any], what: str) -> list[Any]:
-        named = ((_requests.name_of_tensor(key, self._graph), value) for key, value in values.items())
-        return [_requests.named_tensor(name, value, self._type_of, f"{what}[{name!r}]") for name, value in named]
+    def _add_variables(self, request: Message, values: Mapping[Any, Any], what: str) -> None:
+        for key, value in values.items():
+            name = _requests.name_of_tensor(key, self._graph)
+            _requests.add_named_tensor(request, "variables", name, value, self._type_of, what=what)
 
     def _call(self, feeds: Feeds | None, params: CallParams | None) -> evaluate_pb2.EvaluateRequest:
         return _requests.evaluate_request(feeds, self._type_of, params=params, graph=self._graph)

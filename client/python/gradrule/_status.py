@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import grpc
 from google.protobuf.message import DecodeError, EncodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
+from gradrule._large import Parts, length
 from gradrule.errors import Detail, GradruleError, InternalError, MessageTooLargeError, UnavailableError, of_reason
 
 _DETAILS_KEY = "grpc-status-details-bin"
 _REQUEST_ID_KEY = "x-request-id"
 _NODE = "node:"
+# Of protobuf.
+_MAX_MESSAGE_BYTES = 2**31 - 1
 _R = TypeVar("_R")
 _M = TypeVar("_M", bound=Message)
 
@@ -66,12 +69,18 @@ def waiting_error(failure: grpc.RpcError, target: str) -> GradruleError | None:
     return None if error.reason == "UNAVAILABLE" else error
 
 
-def serialized(request: Message) -> bytes:
-    """A request's bytes. Raises `MessageTooLargeError` past protobuf's 2 GiB."""
+def serialized(request: Message, large: Sequence[Parts] = ()) -> bytes:
+    """A request's bytes, then its large tensors. Raises `MessageTooLargeError` past protobuf's 2 GiB."""
+    size = sum(map(length, large))
     try:
-        return request.SerializeToString()
+        small = request.SerializeToString()
     except (EncodeError, ValueError) as cause:
         raise MessageTooLargeError(f"the request is too large to be one message: {cause}") from None
+    if len(small) + size > _MAX_MESSAGE_BYTES:
+        raise MessageTooLargeError(
+            f"the request is too large to be one message: {len(small) + size} bytes of at most {_MAX_MESSAGE_BYTES}"
+        )
+    return b"".join((small, *(part for parts in large for part in parts))) if large else small
 
 
 def parsed(read: Callable[[bytes], Any], decode: Callable[[Any], _R], answer: bytes) -> _R:

@@ -150,9 +150,25 @@ def _write(message: Tensor, values: Array, number: int) -> None:
     elif number in _NARROW_INTS:
         message.int_val.extend(int(value) for value in values.ravel())
     else:
-        if values.dtype.byteorder == ">" or (values.dtype.byteorder == "=" and not np.little_endian):
-            values = values.astype(values.dtype.newbyteorder("<"))
-        message.tensor_content = values.tobytes()
+        message.tensor_content = _little_endian(values).tobytes()
+
+
+def has_plain_bytes(array: Array) -> bool:
+    """Whether a tensor's values are sent as the array's bytes: numbers of at least one byte each."""
+    number = number_of_array(array)
+    return number != Dt.DT_STRING and number not in _NARROW_INTS
+
+
+def content_of(array: Array) -> memoryview:
+    """The bytes of an array for which `has_plain_bytes` holds, row-major and little-endian; its memory if it is so."""
+    flat: Any = np.ascontiguousarray(_little_endian(array)).reshape(-1).view(np.uint8)
+    return memoryview(flat)
+
+
+def _little_endian(values: Array) -> Array:
+    if values.dtype.byteorder == ">" or (values.dtype.byteorder == "=" and not np.little_endian):
+        return values.astype(values.dtype.newbyteorder("<"))
+    return values
 
 
 def to_numpy(message: Tensor, *, writable: bool = False, content: memoryview | None = None) -> Array:

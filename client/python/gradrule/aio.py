@@ -402,7 +402,7 @@ class AsyncClient(AsyncDerivatives):
         method = self._methods.get(call.method)
         if method is None:
             method = self._methods[call.method] = self._channel.unary_unary(call.method)
-        request = serialized(call.request)
+        request = serialized(call.request, call.large)
         try:
             answer = await method(request, timeout=deadline, metadata=self._metadata)
         except grpc.RpcError as failure:

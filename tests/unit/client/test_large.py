@@ -1,0 +1,86 @@
+"""Large tensors beside the message: the bytes that are sent are those of one message, whatever the arrays are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from gradrule import _large, _requests, _status
+from gradrule._tensors import to_numpy
+from gradrule.errors import FeedDtypeError, MessageTooLargeError
+from gradrule.v1 import evaluate_pb2
+
+_SIDE = 200
+_VALUES = np.arange(_SIDE * _SIDE).reshape(_SIDE, _SIDE)
+
+
+def _unknown(name: str, needed: bool) -> int:
+    return 0
+
+
+def _sent(feeds: dict[Any, Any], **more: Any) -> tuple[evaluate_pb2.EvaluateRequest, list[_large.Parts]]:
+    """The request as the server reads it, and what went beside the message."""
+    large: list[_large.Parts] = []
+    request = _requests.evaluate_request(feeds, _unknown, large=large, **more)
+    return evaluate_pb2.EvaluateRequest.FromString(_status.serialized(request, large)), large
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        _VALUES.astype(np.float32),
+        _VALUES.astype(np.float64).T,
+        _VALUES.astype(">f4"),
+        _VALUES.astype(np.int64)[::2, 1:],
+        _VALUES.astype(ml_dtypes.bfloat16),
+        _VALUES.astype(np.complex64),
+        np.zeros(_large.MIN_LARGE_BYTES, bool),
+    ],
+    ids=lambda array: f"{array.dtype}{list(array.shape)}",
+)
+def test_a_large_array_arrives_as_it_would_in_the_message(array: np.ndarray[Any, Any]) -> None:
+    sent, large = _sent({"small": np.float32(1), "x": array})
+    assert len(large) == 1
+    assert [feed.name for feed in sent.feeds] == ["small", "x"]
+    plain = _requests.evaluate_request({"x": array}, _unknown)
+    assert sent.feeds[1] == plain.feeds[0]
+    np.testing.assert_array_equal(to_numpy(sent.feeds[1].value.inline), array)
+
+
+def test_the_memory_of_the_array_is_sent_itself() -> None:
+    array = _VALUES.astype(np.float32)
+    _, content = _large.parts(3, "x", array)
+    assert np.shares_memory(np.frombuffer(content, np.float32), array)
+
+
+def test_upstream_gradients_and_scalars_keep_their_fields() -> None:
+    big = _VALUES.astype(np.float32)
+    sent, large = _sent({"x": big}, grad_ys={"y": big + 1, "loss": np.float32(2)}, stacked_grad_ys=True)
+    assert len(large) == 2
+    assert sent.stacked_grad_ys
+    assert {item.name: to_numpy(item.value.inline).sum() for item in sent.grad_ys} == {
+        "y": (big + 1).sum(),
+        "loss": 2,
+    }
+
+
+@pytest.mark.parametrize("array", [np.array(["a" * 100_000]), np.zeros(100_000, ml_dtypes.int4), np.zeros(10)])
+def test_strings_narrow_integers_and_small_arrays_go_into_the_message(array: np.ndarray[Any, Any]) -> None:
+    sent, large = _sent({"x": array})
+    assert not large
+    assert len(sent.feeds) == 1
+
+
+def test_a_large_array_of_the_wrong_type_is_refused() -> None:
+    with pytest.raises(FeedDtypeError, match="convert it"):
+        _requests.evaluate_request({"x": _VALUES.astype(np.float64)}, lambda name, needed: 1, large=[])
+
+
+def test_what_is_past_two_gibibytes_is_refused_before_it_is_copied() -> None:
+    part = memoryview(np.zeros(1, np.uint8))
+    too_many: list[_large.Parts] = [(part, memoryview(np.broadcast_to(np.uint8(0), 2**30)))] * 2
+    with pytest.raises(MessageTooLargeError, match="2147483650 bytes of at most 2147483647"):
+        _status.serialized(evaluate_pb2.EvaluateRequest(), too_many)
