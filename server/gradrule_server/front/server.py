@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,6 +28,12 @@ from gradrule_server.front.tls import Certificates
 
 _MOST_PENDING = 1_000_000
 _UNLIMITED = -1
+# grpc.aio keeps the task that accepts calls to itself.
+_ACCEPT_LOOP = "AioServer._server_main_loop"
+
+
+class AcceptLoopEnded(Exception):
+    """gRPC accepts no more calls though nobody stopped it; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +87,8 @@ class Front:
 
     def __init__(self, connections: Connections) -> None:
         self._server = grpc.aio.server(options=connections.options())
+        self._accept_loop: asyncio.Task[object] | None = None
+        self._is_draining = False
         self._health = Health()
         self._health.set(GRADIENT_SERVICE, NOT_SERVING)
         self._server.add_generic_rpc_handlers((self._health.handler(),))
@@ -117,7 +126,22 @@ class Front:
         except RuntimeError as cause:
             raise OSError(f"cannot listen on {address}: {cause}") from cause
         await self._server.start()
+        self._accept_loop = _accept_loop()
         return port
+
+    async def run_accept_loop(self) -> None:
+        """Waits until gRPC accepts no more calls; raises `AcceptLoopEnded` unless `drain` ended it.
+
+        `wait_for_termination` of gRPC is not enough: while any call is open it goes on after the loop has failed.
+        """
+        if self._accept_loop is None:
+            raise RuntimeError("the server was not started")
+        await asyncio.wait({self._accept_loop})
+        if self._is_draining:
+            return
+        failure = None if self._accept_loop.cancelled() else self._accept_loop.exception()
+        # The exception's text may hold what a client sent.
+        raise AcceptLoopEnded("cancelled" if failure is None else type(failure).__name__)
 
     def set_ready(self, ready: bool) -> None:
         """Tells health whether an engine is ready."""
@@ -125,8 +149,17 @@ class Front:
 
     async def drain(self, seconds: float) -> None:
         """Says NOT_SERVING, lets running calls finish for at most `seconds`, stops."""
+        self._is_draining = True
         self._health.end()
         await self._server.stop(seconds)
+
+
+def _accept_loop() -> asyncio.Task[object]:
+    """The task of grpc.aio that accepts calls."""
+    for task in asyncio.all_tasks():
+        if getattr(task.get_coro(), "__qualname__", "") == _ACCEPT_LOOP:
+            return task
+    raise RuntimeError(f"this release of grpcio has no task {_ACCEPT_LOOP}, so its end would not be noticed")
 
 
 def _ms(seconds: float) -> int:
