@@ -26,7 +26,12 @@ _HOT = ("GradientService/", "SessionService/", "BlobService/FindMissingBlobs", "
 _LINES_PER_SECOND = 20.0
 _LINES_AT_ONCE = 400
 
+# Of lines that gRPC writes by itself: clients can cause as many as they like.
+_GRPC_LINES_PER_SECOND = 1.0
+_GRPC_LINES_AT_ONCE = 20
+
 _access = logging.getLogger("gradrule.access")
+_grpc = logging.getLogger("gradrule_server.grpc")
 
 
 def configure(level: str, form: Format, stream: TextIO | None = None) -> None:
@@ -36,6 +41,9 @@ def configure(level: str, form: Format, stream: TextIO | None = None) -> None:
     is_text = form == "text" or (form == "auto" and stream.isatty())
     handler.setFormatter(TextFormatter() if is_text else JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    of_grpc = logging.getLogger("grpc")
+    of_grpc.handlers[:] = [GrpcLines()]
+    of_grpc.propagate = False
 
 
 def fields(**values: object) -> dict[str, Any]:
@@ -126,6 +134,37 @@ class AccessLog:
         left_out = self._bound.take_left_out()
         if left_out:
             _access.warning("%d lines of requests were left out", left_out)
+
+
+class GrpcLines(logging.Handler):
+    """Logs what gRPC's Python layer logs: a bounded number of lines, and none of the values that clients sent.
+
+    gRPC writes each header that is not UTF-8 with two tracebacks. Here its line is the text that gRPC's own source
+    holds, and the type of the exception.
+    """
+
+    def __init__(self, bound: RateBound | None = None) -> None:
+        super().__init__()
+        self._bound = bound or RateBound(_GRPC_LINES_PER_SECOND, _GRPC_LINES_AT_ONCE)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self._bound.admits():
+            return
+        # gRPC formats some messages before it logs them; names that clients chose stand in brackets there.
+        told = (
+            record.msg.partition("[")[0].replace("%s", "…").strip()
+            if isinstance(record.msg, str)
+            else type(record.msg).__name__
+        )
+        failure = record.exc_info[0] if record.exc_info else None
+        left_out = self._bound.take_left_out()
+        _grpc.log(
+            record.levelno,
+            "gRPC: %s%s%s",
+            told,
+            "" if failure is None else f" ({failure.__name__})",
+            f"; {left_out} such lines were left out before" if left_out else "",
+        )
 
 
 def measured(request: Request) -> dict[str, object]:
