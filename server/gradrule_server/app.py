@@ -56,7 +56,8 @@ async def serve(settings: Settings) -> None:
         store = Store(settings.data_dir)
         stops.callback(store.close)
         stops.push_async_callback(operations.stop)
-        front = Front(assembly.connections_of(settings))
+        watch = assembly.watch_of(settings)
+        front = Front(assembly.connections_of(settings), watch)
         blobs = BlobStore(settings.data_dir / BLOBS, settings.max_blob_bytes)
         pool = assembly.pool_of(settings, blobs, front.set_ready)
         loaded = assembly.loaded_of(settings, pool, blobs, operations.quarantined)
@@ -65,7 +66,7 @@ async def serve(settings: Settings) -> None:
         tenants = Tenants(assembly.shared_of(settings, store, blobs, loaded, limits), shipped)
         admission = assembly.admission_of(settings)
         times = Times(settings.default_deadline_s, settings.max_deadline_s, settings.stall_s)
-        door = Door(Identity(credentials), tenants, admission, times, operations.observer, limits)
+        door = Door(Identity(credentials), tenants, admission, times, operations.observer, limits, watch)
         front.add_services(
             door, with_reflection=settings.reflection, status=operations.status if settings.admin else None
         )

@@ -13,8 +13,10 @@ from grpc_reflection.v1alpha import reflection
 from gradrule.v1 import admin_pb2
 from gradrule_server.front.admin_service import ADMIN_SERVICE, AdminServicer
 from gradrule_server.front.blob_service import BLOB_SERVICE, BlobServicer
+from gradrule_server.front.connections import ConnectionWatch
 from gradrule_server.front.handlers import Door
 from gradrule_server.front.health import NOT_SERVING, SERVING, Health
+from gradrule_server.front.reflection import Reflection
 from gradrule_server.front.services import (
     GRADIENT_SERVICE,
     PROGRAM_SERVICE,
@@ -85,11 +87,12 @@ class Connections:
 class Front:
     """The server's face: knows whether an engine is ready, answers health, drains on stop."""
 
-    def __init__(self, connections: Connections) -> None:
+    def __init__(self, connections: Connections, watch: ConnectionWatch | None = None) -> None:
+        self._watch = watch or ConnectionWatch()
         self._server = grpc.aio.server(options=connections.options())
         self._accept_loop: asyncio.Task[object] | None = None
         self._is_draining = False
-        self._health = Health()
+        self._health = Health(self._watch)
         self._health.set(GRADIENT_SERVICE, NOT_SERVING)
         self._server.add_generic_rpc_handlers((self._health.handler(),))
 
@@ -113,7 +116,7 @@ class Front:
             services.append(ADMIN_SERVICE)
         if with_reflection:
             names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
-            reflection.enable_server_reflection(names, self._server)
+            self._server.add_generic_rpc_handlers((Reflection(names, self._watch),))
 
     async def start(self, address: str, certificates: Certificates | None) -> int:
         """Binds and serves, by TLS where there is a certificate; returns the port. `OSError` where it is taken."""
@@ -127,6 +130,7 @@ class Front:
             raise OSError(f"cannot listen on {address}: {cause}") from cause
         await self._server.start()
         self._accept_loop = _accept_loop()
+        self._watch.start(port)
         return port
 
     async def run_accept_loop(self) -> None:
@@ -152,6 +156,7 @@ class Front:
         self._is_draining = True
         self._health.end()
         await self._server.stop(seconds)
+        await self._watch.stop()
 
 
 def _accept_loop() -> asyncio.Task[object]:
