@@ -78,11 +78,11 @@ async def send_unfinished(
             async with asyncio.timeout(hold_s):
                 while not following.done():
                     before = sent
-                    for stream in left:
-                        part = windows.take(stream, min(left[stream], _CHUNK))
+                    for stream, unsent in left.items():
+                        part = windows.take(stream, min(unsent, _CHUNK))
                         if part:
                             writer.write(wire.frame(wire.DATA, 0, stream, bytes(part)))
-                            left[stream] -= part
+                            left[stream] = unsent - part
                             sent += part
                     await writer.drain()
                     if sent == before:

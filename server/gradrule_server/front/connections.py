@@ -221,9 +221,13 @@ class ConnectionWatch:
                     await loop.run_in_executor(thread, self._heap.trim)
 
     def _is_busy(self) -> bool:
+        """Whether much memory may be taken until the next look."""
         if len(self._all) > _MANY_CONNECTIONS:
             return True
-        return any(connection.reads and not connection.is_authenticated for connection in self._all.values())
+        return any(
+            each.unfinished > _UNAUTHENTICATED_BYTES or (each.reads and not each.is_authenticated)
+            for each in self._all.values()
+        )
 
     def look(self, found: dict[Peer, Socket], begun: float) -> None:
         """Takes in the sockets that there were at a time, and closes those that exceed the limits."""
