@@ -59,11 +59,11 @@ class Windows:
 
 async def send_unfinished(
     target: str, path: str, *, streams: int, size: int, hold_s: float, more: Sequence[wire.Header] = ()
-) -> int:
+) -> tuple[int, bool]:
     """Begins a message of so many bytes on each of some streams of one connection, sends all but its last byte, and
-    waits. Returns the bytes that were sent before the server closed the connection or the time was over.
+    waits. Returns the bytes that were sent, and whether the server closed the connection before the time was over.
     """
-    sent = 0
+    sent, has_closed = 0, False
     windows = Windows()
     async with wire.connected(target) as (reader, writer):
         writer.write(wire.PREFACE + wire.settings())
@@ -87,5 +87,6 @@ async def send_unfinished(
                     await writer.drain()
                     if sent == before:
                         await windows.change()
+        has_closed = following.done()
         following.cancel()
-    return sent
+    return sent, has_closed
