@@ -51,7 +51,8 @@ def _serve(arguments: Sequence[str]) -> int:
 
     logs.configure(settings.log_level, settings.log_format)
     try:
-        asyncio.run(serve(settings))
+        with logs.standard_error_as_lines():
+            asyncio.run(serve(settings))
     except (
         EngineRefused,
         StoreError,

@@ -124,28 +124,73 @@ async def read_frame(reader: asyncio.StreamReader) -> tuple[int, int, int, bytes
     return head[3], head[4], int.from_bytes(head[5:], "big") & 0x7FFFFFFF, payload
 
 
+class Heard:
+    """What a server says on one connection: an answer to each stream, and which of them have ended.
+
+    faults: what is no HTTP/2.
+    """
+
+    def __init__(self) -> None:
+        self.answers: dict[int, Answer] = {}
+        self.ended: set[int] = set()
+        self.faults: list[str] = []
+        self._decoder = hpack.Decoder()
+        self._changed = asyncio.Event()
+
+    def of(self, stream: int) -> Answer:
+        """The answer on a stream, as far as it has come."""
+        return self.answers.setdefault(stream, Answer())
+
+    async def hear(self, reader: asyncio.StreamReader) -> None:
+        """Listens until the server closes the connection."""
+        try:
+            while True:
+                self._take(*await read_frame(reader))
+                self._changed.set()
+        except (EOFError, OSError):
+            for answer in self.answers.values():
+                answer.has_closed = True
+        self._changed.set()
+
+    async def has_ended(self, count: int) -> None:
+        """Waits until so many streams have ended."""
+        while len(self.ended) < count:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _take(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
+        if kind == HEADERS:
+            try:
+                # Blocks of all streams change the table of the decoder.
+                self.of(stream).add_headers(self._decoder.decode(payload, raw=True))
+            except (hpack.HPACKError, ValueError) as cause:
+                self.faults.append(f"headers of stream {stream} cannot be read: {cause!r}")
+        elif kind == GOAWAY:
+            for answer in self.answers.values():
+                answer.resets.append(int.from_bytes(payload[4:8], "big"))
+        elif kind == RST_STREAM:
+            self.of(stream).resets.append(int.from_bytes(payload, "big"))
+            self.ended.add(stream)
+        if kind in (HEADERS, DATA) and flags & END_STREAM:
+            self.ended.add(stream)
+            if self.of(stream).status is None:
+                self.faults.append(f"stream {stream} ended without a status")
+
+
 async def read_answer(reader: asyncio.StreamReader, stream: int = 1, seconds: float = 20.0) -> Answer:
     """What comes on a stream until it or the connection ends. `TimeoutError`."""
-    found, decoder = Answer(), hpack.Decoder()
-    async with asyncio.timeout(seconds):
-        while True:
-            try:
-                kind, flags, number, payload = await read_frame(reader)
-            except (EOFError, OSError):
-                found.has_closed = True
-                return found
-            if kind == GOAWAY:
-                found.resets.append(int.from_bytes(payload[4:8], "big"))
-            elif kind == HEADERS:
-                # Blocks of all streams change the table of the decoder.
-                block = decoder.decode(payload, raw=True)
-                if number == stream:
-                    found.add_headers(block)
-            elif kind == RST_STREAM and number == stream:
-                found.resets.append(int.from_bytes(payload, "big"))
-                return found
-            if number == stream and kind in (HEADERS, DATA) and flags & END_STREAM:
-                return found
+    heard = Heard()
+    hearing = asyncio.ensure_future(heard.hear(reader))
+    answer = heard.of(stream)
+    ended = asyncio.ensure_future(heard.has_ended(1))
+    try:
+        done, _ = await asyncio.wait({hearing, ended}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            raise TimeoutError
+    finally:
+        hearing.cancel()
+        ended.cancel()
+    return answer
 
 
 async def answer(target: str, block: bytes, body: bytes | None = b"\x00\x00\x00\x00\x00") -> Answer:

@@ -6,14 +6,17 @@ record is one line, and only a traceback, in text, is several, each of them inde
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
 from gradrule_server.operations.rates import RateBound
 from gradrule_server.operations.request import OK, Request, current
-from gradrule_server.operations.text import bounded, one_line_json, plain
+from gradrule_server.operations.text import MAX_TEXT, bounded, one_line_json, plain
 from gradrule_server.operations.writing import LineHandler
 
 Format = Literal["auto", "json", "text"]
@@ -32,6 +35,7 @@ _GRPC_LINES_AT_ONCE = 20
 
 _access = logging.getLogger("gradrule.access")
 _grpc = logging.getLogger("gradrule_server.grpc")
+_printed = logging.getLogger("gradrule_server.stderr")
 
 
 def configure(level: str, form: Format, stream: TextIO | None = None) -> None:
@@ -49,6 +53,42 @@ def configure(level: str, form: Format, stream: TextIO | None = None) -> None:
 def fields(**values: object) -> dict[str, Any]:
     """What `extra` of a log call takes to add fields to a line."""
     return {_FIELDS: values}
+
+
+@contextlib.contextmanager
+def standard_error_as_lines() -> Iterator[None]:
+    """Within it what Python code prints to standard error is logged, bounded as gRPC's own lines are: gRPC prints
+    tracebacks of failures that clients can cause.
+    """
+    before = sys.stderr
+    sys.stderr = _Printed()
+    try:
+        yield
+    finally:
+        sys.stderr = before
+
+
+class _Printed(io.TextIOBase):
+    """Logs each line that is written to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bound = RateBound(_GRPC_LINES_PER_SECOND, _GRPC_LINES_AT_ONCE)
+        self._begun = ""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        *lines, begun = (self._begun + text).split("\n")
+        # No line of the log is longer.
+        self._begun = begun[:MAX_TEXT]
+        for line in lines:
+            if line.strip() and self._bound.admits():
+                left_out = self._bound.take_left_out()
+                told = f"; {left_out} such lines were left out before" if left_out else ""
+                _printed.warning("%s%s", plain(line.strip()), told)
+        return len(text)
 
 
 class JsonFormatter(logging.Formatter):

@@ -57,7 +57,7 @@ class Sockets:
     def look(self, seconds: float = 1.0) -> None:
         """Looks after so many seconds."""
         self.clock.now += seconds
-        self.watch.look(dict(self._open), self.clock.now)  # type: ignore[arg-type]
+        self.watch.look(dict(self._open), self.clock.now)
         for peer in self.closed:
             self._open.pop(peer, None)
 
@@ -255,7 +255,7 @@ async def test_health_is_told_though_others_ask_without_a_message() -> None:
 async def test_watchers_of_one_connection_are_bounded() -> None:
     async with serving(ConnectionLimits()) as target, AsyncExitStack() as stack:
         client = await stack.enter_async_context(grpc.aio.insecure_channel(target))
-        watching = [client.unary_stream("/grpc.health.v1.Health/Watch")(b"") for _ in range(16)]
+        watching: list[Any] = [client.unary_stream("/grpc.health.v1.Health/Watch")(b"") for _ in range(16)]
         for each in watching:
             assert await each.read() == b"\x08\x01"
         with pytest.raises(grpc.RpcError) as caught:

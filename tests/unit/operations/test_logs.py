@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -211,3 +212,18 @@ def test_lines_of_grpc_hold_no_values_and_are_few() -> None:
     told = [json.loads(line)["message"] for line in stream.lines]
     assert told[:2] == ["gRPC: Invalid encoding on … (UnicodeDecodeError)", "gRPC: Unexpected (UnicodeDecodeError)"]
     assert all("exception" not in json.loads(line) for line in stream.lines)
+
+
+@pytest.mark.usefixtures("root")
+def test_what_is_printed_to_standard_error_is_logged_line_by_line() -> None:
+    stream, before = log_to("json"), sys.stderr
+    with logs.standard_error_as_lines():
+        print("first\x1b[2J", "and more", file=sys.stderr)
+        print("half", end="", file=sys.stderr)
+        print(" a line\n\n", file=sys.stderr)
+        for _ in range(500):
+            print("again", file=sys.stderr)
+    assert sys.stderr is before
+    told = [json.loads(line)["message"] for line in stream.lines]
+    assert told[:3] == ["first\\x1b[2J and more", "half a line", "again"]
+    assert len(told) < 30
