@@ -14,6 +14,7 @@ from gradrule_server import assembly
 from gradrule_server.front.handlers import Door, Times
 from gradrule_server.front.identity import Identity
 from gradrule_server.front.server import Front
+from gradrule_server.front.sockets import allow_connections
 from gradrule_server.front.tenants import Tenants
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.v1 import link_pb2
@@ -56,6 +57,7 @@ async def serve(settings: Settings) -> None:
         store = Store(settings.data_dir)
         stops.callback(store.close)
         stops.push_async_callback(operations.stop)
+        allow_connections(settings.max_connections)
         watch = assembly.watch_of(settings)
         front = Front(assembly.connections_of(settings), watch)
         blobs = BlobStore(settings.data_dir / BLOBS, settings.max_blob_bytes)

@@ -34,7 +34,7 @@ PATHS = (
 )
 # Of calls that end by themselves.
 ENDING = tuple(path for path in PATHS if not path.endswith(b"/Watch"))
-_TIMEOUTS = (b"1S", b"0n", b"1n", b"99999999H", b"999999999H", b"-1S", b"S", b"1", b"1s", b" 1S", b"1.5S", b"\xff", b"")
+TIMEOUTS = (b"1S", b"0n", b"1n", b"99999999H", b"999999999H", b"-1S", b"S", b"1", b"1s", b" 1S", b"1.5S", b"\xff", b"")
 _TYPES = (
     b"application/grpc",
     b"application/grpc+proto",
@@ -314,7 +314,7 @@ class _Maker:
             replaced["scheme"] = random.choice((b"https", b"ftp", b"\xff", None))
         more = self._credentials()
         if random.random() < 0.4:
-            more.append((b"grpc-timeout", random.choice(_TIMEOUTS)))
+            more.append((b"grpc-timeout", random.choice(TIMEOUTS)))
         for _ in range(random.choice((0, 0, 1, 3))):
             values = (
                 SECRET,

@@ -74,7 +74,7 @@ async def send_unfinished(
             writer.write(wire.frame(wire.DATA, 0, stream, wire.message(bytes(size))[:5]))
             windows.take(stream, 5)
             left[stream] = size - 1
-        with contextlib.suppress(TimeoutError, OSError):
+        try:
             async with asyncio.timeout(hold_s):
                 while not following.done():
                     before = sent
@@ -87,6 +87,10 @@ async def send_unfinished(
                     await writer.drain()
                     if sent == before:
                         await windows.change()
-        has_closed = following.done()
+            has_closed = True
+        except OSError:
+            has_closed = True
+        except TimeoutError:
+            pass
         following.cancel()
     return sent, has_closed

@@ -26,7 +26,7 @@ def frame(kind: int, flags: int = 0, stream: int = 0, payload: bytes = b"") -> b
     return struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
 
 
-def headers(path: str | bytes, more: Sequence[Header] = (), **replaced: bytes | None) -> bytes:
+def headers(path: str | bytes, more: Sequence[Header] = (), /, **replaced: bytes | None) -> bytes:
     """The header block of a call, nothing indexed, nothing compressed.
 
     replaced: other values of the headers that each call has (`method`, `authority`, `content_type`, …); None: left out.

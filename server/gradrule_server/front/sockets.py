@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
 import os
+import resource
 import socket
 import stat
 import struct
@@ -17,7 +19,11 @@ Address: TypeAlias = "ipaddress.IPv4Address | ipaddress.IPv6Address"
 Peer: TypeAlias = tuple[Address, int]
 """Address and port of a client."""
 
+_log = logging.getLogger(__name__)
+
 _DESCRIPTORS = "/dev/fd"
+# What the process needs besides connections: engines, the registry, blobs that are read and written.
+_OWN_DESCRIPTORS = 1024
 # Of Linux' `struct tcp_info`: tcpi_bytes_acked and tcpi_bytes_received.
 _TCP_INFO = getattr(socket, "TCP_INFO", None)
 _COUNTS = struct.Struct("<QQ")
@@ -73,6 +79,18 @@ class Sockets:
             if connection.family not in (socket.AF_INET, socket.AF_INET6):
                 return None
             return peer_of(connection) if connection.getsockname()[1] == self._port else None
+
+
+def allow_connections(count: int) -> None:
+    """Raises the process's own limit of descriptors, which is 1024 on many systems, so that so many clients fit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + _OWN_DESCRIPTORS
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        _log.warning("%d files may be open (ulimit -n), but --max-connections %d needs %d", allowed, count, wanted)
 
 
 def descriptors() -> Iterator[int]:
