@@ -29,7 +29,7 @@ TARGET = "the server stays up and answers others; 0 untyped statuses, 0 forged l
 LONG = 1_000_000
 CONNECTIONS = 12
 # The front end reads what the fuzzer sends with the same processor.
-STALL_S = 10.0
+STALL_S = 30.0
 SPARE_DESCRIPTORS = 3
 MEMORY_BYTES = 256 << 20
 # A connection that says nothing is closed after the handshake's timeout of 10 s.
