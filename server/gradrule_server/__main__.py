@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Exit codes: 0 done, 1 where it cannot be done, 2 for wrong settings or words."""
+    """Runs one command. Exit codes: 0 done, 1 cannot be done, 2 wrong settings or words, 3 a server that failed."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     match arguments[:1]:
         case ["serve"]:
@@ -28,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(arguments: Sequence[str]) -> int:
     """Serves; 0 after a drain."""
+    # gRPC's C core writes to stderr by itself, text that clients sent included, which could forge lines of the log.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from gradrule_server.settings import Settings
     from gradrule_server.settings_reading import SettingsError
 
@@ -37,7 +39,8 @@ def _serve(arguments: Sequence[str]) -> int:
         print(f"gradrule serve: {wrong}", file=sys.stderr)
         return 2
 
-    from gradrule_server.app import serve
+    from gradrule_server.app import EXIT_FAILED, serve
+    from gradrule_server.front.server import AcceptLoopEnded
     from gradrule_server.front.tls import CertificateError
     from gradrule_server.identity.jwts import JwtKeyError
     from gradrule_server.identity.tokens import TokenFileError
@@ -48,7 +51,8 @@ def _serve(arguments: Sequence[str]) -> int:
 
     logs.configure(settings.log_level, settings.log_format)
     try:
-        asyncio.run(serve(settings))
+        with logs.standard_error_as_lines():
+            asyncio.run(serve(settings))
     except (
         EngineRefused,
         StoreError,
@@ -60,6 +64,8 @@ def _serve(arguments: Sequence[str]) -> int:
     ) as refusal:
         print(f"gradrule serve: {refusal}", file=sys.stderr)
         return 1
+    except AcceptLoopEnded:
+        return EXIT_FAILED
     return 0
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
+import threading
 
 from gradrule import _opdefs
 from gradrule_server import assembly
 from gradrule_server.front.handlers import Door, Times
 from gradrule_server.front.identity import Identity
 from gradrule_server.front.server import Front
+from gradrule_server.front.sockets import allow_connections
 from gradrule_server.front.tenants import Tenants
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.v1 import link_pb2
@@ -23,12 +26,17 @@ from gradrule_server.settings import Settings, is_loopback
 
 _log = logging.getLogger(__name__)
 
+EXIT_FAILED = 3
+"""Exit code of a server that ended by itself after it had started; its supervisor should start it again."""
+
+_STOP_S = 15.0
+
 
 async def serve(settings: Settings) -> None:
     """Serves until SIGTERM or SIGINT, then drains; SIGHUP reads credentials and certificates again.
 
     `EngineRefused`, `StoreError`, `TokenFileError`, `JwtKeyError`, `CertificateError`, `TracingRefused` or `OSError`
-    where it cannot start.
+    where it cannot start. `AcceptLoopEnded` where gRPC accepts no more calls: engines are stopped by then.
     """
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
@@ -49,7 +57,9 @@ async def serve(settings: Settings) -> None:
         store = Store(settings.data_dir)
         stops.callback(store.close)
         stops.push_async_callback(operations.stop)
-        front = Front(assembly.connections_of(settings))
+        allow_connections(settings.max_connections)
+        watch = assembly.watch_of(settings)
+        front = Front(assembly.connections_of(settings), watch)
         blobs = BlobStore(settings.data_dir / BLOBS, settings.max_blob_bytes)
         pool = assembly.pool_of(settings, blobs, front.set_ready)
         loaded = assembly.loaded_of(settings, pool, blobs, operations.quarantined)
@@ -58,12 +68,14 @@ async def serve(settings: Settings) -> None:
         tenants = Tenants(assembly.shared_of(settings, store, blobs, loaded, limits), shipped)
         admission = assembly.admission_of(settings)
         times = Times(settings.default_deadline_s, settings.max_deadline_s, settings.stall_s)
-        door = Door(Identity(credentials), tenants, admission, times, operations.observer, limits)
+        door = Door(Identity(credentials), tenants, admission, times, operations.observer, limits, watch)
         front.add_services(
             door, with_reflection=settings.reflection, status=operations.status if settings.admin else None
         )
         await operations.start(assembly.sources_of(settings, loaded, tenants, admission))
         port = await front.start(f"{settings.host}:{settings.port}", certificates)
+        accepting = asyncio.ensure_future(front.run_accept_loop())
+        accepting.add_done_callback(lambda _: stopping.set())
         stops.push_async_callback(pool.stop)
         stops.push_async_callback(front.drain, settings.drain_s)
         stops.callback(door.drain)
@@ -73,6 +85,19 @@ async def serve(settings: Settings) -> None:
             _tell_what_is_odd(settings, pool.greeting, tenants)
             print(f"gradrule: listening on {settings.host}:{port}", flush=True)
             await stopping.wait()
+        if accepting.done() and (failure := accepting.exception()) is not None:
+            _log.error("gRPC accepts no more calls (%s); the server exits with %d", failure, EXIT_FAILED)
+            _exit_at_the_latest_after(_STOP_S)
+            # No new caller is answered any more, so the sooner a supervisor starts the server again the better.
+            await front.drain(0)
+            raise failure
+
+
+def _exit_at_the_latest_after(seconds: float) -> None:
+    """Ends the process even where stopping hangs; engines notice that their front end is gone."""
+    timer = threading.Timer(seconds, os._exit, (EXIT_FAILED,))
+    timer.daemon = True
+    timer.start()
 
 
 async def _start_engines(pool: EnginePool, stopping: asyncio.Event) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from gradrule_server import __version__, graphs
 from gradrule_server.front.admission import Admission, Bound
+from gradrule_server.front.connections import ConnectionLimits, ConnectionWatch
 from gradrule_server.front.server import Connections
 from gradrule_server.front.tenants import KINDS, Shared, Tenants
 from gradrule_server.front.tls import Certificates
@@ -67,6 +68,20 @@ def connections_of(settings: Settings) -> Connections:
         keepalive_timeout_s=settings.keepalive_timeout_s,
         max_age_s=settings.max_connection_age_s,
         age_grace_s=settings.max_connection_age_grace_s,
+    )
+
+
+def watch_of(settings: Settings) -> ConnectionWatch:
+    """What clients may hold of connections and of messages that they do not finish."""
+    return ConnectionWatch(
+        ConnectionLimits(
+            connections=settings.max_connections,
+            unauthenticated=settings.max_unauthenticated_connections,
+            unauthenticated_s=settings.unauthenticated_idle_s,
+            connection_bytes=settings.of_tenant("bytes_in_flight"),
+            address_bytes=settings.max_bytes_in_flight,
+            stall_s=settings.stall_s,
+        )
     )
 
 

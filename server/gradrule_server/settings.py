@@ -171,6 +171,15 @@ class Settings(BaseModel):
         False, description="Whether tokens may come unencrypted from other machines, where something else encrypts."
     )
     max_connections: PositiveInt = Field(4096, description="Connections at a time.")
+    max_unauthenticated_connections: PositiveInt = Field(
+        128,
+        description="Connections of one address (IPv6: of one /64) on which no caller has authenticated; the oldest "
+        "beyond these are closed.",
+    )
+    unauthenticated_idle_s: PositiveFloat = Field(
+        60.0,
+        description="Seconds without a call after which a connection is closed on which no caller has authenticated.",
+    )
     max_connection_streams: PositiveInt = Field(1000, description="Calls at a time on one connection; more wait.")
     max_metadata_bytes: ByteSize = Field(ByteSize(8 * 1024), ge=1024, description="Metadata of a call.")
     handshake_timeout_s: PositiveFloat = Field(10.0, description="Seconds for a client to connect.")

@@ -65,9 +65,10 @@ class Healthy:
 class HealthyClient:
     """Asks every so often until it is stopped; what a caller may retry is retried until the deadline."""
 
-    def __init__(self, target: str, every_s: float = 0.05) -> None:
+    def __init__(self, target: str, every_s: float = 0.05, *, token: str | None = None) -> None:
         self._target = target
         self._every_s = every_s
+        self._metadata = () if token is None else (("authorization", f"Bearer {token}"),)
         self._stopping = asyncio.Event()
         self.seen = Healthy()
 
@@ -93,7 +94,9 @@ class HealthyClient:
         started = time.monotonic()
         while True:
             try:
-                answer: bytes = await channel.unary_unary(EVALUATE)(request(number), timeout=_DEADLINE_S)
+                answer: bytes = await channel.unary_unary(EVALUATE)(
+                    request(number), timeout=_DEADLINE_S, metadata=self._metadata
+                )
             except grpc.RpcError as failure:
                 judged = judging.of_failure(failure)
                 reason = judged.reason or judged.what

@@ -24,6 +24,7 @@ MODULES: Mapping[str, str] = {
     "kills": "tests.battery.kills",
     "soak": "tests.battery.soak",
     "fuzz": "tests.battery.fuzz",
+    "http2": "tests.battery.http2",
 }
 """Row → the module whose `run` it is."""
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import hpack
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 DATA, HEADERS, RST_STREAM, SETTINGS, PING, WINDOW_UPDATE, CONTINUATION = 0x0, 0x1, 0x3, 0x4, 0x6, 0x8, 0x9
-END_STREAM, END_HEADERS, ACK = 0x1, 0x4, 0x1
+PRIORITY, PUSH_PROMISE, GOAWAY = 0x2, 0x5, 0x7
+END_STREAM, END_HEADERS, ACK, PADDED, PRIORITIZED = 0x1, 0x4, 0x1, 0x8, 0x20
 CANCEL = 0x8
 INITIAL_WINDOW_SIZE = 0x4
 
@@ -22,17 +26,38 @@ def frame(kind: int, flags: int = 0, stream: int = 0, payload: bytes = b"") -> b
     return struct.pack(">I", len(payload))[1:] + bytes((kind, flags)) + struct.pack(">I", stream) + payload
 
 
-def headers(path: str, more: Sequence[Header] = ()) -> bytes:
-    """The header block of a call, nothing indexed, nothing compressed."""
-    plain = [
-        (b":method", b"POST"),
-        (b":scheme", b"http"),
-        (b":path", path.encode()),
-        (b":authority", b"localhost"),
-        (b"content-type", b"application/grpc"),
-        (b"te", b"trailers"),
-    ]
-    return b"".join(literal(name, value) for name, value in (*plain, *more))
+def headers(path: str | bytes, more: Sequence[Header] = (), /, **replaced: bytes | None) -> bytes:
+    """The header block of a call, nothing indexed, nothing compressed.
+
+    replaced: other values of the headers that each call has (`method`, `authority`, `content_type`, …); None: left out.
+    """
+    plain: dict[str, bytes | None] = {
+        "method": b"POST",
+        "scheme": b"http",
+        "path": path.encode() if isinstance(path, str) else path,
+        "authority": b"localhost",
+        "content_type": b"application/grpc",
+        "te": b"trailers",
+    }
+    kept = [(_NAMES[name], value) for name, value in (plain | replaced).items() if value is not None]
+    return b"".join(literal(name, value) for name, value in (*kept, *more))
+
+
+_NAMES: Mapping[str, bytes] = {
+    "method": b":method",
+    "scheme": b":scheme",
+    "path": b":path",
+    "authority": b":authority",
+    "content_type": b"content-type",
+    "te": b"te",
+}
+
+
+def call(block: bytes, body: bytes | None = None, stream: int = 1) -> bytes:
+    """The frames of a call with this header block. body: what its DATA frame holds; None: the call sends nothing."""
+    if body is None:
+        return frame(HEADERS, END_HEADERS | END_STREAM, stream, block)
+    return frame(HEADERS, END_HEADERS, stream, block) + frame(DATA, END_STREAM, stream, body)
 
 
 def literal(name: bytes, value: bytes) -> bytes:
@@ -61,6 +86,118 @@ def message(data: bytes) -> bytes:
 def settings(*pairs: tuple[int, int]) -> bytes:
     """A SETTINGS frame."""
     return frame(SETTINGS, payload=b"".join(struct.pack(">HI", key, value) for key, value in pairs))
+
+
+@dataclass
+class Answer:
+    """What a server said to one call.
+
+    status: gRPC's, None where there was none. resets: error codes of RST_STREAM and GOAWAY frames.
+    """
+
+    http_status: int | None = None
+    status: int | None = None
+    message: str = ""
+    resets: list[int] = field(default_factory=list)
+    has_closed: bool = False
+
+    def add_headers(self, found: Sequence[tuple[bytes, bytes]]) -> None:
+        """Takes in a block of headers or trailers."""
+        for name, value in found:
+            if name == b":status":
+                self.http_status = int(value)
+            elif name == b"grpc-status":
+                self.status = int(value)
+            elif name == b"grpc-message":
+                self.message = value.decode("latin-1")
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the server said no by a status, a reset or by closing the connection."""
+        return self.status not in (None, 0) or bool(self.resets) or self.has_closed
+
+
+async def read_frame(reader: asyncio.StreamReader) -> tuple[int, int, int, bytes]:
+    """The next frame: kind, flags, stream, payload. `EOFError` where the connection has ended."""
+    head = await reader.readexactly(9)
+    payload = await reader.readexactly(int.from_bytes(head[:3], "big"))
+    return head[3], head[4], int.from_bytes(head[5:], "big") & 0x7FFFFFFF, payload
+
+
+class Heard:
+    """What a server says on one connection: an answer to each stream, and which of them have ended.
+
+    faults: what is no HTTP/2.
+    """
+
+    def __init__(self) -> None:
+        self.answers: dict[int, Answer] = {}
+        self.ended: set[int] = set()
+        self.faults: list[str] = []
+        self._decoder = hpack.Decoder()
+        self._changed = asyncio.Event()
+
+    def of(self, stream: int) -> Answer:
+        """The answer on a stream, as far as it has come."""
+        return self.answers.setdefault(stream, Answer())
+
+    async def hear(self, reader: asyncio.StreamReader) -> None:
+        """Listens until the server closes the connection."""
+        try:
+            while True:
+                self._take(*await read_frame(reader))
+                self._changed.set()
+        except (EOFError, OSError):
+            for answer in self.answers.values():
+                answer.has_closed = True
+        self._changed.set()
+
+    async def has_ended(self, count: int) -> None:
+        """Waits until so many streams have ended."""
+        while len(self.ended) < count:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _take(self, kind: int, flags: int, stream: int, payload: bytes) -> None:
+        if kind == HEADERS:
+            try:
+                # Blocks of all streams change the table of the decoder.
+                self.of(stream).add_headers(self._decoder.decode(payload, raw=True))
+            except (hpack.HPACKError, ValueError) as cause:
+                self.faults.append(f"headers of stream {stream} cannot be read: {cause!r}")
+        elif kind == GOAWAY:
+            for answer in self.answers.values():
+                answer.resets.append(int.from_bytes(payload[4:8], "big"))
+        elif kind == RST_STREAM:
+            self.of(stream).resets.append(int.from_bytes(payload, "big"))
+            self.ended.add(stream)
+        if kind in (HEADERS, DATA) and flags & END_STREAM:
+            self.ended.add(stream)
+            if self.of(stream).status is None:
+                self.faults.append(f"stream {stream} ended without a status")
+
+
+async def read_answer(reader: asyncio.StreamReader, stream: int = 1, seconds: float = 20.0) -> Answer:
+    """What comes on a stream until it or the connection ends. `TimeoutError`."""
+    heard = Heard()
+    hearing = asyncio.ensure_future(heard.hear(reader))
+    answer = heard.of(stream)
+    ended = asyncio.ensure_future(heard.has_ended(1))
+    try:
+        done, _ = await asyncio.wait({hearing, ended}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            raise TimeoutError
+    finally:
+        hearing.cancel()
+        ended.cancel()
+    return answer
+
+
+async def answer(target: str, block: bytes, body: bytes | None = b"\x00\x00\x00\x00\x00") -> Answer:
+    """Sends one call on a connection of its own; an empty message unless `body` says other."""
+    async with connected(target) as (reader, writer):
+        writer.write(PREFACE + settings() + call(block, body))
+        return await read_answer(reader)
 
 
 @contextlib.asynccontextmanager

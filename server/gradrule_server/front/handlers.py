@@ -32,6 +32,7 @@ from gradrule_server.front.calls import (
     UploadMethod,
     UploadTable,
 )
+from gradrule_server.front.connections import ConnectionWatch
 from gradrule_server.front.cutting import Unread
 from gradrule_server.front.identity import Identity
 from gradrule_server.front.open_streams import OpenStreams
@@ -88,6 +89,7 @@ class Door:
         times: Times,
         observer: Observer | None = None,
         bounds: Bounds | None = None,
+        connections: ConnectionWatch | None = None,
     ) -> None:
         self.observer = observer or Observer()
         self._bounds = bounds or Bounds()
@@ -95,8 +97,9 @@ class Door:
         self._tenants = tenants
         self._admission = admission
         self._times = times
-        self._open_streams = OpenStreams(identity, admission, times.stall_s, times.recheck_s)
-        self._arrivals = Arrivals(admission)
+        self._connections = connections or ConnectionWatch()
+        self._open_streams = OpenStreams(identity, admission, self._connections, times.stall_s, times.recheck_s)
+        self._arrivals = Arrivals(admission, self._connections)
         self._unread = Rounds(times.stall_s / 4)
         self.draining = asyncio.Event()
         """Set once the server is going away."""
@@ -215,6 +218,7 @@ class Door:
     async def _arrive(self, known: Principal | None, context: Context) -> Caller:
         """Who calls, counted in; UNAUTHENTICATED. `known`: who that is, where the metadata told."""
         principal = self._identity.of_connection(context) if known is None else known
+        self._connections.of(context.peer()).is_authenticated = True
         note_tenant(principal.tenant, principal.label)
         tenant = self._tenants.loaded(principal.tenant) or await self._tenants.load(principal.tenant)
         self._tenants.enter(tenant)
@@ -275,7 +279,7 @@ class Door:
                 async def answer(caller: Caller, request: Request) -> bytes:
                     async def messages() -> AsyncIterator[RequestT]:
                         share = caller.tenant.share
-                        async for raw in pieces:
+                        async for raw in self._connections.of(context.peer()).messages(pieces):
                             request.bytes_in += len(raw)
                             self._admission.adjust(share, len(raw))
                             try:

@@ -7,24 +7,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from typing import Final, NoReturn, TypeAlias
+from typing import Final, TypeAlias
 
 import grpc
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2
 
 from gradrule_server.front.calls import Context
-from gradrule_server.front.cutting import cut
-from gradrule_server.front.reading import read_one
+from gradrule_server.front.connections import ConnectionWatch
+from gradrule_server.front.public_calls import Evicted, OpenCalls, SmallReads, refuse, write
 
 _Status: TypeAlias = int
 SERVING: Final = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING: Final = health_pb2.HealthCheckResponse.NOT_SERVING
 
-# Requests that are being read, and seconds that each may take.
-_MAX_READING = 256
 _REQUEST_S = 5.0
-_MAX_WATCHERS = 1024
+_MAX_WATCHERS, _MAX_WATCHERS_OF_ADDRESS, _MAX_WATCHERS_OF_CONNECTION = 1024, 64, 16
 # Seconds for which what a watcher is told may wait to be read.
 _STALL_S = 20.0
 
@@ -32,12 +30,19 @@ _STALL_S = 20.0
 class Health:
     """What is said of each service, and those who watch it. `stall_s`: for so long a watcher need not read."""
 
-    def __init__(self, *, max_watchers: int = _MAX_WATCHERS, stall_s: float = _STALL_S) -> None:
+    def __init__(
+        self,
+        connections: ConnectionWatch | None = None,
+        *,
+        max_watchers: int = _MAX_WATCHERS,
+        stall_s: float = _STALL_S,
+    ) -> None:
         self._statuses: dict[str, _Status] = {"": SERVING}
-        self._max_watchers = max_watchers
         self._stall_s = stall_s
+        self._connections = connections or ConnectionWatch()
+        self._reads = SmallReads(self._connections)
+        self._open = OpenCalls(max_watchers, _MAX_WATCHERS_OF_ADDRESS, _MAX_WATCHERS_OF_CONNECTION)
         self._watchers: set[asyncio.Event] = set()
-        self._reading = 0
         self._is_ending = False
 
     def set(self, service: str, status: _Status) -> None:
@@ -66,56 +71,48 @@ class Health:
             watcher.set()
 
     async def _check(self, _: AsyncIterator[bytes], context: Context) -> bytes:
-        status = self._statuses.get(await self._service_asked_for(context))
-        if status is None:
-            await _abort(context, grpc.StatusCode.NOT_FOUND, "the server has no such service")
-        return health_pb2.HealthCheckResponse(status=status).SerializeToString()
+        with self._connections.of(context.peer()).call():
+            status = self._statuses.get(await self._service_asked_for(context))
+            if status is None:
+                await refuse(context, grpc.StatusCode.NOT_FOUND, "the server has no such service")
+            return health_pb2.HealthCheckResponse(status=status).SerializeToString()
 
     async def _watch(self, _: AsyncIterator[bytes], context: Context) -> None:
-        if len(self._watchers) >= self._max_watchers:
-            await _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "as many watch as may; ask with Check")
-        changed = asyncio.Event()
-        self._watchers.add(changed)
-        try:
-            service = await self._service_asked_for(context)
-            told: _Status | None = None
-            while True:
-                changed.clear()
-                status = self._statuses.get(service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
-                if status != told:
-                    await self._write(health_pb2.HealthCheckResponse(status=status), context)
-                    told = status
-                elif self._is_ending:
-                    return
-                else:
-                    await changed.wait()
-        finally:
-            self._watchers.discard(changed)
+        connection = self._connections.of(context.peer())
+        with self._open.taken(connection) as has_room, connection.call():
+            if not has_room:
+                await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "as many watch as may; ask with Check")
+            changed = asyncio.Event()
+            self._watchers.add(changed)
+            try:
+                await self._tell_changes(await self._service_asked_for(context), changed, context)
+            finally:
+                self._watchers.discard(changed)
 
-    async def _write(self, message: Message, context: Context) -> None:
-        try:
-            async with asyncio.timeout(self._stall_s):
-                await context.write(message.SerializeToString())
-        except TimeoutError:
-            cut(context.peer())
-            # gRPC cancels this once it has noticed.
-            await asyncio.sleep(self._stall_s)
-            raise
+    async def _tell_changes(self, service: str, changed: asyncio.Event, context: Context) -> None:
+        told: _Status | None = None
+        while True:
+            changed.clear()
+            status = self._statuses.get(service, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+            if status != told:
+                await write(context, health_pb2.HealthCheckResponse(status=status).SerializeToString(), self._stall_s)
+                told = status
+            elif self._is_ending:
+                return
+            else:
+                await changed.wait()
 
     async def _service_asked_for(self, context: Context) -> str:
-        if self._reading >= _MAX_READING:
-            await _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many ask at once")
-        self._reading += 1
         try:
-            raw = await read_one(context, _REQUEST_S)
+            raw = await self._reads.read(context, _REQUEST_S)
+        except Evicted:
+            await refuse(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "too many ask at once, and do not send what")
         except TimeoutError:
-            await _abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, "the request did not come")
-        finally:
-            self._reading -= 1
+            await refuse(context, grpc.StatusCode.DEADLINE_EXCEEDED, "the request did not come")
         try:
             return health_pb2.HealthCheckRequest.FromString(raw or b"").service
         except DecodeError:
-            await _abort(context, grpc.StatusCode.INVALID_ARGUMENT, "the bytes are no request")
+            await refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "the bytes are no request")
 
 
 class _Service(grpc.GenericRpcHandler):
@@ -124,8 +121,3 @@ class _Service(grpc.GenericRpcHandler):
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
         return self._handlers.get(handler_call_details.method)
-
-
-async def _abort(context: Context, code: grpc.StatusCode, message: str) -> NoReturn:
-    await context.abort(code, message)
-    raise AssertionError("abort always raises")

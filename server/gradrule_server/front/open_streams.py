@@ -9,6 +9,7 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.front.admission import Admission
 from gradrule_server.front.calls import Caller, Context, StreamMethod
+from gradrule_server.front.connections import ConnectionWatch
 from gradrule_server.front.cutting import cut
 from gradrule_server.front.identity import Identity, Recheck
 from gradrule_server.front.outcomes import when_done
@@ -26,8 +27,16 @@ class OpenStreams:
     whether the credential that opened a stream still holds.
     """
 
-    def __init__(self, identity: Identity, admission: Admission, stall_s: float, recheck_s: float) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        admission: Admission,
+        connections: ConnectionWatch,
+        stall_s: float,
+        recheck_s: float,
+    ) -> None:
         self._identity = identity
+        self._connections = connections
         self._admission = admission
         self._stall_s = stall_s
         self._rechecks = Rounds(recheck_s)
@@ -55,8 +64,10 @@ class OpenStreams:
                 )
             )
 
+        messages = self._connections.of(context.peer()).messages(requests)
+
         async def checked() -> AsyncIterator[bytes]:
-            async for raw in requests:
+            async for raw in messages:
                 self._identity.check(caller.principal)
                 yield raw
 

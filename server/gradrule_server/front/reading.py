@@ -14,24 +14,11 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.front.admission import Admission, Share
 from gradrule_server.front.calls import Context
+from gradrule_server.front.connections import ConnectionWatch
 from gradrule_server.front.rounds import Rounds
 
 # A message that takes longer counts for as much as it may have, since nobody can tell how much of it is there.
 _QUICK_S = 1.0
-
-
-async def read_one(context: Context, seconds: float) -> bytes | None:
-    """The next message; None where there is none. `TimeoutError` where it is not all there in time.
-
-    A read that is given up goes on until the call ends: gRPC would lose what comes for one that was cancelled.
-    """
-    reading: asyncio.Future[bytes | object] = asyncio.ensure_future(context.read())
-    reading.add_done_callback(_retrieved)
-    done, _ = await asyncio.wait({reading}, timeout=seconds)
-    if not done:
-        raise TimeoutError
-    raw = reading.result()
-    return None if raw is grpc.aio.EOF else cast(bytes, raw)
 
 
 class _Arrival:
@@ -64,16 +51,20 @@ class _Arrival:
 class Arrivals:
     """Requests that are being read, those that come slowly counted as the largest may be."""
 
-    def __init__(self, admission: Admission, quick_s: float = _QUICK_S) -> None:
+    def __init__(self, admission: Admission, connections: ConnectionWatch, quick_s: float = _QUICK_S) -> None:
         self._admission = admission
+        self._connections = connections
         self._rounds = Rounds(quick_s)
 
     async def read(self, context: Context, share: Share) -> bytes:
         """A call's message, counted in. MALFORMED_REQUEST where there is none; OVERLOADED where there is no room."""
         arrival = _Arrival(self._admission, share)
         self._rounds.add(arrival)
+        connection = self._connections.of(context.peer())
+        connection.begin_read()
+        raw: object = grpc.aio.EOF
         try:
-            raw: object = await context.read()
+            raw = cast("object", await context.read())
         except asyncio.CancelledError:
             if arrival.refusal is None:
                 raise
@@ -81,6 +72,7 @@ class Arrivals:
             raise arrival.refusal from None
         finally:
             self._rounds.discard(arrival)
+            connection.end_read(raw)
             if arrival.counted:
                 self._admission.adjust(share, -arrival.counted)
         if raw is grpc.aio.EOF:
@@ -88,8 +80,3 @@ class Arrivals:
         data = cast(bytes, raw)
         self._admission.grow(share, len(data))
         return data
-
-
-def _retrieved(reading: asyncio.Future[bytes | object]) -> None:
-    if not reading.cancelled():
-        reading.exception()

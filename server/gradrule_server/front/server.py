@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,8 +13,10 @@ from grpc_reflection.v1alpha import reflection
 from gradrule.v1 import admin_pb2
 from gradrule_server.front.admin_service import ADMIN_SERVICE, AdminServicer
 from gradrule_server.front.blob_service import BLOB_SERVICE, BlobServicer
+from gradrule_server.front.connections import ConnectionWatch
 from gradrule_server.front.handlers import Door
 from gradrule_server.front.health import NOT_SERVING, SERVING, Health
+from gradrule_server.front.reflection import Reflection
 from gradrule_server.front.services import (
     GRADIENT_SERVICE,
     PROGRAM_SERVICE,
@@ -27,6 +30,12 @@ from gradrule_server.front.tls import Certificates
 
 _MOST_PENDING = 1_000_000
 _UNLIMITED = -1
+# grpc.aio keeps the task that accepts calls to itself.
+_ACCEPT_LOOP = "AioServer._server_main_loop"
+
+
+class AcceptLoopEnded(Exception):
+    """gRPC accepts no more calls though nobody stopped it; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +87,12 @@ class Connections:
 class Front:
     """The server's face: knows whether an engine is ready, answers health, drains on stop."""
 
-    def __init__(self, connections: Connections) -> None:
+    def __init__(self, connections: Connections, watch: ConnectionWatch | None = None) -> None:
+        self._watch = watch or ConnectionWatch()
         self._server = grpc.aio.server(options=connections.options())
-        self._health = Health()
+        self._accept_loop: asyncio.Task[object] | None = None
+        self._is_draining = False
+        self._health = Health(self._watch)
         self._health.set(GRADIENT_SERVICE, NOT_SERVING)
         self._server.add_generic_rpc_handlers((self._health.handler(),))
 
@@ -104,7 +116,7 @@ class Front:
             services.append(ADMIN_SERVICE)
         if with_reflection:
             names = (*services, health.SERVICE_NAME, reflection.SERVICE_NAME)
-            reflection.enable_server_reflection(names, self._server)
+            self._server.add_generic_rpc_handlers((Reflection(names, self._watch),))
 
     async def start(self, address: str, certificates: Certificates | None) -> int:
         """Binds and serves, by TLS where there is a certificate; returns the port. `OSError` where it is taken."""
@@ -117,7 +129,23 @@ class Front:
         except RuntimeError as cause:
             raise OSError(f"cannot listen on {address}: {cause}") from cause
         await self._server.start()
+        self._accept_loop = _accept_loop()
+        self._watch.start(port)
         return port
+
+    async def run_accept_loop(self) -> None:
+        """Waits until gRPC accepts no more calls; raises `AcceptLoopEnded` unless `drain` ended it.
+
+        `wait_for_termination` of gRPC is not enough: while any call is open it goes on after the loop has failed.
+        """
+        if self._accept_loop is None:
+            raise RuntimeError("the server was not started")
+        await asyncio.wait({self._accept_loop})
+        if self._is_draining:
+            return
+        failure = None if self._accept_loop.cancelled() else self._accept_loop.exception()
+        # The exception's text may hold what a client sent.
+        raise AcceptLoopEnded("cancelled" if failure is None else type(failure).__name__)
 
     def set_ready(self, ready: bool) -> None:
         """Tells health whether an engine is ready."""
@@ -125,8 +153,18 @@ class Front:
 
     async def drain(self, seconds: float) -> None:
         """Says NOT_SERVING, lets running calls finish for at most `seconds`, stops."""
+        self._is_draining = True
         self._health.end()
         await self._server.stop(seconds)
+        await self._watch.stop()
+
+
+def _accept_loop() -> asyncio.Task[object]:
+    """The task of grpc.aio that accepts calls."""
+    for task in asyncio.all_tasks():
+        if getattr(task.get_coro(), "__qualname__", "") == _ACCEPT_LOOP:
+            return task
+    raise RuntimeError(f"this release of grpcio has no task {_ACCEPT_LOOP}, so its end would not be noticed")
 
 
 def _ms(seconds: float) -> int:

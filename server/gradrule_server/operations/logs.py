@@ -6,14 +6,17 @@ record is one line, and only a traceback, in text, is several, each of them inde
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
 from gradrule_server.operations.rates import RateBound
 from gradrule_server.operations.request import OK, Request, current
-from gradrule_server.operations.text import bounded, one_line_json, plain
+from gradrule_server.operations.text import MAX_TEXT, bounded, one_line_json, plain
 from gradrule_server.operations.writing import LineHandler
 
 Format = Literal["auto", "json", "text"]
@@ -26,7 +29,13 @@ _HOT = ("GradientService/", "SessionService/", "BlobService/FindMissingBlobs", "
 _LINES_PER_SECOND = 20.0
 _LINES_AT_ONCE = 400
 
+# Of lines that gRPC writes by itself: clients can cause as many as they like.
+_GRPC_LINES_PER_SECOND = 1.0
+_GRPC_LINES_AT_ONCE = 20
+
 _access = logging.getLogger("gradrule.access")
+_grpc = logging.getLogger("gradrule_server.grpc")
+_printed = logging.getLogger("gradrule_server.stderr")
 
 
 def configure(level: str, form: Format, stream: TextIO | None = None) -> None:
@@ -36,11 +45,50 @@ def configure(level: str, form: Format, stream: TextIO | None = None) -> None:
     is_text = form == "text" or (form == "auto" and stream.isatty())
     handler.setFormatter(TextFormatter() if is_text else JsonFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    of_grpc = logging.getLogger("grpc")
+    of_grpc.handlers[:] = [GrpcLines()]
+    of_grpc.propagate = False
 
 
 def fields(**values: object) -> dict[str, Any]:
     """What `extra` of a log call takes to add fields to a line."""
     return {_FIELDS: values}
+
+
+@contextlib.contextmanager
+def standard_error_as_lines() -> Iterator[None]:
+    """Within it what Python code prints to standard error is logged, bounded as gRPC's own lines are: gRPC prints
+    tracebacks of failures that clients can cause.
+    """
+    before = sys.stderr
+    sys.stderr = _Printed()
+    try:
+        yield
+    finally:
+        sys.stderr = before
+
+
+class _Printed(io.TextIOBase):
+    """Logs each line that is written to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bound = RateBound(_GRPC_LINES_PER_SECOND, _GRPC_LINES_AT_ONCE)
+        self._begun = ""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        *lines, begun = (self._begun + text).split("\n")
+        # No line of the log is longer.
+        self._begun = begun[:MAX_TEXT]
+        for line in lines:
+            if line.strip() and self._bound.admits():
+                left_out = self._bound.take_left_out()
+                told = f"; {left_out} such lines were left out before" if left_out else ""
+                _printed.warning("%s%s", plain(line.strip()), told)
+        return len(text)
 
 
 class JsonFormatter(logging.Formatter):
@@ -126,6 +174,37 @@ class AccessLog:
         left_out = self._bound.take_left_out()
         if left_out:
             _access.warning("%d lines of requests were left out", left_out)
+
+
+class GrpcLines(logging.Handler):
+    """Logs what gRPC's Python layer logs: a bounded number of lines, and none of the values that clients sent.
+
+    gRPC writes each header that is not UTF-8 with two tracebacks. Here its line is the text that gRPC's own source
+    holds, and the type of the exception.
+    """
+
+    def __init__(self, bound: RateBound | None = None) -> None:
+        super().__init__()
+        self._bound = bound or RateBound(_GRPC_LINES_PER_SECOND, _GRPC_LINES_AT_ONCE)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self._bound.admits():
+            return
+        # gRPC formats some messages before it logs them; names that clients chose stand in brackets there.
+        told = (
+            record.msg.partition("[")[0].replace("%s", "…").strip()
+            if isinstance(record.msg, str)
+            else type(record.msg).__name__
+        )
+        failure = record.exc_info[0] if record.exc_info else None
+        left_out = self._bound.take_left_out()
+        _grpc.log(
+            record.levelno,
+            "gRPC: %s%s%s",
+            told,
+            "" if failure is None else f" ({failure.__name__})",
+            f"; {left_out} such lines were left out before" if left_out else "",
+        )
 
 
 def measured(request: Request) -> dict[str, object]:

@@ -26,15 +26,16 @@ class Aborted(Exception):
 class Hosts:
     """Tenants that have nothing but quotas."""
 
-    def __init__(self) -> None:
+    def __init__(self, streams: int = 1) -> None:
         self.tenants: dict[str, Any] = {}
         self.inside = 0
+        self._streams = streams
 
     def loaded(self, name: str) -> Any:
         return self.tenants.get(name)
 
     async def load(self, name: str) -> Any:
-        room = {"streams": Allowance(1, "streams", "--tenant-streams")}
+        room = {"streams": Allowance(self._streams, "streams", "--tenant-streams")}
         return self.tenants.setdefault(name, SimpleNamespace(name=name, share=Share(), room=room, sessions=None))
 
     def enter(self, _: Any) -> None:
@@ -52,9 +53,13 @@ def door_of(
     recheck_s: float = 10.0,
     credentials: Credentials | None = None,
 ) -> Door:
-    bound = Bound(max_requests, 10**6)
     times = Times(default_deadline_s, max_deadline_s, stall_s, recheck_s)
-    return Door(Identity(credentials or Credentials()), Hosts(), Admission(bound, bound), times)
+    return Door(Identity(credentials or Credentials()), Hosts(), admission_of(max_requests), times)
+
+
+def admission_of(max_requests: int) -> Admission:
+    bound = Bound(max_requests, 10**6)
+    return Admission(bound, bound)
 
 
 class Context:

@@ -15,6 +15,7 @@ from google.rpc import error_details_pb2, status_pb2
 from gradrule.v1 import rule_pb2
 from gradrule_server.front.admission import Admission, Bound, Share
 from gradrule_server.front.calls import Call
+from gradrule_server.front.connections import ConnectionWatch
 from gradrule_server.front.handlers import Door, Times
 from gradrule_server.front.identity import Identity
 from gradrule_server.front.reading import Arrivals
@@ -126,7 +127,7 @@ async def test_no_request_is_none() -> None:
 
 async def test_requests_that_come_slowly_count_as_large_ones() -> None:
     served = Served()
-    served.door._arrivals = Arrivals(served.admission, 0.1)
+    served.door._arrivals = Arrivals(served.admission, ConnectionWatch(), 0.1)
     share = served.hosts.tenant.share
     async with served.running() as method:
         first = method(never(), timeout=30)

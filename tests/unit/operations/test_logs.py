@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ from gradrule_server.operations.text import bounded, one_line_json, plain
 from tests.unit.operations.requests import make, refusal
 
 HOSTILE = 'a\nINFO forged: line\r\x1b[2J\x9b31m\u202e\u2028\x7f\x00"\\ ä\ud800 and so on'
+
+HOSTILE_HEADER = b"a secret\n\xff"
 
 
 class Stream(io.StringIO):
@@ -41,6 +44,9 @@ def root() -> Iterator[None]:
     yield
     logger.handlers[:] = handlers
     logger.setLevel(level)
+    of_grpc = logging.getLogger("grpc")
+    of_grpc.handlers.clear()
+    of_grpc.propagate = True
 
 
 def log_to(form: logs.Format, level: str = "info", *, is_terminal: bool = False) -> Stream:
@@ -189,3 +195,35 @@ def test_budgets_are_a_key_s_own_and_grow_again() -> None:
     for number in range(3000):
         bound.admits(f"k{number}")
     assert bound.take_left_out() == 1
+
+
+@pytest.mark.usefixtures("root")
+def test_lines_of_grpc_hold_no_values_and_are_few() -> None:
+    stream = log_to("json")
+    of_grpc = logging.getLogger("grpc._cython.cygrpc")
+    for _ in range(500):
+        try:
+            HOSTILE_HEADER.decode()
+        except UnicodeDecodeError:
+            of_grpc.exception("Invalid encoding on %s", HOSTILE_HEADER)
+            of_grpc.exception("Unexpected [UnicodeDecodeError] raised by servicer method [/secret]")
+    assert 10 < len(stream.lines) < 30
+    assert "secret" not in stream.getvalue()
+    told = [json.loads(line)["message"] for line in stream.lines]
+    assert told[:2] == ["gRPC: Invalid encoding on … (UnicodeDecodeError)", "gRPC: Unexpected (UnicodeDecodeError)"]
+    assert all("exception" not in json.loads(line) for line in stream.lines)
+
+
+@pytest.mark.usefixtures("root")
+def test_what_is_printed_to_standard_error_is_logged_line_by_line() -> None:
+    stream, before = log_to("json"), sys.stderr
+    with logs.standard_error_as_lines():
+        print("first\x1b[2J", "and more", file=sys.stderr)
+        print("half", end="", file=sys.stderr)
+        print(" a line\n\n", file=sys.stderr)
+        for _ in range(500):
+            print("again", file=sys.stderr)
+    assert sys.stderr is before
+    told = [json.loads(line)["message"] for line in stream.lines]
+    assert told[:3] == ["first\\x1b[2J and more", "half a line", "again"]
+    assert len(told) < 30

@@ -1,0 +1,156 @@
+"""What raw HTTP/2 can say that no gRPC library says: the server answers, or ends as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+import gradrule as gr
+from tests.battery import http2, wire
+from tests.battery.figures import Scale
+from tests.battery.http2_cases import FORGED, SECRET, TIMEOUTS
+from tests.battery.processes import forget_peak, holds, peak_bytes
+from tests.battery.unfinished import send_unfinished
+from tests.service.guarded import Guarded
+from tests.service.servers import RunningServer, started_server, wait_until
+
+OK, UNKNOWN, UNIMPLEMENTED, INTERNAL = 0, 2, 12, 13
+MIB = 1 << 20
+CHECK = "/grpc.health.v1.Health/Check"
+WATCH = "/grpc.health.v1.Health/Watch"
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+EXIT_FAILED = 3
+
+# Makes the task that accepts calls fail at the first call to /end, as a release of grpcio would that cannot read it.
+FAILING_ACCEPT_LOOP = """
+import asyncio, sys
+from gradrule_server.__main__ import main
+
+class Loop(asyncio.SelectorEventLoop):
+    def create_task(self, coroutine, **words):
+        if getattr(coroutine, "__qualname__", "") == "_schedule_rpc_coro":
+            Loop.calls += 1
+            if Loop.calls == 3:
+                raise UnicodeDecodeError("utf-8", b"a value of the client's", 0, 1, "invalid start byte")
+        return super().create_task(coroutine, **words)
+
+Loop.calls = 0
+asyncio.DefaultEventLoopPolicy._loop_factory = Loop
+sys.exit(main())
+"""
+
+
+def is_gone(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX"
+
+
+def lines_of(running: RunningServer) -> list[dict[str, str]]:
+    """The server's log, without what Python itself says at its end."""
+    return [json.loads(line) for line in running.log.read_text().splitlines() if line.startswith("{")]
+
+
+def http2_headers() -> list[tuple[str, bytes, set[int | None]]]:
+    """Header blocks that no gRPC library sends: a name, the block, and what the call may end with (None: a reset)."""
+    found: list[tuple[str, bytes, set[int | None]]] = [
+        ("path that is not UTF-8", wire.headers(b"/\xff/x"), {UNKNOWN, UNIMPLEMENTED}),
+        ("authority that is not UTF-8", wire.headers(CHECK, authority=b"\xff\xfe"), {OK, INTERNAL}),
+        ("method GET", wire.headers(CHECK, method=b"GET"), {None}),
+        ("no path", wire.headers(CHECK, path=None), {None, INTERNAL}),
+        ("te that is not trailers", wire.headers(CHECK, te=b"gzip"), {None, INTERNAL}),
+        ("index out of range", b"\xff\xff\xff\x00" + wire.headers(CHECK), {INTERNAL}),
+        ("header that does not end", b"\x00\x05x-a", {INTERNAL}),
+    ]
+    for key, value in (
+        (b"x-a", b"\xff\xfe"),
+        (b"x-\xff", b"a"),
+        (b"X-UPPER", b"a"),
+        (b"x-bin", b"no base64!"),
+        (b"x-null", b"a\x00b"),
+        (b"x-line", FORGED),
+        (b":status", b"200"),
+        (b"", b""),
+        (b"grpc-encoding", b"zzz"),
+        (b"x-long", b"a" * 20_000),
+        *((b"grpc-timeout", timeout) for timeout in TIMEOUTS),
+    ):
+        block = wire.headers(CHECK, [(key, value)])
+        found.append((f"{key!r}: {value[:20]!r}", block, {None, OK, 4, 8, INTERNAL}))
+    return found
+
+
+async def test_headers_that_no_library_sends_leave_the_server_up(server: RunningServer) -> None:
+    for name, block, allowed in http2_headers():
+        found = await wire.answer(server.target, block)
+        assert found.status in allowed, (name, found)
+        assert found.status is not None or found.is_refused, (name, found)
+        assert (await wire.answer(server.target, wire.headers(CHECK))).status == OK, name
+    assert server.process.poll() is None
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/a/b", "/", "x", "/gradrule.v1.RuleService/Nothing", "/gradrule.v1.Nothing/GetRule", "/grpc.health.v1.Health/"],
+)
+async def test_unknown_methods_are_unimplemented(server: RunningServer, guarded: Guarded, path: str) -> None:
+    assert (await wire.answer(server.target, wire.headers(path))).status == UNIMPLEMENTED
+    with grpc.secure_channel(guarded.running.target, gr.tls(guarded.authority.file)) as channel:
+        for metadata in ((), (("authorization", f"Bearer {guarded.web_token('ada')}"),)):
+            method: Any = channel.unary_unary(path)
+            with pytest.raises(grpc.RpcError) as caught:
+                method(b"", metadata=metadata, timeout=20)
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_what_clients_send_forges_no_line_of_the_log(server: RunningServer) -> None:
+    before = server.log.stat().st_size
+    goaway = wire.frame(wire.GOAWAY, payload=bytes(8) + FORGED)
+    block = wire.headers(CHECK, [(b"x-a", SECRET + b"\xff"), (b"x-b", FORGED + b"\xff")])
+    for _ in range(100):
+        async with wire.connected(server.target) as (reader, writer):
+            writer.write(wire.PREFACE + wire.settings() + wire.call(block, wire.message(b"")) + goaway)
+            await wire.read_answer(reader)
+    with server.log.open("rb") as log:
+        log.seek(before)
+        lines = log.read().splitlines()
+    assert len(lines) < 60
+    for line in lines:
+        assert SECRET not in line
+        assert json.loads(line)["message"] != "forged"
+
+
+async def test_unfinished_messages_without_a_credential_take_no_memory(server: RunningServer) -> None:
+    pid = server.process.pid
+    before = holds(pid).resident_bytes
+    forget_peak(pid)
+    attacks = (send_unfinished(server.target, REFLECTION, streams=5, size=60 * MIB, hold_s=8) for _ in range(10))
+    assert sum(sent for sent, _ in await asyncio.gather(*attacks)) > 10 * MIB
+    assert peak_bytes(pid) - before < 1024 * MIB
+    async with asyncio.timeout(60):
+        while holds(pid).resident_bytes - before > 128 * MIB:
+            await asyncio.sleep(0.2)
+
+
+async def test_a_short_run_of_the_fuzzer(server: RunningServer, tmp_path: Path) -> None:
+    figures = await http2.fuzz(server, Scale(1, seed=1, folder=tmp_path, seconds=6), 10**9)
+    assert figures.cases > 50
+    assert figures.met, figures.findings
+
+
+async def test_an_accept_loop_that_ends_ends_the_process_and_its_engine(tmp_path: Path) -> None:
+    with started_server(tmp_path, program=("-c", FAILING_ACCEPT_LOOP)) as running:
+        engine = running.wait_for_engine()
+        # A call that stays open must not keep the process.
+        async with wire.connected(running.target) as (_, writer):
+            writer.write(wire.PREFACE + wire.settings() + wire.call(wire.headers(WATCH), wire.message(b"")))
+            assert (await wire.answer(running.target, wire.headers(CHECK))).status == 0
+            assert (await wire.answer(running.target, wire.headers("/end"))).is_refused
+            assert running.process.wait(30) == EXIT_FAILED
+        wait_until(lambda: is_gone(engine) or None, "end of the engine")
+        told = [line["message"] for line in lines_of(running) if "accepts no more calls" in line["message"]]
+        assert told == ["gRPC accepts no more calls (UnicodeDecodeError); the server exits with 3"]

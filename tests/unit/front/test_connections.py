@@ -1,0 +1,263 @@
+"""What clients may hold: connections without a credential, and messages that they do not finish."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from gradrule_server.front import connections as connections_module
+from gradrule_server.front.connections import Connection, ConnectionLimits, ConnectionWatch
+from gradrule_server.front.handlers import Door, Times
+from gradrule_server.front.identity import Identity
+from gradrule_server.front.server import Connections, Front
+from gradrule_server.front.sockets import Peer
+from gradrule_server.identity import Credentials
+from tests.battery import wire
+from tests.battery.unfinished import send_unfinished
+from tests.unit.front.doors import Hosts, admission_of
+
+CHECK = "/grpc.health.v1.Health/Check"
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+MIB = 1 << 20
+
+
+class Clock:
+    """Stands still until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Sockets:
+    """Sockets that exist only here, and those that were closed."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.clock = Clock()
+        self.watch = ConnectionWatch(limits, self.clock)
+        self.closed: list[Peer] = []
+        self._open: dict[Peer, FakeSocket] = {}
+
+    def open(self, address: str = "192.0.2.1") -> tuple[Connection, Peer]:
+        peer = ipaddress.ip_address(address), 1000 + len(self._open)
+        self._open[peer] = FakeSocket(len(self._open), self.closed, peer)
+        host = f"ipv4:{address}" if isinstance(peer[0], ipaddress.IPv4Address) else f"ipv6:%5B{address}%5D"
+        return self.watch.of(f"{host}:{peer[1]}"), peer
+
+    def receive(self, peer: Peer, size: int) -> None:
+        self._open[peer].received += size
+
+    def look(self, seconds: float = 1.0) -> None:
+        """Looks after so many seconds."""
+        self.clock.now += seconds
+        self.watch.look(dict(self._open), self.clock.now)
+        for peer in self.closed:
+            self._open.pop(peer, None)
+
+
+class FakeSocket:
+    def __init__(self, inode: int, closed: list[Peer], peer: Peer) -> None:
+        self.inode = inode
+        self.sent = self.received = 0
+        self._closed, self._peer = closed, peer
+
+    def shut(self) -> None:
+        self._closed.append(self._peer)
+
+
+def test_the_oldest_connections_without_a_credential_are_closed() -> None:
+    sockets = Sockets(ConnectionLimits(unauthenticated=3))
+    peers = []
+    for _ in range(5):
+        sockets.clock.now += 1
+        peers.append(sockets.open()[1])
+    for address in ("192.0.2.2", "2001:db8::1"):
+        sockets.open(address)
+    for _ in range(5):
+        sockets.open()[0].is_authenticated = True
+    sockets.look()
+    assert sockets.closed == peers[:2]
+    sockets.look()
+    assert len(sockets.closed) == 2
+
+
+def test_a_network_of_ipv6_counts_as_one_address() -> None:
+    sockets = Sockets(ConnectionLimits(unauthenticated=3))
+    for number in range(9):
+        sockets.open(f"2001:db8::{number + 1:x}")
+    sockets.look()
+    assert len(sockets.closed) == 6
+
+
+def test_addresses_may_have_fewer_where_there_are_many_connections() -> None:
+    sockets = Sockets(ConnectionLimits(connections=40, unauthenticated=16))
+    for number in range(1, 5):
+        for _ in range(10):
+            sockets.open(f"192.0.2.{number}")
+    sockets.look()
+    assert len(sockets.closed) == 4 * 8
+
+
+def test_connections_without_a_credential_and_a_call_end() -> None:
+    sockets = Sockets(ConnectionLimits(unauthenticated_s=60))
+    silent = sockets.open()[1]
+    watching, _ = sockets.open()
+    known, _ = sockets.open()
+    known.is_authenticated = True
+    with watching.call():
+        sockets.look(59)
+        assert not sockets.closed
+        sockets.look(2)
+        assert sockets.closed == [silent]
+        sockets.look(1000)
+    assert sockets.closed == [silent]
+
+
+def test_unfinished_messages_are_bounded() -> None:
+    sockets = Sockets(ConnectionLimits(connection_bytes=10 * MIB, address_bytes=15 * MIB))
+    stranger, of_stranger = sockets.open("192.0.2.2")
+    large, of_large = sockets.open("192.0.2.3")
+    large.is_authenticated = True
+    for connection, peer, size in ((stranger, of_stranger, 2 * MIB), (large, of_large, 12 * MIB)):
+        connection.begin_read()
+        sockets.receive(peer, size)
+    several = [sockets.open("192.0.2.4") for _ in range(3)]
+    for number, (connection, peer) in enumerate(several):
+        connection.is_authenticated = True
+        connection.begin_read()
+        sockets.receive(peer, (6 + number) * MIB)
+    sockets.look()
+    assert set(sockets.closed) == {of_stranger, of_large, several[2][1]}
+
+
+def test_messages_that_are_finished_do_not_count() -> None:
+    sockets = Sockets(ConnectionLimits(connection_bytes=MIB))
+    connection, peer = sockets.open()
+    connection.is_authenticated = True
+    idle = connection
+    idle.begin_read()
+    for _ in range(200):
+        for _ in range(10):
+            connection.begin_read()
+            # What comes besides: frames of 9 bytes, TLS records of 29, each 16 KiB.
+            sockets.receive(peer, MIB + MIB // 16384 * 38 + 8000)
+            connection.end_read(bytes(MIB))
+        sockets.look()
+    assert not sockets.closed
+    assert connection.unfinished < MIB // 4
+
+
+def test_what_calls_held_is_forgotten_with_them() -> None:
+    sockets = Sockets(ConnectionLimits(connection_bytes=10 * MIB))
+    connection, peer = sockets.open()
+    connection.is_authenticated = True
+    for _ in range(20):
+        connection.begin_read()
+        sockets.receive(peer, 8 * MIB)
+        sockets.look()
+        assert connection.unfinished > 7 * MIB
+        connection.end_read(None)
+    assert not sockets.closed
+
+
+def test_a_message_that_makes_no_progress_ends_its_connection() -> None:
+    sockets = Sockets(ConnectionLimits(stall_s=10))
+    stuck, of_stuck = sockets.open()
+    going, of_going = sockets.open()
+    for connection, peer in ((stuck, of_stuck), (going, of_going)):
+        connection.is_authenticated = True
+        connection.begin_read()
+        sockets.receive(peer, 5 * MIB)
+    for _ in range(30):
+        going.begin_read()
+        sockets.receive(of_going, MIB)
+        going.end_read(bytes(MIB))
+        sockets.look()
+    assert sockets.closed == [of_stuck]
+
+
+# Over real connections.
+
+
+@asynccontextmanager
+async def serving(limits: ConnectionLimits) -> AsyncIterator[str]:
+    """A front end with a stream that reads and says nothing."""
+    watch = ConnectionWatch(limits)
+    front = Front(Connections(64 * MIB, 8192, limits.connections, 100, 10.0, 30.0, 20.0, 0.0, 1.0), watch)
+    door = Door(Identity(Credentials()), Hosts(streams=100), admission_of(9), Times(10, 10, 10), connections=watch)
+
+    async def swallow(_: Any, requests: AsyncIterator[bytes], __: Any) -> None:
+        async for _message in requests:
+            pass
+
+    front.add_services(door, with_reflection=True)
+    front._server.add_generic_rpc_handlers((door.service("s", streams={"m": swallow}),))
+    port = await front.start("127.0.0.1:0", None)
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await front.drain(0)
+
+
+async def test_strangers_do_not_keep_new_clients_out() -> None:
+    async with serving(ConnectionLimits(connections=60, unauthenticated=20)) as target, AsyncExitStack() as stack:
+        for _ in range(60):
+            _, writer = await stack.enter_async_context(wire.connected(target))
+            writer.write(wire.PREFACE + wire.settings())
+        client = await stack.enter_async_context(grpc.aio.insecure_channel(target))
+        # On the server as it was, this waits until its deadline.
+        assert await client.unary_unary(CHECK)(b"", timeout=20, wait_for_ready=True) == b"\x08\x01"
+
+
+async def test_silent_strangers_are_closed() -> None:
+    async with serving(ConnectionLimits(unauthenticated_s=0.2)) as target, wire.connected(target) as (reader, writer):
+        writer.write(wire.PREFACE + wire.settings() + wire.call(wire.headers(CHECK), wire.message(b"")))
+        assert (await wire.read_answer(reader)).status == 0
+        assert await wire.drained(reader, 20)
+
+
+@pytest.mark.parametrize("path", [REFLECTION, "/s/m"])
+async def test_unfinished_messages_end_their_connection(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections_module, "_EVERY_S", 0.1)
+    async with serving(ConnectionLimits(connection_bytes=8 * MIB)) as target:
+        sent, has_closed = await send_unfinished(target, path, streams=10, size=60 * MIB, hold_s=60)
+        assert has_closed
+        assert MIB // 2 < sent < 300 * MIB
+
+
+async def test_a_message_that_is_not_finished_ends_its_connection() -> None:
+    async with serving(ConnectionLimits(stall_s=0.5)) as target:
+        assert await send_unfinished(target, "/s/m", streams=1, size=MIB, hold_s=60) == (MIB - 1, True)
+
+
+async def test_health_is_told_though_others_ask_without_a_message() -> None:
+    limits = ConnectionLimits(unauthenticated=100)
+    async with serving(limits) as target, AsyncExitStack() as stack:
+        # As many as the server reads at a time, and more, on some connections.
+        for _ in range(20):
+            _, writer = await stack.enter_async_context(wire.connected(target))
+            calls = b"".join(
+                wire.frame(wire.HEADERS, wire.END_HEADERS, stream, wire.headers(CHECK)) for stream in range(1, 80, 2)
+            )
+            writer.write(wire.PREFACE + wire.settings() + calls)
+        client = await stack.enter_async_context(grpc.aio.insecure_channel(target))
+        for _ in range(50):
+            assert await client.unary_unary(CHECK)(b"", timeout=20) == b"\x08\x01"
+
+
+async def test_watchers_of_one_connection_are_bounded() -> None:
+    async with serving(ConnectionLimits()) as target, AsyncExitStack() as stack:
+        client = await stack.enter_async_context(grpc.aio.insecure_channel(target))
+        watching: list[Any] = [client.unary_stream("/grpc.health.v1.Health/Watch")(b"") for _ in range(16)]
+        for each in watching:
+            assert await each.read() == b"\x08\x01"
+        with pytest.raises(grpc.RpcError) as caught:
+            await client.unary_stream("/grpc.health.v1.Health/Watch")(b"").read()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
