@@ -44,7 +44,7 @@ def _serve(arguments: Sequence[str]) -> int:
     from gradrule_server.link.engine import EngineRefused
     from gradrule_server.operations import logs
     from gradrule_server.operations.tracing import TracingRefused
-    from gradrule_server.registry.store import StoreError
+    from gradrule_server.registry.files import StoreError
 
     logs.configure(settings.log_level, settings.log_format)
     try:

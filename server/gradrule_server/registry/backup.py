@@ -23,11 +23,12 @@ from google.protobuf.message import DecodeError
 from gradrule.v1 import program_pb2, rule_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.registry.blobs import BLOBS, UPLOADING, folder_name
+from gradrule_server.registry.files import FILE_NAME, MARKER, StoreError, logs_of, set_aside
 from gradrule_server.registry.lock import FolderInUseError, FolderLock
 from gradrule_server.registry.migrations import copy_database, show_as_current, sync
 from gradrule_server.registry.programs import blobs_of
 from gradrule_server.registry.schema import SCHEMA_VERSION
-from gradrule_server.registry.store import FILE_NAME, Store, StoreError, logs_of
+from gradrule_server.registry.store import Store
 from gradrule_server.rules import RuleContent
 
 MANIFEST = "backup.json"
@@ -133,6 +134,8 @@ def restore(folder: Path, data_dir: Path) -> Report:
             _check_empty(data_dir)
             for path in sorted(report.blobs - report.missing):
                 _copy_blob(folder / BLOBS / path, data_dir / BLOBS / path)
+            # What was in the folder before is another registry, or this one, which writes its marker anew.
+            (data_dir / MARKER).unlink(missing_ok=True)
             with _of_this_release(folder / FILE_NAME, data_dir) as database:
                 # Last of all: without a database there is no registry.
                 copy_database(database, data_dir / FILE_NAME)
@@ -141,9 +144,27 @@ def restore(folder: Path, data_dir: Path) -> Report:
     return report
 
 
+def begin_anew(data_dir: Path) -> list[Path]:
+    """Makes an empty registry; where the database that was there lies now, if there was one. `BackupError`.
+
+    Blobs stay where they are: they are found by their hashes.
+    """
+    database = data_dir / FILE_NAME
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _locked(data_dir):
+            moment = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
+            kept = set_aside([*logs_of(database), database, data_dir / MARKER], f".until-{moment}")
+        Store(data_dir, is_new=True).close()
+    except (OSError, StoreError) as cause:
+        raise BackupError(f"{data_dir} cannot be written: {cause}") from cause
+    return kept
+
+
 def _check_empty(data_dir: Path) -> None:
     """`BackupError` where something lies in a data folder that is a registry's, or would become part of one."""
-    if (data_dir / FILE_NAME).exists():
+    database = data_dir / FILE_NAME
+    if database.exists() and database.stat().st_size:
         raise BackupError(f"{data_dir} has a registry already; move its {FILE_NAME}* files and {BLOBS} away")
     leftovers = logs_of(data_dir / FILE_NAME)
     if leftovers:

@@ -17,8 +17,9 @@ from gradrule_server.errors import GradruleError, Resource, did_you_mean, error
 from gradrule_server.policy import Bounds
 from gradrule_server.quotas import Allowance
 from gradrule_server.registry import paging
+from gradrule_server.registry.files import StoreError
 from gradrule_server.registry.names import BUILTIN_PREFIX, Names, RuleEntry, by_name
-from gradrule_server.registry.store import DEFAULT_TENANT, RuleRow, Store, StoreError, size_of
+from gradrule_server.registry.store import DEFAULT_TENANT, RuleRow, Store, size_of
 from gradrule_server.rules import RuleContent, write_param
 from gradrule_server.rules.catalogue import BUILTINS, BuiltinRule
 

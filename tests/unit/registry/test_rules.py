@@ -13,8 +13,9 @@ import pytest
 from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.quotas import Allowance
+from gradrule_server.registry.files import StoreError
 from gradrule_server.registry.rules import RuleRegistry, Shipped, to_proto
-from gradrule_server.registry.store import Store, StoreError
+from gradrule_server.registry.store import Store
 from gradrule_server.rules.catalogue import BUILTINS, BuiltinRule
 
 OPS = ("Sign", "Relu", "Identity")

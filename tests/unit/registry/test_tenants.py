@@ -14,9 +14,10 @@ from gradrule.v1 import errors_pb2, program_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.quotas import Allowance
 from gradrule_server.registry.blobs import BlobStore, folder_name
+from gradrule_server.registry.files import StoreError
 from gradrule_server.registry.programs import HeldBlobs, ProgramRegistry
 from gradrule_server.registry.rules import RuleRegistry, Shipped
-from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store, StoreError
+from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store
 from tests.unit.registry.version_1 import DEFINITION, version_1
 
 SHIPPED = Shipped.of(["Sign"])
