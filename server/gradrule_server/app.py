@@ -16,7 +16,8 @@ from gradrule_server.front.tenants import Tenants
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.operations import Operations
-from gradrule_server.registry.blobs import BLOBS, BlobStore
+from gradrule_server.registry.blobs import BlobStore
+from gradrule_server.registry.files import BLOBS
 from gradrule_server.registry.rules import Shipped
 from gradrule_server.registry.store import Store
 from gradrule_server.settings import Settings, is_loopback
@@ -50,7 +51,7 @@ async def serve(settings: Settings) -> None:
         stops.callback(store.close)
         stops.push_async_callback(operations.stop)
         front = Front(assembly.connections_of(settings))
-        blobs = BlobStore(settings.data_dir / BLOBS, settings.max_blob_bytes)
+        blobs = BlobStore(settings.data_dir / BLOBS, settings.max_blob_bytes, settings.max_blobs)
         pool = assembly.pool_of(settings, blobs, front.set_ready)
         loaded = assembly.loaded_of(settings, pool, blobs, operations.quarantined)
         limits = assembly.limits_of(settings, loaded)

@@ -124,6 +124,7 @@ def shared_of(
         server={kind: getattr(settings, f"max_{kind}") for kind in KINDS},
         tenant={kind: settings.of_tenant(kind) for kind in KINDS},
         tenant_blob_bytes=settings.of_tenant("blob_bytes"),
+        tenant_blobs=settings.of_tenant("blobs"),
         cache_capacity=settings.program_cache,
         cache_bytes=settings.program_cache_bytes,
         handle_ttl_s=settings.handle_ttl_s,

@@ -129,8 +129,11 @@ class Settings(BaseModel):
         ByteSize(8192 * _MEBIBYTE), gt=0, description="Bytes of rules and programs that the registry keeps."
     )
     max_blob_bytes: ByteSize = Field(
-        ByteSize(8192 * _MEBIBYTE), gt=0, description="Bytes of blobs (uploaded graphs and weights) that are kept."
+        ByteSize(8192 * _MEBIBYTE),
+        gt=0,
+        description="Bytes that blobs (uploaded graphs and weights) may take on the disk.",
     )
+    max_blobs: PositiveInt = Field(100_000, description="Blobs that are kept.")
     max_graph_bytes: ByteSize = Field(
         ByteSize(1024 * _MEBIBYTE), gt=0, lt=2**31, description="Bytes of a graph that was uploaded as a blob."
     )
@@ -148,7 +151,8 @@ class Settings(BaseModel):
     tenant_session_bytes: ByteSize | None = _of_tenant("Bytes of sessions")
     tenant_handles: PositiveInt | None = _of_tenant("Forward handles at a time")
     tenant_handle_bytes: ByteSize | None = _of_tenant("Bytes of forward handles")
-    tenant_blob_bytes: ByteSize | None = _of_tenant("Bytes of blobs")
+    tenant_blob_bytes: ByteSize | None = _of_tenant("Bytes that blobs may take on the disk,")
+    tenant_blobs: PositiveInt | None = _of_tenant("Blobs")
     tls_cert: Path | None = Field(None, description="Certificate chain in PEM; the server then speaks TLS alone.")
     tls_key: Path | None = Field(None, description="Private key of the certificate, in PEM.")
     tls_client_ca: Path | None = Field(

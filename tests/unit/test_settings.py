@@ -60,6 +60,8 @@ OTHER_VALUES = {
     "tenant_handles": 28,
     "tenant_handle_bytes": 29,
     "tenant_blob_bytes": 30,
+    "max_blobs": 38,
+    "tenant_blobs": 39,
     "tls_cert": Path("/run/tls.crt"),
     "tls_key": Path("/run/tls.key"),
     "tls_client_ca": Path("/run/ca.crt"),

@@ -22,8 +22,8 @@ from google.protobuf.message import DecodeError
 
 from gradrule.v1 import program_pb2, rule_pb2
 from gradrule_server.errors import GradruleError
-from gradrule_server.registry.blobs import BLOBS, UPLOADING, folder_name
-from gradrule_server.registry.files import FILE_NAME, MARKER, StoreError, logs_of, set_aside
+from gradrule_server.registry.blobs import UPLOADING, folder_name
+from gradrule_server.registry.files import BLOBS, FILE_NAME, MARKER, StoreError, logs_of, set_aside
 from gradrule_server.registry.lock import FolderInUseError, FolderLock
 from gradrule_server.registry.migrations import copy_database, show_as_current, sync
 from gradrule_server.registry.programs import blobs_of

@@ -36,10 +36,11 @@ class HeldBlobs:
     def __init__(self, store: Store, blobs: BlobStore) -> None:
         self._held: dict[tuple[str, str], list[str]] = {}
         for tenant, program_id, spec in store.program_specs():
-            # What is still there: a file that somebody took away makes the program ask for it when it is run.
-            own, wanted = blobs.of(tenant), blobs_of(program_pb2.ProgramSpec.FromString(spec))
-            gone = set(own.missing(wanted))
-            self.hold(own, tenant, program_id, [name for name in wanted if name not in gone])
+            wanted = blobs_of(program_pb2.ProgramSpec.FromString(spec))
+            if wanted:
+                # A file that somebody took away makes the program ask for it when it is run.
+                blobs.of(tenant).keep(wanted)
+                self._held[tenant, program_id] = wanted
 
     def hold(self, blobs: BlobStore, tenant: str, program_id: str, names: list[str]) -> None:
         """For a program that is about to be kept; BLOB_NOT_FOUND."""

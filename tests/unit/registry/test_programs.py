@@ -19,7 +19,7 @@ GRAPH = graph_pb2.Graph(node=[X, Y])
 
 
 def registry_of(store: Store, **limits: Any) -> ProgramRegistry:
-    return ProgramRegistry(store, BlobStore(store.path.parent / "blobs", 1000), **limits)
+    return ProgramRegistry(store, BlobStore(store.path.parent / "blobs", 1 << 20), **limits)
 
 
 def spec(fetch: str = "y") -> program_pb2.ProgramSpec:
