@@ -42,6 +42,8 @@ _SHOWN = 5
 # What file systems give to a file at least, and by what it grows, as far as is known before it is written.
 _BLOCK = 4096
 _STAT_BLOCK = 512
+# The order of uses need not be known to the second after a restart.
+_NOTE_EVERY_NS = 60 * 10**9
 
 _Stamp = tuple[int, int, int]
 
@@ -54,11 +56,15 @@ def folder_name(tenant: str) -> str:
 
 @dataclass(slots=True)
 class _File:
-    """A blob. `length`: its bytes; `taken`: those it takes on the disk; `verified`: the stamp its hash was right at."""
+    """A blob. `length`: its bytes; `taken`: those it takes on the disk; `verified`: the stamp its hash was right at.
+
+    `noted_ns`: the time of its last use as the disk has it.
+    """
 
     length: int
     taken: int
     verified: _Stamp | None = None
+    noted_ns: int = 0
 
 
 @dataclass(slots=True)
@@ -175,6 +181,7 @@ class BlobStore:
     def __init__(self, folder: Path, capacity: int, count: int = sys.maxsize) -> None:
         self._shelf = _Shelf(folder, _Amount(capacity, count))
         self._own = self._shelf.own("")
+        self._folder = folder
         self.folder_name = ""
         """Name of the tenant's folder within the common one, by which an engine finds it; empty: the common one."""
 
@@ -182,6 +189,7 @@ class BlobStore:
         """A tenant's blobs. `capacity`, `count`: what the tenant may have; all that the server keeps, unless given."""
         view = copy.copy(self)
         view.folder_name = folder_name(tenant)
+        view._folder = self._shelf.folder / view.folder_name
         with self._shelf.lock:
             view._own = self._shelf.own(view.folder_name)
             if capacity is not None:
@@ -204,7 +212,7 @@ class BlobStore:
     @property
     def folder(self) -> Path:
         """The tenant's folder; it may not be there yet."""
-        return self._shelf.folder / self.folder_name
+        return self._folder
 
     @property
     def held_bytes(self) -> int:
@@ -238,7 +246,7 @@ class BlobStore:
         return all(
             (file := self._own.files.get(name)) is not None
             and file.verified is not None
-            and file.verified == _stamp(self.folder / name)
+            and file.verified == _stamp(f"{self.folder}/{name}")
             for name in names
         )
 
@@ -324,11 +332,13 @@ class BlobStore:
             file = self._own.files.get(name)
         if file is None:
             return False
-        path = self.folder / name
+        path = f"{self.folder}/{name}"
         try:
-            stat = path.stat()
-            # That of the last use, by which the next start knows the order.
-            os.utime(path, ns=(time.time_ns(), stat.st_mtime_ns))
+            stat = os.stat(path)
+            now_ns = time.time_ns()
+            if now_ns - file.noted_ns > _NOTE_EVERY_NS:
+                os.utime(path, ns=(now_ns, stat.st_mtime_ns))
+                file.noted_ns = now_ns
             stamp = _stamp_of(stat)
             if (is_used or file.verified is not None) and file.verified != stamp:
                 if _hash(path) != name:
@@ -457,15 +467,15 @@ def _stamp_of(stat: os.stat_result) -> _Stamp:
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-def _stamp(path: Path) -> _Stamp | None:
+def _stamp(path: str) -> _Stamp | None:
     try:
-        return _stamp_of(path.stat())
+        return _stamp_of(os.stat(path))
     except FileNotFoundError:
         return None
 
 
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
+def _hash(path: str) -> str:
+    with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

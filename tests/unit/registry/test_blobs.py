@@ -229,7 +229,6 @@ def test_the_number_of_blobs_is_bounded(tmp_path: Path) -> None:
     put(grace, b"5")
     put(grace, b"6")
     assert ada.missing([second, third]) == [second]
-    assert put(grace, b"6") == put(grace, b"6")
     assert grace.missing([name_of(bytes([letter])) for letter in b"456"]) == []
 
 
