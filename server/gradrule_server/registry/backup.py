@@ -18,18 +18,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from google.protobuf.message import DecodeError
-
-from gradrule.v1 import program_pb2, rule_pb2
-from gradrule_server.errors import GradruleError
 from gradrule_server.registry.blobs import UPLOADING, folder_name
+from gradrule_server.registry.database import text_of
 from gradrule_server.registry.files import BLOBS, FILE_NAME, MARKER, StoreError, logs_of, set_aside
 from gradrule_server.registry.lock import FolderInUseError, FolderLock
 from gradrule_server.registry.migrations import copy_database, show_as_current, sync
-from gradrule_server.registry.programs import blobs_of
+from gradrule_server.registry.programs import blobs_of, read_spec, read_summary
+from gradrule_server.registry.rules import read_rule
 from gradrule_server.registry.schema import SCHEMA_VERSION
-from gradrule_server.registry.store import Store
-from gradrule_server.rules import RuleContent
+from gradrule_server.registry.store import RuleRow, Store, UnreadableRowError
 
 MANIFEST = "backup.json"
 
@@ -238,22 +235,28 @@ def _check_database(database: sqlite3.Connection, report: Report) -> None:
         )
         return
     report.schema_version = int(version)
-    for digest, content in database.execute("SELECT digest, content FROM blobs"):
-        if hashlib.sha256(content).hexdigest() != digest:
-            report.problems.append(f"the graph {digest} is not what was stored")
-    for tenant, name, definition in database.execute("SELECT tenant, name, definition FROM rules"):
+    for tenant, digest, content in database.execute("SELECT tenant, digest, content FROM blobs"):
+        if not isinstance(content, bytes) or hashlib.sha256(content).hexdigest() != digest:
+            query = "SELECT id FROM programs WHERE tenant = ? AND graph_digest = ?"
+            used = ", ".join(repr(program_id) for (program_id,) in database.execute(query, (tenant, digest)))
+            report.problems.append(
+                f"the graph {digest} is not what was stored; delete the programs {used} of tenant {tenant!r}, which "
+                "have it"
+            )
+    for tenant, *row in database.execute("SELECT tenant, name, definition, description, create_time_us FROM rules"):
         report.tenants.add(tenant)
         report.rules += 1
         try:
-            RuleContent.from_kept(name, rule_pb2.RuleDefinition.FromString(definition))
-        except (DecodeError, GradruleError) as cause:
-            report.unreadable.append(f"the rule {name!r} of tenant {tenant!r} cannot be read: {cause}")
-    for tenant, program_id, spec in database.execute("SELECT tenant, id, spec FROM programs"):
+            read_rule(RuleRow(*row))
+        except UnreadableRowError as cause:
+            report.unreadable.append(f"the rule {row[0]!r} of tenant {tenant!r} cannot be read: {cause}")
+    for tenant, program_id, spec, summary in database.execute("SELECT tenant, id, spec, summary FROM programs"):
         report.tenants.add(tenant)
         report.programs += 1
         try:
-            needed = blobs_of(program_pb2.ProgramSpec.FromString(spec))
-        except DecodeError as cause:
+            read_summary(summary)
+            needed = blobs_of(read_spec(tenant, program_id, spec))
+        except UnreadableRowError as cause:
             report.unreadable.append(f"the program {program_id!r} of tenant {tenant!r} cannot be read: {cause}")
         else:
             folder = folder_name(tenant)
@@ -262,7 +265,9 @@ def _check_database(database: sqlite3.Connection, report: Report) -> None:
 
 def _open(file: Path) -> sqlite3.Connection:
     # Not read-only: where a server was killed, what it wrote last is still to be taken over from its log.
-    return sqlite3.connect(f"{file.resolve().as_uri()}?mode=rw", uri=True)
+    database = sqlite3.connect(f"{file.resolve().as_uri()}?mode=rw", uri=True)
+    database.text_factory = text_of
+    return database
 
 
 def _version(database: sqlite3.Connection) -> str:

@@ -282,7 +282,7 @@ def _engine(path: Path, check: Callable[[], None]) -> Engine:
         check()
         connection.isolation_level = None
         # One damaged text must not hide all the rows that are read with it.
-        connection.text_factory = _text
+        connection.text_factory = text_of
         for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
             connection.execute(f"PRAGMA {pragma}")
 
@@ -293,7 +293,8 @@ def _engine(path: Path, check: Callable[[], None]) -> Engine:
     return engine
 
 
-def _text(raw: bytes) -> str:
+def text_of(raw: bytes) -> str:
+    """A text of a row, whatever bytes it has: no name and no description that is valid has such characters."""
     return raw.decode("utf-8", "surrogateescape")
 
 

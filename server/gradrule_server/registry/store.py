@@ -34,8 +34,8 @@ DEFAULT_TENANT = "default"
 """Whose names are those that callers without credentials make; the owner of what is older than tenants."""
 
 
-class DamagedProgramError(Exception):
-    """A kept program whose graph is not what was stored, or cannot be read; the message says what."""
+class UnreadableRowError(Exception):
+    """A kept rule or program that this server cannot read; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,19 +146,20 @@ class Store:
 
         At most `count`, and so many that their summaries have at most `max_bytes`; one has any number.
         """
-        query = _program_rows(tenant).where(programs.c.id > program_id).order_by(programs.c.id).limit(count + 1)
+        is_meant = (programs.c.id > program_id) & _IS_PROGRAM_ID
+        query = _program_rows(tenant).where(is_meant).order_by(programs.c.id).limit(count + 1)
         found: list[ProgramRow] = []
         # Row by row: what does not fit is not read.
         with self._database.read() as connection, connection.execute(query) as rows:
             for row in rows:
-                max_bytes -= len(row.summary)
+                max_bytes -= len(row.summary) if isinstance(row.summary, bytes) else 0
                 if len(found) == count or (found and max_bytes < 0):
                     return found, True
                 found.append(ProgramRow(**row._mapping))
         return found, False
 
     def program_content(self, program_id: str, identity: str, tenant: str = DEFAULT_TENANT) -> ProgramContent | None:
-        """What a program is compiled from. `DamagedProgramError` where its graph is not what was stored."""
+        """What a program is compiled from. `UnreadableRowError` where its graph is not what was stored."""
         query = (
             select(programs.c.spec, programs.c.snapshot, programs.c.graph_digest, blobs.c.content)
             .join(blobs)
@@ -170,11 +171,11 @@ class Store:
         except DatabaseError as cause:
             if isinstance(cause, OperationalError):
                 raise
-            raise DamagedProgramError(f"its graph cannot be read: {cause.orig}") from cause
+            raise UnreadableRowError(f"its graph cannot be read: {cause.orig}") from cause
         if row is None:
             return None
         if not isinstance(row.content, bytes) or hashlib.sha256(row.content).hexdigest() != row.graph_digest:
-            raise DamagedProgramError("its graph is not what was stored")
+            raise UnreadableRowError("its graph is not what was stored")
         return ProgramContent(row.spec, row.content, row.snapshot)
 
     def add_program(
@@ -224,7 +225,7 @@ class Store:
 
 def size_of(row: RuleRow) -> int:
     """Bytes that count of a rule; of a program its summary, spec and snapshot do, and its graph, once for a tenant."""
-    return len(row.definition) + len(row.description.encode())
+    return len(row.definition) + len(row.description.encode(errors="surrogateescape"))
 
 
 # Of bytes the length is known without reading them, of text it is not.
@@ -236,6 +237,14 @@ _COUNTED = ((rules, _RULE_BYTES), (programs, _PROGRAM_BYTES), (blobs, func.lengt
 def _kept_bytes(table: Table, size: ColumnElement[int], tenant: str | None) -> Select[int]:
     query = select(func.coalesce(func.sum(size), 0)).select_from(table)
     return query if tenant is None else query.where(table.c.tenant == tenant)
+
+
+# What a damaged file may hold in the place of an id would neither be a name, nor sort among names.
+_IS_PROGRAM_ID = (
+    (func.typeof(programs.c.id) == "text")
+    & programs.c.id.bool_op("GLOB")("[a-z]*")
+    & programs.c.id.bool_op("NOT GLOB")("*[^a-z0-9_.-]*")
+)
 
 
 def _program_rows(tenant: str) -> Select[tuple[str, str, bytes, int]]:

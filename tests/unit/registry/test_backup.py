@@ -54,8 +54,8 @@ def store(data: Path) -> Iterator[Store]:
     name = put(blobs.of("ada"), b"weights")
     put(blobs.of("ada"), b"nobody's")
     spec.variables.add(name="w", value={"blob": tensor_pb2.BlobTensor(sha256=name)})
-    content = ProgramContent(spec.SerializeToString(), b"graph", b"snapshot")
-    opened.add_program(ProgramRow("p", "same", b"summary", 5), content, "ada")
+    content = ProgramContent(spec.SerializeToString(), b"graph", b"")
+    opened.add_program(ProgramRow("p", "same", b"", 5), content, "ada")
     yield opened
     opened.close()
 

@@ -15,7 +15,7 @@ from sqlalchemy import event
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.registry.files import StoreError
-from gradrule_server.registry.store import DamagedProgramError, ProgramContent, ProgramRow, RuleRow, Store, size_of
+from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store, UnreadableRowError, size_of
 
 
 def rule(name: str) -> RuleRow:
@@ -265,7 +265,7 @@ def test_a_changed_graph_is_found_when_it_is_read(tmp_path: Path) -> None:
     store.add_program(program("p"), content(b"graph"))
     with sqlite3.connect(store.path) as connection:
         connection.execute("UPDATE blobs SET content = ?", (b"grapf",))
-    with pytest.raises(DamagedProgramError, match="its graph is not what was stored"):
+    with pytest.raises(UnreadableRowError, match="its graph is not what was stored"):
         store.program_content("p", "same")
     store.close()
 

@@ -179,8 +179,8 @@ def test_a_store_of_the_first_schema_becomes_the_first_tenant_s(tmp_path: Path) 
     file = version_1(tmp_path)
     store = Store(tmp_path)
     assert store.rules() == [RuleRow("Q", DEFINITION.SerializeToString(), "kept", 5)]
-    assert store.program("p") == ProgramRow("p", "same", b"summary", 7)
-    assert store.program_content("p", "same") == ProgramContent(b"spec", b"graph", b"snapshot")
+    assert store.program("p") == ProgramRow("p", "same", b"", 7)
+    assert store.program_content("p", "same") == ProgramContent(b"spec", b"graph", b"")
     assert store.rules("ada") == []
     assert store.counts() == (1, 1)
     store.add_rule(RuleRow("Q", b"", "ada's", 6), "ada")
