@@ -11,6 +11,7 @@ from gradrule_server.front.server import Connections
 from gradrule_server.front.tenants import KINDS, Shared, Tenants
 from gradrule_server.front.tls import Certificates
 from gradrule_server.identity import Credentials
+from gradrule_server.identity.certificates import ClientCertificates
 from gradrule_server.identity.jwts import Jwts
 from gradrule_server.identity.tokens import Tokens
 from gradrule_server.link.memory import share_of_memory
@@ -45,7 +46,8 @@ def credentials_of(settings: Settings) -> Credentials:
             claim=settings.jwt_tenant_claim,
             admins=admins,
         )
-    return Credentials(tokens, jwts, settings.tls_client_ca is not None, admins)
+    by_certificate = None if settings.tls_client_ca is None else ClientCertificates(settings.tls_client_name, admins)
+    return Credentials(tokens, jwts, by_certificate)
 
 
 def certificates_of(settings: Settings) -> Certificates | None:

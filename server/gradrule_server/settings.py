@@ -168,6 +168,12 @@ class Settings(BaseModel):
     jwt_issuer: str = Field("", description="Who signs JSON Web Tokens: their `iss`.")
     jwt_audience: str = Field("", description="For whom JSON Web Tokens are: what their `aud` must hold.")
     jwt_tenant_claim: str = Field("sub", min_length=1, description="Claim of JSON Web Tokens that names the tenant.")
+    tls_client_name: Literal["auto", "uri", "dns", "email", "common-name"] = Field(
+        "auto",
+        description="Name of a client's certificate that is its tenant: its only alternative name of the type uri, dns "
+        "or email, its common-name, or auto: its only name of these three types or, where it has no alternative names, "
+        "its common name.",
+    )
     admin_tenants: str = Field(
         "", description="Tenants, separated by commas, whose JSON Web Tokens or certificates are administrators'."
     )

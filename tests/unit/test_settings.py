@@ -71,6 +71,7 @@ OTHER_VALUES = {
     "jwt_issuer": "https://issuer",
     "jwt_audience": "gradrule",
     "jwt_tenant_claim": "team",
+    "tls_client_name": "uri",
     "admin_tenants": "ada,grace",
     "insecure_tokens": True,
     "max_connections": 31,
