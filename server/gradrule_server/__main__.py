@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _serve(arguments: Sequence[str]) -> int:
     """Serves; 0 after a drain."""
     from gradrule_server.settings import Settings
-    from gradrule_server.settings_reading import SettingsError
+    from gradrule_server.settings_reading import SettingsError, service_links
 
     try:
         settings = Settings.load(arguments, os.environ)
@@ -47,6 +48,12 @@ def _serve(arguments: Sequence[str]) -> int:
     from gradrule_server.registry.files import StoreError
 
     logs.configure(settings.log_level, settings.log_format)
+    ignored = service_links(os.environ)
+    if ignored:
+        logging.getLogger(__name__).warning(
+            "ignored, for Kubernetes sets them for Services: %s; enableServiceLinks: false keeps them away",
+            ", ".join(ignored),
+        )
     try:
         asyncio.run(serve(settings))
     except (
