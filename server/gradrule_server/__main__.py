@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -31,7 +32,7 @@ def _serve(arguments: Sequence[str]) -> int:
     # gRPC's C core writes to stderr by itself, text that clients sent included, which could forge lines of the log.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from gradrule_server.settings import Settings
-    from gradrule_server.settings_reading import SettingsError
+    from gradrule_server.settings_reading import SettingsError, service_links
 
     try:
         settings = Settings.load(arguments, os.environ)
@@ -47,9 +48,15 @@ def _serve(arguments: Sequence[str]) -> int:
     from gradrule_server.link.engine import EngineRefused
     from gradrule_server.operations import logs
     from gradrule_server.operations.tracing import TracingRefused
-    from gradrule_server.registry.store import StoreError
+    from gradrule_server.registry.files import StoreError
 
     logs.configure(settings.log_level, settings.log_format)
+    ignored = service_links(os.environ)
+    if ignored:
+        logging.getLogger(__name__).warning(
+            "ignored, for Kubernetes sets them for Services: %s; enableServiceLinks: false keeps them away",
+            ", ".join(ignored),
+        )
     try:
         with logs.standard_error_as_lines():
             asyncio.run(serve(settings))

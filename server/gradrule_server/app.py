@@ -19,7 +19,9 @@ from gradrule_server.front.tenants import Tenants
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.operations import Operations
-from gradrule_server.registry.blobs import BLOBS, BlobStore
+from gradrule_server.periodic import PeriodicChecks
+from gradrule_server.registry.blobs import BlobStore
+from gradrule_server.registry.files import BLOBS
 from gradrule_server.registry.rules import Shipped
 from gradrule_server.registry.store import Store
 from gradrule_server.settings import Settings, is_loopback
@@ -30,6 +32,9 @@ EXIT_FAILED = 3
 """Exit code of a server that ended by itself after it had started; its supervisor should start it again."""
 
 _STOP_S = 15.0
+
+# How soon a token that was made, or taken back, is noticed.
+_CHECK_EVERY_S = 0.25
 
 
 async def serve(settings: Settings) -> None:
@@ -50,17 +55,19 @@ async def serve(settings: Settings) -> None:
         if certificates is not None:
             certificates.refresh()
 
-    loop.add_signal_handler(signal.SIGHUP, read_again)
+    # Files of credentials may be large: the event loop does not wait for them.
+    loop.add_signal_handler(signal.SIGHUP, lambda: loop.run_in_executor(None, read_again))
     operations = Operations(assembly.operations_of(settings))
     # Whatever fails, in starting or in stopping, all that comes after it on the way down is stopped too.
     async with contextlib.AsyncExitStack() as stops:
         store = Store(settings.data_dir)
         stops.callback(store.close)
+        stops.enter_context(PeriodicChecks(_CHECK_EVERY_S, store.look, read_again))
         stops.push_async_callback(operations.stop)
         allow_connections(settings.max_connections)
         watch = assembly.watch_of(settings)
         front = Front(assembly.connections_of(settings), watch)
-        blobs = BlobStore(settings.data_dir / BLOBS, settings.max_blob_bytes)
+        blobs = BlobStore(settings.data_dir / BLOBS, settings.max_blob_bytes, settings.max_blobs)
         pool = assembly.pool_of(settings, blobs, front.set_ready)
         loaded = assembly.loaded_of(settings, pool, blobs, operations.quarantined)
         limits = assembly.limits_of(settings, loaded)

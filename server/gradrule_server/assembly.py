@@ -12,6 +12,7 @@ from gradrule_server.front.server import Connections
 from gradrule_server.front.tenants import KINDS, Shared, Tenants
 from gradrule_server.front.tls import Certificates
 from gradrule_server.identity import Credentials
+from gradrule_server.identity.certificates import ClientCertificates
 from gradrule_server.identity.jwts import Jwts
 from gradrule_server.identity.tokens import Tokens
 from gradrule_server.link.memory import share_of_memory
@@ -46,7 +47,8 @@ def credentials_of(settings: Settings) -> Credentials:
             claim=settings.jwt_tenant_claim,
             admins=admins,
         )
-    return Credentials(tokens, jwts, settings.tls_client_ca is not None, admins)
+    by_certificate = None if settings.tls_client_ca is None else ClientCertificates(settings.tls_client_name, admins)
+    return Credentials(tokens, jwts, by_certificate)
 
 
 def certificates_of(settings: Settings) -> Certificates | None:
@@ -139,6 +141,7 @@ def shared_of(
         server={kind: getattr(settings, f"max_{kind}") for kind in KINDS},
         tenant={kind: settings.of_tenant(kind) for kind in KINDS},
         tenant_blob_bytes=settings.of_tenant("blob_bytes"),
+        tenant_blobs=settings.of_tenant("blobs"),
         cache_capacity=settings.program_cache,
         cache_bytes=settings.program_cache_bytes,
         handle_ttl_s=settings.handle_ttl_s,

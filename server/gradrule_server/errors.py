@@ -92,7 +92,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _close(name: str, known: Iterable[str]) -> list[str]:
-    candidates = [candidate for candidate in known if len(candidate) <= _MAX_NAME]
+    candidates = [candidate for candidate in known if len(candidate) <= _MAX_NAME and candidate != name]
     if len(name) * sum(map(len, candidates)) > _MAX_COMPARED:
         # The likeliest: those that begin alike, then those of about the same length.
         first, length = name[:1].lower(), len(name)

@@ -129,8 +129,11 @@ class Settings(BaseModel):
         ByteSize(8192 * _MEBIBYTE), gt=0, description="Bytes of rules and programs that the registry keeps."
     )
     max_blob_bytes: ByteSize = Field(
-        ByteSize(8192 * _MEBIBYTE), gt=0, description="Bytes of blobs (uploaded graphs and weights) that are kept."
+        ByteSize(8192 * _MEBIBYTE),
+        gt=0,
+        description="Bytes that blobs (uploaded graphs and weights) may take on the disk.",
     )
+    max_blobs: PositiveInt = Field(100_000, description="Blobs that are kept.")
     max_graph_bytes: ByteSize = Field(
         ByteSize(1024 * _MEBIBYTE), gt=0, lt=2**31, description="Bytes of a graph that was uploaded as a blob."
     )
@@ -148,7 +151,8 @@ class Settings(BaseModel):
     tenant_session_bytes: ByteSize | None = _of_tenant("Bytes of sessions")
     tenant_handles: PositiveInt | None = _of_tenant("Forward handles at a time")
     tenant_handle_bytes: ByteSize | None = _of_tenant("Bytes of forward handles")
-    tenant_blob_bytes: ByteSize | None = _of_tenant("Bytes of blobs")
+    tenant_blob_bytes: ByteSize | None = _of_tenant("Bytes that blobs may take on the disk,")
+    tenant_blobs: PositiveInt | None = _of_tenant("Blobs")
     tls_cert: Path | None = Field(None, description="Certificate chain in PEM; the server then speaks TLS alone.")
     tls_key: Path | None = Field(None, description="Private key of the certificate, in PEM.")
     tls_client_ca: Path | None = Field(
@@ -164,6 +168,12 @@ class Settings(BaseModel):
     jwt_issuer: str = Field("", description="Who signs JSON Web Tokens: their `iss`.")
     jwt_audience: str = Field("", description="For whom JSON Web Tokens are: what their `aud` must hold.")
     jwt_tenant_claim: str = Field("sub", min_length=1, description="Claim of JSON Web Tokens that names the tenant.")
+    tls_client_name: Literal["auto", "uri", "dns", "email", "common-name"] = Field(
+        "auto",
+        description="Name of a client's certificate that is its tenant: its only alternative name of the type uri, dns "
+        "or email, its common-name, or auto: its only name of these three types or, where it has no alternative names, "
+        "its common name.",
+    )
     admin_tenants: str = Field(
         "", description="Tenants, separated by commas, whose JSON Web Tokens or certificates are administrators'."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +27,14 @@ _OF_CLIENTS = frozenset(
         "GRADRULE_INSECURE_TOKEN",
     }
 )
+
+
+# What Kubernetes tells a container of the Services beside it, those named gradrule or gradrule-… included.
+_SERVICE_NAMES = re.compile(
+    r"GRADRULE_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_PROTO|_PORT|_ADDR)?)"
+)
+_SERVICE_PORT = re.compile(r"GRADRULE_(\w+_)?PORT")
+_SERVICE_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 
 
 class SettingsError(Exception):
@@ -77,12 +86,22 @@ def parse_flags(
     return vars(values)
 
 
+def service_links(environ: Mapping[str, str]) -> list[str]:
+    """Variables that Kubernetes sets for Services, and that only look like settings: they are ignored."""
+    return sorted(
+        variable
+        for variable, value in environ.items()
+        if _SERVICE_NAMES.fullmatch(variable) or (_SERVICE_PORT.fullmatch(variable) and _SERVICE_ADDRESS.match(value))
+    )
+
+
 def read_environment(fields: Mapping[str, FieldInfo], environ: Mapping[str, str]) -> dict[str, str]:
     """What the environment says, by the setting's name. `SettingsError`."""
     names = {environment_name(name): name for name in fields}
+    ignored = _OF_CLIENTS.union(service_links(environ))
     values = {}
     for variable, value in sorted(environ.items()):
-        if variable.startswith(_PREFIX) and variable not in _OF_CLIENTS:
+        if variable.startswith(_PREFIX) and variable not in ignored:
             if variable not in names:
                 raise SettingsError(
                     f"The environment variable {variable} is no setting.{did_you_mean(variable, names)}"

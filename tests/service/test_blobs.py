@@ -22,6 +22,7 @@ from tests.service.refusals import fine, provokes
 from tests.service.servers import RunningServer, running_server
 
 WEIGHTS = np.arange(6000, dtype=np.float32).reshape(2, 3000) / 1000
+ON_DISK = -(-WEIGHTS.nbytes // 4096) * 4096
 X = np.array([[1.0, -2.0]], np.float32)
 
 
@@ -211,7 +212,7 @@ def test_a_server_that_lost_everything_gets_it_again(tmp_path: Path) -> None:
 
 
 def test_a_kept_program_runs_after_a_restart_and_keeps_its_weights(tmp_path: Path) -> None:
-    room = WEIGHTS.nbytes * 2 + 100
+    room = ON_DISK * 2
     flags = ("--max-blob-bytes", str(room))
     with running_server(tmp_path, flags) as server, gr.connect(server.target) as client:
         program = client.compile(model(), fetches=["y"], name="kept")
@@ -226,7 +227,7 @@ def test_a_kept_program_runs_after_a_restart_and_keeps_its_weights(tmp_path: Pat
 
 @provokes("QUOTA_EXCEEDED")
 def test_room_for_blobs_is_bounded(tmp_path: Path) -> None:
-    flags = ("--max-blob-bytes", str(WEIGHTS.nbytes + 100))
+    flags = ("--max-blob-bytes", str(ON_DISK))
     with running_server(tmp_path, flags) as server, gr.connect(server.target) as client:
         client.compile(model(), fetches=["y"], name="kept")
         with grpc.insecure_channel(server.target) as channel, refused_raw("QUOTA_EXCEEDED") as refusal:
@@ -239,14 +240,14 @@ def test_room_for_blobs_is_bounded(tmp_path: Path) -> None:
             answer = client.evaluate(model(WEIGHTS + number), feeds={"x": X}, fetches=["y"])
             np.testing.assert_allclose(answer.outputs["y"], (X @ (WEIGHTS + number)).sum(), rtol=1e-4)
         stored = sum(path.stat().st_size for path in (tmp_path / "registry" / "blobs").iterdir())
-        assert stored <= WEIGHTS.nbytes + 100
+        assert stored <= ON_DISK
 
 
 def test_a_program_whose_weights_went_is_loaded_again_after_they_came_back(tmp_path: Path) -> None:
     import os
     import signal
 
-    flags = ("--max-blob-bytes", str(WEIGHTS.nbytes + 100))
+    flags = ("--max-blob-bytes", str(ON_DISK))
     g = model()
     with running_server(tmp_path, flags) as server, gr.connect(server.target) as client:
         first = client.evaluate(g, feeds={"x": X}, fetches=["y"]).outputs["y"]

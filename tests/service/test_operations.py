@@ -102,7 +102,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     port = free_port()
     with collecting() as collector:
         flags = ("--metrics-port", str(port), "--audit-log", str(folder / "audit.jsonl"), "--log-level", "debug")
-        bounds = ("--otel-endpoint", collector.endpoint, "--max-blob-bytes", "1000")
+        bounds = ("--otel-endpoint", collector.endpoint, "--max-blob-bytes", "8192")
         environment = {"OTEL_BSP_SCHEDULE_DELAY": "200"}
         with running_server(folder, (*flags, *bounds), environment) as server, gr.connect(server.target) as client:
             yield Watched(server, client, f"http://127.0.0.1:{port}/metrics", folder / "audit.jsonl", collector)
@@ -178,7 +178,7 @@ def test_the_audit_log(watched: Watched) -> None:
     client.explain(sign(), ys="y", xs="x", overrides={"Sign": "Audited"})
     blob = client.upload(b"some bytes")
     with refused("QUOTA_EXCEEDED"):
-        client.upload(bytes(2000))
+        client.upload(bytes(9000))
     program.delete()
     client.delete_rule("Audited")
     with refused("RULE_READ_ONLY"):

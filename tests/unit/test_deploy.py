@@ -1,14 +1,15 @@
-"""The examples in deploy/ name settings that there are."""
+"""The examples in deploy/ name settings that there are, and are as hard as README's command for strangers."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 
 from gradrule_server.settings import Settings
-from gradrule_server.settings_reading import environment_name, flag_name
+from gradrule_server.settings_reading import environment_name, flag_name, service_links
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FILES = sorted([*DEPLOY.glob("*.yaml"), *DEPLOY.glob("Dockerfile*"), DEPLOY / "README.md"])
@@ -48,3 +49,88 @@ def test_all_that_a_secret_mounts_is_used() -> None:
     for name in ("data", "tmp", "tls", "tokens"):
         assert f"- {{ name: {name}, mountPath:" in text
         assert re.search(rf"^ +- name: {name}$", text, re.MULTILINE)
+
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def under(text: str, *keys: str) -> str:
+    """The lines below nested keys of a YAML file, with the indent of the first taken away."""
+    for key in keys:
+        lines = iter(text.splitlines())
+        start = next(line for line in lines if line.removeprefix("- ") == f"{key}:")
+        indent = "  " if start.startswith("- ") else ""
+        found = []
+        for line in lines:
+            if line.strip() and not line.startswith((f"{indent}  ", f"{indent}- ")):
+                break
+            found.append(line)
+        text = dedent("\n".join(found))
+    return text
+
+
+def test_the_reader_of_these_files_finds_what_it_should() -> None:
+    text = "a:\n  b:\n    c: 1\n    d:\n      - e\n  f:\n    c: 2\ng: 3"
+    assert under(text, "a", "b") == "c: 1\nd:\n  - e"
+    assert under(text, "a", "f") == "c: 2"
+    assert under(text, "a", "b", "d") == "- e"
+    with pytest.raises(StopIteration):
+        under(text, "b")
+
+
+def test_the_pod_is_as_hard_as_for_strangers() -> None:
+    documents = (DEPLOY / "kubernetes.yaml").read_text().split("\n---\n")
+    deployment = next(text for text in documents if "\nkind: Deployment\n" in text)
+    pod = under(deployment, "spec", "template", "spec")
+    for line in ("automountServiceAccountToken: false", "enableServiceLinks: false", "restartPolicy: Always"):
+        assert re.search(rf"^{line}$", pod, re.MULTILINE), line
+    rights = under(pod, "securityContext")
+    assert "runAsNonRoot: true" in rights
+    assert "type: RuntimeDefault" in under(rights, "seccompProfile")
+    for word in ("hostNetwork", "hostPID", "hostIPC", "hostPath", "privileged", "hostPort"):
+        assert word not in deployment
+    container = dedent(re.sub(r"^- ", "  ", under(pod, "containers"), count=1, flags=re.MULTILINE))
+    rights = under(container, "securityContext")
+    assert "allowPrivilegeEscalation: false" in rights
+    assert "readOnlyRootFilesystem: true" in rights
+    assert "drop: [ALL]" in under(rights, "capabilities")
+    assert "add" not in under(rights, "capabilities")
+    assert "memory:" in under(container, "resources").partition("limits:")[2]
+    variables = dict(re.findall(r"\{ name: (GRADRULE_\w+), value: (.+) \}", container))
+    assert variables["GRADRULE_SANDBOX"] == '"on"'
+    assert {"GRADRULE_TLS_CERT", "GRADRULE_TLS_KEY", "GRADRULE_TOKENS"} < variables.keys()
+    # Its own probes find a server that no client can reach.
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert under(container, probe)
+    # What is written lies in a volume, or is bounded.
+    assert "sizeLimit:" in under(pod, "volumes")
+
+
+def test_the_service_would_inject_variables_that_are_ignored() -> None:
+    documents = (DEPLOY / "kubernetes.yaml").read_text().split("\n---\n")
+    service = next(text for text in documents if "\nkind: Service\n" in text)
+    assert "name: gradrule" in under(service, "metadata")
+    assert service_links({"GRADRULE_SERVICE_HOST": "None", "GRADRULE_PORT": "tcp://10.0.0.1:8470"})
+
+
+def test_the_composition_is_as_hard_as_for_strangers() -> None:
+    base, tls = ((DEPLOY / name).read_text() for name in ("compose.yaml", "compose.tls.yaml"))
+    own, added = under(base, "services", "gradrule"), under(tls, "services", "gradrule")
+    assert "read_only: true" in own
+    assert "cap_drop: [ALL]" in own
+    assert "- no-new-privileges:true" in under(own, "security_opt")
+    # Whatever ends the server, another exit code than 0 included, a new one starts.
+    assert "restart: unless-stopped" in own
+    for name in ("read_only", "cap_drop", "cap_add", "security_opt", "restart", "privileged", "network_mode", "pid"):
+        assert not re.search(rf"^{name}:", added, re.MULTILINE)
+    assert 'GRADRULE_SANDBOX: "on"' in under(added, "environment")
+    assert re.search(r"^mem_limit: ", added, re.MULTILINE)
+    assert re.search(r"^pids_limit: ", added, re.MULTILINE)
+    # Without credentials, for this machine alone.
+    assert '- "127.0.0.1:' in under(own, "ports")
+
+
+def test_readme_s_command_for_strangers_is_what_is_compared_with() -> None:
+    command = re.search(r"gradrule serve --host 0\.0\.0\.0 .*", README.read_text())
+    assert command is not None
+    assert {"--tls-cert", "--tls-key", "--tokens", "--sandbox"} <= set(command[0].split())

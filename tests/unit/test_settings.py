@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from gradrule_server.settings import Settings, default_data_dir
-from gradrule_server.settings_reading import SettingsError, environment_name, flag_name
+from gradrule_server.settings_reading import SettingsError, environment_name, flag_name, service_links
 
 OTHER_VALUES = {
     "host": "0.0.0.0",
@@ -60,6 +60,8 @@ OTHER_VALUES = {
     "tenant_handles": 28,
     "tenant_handle_bytes": 29,
     "tenant_blob_bytes": 30,
+    "max_blobs": 38,
+    "tenant_blobs": 39,
     "tls_cert": Path("/run/tls.crt"),
     "tls_key": Path("/run/tls.key"),
     "tls_client_ca": Path("/run/ca.crt"),
@@ -69,6 +71,7 @@ OTHER_VALUES = {
     "jwt_issuer": "https://issuer",
     "jwt_audience": "gradrule",
     "jwt_tenant_claim": "team",
+    "tls_client_name": "uri",
     "admin_tenants": "ada,grace",
     "insecure_tokens": True,
     "max_connections": 31,
@@ -214,6 +217,33 @@ def test_what_is_refused(argv: list[str], environ: dict[str, str], parts: list[s
 def test_other_variables_are_not_ours() -> None:
     others = {"GRADRULER": "1", "PORT": "2", "MY_GRADRULE_PORT": "3", "GRADRULE_TOKEN": "t", "GRADRULE_TLS_CA": "/ca"}
     assert Settings.load([], others).port == 8470
+
+
+KUBERNETES = {
+    # Of a Service named gradrule with a port named grpc, and of one named gradrule-metrics.
+    "GRADRULE_SERVICE_HOST": "10.0.0.7",
+    "GRADRULE_SERVICE_PORT": "8470",
+    "GRADRULE_SERVICE_PORT_GRPC": "8470",
+    "GRADRULE_PORT": "tcp://10.0.0.7:8470",
+    "GRADRULE_PORT_8470_TCP": "tcp://10.0.0.7:8470",
+    "GRADRULE_PORT_8470_TCP_PROTO": "tcp",
+    "GRADRULE_PORT_8470_TCP_PORT": "8470",
+    "GRADRULE_PORT_8470_TCP_ADDR": "10.0.0.7",
+    "GRADRULE_METRICS_SERVICE_HOST": "10.0.0.8",
+    "GRADRULE_METRICS_PORT": "tcp://10.0.0.8:9470",
+    "GRADRULE_METRICS_PORT_9470_UDP": "udp://10.0.0.8:9470",
+}
+
+
+def test_what_kubernetes_tells_of_services_is_no_setting() -> None:
+    settings = Settings.load([], KUBERNETES | {"GRADRULE_ENGINES": "3", "HOME": "/root"})
+    assert settings == Settings.load(["--engines", "3"], {})
+    assert service_links(KUBERNETES | {"GRADRULE_ENGINES": "3", "SERVICE_HOST": "x"}) == sorted(KUBERNETES)
+    # What a person may have meant is still read, or refused.
+    assert service_links({"GRADRULE_PORT": "8471", "GRADRULE_METRICS_PORT": "1"}) == []
+    assert Settings.load([], {"GRADRULE_PORT": "8471"}).port == 8471
+    assert "GRADRULE_SERVICE" in refused([], {"GRADRULE_SERVICE": "x"})
+    assert "GRADRULE_PORT 'http://a'" in refused([], {"GRADRULE_PORT": "http://a"})
 
 
 def test_help_tells_every_setting(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradrule_server.registry.backup import BackupError, Report, backup, check, restore
+from gradrule_server.registry.backup import BackupError, Report, backup, begin_anew, check, restore
 from gradrule_server.settings import default_data_dir
 from gradrule_server.settings_reading import environment_name
 
@@ -41,9 +41,11 @@ def _parser() -> argparse.ArgumentParser:
     bringing.set_defaults(run=_restore)
     checking = commands.add_parser("check", help="read all that the registry holds; the server may run meanwhile")
     checking.set_defaults(run=_check)
+    beginning = commands.add_parser("new", help="begin with an empty registry; what was there is renamed and kept")
+    beginning.set_defaults(run=_new)
     given = os.environ.get(_VARIABLE)
     fallback = Path(given) if given else default_data_dir(os.environ)
-    for command in (copying, bringing, checking):
+    for command in (copying, bringing, checking, beginning):
         command.add_argument(
             "--data-dir",
             metavar="DIR",
@@ -77,6 +79,14 @@ def _check(options: argparse.Namespace) -> int:
     if is_sound:
         print(f"in order: {report}")
     return 0 if is_sound else 1
+
+
+def _new(options: argparse.Namespace) -> int:
+    kept = begin_anew(options.data_dir)
+    print(f"{options.data_dir} has an empty registry now")
+    for path in kept:
+        print(f"kept: {path}")
+    return 0
 
 
 def _tell_odd(report: Report) -> None:

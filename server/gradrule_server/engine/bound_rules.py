@@ -14,7 +14,7 @@ from gradrule_server.engine import tf_private
 from gradrule_server.engine.checks import checked_gradient
 from gradrule_server.engine.code_rules import CODE_RULES
 from gradrule_server.engine.imports import replay
-from gradrule_server.engine.names import readable
+from gradrule_server.engine.names import message_of, readable
 from gradrule_server.engine.site import Gradient, Site
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.rules import RuleContent, RuleGraph, Signature
@@ -70,7 +70,7 @@ class OpGradientRule(BoundRule):
             raise
         except Exception as cause:
             # The function was written for another op: what it misses can be anything, and all means the same here.
-            raise self._not_applicable(site, f"{type(cause).__name__}: {readable(str(cause))}") from cause
+            raise self._not_applicable(site, f"{type(cause).__name__}: {readable(message_of(cause))}") from cause
         return self._checked(list(result) if isinstance(result, (list, tuple)) else [result], site)
 
 
@@ -105,7 +105,7 @@ class CodeRule(BoundRule):
         except GradruleError:
             raise
         except (ValueError, TypeError, LookupError, NotImplementedError, tf.errors.OpError) as cause:
-            raise self._not_applicable(site, readable(str(cause))) from cause
+            raise self._not_applicable(site, readable(message_of(cause))) from cause
         return self._checked(gradients, site)
 
 

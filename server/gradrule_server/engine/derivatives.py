@@ -11,7 +11,7 @@ import tensorflow as tf
 from gradrule.v1 import errors_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.gradients import Differentiation, Turn
-from gradrule_server.engine.names import readable
+from gradrule_server.engine.names import message_of, readable
 from gradrule_server.engine.question import NOT_DIFFERENTIABLE, Answers, Named, Question, same_shape
 from gradrule_server.errors import error
 
@@ -100,7 +100,8 @@ def pulled_back(question: Question, xs: Sequence[Named] | None = None) -> list[A
         )
     except (ValueError, TypeError, LookupError, NotImplementedError, tf.errors.OpError) as cause:
         raise error(
-            errors_pb2.ERROR_REASON_INVALID_DERIVATIVE, f"TensorFlow cannot differentiate this: {readable(str(cause))}"
+            errors_pb2.ERROR_REASON_INVALID_DERIVATIVE,
+            f"TensorFlow cannot differentiate this: {readable(message_of(cause))}",
         ) from cause
 
 

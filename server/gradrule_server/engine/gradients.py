@@ -20,7 +20,7 @@ from gradrule.v1 import errors_pb2, override_pb2, program_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.bound_rules import BoundRule
 from gradrule_server.engine.checks import checked_gradient
-from gradrule_server.engine.names import IMPORT_SCOPE, readable
+from gradrule_server.engine.names import IMPORT_SCOPE, message_of, readable
 from gradrule_server.engine.site import Gradient, Site, salt_of
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.v1 import link_pb2
@@ -307,7 +307,7 @@ class Differentiation:
             # What a gradient function cannot do it says in many ways: NotImplementedError, ValueError, TypeError.
             raise error(
                 errors_pb2.ERROR_REASON_NO_GRADIENT,
-                f"node {node!r}: TensorFlow's gradient of {op.type!r} does not work here: {readable(str(cause))}",
+                f"node {node!r}: TensorFlow's gradient of {op.type!r} does not work here: {readable(message_of(cause))}",
                 node=node,
             ) from cause
         return list(result) if isinstance(result, (list, tuple)) else [result]

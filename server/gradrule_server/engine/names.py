@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import tensorflow as tf
+
 IMPORT_SCOPE = "g/"
 """Prefix of the uploaded graph's nodes in the built one, so that nothing collides with what building adds."""
 
@@ -16,6 +18,13 @@ _LOCATION = re.compile(r"\s*\[\[.*?\]\]", re.DOTALL)
 _CALL = re.compile(r"\s*\[Op:\w+\]\s*(name:\s*\S*)?")
 _NODE_REFERENCE = re.compile(r"\{\{(?:\w+ )?([^}]*)\}\}")
 _SCOPE_IN_TEXT = re.compile(r"(?<![\w/])g/(?=[\w.])")
+
+
+def message_of(cause: Exception) -> str:
+    """What an error of TensorFlow's says; where that holds bytes that are no UTF-8, Python has only those bytes."""
+    if isinstance(cause, UnicodeDecodeError):
+        return cause.object.decode(errors="backslashreplace")
+    return cause.message if isinstance(cause, tf.errors.OpError) else str(cause)
 
 
 def readable(message: str) -> str:

@@ -10,7 +10,7 @@ from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
 from gradrule.v1 import errors_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.imports import import_graph
-from gradrule_server.engine.names import IMPORT_SCOPE, readable
+from gradrule_server.engine.names import IMPORT_SCOPE, message_of, readable
 from gradrule_server.errors import error
 
 _SCOPE = "reference"
@@ -58,7 +58,7 @@ class Reference:
         except (ValueError, TypeError) as cause:
             raise error(
                 errors_pb2.ERROR_REASON_RULE_NOT_APPLICABLE,
-                f"the graph cannot be run with the xs replaced by a baseline: {readable(str(cause))}",
+                f"the graph cannot be run with the xs replaced by a baseline: {readable(message_of(cause))}",
             ) from cause
         return scope
 

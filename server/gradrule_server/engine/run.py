@@ -19,7 +19,7 @@ from gradrule_server.engine.bulk import Contents
 from gradrule_server.engine.checks import failed_check
 from gradrule_server.engine.limits import MAX_ANSWER_BYTES
 from gradrule_server.engine.memory import memory_error, out_of_memory
-from gradrule_server.engine.names import readable
+from gradrule_server.engine.names import message_of, readable
 from gradrule_server.errors import error
 from gradrule_server.link.v1 import link_pb2
 
@@ -60,13 +60,14 @@ def execute(built: Built, function: Callable[[], T]) -> T:
     try:
         with tf_private.on_calling_thread() if built.small else contextlib.nullcontext():
             return function()
-    except tf.errors.OpError as cause:
-        found = failed_check(cause.message)
+    except (tf.errors.OpError, UnicodeDecodeError) as cause:
+        message = message_of(cause)
+        found = failed_check(message)
         if found is not None:
             raise found from cause
-        if out_of_memory(cause):
-            raise memory_error(readable(cause.message)) from cause
-        raise error(errors_pb2.ERROR_REASON_EXECUTION_FAILED, readable(cause.message)) from cause
+        if isinstance(cause, tf.errors.OpError) and out_of_memory(cause):
+            raise memory_error(readable(message)) from cause
+        raise error(errors_pb2.ERROR_REASON_EXECUTION_FAILED, readable(message)) from cause
 
 
 def check_size(results: Iterable[tf.Tensor]) -> None:

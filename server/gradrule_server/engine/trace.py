@@ -14,7 +14,7 @@ from gradrule_server.engine.built import Built
 from gradrule_server.engine.derivatives import hvp, jvp, vjp
 from gradrule_server.engine.gradients import Differentiation
 from gradrule_server.engine.imports import import_graph, tensor_name
-from gradrule_server.engine.names import IMPORT_SCOPE, readable
+from gradrule_server.engine.names import IMPORT_SCOPE, message_of, readable
 from gradrule_server.engine.question import Answers, Named, Question, checked_upstream
 from gradrule_server.engine.references import Reference
 from gradrule_server.errors import error
@@ -171,7 +171,7 @@ def imported(graph_def: tf_graph_pb2.GraphDef, feeds: dict[str, tf.Tensor], want
         return import_graph(graph_def, feeds, wanted, scope=IMPORT_SCOPE)
     except (ValueError, TypeError, tf.errors.OpError) as cause:
         raise error(
-            errors_pb2.ERROR_REASON_INVALID_GRAPH, f"TensorFlow refuses the graph: {readable(str(cause))}"
+            errors_pb2.ERROR_REASON_INVALID_GRAPH, f"TensorFlow refuses the graph: {readable(message_of(cause))}"
         ) from cause
 
 

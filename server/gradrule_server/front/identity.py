@@ -10,8 +10,8 @@ from gradrule_server.front.calls import Context
 from gradrule_server.identity import OPEN, Credentials, Principal, unauthenticated
 
 _AUTHORIZATION = "authorization"
-# Alternative names count before the common name, as everywhere in TLS today.
-_NAMES = ("x509_subject_alternative_name", "x509_common_name")
+# The certificate itself: gRPC gives its names without their types, and ends them at a zero byte.
+_CERTIFICATE = "x509_pem_cert"
 
 
 class Identity:
@@ -39,8 +39,8 @@ class Identity:
     def of_connection(self, context: Context) -> Principal:
         """Whose certificate opened the connection; UNAUTHENTICATED."""
         told: Mapping[str, Iterable[bytes]] = context.auth_context()
-        names = [value.decode("utf-8", "replace") for key in _NAMES for value in told.get(key, ())]
-        found = self._credentials.of_certificate(names)
+        certificates = list(told.get(_CERTIFICATE, ()))
+        found = self._credentials.of_certificate(certificates[0]) if len(certificates) == 1 else None
         if found is None:
             raise unauthenticated()
         return found

@@ -61,7 +61,8 @@ class TenantStatus:
 class Shared:
     """What all tenants share. `server`: bounds for all; `tenant`: those of each; both by kind, see `KINDS`.
 
-    `tenant_blob_bytes`: of blobs of each tenant's. `cache_bytes`: of programs that are kept at hand, of all together.
+    `tenant_blob_bytes`, `tenant_blobs`: bytes and number of each tenant's blobs. `cache_bytes`: of programs that are
+    kept at hand, of all together.
     """
 
     store: Store
@@ -71,6 +72,7 @@ class Shared:
     server: Mapping[str, int]
     tenant: Mapping[str, int]
     tenant_blob_bytes: int
+    tenant_blobs: int
     cache_capacity: int
     cache_bytes: int
     handle_ttl_s: float
@@ -205,7 +207,7 @@ class Tenants:
             kind: Allowance(shared.tenant[kind], what, _flag("tenant", kind), within=self._room[kind])
             for kind, what in KINDS.items()
         }
-        blobs = shared.blobs.of(name, shared.tenant_blob_bytes)
+        blobs = shared.blobs.of(name, shared.tenant_blob_bytes, shared.tenant_blobs)
         rules = RuleRegistry(
             shared.store,
             self._shipped,

@@ -36,9 +36,7 @@ class Certificates:
         self._paths = certificate, key, client_ca
         self._files = self._read()
         # One change of any of them counts; a certificate and its key are renewed one after the other.
-        self._watched = [
-            WatchedFile(path, lambda path: path.read_bytes(), OSError) for path in self._paths if path is not None
-        ]
+        self._watched = [WatchedFile(path, Path.read_bytes, OSError) for path in self._paths if path is not None]
         self._seen = self._contents()
 
     def credentials(self) -> grpc.ServerCredentials:
@@ -50,7 +48,7 @@ class Certificates:
         )
 
     def refresh(self) -> None:
-        """Looks now, not at most once a second."""
+        """Looks at the files now. Blocking."""
         for file in self._watched:
             file.refresh()
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gradrule_server.identity.certificates import ClientCertificates
 from gradrule_server.identity.jwts import Jwts
-from gradrule_server.identity.principal import OPEN, Principal, check_tenant
+from gradrule_server.identity.principal import OPEN, Principal
 from gradrule_server.identity.tokens import Tokens
 
 _SCHEME = "bearer "
@@ -17,14 +18,12 @@ class Credentials:
     """What a server asks of its callers. Without anything, everybody is `OPEN`.
 
     Where tokens are taken, of either kind, each call needs one, and it names the tenant; a certificate then only opens
-    the connection. `by_certificate`: where none are taken, the client's certificate names the tenant. `admins`: tenants
-    whose certificates are administrators'.
+    the connection. `certificates`: where none are taken, the client's certificate names the tenant.
     """
 
     tokens: Tokens | None = None
     jwts: Jwts | None = None
-    by_certificate: bool = False
-    admins: frozenset[str] = frozenset()
+    certificates: ClientCertificates | None = None
 
     @property
     def takes_tokens(self) -> bool:
@@ -33,7 +32,7 @@ class Credentials:
     @property
     def is_open(self) -> bool:
         """Whether everybody may come."""
-        return not self.takes_tokens and not self.by_certificate
+        return not self.takes_tokens and self.certificates is None
 
     def of_authorization(self, values: Sequence[str]) -> Principal | None:
         """Who sent these `authorization` headers; None where they are nobody's."""
@@ -43,16 +42,12 @@ class Credentials:
         found = None if self.tokens is None else self.tokens.find(text)
         return self.jwts.find(text) if found is None and self.jwts is not None else found
 
-    def of_certificate(self, names: Sequence[str]) -> Principal | None:
-        """Whose certificate has these names, the alternative ones first; None where it has none that can be one."""
-        try:
-            tenant = check_tenant(names[0] if names else "")
-        except ValueError:
-            return None
-        return Principal(tenant, tenant in self.admins)
+    def of_certificate(self, pem: bytes) -> Principal | None:
+        """Whose certificate this is; None where it names no tenant."""
+        return None if self.certificates is None else self.certificates.find(pem)
 
     def refresh(self) -> None:
-        """Looks at all files now."""
+        """Looks at all files now, and reads those that changed. Blocking."""
         for source in (self.tokens, self.jwts):
             if source is not None:
                 source.refresh()

@@ -35,6 +35,10 @@ _REMEMBERED_S = 60.0
 _MAX_REMEMBERED = 4096
 _MAX_LENGTH = 16 * 1024
 _SHOWN = 80
+# The last second of the year 9999: no later one can be shown as a time.
+_LATEST = 253_402_300_799
+# What PyJWT raises about a token that is none, beside its own errors: its JSON may hold anything.
+_MALFORMED = (jwt.PyJWTError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 _PublicKey: TypeAlias = RSAPublicKey | EllipticCurvePublicKey | Ed25519PublicKey
 
@@ -54,7 +58,7 @@ class _Key:
 class Jwts:
     """Checks JSON Web Tokens. `JwtKeyError` where the keys cannot be used.
 
-    key: a file with public keys in PEM; jwks: one with a JSON Web Key Set; both are read again when they change.
+    key: a file with public keys in PEM; jwks: one with a JSON Web Key Set; both are read again by `refresh`.
     issuer, audience: what `iss` is, and what `aud` holds. claim: which claim names the tenant. admins: tenants whose
     tokens are administrators'.
     """
@@ -71,9 +75,9 @@ class Jwts:
     ) -> None:
         self._files: list[WatchedFile[Sequence[_Key]]] = []
         if key is not None:
-            self._files.append(WatchedFile(key, _read_pem, JwtKeyError))
+            self._files.append(WatchedFile(key, _read_pem, JwtKeyError, fallback=()))
         if jwks is not None:
-            self._files.append(WatchedFile(jwks, _read_jwks, JwtKeyError))
+            self._files.append(WatchedFile(jwks, _read_jwks, JwtKeyError, fallback=()))
         self._issuer = issuer
         self._audience = audience
         self._claim = claim
@@ -101,11 +105,9 @@ class Jwts:
         return principal
 
     def refresh(self) -> None:
-        """Looks at the files now, and checks all tokens anew."""
+        """Looks at the files now, and reads those that changed. Blocking."""
         for file in self._files:
             file.refresh()
-        with self._lock:
-            self._found.clear()
 
     def still_holds(self, principal: Principal) -> bool:
         """Whether a principal that `find` gave is one still: neither it nor the key that signed it is outdated."""
@@ -116,7 +118,7 @@ class Jwts:
     def _check(self, text: str) -> Principal | None:
         try:
             header = jwt.get_unverified_header(text)
-        except (jwt.PyJWTError, ValueError):
+        except _MALFORMED:
             return None
         algorithm, key_id = header.get("alg"), header.get("kid", "")
         for file in self._files:
@@ -138,7 +140,7 @@ class Jwts:
                 leeway=_LEEWAY_S,
                 options={"require": ["exp", "iss", "aud", self._claim]},
             )
-        except (jwt.PyJWTError, ValueError, OverflowError):
+        except _MALFORMED:
             return None
 
     def _principal(self, claims: dict[str, Any], key: _Key) -> Principal | None:
@@ -147,7 +149,14 @@ class Jwts:
             check_tenant(tenant if isinstance(tenant, str) else "")
         except ValueError:
             return None
+        if not all(_is_time(claims[name]) for name in ("exp", "nbf", "iat") if name in claims):
+            return None
         return Principal(tenant, tenant in self._admins, float(claims["exp"]) + _LEEWAY_S, signer=key.fingerprint)
+
+
+def _is_time(value: object) -> bool:
+    """Whether a claim is a time as RFC 7519 has them: a number of seconds, and one that there can be."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LATEST
 
 
 def _read_pem(path: Path) -> Sequence[_Key]:

@@ -11,6 +11,7 @@ import datetime
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import secrets
@@ -22,11 +23,15 @@ from typing import Any
 
 from gradrule_server.identity.principal import Principal, check_tenant
 from gradrule_server.identity.watched import WatchedFile
+from gradrule_server.periodic import RepeatedWarning
+
+_log = logging.getLogger(__name__)
 
 _PREFIX = "gr_"
 _RANDOM_BYTES = 32
 _ID_DIGITS = 12
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_SHOWN = 5
 _FIELDS = frozenset({"sha256", "tenant", "admin", "created", "expires"})
 
 
@@ -72,22 +77,11 @@ def hash_of(text: str) -> str:
 
 
 def read_tokens(path: Path) -> list[Token]:
-    """All tokens of a file; `TokenFileError`."""
-    try:
-        lines = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as cause:
-        raise TokenFileError(f"the file of tokens {path} cannot be read: {_why(cause)}") from cause
-    found: dict[str, Token] = {}
-    for number, line in enumerate(lines, 1):
-        if line.strip() and not line.lstrip().startswith("#"):
-            try:
-                token = _token(json.loads(line))
-            except (ValueError, TypeError) as cause:
-                raise TokenFileError(f"{path}, line {number}: {cause}") from cause
-            if token.sha256 in found:
-                raise TokenFileError(f"{path}, line {number}: the token {token.id} is there twice")
-            found[token.sha256] = token
-    return list(found.values())
+    """All tokens of a file; `TokenFileError`, also where one of its lines is no token."""
+    tokens, problems = _read_lines(path)
+    if problems:
+        raise TokenFileError(problems[0])
+    return tokens
 
 
 def add_token(path: Path, token: Token) -> None:
@@ -118,33 +112,51 @@ def show_time(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(int(seconds), datetime.UTC).isoformat().replace("+00:00", "Z")
 
 
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """What a file holds: tokens by their hash, and which of its lines are none."""
+
+    tokens: Mapping[bytes, Token]
+    problems: Sequence[str] = ()
+
+
 class Tokens:
-    """The tokens of a file, read again whenever the file changes. `TokenFileError` where it cannot be used at first."""
+    """The tokens of a file, read again by `refresh`. `TokenFileError` where it cannot be used at first.
+
+    Later, a line that is no token is logged and costs that line; where the file cannot be read, see `WatchedFile`.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file: WatchedFile[Mapping[bytes, Token]] = WatchedFile(path, _by_hash, TokenFileError)
+        self._warning = RepeatedWarning(_log)
+        self._file = WatchedFile(path, _read_contents, TokenFileError, fallback=_Contents({}))
+        problems = self._file.value().problems
+        if problems:
+            raise TokenFileError(problems[0])
 
     def find(self, text: str) -> Principal | None:
         """Whose token it is; None where it is none, or none any more."""
         # Tables are looked up by a hash of what was sent, so that the time it takes tells nothing about what is kept.
         digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
-        token = self._file.value().get(digest)
+        token = self._file.value().tokens.get(digest)
         if token is None:
             # It may have been made a moment ago.
-            self._file.refresh()
-            token = self._file.value().get(digest)
+            self._file.refresh_if_small()
+            token = self._file.value().tokens.get(digest)
         if token is None:
             return None
         principal = Principal(token.tenant, token.is_admin, token.expires, digest)
         return None if principal.is_expired else principal
 
     def refresh(self) -> None:
-        """Looks at the file now."""
+        """Looks at the file now, and reads it where it changed. Blocking."""
         self._file.refresh()
+        problems = self._file.value().problems
+        shown = "; ".join(problems[:_SHOWN])
+        self._warning.report(f"{len(problems)} lines are no tokens, and none holds: {shown}" if problems else None)
 
     def still_holds(self, principal: Principal) -> bool:
         """Whether a principal that `find` gave is one still: the token's tenant, and allowed no less than then."""
-        token = self._file.value().get(principal.key)
+        token = self._file.value().tokens.get(principal.key)
         return (
             token is not None
             and token.tenant == principal.tenant
@@ -153,8 +165,33 @@ class Tokens:
         )
 
 
-def _by_hash(path: Path) -> Mapping[bytes, Token]:
-    return {bytes.fromhex(token.sha256): token for token in read_tokens(path)}
+def _read_contents(path: Path) -> _Contents:
+    tokens, problems = _read_lines(path)
+    return _Contents({bytes.fromhex(token.sha256): token for token in tokens}, problems)
+
+
+def _read_lines(path: Path) -> tuple[list[Token], list[str]]:
+    """The tokens of a file, and which lines are none. `TokenFileError` where it cannot be read at all."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as cause:
+        raise TokenFileError(f"the file of tokens {path} cannot be read: {_why(cause)}") from cause
+    found: dict[str, Token] = {}
+    problems = []
+    twice = set()
+    for number, line in enumerate(lines, 1):
+        if line.strip() and not line.lstrip().startswith(b"#"):
+            try:
+                token = _token(json.loads(line))
+            except (ValueError, TypeError, OverflowError, RecursionError) as cause:
+                problems.append(f"{path}, line {number}: {cause}")
+                continue
+            if token.sha256 in found:
+                problems.append(f"{path}, line {number}: the token {token.id} is there twice")
+                twice.add(token.sha256)
+            found[token.sha256] = token
+    # Which of the lines is meant is not known.
+    return [token for token in found.values() if token.sha256 not in twice], problems
 
 
 def _token(fields: Any) -> Token:
@@ -184,8 +221,9 @@ def _time(text: Any) -> float | None:
 @contextlib.contextmanager
 def _changing(path: Path) -> Iterator[None]:
     """Lets one process at a time change a file."""
+    # Not the folder's lock: that of a data folder is a server's for as long as it runs.
     try:
-        handle = os.open(path.parent, os.O_RDONLY)
+        handle = os.open(path.with_name(f".{path.name}.lock"), os.O_CREAT | os.O_RDWR, 0o600)
     except OSError as cause:
         raise TokenFileError(f"the file of tokens {path} cannot be written: {_why(cause)}") from cause
     try:

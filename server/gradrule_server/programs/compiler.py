@@ -49,6 +49,7 @@ def _prepare(
 ) -> tuple[Prepared, Loadable]:
     """Prepares, and leaves the graph's bytes in one place: the message that goes to engines."""
     prepared = prepare(spec, call, lookup, limits, blobs)
+    blobs.verify(prepared.blobs)
     prepared.request.blob_folder = blobs.folder_name
     request = prepared.request.SerializeToString()
     # A program of one tenant's is never another's, however equal they are: nobody learns from its speed or its end.

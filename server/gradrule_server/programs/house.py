@@ -6,6 +6,7 @@ cancelling.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import re
@@ -137,7 +138,11 @@ class ProgramHouse:
         async def attempt(engine: Engine | None) -> tuple[bytes, bool, Place]:
             return await self._run(program, run, received_ns, compile_started_ns, how, engine, retries)
 
-        with self._blobs.held(_blobs(request)):
+        blobs = _blobs(request)
+        if not self._blobs.are_verified(blobs):
+            # Reading them takes long, and must not stop the event loop.
+            await asyncio.to_thread(self._blobs.verify, blobs)
+        with self._blobs.held(blobs):
             answer, is_loaded_now, place = await retries.run(program.loadable, attempt, undo=how.undo)
         note_run(answer, run.received_ns)
         # Concatenating messages merges them, so an answer of any size is not parsed again here.

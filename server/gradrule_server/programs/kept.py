@@ -74,7 +74,7 @@ class KeptPrograms:
         await asyncio.shield(deletion)
 
     async def _delete(self, name: str) -> None:
-        full = (await asyncio.to_thread(self._programs.get, name)).program.name
+        full = name if name.startswith(_PREFIX) else _PREFIX + name
         await asyncio.to_thread(self._programs.delete, full)
         self._changes.given_up(full)
         self._cache.forget(full)

@@ -25,7 +25,7 @@ from gradrule_server.programs.running import InSession, Place
 from gradrule_server.programs.shape import canonical
 from gradrule_server.programs.values import value_fault
 from gradrule_server.quotas import Allowance
-from gradrule_server.registry.blobs import BlobStore, not_found
+from gradrule_server.registry.blobs import BlobStore
 
 # Slots of an optimiser, as many times the bytes of what it updates.
 _MOST_SLOTS = 3
@@ -114,6 +114,7 @@ class Session:
         )
         if request.graph.WhichOneof("source") == "blob_sha256":
             # Each kind of step compiles the graph once more.
+            await asyncio.to_thread(self._house.blobs.verify, [request.graph.blob_sha256])
             self._held.enter_context(self._house.blobs.held([request.graph.blob_sha256]))
         self._variables = await asyncio.to_thread(self._read_variables, spec)
         self._names = {name: item.names[0] for item in self._variables for name in item.names}
@@ -333,9 +334,7 @@ class Session:
 
     def _bound(self, given: Sequence[tensor_pb2.NamedTensor], field: str) -> list[link_pb2.BoundVariable]:
         """Values that fit their variables; raises with all that is wrong."""
-        gone = self._house.blobs.missing([item.value.blob.sha256 for item in given if item.value.HasField("blob")])
-        if gone:
-            raise not_found(gone)
+        self._house.blobs.verify([item.value.blob.sha256 for item in given if item.value.HasField("blob")])
         by_name = {item.names[0]: item for item in self._variables}
         findings: list[Finding] = []
         bound: dict[str, link_pb2.BoundVariable] = {}

@@ -18,17 +18,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from google.protobuf.message import DecodeError
-
-from gradrule.v1 import program_pb2, rule_pb2
-from gradrule_server.errors import GradruleError
-from gradrule_server.registry.blobs import BLOBS, UPLOADING, folder_name
+from gradrule_server.registry.blobs import UPLOADING, folder_name
+from gradrule_server.registry.database import text_of
+from gradrule_server.registry.files import BLOBS, FILE_NAME, MARKER, StoreError, logs_of, set_aside
 from gradrule_server.registry.lock import FolderInUseError, FolderLock
 from gradrule_server.registry.migrations import copy_database, show_as_current, sync
-from gradrule_server.registry.programs import blobs_of
+from gradrule_server.registry.programs import blobs_of, read_spec, read_summary
+from gradrule_server.registry.rules import read_rule
 from gradrule_server.registry.schema import SCHEMA_VERSION
-from gradrule_server.registry.store import FILE_NAME, Store, StoreError, logs_of
-from gradrule_server.rules import RuleContent
+from gradrule_server.registry.store import RuleRow, Store, UnreadableRowError
 
 MANIFEST = "backup.json"
 
@@ -133,6 +131,8 @@ def restore(folder: Path, data_dir: Path) -> Report:
             _check_empty(data_dir)
             for path in sorted(report.blobs - report.missing):
                 _copy_blob(folder / BLOBS / path, data_dir / BLOBS / path)
+            # What was in the folder before is another registry, or this one, which writes its marker anew.
+            (data_dir / MARKER).unlink(missing_ok=True)
             with _of_this_release(folder / FILE_NAME, data_dir) as database:
                 # Last of all: without a database there is no registry.
                 copy_database(database, data_dir / FILE_NAME)
@@ -141,9 +141,27 @@ def restore(folder: Path, data_dir: Path) -> Report:
     return report
 
 
+def begin_anew(data_dir: Path) -> list[Path]:
+    """Makes an empty registry; where the database that was there lies now, if there was one. `BackupError`.
+
+    Blobs stay where they are: they are found by their hashes.
+    """
+    database = data_dir / FILE_NAME
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _locked(data_dir):
+            moment = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
+            kept = set_aside([*logs_of(database), database, data_dir / MARKER], f".until-{moment}")
+        Store(data_dir, is_new=True).close()
+    except (OSError, StoreError) as cause:
+        raise BackupError(f"{data_dir} cannot be written: {cause}") from cause
+    return kept
+
+
 def _check_empty(data_dir: Path) -> None:
     """`BackupError` where something lies in a data folder that is a registry's, or would become part of one."""
-    if (data_dir / FILE_NAME).exists():
+    database = data_dir / FILE_NAME
+    if database.exists() and database.stat().st_size:
         raise BackupError(f"{data_dir} has a registry already; move its {FILE_NAME}* files and {BLOBS} away")
     leftovers = logs_of(data_dir / FILE_NAME)
     if leftovers:
@@ -217,22 +235,28 @@ def _check_database(database: sqlite3.Connection, report: Report) -> None:
         )
         return
     report.schema_version = int(version)
-    for digest, content in database.execute("SELECT digest, content FROM blobs"):
-        if hashlib.sha256(content).hexdigest() != digest:
-            report.problems.append(f"the graph {digest} is not what was stored")
-    for tenant, name, definition in database.execute("SELECT tenant, name, definition FROM rules"):
+    for tenant, digest, content in database.execute("SELECT tenant, digest, content FROM blobs"):
+        if not isinstance(content, bytes) or hashlib.sha256(content).hexdigest() != digest:
+            query = "SELECT id FROM programs WHERE tenant = ? AND graph_digest = ?"
+            used = ", ".join(repr(program_id) for (program_id,) in database.execute(query, (tenant, digest)))
+            report.problems.append(
+                f"the graph {digest} is not what was stored; delete the programs {used} of tenant {tenant!r}, which "
+                "have it"
+            )
+    for tenant, *row in database.execute("SELECT tenant, name, definition, description, create_time_us FROM rules"):
         report.tenants.add(tenant)
         report.rules += 1
         try:
-            RuleContent.from_kept(name, rule_pb2.RuleDefinition.FromString(definition))
-        except (DecodeError, GradruleError) as cause:
-            report.unreadable.append(f"the rule {name!r} of tenant {tenant!r} cannot be read: {cause}")
-    for tenant, program_id, spec in database.execute("SELECT tenant, id, spec FROM programs"):
+            read_rule(RuleRow(*row))
+        except UnreadableRowError as cause:
+            report.unreadable.append(f"the rule {row[0]!r} of tenant {tenant!r} cannot be read: {cause}")
+    for tenant, program_id, spec, summary in database.execute("SELECT tenant, id, spec, summary FROM programs"):
         report.tenants.add(tenant)
         report.programs += 1
         try:
-            needed = blobs_of(program_pb2.ProgramSpec.FromString(spec))
-        except DecodeError as cause:
+            read_summary(summary)
+            needed = blobs_of(read_spec(tenant, program_id, spec))
+        except UnreadableRowError as cause:
             report.unreadable.append(f"the program {program_id!r} of tenant {tenant!r} cannot be read: {cause}")
         else:
             folder = folder_name(tenant)
@@ -241,7 +265,9 @@ def _check_database(database: sqlite3.Connection, report: Report) -> None:
 
 def _open(file: Path) -> sqlite3.Connection:
     # Not read-only: where a server was killed, what it wrote last is still to be taken over from its log.
-    return sqlite3.connect(f"{file.resolve().as_uri()}?mode=rw", uri=True)
+    database = sqlite3.connect(f"{file.resolve().as_uri()}?mode=rw", uri=True)
+    database.text_factory = text_of
+    return database
 
 
 def _version(database: sqlite3.Connection) -> str:

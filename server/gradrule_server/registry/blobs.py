@@ -1,19 +1,22 @@
 """Bytes by their SHA-256, one file each: bounded, the least recently used ones go, those that are held stay.
 
 Each tenant has blobs of its own, in a folder of its own; the first tenant's lie in the common folder itself. A file's
-time of change is that of its last use, so that a restart knows the order.
+time of access is that of its last use, so that a restart knows the order. Its hash is checked when it is first used
+after a start, and again where the file was written since: a file with a wrong one is set aside, and asked for anew.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import errno
 import hashlib
+import logging
 import os
 import re
+import sys
 import tempfile
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -21,20 +24,28 @@ from pathlib import Path
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import Finding, GradruleError, Resource, error
+from gradrule_server.registry.files import FULL
 from gradrule_server.registry.migrations import sync
 from gradrule_server.registry.store import DEFAULT_TENANT
 
+_log = logging.getLogger(__name__)
+
 RESOURCE_TYPE = "gradrule.v1.Blob"
-BLOBS = "blobs"
-"""The common folder's name within the data folder."""
 UPLOADING = ".upload-"
 """How names of files begin that are not complete yet; what is left of them goes at the next start."""
+DAMAGED = ".damaged-"
+"""How names of files begin whose bytes are not what their names say."""
 
 _NAME = re.compile(r"[0-9a-f]{64}")
 _FOLDER = re.compile(r"tenant-[0-9a-f]{32}")
 _SHOWN = 5
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_OWN = "--tenant-blob-bytes"
+# What file systems give to a file at least, and by what it grows, as far as is known before it is written.
+_BLOCK = 4096
+_STAT_BLOCK = 512
+# The order of uses need not be known to the second after a restart.
+_NOTE_EVERY_NS = 60 * 10**9
+
+_Stamp = tuple[int, int, int]
 
 
 def folder_name(tenant: str) -> str:
@@ -44,106 +55,153 @@ def folder_name(tenant: str) -> str:
 
 
 @dataclass(slots=True)
-class _Own:
-    """What one tenant has. `sizes`: least recently used first; `capacity`: None while the tenant is not known."""
+class _File:
+    """A blob. `length`: its bytes; `taken`: those it takes on the disk; `verified`: the stamp its hash was right at.
 
-    sizes: OrderedDict[str, int] = field(default_factory=OrderedDict)
-    holders: dict[str, int] = field(default_factory=dict)
+    `noted_ns`: the time of its last use as the disk has it.
+    """
+
+    length: int
+    taken: int
+    verified: _Stamp | None = None
+    noted_ns: int = 0
+
+
+@dataclass(slots=True)
+class _Amount:
+    """How much there is, or may be: `size` is bytes on the disk, `count` files. Uploads under way count."""
+
     size: int = 0
-    capacity: int | None = None
+    count: int = 0
+
+    def exceeds(self, most: _Amount) -> bool:
+        return self.size > most.size or self.count > most.count
+
+    def plus(self, size: int, count: int) -> _Amount:
+        return _Amount(self.size + size, self.count + count)
+
+
+@dataclass(slots=True)
+class _Own:
+    """What one tenant has. `files`: least recently used first; `most`: None while the tenant is not known."""
+
+    files: OrderedDict[str, _File] = field(default_factory=OrderedDict)
+    holders: dict[str, int] = field(default_factory=dict)
+    used: _Amount = field(default_factory=_Amount)
+    most: _Amount | None = None
 
     def oldest(self) -> str | None:
         """What would go next."""
-        return next((name for name in self.sizes if name not in self.holders), None)
+        return next((name for name in self.files if name not in self.holders), None)
 
 
 class _Shelf:
     """All tenants' blobs, by the names of their folders."""
 
-    def __init__(self, folder: Path, capacity: int) -> None:
+    def __init__(self, folder: Path, most: _Amount) -> None:
         self.folder = folder
-        self.capacity = capacity
+        self.most = most
         self.lock = threading.Lock()
-        self.size = 0
+        self.used = _Amount()
         self.tenants: dict[str, _Own] = {"": _Own()}
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         sync(folder.parent)
-        self._read("")
-        for path in folder.iterdir():
-            if _FOLDER.fullmatch(path.name) and path.is_dir():
-                self._read(path.name)
+        for name in self._read(""):
+            self._read(name)
 
     def own(self, name: str) -> _Own:
         """What lies in a folder."""
         return self.tenants.setdefault(name, _Own())
 
-    def reserve(self, name: str, size: int) -> None:
+    def reserve(self, name: str, size: int, count: int) -> None:
         """Makes room in a folder; QUOTA_EXCEEDED."""
         own = self.own(name)
-        capacity = self.capacity if own.capacity is None else min(own.capacity, self.capacity)
-        while own.size + size > capacity and (oldest := own.oldest()) is not None:
+        most = self.most
+        if own.most is not None:
+            most = _Amount(min(own.most.size, most.size), min(own.most.count, most.count))
+        while own.used.plus(size, count).exceeds(most) and (oldest := own.oldest()) is not None:
             self.remove(name, oldest)
-        if own.size + size > capacity:
-            raise _full("one tenant may have", capacity, "--max-blob-bytes" if capacity == self.capacity else _OWN)
-        # Whoever has most gives first.
-        while self.size + size > self.capacity:
-            able = [(item.size, folder) for folder, item in self.tenants.items() if item.oldest() is not None]
+        wanted = own.used.plus(size, count)
+        if wanted.exceeds(most):
+            raise _full("one tenant may have", wanted, most, self.most)
+        # The tenant that has most gives first.
+        while (wanted := self.used.plus(size, count)).exceeds(self.most):
+            by_count = wanted.size <= self.most.size
+            able = [
+                (item.used.count if by_count else item.used.size, folder)
+                for folder, item in self.tenants.items()
+                if item.oldest() is not None
+            ]
             if not able:
-                raise _full("the server keeps", self.capacity, "--max-blob-bytes")
+                raise _full("the server keeps", wanted, self.most, self.most)
             _, folder = max(able)
             self.remove(folder, self.own(folder).oldest() or "")
-        self.adjust(name, size)
+        self.adjust(name, size, count)
 
-    def adjust(self, name: str, size: int) -> None:
-        """Counts bytes in, or out."""
-        self.own(name).size += size
-        self.size += size
+    def adjust(self, name: str, size: int, count: int) -> None:
+        """Counts bytes and files in, or out."""
+        own = self.own(name)
+        own.used, self.used = own.used.plus(size, count), self.used.plus(size, count)
 
     def remove(self, name: str, blob: str) -> None:
-        """Lets one go."""
+        """Removes a blob."""
         (self.folder / name / blob).unlink(missing_ok=True)
-        self.adjust(name, -self.own(name).sizes.pop(blob))
+        self.forget(name, blob)
 
-    def _read(self, name: str) -> None:
-        found = []
-        for path in (self.folder / name).iterdir():
-            if path.name.startswith(UPLOADING):
-                path.unlink()
-            elif _NAME.fullmatch(path.name):
-                stat = path.stat()
-                found.append((stat.st_mtime_ns, path.name, stat.st_size))
-        for _, blob, size in sorted(found):
-            self.own(name).sizes[blob] = size
-            self.adjust(name, size)
+    def forget(self, name: str, blob: str) -> None:
+        """Counts a blob out whose file is gone."""
+        self.adjust(name, -self.own(name).files.pop(blob).taken, -1)
+
+    def _read(self, name: str) -> list[str]:
+        """Reads what lies in a folder; the names of tenants' folders in it."""
+        found, folders = [], []
+        with os.scandir(self.folder / name) as entries:
+            for entry in entries:
+                if entry.name.startswith(UPLOADING):
+                    os.unlink(entry.path)
+                elif _NAME.fullmatch(entry.name):
+                    stat = entry.stat()
+                    # Older releases kept the time of the last use as that of the last change.
+                    found.append((max(stat.st_atime_ns, stat.st_mtime_ns), entry.name, stat))
+                elif _FOLDER.fullmatch(entry.name) and entry.is_dir():
+                    folders.append(entry.name)
+        files = self.own(name).files
+        for _, blob, stat in sorted(found, key=lambda item: item[:2]):
+            files[blob] = _File(stat.st_size, _taken(stat))
+        self.adjust(name, sum(file.taken for file in files.values()), len(files))
+        return folders
 
 
 class BlobStore:
     """The first tenant's blobs, and by `of` those of others, all below `folder`, which is made where missing.
 
-    Blocking; safe to use from several threads.
+    Blocking; safe to use from several threads. `capacity`: bytes that all may take on the disk; `count`: how many.
     """
 
-    def __init__(self, folder: Path, capacity: int) -> None:
-        self._shelf = _Shelf(folder, capacity)
+    def __init__(self, folder: Path, capacity: int, count: int = sys.maxsize) -> None:
+        self._shelf = _Shelf(folder, _Amount(capacity, count))
         self._own = self._shelf.own("")
+        self._folder = folder
         self.folder_name = ""
         """Name of the tenant's folder within the common one, by which an engine finds it; empty: the common one."""
 
-    def of(self, tenant: str, capacity: int | None = None) -> BlobStore:
-        """A tenant's blobs. `capacity`: bytes that the tenant may have; all that the server keeps, unless given."""
+    def of(self, tenant: str, capacity: int | None = None, count: int = sys.maxsize) -> BlobStore:
+        """A tenant's blobs. `capacity`, `count`: what the tenant may have; all that the server keeps, unless given."""
         view = copy.copy(self)
         view.folder_name = folder_name(tenant)
+        view._folder = self._shelf.folder / view.folder_name
         with self._shelf.lock:
             view._own = self._shelf.own(view.folder_name)
             if capacity is not None:
-                view._own.capacity = capacity
+                view._own.most = _Amount(capacity, count)
         return view
 
     def forget(self) -> None:
-        """The tenant is not at hand any more: what is known of its limits goes, its blobs stay."""
+        """Forgets the tenant's limits; its blobs stay."""
         with self._shelf.lock:
-            self._own.capacity = None
-            if not (self._own.sizes or self._own.size or self._own.holders):
+            own = self._own
+            own.most = None
+            if not (own.files or own.used.count or own.holders):
                 self._shelf.tenants.pop(self.folder_name, None)
 
     @property
@@ -154,53 +212,72 @@ class BlobStore:
     @property
     def folder(self) -> Path:
         """The tenant's folder; it may not be there yet."""
-        return self._shelf.folder / self.folder_name
+        return self._folder
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all blobs of the tenant, uploads under way included."""
-        return self._own.size
+        """Bytes that all blobs of the tenant take on the disk, uploads under way included."""
+        return self._own.used.size
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        """Those of the blobs that are not there, each once; the others count as used. MALFORMED_REQUEST for no hash."""
-        wanted = dict.fromkeys(names)
-        for name in wanted:
-            check_name(name)
-        with self._shelf.lock:
-            for name in wanted:
-                self._use(name)
-            return [name for name in wanted if name not in self._own.sizes]
+        """Those of the blobs that are not there, each once; the others count as used. MALFORMED_REQUEST for no hash.
+
+        A blob that was not used since the start is there if its file is; it is checked when it is used.
+        """
+        wanted = _checked(names)
+        return [name for name in wanted if not self._is_there(name)]
 
     def size(self, name: str) -> int:
         """Number of bytes; BLOB_NOT_FOUND."""
         check_name(name)
         with self._shelf.lock:
-            size = self._own.sizes.get(name)
-        if size is None:
+            file = self._own.files.get(name)
+        if file is None:
             raise not_found([name])
-        return size
+        return file.length
 
     def read(self, name: str) -> bytes:
         """The bytes; BLOB_NOT_FOUND."""
         with self.held([name]):
             return (self.folder / name).read_bytes()
 
-    def hold(self, names: Iterable[str]) -> None:
-        """Keeps blobs from going until they are let go as often; BLOB_NOT_FOUND, then holding none."""
-        wanted = dict.fromkeys(names)
-        for name in wanted:
-            check_name(name)
-        own = self._own
+    def are_verified(self, names: Iterable[str]) -> bool:
+        """Whether holding the blobs takes no reading of them: all are there, and unchanged since they were checked."""
+        return all(
+            (file := self._own.files.get(name)) is not None
+            and file.verified is not None
+            and file.verified == _stamp(f"{self.folder}/{name}")
+            for name in names
+        )
+
+    def verify(self, names: Iterable[str]) -> None:
+        """Reads those of the blobs that were not checked yet; BLOB_NOT_FOUND."""
+        with self.held(names):
+            pass
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Keeps blobs from going until they are let go as often, whether they are there or come later."""
         with self._shelf.lock:
-            gone = [name for name in wanted if name not in own.sizes]
+            for name in dict.fromkeys(names):
+                self._own.holders[name] = self._own.holders.get(name, 0) + 1
+
+    def hold(self, names: Iterable[str]) -> None:
+        """Keeps blobs from going until they are let go as often; BLOB_NOT_FOUND, then holding none.
+
+        Reads those that were not checked yet; see `are_verified`.
+        """
+        wanted = _checked(names)
+        self.keep(wanted)
+        try:
+            gone = [name for name in wanted if not self._is_there(name, is_used=True)]
             if gone:
                 raise not_found(gone)
-            for name in wanted:
-                self._use(name)
-                own.holders[name] = own.holders.get(name, 0) + 1
+        except BaseException:
+            self.let_go(wanted)
+            raise
 
     def let_go(self, names: Iterable[str]) -> None:
-        """The other half of `hold`."""
+        """The other half of `hold` and `keep`."""
         own = self._own
         with self._shelf.lock:
             for name in dict.fromkeys(names):
@@ -226,38 +303,74 @@ class BlobStore:
             sync(self.root)
         return Upload(self, name)
 
-    def reserve(self, size: int) -> None:
-        """Makes room for bytes that are about to come; QUOTA_EXCEEDED where all that is there is held."""
+    def reserve(self, size: int, count: int = 0) -> None:
+        """Makes room for what is about to come; QUOTA_EXCEEDED where all that is there is held."""
         with self._shelf.lock:
-            self._shelf.reserve(self.folder_name, size)
+            self._shelf.reserve(self.folder_name, size, count)
 
-    def release(self, size: int) -> None:
-        """Bytes that were reserved did not come."""
+    def release(self, size: int, count: int) -> None:
+        """Counts out what was reserved and did not come."""
         with self._shelf.lock:
-            self._shelf.adjust(self.folder_name, -size)
+            self._shelf.adjust(self.folder_name, -size, -count)
 
-    def add(self, name: str, file: Path, size: int) -> None:
-        """Takes over a complete file, whose bytes were reserved."""
+    def add(self, name: str, file: Path, reserved: int) -> int:
+        """Takes over a complete file whose hash is right, and for which room was reserved; its number of bytes."""
+        path = self.folder / name
         with self._shelf.lock:
-            if name in self._own.sizes:
-                file.unlink()
-                self._shelf.adjust(self.folder_name, -size)
-                self._use(name)
-                return
-            file.rename(self.folder / name)
-            self._own.sizes[name] = size
+            # The file that is there may be damaged without anybody having noticed yet.
+            file.rename(path)
+            stat = path.stat()
+            if name in self._own.files:
+                self._shelf.forget(self.folder_name, name)
+            self._own.files[name] = _File(stat.st_size, _taken(stat), _stamp_of(stat))
+            self._shelf.adjust(self.folder_name, _taken(stat) - reserved, 0)
+        return stat.st_size
 
-    def _use(self, name: str) -> None:
-        if name in self._own.sizes:
-            self._own.sizes.move_to_end(name)
-            with contextlib.suppress(FileNotFoundError):
-                os.utime(self.folder / name)
+    def _is_there(self, name: str, *, is_used: bool = False) -> bool:
+        """Whether a blob's file is there and, where it `is_used` or was before, has the bytes that its name says."""
+        with self._shelf.lock:
+            file = self._own.files.get(name)
+        if file is None:
+            return False
+        path = f"{self.folder}/{name}"
+        try:
+            stat = os.stat(path)
+            now_ns = time.time_ns()
+            if now_ns - file.noted_ns > _NOTE_EVERY_NS:
+                os.utime(path, ns=(now_ns, stat.st_mtime_ns))
+                file.noted_ns = now_ns
+            stamp = _stamp_of(stat)
+            if (is_used or file.verified is not None) and file.verified != stamp:
+                if _hash(path) != name:
+                    self._set_aside(name, file)
+                    return False
+                file.verified = stamp
+        except FileNotFoundError:
+            self._forget(name, file)
+            return False
+        with self._shelf.lock:
+            if name in self._own.files:
+                self._own.files.move_to_end(name)
+        return True
+
+    def _set_aside(self, name: str, file: _File) -> None:
+        path = self.folder / name
+        aside = path.with_name(DAMAGED + name)
+        path.rename(aside)
+        self._forget(name, file)
+        _log.warning("the blob %s is not what was stored; it is kept as %s and asked for anew when needed", path, aside)
+
+    def _forget(self, name: str, file: _File) -> None:
+        with self._shelf.lock:
+            # Another may have come meanwhile.
+            if self._own.files.get(name) is file:
+                self._shelf.forget(self.folder_name, name)
 
 
 class Upload:
     """A blob on its way in; `close` before `finish` leaves nothing behind. Safe to use from several threads.
 
-    QUOTA_EXCEEDED where the disk is full.
+    QUOTA_EXCEEDED where the disk is full, or there are too many blobs.
     """
 
     def __init__(self, store: BlobStore, name: str) -> None:
@@ -266,8 +379,14 @@ class Upload:
         self._lock = threading.Lock()
         self._hash = hashlib.sha256()
         self._size = 0
-        with _room_on_disk():
-            handle, path = tempfile.mkstemp(prefix=UPLOADING, dir=store.folder)
+        self._reserved = 0
+        store.reserve(0, 1)
+        try:
+            with _room_on_disk():
+                handle, path = tempfile.mkstemp(prefix=UPLOADING, dir=store.folder)
+        except BaseException:
+            store.release(0, 1)
+            raise
         self._path: Path | None = Path(path)
         # Not buffered: what a full disk did not take would be written again by `close`.
         self._file = os.fdopen(handle, "wb", buffering=0)
@@ -277,7 +396,9 @@ class Upload:
         with self._lock:
             if self._path is None:
                 return
-            self._store.reserve(len(data))
+            wanted = -(-(self._size + len(data)) // _BLOCK) * _BLOCK
+            self._store.reserve(wanted - self._reserved)
+            self._reserved = wanted
             self._size += len(data)
             self._hash.update(data)
             with _room_on_disk():
@@ -303,7 +424,7 @@ class Upload:
         with _room_on_disk():
             os.fsync(self._file.fileno())
             self._file.close()
-            self._store.add(self._name, self._path, self._size)
+            self._store.add(self._name, self._path, self._reserved)
             self._path = None
             sync(self._store.folder)
 
@@ -319,7 +440,7 @@ class Upload:
                 try:
                     path.unlink(missing_ok=True)
                 finally:
-                    self._store.release(self._size)
+                    self._store.release(self._reserved, 1)
 
 
 @contextlib.contextmanager
@@ -328,13 +449,42 @@ def _room_on_disk() -> Iterator[None]:
     try:
         yield
     except OSError as cause:
-        if cause.errno not in _FULL:
+        if cause.errno not in FULL:
             raise
         raise error(
             errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
             f"the disk that the server keeps blobs on is full ({cause.strerror}); whoever runs the server makes room "
             "there, or starts it with a smaller --max-blob-bytes, so that unused blobs go earlier",
         ) from cause
+
+
+def _taken(stat: os.stat_result) -> int:
+    """Bytes that a file takes on the disk; no fewer than it has, where the disk stores them smaller."""
+    return max(stat.st_size, stat.st_blocks * _STAT_BLOCK)
+
+
+def _stamp_of(stat: os.stat_result) -> _Stamp:
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+def _stamp(path: str) -> _Stamp | None:
+    try:
+        return _stamp_of(os.stat(path))
+    except FileNotFoundError:
+        return None
+
+
+def _hash(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _checked(names: Iterable[str]) -> list[str]:
+    """The names, each once; MALFORMED_REQUEST for what is no hash."""
+    wanted = list(dict.fromkeys(names))
+    for name in wanted:
+        check_name(name)
+    return wanted
 
 
 def check_name(name: str) -> None:
@@ -359,9 +509,15 @@ def not_found(names: Iterable[str]) -> GradruleError:
     return GradruleError([finding], resources=[Resource(RESOURCE_TYPE, name) for name in gone])
 
 
-def _full(who: str, capacity: int, setting: str) -> GradruleError:
+def _full(who: str, wanted: _Amount, most: _Amount, of_server: _Amount) -> GradruleError:
+    if wanted.count > most.count:
+        setting = "--max-blobs" if most.count == of_server.count else "--tenant-blobs"
+        bound = f"{most.count} blobs"
+    else:
+        setting = "--max-blob-bytes" if most.size == of_server.size else "--tenant-blob-bytes"
+        bound = f"{most.size} bytes of blobs"
     return error(
         errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
-        f"{who} at most {capacity} bytes of blobs, and what is there is in use; delete programs, or start the server "
-        f"with a larger {setting}",
+        f"{who} at most {bound}, and what is there is in use; delete programs, or start the server with a larger "
+        f"{setting}",
     )

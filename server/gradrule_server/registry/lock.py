@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from pathlib import Path
+
+FILE_NAME = "gradrule.lock"
+
+# What a file system answers that cannot lock folders: network file systems emulate these locks on files alone.
+_NO_FOLDER_LOCKS = frozenset({errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
+_IS_RUNNING = "running"
 
 
 class FolderInUseError(Exception):
@@ -12,24 +19,78 @@ class FolderInUseError(Exception):
 
 
 class FolderLock:
-    """An advisory lock on a file of the folder, held from construction to `release`, and never longer than the process.
+    """Advisory locks on a folder and on a file in it, from construction to `release`, and no longer than the process.
 
-    The file stays behind: removing it would let two processes hold locks on two files of one name.
+    The folder's lock also holds when somebody removes the file. The file names the process, and older releases lock it
+    alone.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file = os.open(folder / "gradrule.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        self._folder = folder
+        self._path = folder / FILE_NAME
+        self._file = -1
+        self._handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as held:
-            holder = os.pread(self._file, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(self._file)
-            raise FolderInUseError(
-                f"{folder} is in use by another server (process {holder}); stop it, or give another --data-dir"
-            ) from held
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
+            self._lock_folder()
+            self.was_killed = self._lock_file()
+        except BaseException:
+            self.release()
+            raise
+
+    def is_file_removed(self) -> bool:
+        """Whether the lock file was removed or replaced; locks a new one where it was."""
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            found = None
+        held = os.fstat(self._file)
+        if found is not None and (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino):
+            return False
+        os.close(self._file)
+        self._file = -1
+        self._lock_file()
+        return True
 
     def release(self) -> None:
-        """Lets others in."""
-        os.close(self._file)
+        """Lets other processes use the folder."""
+        if self._file >= 0:
+            os.ftruncate(self._file, 0)
+            os.close(self._file)
+        os.close(self._handle)
+
+    def _lock_folder(self) -> None:
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as held:
+            raise self._in_use() from held
+        except OSError as cause:
+            if cause.errno not in _NO_FOLDER_LOCKS:
+                raise
+
+    def _lock_file(self) -> bool:
+        """Locks the file and writes the process into it; whether the process before did not release it."""
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Older releases leave the process behind when they stop, without this word.
+            was_killed = os.pread(file, 64, 0).decode(errors="replace").split()[1:] == [_IS_RUNNING]
+            os.ftruncate(file, 0)
+            os.pwrite(file, f"{os.getpid()} {_IS_RUNNING}\n".encode(), 0)
+        except BlockingIOError as held:
+            os.close(file)
+            raise self._in_use() from held
+        except BaseException:
+            os.close(file)
+            raise
+        self._file = file
+        return was_killed
+
+    def _in_use(self) -> FolderInUseError:
+        try:
+            holder = self._path.read_text(errors="replace").split()[:1]
+        except OSError:
+            holder = []
+        return FolderInUseError(
+            f"{self._folder} is in use by another server (process {holder[0] if holder else 'unknown'}); stop it, or "
+            "give another --data-dir"
+        )

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import re
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gradrule.v1 import errors_pb2, program_pb2
+from google.protobuf.message import DecodeError
+
+from gradrule.v1 import errors_pb2, program_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, Resource, did_you_mean, error
 from gradrule_server.quotas import Allowance
 from gradrule_server.registry import paging
 from gradrule_server.registry.blobs import BlobStore
-from gradrule_server.registry.store import DEFAULT_TENANT, ProgramContent, ProgramRow, Store
+from gradrule_server.registry.store import DEFAULT_TENANT, ProgramContent, ProgramRow, Store, UnreadableRowError
+
+_log = logging.getLogger(__name__)
 
 _PREFIX = "programs/"
 _ID = re.compile(r"[a-z][a-z0-9_.-]{0,62}")
@@ -36,10 +42,15 @@ class HeldBlobs:
     def __init__(self, store: Store, blobs: BlobStore) -> None:
         self._held: dict[tuple[str, str], list[str]] = {}
         for tenant, program_id, spec in store.program_specs():
-            # What is still there: a file that somebody took away makes the program ask for it when it is run.
-            own, wanted = blobs.of(tenant), blobs_of(program_pb2.ProgramSpec.FromString(spec))
-            gone = set(own.missing(wanted))
-            self.hold(own, tenant, program_id, [name for name in wanted if name not in gone])
+            try:
+                wanted = blobs_of(read_spec(tenant, program_id, spec))
+            except UnreadableRowError as cause:
+                _tell(tenant, program_id, cause)
+                continue
+            if wanted:
+                # A file that somebody took away makes the program ask for it when it is run.
+                blobs.of(tenant).keep(wanted)
+                self._held[tenant, program_id] = wanted
 
     def hold(self, blobs: BlobStore, tenant: str, program_id: str, names: list[str]) -> None:
         """For a program that is about to be kept; BLOB_NOT_FOUND."""
@@ -73,7 +84,12 @@ class ProgramRegistry:
         self._blobs = blobs
         self._tenant = tenant
         self._changing = threading.Lock()
-        self._identities = store.program_identities(tenant)
+        # A row that has no name that clients can say is nobody's.
+        self._identities = {
+            program_id: identity
+            for program_id, identity in store.program_identities(tenant).items()
+            if isinstance(program_id, str) and _ID.fullmatch(program_id)
+        }
         self._room = room or Allowance.without_end()
         self._bytes_room = bytes_room or Allowance.without_end()
         self._held = held or HeldBlobs(store, blobs)
@@ -112,7 +128,10 @@ class ProgramRegistry:
             )
         with self._changing:
             if program_id in self._identities:
-                return self._existing(program_id, identity)
+                existing = self._existing(program_id, identity)
+                if existing is not None:
+                    return existing
+                self._remove(program_id)
             now_us = time.time_ns() // 1000
             kept = program_pb2.Program()
             kept.CopyFrom(program)
@@ -135,19 +154,20 @@ class ProgramRegistry:
 
     def get(self, name: str) -> StoredProgram:
         """The program of that name, `programs/ID` or bare; PROGRAM_NOT_FOUND."""
-        row = self._store.program(name.removeprefix(_PREFIX), self._tenant)
+        program_id = name.removeprefix(_PREFIX)
+        row = self._store.program(program_id, self._tenant)
         if row is None:
             raise self._not_found(name)
-        return _stored(row)
+        with self._unreadable_is_not_found(program_id):
+            return _stored(row)
 
     def content(self, stored: StoredProgram) -> tuple[program_pb2.ProgramSpec, bytes]:
         """The spec with its graph's bytes, and the snapshot of its rules; PROGRAM_NOT_FOUND where it is gone by now."""
-        content = self._store.program_content(stored.id, stored.identity, self._tenant)
-        if content is None:
+        with self._unreadable_is_not_found(stored.id):
+            found = self._content(stored)
+        if found is None:
             raise self._not_found(stored.program.name)
-        spec = program_pb2.ProgramSpec.FromString(content.spec)
-        spec.graph.serialized = content.graph
-        return spec, content.snapshot
+        return found
 
     def list(self, page_size: int, page_token: str) -> tuple[list[StoredProgram], str]:
         """A page by id, without overrides and defaulted, and the next page's token; MALFORMED_REQUEST.
@@ -157,11 +177,16 @@ class ProgramRegistry:
         size = paging.page_size(page_size)
         after = paging.decode(_LISTING, page_token, _ID)[0] if page_token else ""
         rows, has_more = self._store.programs_after(after, size, paging.MAX_PAGE_BYTES, self._tenant)
-        page = [_stored(row) for row in rows]
+        page = []
+        for row in rows:
+            try:
+                page.append(_stored(row))
+            except UnreadableRowError as cause:
+                _tell(self._tenant, row.id, cause)
         for item in page:
             item.program.ClearField("overrides")
             item.program.ClearField("defaulted")
-        return page, paging.encode(_LISTING, [page[-1].id]) if has_more else ""
+        return page, paging.encode(_LISTING, [rows[-1].id]) if has_more else ""
 
     def delete(self, name: str) -> None:
         """Forgets a program; PROGRAM_NOT_FOUND."""
@@ -169,11 +194,40 @@ class ProgramRegistry:
         with self._changing:
             if program_id not in self._identities:
                 raise self._not_found(name)
-            freed = self._store.remove_program(program_id, self._tenant)
-            del self._identities[program_id]
-            self._held.let_go(self._blobs, self._tenant, program_id)
-            self._room.give_back()
-            self._bytes_room.give_back(freed)
+            self._remove(program_id)
+
+    def _remove(self, program_id: str) -> None:
+        """Forgets a program, whether its row is still there or not."""
+        freed = self._store.remove_program(program_id, self._tenant)
+        del self._identities[program_id]
+        self._held.let_go(self._blobs, self._tenant, program_id)
+        self._room.give_back()
+        self._bytes_room.give_back(freed)
+
+    def _content(self, stored: StoredProgram) -> tuple[program_pb2.ProgramSpec, bytes] | None:
+        """The spec with its graph's bytes, and the snapshot; None where the row is gone. `UnreadableRowError`."""
+        content = self._store.program_content(stored.id, stored.identity, self._tenant)
+        if content is None:
+            return None
+        spec = read_spec(self._tenant, stored.id, content.spec)
+        with _reading():
+            rule_pb2.ListRulesResponse.FromString(content.snapshot)
+        spec.graph.serialized = content.graph
+        return spec, content.snapshot
+
+    @contextlib.contextmanager
+    def _unreadable_is_not_found(self, program_id: str) -> Iterator[None]:
+        """PROGRAM_NOT_FOUND where the program's row cannot be read."""
+        try:
+            yield
+        except UnreadableRowError as cause:
+            _tell(self._tenant, program_id, cause)
+            raise error(
+                errors_pb2.ERROR_REASON_PROGRAM_NOT_FOUND,
+                f"the kept program {program_id!r} cannot be read: {cause}; compile it anew, or delete it",
+                field="name",
+                resource=Resource("gradrule.v1.Program", _PREFIX + program_id),
+            ) from cause
 
     def _graph_bytes(self, spec: program_pb2.ProgramSpec) -> bytes:
         match spec.graph.WhichOneof("source"):
@@ -184,8 +238,18 @@ class ProgramRegistry:
             case _:
                 return spec.graph.serialized
 
-    def _existing(self, program_id: str, identity: str) -> StoredProgram:
-        stored = self.get(program_id)
+    def _existing(self, program_id: str, identity: str) -> StoredProgram | None:
+        """The program of that id, if its row is there and can be read; PROGRAM_EXISTS where it has other content."""
+        row = self._store.program(program_id, self._tenant)
+        if row is None:
+            return None
+        try:
+            stored = _stored(row)
+            if self._content(stored) is None:
+                return None
+        except UnreadableRowError as cause:
+            _tell(self._tenant, program_id, cause)
+            return None
         if stored.identity != identity:
             since = stored.program.create_time.ToJsonString()
             raise error(
@@ -207,8 +271,40 @@ class ProgramRegistry:
         )
 
 
+def read_spec(tenant: str, program_id: str, spec: bytes) -> program_pb2.ProgramSpec:
+    """A kept program's spec, without its graph; `UnreadableRowError`. Whatever a damaged file holds, no other error."""
+    for name, text in (("tenant", tenant), ("id", program_id)):
+        if not isinstance(text, str) or not text.isprintable():
+            raise UnreadableRowError(f"its {name} {text!r} is no name")
+    with _reading():
+        return program_pb2.ProgramSpec.FromString(spec)
+
+
+def read_summary(summary: bytes) -> program_pb2.Program:
+    """What is told of a kept program; `UnreadableRowError`."""
+    with _reading():
+        return program_pb2.Program.FromString(summary)
+
+
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    try:
+        yield
+    except (DecodeError, TypeError, ValueError) as cause:
+        raise UnreadableRowError(str(cause)) from cause
+
+
+def _tell(tenant: str, program_id: str, cause: UnreadableRowError) -> None:
+    _log.warning(
+        "the kept program %r of tenant %r cannot be read and is left out (`gradrule registry check` shows all): %s",
+        program_id,
+        tenant,
+        cause,
+    )
+
+
 def _stored(row: ProgramRow) -> StoredProgram:
-    return StoredProgram(row.id, row.identity, program_pb2.Program.FromString(row.summary))
+    return StoredProgram(row.id, row.identity, read_summary(row.summary))
 
 
 def _identity(*parts: str | bytes) -> str:

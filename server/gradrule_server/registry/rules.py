@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
+import logging
 import re
 import threading
 import time
@@ -18,15 +20,18 @@ from gradrule_server.policy import Bounds
 from gradrule_server.quotas import Allowance
 from gradrule_server.registry import paging
 from gradrule_server.registry.names import BUILTIN_PREFIX, Names, RuleEntry, by_name
-from gradrule_server.registry.store import DEFAULT_TENANT, RuleRow, Store, StoreError, size_of
+from gradrule_server.registry.store import DEFAULT_TENANT, RuleRow, Store, UnreadableRowError, size_of
 from gradrule_server.rules import RuleContent, write_param
 from gradrule_server.rules.catalogue import BUILTINS, BuiltinRule
+
+_log = logging.getLogger(__name__)
 
 _PREFIX = "rules/"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
 _PLACE = (re.compile("[012]"), re.compile(".*", re.DOTALL))
 _RESERVED = frozenset({"default", "inline"})
 _SHOWN_EXPRESSION = 120
+_SHOWN_UNREADABLE = 5
 # Rules stay in memory: they are for reading, not for data.
 _MAX_DESCRIPTION = 8 * 1024
 _MAX_DEFINITION = 1024 * 1024
@@ -54,8 +59,8 @@ class RuleRegistry:
     """A tenant's rules. Safe to use from several threads; only `create` and `delete` block, on the disk.
 
     shipped: what lies below; op types alone mean the catalogue too. room, bytes_room: for how many rules there is room,
-    and for how many bytes of them; without it, without end. `StoreError` where a kept rule cannot be read by this
-    version of the server.
+    and for how many bytes of them; without it, without end. A kept rule that cannot be read is left out and told; it
+    stays in the store until a rule is created or deleted under its name.
     """
 
     def __init__(
@@ -77,7 +82,7 @@ class RuleRegistry:
         self._revision = 0
         if not isinstance(shipped, Shipped):
             shipped = Shipped.of(shipped)
-        kept = [_kept_entry(store, row) for row in store.rules(tenant)]
+        kept, self._unreadable = _read_rules(store, tenant)
         self._names = Names(
             user={entry.name: _hiding(entry, shipped.builtin) for entry in kept},
             builtin=shipped.builtin,
@@ -85,8 +90,8 @@ class RuleRegistry:
         )
 
     def __len__(self) -> int:
-        """How many USER rules there are."""
-        return len(self._names.user)
+        """How many USER rules are kept, those included that cannot be read."""
+        return len(self._names.user) + len(self._unreadable)
 
     @property
     def revision(self) -> int:
@@ -129,8 +134,12 @@ class RuleRegistry:
                 time.time_ns() // 1000,
             )
             entry = _user_entry(row, content)
-            with self._room.taken(), self._bytes_room.taken(entry.size):
-                self._store.add_rule(row, self._tenant)
+            broken = self._unreadable.get(name)
+            room = contextlib.nullcontext() if broken else self._room.taken()
+            with room, self._bytes_room.taken(entry.size):
+                self._store.add_rule(row, self._tenant, replaces=broken is not None)
+            if broken is not None:
+                self._bytes_room.give_back(self._unreadable.pop(name).size)
             self._replace(replace(names, user={**names.user, name: entry}))
         return entry
 
@@ -143,12 +152,18 @@ class RuleRegistry:
 
     def delete(self, name: str) -> None:
         """Forgets a USER rule; RULE_READ_ONLY for others, UNKNOWN_RULE."""
+        bare = name.removeprefix(_PREFIX)
         with self._changing:
+            if bare in self._unreadable:
+                self._store.remove_rule(bare, self._tenant)
+                self._room.give_back()
+                self._bytes_room.give_back(self._unreadable.pop(bare).size)
+                return
             entry = self.get(name)
             if entry.kind != rule_pb2.RULE_KIND_USER:
                 raise error(
                     errors_pb2.ERROR_REASON_RULE_READ_ONLY,
-                    f"{name.removeprefix(_PREFIX)!r} is {_what(entry)}; only USER rules can be deleted",
+                    f"{bare!r} is {_what(entry)}; only USER rules can be deleted",
                     field="name",
                     resource=_resource(entry.name),
                 )
@@ -182,6 +197,14 @@ class RuleRegistry:
 
     def _unknown(self, name: str) -> GradruleError:
         bare = name.removeprefix(_PREFIX)
+        broken = self._unreadable.get(bare)
+        if broken is not None:
+            return error(
+                errors_pb2.ERROR_REASON_UNKNOWN_RULE,
+                f"the kept rule {bare!r} cannot be read: {broken.why}; create it anew, or delete it",
+                field="name",
+                resource=_resource(bare),
+            )
         return error(
             errors_pb2.ERROR_REASON_UNKNOWN_RULE,
             f"there is no rule {bare!r}.{did_you_mean(bare.removeprefix(BUILTIN_PREFIX), set(self._names.all()))}",
@@ -238,16 +261,49 @@ def _check_size(definition: rule_pb2.RuleDefinition, description: str) -> None:
             )
 
 
-def _kept_entry(store: Store, row: RuleRow) -> RuleEntry:
+@dataclass(frozen=True, slots=True)
+class _Unreadable:
+    """A kept rule that cannot be read. `size`: bytes that count of it."""
+
+    why: str
+    size: int
+
+
+def read_rule(row: RuleRow) -> RuleEntry:
+    """The rule of a row; `UnreadableRowError`. Whatever a damaged file may hold, no other error."""
+    if not isinstance(row.name, str) or _NAME.fullmatch(row.name) is None:
+        raise UnreadableRowError(f"{row.name!r} is no rule name")
+    if not (isinstance(row.definition, bytes) and isinstance(row.description, str)):
+        raise UnreadableRowError("its definition is no bytes, or its description no text")
     try:
+        row.description.encode()
         content = RuleContent.from_kept(row.name, rule_pb2.RuleDefinition.FromString(row.definition))
-    except (DecodeError, GradruleError) as cause:
-        why = cause.message if isinstance(cause, GradruleError) else cause
-        raise StoreError(
-            f"the rule {row.name!r} in {store.path} cannot be read by this server ({why}); start the version "
-            "that wrote it and delete the rule, or move the file away to begin with an empty registry"
-        ) from cause
-    return _user_entry(row, content)
+        return _user_entry(row, content)
+    except GradruleError as cause:
+        raise UnreadableRowError(cause.message) from cause
+    except (DecodeError, ValueError, TypeError, OverflowError, RecursionError) as cause:
+        raise UnreadableRowError(str(cause)) from cause
+
+
+def _read_rules(store: Store, tenant: str) -> tuple[list[RuleEntry], dict[str, _Unreadable]]:
+    """A tenant's rules, and those that cannot be read, which are told."""
+    found: list[RuleEntry] = []
+    unreadable: dict[str, _Unreadable] = {}
+    for row in store.rules(tenant):
+        try:
+            found.append(read_rule(row))
+        except UnreadableRowError as cause:
+            size = size_of(row) if isinstance(row.definition, bytes) and isinstance(row.description, str) else 0
+            unreadable[row.name] = _Unreadable(str(cause), size)
+    if unreadable:
+        shown = [f"{name!r} ({row.why})" for name, row in list(unreadable.items())[:_SHOWN_UNREADABLE]]
+        _log.warning(
+            "%d kept rules of tenant %r cannot be read and are left out (`gradrule registry check` shows all): %s",
+            len(unreadable),
+            tenant,
+            ", ".join(shown),
+        )
+    return found, unreadable
 
 
 def _user_entry(row: RuleRow, content: RuleContent) -> RuleEntry:

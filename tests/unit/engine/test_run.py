@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from gradrule.v1 import tensor_pb2
 from gradrule_server.engine import answers, run
+from gradrule_server.engine.built import Built
 from gradrule_server.errors import GradruleError, reason_name
 
 
@@ -37,3 +38,31 @@ def test_quantised_values_keep_their_type() -> None:
     message = tensor_pb2.Tensor()
     answers.write_tensor(message, tf.bitcast(tf.constant([1, -2], tf.int8), tf.qint8))
     assert (message.dtype, message.tensor_content) == (tensor_pb2.DT_QINT8, b"\x01\xfe")
+
+
+@pytest.mark.parametrize(
+    ("op", "attrs"),
+    [
+        ("StaticRegexFullMatch", {"pattern": b"\xff"}),
+        ("StaticRegexReplace", {"pattern": b"(\xfe", "rewrite": b"\xff"}),
+    ],
+)
+def test_what_tensorflow_says_of_bytes_that_are_no_text_is_told(op: str, attrs: dict[str, bytes]) -> None:
+    @tf.function(autograph=False)
+    def function() -> tf.Tensor:
+        return getattr(tf.raw_ops, op)(input=[b"text"], **attrs)
+
+    with pytest.raises(GradruleError) as caught:
+        run.execute(Built(small=False), function)
+    assert reason_name(caught.value.reason) == "EXECUTION_FAILED"
+    assert "\\xf" in caught.value.message
+
+
+def test_a_string_that_is_no_text_is_told_too() -> None:
+    @tf.function(autograph=False)
+    def function() -> tf.Tensor:
+        return tf.strings.to_number([b"\xff\xfe"])
+
+    with pytest.raises(GradruleError, match=r"\\xff\\xfe") as caught:
+        run.execute(Built(small=False), function)
+    assert reason_name(caught.value.reason) == "EXECUTION_FAILED"

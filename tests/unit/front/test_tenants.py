@@ -43,6 +43,7 @@ def shared(tmp_path: Path) -> Iterator[Shared]:
             server=dict.fromkeys(KINDS, 6) | {"registry_bytes": 60},
             tenant=dict.fromkeys(KINDS, 4) | {"registry_bytes": 40},
             tenant_blob_bytes=500,
+            tenant_blobs=10,
             cache_capacity=10,
             cache_bytes=1000,
             handle_ttl_s=1.0,

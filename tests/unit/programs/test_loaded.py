@@ -247,7 +247,7 @@ async def load(loaded: LoadedPrograms, engine: FakeEngine, item: Loadable, count
 
 async def test_weights_count_once_however_many_programs_hold_them(blobs: BlobStore) -> None:
     names = [hashlib.sha256(bytes([number])).hexdigest() for number in range(2)]
-    blobs = BlobStore(blobs.folder, 100)
+    blobs = BlobStore(blobs.folder, 1 << 20)
     for number, name in enumerate(names):
         upload = blobs.upload(name)
         upload.write(bytes([number]))
@@ -268,12 +268,12 @@ async def test_weights_count_once_however_many_programs_hold_them(blobs: BlobSto
 
 async def test_weights_of_several_tenants_count_for_each(blobs: BlobStore) -> None:
     """Engines share nothing between tenants."""
-    blobs = BlobStore(blobs.folder, 100)
+    blobs = BlobStore(blobs.folder, 1 << 20)
     sha256 = hashlib.sha256(b"w").hexdigest()
     engine = FakeEngine()
     loaded = LoadedPrograms(FakePool(engine), blobs, 10, 2500)
     for number, name in enumerate("abc", 1):
-        store = blobs.of(name, 100)
+        store = blobs.of(name, 1 << 20)
         upload = store.upload(sha256)
         upload.write(b"w")
         upload.finish()

@@ -47,15 +47,15 @@ def data(tmp_path: Path) -> Path:
 def store(data: Path) -> Iterator[Store]:
     """Two tenants; a program of one needs a blob."""
     opened = Store(data)
-    blobs = BlobStore(data / "blobs", 1000)
+    blobs = BlobStore(data / "blobs", 1 << 20)
     opened.add_rule(RuleRow("Q", DEFINITION, "", 1))
     opened.add_rule(RuleRow("Q", DEFINITION, "", 1), "ada")
     spec = program_pb2.ProgramSpec()
     name = put(blobs.of("ada"), b"weights")
     put(blobs.of("ada"), b"nobody's")
     spec.variables.add(name="w", value={"blob": tensor_pb2.BlobTensor(sha256=name)})
-    content = ProgramContent(spec.SerializeToString(), b"graph", b"snapshot")
-    opened.add_program(ProgramRow("p", "same", b"summary", 5), content, "ada")
+    content = ProgramContent(spec.SerializeToString(), b"graph", b"")
+    opened.add_program(ProgramRow("p", "same", b"", 5), content, "ada")
     yield opened
     opened.close()
 
@@ -74,7 +74,7 @@ def test_what_was_copied_comes_back(store: Store, data: Path, tmp_path: Path) ->
     content = again.program_content("p", "same", "ada")
     assert content is not None
     assert content.graph == b"graph"
-    blobs = BlobStore(tmp_path / "again" / "blobs", 1000)
+    blobs = BlobStore(tmp_path / "again" / "blobs", 1 << 20)
     assert blobs.of("ada").read(hashlib.sha256(b"weights").hexdigest()) == b"weights"
     again.close()
     assert not check(tmp_path / "again").problems
@@ -249,7 +249,7 @@ def test_a_registry_of_the_first_schema_is_copied_as_it_is_and_brought_back_as_i
     data = tmp_path / "data"
     data.mkdir()
     spec = program_pb2.ProgramSpec()
-    name = put(BlobStore(data / "blobs", 100), b"weights")
+    name = put(BlobStore(data / "blobs", 1 << 20), b"weights")
     spec.variables.add(name="w", value={"blob": tensor_pb2.BlobTensor(sha256=name)})
     file = version_1(data, spec.SerializeToString())
     before = file.read_bytes()

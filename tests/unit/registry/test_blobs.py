@@ -8,11 +8,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.registry.blobs import BlobStore
+
+PAGE = 4096
+"""What a file takes on a disk at least."""
 
 
 def name_of(data: bytes) -> str:
@@ -40,66 +44,66 @@ def files(store: BlobStore) -> set[str]:
 
 
 def test_what_was_put_in_is_there(tmp_path: Path) -> None:
-    store = BlobStore(tmp_path / "blobs", 100)
+    store = BlobStore(tmp_path / "blobs", 3 * PAGE)
     name = put(store, b"abc")
-    assert (store.read(name), store.size(name), store.held_bytes) == (b"abc", 3, 3)
+    assert (store.read(name), store.size(name), store.held_bytes) == (b"abc", 3, PAGE)
     assert store.missing([name, "0" * 64, "0" * 64]) == ["0" * 64]
     assert put(store, b"abc") == name
-    assert (store.held_bytes, files(store)) == (3, {name})
+    assert (store.held_bytes, files(store)) == (PAGE, {name})
 
 
 def test_the_least_recently_used_go(tmp_path: Path) -> None:
-    store = BlobStore(tmp_path, 30)
-    a, b, c = (put(store, bytes([letter]) * 10) for letter in b"abc")
+    store = BlobStore(tmp_path, 3 * PAGE)
+    a, b, c = (put(store, bytes([letter]) * PAGE) for letter in b"abc")
     store.missing([a])
-    d = put(store, b"d" * 10)
+    d = put(store, b"d" * PAGE)
     assert store.missing([a, b, c, d]) == [b]
     assert files(store) == {a, c, d}
 
 
 def test_held_ones_stay(tmp_path: Path) -> None:
-    store = BlobStore(tmp_path, 20)
-    a, b = put(store, b"a" * 10), put(store, b"b" * 10)
+    store = BlobStore(tmp_path, 2 * PAGE)
+    a, b = put(store, b"a" * PAGE), put(store, b"b" * PAGE)
     store.hold([a])
     with store.held([a, b, b]):
-        error = refusal(put, store, b"c" * 10)
+        error = refusal(put, store, b"c" * PAGE)
         assert reason_name(error.reason) == "QUOTA_EXCEEDED"
         assert "--max-blob-bytes" in error.message
-    put(store, b"c" * 10)
+    put(store, b"c" * PAGE)
     assert store.missing([a, b]) == [b]
     store.let_go([a])
-    put(store, b"d" * 20)
+    put(store, b"d" * (2 * PAGE))
     assert store.missing([a]) == [a]
-    assert (store.held_bytes, len(files(store))) == (20, 1)
+    assert (store.held_bytes, len(files(store))) == (2 * PAGE, 1)
 
 
 def test_holding_is_all_or_nothing(tmp_path: Path) -> None:
-    store = BlobStore(tmp_path, 20)
-    a = put(store, b"a" * 10)
+    store = BlobStore(tmp_path, 2 * PAGE)
+    a = put(store, b"a" * PAGE)
     error = refusal(store.hold, [a, "1" * 64, "2" * 64])
     assert reason_name(error.reason) == "BLOB_NOT_FOUND"
     assert [item.name for item in error.resources] == ["1" * 64, "2" * 64]
-    put(store, b"b" * 20)
+    put(store, b"b" * (2 * PAGE))
     assert store.missing([a]) == [a]
 
 
 @pytest.mark.parametrize("name", ["", "abc", "A" * 64, "0" * 63 + "/", "../" + "0" * 61])
 def test_names_are_hashes(tmp_path: Path, name: str) -> None:
-    store = BlobStore(tmp_path, 20)
+    store = BlobStore(tmp_path, 2 * PAGE)
     for call in (store.size, store.upload, store.read):
         assert reason_name(refusal(call, name).reason) == "MALFORMED_REQUEST"
     assert reason_name(refusal(store.missing, [name]).reason) == "MALFORMED_REQUEST"
 
 
 def test_what_is_not_finished_leaves_nothing(tmp_path: Path) -> None:
-    store = BlobStore(tmp_path, 20)
+    store = BlobStore(tmp_path, 2 * PAGE)
     wrong = store.upload("0" * 64)
     wrong.write(b"abc")
     assert reason_name(refusal(wrong.finish).reason) == "BLOB_MISMATCH"
     wrong.close()
     large = store.upload("0" * 64)
-    large.write(b"a" * 15)
-    assert reason_name(refusal(large.write, b"a" * 15).reason) == "QUOTA_EXCEEDED"
+    large.write(b"a" * (PAGE + 1))
+    assert reason_name(refusal(large.write, b"a" * (PAGE + 1)).reason) == "QUOTA_EXCEEDED"
     large.close()
     large.write(b"late")
     assert (store.held_bytes, files(store)) == (0, set())
@@ -108,6 +112,7 @@ def test_what_is_not_finished_leaves_nothing(tmp_path: Path) -> None:
 _DISK = """
 import hashlib, resource, sys
 from pathlib import Path
+from typing import Any
 from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.registry.blobs import BlobStore
 
@@ -133,7 +138,7 @@ upload = store.upload(hashlib.sha256(small).hexdigest())
 upload.write(small)
 upload.finish()
 upload.close()
-assert store.held_bytes == 50_000
+assert store.held_bytes == 13 * 4096, store.held_bytes
 """
 
 
@@ -146,7 +151,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path) -> None:
 def test_a_disk_that_is_found_full_at_the_end_is_told_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    store = BlobStore(tmp_path, 20)
+    store = BlobStore(tmp_path, 2 * PAGE)
     upload = store.upload(name_of(b"abc"))
     upload.write(b"abc")
 
@@ -164,7 +169,7 @@ def test_a_disk_that_is_found_full_at_the_end_is_told_too(
 
 
 def test_a_blob_s_name_is_on_the_disk_when_it_is_acknowledged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = BlobStore(tmp_path / "blobs", 20).of("ada")
+    store = BlobStore(tmp_path / "blobs", 2 * PAGE).of("ada")
     synced: list[tuple[Path, bool]] = []
     fsync = os.fsync
 
@@ -180,12 +185,144 @@ def test_a_blob_s_name_is_on_the_disk_when_it_is_acknowledged(tmp_path: Path, mo
 
 
 def test_a_restart_knows_what_is_there_and_in_which_order(tmp_path: Path) -> None:
-    store = BlobStore(tmp_path, 30)
-    a, b = put(store, b"a" * 10), put(store, b"b" * 10)
+    store = BlobStore(tmp_path, 3 * PAGE)
+    a, b = put(store, b"a" * PAGE), put(store, b"b" * PAGE)
     os.utime(tmp_path / b, ns=(1, 1))
+    # As an older release left it, which knew a blob's last use by the time of its last change.
+    os.utime(tmp_path / a, ns=(1, 5))
     (tmp_path / ".upload-left-behind").write_bytes(b"x")
-    store = BlobStore(tmp_path, 25)
-    assert store.held_bytes == 20
-    put(store, b"c" * 10)
+    store = BlobStore(tmp_path, 2 * PAGE)
+    assert store.held_bytes == 2 * PAGE
+    put(store, b"c" * PAGE)
     assert store.missing([a, b]) == [b]
     assert ".upload-left-behind" not in files(store)
+
+
+def test_many_small_blobs_count_as_what_they_take(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path, 10 * PAGE)
+    first = [put(store, bytes([number]) * 5) for number in range(10)]
+    assert store.held_bytes == 10 * PAGE
+    put(store, b"one more")
+    assert store.missing(first) == first[:1]
+    again = BlobStore(tmp_path, 10 * PAGE)
+    assert again.held_bytes == 10 * PAGE
+
+
+def test_the_number_of_blobs_is_bounded(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path, 1 << 30, 4)
+    ada, grace = store.of("ada", 1 << 20, 2), store.of("grace", 1 << 20, 3)
+    first, second = put(ada, b""), put(ada, b"2")
+    third = put(ada, b"3")
+    assert ada.missing([first, second, third]) == [first]
+    with ada.held([second, third]):
+        found = refusal(ada.upload, "0" * 64)
+        assert reason_name(found.reason) == "QUOTA_EXCEEDED"
+        assert "at most 2 blobs" in found.message
+        assert "--tenant-blobs" in found.message
+        uploads = [grace.upload(f"{number}" * 64) for number in (1, 2)]
+        # Uploads under way count too.
+        found = refusal(grace.upload, "3" * 64)
+        assert "--max-blobs" in found.message
+        for upload in uploads:
+            upload.close()
+        put(grace, b"4")
+    put(grace, b"5")
+    put(grace, b"6")
+    assert ada.missing([second, third]) == [second]
+    assert grace.missing([name_of(bytes([letter])) for letter in b"456"]) == []
+
+
+def damage(path: Path) -> None:
+    """Changes a byte in place, as a disk may; nothing else of the file changes."""
+    stat = path.stat()
+    with path.open("r+b") as file:
+        byte = file.read(1)
+        file.seek(0)
+        file.write(bytes([byte[0] ^ 1]))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+@pytest.mark.parametrize("use", ["hold", "read", "verify"])
+def test_a_blob_that_is_not_what_was_stored_is_asked_for_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, use: str
+) -> None:
+    name = put(BlobStore(tmp_path, 1 << 20), b"weights")
+    damage(tmp_path / name)
+    store = BlobStore(tmp_path, 1 << 20)
+    assert not store.are_verified([name])
+    found = refusal(getattr(store, use), name if use == "read" else [name])
+    assert reason_name(found.reason) == "BLOB_NOT_FOUND"
+    assert [item.name for item in found.resources] == [name]
+    assert caplog.messages == [
+        f"the blob {tmp_path / name} is not what was stored; it is kept as {tmp_path / f'.damaged-{name}'} and asked "
+        "for anew when needed"
+    ]
+    assert (store.missing([name]), store.held_bytes) == ([name], 0)
+    put(store, b"weights")
+    assert store.read(name) == b"weights"
+    assert store.are_verified([name])
+
+
+def test_a_change_is_noticed_while_the_server_runs(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path, 1 << 20)
+    name, other = put(store, b"weights"), put(store, b"other")
+    (tmp_path / name).write_bytes(b"changed")
+    assert not store.are_verified([name])
+    # A client that was told BLOB_NOT_FOUND asks what it must send.
+    assert store.missing([name, other]) == [name]
+    put(store, b"weights")
+    (tmp_path / name).unlink()
+    assert reason_name(refusal(store.hold, [name]).reason) == "BLOB_NOT_FOUND"
+    put(store, b"weights")
+    (tmp_path / name).unlink()
+    assert store.missing([name]) == [name]
+    put(store, b"weights")
+    assert store.read(name) == b"weights"
+    # Written anew with the same bytes: it is read once more, and is right.
+    (tmp_path / name).write_bytes(b"weights")
+    assert store.missing([name]) == []
+    assert store.are_verified([name])
+
+
+def test_a_blob_is_read_once_for_each_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = put(BlobStore(tmp_path, 1 << 20), b"weights")
+    store = BlobStore(tmp_path, 1 << 20)
+    read: list[str] = []
+    digest = hashlib.file_digest
+
+    def counted(file: Any, algorithm: str) -> Any:
+        read.append(Path(file.name).name)
+        return digest(file, algorithm)
+
+    monkeypatch.setattr(hashlib, "file_digest", counted)
+    assert store.missing([name]) == []
+    assert read == []
+    for _ in range(3):
+        store.verify([name])
+        store.missing([name])
+    assert read == [name]
+    uploaded = put(store, b"more")
+    store.verify([uploaded])
+    assert read == [name]
+
+
+def test_an_upload_replaces_a_file_whose_damage_nobody_noticed(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path, 1 << 20)
+    name = put(store, b"weights")
+    damage(tmp_path / name)
+    put(store, b"weights")
+    assert store.read(name) == b"weights"
+    assert store.held_bytes == PAGE
+
+
+def test_what_is_kept_stays_when_it_comes_later(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path, 2 * PAGE)
+    store.keep([name_of(b"late")])
+    put(store, b"late")
+    put(store, b"1")
+    put(store, b"2")
+    assert store.missing([name_of(b"late")]) == []
+    store.let_go([name_of(b"late")])
+    put(store, b"3")
+    put(store, b"4")
+    assert store.missing([name_of(b"late")]) == [name_of(b"late")]

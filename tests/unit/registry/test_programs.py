@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from gradrule_server.registry.store import Store
 
 X, Y = graph_pb2.Node(name="x", op="Placeholder"), graph_pb2.Node(name="y", op="Sign", input=["x"])
 GRAPH = graph_pb2.Graph(node=[X, Y])
+# A message of 8 bytes, which are a message with b"1" before them too.
+SNAPSHOT = rule_pb2.ListRulesResponse(next_page_token="rules1").SerializeToString()
 
 
 def registry_of(store: Store, **limits: Any) -> ProgramRegistry:
-    return ProgramRegistry(store, BlobStore(store.path.parent / "blobs", 1000), **limits)
+    return ProgramRegistry(store, BlobStore(store.path.parent / "blobs", 1 << 20), **limits)
 
 
 def spec(fetch: str = "y") -> program_pb2.ProgramSpec:
@@ -45,7 +48,7 @@ def create(
     registry: ProgramRegistry,
     program_id: str | None = None,
     digest: str = "d1",
-    snapshot: bytes = b"rules",
+    snapshot: bytes = SNAPSHOT,
     values: bytes = b"",
 ) -> StoredProgram:
     return registry.create(program_id, spec(), snapshot, compiled(digest), values)
@@ -68,7 +71,7 @@ def test_a_program_is_kept_with_name_time_and_content(tmp_path: Path) -> None:
     registry = registry_of(store)
     for name in ("programs/mnist-v1", "mnist-v1"):
         assert registry.get(name) == made
-    assert registry.content(made) == (spec(), b"rules")
+    assert registry.content(made) == (spec(), SNAPSHOT)
     assert create(registry, "mnist-v1") == made
     store.close()
 
@@ -86,14 +89,14 @@ def test_an_inline_graph_comes_back_as_bytes(store: Store) -> None:
 def test_the_default_id_is_made_from_the_content(store: Store) -> None:
     registry = registry_of(store)
     made = create(registry)
-    parts = b"".join(hashlib.sha256(part).digest() for part in (b"d1", b"rules", b""))
+    parts = b"".join(hashlib.sha256(part).digest() for part in (b"d1", SNAPSHOT, b""))
     assert made.id == "p" + hashlib.sha256(parts).hexdigest()[:32]
     assert create(registry) == made
     others = [
         create(registry, digest="d2"),
-        create(registry, snapshot=b"other rules"),
+        create(registry, snapshot=b""),
         create(registry, values=b"alpha = 2"),
-        create(registry, digest="d", snapshot=b"1rules"),
+        create(registry, digest="d", snapshot=b"1" + SNAPSHOT),
     ]
     assert len({made.id, *(other.id for other in others)}) == 5
     # The made id is one that can be asked for.
@@ -185,7 +188,9 @@ def test_pages_are_by_id_without_overrides(store: Store) -> None:
     assert refusal.value.reason == errors_pb2.ERROR_REASON_MALFORMED_REQUEST
 
 
-def test_bytes_are_counted_as_programs_come_and_go(store: Store) -> None:
+def test_bytes_are_counted_as_programs_come_and_go(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The time of creation is part of what is kept, and does not always take as many bytes.
+    monkeypatch.setattr("time.time_ns", lambda: 1_700_000_000_123_456_789)
     room = Allowance(10_000, "bytes of rules and programs", "--tenant-registry-bytes")
     registry = registry_of(store, bytes_room=room)
     create(registry, "a")
@@ -221,3 +226,90 @@ def test_a_page_ends_where_its_programs_are_large(store: Store) -> None:
         page, token = registry.list(1000, token)
         pages.append([item.id for item in page])
     assert pages == [["p0", "p1"], ["p1-huge"], ["p2", "p3"], ["p4", "p5"], ["p6"]]
+
+
+def change(store: Store, column: str, value: Any, program_id: str = "p") -> None:
+    """Changes a row behind the server's back."""
+    with sqlite3.connect(store.path) as connection:
+        if column == "content":
+            connection.execute("UPDATE blobs SET content = ?", (value,))
+        else:
+            connection.execute(f"UPDATE programs SET {column} = ? WHERE id = ?", (value, program_id))
+    connection.close()
+
+
+JUNK = [("summary", b"\xff\xff"), ("summary", 7), ("spec", b"\xff\xff"), ("snapshot", b"\xff"), ("content", b"grapf")]
+
+
+@pytest.mark.parametrize(("column", "value"), JUNK)
+def test_a_row_that_cannot_be_read_costs_that_program(
+    store: Store, caplog: pytest.LogCaptureFixture, column: str, value: Any
+) -> None:
+    room, bytes_room = (Allowance(1 << 20, "", "") for _ in range(2))
+    create(registry_of(store), "other", "d2")
+    create(registry_of(store), "p")
+    if column == "content":
+        # Its graph is the other's too.
+        registry_of(store).delete("other")
+    change(store, column, value)
+    # A start, and the first call of the tenant.
+    registry = registry_of(store, room=room, bytes_room=bytes_room)
+    listed = [item.id for item in registry.list(0, "")[0]]
+    assert ("p" in listed) == (column != "summary")
+    assert ("other" in listed) == (column != "content")
+    with pytest.raises(GradruleError, match=r"'p' cannot be read: .*; compile it anew, or delete it") as refusal:
+        registry.content(registry.get("p"))
+    assert refusal.value.reason == errors_pb2.ERROR_REASON_PROGRAM_NOT_FOUND
+    assert "program 'p' of tenant 'default' cannot be read" in caplog.text
+    if column != "content":
+        assert registry.content(registry.get("other"))[0] == spec()
+    # Compiling it once more heals it, and no count is wrong then.
+    room.begin(len(registry))
+    bytes_room.begin(store.kept_bytes())
+    made = create(registry, "p")
+    assert registry.content(registry.get("p")) == (spec(), SNAPSHOT)
+    assert create(registry, "p") == made
+    assert (room.used, bytes_room.used) == (len(registry), store.kept_bytes())
+
+
+@pytest.mark.parametrize(("column", "value"), JUNK)
+def test_a_program_that_cannot_be_read_can_be_deleted(store: Store, column: str, value: Any) -> None:
+    create(registry_of(store), "p")
+    change(store, column, value)
+    registry = registry_of(store)
+    registry.delete("p")
+    assert registry.list(0, "") == ([], "")
+    assert store.counts() == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["Bad Name", b"\xff", 7, "", "\N{BEL}"])
+def test_a_row_of_no_name_hides_no_other(store: Store, name: Any) -> None:
+    create(registry_of(store), "a")
+    create(registry_of(store), "zz", "d2")
+    create(registry_of(store), "p", "d3")
+    change(store, "id", name)
+    registry = registry_of(store)
+    assert [item.id for item in registry.list(0, "")[0]] == ["a", "zz"]
+    first, token = registry.list(1, "")
+    assert [item.id for item in first + registry.list(2, token)[0]] == ["a", "zz"]
+
+
+def test_a_text_that_is_not_utf_8_hides_no_other(store: Store) -> None:
+    create(registry_of(store), "a")
+    create(registry_of(store), "p", "d2")
+    with sqlite3.connect(store.path) as connection:
+        connection.execute("UPDATE programs SET id = CAST(x'70ff' AS TEXT) WHERE id = 'p'")
+    connection.close()
+    assert [item.id for item in registry_of(store).list(0, "")[0]] == ["a"]
+
+
+def test_a_row_that_somebody_took_away_is_made_anew(store: Store) -> None:
+    registry = registry_of(store)
+    create(registry, "p")
+    with sqlite3.connect(store.path) as connection:
+        connection.execute("DELETE FROM programs")
+    connection.close()
+    with pytest.raises(GradruleError, match=r"there is no program 'p'\.$"):
+        registry.get("p")
+    made = create(registry, "p")
+    assert registry.get("p") == made

@@ -7,14 +7,16 @@ import sqlite3
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.quotas import Allowance
+from gradrule_server.registry.backup import check
 from gradrule_server.registry.rules import RuleRegistry, Shipped, to_proto
-from gradrule_server.registry.store import Store, StoreError
+from gradrule_server.registry.store import Store
 from gradrule_server.rules.catalogue import BUILTINS, BuiltinRule
 
 OPS = ("Sign", "Relu", "Identity")
@@ -393,14 +395,48 @@ def test_many_create_one_name_and_one_of_them_wins(store: Store) -> None:
 LATER = expression("word_of_a_later_version(x)").SerializeToString()
 
 
-@pytest.mark.parametrize("later", [LATER, b"\xff\xff"])
-def test_a_rule_that_this_server_cannot_read_is_named_at_the_start(tmp_path: Path, later: bytes) -> None:
+def test_a_rule_that_this_server_cannot_read_costs_that_rule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = Store(tmp_path)
     RuleRegistry(store, OPS).create("Q", expression(QUANTIZE), "")
+    junk: dict[str, dict[str, Any]] = {
+        "later": {"definition": LATER},
+        "wire": {"definition": b"\xff\xff"},
+        "none": {"definition": b""},
+        "text": {"definition": "text"},
+        "number": {"definition": 7},
+        "time": {"create_time_us": "now"},
+        "end": {"create_time_us": 2**63 - 1},
+        "blob": {"description": b"\xff"},
+        "moved": {"name": "no name!"},
+    }
+    for name, changed in junk.items():
+        RuleRegistry(store, OPS).create(name, expression("dy"), "")
+        with sqlite3.connect(store.path) as connection:
+            for column, value in changed.items():
+                connection.execute(f"UPDATE rules SET {column} = ? WHERE name = ?", (value, name))
+        connection.close()
     with sqlite3.connect(store.path) as connection:
-        connection.execute("UPDATE rules SET definition = ?", (later,))
-    with pytest.raises(StoreError, match=r"the rule 'Q' in .*gradrule\.db cannot be read by this server"):
-        RuleRegistry(store, OPS)
+        connection.execute("UPDATE rules SET description = CAST(x'ff' AS TEXT) WHERE name = 'none'")
+    connection.close()
+    caplog.clear()
+    room, bytes_room = (Allowance(100, "", ""), Allowance(10_000, "", ""))
+    registry = RuleRegistry(store, OPS, room=room, bytes_room=bytes_room)
+    assert [line for line in caplog.messages if "'later'" in line] == caplog.messages
+    assert "9 kept rules of tenant 'default' cannot be read" in caplog.text
+    assert [entry.name for entry in registry.list(USER, 0, "")[0]] == ["Q"]
+    room.begin(len(registry))
+    bytes_room.begin(store.kept_bytes())
+    assert room.used == 10
+    with pytest.raises(GradruleError, match=r"'wire' cannot be read: .*; create it anew, or delete it") as refusal:
+        registry.get("rules/wire")
+    assert refusal.value.reason == errors_pb2.ERROR_REASON_UNKNOWN_RULE
+    # A rule of that name replaces it; deleting it removes it; what has no name that can be said stays.
+    assert registry.create("wire", expression(QUANTIZE), "").name == "wire"
+    for name in junk.keys() - {"wire", "moved"}:
+        registry.delete(name)
+    assert (room.used, len(registry)) == (3, 3)
+    assert [entry.name for entry in RuleRegistry(store, OPS).list(USER, 0, "")[0]] == ["Q", "wire"]
+    assert len(check(tmp_path).unreadable) == 1
     store.close()
 
 

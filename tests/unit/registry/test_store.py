@@ -14,7 +14,8 @@ from sqlalchemy import event
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError
-from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store, StoreError, size_of
+from gradrule_server.registry.files import StoreError
+from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store, UnreadableRowError, size_of
 
 
 def rule(name: str) -> RuleRow:
@@ -42,7 +43,7 @@ def test_folder_and_file_are_made_for_their_owner_alone(tmp_path: Path) -> None:
 
 
 def test_every_connection_is_durable_and_checks_foreign_keys(store: Store) -> None:
-    with store._read() as first, store._read() as second:
+    with store._database.read() as first, store._database.read() as second:
         for connection in (first, second):
             assert connection.exec_driver_sql("PRAGMA journal_mode").scalar_one() == "wal"
             assert connection.exec_driver_sql("PRAGMA synchronous").scalar_one() == 2
@@ -90,10 +91,10 @@ def test_keeping_a_graph_costs_the_same_whoever_has_it(store: Store) -> None:
 
     def added(tenant: str) -> int:
         """Pages that keeping the program takes."""
-        with store._read() as connection:
+        with store._database.read() as connection:
             before = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
         store.add_program(program("p"), content(graph), tenant)
-        with store._read() as connection:
+        with store._database.read() as connection:
             return int(connection.exec_driver_sql("PRAGMA page_count").scalar_one()) - before
 
     first, second = added("ada"), added("grace")
@@ -128,12 +129,12 @@ def test_a_full_disk_is_told_and_nothing_is_added(tmp_path: Path) -> None:
     Store(tmp_path).close()
     store = Store(tmp_path)
 
-    @event.listens_for(store._engine, "connect")
+    @event.listens_for(store._database._engine, "connect")
     def bound(connection: sqlite3.Connection, _: object) -> None:
         # What a full disk is to SQLite: the file does not grow.
         connection.execute("PRAGMA max_page_count = 20")
 
-    store._engine.dispose()
+    store._database._engine.dispose()
     with pytest.raises(GradruleError, match=r"disk .* is full") as refusal:
         store.add_program(program("p"), content(b"graph" * 100_000))
     assert refusal.value.reason == errors_pb2.ERROR_REASON_QUOTA_EXCEEDED
@@ -228,7 +229,7 @@ def test_a_second_server_is_told_who_holds_the_folder(tmp_path: Path) -> None:
 
 def test_garbage_is_refused_with_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "gradrule.db").write_bytes(b"this is no database" * 500)
-    with pytest.raises(StoreError, match=r"damaged.*not a database.*restore it from a copy, or move it away"):
+    with pytest.raises(StoreError, match=r"damaged.*not a database.*move it away and bring a copy back"):
         Store(tmp_path)
     (tmp_path / "gradrule.db").unlink()
     Store(tmp_path).close()
@@ -238,7 +239,7 @@ def test_garbage_is_refused_with_the_way_out(tmp_path: Path) -> None:
 def test_a_new_file_is_not_made_beside_the_log_of_one_that_is_gone(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"")
     with pytest.raises(
-        StoreError, match=rf"is gone, but {name} of it is there.*bring gradrule\.db back.*move {name} away"
+        StoreError, match=rf"is gone, but {name} of it is there.*bring gradrule\.db back.*gradrule registry new"
     ):
         Store(tmp_path)
     assert not (tmp_path / "gradrule.db").exists()
@@ -264,7 +265,7 @@ def test_a_changed_graph_is_found_when_it_is_read(tmp_path: Path) -> None:
     store.add_program(program("p"), content(b"graph"))
     with sqlite3.connect(store.path) as connection:
         connection.execute("UPDATE blobs SET content = ?", (b"grapf",))
-    with pytest.raises(StoreError, match="'p' is not what was stored"):
+    with pytest.raises(UnreadableRowError, match="its graph is not what was stored"):
         store.program_content("p", "same")
     store.close()
 

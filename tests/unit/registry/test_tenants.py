@@ -14,11 +14,14 @@ from gradrule.v1 import errors_pb2, program_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.quotas import Allowance
 from gradrule_server.registry.blobs import BlobStore, folder_name
+from gradrule_server.registry.files import StoreError
 from gradrule_server.registry.programs import HeldBlobs, ProgramRegistry
 from gradrule_server.registry.rules import RuleRegistry, Shipped
-from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store, StoreError
+from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store
 from tests.unit.registry.version_1 import DEFINITION, version_1
 
+PAGE = 4096
+"""What a file takes on a disk at least."""
 SHIPPED = Shipped.of(["Sign"])
 
 
@@ -59,7 +62,7 @@ def test_rules_of_one_tenant_are_none_of_another_s(store: Store) -> None:
 
 
 def test_programs_of_one_tenant_are_none_of_another_s(store: Store, tmp_path: Path) -> None:
-    blobs = BlobStore(tmp_path / "blobs", 1000)
+    blobs = BlobStore(tmp_path / "blobs", 1 << 20)
     held = HeldBlobs(store, blobs)
     spec = program_pb2.ProgramSpec(fetches=["y"])
     spec.graph.serialized = b"graph"
@@ -77,7 +80,7 @@ def test_programs_of_one_tenant_are_none_of_another_s(store: Store, tmp_path: Pa
 
 
 def test_blobs_of_one_tenant_are_none_of_another_s(tmp_path: Path) -> None:
-    root = BlobStore(tmp_path / "blobs", 1000)
+    root = BlobStore(tmp_path / "blobs", 1 << 20)
     ada, grace = root.of("ada"), root.of("grace")
     name = put(ada, b"weights")
     assert grace.missing([name]) == root.missing([name]) == [name]
@@ -86,65 +89,65 @@ def test_blobs_of_one_tenant_are_none_of_another_s(tmp_path: Path) -> None:
     put(grace, b"weights")
     put(root, b"weights")
     assert (tmp_path / "blobs" / name).exists()
-    again = BlobStore(tmp_path / "blobs", 1000)
+    again = BlobStore(tmp_path / "blobs", 1 << 20)
     assert [again.of(tenant).missing([name]) for tenant in ("default", "ada", "grace", "linus")] == [[], [], [], [name]]
-    assert again.of("ada").held_bytes == 7
+    assert again.of("ada").held_bytes == PAGE
 
 
 @pytest.mark.parametrize("tenant", ["../../etc", "a/b", ".", "\N{GREEK SMALL LETTER PI}", "a" * 128])
 def test_a_tenant_s_folder_is_within_the_common_one(tmp_path: Path, tenant: str) -> None:
-    blobs = BlobStore(tmp_path / "blobs", 1000).of(tenant)
+    blobs = BlobStore(tmp_path / "blobs", 1 << 20).of(tenant)
     put(blobs, b"1")
     assert blobs.folder.parent == tmp_path / "blobs"
     assert stat.S_IMODE(blobs.folder.stat().st_mode) == 0o700
 
 
 def test_a_tenant_s_bytes_are_bounded(tmp_path: Path) -> None:
-    root = BlobStore(tmp_path / "blobs", 100)
-    ada = root.of("ada", 20)
-    first, second = put(ada, b"a" * 10), put(ada, b"b" * 10)
-    third = put(ada, b"c" * 10)
+    root = BlobStore(tmp_path / "blobs", 10 * PAGE)
+    ada = root.of("ada", 2 * PAGE)
+    first, second = put(ada, b"a" * PAGE), put(ada, b"b" * PAGE)
+    third = put(ada, b"c" * PAGE)
     assert ada.missing([first, second, third]) == [first]
     with ada.held([second, third]):
-        found = refusal(put, ada, b"d" * 10)
+        found = refusal(put, ada, b"d" * PAGE)
     assert "--tenant-blob-bytes" in found.message
-    assert ada.held_bytes == 20
+    assert ada.held_bytes == 2 * PAGE
 
 
 def test_where_the_whole_is_full_whoever_has_most_gives(tmp_path: Path) -> None:
-    root = BlobStore(tmp_path / "blobs", 40)
+    root = BlobStore(tmp_path / "blobs", 4 * PAGE)
     ada, grace = root.of("ada"), root.of("grace")
-    much = [put(ada, bytes([65 + number]) * 10) for number in range(3)]
-    little = put(grace, b"g" * 10)
-    newest = put(grace, b"h" * 10)
+    much = [put(ada, bytes([65 + number]) * PAGE) for number in range(3)]
+    little = put(grace, b"g" * PAGE)
+    newest = put(grace, b"h" * PAGE)
     assert ada.missing(much) == much[:1]
     assert grace.missing([little, newest]) == []
     with ada.held(much[1:]), grace.held([little, newest]):
-        assert "--max-blob-bytes" in refusal(put, root, b"r" * 10).message
+        assert "--max-blob-bytes" in refusal(put, root, b"r" * PAGE).message
 
 
 def test_a_program_s_blobs_stay_though_nobody_asks_for_its_tenant(tmp_path: Path) -> None:
-    store, root = Store(tmp_path), BlobStore(tmp_path / "blobs", 30)
+    store, root = Store(tmp_path), BlobStore(tmp_path / "blobs", 3 * PAGE)
     ada = root.of("ada")
-    name = put(ada, b"w" * 10)
+    name = put(ada, b"w" * PAGE)
     spec = program_pb2.ProgramSpec()
     spec.variables.add(name="w", value={"blob": tensor_pb2.BlobTensor(sha256=name)})
     ProgramRegistry(store, ada, tenant="ada").create("p", spec, b"", program_pb2.Program(), b"")
 
-    again = BlobStore(tmp_path / "blobs", 30)
+    again = BlobStore(tmp_path / "blobs", 3 * PAGE)
     held = HeldBlobs(store, again)
     grace = again.of("grace")
-    put(grace, b"1" * 10)
-    put(grace, b"2" * 10)
-    put(grace, b"3" * 10)
+    put(grace, b"1" * PAGE)
+    put(grace, b"2" * PAGE)
+    put(grace, b"3" * PAGE)
     assert again.of("ada").missing([name]) == []
     registry = ProgramRegistry(store, again.of("ada"), tenant="ada", held=held)
     registry.delete("p")
-    put(grace, b"4" * 10)
-    put(grace, b"5" * 10)
+    put(grace, b"4" * PAGE)
+    put(grace, b"5" * PAGE)
     # Nothing holds it now: it may go as any other.
-    with grace.held([sha(b"4" * 10), sha(b"5" * 10)]):
-        put(grace, b"6" * 10)
+    with grace.held([sha(b"4" * PAGE), sha(b"5" * PAGE)]):
+        put(grace, b"6" * PAGE)
         assert again.of("ada").missing([name]) == [name]
     store.close()
 
@@ -176,8 +179,8 @@ def test_a_store_of_the_first_schema_becomes_the_first_tenant_s(tmp_path: Path) 
     file = version_1(tmp_path)
     store = Store(tmp_path)
     assert store.rules() == [RuleRow("Q", DEFINITION.SerializeToString(), "kept", 5)]
-    assert store.program("p") == ProgramRow("p", "same", b"summary", 7)
-    assert store.program_content("p", "same") == ProgramContent(b"spec", b"graph", b"snapshot")
+    assert store.program("p") == ProgramRow("p", "same", b"", 7)
+    assert store.program_content("p", "same") == ProgramContent(b"spec", b"graph", b"")
     assert store.rules("ada") == []
     assert store.counts() == (1, 1)
     store.add_rule(RuleRow("Q", b"", "ada's", 6), "ada")

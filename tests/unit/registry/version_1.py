@@ -34,7 +34,7 @@ def version_1(folder: Path, spec: bytes = b"spec") -> Path:
         database.execute("INSERT INTO blobs VALUES (?, ?)", (DIGEST, b"graph"))
         database.execute(
             "INSERT INTO programs VALUES ('p', 'same', ?, ?, ?, ?, 7)",
-            (DIGEST, spec, b"snapshot", b"summary"),
+            (DIGEST, spec, b"", b""),
         )
     database.close()
     return file
