@@ -1,9 +1,9 @@
 """Runs a command as on a machine where nothing ever ran, for tools/fresh_test.py.
 
-A `Machine` has a system folder (a Debian, or `/` of this machine), an empty home and an empty folder for temporary files.
-`Machine.command` gives a command line that enters it: this file, run as a program, makes a mount namespace and a process
-namespace, composes a root from the system's `usr` and `etc` and from empty folders, becomes an ordinary user, and
-executes the command. Needs the standard library alone, and root or user namespaces.
+A `Machine` has a system folder (a Debian, or `/` of this machine), an empty home and an empty folder for temporary
+files. `Machine.command` gives a command line that enters it: this file, run as a program, makes a mount namespace and a
+process namespace, composes a root from the system's `usr` and `etc` and from empty folders, becomes an ordinary user,
+and executes the command. Needs the standard library alone, and root or user namespaces.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 _CLONE_NEWNS, _CLONE_NEWPID, _CLONE_NEWUSER = 0x20000, 0x20000000, 0x10000000
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _MODE_FILTER = 1, 38, 22, 2
 
-# System calls that `refuse` names: numbers on x86-64 and aarch64, the value of the first argument that is refused (None:
-# all), and the error that a kernel without the feature gives.
+# System calls that `refuse` names: numbers on x86-64 and aarch64, the value of the first argument that is refused
+# (None: all), and the error that a kernel without the feature gives.
 _REFUSED: dict[str, list[tuple[tuple[int, int], int | None, int]]] = {
     "landlock": [((444, 444), None, errno.ENOSYS)],
     "seccomp": [((317, 277), None, errno.ENOSYS), ((157, 167), _PR_SET_SECCOMP, errno.EINVAL)],

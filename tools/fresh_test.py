@@ -1,9 +1,9 @@
 """Shows that gradrule works on a machine where nothing ever ran: README's commands, the built wheel, odd machines.
 
-`make fresh-test` runs it. Each scenario has a system made by debootstrap (as root, where debootstrap is installed or can
-be; else this machine's own programs), an empty home, an ordinary user, Python and make: see tools/fresh_root.py. How this
-machine's pip and npm reach their registries is passed on. `--quick` is the part that CI runs, with this machine's own
-programs. One line for each scenario; exit code 1 where one failed.
+`make fresh-test` runs it. Each scenario has the programs of a minimal Debian (made by debootstrap, which needs root;
+without root this machine's own programs), an empty home, an ordinary user, Python and make: see tools/fresh_root.py.
+How this machine's pip and npm reach their registries is passed on. `--quick` is the part that CI runs, with this
+machine's own programs. One line for each scenario; exit code 1 where one failed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fresh_root import HOME, USER_ID, Machine, fault
+from tools.fresh_root import HOME, USER_ID, Machine, fault
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / "out" / "fresh"
@@ -318,7 +318,7 @@ def find_pythons(machine: Machine) -> tuple[dict[str, str], list[Path]]:
     found, folders = {}, []
     for version in ("3.11", "3.12"):
         name = f"python{version}"
-        candidates = [(f"/usr/bin/{name}", [])]
+        candidates: list[tuple[str, list[Path]]] = [(f"/usr/bin/{name}", [])]
         tell = [name, "-c", "import sys; print(sys.base_prefix)"]
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
             prefix = subprocess.run(tell, capture_output=True, text=True, check=True).stdout.strip()
@@ -378,7 +378,7 @@ def main() -> int:
     parser.add_argument("--only", metavar="NAME", choices=SCENARIOS, action="append", help="run this; may be repeated")
     parser.add_argument("--quick", action="store_true", help="run what fits into three minutes, as CI does")
     parser.add_argument("--source", metavar="REVISION", default="HEAD", help="commit to test [default: HEAD]")
-    parser.add_argument("--system", choices=("debian", "own"), help="where programs come from [default: debian as root]")
+    parser.add_argument("--system", choices=("debian", "own"), help="whose programs [default: debian as root]")
     options = parser.parse_args()
     CACHE.mkdir(parents=True, exist_ok=True)
     wrong = fault()
