@@ -75,9 +75,9 @@ class Stage:
         done = machine.run("sh", "-ec", 'mkdir -p "$1"; tar -xf "$2" -C "$1"', "clone", folder, str(self.source))
         check(done.returncode == 0, "the source cannot be unpacked", done.stdout)
 
-    def installed(self, version: str) -> Path:
-        """Returns the folder of an environment with the built wheel and its extra `server`; made once."""
-        folder = self.machine.folder / f"gradrule-{version}"
+    def installed(self, version: str, extra: str = "[server]") -> Path:
+        """Returns the folder of an environment with the built wheel; made once."""
+        folder = self.machine.folder / f"gradrule-{version}{extra and '-server'}"
         if not folder.exists():
             python, builder = self.python(version), self.fresh()
             make_folder(folder, USER_ID)
@@ -86,7 +86,7 @@ class Stage:
             steps = f"""
                 {python} -m venv {folder}
                 {folder}/bin/pip wheel --quiet --no-deps --wheel-dir {HOME}/dist {HOME}/source
-                {folder}/bin/pip install --quiet "$(echo {HOME}/dist/gradrule-*.whl)[server]"
+                {folder}/bin/pip install --quiet "$(echo {HOME}/dist/gradrule-*.whl){extra}"
             """
             done = builder.run("sh", "-ec", steps)
             if done.returncode != 0:
@@ -95,20 +95,23 @@ class Stage:
         return folder
 
     def quick_start(self, environment: Path, *flags: str, machine: Machine) -> str:
-        """Serves, runs README's Python lines, compares what they print with the comments beside them; the log."""
+        """Serves and runs README's Python lines; the log."""
         machine = replace(machine, binds=(*machine.binds, environment))
+        with serving(machine, environment, *flags) as (port, log):
+            self.run_readme(machine, environment, port)
+        return log.read_text()
+
+    def run_readme(self, machine: Machine, environment: Path, port: int) -> None:
+        """Runs README's Python lines, and compares what they print with the comments beside them."""
         code = "\n".join(_BLOCK.findall(self.readme))
         expected = re.findall(r"^print\(.*\) +# (.*)$", code, re.MULTILINE)
-        with serving(machine, environment, *flags) as (port, log):
-            done = machine.run(
-                f"{environment}/bin/python", "-c", code.replace("localhost:8470", f"localhost:{port}"), cwd="/"
-            )
-            printed = done.stdout.splitlines()
-            check(done.returncode == 0, "README's Python lines fail", done.stdout + log.read_text())
-            check(len(printed) == len(expected) > 0, f"README's Python lines print {len(printed)} lines", done.stdout)
-            for line, comment in zip(printed, expected, strict=True):
-                check(line == comment or not comment.startswith("["), f"expected {comment!r}, got {line!r}")
-        return log.read_text()
+        code = code.replace("localhost:8470", f"localhost:{port}")
+        done = machine.run(f"{environment}/bin/python", "-c", code, cwd="/")
+        printed = done.stdout.splitlines()
+        check(done.returncode == 0, "README's Python lines fail", done.stdout)
+        check(len(printed) == len(expected) > 0, f"README's Python lines print {len(printed)} lines", done.stdout)
+        for line, comment in zip(printed, expected, strict=True):
+            check(line == comment or not comment.startswith("["), f"expected {comment!r}, got {line!r}")
 
 
 @contextlib.contextmanager
@@ -157,10 +160,10 @@ def make_folder(folder: Path, owner: int) -> Path:
 
 
 def refusal(machine: Machine, environment: Path, *flags: str) -> str:
-    """Returns the one line with which `gradrule serve` refuses to start; its exit code must be 1."""
+    """Returns the one line with which `gradrule serve` refuses to start; its exit code must be 1, or 2 for settings."""
     machine = replace(machine, binds=(*machine.binds, environment))
     done = machine.run(f"{environment}/bin/gradrule", "serve", "--port", "0", *flags, cwd="/", timeout_s=START_S)
-    check(done.returncode == 1, f"expected exit code 1, got {done.returncode}", done.stdout)
+    check(done.returncode in (1, 2), f"expected exit code 1 or 2, got {done.returncode}", done.stdout)
     lines = [line for line in done.stdout.splitlines() if line.startswith("gradrule serve: ")]
     check(len(lines) == 1 and "Traceback" not in done.stdout, "expected one plain line", done.stdout)
     return lines[0]
@@ -194,6 +197,28 @@ def wheel_311(stage: Stage) -> None:
 def wheel_312(stage: Stage) -> None:
     """The same with Python 3.12."""
     stage.quick_start(stage.installed("3.12"), machine=stage.fresh())
+
+
+def wheel_313(stage: Stage) -> None:
+    """The same with Python 3.13."""
+    stage.quick_start(stage.installed("3.13"), machine=stage.fresh())
+
+
+def client_only(stage: Stage) -> None:
+    """The wheel without extras, on the newest Python: README's lines, and tables in plain text."""
+    server, client = stage.installed("3.11"), stage.installed(max(stage.pythons), extra="")
+    machine = stage.fresh()
+    machine = replace(machine, binds=(*machine.binds, server, client))
+    with serving(machine, server) as (port, _):
+        stage.run_readme(machine, client, port)
+        target = ("--target", f"localhost:{port}")
+        for arguments in (("create", "Fresh", "a * dy", "--param", "a=0.5"), ("list", "--kind", "user")):
+            done = machine.run(f"{client}/bin/gradrule", "rules", *arguments, *target, cwd="/")
+            check(done.returncode == 0 and "a * dy" in done.stdout, "the rule is not in a table", done.stdout)
+    done = machine.run(f"{client}/bin/gradrule", "serve", cwd="/")
+    check(
+        done.returncode == 1 and "gradrule[server]" in done.stdout, "serve does not name what is missing", done.stdout
+    )
 
 
 def home_unset(stage: Stage) -> None:
@@ -259,6 +284,8 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
     "test-sample": test_sample,
     "wheel-3.11": wheel_311,
     "wheel-3.12": wheel_312,
+    "wheel-3.13": wheel_313,
+    "client-only": client_only,
     "home-unset": home_unset,
     "user-unknown": user_unknown,
     "read-only": read_only,
@@ -316,7 +343,7 @@ def registry_access() -> tuple[dict[str, str], list[Path]]:
 def find_pythons(machine: Machine) -> tuple[dict[str, str], list[Path]]:
     """Returns interpreters by version that work in the machine, and the folders that they need bound."""
     found, folders = {}, []
-    for version in ("3.11", "3.12"):
+    for version in ("3.11", "3.12", "3.13"):
         name = f"python{version}"
         candidates: list[tuple[str, list[Path]]] = [(f"/usr/bin/{name}", [])]
         tell = [name, "-c", "import sys; print(sys.base_prefix)"]
@@ -350,7 +377,7 @@ def prepared(system: Path, revision: str) -> Iterator[Stage]:
         scratch.mkdir()
         machine = Machine(system, scratch, tuple(binds), environment)
         pythons, folders = find_pythons(machine)
-        check(bool(pythons), "no Python 3.11 or 3.12 works in the machine")
+        check("3.11" in pythons, "no Python 3.11 works in the machine")
         path = ":".join(dict.fromkeys([*(os.path.dirname(python) for python in pythons.values()), "/usr/bin:/bin"]))
         machine = Machine(system, folder, (*binds, *folders), {**environment, "PATH": path})
         yield Stage(machine, pythons, source, readme.stdout.decode())

@@ -10,7 +10,8 @@ def test_the_digits_ship_with_the_client() -> None:
     x = np.concatenate([digits.train_x, digits.test_x])
     labels = np.concatenate([digits.train_labels, digits.test_labels])
     assert x.shape == (1797, data.PIXELS)
-    assert (x.dtype, x.min(), x.max()) == (np.float32, -1.0, 1.0)
+    assert x.dtype == np.float32
+    assert (x.min(), x.max()) == (-1.0, 1.0)
     # The sizes of the classes are published with the data set.
     assert np.bincount(labels).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
     # A zero is bright around its middle.
