@@ -24,12 +24,12 @@ NODE_PATH := $(if $(SYSTEM_NODE),,:$(CURDIR)/$(TOOLS)/bin)
 NODE_NEEDS := $(if $(SYSTEM_NODE),,$(TOOLS)/.installed)
 export PATH := $(CURDIR)/$(VENV)/bin$(NODE_PATH):$(PATH)
 
-.PHONY: help demo test test-models test-peers lint format proto proto-baseline tables op-policy docs node bench battery scaling gpu-wheels gpu-check image-test lock clean
+.PHONY: help demo test test-models test-peers lint format proto proto-baseline tables op-policy docs node bench battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
 
 help: ## say what each verb does
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r verb text; do printf '  make %-15s %s\n' "$$verb" "$$text"; done
 
-demo: $(VENV)/.installed ## train a binary network through a server of its own; pictures go to out/
+demo: $(VENV)/.demo ## train a binary network through a server of its own; pictures go to out/
 	$(VENV)/bin/gradrule demo $(ARGS)
 
 test: $(VENV)/.installed $(NODE_CLIENT)/node_modules/.installed ## all tests, the Node client's too
@@ -93,6 +93,9 @@ gpu-check: ## GPU tests and the bench from WHEELS=folder, without a network; JSO
 image-test: $(VENV)/.installed ## build the container image without a Docker engine, kill -9 it, find its rules again
 	$(VENV)/bin/python tools/image_test.py $(ARGS)
 
+fresh-test: ## README's commands and the built wheel on a machine where nothing ever ran; ARGS="--quick" for CI's part
+	$(PYTHON) -m tools.fresh_test $(ARGS)
+
 lock: $(TOOLS)/.installed ## write requirements/*.txt anew (run it with Python 3.11)
 	$(TOOLS)/bin/python tools/lock.py
 
@@ -107,11 +110,20 @@ define make_venv
 	test -x $1/bin/python || $(PYTHON) -m venv $1
 endef
 
-$(VENV)/.installed: requirements/dev.txt pyproject.toml
+define install_gradrule
 	$(call make_venv,$(VENV))
-	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -r requirements/dev.txt
+	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -r $1
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+endef
+
+# What the demo needs is a part of what developers need, in the same versions.
+$(VENV)/.demo: requirements/demo.txt pyproject.toml
+	$(call install_gradrule,requirements/demo.txt)
 	@touch $@
+
+$(VENV)/.installed: requirements/dev.txt pyproject.toml
+	$(call install_gradrule,requirements/dev.txt)
+	@touch $(VENV)/.demo $@
 
 $(TOOLS)/.installed: requirements/tools.txt
 	$(call make_venv,$(TOOLS))

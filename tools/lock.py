@@ -42,6 +42,12 @@ def flatten(extra: str) -> list[str]:
     return sorted(found)
 
 
+def build_tools() -> list[str]:
+    """The requirements that building the project has: `make demo` installs it in editable form."""
+    requires: list[str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    return requires
+
+
 def pip_compile(
     name: str, requirements: list[str], constraint: str | None = None, left_out: tuple[str, ...] = ()
 ) -> None:
@@ -59,6 +65,7 @@ def main() -> None:
     """Lock everything; the server's versions are the ones that were tested."""
     pip_compile("tools", (LOCKS / "tools.in").read_text().splitlines())
     pip_compile("dev", flatten("dev"))
+    pip_compile("demo", [*flatten("demo"), *build_tools()], constraint="dev")
     pip_compile("server", flatten("server"), constraint="dev")
     pip_compile("gpu", flatten("gpu"), constraint="dev")
     pip_compile("gpu-check", sorted({*flatten("gpu"), *flatten("test")}), constraint="dev")

@@ -5,6 +5,7 @@ The model's fields are the only list: flags, environment names and help are made
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 from collections.abc import Mapping, Sequence
@@ -37,10 +38,21 @@ LEAST_MEMORY = 1024 * _MEBIBYTE
 
 
 def default_data_dir(environ: Mapping[str, str]) -> Path:
-    """`gradrule` under `$XDG_DATA_HOME` (ignored where relative, as its specification asks) or `~/.local/share`."""
+    """`gradrule` under `$XDG_DATA_HOME` (ignored where relative, as its specification asks) or `~/.local/share`.
+
+    Raises `SettingsError` where the user has no home folder.
+    """
     xdg = Path(environ.get("XDG_DATA_HOME", ""))
-    home = Path(environ["HOME"]) if environ.get("HOME") else Path.home()
-    return (xdg if xdg.is_absolute() else home / ".local" / "share") / "gradrule"
+    if xdg.is_absolute():
+        return xdg / "gradrule"
+    try:
+        home = Path(environ["HOME"]) if environ.get("HOME") else Path.home()
+    except RuntimeError:
+        raise SettingsError(
+            "The data folder has no default: HOME is not set and user "
+            f"{os.getuid()} has no home folder; name the folder with --data-dir or GRADRULE_DATA_DIR"
+        ) from None
+    return home / ".local" / "share" / "gradrule"
 
 
 def _of_tenant(what: str) -> Any:
@@ -293,7 +305,10 @@ class Settings(BaseModel):
 
         `--help` prints all of them and raises `SystemExit(0)`. Raises `SettingsError`.
         """
-        fallbacks = {"data_dir": default_data_dir(environ)}
+        fallbacks: dict[str, object] = {}
+        # Where there is no default, one is needed only where none is given, and then the field raises this again.
+        with contextlib.suppress(SettingsError):
+            fallbacks["data_dir"] = default_data_dir(environ)
         flags = parse_flags(cls.model_fields, argv, fallbacks)
         variables = read_environment(cls.model_fields, environ)
         sources = {name: environment_name(name) for name in variables} | {name: flag_name(name) for name in flags}

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from gradrule_server.commands import registry
 from gradrule_server.settings import Settings, default_data_dir
 from gradrule_server.settings_reading import SettingsError, environment_name, flag_name, service_links
 
@@ -177,6 +178,25 @@ def test_sizes_may_have_units() -> None:
 def test_default_data_dir(environ: dict[str, str], folder: str) -> None:
     assert default_data_dir(environ) == Path(folder)
     assert Settings.load([], environ).data_dir == Path(folder)
+
+
+def test_without_a_home_folder_the_data_folder_must_be_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    with pytest.raises(SettingsError, match="--data-dir"):
+        Settings.load([], {})
+    assert Settings.load(["--data-dir", "/data"], {}).data_dir == Path("/data")
+    assert Settings.load([], {"GRADRULE_DATA_DIR": "/data"}).data_dir == Path("/data")
+    with pytest.raises(SystemExit):
+        Settings.load(["--help"], {})
+    assert registry.run(["check"]) == 2
+    assert "required: --data-dir" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

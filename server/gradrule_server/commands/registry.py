@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from gradrule_server.registry.backup import BackupError, Report, backup, begin_anew, check, restore
 from gradrule_server.settings import default_data_dir
-from gradrule_server.settings_reading import environment_name
+from gradrule_server.settings_reading import SettingsError, environment_name
 
 _VARIABLE = environment_name("data_dir")
 
@@ -44,14 +45,18 @@ def _parser() -> argparse.ArgumentParser:
     beginning = commands.add_parser("new", help="begin with an empty registry; what was there is renamed and kept")
     beginning.set_defaults(run=_new)
     given = os.environ.get(_VARIABLE)
-    fallback = Path(given) if given else default_data_dir(os.environ)
+    fallback = Path(given) if given else None
+    # Where there is no default, --data-dir is required.
+    with contextlib.suppress(SettingsError):
+        fallback = fallback or default_data_dir(os.environ)
     for command in (copying, bringing, checking, beginning):
         command.add_argument(
             "--data-dir",
             metavar="DIR",
             type=Path,
             default=fallback,
-            help=f"data folder [default: {fallback}] [{_VARIABLE}]",
+            required=fallback is None,
+            help=f"data folder{f' [default: {fallback}]' if fallback else ''} [{_VARIABLE}]",
         )
     return parser
 

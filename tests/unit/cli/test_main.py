@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+import gradrule
 from gradrule import errors
 from gradrule.cli import connection
 from gradrule.cli.failures import describe
@@ -32,6 +33,14 @@ def test_bare_call_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     assert f"gradrule {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["-m", "gradrule"], ["-m", "gradrule.cli"]])
+def test_the_version(command: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, *command, "--version"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == f"gradrule {gradrule.__version__}\n"
 
 
 def test_help_of_serve_is_the_servers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,8 +107,7 @@ def test_a_server_lets_by_what_is_set_for_clients() -> None:
     ("module", "arguments", "extra"),
     [
         ("pydantic", ("serve",), "gradrule[server]"),
-        ("rich", ("demo",), "gradrule[cli]"),
-        ("sklearn", ("demo",), "gradrule[demo]"),
+        ("matplotlib", ("demo",), "gradrule[demo]"),
         ("matplotlib", ("rules", "plot", "ste", "--output", "ste.png"), "gradrule[demo]"),
         ("matplotlib", ("compare", "g.pb", "--map", "a=Sign=ste", "--output", "a.png"), "gradrule[demo]"),
     ],
@@ -139,7 +147,7 @@ def test_the_command_line_starts_without_tensorflow_or_matplotlib() -> None:
 import sys
 from gradrule.cli.main import main
 main([])
-print(sorted({"tensorflow", "matplotlib", "sklearn"} & set(sys.modules)))
+print(sorted({"tensorflow", "matplotlib", "rich"} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines()[-1] == "[]"

@@ -77,6 +77,24 @@ def test_names_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
     assert "[bold]t[/bold]" in out
 
 
+def test_a_plain_table() -> None:
+    rows = [["x", "[1. 2.\n 3. 4.]"], ["longer", "\x1b[2Jb"]]
+    assert output.plain_table("gradients", ("name", "values"), rows).splitlines() == [
+        "gradients",
+        "name    values",
+        "------  -------",
+        "x       [1. 2.",
+        "         3. 4.]",
+        "longer  [2Jb",
+    ]
+    assert output.plain_table("", ("", ""), [["kind", "user"]]).splitlines() == ["kind  user"]
+
+
+def test_cells_hold_nothing_that_a_terminal_would_obey(capsys: pytest.CaptureFixture[str]) -> None:
+    output.table(output.console(), "t", ("name",), [["\x1b[31mred"]])
+    assert "\x1b" not in capsys.readouterr().out
+
+
 def test_shapes() -> None:
     assert output.shape_text(None) == "unknown"
     assert output.shape_text((None, 3)) == "[?, 3]"

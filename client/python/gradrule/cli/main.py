@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from gradrule import __version__
 from gradrule.cli import compare, evaluate, explain, health, programs, serve, status
 from gradrule.cli.demo import command as demo
 from gradrule.cli.failures import FAILED, INTERRUPTED, CommandError, describe, report
@@ -44,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Gradients with rules of your own, as a service.",
         epilog="`gradrule COMMAND --help` tells more.",
     )
+    parser.add_argument("--version", action="version", version=f"gradrule {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, what in serve.COMMANDS.items():
         commands.add_parser(name, help=what, add_help=False)

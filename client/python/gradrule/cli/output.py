@@ -3,50 +3,111 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from gradrule import _tensors
 from gradrule._dtypes import name_of
 from gradrule._results import Resolution, Sparse
-from gradrule.cli.failures import missing_extra
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.table import Table
 
 _PIPE_WIDTH = 200
 _SHOWN_VALUES = 24
 
 
-def console() -> Console:
+class Screen(Protocol):
+    """What commands print to: rich's `Console`, or `PlainScreen`."""
+
+    @property
+    def is_terminal(self) -> bool: ...
+
+    @property
+    def width(self) -> int: ...
+
+    def print(self, *objects: Any) -> None:
+        """Prints a line."""
+
+
+class PlainScreen:
+    """Prints plain text, where rich is not installed: tables without frames, nothing coloured, nothing that moves."""
+
+    is_terminal = False
+    width = _PIPE_WIDTH
+
+    def print(self, *objects: Any) -> None:
+        """Prints a line."""
+        print(*objects)
+
+
+def console() -> Screen:
     """Standard output. Names and messages are shown as they are: nothing in them is markup."""
     try:
         from rich.console import Console
     except ModuleNotFoundError:
-        raise missing_extra("`rich`, which draws the tables, is not installed", "cli") from None
+        return PlainScreen()
     screen = Console(markup=False, highlight=False, emoji=False, soft_wrap=False)
     if not screen.is_terminal:
         screen.width = _PIPE_WIDTH
     return screen
 
 
-def table(screen: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def table(screen: Screen, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
     """Prints a table; nothing at all where there are no rows."""
+    cells = [list(row) for row in rows]
+    if cells:
+        is_plain = isinstance(screen, PlainScreen)
+        screen.print(plain_table(title, columns, cells) if is_plain else drawn_table(title, columns, cells))
+
+
+def drawn_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table that rich draws."""
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     style = box.SIMPLE_HEAD if any(columns) else box.SIMPLE
-    drawn = Table(title=title, title_justify="left", box=style, show_header=any(columns), pad_edge=False)
+    drawn = Table(title=title or None, title_justify="left", box=style, show_header=any(columns), pad_edge=False)
     for column in columns:
-        drawn.add_column(column, overflow="fold")
+        drawn.add_column(printable(column), overflow="fold")
     for row in rows:
-        drawn.add_row(*row)
-    if drawn.row_count:
-        screen.print(drawn)
+        drawn.add_row(*(Text(printable(cell)) for cell in row))
+    return drawn
+
+
+def plain_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table of plain text: title, header, a line below the header, and columns two spaces apart."""
+    split = [[printable(cell).splitlines() or [""] for cell in row] for row in rows]
+    lines = [list(line) for row in split for line in itertools.zip_longest(*row, fillvalue="")]
+    if any(columns):
+        header = [printable(column) for column in columns]
+        widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
+        lines = [header, ["-" * width for width in widths], *lines]
+    else:
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    body = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+    return "\n".join([*([title] if title else []), *body, ""])
+
+
+def printable(text: str) -> str:
+    """The text without characters that a terminal would obey: names and messages come from others."""
+    return "".join(character for character in text if character.isprintable() or character == "\n")
+
+
+def print_styled(screen: Screen, parts: Iterable[tuple[str, str]]) -> None:
+    """Prints a line made of pieces of text, each with a style of rich's; plain text has no styles."""
+    if isinstance(screen, PlainScreen):
+        screen.print("".join(text for text, _ in parts))
+        return
+    from rich.text import Text
+
+    screen.print(Text.assemble(*parts))
 
 
 def print_json(value: object) -> None:

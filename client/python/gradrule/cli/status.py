@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -52,51 +52,51 @@ def run(options: argparse.Namespace) -> int:
         screen = output.console()
         status = client.server_status()
         if options.once or not screen.is_terminal:
-            screen.print(drawn(status, options.target))
+            show(screen, status, options.target)
             return 0
         from rich.live import Live
 
-        with Live(drawn(status, options.target), console=screen, auto_refresh=False) as live:
+        with Live(drawn(status, options.target), auto_refresh=False) as live:
             while True:
                 time.sleep(options.interval)
                 live.update(drawn(client.server_status(), options.target), refresh=True)
 
 
+def show(screen: output.Screen, status: ServerStatus, target: str) -> None:
+    """Prints the tables of one moment."""
+    screen.print(_head(status, target))
+    for columns, rows in _tables(status):
+        output.table(screen, "", columns, rows)
+
+
 def drawn(status: ServerStatus, target: str) -> RenderableType:
-    """The tables of one moment."""
+    """Returns the tables of one moment as rich draws them."""
     from rich.console import Group
     from rich.text import Text
 
+    tables = (output.drawn_table("", columns, rows) for columns, rows in _tables(status))
+    return Group(Text(_head(status, target)), *tables)
+
+
+def _head(status: ServerStatus, target: str) -> str:
     state = "ready" if status.ready else "no engine is ready"
-    head = (
+    return (
         f"gradrule {status.version} at {target}, TensorFlow {status.tensorflow_version or '?'}: {state}, "
         f"up {duration_text(status.uptime)}, {usage_text(status.requests)} requests, "
         f"{status.spare_engines} spare engines"
     )
-    parts: list[RenderableType] = [Text(head), _table(ENGINE_COLUMNS, map(_engine_row, status.engines))]
-    caches = ([cache.name, usage_text(cache.entries), bytes_text(cache.bytes)] for cache in status.caches)
-    parts.append(_table(CACHE_COLUMNS, caches))
-    parts.append(_table(TENANT_COLUMNS, map(_tenant_row, status.tenants[:_MOST_TENANTS])))
+
+
+def _tables(status: ServerStatus) -> Iterator[tuple[tuple[str, ...], list[list[str]]]]:
+    """Columns and rows of each table."""
+    yield ENGINE_COLUMNS, [_engine_row(engine) for engine in status.engines]
+    yield CACHE_COLUMNS, [[cache.name, usage_text(cache.entries), bytes_text(cache.bytes)] for cache in status.caches]
+    tenants = [_tenant_row(tenant) for tenant in status.tenants[:_MOST_TENANTS]]
     if status.tenant_count > _MOST_TENANTS:
-        parts.append(Text(f"and {status.tenant_count - _MOST_TENANTS} tenants more"))
-    if status.quarantined:
-        rows = ([item.digest, duration_text(item.remaining), item.reason] for item in status.quarantined)
-        parts.append(_table(QUARANTINE_COLUMNS, rows))
-    return Group(*parts)
-
-
-def _table(columns: Iterable[str], rows: Iterable[list[str]]) -> RenderableType:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        # Names are strangers': shown as they are, without markup and without what a terminal would obey.
-        table.add_row(*(Text("".join(character for character in cell if character.isprintable())) for cell in row))
-    return table
+        tenants.append([f"and {status.tenant_count - _MOST_TENANTS} tenants more", *[""] * (len(TENANT_COLUMNS) - 1)])
+    yield TENANT_COLUMNS, tenants
+    quarantined = [[item.digest, duration_text(item.remaining), item.reason] for item in status.quarantined]
+    yield QUARANTINE_COLUMNS, quarantined
 
 
 def _engine_row(engine: EngineStatus) -> list[str]:

@@ -11,8 +11,6 @@ from gradrule.cli import output
 from gradrule.cli.failures import missing_extra
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from gradrule import Client
     from gradrule.cli.demo.data import Digits
     from gradrule.cli.demo.training import Recipe, Run
@@ -28,7 +26,7 @@ def add(commands: Any) -> None:
         "demo",
         help="train a binary network on handwritten digits through a server, with a rule and without",
         description="Starts a server of its own, trains a network with sign activations and binary weights on "
-        "scikit-learn's digits twice, with TensorFlow's gradient of Sign and with the rule ste_sign, and draws what a "
+        "handwritten digits twice, with TensorFlow's gradient of Sign and with the rule ste_sign, and draws what a "
         "second network looks at by guided backpropagation. The last line of the output is one JSON object.",
     )
     parser.add_argument(
@@ -55,7 +53,6 @@ def run(options: argparse.Namespace) -> int:
     screen = output.console()
     try:
         import matplotlib  # noqa: F401  # only whether it is there
-        import sklearn  # noqa: F401
     except ModuleNotFoundError as cause:
         raise missing_extra(f"the demo is not complete ({cause.name} is missing)", "demo") from None
     import gradrule as gr
@@ -72,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _story(screen: Console, client: Client, digits: Digits, options: argparse.Namespace) -> dict[str, object]:
+def _story(screen: output.Screen, client: Client, digits: Digits, options: argparse.Namespace) -> dict[str, object]:
     from gradrule.cli.demo import pictures, saliency
     from gradrule.cli.demo.networks import binary_network, relu_network
     from gradrule.cli.demo.training import Recipe
@@ -116,7 +113,7 @@ def _story(screen: Console, client: Client, digits: Digits, options: argparse.Na
 
 
 def _train(
-    screen: Console,
+    screen: output.Screen,
     client: Client,
     title: str,
     network: Any,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from gradrule.cli.output import Screen
 
 _LINES = 5
 
@@ -14,7 +13,7 @@ Report = Callable[[int, float, float], None]
 
 
 @contextlib.contextmanager
-def shown(screen: Console, title: str, total: int) -> Iterator[Report]:
+def shown(screen: Screen, title: str, total: int) -> Iterator[Report]:
     """Gives what a training calls after each step with the steps done, the loss and the latest test accuracy."""
     if not screen.is_terminal:
 
@@ -24,6 +23,11 @@ def shown(screen: Console, title: str, total: int) -> Iterator[Report]:
 
         yield line
         return
+    # Without rich, no screen is a terminal.
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    assert isinstance(screen, Console)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     detail = TextColumn("loss {task.fields[loss]:.3f}  test accuracy {task.fields[accuracy]:.3f}")
     with Progress(*columns, detail, console=screen) as bars:

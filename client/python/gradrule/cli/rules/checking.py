@@ -20,8 +20,6 @@ from gradrule.cli.values import EXPRESSION
 from gradrule.errors import TypeMismatchError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from gradrule import Client
 
 
@@ -176,7 +174,7 @@ def _show(report: Report) -> None:
     screen.print("all that is claimed holds" if report.holds else "a claim is WRONG")
 
 
-def _show_claims(screen: Console, report: Report) -> None:
+def _show_claims(screen: output.Screen, report: Report) -> None:
     rows = [
         [
             claim.name, f"{claim.largest:.2e}", "" if claim.at is None else _g(claim.at),
@@ -189,7 +187,7 @@ def _show_claims(screen: Console, report: Report) -> None:
     _table(screen, f"against finite differences of {report.of}", columns, rows)
 
 
-def _table(screen: Console, title: str, columns: tuple[str, ...], rows: list[list[str]]) -> None:
+def _table(screen: output.Screen, title: str, columns: tuple[str, ...], rows: list[list[str]]) -> None:
     output.table(screen, title, columns, rows)
 
 

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gradrule.cli.output import Screen, print_styled
 from gradrule.cli.rules.curves import Curve, Line
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from gradrule._tensors import Array
 
 _BLANK = 0x2800
@@ -20,10 +19,8 @@ STYLES = {"forward": "bright_black", "gradient": "cyan", "opposite": "red"}
 _LABEL_WIDTH = 10
 
 
-def draw(screen: Console, curve: Curve, width: int = 72, height: int = 16) -> None:
+def draw(screen: Screen, curve: Curve, width: int = 72, height: int = 16) -> None:
     """Prints the curve with its axes and a legend."""
-    from rich.text import Text
-
     columns = min(width, screen.width - _LABEL_WIDTH - 3)
     cells = np.full((height, columns), _BLANK)
     styles = np.full((height, columns), "", dtype=object)
@@ -32,17 +29,16 @@ def draw(screen: Console, curve: Curve, width: int = 72, height: int = 16) -> No
         _draw_line(cells, styles, curve.x, line, low, high)
     screen.print(curve.title)
     for row in range(height):
-        text = Text(_row_label(row, height, low, high).rjust(_LABEL_WIDTH) + " │")
-        for cell, style in zip(cells[row], styles[row], strict=True):
-            text.append(chr(cell), style=style)
-        screen.print(text)
+        label = _row_label(row, height, low, high).rjust(_LABEL_WIDTH) + " │"
+        dots = ((chr(cell), style) for cell, style in zip(cells[row], styles[row], strict=True))
+        print_styled(screen, [(label, ""), *dots])
     left, right = f"{curve.x[0]:g}", f"{curve.x[-1]:g}"
     screen.print(" " * _LABEL_WIDTH + " └" + "─" * columns)
     inner = columns - len(left) - len(right)
     screen.print(" " * (_LABEL_WIDTH + 2) + left + curve.axis.center(inner) + right)
     for line in curve.lines:
         mark = "╌╌" if line.role == "opposite" else "──"
-        screen.print(Text(" " * (_LABEL_WIDTH + 2)).append(mark, style=STYLES[line.role]).append(f" {line.label}"))
+        print_styled(screen, [(" " * (_LABEL_WIDTH + 2), ""), (mark, STYLES[line.role]), (f" {line.label}", "")])
     for note in curve.notes:
         screen.print(" " * (_LABEL_WIDTH + 2) + note)
 
