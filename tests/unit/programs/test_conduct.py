@@ -14,7 +14,7 @@ from gradrule_server.programs.shelf import Loadable
 
 _BAD = Suspect("tenant", "bad", evaluate_pb2.DERIVATIVE_VJP)
 _OTHERS = (
-    _BAD._replace(scope="another"),
+    _BAD._replace(owner="another"),
     _BAD._replace(graph="other"),
     _BAD._replace(derivative=evaluate_pb2.DERIVATIVE_UNSPECIFIED),
 )

@@ -102,6 +102,8 @@ def _table(columns: Iterable[str], rows: Iterable[list[str]]) -> RenderableType:
 def _engine_row(engine: EngineStatus) -> list[str]:
     return [
         str(engine.index),
+        engine.tenant,
+        "sessions" if engine.holds_sessions else "programs",
         engine.device,
         str(engine.pid or ""),
         "ready" if engine.ready else "starting",
