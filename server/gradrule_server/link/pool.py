@@ -187,8 +187,9 @@ class EnginePool:
         return engine
 
     def give_back(self, engine: Engine) -> None:
-        """Ends what `borrow` began."""
-        self._remove(engine)
+        """Ends what `borrow` began, unless it had to make room already."""
+        if engine in self.engines:
+            self._remove(engine)
 
     @contextlib.asynccontextmanager
     async def alone(self, owner: str) -> AsyncIterator[Engine]:
@@ -238,12 +239,17 @@ class EnginePool:
         self._remove(min(idle, key=lambda engine: (engine.owner == owner, engine.used_at)))
 
     async def _end_idle(self) -> None:
-        """Ends engines whose tenants have not called for long; as many stay as were started at first."""
+        """Ends engines whose tenants have not called for long; as many for programs stay as were started at first."""
         while True:
             await asyncio.sleep(_IDLE_PERIOD_S)
             since = asyncio.get_running_loop().time() - _IDLE_S
-            for engine in sorted(self.engines, key=lambda engine: (engine.use is Use.PROGRAMS, engine.used_at)):
-                if len(self.engines) > self.per_tenant and engine.is_idle and engine.used_at < since:
+            idle = [engine for engine in self.engines if engine.is_idle and engine.used_at < since]
+            surplus = sum(engine.use is Use.PROGRAMS for engine in self.engines) - self.per_tenant
+            for engine in sorted(idle, key=lambda engine: engine.used_at):
+                if engine.use is Use.SESSIONS:
+                    self._remove(engine)
+                elif engine.use is Use.PROGRAMS and surplus > 0:
+                    surplus -= 1
                     self._remove(engine)
 
     def _remove(self, engine: Engine) -> None:

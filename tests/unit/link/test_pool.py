@@ -321,7 +321,7 @@ async def test_engines_of_tenants_that_are_gone_end(starter: Starter, monkeypatc
     kept.keeps(kept.generation, 1)
     await pool.provide("grace")
     await _until(lambda: len(pool.engines) == 2)
-    # One stays that is warm, and what holds a session.
+    # The one that was used last stays that is warm, and what holds a session.
     assert kept in pool.engines
     assert [engine.use for engine in pool.engines if engine is not kept] == [Use.PROGRAMS]
     await pool.stop()

@@ -328,6 +328,7 @@ async def test_what_an_engine_was_ended_for_compiling_is_not_given_to_the_next(
     loaded = LoadedPrograms(pool, blobs, 10, 10**6)
     await pool.start()
     try:
+        await pool.provide("")
         async with asyncio.timeout(10):
             while not pool.spares_ready:
                 await asyncio.sleep(0.001)

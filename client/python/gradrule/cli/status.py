@@ -20,7 +20,10 @@ _INTERVAL_S = 1.0
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _MOST_TENANTS = 20
 
-ENGINE_COLUMNS = ("engine", "device", "pid", "state", "up", "running", "waiting", "programs", "memory", "ended")
+ENGINE_COLUMNS = (
+    *("engine", "tenant", "for", "device", "pid"),
+    *("state", "up", "running", "waiting", "programs", "memory", "ended"),
+)
 CACHE_COLUMNS = ("cache", "entries", "bytes")
 TENANT_COLUMNS = ("tenant", "requests", "programs", "rules", "sessions", "handles", "session, handle, blob bytes")
 QUARANTINE_COLUMNS = ("quarantined program", "for", "why")
