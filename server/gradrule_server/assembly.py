@@ -15,7 +15,7 @@ from gradrule_server.identity import Credentials
 from gradrule_server.identity.certificates import ClientCertificates
 from gradrule_server.identity.jwts import Jwts
 from gradrule_server.identity.tokens import Tokens
-from gradrule_server.link.memory import share_of_memory
+from gradrule_server.link.memory import available_memory, share_of_memory
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
 from gradrule_server.operations.operations import OperationsSettings
@@ -31,6 +31,10 @@ _log = logging.getLogger(__name__)
 
 # Digests are told by their beginning: enough to know one again.
 _DIGEST_SHOWN = 16
+
+_MEMORY_PER_ENGINE = 768 * 1024 * 1024
+_LEAST_ENGINES = 4
+_MAX_GPU_ENGINES = 8
 
 
 def credentials_of(settings: Settings) -> Credentials:
@@ -104,6 +108,7 @@ def pool_of(settings: Settings, blobs: BlobStore, on_change: Callable[[bool], No
     return EnginePool(
         options,
         engines=settings.engines,
+        max_engines=_max_engines(settings),
         spares=settings.spares,
         heartbeat_s=settings.heartbeat_s,
         on_change=on_change,
@@ -184,7 +189,7 @@ def sources_of(settings: Settings, loaded: LoadedPrograms, tenants: Tenants, adm
 
     def caches() -> Sequence[CacheStatus]:
         entries, held_bytes, most = tenants.cached()
-        engines = settings.engines
+        engines = len(loaded.pool.engines)
         return (
             CacheStatus("programs", entries, held_bytes, most, settings.program_cache_bytes),
             CacheStatus(
@@ -214,9 +219,19 @@ def sources_of(settings: Settings, loaded: LoadedPrograms, tenants: Tenants, adm
     )
 
 
+def _max_engines(settings: Settings) -> int:
+    """Engines of all tenants."""
+    if settings.max_engines != "auto":
+        return settings.max_engines
+    # Each engine takes some hundred MiB of a GPU's memory before it computes anything.
+    most = _MAX_GPU_ENGINES if settings.device.startswith("gpu") else available_memory() // _MEMORY_PER_ENGINE
+    return max(_LEAST_ENGINES, settings.engines + 1, most)
+
+
 def _memory_limit(settings: Settings) -> int:
     """Bytes of each engine; 0: any."""
     given = settings.memory_limit
-    # One more than there are places: for a call that is tried alone, or what goes around a slow program. More of these
-    # at once are rare, and hardly ever all full; shares for all of them would halve what every program may take.
+    # A share for each of a tenant's engines: those for programs, and one for sessions or a trial. Engines of several
+    # tenants can take more than there is: shares for all tenants would leave a single one with next to nothing. Where
+    # memory runs out the kernel ends the largest engine, never the front end (see `engine.process`).
     return share_of_memory(settings.engines + 1) if given == "auto" else int(given)

@@ -89,8 +89,17 @@ class Settings(BaseModel):
         description="Whether engines give up files, network, processes: auto (where possible), on (or no start), off.",
     )
     engine_threads: PositiveInt = Field(8, description="Requests that an engine runs at a time.")
-    engines: PositiveInt = Field(1, description="Engines that run programs side by side.")
-    spares: int = Field(1, ge=0, description="Engines that are kept ready to take the place of one that dies.")
+    engines: PositiveInt = Field(
+        1, description="Engines for programs per tenant. A tenant gets one more for its sessions."
+    )
+    max_engines: Literal["auto"] | PositiveInt = Field(
+        "auto",
+        description="Engines of all tenants; auto: one for each 768 MiB of memory, at least 4, and 8 at most with "
+        "--device gpu:N. Spares and trials come on top.",
+    )
+    spares: int = Field(
+        1, ge=0, description="Engines that are kept ready for a new tenant, or in place of one that dies."
+    )
     memory_limit: Literal["auto"] | Annotated[ByteSize, Field(ge=0)] = Field(
         "auto", description="Bytes that an engine may take; auto: a share of the machine's, 0: any."
     )
@@ -257,6 +266,15 @@ class Settings(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _engines_fit(self) -> Self:
+        if self.max_engines != "auto" and self.max_engines <= self.engines:
+            raise ValueError(
+                f"max_engines ({self.max_engines}) must be more than engines ({self.engines}): a tenant with sessions "
+                "has one engine more"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _credentials_fit(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("tls_cert and tls_key go together: give both or none")
@@ -324,6 +342,7 @@ _OF_SERVER = {"requests": "max_concurrent_requests"}
 _EXPECTED = {
     "otel_endpoint": "expected http://HOST:PORT or https://HOST:PORT",
     "device": "expected auto, cpu or gpu:N, gpu:0 for example",
+    "max_engines": "expected auto or a number from 2",
     "memory_limit": "expected auto or a number of bytes, 8GiB for example",
 }
 """What a setting expects, where the reason would not tell."""

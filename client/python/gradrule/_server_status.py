@@ -21,7 +21,7 @@ class EngineStatus:
     """One engine: a process that runs programs.
 
     pid: None while there is no process. uptime: seconds since it is ready. ended: how often an engine in its place
-    ended, by reason.
+    ended, by reason. tenant: whose work it runs; empty: nobody's yet. holds_sessions: it runs sessions and nothing else.
     """
 
     index: int
@@ -34,6 +34,8 @@ class EngineStatus:
     resident_bytes: int
     uptime: float
     ended: Mapping[str, int]
+    tenant: str
+    holds_sessions: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,8 @@ def _engine(message: admin_pb2.EngineStatus) -> EngineStatus:
         resident_bytes=message.resident_bytes,
         uptime=message.uptime.ToNanoseconds() / 1e9,
         ended=dict(message.ended),
+        tenant=message.tenant,
+        holds_sessions=message.holds_sessions,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import socket
 import traceback
 from collections.abc import Sequence
@@ -25,6 +26,10 @@ _GRADIENTS = sorted(name for name, function in tf_private.registered_gradients()
 
 _REFUSED_EXIT_CODE = 3
 
+_log = logging.getLogger(__name__)
+# The largest value there is: the kernel ends engines before any other process, whatever the server's own value is.
+_OOM_SCORE_ADJ = 1000
+
 
 def run_engine(flags: Sequence[str], link: int, arenas: Sequence[int]) -> int:
     """Serves until the front end closes the socket `link`, whatever runs then. Returns the exit code of the process.
@@ -38,6 +43,7 @@ def run_engine(flags: Sequence[str], link: int, arenas: Sequence[int]) -> int:
         0 once the socket was closed, 3 where the engine cannot run as asked, 1 after an unexpected error.
     """
     options = _parse(flags)
+    _be_first_to_end()
     frames = FrameSocket(socket.socket(fileno=link), Arenas.of(arenas[1], arenas[0]) if arenas else None)
     try:
         sandbox = enter(options.sandbox, options.blobs)
@@ -65,6 +71,14 @@ def run_engine(flags: Sequence[str], link: int, arenas: Sequence[int]) -> int:
         traceback.print_exc()
         return 1
     return 0
+
+
+def _be_first_to_end() -> None:
+    """Has the kernel end engines before the front end when memory runs out: only an engine can be replaced."""
+    try:
+        Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE_ADJ))
+    except OSError as cause:
+        _log.warning("cannot set oom_score_adj: %s; the kernel may end the server when memory runs out", cause)
 
 
 def _parse(flags: Sequence[str]) -> argparse.Namespace:

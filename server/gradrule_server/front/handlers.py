@@ -43,7 +43,6 @@ from gradrule_server.front.routing import Handler, Make, Service
 from gradrule_server.front.stalls import patience
 from gradrule_server.front.tenants import Tenant
 from gradrule_server.identity import Principal
-from gradrule_server.link.owner import OWNER
 from gradrule_server.operations.audit import note_registration
 from gradrule_server.operations.observer import Observed, Observer
 from gradrule_server.operations.request import Request, note_tenant
@@ -159,7 +158,6 @@ class Door:
         `size`: bytes that the request takes.
         """
         share = caller.tenant.share
-        OWNER.set(caller.tenant.name)
         try:
             self._admission.enter(share, size)
             try:

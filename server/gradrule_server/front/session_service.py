@@ -36,7 +36,7 @@ class SessionServicer:
         session = Session(caller.tenant.sessions)
         started = False
         try:
-            async for raw in incoming(requests, self._door.draining):
+            async for raw in incoming(requests, self._door.draining, session.loss):
                 response = session_pb2.RunSessionResponse()
                 try:
                     await self._answer(caller, raw, session, response, started=started)

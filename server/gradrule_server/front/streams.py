@@ -25,17 +25,25 @@ _MAX_UNDER_WAY = 32
 _MAX_UNWRITTEN_BYTES = 64 << 20
 
 
-async def incoming(requests: AsyncIterator[bytes], draining: asyncio.Event) -> AsyncIterator[bytes]:
-    """The messages of a stream until the client has sent its last. UNAVAILABLE once the server is going away."""
+async def incoming(
+    requests: AsyncIterator[bytes], draining: asyncio.Event, failure: asyncio.Future[GradruleError] | None = None
+) -> AsyncIterator[bytes]:
+    """The messages of a stream until the client has sent its last. UNAVAILABLE once the server is going away.
+
+    Raises the error that `failure` holds, as soon as it is set.
+    """
     drained = asyncio.ensure_future(draining.wait())
+    endings = {drained} if failure is None else {drained, failure}
     try:
         while True:
             coming = asyncio.ensure_future(anext(requests, None))
             try:
-                await asyncio.wait({coming, drained}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({coming, *endings}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 if not coming.done():
                     coming.cancel()
+            if failure is not None and failure.done():
+                raise failure.result()
             if not coming.done():
                 raise error(errors_pb2.ERROR_REASON_UNAVAILABLE, "the server is going away", retry_after_s=0.0)
             raw = coming.result()

@@ -237,7 +237,7 @@ class Tenants:
             blobs,
             capacity=shared.cache_capacity,
             capacity_bytes=shared.cache_bytes,
-            scope=name,
+            owner=name,
         )
         handles = HandleHouse(
             house,

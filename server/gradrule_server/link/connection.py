@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, cast
 
 from google.protobuf.message import DecodeError
@@ -19,7 +18,6 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.account import Account
 from gradrule_server.link.arena import LEAST_PLACED_BYTES, Chunk
-from gradrule_server.link.endings import Present
 from gradrule_server.link.faults import error_of
 from gradrule_server.link.framing import (
     HEADER_BYTES,
@@ -30,7 +28,6 @@ from gradrule_server.link.framing import (
     unpack_header,
     unpack_place,
 )
-from gradrule_server.link.owner import OWNER, Served
 from gradrule_server.link.v1 import link_pb2
 
 if TYPE_CHECKING:
@@ -68,7 +65,6 @@ class Work:
         "id",
         "is_given_up",
         "kind",
-        "owner",
         "payload",
         "started_at",
     )
@@ -79,7 +75,6 @@ class Work:
         self.connection = connection
         self.id = request_id
         self.kind = kind
-        self.owner = OWNER.get()
         self.payload = payload
         self.account = account
         self.started_at: float | None = None
@@ -125,11 +120,10 @@ class Connection(asyncio.Protocol):
         self._ids = itertools.count(1)
         self._waiting: dict[int, Work] = {}
         self._running: dict[int, Work] = {}
-        self._served = Served()
         self._compiling = False
         self.compiling_since = 0.0
         """Loop time at which the last program began to be compiled."""
-        self._closed = False
+        self._closed = asyncio.Event()
         self.process: EngineProcess | None = None
         """The process at the other end, once it serves: whoever has a request of its can learn how it ended."""
         self.lost: tuple[Work, ...] = ()
@@ -141,10 +135,9 @@ class Connection(asyncio.Protocol):
         self.greeting: asyncio.Future[link_pb2.Greeting] = asyncio.get_running_loop().create_future()
 
     @property
-    def present(self) -> frozenset[Present]:
-        """Who ran when the other end went."""
-        suspects = ((work.owner, None if work.account is None else work.account.suspect) for work in self.lost)
-        return frozenset(Present(owner, suspect) for owner, suspect in suspects)
+    def present(self) -> frozenset[Hashable | None]:
+        """The suspects of the requests that ran when the other end went; None for requests without an account."""
+        return frozenset(None if work.account is None else work.account.suspect for work in self.lost)
 
     @property
     def threads(self) -> int:
@@ -169,11 +162,20 @@ class Connection(asyncio.Protocol):
     @property
     def is_closed(self) -> bool:
         """Whether the other end is gone."""
-        return self._closed
+        return self._closed.is_set()
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether a request runs that nobody waits for any more."""
+        return any(work.is_given_up for work in self._running.values())
+
+    async def wait_closed(self) -> None:
+        """Waits until the other end is gone."""
+        await self._closed.wait()
 
     def submit(self, kind: Kind, payload: bytes, account: Account | None = None) -> Work:
         """Sends a request, as soon as a thread is free for it; a FAULT becomes its answer's `GradruleError`."""
-        if self._closed or self._transport is None:
+        if self.is_closed or self._transport is None:
             raise EngineGone(started=False)
         work = Work(self, next(self._ids), kind, payload, account)
         if self._can_start(kind):
@@ -196,7 +198,7 @@ class Connection(asyncio.Protocol):
 
     def tell(self, kind: Kind, payload: bytes) -> None:
         """Sends a frame that has no answer."""
-        if not self._closed:
+        if not self.is_closed:
             self._write(kind, 0, payload)
 
     def close(self) -> None:
@@ -236,7 +238,7 @@ class Connection(asyncio.Protocol):
             del buffer[:position]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._closed = True
+        self._closed.set()
         self.lost = tuple(self._running.values())
         for works, started in ((self._running, True), (self._waiting, False)):
             for work in works.values():
@@ -262,7 +264,6 @@ class Connection(asyncio.Protocol):
 
     def _start(self, work: Work) -> None:
         self._running[work.id] = work
-        self._served.note(work.owner)
         work.started_at = asyncio.get_running_loop().time()
         if work.kind is Kind.COMPILE:
             self._compiling = True
@@ -276,21 +277,11 @@ class Connection(asyncio.Protocol):
 
     def _start_waiting(self) -> None:
         while len(self._running) < self._threads:
-            work = self._next()
+            work = next((work for work in self._waiting.values() if self._can_start(work.kind)), None)
             if work is None:
                 return
             del self._waiting[work.id]
             self._start(work)
-
-    def _next(self) -> Work | None:
-        """What is taken up next: nobody waits behind all that another owner has sent.
-
-        That of the owner with the least under way; among such, of the one whose turn was longest ago.
-        """
-        under_way = Counter(work.owner for work in self._running.values())
-        places = self._served.places()
-        can_start = (work for work in self._waiting.values() if self._can_start(work.kind))
-        return min(can_start, key=lambda work: (under_way[work.owner], places.get(work.owner, 0)), default=None)
 
     def _write(self, kind: Kind, request_id: int, payload: bytes) -> None:
         if self._transport is not None:
@@ -322,7 +313,7 @@ class Connection(asyncio.Protocol):
             self._trimming = loop.call_at(due, self._trim)
             return
         self._trimming = None
-        if self._arenas is not None and not self._closed:
+        if self._arenas is not None and not self.is_closed:
             loop.run_in_executor(None, self._arenas.outgoing.trim)
             self._write(Kind.TRIM, 0, b"")
 

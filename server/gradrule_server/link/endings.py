@@ -8,7 +8,6 @@ import signal
 import socket
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 _MAX_CHARS = 300
 
@@ -54,23 +53,16 @@ class Ending:
         return f"{self.how}: {self.fatal}" if self.fatal else self.how
 
 
-class Present(NamedTuple):
-    """Who ran in an engine when it ended: whose request it was, and what is held to account for it; None: nothing."""
-
-    owner: str
-    suspect: Hashable | None
-
-
 @dataclass(slots=True, eq=False)
 class Inquest:
     """What came out about an engine's end.
 
-    `present`: all that ran. `unproven`: how many of those that ran never ran to an end before. `cleared`: those that
-    have run to an end since; `noted`: those to which this end has been put down. `culprit`: the one that did it, once
-    it is found; `verdict`: what it is told.
+    `present`: the suspects of all that ran; None for a request without one. `unproven`: how many of those that ran
+    never ran to an end before. `cleared`: those that have run to an end since; `noted`: those to which this end has
+    been put down. `culprit`: the one that did it, once it is found; `verdict`: what it is told.
     """
 
-    present: frozenset[Present] = frozenset()
+    present: frozenset[Hashable | None] = frozenset()
     unproven: int = 0
     cleared: set[Hashable] = field(default_factory=set)
     noted: set[Hashable] = field(default_factory=set)

@@ -1,8 +1,9 @@
-"""A place for an engine, as the front end holds it: given work, ended when it overruns, filled again when it dies."""
+"""An engine of one tenant, as the front end holds it: given work, ended when it overruns, replaced when it dies."""
 
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import time
 from collections import Counter
@@ -29,11 +30,29 @@ _OVERRUN_GRACE_S = 0.5
 _CANCEL_PATIENCE_S = 4.5
 
 
+class Use(enum.Enum):
+    """What an engine is for."""
+
+    PROGRAMS = enum.auto()
+    """Calls without a session. Its process is replaced when it ends."""
+    EXTRA = enum.auto()
+    """Programs that would wait behind one that compiles for long; for a while."""
+    SESSIONS = enum.auto()
+    """Sessions and nothing else, so that no other call ends them."""
+    TRIAL = enum.auto()
+    """One call alone."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """An engine as it is now. `ended`: how many processes in its place ended, by reason."""
+    """An engine as it is now.
+
+    `owner`: its tenant; None while it has none. `ended`: how many processes in its place ended, by reason.
+    """
 
     index: int
+    owner: str | None
+    holds_sessions: bool
     device: str
     pid: int
     is_ready: bool
@@ -46,9 +65,15 @@ class EngineStatus:
 
 
 class Engine:
-    """One engine, replaced when it dies, at once if there is a spare. All calls come from one asyncio loop.
+    """One engine. It runs the work of one tenant, its owner, as long as it lives. Belongs to one asyncio loop.
 
-    `spares`: None where it is not to be replaced. `on_change`: it was filled, or emptied.
+    Args:
+        index: Its number in metrics.
+        spares: Where its processes come from; None where the caller installs one.
+        on_change: Called when a process comes or goes.
+        owner: The tenant; None until a tenant needs it.
+        use: What it is for.
+        ended: Where its processes' ends are counted, by reason.
     """
 
     def __init__(
@@ -56,19 +81,23 @@ class Engine:
         index: int,
         spares: Spares | None,
         on_change: Callable[[Engine], None] = lambda engine: None,
+        *,
+        owner: str | None = None,
+        use: Use = Use.PROGRAMS,
+        ended: Counter[str] | None = None,
     ) -> None:
         self.index = index
-        self.is_extra = spares is None
-        """It is there for a while only."""
-        self.borrower = ""
-        """The owner for whom it was added, where it is extra."""
+        self.owner = owner
+        self.use = use
         self._spares = spares
         self._on_change = on_change
         self._process: EngineProcess | None = None
         self._filling: asyncio.Task[None] | None = None
         self._reports: set[asyncio.Task[None]] = set()
         self._is_stopped = False
-        self._ended: Counter[str] = Counter()
+        self._ended: Counter[str] = Counter() if ended is None else ended
+        self.used_at = 0.0
+        """Loop time of the last request, or of the start of its process."""
         self.shelf: object = None
         """What those who load programs note of it; it goes with the engine."""
         self.last_ending: Ending | None = None
@@ -86,9 +115,19 @@ class Engine:
         return self._process is not None
 
     @property
-    def process(self) -> EngineProcess | None:
-        """The process that serves; None while there is none."""
-        return self._process
+    def is_extra(self) -> bool:
+        """Whether it is there for a while only."""
+        return self.use is Use.EXTRA
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether ending it would cost nobody a request, a session or a forward handle."""
+        return self._process is not None and not self.load and not self.kept
+
+    @property
+    def is_doomed(self) -> bool:
+        """Whether its process is about to be ended."""
+        return self._process is not None and (self._process.is_ending or self._process.connection.has_given_up)
 
     @property
     def pid(self) -> int | None:
@@ -123,6 +162,8 @@ class Engine:
         connection = process.connection if process is not None else None
         return EngineStatus(
             index=self.index,
+            owner=self.owner,
+            holds_sessions=self.use is Use.SESSIONS,
             device=device,
             pid=process.pid if process is not None else 0,
             is_ready=self.is_ready,
@@ -139,6 +180,16 @@ class Engine:
         if self._spares is not None:
             self.install(await self._spares.take())
 
+    def start(self) -> None:
+        """Takes a spare at once, or waits in a task for the next process that is ready."""
+        assert self._spares is not None
+        spare = self._spares.take_now()
+        if spare is not None:
+            self.install(spare)
+            return
+        self._filling = asyncio.create_task(self.fill(), name="engine-fill")
+        self._filling.add_done_callback(_report_failure)
+
     def install(self, process: EngineProcess) -> None:
         """From now on this process serves here."""
         self._process = process
@@ -146,17 +197,20 @@ class Engine:
         process.connection.on_lost = lambda: self._on_lost(process)
         self.generation += 1
         self.kept = self.programs = 0
+        self.used_at = asyncio.get_running_loop().time()
         self._on_change(self)
         if process.connection.is_closed:
             self._on_lost(process)
 
     def remove(self) -> EngineProcess | None:
         """Gives up the process, which is returned if it does nothing, and ended otherwise."""
+        self._is_stopped = True
+        if self._filling is not None:
+            self._filling.cancel()
         process = self._process
         self._process = None
         if process is None:
             return None
-        # What it keeps for anybody is lost to them: whoever has it next knows nothing of it.
         self.generation += 1
         process.connection.on_lost = None
         if process.connection.running:
@@ -185,6 +239,7 @@ class Engine:
         """Hands a request in, for callers that share its answer; ENGINE_UNAVAILABLE while there is no engine."""
         if self._process is None:
             raise unavailable()
+        self.used_at = asyncio.get_running_loop().time()
         try:
             return self._process.connection.submit(kind, payload, account)
         except EngineGone:
@@ -201,7 +256,16 @@ class Engine:
         loop = asyncio.get_running_loop()
         # Once the deadline has passed, or where nobody else loses anything, there is nothing to wait for.
         patience_s = min(max(0.0, ends_at - loop.time()), _CANCEL_PATIENCE_S) if self.kept else 0.0
-        work.watch(loop.call_later(patience_s + _OVERRUN_GRACE_S, self._end_overrun, work, ends_at))
+        work.watch(loop.call_later(patience_s + _OVERRUN_GRACE_S, self._end_given_up, work, ends_at))
+
+    def _end_given_up(self, work: Work, ends_at: float) -> None:
+        """Ends the engine, unless others keep something in it and the request holds up nobody before its deadline."""
+        loop = asyncio.get_running_loop()
+        if self.kept and not work.connection.waiting and loop.time() < ends_at and not work.ended:
+            due = min(ends_at + _OVERRUN_GRACE_S, loop.time() + _CANCEL_PATIENCE_S)
+            work.watch(loop.call_at(due, self._end_given_up, work, ends_at))
+        else:
+            self._end_overrun(work, ends_at)
 
     def limit(self, work: Work, ends_at: float, least_s: float) -> None:
         """Somebody waits for it, or does again: only where it runs after `ends_at`, and has for so long, it overran."""
@@ -231,6 +295,14 @@ class Engine:
             raise
         return _lost(process, ending)
 
+    async def wait_lost(self) -> Ending | None:
+        """Waits until the process that serves now is gone. Returns how it ended; None where there is no process."""
+        process = self._process
+        if process is None:
+            return self.last_ending
+        await process.connection.wait_closed()
+        return await process.ending()
+
     def tell(self, kind: Kind, payload: bytes) -> None:
         """One message without an answer."""
         if self._process is not None:
@@ -255,7 +327,7 @@ class Engine:
             await asyncio.wait(self._reports)
 
     def _on_lost(self, process: EngineProcess) -> None:
-        """The process is gone: another takes its place at once, or as soon as there is one."""
+        """The process is gone: another takes its place where it runs programs, at once or as soon as there is one."""
         if self._process is not process:
             return
         self._process = None
@@ -263,21 +335,12 @@ class Engine:
         report = asyncio.create_task(self._report(process), name="engine-report")
         self._reports.add(report)
         report.add_done_callback(self._reports.discard)
-        if self._spares is None or self._is_stopped:
-            self._empty()
-            return
-        spare = self._spares.take_now()
-        if spare is not None:
-            self.install(spare)
-            return
-        self._empty()
-        self._filling = asyncio.create_task(self.fill(), name="engine-fill")
-        self._filling.add_done_callback(_report_failure)
-
-    def _empty(self) -> None:
-        self.generation += 1
-        self.kept = self.programs = 0
-        self._on_change(self)
+        if self.use is Use.PROGRAMS and self._spares is not None and not self._is_stopped:
+            self.start()
+        if self._process is None:
+            self.generation += 1
+            self.kept = self.programs = 0
+            self._on_change(self)
 
     async def _report(self, process: EngineProcess) -> None:
         ending = self.last_ending = await process.ending()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -84,6 +85,7 @@ class ForkServer:
     def __init__(self) -> None:
         self._running: _Running | None = None
         self._lock = asyncio.Lock()
+        self._unwanted: list[asyncio.Task[ForkedProcess]] = []
 
     async def fork(self, flags: Sequence[str], descriptors: Sequence[int]) -> ForkedProcess:
         """Returns a new engine process.
@@ -98,14 +100,22 @@ class ForkServer:
         """
         asking = asyncio.create_task(self._ask(flags, [os.dup(fd) for fd in descriptors]), name="engine-fork")
         # An answer that nobody reads would be taken for that of the next request.
-        return await asyncio.shield(asking)
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            self._unwanted.append(asking)
+            asking.add_done_callback(_kill_unwanted)
+            raise
 
     async def stop(self) -> None:
-        """Ends the process; engines that were forked live on."""
+        """Ends the process, and engines whose caller was cancelled; all others live on."""
         async with self._lock:
             running, self._running = self._running, None
             if running is not None:
                 await running.end(_STOP_TIMEOUT_S)
+        for asking in self._unwanted:
+            if asking.exception() is None:
+                await asking.result().wait()
 
     async def _ask(self, flags: Sequence[str], descriptors: Sequence[int]) -> ForkedProcess:
         try:
@@ -122,6 +132,13 @@ class ForkServer:
         finally:
             for fd in descriptors:
                 os.close(fd)
+
+
+def _kill_unwanted(asking: asyncio.Task[ForkedProcess]) -> None:
+    """Kills an engine that nobody waits for."""
+    if asking.exception() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(asking.result().pid, signal.SIGKILL)
 
 
 async def _start() -> _Running:

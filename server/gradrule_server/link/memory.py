@@ -1,4 +1,4 @@
-"""How much memory an engine may take where nobody said."""
+"""How much memory there is, and how much of it an engine may take where no setting says."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ _CGROUP = Path("/proc/self/cgroup")
 
 def share_of_memory(engines: int) -> int:
     """Bytes for each engine: what the machine or this process's container has, less some for all else, divided."""
+    return max(_LEAST, int(available_memory() * _ENGINES_SHARE) // engines)
+
+
+def available_memory() -> int:
+    """Returns the bytes that the machine has, or this process's container where that has less."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(_LEAST, int(min([total, *_container_limits()]) * _ENGINES_SHARE) // engines)
+    return min([total, *_container_limits()])
 
 
 def _container_limits() -> list[int]:

@@ -1,18 +1,20 @@
-"""All engines: as many places as are asked for, filled from the same spares, watched, and told of as one."""
+"""All engines: each runs the work of one tenant, and all are filled from the same spares and watched."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
 
-from gradrule_server.link.engine import Engine, EngineRefused, EngineStatus, unavailable
+from gradrule.v1 import errors_pb2
+from gradrule_server.errors import error
+from gradrule_server.link.engine import Engine, EngineRefused, EngineStatus, Use, unavailable
 from gradrule_server.link.oom import OOM_KILLS
-from gradrule_server.link.owner import OWNER
 from gradrule_server.link.process import ProcessOptions
 from gradrule_server.link.spares import Spares
-from gradrule_server.link.turns import Turns
+from gradrule_server.link.turns import TurnsByOwner
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.link.watch import Watch
 
@@ -20,16 +22,28 @@ __all__ = ["EnginePool", "EngineRefused", "EngineStatus"]
 
 _log = logging.getLogger(__name__)
 
-# A process starts in a few seconds, and whoever calls meanwhile gets an answer a little later rather than none.
+# A process starts within a second, and who calls meanwhile gets an answer a little later rather than none.
 _PATIENCE_S = 10.0
-# Of the engine that runs one call alone, to find out what that call does.
+_FULL_RETRY_S = 1.0
+# Engines that did nothing for so long are ended; their programs are compiled again when their tenant comes back.
+_IDLE_S = 600.0
+_IDLE_PERIOD_S = 15.0
+# Index of engines that run one call alone, to find out what that call does.
 _TRIAL = -1
 
 
 class EnginePool:
-    """Engines that take work side by side. Everything happens on one asyncio loop.
+    """The engines of all tenants. An engine has one owner as long as its process lives. Belongs to one asyncio loop.
 
-    `on_change`: whether there is at least one engine that takes work.
+    A tenant gets engines when it needs them: `engines` for programs, one for sessions.
+
+    Args:
+        options: How processes are started.
+        engines: Engines for programs per tenant. So many are started at once, before any tenant needs them.
+        spares: Processes that are kept ready.
+        max_engines: Engines of all tenants together. Trials and spares come on top.
+        heartbeat_s: Engine health-check interval, seconds; 0 disables.
+        on_change: Called with whether any engine takes work, whenever that changes.
     """
 
     def __init__(
@@ -38,26 +52,32 @@ class EnginePool:
         *,
         engines: int = 1,
         spares: int = 1,
+        max_engines: int = 32,
         heartbeat_s: float = 1.0,
         on_change: Callable[[bool], None] = lambda ready: None,
     ) -> None:
         self._spares = Spares(options, spares)
-        self.engines = [Engine(index, self._spares, self._changed) for index in range(engines)]
-        self._places = engines
+        self._max_engines = max_engines
+        self._ended: dict[int, Counter[str]] = {}
+        self.per_tenant = engines
+        """Engines for programs that a tenant may have."""
+        self.engines: list[Engine] = []
+        """Those of all tenants, and those that have no owner yet; trials are not among them."""
+        for _ in range(engines):
+            self._add(None, Use.PROGRAMS)
         self.on_filled: list[Callable[[Engine], None]] = []
         """Called with each engine that got another process."""
         self._on_change = on_change
         self._was_ready = False
-        self._ready = asyncio.Event()
+        self._change = asyncio.Event()
         self._device = options.device
         self._watch = Watch(lambda: self._spares.processes, heartbeat_s, options.memory_limit)
-        self._watching: asyncio.Task[None] | None = None
-        self._counting: asyncio.Task[None] | None = None
-        self._filling: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._closing: set[asyncio.Task[None]] = set()
         self.memory_limit = options.memory_limit
         """Bytes that an engine may take; 0: any."""
-        self.trials = Turns()
-        """Held by who uses `alone`: one at a time, and owners in turn."""
+        self.trials = TurnsByOwner()
+        """Held by who uses `alone`: a tenant's trials run one at a time."""
 
     @property
     def greeting(self) -> link_pb2.Greeting:
@@ -71,99 +91,208 @@ class EnginePool:
 
     @property
     def spares_ready(self) -> int:
-        """Processes that wait to take the place of one that dies."""
+        """Processes that wait to become an engine."""
         return self._spares.ready
+
+    @property
+    def ended(self) -> Mapping[int, Mapping[str, int]]:
+        """How many processes ended, by the engine's index and the reason."""
+        return self._ended
 
     def status(self) -> list[EngineStatus]:
         """All engines as they are now."""
         device = self.greeting.device or self._device
-        return [engine.status(device) for engine in self.engines]
+        return [engine.status(device) for engine in sorted(self.engines, key=lambda engine: engine.index)]
 
     async def start(self) -> None:
-        """Starts all, and waits for the first. `EngineRefused` where it cannot run as asked."""
-        self._watching = asyncio.create_task(self._watch.run(), name="engine-watch")
-        self._watching.add_done_callback(_report_failure)
-        self._counting = asyncio.create_task(OOM_KILLS.run(), name="oom-kills")
-        self._filling = [asyncio.create_task(engine.fill(), name="engine-fill") for engine in self.engines]
-        done, _ = await asyncio.wait(self._filling, return_when=asyncio.FIRST_COMPLETED)
+        """Starts the first engines, and waits for one. `EngineRefused` where it cannot run as asked."""
+        watching = asyncio.create_task(self._watch.run(), name="engine-watch")
+        watching.add_done_callback(_report_failure)
+        idling = asyncio.create_task(self._end_idle(), name="engine-idle")
+        idling.add_done_callback(_report_failure)
+        filling = [asyncio.create_task(engine.fill(), name="engine-fill") for engine in self.engines]
+        self._tasks = [watching, idling, asyncio.create_task(OOM_KILLS.run(), name="oom-kills"), *filling]
+        done, _ = await asyncio.wait(filling, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             await task
 
     async def stop(self) -> None:
         """Ends all."""
-        tasks = [task for task in (*self._filling, self._watching, self._counting) if task is not None]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
         # Whatever one of them died of before, the engines are to be stopped.
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(engine.stop() for engine in self.engines))
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(engine.stop() for engine in self.engines), *self._closing)
         await self._spares.stop()
 
-    async def wait_ready(self, patience_s: float = 0.0) -> None:
-        """Waits a while, or longer, until an engine takes work; ENGINE_UNAVAILABLE where that takes too long."""
-        if self.is_ready:
-            return
-        try:
-            await asyncio.wait_for(self._ready.wait(), max(_PATIENCE_S, patience_s))
-        except TimeoutError:
-            raise unavailable() from None
+    def engines_of(self, owner: str) -> list[Engine]:
+        """Returns the engines that run a tenant's programs, extra ones too."""
+        return [engine for engine in self.engines if engine.owner == owner and engine.use is not Use.SESSIONS]
 
-    async def least_kept(self) -> Engine:
-        """The engine that holds the fewest sessions and forward handles, for one more. ENGINE_UNAVAILABLE."""
-        await self.wait_ready()
-        ready = (engine for engine in self.engines if engine.is_ready)
-        return min(ready, key=lambda engine: (engine.is_extra, engine.kept))
+    def serves(self, owner: str) -> bool:
+        """Returns whether a tenant has an engine for programs that takes work."""
+        return any(
+            engine.is_ready and engine.owner == owner and engine.use is not Use.SESSIONS for engine in self.engines
+        )
 
-    def borrow(self) -> Engine | None:
-        """One more engine in the place of a spare, until `give_back`; None where there is no spare.
+    async def provide(self, owner: str, patience_s: float = 0.0) -> None:
+        """Gives a tenant an engine for programs where it has none, and waits until it takes work.
 
-        There are as many as there are places, and one for an owner, or slow programs of one would take all memory.
+        OVERLOADED where all engines are in use; ENGINE_UNAVAILABLE where none is ready within 10 s, or `patience_s`.
         """
-        owner = OWNER.get()
-        extras = [engine for engine in self.engines if engine.is_extra]
-        if len(extras) >= self._places or any(engine.borrower == owner for engine in extras):
+        async with _within(max(_PATIENCE_S, patience_s)):
+            while not self.serves(owner):
+                if any(engine.use is Use.PROGRAMS for engine in self.engines_of(owner)):
+                    await self._change.wait()
+                else:
+                    self._claim(owner)
+
+    async def for_session(self, owner: str) -> Engine:
+        """Returns the engine that holds a tenant's sessions, for one more.
+
+        An engine that is about to be ended takes no new session. Raises as `provide` does.
+        """
+        async with _within(_PATIENCE_S):
+            while True:
+                own = [engine for engine in self.engines if engine.owner == owner and engine.use is Use.SESSIONS]
+                engine = next((engine for engine in own if not engine.is_doomed), None)
+                if engine is None:
+                    self._make_room(owner)
+                    self._add(owner, Use.SESSIONS).start()
+                elif engine.is_ready:
+                    return engine
+                else:
+                    await self._change.wait()
+
+    def another(self, owner: str) -> Engine | None:
+        """Returns one more engine for a tenant's programs, if it may have one and one is ready."""
+        own = [engine for engine in self.engines_of(owner) if engine.use is Use.PROGRAMS]
+        if len(own) >= self.per_tenant or not all(engine.is_ready for engine in own):
+            return None
+        unclaimed = any(engine.owner is None for engine in self.engines)
+        if not unclaimed and len(self.engines) >= self._max_engines:
+            return None
+        engine = self._claim(owner)
+        return engine if engine.is_ready else None
+
+    def borrow(self, owner: str) -> Engine | None:
+        """Returns an extra engine for a tenant, until `give_back`; None where it has one, or there is no spare."""
+        if any(engine.is_extra for engine in self.engines_of(owner)) or len(self.engines) >= self._max_engines:
             return None
         process = self._spares.take_now()
         if process is None:
             return None
-        index = 1 + max(engine.index for engine in self.engines)
-        engine = Engine(index, None, self._changed)
-        engine.borrower = owner
-        self.engines.append(engine)
+        engine = self._add(owner, Use.EXTRA)
         engine.install(process)
         return engine
 
     def give_back(self, engine: Engine) -> None:
-        """Ends what `borrow` began."""
-        self.engines.remove(engine)
-        process = engine.remove()
-        if process is not None:
-            self._spares.give_back(process)
+        """Ends what `borrow` began, unless it had to make room already."""
+        if engine in self.engines:
+            self._remove(engine)
 
     @contextlib.asynccontextmanager
-    async def alone(self) -> AsyncIterator[Engine]:
-        """An engine that runs nothing else; whatever is done to it, nobody is hurt."""
-        engine = Engine(_TRIAL, None)
+    async def alone(self, owner: str) -> AsyncIterator[Engine]:
+        """An engine that runs one call of a tenant and nothing else; it is ended afterwards."""
+        engine = Engine(_TRIAL, None, owner=owner, use=Use.TRIAL)
         engine.install(await self._spares.take())
         try:
             yield engine
         finally:
-            process = engine.remove()
-            if process is not None:
-                self._spares.give_back(process)
+            self._end(engine)
+
+    def _claim(self, owner: str) -> Engine:
+        """Gives a tenant one more engine for programs: one that has no owner, or a new one. OVERLOADED."""
+        unclaimed = [engine for engine in self.engines if engine.owner is None]
+        if unclaimed:
+            engine = max(unclaimed, key=lambda engine: engine.is_ready)
+            engine.owner = owner
+            return engine
+        self._make_room(owner)
+        engine = self._add(owner, Use.PROGRAMS)
+        engine.start()
+        return engine
+
+    def _add(self, owner: str | None, use: Use) -> Engine:
+        taken = {engine.index for engine in self.engines}
+        index = next(index for index in range(len(taken) + 1) if index not in taken)
+        ended = self._ended.setdefault(index, Counter())
+        engine = Engine(index, self._spares, self._changed, owner=owner, use=use, ended=ended)
+        self.engines.append(engine)
+        return engine
+
+    def _make_room(self, owner: str) -> None:
+        """Ends an idle engine where there are as many as there may be. OVERLOADED where none is idle.
+
+        The one that was used least recently; one of the tenant's own only where all others are in use.
+        """
+        if len(self.engines) < self._max_engines:
+            return
+        idle = [engine for engine in self.engines if engine.is_idle]
+        if not idle:
+            raise error(
+                errors_pb2.ERROR_REASON_OVERLOADED,
+                f"all {self._max_engines} engines (--max-engines) are in use by requests, sessions or forward handles; "
+                "send the request again a little later",
+                retry_after_s=_FULL_RETRY_S,
+            )
+        self._remove(min(idle, key=lambda engine: (engine.owner == owner, engine.used_at)))
+
+    async def _end_idle(self) -> None:
+        """Ends engines whose tenants have not called for long; as many for programs stay as were started at first."""
+        while True:
+            await asyncio.sleep(_IDLE_PERIOD_S)
+            since = asyncio.get_running_loop().time() - _IDLE_S
+            idle = [engine for engine in self.engines if engine.is_idle and engine.used_at < since]
+            surplus = sum(engine.use is Use.PROGRAMS for engine in self.engines) - self.per_tenant
+            for engine in sorted(idle, key=lambda engine: engine.used_at):
+                if engine.use is Use.SESSIONS:
+                    self._remove(engine)
+                elif engine.use is Use.PROGRAMS and surplus > 0:
+                    surplus -= 1
+                    self._remove(engine)
+
+    def _remove(self, engine: Engine) -> None:
+        """Ends an engine that is in use by nobody."""
+        self.engines.remove(engine)
+        self._end(engine)
+        self._changed(engine)
+
+    def _end(self, engine: Engine) -> None:
+        """Ends an engine's process: it has seen one tenant's work, so no other tenant gets it."""
+        process = engine.remove()
+        # What it held must not wait for a garbage collection.
+        engine.shelf = None
+        if process is not None:
+            closing = asyncio.create_task(process.stop(), name="engine-stop")
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
     def _changed(self, engine: Engine) -> None:
+        if engine.use is Use.SESSIONS and not engine.is_ready and engine in self.engines and engine.generation:
+            # Its sessions are gone; the next session gets an engine of its own.
+            self.engines.remove(engine)
+        self._change.set()
+        self._change = asyncio.Event()
         is_ready = self.is_ready
-        if is_ready:
-            self._ready.set()
-        else:
-            self._ready.clear()
         if is_ready != self._was_ready:
             self._was_ready = is_ready
             self._on_change(is_ready)
         if engine.is_ready:
             for listener in self.on_filled:
                 listener(engine)
+
+
+@contextlib.asynccontextmanager
+async def _within(seconds: float) -> AsyncIterator[None]:
+    """ENGINE_UNAVAILABLE where the context takes longer."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            yield
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise unavailable() from None
 
 
 def _report_failure(task: asyncio.Task[None]) -> None:

@@ -79,6 +79,11 @@ class EngineProcess:
         """Whether the operating system has told how it ended."""
         return self.process.returncode is not None
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether it was told to end."""
+        return self._ended_for is not None
+
     async def greet(self) -> link_pb2.Greeting:
         """Waits for the greeting. `EngineRefused` where the engine cannot run as asked, or does not get that far."""
         try:

@@ -20,7 +20,7 @@ _RETRY_DELAY_S = 0.5
 class Spares:
     """As many processes as are to be kept ready, once the first process of all is up, and those that are asked for.
 
-    A process is whose who took it. Everything happens on one asyncio loop.
+    A process belongs to whoever took it, and never comes back: it has run a tenant's work. Belongs to one asyncio loop.
     """
 
     def __init__(self, options: ProcessOptions, count: int) -> None:
@@ -67,14 +67,14 @@ class Spares:
             return await asked
         except asyncio.CancelledError:
             if asked.done() and not asked.cancelled() and asked.exception() is None:
-                self.give_back(asked.result())
+                self._offer(asked.result())
             raise
         finally:
             if asked in self._asking:
                 self._asking.remove(asked)
 
-    def give_back(self, process: EngineProcess) -> None:
-        """A process that was taken and does nothing any more."""
+    def _offer(self, process: EngineProcess) -> None:
+        """Gives a process that has run nothing yet to the first who asks, or keeps it ready."""
         if self._is_stopped or process.connection.is_closed:
             process.kill()
             return
@@ -158,4 +158,4 @@ class Spares:
         _log.info("engine %d is ready", process.pid)
         self.greeting = greeting
         self._has_first = True
-        self.give_back(process)
+        self._offer(process)

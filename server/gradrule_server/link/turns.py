@@ -1,52 +1,32 @@
-"""A lock for which owners wait in turn."""
+"""One lock for each tenant."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator
 
-from gradrule_server.link.owner import OWNER, Served
 
-
-class Turns:
-    """Held by one at a time. Next is who has waited longest of the owner whose turn was longest ago."""
+class TurnsByOwner:
+    """Locks by owner, first come first served. A lock exists only while somebody holds it or waits for it."""
 
     def __init__(self) -> None:
-        self._is_held = False
-        self._waiting: list[tuple[str, asyncio.Future[None]]] = []
-        self._served = Served()
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._users: Counter[str] = Counter()
 
-    @property
-    def waiting(self) -> int:
-        """How many wait for it."""
-        return len(self._waiting)
+    def waiting(self, owner: str) -> int:
+        """Returns how many tasks wait for the owner's lock."""
+        return max(0, self._users[owner] - 1)
 
-    async def __aenter__(self) -> None:
-        owner = OWNER.get()
-        if self._is_held:
-            turn = (owner, asyncio.get_running_loop().create_future())
-            self._waiting.append(turn)
-            try:
-                await turn[1]
-            except asyncio.CancelledError:
-                if turn in self._waiting:
-                    self._waiting.remove(turn)
-                else:
-                    # It had just been given to us.
-                    self._pass_on()
-                raise
-        self._is_held = True
-        self._served.note(owner)
-
-    async def __aexit__(self, *_: object) -> None:
-        self._pass_on()
-
-    def _pass_on(self) -> None:
-        """It stays held where somebody waits: nobody comes between."""
-        # Who has been cancelled, and does not know yet, waits no more.
-        waiting = [turn for turn in self._waiting if not turn[1].done()]
-        self._is_held = bool(waiting)
-        if waiting:
-            places = self._served.places()
-            turn = min(waiting, key=lambda waits: places.get(waits[0], 0))
-            self._waiting.remove(turn)
-            turn[1].set_result(None)
+    @contextlib.asynccontextmanager
+    async def hold(self, owner: str) -> AsyncIterator[None]:
+        """Holds the owner's lock within the context."""
+        self._users[owner] += 1
+        try:
+            async with self._locks.setdefault(owner, asyncio.Lock()):
+                yield
+        finally:
+            self._users[owner] -= 1
+            if not self._users[owner]:
+                del self._users[owner], self._locks[owner]

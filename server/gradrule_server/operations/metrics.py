@@ -160,11 +160,13 @@ def _engines(snapshot: Snapshot) -> Iterator[Metric]:
             family.add_metric([str(engine.index), engine.device], value_of(engine))
         yield family
     restarts = CounterMetricFamily(
-        "gradrule_engine_restarts", "Engines that ended and were replaced.", labels=["engine", "reason"]
+        "gradrule_engine_restarts",
+        "Engines that ended otherwise than by order of the server.",
+        labels=["engine", "reason"],
     )
-    for engine in snapshot.engines:
-        for reason, count in engine.ended.items():
-            restarts.add_metric([str(engine.index), reason], count)
+    for index, counts in snapshot.ended.items():
+        for reason, count in counts.items():
+            restarts.add_metric([str(index), reason], count)
     yield restarts
     yield _gauge("engine_spares", "Engines that are ready to take another's place.", snapshot.spares)
 

@@ -11,10 +11,17 @@ from typing import Protocol
 
 
 class EngineStatus(Protocol):
-    """One engine. ended: how often one in its place ended, by reason (`crash`, `memory`, `overrun`, …)."""
+    """One engine.
+
+    owner: its tenant; None while it has none. ended: how often one in its place ended, by reason (`crash`, `overrun`, …).
+    """
 
     @property
     def index(self) -> int: ...
+    @property
+    def owner(self) -> str | None: ...
+    @property
+    def holds_sessions(self) -> bool: ...
     @property
     def device(self) -> str: ...
     @property
@@ -42,6 +49,11 @@ class Engines(Protocol):
     def is_ready(self) -> bool: ...
     @property
     def spares_ready(self) -> int: ...
+    @property
+    def ended(self) -> Mapping[int, Mapping[str, int]]:
+        """How often an engine ended, by its index and the reason; engines that are gone too."""
+        ...
+
     def status(self) -> Sequence[EngineStatus]:
         """All engines, in order."""
         ...
@@ -127,6 +139,7 @@ class Snapshot:
     is_ready: bool
     spares: int
     engines: Sequence[EngineStatus]
+    ended: Mapping[int, Mapping[str, int]]
     tenants: Sequence[TenantStatus]
     queue: QueueStatus
     caches: Sequence[CacheStatus]
@@ -139,6 +152,7 @@ def snapshot(sources: Sources) -> Snapshot:
         sources.engines.is_ready,
         sources.engines.spares_ready,
         sources.engines.status(),
+        {index: dict(counts) for index, counts in sources.engines.ended.items()},
         sources.tenants.status(),
         sources.queue(),
         sources.caches(),

@@ -41,6 +41,8 @@ def _add_engines(status: admin_pb2.ServerStatus, found: Snapshot) -> None:
     for engine in found.engines:
         told = status.engines.add(
             index=engine.index,
+            tenant=engine.owner or "",
+            holds_sessions=engine.holds_sessions,
             device=engine.device,
             pid=engine.pid or 0,
             ready=engine.is_ready,

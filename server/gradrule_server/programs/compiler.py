@@ -21,10 +21,11 @@ from gradrule_server.registry.blobs import BlobStore
 
 
 class Compiler:
-    """Compiles; keeps nothing."""
+    """Compiles programs of the tenant `owner`; keeps nothing."""
 
-    def __init__(self, loaded: LoadedPrograms, limits: graphs.Limits, blobs: BlobStore) -> None:
+    def __init__(self, loaded: LoadedPrograms, limits: graphs.Limits, blobs: BlobStore, owner: str) -> None:
         self._loaded = loaded
+        self._owner = owner
         self._limits = limits
         self._blobs = blobs
 
@@ -33,7 +34,9 @@ class Compiler:
     ) -> Runnable:
         """The program for calls of this shape; `GradruleError` with all that is wrong with it."""
         with compiling():
-            prepared, loadable = await asyncio.to_thread(_prepare, spec, call, lookup, self._limits, self._blobs)
+            prepared, loadable = await asyncio.to_thread(
+                _prepare, spec, call, lookup, self._limits, self._blobs, self._owner
+            )
 
             async def load(engine: Engine | None) -> link_pb2.CompileReply:
                 with self._loaded.held(loadable, engine, retries.ends_at, retries.account(loadable)) as held:
@@ -45,7 +48,12 @@ class Compiler:
 
 
 def _prepare(
-    spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, limits: graphs.Limits, blobs: BlobStore
+    spec: program_pb2.ProgramSpec,
+    call: CallShape,
+    lookup: RuleLookup,
+    limits: graphs.Limits,
+    blobs: BlobStore,
+    owner: str,
 ) -> tuple[Prepared, Loadable]:
     """Prepares, and leaves the graph's bytes in one place: the message that goes to engines."""
     prepared = prepare(spec, call, lookup, limits, blobs)
@@ -63,6 +71,7 @@ def _prepare(
         prepared.likeness,
         prepared.request.derivative,
         blobs,
+        owner,
     )
     # A message gives up its memory as a whole: the rest is copied, then the whole goes.
     prepared.request.ClearField("graph")

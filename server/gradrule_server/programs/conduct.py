@@ -36,7 +36,7 @@ V = TypeVar("V")
 class Suspect(NamedTuple):
     """What is held to account: whose graph, and what is computed of it; neither values nor names of feeds count."""
 
-    scope: str
+    owner: str
     graph: str
     derivative: evaluate_pb2.Derivative.ValueType
 
@@ -127,7 +127,7 @@ class Conduct:
         if len(times) >= _STRIKES:
             self.convict(suspect, why)
 
-    def attended(self, suspect: Suspect, owner: str, inquest: Inquest, why: str) -> None:
+    def attended(self, suspect: Suspect, inquest: Inquest, why: str) -> None:
         """It ran beside others in an engine that ended, and cannot be tried, for it is pinned to that.
 
         One such end says nothing. It is refused once it was at several that no other can have caused two of. Neither
@@ -138,9 +138,9 @@ class Conduct:
         since, now = self._while()
         ends = [(at, end) for at, end in self._ends.get(suspect, []) if at > since] + [(now, inquest)]
         _remember(self._ends, suspect, ends[-_MOST_ENDS:])
-        count, met = 0, set[Hashable]()
+        count, met = 0, set[Hashable | None]()
         for _, end in reversed(ends):
-            others = _others(end, suspect, owner)
+            others = end.present - {suspect} - end.cleared
             if end.culprit is None and met.isdisjoint(others):
                 count += 1
                 met |= others
@@ -175,7 +175,6 @@ class Charge:
 
     conduct: Conduct
     suspect: Suspect
-    owner: str = ""
 
     def took(self, seconds: float) -> None:
         self.conduct.took(self.suspect, seconds)
@@ -191,18 +190,12 @@ class Charge:
         if cause.is_alone:
             self.conduct.strike(self.suspect, str(cause.ending))
         else:
-            self.conduct.attended(self.suspect, self.owner, cause.inquest, str(cause.ending))
+            self.conduct.attended(self.suspect, cause.inquest, str(cause.ending))
 
 
-def suspect_of(scope: str, program: Loadable) -> Suspect:
-    """What is held to account for a program of `scope`."""
-    return Suspect(scope, program.graph, program.derivative)
-
-
-def _others(inquest: Inquest, suspect: Suspect, owner: str) -> set[Hashable]:
-    """Who else ran. Requests of another owner's count as one: that may send another graph each time."""
-    present = (item for item in inquest.present if item.suspect != suspect and item.suspect not in inquest.cleared)
-    return {item.suspect if item.owner == owner else item.owner for item in present}
+def suspect_of(program: Loadable) -> Suspect:
+    """What is held to account for a program."""
+    return Suspect(program.owner, program.graph, program.derivative)
 
 
 def _remember(table: OrderedDict[K, V], key: K, value: V) -> None:

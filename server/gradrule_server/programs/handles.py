@@ -55,7 +55,7 @@ class HandleHouse:
     def new_name(self) -> str:
         """A name that no handle had, counted in. QUOTA_EXCEEDED where there are too many handles."""
         self._room.take()
-        # Engines know handles of all tenants by these names, and no tenant may read another's doings from its own.
+        # Names that nobody can guess.
         return f"h{secrets.token_hex(8)}"
 
     def give_up(self) -> None:
@@ -74,9 +74,13 @@ class HandleHouse:
         handle.place.engine.keeps(handle.place.generation, -1)
 
     def release(self, name: str, place: Place | None) -> None:
-        """Tells the engine, if it is still the same, that it need not keep it any more; None: all engines."""
+        """Tells the engine, if it is still the same, that it need not keep it any more; None: all of the tenant's."""
         message = link_pb2.ReleaseRequest(handle=name).SerializeToString()
-        for engine in self.house.pool.engines if place is None else () if place.is_gone else (place.engine,):
+        if place is None:
+            engines = self.house.pool.engines_of(self.house.owner)
+        else:
+            engines = [] if place.is_gone else [place.engine]
+        for engine in engines:
             engine.tell(Kind.RELEASE, message)
 
 

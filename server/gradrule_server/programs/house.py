@@ -44,8 +44,7 @@ _PADDED_OUTPUT = re.compile(r"(.*):0+([0-9]+)")
 class ProgramHouse:
     """One tenant's programs: compiles them, keeps those that are to be kept, and runs them on engines.
 
-    loaded: what engines hold, of all tenants. scope: whose programs are held to account together for what they do to
-    engines.
+    loaded: what engines hold, of all tenants. owner: the tenant, whose engines run the programs.
     """
 
     def __init__(
@@ -59,17 +58,17 @@ class ProgramHouse:
         *,
         capacity: int,
         capacity_bytes: int,
-        scope: str,
+        owner: str,
     ) -> None:
         self.pool = pool
         self.limits = limits
         self._rules = rules
         self._blobs = blobs
         self._loaded = loaded
-        self._scope = scope
+        self.owner = owner
         self.cache = ProgramCache(capacity, capacity_bytes)
         """What is kept at hand, by calls and sessions."""
-        self._compiler = Compiler(loaded, limits, blobs)
+        self._compiler = Compiler(loaded, limits, blobs, owner)
         self.kept = KeptPrograms(programs, rules, self._compiler, self.cache)
 
     async def evaluate(
@@ -101,8 +100,8 @@ class ProgramHouse:
     def retries(self, how: How | None = None) -> Retries:
         """The chances of one call."""
         if how is None:
-            return Retries(self._loaded, self._scope)
-        return Retries(self._loaded, self._scope, how.ends_at, how.pinned)
+            return Retries(self._loaded)
+        return Retries(self._loaded, how.ends_at, how.pinned)
 
     async def run_inline(self, request: evaluate_pb2.EvaluateRequest, received_ns: int, how: How) -> bytes:
         """Runs the program that a request brings along, in some way."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.account import Account
@@ -102,31 +102,19 @@ class LoadedPrograms:
         """The engine does not have it after all."""
         self._shelf(load.engine).forget(load)
 
-    @contextlib.asynccontextmanager
-    async def alone(self) -> AsyncIterator[Engine]:
-        """An engine for one call alone, which leaves nothing in it."""
-        async with self.pool.alone() as engine:
-            try:
-                yield engine
-            finally:
-                self._clear(engine)
-
     def _shelf(self, engine: Engine) -> Shelf:
         # It lies with the engine, for it knows the engine: in a table of engines neither would ever go.
         if not isinstance(engine.shelf, Shelf):
             engine.shelf = Shelf(engine, self._blobs, self._capacity, self._capacity_bytes)
         return engine.shelf
 
-    def _clear(self, engine: Engine) -> None:
-        """An engine that is given up holds nothing any more; where it died, graphs must not wait for a collection."""
-        if engine.is_ready:
-            self._shelf(engine).clear()
-        engine.shelf = None
-
     def _best(self, program: Loadable) -> Engine:
-        """The least busy one that has the program; another where all that have it are busy, and one is not."""
-        engines = self.pool.engines
-        if len(engines) == 1:
+        """The least busy one that has the program; another where all that have it are busy, and one is not.
+
+        ENGINE_UNAVAILABLE where its tenant has none.
+        """
+        engines = self.pool.engines_of(program.owner)
+        if len(engines) == 1 == self.pool.per_tenant:
             return engines[0]
         ready = [engine for engine in engines if engine.is_ready]
         if not ready:
@@ -137,6 +125,11 @@ class LoadedPrograms:
             return best
         # What is new goes where it can cost nobody a session or a forward handle, if there is such a place.
         other = min(ready, key=_cost)
+        if _is_free(other):
+            return other
+        another = self.pool.another(program.owner)
+        if another is not None:
+            return another
         return other if best is None or other.has_room else best
 
     def _has(self, engine: Engine, key: str) -> bool:
@@ -146,10 +139,11 @@ class LoadedPrograms:
 
     def _has_way_around(self, engine: Engine) -> bool:
         """Whether another engine could take what waits there; one is added where there is a spare."""
-        for other in self.pool.engines:
+        owner = engine.owner or ""
+        for other in self.pool.engines_of(owner):
             if other is not engine and other.is_ready and not other.has_compiled_for(_SLOW_COMPILE_S):
                 return True
-        extra = self.pool.borrow()
+        extra = self.pool.borrow(owner)
         if extra is None:
             return False
         _log.info("engine %d takes the programs that would wait behind one that takes long", extra.pid)
@@ -162,11 +156,11 @@ class LoadedPrograms:
     def _retire(self, extra: Engine) -> None:
         """An engine that was added goes as soon as nobody loses anything by it."""
         if extra.is_ready:
-            slow = any(engine.has_compiled_for(_SLOW_COMPILE_S) for engine in self.pool.engines)
+            own = self.pool.engines_of(extra.owner or "")
+            slow = any(engine.has_compiled_for(_SLOW_COMPILE_S) for engine in own)
             if slow or extra.load or extra.kept or self._shelf(extra).is_in_use:
                 self._retire_later(extra)
                 return
-        self._clear(extra)
         self.pool.give_back(extra)
 
     def _warm(self, engine: Engine) -> None:
@@ -195,6 +189,11 @@ class LoadedPrograms:
                     await self.wait(load)
             except GradruleError as cause:
                 _log.debug("a program was not loaded again: %s", cause)
+
+
+def _is_free(engine: Engine) -> bool:
+    """Whether a program that is new neither waits there nor can cost anybody a forward handle."""
+    return not any(_cost(engine)[:-1])
 
 
 def _cost(engine: Engine) -> tuple[bool, bool, bool, bool, bool, int]:

@@ -18,7 +18,6 @@ from gradrule_server.link.account import Account
 from gradrule_server.link.endings import Ending, Inquest, Reason
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.faults import EngineLost, NotLoaded
-from gradrule_server.link.owner import OWNER
 from gradrule_server.programs.conduct import Charge, Suspect, suspect_of
 from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.programs.shelf import Loadable
@@ -47,15 +46,13 @@ _EARLY_S = 0.5
 
 
 class Retries:
-    """The further chances of one call. `scope`: whose programs are held to account together.
+    """The further chances of one call.
 
     `ends_at`: loop time of the call's deadline, as far as is known. `pinned`: the call means this engine and no other.
     """
 
-    def __init__(self, loaded: LoadedPrograms, scope: str, ends_at: float = 0.0, pinned: Engine | None = None) -> None:
+    def __init__(self, loaded: LoadedPrograms, ends_at: float = 0.0, pinned: Engine | None = None) -> None:
         self._loaded = loaded
-        self._scope = scope
-        self._owner = OWNER.get()
         self.ends_at = ends_at
         self.pinned = pinned
         self._killed = 0
@@ -67,11 +64,11 @@ class Retries:
 
     def check(self, program: Loadable) -> None:
         """QUARANTINED where the program is refused now."""
-        self._loaded.conduct.check(suspect_of(self._scope, program))
+        self._loaded.conduct.check(suspect_of(program))
 
     def account(self, program: Loadable) -> Account:
         """What is told of the program's doings."""
-        return Charge(self._loaded.conduct, suspect_of(self._scope, program), self._owner)
+        return Charge(self._loaded.conduct, suspect_of(program))
 
     async def run(
         self,
@@ -100,7 +97,7 @@ class Retries:
     async def _run(
         self, program: Loadable, attempt: Attempt[T], proves: bool, undo: Callable[[Engine], None] | None
     ) -> T:
-        conduct, suspect = self._loaded.conduct, suspect_of(self._scope, program)
+        conduct, suspect = self._loaded.conduct, suspect_of(program)
         attended: list[Inquest] = []
         has_passed = False
         loop = asyncio.get_running_loop()
@@ -109,8 +106,8 @@ class Retries:
             try:
                 if self._held_against is None:
                     conduct.check(suspect)
-                    if not self._loaded.pool.is_ready:
-                        await self._loaded.pool.wait_ready(self._patience_s)
+                    if self.pinned is None and not self._loaded.pool.serves(program.owner):
+                        await self._loaded.pool.provide(program.owner, self._patience_s)
                     answer = await attempt(self.pinned)
                 else:
                     answer = await self._alone(self._held_against, suspect, attempt, undo)
@@ -169,7 +166,7 @@ class Retries:
     ) -> T:
         """What `attempt` returns in an engine of its own; `_Cleared` where that is not needed any more."""
         conduct, inquest = self._loaded.conduct, lost.inquest
-        async with self._loaded.pool.trials:
+        async with self._loaded.pool.trials.hold(suspect.owner):
             if inquest.culprit == suspect and inquest.verdict is not None:
                 raise inquest.verdict
             # Its like, if it was new, may have passed meanwhile.
@@ -177,7 +174,7 @@ class Retries:
             if inquest.culprit is not None or (self._suspicions == 1 and may_have_passed):
                 raise _Cleared
             conduct.check(suspect)
-            async with self._loaded.alone() as engine:
+            async with self._loaded.pool.alone(suspect.owner) as engine:
                 answer = await self._in_time(suspect, attempt(engine), lost.ending)
                 if undo is not None:
                     undo(engine)
@@ -192,7 +189,7 @@ class Retries:
         started = loop.time()
         most_s = max(_LEAST_TRIAL_S, _TRIAL_FACTOR * (self._ran_s + conduct.longest(suspect)))
         try:
-            async with asyncio.timeout(None) as limit, self._making_way(limit, started + most_s):
+            async with asyncio.timeout(None) as limit, self._making_way(limit, suspect.owner, started + most_s):
                 return await trial
         except asyncio.CancelledError:
             if 0 < self.ends_at <= loop.time() + _EARLY_S:
@@ -209,12 +206,12 @@ class Retries:
             ) from None
 
     @contextlib.asynccontextmanager
-    async def _making_way(self, limit: asyncio.Timeout, due: float) -> AsyncIterator[None]:
-        """Within this context `limit` is reached as soon as somebody waits for a trial, from `due` on (loop time)."""
+    async def _making_way(self, limit: asyncio.Timeout, owner: str, due: float) -> AsyncIterator[None]:
+        """Within this context `limit` is reached once the owner's next trial waits, from `due` on (loop time)."""
 
         async def look() -> None:
             await asyncio.sleep(due - loop.time())
-            while not self._loaded.pool.trials.waiting:
+            while not self._loaded.pool.trials.waiting(owner):
                 await asyncio.sleep(_LOOK_S)
             limit.reschedule(loop.time())
 

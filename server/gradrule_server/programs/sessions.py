@@ -104,6 +104,10 @@ class Session:
         self._names: dict[str, str] = {}
         self._stepped_with: set[str] = {""}
         self._held = contextlib.ExitStack()
+        self._steps = 0
+        self._watching: asyncio.Task[None] | None = None
+        self.loss: asyncio.Future[GradruleError] = asyncio.get_running_loop().create_future()
+        """SESSION_LOST, set as soon as the engine that holds the session is gone."""
 
     async def start(
         self, request: session_pb2.StartSession, received_ns: int, ends_at: float
@@ -120,9 +124,10 @@ class Session:
         self._names = {name: item.names[0] for item in self._variables for name in item.names}
         given = await asyncio.to_thread(self._bound, request.variables, "start.variables")
         self._name = self._house.open()
-        engine = await self._house.house.pool.least_kept()
+        engine = await self._house.house.pool.for_session(self._house.house.owner)
         self._place = Place(engine, engine.generation)
         engine.keeps(engine.generation, 1)
+        self._watching = asyncio.create_task(self._watch(engine), name="session-watch")
         reply = await self._assign(given, ends_at, opens=True)
         has_value = {item.spec.name for item in given}
         computed = [item.names[0] for item in self._variables if item.initialised and item.names[0] not in has_value]
@@ -212,8 +217,14 @@ class Session:
         await self._assign(await asyncio.to_thread(self._bound, request.variables, "assign.variables"), ends_at)
         return session_pb2.AssignResponse()
 
+    async def _watch(self, engine: Engine) -> None:
+        ending = await engine.wait_lost()
+        self.loss.set_result(self._lost("" if ending is None else str(ending)))
+
     def close(self) -> None:
         """Lets the state go."""
+        if self._watching is not None:
+            self._watching.cancel()
         if self._name:
             self._house.close(self._name)
             self._house.house.cache.forget_session(self._name)
@@ -246,6 +257,7 @@ class Session:
             answer = await self.engine.call(Kind.SESSION, request.SerializeToString(), ends_at, account)
         self._stepped_with.add(request.run.optimizer.name)
         reply = link_pb2.SessionReply.FromString(answer)
+        self._steps = max(self._steps, reply.step)
         self._house.takes(self._name, reply.bytes)
         return reply
 
@@ -253,7 +265,7 @@ class Session:
         """SESSION_LOST where its engine is another by now."""
         if self._place is None or self._place.is_gone:
             ending = self._place.engine.last_ending if self._place is not None else None
-            raise _lost(ending.how if ending is not None else "")
+            raise self._lost("" if ending is None else str(ending))
 
     @contextlib.contextmanager
     def _telling_of_loss(self) -> Iterator[None]:
@@ -261,8 +273,19 @@ class Session:
         try:
             yield
         except EngineLost as lost:
-            # What TensorFlow said may be about somebody else's graph, if there was one.
-            raise _lost(str(lost.ending) if lost.is_alone else lost.ending.how) from lost
+            raise self._lost(str(lost.ending)) from lost
+        except GradruleError as cause:
+            if cause.reason == errors_pb2.ERROR_REASON_ENGINE_UNAVAILABLE:
+                self._check_place()
+            raise
+
+    def _lost(self, how: str) -> GradruleError:
+        because = f" ({how})" if how else ""
+        return error(
+            errors_pb2.ERROR_REASON_SESSION_LOST,
+            f"the engine that held the session is gone{because}, and its variables with it; the last step that was "
+            f"completed is {self._steps}; start another session, with the values that were read last",
+        )
 
     def _growth(self, request: link_pb2.SessionRequest) -> int:
         """By how much a message may make the session grow, as far as is known before."""
@@ -352,11 +375,3 @@ class Session:
         if findings:
             raise GradruleError(findings)
         return list(bound.values())
-
-
-def _lost(how: str) -> GradruleError:
-    because = f" ({how})" if how else ""
-    return error(
-        errors_pb2.ERROR_REASON_SESSION_LOST,
-        f"the engine that held the session is gone{because}, and its variables with it; start another session",
-    )

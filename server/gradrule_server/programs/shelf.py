@@ -30,7 +30,7 @@ class Loadable:
     """What an engine needs to load a program: its digest, the bytes of its `CompileRequest`, and the blobs it reads.
 
     nodes: of its graph. blob_bytes: of each blob. graph: digest of its graph, however that was written. derivative:
-    what is computed of it. store: where its blobs are, unless it is the common one.
+    what is computed of it. store: where its blobs are, unless it is the common one. owner: the tenant.
     """
 
     key: str
@@ -41,6 +41,7 @@ class Loadable:
     graph: str = ""
     derivative: evaluate_pb2.Derivative.ValueType = evaluate_pb2.DERIVATIVE_UNSPECIFIED
     store: BlobStore | None = None
+    owner: str = ""
 
     @property
     def loaded_size(self) -> int:
@@ -80,28 +81,22 @@ class Load:
 
 @dataclass(slots=True)
 class _Weights:
-    """Blobs that loaded programs hold, each counted once for each tenant: engines share nothing between tenants."""
+    """Blobs that loaded programs hold, each counted once."""
 
-    holders: Counter[tuple[str, str]] = field(default_factory=Counter)
+    holders: Counter[str] = field(default_factory=Counter)
     bytes: int = 0
 
     def add(self, program: Loadable) -> None:
-        for blob, size in self._blobs(program):
+        for blob, size in zip(program.blobs, program.blob_bytes, strict=True):
             self.bytes += 0 if self.holders[blob] else size
             self.holders[blob] += 1
 
     def remove(self, program: Loadable) -> None:
-        for blob, size in self._blobs(program):
+        for blob, size in zip(program.blobs, program.blob_bytes, strict=True):
             self.holders[blob] -= 1
             if not self.holders[blob]:
                 del self.holders[blob]
                 self.bytes -= size
-
-    @staticmethod
-    def _blobs(program: Loadable) -> Iterator[tuple[tuple[str, str], int]]:
-        folder = "" if program.store is None else program.store.folder_name
-        for blob, size in zip(program.blobs, program.blob_bytes, strict=True):
-            yield (folder, blob), size
 
 
 class Shelf:
@@ -189,11 +184,6 @@ class Shelf:
             self._bytes -= load.program.loaded_size
             self._weights.remove(load.program)
             self._count()
-
-    def clear(self) -> None:
-        """The engine need not hold any of them."""
-        for load in list(self._loads.values()):
-            self._unload(load)
 
     def _start(self, program: Loadable, ends_at: float, account: Account | None, *, keeps_blobs: bool) -> Load:
         # An engine handles messages side by side: with its own key, a new load never meets an old one's UNLOAD.

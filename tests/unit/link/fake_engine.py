@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from gradrule_server.link.connection import Connection
 from gradrule_server.link.endings import Ending, Inquest, Reason
-from gradrule_server.link.engine import Engine
+from gradrule_server.link.engine import Engine, Use
 from gradrule_server.link.faults import EngineLost
 from gradrule_server.link.fork_server import ForkServer
 from gradrule_server.link.framing import HEADER_BYTES, Arenas, Kind, pack_header, unpack_header
@@ -64,6 +64,10 @@ class FakeProcess:
     @property
     def is_killed(self) -> bool:
         return self.ended_with is not None
+
+    @property
+    def is_ending(self) -> bool:
+        return self.is_killed
 
     @property
     def has_ended(self) -> bool:
@@ -141,8 +145,7 @@ class FakeEngine(Engine):
     """The front end's engine, with a `FakeProcess`."""
 
     def __init__(self, threads: int = 4, index: int = 0, *, is_extra: bool = False) -> None:
-        super().__init__(index, None)
-        self.is_extra = is_extra
+        super().__init__(index, None, owner="", use=Use.EXTRA if is_extra else Use.PROGRAMS)
         self.transport: Transport
         self.start_another(threads)
 
@@ -174,7 +177,7 @@ class FakeEngine(Engine):
 
 
 class FakePool(EnginePool):
-    """Engines with fake processes; `alone` gives fakes too, which `trial_engines` collects.
+    """Engines with fake processes, for every tenant; `alone` gives fakes too, which `trial_engines` collects.
 
     `extras`: what `borrow` gives, and `give_back` takes.
     """
@@ -182,10 +185,14 @@ class FakePool(EnginePool):
     def __init__(self, *engines: FakeEngine) -> None:
         super().__init__(ProcessOptions("cpu", 4), engines=0, spares=0)
         self.engines = list(engines)
+        self.per_tenant = len(engines)
         self.trial_engines: list[FakeEngine] = []
         self.extras: list[Engine] = []
 
-    def borrow(self) -> Engine | None:
+    def serves(self, owner: str) -> bool:
+        return self.is_ready
+
+    def borrow(self, owner: str) -> Engine | None:
         if not self.extras:
             return None
         self.engines.append(self.extras[-1])
@@ -196,7 +203,7 @@ class FakePool(EnginePool):
         self.extras.append(engine)
 
     @contextlib.asynccontextmanager
-    async def alone(self) -> AsyncIterator[Engine]:
+    async def alone(self, owner: str) -> AsyncIterator[Engine]:
         engine = FakeEngine(index=-1)
         self.trial_engines.append(engine)
         yield engine

@@ -107,3 +107,22 @@ async def test_who_gives_up_while_nobody_knows_yet_how_the_engine_ended_is_told_
     # Who waits is told by its own call.
     with pytest.raises(EngineLost):
         await waits
+
+
+@pytest.mark.parametrize("deadline_s", [0.2, 60.0])
+async def test_a_cancelled_call_beside_a_session_ends_the_engine_only_at_its_deadline_or_for_a_call_that_waits(
+    monkeypatch: pytest.MonkeyPatch, deadline_s: float
+) -> None:
+    monkeypatch.setattr(engine_module, "_CANCEL_PATIENCE_S", 0.05)
+    engine = FakeEngine(threads=1)
+    process = engine.fake
+    engine.keeps(engine.generation, 1)
+    await _give_up(engine, _in(deadline_s), Overruns())
+    if deadline_s > 1:
+        await asyncio.sleep(0.3)
+        assert not process.is_killed
+        assert engine.is_doomed
+        engine.submit(Kind.RUN, b"waits")
+    async with asyncio.timeout(5):
+        while not process.is_killed:
+            await asyncio.sleep(0.01)

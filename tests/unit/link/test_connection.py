@@ -9,10 +9,8 @@ import pytest
 from gradrule.v1 import errors_pb2, program_pb2
 from gradrule_server.errors import Finding, GradruleError
 from gradrule_server.link.connection import Connection, EngineGone
-from gradrule_server.link.endings import Present
 from gradrule_server.link.faults import NotLoaded, fault_message
 from gradrule_server.link.framing import HEADER_BYTES, Kind, pack_header
-from gradrule_server.link.owner import OWNER
 from gradrule_server.link.v1 import link_pb2
 from tests.unit.link.fake_engine import Overruns, Transport, connected
 
@@ -56,23 +54,15 @@ async def test_one_compilation_at_a_time_leaves_threads_to_runs() -> None:
     assert transport.payloads() == [b"c1", b"r", b"c2"]
 
 
-def submit_for(connection: Connection, owner: str, name: bytes) -> None:
-    token = OWNER.set(owner)
-    connection.submit(Kind.RUN, name)
-    OWNER.reset(token)
-
-
-@pytest.mark.parametrize(
-    ("threads", "order"),
-    [(1, [b"a1", b"b1", b"c1", b"a2", b"b2", b"a3"]), (2, [b"a1", b"a2", b"b1", b"c1", b"a3", b"b2"])],
-)
-async def test_nobody_waits_behind_all_that_another_has_sent(threads: int, order: list[bytes]) -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+async def test_requests_are_sent_in_the_order_in_which_they_came(threads: int) -> None:
     connection, transport = connected(threads)
-    for name in (b"a1", b"a2", b"a3", b"b1", b"b2", b"c1"):
-        submit_for(connection, name[:1].decode(), name)
-    for name in order:
+    names = [f"{number}".encode() for number in range(5)]
+    for name in names:
+        connection.submit(Kind.RUN, name)
+    for name in names:
         answer(connection, transport, name)
-    assert transport.payloads() == order
+    assert transport.payloads() == names
 
 
 async def test_a_request_that_was_given_up_keeps_its_thread_until_it_is_answered() -> None:
@@ -101,11 +91,11 @@ async def test_a_lost_engine_tells_what_had_started() -> None:
 
 async def test_a_lost_engine_tells_who_ran_in_it() -> None:
     connection, _ = connected(2)
-    submit_for(connection, "a", b"a")
+    connection.submit(Kind.RUN, b"a")
     connection.submit(Kind.RUN, b"b", Overruns())
     connection.submit(Kind.RUN, b"waits")
     connection.connection_lost(None)
-    assert connection.present == {Present("a", None), Present("", Overruns.suspect)}
+    assert connection.present == {None, Overruns.suspect}
 
 
 @pytest.mark.parametrize("kind", [GradruleError, NotLoaded])

@@ -15,9 +15,8 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.link import pool as pool_module
 from gradrule_server.link import spares as spares_module
-from gradrule_server.link.engine import Engine, EngineRefused
-from gradrule_server.link.framing import Kind
-from gradrule_server.link.owner import OWNER
+from gradrule_server.link.engine import EngineRefused, Use
+from gradrule_server.link.framing import Kind, pack_header
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
 from gradrule_server.link.v1 import link_pb2
@@ -92,11 +91,11 @@ async def test_without_a_spare_it_is_told_until_another_is_there(starter: Starte
     starter.started[0].die(CRASH)
     assert not pool.is_ready
     with pytest.raises(GradruleError) as refusal:
-        await pool.wait_ready()
+        await pool.provide("ada")
     assert refusal.value.reason == errors_pb2.ERROR_REASON_ENGINE_UNAVAILABLE
     starter.errors = []
     await _until(lambda: pool.is_ready)
-    await pool.wait_ready()
+    await pool.provide("ada")
     assert changes == [True, False, True]
     await pool.stop()
 
@@ -109,7 +108,8 @@ async def test_one_of_two_is_enough(starter: Starter) -> None:
     starter.errors = [OSError("no memory")] * 30
     starter.started[0].die(CRASH)
     assert pool.is_ready
-    assert (await pool.least_kept()) is pool.engines[1]
+    await pool.provide("ada")
+    assert pool.engines_of("ada") == [pool.engines[1]]
     assert changes == [True]
     await pool.stop()
 
@@ -153,23 +153,24 @@ async def test_what_never_ran_refuses_the_start(starter: Starter, error: Excepti
     await pool.stop()
 
 
-async def test_alone_takes_a_process_and_gives_it_back(starter: Starter) -> None:
+async def test_a_trial_takes_a_process_that_nobody_gets_afterwards(starter: Starter) -> None:
     pool = _pool()
     await pool.start()
     await _until(lambda: pool.spares_ready)
-    async with pool.alone() as engine:
-        assert engine.pid == starter.started[1].pid
+    async with pool.alone("ada") as engine:
+        assert (engine.pid, engine.owner) == (starter.started[1].pid, "ada")
         assert engine not in pool.engines
         generation = engine.generation
     assert engine.generation > generation
-    await _until(lambda: pool.spares_ready == 1)
+    await _until(lambda: starter.started[1].is_killed and pool.spares_ready == 1)
+    assert len(starter.started) == 3
     await pool.stop()
 
 
 async def test_alone_leaves_no_process_that_still_works(starter: Starter) -> None:
     pool = _pool()
     await pool.start()
-    async with pool.alone() as engine:
+    async with pool.alone("ada") as engine:
         process = starter.started[1]
         engine.submit(Kind.RUN, b"endless")
     assert process.is_killed
@@ -179,74 +180,188 @@ async def test_alone_leaves_no_process_that_still_works(starter: Starter) -> Non
 async def test_alone_with_no_reserve_starts_one_and_keeps_none(starter: Starter) -> None:
     pool = _pool(spares=0)
     await pool.start()
-    async with pool.alone() as engine:
+    async with pool.alone("ada") as engine:
         assert engine.is_ready
-    assert [transport.is_closed for transport in starter.transports] == [False, True]
+    await _until(lambda: [process.is_killed for process in starter.started] == [False, True])
     assert pool.spares_ready == 0
     await pool.stop()
 
 
-async def test_new_state_goes_where_least_is_kept(starter: Starter) -> None:
-    pool = _pool(engines=2, spares=0)
+async def test_what_a_process_kept_that_is_gone_does_not_count(starter: Starter) -> None:
+    pool = _pool(spares=0)
     await pool.start()
-    await _until(lambda: all(engine.is_ready for engine in pool.engines))
-    first, second = pool.engines
-    first.keeps(first.generation, 1)
-    assert (await pool.least_kept()) is second
-    # What was kept by a process that is gone does not count.
-    first.keeps(first.generation - 1, -1)
-    assert first.kept == 1
+    (engine,) = pool.engines
+    engine.keeps(engine.generation, 1)
+    engine.keeps(engine.generation - 1, -1)
+    assert engine.kept == 1
     starter.started[0].die(CRASH)
-    await _until(lambda: first.is_ready)
-    assert first.kept == 0
+    await _until(lambda: engine.is_ready)
+    assert engine.kept == 0
+    await pool.stop()
+
+
+async def test_the_first_engine_goes_to_the_first_tenant_and_each_other_tenant_gets_its_own(starter: Starter) -> None:
+    pool = _pool()
+    await pool.start()
+    await pool.provide("ada")
+    await pool.provide("grace")
+    await pool.provide("ada")
+    assert [engine.owner for engine in pool.engines] == ["ada", "grace"]
+    assert len({engine.pid for engine in pool.engines}) == 2
+    # A process that takes the place of another works for the same tenant.
+    starter.started[0].die(CRASH)
+    await pool.provide("ada")
+    assert [engine.owner for engine in pool.engines] == ["ada", "grace"]
+    await pool.stop()
+
+
+async def test_callers_who_come_at_once_get_one_engine(starter: Starter) -> None:
+    pool = _pool(spares=0)
+    await pool.start()
+    await pool.provide("ada")
+    await asyncio.gather(*(pool.provide("grace") for _ in range(5)), *(pool.for_session("grace") for _ in range(5)))
+    assert [(engine.owner, engine.use) for engine in pool.engines] == [
+        ("ada", Use.PROGRAMS),
+        ("grace", Use.PROGRAMS),
+        ("grace", Use.SESSIONS),
+    ]
+    await pool.stop()
+
+
+async def test_sessions_have_an_engine_in_which_no_program_runs(starter: Starter) -> None:
+    pool = _pool(engines=2)
+    await pool.start()
+    first = await pool.for_session("ada")
+    first.keeps(first.generation, 1)
+    await pool.provide("ada")
+    assert first not in pool.engines_of("ada")
+    assert await pool.for_session("ada") is first
+    assert await pool.for_session("grace") is not first
+    assert [status.holds_sessions for status in pool.status()] == [False, False, True, True]
+    await pool.stop()
+
+
+async def test_an_engine_that_is_about_to_be_ended_takes_no_new_session(starter: Starter) -> None:
+    pool = _pool()
+    await pool.start()
+    doomed = await pool.for_session("ada")
+    doomed.keeps(doomed.generation, 1)
+    work = doomed.submit(Kind.SESSION, b"endless")
+    doomed.abandon(work, asyncio.get_running_loop().time() + 60)
+    new = await pool.for_session("ada")
+    assert new is not doomed
+    assert await pool.for_session("ada") is new
+    await pool.stop()
+
+
+async def test_a_lost_engine_of_sessions_is_not_replaced_until_a_session_needs_it(starter: Starter) -> None:
+    pool = _pool()
+    await pool.start()
+    engine = await pool.for_session("ada")
+    process = next(item for item in starter.started if item.pid == engine.pid)
+    waits = asyncio.create_task(engine.wait_lost())
+    await asyncio.sleep(0)
+    process.die(CRASH)
+    assert await waits == CRASH
+    assert [item.use for item in pool.engines] == [Use.PROGRAMS]
+    assert (await pool.for_session("ada")).pid != process.pid
+    # Its end is counted all the same.
+    assert pool.ended[1] == {"crash": 1}
+    await pool.stop()
+
+
+async def test_a_tenant_gets_more_engines_up_to_its_number_and_the_server_s(starter: Starter) -> None:
+    pool = _pool(engines=2, spares=1, max_engines=3)
+    await pool.start()
+    await _until(lambda: all(engine.is_ready for engine in pool.engines) and pool.spares_ready)
+    await pool.provide("ada")
+    second = pool.another("ada")
+    assert second is not None
+    assert pool.another("ada") is None
+    await pool.provide("grace")
+    assert len(pool.engines) == 3
+    assert pool.another("grace") is None
+    await pool.stop()
+
+
+async def test_the_idle_engine_that_was_used_least_recently_makes_room(starter: Starter) -> None:
+    pool = _pool(max_engines=3)
+    await pool.start()
+    for owner in ("ada", "grace", "alan"):
+        await pool.provide(owner)
+        pool.engines_of(owner)[0].submit(Kind.RUN, b"work")
+    for process in starter.started:
+        # The first request of each is answered.
+        process.connection.data_received(pack_header(Kind.RAN, 1, 0))
+    by_owner = {engine.owner: engine for engine in pool.engines}
+    by_owner["ada"].submit(Kind.RUN, b"more")
+    by_owner["grace"].keeps(by_owner["grace"].generation, 1)
+    pid_of_alan = by_owner["alan"].pid
+    await pool.provide("edith")
+    assert {engine.owner for engine in pool.engines} == {"ada", "grace", "edith"}
+    await _until(lambda: [process.pid for process in starter.started if process.is_killed] == [pid_of_alan])
+    by_owner["edith"] = pool.engines_of("edith")[0]
+    by_owner["edith"].submit(Kind.RUN, b"work")
+    with pytest.raises(GradruleError) as refusal:
+        await pool.provide("alan")
+    assert refusal.value.reason == errors_pb2.ERROR_REASON_OVERLOADED
+    assert refusal.value.retry_after_s
+    assert "--max-engines" in refusal.value.message
+    await pool.stop()
+
+
+async def test_engines_of_tenants_that_are_gone_end(starter: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "_IDLE_S", 0.05)
+    monkeypatch.setattr(pool_module, "_IDLE_PERIOD_S", 0.02)
+    pool = _pool()
+    await pool.start()
+    await pool.provide("ada")
+    await pool.for_session("ada")
+    kept = await pool.for_session("grace")
+    kept.keeps(kept.generation, 1)
+    await pool.provide("grace")
+    await _until(lambda: len(pool.engines) == 2)
+    # The one that was used last stays that is warm, and what holds a session.
+    assert kept in pool.engines
+    assert [engine.use for engine in pool.engines if engine is not kept] == [Use.PROGRAMS]
     await pool.stop()
 
 
 async def test_a_spare_can_serve_as_one_engine_more(starter: Starter) -> None:
     pool = _pool()
-    assert pool.borrow() is None
+    assert pool.borrow("ada") is None
     await pool.start()
     await _until(lambda: pool.spares_ready)
-    extra = pool.borrow()
+    await pool.provide("ada")
+    extra = pool.borrow("ada")
     assert extra is not None
     assert (extra.index, extra.pid, extra.is_extra) == (1, starter.started[1].pid, True)
-    assert pool.engines == [pool.engines[0], extra]
-    # It is not to stay: what is kept is kept elsewhere.
-    pool.engines[0].keeps(pool.engines[0].generation, 5)
-    assert (await pool.least_kept()) is pool.engines[0]
+    assert pool.engines_of("ada") == pool.engines == [pool.engines[0], extra]
     pool.give_back(extra)
-    await _until(lambda: pool.spares_ready == 1)
+    await _until(lambda: starter.started[1].is_killed and pool.spares_ready == 1)
     assert len(pool.engines) == 1
     await pool.stop()
 
 
-async def test_there_are_as_many_extra_engines_as_places_and_one_for_an_owner(starter: Starter) -> None:
-    pool = _pool(engines=2, spares=3)
+async def test_there_is_one_extra_engine_for_a_tenant(starter: Starter) -> None:
+    pool = _pool(spares=3, max_engines=3)
     await pool.start()
     await _until(lambda: pool.spares_ready == 3)
-    first = _borrow_for(pool, "a")
+    first = pool.borrow("a")
     assert first is not None
-    assert _borrow_for(pool, "a") is None
-    assert _borrow_for(pool, "b") is not None
-    assert _borrow_for(pool, "c") is None
+    assert pool.borrow("a") is None
+    assert pool.borrow("b") is not None
+    assert pool.borrow("c") is None
     pool.give_back(first)
-    assert _borrow_for(pool, "c") is not None
+    assert pool.borrow("c") is not None
     await pool.stop()
-
-
-def _borrow_for(pool: EnginePool, owner: str) -> Engine | None:
-    token = OWNER.set(owner)
-    try:
-        return pool.borrow()
-    finally:
-        OWNER.reset(token)
 
 
 async def test_an_extra_engine_that_dies_is_not_replaced(starter: Starter) -> None:
     pool = _pool()
     await pool.start()
     await _until(lambda: pool.spares_ready)
-    extra = pool.borrow()
+    extra = pool.borrow("ada")
     assert extra is not None
     starter.started[1].die(CRASH)
     await _until(lambda: len(starter.started) == 3 and pool.spares_ready)

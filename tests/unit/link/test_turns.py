@@ -1,73 +1,65 @@
-"""Who gets a lock next."""
+"""Who gets a tenant's lock next."""
 
 from __future__ import annotations
 
 import asyncio
 
-from gradrule_server.link.owner import OWNER
-from gradrule_server.link.turns import Turns
+from gradrule_server.link.turns import TurnsByOwner
 
 
 class Holders:
-    """Tasks that wait for a lock, and in which order they had it."""
+    """Tasks that wait for locks, and the order in which they got them."""
 
     def __init__(self) -> None:
-        self.turns = Turns()
+        self.turns = TurnsByOwner()
         self.had: list[str] = []
-        self.most = 0
-        self._holding = 0
+        self.goes_on = asyncio.Event()
 
     def wait(self, name: str) -> asyncio.Task[None]:
-        """The owner is the first letter."""
-        token = OWNER.set(name[0])
-        task = asyncio.create_task(self._hold(name))
-        OWNER.reset(token)
-        return task
+        """Starts a task; the owner is the first letter."""
+        return asyncio.create_task(self._hold(name))
 
     async def _hold(self, name: str) -> None:
-        async with self.turns:
-            self._holding += 1
-            self.most = max(self.most, self._holding)
+        async with self.turns.hold(name[0]):
             self.had.append(name)
-            await asyncio.sleep(0.001)
-            self._holding -= 1
+            await self.goes_on.wait()
 
 
-async def test_owners_take_turns_and_one_has_it_at_a_time() -> None:
+async def _settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_one_owner_never_waits_for_another() -> None:
     holders = Holders()
-    await asyncio.gather(*(holders.wait(name) for name in ("a1", "a2", "a3", "a4", "b1", "b2", "c1")))
-    assert holders.had == ["a1", "b1", "c1", "a2", "b2", "a3", "a4"]
-    assert holders.most == 1
-    assert holders.turns.waiting == 0
-    await asyncio.wait_for(holders.wait("a5"), 5)
-
-
-async def test_who_gives_up_takes_no_turn() -> None:
-    holders = Holders()
-    tasks = [holders.wait(name) for name in ("a1", "b1", "c1")]
-    await asyncio.sleep(0)
-    tasks[1].cancel()
+    tasks = [holders.wait(name) for name in ("a1", "a2", "a3", "b1", "c1")]
+    await _settle()
+    assert holders.had == ["a1", "b1", "c1"]
+    assert [holders.turns.waiting(owner) for owner in "abcd"] == [2, 0, 0, 0]
+    holders.goes_on.set()
     await asyncio.wait(tasks)
-    assert holders.had == ["a1", "c1"]
-    assert holders.turns.waiting == 0
+    assert holders.had == ["a1", "b1", "c1", "a2", "a3"]
+    assert holders.turns.waiting("a") == 0
 
 
-async def test_who_was_cancelled_and_does_not_know_yet_gets_no_turn() -> None:
+async def test_a_cancelled_task_takes_no_turn_and_nothing_is_kept() -> None:
     holders = Holders()
-    async with holders.turns:
-        tasks = [holders.wait(name) for name in ("a1", "b1")]
-        await asyncio.sleep(0)
-        tasks[0].cancel()
-    await asyncio.wait_for(asyncio.wait(tasks), 5)
-    assert holders.had == ["b1"]
+    tasks = [holders.wait(name) for name in ("a1", "a2", "a3")]
+    await _settle()
+    tasks[1].cancel()
+    holders.goes_on.set()
+    await asyncio.wait(tasks)
+    assert holders.had == ["a1", "a3"]
+    assert not holders.turns._locks
 
 
-async def test_who_gives_up_when_it_is_their_turn_passes_it_on() -> None:
+async def test_a_task_that_is_cancelled_as_it_gets_the_lock_passes_it_on() -> None:
     holders = Holders()
-    async with holders.turns:
-        tasks = [holders.wait(name) for name in ("a1", "b1")]
-        await asyncio.sleep(0)
-    # The first has it, and has not heard of it.
+    async with holders.turns.hold("a"):
+        tasks = [holders.wait(name) for name in ("a1", "a2")]
+        await _settle()
+        holders.goes_on.set()
+    # The first task has been given the lock, and has not run yet.
     tasks[0].cancel()
     await asyncio.wait_for(asyncio.wait(tasks), 5)
-    assert holders.had == ["b1"]
+    assert holders.had == ["a2"]

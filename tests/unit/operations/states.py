@@ -20,10 +20,13 @@ class Engine:
     resident_bytes: int = 1 << 30
     uptime_s: float = 60.5
     ended: Mapping[str, int] = field(default_factory=dict)
+    owner: str | None = "ada"
+    holds_sessions: bool = False
 
 
 @dataclass(frozen=True)
 class Engines:
+    ended: Mapping[int, Mapping[str, int]] = field(default_factory=lambda: {1: {"crash": 2, "memory": 1}})
     engines: Sequence[Engine] = (Engine(), Engine(1, "GPU:0", None, is_ready=False, ended={"crash": 2, "memory": 1}))
     is_ready: bool = True
     spares_ready: int = 1

@@ -18,12 +18,12 @@ def test_a_prepared_program_holds_its_graph_once(tmp_path: Path) -> None:
     spec = program_pb2.ProgramSpec(fetches=["y"])
     spec.graph.inline.CopyFrom(raw.sign_graph())
     lookup: Any = None  # no rule is named
-    prepared, loadable = compiler._prepare(spec, CallShape(), lookup, graphs.Limits(), BlobStore(tmp_path, 0))
+    prepared, loadable = compiler._prepare(spec, CallShape(), lookup, graphs.Limits(), BlobStore(tmp_path, 0), "ada")
     request = link_pb2.CompileRequest.FromString(loadable.request)
     assert b"Sign" in request.graph
     assert prepared.request.graph == b""
     assert prepared.expanded.graph_bytes == b""
     request.ClearField("graph")
     assert prepared.request == request
-    assert loadable.nodes == 2
+    assert (loadable.nodes, loadable.owner) == (2, "ada")
     assert (loadable.key, request.key) == (prepared.key, prepared.key)

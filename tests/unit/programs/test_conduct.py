@@ -14,7 +14,7 @@ from gradrule_server.programs.shelf import Loadable
 
 _BAD = Suspect("tenant", "bad", evaluate_pb2.DERIVATIVE_VJP)
 _OTHERS = (
-    _BAD._replace(scope="another"),
+    _BAD._replace(owner="another"),
     _BAD._replace(graph="other"),
     _BAD._replace(derivative=evaluate_pb2.DERIVATIVE_UNSPECIFIED),
 )
@@ -53,9 +53,9 @@ def test_neither_another_s_nor_another_graph_is(other: Suspect) -> None:
 
 
 def test_a_suspect_is_known_by_its_graph_and_not_by_what_is_fed() -> None:
-    first = Loadable("key of one shape", b"a", graph="bad", derivative=_BAD.derivative)
-    second = Loadable("key of another shape", b"b", nodes=3, graph="bad", derivative=_BAD.derivative)
-    assert suspect_of("tenant", first) == suspect_of("tenant", second) == _BAD
+    first = Loadable("key of one shape", b"a", graph="bad", derivative=_BAD.derivative, owner="tenant")
+    second = Loadable("key of another shape", b"b", nodes=3, graph="bad", derivative=_BAD.derivative, owner="tenant")
+    assert suspect_of(first) == suspect_of(second) == _BAD
 
 
 def test_two_strikes_are_enough_within_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -266,22 +266,6 @@ async def test_weights_count_once_however_many_programs_hold_them(blobs: BlobSto
     assert unloaded(engine) == [first]
 
 
-async def test_weights_of_several_tenants_count_for_each(blobs: BlobStore) -> None:
-    """Engines share nothing between tenants."""
-    blobs = BlobStore(blobs.folder, 1 << 20)
-    sha256 = hashlib.sha256(b"w").hexdigest()
-    engine = FakeEngine()
-    loaded = LoadedPrograms(FakePool(engine), blobs, 10, 2500)
-    for number, name in enumerate("abc", 1):
-        store = blobs.of(name, 1 << 20)
-        upload = store.upload(sha256)
-        upload.write(b"w")
-        upload.finish()
-        item = dataclasses.replace(program(name), blobs=(sha256,), blob_bytes=(1000,), store=store)
-        await load(loaded, engine, item, number)
-    assert len(unloaded(engine)) == 1
-
-
 async def test_a_program_goes_where_it_is_until_that_engine_is_busy(blobs: BlobStore) -> None:
     here, there = FakeEngine(threads=1), FakeEngine(threads=1, index=1)
     loaded = LoadedPrograms(FakePool(here, there), blobs, 10, 10**6)
@@ -344,6 +328,7 @@ async def test_what_an_engine_was_ended_for_compiling_is_not_given_to_the_next(
     loaded = LoadedPrograms(pool, blobs, 10, 10**6)
     await pool.start()
     try:
+        await pool.provide("")
         async with asyncio.timeout(10):
             while not pool.spares_ready:
                 await asyncio.sleep(0.001)
@@ -400,7 +385,6 @@ async def test_nobody_waits_long_behind_a_program_that_does(blobs: BlobStore) ->
     async with asyncio.timeout(5):
         while extra in pool.engines:
             await asyncio.sleep(0.01)
-    assert len(extra.sent(Kind.UNLOAD)) == 2
 
 
 @pytest.mark.usefixtures("short")
@@ -504,7 +488,7 @@ async def test_without_a_spare_it_waits(blobs: BlobStore) -> None:
 async def test_nothing_is_left_of_an_engine_that_died_in_a_trial(blobs: BlobStore) -> None:
     pool = FakePool(FakeEngine())
     loaded = LoadedPrograms(pool, blobs, 10, 10**6)
-    async with loaded.alone() as engine:
+    async with pool.alone("") as engine:
         with loaded.held(program("a"), engine) as load:
             pool.trial_engines[0].fake.die(CRASH)
             with pytest.raises(EngineLost):

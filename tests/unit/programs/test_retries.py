@@ -10,7 +10,7 @@ import pytest
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import Finding, GradruleError
-from gradrule_server.link.endings import Ending, Inquest, Present, Reason
+from gradrule_server.link.endings import Ending, Inquest, Reason
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.faults import EngineLost, NotLoaded
 from gradrule_server.programs import retries as retries_module
@@ -60,12 +60,12 @@ async def loaded(make: Callable[..., LoadedPrograms]) -> LoadedPrograms:
     return make()
 
 
-def program(name: str = "a") -> Loadable:
-    return Loadable(name, b"", graph=f"graph of {name}")
+def program(name: str = "a", owner: str = "") -> Loadable:
+    return Loadable(name, b"", graph=f"graph of {name}", owner=owner)
 
 
-async def run(loaded: LoadedPrograms, attempts: Attempts, name: str = "a", scope: str = "") -> int:
-    return await Retries(loaded, scope).run(program(name), attempts)
+async def run(loaded: LoadedPrograms, attempts: Attempts, name: str = "a", owner: str = "") -> int:
+    return await Retries(loaded).run(program(name, owner), attempts)
 
 
 async def test_whoever_ends_a_second_engine_alone_is_told_and_refused(loaded: LoadedPrograms) -> None:
@@ -82,7 +82,7 @@ async def test_whoever_ends_a_second_engine_alone_is_told_and_refused(loaded: Lo
     assert "SIGABRT: Check failed: a" in refused.value.message
     # Neither another graph nor another's is.
     assert await run(loaded, Attempts(), "b") == 1
-    assert await run(loaded, Attempts(), scope="another") == 1
+    assert await run(loaded, Attempts(), owner="another") == 1
 
 
 async def test_what_takes_too_much_memory_is_told_so(loaded: LoadedPrograms) -> None:
@@ -170,14 +170,14 @@ async def test_an_engine_that_is_killed_during_a_trial_proves_nothing(loaded: Lo
 
 
 async def test_once_for_a_program_that_is_not_there(loaded: LoadedPrograms) -> None:
-    retries = Retries(loaded, "")
+    retries = Retries(loaded)
     assert await retries.run(program(), Attempts(NotLoaded(_FINDINGS))) == 2
     with pytest.raises(NotLoaded):
         await retries.run(program(), Attempts(NotLoaded(_FINDINGS)))
 
 
 async def test_two_overruns_are_enough(loaded: LoadedPrograms) -> None:
-    account = Retries(loaded, "").account(program())
+    account = Retries(loaded).account(program())
     account.overran(0.6)
     account.overran(0.6)
     with pytest.raises(GradruleError, match="QUARANTINED"):
@@ -185,7 +185,7 @@ async def test_two_overruns_are_enough(loaded: LoadedPrograms) -> None:
 
 
 async def test_what_ran_before_overruns_only_where_it_went_on_far_longer_than_ever(loaded: LoadedPrograms) -> None:
-    account = Retries(loaded, "").account(program())
+    account = Retries(loaded).account(program())
     account.took(2.0)
     await run(loaded, Attempts())
     for _ in range(3):
@@ -202,7 +202,7 @@ async def test_what_is_pinned_to_its_engine_is_not_run_again(loaded: LoadedProgr
 
     async def once(attempts: Attempts) -> None:
         with pytest.raises(EngineLost):
-            await Retries(loaded, "", pinned=engine).run(program(), attempts)
+            await Retries(loaded, pinned=engine).run(program(), attempts)
 
     first = Attempts(lost(is_alone=True))
     await once(first)
@@ -212,15 +212,14 @@ async def test_what_is_pinned_to_its_engine_is_not_run_again(loaded: LoadedProgr
         await run(loaded, Attempts())
 
 
-def at_end_with(*others: str, owner: str = "") -> Inquest:
-    """Of an engine in which program `a` ran, and these others of an owner's."""
-    present = {Present("", suspect_of("", program()))}
-    return Inquest(frozenset(present | {Present(owner, suspect_of("", program(name))) for name in others}))
+def at_end_with(*others: str) -> Inquest:
+    """Of an engine in which program `a` ran, and these others."""
+    return Inquest(frozenset(suspect_of(program(name)) for name in ("a", *others)))
 
 
 async def lose_pinned(loaded: LoadedPrograms, *inquests: Inquest) -> None:
     for inquest in inquests:
-        pinned = Retries(loaded, "", pinned=loaded.pool.engines[0])
+        pinned = Retries(loaded, pinned=loaded.pool.engines[0])
         with pytest.raises(EngineLost):
             await pinned.run(program(), Attempts(lost(inquest=inquest)))
 
@@ -230,8 +229,6 @@ async def test_what_is_pinned_is_not_blamed_for_what_ran_beside_it(loaded: Loade
     if is_proven:
         await run(loaded, Attempts())
     await lose_pinned(loaded, *(at_end_with("bad") for _ in range(5)))
-    # Another's may be many graphs.
-    await lose_pinned(loaded, *(at_end_with(f"bad{number}", owner="another") for number in range(5)))
     found = [at_end_with(f"bad{number}") for number in range(5)]
     for inquest in found:
         inquest.culprit = "found"
@@ -246,8 +243,8 @@ async def test_what_is_pinned_is_refused_once_it_was_at_three_ends_that_nobody_e
     if is_proven:
         await run(loaded, Attempts())
     passed = at_end_with("good")
-    passed.cleared.add(suspect_of("", program("good")))
-    await lose_pinned(loaded, passed, at_end_with("good"), at_end_with("fine", owner="one"))
+    passed.cleared.add(suspect_of(program("good")))
+    await lose_pinned(loaded, passed, at_end_with("good"), at_end_with("fine"))
     # It was run again elsewhere, or alone.
     with pytest.raises(GradruleError, match="QUARANTINED"):
         await run(loaded, Attempts())
@@ -264,13 +261,13 @@ async def test_who_passed_elsewhere_is_not_at_an_engine_s_end_any_more(loaded: L
 
 async def test_what_is_kept_in_an_engine_is_run_again_after_its_trial_where_it_can_stay(loaded: LoadedPrograms) -> None:
     attempts, undone = Attempts(lost()), list[Engine]()
-    assert await Retries(loaded, "").run(program(), attempts, undo=undone.append) == 3
+    assert await Retries(loaded).run(program(), attempts, undo=undone.append) == 3
     assert attempts.alone == [False, True, False]
     assert undone == [attempts.places[1]]
     # What passes alone, and not among others, is told at last.
     again = Attempts(lost(), None, lost())
     with pytest.raises(EngineLost):
-        await Retries(loaded, "").run(program(), again, undo=undone.append)
+        await Retries(loaded).run(program(), again, undo=undone.append)
     assert again.alone == [False, True, False]
 
 
@@ -293,7 +290,7 @@ class Hangs:
 
 
 def struck(loaded: LoadedPrograms) -> int:
-    return len(loaded.conduct._strikes.get(suspect_of("", program()), []))
+    return len(loaded.conduct._strikes.get(suspect_of(program()), []))
 
 
 async def _gives_up(retries: Retries, after_s: float) -> None:
@@ -305,29 +302,29 @@ async def _gives_up(retries: Retries, after_s: float) -> None:
 
 async def test_who_is_refused_meanwhile_is_not_run_again(loaded: LoadedPrograms) -> None:
     async def overruns_for_others(engine: Engine | None) -> int:
-        loaded.conduct.convict(suspect_of("", program()), "it went on")
+        loaded.conduct.convict(suspect_of(program()), "it went on")
         raise lost(OVERRUN)
 
     with pytest.raises(GradruleError, match="QUARANTINED"):
-        await Retries(loaded, "").run(program(), overruns_for_others)
+        await Retries(loaded).run(program(), overruns_for_others)
 
 
 async def test_who_gives_up_while_it_waits_for_its_trial_is_struck(loaded: LoadedPrograms) -> None:
-    async with loaded.pool.trials:
-        await _gives_up(Retries(loaded, "", asyncio.get_running_loop().time() + 60), 0.01)
+    async with loaded.pool.trials.hold(""):
+        await _gives_up(Retries(loaded, asyncio.get_running_loop().time() + 60), 0.01)
     assert struck(loaded) == 1
 
 
 async def test_who_gives_up_within_its_trial_is_struck_for_its_first_engine(loaded: LoadedPrograms) -> None:
-    await _gives_up(Retries(loaded, "", asyncio.get_running_loop().time() + 60), 0.01)
+    await _gives_up(Retries(loaded, asyncio.get_running_loop().time() + 60), 0.01)
     assert struck(loaded) == 1
-    await _gives_up(Retries(loaded, "", asyncio.get_running_loop().time() + 60), 0.01)
+    await _gives_up(Retries(loaded, asyncio.get_running_loop().time() + 60), 0.01)
     with pytest.raises(GradruleError, match="QUARANTINED"):
         await run(loaded, Attempts())
 
 
 async def test_who_crashes_alone_and_hangs_in_its_trial_is_refused(loaded: LoadedPrograms) -> None:
-    await _gives_up(Retries(loaded, "", asyncio.get_running_loop().time() + 0.01), 0.02)
+    await _gives_up(Retries(loaded, asyncio.get_running_loop().time() + 0.01), 0.02)
     with pytest.raises(GradruleError, match="QUARANTINED"):
         await run(loaded, Attempts())
 
@@ -341,19 +338,19 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("quick")
 async def test_a_trial_that_takes_long_makes_way_for_the_next(loaded: LoadedPrograms) -> None:
     ends_at = asyncio.get_running_loop().time() + 60
-    hangs = asyncio.create_task(Retries(loaded, "", ends_at).run(program(), Hangs()))
+    hangs = asyncio.create_task(Retries(loaded, ends_at).run(program(), Hangs()))
     await asyncio.sleep(0.01)
     assert await asyncio.wait_for(run(loaded, Attempts(lost()), "b"), 5) == 2
     with pytest.raises(GradruleError, match=r"ENGINE_CRASHED.*\(SIGABRT.*alone it did not come to an end"):
         await hangs
     assert struck(loaded) == 1
-    assert not loaded.pool.trials.waiting
+    assert not loaded.pool.trials.waiting("")
 
 
 @pytest.mark.usefixtures("quick")
 async def test_a_trial_that_nobody_waits_for_has_until_its_deadline(loaded: LoadedPrograms) -> None:
     ends_at = asyncio.get_running_loop().time() + 60
-    hangs = asyncio.create_task(Retries(loaded, "", ends_at).run(program(), Hangs()))
+    hangs = asyncio.create_task(Retries(loaded, ends_at).run(program(), Hangs()))
     await asyncio.sleep(0.3)
     assert not hangs.done()
     hangs.cancel()
@@ -363,8 +360,8 @@ async def test_a_trial_that_nobody_waits_for_has_until_its_deadline(loaded: Load
 @pytest.mark.usefixtures("quick")
 async def test_a_trial_has_longer_where_the_program_is_known_to_take_long(loaded: LoadedPrograms) -> None:
     ends_at = asyncio.get_running_loop().time() + 60
-    Retries(loaded, "").account(program()).took(0.1)
-    hangs = asyncio.create_task(Retries(loaded, "", ends_at).run(program(), Hangs()))
+    Retries(loaded).account(program()).took(0.1)
+    hangs = asyncio.create_task(Retries(loaded, ends_at).run(program(), Hangs()))
     await asyncio.sleep(0.01)
     other = asyncio.create_task(run(loaded, Attempts(lost()), "b"))
     await asyncio.sleep(0.3)
@@ -377,7 +374,7 @@ async def test_a_trial_has_longer_where_the_program_is_known_to_take_long(loaded
 async def test_who_gives_up_and_was_not_alone_is_not_struck_at_once(loaded: LoadedPrograms) -> None:
     attempts = Hangs()
     attempts.loss = lost(inquest=at_end_with("bad"))
-    call = asyncio.create_task(Retries(loaded, "", asyncio.get_running_loop().time() + 60).run(program(), attempts))
+    call = asyncio.create_task(Retries(loaded, asyncio.get_running_loop().time() + 60).run(program(), attempts))
     await asyncio.sleep(0.01)
     call.cancel()
     await asyncio.wait([call])
@@ -385,7 +382,7 @@ async def test_who_gives_up_and_was_not_alone_is_not_struck_at_once(loaded: Load
 
 
 async def test_to_be_loaded_proves_nothing(loaded: LoadedPrograms) -> None:
-    await Retries(loaded, "").run(program(), Attempts(), proves=False)
-    assert not loaded.conduct.is_proven(suspect_of("", program()))
+    await Retries(loaded).run(program(), Attempts(), proves=False)
+    assert not loaded.conduct.is_proven(suspect_of(program()))
     await run(loaded, Attempts())
-    assert loaded.conduct.is_proven(suspect_of("", program()))
+    assert loaded.conduct.is_proven(suspect_of(program()))

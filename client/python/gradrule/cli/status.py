@@ -20,7 +20,10 @@ _INTERVAL_S = 1.0
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _MOST_TENANTS = 20
 
-ENGINE_COLUMNS = ("engine", "device", "pid", "state", "up", "running", "waiting", "programs", "memory", "ended")
+ENGINE_COLUMNS = (
+    *("engine", "tenant", "for", "device", "pid"),
+    *("state", "up", "running", "waiting", "programs", "memory", "ended"),
+)
 CACHE_COLUMNS = ("cache", "entries", "bytes")
 TENANT_COLUMNS = ("tenant", "requests", "programs", "rules", "sessions", "handles", "session, handle, blob bytes")
 QUARANTINE_COLUMNS = ("quarantined program", "for", "why")
@@ -102,6 +105,8 @@ def _tables(status: ServerStatus) -> Iterator[tuple[tuple[str, ...], list[list[s
 def _engine_row(engine: EngineStatus) -> list[str]:
     return [
         str(engine.index),
+        engine.tenant,
+        "sessions" if engine.holds_sessions else "programs",
         engine.device,
         str(engine.pid or ""),
         "ready" if engine.ready else "starting",

@@ -175,6 +175,8 @@ class EngineStatus(google.protobuf.message.Message):
     RESIDENT_BYTES_FIELD_NUMBER: builtins.int
     UPTIME_FIELD_NUMBER: builtins.int
     ENDED_FIELD_NUMBER: builtins.int
+    TENANT_FIELD_NUMBER: builtins.int
+    HOLDS_SESSIONS_FIELD_NUMBER: builtins.int
     index: builtins.int
     """Which one, from 0."""
     device: builtins.str
@@ -191,6 +193,10 @@ class EngineStatus(google.protobuf.message.Message):
     """Programs that it holds."""
     resident_bytes: builtins.int
     """Memory of its process, in bytes."""
+    tenant: builtins.str
+    """The tenant whose work it runs. Empty: none yet."""
+    holds_sessions: builtins.bool
+    """It runs sessions, and nothing else."""
     @property
     def uptime(self) -> google.protobuf.duration_pb2.Duration:
         """Since when it is ready."""
@@ -212,9 +218,11 @@ class EngineStatus(google.protobuf.message.Message):
         resident_bytes: builtins.int = ...,
         uptime: google.protobuf.duration_pb2.Duration | None = ...,
         ended: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        tenant: builtins.str = ...,
+        holds_sessions: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["uptime", b"uptime"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["device", b"device", "ended", b"ended", "index", b"index", "pid", b"pid", "programs", b"programs", "ready", b"ready", "resident_bytes", b"resident_bytes", "running", b"running", "uptime", b"uptime", "waiting", b"waiting"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["device", b"device", "ended", b"ended", "holds_sessions", b"holds_sessions", "index", b"index", "pid", b"pid", "programs", b"programs", "ready", b"ready", "resident_bytes", b"resident_bytes", "running", b"running", "tenant", b"tenant", "uptime", b"uptime", "waiting", b"waiting"]) -> None: ...
 
 global___EngineStatus = EngineStatus
 

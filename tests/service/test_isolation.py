@@ -1,0 +1,251 @@
+"""What one tenant's graphs do to engines costs other tenants nothing, and its own sessions nothing either."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+import gradrule as gr
+from gradrule.v1 import session_pb2
+from tests.service import endless
+from tests.service.answers import assert_close, refused
+from tests.service.corpus import CRASHES
+from tests.service.guarded import Guarded
+from tests.service.refusals import sign
+from tests.service.servers import wait_until
+
+_STORM = 6
+_LOOPS = 8
+_FEEDS = {"x": np.float32([1, 2])}
+
+
+@pytest.fixture
+def names(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """Names of two tenants that only this test knows."""
+    return f"ada of {request.node.name}", f"grace of {request.node.name}"
+
+
+@pytest.fixture
+def ada(guarded: Guarded, names: tuple[str, str]) -> Iterator[gr.Client]:
+    """The tenant whose graphs do harm."""
+    with guarded.connect(names[0]) as client:
+        yield client
+
+
+@pytest.fixture
+def grace(guarded: Guarded, names: tuple[str, str]) -> Iterator[gr.Client]:
+    """The tenant that must not notice."""
+    with guarded.connect(names[1]) as client:
+        yield client
+
+
+@pytest.fixture
+def engines_of(guarded: Guarded) -> Iterator[Callable[..., set[int]]]:
+    """`engines_of(tenant, sessions=False)`: processes of a tenant's engines, as the server tells them."""
+    with guarded.connect("root") as root:
+
+        def pids(tenant: str, *, sessions: bool = False) -> set[int]:
+            engines = root.server_status().engines
+            return {
+                engine.pid
+                for engine in engines
+                if engine.pid and (engine.tenant, engine.holds_sessions) == (tenant, sessions)
+            }
+
+        yield pids
+
+
+def counter() -> gr.Graph:
+    """loss = sum(w): a step with learning rate 1 takes 1 from each value of w."""
+    graph = gr.Graph()
+    graph.op("Sum", graph.variable("w", np.zeros(2, np.float32)), graph.constant([0]), name="loss")
+    return graph
+
+
+def square() -> gr.Graph:
+    graph = gr.Graph()
+    x = graph.placeholder("x", "float32", [None])
+    graph.op("Mul", x, x, name="y")
+    return graph
+
+
+def step(session: Any) -> int:
+    number: int = session.step({}, "loss", gr.optimizers.SGD(1.0), timeout=60.0).step
+    return number
+
+
+def crashing(number: int) -> Any:
+    """A graph that kills its engine, and that no engine has seen before."""
+    graph = CRASHES[0].build()
+    graph.node.add(name=f"copy-{number}", op="NoOp")
+    return graph
+
+
+class Noticing:
+    """Uses a session, a forward handle and calls in a thread; nothing of it may fail."""
+
+    def __init__(self, client: gr.Client) -> None:
+        self.rounds = 0
+        self.slowest_s = 0.0
+        self._client = client
+        self._stop = threading.Event()
+
+    def run(self) -> None:
+        """Works until `stop`."""
+        with self._client.session(counter()) as session:
+            handle = self._client.compile(square(), fetches=["y"], ys=["y"], xs=["x"]).forward(_FEEDS)
+            while not self._stop.is_set():
+                self.rounds += 1
+                assert step(session) == self.rounds
+                assert_close(handle.vjp({"y": np.ones(2, np.float32)})["x"], np.float32([2, 4]))
+                r = self._client.evaluate(sign(), feeds=_FEEDS, fetches=["y"], timeout=60.0)
+                assert r.outputs["y"].tolist() == [1.0, 1.0]
+            assert_close(session.read()["w"], np.full(2, -self.rounds, np.float32))
+
+    def stop(self) -> None:
+        self._stop.set()
+
+
+def test_a_storm_of_new_crashing_graphs_costs_neither_others_nor_the_tenant_s_own_sessions(
+    ada: gr.Client, grace: gr.Client, names: tuple[str, str], engines_of: Callable[..., set[int]]
+) -> None:
+    noticing = Noticing(grace)
+    with ada.session(counter()) as own, futures.ThreadPoolExecutor() as pool:
+        step(own)
+        others = pool.submit(noticing.run)
+        wait_until(lambda: noticing.rounds > 1 or others.done() or None, "a first round")
+        before = engines_of(names[1])
+        for number in range(_STORM):
+            with refused("ENGINE_CRASHED"):
+                ada.evaluate(crashing(number), feeds=CRASHES[0].feeds, fetches=["y"], timeout=60.0)
+        # Its calls beside them are run again elsewhere.
+        assert ada.evaluate(sign(), feeds=_FEEDS, fetches=["y"]).outputs["y"].tolist() == [1.0, 1.0]
+        assert step(own) == 2
+        rounds = noticing.rounds
+        wait_until(lambda: noticing.rounds > rounds + 1 or others.done() or None, "another round")
+        noticing.stop()
+        others.result()
+    assert before == engines_of(names[1])
+
+
+def test_no_engine_works_for_two_tenants(
+    ada: gr.Client, grace: gr.Client, names: tuple[str, str], engines_of: Callable[..., set[int]]
+) -> None:
+    with ada.session(counter()), grace.session(counter()):
+        for client in (ada, grace):
+            client.evaluate(sign(), feeds=_FEEDS, fetches=["y"])
+        found = [engines_of(name, sessions=sessions) for name in names for sessions in (False, True)]
+        assert [len(pids) for pids in found] == [1, 1, 1, 1]
+        assert len(set.union(*found)) == 4
+
+
+def test_endless_loops_of_one_tenant_keep_no_other_waiting(ada: gr.Client, grace: gr.Client) -> None:
+    program = ada.compile(endless.graph_def(), fetches=["y"])
+    grace.evaluate(sign(), feeds=_FEEDS, fetches=["y"])
+    with futures.ThreadPoolExecutor(_LOOPS) as pool:
+        loops = [pool.submit(program.evaluate, {"x": endless.STAYS}, timeout=12.0) for _ in range(_LOOPS)]
+        # They run once a call of the same tenant has to wait for a thread.
+        with refused("DEADLINE_EXCEEDED"):
+            wait_until(lambda: ada.evaluate(sign(), feeds=_FEEDS, fetches=["y"], timeout=0.5) and None, "a call")
+        for _ in range(10):
+            assert grace.evaluate(sign(), feeds=_FEEDS, fetches=["y"], timeout=4.0).outputs["y"].tolist() == [1.0, 1.0]
+        assert not any(loop.done() for loop in loops), "the loops had ended: nothing is shown"
+        for loop in loops:
+            with pytest.raises(gr.errors.GradruleError):
+                loop.result()
+
+
+def test_a_call_that_overruns_or_is_cancelled_ends_no_session(
+    ada: gr.Client, names: tuple[str, str], engines_of: Callable[..., set[int]]
+) -> None:
+    program = ada.compile(endless.graph_def(), fetches=["y"])
+    with ada.session(counter()) as session:
+        step(session)
+        (before,) = engines_of(names[0])
+        with refused("DEADLINE_EXCEEDED"):
+            program.evaluate({"x": endless.STAYS}, timeout=1.0)
+        wait_until(lambda: before not in engines_of(names[0]) or None, "the end of the engine that ran it")
+        assert step(session) == 2
+
+
+def test_a_session_that_opens_while_another_s_step_is_given_up_outlives_the_engine_of_that(
+    ada: gr.Client, names: tuple[str, str], engines_of: Callable[..., set[int]]
+) -> None:
+    graph = gr.Graph.from_bytes(endless.graph_def().SerializeToString())
+    graph.op("Sum", graph.variable("w", np.zeros(2, np.float32)), graph.constant([0]), name="loss")
+    first = ada.session(graph)
+    first.__enter__()
+    (before,) = engines_of(names[0], sessions=True)
+    with refused("DEADLINE_EXCEEDED"):
+        first.evaluate({"x": endless.STAYS}, fetches=["y"], timeout=0.3)
+    with ada.session(counter()) as second:
+        assert before not in engines_of(names[0], sessions=True) or len(engines_of(names[0], sessions=True)) == 2
+        step(second)
+        wait_until(lambda: before not in engines_of(names[0], sessions=True) or None, "the end of the first engine")
+        assert step(second) == 2
+    first.close()
+
+
+def test_a_lost_session_is_told_at_once_though_no_request_is_under_way(
+    guarded: Guarded, ada: gr.Client, names: tuple[str, str], engines_of: Callable[..., set[int]]
+) -> None:
+    start = session_pb2.RunSessionRequest()
+    start.start.graph.serialized = counter().to_bytes()
+    outgoing = threading.Event()
+
+    def requests() -> Iterator[bytes]:
+        yield start.SerializeToString()
+        outgoing.wait(60)
+
+    call = grpc.access_token_call_credentials(guarded.web_token(names[0]))
+    both = grpc.composite_channel_credentials(gr.tls(guarded.authority.file), call)
+    with grpc.secure_channel(guarded.running.target, both) as channel:
+        stream: Any = channel.stream_stream("/gradrule.v1.SessionService/RunSession")(requests(), timeout=60)
+        assert session_pb2.RunSessionResponse.FromString(next(stream)).HasField("started")
+        (pid,) = engines_of(names[0], sessions=True)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(grpc.RpcError) as ended:
+            next(stream)
+        outgoing.set()
+    assert ended.value.code() is grpc.StatusCode.ABORTED
+    assert "SIGKILL" in ended.value.details()
+    assert "the last step that was completed is 0" in ended.value.details()
+
+
+def test_a_lost_session_goes_on_from_the_values_that_were_read_last(
+    ada: gr.Client, names: tuple[str, str], engines_of: Callable[..., set[int]]
+) -> None:
+    graph, values = counter(), dict[str, Any]()
+    with ada.session(graph) as session:
+        for number in range(1, 6):
+            assert step(session) == number
+            if number % 2 == 0:
+                values = dict(session.read())
+        (pid,) = engines_of(names[0], sessions=True)
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: None if engines_of(names[0], sessions=True) else True, "the end of the engine")
+        with refused("SESSION_LOST") as lost:
+            step(session)
+    lost.says("the last step that was completed is 5", "SIGKILL")
+    with ada.session(graph, variables=values) as again:
+        assert step(again) == 1
+        assert_close(again.read()["w"], np.float32([-5, -5]))
+
+
+def test_the_kernel_ends_engines_before_the_server(guarded: Guarded, ada: gr.Client, names: tuple[str, str]) -> None:
+    from tests.battery.processes import engines
+
+    ada.evaluate(sign(), feeds=_FEEDS, fetches=["y"])
+    server = guarded.running.process.pid
+    scores = {pid: int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in (server, *engines(server))}
+    assert all(score == 1000 for pid, score in scores.items() if pid != server)
+    assert scores[server] < 1000
