@@ -29,6 +29,6 @@ async def test_reading_goes_on_behind_a_line_that_no_reader_of_lines_takes(caplo
     stream.feed_data(b"z" * 300_000 + b"\nlast words")
     stream.feed_eof()
     with caplog.at_level(logging.INFO):
-        await log_stderr(stream, 7, LastWords())
+        await log_stderr(stream, "engine 7", LastWords())
     assert [len(record.getMessage()) < 5000 for record in caplog.records] == [True, True]
     assert caplog.records[-1].getMessage() == "engine 7: last words"
