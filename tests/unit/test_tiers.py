@@ -15,7 +15,7 @@ LONG = {"battery", "benchmarks", "models", "peers"}
 """What `make test-all` adds to `make test`."""
 
 
-def tested_paths(target: str) -> set[str]:
+def paths_of(target: str) -> set[str]:
     """Returns the paths that a target of the Makefile passes to pytest."""
     recipe = re.search(rf"^{target}:.*\n\t\$\(PYTEST\)(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert recipe is not None
@@ -30,8 +30,8 @@ def test_each_folder_with_tests_is_in_one_tier() -> None:
 
 def test_the_tiers_are_what_make_and_pytest_run() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
-    assert tested_paths("check") == {f"tests/{folder}" for folder in CHECK}
+    assert paths_of("check") == {f"tests/{folder}" for folder in CHECK}
     # Without paths, pytest takes those of its settings.
-    assert tested_paths("test") == set()
+    assert paths_of("test") == set()
     assert set(settings["testpaths"]) == {f"tests/{folder}" for folder in CHECK | DEFAULT}
-    assert tested_paths("test-all") == {"tests"}
+    assert paths_of("test-all") == {"tests"}
