@@ -13,6 +13,10 @@ NODE_CLIENT := client/node
 PIP_FLAGS := --quiet --disable-pip-version-check --require-hashes
 ARGS ?=
 
+# Tests run in as many processes as there are cores, at most four: each has servers of its own. One file's tests stay together.
+WORKERS ?= auto
+PYTEST = $(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile
+
 # The first Python that is supported, unless PYTHON names one.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3 python; do \
 	"$$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo "$$python" && break; done)
@@ -24,7 +28,7 @@ NODE_PATH := $(if $(SYSTEM_NODE),,:$(CURDIR)/$(TOOLS)/bin)
 NODE_NEEDS := $(if $(SYSTEM_NODE),,$(TOOLS)/.installed)
 export PATH := $(CURDIR)/$(VENV)/bin$(NODE_PATH):$(PATH)
 
-.PHONY: help demo test test-models test-peers lint format proto proto-baseline tables op-policy docs node bench battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
+.PHONY: help demo check test test-all test-models test-peers lint format proto proto-baseline tables op-policy docs node bench battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
 
 help: ## say what each verb does
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r verb text; do printf '  make %-15s %s\n' "$$verb" "$$text"; done
@@ -32,11 +36,17 @@ help: ## say what each verb does
 demo: $(VENV)/.demo ## train a binary network through a server of its own; pictures go to out/
 	$(VENV)/bin/gradrule demo $(ARGS)
 
-test: $(VENV)/.installed $(NODE_CLIENT)/node_modules/.installed ## all tests, the Node client's too
-	$(VENV)/bin/python -m pytest $(ARGS)
+check: $(VENV)/.installed ## the quick tests: units, contracts, rules; two minutes on two cores
+	$(PYTEST) tests/unit tests/contract tests/rules $(ARGS)
+
+test: $(VENV)/.installed $(NODE_CLIENT)/node_modules/.installed ## these and all tests of servers, the Node client's too; twelve minutes on two cores
+	$(PYTEST) $(ARGS)
+
+test-all: $(VENV)/.installed $(NODE_CLIENT)/node_modules/.installed ## these and a sample of the battery, tests of the benchmarks, large models
+	$(PYTEST) tests $(ARGS)
 
 test-models: $(VENV)/.installed ## compare whole architectures with local TensorFlow; writes docs/models.md
-	$(VENV)/bin/python -m pytest tests/models -m "models or not models" --models-page docs/models.md $(ARGS)
+	$(VENV)/bin/python -m pytest tests/models --models-page docs/models.md $(ARGS)
 
 test-peers: $(VENV)/.installed $(PEERS)/.installed ## compare rules with the libraries they come from; writes tests/peers/results.json
 	$(PEERS)/bin/python -m tests.peers.reference out/peers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import grpc
@@ -13,6 +13,14 @@ import gradrule as gr
 from tests.service import blocking
 from tests.service.guarded import Guarded, guarded_server
 from tests.service.servers import RunningServer, running_server
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Escapes what is not Unicode in captured output: pytest-xdist cannot send it to the process that reports."""
+    report = yield
+    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,6 @@ from tests.benchmarks.measure import Row, Samples, latencies, rates
 TINY = bench.Counts(2, 3, 8, 1, 2**16, 2, 50, 2, budget_s=30.0)
 
 
-@pytest.mark.slow
 def test_every_row_is_measured_against_real_peers(capsys: pytest.CaptureFixture[str]) -> None:
     rows = bench.measure(TINY)
     bench.show(rows)

@@ -31,7 +31,6 @@ def test_graphs_have_the_size_they_should(kind: str, nodes: int) -> None:
     assert 0.8 * nodes < found < 1.3 * nodes
 
 
-@pytest.mark.slow
 def test_every_part_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     sizes, kinds = [100, 400], list(scaling.KINDS)
     rows = scaling.rows_of(scaling.measure(sizes, kinds, 120.0), sizes, kinds)

@@ -8,11 +8,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 from matplotlib.image import imread
 
 
-@pytest.mark.slow
 def test_the_rule_learns_what_tensorflows_gradient_cannot(tmp_path: Path) -> None:
     done = subprocess.run(
         [

@@ -18,8 +18,6 @@ from gradrule.cli.demo.networks import Network, relu_network
 from gradrule.cli.demo.training import Recipe, train
 from tests.service.answers import assert_close
 
-pytestmark = pytest.mark.slow
-
 Array = np.ndarray[Any, Any]
 
 

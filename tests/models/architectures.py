@@ -105,4 +105,3 @@ ARCHITECTURES = [
     _application("NASNetMobile", 32, RELU),
     _application("ConvNeXtTiny", 32, ERFC),
 ]
-QUICK = ARCHITECTURES[:3]

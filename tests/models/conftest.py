@@ -1,4 +1,4 @@
-"""Large models run only where they are asked for, and what is found of them is told as a table."""
+"""Prints what is found of large models as a table, and writes it to a page."""
 
 from __future__ import annotations
 
@@ -17,16 +17,6 @@ ROWS = pytest.StashKey[list[Row]]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Known where this folder is named on the command line."""
     parser.addoption("--models-page", type=Path, help="Where to write the table of all models.")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Takes out what is marked `models`, unless `-m` speaks of it."""
-    if "models" in config.getoption("markexpr"):
-        return
-    large = [item for item in items if item.get_closest_marker("models")]
-    if large:
-        config.hook.pytest_deselected(items=large)
-        items[:] = [item for item in items if item not in large]
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 """Whole architectures: outputs and gradients equal to local TensorFlow's, plain, with rules of the catalogue and a
-user's own. A few run always, all of them under `make test-models`."""
+user's own."""
 
 from __future__ import annotations
 
@@ -8,16 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.models.architectures import ARCHITECTURES, QUICK, Architecture
+from tests.models.architectures import ARCHITECTURES, Architecture
 from tests.models.comparing import TOLERANCE, Row, compare
 
-CASES = [
-    pytest.param(architecture, id=architecture.name, marks=() if architecture in QUICK else pytest.mark.models)
-    for architecture in ARCHITECTURES
-]
 
-
-@pytest.mark.parametrize("architecture", CASES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda architecture: architecture.name)
 @pytest.mark.timeout(900)
 def test_as_local_tensorflow(client: Any, architecture: Architecture, report: Callable[[Row], None]) -> None:
     row = compare(client, architecture)

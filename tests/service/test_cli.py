@@ -264,7 +264,6 @@ def test_a_reader_that_goes_away_costs_no_traceback(server: RunningServer) -> No
     assert done.stderr == ""
 
 
-@pytest.mark.slow
 def test_serve_from_start_to_drain(tmp_path: Path) -> None:
     environment = os.environ | {"GRADRULE_TARGET": "localhost:1", "GRADRULE_DATA_DIR": str(tmp_path / "data")}
     command = [sys.executable, "-m", "gradrule.cli", "serve", "--port", "0", "--device", "cpu"]

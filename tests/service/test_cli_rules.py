@@ -190,7 +190,6 @@ def builtins(client: Any) -> list[gr.RuleInfo]:
     return client.list_rules("builtin")
 
 
-@pytest.mark.slow
 def test_the_gallery_shows_every_rule(client: Any, shell: Shell, builtins: list[gr.RuleInfo]) -> None:
     done = shell("rules", "gallery", "page")
     assert done.code == 0

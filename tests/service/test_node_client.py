@@ -39,7 +39,6 @@ def dependencies() -> None:
         npm("ci")
 
 
-@pytest.mark.slow
 def test_node_client_against_real_servers(tmp_path: Path, guarded: Guarded) -> None:
     with running_server(tmp_path) as server:
         npm(

@@ -52,7 +52,7 @@ def matched(client: Any, *overrides: Any, graph: gr.Graph | None = None, xs: Any
         ({"pattern": ("Relu", "Tanh")}, {"block1/b"}),
         ({"pattern": ("@activation", "@activation", "Relu")}, {"block2/c"}),
     ],
-    ids=str,
+    ids=lambda value: str(sorted(value) if isinstance(value, set) else value),
 )
 def test_conditions(either: Any, conditions: dict[str, Any], nodes: set[str]) -> None:
     rule = "linearize" if "pattern" in conditions else TEN

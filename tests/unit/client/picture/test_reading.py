@@ -170,6 +170,7 @@ def test_functions_that_double_end_in_time() -> None:
         graph(node("a/" * 5000 + "a", "Neg"), *(node("a/" * depth + "a", "Neg") for depth in range(200))),
         graph(node("f", "f", "f"), functions=[function("f", [], {"r": "gone:y:0", "s": ""})]),
     ],
+    ids=["empty", "names", "cycle", "functions", "deep", "recursion"],
 )  # fmt: skip
 def test_a_broken_graph_is_drawn_as_far_as_it_goes(of: bytes) -> None:
     said = explained(of, xs=["a"], ys=["a"])

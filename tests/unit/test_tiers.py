@@ -1,0 +1,37 @@
+"""Each folder of tests belongs to exactly one tier: `make check`, `make test` or `make test-all`."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+CHECK = {"unit", "contract", "rules"}
+DEFAULT = {"policy", "service", "e2e"}
+"""What `make test` adds to `make check`."""
+LONG = {"battery", "benchmarks", "models", "peers"}
+"""What `make test-all` adds to `make test`."""
+
+
+def paths_of(target: str) -> set[str]:
+    """Returns the paths that a target of the Makefile passes to pytest."""
+    recipe = re.search(rf"^{target}:.*\n\t\$\(PYTEST\)(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert recipe is not None
+    return {word for word in recipe[1].split() if word.startswith("tests")}
+
+
+def test_each_folder_with_tests_is_in_one_tier() -> None:
+    found = {path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").rglob("test_*.py")}
+    assert found == CHECK | DEFAULT | LONG
+    assert len(found) == len(CHECK) + len(DEFAULT) + len(LONG)
+
+
+def test_the_tiers_are_what_make_and_pytest_run() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert paths_of("check") == {f"tests/{folder}" for folder in CHECK}
+    # Without paths, pytest takes those of its settings.
+    assert paths_of("test") == set()
+    assert set(settings["testpaths"]) == {f"tests/{folder}" for folder in CHECK | DEFAULT}
+    assert paths_of("test-all") == {"tests"}
