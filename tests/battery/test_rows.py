@@ -17,6 +17,7 @@ from tests.battery import (
     fuzz,
     hangs,
     hostile,
+    http2,
     interleavings,
     kills,
     op_table,
@@ -118,6 +119,12 @@ def test_overload(scale: Scale) -> None:
     assert not figures.details["neither"]
     # On any machine a refusal costs less than what is refused.
     assert figures.details["refusal_p50_ms"] < 1e3 * overload.WORK_S
+
+
+def test_http2(scale: Scale) -> None:
+    figures = http2.run(replace(scale, seconds=6.0))
+    assert figures.cases > 100
+    assert_met(figures)
 
 
 def test_fuzz(scale: Scale) -> None:

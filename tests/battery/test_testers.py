@@ -30,6 +30,8 @@ from tests.battery import (
     fuzz,
     hangs,
     hostile,
+    http2,
+    http2_cases,
     interleavings,
     judging,
     kills,
@@ -39,6 +41,7 @@ from tests.battery import (
     poison,
     rolling,
     soak,
+    wire,
 )
 from tests.battery.figures import Clock, Findings, Scale
 from tests.battery.fuzzing import sending
@@ -484,3 +487,38 @@ def status(reason: str, code: grpc.StatusCode, domain: str = "gradrule", message
 )
 def test_errors_with_reasons(data: bytes, verdict: Verdict) -> None:
     assert judging.of_status(data, None).verdict is verdict
+
+
+def test_lines_that_a_client_forged_are_seen() -> None:
+    good = b'{"level": "info", "message": "good"}\n'
+    for wrong in (
+        b"Traceback (most recent call last):",
+        b'{"level": "info", "message": "forged"}',
+        b'{"level": "info", "message": "' + http2_cases.SECRET + b'"}',
+        b'{"level": "error", "message": "incident 1", "logger": "gradrule_server.front.outcomes"}',
+    ):
+        findings = Findings()
+        assert http2.log_faults(good + wrong + b"\n" + good, findings) == 3
+        assert findings.count == 1
+    findings = Findings()
+    http2.log_faults(good, findings)
+    assert not findings.count
+
+
+async def test_calls_that_are_not_answered_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http2, "_ANSWER_S", 0.2)
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+        target = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        case = http2_cases.Case(("good_call",), (wire.PREFACE,), 1, False)
+        assert await http2.send(target, case, http2.Sent()) == ["0 of 1 calls were answered within 0.2 s"]
+
+
+def test_cases_come_from_the_seed() -> None:
+    first, same, other = (http2_cases.Cases(seed) for seed in (1, 1, 2))
+    assert [first.case(number) for number in range(50)] == [same.case(number) for number in range(50)]
+    assert [first.case(number) for number in range(50)] != [other.case(number) for number in range(50)]

@@ -190,6 +190,8 @@ async def read_answer(reader: asyncio.StreamReader, stream: int = 1, seconds: fl
     finally:
         hearing.cancel()
         ended.cancel()
+        # Only one may read at a time.
+        await asyncio.gather(hearing, ended, return_exceptions=True)
     return answer
 
 

@@ -76,6 +76,8 @@ OTHER_VALUES = {
     "admin_tenants": "ada,grace",
     "insecure_tokens": True,
     "max_connections": 31,
+    "max_unauthenticated_connections": 7,
+    "unauthenticated_idle_s": 11.0,
     "max_connection_streams": 32,
     "max_metadata_bytes": 2048,
     "handshake_timeout_s": 1.25,

@@ -22,7 +22,8 @@ SERVING: Final = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING: Final = health_pb2.HealthCheckResponse.NOT_SERVING
 
 _REQUEST_S = 5.0
-_MAX_WATCHERS, _MAX_WATCHERS_OF_ADDRESS, _MAX_WATCHERS_OF_CONNECTION = 1024, 64, 16
+# Clients that watch health do so before their first call, and many may share an address.
+_MAX_WATCHERS, _MAX_WATCHERS_OF_ADDRESS, _MAX_WATCHERS_OF_CONNECTION = 1024, 256, 16
 # Seconds for which what a watcher is told may wait to be read.
 _STALL_S = 20.0
 
