@@ -86,7 +86,7 @@ _MAX_NAME = 128
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """` Did you mean 'Sign'?` for a near miss, else nothing."""
+    """` Did you mean 'Sign'?` for a near miss, else nothing. The name itself is none: it was just not found."""
     close = _close(name, known) if len(name) <= _MAX_NAME else []
     return f" Did you mean {' or '.join(repr(candidate) for candidate in close)}?" if close else ""
 

@@ -186,6 +186,23 @@ def test_an_array_that_is_fed_again_travels_once(either: Any) -> None:
         program.evaluate({"x": gr.Blob(np.zeros(3))})
 
 
+@pytest.mark.parametrize("accident", ["changed", "removed"])
+def test_a_blob_that_changes_on_the_disk_is_sent_again(server: RunningServer, client: gr.Client, accident: str) -> None:
+    g = gr.Graph()
+    g.op("Sum", g.placeholder("x", "float32", [None]), [0], name="y")
+    blob = gr.Blob(np.full(5_000, len(accident), np.float32))
+    client.evaluate(g, feeds={"x": blob}, fetches=["y"])
+    [file] = (server.data_dir / "registry" / "blobs").rglob(blob.sha256)
+    if accident == "changed":
+        file.write_bytes(np.full(5_000, 3.0, np.float32).tobytes())
+    else:
+        file.unlink()
+    assert client.evaluate(g, feeds={"x": blob}, fetches=["y"]).outputs["y"] == 5_000 * len(accident)
+    assert name_of(file.read_bytes()) == blob.sha256
+    if accident == "changed":
+        assert f"{blob.sha256} is not what was stored" in server.log.read_text()
+
+
 def test_programs_share_tensors_whichever_way_the_bytes_came(client: Any, channel: grpc.Channel) -> None:
     small = np.array([[1.0], [2.0]], np.float32)
     by_value = client.compile(model(small), fetches=["y"])

@@ -6,6 +6,7 @@ import hashlib
 import shutil
 import sqlite3
 import stat
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,13 @@ import pytest
 import gradrule as gr
 from tests.service.answers import assert_close, refused
 from tests.service.guarded import command, token_command
-from tests.service.servers import RunningServer, running_server, wait_until
+from tests.service.servers import (
+    RunningServer,
+    running_server,
+    serve_command,
+    server_environment,
+    wait_until,
+)
 
 # As a release without tenants wrote it: rules `Kept` and `Stays`, and a program `model` that was compiled when `Kept`
 # was still 3 * dy.
@@ -128,7 +135,15 @@ def test_from_an_old_registry_to_a_copy_brought_back(old: Path, tmp_path: Path) 
 
 def test_a_registry_that_was_killed_while_it_was_written(tmp_path: Path) -> None:
     acknowledged: list[str] = []
+    file = tmp_path / "registry" / "gradrule.db"
     with running_server(tmp_path) as running:
+        with gr.connect(running.target) as client:
+            file.rename(file.with_name("aside"))
+            with refused("UNAVAILABLE") as refusal:
+                client.create_rule("Nowhere", "dy")
+            refusal.says("removed or replaced")
+            wait_until(lambda: f"{file} was removed" in running.log.read_text() or None, "a line in the log")
+            file.with_name("aside").rename(file)
 
         def work() -> None:
             with gr.connect(running.target, timeout=5) as client:
@@ -150,6 +165,27 @@ def test_a_registry_that_was_killed_while_it_was_written(tmp_path: Path) -> None
     # One more may have been written and not acknowledged.
     assert set(acknowledged) <= names
     assert len(names) <= len(acknowledged) + 1
+    check_not_begun_anew(tmp_path)
+
+
+def check_not_begun_anew(folder: Path) -> None:
+    """A server whose database is gone does not start with an empty one, unless somebody says so."""
+    data = folder / "registry"
+    for path in data.glob("gradrule.db*"):
+        path.unlink()
+    serve = subprocess.run(
+        serve_command("--port", "0", "--data-dir", str(data)),
+        capture_output=True,
+        text=True,
+        env=server_environment(),
+        check=False,
+    )
+    assert serve.returncode == 1
+    [line] = serve.stderr.splitlines()
+    assert f"{data / 'gradrule.db'} is gone" in line
+    assert "`gradrule registry new --data-dir" in line
+    assert "empty registry" in command("registry", "new", "--data-dir", str(data))
+    assert "in order: 0 rules" in command("registry", "check", "--data-dir", str(data))
 
 
 def test_what_is_damaged_is_told(old: Path, tmp_path: Path) -> None:

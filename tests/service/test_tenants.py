@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sqlite3
 import time
 from collections.abc import Iterator
 from concurrent import futures
@@ -112,6 +113,34 @@ def test_what_ships_is_everybody_s_and_nobody_s_to_change(ada: gr.Client, grace:
     for client in (ada, grace):
         with refused("RULE_READ_ONLY"):
             client.delete_rule("ste")
+
+
+def test_a_row_that_cannot_be_read_costs_its_tenant_that_row(
+    guarded: Guarded, ada: gr.Client, grace: gr.Client, names: tuple[str, str]
+) -> None:
+    # As a damaged disk may leave it, before the tenant's first call.
+    with sqlite3.connect(guarded.running.data_dir / "registry" / "gradrule.db") as database:
+        query = "INSERT INTO rules VALUES (?, ?, ?, ?, 1)"
+        database.execute(query, (names[0], "Broken", b"\xff\xff", ""))
+        database.execute(query, (names[0], "no name!", b"", ""))
+        database.execute("INSERT INTO blobs VALUES (?, 'no digest', x'00')", (names[0],))
+        database.execute("INSERT INTO programs VALUES (?, 'p', 'i', 'no digest', x'ff', x'', x'ff', 1)", (names[0],))
+    database.close()
+    assert gradient(ada, "ste") == [1.0, 1.0]
+    assert (ada.list_rules("user"), ada.list_programs()) == ([], [])
+    with refused("UNKNOWN_RULE") as refusal:
+        gradient(ada, "Broken")
+    refusal.says("cannot be read", "create it anew")
+    with refused("PROGRAM_NOT_FOUND") as refusal:
+        ada.program("p").evaluate(X)
+    refusal.says("cannot be read", "compile it anew")
+    ada.create_rule("Broken", "3 * dy")
+    assert gradient(ada, "Broken") == [3.0, 3.0]
+    program = ada.compile(sign(), overrides={"Sign": "Broken"}, name="p", **WORDS)
+    assert program.evaluate(X).gradients["x"].tolist() == [3.0, 3.0]
+    with refused("UNKNOWN_RULE") as refusal:
+        gradient(grace, "Broken")
+    assert "cannot be read" not in refusal.message
 
 
 # Programs.

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradrule_server.registry.backup import BackupError, Report, backup, begin_anew, check, restore
+from gradrule_server.registry.blobs import DAMAGED
+from gradrule_server.registry.files import BLOBS
 from gradrule_server.settings import default_data_dir
 from gradrule_server.settings_reading import SettingsError, environment_name
 
@@ -97,5 +99,9 @@ def _new(options: argparse.Namespace) -> int:
 def _tell_odd(report: Report) -> None:
     for sentence in report.unreadable:
         print(sentence)
+    if report.set_aside:
+        print(
+            f"{report.set_aside} blobs were damaged, and are kept aside in {BLOBS}/ as {DAMAGED}…; they may be deleted"
+        )
     if report.missing:
         print(f"{len(report.missing)} of the blobs are gone; programs ask for them when they are run")

@@ -307,7 +307,8 @@ class Differentiation:
             # What a gradient function cannot do it says in many ways: NotImplementedError, ValueError, TypeError.
             raise error(
                 errors_pb2.ERROR_REASON_NO_GRADIENT,
-                f"node {node!r}: TensorFlow's gradient of {op.type!r} does not work here: {readable(message_of(cause))}",
+                f"node {node!r}: TensorFlow's gradient of {op.type!r} does not work here: "
+                f"{readable(message_of(cause))}",
                 node=node,
             ) from cause
         return list(result) if isinstance(result, (list, tuple)) else [result]

@@ -112,7 +112,7 @@ class Tenant:
 class Tenants:
     """The tenants that are at hand. All but making one happens on one asyncio loop.
 
-    Made in a thread that may block; `StoreError` where the first tenant's rules cannot be read.
+    Made in a thread that may block.
     """
 
     def __init__(self, shared: Shared, shipped: Shipped) -> None:

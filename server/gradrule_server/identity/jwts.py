@@ -37,8 +37,8 @@ _MAX_LENGTH = 16 * 1024
 _SHOWN = 80
 # The last second of the year 9999: no later one can be shown as a time.
 _LATEST = 253_402_300_799
-# What PyJWT raises about a token that is none, beside its own errors: its JSON may hold anything.
-_MALFORMED = (jwt.PyJWTError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+# What PyJWT raises about a token that is none; which of these it turns into its own errors differs by its version.
+_MALFORMED = (jwt.PyJWTError, ValueError, TypeError, OverflowError, RecursionError)
 
 _PublicKey: TypeAlias = RSAPublicKey | EllipticCurvePublicKey | Ed25519PublicKey
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gradrule_server.registry.blobs import UPLOADING, folder_name
+from gradrule_server.registry.blobs import DAMAGED, UPLOADING, folder_name
 from gradrule_server.registry.database import text_of
 from gradrule_server.registry.files import BLOBS, FILE_NAME, MARKER, StoreError, logs_of, set_aside
 from gradrule_server.registry.lock import FolderInUseError, FolderLock
@@ -53,6 +53,8 @@ class Report:
     schema_version: int = SCHEMA_VERSION
     unreadable: list[str] = field(default_factory=list)
     """Rules and programs that this release cannot read, one sentence each; they are copied as they are."""
+    set_aside: int = 0
+    """Blobs that were found damaged, and kept aside."""
     problems: list[str] = field(default_factory=list)
     """What is damaged: nothing that could be copied."""
 
@@ -74,6 +76,7 @@ def check(data_dir: Path) -> Report:
             _check_database(database, report)
     except sqlite3.Error as cause:
         report.problems.append(f"the database cannot be read: {cause}")
+    report.set_aside = sum(1 for _ in (data_dir / BLOBS).rglob(f"{DAMAGED}*"))
     for path in sorted(report.blobs):
         blob = data_dir / BLOBS / path
         if not blob.is_file():

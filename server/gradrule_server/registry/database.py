@@ -69,7 +69,7 @@ class Database:
             _log.warning("the disk of %s is full; what was reserved for deleting was used to open it", self.path)
             self._start()
         if not self._reserve.make():
-            _log.warning("the disk of %s is full; deleting rules and programs may fail", self.path)
+            _log.warning("no room could be reserved beside %s: deleting may fail when the disk is full", self.path)
 
     def _start(self) -> None:
         folder = self.path.parent
@@ -246,7 +246,7 @@ class Database:
             finally:
                 connection_of_pool.close()
         if not self._reserve.make():
-            _log.warning("the disk of %s is full; deleting rules and programs may fail", self.path)
+            _log.warning("no room could be reserved beside %s: deleting may fail when the disk is full", self.path)
         return done
 
 

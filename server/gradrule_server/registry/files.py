@@ -99,13 +99,11 @@ class Reserve:
         self._path = folder / RESERVE
 
     def make(self) -> bool:
-        """Takes the room; False where there is not enough."""
+        """Takes the room; False where there is not enough, or the file system takes none in advance."""
         handle = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600)
         try:
             os.posix_fallocate(handle, 0, _RESERVE_BYTES)
-        except OSError as cause:
-            if cause.errno not in FULL:
-                raise
+        except OSError:
             self._path.unlink()
             return False
         finally:

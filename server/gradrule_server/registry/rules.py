@@ -205,9 +205,13 @@ class RuleRegistry:
                 field="name",
                 resource=_resource(bare),
             )
+        names, name_of_user = set(self._names.all()), bare.removeprefix(BUILTIN_PREFIX)
+        # There may be a USER rule of the name that was asked for as a BUILTIN one.
+        is_users = name_of_user != bare and name_of_user in names
+        near = f" Did you mean {name_of_user!r}?" if is_users else did_you_mean(name_of_user, names)
         return error(
             errors_pb2.ERROR_REASON_UNKNOWN_RULE,
-            f"there is no rule {bare!r}.{did_you_mean(bare.removeprefix(BUILTIN_PREFIX), set(self._names.all()))}",
+            f"there is no rule {bare!r}.{near}",
             field="name",
             resource=_resource(bare),
         )

@@ -33,6 +33,8 @@ def test_near_names_are_found_among_many() -> None:
     assert did_you_mean("Surogate", known) == " Did you mean 'Surrogate'?"
     assert did_you_mean("SURROGATE", ["surrogate"]) == " Did you mean 'surrogate'?"
     assert did_you_mean("Nothing", ["Sign"]) == ""
+    assert did_you_mean("p1", ["p1", "p10"]) == " Did you mean 'p10'?"
+    assert did_you_mean("p1", ["p1"]) == ""
     assert did_you_mean("x" * 1000, known) == ""
 
 

@@ -218,6 +218,12 @@ def test_what_is_wrong_with_a_registry(store: Store, data: Path) -> None:
     report = check(data)
     assert len(report.problems) == len(report.unreadable) == 1
     assert "'broken' of tenant 'ada'" in report.unreadable[0]
+    damaged = next(path for path in (data / "blobs").rglob("*") if path.is_file() and path.read_bytes() == b"changed")
+    ada = BlobStore(data / "blobs", 1 << 20).of("ada")
+    assert ada.folder == damaged.parent
+    with pytest.raises(GradruleError):
+        ada.verify([damaged.name])
+    assert (check(data).set_aside, len(check(data).missing)) == (1, 1)
     with pytest.raises(BackupError, match="there is no registry"):
         check(data / "nowhere")
 

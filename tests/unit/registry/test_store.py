@@ -270,6 +270,25 @@ def test_a_changed_graph_is_found_when_it_is_read(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_damaged_graph_costs_its_program_and_no_start(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    graphs = {"p": b"first graph" * 10_000, "q": b"other graph" * 10_000}
+    for name, graph in graphs.items():
+        store.add_program(program(name), content(graph))
+    store.close()
+    file = tmp_path / "gradrule.db"
+    raw = file.read_bytes()
+    middle = raw.index(b"first graph" * 10) + 50_000
+    # The first bytes of a page lead to the next one.
+    page = middle // 4096 * 4096
+    file.write_bytes(raw[:page] + b"\xff" * 4096 + raw[page + 4096 :])
+    store = Store(tmp_path)
+    with pytest.raises(UnreadableRowError, match="its graph"):
+        store.program_content("p", "same")
+    assert store.program_content("q", "same") == content(graphs["q"])
+    store.close()
+
+
 def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
     Store(tmp_path).close()
     with sqlite3.connect(tmp_path / "gradrule.db") as connection:
