@@ -348,7 +348,9 @@ def find_pythons(machine: Machine) -> tuple[dict[str, str], list[Path]]:
         candidates: list[tuple[str, list[Path]]] = [(f"/usr/bin/{name}", [])]
         tell = [name, "-c", "import sys; print(sys.base_prefix)"]
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
-            prefix = subprocess.run(tell, capture_output=True, text=True, check=True).stdout.strip()
+            # pyenv has versions that run only where they are named.
+            named = {**os.environ, "PYENV_VERSION": version}
+            prefix = subprocess.run(tell, capture_output=True, text=True, check=True, env=named).stdout.strip()
             candidates.append((f"{prefix}/bin/{name}", [Path(prefix)] if not prefix.startswith("/usr") else []))
         for python, needed in candidates:
             with_python = replace(machine, binds=(*machine.binds, *needed))

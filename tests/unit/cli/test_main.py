@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
 import gradrule
+import gradrule_server
 from gradrule import errors
 from gradrule.cli import connection
 from gradrule.cli.failures import describe
@@ -41,6 +44,11 @@ def test_the_version(command: list[str]) -> None:
         [sys.executable, *command, "--version"], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == f"gradrule {gradrule.__version__}\n"
+
+
+def test_the_version_is_the_distributions() -> None:
+    project = tomllib.loads((Path(__file__).resolve().parents[3] / "pyproject.toml").read_text())["project"]
+    assert project["version"] == gradrule.__version__ == gradrule_server.__version__
 
 
 def test_help_of_serve_is_the_servers(capsys: pytest.CaptureFixture[str]) -> None:
