@@ -43,7 +43,8 @@ async def incoming(
             coming = asyncio.ensure_future(anext(requests, None))
             try:
                 if event is not None and on_event is not None:
-                    await asyncio.wait({coming, drained, event}, return_when=asyncio.FIRST_COMPLETED)
+                    waited: set[asyncio.Future[Any]] = {coming, drained, event}
+                    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
                     if event.done():
                         await on_event(event.result())
                         event = None
