@@ -34,6 +34,7 @@ _DIGEST_SHOWN = 16
 
 _MEMORY_PER_ENGINE = 768 * 1024 * 1024
 _LEAST_ENGINES = 4
+# Each engine takes some hundred MiB of a GPU's memory before it computes anything.
 _MAX_GPU_ENGINES = 8
 
 
@@ -108,7 +109,8 @@ def pool_of(settings: Settings, blobs: BlobStore, on_change: Callable[[bool], No
     return EnginePool(
         options,
         engines=settings.engines,
-        max_engines=_max_engines(settings),
+        max_engines=_max_engines(settings, available_memory() // _MEMORY_PER_ENGINE),
+        max_gpu_engines=_max_engines(settings, _MAX_GPU_ENGINES),
         spares=settings.spares,
         heartbeat_s=settings.heartbeat_s,
         on_change=on_change,
@@ -219,13 +221,11 @@ def sources_of(settings: Settings, loaded: LoadedPrograms, tenants: Tenants, adm
     )
 
 
-def _max_engines(settings: Settings) -> int:
-    """Engines of all tenants."""
-    if settings.max_engines != "auto":
-        return settings.max_engines
-    # Each engine takes some hundred MiB of a GPU's memory before it computes anything.
-    most = _MAX_GPU_ENGINES if settings.device.startswith("gpu") else available_memory() // _MEMORY_PER_ENGINE
-    return max(_LEAST_ENGINES, settings.engines + 1, most)
+def _max_engines(settings: Settings, default: int) -> int:
+    """Returns the number of engines of all tenants: as the setting says, or the default, but enough for one tenant."""
+    return (
+        settings.max_engines if settings.max_engines != "auto" else max(default, _LEAST_ENGINES, settings.engines + 1)
+    )
 
 
 def _memory_limit(settings: Settings) -> int:

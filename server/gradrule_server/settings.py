@@ -94,8 +94,8 @@ class Settings(BaseModel):
     )
     max_engines: Literal["auto"] | PositiveInt = Field(
         "auto",
-        description="Engines of all tenants; auto: one for each 768 MiB of memory, at least 4, and 8 at most with "
-        "--device gpu:N. Spares and trials come on top.",
+        description="Engines of all tenants; auto: one for each 768 MiB of memory, at least 4, or 8 on a GPU. "
+        "Spares and trials come on top.",
     )
     spares: int = Field(
         1, ge=0, description="Engines that are kept ready for a new tenant, or in place of one that dies."

@@ -7,21 +7,28 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+from google.rpc import status_pb2
 
 import gradrule as gr
 from gradrule.v1 import session_pb2
-from tests.service import endless
+from tests.battery.processes import engines
+from tests.service import endless, raw
 from tests.service.answers import assert_close, refused
 from tests.service.corpus import CRASHES
 from tests.service.guarded import Guarded
 from tests.service.refusals import sign
 from tests.service.servers import wait_until
+from tests.service.streams import reason
+
+EVALUATE = "/gradrule.v1.GradientService/Evaluate"
+RUN_SESSION = "/gradrule.v1.SessionService/RunSession"
 
 _STORM = 6
 _LOOPS = 8
@@ -62,6 +69,19 @@ def engines_of(guarded: Guarded) -> Iterator[Callable[..., set[int]]]:
             }
 
         yield pids
+
+
+@pytest.fixture
+def channel_of(guarded: Guarded) -> Iterator[Callable[[str], grpc.Channel]]:
+    """`channel_of(tenant)`: a bare channel of a tenant's."""
+    with ExitStack() as stack:
+
+        def channel(tenant: str) -> grpc.Channel:
+            call = grpc.access_token_call_credentials(guarded.web_token(tenant))
+            both = grpc.composite_channel_credentials(gr.tls(guarded.authority.file), call)
+            return stack.enter_context(grpc.secure_channel(guarded.running.target, both))
+
+        yield channel
 
 
 def counter() -> gr.Graph:
@@ -148,31 +168,51 @@ def test_no_engine_works_for_two_tenants(
         assert len(set.union(*found)) == 4
 
 
-def test_endless_loops_of_one_tenant_keep_no_other_waiting(ada: gr.Client, grace: gr.Client) -> None:
-    program = ada.compile(endless.graph_def(), fetches=["y"])
+def test_endless_loops_of_one_tenant_keep_no_other_waiting(
+    guarded: Guarded,
+    ada: gr.Client,
+    grace: gr.Client,
+    names: tuple[str, str],
+    channel_of: Callable[[str], grpc.Channel],
+) -> None:
     grace.evaluate(sign(), feeds=_FEEDS, fetches=["y"])
-    with futures.ThreadPoolExecutor(_LOOPS) as pool:
-        loops = [pool.submit(program.evaluate, {"x": endless.STAYS}, timeout=12.0) for _ in range(_LOOPS)]
-        # They run once a call of the same tenant has to wait for a thread.
-        with refused("DEADLINE_EXCEEDED"):
-            wait_until(lambda: ada.evaluate(sign(), feeds=_FEEDS, fetches=["y"], timeout=0.5) and None, "a call")
-        for _ in range(10):
-            assert grace.evaluate(sign(), feeds=_FEEDS, fetches=["y"], timeout=4.0).outputs["y"].tolist() == [1.0, 1.0]
-        assert not any(loop.done() for loop in loops), "the loops had ended: nothing is shown"
-        for loop in loops:
-            with pytest.raises(gr.errors.GradruleError):
-                loop.result()
+    loops = [start_loop(channel_of(names[0])) for _ in range(_LOOPS)]
+    # They have all threads once a call of the same tenant waits.
+    with refused("DEADLINE_EXCEEDED"):
+        wait_until(lambda: ada.evaluate(sign(), feeds=_FEEDS, fetches=["y"], timeout=1.0) and None, "a call")
+    for _ in range(10):
+        assert grace.evaluate(sign(), feeds=_FEEDS, fetches=["y"], timeout=20.0).outputs["y"].tolist() == [1.0, 1.0]
+    assert not any(loop.done() for loop in loops), "the loops had ended: nothing is shown"
+    for loop in loops:
+        loop.cancel()
 
 
+def start_loop(channel: grpc.Channel) -> Any:
+    """A call that never ends, until it is cancelled."""
+    request = raw.request(endless.graph_def().SerializeToString(), {"x": raw.tensor(endless.STAYS)})
+    return channel.unary_unary(EVALUATE).future(request.SerializeToString(), timeout=300)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
 def test_a_call_that_overruns_or_is_cancelled_ends_no_session(
-    ada: gr.Client, names: tuple[str, str], engines_of: Callable[..., set[int]]
+    ada: gr.Client,
+    names: tuple[str, str],
+    engines_of: Callable[..., set[int]],
+    channel_of: Callable[[str], grpc.Channel],
+    is_cancelled: bool,
 ) -> None:
     program = ada.compile(endless.graph_def(), fetches=["y"])
     with ada.session(counter()) as session:
         step(session)
         (before,) = engines_of(names[0])
-        with refused("DEADLINE_EXCEEDED"):
-            program.evaluate({"x": endless.STAYS}, timeout=1.0)
+        if is_cancelled:
+            loop = start_loop(channel_of(names[0]))
+            with refused("DEADLINE_EXCEEDED"):
+                program.evaluate({"x": endless.STAYS}, timeout=0.5)
+            loop.cancel()
+        else:
+            with refused("DEADLINE_EXCEEDED"):
+                program.evaluate({"x": endless.STAYS}, timeout=1.0)
         wait_until(lambda: before not in engines_of(names[0]) or None, "the end of the engine that ran it")
         assert step(session) == 2
 
@@ -196,7 +236,7 @@ def test_a_session_that_opens_while_another_s_step_is_given_up_outlives_the_engi
 
 
 def test_a_lost_session_is_told_at_once_though_no_request_is_under_way(
-    guarded: Guarded, ada: gr.Client, names: tuple[str, str], engines_of: Callable[..., set[int]]
+    names: tuple[str, str], engines_of: Callable[..., set[int]], channel_of: Callable[[str], grpc.Channel]
 ) -> None:
     start = session_pb2.RunSessionRequest()
     start.start.graph.serialized = counter().to_bytes()
@@ -206,19 +246,16 @@ def test_a_lost_session_is_told_at_once_though_no_request_is_under_way(
         yield start.SerializeToString()
         outgoing.wait(60)
 
-    call = grpc.access_token_call_credentials(guarded.web_token(names[0]))
-    both = grpc.composite_channel_credentials(gr.tls(guarded.authority.file), call)
-    with grpc.secure_channel(guarded.running.target, both) as channel:
-        stream: Any = channel.stream_stream("/gradrule.v1.SessionService/RunSession")(requests(), timeout=60)
-        assert session_pb2.RunSessionResponse.FromString(next(stream)).HasField("started")
-        (pid,) = engines_of(names[0], sessions=True)
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(grpc.RpcError) as ended:
-            next(stream)
-        outgoing.set()
-    assert ended.value.code() is grpc.StatusCode.ABORTED
-    assert "SIGKILL" in ended.value.details()
-    assert "the last step that was completed is 0" in ended.value.details()
+    stream: Any = channel_of(names[0]).stream_stream(RUN_SESSION)(requests(), timeout=60)
+    assert session_pb2.RunSessionResponse.FromString(next(stream)).HasField("started")
+    (pid,) = engines_of(names[0], sessions=True)
+    os.kill(pid, signal.SIGKILL)
+    told = session_pb2.RunSessionResponse.FromString(next(stream))
+    outgoing.set()
+    assert reason(told) == "SESSION_LOST"
+    message = status_pb2.Status.FromString(told.status).message
+    assert "SIGKILL" in message
+    assert "the last step that was completed is 0" in message
 
 
 def test_a_lost_session_goes_on_from_the_values_that_were_read_last(
@@ -241,9 +278,24 @@ def test_a_lost_session_goes_on_from_the_values_that_were_read_last(
         assert_close(again.read()["w"], np.float32([-5, -5]))
 
 
-def test_the_kernel_ends_engines_before_the_server(guarded: Guarded, ada: gr.Client, names: tuple[str, str]) -> None:
-    from tests.battery.processes import engines
+async def test_a_lost_session_is_told_to_asynchronous_clients_too(
+    guarded: Guarded, names: tuple[str, str], engines_of: Callable[..., set[int]]
+) -> None:
+    credentials = gr.tls(guarded.authority.file)
+    async with (
+        gr.aio.connect(
+            guarded.running.target, credentials=credentials, token=guarded.web_token(names[0]), timeout=60.0
+        ) as client,
+        client.session(counter()) as session,
+    ):
+        (pid,) = engines_of(names[0], sessions=True)
+        os.kill(pid, signal.SIGKILL)
+        for _ in range(2):
+            with refused("SESSION_LOST"):
+                await session.read()
 
+
+def test_the_kernel_ends_engines_before_the_server(guarded: Guarded, ada: gr.Client, names: tuple[str, str]) -> None:
     ada.evaluate(sign(), feeds=_FEEDS, fetches=["y"])
     server = guarded.running.process.pid
     scores = {pid: int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in (server, *engines(server))}

@@ -38,3 +38,17 @@ async def test_the_audit_log_tells_which_program_is_quarantined_and_why(settings
         audit.configure("")
     (line,) = map(json.loads, audited.read_text().splitlines())
     assert (line["event"], line["detail"]) == ("quarantine", "0123456789abcdef: SIGABRT: Check failed: a")
+
+
+@pytest.mark.parametrize(
+    ("flags", "gibibytes", "most", "most_on_gpu"),
+    [([], 24, 32, 8), ([], 1, 4, 8), (["--engines", "9"], 1, 10, 10), (["--max-engines", "5"], 24, 5, 5)],
+)
+async def test_the_default_number_of_engines_follows_from_memory_and_device(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: list[str], gibibytes: int, most: int, most_on_gpu: int
+) -> None:
+    monkeypatch.setattr(assembly, "available_memory", lambda: gibibytes * 2**30)
+    pool = assembly.pool_of(Settings.load(flags, {}), BlobStore(tmp_path, 0), lambda ready: None)
+    assert pool.max_engines == most
+    pool.greeting.device = "GPU:0"
+    assert pool.max_engines == most_on_gpu

@@ -20,6 +20,7 @@ OTHER_VALUES = {
     "max_deadline_s": 40.0,
     "engine_threads": 2,
     "engines": 18,
+    "max_engines": 99,
     "spares": 0,
     "memory_limit": 2**30,
     "heartbeat_s": 19.5,
@@ -281,3 +282,9 @@ def test_help_tells_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
         assert info.description in text
     assert "[default: 64MiB]" in text
     assert "[default: /home/100%s/.local/share/gradrule]" in text
+
+
+def test_a_tenant_has_room_for_its_sessions_beside_its_programs() -> None:
+    assert Settings.load(["--engines", "2", "--max-engines", "3"], {}).max_engines == 3
+    for flags, said in ((["--engines", "2", "--max-engines", "2"], "engines (2)"), (["--max-engines", "0"], "from 2")):
+        assert said in refused(flags, {})

@@ -21,7 +21,7 @@ class EngineStatus:
     """One engine: a process that runs programs.
 
     pid: None while there is no process. uptime: seconds since it is ready. ended: how often an engine in its place
-    ended, by reason. tenant: whose work it runs; empty: nobody's yet. holds_sessions: it runs sessions and nothing else.
+    ended, by reason. tenant: whose work it runs; empty: nobody's yet. holds_sessions: it runs nothing but sessions.
     """
 
     index: int

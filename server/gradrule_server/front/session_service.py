@@ -32,11 +32,18 @@ class SessionServicer:
         return {"RunSession": self.run}
 
     async def run(self, caller: Caller, requests: AsyncIterator[bytes], write: Write) -> None:
-        """One session: its first message starts it, its end ends it."""
+        """One session: its first message starts it, its end ends it. A loss is told once without being asked for."""
         session = Session(caller.tenant.sessions)
-        started = False
+        started = is_loss_told = False
+
+        async def tell_loss(cause: GradruleError) -> None:
+            if not is_loss_told:
+                await write(
+                    session_pb2.RunSessionResponse(status=status_of(cause).SerializeToString()).SerializeToString()
+                )
+
         try:
-            async for raw in incoming(requests, self._door.draining, session.loss):
+            async for raw in incoming(requests, self._door.draining, session.loss, tell_loss):
                 response = session_pb2.RunSessionResponse()
                 try:
                     await self._answer(caller, raw, session, response, started=started)
@@ -44,6 +51,7 @@ class SessionServicer:
                 except GradruleError as cause:
                     if not started:
                         raise
+                    is_loss_told = is_loss_told or cause.reason == errors_pb2.ERROR_REASON_SESSION_LOST
                     response.status = status_of(cause).SerializeToString()
                 await write(response.SerializeToString())
         finally:

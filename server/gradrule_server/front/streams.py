@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -19,6 +19,8 @@ from gradrule_server.link.v1 import link_pb2
 
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 # Requests of one stream that run or whose answers wait to be written, and bytes of the latter; past these it is not
 # read.
 _MAX_UNDER_WAY = 32
@@ -26,24 +28,30 @@ _MAX_UNWRITTEN_BYTES = 64 << 20
 
 
 async def incoming(
-    requests: AsyncIterator[bytes], draining: asyncio.Event, failure: asyncio.Future[GradruleError] | None = None
+    requests: AsyncIterator[bytes],
+    draining: asyncio.Event,
+    event: asyncio.Future[T] | None = None,
+    on_event: Callable[[T], Awaitable[None]] | None = None,
 ) -> AsyncIterator[bytes]:
     """The messages of a stream until the client has sent its last. UNAVAILABLE once the server is going away.
 
-    Raises the error that `failure` holds, as soon as it is set.
+    Calls `on_event` with the result of `event` once it is set, between two messages.
     """
     drained = asyncio.ensure_future(draining.wait())
-    endings = {drained} if failure is None else {drained, failure}
     try:
         while True:
             coming = asyncio.ensure_future(anext(requests, None))
             try:
-                await asyncio.wait({coming, *endings}, return_when=asyncio.FIRST_COMPLETED)
+                if event is not None and on_event is not None:
+                    waited: set[asyncio.Future[Any]] = {coming, drained, event}
+                    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                    if event.done():
+                        await on_event(event.result())
+                        event = None
+                await asyncio.wait({coming, drained}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 if not coming.done():
                     coming.cancel()
-            if failure is not None and failure.done():
-                raise failure.result()
             if not coming.done():
                 raise error(errors_pb2.ERROR_REASON_UNAVAILABLE, "the server is going away", retry_after_s=0.0)
             raw = coming.result()

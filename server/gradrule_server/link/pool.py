@@ -42,6 +42,7 @@ class EnginePool:
         engines: Engines for programs per tenant. So many are started at once, before any tenant needs them.
         spares: Processes that are kept ready.
         max_engines: Engines of all tenants together. Trials and spares come on top.
+        max_gpu_engines: The same where they run on a GPU; None: `max_engines`.
         heartbeat_s: Engine health-check interval, seconds; 0 disables.
         on_change: Called with whether any engine takes work, whenever that changes.
     """
@@ -53,11 +54,13 @@ class EnginePool:
         engines: int = 1,
         spares: int = 1,
         max_engines: int = 32,
+        max_gpu_engines: int | None = None,
         heartbeat_s: float = 1.0,
         on_change: Callable[[bool], None] = lambda ready: None,
     ) -> None:
         self._spares = Spares(options, spares)
         self._max_engines = max_engines
+        self._max_gpu_engines = max_engines if max_gpu_engines is None else max_gpu_engines
         self._ended: dict[int, Counter[str]] = {}
         self.per_tenant = engines
         """Engines for programs that a tenant may have."""
@@ -93,6 +96,11 @@ class EnginePool:
     def spares_ready(self) -> int:
         """Processes that wait to become an engine."""
         return self._spares.ready
+
+    @property
+    def max_engines(self) -> int:
+        """Engines of all tenants together."""
+        return self._max_gpu_engines if self.greeting.device.startswith("GPU") else self._max_engines
 
     @property
     def ended(self) -> Mapping[int, Mapping[str, int]]:
@@ -170,14 +178,14 @@ class EnginePool:
         if len(own) >= self.per_tenant or not all(engine.is_ready for engine in own):
             return None
         unclaimed = any(engine.owner is None for engine in self.engines)
-        if not unclaimed and len(self.engines) >= self._max_engines:
+        if not unclaimed and len(self.engines) >= self.max_engines:
             return None
         engine = self._claim(owner)
         return engine if engine.is_ready else None
 
     def borrow(self, owner: str) -> Engine | None:
         """Returns an extra engine for a tenant, until `give_back`; None where it has one, or there is no spare."""
-        if any(engine.is_extra for engine in self.engines_of(owner)) or len(self.engines) >= self._max_engines:
+        if any(engine.is_extra for engine in self.engines_of(owner)) or len(self.engines) >= self.max_engines:
             return None
         process = self._spares.take_now()
         if process is None:
@@ -226,13 +234,13 @@ class EnginePool:
 
         The one that was used least recently; one of the tenant's own only where all others are in use.
         """
-        if len(self.engines) < self._max_engines:
+        if len(self.engines) < self.max_engines:
             return
         idle = [engine for engine in self.engines if engine.is_idle]
         if not idle:
             raise error(
                 errors_pb2.ERROR_REASON_OVERLOADED,
-                f"all {self._max_engines} engines (--max-engines) are in use by requests, sessions or forward handles; "
+                f"all {self.max_engines} engines (--max-engines) are in use by requests, sessions or forward handles; "
                 "send the request again a little later",
                 retry_after_s=_FULL_RETRY_S,
             )

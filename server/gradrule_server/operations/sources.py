@@ -13,7 +13,7 @@ from typing import Protocol
 class EngineStatus(Protocol):
     """One engine.
 
-    owner: its tenant; None while it has none. ended: how often one in its place ended, by reason (`crash`, `overrun`, …).
+    owner: its tenant; None while it has none. ended: how often one in its place ended, by reason (`crash`, …).
     """
 
     @property

@@ -27,7 +27,8 @@ class SessionServiceStub:
     ]
     """One session. The first message starts it; each further one is answered in order. A message that fails gets a status as its answer
     and changes nothing; only a start that fails ends the stream. The end of the stream, however it comes, lets the state go.
-    Where the engine that holds the variables ends, the stream ends at once with SESSION_LOST, which tells the last step that was completed.
+    Where the engine that holds the variables ends, the status SESSION_LOST is sent at once, also while no message waits for an answer; it
+    tells the last step that was completed. Each further message is answered with SESSION_LOST.
     """
 
 class SessionServiceAsyncStub:
@@ -39,7 +40,8 @@ class SessionServiceAsyncStub:
     ]
     """One session. The first message starts it; each further one is answered in order. A message that fails gets a status as its answer
     and changes nothing; only a start that fails ends the stream. The end of the stream, however it comes, lets the state go.
-    Where the engine that holds the variables ends, the stream ends at once with SESSION_LOST, which tells the last step that was completed.
+    Where the engine that holds the variables ends, the status SESSION_LOST is sent at once, also while no message waits for an answer; it
+    tells the last step that was completed. Each further message is answered with SESSION_LOST.
     """
 
 class SessionServiceServicer(metaclass=abc.ABCMeta):
@@ -53,7 +55,8 @@ class SessionServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[gradrule.v1.session_pb2.RunSessionResponse], collections.abc.AsyncIterator[gradrule.v1.session_pb2.RunSessionResponse]]:
         """One session. The first message starts it; each further one is answered in order. A message that fails gets a status as its answer
         and changes nothing; only a start that fails ends the stream. The end of the stream, however it comes, lets the state go.
-        Where the engine that holds the variables ends, the stream ends at once with SESSION_LOST, which tells the last step that was completed.
+        Where the engine that holds the variables ends, the status SESSION_LOST is sent at once, also while no message waits for an answer; it
+        tells the last step that was completed. Each further message is answered with SESSION_LOST.
         """
 
 def add_SessionServiceServicer_to_server(servicer: SessionServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -498,7 +498,8 @@ export const SessionService: GenService<{
   /**
    * One session. The first message starts it; each further one is answered in order. A message that fails gets a status as its answer
    * and changes nothing; only a start that fails ends the stream. The end of the stream, however it comes, lets the state go.
-   * Where the engine that holds the variables ends, the stream ends at once with SESSION_LOST, which tells the last step that was completed.
+   * Where the engine that holds the variables ends, the status SESSION_LOST is sent at once, also while no message waits for an answer; it
+   * tells the last step that was completed. Each further message is answered with SESSION_LOST.
    *
    * @generated from rpc gradrule.v1.SessionService.RunSession
    */
