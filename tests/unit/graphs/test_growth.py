@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import time
-
 import pytest
 
 from gradrule.v1.errors_pb2 import ErrorReason
 from gradrule.v1.graph_pb2 import AttrValue, Graph, Node
 from gradrule.v1.tensor_pb2 import Dt, Tensor, TensorShape
-from gradrule_server import graphs
 from gradrule_server.errors import GradruleError
-from gradrule_server.graphs import ExpandRequest, Limits
+from gradrule_server.graphs import Limits
 from tests.unit.graphs.helpers import FLOAT, call, expand, findings_of, function, graph, node, only_finding, placeholder
-from tests.unit.graphs.test_brought import Places, brings, doubling, expanded, knot
+from tests.unit.graphs.test_brought import brings, expanded, knot
 
 LIMIT = ErrorReason.ERROR_REASON_LIMIT_EXCEEDED
 
@@ -96,35 +92,6 @@ def test_gradients_count_for_each_region(limits: Limits) -> None:
     (finding,) = refusal.value.findings
     assert finding.reason == LIMIT
     assert "--max-inlined" in finding.message and "region" in finding.message
-
-
-def chained(count: int) -> Graph:
-    """Gradients each of which asks for the next."""
-    functions = [
-        function(
-            f"grad{i}",
-            ["dy"],
-            {"dx": "again:output:0"},
-            [knot("again", "dy", "dy", gradient=f"G{i + 1}", region=f"r{i + 1}")],
-        )
-        for i in range(count)
-    ]
-    functions.append(doubling(f"grad{count}"))
-    made = graph(placeholder(), node("s", "Sign", "x"), knot("y", "s", "x", gradient="G0"), functions=functions)
-    return brings(made, **{f"G{i}": f"grad{i}" for i in range(count + 1)})
-
-
-def test_many_gradients_take_linear_time() -> None:
-    def seconds(made: Graph) -> float:
-        best = math.inf
-        for _ in range(3):
-            start = time.process_time()
-            graphs.expand(made, ExpandRequest(ys=["y"], xs=["x"], bring=Places().bring))
-            best = min(best, time.process_time() - start)
-        return best
-
-    small, large = seconds(chained(250)), seconds(chained(2_000))
-    assert math.log(large / small) / math.log(8) < 1.4
 
 
 @pytest.mark.parametrize(("sizes", "told"), [([2**31, 2**31], True), ([-1, 4], False), ([2**20], False)])

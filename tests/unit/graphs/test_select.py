@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from typing import Any
 
 import pytest
@@ -255,12 +254,11 @@ def test_globs_mean_what_they_say(glob: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("glob", ["*a" * 30 + "b", "**a" * 30 + "b", "a**" * 30 + "*?b", "*?" * 30 + "b/c"])
+@pytest.mark.timeout(60)
 def test_globs_take_no_exponential_time(glob: str) -> None:
     pattern = compile_glob(glob)
-    start = time.perf_counter()
     assert not pattern.fullmatch("a" * 200)
     assert not pattern.fullmatch("a/" * 100)
-    assert time.perf_counter() - start < 1.0
 
 
 def test_many_overrides_of_many_nodes_are_refused_before_they_look() -> None:

@@ -344,26 +344,6 @@ def test_overrides_know_reads_by_their_uploaded_op() -> None:
     assert nodes_of(expanded)["r"].op == "Identity"
 
 
-def test_reads_before_and_after_many_writes_stay_fast(record_property: Callable[[str, Any], None]) -> None:
-    import time
-
-    nodes = [_variable(), placeholder(), _read("r0", "w")]
-    for number in range(3000):
-        nodes.append(
-            node(
-                f"a{number}", "AssignAddVariableOp", "w", f"r{number}", f"^r{number}", dtype=AttrValue(type=Dt.DT_FLOAT)
-            )
-        )
-        read = _read(f"r{number + 1}", "w")
-        read.input.append(f"^a{number}")
-        nodes.append(read)
-    started = time.perf_counter()
-    expand(graph_of(*nodes), ["r3000"])
-    seconds = time.perf_counter() - started
-    record_property("seconds", seconds)
-    assert seconds < 5
-
-
 def test_an_initialiser_on_a_cycle() -> None:
     graph = graph_of(
         node("w", "VarHandleOp", dtype=AttrValue(type=Dt.DT_FLOAT), shape=AttrValue(shape=TensorShape())),

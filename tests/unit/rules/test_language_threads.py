@@ -33,9 +33,12 @@ def restless() -> Iterator[None]:
     interval, threshold = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(1e-6)
     gc.set_threshold(50)
+    # Collect only what the test itself makes: TensorFlow's objects would be looked at each time.
+    gc.freeze()
     yield
     sys.setswitchinterval(interval)
     gc.set_threshold(*threshold)
+    gc.unfreeze()
 
 
 @pytest.mark.usefixtures("restless")
