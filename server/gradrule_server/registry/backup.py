@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from gradrule_server.registry.blobs import DAMAGED, UPLOADING, folder_name
+from gradrule_server.registry.blob_index import UPLOADING
+from gradrule_server.registry.blobs import DAMAGED, folder_name
 from gradrule_server.registry.database import text_of
 from gradrule_server.registry.files import BLOBS, FILE_NAME, MARKER, StoreError, logs_of, set_aside
 from gradrule_server.registry.lock import FolderInUseError, FolderLock

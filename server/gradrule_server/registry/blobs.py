@@ -12,18 +12,25 @@ import copy
 import hashlib
 import logging
 import os
-import re
 import sys
 import tempfile
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import Finding, GradruleError, Resource, error
+from gradrule_server.registry.blob_index import (
+    NAME,
+    UPLOADING,
+    Amount,
+    BlobFile,
+    BlobIndex,
+    Stamp,
+    stamp_of,
+    taken_on_disk,
+)
 from gradrule_server.registry.files import FULL
 from gradrule_server.registry.migrations import sync
 from gradrule_server.registry.store import DEFAULT_TENANT
@@ -31,145 +38,20 @@ from gradrule_server.registry.store import DEFAULT_TENANT
 _log = logging.getLogger(__name__)
 
 RESOURCE_TYPE = "gradrule.v1.Blob"
-UPLOADING = ".upload-"
-"""How names of files begin that are not complete yet; what is left of them goes at the next start."""
 DAMAGED = ".damaged-"
 """How names of files begin whose bytes are not what their names say."""
 
-_NAME = re.compile(r"[0-9a-f]{64}")
-_FOLDER = re.compile(r"tenant-[0-9a-f]{32}")
 _SHOWN = 5
 # What file systems give to a file at least, and by what it grows, as far as is known before it is written.
 _BLOCK = 4096
-_STAT_BLOCK = 512
 # The order of uses need not be known to the second after a restart.
 _NOTE_EVERY_NS = 60 * 10**9
-
-_Stamp = tuple[int, int, int]
 
 
 def folder_name(tenant: str) -> str:
     """The folder of a tenant's blobs within the common one; empty: the common one."""
     # Tenants' names come from tokens and certificates, and may hold what no file's name may.
     return "" if tenant == DEFAULT_TENANT else f"tenant-{hashlib.sha256(tenant.encode()).hexdigest()[:32]}"
-
-
-@dataclass(slots=True)
-class _File:
-    """A blob. `length`: its bytes; `taken`: those it takes on the disk; `verified`: the stamp its hash was right at.
-
-    `noted_ns`: the time of its last use as the disk has it.
-    """
-
-    length: int
-    taken: int
-    verified: _Stamp | None = None
-    noted_ns: int = 0
-
-
-@dataclass(slots=True)
-class _Amount:
-    """How much there is, or may be: `size` is bytes on the disk, `count` files. Uploads under way count."""
-
-    size: int = 0
-    count: int = 0
-
-    def exceeds(self, most: _Amount) -> bool:
-        return self.size > most.size or self.count > most.count
-
-    def plus(self, size: int, count: int) -> _Amount:
-        return _Amount(self.size + size, self.count + count)
-
-
-@dataclass(slots=True)
-class _Own:
-    """What one tenant has. `files`: least recently used first; `most`: None while the tenant is not known."""
-
-    files: OrderedDict[str, _File] = field(default_factory=OrderedDict)
-    holders: dict[str, int] = field(default_factory=dict)
-    used: _Amount = field(default_factory=_Amount)
-    most: _Amount | None = None
-
-    def oldest(self) -> str | None:
-        """What would go next."""
-        return next((name for name in self.files if name not in self.holders), None)
-
-
-class _Shelf:
-    """All tenants' blobs, by the names of their folders."""
-
-    def __init__(self, folder: Path, most: _Amount) -> None:
-        self.folder = folder
-        self.most = most
-        self.lock = threading.Lock()
-        self.used = _Amount()
-        self.tenants: dict[str, _Own] = {"": _Own()}
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        sync(folder.parent)
-        for name in self._read(""):
-            self._read(name)
-
-    def own(self, name: str) -> _Own:
-        """What lies in a folder."""
-        return self.tenants.setdefault(name, _Own())
-
-    def reserve(self, name: str, size: int, count: int) -> None:
-        """Makes room in a folder; QUOTA_EXCEEDED."""
-        own = self.own(name)
-        most = self.most
-        if own.most is not None:
-            most = _Amount(min(own.most.size, most.size), min(own.most.count, most.count))
-        while own.used.plus(size, count).exceeds(most) and (oldest := own.oldest()) is not None:
-            self.remove(name, oldest)
-        wanted = own.used.plus(size, count)
-        if wanted.exceeds(most):
-            raise _full("one tenant may have", wanted, most, self.most)
-        # The tenant that has most gives first.
-        while (wanted := self.used.plus(size, count)).exceeds(self.most):
-            by_count = wanted.size <= self.most.size
-            able = [
-                (item.used.count if by_count else item.used.size, folder)
-                for folder, item in self.tenants.items()
-                if item.oldest() is not None
-            ]
-            if not able:
-                raise _full("the server keeps", wanted, self.most, self.most)
-            _, folder = max(able)
-            self.remove(folder, self.own(folder).oldest() or "")
-        self.adjust(name, size, count)
-
-    def adjust(self, name: str, size: int, count: int) -> None:
-        """Counts bytes and files in, or out."""
-        own = self.own(name)
-        own.used, self.used = own.used.plus(size, count), self.used.plus(size, count)
-
-    def remove(self, name: str, blob: str) -> None:
-        """Removes a blob."""
-        (self.folder / name / blob).unlink(missing_ok=True)
-        self.forget(name, blob)
-
-    def forget(self, name: str, blob: str) -> None:
-        """Counts a blob out whose file is gone."""
-        self.adjust(name, -self.own(name).files.pop(blob).taken, -1)
-
-    def _read(self, name: str) -> list[str]:
-        """Reads what lies in a folder; the names of tenants' folders in it."""
-        found, folders = [], []
-        with os.scandir(self.folder / name) as entries:
-            for entry in entries:
-                if entry.name.startswith(UPLOADING):
-                    os.unlink(entry.path)
-                elif _NAME.fullmatch(entry.name):
-                    stat = entry.stat()
-                    # Older releases kept the time of the last use as that of the last change.
-                    found.append((max(stat.st_atime_ns, stat.st_mtime_ns), entry.name, stat))
-                elif _FOLDER.fullmatch(entry.name) and entry.is_dir():
-                    folders.append(entry.name)
-        files = self.own(name).files
-        for _, blob, stat in sorted(found, key=lambda item: item[:2]):
-            files[blob] = _File(stat.st_size, _taken(stat))
-        self.adjust(name, sum(file.taken for file in files.values()), len(files))
-        return folders
 
 
 class BlobStore:
@@ -179,8 +61,8 @@ class BlobStore:
     """
 
     def __init__(self, folder: Path, capacity: int, count: int = sys.maxsize) -> None:
-        self._shelf = _Shelf(folder, _Amount(capacity, count))
-        self._own = self._shelf.own("")
+        self._index = BlobIndex(folder, Amount(capacity, count))
+        self._own = self._index.own("")
         self._folder = folder
         self.folder_name = ""
         """Name of the tenant's folder within the common one, by which an engine finds it; empty: the common one."""
@@ -189,25 +71,25 @@ class BlobStore:
         """A tenant's blobs. `capacity`, `count`: what the tenant may have; all that the server keeps, unless given."""
         view = copy.copy(self)
         view.folder_name = folder_name(tenant)
-        view._folder = self._shelf.folder / view.folder_name
-        with self._shelf.lock:
-            view._own = self._shelf.own(view.folder_name)
+        view._folder = self._index.folder / view.folder_name
+        with self._index.lock:
+            view._own = self._index.own(view.folder_name)
             if capacity is not None:
-                view._own.most = _Amount(capacity, count)
+                view._own.most = Amount(capacity, count)
         return view
 
     def forget(self) -> None:
         """Forgets the tenant's limits; its blobs stay."""
-        with self._shelf.lock:
+        with self._index.lock:
             own = self._own
             own.most = None
             if not (own.files or own.used.count or own.holders):
-                self._shelf.tenants.pop(self.folder_name, None)
+                self._index.tenants.pop(self.folder_name, None)
 
     @property
     def root(self) -> Path:
         """The common folder."""
-        return self._shelf.folder
+        return self._index.folder
 
     @property
     def folder(self) -> Path:
@@ -230,7 +112,7 @@ class BlobStore:
     def size(self, name: str) -> int:
         """Number of bytes; BLOB_NOT_FOUND."""
         check_name(name)
-        with self._shelf.lock:
+        with self._index.lock:
             file = self._own.files.get(name)
         if file is None:
             raise not_found([name])
@@ -257,7 +139,7 @@ class BlobStore:
 
     def keep(self, names: Iterable[str]) -> None:
         """Keeps blobs from going until they are let go as often, whether they are there or come later."""
-        with self._shelf.lock:
+        with self._index.lock:
             for name in dict.fromkeys(names):
                 self._own.holders[name] = self._own.holders.get(name, 0) + 1
 
@@ -279,7 +161,7 @@ class BlobStore:
     def let_go(self, names: Iterable[str]) -> None:
         """The other half of `hold` and `keep`."""
         own = self._own
-        with self._shelf.lock:
+        with self._index.lock:
             for name in dict.fromkeys(names):
                 own.holders[name] -= 1
                 if not own.holders[name]:
@@ -305,30 +187,30 @@ class BlobStore:
 
     def reserve(self, size: int, count: int = 0) -> None:
         """Makes room for what is about to come; QUOTA_EXCEEDED where all that is there is held."""
-        with self._shelf.lock:
-            self._shelf.reserve(self.folder_name, size, count)
+        with self._index.lock:
+            self._index.reserve(self.folder_name, size, count)
 
     def release(self, size: int, count: int) -> None:
         """Counts out what was reserved and did not come."""
-        with self._shelf.lock:
-            self._shelf.adjust(self.folder_name, -size, -count)
+        with self._index.lock:
+            self._index.adjust(self.folder_name, -size, -count)
 
     def add(self, name: str, file: Path, reserved: int) -> int:
         """Takes over a complete file whose hash is right, and for which room was reserved; its number of bytes."""
         path = self.folder / name
-        with self._shelf.lock:
+        with self._index.lock:
             # The file that is there may be damaged without anybody having noticed yet.
             file.rename(path)
             stat = path.stat()
             if name in self._own.files:
-                self._shelf.forget(self.folder_name, name)
-            self._own.files[name] = _File(stat.st_size, _taken(stat), _stamp_of(stat))
-            self._shelf.adjust(self.folder_name, _taken(stat) - reserved, 0)
+                self._index.forget(self.folder_name, name)
+            self._own.files[name] = BlobFile(stat.st_size, taken_on_disk(stat), stamp_of(stat))
+            self._index.adjust(self.folder_name, taken_on_disk(stat) - reserved, 0)
         return stat.st_size
 
     def _is_there(self, name: str, *, is_used: bool = False) -> bool:
         """Whether a blob's file is there and, where it `is_used` or was before, has the bytes that its name says."""
-        with self._shelf.lock:
+        with self._index.lock:
             file = self._own.files.get(name)
         if file is None:
             return False
@@ -339,7 +221,7 @@ class BlobStore:
             if now_ns - file.noted_ns > _NOTE_EVERY_NS:
                 os.utime(path, ns=(now_ns, stat.st_mtime_ns))
                 file.noted_ns = now_ns
-            stamp = _stamp_of(stat)
+            stamp = stamp_of(stat)
             if (is_used or file.verified is not None) and file.verified != stamp:
                 if _hash(path) != name:
                     self._set_aside(name, file)
@@ -348,23 +230,23 @@ class BlobStore:
         except FileNotFoundError:
             self._forget(name, file)
             return False
-        with self._shelf.lock:
+        with self._index.lock:
             if name in self._own.files:
                 self._own.files.move_to_end(name)
         return True
 
-    def _set_aside(self, name: str, file: _File) -> None:
+    def _set_aside(self, name: str, file: BlobFile) -> None:
         path = self.folder / name
         aside = path.with_name(DAMAGED + name)
         path.rename(aside)
         self._forget(name, file)
         _log.warning("the blob %s is not what was stored; it is kept as %s and asked for anew when needed", path, aside)
 
-    def _forget(self, name: str, file: _File) -> None:
-        with self._shelf.lock:
+    def _forget(self, name: str, file: BlobFile) -> None:
+        with self._index.lock:
             # Another may have come meanwhile.
             if self._own.files.get(name) is file:
-                self._shelf.forget(self.folder_name, name)
+                self._index.forget(self.folder_name, name)
 
 
 class Upload:
@@ -458,18 +340,9 @@ def _room_on_disk() -> Iterator[None]:
         ) from cause
 
 
-def _taken(stat: os.stat_result) -> int:
-    """Bytes that a file takes on the disk; no fewer than it has, where the disk stores them smaller."""
-    return max(stat.st_size, stat.st_blocks * _STAT_BLOCK)
-
-
-def _stamp_of(stat: os.stat_result) -> _Stamp:
-    return stat.st_ino, stat.st_size, stat.st_mtime_ns
-
-
-def _stamp(path: str) -> _Stamp | None:
+def _stamp(path: str) -> Stamp | None:
     try:
-        return _stamp_of(os.stat(path))
+        return stamp_of(os.stat(path))
     except FileNotFoundError:
         return None
 
@@ -489,7 +362,7 @@ def _checked(names: Iterable[str]) -> list[str]:
 
 def check_name(name: str) -> None:
     """MALFORMED_REQUEST for what is no SHA-256 in hex."""
-    if _NAME.fullmatch(name) is None:
+    if NAME.fullmatch(name) is None:
         raise error(
             errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
             f"{name[:80]!r} is no SHA-256: 64 of 0-9 and a-f",
@@ -507,17 +380,3 @@ def not_found(names: Iterable[str]) -> GradruleError:
         "the request again",
     )
     return GradruleError([finding], resources=[Resource(RESOURCE_TYPE, name) for name in gone])
-
-
-def _full(who: str, wanted: _Amount, most: _Amount, of_server: _Amount) -> GradruleError:
-    if wanted.count > most.count:
-        setting = "--max-blobs" if most.count == of_server.count else "--tenant-blobs"
-        bound = f"{most.count} blobs"
-    else:
-        setting = "--max-blob-bytes" if most.size == of_server.size else "--tenant-blob-bytes"
-        bound = f"{most.size} bytes of blobs"
-    return error(
-        errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
-        f"{who} at most {bound}, and what is there is in use; delete programs, or start the server with a larger "
-        f"{setting}",
-    )
