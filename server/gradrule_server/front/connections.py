@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 # Seconds between two looks, and where much is going on that has no credential.
 _EVERY_S = 1.0
 _SOON_S = 0.2
-_MANY_CONNECTIONS = 256
+_MANY_STRANGERS = 64
 # Of the connections that there may be: with more, addresses may have fewer connections without a credential.
 _CROWDED = 0.75
 _CROWDED_SHARE = 8
@@ -221,12 +221,12 @@ class ConnectionWatch:
                     await loop.run_in_executor(thread, self._heap.trim)
 
     def _is_busy(self) -> bool:
-        """Whether much memory may be taken until the next look."""
-        if len(self._all) > _MANY_CONNECTIONS:
-            return True
-        return any(
-            each.unfinished > _UNAUTHENTICATED_BYTES or (each.reads and not each.is_authenticated)
-            for each in self._all.values()
+        """Whether many connections or much memory may be taken until the next look."""
+        strangers = [each for each in self._all.values() if not each.is_authenticated]
+        return (
+            len(strangers) > _MANY_STRANGERS
+            or any(each.reads for each in strangers)
+            or any(each.unfinished > _UNAUTHENTICATED_BYTES for each in self._all.values())
         )
 
     def look(self, found: dict[Peer, Socket], begun: float) -> None:
