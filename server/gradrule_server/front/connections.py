@@ -37,6 +37,8 @@ _IPV6_NETWORK_BITS = 64
 _UNAUTHENTICATED_BYTES = 1 << 20
 # Less than this may be what gRPC reads ahead.
 _READ_AHEAD_BYTES = 64 << 10
+# About what a connection takes with its calls.
+_CONNECTION_BYTES = 64 << 10
 # What comes on a connection besides messages: frames, TLS records, headers, acknowledgements.
 _OVERHEAD = 1.02
 _OVERHEAD_OF_MESSAGE = 16 << 10
@@ -252,7 +254,7 @@ class ConnectionWatch:
         for peer in self._all.keys() - set(found):
             connection = self._all[peer]
             if connection.socket is not None or connection.used_at < begun - _EVERY_S:
-                self._heap.note_freed(connection.unfinished)
+                self._heap.note_freed(connection.unfinished + _CONNECTION_BYTES)
                 del self._all[peer]
         live = {id(connection) for connection in self._all.values()}
         self._by_name = {name: each for name, each in self._by_name.items() if id(each) in live}
