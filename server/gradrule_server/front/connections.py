@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 # Seconds between two looks, and where much is going on that has no credential.
 _EVERY_S = 1.0
 _SOON_S = 0.2
-_MANY_CONNECTIONS = 256
+_MANY_STRANGERS = 64
 # Of the connections that there may be: with more, addresses may have fewer connections without a credential.
 _CROWDED = 0.75
 _CROWDED_SHARE = 8
@@ -37,6 +37,8 @@ _IPV6_NETWORK_BITS = 64
 _UNAUTHENTICATED_BYTES = 1 << 20
 # Less than this may be what gRPC reads ahead.
 _READ_AHEAD_BYTES = 64 << 10
+# About what a connection takes with its calls.
+_CONNECTION_BYTES = 64 << 10
 # What comes on a connection besides messages: frames, TLS records, headers, acknowledgements.
 _OVERHEAD = 1.02
 _OVERHEAD_OF_MESSAGE = 16 << 10
@@ -221,12 +223,12 @@ class ConnectionWatch:
                     await loop.run_in_executor(thread, self._heap.trim)
 
     def _is_busy(self) -> bool:
-        """Whether much memory may be taken until the next look."""
-        if len(self._all) > _MANY_CONNECTIONS:
-            return True
-        return any(
-            each.unfinished > _UNAUTHENTICATED_BYTES or (each.reads and not each.is_authenticated)
-            for each in self._all.values()
+        """Whether many connections or much memory may be taken until the next look."""
+        strangers = [each for each in self._all.values() if not each.is_authenticated]
+        return (
+            len(strangers) > _MANY_STRANGERS
+            or any(each.reads for each in strangers)
+            or any(each.unfinished > _UNAUTHENTICATED_BYTES for each in self._all.values())
         )
 
     def look(self, found: dict[Peer, Socket], begun: float) -> None:
@@ -252,7 +254,7 @@ class ConnectionWatch:
         for peer in self._all.keys() - set(found):
             connection = self._all[peer]
             if connection.socket is not None or connection.used_at < begun - _EVERY_S:
-                self._heap.note_freed(connection.unfinished)
+                self._heap.note_freed(connection.unfinished + _CONNECTION_BYTES)
                 del self._all[peer]
         live = {id(connection) for connection in self._all.values()}
         self._by_name = {name: each for name, each in self._by_name.items() if id(each) in live}

@@ -208,7 +208,7 @@ async def serving(limits: ConnectionLimits) -> AsyncIterator[str]:
 
 async def test_strangers_do_not_keep_new_clients_out() -> None:
     async with serving(ConnectionLimits(connections=60, unauthenticated=20)) as target, AsyncExitStack() as stack:
-        for _ in range(60):
+        for _ in range(80):
             _, writer = await stack.enter_async_context(wire.connected(target))
             writer.write(wire.PREFACE + wire.settings())
         client = await stack.enter_async_context(grpc.aio.insecure_channel(target))
