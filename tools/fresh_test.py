@@ -409,6 +409,8 @@ def main() -> int:
     parser.add_argument("--source", metavar="REVISION", default="HEAD", help="commit to test [default: HEAD]")
     parser.add_argument("--system", choices=("debian", "own"), help="whose programs [default: debian as root]")
     options = parser.parse_args()
+    # So that folders are removed and machines end.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     CACHE.mkdir(parents=True, exist_ok=True)
     wrong = fault()
     if wrong is not None:
