@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import gradrule as gr
 from tests.battery.processes import engines
 
 T = TypeVar("T")
@@ -52,6 +53,13 @@ class RunningServer:
     def engine_pid(self) -> int | None:
         """The process that holds TensorFlow; None while there is none."""
         return next(iter(engines(self.process.pid)), None)
+
+    def session_engine_pid(self) -> int:
+        """Returns the process that holds sessions, on a server without credentials."""
+        with gr.connect(self.target) as client:
+            (engine,) = (engine for engine in client.server_status().engines if engine.holds_sessions)
+        assert engine.pid is not None
+        return engine.pid
 
     def wait_for_engine(self, other_than: int | None = None) -> int:
         """The engine's process, as soon as there is one that is not `other_than`."""

@@ -90,7 +90,7 @@ def test_an_interrupt_closes_the_session(standing: RunningServer) -> None:
     with gr.connect(standing.target) as client:
         with client.session(linear()) as s:
             s.evaluate({"x": X}, fetches=["loss"])
-            with stopped(standing.wait_for_engine()), pytest.raises(KeyboardInterrupt), interrupt_after(0.3):
+            with stopped(standing.session_engine_pid()), pytest.raises(KeyboardInterrupt), interrupt_after(0.3):
                 s.evaluate({"x": X}, fetches=["loss"])
             with refused("UNAVAILABLE") as refusal:
                 s.evaluate({"x": 2 * X}, fetches=["loss"])
@@ -103,7 +103,7 @@ def test_a_cancelled_task_closes_its_session(standing: RunningServer) -> None:
     async def body() -> None:
         async with gr.aio.connect(standing.target) as client, client.session(linear()) as s:
             await s.evaluate({"x": X}, fetches=["loss"])
-            with stopped(standing.wait_for_engine()):
+            with stopped(standing.session_engine_pid()):
                 task = asyncio.ensure_future(s.evaluate({"x": X}, fetches=["loss"]))
                 await asyncio.sleep(0.2)
                 task.cancel()

@@ -168,6 +168,10 @@ class EnginePool:
                     self._make_room(owner)
                     self._add(owner, Use.SESSIONS).start()
                 elif engine.is_ready:
+                    for other in own:
+                        # It was about to be ended, so another was started; then its request ended in time.
+                        if other is not engine and other.is_idle:
+                            self._remove(other)
                     return engine
                 else:
                     await self._change.wait()

@@ -7,7 +7,7 @@ import contextlib
 import math
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
 from gradrule import _tensors
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, session_pb2, tensor_pb2
@@ -136,7 +136,7 @@ class Session:
             first = program_pb2.ProgramSpec(graph=request.graph, fetches=computed, variables=request.variables)
             call = evaluate_pb2.EvaluateRequest(spec=first)
             how = InSession(self, ends_at, store=tuple(computed))
-            with self._telling_of_loss():
+            async with self._telling_of_loss():
                 await self._house.house.run_inline(call, received_ns, how)
             reply = how.reply or reply
         specs = [
@@ -202,7 +202,7 @@ class Session:
             )
         names = [self._known(name, f"read.variables[{number}]") for number, name in enumerate(request.variables)]
         wanted = link_pb2.SessionRead(variables=names or [item.names[0] for item in self._variables])
-        with self._telling_of_loss():
+        async with self._telling_of_loss():
             reply = await self.send(link_pb2.SessionRequest(read=wanted), ends_at)
         asked = list(request.variables) or [item.name for item in reply.variables]
         return session_pb2.ReadResponse(
@@ -247,7 +247,7 @@ class Session:
     ) -> link_pb2.SessionReply:
         """One message to the engine that holds the session; `EngineLost` where it ends meanwhile, SESSION_LOST where
         it is gone."""
-        self._check_place()
+        await self._check_place()
         request.session, request.max_bytes = self._name, self._house.left_for(self._name)
         request.max_bytes_setting = self._house.tightest
         request.blob_folder = self._house.blobs.folder_name
@@ -261,14 +261,13 @@ class Session:
         self._house.takes(self._name, reply.bytes)
         return reply
 
-    def _check_place(self) -> None:
-        """SESSION_LOST where its engine is another by now."""
-        if self._place is None or self._place.is_gone:
-            ending = self._place.engine.last_ending if self._place is not None else None
-            raise self._lost("" if ending is None else str(ending))
+    async def _check_place(self) -> None:
+        """SESSION_LOST where its engine is gone, as soon as it is known how it ended."""
+        if self._place is not None and self._place.is_gone:
+            raise await asyncio.shield(self.loss)
 
-    @contextlib.contextmanager
-    def _telling_of_loss(self) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def _telling_of_loss(self) -> AsyncIterator[None]:
         """SESSION_LOST where its engine ends within this context."""
         try:
             yield
@@ -276,7 +275,7 @@ class Session:
             raise self._lost(str(lost.ending)) from lost
         except GradruleError as cause:
             if cause.reason == errors_pb2.ERROR_REASON_ENGINE_UNAVAILABLE:
-                self._check_place()
+                await self._check_place()
             raise
 
     def _lost(self, how: str) -> GradruleError:
@@ -307,9 +306,10 @@ class Session:
         self, given: Sequence[link_pb2.BoundVariable], ends_at: float, *, opens: bool = False
     ) -> link_pb2.SessionReply:
         held = [item.value.blob.sha256 for item in given if item.value.HasField("blob")]
-        with self._house.blobs.held(held), self._telling_of_loss():
+        with self._house.blobs.held(held):
             assign = link_pb2.SessionAssign(variables=given, opens=opens)
-            return await self.send(link_pb2.SessionRequest(assign=assign), ends_at)
+            async with self._telling_of_loss():
+                return await self.send(link_pb2.SessionRequest(assign=assign), ends_at)
 
     async def _run(
         self,
@@ -320,7 +320,7 @@ class Session:
         how: InSession,
     ) -> tuple[bytes, Runnable, bool]:
         """The answer's bytes, the program, and whether it was made just now."""
-        self._check_place()
+        await self._check_place()
         compile_started = time.monotonic_ns()
         asked = program_pb2.ProgramSpec(fetches=fetches, vjp=vjp)
         key = OfSession(self._name, asked.SerializeToString(deterministic=True), call_shape(call))
@@ -331,11 +331,11 @@ class Session:
             asked.no_gradient = self._base.no_gradient
             if vjp is not None:
                 asked.overrides.extend(self._base.overrides)
-            with self._telling_of_loss():
+            async with self._telling_of_loss():
                 program = await self._house.house.compile_for_session(asked, key.call, how)
             if self._name:
                 self._house.house.cache.put(key, program)
-        with self._telling_of_loss():
+        async with self._telling_of_loss():
             answer, _ = await self._house.house.run(program, call, received_ns, compile_started, how, is_new=is_new)
         return answer, program, is_new
 
