@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -126,7 +127,8 @@ class Front:
     async def drain(self, seconds: float) -> None:
         """Says NOT_SERVING, lets running calls finish for at most `seconds`, stops."""
         self._health.end()
-        await self._server.stop(seconds)
+        # In a task of its own: gRPC's coroutine loses the exception that its caller handles (`sys.exc_info()`).
+        await asyncio.create_task(self._server.stop(seconds), name="grpc-stop")
 
 
 def _ms(seconds: float) -> int:
