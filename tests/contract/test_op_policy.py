@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -43,10 +42,9 @@ def generator() -> ModuleType:
     return module
 
 
-def test_committed_list_and_page_are_current() -> None:
-    command = [sys.executable, "tools/generate_op_policy.py", "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+def test_committed_list_and_page_are_current(generator: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["generate_op_policy.py", "--check"])
+    assert generator.main() == 0
 
 
 def test_every_op_of_tensorflow_was_reviewed(generator: ModuleType) -> None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -25,15 +26,33 @@ def generator() -> ModuleType:
     return module
 
 
-def fresh_python(*arguments: str) -> str:
-    """Stdout of a Python in which no other test has registered gradients of its own."""
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, check=False)
+# In a Python in which no other test has registered gradients of its own.
+_IN_A_FRESH_PYTHON = """
+import importlib.util, json
+spec = importlib.util.spec_from_file_location("generate_tables", "tools/generate_tables.py")
+generator = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(generator)
+from gradrule import _opdefs
+registry = generator.ops.gradient_registry
+print(json.dumps({
+    "is_current": _opdefs.decode_table(generator.TARGET.read_bytes()) == _opdefs.decode_table(generator.table()),
+    "callable": sorted(name for name in registry.list() if callable(registry.lookup(name))),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def fresh() -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-c", _IN_A_FRESH_PYTHON], capture_output=True, text=True, cwd=ROOT, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
-def test_committed_table_is_current() -> None:
-    fresh_python("tools/generate_tables.py", "--check")
+def test_committed_table_is_current(fresh: dict[str, Any]) -> None:
+    assert fresh["is_current"]
 
 
 def test_generation_is_deterministic(generator: ModuleType) -> None:
@@ -60,15 +79,6 @@ def test_digest_sees_one_changed_default(generator: ModuleType) -> None:
     assert _opdefs.digest_of(changed) != _opdefs.digest()
 
 
-CALLABLE_GRADIENTS = """
-import json
-import tensorflow as tf  # registers the gradients
-from tensorflow.python.framework import ops
-registry = ops.gradient_registry
-print(json.dumps(sorted(name for name in registry.list() if callable(registry.lookup(name)))))
-"""
-
-
-def test_gradients_are_those_that_tensorflow_can_call() -> None:
-    assert list(_opdefs.gradients()) == json.loads(fresh_python("-c", CALLABLE_GRADIENTS))
+def test_gradients_are_those_that_tensorflow_can_call(fresh: dict[str, Any]) -> None:
+    assert list(_opdefs.gradients()) == fresh["callable"]
     assert all(_opdefs.find(name) is not None for name in _opdefs.gradients())

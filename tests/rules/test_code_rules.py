@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,14 @@ ON_CPU = [case for case in CASES if not case.only_xla]
 # Layers that differ in most respects, for what the formula does not depend on.
 _TELLING = ("matmul_bias_broadcasts", "batch_matmul_adj", "conv2d_same_strides_biasadd", "depthwise_biasadd")
 FEW = [case for case in ON_CPU if case.label in _TELLING or case.rule not in LAYER_RULES]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def unoptimized_graphs() -> Iterator[None]:
+    """Optimizing a graph takes longer than the one run of it."""
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+    yield
+    tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
 
 
 def of_type(cases: Sequence[Case], *dtypes: str) -> pytest.MarkDecorator:

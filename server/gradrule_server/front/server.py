@@ -155,7 +155,8 @@ class Front:
         """Says NOT_SERVING, lets running calls finish for at most `seconds`, stops."""
         self._is_draining = True
         self._health.end()
-        await self._server.stop(seconds)
+        # In a task of its own: gRPC's coroutine loses the exception that its caller handles (`sys.exc_info()`).
+        await asyncio.create_task(self._server.stop(seconds), name="grpc-stop")
         await self._watch.stop()
 
 

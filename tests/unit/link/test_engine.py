@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+import pytest_asyncio
 import tensorflow as tf
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, tensor_pb2
@@ -24,6 +25,9 @@ from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions, start_process
 from gradrule_server.link.v1 import link_pb2
 from tests.service import endless
+from tests.unit.link.shared import SharedForkServer
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def _until(condition: Callable[[], Any], seconds: float = 60) -> None:
@@ -41,8 +45,21 @@ def _pool(device: str = "cpu", **words: Any) -> EnginePool:
     return EnginePool(ProcessOptions(device, 2), spares=0, **words)
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def fork_server() -> AsyncIterator[SharedForkServer]:
+    server = SharedForkServer()
+    yield server
+    await server.end()
+
+
 @pytest.fixture
-async def engine() -> AsyncIterator[Engine]:
+def quick_starts(fork_server: SharedForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools fork their engines from one process."""
+    monkeypatch.setattr(spares_module, "ForkServer", lambda: fork_server)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(quick_starts: None) -> AsyncIterator[Engine]:
     """An engine of two threads."""
     pool = _pool()
     await pool.start()
@@ -67,6 +84,7 @@ def _run(x: float) -> bytes:
     return link_pb2.RunRequest(key="endless", request=call.SerializeToString()).SerializeToString()
 
 
+@pytest.mark.usefixtures("quick_starts")
 async def test_an_engine_that_dies_is_replaced_and_says_so() -> None:
     changes: list[bool] = []
     pool = _pool(on_change=changes.append)
@@ -99,6 +117,7 @@ async def test_an_engine_that_dies_is_replaced_and_says_so() -> None:
         os.kill(last, 0)
 
 
+@pytest.mark.usefixtures("quick_starts")
 async def test_a_device_that_is_not_there_refuses_the_start() -> None:
     pool = _pool("gpu:7")
     with pytest.raises(EngineRefused, match=r"gpu:7.*--device cpu"):

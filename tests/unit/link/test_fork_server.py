@@ -11,17 +11,30 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from gradrule_server.link import fork_server as module
 from gradrule_server.link.fork_server import ForkedProcess, ForkServer, ForkServerEnded
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
+from tests.unit.link.shared import SharedForkServer
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 _FLAGS = ("--device", "cpu", "--threads", "1", "--sandbox", "off")
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared() -> AsyncIterator[ForkServer]:
+    """For tests that leave it as it is."""
+    server = SharedForkServer()
+    yield server
+    await server.end()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
 async def fork_server() -> AsyncIterator[ForkServer]:
+    """For one test alone."""
     server = ForkServer()
     yield server
     await server.stop()
@@ -49,16 +62,16 @@ def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-async def test_an_engine_is_a_child_of_the_front_end_and_ends_with_its_socket(fork_server: ForkServer) -> None:
-    process, link = await _fork(fork_server, *_FLAGS)
+async def test_an_engine_is_a_child_of_the_front_end_and_ends_with_its_socket(shared: ForkServer) -> None:
+    process, link = await _fork(shared, *_FLAGS)
     assert _parent(process.pid) == os.getpid()
     assert Path(f"/proc/{process.pid}/comm").read_text() == "gradrule-engine\n"
     await _end(process, link)
 
 
-async def test_an_engine_has_no_descriptors_but_its_own(fork_server: ForkServer) -> None:
-    first, first_link = await _fork(fork_server, *_FLAGS)
-    second, second_link = await _fork(fork_server, *_FLAGS)
+async def test_an_engine_has_no_descriptors_but_its_own(shared: ForkServer) -> None:
+    first, first_link = await _fork(shared, *_FLAGS)
+    second, second_link = await _fork(shared, *_FLAGS)
     kinds = [os.readlink(entry) for entry in Path(f"/proc/{second.pid}/fd").iterdir()]
     # Standard input and output are /dev/null, stderr is too here, and the link is the only socket.
     assert sorted(kind.partition(":")[0] for kind in kinds if "urandom" not in kind) == [os.devnull] * 3 + ["socket"]
@@ -66,8 +79,8 @@ async def test_an_engine_has_no_descriptors_but_its_own(fork_server: ForkServer)
     await _end(second, second_link)
 
 
-async def test_the_exit_code_tells_of_a_signal(fork_server: ForkServer) -> None:
-    process, link = await _fork(fork_server, *_FLAGS)
+async def test_the_exit_code_tells_of_a_signal(shared: ForkServer) -> None:
+    process, link = await _fork(shared, *_FLAGS)
     os.kill(process.pid, signal.SIGKILL)
     assert await process.wait() == -signal.SIGKILL
     link.close()
@@ -99,13 +112,13 @@ async def test_one_that_does_not_answer_is_ended(fork_server: ForkServer, monkey
         await _fork(fork_server, *_FLAGS)
 
 
-async def test_a_request_that_is_cancelled_does_not_confuse_the_next(fork_server: ForkServer) -> None:
-    asking = asyncio.create_task(_fork(fork_server, *_FLAGS))
+async def test_a_request_that_is_cancelled_does_not_confuse_the_next(shared: ForkServer) -> None:
+    asking = asyncio.create_task(_fork(shared, *_FLAGS))
     await asyncio.sleep(0)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
-    process, link = await _fork(fork_server, *_FLAGS)
+    process, link = await _fork(shared, *_FLAGS)
     await _end(process, link)
 
 

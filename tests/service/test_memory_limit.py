@@ -1,0 +1,36 @@
+"""The limit of an engine's memory, in a process of its own. TensorFlow waits ten seconds before it gives up."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+_IN_A_PROCESS = """
+import json
+import numpy as np
+import tensorflow as tf
+from gradrule_server.engine.memory import limit_memory, out_of_memory
+
+limit_memory(2 << 30)
+found = {"small": float(tf.reduce_sum(tf.ones([1 << 26])))}
+for name, make in {
+    "tensorflow": lambda: tf.zeros([1 << 30]),
+    "numpy": lambda: np.ones(1 << 30, np.float32),
+}.items():
+    try:
+        make()
+    except tf.errors.OpError as cause:
+        found[name] = out_of_memory(cause)
+    except MemoryError:
+        found[name] = True
+print(json.dumps(found))
+"""
+
+
+def test_the_kernel_gives_no_more_and_the_process_lives() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", _IN_A_PROCESS], capture_output=True, text=True, timeout=120, check=True
+    )
+    found = json.loads(ended.stdout)
+    assert found == {"small": float(1 << 26), "tensorflow": True, "numpy": True}
