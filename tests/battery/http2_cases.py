@@ -72,6 +72,15 @@ _NAMES = (
 )
 
 
+# Wide windows: the client reads all that comes without saying so.
+_WINDOW = 1 << 30
+_START = (
+    wire.PREFACE
+    + wire.settings((wire.INITIAL_WINDOW_SIZE, _WINDOW))
+    + wire.frame(wire.WINDOW_UPDATE, payload=struct.pack(">I", _WINDOW))
+)
+
+
 @dataclass(frozen=True)
 class Case:
     """What one connection sends.
@@ -113,7 +122,7 @@ class _Maker:
             return Case(("preface",), (self._preface(),), 0, False)
         allowed = _SOUND if random.random() < 0.5 else tuple(_KINDS)
         kinds = random.choices(allowed, [_KINDS[kind][0] for kind in allowed], k=random.randint(1, 5))
-        parts = [wire.PREFACE + wire.settings()]
+        parts = [_START]
         parts += [_KINDS[kind][1](self) for kind in kinds]
         streams = len(kinds) if all(kind in _WHOLE for kind in kinds) else 0
         if random.random() < 0.15:

@@ -108,6 +108,7 @@ class Connection:
     def call(self) -> Iterator[None]:
         """Within it a call is open that needs no credential."""
         self.calls += 1
+        self.used_at = time.monotonic()
         try:
             yield
         finally:

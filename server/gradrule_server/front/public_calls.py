@@ -38,7 +38,7 @@ class SmallReads:
     """Reads messages of callers that are not known.
 
     All are taken: where too many wait for their message, the call ends that has waited longest on the same connection,
-    or among those of the address that has most. A message that is there at once never waits.
+    or on the connection that has most, of the address that has most. A message that is there at once never waits.
     """
 
     def __init__(self, connections: ConnectionWatch, most: int = _MAX_READING) -> None:
@@ -73,8 +73,10 @@ class SmallReads:
         if len(own) >= _MAX_READING_OF_CONNECTION:
             own[0].ended.set_result(None)
         elif len(waiting) >= self._most:
-            ((most, _),) = Counter(each.connection.address for each in waiting).most_common(1)
-            next(each for each in waiting if each.connection.address == most).ended.set_result(None)
+            ((address, _),) = Counter(each.connection.address for each in waiting).most_common(1)
+            of_address = [each for each in waiting if each.connection.address == address]
+            ((most, _),) = Counter(each.connection for each in of_address).most_common(1)
+            next(each for each in of_address if each.connection is most).ended.set_result(None)
 
 
 class OpenCalls:
