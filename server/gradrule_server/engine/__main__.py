@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -37,6 +38,8 @@ def main() -> int:
     # The front end decides when an engine ends; a terminal's Ctrl-C reaches the whole process group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    # TensorFlow's import asks for a folder for temporary files, and fails where none can be written.
+    tempfile.tempdir = os.devnull
     with without_libraries():
         from gradrule_server.engine.process import run_engine
     _check_single_thread()

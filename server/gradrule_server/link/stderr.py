@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from dataclasses import dataclass
 
 from gradrule_server.link.endings import fatal_text
@@ -12,6 +13,8 @@ _log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 64 * 1024
 _MAX_LINE_BYTES = 4 * 1024
+# TensorFlow writes lines of severity INFO whatever its settings say, as long as it is being imported.
+_INFORMATION = re.compile(r"I\d{4} [\d:.]+ |WARNING: All log messages before absl::InitializeLog")
 
 
 class Lines:
@@ -64,10 +67,13 @@ class LastWords:
 async def log_stderr(stream: asyncio.StreamReader, name: str, last_words: LastWords) -> None:
     """Logs what the process `name` writes until it ends. Never stops reading: a full pipe would block it."""
     lines = Lines()
+
+    def log(line: str) -> None:
+        last_words.note(line)
+        _log.log(logging.DEBUG if _INFORMATION.match(line) else logging.INFO, "%s: %s", name, line)
+
     while chunk := await stream.read(_CHUNK_BYTES):
         for line in lines.feed(chunk):
-            last_words.note(line)
-            _log.info("%s: %s", name, line)
+            log(line)
     for line in lines.end():
-        last_words.note(line)
-        _log.info("%s: %s", name, line)
+        log(line)

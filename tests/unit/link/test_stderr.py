@@ -32,3 +32,21 @@ async def test_reading_goes_on_behind_a_line_that_no_reader_of_lines_takes(caplo
         await log_stderr(stream, "engine 7", LastWords())
     assert [len(record.getMessage()) < 5000 for record in caplog.records] == [True, True]
     assert caplog.records[-1].getMessage() == "engine 7: last words"
+
+
+async def test_information_of_tensorflow_is_for_debugging_and_its_errors_are_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    stream = asyncio.StreamReader()
+    stream.feed_data(
+        b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n"
+        b"I0000 00:00:1795358470.939667    2626 port.cc:153] oneDNN custom operations are on.\n"
+        b"E0000 00:00:1795358470.939667    2626 platform.cc:52] failed call\n"
+        b"F0000 00:00:1795358470.939667    2626 tensor.cc:1] Check failed: ok\n"
+    )
+    stream.feed_eof()
+    last_words = LastWords()
+    with caplog.at_level(logging.DEBUG):
+        await log_stderr(stream, "engine 7", last_words)
+    assert [record.levelname for record in caplog.records] == ["DEBUG", "DEBUG", "INFO", "INFO"]
+    assert last_words.fatal == "Check failed: ok"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -183,19 +184,11 @@ def _data(node: Any) -> list[str]:
 
 def _sorted(nodes: Any) -> list[Any]:
     by_name = {node.name: node for node in nodes}
-    done: dict[str, Any] = {}
-
-    def visit(name: str) -> None:
-        if name in done or name not in by_name:
-            return
-        for text in by_name[name].input:
-            visit(text.removeprefix("^").partition(":")[0])
-        done[name] = by_name[name]
-
-    sys.setrecursionlimit(100_000)
-    for name in by_name:
-        visit(name)
-    return list(done.values())
+    inputs = {
+        node.name: [source for text in node.input if (source := text.removeprefix("^").partition(":")[0]) in by_name]
+        for node in nodes
+    }
+    return [by_name[name] for name in TopologicalSorter(inputs).static_order()]
 
 
 def _array(gradient: Any) -> Any:
