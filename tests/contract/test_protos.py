@@ -249,12 +249,3 @@ def test_json_through_reflection_alone(channel: grpc.Channel) -> None:
     assert answer["overrides"] == [
         {"node": "y", "opType": "Sign", "rule": "inline", "label": "Sign", "status": "RESOLUTION_STATUS_ACTIVE"}
     ]
-
-
-def test_reflection_can_be_switched_off(tmp_path: Path) -> None:
-    from tests.service.servers import running_server
-
-    with running_server(tmp_path, ["--no-reflection"]) as running, grpc.insecure_channel(running.target) as channel:
-        with pytest.raises(grpc.RpcError) as caught:
-            Reflection(channel).services()
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED

@@ -21,11 +21,11 @@ ATTEMPTS = 12
 # Starts a server whose engines get memory as it was left.
 UNFILLED = """
 import sys
-from gradrule_server.link import environment, process
+from gradrule_server.link import environment, fork_server
 filled = environment.engine_environment
 def unfilled():
     return {k: v for k, v in filled().items() if k not in ("GLIBC_TUNABLES", "TF_ONEDNN_USE_SYSTEM_ALLOCATOR")}
-process.engine_environment = unfilled
+fork_server.engine_environment = unfilled
 from gradrule_server.__main__ import main
 sys.exit(main())
 """

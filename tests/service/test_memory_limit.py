@@ -1,10 +1,12 @@
-"""The limit of an engine's memory, in a process of its own. TensorFlow waits ten seconds before it gives up."""
+"""The limit of an engine's memory, in a process with the environment of engines."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+
+from gradrule_server.link.environment import engine_environment
 
 _IN_A_PROCESS = """
 import json
@@ -30,7 +32,12 @@ print(json.dumps(found))
 
 def test_the_kernel_gives_no_more_and_the_process_lives() -> None:
     ended = subprocess.run(
-        [sys.executable, "-c", _IN_A_PROCESS], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", _IN_A_PROCESS],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env=engine_environment(),
     )
     found = json.loads(ended.stdout)
     assert found == {"small": float(1 << 26), "tensorflow": True, "numpy": True}
