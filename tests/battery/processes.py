@@ -69,6 +69,11 @@ def working(pids: Iterable[int]) -> set[int]:
     return found
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended, even if nobody has waited for it yet."""
+    return _state(Path(f"/proc/{pid}/stat")) in "ZX"
+
+
 def _state(path: Path) -> str:
     """Of a thread or a process: a letter; that of the dead where it is gone."""
     try:

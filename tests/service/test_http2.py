@@ -14,7 +14,7 @@ import gradrule as gr
 from tests.battery import http2, wire
 from tests.battery.figures import Scale
 from tests.battery.http2_cases import FORGED, SECRET, TIMEOUTS
-from tests.battery.processes import forget_peak, holds, peak_bytes
+from tests.battery.processes import forget_peak, has_ended, holds, peak_bytes
 from tests.battery.unfinished import send_unfinished
 from tests.service.guarded import Guarded
 from tests.service.servers import RunningServer, started_server, wait_until
@@ -43,11 +43,6 @@ Loop.calls = 0
 asyncio.DefaultEventLoopPolicy._loop_factory = Loop
 sys.exit(main())
 """
-
-
-def is_gone(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX"
 
 
 def lines_of(running: RunningServer) -> list[dict[str, str]]:
@@ -151,6 +146,6 @@ async def test_an_accept_loop_that_ends_ends_the_process_and_its_engine(tmp_path
             assert (await wire.answer(running.target, wire.headers(CHECK))).status == 0
             assert (await wire.answer(running.target, wire.headers("/end"))).is_refused
             assert running.process.wait(30) == EXIT_FAILED
-        wait_until(lambda: is_gone(engine) or None, "end of the engine")
+        wait_until(lambda: has_ended(engine) or None, "end of the engine")
         told = [line["message"] for line in lines_of(running) if "accepts no more calls" in line["message"]]
         assert told == ["gRPC accepts no more calls (UnicodeDecodeError); the server exits with 3"]

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import gradrule as gr
+from tests.battery.processes import has_ended
 from tests.service import endless, raw, servers
 from tests.service.answers import assert_close, refused
 from tests.service.health import GRADIENTS, NOT_SERVING, SERVING, health, wait_for_another_engine
@@ -193,7 +194,7 @@ def test_sigterm_drains(tmp_path: Path) -> None:
         assert len(answers) == 1
         assert np.isfinite(answers[0].outputs["y"])
         assert engine is not None
-        wait_until(lambda: None if Path(f"/proc/{engine}").exists() else True, "end of the engine")
+        wait_until(lambda: has_ended(engine) or None, "end of the engine")
         assert "Traceback" not in running.log.read_text()
 
 
@@ -282,7 +283,7 @@ def test_an_engine_ends_with_its_front_end_whatever_it_does(tmp_path: Path) -> N
     """Nobody else would end it: here it is in a loop without an end when its front end is killed."""
     with running_server(tmp_path) as running, gr.connect(running.target) as client:
         p = client.compile(endless.graph_def(), fetches=["y"])
-        engine = Path(f"/proc/{running.wait_for_engine()}")
+        engine = running.wait_for_engine()
         with futures.ThreadPoolExecutor() as pool:
             call = pool.submit(p.evaluate, {"x": endless.STAYS}, timeout=60.0)
             time.sleep(1.0)
@@ -290,7 +291,7 @@ def test_an_engine_ends_with_its_front_end_whatever_it_does(tmp_path: Path) -> N
             running.process.kill()
             with refused("UNAVAILABLE"):
                 call.result()
-        wait_until(lambda: None if engine.exists() else True, "end of the engine", 10)
+        wait_until(lambda: has_ended(engine) or None, "end of the engine", 10)
 
 
 def test_local_server_lives_as_long_as_its_block(tmp_path: Path) -> None:
