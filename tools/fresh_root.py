@@ -160,15 +160,14 @@ def _compose(root: Path, spec: Mapping[str, Any], conditions: Conditions, owner:
         target = (root / "etc" / name).resolve() if (root / "etc" / name).is_symlink() else root / "etc" / name
         if target.is_file():
             _bind(folder / name, target)
-    options = ["--options", "remount,bind,ro"]
+    folders = []
     for name, inside in {"home": HOME, "tmp": "/tmp", "var-tmp": "/var/tmp"}.items():
         outside = folder / name
         outside.mkdir(exist_ok=True)
         outside.chmod(0o755 if name == "home" else 0o1777)
         os.chown(outside, owner, owner)
         _bind(outside, root / inside[1:])
-        if conditions.home == "read-only":
-            _mount(*options, str(root / inside[1:]))
+        folders.append(root / inside[1:])
     for name in _DEVICES:
         if Path("/dev", name).exists():
             _bind(Path("/dev", name), root / "dev" / name)
@@ -181,6 +180,10 @@ def _compose(root: Path, spec: Mapping[str, Any], conditions: Conditions, owner:
         # What the system has there already may be another version.
         if path.exists():
             _bind(path, root / str(path)[1:])
+    if conditions.home == "read-only":
+        # Last, for the folders above may lie in these.
+        for folder in folders:
+            _mount("--options", "remount,bind,ro", str(folder))
 
 
 def _change_root(root: Path) -> None:
