@@ -32,7 +32,7 @@ class SessionServicer:
         return {"RunSession": self.run}
 
     async def run(self, caller: Caller, requests: AsyncIterator[bytes], write: Write) -> None:
-        """One session: its first message starts it, its end ends it. A loss is told once without being asked for."""
+        """Serves one session, from the first message of the stream to its end. Reports a lost session once, unasked."""
         session = Session(caller.tenant.sessions)
         started = is_loss_told = False
 
