@@ -8,7 +8,7 @@ import threading
 import tensorflow as tf
 from google.protobuf.message import DecodeError
 
-from gradrule.v1 import errors_pb2
+from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.engine.build import Built, build
@@ -54,6 +54,10 @@ class EngineService:
             self._send_fault(frame, cause)
         except MemoryError as cause:
             self._send_fault(frame, memory_error(str(cause) or "no memory is left"))
+        except DecodeError:
+            # The front end passes on calls of stored programs without parsing their tensors.
+            message = f"the bytes are no {evaluate_pb2.EvaluateRequest.DESCRIPTOR.full_name}"
+            self._send_fault(frame, error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, message))
         except Exception as cause:
             # The boundary of the process: an unforeseen error must reach the caller as one, and the log in full.
             _log.exception("request %d failed", frame.request_id)

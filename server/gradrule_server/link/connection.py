@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from google.protobuf.message import DecodeError
@@ -67,21 +67,31 @@ class Work:
         "kind",
         "payload",
         "started_at",
+        "suffix",
     )
 
     def __init__(
-        self, connection: Connection, request_id: int, kind: Kind, payload: bytes, account: Account | None
+        self,
+        connection: Connection,
+        request_id: int,
+        kind: Kind,
+        payload: Sequence[bytes],
+        account: Account | None,
+        suffix: bytes,
     ) -> None:
         self.connection = connection
         self.id = request_id
         self.kind = kind
         self.payload = payload
+        """Parts that follow one another in the frame."""
         self.account = account
+        self.suffix = suffix
+        """Appended to the answer's payload while that is copied: a large answer is not copied once more for it."""
         self.started_at: float | None = None
         """Loop time at which it was sent; None: it waits."""
         self.chunk: Chunk | None = None
         """Where the payload lies, if it is large and sent."""
-        self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[bytes] = connection.loop.create_future()
         self.is_given_up = False
         """Nobody waits for it any more, though it was sent."""
         self._ended = False
@@ -111,6 +121,8 @@ class Connection(asyncio.Protocol):
     """
 
     def __init__(self, threads: int, arenas: Arenas | None = None) -> None:
+        self.loop = asyncio.get_running_loop()
+        """The loop that everything happens on."""
         self._threads = threads
         self._arenas = arenas
         self._arenas_used_at = 0.0
@@ -130,9 +142,9 @@ class Connection(asyncio.Protocol):
         """Requests that ran when the other end went."""
         self.on_lost: Callable[[], None] | None = None
         """Called once the other end is gone, after all answers were told so."""
-        self.last_heard = asyncio.get_running_loop().time()
+        self.last_heard = self.loop.time()
         """Loop time at which the engine last sent anything."""
-        self.greeting: asyncio.Future[link_pb2.Greeting] = asyncio.get_running_loop().create_future()
+        self.greeting: asyncio.Future[link_pb2.Greeting] = self.loop.create_future()
 
     @property
     def present(self) -> frozenset[Hashable | None]:
@@ -173,11 +185,17 @@ class Connection(asyncio.Protocol):
         """Waits until the other end is gone."""
         await self._closed.wait()
 
-    def submit(self, kind: Kind, payload: bytes, account: Account | None = None) -> Work:
-        """Sends a request, as soon as a thread is free for it; a FAULT becomes its answer's `GradruleError`."""
+    def submit(
+        self, kind: Kind, payload: bytes | Sequence[bytes], account: Account | None = None, suffix: bytes = b""
+    ) -> Work:
+        """Sends a request, as soon as a thread is free for it; a FAULT becomes its answer's `GradruleError`.
+
+        `payload`: whole, or in parts. `suffix`: appended to the answer.
+        """
         if self.is_closed or self._transport is None:
             raise EngineGone(started=False)
-        work = Work(self, next(self._ids), kind, payload, account)
+        parts = (payload,) if isinstance(payload, bytes) else payload
+        work = Work(self, next(self._ids), kind, parts, account, suffix)
         if self._can_start(kind):
             self._start(work)
         else:
@@ -210,10 +228,14 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        self.last_heard = asyncio.get_running_loop().time()
-        self._buffer += data
+        self.last_heard = self.loop.time()
         try:
-            self._read_frames()
+            if self._buffer:
+                self._buffer += data
+                del self._buffer[: self._read_frames(self._buffer)]
+            else:
+                # Most often what comes is one whole frame.
+                self._buffer += data[self._read_frames(data) :]
         except (ValueError, DecodeError, OSError, MemoryError) as cause:
             # Nobody can tell any more where a frame begins. All that wait are told once the transport has closed.
             _log.error("what an engine sent cannot be read: %s; its connection is closed", cause or "no memory")
@@ -221,21 +243,24 @@ class Connection(asyncio.Protocol):
             if self._transport is not None:
                 self._transport.abort()
 
-    def _read_frames(self) -> None:
-        """Delivers what has arrived as a whole; `ValueError`, `DecodeError` where it is none of the link's."""
-        buffer = self._buffer
-        position = 0
-        while len(buffer) - position >= HEADER_BYTES:
-            length, kind, request_id = unpack_header(memoryview(buffer)[position : position + HEADER_BYTES])
-            if length > _MOST_FRAME_BYTES:
-                raise ValueError(f"a frame of {length} bytes")
-            end = position + HEADER_BYTES + length
-            if len(buffer) < end:
-                break
-            self._deliver(kind, request_id, bytes(memoryview(buffer)[position + HEADER_BYTES : end]))
-            position = end
-        if position:
-            del buffer[:position]
+    def _read_frames(self, buffer: bytes | bytearray) -> int:
+        """Delivers what has arrived as a whole; returns where the first incomplete frame begins.
+
+        `ValueError`, `DecodeError` where it is none of the link's.
+        """
+        position, view = 0, memoryview(buffer)
+        with view:
+            while len(buffer) - position >= HEADER_BYTES:
+                length, kind, request_id = unpack_header(buffer, position)
+                if length > _MOST_FRAME_BYTES:
+                    raise ValueError(f"a frame of {length} bytes")
+                start = position + HEADER_BYTES
+                end = start + length
+                if len(buffer) < end:
+                    break
+                self._deliver(kind, request_id, view[start:end])
+                position = end
+        return position
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed.set()
@@ -264,16 +289,16 @@ class Connection(asyncio.Protocol):
 
     def _start(self, work: Work) -> None:
         self._running[work.id] = work
-        work.started_at = asyncio.get_running_loop().time()
+        work.started_at = self.loop.time()
         if work.kind is Kind.COMPILE:
             self._compiling = True
             self.compiling_since = work.started_at
         work.chunk = self._placed(work.payload)
         if work.chunk is None:
-            self._write(work.kind, work.id, work.payload)
+            self._write(work.kind, work.id, *work.payload)
         else:
             self._write(Kind.PLACED, work.id, pack_place(work.kind, work.chunk))
-        work.payload = b""
+        work.payload = ()
 
     def _start_waiting(self) -> None:
         while len(self._running) < self._threads:
@@ -283,31 +308,30 @@ class Connection(asyncio.Protocol):
             del self._waiting[work.id]
             self._start(work)
 
-    def _write(self, kind: Kind, request_id: int, payload: bytes) -> None:
+    def _write(self, kind: Kind, request_id: int, *payload: bytes) -> None:
         if self._transport is not None:
-            self._transport.writelines([pack_header(kind, request_id, len(payload)), payload])
+            self._transport.writelines([pack_header(kind, request_id, sum(map(len, payload))), *payload])
 
-    def _placed(self, payload: bytes) -> Chunk | None:
-        if self._arenas is None or len(payload) < LEAST_PLACED_BYTES:
+    def _placed(self, payload: Sequence[bytes]) -> Chunk | None:
+        if self._arenas is None or sum(map(len, payload)) < LEAST_PLACED_BYTES:
             return None
         self._arenas_were_used()
-        return self._arenas.outgoing.place([payload])
+        return self._arenas.outgoing.place(payload)
 
-    def _taken(self, arenas: Arenas, request_id: int, chunk: Chunk, *, wanted: bool) -> bytes:
+    def _taken(self, arenas: Arenas, request_id: int, chunk: Chunk, suffix: bytes, *, wanted: bool) -> bytes:
         """The payload that the engine has placed, if anybody still wants it. `ValueError` where it lies nowhere."""
-        payload = arenas.incoming.read(chunk) if wanted else b""
+        payload = arenas.incoming.read(chunk, suffix) if wanted else b""
         self._write(Kind.TAKEN, request_id, b"")
         self._arenas_were_used()
         return payload
 
     def _arenas_were_used(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._arenas_used_at = loop.time()
+        self._arenas_used_at = self.loop.time()
         if self._trimming is None:
-            self._trimming = loop.call_later(_TRIM_AFTER_S, self._trim)
+            self._trimming = self.loop.call_later(_TRIM_AFTER_S, self._trim)
 
     def _trim(self) -> None:
-        loop = asyncio.get_running_loop()
+        loop = self.loop
         due = self._arenas_used_at + _TRIM_AFTER_S
         if loop.time() < due:
             self._trimming = loop.call_at(due, self._trim)
@@ -317,26 +341,28 @@ class Connection(asyncio.Protocol):
             loop.run_in_executor(None, self._arenas.outgoing.trim)
             self._write(Kind.TRIM, 0, b"")
 
-    def _deliver(self, kind: Kind, request_id: int, payload: bytes) -> None:
+    def _deliver(self, kind: Kind, request_id: int, view: memoryview) -> None:
+        """Hands an answer to who waits for it. `view`: of the frame's payload, which is gone afterwards."""
         if kind is Kind.GREETING:
             if not self.greeting.done():
-                self.greeting.set_result(link_pb2.Greeting.FromString(payload))
+                self.greeting.set_result(link_pb2.Greeting.FromString(bytes(view)))
             return
         work = self._running.get(request_id)
         if work is None:
             return
-        if self._arenas is not None:
-            if kind is Kind.PLACED:
-                kind, chunk = unpack_place(payload)
-                payload = self._taken(self._arenas, request_id, chunk, wanted=not work.answer.done())
-            if work.chunk is not None:
-                self._arenas.outgoing.release(work.chunk)
+        if kind is Kind.PLACED and self._arenas is not None:
+            kind, chunk = unpack_place(view)
+            payload = self._taken(self._arenas, request_id, chunk, work.suffix, wanted=not work.answer.done())
+        else:
+            payload = bytes(view) if kind is Kind.FAULT else b"".join((view, work.suffix))
+        if work.chunk is not None and self._arenas is not None:
+            self._arenas.outgoing.release(work.chunk)
         # What makes no sense raises here, where the work still ends with the connection.
         fault = _fault(payload) if kind is Kind.FAULT and not work.answer.done() else None
         del self._running[request_id]
         work.end()
         if work.account is not None and work.started_at is not None and kind is not Kind.FAULT:
-            work.account.took(asyncio.get_running_loop().time() - work.started_at)
+            work.account.took(self.loop.time() - work.started_at)
         if work.kind is Kind.COMPILE:
             self._compiling = False
         if self._waiting:

@@ -7,7 +7,7 @@ import enum
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gradrule.v1 import errors_pb2
@@ -235,13 +235,15 @@ class Engine:
         except EngineGone as gone:
             raise await self.lost(work, gone) from None
 
-    def submit(self, kind: Kind, payload: bytes, account: Account | None = None) -> Work:
-        """Hands a request in, for callers that share its answer; ENGINE_UNAVAILABLE while there is no engine."""
+    def submit(
+        self, kind: Kind, payload: bytes | Sequence[bytes], account: Account | None = None, suffix: bytes = b""
+    ) -> Work:
+        """Hands a request in, see `Connection.submit`; `EngineLost` or ENGINE_UNAVAILABLE where there is no engine."""
         if self._process is None:
             raise unavailable()
-        self.used_at = asyncio.get_running_loop().time()
+        self.used_at = self._process.connection.loop.time()
         try:
-            return self._process.connection.submit(kind, payload, account)
+            return self._process.connection.submit(kind, payload, account, suffix)
         except EngineGone:
             raise lost_waiting() from None
 
