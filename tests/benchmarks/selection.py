@@ -82,7 +82,9 @@ Selecting = Callable[[int, int], Selector]
 
 _SELECTORS: dict[str, Selecting] = {
     "node_regex": lambda number, layers: Selector(node_regex=f"net/layer{number}[0-9]*/(op3|nothing)"),
-    "depends_on": lambda number, layers: Selector(op_type="Sign", depends_on=[f"net/layer{layers * number // 100}/op2"]),
+    "depends_on": lambda number, layers: Selector(
+        op_type="Sign", depends_on=[f"net/layer{layers * number // 100}/op2"]
+    ),
     "position": lambda number, layers: Selector(
         scope=f"net/layer{number}", op_type="Sign", position=Position(nearest=POSITION_NEAREST_YS)
     ),
