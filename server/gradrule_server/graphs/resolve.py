@@ -159,7 +159,7 @@ class Resolver:
                 place.by_rank = spec.label
             else:
                 for member in members:
-                    scene.hold(member, spec.label)
+                    scene.hold_whole(member, spec.label)
             if chain is None:
                 scene.note(number, match)
             else:

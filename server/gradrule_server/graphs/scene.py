@@ -120,12 +120,16 @@ class Scene:
         self._labels: dict[str, int] = {}
 
     def hold(self, number: int, label: str) -> None:
-        """Gives a place to an override, by its label; of a loop or branch also what is free in its functions."""
-        held = self._labels.setdefault(label, len(self._labels))
-        free = (item for item in self.inside(number) if self.places[item].label is None)
-        for item in (number, *free):
-            self.places[item].label = label
-            self.holders[item] = held
+        """Gives a place to an override, by its label."""
+        self.places[number].label = label
+        self.holders[number] = self._labels.setdefault(label, len(self._labels))
+
+    def hold_whole(self, number: int, label: str) -> None:
+        """Gives a place to an override; of a loop or branch also what is free in its functions."""
+        self.hold(number, label)
+        for item in self.inside(number):
+            if self.places[item].label is None:
+                self.hold(item, label)
 
     def shadows(self, members: Numbers) -> dict[str, int]:
         """How many rows of places are held by an override, by the label of the first of each row that is held."""
