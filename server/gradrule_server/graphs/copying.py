@@ -310,11 +310,13 @@ def _not_behind(body: Body, result: int, ends: Sequence[int]) -> list[int]:
     missing = dict.fromkeys(ends)
     if not missing:
         return []
+    # Nodes are added producers first, so nothing before the first of them waits for one of them.
+    first = min(missing)
     seen: set[int] = set()
     pending = [result]
     while pending and missing:
         position = pending.pop()
-        if position not in seen:
+        if position >= first and position not in seen:
             seen.add(position)
             missing.pop(position, None)
             pending += [*(producer for producer, _ in body.nodes[position].inputs), *body.nodes[position].controls]

@@ -31,7 +31,7 @@ from gradrule_server.graphs.variables import lower_variables
 from gradrule_server.graphs.wishes import Wishes
 from gradrule_server.graphs.write import tensor_name, write_graph
 from gradrule_server.graphs.write_rule import write_rule
-from gradrule_server.policy import refusal
+from gradrule_server.policy import Fault, refusal
 
 
 def _no_rule(name: str, _: str) -> int:
@@ -366,11 +366,16 @@ def _prune(copy: Copy, roots: Iterable[Ref]) -> dict[Ref, Ref]:
 
 def _check_runnable(roots: Iterable[Body], scopes: Mapping[str, str], limits: Limits, findings: Findings) -> None:
     """UNSUPPORTED_OP and OP_NOT_ALLOWED for nodes that are needed; what is not needed reaches no engine."""
+    # Nodes share their attributes, and most are of few op types.
+    known: dict[tuple[str, int], Fault | None] = {}
     for body, node in itertools.chain.from_iterable(map(nodes_of, roots)):
         reason, why = Reason.ERROR_REASON_UNSUPPORTED_OP, node.unsupported
-        if not why and not is_call(node):
-            op = _opdefs.find(node.op)
-            fault = refusal(op, node.attrs, limits) if op else None
+        if not why and not (node.functions and is_call(node)):
+            key = (node.op, id(node.attrs))
+            if key not in known:
+                op = _opdefs.find(node.op)
+                known[key] = refusal(op, node.attrs, limits) if op else None
+            fault = known[key]
             if fault:
                 reason, why = fault
         if why:
