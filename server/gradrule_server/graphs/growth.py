@@ -1,4 +1,4 @@
-"""Counts the nodes that a graph has once its calls are inlined, from the message alone, before anything is made of it."""
+"""Counts the nodes that a graph has once its calls are inlined, from the message alone."""
 
 from __future__ import annotations
 

@@ -251,7 +251,8 @@ class Resolver:
         chooser.taken += 1
         for number in taken:
             scene.hold(number, spec.label)
-        last = scene.place(found[0].body, found[0].outputs[0][0])
+        number = scene.number(found[0].body, found[0].outputs[0][0])
+        last = scene.places[number if number >= 0 else members[-1]]
         differentiable = scene.is_differentiable(members[-1], found[0])
         match = _match(spec, last.name, last.node.op_type, last.function, differentiable)
         self._note_subgraph(match, found[0], members, scene)

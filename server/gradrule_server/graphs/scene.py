@@ -166,16 +166,12 @@ class Scene:
         return [match for _, match in sorted(found, key=lambda item: item[0])]
 
     def place_numbers(self, subgraph: Subgraph) -> list[int]:
-        """Numbers of the places of a subgraph's nodes; nodes that expanding added have none."""
-        numbers = (self._number(subgraph.body, member) for member in subgraph.members)
+        """Numbers of the places of a subgraph's nodes."""
+        numbers = (self.number(subgraph.body, member) for member in subgraph.members)
         return [number for number in numbers if number >= 0]
 
-    def place(self, body: Body, index: int) -> Place:
-        """The place of a node."""
-        return self.places[self.numbers[id(body)][index]]
-
-    def _number(self, body: Body, index: int) -> int:
-        """Number of a node's place, or -1."""
+    def number(self, body: Body, index: int) -> int:
+        """Number of a node's place; -1 for nodes that have none, because expanding added them."""
         return self.numbers[id(body)][index] if id(body) in self.numbers else -1
 
     def inside(self, number: int) -> list[int]:
@@ -215,7 +211,10 @@ class Scene:
             around = Surroundings(self.changes, self._before_ys, self.flows, self._kept)
             regions = Regions([border for _, border in same_body], around, self.orders)
             for number, (spec, _) in enumerate(same_body):
-                found[id(spec)] = regions.subgraph(number), regions.problem(number, self._text)
+                subgraph, problem = regions.subgraph(number), regions.problem(number, self._text)
+                if not problem and not self.place_numbers(subgraph):
+                    problem = "the function between its tensors passes them on as they are: there is no node in it"
+                found[id(spec)] = subgraph, problem
         return found
 
     def border_problem(self, spec: OverrideSpec) -> str | None:
@@ -258,7 +257,7 @@ class Scene:
         return id(body.nodes[ref[0]]) in self._behind_xs or (body is self.top and ref in self._asked.xs)
 
     def _text(self, body: Body, ref: Ref) -> str:
-        number = self._number(body, ref[0])
+        number = self.number(body, ref[0])
         own = body.nodes[ref[0]].name
         # Arguments of loops and branches have no place.
         name = self.places[number].name if number >= 0 else f"{self._scopes[body.name]}/{own}" if body.name else own
