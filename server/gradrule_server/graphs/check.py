@@ -81,6 +81,8 @@ def _check_knots(draft: Draft, findings: Findings) -> None:
 def _check_recursion(graph: Graph, library: Library, findings: Findings) -> bool:
     """GRAPH_CYCLE for functions that call themselves, themselves or through others. Names alone decide."""
     names = library.names()
+    if not names:
+        return False
     numbers = {name: number for number, name in enumerate(names)}
     edges: dict[int, list[int]] = {}
     pending = sorted(_mentioned(graph.node, numbers) | {numbers[name] for name in library.rules()})

@@ -14,6 +14,8 @@ def count_inlined(graph: Graph) -> int:
 
     Each function is counted once, and its count is taken as often as it is used. No function may call itself.
     """
+    if not graph.library.function:
+        return len(graph.node)
     functions = {function.signature.name: function.node_def for function in reversed(graph.library.function)}
     uses: dict[str, Counter[str]] = {}
     counts: dict[str, int] = {}

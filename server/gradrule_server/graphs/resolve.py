@@ -139,8 +139,8 @@ class Resolver:
         rows = selected.members(chooser)
         free = rows[(scene.holders[rows] < 0).all(axis=1)].tolist()
         has_rank = spec.selector.HasField("rank")
-        if has_rank and not self._check_count(chooser, scene, len(free)):
-            return
+        if has_rank:
+            self._check_count(chooser, scene.match_count + len(free))
         for members in free:
             places = [scene.places[member] for member in members]
             # Something that this override took just now may hold a node of it.
@@ -167,17 +167,16 @@ class Resolver:
         if not chooser.taken and len(rows):
             chooser.shadowed_by = scene.shadows(rows)
 
-    def _check_count(self, chooser: Chooser, scene: Scene, count: int) -> bool:
+    def _check_count(self, chooser: Chooser, count: int) -> None:
         """LIMIT_EXCEEDED for too many matches: a node can be matched by any number of overrides with a rank."""
-        if scene.match_count + count <= self.most_matches:
-            return True
-        chooser.faulty = True
+        if count <= self.most_matches:
+            return
         message = (
-            f"Overrides with a rank leave nodes to later ones: with {quote(chooser.spec.label)} there are "
-            f"{scene.match_count + count} matches; {self.most_matches} is the most (--max-inlined-nodes)."
+            f"Overrides with a rank leave nodes to later ones: with {quote(chooser.spec.label)} there are {count} "
+            f"matches; {self.most_matches} is the most (--max-inlined-nodes)."
         )
         self.findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message, field=chooser.spec.field)
-        return False
+        self.findings.raise_if_any()
 
     def _check_ranks(self, chooser: Chooser, places: Sequence[Place]) -> bool:
         """INVALID_OVERRIDE where a node of a chain may belong to an earlier override, if its rank is the right one."""
