@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -61,7 +61,7 @@ def _spec(value: Array, unknown: bool) -> tf.TensorSpec:
     return tf.TensorSpec([None, *value.shape[1:]] if unknown else value.shape, value.dtype)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _trace(
     case: Case,
     operands: tuple[tf.TensorSpec, ...],
@@ -92,7 +92,7 @@ def given(case: Case, dtype: str) -> tuple[list[Array], list[Array]]:
     return [value.copy() for value in operands], [dy.copy() for dy in dys]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _given(case: Case, dtype: str) -> tuple[list[Array], list[Array]]:
     is_complex = case.operands[0].dtype.kind == "c"
     kind: Any = {"float32": np.complex64, "float64": np.complex128}[dtype] if is_complex else dtype
