@@ -79,6 +79,8 @@ def test_frames_that_come_one_at_a_time_are_handled_by_one_thread(pair: Pair) ->
 
     def handle(frame: Frame) -> None:
         threads.append(threading.current_thread().name)
+        # Other threads run meanwhile, as while TensorFlow computes.
+        time.sleep(0.001)
         frames.send(Kind.RAN, frame.request_id, b"")
 
     serving = threading.Thread(target=serve_frames, args=(frames, handle, pytest.fail, 3))
