@@ -35,6 +35,10 @@ class Work:
         """The bytes of a call by program name."""
         return self._with_feeds(evaluate_pb2.EvaluateRequest(program=program.name))
 
+    def request(self) -> bytes:
+        """The bytes of a call that names no program: what it feeds alone."""
+        return self._with_feeds(evaluate_pb2.EvaluateRequest())
+
     def inline_request(self) -> bytes:
         """The bytes of a call with the graph in it."""
         request = evaluate_pb2.EvaluateRequest()

@@ -67,7 +67,7 @@ class EngineService:
         payload, contents = open_payload(frame.kind, frame.payload)
         if frame.kind is Kind.RUN:
             request = link_pb2.RunRequest.FromString(payload)
-            answer = run(self._program(request.key), request, contents, self._device, self._reader)
+            answer = run(self._program(request.key), request, contents, self._reader)
             self._frames.send(Kind.RAN, frame.request_id, answer)
         elif frame.kind is Kind.COMPILE:
             reply = self._compile(link_pb2.CompileRequest.FromString(payload))
@@ -104,7 +104,7 @@ class EngineService:
             request.memory_limit = 0
         values = self._weights.of(request.variables, request.blob_folder)
         with self._build_lock:
-            built = build(request, values)
+            built = build(request, values, self._device)
         self._programs[request.key] = built
         return link_pb2.CompileReply(
             statuses=built.statuses,
