@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import grpc
 
-from gradrule import _blobs, _calls, _channel, _compare, _deadlines, _requests, _results, _security
+from gradrule import _blobs, _calls, _channel, _compare, _deadlines, _requests, _results, _routes, _security, _wire
 from gradrule._client_derivatives import Derivatives, ProgramDerivatives
 from gradrule._comparison import Comparison
 from gradrule._forward import ForwardHandle
@@ -23,14 +24,16 @@ from gradrule._server_status import ServerStatus
 from gradrule._sessions import METHOD as SESSION_METHOD
 from gradrule._sessions import Session
 from gradrule._sources import GraphLike
-from gradrule._status import error_of, parsed, serialized, waiting_error
-from gradrule._streams import Stream
+from gradrule._status import error_of, message_parts, parsed, waiting_error
+from gradrule._stream_messages import CHUNK_BYTES
+from gradrule._streams import Stream, StreamLostError
 from gradrule.errors import (
     BlobNotFoundError,
     CancelledError,
     EngineUnavailableError,
     GradruleError,
     InvalidParamError,
+    MessageTooLargeError,
     UnavailableError,
 )
 
@@ -46,12 +49,15 @@ def connect(
     token: str | None = None,
     timeout: float = 30.0,
     insecure_token: bool = False,
+    stream: bool = True,
 ) -> Client:
     """A client of the server at `host:port`; nothing is sent yet.
 
     credentials: what `gradrule.tls` gives, or gRPC's own channel credentials; without them the connection is plain.
     token: sent as a bearer token with each call. timeout: seconds for a call that gives none of its own.
     insecure_token: lets the token travel unencrypted to another machine, which is refused otherwise.
+    stream: calls of programs that are repeated share one persistent stream, which takes less time for each; False:
+    each travels alone, as it must where a proxy spreads calls over several servers.
     """
     timeout = _deadlines.seconds(timeout)
     _security.check_token(target, token, is_encrypted=credentials is not None, insecure_token=insecure_token)
@@ -59,7 +65,7 @@ def connect(
         channel = grpc.insecure_channel(_channel.address(target), options=_channel.OPTIONS)
     else:
         channel = grpc.secure_channel(_channel.address(target), credentials, options=_channel.OPTIONS)
-    return Client(channel, target, token=token, timeout=timeout)
+    return Client(channel, target, token=token, timeout=timeout, stream=stream)
 
 
 class Client(Derivatives):
@@ -68,12 +74,15 @@ class Client(Derivatives):
     Every call has a deadline: its `timeout` in seconds, or that of `connect`. Every failure is a `GradruleError`.
     """
 
-    def __init__(self, channel: grpc.Channel, target: str, *, token: str | None, timeout: float) -> None:
+    def __init__(
+        self, channel: grpc.Channel, target: str, *, token: str | None, timeout: float, stream: bool = True
+    ) -> None:
         self._channel = channel
         self._metadata = _channel.metadata(token)
         self._timeout = timeout
         self._methods: dict[str, grpc.UnaryUnaryMultiCallable[bytes, bytes]] = {}
         self._stream = Stream(channel, self._metadata, self._closed)
+        self._routes = _routes.Routes(use_stream=stream)
         self.target = target
 
     # Rules.
@@ -419,25 +428,107 @@ class Client(Derivatives):
             raise self._closed() from cause
 
     def _once(self, call: _calls.Call[R], timeout: float | None) -> R:
-        deadline = _deadlines.of_call(timeout, self._timeout)
+        seconds = _deadlines.of_call(timeout, self._timeout)
+        parts, size = message_parts(call.request, call.large)
         if call.on_stream:
-            return self._stream.run(call, deadline)
-        request = serialized(call.request, call.large)
+            try:
+                return self._over_stream(call, parts, size, seconds)
+            except StreamLostError as lost:
+                raise lost.cause from None
+        if call.method != _calls.EVALUATE:
+            return self._alone(call, parts, seconds)
+        return self._evaluate(call, parts, size, seconds)
+
+    def _evaluate(self, call: _calls.Call[R], parts: _wire.Parts, size: int, seconds: float) -> R:
+        """Sends a call of `Evaluate`; as it changes nothing, it may be sent again where its answer is lost."""
+        if self._routes.must_chunk(size):
+            return self._in_chunks(call, parts, size, seconds)
+        ends_at = time.monotonic() + seconds
+        if self._may_stream(size):
+            try:
+                answer = self._over_stream(call, parts, size, seconds)
+            except StreamLostError:
+                self._routes.note_lost()
+            except GradruleError as refusal:
+                if refusal.code is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+            else:
+                self._routes.note_answered()
+                return answer
         try:
-            answer = self._method(call.method)(request, timeout=deadline, metadata=self._metadata)
+            return self._alone(call, parts, _deadlines.left(ends_at))
+        except MessageTooLargeError:
+            if size <= CHUNK_BYTES:
+                raise
+        answer = self._in_chunks(call, parts, size, _deadlines.left(ends_at))
+        self._routes.note_too_long(size)
+        return answer
+
+    def _in_chunks(self, call: _calls.Call[R], parts: _wire.Parts, size: int, seconds: float) -> R:
+        """Sends a call that may be too long for one message."""
+        ends_at = time.monotonic() + seconds
+        for attempt in itertools.count(1):
+            try:
+                return self._over_stream(call, parts, size, _deadlines.left(ends_at))
+            except (StreamLostError, UnavailableError) as failure:
+                cause = failure.cause if isinstance(failure, StreamLostError) else failure
+                if cause.code is not grpc.StatusCode.UNAVAILABLE or attempt == _routes.TRIES:
+                    raise cause from None
+            time.sleep(_routes.pause_before(attempt))
+        raise AssertionError("the loop ends by itself")
+
+    def _may_stream(self, size: int) -> bool:
+        stream = self._stream
+        return self._routes.may_stream(size, stream.under_way, is_open=stream.is_open)
+
+    def _over_stream(self, call: _calls.Call[R], parts: _wire.Parts, size: int, seconds: float) -> R:
+        found: R = self._stream.start(call, parts, size, seconds).result()
+        return found
+
+    def _alone(self, call: _calls.Call[R], parts: _wire.Parts, seconds: float) -> R:
+        try:
+            answer = self._method(call.method)(b"".join(parts), timeout=seconds, metadata=self._metadata)
         except grpc.RpcError as failure:
             raise error_of(failure) from None
         except ValueError as cause:
             raise self._closed() from cause
         return parsed(call.answer, call.decode, answer)
 
-    def _start(self, call: _calls.Call[Any], timeout: float | None) -> grpc.Future[bytes]:
-        deadline = _deadlines.of_call(timeout, self._timeout)
-        request = serialized(call.request, call.large)
+    def _start(self, call: _calls.Call[R], timeout: float | None) -> _Started[R]:
+        """Sends a call of `Evaluate` without waiting for its answer."""
+        seconds = _deadlines.of_call(timeout, self._timeout)
+        parts, size = message_parts(call.request, call.large)
+        if self._routes.must_chunk(size) or self._may_stream(size):
+            try:
+                started = self._stream.start(call, parts, size, seconds)
+            except StreamLostError:
+                self._routes.note_lost()
+            else:
+                return _Started(started.result, started.cancel)
         try:
-            return self._method(call.method).future(request, timeout=deadline, metadata=self._metadata)
+            future = self._method(call.method).future(b"".join(parts), timeout=seconds, metadata=self._metadata)
         except ValueError as cause:
             raise self._closed() from cause
+
+        def result() -> R:
+            try:
+                return parsed(call.answer, call.decode, future.result())
+            except grpc.RpcError as failure:
+                raise error_of(failure) from None
+            except grpc.FutureCancelledError as failure:
+                raise CancelledError("the call was cancelled; its client was closed meanwhile") from failure
+
+        return _Started(result, future.cancel)
+
+    def _finish(self, call: _calls.Call[R], started: _Started[R], timeout: float | None) -> R:
+        try:
+            return started.result()
+        except StreamLostError:
+            self._routes.note_lost()
+        except BlobNotFoundError:
+            if not call.blobs:
+                raise
+        return self._run(call, timeout)
 
     def _method(self, path: str) -> grpc.UnaryUnaryMultiCallable[bytes, bytes]:
         method = self._methods.get(path)
@@ -448,17 +539,12 @@ class Client(Derivatives):
     def _closed(self) -> UnavailableError:
         return UnavailableError(f"the client of {self.target!r} is closed")
 
-    def _finish(self, call: _calls.Call[R], pending: grpc.Future[bytes], timeout: float | None) -> R:
-        try:
-            data = pending.result()
-        except grpc.RpcError as failure:
-            error = error_of(failure)
-            if isinstance(error, BlobNotFoundError) and call.blobs:
-                return self._run(call, timeout)
-            raise error from None
-        except grpc.FutureCancelledError as failure:
-            raise CancelledError("the call was cancelled; its client was closed meanwhile") from failure
-        return parsed(call.answer, call.decode, data)
+
+class _Started(NamedTuple, Generic[R]):
+    """A call that was sent: what waits for its answer, and what gives it up."""
+
+    result: Callable[[], R]
+    cancel: Callable[[], object]
 
 
 class Program(ProgramDerivatives):
@@ -518,7 +604,7 @@ class Program(ProgramDerivatives):
         """
         if in_flight < 1:
             raise InvalidParamError(f"in_flight is at least 1, not {in_flight}")
-        pending: deque[tuple[_calls.Call[_results.Result], grpc.Future[bytes]]] = deque()
+        pending: deque[tuple[_calls.Call[_results.Result], _Started[_results.Result]]] = deque()
         try:
             for one in feeds:
                 if len(pending) >= in_flight:
@@ -528,8 +614,8 @@ class Program(ProgramDerivatives):
             while pending:
                 yield self._client._finish(*pending.popleft(), timeout)
         finally:
-            for _, future in pending:
-                future.cancel()
+            for _, started in pending:
+                started.cancel()
 
     def delete(self, *, timeout: float | None = None) -> None:
         """Makes the server forget the program."""
