@@ -58,7 +58,10 @@ def error_of_status(data: bytes) -> GradruleError:
     except DecodeError as cause:
         return InternalError(f"the server's answer cannot be read: {cause}")
     code = next((code for code in grpc.StatusCode if code.value[0] == status.code), grpc.StatusCode.UNKNOWN)
-    return _from_status(status, code) or of_reason(_REASONS.get(code, "INTERNAL"), status.message, code=code.name)
+    error = _from_status(status, code) or of_reason(_REASONS.get(code, "INTERNAL"), status.message, code=code.name)
+    info = _unpacked(status, error_details_pb2.RequestInfo())
+    error.request_id = "" if info is None else info.request_id
+    return error
 
 
 def waiting_error(failure: grpc.RpcError, target: str) -> GradruleError | None:

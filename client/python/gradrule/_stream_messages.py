@@ -95,7 +95,9 @@ def _chunked(head: bytes, field: int, parts: _wire.Parts, size: int) -> Iterator
             if room == 0 and left:
                 yield b"".join((head, _wire.prefix(_REQUEST.CHUNK_FIELD_NUMBER, CHUNK_BYTES), *chunk))
                 chunk, room = [], CHUNK_BYTES
-    yield b"".join((head, _ANSWER_CHUNKS, _wire.prefix(field, _wire.length(chunk)), *chunk))
+    rest = _wire.length(chunk)
+    in_chunks = _REQUEST(answer_chunk_bytes=CHUNK_BYTES, chunk_bytes=size - rest).SerializeToString()
+    yield b"".join((head, in_chunks, _wire.prefix(field, rest), *chunk))
 
 
 @lru_cache(64)

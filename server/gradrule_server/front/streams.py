@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2
 
+from gradrule import _wire
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.front.calls import Caller, MethodTable, Write
 from gradrule_server.front.handlers import Door
 from gradrule_server.front.outcomes import incident
+from gradrule_server.front.request_chunks import RequestChunks
 from gradrule_server.front.status import status_of
 from gradrule_server.link.v1 import link_pb2
 
@@ -25,6 +28,13 @@ T = TypeVar("T")
 # read.
 _MAX_UNDER_WAY = 32
 _MAX_UNWRITTEN_BYTES = 64 << 20
+# Smaller chunks of an answer would cost more than they spare.
+_MIN_CHUNK_BYTES = 64 << 10
+
+_ANSWER_FIELDS = {
+    field.name: field.number for field in link_pb2.RawStreamResponse.DESCRIPTOR.oneofs_by_name["response"].fields
+}
+_CHUNK_FIELD = link_pb2.RawStreamResponse.CHUNK_FIELD_NUMBER
 
 
 async def incoming(
@@ -85,6 +95,7 @@ class Multiplexed:
         self._has_room = asyncio.Event()
         self._has_room.set()
         self._under_way: dict[int, asyncio.Task[bytes]] = {}
+        self._chunks = RequestChunks(door, caller, _MAX_UNDER_WAY, self._refuse_late)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self, requests: AsyncIterator[bytes]) -> None:
@@ -99,9 +110,16 @@ class Multiplexed:
                 raise
             await self._finish()
         finally:
+            self._chunks.drop_all()
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _refuse_late(self, number: int, cause: GradruleError) -> None:
+        """Answers a request whose chunks did not all come in time."""
+        task = asyncio.ensure_future(self._start(number, _fail(cause)))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _finish(self) -> None:
         if self._tasks:
@@ -118,21 +136,58 @@ class Multiplexed:
             return
         number, kind = request.request_id, request.WhichOneof("request")
         if kind == "cancel":
-            answering = self._under_way.get(cancelled)
-            if answering is not None:
-                answering.cancel()
+            await self._cancel(cancelled)
         elif kind is None:
             await self._start(number, _refuse("the message holds no request"))
         elif number in self._under_way:
             await self._start(number, _refuse(f"a request {number} is under way on this stream; take another id"))
-        else:
-            request_type, method = self._methods[kind]
+        elif kind == "chunk":
             remaining = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else None
-            observed = self._door.observer.part(kind)
-            answer = self._door.answer(self._caller, observed, request_type, method, getattr(request, kind), remaining)
-            await self._start(number, answer, kind)
+            failure = self._chunks.add(number, request.chunk, remaining)
+            if failure is not None:
+                await self._start(number, _fail(failure))
+        elif self._chunks.is_refused(number):
+            # It was answered when it was refused.
+            self._chunks.drop(number)
+        elif self._chunks.size(number) != request.chunk_bytes:
+            came = self._chunks.size(number)
+            self._chunks.drop(number)
+            message = f"the request's chunks have {request.chunk_bytes} bytes (chunk_bytes), of which {came} have come"
+            await self._start(number, _refuse(message))
+        else:
+            await self._answer(request, kind)
 
-    async def _start(self, number: int, answer: Coroutine[Any, Any, bytes], kind: str = "") -> None:
+    async def _answer(self, request: link_pb2.RawStreamRequest, kind: str) -> None:
+        """Starts a request that is there as a whole."""
+        number = request.request_id
+        request_type, method = self._methods[kind]
+        remaining = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else None
+        observed = self._door.observer.part(kind)
+        rest: bytes = getattr(request, kind)
+
+        async def answer() -> bytes:
+            raw, seconds = rest, remaining
+            if request.chunk_bytes:
+                raw, seconds = await self._chunks.joined(number, rest)
+            return await self._door.answer(self._caller, observed, request_type, method, raw, seconds)
+
+        await self._start(number, answer(), kind, request.answer_chunk_bytes, observed.request.id)
+
+    async def _cancel(self, number: int) -> None:
+        answering = self._under_way.get(number)
+        if answering is not None:
+            answering.cancel()
+        elif self._chunks.drop(number):
+            await self._start(number, _fail(_given_up()))
+
+    async def _start(
+        self,
+        number: int,
+        answer: Coroutine[Any, Any, bytes],
+        kind: str = "",
+        chunk_bytes: int = 0,
+        request_id: str = "",
+    ) -> None:
         try:
             await self._slots.acquire()
         except BaseException:
@@ -141,7 +196,7 @@ class Multiplexed:
         answering = asyncio.ensure_future(answer)
         if kind:
             self._under_way[number] = answering
-        task = asyncio.ensure_future(self._serve(number, answering, kind))
+        task = asyncio.ensure_future(self._serve(number, answering, kind, chunk_bytes, request_id))
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
@@ -151,7 +206,9 @@ class Multiplexed:
         if not task.cancelled() and task.exception() is not None:
             _log.error("a request of a stream was not answered", exc_info=task.exception())
 
-    async def _serve(self, number: int, answering: asyncio.Task[bytes], kind: str) -> None:
+    async def _serve(
+        self, number: int, answering: asyncio.Task[bytes], kind: str, chunk_bytes: int, request_id: str
+    ) -> None:
         try:
             await asyncio.wait({answering})
         except asyncio.CancelledError:
@@ -162,25 +219,31 @@ class Multiplexed:
             answering.cancel()
             if self._under_way.get(number) is answering:
                 del self._under_way[number]
-        size, data = _size_of(answering), _response(number, kind, answering)
-        # The answer is in there now: it need not wait a second time.
+        held, messages = _messages(number, kind, answering, chunk_bytes, request_id)
+        # Nothing but the messages needs the answer from now on.
         del answering
-        self._count(len(data))
+        size = held
+        self._count(size)
         try:
-            try:
-                await self._writing.acquire()
-            finally:
-                # What is being written is counted by whoever writes it.
-                self._door.let_go(self._caller, size)
-            try:
-                await self._write(data)
-            except Exception:
-                # Nobody reads any more; that the stream ends is told by other means.
-                _log.debug("an answer could not be written", exc_info=True)
-            finally:
-                self._writing.release()
+            for data in messages:
+                try:
+                    await self._writing.acquire()
+                finally:
+                    # What is being written is counted by whoever writes it.
+                    written = min(held, len(data))
+                    held -= written
+                    self._door.let_go(self._caller, written)
+                try:
+                    await self._write(data)
+                except Exception:
+                    # Nobody reads any more; that the stream ends is told by other means.
+                    _log.debug("an answer could not be written", exc_info=True)
+                    return
+                finally:
+                    self._writing.release()
         finally:
-            self._count(-len(data))
+            self._door.let_go(self._caller, held)
+            self._count(-size)
 
     def _count(self, size: int) -> None:
         """Counts answers that wait, in and out."""
@@ -195,24 +258,53 @@ async def _refuse(message: str) -> bytes:
     raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, message)
 
 
-def _response(number: int, kind: str, answering: asyncio.Task[bytes]) -> bytes:
-    """What the client gets for a request that has ended, however it did: for nothing at all it would wait for ever."""
+async def _fail(cause: GradruleError) -> bytes:
+    raise cause
+
+
+def _given_up() -> GradruleError:
+    return error(errors_pb2.ERROR_REASON_CANCELLED, "the client gave the request up")
+
+
+def _messages(
+    number: int, kind: str, answering: asyncio.Task[bytes], chunk_bytes: int, request_id: str
+) -> tuple[int, Iterator[bytes]]:
+    """What the client gets for a request that has ended, however it did: for nothing at all it would wait for ever.
+
+    Returns the number of bytes of its answer, and the messages, each of which is made when its turn comes.
+    """
     try:
         try:
-            response = link_pb2.RawStreamResponse(request_id=number)
-            setattr(response, kind, answering.result())
-            return response.SerializeToString()
+            answer = answering.result()
+            field = _ANSWER_FIELDS[kind]
         except GradruleError as cause:
-            return _failed(number, cause)
+            return 0, iter((_failed(number, cause, request_id),))
         except asyncio.CancelledError:
-            return _failed(number, error(errors_pb2.ERROR_REASON_CANCELLED, "the client gave the request up"))
+            return 0, iter((_failed(number, _given_up(), request_id),))
     except Exception:
-        return _failed(number, incident())
+        return 0, iter((_failed(number, incident(), request_id),))
+    if chunk_bytes:
+        return len(answer), _pieces(number, field, answer, max(chunk_bytes, _MIN_CHUNK_BYTES))
+    return len(answer), _pieces(number, field, answer, max(len(answer), 1))
 
 
-def _failed(number: int, cause: GradruleError) -> bytes:
-    status = status_of(cause).SerializeToString()
-    return link_pb2.RawStreamResponse(request_id=number, status=status).SerializeToString()
+def _pieces(number: int, field: int, answer: bytes, size: int) -> Iterator[bytes]:
+    """The messages of an answer, `size` bytes of it in each."""
+    head = link_pb2.RawStreamResponse(request_id=number).SerializeToString()
+    view = memoryview(answer)
+    start = 0
+    while len(view) - start > size:
+        yield b"".join((head, _wire.prefix(_CHUNK_FIELD, size), view[start : start + size]))
+        start += size
+    yield b"".join((head, _wire.prefix(field, len(view) - start), view[start:]))
+
+
+def _failed(number: int, cause: GradruleError, request_id: str) -> bytes:
+    status = status_of(cause)
+    if request_id:
+        # A call of its own would have it in its trailers.
+        status.details.add().Pack(error_details_pb2.RequestInfo(request_id=request_id))
+    return link_pb2.RawStreamResponse(request_id=number, status=status.SerializeToString()).SerializeToString()
 
 
 def _size_of(answering: asyncio.Task[bytes]) -> int:

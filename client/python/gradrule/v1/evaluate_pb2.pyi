@@ -580,6 +580,7 @@ class StreamEvaluateRequest(google.protobuf.message.Message):
     CHUNK_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
     ANSWER_CHUNK_BYTES_FIELD_NUMBER: builtins.int
+    CHUNK_BYTES_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """A number of the client's choice, not that of another request under way on this stream; 0 is allowed."""
     chunk: builtins.bytes
@@ -589,7 +590,9 @@ class StreamEvaluateRequest(google.protobuf.message.Message):
     too many.
     """
     answer_chunk_bytes: builtins.int
-    """If not 0, a longer answer is sent in chunks of so many bytes, at least 65,536. With a request in chunks: as in its last message."""
+    """If not 0, a longer answer is sent in chunks of so many bytes, at least 65,536. Of a request in chunks, its last message tells."""
+    chunk_bytes: builtins.int
+    """In the last message of a request in chunks: how many bytes its chunks have. MALFORMED_REQUEST where it is not what has arrived."""
     @property
     def evaluate(self) -> global___EvaluateRequest:
         """As GradientService.Evaluate."""
@@ -626,9 +629,10 @@ class StreamEvaluateRequest(google.protobuf.message.Message):
         chunk: builtins.bytes = ...,
         timeout: google.protobuf.duration_pb2.Duration | None = ...,
         answer_chunk_bytes: builtins.int = ...,
+        chunk_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["cancel", b"cancel", "chunk", b"chunk", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "timeout", b"timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer_chunk_bytes", b"answer_chunk_bytes", "cancel", b"cancel", "chunk", b"chunk", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "request_id", b"request_id", "timeout", b"timeout"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answer_chunk_bytes", b"answer_chunk_bytes", "cancel", b"cancel", "chunk", b"chunk", "chunk_bytes", b"chunk_bytes", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "request_id", b"request_id", "timeout", b"timeout"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["evaluate", "forward", "pull_back", "close_handle", "cancel", "chunk"] | None: ...
 
 global___StreamEvaluateRequest = StreamEvaluateRequest

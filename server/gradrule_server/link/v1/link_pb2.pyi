@@ -939,6 +939,7 @@ class RawStreamRequest(google.protobuf.message.Message):
     CHUNK_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
     ANSWER_CHUNK_BYTES_FIELD_NUMBER: builtins.int
+    CHUNK_BYTES_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """As there."""
     evaluate: builtins.bytes
@@ -954,6 +955,8 @@ class RawStreamRequest(google.protobuf.message.Message):
     chunk: builtins.bytes
     """Bytes of a request in several messages."""
     answer_chunk_bytes: builtins.int
+    """As there."""
+    chunk_bytes: builtins.int
     """As there."""
     @property
     def timeout(self) -> google.protobuf.duration_pb2.Duration:
@@ -971,9 +974,10 @@ class RawStreamRequest(google.protobuf.message.Message):
         chunk: builtins.bytes = ...,
         timeout: google.protobuf.duration_pb2.Duration | None = ...,
         answer_chunk_bytes: builtins.int = ...,
+        chunk_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["cancel", b"cancel", "chunk", b"chunk", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "timeout", b"timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer_chunk_bytes", b"answer_chunk_bytes", "cancel", b"cancel", "chunk", b"chunk", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "request_id", b"request_id", "timeout", b"timeout"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answer_chunk_bytes", b"answer_chunk_bytes", "cancel", b"cancel", "chunk", b"chunk", "chunk_bytes", b"chunk_bytes", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "request_id", b"request_id", "timeout", b"timeout"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["evaluate", "forward", "pull_back", "close_handle", "cancel", "chunk"] | None: ...
 
 global___RawStreamRequest = RawStreamRequest
