@@ -132,14 +132,14 @@ def test_a_task_that_is_cancelled_while_it_writes_is_the_only_one(standing: Runn
                     writing = asyncio.ensure_future(program.forward({"x": big}))
                     queued = asyncio.ensure_future(program.forward({"x": [1.0]}))
                     await asyncio.sleep(0.3)
-                    assert connection._writing.locked()
+                    assert connection._outgoing
                     writing.cancel()
                     queued.cancel()
                     await asyncio.wait({writing, queued})
                     assert writing.cancelled()
                     assert queued.cancelled()
                     assert not other.done()
-                    assert len(connection._waiting) == 1
+                    assert len(connection.waiting) == 1
                 assert_close((await other)["x"], np.float32([6]))
                 assert_close((await handle.vjp())["x"], np.float32([6]))
                 # It was not made anew.

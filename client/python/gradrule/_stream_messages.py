@@ -81,7 +81,6 @@ def received(data: bytes) -> Received:
 
 def _chunked(head: bytes, field: int, parts: _wire.Parts, size: int) -> Iterator[bytes]:
     """The same without ever holding a copy of more than one chunk."""
-    left = size
     chunk: list[_wire.Part] = []
     room = CHUNK_BYTES
     for part in parts:
@@ -91,13 +90,12 @@ def _chunked(head: bytes, field: int, parts: _wire.Parts, size: int) -> Iterator
             chunk.append(piece)
             position += len(piece)
             room -= len(piece)
-            left -= len(piece)
-            if room == 0 and left:
-                yield b"".join((head, _wire.prefix(_REQUEST.CHUNK_FIELD_NUMBER, CHUNK_BYTES), *chunk))
+            if room == 0:
+                yield b"".join((head, *_wire.wrapped(_REQUEST.CHUNK_FIELD_NUMBER, chunk)))
                 chunk, room = [], CHUNK_BYTES
-    rest = _wire.length(chunk)
-    in_chunks = _REQUEST(answer_chunk_bytes=CHUNK_BYTES, chunk_bytes=size - rest).SerializeToString()
-    yield b"".join((head, in_chunks, _wire.prefix(field, rest), *chunk))
+    if chunk:
+        yield b"".join((head, *_wire.wrapped(_REQUEST.CHUNK_FIELD_NUMBER, chunk)))
+    yield b"".join((head, _ANSWER_CHUNKS, _REQUEST(chunk_bytes=size).SerializeToString(), _wire.prefix(field, 0)))
 
 
 @lru_cache(64)

@@ -259,8 +259,7 @@ class Connection:
             return
         data = message.data
         if pending.pieces and message.kind != "status":
-            pending.pieces.append(data)
-            data = b"".join(pending.pieces)
+            data = b"".join((*pending.pieces, data))
         with self._lock:
             if self._waiting.pop(message.number, None) is None:
                 return

@@ -283,20 +283,19 @@ def _messages(
             return 0, iter((_failed(number, _given_up(), request_id),))
     except Exception:
         return 0, iter((_failed(number, incident(), request_id),))
-    if chunk_bytes:
-        return len(answer), _pieces(number, field, answer, max(chunk_bytes, _MIN_CHUNK_BYTES))
-    return len(answer), _pieces(number, field, answer, max(len(answer), 1))
+    return len(answer), _pieces(number, field, answer, max(chunk_bytes, _MIN_CHUNK_BYTES) if chunk_bytes else 0)
 
 
 def _pieces(number: int, field: int, answer: bytes, size: int) -> Iterator[bytes]:
-    """The messages of an answer, `size` bytes of it in each."""
+    """The messages of an answer, with `size` bytes of it in each; 0: with all of it in one."""
     head = link_pb2.RawStreamResponse(request_id=number).SerializeToString()
     view = memoryview(answer)
-    start = 0
-    while len(view) - start > size:
-        yield b"".join((head, _wire.prefix(_CHUNK_FIELD, size), view[start : start + size]))
-        start += size
-    yield b"".join((head, _wire.prefix(field, len(view) - start), view[start:]))
+    if not size or len(view) <= size:
+        yield b"".join((head, _wire.prefix(field, len(view)), view))
+        return
+    for start in range(0, len(view), size):
+        yield b"".join((head, *_wire.wrapped(_CHUNK_FIELD, (view[start : start + size],))))
+    yield head + _wire.prefix(field, 0)
 
 
 def _failed(number: int, cause: GradruleError, request_id: str) -> bytes:

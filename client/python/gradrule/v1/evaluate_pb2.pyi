@@ -585,9 +585,8 @@ class StreamEvaluateRequest(google.protobuf.message.Message):
     """A number of the client's choice, not that of another request under way on this stream; 0 is allowed."""
     chunk: builtins.bytes
     """The next bytes of a request that is sent in several messages, so that it may be longer than one message may be. All bear the
-    request's id. The last one holds the rest of the bytes as `evaluate`, `forward`, `pull_back` or `close_handle`: the request's
-    message is read from the bytes of all chunks, in order, and of the rest. Chunks count as bytes in flight; OVERLOADED where they are
-    too many.
+    request's id. The last one holds the request's kind as an empty `evaluate`, `forward`, `pull_back` or `close_handle`; the bytes of
+    that message are those of all chunks, in order. Chunks count as bytes in flight; OVERLOADED where they are too many.
     """
     answer_chunk_bytes: builtins.int
     """If not 0, a longer answer is sent in chunks of so many bytes, at least 65,536. Of a request in chunks, its last message tells."""
@@ -653,8 +652,8 @@ class StreamEvaluateResponse(google.protobuf.message.Message):
     request_id: builtins.int
     """The request's id."""
     chunk: builtins.bytes
-    """The next bytes of an answer that is sent in several messages, as asked by `answer_chunk_bytes`. The last one holds the rest of the
-    bytes as `evaluate`, `forward` or `pull_back`, or a status instead.
+    """The next bytes of an answer that is sent in several messages, as asked by `answer_chunk_bytes`. The last one holds the answer's
+    kind as an empty `evaluate`, `forward` or `pull_back`; the bytes of that message are those of all chunks, in order.
     """
     status: builtins.bytes
     """The request failed: the bytes of a `google.rpc.Status`, the same that the trailer of a failed call carries. The stream goes on."""

@@ -652,9 +652,8 @@ export type StreamEvaluateRequest = Message<"gradrule.v1.StreamEvaluateRequest">
   } | {
     /**
      * The next bytes of a request that is sent in several messages, so that it may be longer than one message may be. All bear the
-     * request's id. The last one holds the rest of the bytes as `evaluate`, `forward`, `pull_back` or `close_handle`: the request's
-     * message is read from the bytes of all chunks, in order, and of the rest. Chunks count as bytes in flight; OVERLOADED where they are
-     * too many.
+     * request's id. The last one holds the request's kind as an empty `evaluate`, `forward`, `pull_back` or `close_handle`; the bytes of
+     * that message are those of all chunks, in order. Chunks count as bytes in flight; OVERLOADED where they are too many.
      *
      * @generated from field: bytes chunk = 8;
      */
@@ -743,8 +742,8 @@ export type StreamEvaluateResponse = Message<"gradrule.v1.StreamEvaluateResponse
     case: "closeHandle";
   } | {
     /**
-     * The next bytes of an answer that is sent in several messages, as asked by `answer_chunk_bytes`. The last one holds the rest of the
-     * bytes as `evaluate`, `forward` or `pull_back`, or a status instead.
+     * The next bytes of an answer that is sent in several messages, as asked by `answer_chunk_bytes`. The last one holds the answer's
+     * kind as an empty `evaluate`, `forward` or `pull_back`; the bytes of that message are those of all chunks, in order.
      *
      * @generated from field: bytes chunk = 6;
      */
