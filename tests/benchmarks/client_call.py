@@ -206,10 +206,8 @@ def main() -> None:
                 title = f"{size >> 20} MiB" if size else "tiny"
                 figures[title] = {name: round(statistics.median(each), 1) for name, each in found.items()}
                 for name, median in figures[title].items():
-                    kind = name.partition(",")[0]
-                    print(
-                        f"{title:>7}  {name:<22} {median:>10.1f} us  {median / figures[title][f'{kind}, bare unary']:.2f}"
-                    )
+                    ratio = median / figures[title][f"{name.partition(',')[0]}, bare unary"]
+                    print(f"{title:>7}  {name:<22} {median:>10.1f} us  {ratio:.2f}")
         finally:
             server.terminate()
     print(json.dumps(figures))

@@ -54,11 +54,11 @@ def test_calls_over_the_stream_are_answered_like_those_that_travel_alone(program
                 with pytest.raises(gr.errors.GradruleError) as refusal:
                     each(call)
                 refusals.append(refusal.value)
-            found, expected = refusals
-            assert type(found) is type(expected)
-            assert (found.message, found.code, found.details) == (expected.message, expected.code, expected.details)
-            assert found.request_id
-            assert expected.request_id
+            first, second = refusals
+            assert type(first) is type(second)
+            assert (first.message, first.code, first.details) == (second.message, second.code, second.details)
+            assert first.request_id
+            assert second.request_id
 
 
 def test_a_feed_above_the_servers_limit_goes_in_chunks_by_itself(client: gr.Client) -> None:
