@@ -132,7 +132,7 @@ def test_a_task_that_is_cancelled_while_it_writes_is_the_only_one(standing: Runn
                     writing = asyncio.ensure_future(program.forward({"x": big}))
                     queued = asyncio.ensure_future(program.forward({"x": [1.0]}))
                     await asyncio.sleep(0.3)
-                    assert connection._outgoing
+                    assert connection._long
                     writing.cancel()
                     queued.cancel()
                     await asyncio.wait({writing, queued})

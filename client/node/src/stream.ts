@@ -9,7 +9,7 @@ export const STREAM_PATH = "/gradrule.v1.GradientService/StreamEvaluate";
 
 const CHUNK_BYTES = 1 << 20;
 // Longer requests go in chunks: servers bound the length of a message, at 64 MiB unless set otherwise.
-const MAX_WHOLE_BYTES = 32 << 20;
+const MAX_WHOLE_BYTES = 64 << 20;
 const MAX_STREAMED_BYTES = 512 << 10;
 // A stream is worth opening for calls that are repeated.
 const CALLS_BEFORE = 3;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-MAX_WHOLE_BYTES = 32 << 20
+MAX_WHOLE_BYTES = 64 << 20
 """Longer requests are sent in chunks: servers bound the length of a message, at 64 MiB unless set otherwise."""
 
 _MAX_STREAMED_BYTES = 512 << 10

@@ -326,6 +326,7 @@ class Connection:
             if self._waiting.pop(pending.number, None) is not None:
                 self._done(pending, None, TimeoutError())
         self._call.cancel()
+        self._end(UnavailableError("the stream was closed: the server had not answered a request in time"))
 
     def _while_wanted(self, number: int, messages: Iterator[bytes]) -> Iterator[bytes]:
         for message in messages:
