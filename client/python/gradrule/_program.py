@@ -22,7 +22,7 @@ class ProgramBase:
         self._groups = groups
         self._overrides = _results.resolutions(message.overrides)
         # The answer of a compiled program leaves out what the program told once.
-        self._told = _results.Told(dict(message.aliases), self._overrides, message.defaulted, message.rewritten)
+        self._told = _results.Told(dict(message.aliases), self._overrides, self.defaulted, self.rewritten)
         self._target = evaluate_pb2.EvaluateRequest(program=message.name)
         self._encoder = ProgramEncoder(message)
         self._reader = AnswerReader(labeller(message.aliases))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import numpy as np
@@ -91,6 +93,14 @@ def test_what_stands_between_tensors_is_not_lost(reader: AnswerReader) -> None:
     for _ in range(2):
         found = _results.Result(reader.read(data), _results.Told())
         assert (found.device, list(found.outputs)) == ("CPU:0", ["y", "z"])
+
+
+def test_results_can_be_copied_and_pickled(reader: AnswerReader) -> None:
+    found = read(reader, answer({"y": np.float32([1])}, {"x": np.float32([2]), "w": None}))
+    for other in (pickle.loads(pickle.dumps(found)), copy.deepcopy(found)):
+        assert (other.outputs["y"].tolist(), other.gradients["x"].tolist()) == ([1.0], [2.0])
+        assert other.gradients["w"] is None
+        assert (other.device, other.timings, repr(other)) == (found.device, found.timings, repr(found))
 
 
 @pytest.mark.parametrize("data", [b"\xff", b"\x0a\x05ab", b"\x0a\x02\x12\x09", b"\x0b", b"\x2a\x02\x0a\xff"])
