@@ -11,8 +11,9 @@ const CHUNK_BYTES = 1 << 20;
 // Longer requests go in chunks: servers bound the length of a message, at 64 MiB unless set otherwise.
 const MAX_WHOLE_BYTES = 64 << 20;
 const MAX_STREAMED_BYTES = 512 << 10;
-// A stream is worth opening for calls that are repeated.
+// A stream is worth opening for calls that are repeated, each within this time after the one before.
 const CALLS_BEFORE = 3;
+const REPEATED_WITHIN_MS = 60_000;
 // A server runs no more requests of one stream at a time; further ones would wait.
 const MAX_UNDER_WAY = 32;
 const FIRST_PAUSE_MS = 1_000;
@@ -43,6 +44,7 @@ interface Pending {
 /** What a client has learned of its server: how calls of `Evaluate` travel best. */
 export class Routes {
   private calls = 0;
+  private calledAt = 0;
   private pauseMs = 0;
   private notBefore = 0;
   private maxWholeBytes = MAX_WHOLE_BYTES;
@@ -57,9 +59,12 @@ export class Routes {
   /** Whether a request of so many bytes goes over the stream. */
   mayStream(size: number, stream: EvaluateStream): boolean {
     if (!this.useStream || size > MAX_STREAMED_BYTES) return false;
+    const now = Date.now();
+    if (now - this.calledAt > REPEATED_WITHIN_MS) this.calls = 0;
+    this.calledAt = now;
     this.calls += 1;
     if (this.calls <= CALLS_BEFORE || stream.underWay >= MAX_UNDER_WAY) return false;
-    return stream.isOpen || Date.now() >= this.notBefore;
+    return stream.isOpen || now >= this.notBefore;
   }
 
   noteAnswered(): void {

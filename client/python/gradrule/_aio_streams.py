@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from gradrule import _stream_messages, _streams, _wire
+from gradrule import _routes, _stream_messages, _streams, _wire
 from gradrule._calls import Call
 from gradrule._status import error_of
 from gradrule._streams import StreamLostError, decoded
@@ -93,7 +93,7 @@ class AsyncConnection:
         self._call = open_stream(metadata=metadata)
         self._reader = asyncio.ensure_future(self._read())
         self._writer = asyncio.ensure_future(self._write())
-        self._idle = self._loop.call_later(_streams.IDLE_S, self._look_whether_idle)
+        self._idle = self._loop.call_later(_routes.REPEATED_WITHIN_S, self._look_whether_idle)
 
     def send(self, kind: str, parts: _wire.Parts, size: int, timeout: float) -> tuple[int, asyncio.Future[_Answer]]:
         """Sends a request."""
@@ -127,11 +127,11 @@ class AsyncConnection:
 
     def _look_whether_idle(self) -> None:
         idle_s = self._loop.time() - self._used_at
-        if not self.waiting and not self._keeps_handles and idle_s >= _streams.IDLE_S:
+        if not self.waiting and not self._keeps_handles and idle_s >= _routes.REPEATED_WITHIN_S:
             self.ended = True
             self._wake_writer()
         elif not self.ended:
-            left_s = max(_streams.IDLE_S - idle_s, 1.0)
+            left_s = max(_routes.REPEATED_WITHIN_S - idle_s, 1.0)
             self._idle = self._loop.call_later(left_s, self._look_whether_idle)
 
     def _wake_writer(self) -> None:

@@ -8,8 +8,10 @@ MAX_WHOLE_BYTES = 64 << 20
 """Longer requests are sent in chunks: servers bound the length of a message, at 64 MiB unless set otherwise."""
 
 _MAX_STREAMED_BYTES = 512 << 10
-# A stream is worth opening for calls that are repeated.
+# A stream is worth opening for calls that are repeated, each within this time after the one before.
 _CALLS_BEFORE = 3
+REPEATED_WITHIN_S = 60.0
+"""An open stream without requests for so long is closed, unless a forward handle may live on it."""
 # A server runs no more requests of one stream at a time; further ones would wait.
 _MAX_UNDER_WAY = 32
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
@@ -27,6 +29,7 @@ class Routes:
     def __init__(self, *, use_stream: bool) -> None:
         self._use_stream = use_stream
         self._calls = 0
+        self._called_at = 0.0
         self._pause_s = 0.0
         self._not_before = 0.0
         self._max_whole_bytes = MAX_WHOLE_BYTES
@@ -39,10 +42,14 @@ class Routes:
         """Whether a request of so many bytes, with so many under way, goes over the stream."""
         if not self._use_stream or size > _MAX_STREAMED_BYTES:
             return False
+        now = time.monotonic()
+        if now - self._called_at > REPEATED_WITHIN_S:
+            self._calls = 0
+        self._called_at = now
         self._calls += 1
         if self._calls <= _CALLS_BEFORE or under_way >= _MAX_UNDER_WAY:
             return False
-        return is_open or time.monotonic() >= self._not_before
+        return is_open or now >= self._not_before
 
     def note_answered(self) -> None:
         """Notes that a stream works."""

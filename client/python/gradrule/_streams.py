@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from gradrule import _stream_messages, _wire
+from gradrule import _routes, _stream_messages, _wire
 from gradrule._calls import Call
 from gradrule._status import error_of, error_of_status, parsed
 from gradrule.errors import CancelledError, DeadlineExceededError, GradruleError, InternalError, UnavailableError
@@ -28,8 +28,6 @@ _log = logging.getLogger(__name__)
 
 # The server keeps the deadline; this is for one that no longer answers.
 _GRACE_S = 2.0
-IDLE_S = 60.0
-"""A stream without requests for so long is closed, unless a forward handle may live on it."""
 
 # Between two looks at an open stream: whether someone must read it, or end it.
 _LOOK_S = 1.0
@@ -304,7 +302,9 @@ class Connection:
             with self._lock:
                 reader = self._reader
                 unread = next(iter(self._waiting.values()), None) if reader is None else None
-                is_idle = not self._waiting and not self._keeps_handles and now - self._used_at > IDLE_S
+                is_idle = (
+                    not self._waiting and not self._keeps_handles and now - self._used_at > _routes.REPEATED_WITHIN_S
+                )
                 if is_idle:
                     self.ended = True
                 unread_since = 0.0 if unread is None else unread_since or now

@@ -179,10 +179,16 @@ def test_an_interrupt_leaves_the_client_as_it_was(answering: Answering) -> None:
 
 
 def test_a_stream_that_is_idle_is_closed(program: Any, answering: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradrule._streams.IDLE_S", 0.1)
     streaming(program)
+    monkeypatch.setattr("gradrule._routes.REPEATED_WITHIN_S", 0.1)
+    client: Any = getattr(program, "target", program)._client
+    # The async client has set its timer by now.
+    if (look := getattr(client._stream._connection, "_look_whether_idle", None)) is not None:
+        client._stream._connection._loop.call_soon_threadsafe(look)
     assert answering.ended.acquire(timeout=10)
-    assert way(program) == "stream"
+    monkeypatch.undo()
+    client._routes._called_at -= 61.0
+    streaming(program)
     assert answering.streams == 2
 
 
