@@ -124,7 +124,7 @@ def test_a_task_that_is_cancelled_while_it_writes_is_the_only_one(standing: Runn
             program = await client.compile(squares(), fetches=["y"], ys=["y"], xs=["x"])
             async with await program.forward({"x": [3.0]}) as handle:
                 name = handle._handle
-                connection: Any = client._stream._connection
+                connection: Any = client._sender._stream._connection
                 with stopped(standing.process.pid):
                     other = asyncio.ensure_future(handle.vjp())
                     await asyncio.sleep(0.1)
@@ -144,7 +144,7 @@ def test_a_task_that_is_cancelled_while_it_writes_is_the_only_one(standing: Runn
                 assert_close((await handle.vjp())["x"], np.float32([6]))
                 # It was not made anew.
                 assert handle._handle == name
-                assert client._stream._connection is connection
+                assert client._sender._stream._connection is connection
 
     in_loop(body)
 

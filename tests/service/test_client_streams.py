@@ -35,7 +35,7 @@ def program(either: Any) -> Iterator[Any]:
 
 
 def stream_of(program: Any) -> Any:
-    return getattr(program, "target", program)._client._stream
+    return getattr(program, "target", program)._client._sender._stream
 
 
 def test_calls_over_the_stream_are_answered_like_those_that_travel_alone(program: Any, server: RunningServer) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import grpc
 
-from gradrule import _blobs, _calls, _channel, _compare, _deadlines, _requests, _results, _routes, _security, _wire
+from gradrule import _blobs, _calls, _channel, _compare, _deadlines, _requests, _results, _security
 from gradrule._client_derivatives import Derivatives, ProgramDerivatives
 from gradrule._comparison import Comparison
 from gradrule._forward import ForwardHandle
@@ -19,21 +18,20 @@ from gradrule._groups import groups_of
 from gradrule._overrides import Overrides
 from gradrule._program import merged
 from gradrule._requests import CallParams, Feeds, GradYs, GroupedNames, Names
+from gradrule._routes import Routes
 from gradrule._rules import Params, Rule
+from gradrule._sending import CallSender, Started
 from gradrule._server_status import ServerStatus
 from gradrule._sessions import METHOD as SESSION_METHOD
 from gradrule._sessions import Session
 from gradrule._sources import GraphLike
-from gradrule._status import error_of, message_parts, parsed, waiting_error
-from gradrule._stream_messages import CHUNK_BYTES
-from gradrule._streams import Stream, StreamLostError
+from gradrule._status import error_of, waiting_error
+from gradrule._streams import StreamLostError
 from gradrule.errors import (
     BlobNotFoundError,
-    CancelledError,
     EngineUnavailableError,
     GradruleError,
     InvalidParamError,
-    MessageTooLargeError,
     UnavailableError,
 )
 
@@ -80,9 +78,7 @@ class Client(Derivatives):
         self._channel = channel
         self._metadata = _channel.metadata(token)
         self._timeout = timeout
-        self._methods: dict[str, grpc.UnaryUnaryMultiCallable[bytes, bytes]] = {}
-        self._stream = Stream(channel, self._metadata, self._closed)
-        self._routes = _routes.Routes(use_stream=stream)
+        self._sender = CallSender(channel, self._metadata, Routes(use_stream=stream), self._closed)
         self.target = target
 
     # Rules.
@@ -370,7 +366,7 @@ class Client(Derivatives):
 
     def close(self) -> None:
         """Closes the connection; calls under way are cancelled."""
-        self._stream.close()
+        self._sender.close()
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -428,123 +424,23 @@ class Client(Derivatives):
             raise self._closed() from cause
 
     def _once(self, call: _calls.Call[R], timeout: float | None) -> R:
-        seconds = _deadlines.of_call(timeout, self._timeout)
-        parts, size = message_parts(call.request, call.large)
-        if call.on_stream:
-            try:
-                return self._over_stream(call, parts, size, seconds)
-            except StreamLostError as lost:
-                raise lost.cause from None
-        if call.method != _calls.EVALUATE:
-            return self._alone(call, parts, seconds)
-        return self._evaluate(call, parts, size, seconds)
+        return self._sender.send(call, _deadlines.of_call(timeout, self._timeout))
 
-    def _evaluate(self, call: _calls.Call[R], parts: _wire.Parts, size: int, seconds: float) -> R:
-        """Sends a call of `Evaluate`; as it changes nothing, it may be sent again where its answer is lost."""
-        if self._routes.must_chunk(size):
-            return self._in_chunks(call, parts, size, seconds)
-        ends_at = time.monotonic() + seconds
-        if self._may_stream(size):
-            try:
-                answer = self._over_stream(call, parts, size, seconds)
-            except StreamLostError:
-                self._routes.note_lost()
-            except GradruleError as refusal:
-                if refusal.code is not grpc.StatusCode.UNAVAILABLE:
-                    raise
-            else:
-                self._routes.note_answered()
-                return answer
-        try:
-            return self._alone(call, parts, _deadlines.left(ends_at))
-        except MessageTooLargeError:
-            if size <= CHUNK_BYTES:
-                raise
-        answer = self._in_chunks(call, parts, size, _deadlines.left(ends_at))
-        self._routes.note_too_long(size)
-        return answer
+    def _start(self, call: _calls.Call[R], timeout: float | None) -> Started[R]:
+        return self._sender.start(call, _deadlines.of_call(timeout, self._timeout))
 
-    def _in_chunks(self, call: _calls.Call[R], parts: _wire.Parts, size: int, seconds: float) -> R:
-        """Sends a call that may be too long for one message."""
-        ends_at = time.monotonic() + seconds
-        for attempt in itertools.count(1):
-            try:
-                return self._over_stream(call, parts, size, _deadlines.left(ends_at))
-            except (StreamLostError, UnavailableError) as failure:
-                cause = failure.cause if isinstance(failure, StreamLostError) else failure
-                if cause.code is not grpc.StatusCode.UNAVAILABLE or attempt == _routes.TRIES:
-                    raise cause from None
-            time.sleep(_routes.pause_before(attempt))
-        raise AssertionError("the loop ends by itself")
-
-    def _may_stream(self, size: int) -> bool:
-        stream = self._stream
-        return self._routes.may_stream(size, stream.under_way, is_open=stream.is_open)
-
-    def _over_stream(self, call: _calls.Call[R], parts: _wire.Parts, size: int, seconds: float) -> R:
-        found: R = self._stream.start(call, parts, size, seconds).result()
-        return found
-
-    def _alone(self, call: _calls.Call[R], parts: _wire.Parts, seconds: float) -> R:
-        try:
-            answer = self._method(call.method)(b"".join(parts), timeout=seconds, metadata=self._metadata)
-        except grpc.RpcError as failure:
-            raise error_of(failure) from None
-        except ValueError as cause:
-            raise self._closed() from cause
-        return parsed(call.answer, call.decode, answer)
-
-    def _start(self, call: _calls.Call[R], timeout: float | None) -> _Started[R]:
-        """Sends a call of `Evaluate` without waiting for its answer."""
-        seconds = _deadlines.of_call(timeout, self._timeout)
-        parts, size = message_parts(call.request, call.large)
-        if self._routes.must_chunk(size) or self._may_stream(size):
-            try:
-                started = self._stream.start(call, parts, size, seconds)
-            except StreamLostError:
-                self._routes.note_lost()
-            else:
-                return _Started(started.result, started.cancel)
-        try:
-            future = self._method(call.method).future(b"".join(parts), timeout=seconds, metadata=self._metadata)
-        except ValueError as cause:
-            raise self._closed() from cause
-
-        def result() -> R:
-            try:
-                return parsed(call.answer, call.decode, future.result())
-            except grpc.RpcError as failure:
-                raise error_of(failure) from None
-            except grpc.FutureCancelledError as failure:
-                raise CancelledError("the call was cancelled; its client was closed meanwhile") from failure
-
-        return _Started(result, future.cancel)
-
-    def _finish(self, call: _calls.Call[R], started: _Started[R], timeout: float | None) -> R:
+    def _finish(self, call: _calls.Call[R], started: Started[R], timeout: float | None) -> R:
         try:
             return started.result()
         except StreamLostError:
-            self._routes.note_lost()
+            self._sender.note_lost()
         except BlobNotFoundError:
             if not call.blobs:
                 raise
         return self._run(call, timeout)
 
-    def _method(self, path: str) -> grpc.UnaryUnaryMultiCallable[bytes, bytes]:
-        method = self._methods.get(path)
-        if method is None:
-            method = self._methods[path] = self._channel.unary_unary(path)
-        return method
-
     def _closed(self) -> UnavailableError:
         return UnavailableError(f"the client of {self.target!r} is closed")
-
-
-class _Started(NamedTuple, Generic[R]):
-    """A call that was sent: what waits for its answer, and what gives it up."""
-
-    result: Callable[[], R]
-    cancel: Callable[[], object]
 
 
 class Program(ProgramDerivatives):
@@ -604,7 +500,7 @@ class Program(ProgramDerivatives):
         """
         if in_flight < 1:
             raise InvalidParamError(f"in_flight is at least 1, not {in_flight}")
-        pending: deque[tuple[_calls.Call[_results.Result], _Started[_results.Result]]] = deque()
+        pending: deque[tuple[_calls.Call[_results.Result], Started[_results.Result]]] = deque()
         try:
             for one in feeds:
                 if len(pending) >= in_flight:

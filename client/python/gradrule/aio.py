@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections import deque
 from collections.abc import AsyncIterable, AsyncIterator, Generator, Iterable, Mapping, Sequence
@@ -13,9 +12,9 @@ from typing import Any, Self, TypeVar
 import grpc
 import grpc.aio
 
-from gradrule import _blobs, _calls, _channel, _compare, _deadlines, _requests, _results, _routes, _security, _wire
+from gradrule import _blobs, _calls, _channel, _compare, _deadlines, _requests, _results, _security
 from gradrule._aio_derivatives import AsyncDerivatives, AsyncProgramDerivatives
-from gradrule._aio_streams import AsyncStream
+from gradrule._aio_sending import AsyncCallSender
 from gradrule._comparison import Comparison
 from gradrule._forward import AsyncForwardHandle
 from gradrule._groups import groups_of
@@ -23,19 +22,17 @@ from gradrule._local import LocalServer
 from gradrule._overrides import Overrides
 from gradrule._program import merged
 from gradrule._requests import CallParams, Feeds, GradYs, GroupedNames, Names
+from gradrule._routes import Routes
 from gradrule._rules import Params, Rule
 from gradrule._server_status import ServerStatus
 from gradrule._sessions import METHOD as SESSION_METHOD
 from gradrule._sessions import AsyncSession
 from gradrule._sources import GraphLike
-from gradrule._status import error_of, message_parts, parsed, waiting_error
-from gradrule._stream_messages import CHUNK_BYTES
-from gradrule._streams import StreamLostError
+from gradrule._status import error_of, waiting_error
 from gradrule.errors import (
     EngineUnavailableError,
     GradruleError,
     InvalidParamError,
-    MessageTooLargeError,
     UnavailableError,
 )
 
@@ -100,9 +97,7 @@ class AsyncClient(AsyncDerivatives):
         self._channel = channel
         self._metadata = _channel.metadata(token)
         self._timeout = timeout
-        self._methods: dict[str, grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]] = {}
-        self._stream = AsyncStream(channel, self._metadata, self._closed)
-        self._routes = _routes.Routes(use_stream=stream)
+        self._sender = AsyncCallSender(channel, self._metadata, Routes(use_stream=stream), self._closed)
         self.target = target
 
     # Rules.
@@ -352,7 +347,7 @@ class AsyncClient(AsyncDerivatives):
 
     async def close(self) -> None:
         """As `Client.close`."""
-        await self._stream.close()
+        await self._sender.close()
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -409,66 +404,7 @@ class AsyncClient(AsyncDerivatives):
             raise self._closed() from cause
 
     async def _once(self, call: _calls.Call[R], timeout: float | None) -> R:
-        seconds = _deadlines.of_call(timeout, self._timeout)
-        parts, size = message_parts(call.request, call.large)
-        if call.on_stream:
-            try:
-                return await self._stream.run(call, parts, size, seconds)
-            except StreamLostError as lost:
-                raise lost.cause from None
-        if call.method != _calls.EVALUATE:
-            return await self._alone(call, parts, seconds)
-        return await self._evaluate(call, parts, size, seconds)
-
-    async def _evaluate(self, call: _calls.Call[R], parts: _wire.Parts, size: int, seconds: float) -> R:
-        """Sends a call of `Evaluate`; as it changes nothing, it may be sent again where its answer is lost."""
-        if self._routes.must_chunk(size):
-            return await self._in_chunks(call, parts, size, seconds)
-        ends_at = time.monotonic() + seconds
-        if self._routes.may_stream(size, self._stream.under_way, is_open=self._stream.is_open):
-            try:
-                answer = await self._stream.run(call, parts, size, seconds)
-            except StreamLostError:
-                self._routes.note_lost()
-            except GradruleError as refusal:
-                if refusal.code is not grpc.StatusCode.UNAVAILABLE:
-                    raise
-            else:
-                self._routes.note_answered()
-                return answer
-        try:
-            return await self._alone(call, parts, _deadlines.left(ends_at))
-        except MessageTooLargeError:
-            if size <= CHUNK_BYTES:
-                raise
-        answer = await self._in_chunks(call, parts, size, _deadlines.left(ends_at))
-        self._routes.note_too_long(size)
-        return answer
-
-    async def _in_chunks(self, call: _calls.Call[R], parts: _wire.Parts, size: int, seconds: float) -> R:
-        """Sends a call that may be too long for one message."""
-        ends_at = time.monotonic() + seconds
-        for attempt in itertools.count(1):
-            try:
-                return await self._stream.run(call, parts, size, _deadlines.left(ends_at))
-            except (StreamLostError, UnavailableError) as failure:
-                cause = failure.cause if isinstance(failure, StreamLostError) else failure
-                if cause.code is not grpc.StatusCode.UNAVAILABLE or attempt == _routes.TRIES:
-                    raise cause from None
-            await asyncio.sleep(_routes.pause_before(attempt))
-        raise AssertionError("the loop ends by itself")
-
-    async def _alone(self, call: _calls.Call[R], parts: _wire.Parts, seconds: float) -> R:
-        method = self._methods.get(call.method)
-        if method is None:
-            method = self._methods[call.method] = self._channel.unary_unary(call.method)
-        try:
-            answer = await method(b"".join(parts), timeout=seconds, metadata=self._metadata)
-        except grpc.RpcError as failure:
-            raise error_of(failure) from None
-        except grpc.aio.UsageError as cause:
-            raise self._closed() from cause
-        return parsed(call.answer, call.decode, answer)
+        return await self._sender.send(call, _deadlines.of_call(timeout, self._timeout))
 
     def _closed(self) -> UnavailableError:
         return UnavailableError(f"the client of {self.target!r} is closed")

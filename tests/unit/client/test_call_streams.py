@@ -111,7 +111,7 @@ def test_a_call_whose_stream_is_lost_is_sent_again(
     assert [way(program), way(program)] == ["alone", "alone"]
     monkeypatch.setattr("gradrule._routes._FIRST_PAUSE_S", 0.0)
     client: Any = getattr(program, "target", program)._client
-    client._routes._not_before = 0.0
+    client._sender._routes._not_before = 0.0
     assert way(program) == "stream"
     assert answering.streams == 2
 
@@ -183,11 +183,11 @@ def test_a_stream_that_is_idle_is_closed(program: Any, answering: Answering, mon
     monkeypatch.setattr("gradrule._routes.REPEATED_WITHIN_S", 0.1)
     client: Any = getattr(program, "target", program)._client
     # The async client has set its timer by now.
-    if (look := getattr(client._stream._connection, "_look_whether_idle", None)) is not None:
-        client._stream._connection._loop.call_soon_threadsafe(look)
+    if (look := getattr(client._sender._stream._connection, "_look_whether_idle", None)) is not None:
+        client._sender._stream._connection._loop.call_soon_threadsafe(look)
     assert answering.ended.acquire(timeout=10)
     monkeypatch.undo()
-    client._routes._called_at -= 61.0
+    client._sender._routes._called_at -= 61.0
     streaming(program)
     assert answering.streams == 2
 
@@ -207,7 +207,7 @@ def test_answers_that_nobody_waits_for_are_read_all_the_same(answering: Answerin
         streaming(program)
         results = program.map({"x": np.float32([number])} for number in range(8))
         next(results)
-        stream: Any = client._stream
+        stream: Any = client._sender._stream
         deadline = time.monotonic() + 10
         while stream.under_way and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -252,8 +252,8 @@ def test_a_client_learns_how_long_messages_may_be() -> None:
             x = np.ones(MIB, np.float32)
             for _ in range(2):
                 assert program(x=x).gradients["x"].sum() == MIB
-            assert client._routes.must_chunk(5 * MIB)
-            assert not client._routes.must_chunk(2 * MIB)
+            assert client._sender._routes.must_chunk(5 * MIB)
+            assert not client._sender._routes.must_chunk(2 * MIB)
         assert (answering.chunks, answering.alone) == (10, 0)
     finally:
         answering.stop()
