@@ -82,16 +82,12 @@ class Answers(grpc.GenericRpcHandler):
         return self._answer
 
     async def _stream(self, requests: AsyncIterator[bytes], context: Any) -> None:
-        head: dict[int, bytes] = {}
         async for raw in requests:
             message = evaluate_pb2.StreamEvaluateRequest.FromString(raw)
-            if message.WhichOneof("request") != "evaluate":
-                continue
-            number = message.request_id
-            response = evaluate_pb2.StreamEvaluateResponse(request_id=number)
-            response.evaluate.ParseFromString(self._answer)
-            head[number] = response.SerializeToString()
-            await context.write(head.pop(number))
+            if message.WhichOneof("request") == "evaluate":
+                response = evaluate_pb2.StreamEvaluateResponse(request_id=message.request_id)
+                response.evaluate.ParseFromString(self._answer)
+                await context.write(response.SerializeToString())
 
 
 async def serve() -> None:
