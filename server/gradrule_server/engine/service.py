@@ -22,6 +22,7 @@ from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.faults import NotLoaded, fault_message
 from gradrule_server.link.framing import Frame, FrameSocket, Kind
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.preparation.worker import PreparationService
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class EngineService:
         self._programs: dict[str, Built] = {}
         self._sessions = Sessions(self._reader, self._weights, self._program, device)
         self._handles = Handles(self._reader)
+        self._preparation = PreparationService(frames, lambda folder, name: blobs.within(folder).read(name))
         # Tracing is safe in threads, but gains nothing from them: it holds the interpreter lock throughout.
         self._build_lock = threading.Lock()
         # Written while there is memory.
@@ -60,6 +62,12 @@ class EngineService:
             self._send_fault(frame, error(errors_pb2.ERROR_REASON_INTERNAL, type(cause).__name__))
 
     def _answer(self, frame: Frame) -> None:
+        if frame.kind is Kind.PREPARE:
+            self._frames.send(Kind.PREPARED, frame.request_id, self._preparation.prepare(frame))
+            return
+        if frame.kind is Kind.TOLD:
+            self._preparation.tell(frame)
+            return
         payload, contents = open_payload(frame.kind, frame.payload)
         if frame.kind is Kind.RUN:
             request = link_pb2.RunRequest.FromString(payload)

@@ -50,6 +50,9 @@ from gradrule_server.policy import SMALL_BYTES, Bounds, check_unpacking
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
+# Messages of the API, of which the front end reads only parts.
+_RAW, _API = "gradrule_server.link.v1.Raw", "gradrule.v1."
+
 AnswerT = TypeVar("AnswerT")
 
 
@@ -362,5 +365,6 @@ def _parse(request_type: type[RequestT], raw: bytes, bounds: Bounds) -> RequestT
         return request_type.FromString(raw)
     except DecodeError as cause:
         raise error(
-            errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"the bytes are no {request_type.DESCRIPTOR.full_name}"
+            errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
+            f"the bytes are no {request_type.DESCRIPTOR.full_name.replace(_RAW, _API)}",
         ) from cause

@@ -75,7 +75,7 @@ class SessionServicer:
             read, part = self._door.read, getattr(request, kind)
             match kind:
                 case "start":
-                    return await session.start(await read(session_pb2.StartSession, part), received_ns, ends_at)
+                    return await session.start(await read(link_pb2.RawStartSession, part), received_ns, ends_at)
                 case "step":
                     return await session.step(await read(session_pb2.StepRequest, part), received_ns, ends_at)
                 case "evaluate":

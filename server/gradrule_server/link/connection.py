@@ -65,6 +65,7 @@ class Work:
         "id",
         "is_given_up",
         "kind",
+        "on_ask",
         "payload",
         "started_at",
     )
@@ -82,6 +83,8 @@ class Work:
         self.chunk: Chunk | None = None
         """Where the payload lies, if it is large and sent."""
         self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.on_ask: Callable[[bytes], None] | None = None
+        """Called with what the other end asks while it works on the request; see `Connection.answer_question`."""
         self.is_given_up = False
         """Nobody waits for it any more, though it was sent."""
         self._ended = False
@@ -195,6 +198,11 @@ class Connection(asyncio.Protocol):
         work.answer.cancel()
         work.end()
         return True
+
+    def answer_question(self, work: Work, payload: bytes) -> None:
+        """Sends the answer to what the other end asked while it works on a request."""
+        if not (self.is_closed or work.ended):
+            self._write(Kind.TOLD, work.id, payload)
 
     def tell(self, kind: Kind, payload: bytes) -> None:
         """Sends a frame that has no answer."""
@@ -329,8 +337,13 @@ class Connection(asyncio.Protocol):
             if kind is Kind.PLACED:
                 kind, chunk = unpack_place(payload)
                 payload = self._taken(self._arenas, request_id, chunk, wanted=not work.answer.done())
-            if work.chunk is not None:
+            if work.chunk is not None and kind is not Kind.ASK:
                 self._arenas.outgoing.release(work.chunk)
+        if kind is Kind.ASK:
+            # Nobody answers for a request that is given up: its process is ended soon.
+            if work.on_ask is not None and not work.answer.done():
+                work.on_ask(payload)
+            return
         # What makes no sense raises here, where the work still ends with the connection.
         fault = _fault(payload) if kind is Kind.FAULT and not work.answer.done() else None
         del self._running[request_id]

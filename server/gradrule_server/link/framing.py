@@ -20,7 +20,7 @@ from gradrule_server.link.arena import LEAST_PLACED_BYTES, Chunk, Incoming, Outg
 
 _log = logging.getLogger(__name__)
 
-LINK_VERSION = 3
+LINK_VERSION = 4
 
 _HEADER = struct.Struct("<QIQ")
 HEADER_BYTES = _HEADER.size
@@ -49,6 +49,10 @@ class Kind(enum.IntEnum):
     PLACED = 15
     TAKEN = 16
     TRIM = 17
+    PREPARE = 18
+    PREPARED = 19
+    ASK = 20
+    TOLD = 21
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from gradrule.v1 import program_pb2
+from gradrule_server.link.shape import CallShape
 from gradrule_server.programs.cache import Inline, NameChanges, Named, ProgramCache, Runnable
 from gradrule_server.programs.loaded import Loadable
-from gradrule_server.programs.shape import CallShape
 
 _CALL = CallShape()
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from gradrule.v1 import program_pb2
 from gradrule_server import graphs
+from gradrule_server.link.shape import CallShape
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs import compiler
-from gradrule_server.programs.shape import CallShape
 from gradrule_server.registry.blobs import BlobStore
 from tests.service import raw
 

@@ -13,13 +13,13 @@ import pytest
 
 from gradrule.v1 import program_pb2
 from gradrule_server.errors import GradruleError
+from gradrule_server.link.shape import CallShape
 from gradrule_server.policy import Bounds
+from gradrule_server.preparation.overrides import OverrideTable
 from gradrule_server.programs.cache import ProgramCache, Runnable
 from gradrule_server.programs.kept import KeptPrograms
 from gradrule_server.programs.loaded import Loadable, LoadedPrograms
-from gradrule_server.programs.overrides import OverrideTable
 from gradrule_server.programs.retries import Retries
-from gradrule_server.programs.shape import CallShape
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.programs import ProgramRegistry
 from gradrule_server.registry.rules import RuleRegistry
