@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+import queue
 import socket
 import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from gradrule_server.link.arena import LEAST_PLACED_BYTES, Chunk, Incoming, Outgoing, make_arena
 
@@ -215,18 +217,27 @@ class FrameSocket:
         return True
 
 
+MainCalls: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
+"""What the main thread is to call; None: it is to return."""
+
+
 def serve_frames(
-    frames: FrameSocket, handle: Callable[[Frame], None], refuse: Callable[[int], None], threads: int
+    frames: FrameSocket,
+    handle: Callable[[Frame], None],
+    refuse: Callable[[int], None],
+    threads: int,
+    calls: MainCalls | None = None,
 ) -> None:
     """Reads frames on `threads` threads, and one more, until the other end closes.
 
     The thread that reads a frame also handles it while another takes over reading, so no frame changes threads. The
     other end has no more than `threads` requests under way, so one thread is always left that answers a PING. `refuse`
     answers the request of this id, for which there is no memory. What `handle` and `refuse` raise themselves ends it
-    all, and is raised. What is under way at the end is not waited for: it may go on for ever.
+    all, and is raised. What is under way at the end is not waited for: it may go on for ever. `calls`: what this thread
+    calls meanwhile.
     """
     failures: list[BaseException] = []
-    ended = threading.Event()
+    calls = calls or queue.SimpleQueue()
 
     def work() -> None:
         try:
@@ -240,11 +251,12 @@ def serve_frames(
             failures.append(failure)
             frames.close()
         finally:
-            ended.set()
+            calls.put(None)
 
     for index in range(threads + 1):
         threading.Thread(target=work, name=f"engine-{index}", daemon=True).start()
-    ended.wait()
+    while (call := calls.get()) is not None:
+        call()
     if failures:
         raise failures[0]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import queue
+import struct
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -23,6 +24,9 @@ from gradrule_server.preparation.prepare import Prepared, graph_of, override_val
 from gradrule_server.preparation.rule_lookup import SnapshotLookup
 from gradrule_server.preparation.sampling import sample_call
 from gradrule_server.rules import RuleContent
+
+# Bytes of the PreparedProgram, before it and the CompileRequest.
+_LENGTH = struct.Struct("<Q")
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -63,11 +67,11 @@ class PreparationService:
         reply: Message
         match request.WhichOneof("task"):
             case "program":
-                reply = _program(request.program, limits, ask, blobs)
-                if reply.compile_request:
-                    place = link_pb2.CompileRequest(blob_folder=request.blob_folder).SerializeToString()
-                    # Concatenating messages merges them.
-                    reply.compile_request += place
+                reply, compiling = _program(request.program, limits, ask, blobs)
+                if compiling is not None:
+                    compiling.blob_folder = request.blob_folder
+                told, large = reply.SerializeToString(), b"" if compiling is None else compiling.SerializeToString()
+                return b"".join([_LENGTH.pack(len(told)), told, large])
             case "finish":
                 plan = link_pb2.ProgramPlan.FromString(request.finish.plan)
                 reply = finish(plan, link_pb2.CompileReply.FromString(request.finish.reply), request.finish.device)
@@ -88,12 +92,15 @@ def read_limits(message: link_pb2.Limits) -> Limits:
     return Limits(**{field.name: getattr(message, field.name) for field in dataclasses.fields(Limits)})
 
 
-def _program(task: link_pb2.ProgramTask, limits: Limits, ask: Ask, blobs: AskedBlobs) -> link_pb2.PreparedProgram:
+_Answer: TypeAlias = tuple[link_pb2.PreparedProgram, link_pb2.CompileRequest | None]
+
+
+def _program(task: link_pb2.ProgramTask, limits: Limits, ask: Ask, blobs: AskedBlobs) -> _Answer:
     spec = _parsed(task.spec, program_pb2.ProgramSpec, limits)
     if task.may_be_known:
         digest = hashlib.sha256(spec.SerializeToString(deterministic=True)).digest()
         if ask(link_pb2.Question(spec_digest=digest)).is_known:
-            return link_pb2.PreparedProgram(is_known=True)
+            return link_pb2.PreparedProgram(is_known=True), None
     call = read_shape(task.call)
     asked = AskedRules(ask)
     if task.HasField("snapshot"):
@@ -107,7 +114,7 @@ def _program(task: link_pb2.ProgramTask, limits: Limits, ask: Ask, blobs: AskedB
         if spec.graph.HasField("inline"):
             spec.graph.serialized = spec.graph.inline.SerializeToString(deterministic=True)
         reply.kept_spec = spec.SerializeToString()
-    return reply
+    return reply, prepared.request
 
 
 def _prepared_message(prepared: Prepared) -> link_pb2.PreparedProgram:
@@ -119,7 +126,6 @@ def _prepared_message(prepared: Prepared) -> link_pb2.PreparedProgram:
         nodes=prepared.expanded.nodes,
         blobs=prepared.blobs,
         derivative=prepared.request.derivative,
-        compile_request=prepared.request.SerializeToString(),
         plan=plan_of(prepared).SerializeToString(),
         # Negative ones are the op's own gradient and those of another process.
         params=prepared.table.param_message(rule for rule in used if rule >= 0),

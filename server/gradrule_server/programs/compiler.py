@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.shape import CallShape
-from gradrule_server.link.v1 import link_pb2
+from gradrule_server.link.turns import TurnsByOwner
 from gradrule_server.operations.request import compiling
 from gradrule_server.policy import Limits
 from gradrule_server.programs.cache import Runnable
 from gradrule_server.programs.compiled import compiled
 from gradrule_server.programs.loaded import Loadable, LoadedPrograms
-from gradrule_server.programs.preparer import Preparer
+from gradrule_server.programs.preparer import Prepared, Preparer
 from gradrule_server.programs.retries import Retries
 from gradrule_server.programs.rule_lookup import RegistryLookup
 from gradrule_server.registry.blobs import BlobStore
+
+_LARGE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class Compiler:
         self._limits = limits
         self._blobs = blobs
         self._owner = owner
+        self._large = TurnsByOwner()
 
     async def compile(
         self,
@@ -53,7 +57,8 @@ class Compiler:
         `spec`: bytes of a `ProgramSpec`; `rules`: the registry's, or the snapshot of a kept program's.
         """
         with compiling():
-            return await self._load(await self._preparer.program(spec, call, rules, retries.ends_at), retries)
+            async with self._turn(spec):
+                return await self._load(await self._preparer.program(spec, call, rules, retries.ends_at), retries)
 
     async def compile_unless_known(
         self,
@@ -65,21 +70,34 @@ class Compiler:
     ) -> Runnable | None:
         """Compiles as `compile` does; returns None where `is_known` of the spec's digest is True."""
         with compiling():
-            prepared = await self._preparer.program(spec, call, rules, retries.ends_at, is_known=is_known)
-            return None if prepared.is_known else await self._load(prepared, retries)
+            async with self._turn(spec):
+                prepared = await self._preparer.program(spec, call, rules, retries.ends_at, is_known=is_known)
+                return None if prepared.message.is_known else await self._load(prepared, retries)
 
     async def compile_to_keep(
         self, spec: bytes, call: CallShape, rules: RegistryLookup, retries: Retries
     ) -> tuple[Runnable, KeptParts]:
         """Compiles as `compile` does; returns also what a registry keeps."""
         with compiling():
-            prepared = await self._preparer.program(spec, call, rules, retries.ends_at, is_kept=True)
-            parts = KeptParts(prepared.kept_spec, tuple(prepared.rule_names), prepared.override_values)
-            prepared.ClearField("kept_spec")
-            return await self._load(prepared, retries), parts
+            async with self._turn(spec):
+                answer = await self._preparer.program(spec, call, rules, retries.ends_at, is_kept=True)
+                prepared = answer.message
+                parts = KeptParts(prepared.kept_spec, tuple(prepared.rule_names), prepared.override_values)
+                prepared.ClearField("kept_spec")
+                return await self._load(answer, retries), parts
 
-    async def _load(self, prepared: link_pb2.PreparedProgram, retries: Retries) -> Runnable:
+    @contextlib.asynccontextmanager
+    async def _turn(self, spec: bytes) -> AsyncIterator[None]:
+        """Lets a tenant compile one large graph at a time: its bytes pass through this process."""
+        if self._preparer.graph_bytes(spec) < _LARGE_BYTES:
+            yield
+        else:
+            async with self._large.hold(self._owner):
+                yield
+
+    async def _load(self, answer: Prepared, retries: Retries) -> Runnable:
         """Has an engine compile a prepared program."""
+        prepared = answer.message
         blobs, folder = tuple(prepared.blobs), self._blobs.folder_name
         if not self._blobs.are_verified(blobs):
             # Reading them takes long.
@@ -87,7 +105,7 @@ class Compiler:
         loadable = Loadable(
             # Equal programs of two tenants are two programs: nobody learns from another's speed, or end.
             f"{prepared.key}@{folder}" if folder else prepared.key,
-            prepared.compile_request,
+            answer.compile_request,
             blobs,
             prepared.nodes,
             tuple(self._blobs.size(name) for name in blobs),

@@ -8,8 +8,10 @@ import dataclasses
 import hashlib
 import itertools
 import math
+import struct
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
@@ -30,7 +32,18 @@ from gradrule_server.registry.blobs import BlobStore
 # Processes that are killed from outside are not the graph's doing.
 _MOST_KILLED = 5
 
+# Bytes of the PreparedProgram, before it and the CompileRequest.
+_LENGTH = struct.Struct("<Q")
+
 _serial = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a worker answered. `compile_request`: bytes of the `CompileRequest`."""
+
+    message: link_pb2.PreparedProgram
+    compile_request: bytes
 
 
 class Preparer:
@@ -52,7 +65,7 @@ class Preparer:
         *,
         is_known: Callable[[bytes], bool] | None = None,
         is_kept: bool = False,
-    ) -> link_pb2.PreparedProgram:
+    ) -> Prepared:
         """Checks and expands a program. Raises `GradruleError` with all that is wrong.
 
         Args:
@@ -73,7 +86,20 @@ class Preparer:
         )
         asked = _Asked(self._blobs, None if isinstance(rules, bytes) else rules, is_known)
         answer = await self._work(link_pb2.PrepareRequest(program=task), _graph_of(spec), asked, ends_at)
-        return link_pb2.PreparedProgram.FromString(answer)
+        # The request is as large as the graph, and is not parsed here.
+        start = _LENGTH.size + _LENGTH.unpack_from(answer)[0]
+        message = link_pb2.PreparedProgram.FromString(answer[_LENGTH.size : start])
+        return Prepared(message, answer[start:])
+
+    def graph_bytes(self, spec: bytes) -> int:
+        """Returns how large the graph of a spec is; 0 where that cannot be told without reading it."""
+        try:
+            graph = link_pb2.RawProgramSpec.FromString(spec).graph
+            blob = link_pb2.RawGraphSource.FromString(graph).blob_sha256
+            return self._blobs.size(blob) if blob else len(graph)
+        except (DecodeError, GradruleError):
+            # The worker says what is wrong with it.
+            return 0
 
     async def finish(
         self, plan: bytes, reply: bytes, device: str, suspect: str, ends_at: float

@@ -1144,7 +1144,7 @@ class PrepareRequest(google.protobuf.message.Message):
 
     @property
     def program(self) -> global___ProgramTask:
-        """Checks and expands a program → PreparedProgram."""
+        """Checks and expands a program → its length (u64, little-endian) and a PreparedProgram, then the bytes of the CompileRequest."""
 
     @property
     def finish(self) -> global___FinishTask:
@@ -1353,7 +1353,6 @@ class PreparedProgram(google.protobuf.message.Message):
     NODES_FIELD_NUMBER: builtins.int
     BLOBS_FIELD_NUMBER: builtins.int
     DERIVATIVE_FIELD_NUMBER: builtins.int
-    COMPILE_REQUEST_FIELD_NUMBER: builtins.int
     PLAN_FIELD_NUMBER: builtins.int
     PARAMS_FIELD_NUMBER: builtins.int
     PLACEHOLDERS_FIELD_NUMBER: builtins.int
@@ -1371,8 +1370,6 @@ class PreparedProgram(google.protobuf.message.Message):
     """Nodes of the expanded graph."""
     derivative: gradrule.v1.evaluate_pb2.Derivative.ValueType
     """What is computed of ys and xs."""
-    compile_request: builtins.bytes
-    """Bytes of the CompileRequest."""
     plan: builtins.bytes
     """Bytes of the ProgramPlan, for FinishTask."""
     kept_spec: builtins.bytes
@@ -1406,7 +1403,6 @@ class PreparedProgram(google.protobuf.message.Message):
         nodes: builtins.int = ...,
         blobs: collections.abc.Iterable[builtins.str] | None = ...,
         derivative: gradrule.v1.evaluate_pb2.Derivative.ValueType = ...,
-        compile_request: builtins.bytes = ...,
         plan: builtins.bytes = ...,
         params: global___ParamTable | None = ...,
         placeholders: collections.abc.Iterable[builtins.str] | None = ...,
@@ -1416,7 +1412,7 @@ class PreparedProgram(google.protobuf.message.Message):
         rule_names: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["params", b"params"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blobs", b"blobs", "compile_request", b"compile_request", "derivative", b"derivative", "graph_digest", b"graph_digest", "is_known", b"is_known", "kept_spec", b"kept_spec", "key", b"key", "likeness", b"likeness", "nodes", b"nodes", "override_values", b"override_values", "params", b"params", "placeholders", b"placeholders", "plan", b"plan", "rule_names", b"rule_names"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blobs", b"blobs", "derivative", b"derivative", "graph_digest", b"graph_digest", "is_known", b"is_known", "kept_spec", b"kept_spec", "key", b"key", "likeness", b"likeness", "nodes", b"nodes", "override_values", b"override_values", "params", b"params", "placeholders", b"placeholders", "plan", b"plan", "rule_names", b"rule_names"]) -> None: ...
 
 global___PreparedProgram = PreparedProgram
 
