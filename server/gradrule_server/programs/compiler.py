@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.shape import CallShape
 from gradrule_server.link.turns import TurnsByOwner
+from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request import compiling
 from gradrule_server.policy import Limits
 from gradrule_server.programs.cache import Runnable
@@ -56,9 +56,11 @@ class Compiler:
 
         `spec`: bytes of a `ProgramSpec`; `rules`: the registry's, or the snapshot of a kept program's.
         """
-        with compiling():
-            async with self._turn(spec):
-                return await self._load(await self._preparer.program(spec, call, rules, retries.ends_at), retries)
+        _, program = await self._compile(
+            spec, retries, lambda: self._preparer.program(spec, call, rules, retries.ends_at)
+        )
+        assert program is not None
+        return program
 
     async def compile_unless_known(
         self,
@@ -69,35 +71,48 @@ class Compiler:
         is_known: Callable[[bytes], bool],
     ) -> Runnable | None:
         """Compiles as `compile` does; returns None where `is_known` of the spec's digest is True."""
-        with compiling():
-            async with self._turn(spec):
-                prepared = await self._preparer.program(spec, call, rules, retries.ends_at, is_known=is_known)
-                return None if prepared.message.is_known else await self._load(prepared, retries)
+        _, program = await self._compile(
+            spec,
+            retries,
+            lambda: self._preparer.program(spec, call, rules, retries.ends_at, is_known=is_known),
+        )
+        return program
 
     async def compile_to_keep(
         self, spec: bytes, call: CallShape, rules: RegistryLookup, retries: Retries
     ) -> tuple[Runnable, KeptParts]:
         """Compiles as `compile` does; returns also what a registry keeps."""
+        prepared, program = await self._compile(
+            spec, retries, lambda: self._preparer.program(spec, call, rules, retries.ends_at, is_kept=True)
+        )
+        assert program is not None
+        return program, KeptParts(prepared.kept_spec, tuple(prepared.rule_names), prepared.override_values)
+
+    async def _compile(
+        self, spec: bytes, retries: Retries, prepare: Callable[[], Awaitable[Prepared]]
+    ) -> tuple[link_pb2.PreparedProgram, Runnable | None]:
+        """Prepares a program and has an engine compile it; no program where it is known.
+
+        A tenant has one large graph at a time compiled, since its bytes wait here for an engine. Few bytes can become a
+        large graph: such a program is prepared again when its turn comes.
+        """
         with compiling():
-            async with self._turn(spec):
-                answer = await self._preparer.program(spec, call, rules, retries.ends_at, is_kept=True)
-                prepared = answer.message
-                parts = KeptParts(prepared.kept_spec, tuple(prepared.rule_names), prepared.override_values)
-                prepared.ClearField("kept_spec")
-                return await self._load(answer, retries), parts
-
-    @contextlib.asynccontextmanager
-    async def _turn(self, spec: bytes) -> AsyncIterator[None]:
-        """Lets a tenant compile one large graph at a time: its bytes pass through this process."""
-        if self._preparer.graph_bytes(spec) < _LARGE_BYTES:
-            yield
-        else:
+            answer = None
+            if self._preparer.graph_bytes(spec) < _LARGE_BYTES:
+                answer = await prepare()
+                if len(answer.compile_request) < _LARGE_BYTES:
+                    return answer.message, await self._load(answer, retries)
+                if self._large.is_held(self._owner):
+                    answer = None
             async with self._large.hold(self._owner):
-                yield
+                answer = answer or await prepare()
+                return answer.message, await self._load(answer, retries)
 
-    async def _load(self, answer: Prepared, retries: Retries) -> Runnable:
-        """Has an engine compile a prepared program."""
+    async def _load(self, answer: Prepared, retries: Retries) -> Runnable | None:
+        """Has an engine compile a prepared program; does nothing where it is known."""
         prepared = answer.message
+        if prepared.is_known:
+            return None
         blobs, folder = tuple(prepared.blobs), self._blobs.folder_name
         if not self._blobs.are_verified(blobs):
             # Reading them takes long.

@@ -10,7 +10,7 @@ import pytest
 
 from gradrule_server.link import spares, workers
 from gradrule_server.link.engine import Engine
-from gradrule_server.link.framing import Kind
+from gradrule_server.link.framing import Kind, pack_header
 from gradrule_server.link.process import ProcessOptions
 from gradrule_server.link.spares import Spares
 from gradrule_server.link.workers import CompileWorkers
@@ -84,8 +84,6 @@ async def finished(among: CompileWorkers, starter: Starter, owner: str) -> Engin
 
 
 def workers_answer(request_id: int) -> bytes:
-    from gradrule_server.link.framing import pack_header
-
     return pack_header(Kind.PREPARED, request_id, 4) + b"done"
 
 
