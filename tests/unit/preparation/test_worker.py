@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from gradrule.v1 import errors_pb2, override_pb2, program_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, error, reason_name
 from gradrule_server.link.faults import fault_message
-from gradrule_server.link.framing import Frame, FrameSocket, Kind
+from gradrule_server.link.framing import Buffer, Frame, FrameSocket, Kind
 from gradrule_server.link.shape import CallShape, read_shape, shape_message
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits
@@ -31,8 +31,9 @@ class Frames(FrameSocket):
         self.service: PreparationService
         self.asked: list[link_pb2.Question] = []
 
-    def send(self, kind: Kind, request_id: int, payload: bytes) -> None:
+    def send(self, kind: Kind, request_id: int, payload: Buffer | Sequence[Buffer]) -> None:
         assert kind is Kind.ASK
+        assert isinstance(payload, bytes)
         question = link_pb2.Question.FromString(payload)
         self.asked.append(question)
         self.service.tell(Frame(Kind.TOLD, request_id, self._answer(question).SerializeToString()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,10 @@ class EndingEngine(FakeEngine):
         super().__init__()
         self._end = ending
 
-    def submit(self, kind: Kind, payload: bytes, account: Account | None = None) -> Work:
-        work = super().submit(kind, payload, account)
+    def submit(
+        self, kind: Kind, payload: bytes | Sequence[bytes], account: Account | None = None, suffix: bytes = b""
+    ) -> Work:
+        work = super().submit(kind, payload, account, suffix)
         self.fake.die(self._end)
         return work
 
