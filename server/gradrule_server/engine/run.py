@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -39,13 +39,20 @@ def run(built: Built, request: link_pb2.RunRequest, contents: Contents, device: 
     call = evaluate_pb2.EvaluateRequest.FromString(request.request)
     reader = reader.within(request.blob_folder)
     results = execute(built, lambda: built.function(*reader.arguments(built, call, request.params, contents=contents)))
+    return respond(built, results, device, request.received_ns, started)
+
+
+def respond(
+    built: Built, results: Sequence[tf.Tensor], device: str, received_ns: int, started_ns: int, batch_size: int = 0
+) -> bytes:
+    """Returns the bytes of the `EvaluateResponse` with the results of a run. MESSAGE_TOO_LARGE."""
     check_size(results)
-    response = evaluate_pb2.EvaluateResponse(device=device)
+    response = evaluate_pb2.EvaluateResponse(device=device, batch_size=batch_size)
     values = iter(results)
     for name in built.outputs:
         write_tensor(response.outputs.add(name=name).value.inline, next(values))
     write_derivatives(response, built, list(values))
-    set_timings(response.timings, request.received_ns, started)
+    set_timings(response.timings, received_ns, started_ns)
     return response.SerializeToString()
 
 

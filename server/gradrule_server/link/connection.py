@@ -18,6 +18,7 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.account import Account
 from gradrule_server.link.arena import LEAST_PLACED_BYTES, Chunk
+from gradrule_server.link.batching import Batch, Batches, BatchKey, pack_batch
 from gradrule_server.link.faults import error_of
 from gradrule_server.link.framing import (
     HEADER_BYTES,
@@ -60,6 +61,8 @@ class Work:
         "_timer",
         "account",
         "answer",
+        "batch",
+        "batch_key",
         "chunk",
         "connection",
         "id",
@@ -70,13 +73,23 @@ class Work:
     )
 
     def __init__(
-        self, connection: Connection, request_id: int, kind: Kind, payload: bytes, account: Account | None
+        self,
+        connection: Connection,
+        request_id: int,
+        kind: Kind,
+        payload: bytes,
+        account: Account | None,
+        batch_key: BatchKey | None = None,
     ) -> None:
         self.connection = connection
         self.id = request_id
         self.kind = kind
         self.payload = payload
         self.account = account
+        self.batch_key = batch_key
+        """Which other requests it may run with; None: none."""
+        self.batch: Batch | None = None
+        """The requests that it was sent with, if there are others."""
         self.started_at: float | None = None
         """Loop time at which it was sent; None: it waits."""
         self.chunk: Chunk | None = None
@@ -107,11 +120,14 @@ class Work:
 class Connection(asyncio.Protocol):
     """Frames over a stream to an engine of so many threads. Everything happens on the loop that made it.
 
-    `arenas`: where large payloads lie, if there are any; they end with the connection.
+    `arenas`: where large payloads lie, if there are any; they end with the connection. `max_batch_size`: examples that
+    the engine may run together.
     """
 
-    def __init__(self, threads: int, arenas: Arenas | None = None) -> None:
+    def __init__(self, threads: int, arenas: Arenas | None = None, max_batch_size: int = 1) -> None:
         self._threads = threads
+        self._batches = Batches(max_batch_size)
+        self._busy = 0
         self._arenas = arenas
         self._arenas_used_at = 0.0
         self._trimming: asyncio.TimerHandle | None = None
@@ -173,15 +189,18 @@ class Connection(asyncio.Protocol):
         """Waits until the other end is gone."""
         await self._closed.wait()
 
-    def submit(self, kind: Kind, payload: bytes, account: Account | None = None) -> Work:
+    def submit(
+        self, kind: Kind, payload: bytes, account: Account | None = None, batch_key: BatchKey | None = None
+    ) -> Work:
         """Sends a request, as soon as a thread is free for it; a FAULT becomes its answer's `GradruleError`."""
         if self.is_closed or self._transport is None:
             raise EngineGone(started=False)
-        work = Work(self, next(self._ids), kind, payload, account)
+        work = Work(self, next(self._ids), kind, payload, account, batch_key)
         if self._can_start(kind):
             self._start(work)
         else:
             self._waiting[work.id] = work
+            self._batches.add(work)
         return work
 
     def is_waiting(self, work: Work) -> bool:
@@ -192,6 +211,7 @@ class Connection(asyncio.Protocol):
         """Takes back a request that still waits; False where it has been sent."""
         if self._waiting.pop(work.id, None) is None:
             return False
+        self._batches.remove(work)
         work.answer.cancel()
         work.end()
         return True
@@ -260,9 +280,14 @@ class Connection(asyncio.Protocol):
 
     def _can_start(self, kind: Kind) -> bool:
         # An engine compiles one program at a time, and the others would keep its threads from running.
-        return len(self._running) < self._threads and not (kind is Kind.COMPILE and self._compiling)
+        return self._busy < self._threads and not (kind is Kind.COMPILE and self._compiling)
 
     def _start(self, work: Work) -> None:
+        others = self._batches.companions(work)
+        self._busy += 1
+        if others:
+            self._start_together([work, *others])
+            return
         self._running[work.id] = work
         work.started_at = asyncio.get_running_loop().time()
         if work.kind is Kind.COMPILE:
@@ -275,23 +300,38 @@ class Connection(asyncio.Protocol):
             self._write(Kind.PLACED, work.id, pack_place(work.kind, work.chunk))
         work.payload = b""
 
+    def _start_together(self, works: list[Work]) -> None:
+        batch, now = Batch(works, len(works)), asyncio.get_running_loop().time()
+        parts = pack_batch(self._batches.most, [(work.id, work.payload) for work in works])
+        for work in works:
+            if self._waiting.pop(work.id, None) is not None:
+                self._batches.remove(work)
+            self._running[work.id] = work
+            work.started_at, work.batch, work.payload = now, batch, b""
+        batch.chunk = self._placed(*parts)
+        if batch.chunk is None:
+            self._write(Kind.RUN_BATCH, 0, *parts)
+        else:
+            self._write(Kind.PLACED, 0, pack_place(Kind.RUN_BATCH, batch.chunk))
+
     def _start_waiting(self) -> None:
-        while len(self._running) < self._threads:
+        while self._busy < self._threads:
             work = next((work for work in self._waiting.values() if self._can_start(work.kind)), None)
             if work is None:
                 return
             del self._waiting[work.id]
+            self._batches.remove(work)
             self._start(work)
 
-    def _write(self, kind: Kind, request_id: int, payload: bytes) -> None:
+    def _write(self, kind: Kind, request_id: int, *parts: bytes) -> None:
         if self._transport is not None:
-            self._transport.writelines([pack_header(kind, request_id, len(payload)), payload])
+            self._transport.writelines([pack_header(kind, request_id, sum(map(len, parts))), *parts])
 
-    def _placed(self, payload: bytes) -> Chunk | None:
-        if self._arenas is None or len(payload) < LEAST_PLACED_BYTES:
+    def _placed(self, *parts: bytes) -> Chunk | None:
+        if self._arenas is None or sum(map(len, parts)) < LEAST_PLACED_BYTES:
             return None
         self._arenas_were_used()
-        return self._arenas.outgoing.place([payload])
+        return self._arenas.outgoing.place(parts)
 
     def _taken(self, arenas: Arenas, request_id: int, chunk: Chunk, *, wanted: bool) -> bytes:
         """The payload that the engine has placed, if anybody still wants it. `ValueError` where it lies nowhere."""
@@ -322,19 +362,29 @@ class Connection(asyncio.Protocol):
             if not self.greeting.done():
                 self.greeting.set_result(link_pb2.Greeting.FromString(payload))
             return
+        if kind is Kind.BATCH_NOTICE:
+            self._batches.learn(link_pb2.BatchNotice.FromString(payload))
+            return
         work = self._running.get(request_id)
         if work is None:
             return
+        batch = work.batch
         if self._arenas is not None:
             if kind is Kind.PLACED:
                 kind, chunk = unpack_place(payload)
                 payload = self._taken(self._arenas, request_id, chunk, wanted=not work.answer.done())
             if work.chunk is not None:
                 self._arenas.outgoing.release(work.chunk)
+            if batch is not None and batch.chunk is not None and batch.remaining == 1:
+                self._arenas.outgoing.release(batch.chunk)
         # What makes no sense raises here, where the work still ends with the connection.
         fault = _fault(payload) if kind is Kind.FAULT and not work.answer.done() else None
         del self._running[request_id]
         work.end()
+        if batch is not None:
+            batch.remaining -= 1
+        if batch is None or not batch.remaining:
+            self._busy -= 1
         if work.account is not None and work.started_at is not None and kind is not Kind.FAULT:
             work.account.took(asyncio.get_running_loop().time() - work.started_at)
         if work.kind is Kind.COMPILE:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import Finding, error
 from gradrule_server.link.account import Account
+from gradrule_server.link.batching import BatchKey
 from gradrule_server.link.connection import EngineGone, Work
 from gradrule_server.link.endings import Ending, Inquest, Reason
 from gradrule_server.link.faults import EngineLost
@@ -218,15 +219,24 @@ class Engine:
             return None
         return process
 
-    async def call(self, kind: Kind, payload: bytes, ends_at: float, account: Account | None = None) -> bytes:
+    async def call(
+        self,
+        kind: Kind,
+        payload: bytes,
+        ends_at: float,
+        account: Account | None = None,
+        batch_key: BatchKey | None = None,
+    ) -> bytes:
         """One request, given up when the caller is cancelled. `ends_at`: loop time after which it is of no use.
+
+        `batch_key`: which others it may run with.
 
         ENGINE_UNAVAILABLE while there is no engine; `EngineLost` if it dies meanwhile. An engine that is still at it
         soon after the call was given up is ended, since nothing else stops a kernel or a loop that never ends.
         """
         if asyncio.get_running_loop().time() >= ends_at:
             raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, "the deadline passed before the engine was asked")
-        work = self.submit(kind, payload, account)
+        work = self.submit(kind, payload, account, batch_key)
         try:
             return await work.answer
         except asyncio.CancelledError:
@@ -235,13 +245,15 @@ class Engine:
         except EngineGone as gone:
             raise await self.lost(work, gone) from None
 
-    def submit(self, kind: Kind, payload: bytes, account: Account | None = None) -> Work:
+    def submit(
+        self, kind: Kind, payload: bytes, account: Account | None = None, batch_key: BatchKey | None = None
+    ) -> Work:
         """Hands a request in, for callers that share its answer; ENGINE_UNAVAILABLE while there is no engine."""
         if self._process is None:
             raise unavailable()
         self.used_at = asyncio.get_running_loop().time()
         try:
-            return self._process.connection.submit(kind, payload, account)
+            return self._process.connection.submit(kind, payload, account, batch_key)
         except EngineGone:
             raise lost_waiting() from None
 
@@ -261,7 +273,10 @@ class Engine:
     def _end_given_up(self, work: Work, ends_at: float) -> None:
         """Ends the engine, unless others keep something in it and the request holds up nobody before its deadline."""
         loop = asyncio.get_running_loop()
-        if self.kept and not work.connection.waiting and loop.time() < ends_at and not work.ended:
+        if work.batch is not None and not work.batch.is_given_up:
+            # Somebody waits for another request of the same run.
+            work.watch(loop.call_later(_OVERRUN_GRACE_S, self._end_given_up, work, ends_at))
+        elif self.kept and not work.connection.waiting and loop.time() < ends_at and not work.ended:
             due = min(ends_at + _OVERRUN_GRACE_S, loop.time() + _CANCEL_PATIENCE_S)
             work.watch(loop.call_at(due, self._end_given_up, work, ends_at))
         else:
@@ -360,7 +375,8 @@ class Engine:
             "a request %s; ending engine %d", "overran its deadline" if overran else "is given up", process.pid
         )
         process.end(Reason.OVERRUN)
-        if overran and work.account is not None:
+        # A request of a batch runs for as long as all of them.
+        if overran and work.batch is None and work.account is not None:
             work.account.overran(now - work.started_at)
 
 

@@ -20,7 +20,7 @@ from gradrule_server.link.arena import LEAST_PLACED_BYTES, Chunk, Incoming, Outg
 
 _log = logging.getLogger(__name__)
 
-LINK_VERSION = 3
+LINK_VERSION = 4
 
 _HEADER = struct.Struct("<QIQ")
 HEADER_BYTES = _HEADER.size
@@ -49,6 +49,8 @@ class Kind(enum.IntEnum):
     PLACED = 15
     TAKEN = 16
     TRIM = 17
+    RUN_BATCH = 18
+    BATCH_NOTICE = 19
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from gradrule.v1 import session_pb2
 from gradrule_server.link.account import Account
+from gradrule_server.link.batching import BatchKey
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
@@ -43,7 +44,8 @@ class Once:
     undo: Callable[[Engine], None] | None = None
 
     async def on(self, engine: Engine, run: link_pb2.RunRequest, account: Account) -> bytes:
-        return await engine.call(Kind.RUN, run.SerializeToString(), self.ends_at, account)
+        batch_key = BatchKey(run.key, tuple(item.SerializeToString() for item in run.params))
+        return await engine.call(Kind.RUN, run.SerializeToString(), self.ends_at, account, batch_key)
 
 
 @dataclass(slots=True)
