@@ -38,7 +38,7 @@ def examples_of(built: Built, layout: Layout, arguments: Sequence[tf.Tensor]) ->
 
 
 def company_of(built: Built, layout: Layout, arguments: Sequence[tf.Tensor]) -> Hashable:
-    """Returns a key that is equal for calls whose shared arguments are equal bit for bit and whose rows fit together."""
+    """Returns a key that is equal where shared arguments are equal bit for bit and rows fit together."""
     batched = set(_batched(built, layout))
     defaults = {id(item.default) for item in built.inputs if item.default is not None}
     key: list[Hashable] = []

@@ -21,7 +21,10 @@ _log = logging.getLogger(__name__)
 
 # Kernels for other sizes add in another order. In units of the last place of the tensor's largest element.
 _MOST_UNITS = 1024
+_MOST_UNITS_AMONG_OTHERS = 16
 _MOST_DIFFERENCE = 0.1
+# What cancels out leaves rounding errors of what it was made of: of a call's largest number, this part counts as such.
+_FLOOR = 0.01
 
 
 @dataclass(slots=True)
@@ -60,42 +63,61 @@ class Proof:
     def attempt(self, built: Built, layout: Layout, calls: Sequence[Call], alone: Sequence[Results]) -> None:
         """Runs calls together that have run alone: it is proven or refused then.
 
-        Among them are rows of other values, so that a result in which rows meet is another, even if all calls are
-        equal.
+        Besides, the first call runs among rows of other values, and must come to the same, to the last bit but four:
+        so a result in which rows meet is found even if all calls are equal.
         """
         examples = sum(call.examples for call in calls)
         size = allowed_size(examples + 1, 2 * examples)
         try:
-            try:
-                together = run_together(built, layout, calls, size, strange_rows=True)
-            except GradruleError:
-                # The program may refuse values like those.
-                together = run_together(built, layout, calls, size)
+            together = run_together(built, layout, calls, size)
+            (among_others,) = run_together(built, layout, calls[:1], size, strange_rows=True)
         except GradruleError as cause:
             self.refuse(f"calls that succeed alone fail together: {cause.message}")
             return
-        for ours, theirs in zip(alone, together, strict=True):
-            for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-                if not is_close(one, other):
-                    self.refuse(f"result {number} is another when calls run together")
-                    return
+        for call, ours, theirs in zip(calls, alone, together, strict=True):
+            least = _FLOOR * max(map(_magnitude, (*call.arguments, *ours)), default=0.0)
+            pairs = [(ours, theirs, _MOST_UNITS)]
+            if call is calls[0]:
+                pairs.append((theirs, among_others, _MOST_UNITS_AMONG_OTHERS))
+            for one, other, units in pairs:
+                for number, (a, b) in enumerate(zip(one, other, strict=True)):
+                    if not is_close(a, b, units, least):
+                        self.refuse(f"result {number} is another when calls run together")
+                        return
         self.is_proven = True
 
 
-def is_close(one: tf.Tensor, other: tf.Tensor) -> bool:
-    """Returns whether two tensors are equal up to the rounding of sums in another order; integers exactly."""
+def is_close(one: tf.Tensor, other: tf.Tensor, units: float, least: float) -> bool:
+    """Returns whether two tensors are equal up to rounding; integers exactly.
+
+    units: how far floats may be apart, in units of the last place of the largest of them, or of `least`.
+    """
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    if not (one.dtype.is_floating or one.dtype.is_complex):
+    if not _is_rounded(one):
         return bool(np.array_equal(one.numpy(), other.numpy()))
-    wide = tf.complex128 if one.dtype.is_complex else tf.float64
-    a, b = tf.cast(one, wide).numpy(), tf.cast(other, wide).numpy()
+    a, b = _wide(one), _wide(other)
     finite = np.isfinite(a)
     if not (np.array_equal(finite, np.isfinite(b)) and np.array_equal(a[~finite], b[~finite], equal_nan=True)):
         return False
-    most = np.max(np.abs(a[finite]), initial=0)
-    tolerance = min(_MOST_UNITS * _epsilon(one.dtype), _MOST_DIFFERENCE)
+    tolerance = min(units * _epsilon(one.dtype), _MOST_DIFFERENCE)
+    most = np.max(np.abs(a[finite]), initial=least)
     return bool(np.all(np.abs(a[finite] - b[finite]) <= tolerance * most))
+
+
+def _magnitude(tensor: tf.Tensor) -> float:
+    if not _is_rounded(tensor):
+        return 0.0
+    values = _wide(tensor)
+    return float(np.max(np.abs(values[np.isfinite(values)]), initial=0.0))
+
+
+def _is_rounded(tensor: tf.Tensor) -> bool:
+    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
+
+
+def _wide(tensor: tf.Tensor) -> np.ndarray:
+    return np.asarray(tf.cast(tensor, tf.complex128 if tensor.dtype.is_complex else tf.float64).numpy())
 
 
 def _epsilon(dtype: tf.DType) -> float:
