@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.batching.numbers import MAX_NUMBERS, NUMERIC
-from gradrule_server.engine.batching.table import RULES
+from gradrule_server.engine.batching.table import ELEMENTWISE, RULES
 from gradrule_server.engine.batching.values import (
     UNKNOWN,
     Extent,
@@ -70,6 +70,7 @@ def analyse(built: Built) -> Layout | Refusal:
         return Refusal(found)
     arguments = [*built.inputs, *built.grad_ys, *built.directions]
     values: list[Value] = [_argument(item) for item in arguments]
+    # Calls with params of another rank run alone (`merging.examples_of`).
     values += [Uniform(()) for _ in built.params]
     if not any(isinstance(value, PerExample) for value in values):
         return Refusal("no input has an axis 0 of any size")
@@ -89,8 +90,11 @@ def analyse(built: Built) -> Layout | Refusal:
                 known[op.name] = [Mixed(f"{op.type} {_name(op)!r} {why}")] * len(op.outputs)
             if op.op_def.is_stateful and op.type != "Assert":
                 return Refusal(f"{op.type} {_name(op)!r} is random or has effects")
-            if op.type == "Assert" and not isinstance(known[op.inputs[0].op.name][op.inputs[0].value_index], Uniform):
-                return Refusal(f"Assert {_name(op)!r} checks something that depends on the batch")
+            if op.type == "Assert":
+                checked = known[op.inputs[0].op.name][op.inputs[0].value_index]
+                if not isinstance(checked, Uniform):
+                    reason = checked.reason if isinstance(checked, Mixed) else "it checks the examples"
+                    return Refusal(f"Assert {_name(op)!r} checks something that depends on the batch: {reason}")
     rows = []
     for tensor in built.function.outputs:
         value = known[tensor.op.name][tensor.value_index]
@@ -178,7 +182,19 @@ def _uniform_results(op: tf.Operation, inputs: list[Value], shapes: list[Shape |
             return _listed(numeric(inputs, op.get_attr))
         except (NotPerExample, ValueError, IndexError):
             pass  # Its numbers are not followed; its shape is still known.
+    if op.type in ELEMENTWISE and shapes == [None]:
+        # TensorFlow does not know the shapes of params, which have rank 0.
+        return [Uniform(_broadcast([value.shape for value in inputs if isinstance(value, Uniform)]))]
     return [Uniform(shape) for shape in shapes]
+
+
+def _broadcast(shapes: Sequence[Shape | None]) -> Shape | None:
+    if None in shapes:
+        return None
+    try:
+        return np.broadcast_shapes(*(shape for shape in shapes if shape is not None))
+    except (TypeError, ValueError):
+        return None  # A size that is not known, or sizes that do not fit.
 
 
 def _listed(results: Value | list[Value]) -> list[Value]:
@@ -227,6 +243,8 @@ def _sizes(value: Value, shape: Shape | None) -> list[Any]:
     """The sizes of a tensor's axes."""
     if isinstance(value, PerExample):
         return [Extent(value.rows), *(UNKNOWN if size is None else size for size in value.tail)]
+    if isinstance(value, Sizes):
+        return list(value.numbers.shape)
     if shape is not None and None not in shape:
         return list(shape)
     if isinstance(value, Uniform) and (shape is not None or value.shape is not None):

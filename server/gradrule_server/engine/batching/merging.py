@@ -32,7 +32,9 @@ class Call:
 
 
 def examples_of(built: Built, layout: Layout, arguments: Sequence[tf.Tensor]) -> int:
-    """Returns the number of examples of a call; 0 where its arguments do not agree on one."""
+    """Returns the number of examples of a call; 0 where its arguments do not agree on one, or a param is no number."""
+    if any(argument.shape.rank for argument in arguments[len(arguments) - len(built.params) :]):
+        return 0
     sizes = {int(arguments[index].shape[0]) for index in _batched(built, layout)}
     return sizes.pop() if len(sizes) == 1 else 0
 

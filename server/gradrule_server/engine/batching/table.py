@@ -182,8 +182,10 @@ _REDUCTIONS = ["All", "Any", "EuclideanNorm", "Max", "Mean", "Min", "Prod", "Sum
 _CONV = ("strides", "dilations")
 _POOL = ("ksize", "strides")
 
+ELEMENTWISE = frozenset([*_UNARY, *_BROADCASTING, *_ALIKE])
+
 RULES: Mapping[str, Rule] = {
-    **dict.fromkeys([*_UNARY, *_BROADCASTING, *_ALIKE], elementwise),
+    **dict.fromkeys(ELEMENTWISE, elementwise),
     **dict.fromkeys(_REDUCTIONS, reduction),
     "ArgMax": arg_reduction,
     "ArgMin": arg_reduction,
