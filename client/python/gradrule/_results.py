@@ -136,7 +136,8 @@ class Result:
     outputs: arrays by fetch. gradients: by x (by group and x, where xs were given in groups) an array, a `Sparse`, or
     None where there is none; `gradient_kinds` tells why, by x: `dense`, `sparse`, `unconnected`, `not_differentiable`.
     overrides: which node got which rule. defaulted: nodes on the path that no override took. rewritten: nodes that
-    rewrites replaced.
+    rewrites replaced. batch_size: examples of all calls that the server ran together, this one's included; 0: it ran
+    alone.
     """
 
     outputs: Mapping[str, Array]
@@ -148,6 +149,7 @@ class Result:
     device: str
     digests: Digests
     rewritten: list[str]
+    batch_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +295,7 @@ def result(
         device=response.device,
         digests=Digests(response.digests.graph, response.digests.program),
         rewritten=list(response.rewritten),
+        batch_size=response.batch_size,
     )
 
 

@@ -28,7 +28,7 @@ def frames(transport: Transport) -> list[list[bytes]]:
 
 
 def answer(connection: Connection, transport: Transport, *names: bytes) -> None:
-    ids = {}
+    ids: dict[bytes, int] = {}
     for kind, number, payload in transport.sent:
         ids |= {bytes(part): n for n, part in unpack_batch(payload)[1]} if kind is Kind.RUN_BATCH else {payload: number}
     for name in names:

@@ -192,7 +192,8 @@ def _broadcast(shapes: Sequence[Shape | None]) -> Shape | None:
     if None in shapes:
         return None
     try:
-        return np.broadcast_shapes(*(shape for shape in shapes if shape is not None))
+        sizes: list[Any] = list(shapes)
+        return np.broadcast_shapes(*sizes)
     except (TypeError, ValueError):
         return None  # A size that is not known, or sizes that do not fit.
 

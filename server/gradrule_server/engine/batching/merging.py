@@ -6,14 +6,15 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
 import tensorflow as tf
 
 from gradrule_server.engine.batching.analysis import Layout
 from gradrule_server.engine.built import Built
 from gradrule_server.engine.run import execute
 
-Results: TypeAlias = "Sequence[tf.Tensor]"
-"""What a built function returns for one call."""
+Arrays: TypeAlias = Sequence[np.ndarray]
+"""Arguments of a built function, or its results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,42 +27,44 @@ class Call:
     request_id: int
     received_ns: int
     started_ns: int
-    arguments: Sequence[tf.Tensor]
+    arguments: Arrays
     examples: int = 0
     company: Hashable = None
 
 
-def examples_of(built: Built, layout: Layout, arguments: Sequence[tf.Tensor]) -> int:
+def examples_of(built: Built, layout: Layout, arguments: Arrays) -> int:
     """Returns the number of examples of a call; 0 where its arguments do not agree on one, or a param is no number."""
-    if any(argument.shape.rank for argument in arguments[len(arguments) - len(built.params) :]):
+    if any(np.ndim(argument) for argument in arguments[len(arguments) - len(built.params) :]):
         return 0
     sizes = {int(arguments[index].shape[0]) for index in _batched(built, layout)}
     return sizes.pop() if len(sizes) == 1 else 0
 
 
-def company_of(built: Built, layout: Layout, arguments: Sequence[tf.Tensor]) -> Hashable:
+def company_of(built: Built, layout: Layout, arguments: Arrays) -> Hashable:
     """Returns a key that is equal where shared arguments are equal bit for bit and rows fit together."""
     batched = set(_batched(built, layout))
-    defaults = {id(item.default) for item in built.inputs if item.default is not None}
     key: list[Hashable] = []
     for index, argument in enumerate(arguments):
         if index in batched:
-            key.append(tuple(argument.shape)[1:])
-        elif id(argument) in defaults:
-            key.append(id(argument))
+            key.append(argument.shape[1:])
         elif not _is_unused(built, index):
-            key.append((tuple(argument.shape), _content(argument)))
+            key.append(_identity(argument))
     return tuple(key)
 
 
-def run_alone(built: Built, call: Call) -> Results:
-    """Returns the results of a call."""
-    return execute(built, lambda: built.function(*call.arguments))
+def run(built: Built, arguments: Arrays) -> Arrays:
+    """Returns the results of a built function."""
+    tensors = [
+        tf.constant(argument, item.dtype)
+        for argument, item in zip(arguments, built.function.graph.inputs, strict=False)
+    ]
+    results = execute(built, lambda: built.function(*tensors))
+    return [np.asarray(result.numpy(), object if result.dtype == tf.string else None) for result in results]
 
 
 def run_together(
     built: Built, layout: Layout, calls: Sequence[Call], size: int, *, strange_rows: bool = False
-) -> list[Results]:
+) -> list[Arrays]:
     """Returns the results of each call, which are of one company, from one run on `size` examples.
 
     What is missing to `size` is filled with copies of the last row. strange_rows: with other floats.
@@ -69,30 +72,30 @@ def run_together(
     counts = [call.examples for call in calls]
     missing = size - sum(counts)
     batched = set(_batched(built, layout))
-
-    def run() -> Results:
-        arguments: list[tf.Tensor] = []
-        for index, argument in enumerate(calls[0].arguments):
-            if index not in batched:
-                arguments.append(argument)
-                continue
-            parts = [call.arguments[index] for call in calls]
-            if missing:
-                parts.append(_filling(parts[-1], missing, strange=strange_rows))
-            arguments.append(tf.concat(parts, 0))
-        if built.fitting is not None:
-            built.fitting.check(arguments)
-        results: Results = built.function(*arguments)
-        return results
-
-    results = execute(built, run)
-    if missing:
-        counts.append(missing)
-    parts = [
-        tf.split(result, [rows * count for count in counts]) if rows else [result] * len(counts)
-        for result, rows in zip(results, layout.rows, strict=True)
-    ]
-    return [[part[index] for part in parts] for index in range(len(calls))]
+    arguments: list[np.ndarray] = []
+    for index, argument in enumerate(calls[0].arguments):
+        if index not in batched:
+            arguments.append(argument)
+            continue
+        parts = [call.arguments[index] for call in calls]
+        if missing:
+            parts.append(_filling(parts[-1], missing, strange=strange_rows))
+        arguments.append(np.concatenate(parts))
+    if built.fitting is not None:
+        built.fitting.check([tf.constant(argument) for argument in arguments])
+    results = run(built, arguments)
+    answers: list[Arrays] = []
+    start = 0
+    for count in counts:
+        end = start + count
+        answers.append(
+            [
+                result[rows * start : rows * end] if rows else result
+                for result, rows in zip(results, layout.rows, strict=True)
+            ]
+        )
+        start = end
+    return answers
 
 
 def chunks(calls: Sequence[Call], most: int) -> Iterator[list[Call]]:
@@ -126,14 +129,20 @@ def _is_unused(built: Built, index: int) -> bool:
     return index < len(built.unused) and built.unused[index]
 
 
-def _content(argument: tf.Tensor) -> Hashable:
-    value = argument.numpy()
-    return tuple(value.flat) if value.dtype == object else value.tobytes()
+def _identity(argument: np.ndarray) -> Hashable:
+    """A key that is equal for arrays that are equal bit for bit."""
+    content = tuple(argument.flat) if argument.dtype.hasobject else argument.tobytes()
+    return argument.shape, content
 
 
-def _filling(part: tf.Tensor, count: int, *, strange: bool) -> tf.Tensor:
-    rows = tf.repeat(part[-1:], count, 0)
-    if not strange or not (part.dtype.is_floating or part.dtype.is_complex):
+def _filling(part: np.ndarray, count: int, *, strange: bool) -> np.ndarray:
+    rows = np.repeat(part[-1:], count, 0)
+    if not strange or not is_inexact(part):
         return rows
-    factors = tf.cast(tf.linspace(-0.75, 1.5, count), part.dtype)
-    return rows * tf.reshape(factors, [count] + [1] * (len(part.shape) - 1)) + tf.cast(0.25, part.dtype)
+    factors = np.linspace(-0.75, 1.5, count).reshape([count] + [1] * (part.ndim - 1))
+    return np.asarray(rows * factors + 0.25).astype(part.dtype)
+
+
+def is_inexact(array: np.ndarray) -> bool:
+    """Returns whether an array holds floats or complex numbers, those of `ml_dtypes` too."""
+    return array.dtype.kind in "fc" or (array.dtype.kind == "V" and "float" in array.dtype.name)

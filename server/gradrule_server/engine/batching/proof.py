@@ -10,10 +10,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import tensorflow as tf
 
 from gradrule_server.engine.batching.analysis import Layout, Refusal, analyse
-from gradrule_server.engine.batching.merging import Call, Results, allowed_size, run_together
+from gradrule_server.engine.batching.merging import Arrays, Call, allowed_size, is_inexact, run_together
 from gradrule_server.engine.built import Built
 from gradrule_server.errors import GradruleError
 
@@ -60,7 +59,7 @@ class Proof:
         """Calls do not run together any more."""
         self.layout, self.is_proven, self.refusal = None, False, reason
 
-    def attempt(self, built: Built, layout: Layout, calls: Sequence[Call], alone: Sequence[Results]) -> None:
+    def attempt(self, built: Built, layout: Layout, calls: Sequence[Call], alone: Sequence[Arrays]) -> None:
         """Runs calls together that have run alone: it is proven or refused then.
 
         Besides, the first call runs among rows of other values, and must come to the same, to the last bit but four:
@@ -87,7 +86,7 @@ class Proof:
         self.is_proven = True
 
 
-def _among_others(built: Built, layout: Layout, calls: Sequence[Call], size: int) -> list[Results]:
+def _among_others(built: Built, layout: Layout, calls: Sequence[Call], size: int) -> list[Arrays]:
     try:
         return run_together(built, layout, calls, size, strange_rows=True)
     except GradruleError:
@@ -95,15 +94,15 @@ def _among_others(built: Built, layout: Layout, calls: Sequence[Call], size: int
         return run_together(built, layout, calls, size)
 
 
-def is_close(one: tf.Tensor, other: tf.Tensor, units: float, least: float) -> bool:
-    """Returns whether two tensors are equal up to rounding; integers exactly.
+def is_close(one: np.ndarray, other: np.ndarray, units: float, least: float) -> bool:
+    """Returns whether two arrays are equal up to rounding; integers exactly.
 
     units: how far floats may be apart, in units of the last place of the largest of them, or of `least`.
     """
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    if not _is_rounded(one):
-        return bool(np.array_equal(one.numpy(), other.numpy()))
+    if not is_inexact(one):
+        return bool(np.array_equal(one, other))
     a, b = _wide(one), _wide(other)
     finite = np.isfinite(a)
     if not (np.array_equal(finite, np.isfinite(b)) and np.array_equal(a[~finite], b[~finite], equal_nan=True)):
@@ -113,21 +112,17 @@ def is_close(one: tf.Tensor, other: tf.Tensor, units: float, least: float) -> bo
     return bool(np.all(np.abs(a[finite] - b[finite]) <= tolerance * most))
 
 
-def _magnitude(tensor: tf.Tensor) -> float:
-    if not _is_rounded(tensor):
+def _magnitude(array: np.ndarray) -> float:
+    if not is_inexact(array):
         return 0.0
-    values = _wide(tensor)
+    values = _wide(array)
     return float(np.max(np.abs(values[np.isfinite(values)]), initial=0.0))
 
 
-def _is_rounded(tensor: tf.Tensor) -> bool:
-    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
+def _wide(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 
-def _wide(tensor: tf.Tensor) -> np.ndarray:
-    return np.asarray(tf.cast(tensor, tf.complex128 if tensor.dtype.is_complex else tf.float64).numpy())
-
-
-def _epsilon(dtype: tf.DType) -> float:
+def _epsilon(dtype: np.dtype) -> float:
     found: Any = ml_dtypes.finfo  # Has no types.
-    return float(found(dtype.real_dtype.as_numpy_dtype).eps)
+    return float(found(dtype).eps)

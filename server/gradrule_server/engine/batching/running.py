@@ -10,16 +10,19 @@ from contextlib import AbstractContextManager
 from threading import Lock
 from typing import TypeAlias
 
+import numpy as np
+import tensorflow as tf
+
 from gradrule.v1 import evaluate_pb2
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.batching.merging import (
+    Arrays,
     Call,
-    Results,
     allowed_size,
     chunks,
     company_of,
     examples_of,
-    run_alone,
+    run,
     run_together,
 )
 from gradrule_server.engine.batching.proof import Proof
@@ -72,9 +75,10 @@ class BatchRunner:
                 built, key = self._program(request.key), request.key
                 values = evaluate_pb2.EvaluateRequest.FromString(request.request)
                 started_ns = time.monotonic_ns()
-                arguments = self._reader.within(request.blob_folder).arguments(
+                given = self._reader.within(request.blob_folder).arguments(
                     built, values, request.params, contents=opened.contents
                 )
+                arguments = [np.asarray(item.numpy(), object if item.dtype == tf.string else None) for item in given]
                 call = Call(request_id, request.received_ns, started_ns, arguments)
                 may_batch = values.batching.allowed or not values.batching.HasField("allowed")
                 calls.append(self._placed(built, call) if may_batch else call)
@@ -145,15 +149,19 @@ class BatchRunner:
             with proof.lock:
                 proof.refuse("calls that succeed alone failed together")
 
-    def _answer_alone(self, built: Built, call: Call) -> Results | None:
+    def _answer_alone(self, built: Built, call: Call) -> Arrays | None:
         """Runs and answers a call; returns its results, if it has any."""
         with self._answering(call.request_id):
-            results = run_alone(built, call)
+            results = run(built, call.arguments)
             self._answer(built, call, results, 0)
             return results
         return None
 
-    def _answer(self, built: Built, call: Call, results: Results, batch_size: int) -> None:
+    def _answer(self, built: Built, call: Call, results: Arrays, batch_size: int) -> None:
         with self._answering(call.request_id):
-            answer = respond(built, results, self._device, call.received_ns, call.started_ns, batch_size)
+            tensors = [
+                tf.constant(result, tensor.dtype)
+                for result, tensor in zip(results, built.function.graph.outputs, strict=True)
+            ]
+            answer = respond(built, tensors, self._device, call.received_ns, call.started_ns, batch_size)
             self._frames.send(Kind.RAN, call.request_id, answer)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from gradrule_server.engine.batching.analysis import Layout, Refusal, analyse
 from gradrule_server.engine.batching.merging import (
@@ -14,7 +13,7 @@ from gradrule_server.engine.batching.merging import (
     allowed_size,
     company_of,
     examples_of,
-    run_alone,
+    run,
     run_together,
 )
 from gradrule_server.engine.batching.proof import Proof, is_close
@@ -24,15 +23,17 @@ from tests.unit.engine.batching.programs import PROVEN, REFUSED, Case
 from tests.unit.engine.building import prepared
 
 
-def built_of(case: Case) -> tuple[Built, list[tf.Tensor]]:
+def built_of(case: Case) -> tuple[Built, list[np.ndarray]]:
     """The program, and the values of its params."""
     program = prepared(case.graph(), case.overrides, **case.derivative)
     values = {(item.rule, item.name): item.value.number for item in program.table.call_settings({}, range(1000))}
     built = build(program.request)
-    return built, [tf.constant(values[item.rule, item.name], tf.float64) for item in built.params]
+    return built, [np.array(values[item.rule, item.name], np.float64) for item in built.params]
 
 
-def calls_of(case: Case, built: Built, params: Sequence[tf.Tensor], layout: Layout, sizes: Sequence[int]) -> list[Call]:
+def calls_of(
+    case: Case, built: Built, params: Sequence[np.ndarray], layout: Layout, sizes: Sequence[int]
+) -> list[Call]:
     rng = np.random.default_rng(1)
     shared = {name: rng.normal(size=shape).astype(np.float32) for name, shape in case.shared.items()}
     calls = []
@@ -41,7 +42,7 @@ def calls_of(case: Case, built: Built, params: Sequence[tf.Tensor], layout: Layo
             shared[item.name] if item.name in shared else rng.normal(size=(size, *case.shapes[item.name]))
             for item in (*built.inputs, *built.directions)
         ]
-        arguments = [*(tf.constant(value, tf.float32) for value in given), *params]
+        arguments = [*(np.asarray(value, np.float32) for value in given), *params]
         calls.append(
             Call(number, 0, 0, arguments, examples_of(built, layout, arguments), company_of(built, layout, arguments))
         )
@@ -58,7 +59,7 @@ def test_answers_are_those_of_calls_that_run_alone(name: str) -> None:
     assert [call.examples for call in calls] == [1, 3, 1]
     assert len({call.company for call in calls}) == 1
     together = run_together(built, layout, calls, 6)
-    alone = [run_alone(built, call) for call in calls]
+    alone = [run(built, call.arguments) for call in calls]
     for ours, theirs in zip(alone, together, strict=True):
         assert all(is_close(a, b, 256, 0.01) for a, b in zip(ours, theirs, strict=True))
     proof = Proof(layout=layout)
@@ -84,7 +85,7 @@ def test_the_trial_finds_what_the_analysis_would_miss(name: str) -> None:
     wrong = Layout((True,) + (False,) * len(params), (1,) * len(built.function.outputs))
     (call,) = calls_of(case, built, params, wrong, (2,))
     proof = Proof(layout=wrong)
-    proof.attempt(built, wrong, [call, call], [run_alone(built, call)] * 2)
+    proof.attempt(built, wrong, [call, call], [run(built, call.arguments)] * 2)
     assert not proof.is_proven
     assert "is another when calls run together" in proof.refusal
 
@@ -96,7 +97,7 @@ def test_calls_run_together_only_where_shared_inputs_and_shapes_are_equal() -> N
     assert isinstance(layout, Layout)
 
     def company(t: float, rows: int = 1) -> object:
-        arguments = [tf.ones([rows, 4]), tf.constant(np.array(t, np.float32))]
+        arguments = [np.ones([rows, 4]), np.array(t, np.float32)]
         return company_of(built, layout, arguments)
 
     assert company(1.0) == company(1.0, rows=3)
@@ -109,9 +110,9 @@ def test_calls_without_one_number_of_examples_run_alone() -> None:
     built, _ = built_of(case)
     layout = analyse(built)
     assert isinstance(layout, Layout)
-    assert examples_of(built, layout, [tf.ones([3, 4]), tf.ones([1, 1])]) == 0
-    assert examples_of(built, layout, [tf.ones([3, 4]), tf.ones([3, 1])]) == 3
-    assert examples_of(built, layout, [tf.ones([0, 4]), tf.ones([0, 1])]) == 0
+    assert examples_of(built, layout, [np.ones([3, 4]), np.ones([1, 1])]) == 0
+    assert examples_of(built, layout, [np.ones([3, 4]), np.ones([3, 1])]) == 3
+    assert examples_of(built, layout, [np.ones([0, 4]), np.ones([0, 1])]) == 0
 
 
 def test_a_call_with_a_param_that_is_a_tensor_runs_alone() -> None:
@@ -119,8 +120,8 @@ def test_a_call_with_a_param_that_is_a_tensor_runs_alone() -> None:
     built, params = built_of(case)
     layout = analyse(built)
     assert isinstance(layout, Layout)
-    assert examples_of(built, layout, [tf.ones([2, 4]), *params]) == 2
-    assert examples_of(built, layout, [tf.ones([2, 4]), tf.ones([2, 1], tf.float64)]) == 0
+    assert examples_of(built, layout, [np.ones([2, 4]), *params]) == 2
+    assert examples_of(built, layout, [np.ones([2, 4]), np.ones([2, 1])]) == 0
 
 
 def test_sizes_are_few_and_hardly_larger_than_asked() -> None:
