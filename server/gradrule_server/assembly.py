@@ -110,6 +110,7 @@ def pool_of(settings: Settings, blobs: BlobStore, on_change: Callable[[bool], No
         _memory_limit(settings),
         settings.sandbox,
         settings.max_batch_size,
+        settings.max_batch_delay_ms / 1000,
     )
     return EnginePool(
         options,

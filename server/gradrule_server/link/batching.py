@@ -1,7 +1,8 @@
 """Which requests that wait for an engine are sent to it together, so that it may run them as one.
 
-Only requests that wait anyway are put together: none is held back for others to come. What the engine cannot run as one
-it runs one by one, and tells, so that it is not tried again.
+Requests that wait for a thread are put together. Besides, while two runs of a program are under way, further requests
+of it wait for one of them to end, `delay_s` at most: so runs are few and large where calls are many, and where they are
+few none waits. What the engine cannot run as one it runs one by one, and tells, so that it is not tried again.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _MOST_BYTES = 8 * 1024 * 1024
 # Attempts that came to nothing because the requests did not fit together: other shapes, other shared inputs.
 _MOST_ATTEMPTS = 16
 _MOST_PROGRAMS = 4096
+# Runs of a program at a time: while one computes, another is read or answered.
+_MOST_RUNS = 2
 
 _UNDECIDED = link_pb2.BatchNotice.OUTCOME_UNSPECIFIED
 _PROVEN = link_pb2.BatchNotice.OUTCOME_PROVEN
@@ -60,6 +63,7 @@ class Batch:
 
 @dataclass(slots=True)
 class _Program:
+    running: int = 0
     is_being_tried: bool = False
     is_proven: bool = False
     attempts: int = 0
@@ -69,10 +73,12 @@ class _Program:
 class Batches:
     """The requests that wait and have a key, and what the engine told of their programs.
 
-    most: examples that may run together; 1: requests are never sent together.
+    most: examples that may run together; 1: requests are never sent together. delay_s: how long a request waits at most
+    although a thread is free.
     """
 
     most: int = 1
+    delay_s: float = 0.0
     _waiting: dict[BatchKey, dict[int, Work]] = field(default_factory=dict)
     _programs: OrderedDict[str, _Program] = field(default_factory=OrderedDict)
 
@@ -88,6 +94,25 @@ class Batches:
             same.pop(work.id, None)
             if not same:
                 del self._waiting[work.batch_key]  # type: ignore[arg-type]
+
+    def held_until(self, work: Work) -> float:
+        """Returns the loop time until which a request waits although a thread is free; 0: it need not."""
+        if work.batch_key is None or self.most == 1:
+            return 0.0
+        program = self._programs.get(work.batch_key.program)
+        if program is None or not program.is_proven or program.running < _MOST_RUNS:
+            return 0.0
+        return work.submitted_at + self.delay_s
+
+    def started(self, work: Work) -> None:
+        """A run began: of this request, and of those that were sent with it."""
+        if work.batch_key is not None and self.most > 1:
+            self._program(work.batch_key.program).running += 1
+
+    def ended(self, work: Work) -> None:
+        """A run ended."""
+        if work.batch_key is not None and self.most > 1:
+            self._program(work.batch_key.program).running -= 1
 
     def companions(self, work: Work) -> list[Work]:
         """Returns the waiting requests that are to be sent together with one that is sent now."""
@@ -126,8 +151,9 @@ class Batches:
         found = self._programs.get(key)
         if found is None:
             found = self._programs[key] = _Program()
-            while len(self._programs) > _MOST_PROGRAMS:
-                self._programs.popitem(last=False)
+            if len(self._programs) > _MOST_PROGRAMS:
+                idle = next((name for name, program in self._programs.items() if not program.running), key)
+                del self._programs[idle]
         return found
 
 

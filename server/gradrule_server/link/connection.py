@@ -70,6 +70,7 @@ class Work:
         "kind",
         "payload",
         "started_at",
+        "submitted_at",
     )
 
     def __init__(
@@ -90,6 +91,8 @@ class Work:
         """Which other requests it may run with; None: none."""
         self.batch: Batch | None = None
         """The requests that it was sent with, if there are others."""
+        self.submitted_at = asyncio.get_running_loop().time()
+        """Loop time at which it was handed in."""
         self.started_at: float | None = None
         """Loop time at which it was sent; None: it waits."""
         self.chunk: Chunk | None = None
@@ -121,13 +124,20 @@ class Connection(asyncio.Protocol):
     """Frames over a stream to an engine of so many threads. Everything happens on the loop that made it.
 
     `arenas`: where large payloads lie, if there are any; they end with the connection. `max_batch_size`: examples that
-    the engine may run together.
+    the engine may run together. `max_batch_delay_s`: how long a request may wait for that although a thread is free.
     """
 
-    def __init__(self, threads: int, arenas: Arenas | None = None, max_batch_size: int = 1) -> None:
+    def __init__(
+        self,
+        threads: int,
+        arenas: Arenas | None = None,
+        max_batch_size: int = 1,
+        max_batch_delay_s: float = 0.0,
+    ) -> None:
         self._threads = threads
-        self._batches = Batches(max_batch_size)
+        self._batches = Batches(max_batch_size, max_batch_delay_s)
         self._busy = 0
+        self._holding: asyncio.TimerHandle | None = None
         self._arenas = arenas
         self._arenas_used_at = 0.0
         self._trimming: asyncio.TimerHandle | None = None
@@ -196,11 +206,12 @@ class Connection(asyncio.Protocol):
         if self.is_closed or self._transport is None:
             raise EngineGone(started=False)
         work = Work(self, next(self._ids), kind, payload, account, batch_key)
-        if self._can_start(kind):
+        if self._can_start(work):
             self._start(work)
         else:
             self._waiting[work.id] = work
             self._batches.add(work)
+            self._start_held_in_time()
         return work
 
     def is_waiting(self, work: Work) -> bool:
@@ -271,20 +282,37 @@ class Connection(asyncio.Protocol):
         # A greeting that nobody waits for must not be reported as an exception that was never retrieved.
         if not self.greeting.cancelled():
             self.greeting.exception()
-        if self._trimming is not None:
-            self._trimming.cancel()
+        for timer in (self._trimming, self._holding):
+            if timer is not None:
+                timer.cancel()
         if self._arenas is not None:
             self._arenas.close()
         if self.on_lost is not None:
             self.on_lost()
 
-    def _can_start(self, kind: Kind) -> bool:
+    def _can_start(self, work: Work) -> bool:
         # An engine compiles one program at a time, and the others would keep its threads from running.
-        return self._busy < self._threads and not (kind is Kind.COMPILE and self._compiling)
+        if self._busy >= self._threads or (work.kind is Kind.COMPILE and self._compiling):
+            return False
+        held_until = self._batches.held_until(work)
+        return not held_until or asyncio.get_running_loop().time() >= held_until
+
+    def _start_held_in_time(self) -> None:
+        """Sees to it that requests which wait although a thread is free do not wait longer than they may."""
+        if self._holding is not None or self._busy >= self._threads:
+            return
+        due = min(filter(None, map(self._batches.held_until, self._waiting.values())), default=None)
+        if due is not None:
+            self._holding = asyncio.get_running_loop().call_at(due, self._start_held)
+
+    def _start_held(self) -> None:
+        self._holding = None
+        self._start_waiting()
 
     def _start(self, work: Work) -> None:
         others = self._batches.companions(work)
         self._busy += 1
+        self._batches.started(work)
         if others:
             self._start_together([work, *others])
             return
@@ -316,12 +344,13 @@ class Connection(asyncio.Protocol):
 
     def _start_waiting(self) -> None:
         while self._busy < self._threads:
-            work = next((work for work in self._waiting.values() if self._can_start(work.kind)), None)
+            work = next((work for work in self._waiting.values() if self._can_start(work)), None)
             if work is None:
-                return
+                break
             del self._waiting[work.id]
             self._batches.remove(work)
             self._start(work)
+        self._start_held_in_time()
 
     def _write(self, kind: Kind, request_id: int, *parts: bytes) -> None:
         if self._transport is not None:
@@ -383,13 +412,15 @@ class Connection(asyncio.Protocol):
         work.end()
         if batch is not None:
             batch.remaining -= 1
-        if batch is None or not batch.remaining:
+        is_free = batch is None or not batch.remaining
+        if is_free:
             self._busy -= 1
+            self._batches.ended(work)
         if work.account is not None and work.started_at is not None and kind is not Kind.FAULT:
             work.account.took(asyncio.get_running_loop().time() - work.started_at)
         if work.kind is Kind.COMPILE:
             self._compiling = False
-        if self._waiting:
+        if self._waiting and is_free:
             self._start_waiting()
         if work.answer.done():
             return  # The caller gave up: its deadline passed, or it cancelled.

@@ -43,6 +43,7 @@ class ProcessOptions:
     memory_limit: int = 0
     sandbox: str = "auto"
     max_batch_size: int = 1
+    max_batch_delay_s: float = 0.0
 
     def flags(self) -> list[str]:
         """Its command line."""
@@ -173,7 +174,7 @@ async def start_process(options: ProcessOptions, fork_server: ForkServer) -> Eng
                 raise EngineRefused(f"the engine died while it started: {cause}") from None
         # From here on a failure closes the socket, and the engine ends when it sees that.
         _, connection = await loop.create_connection(
-            lambda: Connection(options.threads, arenas, options.max_batch_size), sock=ours
+            lambda: Connection(options.threads, arenas, options.max_batch_size, options.max_batch_delay_s), sock=ours
         )
         stream = asyncio.StreamReader()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), stderr)

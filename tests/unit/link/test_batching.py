@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from gradrule_server.link.batching import BatchKey, pack_batch, unpack_batch
@@ -13,8 +15,8 @@ from tests.unit.link.fake_engine import Transport
 P, Q = BatchKey("p"), BatchKey("q")
 
 
-def connected(threads: int = 1, most: int = 64) -> tuple[Connection, Transport]:
-    connection, transport = Connection(threads, None, most), Transport()
+def connected(threads: int = 1, most: int = 64, delay_s: float = 0.0) -> tuple[Connection, Transport]:
+    connection, transport = Connection(threads, None, most, delay_s), Transport()
     connection.connection_made(transport)
     return connection, transport
 
@@ -118,6 +120,30 @@ async def test_no_more_than_allowed_run_together() -> None:
     submit(alone, b"a", b"b", b"c")
     answer(alone, sent, b"a")
     assert frames(sent) == [[b"a"], [b"b"]]
+
+
+async def test_while_two_runs_are_under_way_others_wait_for_one_of_them() -> None:
+    connection, transport = connected(threads=8, delay_s=60.0)
+    submit(connection, b"a", b"b", b"c")
+    assert frames(transport) == [[b"a"], [b"b"], [b"c"]]
+    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)
+    submit(connection, b"d", b"e")
+    submit(connection, b"other", key=Q)
+    answer(connection, transport, b"a")
+    assert frames(transport)[3:] == [[b"other"]]
+    answer(connection, transport, b"b")
+    assert frames(transport)[4:] == [[b"d", b"e"]]
+
+
+async def test_nobody_waits_longer_than_allowed() -> None:
+    connection, transport = connected(threads=8, delay_s=0.01)
+    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)
+    submit(connection, b"a", b"b", b"c", b"d")
+    assert frames(transport) == [[b"a"], [b"b"]]
+    async with asyncio.timeout(30):
+        while connection.waiting:
+            await asyncio.sleep(0.001)
+    assert frames(transport)[2:] == [[b"c", b"d"]]
 
 
 async def test_what_is_dropped_while_it_waits_is_not_sent() -> None:
