@@ -31,6 +31,8 @@ def _serve(arguments: Sequence[str]) -> int:
     """Serves; 0 after a drain."""
     # gRPC's C core writes to stderr by itself, text that clients sent included, which could forge lines of the log.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    import uvloop
+
     from gradrule_server.settings import Settings
     from gradrule_server.settings_reading import SettingsError, service_links
 
@@ -58,8 +60,9 @@ def _serve(arguments: Sequence[str]) -> int:
             ", ".join(ignored),
         )
     try:
-        with logs.standard_error_as_lines():
-            asyncio.run(serve(settings))
+        # uvloop spends a fifth less processor time on a tiny call than asyncio's own loop.
+        with logs.standard_error_as_lines(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(settings))
     except (
         EngineRefused,
         StoreError,

@@ -12,6 +12,7 @@ import threading
 from gradrule import _opdefs
 from gradrule_server import assembly
 from gradrule_server.front.handlers import Door, Times
+from gradrule_server.front.heap import keep_freed_memory
 from gradrule_server.front.identity import Identity
 from gradrule_server.front.server import Front
 from gradrule_server.front.sockets import allow_connections
@@ -43,6 +44,7 @@ async def serve(settings: Settings) -> None:
     `EngineRefused`, `StoreError`, `TokenFileError`, `JwtKeyError`, `CertificateError`, `TracingRefused` or `OSError`
     where it cannot start. `AcceptLoopEnded` where gRPC accepts no more calls: engines are stopped by then.
     """
+    keep_freed_memory()
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

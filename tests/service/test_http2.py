@@ -28,10 +28,10 @@ EXIT_FAILED = 3
 
 # Makes the task that accepts calls fail at the first call to /end, as a release of grpcio would that cannot read it.
 FAILING_ACCEPT_LOOP = """
-import asyncio, sys
+import sys, uvloop
 from gradrule_server.__main__ import main
 
-class Loop(asyncio.SelectorEventLoop):
+class Loop(uvloop.Loop):
     def create_task(self, coroutine, **words):
         if getattr(coroutine, "__qualname__", "") == "_schedule_rpc_coro":
             Loop.calls += 1
@@ -40,7 +40,7 @@ class Loop(asyncio.SelectorEventLoop):
         return super().create_task(coroutine, **words)
 
 Loop.calls = 0
-asyncio.DefaultEventLoopPolicy._loop_factory = Loop
+uvloop.new_event_loop = Loop
 sys.exit(main())
 """
 

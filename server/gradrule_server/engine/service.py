@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import tensorflow as tf
 from google.protobuf.message import DecodeError
 
-from gradrule.v1 import errors_pb2
+from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.batching.running import BatchRunner
 from gradrule_server.engine.blobs import BlobReader
@@ -67,6 +67,10 @@ class EngineService:
             self._send_fault(request_id, cause)
         except MemoryError as cause:
             self._send_fault(request_id, memory_error(str(cause) or "no memory is left"))
+        except DecodeError:
+            # The front end passes on calls of stored programs without parsing their tensors.
+            message = f"the bytes are no {evaluate_pb2.EvaluateRequest.DESCRIPTOR.full_name}"
+            self._send_fault(request_id, error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, message))
         except Exception as cause:
             # The boundary of the process: an unforeseen error must reach the caller as one, and the log in full.
             _log.exception("request %d failed", request_id)

@@ -28,7 +28,7 @@ class Caller:
 @dataclass(frozen=True, slots=True)
 class Call(Generic[RequestT]):
     """One call: the request, its bytes, when it was read (CLOCK_MONOTONIC ns), when it ends (loop time, s), and whose
-    it is.
+    it is. The request of a method that reads its bytes itself is empty.
     """
 
     request: RequestT
@@ -62,6 +62,6 @@ UploadMethod = Callable[[Incoming[RequestT]], Awaitable[Message | bytes]]
 StreamMethod = Callable[[Caller, AsyncIterator[bytes], Write], Awaitable[None]]
 """A bidirectional stream: from its caller, its requests, and what writes an answer. Its return ends the stream."""
 
-MethodTable = Mapping[str, tuple[type[Message], Method]]  # type: ignore[type-arg]  # one table holds methods of every request type
+MethodTable = Mapping[str, tuple[type[Message] | None, Method]]  # type: ignore[type-arg]  # one table holds methods of every request type
 UploadTable = Mapping[str, tuple[type[Message], UploadMethod]]  # type: ignore[type-arg]  # as above
 StreamTable = Mapping[str, StreamMethod]

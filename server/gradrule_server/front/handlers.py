@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import grpc
+from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import DecodeError, Message
 
 from gradrule.v1 import errors_pb2
@@ -49,6 +50,7 @@ from gradrule_server.operations.request import Request, note_tenant
 from gradrule_server.policy import SMALL_BYTES, Bounds, check_unpacking
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
+_EMPTY: Any = Empty()
 
 AnswerT = TypeVar("AnswerT")
 
@@ -131,7 +133,7 @@ class Door:
         self,
         caller: Caller,
         observed: Observed,
-        request_type: type[RequestT],
+        request_type: type[RequestT] | None,
         method: Method[RequestT],
         raw: bytes,
         remaining: float | None,
@@ -174,7 +176,7 @@ class Door:
         self,
         caller: Caller,
         request: Request,
-        request_type: type[RequestT],
+        request_type: type[RequestT] | None,
         method: Method[RequestT],
         raw: bytes,
         remaining: float | None,
@@ -192,11 +194,13 @@ class Door:
         self,
         caller: Caller,
         request: Request,
-        request_type: type[RequestT],
+        request_type: type[RequestT] | None,
         method: Method[RequestT],
         raw: bytes,
         ends_at: float,
     ) -> Message | bytes:
+        if request_type is None:
+            return await method(Call(_EMPTY, raw, request.received_ns, ends_at, caller))
         parsed = await self.read(request_type, raw)
         answer = await method(Call(parsed, raw, request.received_ns, ends_at, caller))
         note_registration(request.rpc, parsed, answer)
@@ -244,7 +248,7 @@ class Door:
         tenant = self._tenants.loaded(principal.tenant)
         return None if tenant is None else self._admission.refusal(tenant.share)
 
-    def _unary(self, rpc: str, request_type: type[RequestT], method: Method[RequestT]) -> Make:
+    def _unary(self, rpc: str, request_type: type[RequestT] | None, method: Method[RequestT]) -> Make:
         def make(known: Principal | None) -> Handler:
             async def handle(_: AsyncIterator[bytes], context: Context) -> bytes:
                 async def answer(caller: Caller, request: Request) -> bytes:

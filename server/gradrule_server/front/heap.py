@@ -1,4 +1,4 @@
-"""Gives memory back to the system that the C library keeps after it was freed."""
+"""Keeps freed memory for the next large message for a while, then gives it back to the system."""
 
 from __future__ import annotations
 
@@ -7,6 +7,23 @@ import ctypes
 # Bytes freed since the last time, and seconds since then.
 _MUCH_BYTES = 32 << 20
 _SELDOM_S = 3.0
+
+
+# Options of mallopt(3), see <malloc.h>.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEPT_BYTES = 1 << 30
+
+
+def keep_freed_memory() -> None:
+    """Has glibc hand out large blocks from memory that was freed before, instead of new pages from the kernel.
+
+    The first write to a new page costs ten times as much as copying to one that is there: 60 MiB take 60 ms, then 5.
+    `HeapTrimmer` gives the memory back. Does nothing where the C library is another.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 class HeapTrimmer:

@@ -94,18 +94,18 @@ class Front:
         self._is_draining = False
         self._health = Health(self._watch)
         self._health.set(GRADIENT_SERVICE, NOT_SERVING)
-        self._server.add_generic_rpc_handlers((self._health.handler(),))
 
     def add_services(
         self, door: Door, *, with_reflection: bool, status: Callable[[], admin_pb2.ServerStatus] | None = None
     ) -> None:
         """Adds gradrule's services, administration if there is a `status` to tell, and reflection if wanted."""
         gradients, blobs = GradientServicer(door), BlobServicer()
+        # gRPC asks one service after the other for the handler of a call, so the one that is called most comes first.
         self._server.add_generic_rpc_handlers(
             (
+                door.service(GRADIENT_SERVICE, gradients.methods(), streams=gradients.streams()),
                 door.service(RULE_SERVICE, RuleServicer().methods()),
                 door.service(PROGRAM_SERVICE, ProgramServicer().methods()),
-                door.service(GRADIENT_SERVICE, gradients.methods(), streams=gradients.streams()),
                 door.service(SESSION_SERVICE, streams=SessionServicer(door).streams()),
                 door.service(BLOB_SERVICE, blobs.methods(), uploads=blobs.uploads()),
             )
@@ -120,6 +120,7 @@ class Front:
 
     async def start(self, address: str, certificates: Certificates | None) -> int:
         """Binds and serves, by TLS where there is a certificate; returns the port. `OSError` where it is taken."""
+        self._server.add_generic_rpc_handlers((self._health.handler(),))
         try:
             port: int = (
                 self._server.add_insecure_port(address)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 
+from google.protobuf.empty_pb2 import Empty
+
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, rule_pb2
 from gradrule_server.errors import error
 from gradrule_server.front.calls import Call, Caller, MethodTable, StreamMethod, Write
@@ -106,13 +108,16 @@ class GradientServicer:
         self._door = door
 
     def methods(self) -> MethodTable:
-        return {"Evaluate": (evaluate_pb2.EvaluateRequest, self.evaluate)}
+        return {"Evaluate": (None, self.evaluate)}
 
     def streams(self) -> Mapping[str, StreamMethod]:
         return {"StreamEvaluate": self.stream}
 
-    async def evaluate(self, call: Call[evaluate_pb2.EvaluateRequest]) -> bytes:
-        return await call.tenant.house.evaluate(call.request, call.raw, call.received_ns, call.ends_at)
+    async def evaluate(self, call: Call[Empty]) -> bytes:
+        async def read() -> evaluate_pb2.EvaluateRequest:
+            return await self._door.read(evaluate_pb2.EvaluateRequest, call.raw)
+
+        return await call.tenant.house.evaluate(call.raw, read, call.received_ns, call.ends_at)
 
     async def stream(self, caller: Caller, requests: AsyncIterator[bytes], write: Write) -> None:
         handles = StreamHandles(caller.tenant.handles)
@@ -128,7 +133,7 @@ class GradientServicer:
             return evaluate_pb2.CloseHandleResponse()
 
         methods: MethodTable = {
-            "evaluate": (evaluate_pb2.EvaluateRequest, self.evaluate),
+            "evaluate": (None, self.evaluate),
             "forward": (evaluate_pb2.ForwardRequest, forward),
             "pull_back": (evaluate_pb2.PullBackRequest, pull_back),
             "close_handle": (evaluate_pb2.CloseHandleRequest, close),

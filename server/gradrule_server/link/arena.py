@@ -155,12 +155,13 @@ class Incoming:
         self.fd = fd
         self._map = _mapped(fd, mmap.PROT_READ)
 
-    def read(self, chunk: Chunk) -> bytes:
-        """A copy of a payload. `ValueError` where it lies outside, `OSError` where there is no memory."""
+    def read(self, chunk: Chunk, suffix: bytes = b"") -> bytes:
+        """A copy of a payload, with the suffix. `ValueError` where it lies outside, `OSError` without memory."""
         self._check(chunk)
         # Pages that were never written are made by reading them.
         os.posix_fallocate(self.fd, chunk.offset, chunk.length)
-        return self._map[chunk.offset : chunk.offset + chunk.length]
+        with memoryview(self._map) as whole, whole[chunk.offset : chunk.offset + chunk.length] as payload:
+            return b"".join((payload, suffix))
 
     def view(self, chunk: Chunk) -> memoryview:
         """The payload where it lies: it is there until the other side is told that this one is done with it."""

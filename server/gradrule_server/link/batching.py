@@ -124,10 +124,10 @@ class Batches:
             return []
         # The engine tries with two whether they can run together: until then more would only keep one another waiting.
         count = self.most - 1 if program.is_proven else 1
-        size = len(work.payload)
+        size = sum(map(len, work.payload))
         chosen: list[Work] = []
         for other in same.values():
-            size += len(other.payload)
+            size += sum(map(len, other.payload))
             if len(chosen) == count or size > _MOST_BYTES:
                 break
             chosen.append(other)
@@ -157,11 +157,11 @@ class Batches:
         return found
 
 
-def pack_batch(most: int, requests: Sequence[tuple[int, bytes]]) -> list[bytes]:
-    """Returns the payload of a RUN_BATCH frame in parts: requests by id, each the bytes of a `RunRequest`."""
+def pack_batch(most: int, requests: Sequence[tuple[int, Sequence[bytes]]]) -> list[bytes]:
+    """Returns the payload of a RUN_BATCH frame in parts: requests by id, each the bytes of a `RunRequest` in parts."""
     head = [_HEAD.pack(len(requests), most)]
-    head += [_ENTRY.pack(number, len(payload)) for number, payload in requests]
-    return [b"".join(head), *(payload for _, payload in requests)]
+    head += [_ENTRY.pack(number, sum(map(len, parts))) for number, parts in requests]
+    return [b"".join(head), *(part for _, parts in requests for part in parts)]
 
 
 def unpack_batch(payload: bytes | memoryview) -> tuple[int, list[tuple[int, bytes | memoryview]]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from google.protobuf.message import DecodeError
@@ -71,6 +71,7 @@ class Work:
         "payload",
         "started_at",
         "submitted_at",
+        "suffix",
     )
 
     def __init__(
@@ -78,26 +79,30 @@ class Work:
         connection: Connection,
         request_id: int,
         kind: Kind,
-        payload: bytes,
+        payload: Sequence[bytes],
         account: Account | None,
+        suffix: bytes = b"",
         batch_key: BatchKey | None = None,
     ) -> None:
         self.connection = connection
         self.id = request_id
         self.kind = kind
         self.payload = payload
+        """Parts that follow one another in the frame."""
         self.account = account
+        self.suffix = suffix
+        """Appended to the answer's payload while that is copied: a large answer is not copied once more for it."""
         self.batch_key = batch_key
         """Which other requests it may run with; None: none."""
         self.batch: Batch | None = None
         """The requests that it was sent with, if there are others."""
-        self.submitted_at = asyncio.get_running_loop().time()
+        self.submitted_at = connection.loop.time()
         """Loop time at which it was handed in."""
         self.started_at: float | None = None
         """Loop time at which it was sent; None: it waits."""
         self.chunk: Chunk | None = None
         """Where the payload lies, if it is large and sent."""
-        self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self.answer: asyncio.Future[bytes] = connection.loop.create_future()
         self.is_given_up = False
         """Nobody waits for it any more, though it was sent."""
         self._ended = False
@@ -134,6 +139,8 @@ class Connection(asyncio.Protocol):
         max_batch_size: int = 1,
         max_batch_delay_s: float = 0.0,
     ) -> None:
+        self.loop = asyncio.get_running_loop()
+        """The loop that everything happens on."""
         self._threads = threads
         self._batches = Batches(max_batch_size, max_batch_delay_s)
         self._busy = 0
@@ -156,9 +163,9 @@ class Connection(asyncio.Protocol):
         """Requests that ran when the other end went."""
         self.on_lost: Callable[[], None] | None = None
         """Called once the other end is gone, after all answers were told so."""
-        self.last_heard = asyncio.get_running_loop().time()
+        self.last_heard = self.loop.time()
         """Loop time at which the engine last sent anything."""
-        self.greeting: asyncio.Future[link_pb2.Greeting] = asyncio.get_running_loop().create_future()
+        self.greeting: asyncio.Future[link_pb2.Greeting] = self.loop.create_future()
 
     @property
     def present(self) -> frozenset[Hashable | None]:
@@ -200,12 +207,21 @@ class Connection(asyncio.Protocol):
         await self._closed.wait()
 
     def submit(
-        self, kind: Kind, payload: bytes, account: Account | None = None, batch_key: BatchKey | None = None
+        self,
+        kind: Kind,
+        payload: bytes | Sequence[bytes],
+        account: Account | None = None,
+        suffix: bytes = b"",
+        batch_key: BatchKey | None = None,
     ) -> Work:
-        """Sends a request, as soon as a thread is free for it; a FAULT becomes its answer's `GradruleError`."""
+        """Sends a request, as soon as a thread is free for it; a FAULT becomes its answer's `GradruleError`.
+
+        `payload`: whole, or in parts. `suffix`: appended to the answer. `batch_key`: which others it may run with.
+        """
         if self.is_closed or self._transport is None:
             raise EngineGone(started=False)
-        work = Work(self, next(self._ids), kind, payload, account, batch_key)
+        parts = (payload,) if isinstance(payload, bytes) else payload
+        work = Work(self, next(self._ids), kind, parts, account, suffix, batch_key)
         if self._can_start(work):
             self._start(work)
         else:
@@ -241,10 +257,14 @@ class Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        self.last_heard = asyncio.get_running_loop().time()
-        self._buffer += data
+        self.last_heard = self.loop.time()
         try:
-            self._read_frames()
+            if self._buffer:
+                self._buffer += data
+                del self._buffer[: self._read_frames(self._buffer)]
+            else:
+                # Most often what comes is one whole frame.
+                self._buffer += data[self._read_frames(data) :]
         except (ValueError, DecodeError, OSError, MemoryError) as cause:
             # Nobody can tell any more where a frame begins. All that wait are told once the transport has closed.
             _log.error("what an engine sent cannot be read: %s; its connection is closed", cause or "no memory")
@@ -252,21 +272,24 @@ class Connection(asyncio.Protocol):
             if self._transport is not None:
                 self._transport.abort()
 
-    def _read_frames(self) -> None:
-        """Delivers what has arrived as a whole; `ValueError`, `DecodeError` where it is none of the link's."""
-        buffer = self._buffer
-        position = 0
-        while len(buffer) - position >= HEADER_BYTES:
-            length, kind, request_id = unpack_header(memoryview(buffer)[position : position + HEADER_BYTES])
-            if length > _MOST_FRAME_BYTES:
-                raise ValueError(f"a frame of {length} bytes")
-            end = position + HEADER_BYTES + length
-            if len(buffer) < end:
-                break
-            self._deliver(kind, request_id, bytes(memoryview(buffer)[position + HEADER_BYTES : end]))
-            position = end
-        if position:
-            del buffer[:position]
+    def _read_frames(self, buffer: bytes | bytearray) -> int:
+        """Delivers what has arrived as a whole; returns where the first incomplete frame begins.
+
+        `ValueError`, `DecodeError` where it is none of the link's.
+        """
+        position, view = 0, memoryview(buffer)
+        with view:
+            while len(buffer) - position >= HEADER_BYTES:
+                length, kind, request_id = unpack_header(buffer, position)
+                if length > _MOST_FRAME_BYTES:
+                    raise ValueError(f"a frame of {length} bytes")
+                start = position + HEADER_BYTES
+                end = start + length
+                if len(buffer) < end:
+                    break
+                self._deliver(kind, request_id, view[start:end])
+                position = end
+        return position
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed.set()
@@ -295,7 +318,7 @@ class Connection(asyncio.Protocol):
         if self._busy >= self._threads or (work.kind is Kind.COMPILE and self._compiling):
             return False
         held_until = self._batches.held_until(work)
-        return not held_until or asyncio.get_running_loop().time() >= held_until
+        return not held_until or self.loop.time() >= held_until
 
     def _start_held_in_time(self) -> None:
         """Sees to it that requests which wait although a thread is free do not wait longer than they may."""
@@ -303,7 +326,7 @@ class Connection(asyncio.Protocol):
             return
         due = min(filter(None, map(self._batches.held_until, self._waiting.values())), default=None)
         if due is not None:
-            self._holding = asyncio.get_running_loop().call_at(due, self._start_held)
+            self._holding = self.loop.call_at(due, self._start_held)
 
     def _start_held(self) -> None:
         self._holding = None
@@ -317,26 +340,26 @@ class Connection(asyncio.Protocol):
             self._start_together([work, *others])
             return
         self._running[work.id] = work
-        work.started_at = asyncio.get_running_loop().time()
+        work.started_at = self.loop.time()
         if work.kind is Kind.COMPILE:
             self._compiling = True
             self.compiling_since = work.started_at
         work.chunk = self._placed(work.payload)
         if work.chunk is None:
-            self._write(work.kind, work.id, work.payload)
+            self._write(work.kind, work.id, *work.payload)
         else:
             self._write(Kind.PLACED, work.id, pack_place(work.kind, work.chunk))
-        work.payload = b""
+        work.payload = ()
 
     def _start_together(self, works: list[Work]) -> None:
-        batch, now = Batch(works, len(works)), asyncio.get_running_loop().time()
+        batch, now = Batch(works, len(works)), self.loop.time()
         parts = pack_batch(self._batches.most, [(work.id, work.payload) for work in works])
         for work in works:
             if self._waiting.pop(work.id, None) is not None:
                 self._batches.remove(work)
             self._running[work.id] = work
-            work.started_at, work.batch, work.payload = now, batch, b""
-        batch.chunk = self._placed(*parts)
+            work.started_at, work.batch, work.payload = now, batch, ()
+        batch.chunk = self._placed(parts)
         if batch.chunk is None:
             self._write(Kind.RUN_BATCH, 0, *parts)
         else:
@@ -352,31 +375,30 @@ class Connection(asyncio.Protocol):
             self._start(work)
         self._start_held_in_time()
 
-    def _write(self, kind: Kind, request_id: int, *parts: bytes) -> None:
+    def _write(self, kind: Kind, request_id: int, *payload: bytes) -> None:
         if self._transport is not None:
-            self._transport.writelines([pack_header(kind, request_id, sum(map(len, parts))), *parts])
+            self._transport.writelines([pack_header(kind, request_id, sum(map(len, payload))), *payload])
 
-    def _placed(self, *parts: bytes) -> Chunk | None:
-        if self._arenas is None or sum(map(len, parts)) < LEAST_PLACED_BYTES:
+    def _placed(self, payload: Sequence[bytes]) -> Chunk | None:
+        if self._arenas is None or sum(map(len, payload)) < LEAST_PLACED_BYTES:
             return None
         self._arenas_were_used()
-        return self._arenas.outgoing.place(parts)
+        return self._arenas.outgoing.place(payload)
 
-    def _taken(self, arenas: Arenas, request_id: int, chunk: Chunk, *, wanted: bool) -> bytes:
+    def _taken(self, arenas: Arenas, request_id: int, chunk: Chunk, suffix: bytes, *, wanted: bool) -> bytes:
         """The payload that the engine has placed, if anybody still wants it. `ValueError` where it lies nowhere."""
-        payload = arenas.incoming.read(chunk) if wanted else b""
+        payload = arenas.incoming.read(chunk, suffix) if wanted else b""
         self._write(Kind.TAKEN, request_id, b"")
         self._arenas_were_used()
         return payload
 
     def _arenas_were_used(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._arenas_used_at = loop.time()
+        self._arenas_used_at = self.loop.time()
         if self._trimming is None:
-            self._trimming = loop.call_later(_TRIM_AFTER_S, self._trim)
+            self._trimming = self.loop.call_later(_TRIM_AFTER_S, self._trim)
 
     def _trim(self) -> None:
-        loop = asyncio.get_running_loop()
+        loop = self.loop
         due = self._arenas_used_at + _TRIM_AFTER_S
         if loop.time() < due:
             self._trimming = loop.call_at(due, self._trim)
@@ -386,26 +408,28 @@ class Connection(asyncio.Protocol):
             loop.run_in_executor(None, self._arenas.outgoing.trim)
             self._write(Kind.TRIM, 0, b"")
 
-    def _deliver(self, kind: Kind, request_id: int, payload: bytes) -> None:
+    def _deliver(self, kind: Kind, request_id: int, view: memoryview) -> None:
+        """Hands an answer to who waits for it. `view`: of the frame's payload, which is gone afterwards."""
         if kind is Kind.GREETING:
             if not self.greeting.done():
-                self.greeting.set_result(link_pb2.Greeting.FromString(payload))
+                self.greeting.set_result(link_pb2.Greeting.FromString(bytes(view)))
             return
         if kind is Kind.BATCH_NOTICE:
-            self._batches.learn(link_pb2.BatchNotice.FromString(payload))
+            self._batches.learn(link_pb2.BatchNotice.FromString(bytes(view)))
             return
         work = self._running.get(request_id)
         if work is None:
             return
         batch = work.batch
-        if self._arenas is not None:
-            if kind is Kind.PLACED:
-                kind, chunk = unpack_place(payload)
-                payload = self._taken(self._arenas, request_id, chunk, wanted=not work.answer.done())
-            if work.chunk is not None:
-                self._arenas.outgoing.release(work.chunk)
-            if batch is not None and batch.chunk is not None and batch.remaining == 1:
-                self._arenas.outgoing.release(batch.chunk)
+        if kind is Kind.PLACED and self._arenas is not None:
+            kind, chunk = unpack_place(view)
+            payload = self._taken(self._arenas, request_id, chunk, work.suffix, wanted=not work.answer.done())
+        else:
+            payload = bytes(view) if kind is Kind.FAULT else b"".join((view, work.suffix))
+        if work.chunk is not None and self._arenas is not None:
+            self._arenas.outgoing.release(work.chunk)
+        if batch is not None and batch.chunk is not None and batch.remaining == 1 and self._arenas is not None:
+            self._arenas.outgoing.release(batch.chunk)
         # What makes no sense raises here, where the work still ends with the connection.
         fault = _fault(payload) if kind is Kind.FAULT and not work.answer.done() else None
         del self._running[request_id]
@@ -417,7 +441,7 @@ class Connection(asyncio.Protocol):
             self._busy -= 1
             self._batches.ended(work)
         if work.account is not None and work.started_at is not None and kind is not Kind.FAULT:
-            work.account.took(asyncio.get_running_loop().time() - work.started_at)
+            work.account.took(self.loop.time() - work.started_at)
         if work.kind is Kind.COMPILE:
             self._compiling = False
         if self._waiting and is_free:

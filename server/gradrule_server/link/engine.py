@@ -7,7 +7,7 @@ import enum
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gradrule.v1 import errors_pb2
@@ -236,7 +236,7 @@ class Engine:
         """
         if asyncio.get_running_loop().time() >= ends_at:
             raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, "the deadline passed before the engine was asked")
-        work = self.submit(kind, payload, account, batch_key)
+        work = self.submit(kind, payload, account, batch_key=batch_key)
         try:
             return await work.answer
         except asyncio.CancelledError:
@@ -246,14 +246,19 @@ class Engine:
             raise await self.lost(work, gone) from None
 
     def submit(
-        self, kind: Kind, payload: bytes, account: Account | None = None, batch_key: BatchKey | None = None
+        self,
+        kind: Kind,
+        payload: bytes | Sequence[bytes],
+        account: Account | None = None,
+        suffix: bytes = b"",
+        batch_key: BatchKey | None = None,
     ) -> Work:
-        """Hands a request in, for callers that share its answer; ENGINE_UNAVAILABLE while there is no engine."""
+        """Hands a request in, see `Connection.submit`; `EngineLost` or ENGINE_UNAVAILABLE where there is no engine."""
         if self._process is None:
             raise unavailable()
-        self.used_at = asyncio.get_running_loop().time()
+        self.used_at = self._process.connection.loop.time()
         try:
-            return self._process.connection.submit(kind, payload, account, batch_key)
+            return self._process.connection.submit(kind, payload, account, suffix, batch_key)
         except EngineGone:
             raise lost_waiting() from None
 

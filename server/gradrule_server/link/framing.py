@@ -53,6 +53,10 @@ class Kind(enum.IntEnum):
     BATCH_NOTICE = 19
 
 
+# A dict is faster than the enum's own lookup.
+_KINDS = {int(kind): kind for kind in Kind}
+
+
 @dataclass(frozen=True, slots=True)
 class Frame:
     """One message with its kind and request id."""
@@ -76,10 +80,10 @@ def pack_header(kind: Kind, request_id: int, length: int) -> bytes:
     return _HEADER.pack(length, kind, request_id)
 
 
-def unpack_header(header: bytes | bytearray | memoryview) -> tuple[int, Kind, int]:
-    """Payload length, kind and request id."""
-    length, kind, request_id = _HEADER.unpack(header)
-    return length, Kind(kind), request_id
+def unpack_header(data: bytes | bytearray | memoryview, position: int = 0) -> tuple[int, Kind, int]:
+    """Payload length, kind and request id, of the header at a position."""
+    length, kind, request_id = _HEADER.unpack_from(data, position)
+    return length, _KINDS.get(kind) or Kind(kind), request_id
 
 
 def pack_place(kind: Kind, chunk: Chunk) -> bytes:

@@ -213,5 +213,6 @@ def measured(request: Request) -> dict[str, object]:
     if request.compile_ns:
         found["compile_seconds"] = round(request.compile_ns / 1e9, 6)
     if request.has_run:
-        found |= {"queue_seconds": round(request.queue_ns / 1e9, 6), "run_seconds": round(request.run_ns / 1e9, 6)}
+        run = request.engine_run
+        found |= {"queue_seconds": round(run.queue_ns / 1e9, 6), "run_seconds": round(run.run_ns / 1e9, 6)}
     return found | {"bytes_in": request.bytes_in, "bytes_out": request.bytes_out}

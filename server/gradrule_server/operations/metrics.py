@@ -95,8 +95,9 @@ class Metrics:
         if request.compile_ns:
             self._compile_s.add(request.compile_ns / 1e9)
         if request.has_run:
-            self._queue_s.add(request.queue_ns / 1e9)
-            self._run_s.add(request.run_ns / 1e9)
+            run = request.engine_run
+            self._queue_s.add(run.queue_ns / 1e9)
+            self._run_s.add(run.run_ns / 1e9)
         for cache, count in request.hits.items():
             self._hits.add(cache, by=count)
         for cache, count in request.misses.items():

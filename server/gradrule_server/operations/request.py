@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 OK = "OK"
 UNKNOWN_TENANT = ""
@@ -42,6 +43,17 @@ class Registration:
     digest: str = ""
 
 
+class EngineRun(NamedTuple):
+    """How long a request waited in an engine and ran there, in nanoseconds, and on which device."""
+
+    queue_ns: int = 0
+    run_ns: int = 0
+    device: str = ""
+
+
+NOT_RUN = EngineRun()
+
+
 @dataclass(slots=True)
 class Request:
     """One request, or one of those within a stream. Times are CLOCK_MONOTONIC in nanoseconds; 0: not known.
@@ -67,9 +79,7 @@ class Request:
     compile_started_ns: int = 0
     compile_ns: int = 0
     taken_up_ns: int = 0
-    queue_ns: int = 0
-    run_ns: int = 0
-    device: str = ""
+    read_run: Callable[[], EngineRun] | None = None
     hits: dict[str, int] = field(default_factory=dict)
     misses: dict[str, int] = field(default_factory=dict)
     registration: Registration | None = None
@@ -97,9 +107,14 @@ class Request:
         """An engine has answered it."""
         return self.taken_up_ns > 0
 
-    def ran(self, taken_up_ns: int, queue_ns: int, run_ns: int, device: str) -> None:
-        """An engine has run it. taken_up_ns: when it was handed on; it then waited `queue_ns` and ran `run_ns`."""
-        self.taken_up_ns, self.queue_ns, self.run_ns, self.device = taken_up_ns, queue_ns, run_ns, device
+    @property
+    def engine_run(self) -> EngineRun:
+        """What the engine says of its run; zeros before."""
+        return NOT_RUN if self.read_run is None else self.read_run()
+
+    def ran(self, taken_up_ns: int, read: Callable[[], EngineRun]) -> None:
+        """An engine has run it, which it was handed on to at `taken_up_ns`. `read`: called only if somebody asks."""
+        self.taken_up_ns, self.read_run = taken_up_ns, read
 
 
 _current: ContextVar[Request | None] = ContextVar("gradrule_request", default=None)

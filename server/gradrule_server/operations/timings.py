@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gradrule.v1 import evaluate_pb2
-from gradrule_server.operations.request import current
+from gradrule_server.operations.request import EngineRun, current
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
@@ -17,18 +17,22 @@ def note_run(answer: bytes, handed_on_ns: int) -> None:
     """Notes an engine's `EvaluateResponse`. handed_on_ns: the `received_ns` that the engine was told."""
     request = current()
     if request is not None:
-        found = fields_of(answer, (EVALUATE_TIMINGS, EVALUATE_DEVICE))
-        timings = evaluate_pb2.Timings.FromString(found.get(EVALUATE_TIMINGS, b""))
-        device = str(found.get(EVALUATE_DEVICE, b""), "utf-8")
-        request.ran(handed_on_ns, timings.queue.ToNanoseconds(), timings.run.ToNanoseconds(), device)
+        request.ran(handed_on_ns, lambda: _engine_run(answer, EVALUATE_TIMINGS, EVALUATE_DEVICE))
 
 
 def note_pull_back(answer: bytes, handed_on_ns: int) -> None:
     """Notes an engine's `PullBackResponse`."""
     request = current()
     if request is not None:
-        timings = evaluate_pb2.Timings.FromString(fields_of(answer, (PULL_BACK_TIMINGS,)).get(PULL_BACK_TIMINGS, b""))
-        request.ran(handed_on_ns, timings.queue.ToNanoseconds(), timings.run.ToNanoseconds(), "")
+        request.ran(handed_on_ns, lambda: _engine_run(answer, PULL_BACK_TIMINGS))
+
+
+def _engine_run(answer: bytes, timings_field: int, device_field: int = 0) -> EngineRun:
+    """The timings and the device in an answer; without a field for the device, none."""
+    found = fields_of(answer, (timings_field, device_field))
+    timings = evaluate_pb2.Timings.FromString(found.get(timings_field, b""))
+    device = str(found.get(device_field, b""), "utf-8")
+    return EngineRun(timings.queue.ToNanoseconds(), timings.run.ToNanoseconds(), device)
 
 
 def fields_of(message: bytes, numbers: tuple[int, ...]) -> dict[int, bytes]:

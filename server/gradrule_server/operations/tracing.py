@@ -89,17 +89,18 @@ class Tracing:
 
         assert isinstance(parent, Context)
         parts = []
+        run = request.engine_run
         if request.compile_ns:
             begin_ns = request.compile_started_ns
             parts.append((self._front, "compile", begin_ns, begin_ns + request.compile_ns))
         if request.has_run:
-            begin_ns = request.taken_up_ns + request.queue_ns
+            begin_ns = request.taken_up_ns + run.queue_ns
             parts.append((self._front, "queue", request.taken_up_ns, begin_ns))
-            parts.append((self._engine, "run", begin_ns, begin_ns + request.run_ns))
+            parts.append((self._engine, "run", begin_ns, begin_ns + run.run_ns))
         for tracer, name, begin_ns, end_ns in parts:
             span = tracer.start_span(name, parent, start_time=_wall_ns(begin_ns))
-            if name == "run" and request.device:
-                span.set_attribute("gradrule.device", request.device)
+            if name == "run" and run.device:
+                span.set_attribute("gradrule.device", run.device)
             span.end(_wall_ns(end_ns))
 
 

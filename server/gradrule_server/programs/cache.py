@@ -9,12 +9,16 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from gradrule_server.operations.request import note_lookup
+from gradrule_server.programs.call_structure import CallStructure
 from gradrule_server.programs.compiled import Compiled
-from gradrule_server.programs.loaded import Loadable
+from gradrule_server.programs.conduct import Charge
+from gradrule_server.programs.loaded import Load, Loadable
 from gradrule_server.programs.shape import CallShape
 
 # What a message's content takes at least as Python objects, in proportion to its bytes.
 _OBJECT_FACTOR = 8
+# Structures of calls, of at most 16 KiB each and mostly of a hundred bytes.
+_MOST_CALLS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +61,28 @@ class OfSession(NamedTuple):
 Key: TypeAlias = Named | Inline | OfSession
 
 
+@dataclass(slots=True)
+class KnownCall:
+    """How a stored program is run for calls of one structure.
+
+    settings: of params and blobs, the bytes of a `RunRequest` without its call. load: where it ran last.
+    """
+
+    key: Named
+    program: Runnable
+    settings: bytes
+    account: Charge
+    load: Load | None = None
+
+
 class ProgramCache:
-    """The programs used last."""
+    """The programs used last, and the structures of calls that they ran for."""
 
     def __init__(self, capacity: int, capacity_bytes: int) -> None:
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
         self._programs: OrderedDict[Key, tuple[Runnable, int]] = OrderedDict()
+        self._calls: OrderedDict[CallStructure, KnownCall] = OrderedDict()
         self._bytes = 0
         self._revision = 0
 
@@ -84,6 +103,23 @@ class ProgramCache:
             return None
         self._programs.move_to_end(key)
         return found[0]
+
+    def get_call(self, structure: CallStructure) -> KnownCall | None:
+        """How calls of this structure are run, if their program is still there."""
+        call = self._calls.get(structure)
+        if call is None:
+            return None
+        if self.get(call.key) is not call.program:
+            del self._calls[structure]
+            return None
+        self._calls.move_to_end(structure)
+        return call
+
+    def put_call(self, structure: CallStructure, call: KnownCall) -> None:
+        """Keeps how calls of this structure are run; of many structures, those that were used last."""
+        self._calls[structure] = call
+        if len(self._calls) > _MOST_CALLS:
+            self._calls.popitem(last=False)
 
     def put(self, key: Key, program: Runnable) -> None:
         """Keeps the program; the ones that were used least recently go. The last one stays, however large it is."""
@@ -115,8 +151,11 @@ class ProgramCache:
 
     def _remove(self, keys: list[Key]) -> None:
         for key in keys:
-            _, size = self._programs.pop(key)
+            program, size = self._programs.pop(key)
             self._bytes -= size
+            if isinstance(key, Named):
+                for structure in [item for item, call in self._calls.items() if call.program is program]:
+                    del self._calls[structure]
 
 
 class NameChanges:

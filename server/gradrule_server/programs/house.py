@@ -11,21 +11,23 @@ import contextlib
 import hashlib
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
 from gradrule_server import graphs
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.engine import Engine
-from gradrule_server.link.faults import NotLoaded
+from gradrule_server.link.faults import EngineLost, NotLoaded
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request import compiling
 from gradrule_server.operations.timings import note_run
-from gradrule_server.programs.cache import Inline, ProgramCache, Runnable
+from gradrule_server.programs.cache import Inline, Named, ProgramCache, Runnable
+from gradrule_server.programs.call_structure import CallStructure, structure_of
 from gradrule_server.programs.compiler import Compiler
 from gradrule_server.programs.kept import KeptPrograms
+from gradrule_server.programs.known_calls import KnownCalls
 from gradrule_server.programs.loaded import Loadable, LoadedPrograms
 from gradrule_server.programs.retries import Retries
 from gradrule_server.programs.rule_lookup import RegistryLookup
@@ -70,15 +72,28 @@ class ProgramHouse:
         """What is kept at hand, by calls and sessions."""
         self._compiler = Compiler(loaded, limits, blobs, owner)
         self.kept = KeptPrograms(programs, rules, self._compiler, self.cache)
+        self._known = KnownCalls(self.cache, loaded)
 
     async def evaluate(
-        self, request: evaluate_pb2.EvaluateRequest, raw: bytes, received_ns: int, ends_at: float
+        self,
+        raw: bytes,
+        read: Callable[[], Awaitable[evaluate_pb2.EvaluateRequest]],
+        received_ns: int,
+        ends_at: float,
     ) -> bytes:
         """Runs once; returns an `EvaluateResponse`'s bytes.
 
-        `raw`: the request's bytes; `ends_at`: loop time of the deadline.
+        `raw`: the request's bytes; `read`: parses them; `ends_at`: loop time of the deadline.
         """
-        return (await self._evaluate(request, raw, call_shape(request), received_ns, Once(ends_at)))[0]
+        structure, lost = structure_of(raw), None
+        if structure is not None:
+            done = await self._known.run(structure, raw, received_ns, ends_at)
+            if isinstance(done, bytes):
+                return done
+            lost = done
+        request = await read()
+        call = call_shape(request)
+        return (await self._evaluate(request, raw, call, received_ns, Once(ends_at), structure, lost))[0]
 
     async def forward(
         self, request: evaluate_pb2.EvaluateRequest, handle: str, received_ns: int, ends_at: float
@@ -118,10 +133,13 @@ class ProgramHouse:
         payload: bytes | None = None,
         retries: Retries | None = None,
         is_new: bool = False,
+        lost: EngineLost | None = None,
+        known_as: tuple[CallStructure, Named] | None = None,
     ) -> tuple[bytes, Place]:
         """Runs a program on the values of a request; an `EvaluateResponse`'s bytes, and where it ran.
 
-        `payload`: bytes of a request with these values, where there are some already.
+        `payload`: bytes of a request with these values, where there are some already. `lost`: how it lost an engine
+        before. `known_as`: the structure of such calls, and the program's key, to go the short way next time.
         """
         if payload is None:
             values = evaluate_pb2.EvaluateRequest(
@@ -135,6 +153,10 @@ class ProgramHouse:
         retries = retries or self.retries(how)
 
         async def attempt(engine: Engine | None) -> tuple[bytes, bool, Place]:
+            nonlocal lost
+            if lost is not None:
+                before, lost = lost, None
+                raise before
             return await self._run(program, run, received_ns, compile_started_ns, how, engine, retries)
 
         blobs = _blobs(request)
@@ -144,6 +166,8 @@ class ProgramHouse:
         with self._blobs.held(blobs):
             answer, is_loaded_now, place = await retries.run(program.loadable, attempt, undo=how.undo)
         note_run(answer, run.received_ns)
+        if known_as is not None:
+            self._known.note(*known_as, program, run)
         # Concatenating messages merges them, so an answer of any size is not parsed again here.
         tail = evaluate_pb2.EvaluateResponse()
         if is_new or is_loaded_now:
@@ -151,9 +175,16 @@ class ProgramHouse:
         return b"".join([answer, program.compiled.digests_tail, tail.SerializeToString()]), place
 
     async def _evaluate(
-        self, request: evaluate_pb2.EvaluateRequest, raw: bytes, call: CallShape, received_ns: int, how: How
+        self,
+        request: evaluate_pb2.EvaluateRequest,
+        raw: bytes,
+        call: CallShape,
+        received_ns: int,
+        how: How,
+        structure: CallStructure | None = None,
+        lost: EngineLost | None = None,
     ) -> tuple[bytes, Place, Loadable]:
-        """An `EvaluateResponse`'s bytes, where it ran, and what."""
+        """An `EvaluateResponse`'s bytes, where it ran, and what. `structure`: of the call, if that can be known."""
         target = request.WhichOneof("target")
         if target is None:
             raise error(
@@ -161,14 +192,23 @@ class ProgramHouse:
             )
         retries = self.retries(how)
         compile_started = time.monotonic_ns()
-        payload = None
+        payload = known_as = None
         if target == "program":
-            program, is_new = await self.kept.find(request.program, call, retries)
-            payload = raw
+            key, program, is_new = await self.kept.find(request.program, call, retries)
+            payload, known_as = raw, None if structure is None else (structure, key)
         else:
             program, is_new = await self._inline(request.spec, call, retries)
         answer, place = await self.run(
-            program, request, received_ns, compile_started, how, payload=payload, retries=retries, is_new=is_new
+            program,
+            request,
+            received_ns,
+            compile_started,
+            how,
+            payload=payload,
+            retries=retries,
+            is_new=is_new,
+            lost=lost,
+            known_as=known_as,
         )
         return (answer + program.compiled.tail if target == "spec" else answer), place, program.loadable
 

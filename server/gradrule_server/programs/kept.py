@@ -47,14 +47,16 @@ class KeptPrograms:
                 self._cache.put(Named(stored.program.name, _BASE), program)
         return stored.program
 
-    async def find(self, name: str, call: CallShape, retries: Retries) -> tuple[Runnable, bool]:
-        """The program for a call of this shape, and whether it was made just now."""
+    async def find(self, name: str, call: CallShape, retries: Retries) -> tuple[Named, Runnable, bool]:
+        """The program for a call of this shape, its key in the cache, and whether it was made just now."""
         full = name if name.startswith(_PREFIX) else _PREFIX + name
-        base, is_new = await self._find(Named(full, _BASE), retries)
+        key = Named(full, _BASE)
+        base, is_new = await self._find(key, retries)
         variant = replace(call, feeds=call.feeds - base.compiled.placeholders)
         if variant == _BASE:
-            return base, is_new
-        return await self._find(Named(full, variant), retries)
+            return key, base, is_new
+        key = Named(full, variant)
+        return key, *await self._find(key, retries)
 
     async def get(self, name: str) -> program_pb2.Program:
         """What is told of a program."""

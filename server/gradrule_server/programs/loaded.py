@@ -76,6 +76,18 @@ class LoadedPrograms:
         with self._shelf(engine or self._best(program)).held(program, ends_at, account) as load:
             yield load
 
+    def at_hand(self, program: Loadable) -> Load | None:
+        """The program in the best engine, if it is loaded there."""
+        try:
+            load = self._shelf(self._best(program)).get(program.key)
+        except GradruleError:
+            return None
+        return load if load is not None and load.is_at_hand else None
+
+    def in_use(self, load: Load) -> contextlib.AbstractContextManager[None]:
+        """Within this context a loaded program is not dropped."""
+        return self._shelf(load.engine).in_use(load)
+
     async def ready(self, load: Load, *, may_move: bool = False) -> link_pb2.CompileReply:
         """What the engine says of a program that is held; waits until it is loaded."""
         return link_pb2.CompileReply.FromString(await self.wait(load, may_move=may_move))

@@ -14,6 +14,11 @@ from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
 
 
+def settings_of(run: link_pb2.RunRequest) -> bytes:
+    """Returns the bytes of what is the same in all calls of a program that differ in their tensors alone."""
+    return link_pb2.RunRequest(params=run.params, blob_folder=run.blob_folder).SerializeToString()
+
+
 class How(Protocol):
     """One way; it may note what the engine tells besides its answer. `ends_at`: loop time of the deadline."""
 
@@ -44,7 +49,7 @@ class Once:
     undo: Callable[[Engine], None] | None = None
 
     async def on(self, engine: Engine, run: link_pb2.RunRequest, account: Account) -> bytes:
-        batch_key = BatchKey(run.key, tuple(item.SerializeToString() for item in run.params))
+        batch_key = BatchKey(run.key, settings_of(run))
         return await engine.call(Kind.RUN, run.SerializeToString(), self.ends_at, account, batch_key)
 
 

@@ -18,6 +18,7 @@ from gradrule_server.policy import Bounds, tensor_fault
 from gradrule_server.programs.house import ProgramHouse
 from gradrule_server.programs.overrides import INLINE_RULE, OverrideTable
 from gradrule_server.programs.rule_lookup import ResolvedRule
+from gradrule_server.programs.running import Once
 from gradrule_server.registry.rules import RuleRegistry
 from gradrule_server.rules import RuleContent, Signature, read_param_value
 
@@ -57,8 +58,7 @@ async def sample(
         if request.attrs:
             raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "attrs are an op's: give op_type too", field="attrs")
         evaluation = _by_itself(request, content, xs, values, house.limits)
-    raw = evaluation.SerializeToString()
-    answer = evaluate_pb2.EvaluateResponse.FromString(await house.evaluate(evaluation, raw, received_ns, ends_at))
+    answer = evaluate_pb2.EvaluateResponse.FromString(await house.run_inline(evaluation, received_ns, Once(ends_at)))
     return _response(answer, xs)
 
 

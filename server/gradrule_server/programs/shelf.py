@@ -61,6 +61,13 @@ class Load:
     ends_at: float
     """Loop time until which it may take; see `_LOAD_S`."""
     holders: int = 0
+    is_forgotten: bool = False
+    """The engine does not have it any more, or will not soon."""
+
+    @property
+    def is_at_hand(self) -> bool:
+        """Whether the engine has it, and will still have it when a call comes."""
+        return not self.is_forgotten and self.generation == self.engine.generation and self.is_loaded
 
     @property
     def is_over(self) -> bool:
@@ -135,6 +142,10 @@ class Shelf:
         load = self._loads.get(key)
         return load is not None and load.work.connection.is_waiting(load.work)
 
+    def get(self, key: str) -> Load | None:
+        """The program, if it is there or on its way."""
+        return self._loads.get(key) if self._generation == self._engine.generation else None
+
     def turn_over(self) -> list[Load]:
         """Begins anew where the process is another; returns what nobody used when the last one ended, but had been
         loaded, used last first."""
@@ -177,8 +188,20 @@ class Shelf:
                 if load.work.answer.cancelled():
                     self.forget(load)
 
+    @contextlib.contextmanager
+    def in_use(self, load: Load) -> Iterator[None]:
+        """Within this context a loaded program is not dropped."""
+        note_lookup("loaded", is_hit=True)
+        self._loads.move_to_end(load.program.key)
+        load.holders += 1
+        try:
+            yield
+        finally:
+            load.holders -= 1
+
     def forget(self, load: Load) -> None:
         """The engine does not have it after all."""
+        load.is_forgotten = True
         if self._loads.get(load.program.key) is load:
             del self._loads[load.program.key]
             self._bytes -= load.program.loaded_size

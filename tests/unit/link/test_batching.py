@@ -171,7 +171,7 @@ async def test_a_lost_engine_tells_all_requests_of_a_run() -> None:
 
 
 def test_a_batch_that_is_cut_short_is_refused() -> None:
-    payload = b"".join(pack_batch(4, [(7, b"abc"), (8, b"")]))
+    payload = b"".join(pack_batch(4, [(7, (b"ab", b"c")), (8, ())]))
     assert unpack_batch(payload) == (4, [(7, b"abc"), (8, b"")])
     for wrong in (payload[:-1], payload + b"x", payload[:6]):
         with pytest.raises(ValueError, match="batch of requests"):

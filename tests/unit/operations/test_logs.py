@@ -13,6 +13,7 @@ import pytest
 
 from gradrule_server.operations import logs
 from gradrule_server.operations.rates import RateBound
+from gradrule_server.operations.request import EngineRun
 from gradrule_server.operations.text import bounded, one_line_json, plain
 from tests.unit.operations.requests import make, refusal
 
@@ -150,9 +151,8 @@ def test_good_calls_that_are_many_are_for_debugging() -> None:
     assert made["reason"] == "OK"
     assert made["seconds"] >= 0
     debugged = log_to("json", "debug")
-    (good,) = access_lines(
-        log, debugged, rpc="GradientService/Evaluate", within=lambda r: r.ran(5, 10**6, 10**9, "CPU:0")
-    )
+    run = EngineRun(10**6, 10**9, "CPU:0")
+    (good,) = access_lines(log, debugged, rpc="GradientService/Evaluate", within=lambda r: r.ran(5, lambda: run))
     assert (good["level"], good["queue_seconds"], good["run_seconds"]) == ("debug", 0.001, 1.0)
 
 

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gradrule_server.operations.exposition import MetricsPage
 from gradrule_server.operations.metrics import Metrics, TenantLabels
-from gradrule_server.operations.request import Request
+from gradrule_server.operations.request import EngineRun, Request
 from gradrule_server.operations.sources import Quarantined, snapshot
 from tests.unit.operations.requests import make, refusal
 from tests.unit.operations.states import Tenant, sources
@@ -28,7 +28,7 @@ def value(metrics: Metrics, name: str, **labels: str) -> float | None:
 def busy(request: Request) -> None:
     request.bytes_in, request.bytes_out = 100, 20
     request.compile_ns = 10**9
-    request.ran(1, 2 * 10**9, 3 * 10**9, "CPU:0")
+    request.ran(1, lambda: EngineRun(2 * 10**9, 3 * 10**9, "CPU:0"))
     request.hits["programs"] = 2
     request.misses["loaded"] = 1
 

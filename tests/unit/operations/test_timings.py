@@ -41,7 +41,7 @@ def test_an_answer_s_timings_are_found(
     answer.timings.queue.FromNanoseconds(queue_ns)
     answer.timings.run.FromNanoseconds(run_ns)
     request = noted(note_run, answer.SerializeToString(), 7)
-    assert (request.taken_up_ns, request.queue_ns, request.run_ns, request.device) == (7, queue_ns, run_ns, device)
+    assert (request.taken_up_ns, request.engine_run) == (7, (queue_ns, run_ns, device))
 
 
 def test_a_pull_back_s_timings_are_found() -> None:
@@ -49,7 +49,7 @@ def test_a_pull_back_s_timings_are_found() -> None:
     answer.gradients.add(x="x").dense.tensor_content = b"1234"
     answer.timings.run.FromNanoseconds(9)
     request = noted(note_pull_back, answer.SerializeToString(), 3)
-    assert (request.taken_up_ns, request.run_ns) == (3, 9)
+    assert (request.taken_up_ns, request.engine_run.run_ns) == (3, 9)
 
 
 def test_the_last_of_several_counts() -> None:

@@ -10,7 +10,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from gradrule_server.operations.request import Request
+from gradrule_server.operations.request import EngineRun, Request
 from gradrule_server.operations.tracing import Tracing, TracingRefused, exporter_to
 from tests.unit.operations.requests import make, refusal
 
@@ -29,7 +29,7 @@ def spans_of(**request: Any) -> dict[str, ReadableSpan]:
 def in_engine(request: Request) -> None:
     now = time.monotonic_ns()
     request.compile_started_ns, request.compile_ns = now, 10**6
-    request.ran(now + 10**6, 2 * 10**6, 3 * 10**6, "CPU:0")
+    request.ran(now + 10**6, lambda: EngineRun(2 * 10**6, 3 * 10**6, "CPU:0"))
 
 
 def service(span: ReadableSpan) -> object:

@@ -69,7 +69,7 @@ class House:
         await self.kept.create(program_pb2.ProgramSpec(fetches=[digest]), "p", self.retries)
 
     async def find(self, call: CallShape = _CALL) -> str:
-        program, _ = await self.kept.find("programs/p", call, self.retries)
+        _, program, _ = await self.kept.find("programs/p", call, self.retries)
         return program.compiled.key
 
 

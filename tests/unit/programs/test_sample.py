@@ -41,7 +41,7 @@ class House:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
 
-    async def evaluate(self, request: evaluate_pb2.EvaluateRequest, *_: Any) -> bytes:
+    async def run_inline(self, request: evaluate_pb2.EvaluateRequest, *_: Any) -> bytes:
         raise Asked(request)
 
 

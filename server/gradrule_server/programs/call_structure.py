@@ -1,0 +1,119 @@
+"""What decides how a call of a stored program is run, read from the request's bytes without parsing its tensors."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+from gradrule.v1 import evaluate_pb2, tensor_pb2
+
+CallStructure: TypeAlias = tuple[bytes, ...]
+"""The program's name, the names of all given tensors and all other fields of a request, each with its tag.
+
+Requests of one structure differ in nothing but the values of their tensors, which are all inline.
+"""
+
+_NUMBER, _LENGTH = 0, 2
+_FIELDS = evaluate_pb2.EvaluateRequest.DESCRIPTOR.fields_by_name
+_TENSORS = frozenset(_FIELDS[name].number << 3 | _LENGTH for name in ("feeds", "grad_ys", "tangents", "vectors"))
+_PROGRAM = _FIELDS["program"].number << 3 | _LENGTH
+_PARAMS = _FIELDS["params"].number << 3 | _LENGTH
+_BATCHING = _FIELDS["batching"].number << 3 | _LENGTH
+_NUMBERS = frozenset(_FIELDS[name].number << 3 for name in ("derivative", "stacked_grad_ys"))
+_NAME = tensor_pb2.NamedTensor.NAME_FIELD_NUMBER << 3 | _LENGTH
+_VALUE = tensor_pb2.NamedTensor.VALUE_FIELD_NUMBER << 3 | _LENGTH
+_INLINE = tensor_pb2.TensorSource.INLINE_FIELD_NUMBER << 3 | _LENGTH
+_CONTENT = tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER << 3 | _LENGTH
+# Of one tensor, bytes that are not its content.
+_MOST_PARSED_BYTES = 64 << 10
+# A structure is a key of a cache: larger ones are rare and must not fill it.
+_MOST_FIELDS = 256
+_MOST_BYTES = 16 << 10
+
+
+def structure_of(raw: bytes) -> CallStructure | None:
+    """Returns the structure of an `EvaluateRequest`.
+
+    None where the request must be parsed to know it: it holds its program, names a blob, is written in an unusual way,
+    has very many fields, or is no message at all.
+    """
+    parts: list[bytes] = []
+    has_program = False
+    position, end, kept = 0, len(raw), 0
+    try:
+        while position < end:
+            start = position
+            tag = raw[position]
+            size = raw[position + 1]
+            position += 2
+            if tag in _TENSORS:
+                if size > 0x7F:
+                    size, position = _varint(raw, position - 1)
+                stop = position + size
+                name_end = position + 2 + raw[position + 1]
+                if raw[position] != _NAME or raw[position + 1] > 0x7F or not _is_inline(raw, name_end, stop):
+                    return None
+                # The tag belongs to it: it says which list the name is in.
+                parts.append(raw[start : start + 1] + raw[position:name_end])
+                position = stop
+            elif tag in (_PROGRAM, _PARAMS, _BATCHING):
+                if size > 0x7F:
+                    size, position = _varint(raw, position - 1)
+                if tag == _PROGRAM:
+                    if has_program:
+                        return None
+                    has_program = True
+                position += size
+                parts.append(raw[start:position])
+            elif tag in _NUMBERS and size <= 0x7F:
+                parts.append(raw[start:position])
+            else:
+                return None
+            kept += len(parts[-1])
+            if len(parts) > _MOST_FIELDS or kept > _MOST_BYTES:
+                return None
+    except IndexError:
+        return None
+    return tuple(parts) if has_program and position == end else None
+
+
+def _is_inline(raw: bytes, position: int, stop: int) -> bool:
+    """Whether a tensor's value begins here, is inline, is all there is until `stop`, and parses to little more."""
+    for tag in (_VALUE, _INLINE):
+        if raw[position] != tag:
+            return False
+        size, position = _varint(raw, position + 1)
+        if position + size != stop:
+            return False
+    return stop <= len(raw) and (size <= _MOST_PARSED_BYTES or _is_content(raw, position, stop))
+
+
+def _is_content(raw: bytes, position: int, stop: int) -> bool:
+    """Whether nearly all of a tensor is its bytes: numbers that are written one by one take more once parsed."""
+    parsed = 0
+    while position < stop:
+        tag = raw[position]
+        size = 0
+        if tag & 7 == _LENGTH:
+            size, after = _varint(raw, position + 1)
+        else:
+            _, after = _varint(raw, position + 1)
+        parsed += after - position + (0 if tag == _CONTENT else size)
+        position = after + size
+        if parsed > _MOST_PARSED_BYTES or tag > 0x7F or tag & 7 not in (_NUMBER, _LENGTH):
+            return False
+    return position == stop
+
+
+def _varint(raw: bytes, position: int) -> tuple[int, int]:
+    """A number, and where it ends. `IndexError` where it has no end, or is longer than a size can be."""
+    value = raw[position]
+    if value <= 0x7F:
+        return value, position + 1
+    value &= 0x7F
+    for shift in (7, 14, 21, 28):
+        position += 1
+        byte = raw[position]
+        value |= (byte & 0x7F) << shift
+        if byte <= 0x7F:
+            return value, position + 1
+    raise IndexError("no size has so many bytes")

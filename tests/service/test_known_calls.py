@@ -1,0 +1,111 @@
+"""A call whose structure was seen before goes a shorter way: it must come to the same as one that is parsed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from google.rpc import error_details_pb2, status_pb2
+
+import gradrule as gr
+from gradrule.v1 import evaluate_pb2, tensor_pb2
+from tests.service import raw
+from tests.service.servers import RunningServer
+
+GOOD = raw.tensor([[-2.0, 0.5], [0.1, 3.0]])
+
+
+@pytest.fixture(scope="module")
+def program(client: Any) -> gr.Program:
+    """x (2, n) times a constant, and its gradient."""
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [2, None])
+    g.multiply(g.one("Sign", x), g.constant(np.float32(3)), name="y")
+    return client.compile(g, fetches=["y"], ys=["y"], xs=["x"], overrides={"Sign": "ste_sign"})
+
+
+def request_of(program: gr.Program, tensor: tensor_pb2.Tensor = GOOD, *, known: bool = True) -> bytes:
+    """A call by the program's name. A name without its prefix is another structure, which no good call has."""
+    name = program.name if known else program.name.removeprefix("programs/")
+    return evaluate_pb2.EvaluateRequest(program=name, feeds=raw.feeds({"x": tensor})).SerializeToString()
+
+
+def outcome(channel: grpc.Channel, data: bytes) -> Any:
+    """The answer without times, or the reason and the text of the refusal."""
+    try:
+        answer = evaluate_pb2.EvaluateResponse.FromString(raw.send(channel, "GradientService/Evaluate", data))
+    except grpc.RpcError as refusal:
+        details = dict(refusal.trailing_metadata())["grpc-status-details-bin"]
+        info = error_details_pb2.ErrorInfo()
+        assert status_pb2.Status.FromString(details).details[0].Unpack(info)
+        return info.reason, refusal.details()
+    answer.ClearField("timings")
+    return answer.SerializeToString(deterministic=True)
+
+
+def truncated() -> tensor_pb2.Tensor:
+    tensor = tensor_pb2.Tensor()
+    tensor.CopyFrom(GOOD)
+    tensor.tensor_content = tensor.tensor_content[:-1]
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        GOOD,
+        raw.tensor(np.ones((2, 200_000))),
+        raw.tensor(np.ones((3, 1))),
+        raw.tensor(1.0),
+        truncated(),
+        tensor_pb2.Tensor(dtype=tensor_pb2.DT_DOUBLE, tensor_shape=GOOD.tensor_shape, tensor_content=bytes(32)),
+        tensor_pb2.Tensor(dtype=tensor_pb2.DT_FLOAT, tensor_shape=GOOD.tensor_shape, float_val=[1, 2, 3, 4]),
+        tensor_pb2.Tensor(),
+    ],
+    ids=["good", "large", "shape", "rank", "truncated", "dtype", "listed", "empty"],
+)
+def test_the_same_comes_of_both_ways(channel: grpc.Channel, program: gr.Program, tensor: tensor_pb2.Tensor) -> None:
+    """Answers and refusals are equal, texts included."""
+    outcome(channel, request_of(program))
+    assert outcome(channel, request_of(program, tensor)) == outcome(channel, request_of(program, tensor, known=False))
+
+
+def test_a_tensor_that_is_no_message(channel: grpc.Channel, program: gr.Program) -> None:
+    """Only the engine parses it, and tells; the next call works."""
+    good = outcome(channel, request_of(program))
+    data = request_of(program)
+    # The tensor's dtype, a number, becomes a field of a wire type that does not exist.
+    broken = data.replace(b"\x08\x01\x12", b"\x0f\x01\x12", 1)
+    assert broken != data
+    reason, text = outcome(channel, broken)
+    assert (reason, text) == outcome(
+        channel, request_of(program, known=False).replace(b"\x08\x01\x12", b"\x0f\x01\x12")
+    )
+    assert reason == "MALFORMED_REQUEST"
+    assert outcome(channel, data) == good
+
+
+def test_a_program_that_was_deleted_is_gone(client: Any, channel: grpc.Channel) -> None:
+    """No call finds it, however often its like was made."""
+    g = gr.Graph()
+    g.one("Tanh", g.placeholder("x", "float32", None), name="y")
+    program = client.compile(g, fetches=["y"])
+    for _ in range(3):
+        assert isinstance(outcome(channel, request_of(program)), bytes)
+    client.delete_program(program.name)
+    assert outcome(channel, request_of(program))[0] == "PROGRAM_NOT_FOUND"
+
+
+def test_an_engine_that_was_killed_is_replaced(
+    server: RunningServer, channel: grpc.Channel, program: gr.Program
+) -> None:
+    """The program is loaded into the next one, and calls are answered as before."""
+    good = outcome(channel, request_of(program))
+    engine = server.wait_for_engine()
+    os.kill(engine, signal.SIGKILL)
+    assert outcome(channel, request_of(program)) == good
+    assert outcome(channel, request_of(program)) == good

@@ -1,0 +1,126 @@
+"""What is read of a call's bytes decides the same as parsing them would."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradrule import _tensors
+from gradrule.v1 import evaluate_pb2, rule_pb2
+from gradrule_server.programs.call_structure import structure_of
+
+LISTS = ("feeds", "grad_ys", "tangents", "vectors")
+
+
+def request_of(program: str = "programs/p", **lists: dict[str, np.ndarray]) -> evaluate_pb2.EvaluateRequest:
+    """A request with inline tensors."""
+    request = evaluate_pb2.EvaluateRequest(program=program)
+    for field, values in lists.items():
+        for name, value in values.items():
+            getattr(request, field).add(name=name).value.inline.CopyFrom(_tensors.to_message(value))
+    return request
+
+
+def raw_of(program: str = "programs/p", **lists: dict[str, np.ndarray]) -> bytes:
+    """Its bytes."""
+    return request_of(program, **lists).SerializeToString()
+
+
+@given(
+    st.text(min_size=1, max_size=200),
+    st.dictionaries(
+        st.sampled_from(LISTS), st.dictionaries(st.text(min_size=1, max_size=150), st.integers(0, 30), max_size=4)
+    ),
+)
+def test_values_do_not_matter_and_names_do(program: str, names: dict[str, dict[str, int]]) -> None:
+    """Two requests have one structure exactly if they are equal but for values."""
+
+    def raw(offset: int, renamed: str = "") -> bytes:
+        lists = {
+            field: {name + renamed: np.full(size + offset, offset, np.float32) for name, size in sizes.items()}
+            for field, sizes in names.items()
+        }
+        return raw_of(program, **lists)
+
+    first = structure_of(raw(0))
+    if any(len(name.encode()) > 0x7F for sizes in names.values() for name in sizes):
+        assert first is None
+        return
+    assert first is not None
+    assert structure_of(raw(100)) == first
+    if any(names.values()):
+        assert structure_of(raw(0, renamed="'")) != first
+
+
+def test_what_else_a_request_asks_for_matters() -> None:
+    """Params, derivative and stacking are part of the structure."""
+    made = {structure_of(raw_of(feeds={"x": np.ones(3)}))}
+    request = request_of(feeds={"x": np.ones(3)})
+    for alpha in (1.0, 2.0):
+        request.params["a"].values["alpha"].CopyFrom(rule_pb2.ParamValue(number=alpha))
+        made.add(structure_of(request.SerializeToString()))
+    request.derivative = evaluate_pb2.DERIVATIVE_JVP
+    made.add(structure_of(request.SerializeToString()))
+    request.stacked_grad_ys = True
+    made.add(structure_of(request.SerializeToString()))
+    made.add(structure_of(raw_of(grad_ys={"x": np.ones(3)})))
+    assert len(made) == 6
+    assert None not in made
+
+
+def blob() -> bytes:
+    request = request_of()
+    request.feeds.add(name="x").value.blob.sha256 = "00" * 32
+    return request.SerializeToString()
+
+
+def both() -> bytes:
+    """Inline, and then a blob in its place."""
+    request = request_of(feeds={"x": np.ones(2)})
+    again = evaluate_pb2.EvaluateRequest()
+    again.feeds.add().value.blob.sha256 = "00" * 32
+    value = request.feeds[0].value.SerializeToString() + again.feeds[0].value.SerializeToString()
+    feed = b"\x0a\x01x\x12" + bytes([len(value)]) + value
+    return request_of().SerializeToString() + b"\x1a" + bytes([len(feed)]) + feed
+
+
+def numbers_one_by_one() -> bytes:
+    """A tensor whose numbers take more memory once they are parsed."""
+    request = request_of()
+    tensor = request.feeds.add(name="x").value.inline
+    tensor.int64_val.extend([1] * 100_000)
+    return request.SerializeToString()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        raw_of(feeds={"x": np.ones(2)}).replace(b"\x0a\x0aprograms/p", b""),
+        raw_of() + raw_of("programs/q"),
+        evaluate_pb2.EvaluateRequest(spec={}).SerializeToString(),
+        blob(),
+        both(),
+        numbers_one_by_one(),
+        raw_of(feeds={f"x{index}": np.ones(1) for index in range(300)}),
+        raw_of("p" * 20_000),
+        raw_of() + b"\xff",
+    ],
+    ids=["nothing", "no program", "two programs", "inline", "a blob", "two values", "numbers", "many", "long", "junk"],
+)
+def test_what_must_be_parsed(raw: bytes) -> None:
+    """Where bytes alone do not tell, there is no structure."""
+    assert structure_of(raw) is None
+
+
+def test_requests_that_are_cut_short_are_not_taken() -> None:
+    """No beginning of a request has a structure, other than where it ends between two fields."""
+    raw = raw_of(feeds={"x": np.ones(20_000), "y": np.ones(2)}, grad_ys={"z": np.ones(1)})
+    ends = {len(raw_of()), len(raw)}
+    ends |= {len(raw_of(feeds={"x": np.ones(20_000)})), len(raw_of(feeds={"x": np.ones(20_000), "y": np.ones(2)}))}
+    lengths = [*range(200), *range(len(raw) - 200, len(raw) + 1)]
+    assert {length for length in lengths if structure_of(raw[:length]) is not None} == {
+        length for length in ends if length in lengths
+    }
