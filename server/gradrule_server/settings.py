@@ -93,7 +93,7 @@ class Settings(BaseModel):
         64, description="Examples of one program's waiting requests that are run together at most; 1: none are."
     )
     max_batch_delay_ms: float = Field(
-        10.0,
+        100.0,
         ge=0,
         description="Milliseconds that a request waits at most, while two runs of its program are under way, for one "
         "of them to end; 0: it runs as soon as a thread is free.",

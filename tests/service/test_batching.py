@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 
 import gradrule as gr
 from gradrule.v1 import evaluate_pb2, tensor_pb2
-from tests.service.servers import RunningServer
+from tests.service.servers import RunningServer, running_server
 
 CLIENTS = 64
 _MOST_ROUNDS = 40
@@ -39,6 +40,25 @@ def expected(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     for value, weights in zip(inputs[::-1], _LAYERS[-2::-1], strict=True):
         dy = np.where((value > 0) & (dy > 0), dy, 0) @ weights.T
     return h @ _LAYERS[-1], dy
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server whose engine runs one request at a time, so that of two at once one waits."""
+    with running_server(tmp_path_factory.mktemp("batching"), ["--engine-threads", "1"]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: RunningServer) -> Iterator[gr.Client]:
+    with gr.connect(server.target) as connected:
+        yield connected
+
+
+@pytest.fixture(scope="module")
+def channel(server: RunningServer) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(server.target) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +127,18 @@ def test_a_wrong_call_among_others_gets_its_own_error(client: Any, threads: Thre
             assert isinstance(result, gr.errors.FeedShapeError)
         else:
             np.testing.assert_allclose(result.outputs["y"], expected(x)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_calls_run_together_again_after_a_wrong_one_and_a_right_one_did_not(
+    client: Any, threads: ThreadPoolExecutor
+) -> None:
+    """A run with one call that is left tells nothing of the program."""
+    program = compiled(client, perceptron())
+    for _ in range(3):
+        feeds = [x if index % 2 else np.zeros((1, 63), np.float32) for index, x in enumerate(examples(8))]
+        for future in [threads.submit(program, x=x) for x in feeds]:
+            future.exception()
+    until_together(threads, lambda x: program(x=x))
 
 
 def test_a_program_that_asks_for_it_runs_its_calls_alone(client: Any, threads: ThreadPoolExecutor) -> None:

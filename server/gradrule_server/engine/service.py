@@ -54,7 +54,7 @@ class EngineService:
         """Handles one frame; whatever goes wrong becomes a FAULT. `MemoryError` where there is none even for that."""
         with self._answering(frame.request_id):
             if frame.kind is Kind.RUN_BATCH:
-                self._batches.run(frame.payload)
+                self._batches.run(frame.request_id, frame.payload)
             else:
                 self._answer(frame)
 

@@ -48,10 +48,9 @@ class BatchKey(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Requests that were sent together. remaining: how many of them are not answered."""
+    """Requests that were sent together. The engine is done with them when it sends its BATCH_NOTICE."""
 
     works: Sequence[Work]
-    remaining: int
     chunk: Chunk | None = None
     """Where their payloads lie, if they are large."""
 

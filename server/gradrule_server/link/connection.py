@@ -144,6 +144,7 @@ class Connection(asyncio.Protocol):
         self._threads = threads
         self._batches = Batches(max_batch_size, max_batch_delay_s)
         self._busy = 0
+        self._runs: dict[int, Batch] = {}
         self._holding: asyncio.TimerHandle | None = None
         self._arenas = arenas
         self._arenas_used_at = 0.0
@@ -352,7 +353,8 @@ class Connection(asyncio.Protocol):
         work.payload = ()
 
     def _start_together(self, works: list[Work]) -> None:
-        batch, now = Batch(works, len(works)), self.loop.time()
+        number, now = next(self._ids), self.loop.time()
+        batch = self._runs[number] = Batch(works)
         parts = pack_batch(self._batches.most, [(work.id, work.payload) for work in works])
         for work in works:
             if self._waiting.pop(work.id, None) is not None:
@@ -361,9 +363,20 @@ class Connection(asyncio.Protocol):
             work.started_at, work.batch, work.payload = now, batch, ()
         batch.chunk = self._placed(parts)
         if batch.chunk is None:
-            self._write(Kind.RUN_BATCH, 0, *parts)
+            self._write(Kind.RUN_BATCH, number, *parts)
         else:
-            self._write(Kind.PLACED, 0, pack_place(Kind.RUN_BATCH, batch.chunk))
+            self._write(Kind.PLACED, number, pack_place(Kind.RUN_BATCH, batch.chunk))
+
+    def _end_run(self, number: int) -> None:
+        """The engine is done with requests that were sent together, and with the thread that it took for them."""
+        batch = self._runs.pop(number, None)
+        if batch is None:
+            return
+        if batch.chunk is not None and self._arenas is not None:
+            self._arenas.outgoing.release(batch.chunk)
+        self._busy -= 1
+        self._batches.ended(batch.works[0])
+        self._start_waiting()
 
     def _start_waiting(self) -> None:
         while self._busy < self._threads:
@@ -416,11 +429,11 @@ class Connection(asyncio.Protocol):
             return
         if kind is Kind.BATCH_NOTICE:
             self._batches.learn(link_pb2.BatchNotice.FromString(bytes(view)))
+            self._end_run(request_id)
             return
         work = self._running.get(request_id)
         if work is None:
             return
-        batch = work.batch
         if kind is Kind.PLACED and self._arenas is not None:
             kind, chunk = unpack_place(view)
             payload = self._taken(self._arenas, request_id, chunk, work.suffix, wanted=not work.answer.done())
@@ -428,23 +441,18 @@ class Connection(asyncio.Protocol):
             payload = bytes(view) if kind is Kind.FAULT else b"".join((view, work.suffix))
         if work.chunk is not None and self._arenas is not None:
             self._arenas.outgoing.release(work.chunk)
-        if batch is not None and batch.chunk is not None and batch.remaining == 1 and self._arenas is not None:
-            self._arenas.outgoing.release(batch.chunk)
         # What makes no sense raises here, where the work still ends with the connection.
         fault = _fault(payload) if kind is Kind.FAULT and not work.answer.done() else None
         del self._running[request_id]
         work.end()
-        if batch is not None:
-            batch.remaining -= 1
-        is_free = batch is None or not batch.remaining
-        if is_free:
+        if work.batch is None:
             self._busy -= 1
             self._batches.ended(work)
         if work.account is not None and work.started_at is not None and kind is not Kind.FAULT:
             work.account.took(self.loop.time() - work.started_at)
         if work.kind is Kind.COMPILE:
             self._compiling = False
-        if self._waiting and is_free:
+        if self._waiting and work.batch is None:
             self._start_waiting()
         if work.answer.done():
             return  # The caller gave up: its deadline passed, or it cancelled.

@@ -37,9 +37,17 @@ def answer(connection: Connection, transport: Transport, *names: bytes) -> None:
         connection.data_received(pack_header(Kind.RAN, ids[name], len(name)) + name)
 
 
-def notice(connection: Connection, outcome: link_pb2.BatchNotice.Outcome.ValueType, key: str = "p") -> None:
+def notice(
+    connection: Connection, outcome: link_pb2.BatchNotice.Outcome.ValueType, key: str = "p", run: int = 0
+) -> None:
     payload = link_pb2.BatchNotice(key=key, outcome=outcome).SerializeToString()
-    connection.data_received(pack_header(Kind.BATCH_NOTICE, 0, len(payload)) + payload)
+    connection.data_received(pack_header(Kind.BATCH_NOTICE, run, len(payload)) + payload)
+
+
+def end_run(connection: Connection, transport: Transport) -> None:
+    """The engine is done with the requests that were sent together last."""
+    run = [number for kind, number, _ in transport.sent if kind is Kind.RUN_BATCH][-1]
+    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN, run=run)
 
 
 def submit(connection: Connection, *names: bytes, key: BatchKey | None = P) -> None:
@@ -53,12 +61,13 @@ async def test_two_are_tried_and_all_that_wait_run_together_once_that_is_proven(
     assert frames(transport) == [[b"0"]]
     answer(connection, transport, b"0")
     assert frames(transport)[1:] == [[b"1", b"2"]]
-    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)
     answer(connection, transport, b"1", b"2")
+    assert len(transport.sent) == 2
+    end_run(connection, transport)
     assert frames(transport)[2:] == [[b"3", b"4", b"5", b"6", b"7"]]
 
 
-async def test_a_run_takes_one_thread_until_all_its_requests_are_answered() -> None:
+async def test_a_run_takes_one_thread_until_the_engine_is_done_with_it() -> None:
     connection, transport = connected()
     notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)
     submit(connection, b"a", b"b", b"c", b"d")
@@ -68,6 +77,8 @@ async def test_a_run_takes_one_thread_until_all_its_requests_are_answered() -> N
     assert frames(transport) == [[b"a"], [b"b", b"c", b"d"]]
     assert connection.running == 1
     answer(connection, transport, b"d")
+    assert len(transport.sent) == 2
+    end_run(connection, transport)
     assert frames(transport)[2:] == [[b"e"]]
 
 

@@ -62,17 +62,23 @@ class BatchRunner:
         self._proofs: weakref.WeakKeyDictionary[Built, Proof] = weakref.WeakKeyDictionary()
         self._lock = Lock()
 
-    def run(self, payload: bytes | memoryview) -> None:
-        """Answers all requests of a frame, which are of one program."""
+    def run(self, number: int, payload: bytes | memoryview) -> None:
+        """Answers all requests of a frame, which are of one program; then tells that it is done with the frame."""
+        notice = link_pb2.BatchNotice()
+        try:
+            self._run_all(payload, notice)
+        finally:
+            self._frames.send(Kind.BATCH_NOTICE, number, notice.SerializeToString())
+
+    def _run_all(self, payload: bytes | memoryview, notice: link_pb2.BatchNotice) -> None:
         most, requests = unpack_batch(payload)
         calls: list[Call] = []
         built: Built | None = None
-        key = ""
         for request_id, part in requests:
             with self._answering(request_id):
                 opened = open_payload(Kind.RUN, part if len(part) >= LEAST_PLACED_BYTES else bytes(part))
                 request = link_pb2.RunRequest.FromString(opened.payload)
-                built, key = self._program(request.key), request.key
+                notice.key, built = request.key, self._program(request.key)
                 values = evaluate_pb2.EvaluateRequest.FromString(request.request)
                 started_ns = time.monotonic_ns()
                 given = self._reader.within(request.blob_folder).arguments(
@@ -83,7 +89,7 @@ class BatchRunner:
                 may_batch = values.batching.allowed or not values.batching.HasField("allowed")
                 calls.append(self._placed(built, call) if may_batch else call)
         if built is not None:
-            self._run(built, key, calls, most)
+            self._run(built, calls, most, notice)
 
     def _placed(self, built: Built, call: Call) -> Call:
         """The call, with what it needs to run with others if it can."""
@@ -98,9 +104,8 @@ class BatchRunner:
         with self._lock:
             return self._proofs.setdefault(built, Proof())
 
-    def _run(self, built: Built, key: str, calls: Sequence[Call], most: int) -> None:
+    def _run(self, built: Built, calls: Sequence[Call], most: int, notice: link_pb2.BatchNotice) -> None:
         proof = self._proof(built)
-        was_proven = proof.is_proven
         groups: dict[object, list[Call]] = {}
         for call in calls:
             # Those that run by themselves come first: whoever asks for that must not wait for the others.
@@ -112,13 +117,11 @@ class BatchRunner:
             for chunk in chunks(group, most):
                 met |= len(chunk) > 1
                 self._answer_chunk(built, proof, chunk, most)
-        notice = link_pb2.BatchNotice(key=key, reason=proof.refusal)
+        notice.reason = proof.refusal
         if proof.refusal:
             notice.outcome = link_pb2.BatchNotice.OUTCOME_REFUSED
-        elif proof.is_proven and met:
+        elif proof.is_proven and (met or len(calls) < 2):
             notice.outcome = link_pb2.BatchNotice.OUTCOME_PROVEN
-        if not was_proven or notice.outcome != link_pb2.BatchNotice.OUTCOME_PROVEN:
-            self._frames.send(Kind.BATCH_NOTICE, 0, notice.SerializeToString())
 
     def _answer_chunk(self, built: Built, proof: Proof, calls: Sequence[Call], most: int) -> None:
         layout = proof.layout

@@ -7,8 +7,8 @@ A frame on the socket is a header (see link/framing.py) and a payload, one of th
 - GREETING (Greeting): from the engine, once.
 - COMPILE (CompileRequest) → COMPILED (CompileReply)
 - RUN (RunRequest) → RAN (the bytes of a `gradrule.v1.EvaluateResponse`)
-- RUN_BATCH (requests of one program by their ids, see link/batching.py) → for each, what answers a RUN; before them a BATCH_NOTICE
-  (BatchNotice), where there is news.
+- RUN_BATCH (requests of one program by their ids, see link/batching.py) → for each, what answers a RUN; and a
+  BATCH_NOTICE (BatchNotice).
 - FORWARD (ForwardRequest) → RAN (ForwardReply)
 - PULL_BACK (PullBackRequest) → RAN (the bytes of a `gradrule.v1.PullBackResponse`)
 - SESSION (SessionRequest) → RAN (SessionReply)
