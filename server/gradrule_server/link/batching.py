@@ -45,6 +45,11 @@ class BatchKey(NamedTuple):
     program: str
     rest: Hashable = ()
 
+    @property
+    def digest(self) -> str:
+        """The program's digest, which its key in any engine begins with."""
+        return self.program.partition("/")[0]
+
 
 @dataclass(slots=True, eq=False)
 class Batch:

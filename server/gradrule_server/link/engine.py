@@ -25,6 +25,7 @@ __all__ = ["Engine", "EngineRefused", "EngineStatus"]
 
 _log = logging.getLogger(__name__)
 
+_MOST_UNBATCHED = 1024
 _RETRY_AFTER_S = 2.0
 _OVERRUN_GRACE_S = 0.5
 # How long a call that was cancelled may go on where ending its engine would cost others their sessions and handles.
@@ -101,6 +102,8 @@ class Engine:
         """Loop time of the last request, or of the start of its process."""
         self.shelf: object = None
         """What those who load programs note of it; it goes with the engine."""
+        self._unbatched: set[str] = set()
+        """Programs whose calls ran together when a process ended: from then on they run alone."""
         self.last_ending: Ending | None = None
         """How the process before this one ended, as soon as that is known."""
         self.generation = 0
@@ -256,6 +259,8 @@ class Engine:
         """Hands a request in, see `Connection.submit`; `EngineLost` or ENGINE_UNAVAILABLE where there is no engine."""
         if self._process is None:
             raise unavailable()
+        if batch_key is not None and batch_key.digest in self._unbatched:
+            batch_key = None
         self.used_at = self._process.connection.loop.time()
         try:
             return self._process.connection.submit(kind, payload, account, suffix, batch_key)
@@ -352,6 +357,10 @@ class Engine:
             return
         self._process = None
         process.inquest.present = process.connection.present
+        if len(self._unbatched) < _MOST_UNBATCHED:
+            self._unbatched |= {
+                work.batch_key.digest for work in process.connection.lost if work.batch and work.batch_key
+            }
         report = asyncio.create_task(self._report(process), name="engine-report")
         self._reports.add(report)
         report.add_done_callback(self._reports.discard)

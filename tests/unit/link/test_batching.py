@@ -10,7 +10,7 @@ from gradrule_server.link.batching import BatchKey, pack_batch, unpack_batch
 from gradrule_server.link.connection import Connection, EngineGone
 from gradrule_server.link.framing import Kind, pack_header
 from gradrule_server.link.v1 import link_pb2
-from tests.unit.link.fake_engine import Transport
+from tests.unit.link.fake_engine import CRASH, FakeEngine, FakeProcess, Transport
 
 P, Q = BatchKey("p"), BatchKey("q")
 
@@ -187,3 +187,23 @@ def test_a_batch_that_is_cut_short_is_refused() -> None:
     for wrong in (payload[:-1], payload + b"x", payload[:6]):
         with pytest.raises(ValueError, match="batch of requests"):
             unpack_batch(wrong)
+
+
+async def test_a_program_whose_calls_ended_an_engine_together_runs_them_alone_from_then_on() -> None:
+    engine = FakeEngine()
+    connection, transport = connected()
+    engine.install(FakeProcess(connection))  # type: ignore[arg-type]
+    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN, "digest/1")
+    works = [engine.submit(Kind.RUN, name, batch_key=BatchKey("digest/1")) for name in (b"a", b"b", b"c")]
+    answer(connection, transport, b"a")
+    engine.fake.die(CRASH)
+    connection, transport = connected()
+    engine.install(FakeProcess(connection))  # type: ignore[arg-type]
+    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN, "digest/2")
+    for name in (b"d", b"e", b"f"):
+        engine.submit(Kind.RUN, name, batch_key=BatchKey("digest/2"))
+    answer(connection, transport, b"d")
+    assert frames(transport) == [[b"d"], [b"e"]]
+    for work in works[1:]:
+        with pytest.raises(EngineGone):
+            await work.answer
