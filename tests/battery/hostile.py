@@ -20,13 +20,12 @@ from tests.battery import judging, wire
 from tests.battery.figures import Figures, Findings, Scale
 from tests.battery.known import HealthyClient
 from tests.battery.processes import Holds, holds
-from tests.battery.serving import served
+from tests.battery.serving import SPARE_DESCRIPTORS, served, settled
 from tests.service import raw
 from tests.service.servers import RunningServer
 
 TARGET = "a healthy client beside each: 0 errors, p99 ≤ 1 s; descriptors return, memory ≤ 256 MiB more"
 P99_S = 1.0
-SPARE_DESCRIPTORS = 3
 MEMORY_BYTES = 256 << 20
 # A connection that says nothing is closed after the handshake's timeout of 10 s.
 _SETTLE_S = 20.0
@@ -67,7 +66,7 @@ async def endure(server: RunningServer, scale: Scale, seconds: float, p99_s: flo
         count, told = await attack(server.target, seconds)
         healthy.stop()
         await asking
-        after = await _settled(server, before)
+        after = await settled(server, before, _SETTLE_S)
         done += 1
         seen = healthy.seen
         asked += seen.asked
@@ -124,16 +123,6 @@ async def _warm_up(target: str) -> None:
     await asyncio.sleep(1.5)
     healthy.stop()
     await asking
-
-
-async def _settled(server: RunningServer, before: Holds) -> Holds:
-    """What the front end holds once it has let go of what it can, or after the time that it has for that."""
-    ends_at = time.monotonic() + _SETTLE_S
-    while True:
-        now = holds(server.process.pid)
-        if now.descriptors <= before.descriptors + SPARE_DESCRIPTORS or time.monotonic() > ends_at:
-            return now
-        await asyncio.sleep(0.2)
 
 
 # Connections.

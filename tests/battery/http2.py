@@ -21,8 +21,8 @@ from tests.battery.figures import Clock, Figures, Findings, Scale
 from tests.battery.fuzz import Pulse
 from tests.battery.http2_cases import SECRET, Case, Cases
 from tests.battery.known import HealthyClient
-from tests.battery.processes import Holds, holds
-from tests.battery.serving import data_folder, served
+from tests.battery.processes import holds
+from tests.battery.serving import SPARE_DESCRIPTORS, data_folder, served, settled
 from tests.service.servers import RunningServer
 
 TARGET = "the server stays up and answers others; 0 untyped statuses, 0 forged lines; memory and descriptors return"
@@ -30,7 +30,6 @@ LONG = 1_000_000
 CONNECTIONS = 12
 # The front end reads what the fuzzer sends with the same processor.
 STALL_S = 30.0
-SPARE_DESCRIPTORS = 3
 MEMORY_BYTES = 256 << 20
 # A connection that says nothing is closed after the handshake's timeout of 10 s.
 _SETTLE_S = 30.0
@@ -91,7 +90,7 @@ async def fuzz(server: RunningServer, scale: Scale, count: int, token: str | Non
     await asyncio.gather(*beside)
     details: dict[str, object] = {}
     if server.process.poll() is None:
-        after = await _settled(server, before)
+        after = await settled(server, before, _SETTLE_S)
         details = {
             "descriptors": [before.descriptors, after.descriptors],
             "grew_mib": round((after.resident_bytes - before.resident_bytes) / 2**20, 1),
@@ -228,13 +227,3 @@ def _reset(writer: asyncio.StreamWriter) -> None:
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
-
-
-async def _settled(server: RunningServer, before: Holds) -> Holds:
-    """What the front end holds once it has let go of what it can, or after the time that it has for that."""
-    ends_at = time.monotonic() + _SETTLE_S
-    while True:
-        now = holds(server.process.pid)
-        if now.descriptors <= before.descriptors + SPARE_DESCRIPTORS or time.monotonic() > ends_at:
-            return now
-        await asyncio.sleep(0.2)

@@ -22,6 +22,7 @@ MODULES: Mapping[str, str] = {
     "rolling": "tests.battery.rolling",
     "interleavings": "tests.battery.interleavings",
     "kills": "tests.battery.kills",
+    "restarts": "tests.battery.restarts",
     "soak": "tests.battery.soak",
     "fuzz": "tests.battery.fuzz",
     "http2": "tests.battery.http2",

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from gradrule_server.settings import Settings
 from gradrule_server.settings_reading import flag_name
 from tests.battery.figures import Scale
+from tests.battery.processes import Holds, holds
 from tests.service.servers import RunningServer, started_server
+
+SPARE_DESCRIPTORS = 3
+"""How many more descriptors a server may have after a row than before it."""
 
 _numbers = itertools.count()
 
@@ -39,3 +45,13 @@ def data_folder(scale: Scale, row: str) -> Path:
         folder = scale.folder / "servers" / f"{row}-{next(_numbers)}"
         if not folder.exists():
             return folder
+
+
+async def settled(server: RunningServer, before: Holds, within_s: float) -> Holds:
+    """Waits until the front end has about as many descriptors as `before`, at most `within_s`; what it holds then."""
+    ends_at = time.monotonic() + within_s
+    while True:
+        now = holds(server.process.pid)
+        if now.descriptors <= before.descriptors + SPARE_DESCRIPTORS or time.monotonic() > ends_at:
+            return now
+        await asyncio.sleep(0.2)

@@ -22,12 +22,13 @@ from tests.battery import (
     kills,
     op_table,
     overload,
+    restarts,
     rolling,
     soak,
 )
 from tests.battery.bomb_graphs import BOMBS, GROWING
 from tests.battery.figures import Figures, Scale
-from tests.battery.serving import served
+from tests.battery.serving import data_folder, served
 from tests.service.corpus import CRASHES, HANGS
 from tests.service.servers import RunningServer
 
@@ -41,6 +42,7 @@ SOAK_S = 15.0
 ATTACK_S = 1.0
 BUSY_GONE_S = 2.8
 BUSY_P99_S = 15.0
+BUSY_READY_S = 90.0
 
 
 def assert_met(figures: Figures) -> None:
@@ -106,6 +108,10 @@ async def test_hostile(shared_server: RunningServer, scale: Scale) -> None:
 async def test_kills(scale: Scale) -> None:
     with served(scale, "kills", **kills.settings()) as server:
         assert_met(await kills.kill(server, scale, KILLS))
+
+
+def test_restarts(scale: Scale) -> None:
+    assert_met(restarts.restart(data_folder(scale, "restarts"), 2, scale.clock(), ready_s=BUSY_READY_S))
 
 
 def test_rolling(scale: Scale) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -45,32 +46,54 @@ def evaluate(
 ) -> list[Array | None]:
     """What the rule gives at the case's site; `then` makes something else of it and the operands."""
 
-    def run(operands: Sequence[tf.Tensor], dys: Sequence[tf.Tensor], params: Mapping[str, tf.Tensor]) -> Any:
-        site = site_of(case.build, operands)
-        results = CODE_RULES[case.rule](site, case.upstream(site.outputs, dys), params)
-        return list(results) if then is None else then([r for r in results if r is not None], operands)
-
-    def spec(value: Array, unknown: bool) -> tf.TensorSpec:
-        return tf.TensorSpec([None, *value.shape[1:]] if unknown else value.shape, value.dtype)
-
     params = case.params if params is None else params
-    function = tf.function(
-        run,
-        jit_compile=jit,
-        autograph=False,
-        input_signature=[
-            [spec(value, batch_unknown and index == 0) for index, value in enumerate(operands)],
-            [spec(dy, batch_unknown) for dy in dys],
-            {name: tf.TensorSpec(None, tf.float64) for name in params},
-        ],
-    )
+    operand_specs = [_spec(value, batch_unknown and index == 0) for index, value in enumerate(operands)]
+    dy_specs = [_spec(dy, batch_unknown) for dy in dys]
+    # What `then` makes is one test's own, so it is not kept.
+    trace = _trace.__wrapped__ if then else _trace
+    function = trace(case, tuple(operand_specs), tuple(dy_specs), tuple(params), jit, then)
     values = {name: tf.constant(value, tf.float64) for name, value in params.items()}
     results = function(list(map(tf.constant, operands)), list(map(tf.constant, dys)), values)
     return [None if result is None else result.numpy() for result in results]
 
 
+def _spec(value: Array, unknown: bool) -> tf.TensorSpec:
+    return tf.TensorSpec([None, *value.shape[1:]] if unknown else value.shape, value.dtype)
+
+
+@cache
+def _trace(
+    case: Case,
+    operands: tuple[tf.TensorSpec, ...],
+    dys: tuple[tf.TensorSpec, ...],
+    params: tuple[str, ...],
+    jit: bool,
+    then: Callable[[list[tf.Tensor], Sequence[tf.Tensor]], Any] | None,
+) -> Any:
+    """Returns the function that `evaluate` calls. Tests of the same case and types share it: tracing takes longest."""
+
+    def run(operands: Sequence[tf.Tensor], dys: Sequence[tf.Tensor], params: Mapping[str, tf.Tensor]) -> Any:
+        site = site_of(case.build, operands)
+        results = CODE_RULES[case.rule](site, case.upstream(site.outputs, dys), params)
+        return list(results) if then is None else then([r for r in results if r is not None], operands)
+
+    signature = [list(operands), list(dys), {name: tf.TensorSpec(None, tf.float64) for name in params}]
+    return tf.function(run, jit_compile=jit, autograph=False, input_signature=signature)
+
+
+def forget_traces() -> None:
+    """Frees the functions that `evaluate` keeps, and with them the settings they were traced under."""
+    _trace.cache_clear()
+
+
 def given(case: Case, dtype: str) -> tuple[list[Array], list[Array]]:
-    """Operands and dys of a case in a type; complex where the case is."""
+    """Returns new arrays of operands and dys of a case in a type; complex where the case is."""
+    operands, dys = _given(case, dtype)
+    return [value.copy() for value in operands], [dy.copy() for dy in dys]
+
+
+@cache
+def _given(case: Case, dtype: str) -> tuple[list[Array], list[Array]]:
     is_complex = case.operands[0].dtype.kind == "c"
     kind: Any = {"float32": np.complex64, "float64": np.complex128}[dtype] if is_complex else dtype
     kind = tf.as_dtype(kind).as_numpy_dtype

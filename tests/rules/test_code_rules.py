@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from gradrule_server.engine.code_rules import CODE_RULES
 from tests.rules.code_cases import CASES, CODE_CASES, LAYER_RULES, Case
-from tests.rules.code_sites import check, evaluate, given
+from tests.rules.code_sites import check, evaluate, forget_traces, given
 
 ON_CPU = [case for case in CASES if not case.only_xla]
 # Layers that differ in most respects, for what the formula does not depend on.
@@ -24,6 +24,7 @@ def unoptimized_graphs() -> Iterator[None]:
     """Optimizing a graph takes longer than the one run of it."""
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     yield
+    forget_traces()
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": False})
 
 

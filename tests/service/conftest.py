@@ -1,4 +1,4 @@
-"""What most tests of refusals end with."""
+"""Fixtures of tests of real servers: two tenants, and an engine that must live on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
+import gradrule as gr
 from tests.service import raw
+from tests.service.guarded import Guarded
 from tests.service.servers import RunningServer
 
 
@@ -19,3 +21,23 @@ def same_engine(server: RunningServer, channel: grpc.Channel) -> Iterator[None]:
     yield
     raw.assert_healthy(channel)
     assert server.engine_pid() == before
+
+
+@pytest.fixture
+def names(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """Names of two tenants that only this test knows."""
+    return f"ada of {request.node.name}", f"grace of {request.node.name}"
+
+
+@pytest.fixture
+def ada(guarded: Guarded, names: tuple[str, str]) -> Iterator[gr.Client]:
+    """Returns a client of the first tenant; where one tenant does harm, it is this one."""
+    with guarded.connect(names[0]) as client:
+        yield client
+
+
+@pytest.fixture
+def grace(guarded: Guarded, names: tuple[str, str]) -> Iterator[gr.Client]:
+    """Returns a client of the second tenant."""
+    with guarded.connect(names[1]) as client:
+        yield client

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -12,6 +17,7 @@ from tests.service.servers import RunningServer, wait_until
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 GRADIENTS = "gradrule.v1.GradientService"
+_SERVING_WITHIN_S = 60.0
 
 
 def health(target: str, service: str) -> int | None:
@@ -31,3 +37,42 @@ def wait_for_another_engine(running: RunningServer, engine: int) -> None:
     """Until an engine other than this one serves."""
     running.wait_for_engine(other_than=engine)
     wait_until(lambda: True if health(running.target, GRADIENTS) == SERVING else None, "another engine", 60)
+
+
+@dataclass
+class HealthRecord:
+    """What the health of `GRADIENTS` was over time. statuses: without repetitions; None: nobody answered."""
+
+    statuses: list[int | None] = field(default_factory=list)
+    first_answer_s: float = 0.0
+    """When something answered first, by the monotonic clock; 0 before."""
+
+    def faults(self) -> list[str]:
+        """Returns what is wrong with the statuses of a start. Right is: no answer, then NOT_SERVING, then SERVING."""
+        found = [status for status in self.statuses if status is not None]
+        return [] if found == [NOT_SERVING, SERVING] else [f"health was {self.statuses} during the start"]
+
+
+@contextlib.contextmanager
+def recorded_health(target: str) -> Iterator[HealthRecord]:
+    """Asks for the health again and again in another thread, until it is SERVING, which the block must bring about."""
+    record, ended = HealthRecord(), threading.Event()
+
+    def ask() -> None:
+        while not ended.wait(0.02):
+            status = health(target, GRADIENTS)
+            if status is not None and not record.first_answer_s:
+                record.first_answer_s = time.monotonic()
+            if record.statuses[-1:] != [status]:
+                record.statuses.append(status)
+            if status == SERVING:
+                return
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        yield record
+        asking.join(_SERVING_WITHIN_S)
+    finally:
+        ended.set()
+        asking.join()

@@ -36,26 +36,6 @@ _FEEDS = {"x": np.float32([1, 2])}
 
 
 @pytest.fixture
-def names(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """Names of two tenants that only this test knows."""
-    return f"ada of {request.node.name}", f"grace of {request.node.name}"
-
-
-@pytest.fixture
-def ada(guarded: Guarded, names: tuple[str, str]) -> Iterator[gr.Client]:
-    """The tenant whose graphs do harm."""
-    with guarded.connect(names[0]) as client:
-        yield client
-
-
-@pytest.fixture
-def grace(guarded: Guarded, names: tuple[str, str]) -> Iterator[gr.Client]:
-    """The tenant that must not notice."""
-    with guarded.connect(names[1]) as client:
-        yield client
-
-
-@pytest.fixture
 def engines_of(guarded: Guarded) -> Iterator[Callable[..., set[int]]]:
     """`engines_of(tenant, sessions=False)`: processes of a tenant's engines, as the server tells them."""
     with guarded.connect("root") as root:

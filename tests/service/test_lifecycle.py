@@ -21,7 +21,14 @@ import gradrule as gr
 from tests.battery.processes import has_ended
 from tests.service import endless, raw, servers
 from tests.service.answers import assert_close, refused
-from tests.service.health import GRADIENTS, NOT_SERVING, SERVING, health, wait_for_another_engine
+from tests.service.health import (
+    GRADIENTS,
+    NOT_SERVING,
+    SERVING,
+    health,
+    recorded_health,
+    wait_for_another_engine,
+)
 from tests.service.servers import RunningServer, running_server, serve_command, server_environment, wait_until
 
 
@@ -227,7 +234,10 @@ def check_kept(client: Any, factor: float) -> None:
 
 
 def test_rules_and_programs_outlive_the_server(tmp_path: Path) -> None:
-    """Stopped, started, the rule's name given to another rule, and killed right after the acknowledgement."""
+    """Stopped, started, the rule's name given to another rule, and killed right after the acknowledgement.
+
+    While it starts after the kill, its health says so.
+    """
     with running_server(tmp_path) as first:
         with gr.connect(first.target) as client:
             client.create_rule("Kept", "5 * dy", description="kept")
@@ -256,9 +266,15 @@ def test_rules_and_programs_outlive_the_server(tmp_path: Path) -> None:
         assert_close(fresh.evaluate({"x": [2.0]}).gradients["x"], np.float32([7]))
         compiled_last = client.compile(raw.sign_graph().SerializeToString(), fetches=["x"], name="last")
         third.kill()
-    with running_server(tmp_path) as fourth, gr.connect(fourth.target) as client:
+    with (
+        recorded_health(third.target) as seen,
+        running_server(tmp_path, ["--port", third.target.rpartition(":")[2]]) as fourth,
+        gr.connect(fourth.target) as client,
+    ):
         assert {item.name for item in client.list_programs()} == {"programs/kept", "programs/last", fresh.name}
         assert client.program(compiled_last.name).evaluate({"x": [4.0]}).outputs["x"].tolist() == [4.0]
+    # While it started again, its health said that nothing could be evaluated yet.
+    assert seen.faults() == []
 
 
 _LISTENS = "print('gradrule: listening on nowhere:1', flush=True)"

@@ -25,14 +25,15 @@ from gradrule_server.link.v1 import link_pb2
 from tests.service.graph_defs import drawn, placeholder
 
 _MEBIBYTE = 1024 * 1024
+_LIMIT = 1024 * _MEBIBYTE
 
 
 class Front:
     """One engine, confined as far as this platform can, with a limit of memory, and the loop that it is held on."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory_limit: int) -> None:
         self.runner = asyncio.Runner()
-        self.pool = EnginePool(ProcessOptions("cpu", 2, memory_limit=2 << 30), spares=0)
+        self.pool = EnginePool(ProcessOptions("cpu", 2, memory_limit=memory_limit), spares=0)
         self.runner.run(self.pool.start())
         self.runner.run(_compile(self.pool))
 
@@ -43,7 +44,17 @@ class Front:
 
 @pytest.fixture(scope="module")
 def front() -> Iterator[Front]:
-    made = Front()
+    made = Front(2 << 30)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def front_without() -> Iterator[Front]:
+    """The same without shared memory, as on a system that has none, and with less memory."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(arena, "is_supported", lambda: False)
+        made = Front(_LIMIT)
     yield made
     made.close()
 
@@ -73,7 +84,11 @@ async def _compile(pool: EnginePool) -> None:
 
 def _run(values: np.ndarray) -> link_pb2.RunRequest:
     call = evaluate_pb2.EvaluateRequest()
-    call.feeds.add(name="x").value.inline.ParseFromString(tf.make_tensor_proto(values).SerializeToString())
+    inline = call.feeds.add(name="x").value.inline
+    inline.dtype = tensor_pb2.DT_FLOAT
+    inline.tensor_shape.CopyFrom(_tensors.shape_message(values.shape))
+    # Without TensorFlow's own message in between, which is another two copies.
+    inline.tensor_content = values.tobytes()
     return link_pb2.RunRequest(key="double", request=call.SerializeToString())
 
 
@@ -163,32 +178,23 @@ async def _a_killed_engine_leaves_nothing(pool: EnginePool) -> None:
     assert Path("/proc/self/maps").read_text().count("memfd:gradrule") == mapped
 
 
-async def test_without_shared_memory_all_goes_through_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a system that has none."""
-    monkeypatch.setattr(arena, "is_supported", lambda: False)
-    pool = EnginePool(ProcessOptions("cpu", 2), spares=0)
-    await pool.start()
-    await _compile(pool)
+def test_without_shared_memory_all_goes_through_the_socket(front_without: Front) -> None:
     values = np.arange(_MEBIBYTE, dtype=np.float32)
-    np.testing.assert_array_equal(_values(await _ask(pool, Kind.RUN, _run(values))), 2 * values)
-    await pool.stop()
+    answer = front_without.runner.run(_ask(front_without.pool, Kind.RUN, _run(values)))
+    np.testing.assert_array_equal(_values(answer), 2 * values)
 
 
-async def test_a_request_that_the_engine_has_no_room_for_is_refused_and_the_next_one_is_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(arena, "is_supported", lambda: False)
-    limit = 1024 * _MEBIBYTE
-    pool = EnginePool(ProcessOptions("cpu", 2, memory_limit=limit), spares=0)
-    await pool.start()
-    await _compile(pool)
+def test_a_request_that_the_engine_has_no_room_for_is_refused_and_the_next_one_is_not(front_without: Front) -> None:
+    front_without.runner.run(_a_request_that_the_engine_has_no_room_for_is_refused(front_without.pool))
+
+
+async def _a_request_that_the_engine_has_no_room_for_is_refused(pool: EnginePool) -> None:
     pid = pool.engines[0].pid
     # Of its limit, the engine itself takes some.
     with pytest.raises(GradruleError) as caught:
         await _ask(pool, Kind.RUN, _run(np.ones(200 * _MEBIBYTE, np.float32)))
     assert caught.value.reason == errors_pb2.ERROR_REASON_MEMORY_EXCEEDED
-    assert f"{limit} bytes (--memory-limit)" in caught.value.message
+    assert f"{_LIMIT} bytes (--memory-limit)" in caught.value.message
     values = np.arange(_MEBIBYTE, dtype=np.float32)
     np.testing.assert_array_equal(_values(await _ask(pool, Kind.RUN, _run(values))), 2 * values)
     assert pool.engines[0].pid == pid
-    await pool.stop()

@@ -27,26 +27,6 @@ WORDS: dict[str, Any] = {"fetches": ["y"], "ys": ["y"], "xs": ["x"]}
 
 
 @pytest.fixture
-def names(request: pytest.FixtureRequest) -> tuple[str, str]:
-    """Names of two tenants that only this test knows."""
-    return f"ada of {request.node.name}", f"grace of {request.node.name}"
-
-
-@pytest.fixture
-def ada(guarded: Guarded, names: tuple[str, str]) -> Iterator[gr.Client]:
-    """The first."""
-    with guarded.connect(names[0]) as client:
-        yield client
-
-
-@pytest.fixture
-def grace(guarded: Guarded, names: tuple[str, str]) -> Iterator[gr.Client]:
-    """The second."""
-    with guarded.connect(names[1]) as client:
-        yield client
-
-
-@pytest.fixture
 def channels(guarded: Guarded) -> Iterator[Any]:
     """`channels(tenant)`: a bare channel of a tenant's."""
     with ExitStack() as stack:

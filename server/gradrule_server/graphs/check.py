@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from gradrule.v1.graph_pb2 import AttrValue, Graph
 from gradrule.v1.graph_pb2 import Node as NodeMessage
 from gradrule_server.graphs.findings import Findings, Reason, quote
+from gradrule_server.graphs.growth import count_inlined
 from gradrule_server.graphs.ir import GRADIENT_ATTR, Body, Limits, Node, is_call
 from gradrule_server.graphs.knots import OUTPUTS_NOTE
 from gradrule_server.graphs.library import Library
@@ -32,6 +33,10 @@ def check(graph: Graph, limits: Limits, findings: Findings) -> tuple[Body, Libra
         findings.raise_if_any()
     library = Library(graph, limits, findings)
     if _check_recursion(graph, library, findings):
+        findings.raise_if_any()
+    least = count_inlined(graph)
+    if least > limits.inlined_nodes:
+        _refuse_size(least, limits, findings)
         findings.raise_if_any()
     top = read_top(graph, findings)
     _check_body(top, library, limits, findings)
@@ -76,6 +81,8 @@ def _check_knots(draft: Draft, findings: Findings) -> None:
 def _check_recursion(graph: Graph, library: Library, findings: Findings) -> bool:
     """GRAPH_CYCLE for functions that call themselves, themselves or through others. Names alone decide."""
     names = library.names()
+    if not names:
+        return False
     numbers = {name: number for number, name in enumerate(names)}
     edges: dict[int, list[int]] = {}
     pending = sorted(_mentioned(graph.node, numbers) | {numbers[name] for name in library.rules()})
@@ -144,11 +151,7 @@ def _check_size(roots: Sequence[Body], limits: Limits, findings: Findings) -> No
     size, depth = sum(sizes[id(root)] for root in roots), max(depths[id(root)] for root in roots)
     added = sum(weights[id(root)] for root in roots) - once
     if size > limits.inlined_nodes:
-        message = (
-            f"With every call inlined the graph has {size} nodes; {limits.inlined_nodes} is the most "
-            "(--max-inlined-nodes)."
-        )
-        findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message)
+        _refuse_size(size, limits, findings)
     elif added > limits.inlined_bytes:
         message = (
             f"Inlining calls adds {added} bytes of names and attributes, constants included, to the graph's {once}; "
@@ -158,6 +161,13 @@ def _check_size(roots: Sequence[Body], limits: Limits, findings: Findings) -> No
     if depth > limits.call_depth:
         message = f"Calls, loops and branches nest {depth} deep; {limits.call_depth} is the most (--max-call-depth)."
         findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message)
+
+
+def _refuse_size(size: int, limits: Limits, findings: Findings) -> None:
+    message = (
+        f"With every call inlined the graph has {size} nodes; {limits.inlined_nodes} is the most (--max-inlined-nodes)."
+    )
+    findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message)
 
 
 class _Weights:

@@ -163,15 +163,16 @@ class _Copier:
                 name = into.unique(f"{name}/computed")
             inputs = tuple([placed.ref(ref) for ref in node.inputs])
             controls: Sequence[int] = [placed.nodes[control] for control in node.controls] if node.controls else ()
-            if gate is not None and (is_call(node) or all(ref[0] < source.arg_count for ref in node.inputs)):
+            calls = is_call(node)
+            if gate is not None and (calls or all(ref[0] < source.arg_count for ref in node.inputs)):
                 controls = [*controls, gate]
             copy = Node(name, node.op, inputs, controls, node.attrs, node.outputs, unsupported=node.unsupported)
-            asks = is_call(node) and around is None
+            asks = calls and around is None
             resolved = self._call(node, into.public(public), source, live=live) if asks else None
             label = resolved.label if isinstance(resolved, Match) else around
             # A rule for a call replaces the gradient of the whole call, so the call must still be there.
             whole = isinstance(resolved, Match) and resolved.rule != OWN_GRADIENT
-            if is_call(node) and not whole:
+            if calls and not whole:
                 apart = self._apart.get(position, set()) if is_top else set()
                 self._inline(
                     node,
@@ -197,7 +198,8 @@ class _Copier:
                     )
                     self.places.append(place)
                 copy.watched = live and bool(inputs) and any(dtype in DIFFERENTIABLE for dtype in node.outputs or ())
-                self._copy_functions(node, copy, into.public(name), live=live and not is_call(node), around=label)
+                if node.functions:
+                    self._copy_functions(node, copy, into.public(name), live=live and not calls, around=label)
             if fed:
                 self._feed(node, public, sorted(fed), into, position, placed)
         return placed
@@ -310,11 +312,13 @@ def _not_behind(body: Body, result: int, ends: Sequence[int]) -> list[int]:
     missing = dict.fromkeys(ends)
     if not missing:
         return []
+    # Nodes are added producers first, so nothing before the first of them waits for one of them.
+    first = min(missing)
     seen: set[int] = set()
     pending = [result]
     while pending and missing:
         position = pending.pop()
-        if position not in seen:
+        if position >= first and position not in seen:
             seen.add(position)
             missing.pop(position, None)
             pending += [*(producer for producer, _ in body.nodes[position].inputs), *body.nodes[position].controls]

@@ -31,7 +31,7 @@ from gradrule_server.graphs.variables import lower_variables
 from gradrule_server.graphs.wishes import Wishes
 from gradrule_server.graphs.write import tensor_name, write_graph
 from gradrule_server.graphs.write_rule import write_rule
-from gradrule_server.policy import refusal
+from gradrule_server.policy import Fault, refusal
 
 
 def _no_rule(name: str, _: str) -> int:
@@ -142,7 +142,12 @@ def _expand(graph: Graph, request: ExpandRequest, limits: Limits) -> Expanded:
     fed = _fed(request, names, findings)
     wishes = Wishes(request.known_rule, request.bring, library.gradients, library.foreign, bool(request.ys), findings)
     resolver = Resolver(
-        choosers(request.overrides, library, findings), wishes, bool(request.ys), findings, request.again
+        choosers(request.overrides, library, findings),
+        wishes,
+        bool(request.ys),
+        findings,
+        request.again,
+        limits.inlined_nodes,
     )
     check_rewrites(request.rewrites, findings)
     given = table.given(request.variables, "spec.variables", findings)
@@ -295,7 +300,7 @@ def _resolve(
     """Decides which node of the copy gets which rule, and ties up subgraphs that get one. LIMIT_EXCEEDED."""
     inner: dict[str, tuple[Body, int]] = {}
 
-    def find(text: str, field: str) -> tuple[Body, Ref] | None:
+    def look_up(text: str) -> tuple[Body, Ref] | None:
         if text in named:
             return copy.body, copy.tensors[named[text]]
         if not inner:
@@ -307,10 +312,16 @@ def _resolve(
         name, output = parse_tensor_name(text) or ("", 0)
         found = inner.get(name)
         if found is None or output >= len(found[0].nodes[found[1]].outputs or ()):
-            message = f"There is no tensor {quote(text)}.{findings.near(name, inner)}"
-            findings.add(Reason.ERROR_REASON_UNKNOWN_TENSOR, message, field=field)
             return None
         return found[0], (found[1], output)
+
+    def find(text: str, field: str) -> tuple[Body, Ref] | None:
+        found = look_up(text)
+        if found is None:
+            name, _ = parse_tensor_name(text) or ("", 0)
+            message = f"There is no tensor {quote(text)}.{findings.near(name, inner)}"
+            findings.add(Reason.ERROR_REASON_UNKNOWN_TENSOR, message, field=field)
+        return found
 
     def moved(texts: Iterable[str]) -> frozenset[Ref]:
         return frozenset(copy.tensors[asked[text]] for text in texts)
@@ -320,6 +331,7 @@ def _resolve(
         copy.places,
         copy.scopes,
         Asked(moved(request.xs), moved(request.ys), moved(request.stop_gradients)),
+        look_up,
         find,
     )
     looks = len(resolver.choosers) * len(copy.places)
@@ -354,11 +366,16 @@ def _prune(copy: Copy, roots: Iterable[Ref]) -> dict[Ref, Ref]:
 
 def _check_runnable(roots: Iterable[Body], scopes: Mapping[str, str], limits: Limits, findings: Findings) -> None:
     """UNSUPPORTED_OP and OP_NOT_ALLOWED for nodes that are needed; what is not needed reaches no engine."""
+    # Nodes share their attributes, and most are of few op types.
+    known: dict[tuple[str, int], Fault | None] = {}
     for body, node in itertools.chain.from_iterable(map(nodes_of, roots)):
         reason, why = Reason.ERROR_REASON_UNSUPPORTED_OP, node.unsupported
-        if not why and not is_call(node):
-            op = _opdefs.find(node.op)
-            fault = refusal(op, node.attrs, limits) if op else None
+        if not why and not (node.functions and is_call(node)):
+            key = (node.op, id(node.attrs))
+            if key not in known:
+                op = _opdefs.find(node.op)
+                known[key] = refusal(op, node.attrs, limits) if op else None
+            fault = known[key]
             if fault:
                 reason, why = fault
         if why:

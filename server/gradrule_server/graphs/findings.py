@@ -31,6 +31,11 @@ class Findings:
     def __bool__(self) -> bool:
         return bool(self.all)
 
+    @property
+    def full(self) -> bool:
+        """Whether no more findings are kept."""
+        return len(self.all) >= MAX_FINDINGS
+
     def add(self, reason: ErrorReason.ValueType, message: str, node: str = "", field: str = "") -> None:
         """Notes one finding."""
         if len(self.all) < MAX_FINDINGS:

@@ -1,68 +1,80 @@
-"""Node names by glob and by regular expression."""
+"""Node names by glob and by regular expression, many expressions at once."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import re2
-
-NameTest = Callable[[str], bool]
 
 MAX_PATTERN = 1000
 """Characters of a glob or regular expression."""
 
 _MAGIC = re.compile(r"[*?]")
+_GLOB_PARTS = re.compile(r"\*{2,}|\*|\?")
+_GLOB_MEANS = {"?": "[^/]", "*": "[^/]*"}
+_ANYTHING = "(?s:.*)"
+_SET_SIZE = 128
 
 
-def name_test(glob: str) -> NameTest:
-    """Tests a whole name: exact, or a glob in which `?` and `*` stay within a part between slashes and `**` crosses."""
-    if not _MAGIC.search(glob):
-        return glob.__eq__
-    pattern = compile_glob(glob)
-    return lambda name: pattern.fullmatch(name) is not None
+def is_glob(text: str) -> bool:
+    """Whether a name has characters that stand for others."""
+    return _MAGIC.search(text) is not None
 
 
-def regex_test(regex: str) -> NameTest:
-    """Tests a whole name by an RE2 expression, in time that grows with the name alone. `ValueError` if it is faulty."""
-    options = re2.Options()
-    options.log_errors = False
+def compile_regex(regex: str) -> re2._Regexp:
+    """Compiles an RE2 expression, which takes linear time to match. `ValueError` if it is faulty."""
     try:
-        pattern = re2.compile(regex, options)
+        return re2.compile(regex, _options())
     except re2.error as cause:
         text = cause.args[0] if cause.args else cause
         raise ValueError(text.decode(errors="replace") if isinstance(text, bytes) else str(text)) from None
-    return lambda name: pattern.fullmatch(name) is not None
 
 
-def compile_glob(glob: str) -> re.Pattern[str]:
-    """The pattern as a regular expression.
-
-    What lies between stars is matched as early as it can be and never again (`(?>…)`): later choices cannot help, and
-    trying them would take exponential time.
-    """
-    blocks = re.split(r"\*{2,}", glob)
-    head = _block(blocks[0])
-    if len(blocks) == 1:
-        return re.compile(head, re.DOTALL)
-    middle = "".join(f"(?>.*?{_early(block)})" for block in blocks[1:-1] if block)
-    return re.compile(f"{_early(blocks[0])}{middle}.*{_block(blocks[-1])}", re.DOTALL)
+def glob_regex(glob: str) -> str:
+    """The RE2 expression of a glob: `?` and `*` stay within a part between slashes, `**` crosses them."""
+    pieces, start = [], 0
+    for part in _GLOB_PARTS.finditer(glob):
+        pieces += [re2.escape(glob[start : part.start()]), _GLOB_MEANS.get(part[0], _ANYTHING)]
+        start = part.end()
+    return "".join([*pieces, re2.escape(glob[start:])])
 
 
-def _early(block: str) -> str:
-    """Matches a block with `*` as early as possible."""
-    first, *rest = block.split("*")
-    return _literal(first) + "".join(f"(?>[^/]*?{_literal(part)})" for part in rest)
+class PatternSet:
+    """Matches whole names with many RE2 expressions, those of up to `_SET_SIZE` in one pass over the name."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self._sets = [_Set(patterns[start : start + _SET_SIZE], start) for start in range(0, len(patterns), _SET_SIZE)]
+
+    def matching(self, name: str) -> tuple[int, ...]:
+        """Numbers of the expressions that match."""
+        return tuple([number for item in self._sets for number in item.matching(name)])
 
 
-def _block(block: str) -> str:
-    """Matches a block up to the end of the name."""
-    first, *rest = block.split("*")
-    if not rest:
-        return _literal(first)
-    early = "".join(f"(?>[^/]*?{_literal(part)})" for part in rest[:-1])
-    return f"{_literal(first)}{early}[^/]*{_literal(rest[-1])}"
+class _Set:
+    def __init__(self, patterns: Sequence[str], first: int) -> None:
+        self._first = first
+        self._patterns = patterns
+        self._single: list[re2._Regexp] = []
+        self._set: re2.Set | None = re2.Set.FullMatchSet(_options())
+        for pattern in patterns:
+            self._set.Add(pattern)
+        # Matches everything: an answer without it means that the set ran out of memory.
+        self._anything = self._set.Add(_ANYTHING)
+        try:
+            self._set.Compile()
+        except re2.error:
+            self._set = None
+
+    def matching(self, name: str) -> list[int]:
+        found = None if self._set is None else self._set.Match(name)
+        if found is None:
+            self._single = self._single or [compile_regex(pattern) for pattern in self._patterns]
+            return [self._first + number for number, one in enumerate(self._single) if one.fullmatch(name)]
+        return [self._first + number for number in found if number != self._anything]
 
 
-def _literal(text: str) -> str:
-    return re.escape(text).replace(r"\?", "[^/]")
+def _options() -> re2.Options:
+    options = re2.Options()
+    options.log_errors = False
+    return options

@@ -62,7 +62,7 @@ class Limits(Bounds):
     graph_bytes: int = 1 << 30
     # Of all attributes that functions get from their calls: they can double with each level.
     attr_bytes: int = 4 << 20
-    # Nodes of a program times its overrides: each override looks at each node.
+    # Nodes of a program times its overrides: a byte is kept for each node and override while they are selected.
     selections: int = 10_000_000
     # That an engine may take; 0: any.
     engine_bytes: int = 0

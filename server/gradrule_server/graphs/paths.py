@@ -5,16 +5,24 @@ Nodes are told apart by identity. A loop's or branch's node counts as one: what 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from gradrule_server.graphs.ir import DIFFERENTIABLE, LOOPS, Body, Node, Ref, is_call
+import numpy as np
+from numpy.typing import NDArray
 
-Ranks = dict[int, int]
+from gradrule_server.graphs.ir import DIFFERENTIABLE, LOOPS, Body, Node, Ref, is_call
 
 Flows = Mapping[int, range]
 """Per node (by id) the inputs that gradients go to; for a node that is not there, all."""
+
+Seeds = Mapping[int, Mapping[Ref, int]]
+"""Per body (by id) tensors from which dependence starts, each with the bits of the sets that it belongs to."""
+
+Flags = NDArray[np.bool_]
+Counts = NDArray[np.int32]
 
 
 def in_order(body: Body) -> list[int]:
@@ -46,6 +54,20 @@ def flows_to(node: Node, index: int, flows: Flows) -> bool:
     return id(node) not in flows or index in flows[id(node)]
 
 
+class Orders:
+    """Computes the order of each body once. The bodies must not change and must outlive this."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, list[int]] = {}
+
+    def of(self, body: Body) -> list[int]:
+        """The same as `in_order`."""
+        order = self._known.get(id(body))
+        if order is None:
+            order = self._known[id(body)] = in_order(body)
+        return order
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
     """What gradients do not follow: tensors of the top level that count as constants, inputs that get no gradient."""
@@ -59,35 +81,117 @@ class Cut:
         return node.op != "StopGradient" and any(dtype in DIFFERENTIABLE for dtype in node.outputs or ())
 
 
-def dependents(top: Body, home: Body, seeds: Collection[Ref], cut: Cut | None = None) -> set[int]:
+def dependents(
+    top: Body, home: Body, seeds: Collection[Ref], cut: Cut | None = None, orders: Orders | None = None
+) -> set[int]:
     """Nodes (by id) that depend on one of the tensors of `home`; their own producers only if they depend on another.
 
     `cut`: dependence that gradients follow, not any.
     """
-    walk = _Forward(home, frozenset(seeds), cut)
-    walk.run(top, set())
-    return walk.found
-
-
-def dependencies(top: Body, targets: Collection[Ref], cut: Cut | None = None) -> set[int]:
-    """Nodes (by id) that one of the tensors depends on, their producers included. `cut`: as for `dependents`."""
+    walk = _Forward({id(home): dict.fromkeys(seeds, 1)}, cut, orders or Orders())
+    walk.run(top, (), goes_round=False)
     found: set[int] = set()
-    _backward(top, {producer for producer, _ in targets}, cut, found)
+    for body, bits in walk.found():
+        found.update(id(node) for node, depends in zip(body.nodes, bits, strict=True) if depends)
     return found
 
 
-def ranks_from_xs(top: Body, candidates: AbstractSet[int], path: AbstractSet[int], flows: Flows) -> Ranks:
-    """Per candidate (by id): the largest number of other candidates on one way along the path that leads to it."""
-    ranks: Ranks = {}
-    _rank_forward(top, [], candidates, path, flows, ranks)
-    return ranks
+def dependents_of_sets(top: Body, seeds: Seeds, orders: Orders) -> Mapping[int, Sequence[int]]:
+    """Per body (by id) and node: the bits of the sets of tensors of which the node depends on at least one.
+
+    All sets are followed in one walk.
+    """
+    walk = _Forward(seeds, None, orders)
+    walk.run(top, (), goes_round=False)
+    return {id(body): bits for body, bits in walk.found()}
 
 
-def ranks_from_ys(top: Body, candidates: AbstractSet[int], path: AbstractSet[int], flows: Flows) -> Ranks:
-    """Per candidate (by id): the largest number of other candidates on one way along the path that leads on from it."""
-    ranks: Ranks = {}
-    _rank_backward(top, 0, candidates, path, flows, ranks)
-    return ranks
+def dependencies(top: Body, targets: Collection[Ref], cut: Cut | None = None, orders: Orders | None = None) -> set[int]:
+    """Nodes (by id) that one of the tensors depends on, their producers included. `cut`: as for `dependents`."""
+    found: set[int] = set()
+    _backward(top, {producer for producer, _ in targets}, cut, found, orders or Orders())
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Counts, for several sets of nodes at once, members of the set on the way along the path.
+
+    `members`: by node (by id), in which sets it is. `wanted`: per set, the count that is looked for.
+    """
+
+    members: Mapping[int, Flags]
+    wanted: Counts
+    path: AbstractSet[int]
+    flows: Flows
+    orders: Orders
+
+    def from_xs(self, top: Body) -> dict[int, Flags]:
+        """Per member (by id): in which of its sets the largest number of other members on one way that leads to it is
+        the one wanted."""
+        found: dict[int, Flags] = {}
+        self._forward(top, (), found)
+        return found
+
+    def from_ys(self, top: Body) -> dict[int, Flags]:
+        """The same for ways that lead on from each member."""
+        found: dict[int, Flags] = {}
+        self._backward(top, np.zeros_like(self.wanted), found)
+        return found
+
+    def _forward(self, body: Body, args: Sequence[Counts], found: dict[int, Flags]) -> Counts:
+        """Ranks a body's members; returns the largest counts behind its results. Nodes share arrays of counts."""
+        nodes, members = body.nodes, self.members
+        zero: Counts = np.zeros_like(self.wanted)
+        behind = [zero] * len(nodes)
+        behind[: len(args)] = args
+        for position in self.orders.of(body):
+            node = nodes[position]
+            key = id(node)
+            if position < len(args) or key not in self.path:
+                continue
+            before = [
+                behind[producer] if flows_to(node, index, self.flows) else zero
+                for index, (producer, _) in enumerate(node.inputs)
+            ]
+            count = after = _largest(before, zero)
+            if key in members:
+                found[key] = (count == self.wanted) & members[key]
+                after = count + members[key]
+            for inner, offset, _ in _inner(node):
+                after = np.maximum(after, self._forward(inner, before[offset:], found))
+            behind[position] = after
+        return _largest([behind[ref[0]] for ref in body.results], zero)
+
+    def _backward(self, body: Body, base: Counts, found: dict[int, Flags]) -> Counts:
+        """Ranks a body's members, `base` of which lie behind its results; returns the largest counts of its
+        arguments."""
+        nodes, members = body.nodes, self.members
+        ahead = [base] * len(nodes)
+        for position in reversed(self.orders.of(body)):
+            node = nodes[position]
+            key = id(node)
+            if key not in self.path:
+                continue
+            count = before = ahead[position]
+            if key in members:
+                found[key] = (count == self.wanted) & members[key]
+                before = count + members[key]
+            for inner, _, _ in _inner(node):
+                before = np.maximum(before, self._backward(inner, count, found))
+            for index, (producer, _) in enumerate(node.inputs):
+                if flows_to(node, index, self.flows):
+                    ahead[producer] = _largest((before, ahead[producer]), base)
+        return _largest(ahead[: body.arg_count], base)
+
+
+def _largest(counts: Iterable[Counts], least: Counts) -> Counts:
+    """The largest count per set; none is below `least`. Nodes on one way share arrays, which need no comparison."""
+    largest = least
+    for item in counts:
+        if item is not least and item is not largest:
+            largest = item if largest is least else np.maximum(largest, item)
+    return largest
 
 
 def _inner(node: Node) -> Iterator[tuple[Body, int, bool]]:
@@ -99,105 +203,112 @@ def _inner(node: Node) -> Iterator[tuple[Body, int, bool]]:
 
 
 class _Forward:
-    """Notes dependents. Each body remembers which of its arguments depend, and is walked again only if more do."""
+    """Follows dependence from several sets of tensors at once: each node gets the bits of the sets it depends on.
 
-    def __init__(self, home: Body, seeds: AbstractSet[Ref], cut: Cut | None) -> None:
-        self._home, self._seeds, self._cut = home, seeds, cut
-        self.found: set[int] = set()
-        self._known: dict[int, tuple[frozenset[int], set[int]]] = {}
+    A body is walked once; when more comes in later, only nodes that it reaches are looked at again. So a loop costs
+    what changes in it, not its size times its rounds.
+    """
 
-    def run(self, body: Body, args: AbstractSet[int]) -> set[int]:
-        """Walks a body of which these arguments depend; returns which results do."""
-        known, results = self._known.get(id(body), (None, set()))
-        if known is not None and args <= known:
-            return results
-        args = args | (known or frozenset())
-        seeds = self._seeds if body is self._home else frozenset()
-        constants = self._cut.constants if self._cut is not None and not body.name else frozenset()
-        reached = set(args)
-        self.found |= {id(body.nodes[position]) for position in args}
-        for position in in_order(body):
-            node = body.nodes[position]
-            if self._cut is not None and not self._cut.passes(node):
-                continue
-            hit = [
-                index
-                for index, ref in enumerate(node.inputs)
-                if (ref[0] in reached or ref in seeds)
-                and ref not in constants
-                and (self._cut is None or flows_to(node, index, self._cut.flows))
-            ]
-            is_reached = bool(hit)
-            # A tensor of a loop's body may be a seed though nothing that goes into the loop depends on one.
-            for inner, offset, goes_round in _inner(node) if hit or body is not self._home else ():
-                live = {index - offset for index in hit if index >= offset}
-                while not (out := self.run(inner, live)) <= live and goes_round:
-                    live |= out
-                is_reached |= bool(out)
-            if is_reached:
-                reached.add(position)
-                self.found.add(id(node))
-        results = {index for index, ref in enumerate(body.results) if ref[0] in reached}
-        self._known[id(body)] = frozenset(args), results
+    def __init__(self, seeds: Seeds, cut: Cut | None, orders: Orders) -> None:
+        self._seeds, self._cut, self._orders = seeds, cut, orders
+        self._bodies: dict[int, _Reached] = {}
+
+    def found(self) -> Iterator[tuple[Body, list[int]]]:
+        """Each body that was walked, with the bits of its nodes."""
+        return ((reached.body, reached.bits) for reached in self._bodies.values())
+
+    def run(self, body: Body, args: Sequence[int], *, goes_round: bool) -> int:
+        """Gives the arguments these bits; returns the bits of all results. `goes_round`: results become arguments."""
+        reached = self._bodies.get(id(body))
+        if reached is None:
+            reached = self._bodies[id(body)] = _Reached(body, [0] * len(body.nodes))
+            reached.bits[: len(args)] = args
+            for position in self._orders.of(body):
+                self._visit(reached, position)
+            changed: deque[int] = deque()
+        else:
+            changed = deque(position for position, bits in enumerate(args) if reached.give(position, bits))
+        if goes_round:
+            rounds = reached.rounds()
+            changed.extend(
+                arg for producer, back in rounds.items() for arg in back if reached.give(arg, reached.bits[producer])
+            )
+        else:
+            rounds = {}
+        while changed:
+            position = changed.popleft()
+            for consumer in reached.consumers()[position]:
+                if self._visit(reached, consumer):
+                    changed.append(consumer)
+            for arg in rounds.get(position, ()):
+                if reached.give(arg, reached.bits[position]):
+                    changed.append(arg)
+        results = 0
+        for producer, _ in body.results:
+            results |= reached.bits[producer]
         return results
 
+    def _visit(self, reached: _Reached, position: int) -> bool:
+        """Gives a node the bits of its inputs; returns whether it got more than it had."""
+        body = reached.body
+        node, bits = body.nodes[position], reached.bits
+        seeds = self._seeds.get(id(body), {})
+        if self._cut is None:
+            inputs = [bits[ref[0]] | seeds.get(ref, 0) for ref in node.inputs]
+        else:
+            if not self._cut.passes(node):
+                return False
+            constants = frozenset() if body.name else self._cut.constants
+            inputs = [
+                bits[ref[0]] | seeds.get(ref, 0)
+                if ref not in constants and flows_to(node, index, self._cut.flows)
+                else 0
+                for index, ref in enumerate(node.inputs)
+            ]
+        own = 0
+        for item in inputs:
+            own |= item
+        for inner, offset, goes_round in _inner(node) if node.functions else ():
+            own |= self.run(inner, inputs[offset:], goes_round=goes_round)
+        return reached.give(position, own)
 
-def _backward(body: Body, roots: Container[int], cut: Cut | None, found: set[int]) -> None:
+
+@dataclass(slots=True, eq=False)
+class _Reached:
+    """The bits of the nodes of a body."""
+
+    body: Body
+    bits: list[int]
+    _consumers: list[list[int]] | None = None
+
+    def give(self, position: int, bits: int) -> bool:
+        """Adds bits to a node; returns whether that changed anything."""
+        changed = bool(bits & ~self.bits[position])
+        self.bits[position] |= bits
+        return changed
+
+    def consumers(self) -> list[list[int]]:
+        if self._consumers is None:
+            self._consumers = consumers_of(self.body)
+        return self._consumers
+
+    def rounds(self) -> dict[int, list[int]]:
+        """By producer of a result: the arguments that the result becomes in the next round."""
+        back: dict[int, list[int]] = {}
+        for arg, (producer, _) in enumerate(self.body.results):
+            back.setdefault(producer, []).append(arg)
+        return back
+
+
+def _backward(body: Body, roots: Container[int], cut: Cut | None, found: set[int], orders: Orders) -> None:
     nodes, needed = body.nodes, bytearray(len(body.nodes))
     constants = cut.constants if cut is not None and not body.name else frozenset()
-    for position in reversed(in_order(body)):
+    for position in reversed(orders.of(body)):
         node = nodes[position]
         if (not needed[position] and position not in roots) or (cut is not None and not cut.passes(node)):
             continue
         found.add(id(node))
         for index, ref in enumerate(node.inputs):
             needed[ref[0]] |= ref not in constants and (cut is None or flows_to(node, index, cut.flows))
-        for inner, _, _ in _inner(node):
-            _backward(inner, {ref[0] for ref in inner.results}, cut, found)
-
-
-def _rank_forward(
-    body: Body, args: Sequence[int], candidates: AbstractSet[int], path: AbstractSet[int], flows: Flows, ranks: Ranks
-) -> int:
-    """Ranks a body's candidates; returns the largest rank behind one of its results."""
-    behind = [0] * len(body.nodes)
-    behind[: len(args)] = args
-    for position in in_order(body):
-        if position < len(args):
-            continue
-        node = body.nodes[position]
-        if id(node) not in path:
-            continue
-        before = [
-            behind[producer] if flows_to(node, index, flows) else 0 for index, (producer, _) in enumerate(node.inputs)
-        ]
-        rank = max(before, default=0)
-        after = rank
-        if id(node) in candidates:
-            ranks[id(node)] = rank
-            after += 1
-        for inner, offset, _ in _inner(node):
-            after = max(after, _rank_forward(inner, before[offset:], candidates, path, flows, ranks))
-        behind[position] = after
-    return max((behind[ref[0]] for ref in body.results), default=0)
-
-
-def _rank_backward(
-    body: Body, base: int, candidates: AbstractSet[int], path: AbstractSet[int], flows: Flows, ranks: Ranks
-) -> int:
-    """Ranks a body's candidates, `base` of which lie behind its results; returns the largest rank of its arguments."""
-    ahead = [base] * len(body.nodes)
-    for position in reversed(in_order(body)):
-        node = body.nodes[position]
-        if id(node) not in path:
-            continue
-        before = ahead[position]
-        if id(node) in candidates:
-            ranks[id(node)] = before
-            before += 1
-        for inner, _, _ in _inner(node):
-            before = max(before, _rank_backward(inner, ahead[position], candidates, path, flows, ranks))
-        for index, (producer, _) in enumerate(node.inputs):
-            if flows_to(node, index, flows):
-                ahead[producer] = max(ahead[producer], before)
-    return max(ahead[: body.arg_count], default=base)
+        for inner, _, _ in _inner(node) if node.functions else ():
+            _backward(inner, {ref[0] for ref in inner.results}, cut, found, orders)

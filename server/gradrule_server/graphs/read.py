@@ -36,6 +36,10 @@ _MAX_NAME = 1024
 _KEPT_NOTES = KNOT_NOTES | {"_num_original_outputs", "_lower_using_switch_merge", GRADIENT_ATTR}
 
 
+# Kinds of attributes of which many nodes have the same values.
+_SMALL_KINDS = frozenset({"b", "i", "f", "s", "shape"})
+
+
 @dataclass(slots=True)
 class Draft:
     """A body whose inputs are not yet indices of outputs."""
@@ -140,7 +144,7 @@ def check_name(name: str, draft: Draft, findings: Findings) -> None:
 def _read_nodes(draft: Draft, messages: Sequence[graph_pb2.Node], substitute: Substitute, findings: Findings) -> None:
     body, index = draft.body, draft.index
     first = len(body.nodes)
-    shared: dict[tuple[str | int, ...], dict[str, AttrValue]] = {}
+    shared: dict[tuple[str | int | bytes, ...], dict[str, AttrValue]] = {}
     for proto in messages:
         name = proto.name
         check_name(name, draft, findings)
@@ -157,10 +161,10 @@ def _read_nodes(draft: Draft, messages: Sequence[graph_pb2.Node], substitute: Su
             )
             findings.add(Reason.ERROR_REASON_UNSUPPORTED_OP, message, name)
         index.setdefault(name, len(body.nodes))
-        attrs = _attrs(proto, shared)
-        body.nodes.append(
-            Node(name, sys.intern(proto.op), (), (), substitute(draft.where(name), attrs) if attrs else {})
-        )
+        attrs, is_final = _attrs(proto, shared)
+        if not is_final:
+            attrs = substitute(draft.where(name), attrs)
+        body.nodes.append(Node(name, sys.intern(proto.op), (), (), attrs))
     read_source = _inner_source if body.name else _top_source
     for node, proto in zip(body.nodes[first:], messages, strict=True):
         sources: list[Source] = []
@@ -187,18 +191,30 @@ def _read_nodes(draft: Draft, messages: Sequence[graph_pb2.Node], substitute: Su
         draft.sources.append(sources)
 
 
-def _attrs(node: graph_pb2.Node, shared: dict[tuple[str | int, ...], dict[str, AttrValue]]) -> dict[str, AttrValue]:
-    """What a node carries, less TensorFlow's notes to itself; one object for all nodes that carry the same types."""
+def _attrs(
+    node: graph_pb2.Node, shared: dict[tuple[str | int | bytes, ...], dict[str, AttrValue]]
+) -> tuple[dict[str, AttrValue], bool]:
+    """What a node carries, less TensorFlow's notes to itself, and whether a call's attributes cannot change it.
+
+    Nodes that carry the same types and small values have one object.
+    """
     attrs: dict[str, AttrValue] = {}
-    key: list[str | int] = []
+    key: list[str | int | bytes] = []
+    is_final = True
     for name, value in node.attr.items():
         if name.startswith("_") and name not in _KEPT_NOTES:
             continue
-        if value.WhichOneof("value") == "type":
+        kind = value.WhichOneof("value")
+        if kind == "type":
             key += (name, value.type)
             value = _infer.type_attr(value.type)
+        elif kind in _SMALL_KINDS:
+            key += (name, value.SerializeToString())
+        elif kind != "tensor":
+            # Lists, functions and placeholders may stand for what a call gives.
+            is_final = False
         attrs[name] = value
-    return shared.setdefault(tuple(key), attrs) if len(key) == 2 * len(attrs) else attrs
+    return (shared.setdefault(tuple(key), attrs) if len(key) == 2 * len(attrs) else attrs), is_final
 
 
 def _control(node: Node, name: str, draft: Draft, findings: Findings) -> tuple[int, ...]:

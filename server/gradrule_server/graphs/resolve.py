@@ -6,22 +6,21 @@ decided on the copy, where every node that runs has one place and dependence can
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from gradrule_server.graphs.findings import Finding, Findings, Reason, quote
-from gradrule_server.graphs.ir import GRADIENT_ATTR, Node
+import numpy as np
+
+from gradrule_server.graphs.findings import MAX_FINDINGS, Finding, Findings, Reason, quote
+from gradrule_server.graphs.ir import GRADIENT_ATTR, Limits, Node
 from gradrule_server.graphs.scene import Foreign, Match, Scene, is_differentiable
-from gradrule_server.graphs.selectors import (
-    OWN_GRADIENT,
-    Chooser,
-    OverrideSpec,
-    Place,
-    Seen,
-    unmatched,
-)
+from gradrule_server.graphs.selection import Selected, Selection
+from gradrule_server.graphs.selector_index import SelectorIndex
+from gradrule_server.graphs.selectors import OWN_GRADIENT, Chooser, OverrideSpec, Place
 from gradrule_server.graphs.subgraphs import Subgraph
+from gradrule_server.graphs.unmatched import Seen, Unmatched
 from gradrule_server.graphs.wishes import Wishes
 
 FOREIGN_GRADIENT = -2
@@ -37,6 +36,7 @@ class Resolver:
     findings: Findings
     # Whether gradients are differentiated again, so that overrides may meet nodes that gradients make.
     again: bool = False
+    most_matches: int = Limits().inlined_nodes
     _calls: list[tuple[Seen, Match | None]] = field(default_factory=list)
 
     @cached_property
@@ -50,17 +50,25 @@ class Resolver:
             [item for item in plain if item.spec.is_preset],
         )
 
+    @cached_property
+    def _calls_index(self) -> tuple[SelectorIndex, list[Chooser], int]:
+        """Choosers that are asked about calls, and how many of them are no presets."""
+        _, plain, presets = self._stages
+        return SelectorIndex([*plain, *presets]), [*plain, *presets], len(plain)
+
     # Calls, while the graph is copied.
 
     def whole(self, node: Node, name: str, types: Sequence[int], function: str) -> Match | Foreign | None:
         """What a call as a whole gets."""
         differentiable = is_differentiable(node, types)
-        _, plain, presets = self._stages
-        match = (
-            self._whole(plain, node, name, function, differentiable)
-            or self.wishes.match(node, name, function, differentiable)
-            or self._whole(presets, node, name, function, differentiable)
-        )
+        index, choosers, plain = self._calls_index
+        meant = index.call(node.op, name) if choosers else 0
+        # The first override that means the call; a preset comes after what the call says itself.
+        first = (meant & -meant).bit_length() - 1
+        match = self.wishes.match(node, name, function, differentiable) if not 0 <= first < plain else None
+        if match is None and meant:
+            choosers[first].taken += 1
+            match = _match(choosers[first].spec, name, node.op, function, differentiable)
         if match is None:
             foreign = self.wishes.foreign_at(node, name)
             if foreign is not None:
@@ -69,51 +77,42 @@ class Resolver:
             self._calls.append((Seen(node.op, name), match))
         return match
 
-    def _whole(
-        self, choosers: Iterable[Chooser], node: Node, name: str, function: str, differentiable: bool
-    ) -> Match | None:
-        for chooser in choosers:
-            if chooser.fits_call(node.op, name):
-                chooser.taken += 1
-                return _match(chooser.spec, name, node.op, function, differentiable)
-        return None
-
     # All other nodes, on the copy.
 
     def resolve(self, scene: Scene) -> None:
         """Decides for all places of the scene: fills in what was resolved, and its subgraphs."""
         regions, plain, presets = self._stages
-        for place in scene.places:
+        for number, place in enumerate(scene.places):
             knot = self.wishes.knot(place.node, place.name)
             if knot is not None:
-                scene.knots.append((place, knot))
+                scene.knots.setdefault(knot.region, []).append(number)
                 scene.flows[id(place.node)] = knot.arguments
-        for chooser in regions:
-            if chooser.spec.selector.region_name:
-                self._take_named(chooser, scene)
-            else:
-                self._take_region(chooser, scene)
-        for place in scene.places:
-            place.label = place.label or place.around
+        self._take_regions(regions, scene)
+        for number, place in enumerate(scene.places):
+            if place.label is None and place.around is not None:
+                scene.hold(number, place.around)
+        selected = Selection(scene, [*plain, *presets]).selected() if plain or presets else None
         for chooser in plain:
-            self._take(chooser, scene)
-        for place in scene.places:
-            if place.label is None and GRADIENT_ATTR in place.node.attrs:
-                self._take_wish(place, scene)
+            self._take(chooser, scene, selected)
+        asking = [number for number, place in enumerate(scene.places) if GRADIENT_ATTR in place.node.attrs]
+        for number in asking:
+            if scene.places[number].label is None:
+                self._take_wish(number, scene)
         for chooser in presets:
-            self._take(chooser, scene)
-        for place in scene.places:
-            if place.label is None and GRADIENT_ATTR in place.node.attrs:
+            self._take(chooser, scene, selected)
+        for number in asking:
+            place = scene.places[number]
+            if place.label is None:
                 foreign = self.wishes.foreign_at(place.node, place.name)
                 if foreign is not None and place.live:
-                    scene.note(place, foreign)
+                    scene.note(number, foreign)
 
     def matches(self, scene: Scene) -> list[Match]:
         """All matches: those of calls, then those of nodes in their order."""
         return [*(match for _, match in self._calls if match is not None), *scene.matches()]
 
     def unmatched(self, scene: Scene) -> list[Finding]:
-        """UNMATCHED_OVERRIDE for every override that took no node and is not optional."""
+        """UNMATCHED_OVERRIDE for overrides that took no node and are not optional, for the first of them only."""
         by_index: dict[int, list[Chooser]] = {}
         for chooser in self.choosers:
             by_index.setdefault(chooser.spec.index, []).append(chooser)
@@ -123,110 +122,160 @@ class Resolver:
             if not any(chooser.taken or chooser.faulty for chooser in group)
             and not group[0].spec.optional
             and not (self.again and any(chooser.spec.made_op_types for chooser in group))
-        ]
+        ][:MAX_FINDINGS]
         if not idle:
             return []
         seen = [seen for seen, _ in self._calls] + [Seen(place.node.op_type, place.name) for place in scene.places]
-        regions = sorted({knot.region for _, knot in scene.knots if knot.region})
-        return [
-            _nothing_of_preset(group) if group[0].spec.is_preset else unmatched(group[0], seen, regions)
-            for group in idle
-        ]
+        regions = sorted(name for name in scene.knots if name)
+        unmatched = Unmatched([group[0] for group in idle], seen, regions, self.findings)
+        return [_nothing_of_preset(group) if group[0].spec.is_preset else unmatched.finding(group[0]) for group in idle]
 
-    def _take(self, chooser: Chooser, scene: Scene) -> None:
+    def _take(self, chooser: Chooser, scene: Scene, selected: Selected | None) -> None:
         """Gives the chooser's rule to all places that it means and that nothing took before."""
         spec = chooser.spec
-        for place, chain in scene.chosen(chooser):
-            members = [place] if chain is None else [scene.place(chain.body, member) for member in chain.members]
-            holder = next((member.label for member in members if member.label is not None), None)
-            if holder is not None:
-                chooser.shadowed_by[holder] = chooser.shadowed_by.get(holder, 0) + 1
+        scene.check_depends_on(chooser)
+        if selected is None:
+            return
+        rows = selected.members(chooser)
+        free = rows[(scene.holders[rows] < 0).all(axis=1)].tolist()
+        has_rank = spec.selector.HasField("rank")
+        if has_rank:
+            self._check_count(chooser, scene.match_count + len(free))
+        for members in free:
+            places = [scene.places[member] for member in members]
+            # Something that this override took just now may hold a node of it.
+            if any(place.label is not None for place in places):
                 continue
-            open_member = next((member for member in members if member.by_rank), None)
-            if chain is not None and open_member is not None:
-                chooser.faulty = True
-                message = (
-                    f"Override {quote(spec.label)}: node {quote(open_member.name)} of its chain belongs to the earlier "
-                    f"override {quote(open_member.by_rank)} if its rank is the right one, which is known only later; "
-                    f"put the chain first, or select without rank."
-                )
-                self.findings.add(Reason.ERROR_REASON_INVALID_OVERRIDE, message, open_member.name, spec.field)
+            number, place = members[-1], places[-1]
+            chain = selected.subgraph(chooser, members)
+            if chain is not None and not self._check_ranks(chooser, places):
                 continue
             chooser.taken += 1
-            match = _match(spec, place.name, place.node.op_type, place.function, scene.is_differentiable(place, chain))
+            differentiable = scene.is_differentiable(number, chain)
+            match = _match(spec, place.name, place.node.op_type, place.function, differentiable)
             match.tie(self.wishes.knot(place.node, place.name) if chain is None else None)
-            if spec.selector.HasField("rank"):
+            if has_rank:
                 match.rank = spec.selector.rank
                 place.by_rank = spec.label
             else:
                 for member in members:
-                    member.label = spec.label
-                    # A loop or branch is taken as a whole.
-                    for inner in scene.inside(member):
-                        inner.label = inner.label or spec.label
+                    scene.hold_whole(member, spec.label)
             if chain is None:
-                scene.note(place, match)
+                scene.note(number, match)
             else:
                 self._note_subgraph(match, chain, members, scene)
+        if not chooser.taken and len(rows):
+            chooser.shadowed_by = scene.shadows(rows)
+
+    def _check_count(self, chooser: Chooser, count: int) -> None:
+        """LIMIT_EXCEEDED for too many matches: a node can be matched by any number of overrides with a rank."""
+        if count <= self.most_matches:
+            return
+        message = (
+            f"Overrides with a rank leave nodes to later ones: with {quote(chooser.spec.label)} there are {count} "
+            f"matches; {self.most_matches} is the most (--max-inlined-nodes)."
+        )
+        self.findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message, field=chooser.spec.field)
+        self.findings.raise_if_any()
+
+    def _check_ranks(self, chooser: Chooser, places: Sequence[Place]) -> bool:
+        """INVALID_OVERRIDE where a node of a chain may belong to an earlier override, if its rank is the right one."""
+        open_member = next((place for place in places if place.by_rank), None)
+        if open_member is None:
+            return True
+        chooser.faulty = True
+        message = (
+            f"Override {quote(chooser.spec.label)}: node {quote(open_member.name)} of its chain belongs to the earlier "
+            f"override {quote(open_member.by_rank)} if its rank is the right one, which is known only later; "
+            f"put the chain first, or select without rank."
+        )
+        reason = Reason.ERROR_REASON_INVALID_OVERRIDE
+        self.findings.add(reason, message, open_member.name, chooser.spec.field)
+        return False
+
+    def _take_regions(self, choosers: Sequence[Chooser], scene: Scene) -> None:
+        pending = deque(choosers)
+        while pending:
+            # A named region that keeps its own gradient changes where gradients flow, and so what the next may be.
+            together: list[Chooser] = []
+            while pending and not (together and _changes_flows(together[-1])):
+                together.append(pending.popleft())
+            found = scene.regions([chooser.spec for chooser in together if not chooser.spec.selector.region_name])
+            for chooser in together:
+                if chooser.spec.selector.region_name:
+                    self._take_named(chooser, scene)
+                elif not self._take_region(chooser, scene, found.get(id(chooser.spec))):
+                    chooser.faulty = True
 
     def _take_named(self, chooser: Chooser, scene: Scene) -> None:
         """Gives the chooser's rule to the regions of its name that the graph brings along."""
         spec = chooser.spec
-        for place, knot in scene.knots:
-            if knot.region != spec.selector.region_name:
-                continue
+        shadowed: list[int] = []
+        for number in scene.knots.get(spec.selector.region_name, ()):
+            place = scene.places[number]
             if place.label is not None:
-                chooser.shadowed_by[place.label] = chooser.shadowed_by.get(place.label, 0) + 1
+                shadowed.append(number)
                 continue
             chooser.taken += 1
-            place.label = spec.label
-            match = _match(spec, place.name, place.node.op, place.function, scene.is_differentiable(place, None))
+            scene.hold(number, spec.label)
+            differentiable = scene.is_differentiable(number, None)
+            match = _match(spec, place.name, place.node.op, place.function, differentiable)
+            knot = self.wishes.knot(place.node, place.name)
             match.tie(knot)
-            if match.rule == OWN_GRADIENT:
+            if match.rule == OWN_GRADIENT and knot is not None:
                 scene.flows[id(place.node)] = knot.results
-            scene.note(place, match)
+            scene.note(number, match)
+        if shadowed and not chooser.taken:
+            chooser.shadowed_by = scene.shadows(np.array(shadowed)[:, np.newaxis])
 
-    def _take_region(self, chooser: Chooser, scene: Scene) -> None:
+    def _take_region(self, chooser: Chooser, scene: Scene, found: tuple[Subgraph, str] | None) -> bool:
+        """Gives the chooser's rule to its region; False after noting why not."""
         spec = chooser.spec
-        found = scene.region(spec, self.findings)
-        if found is None:
-            chooser.faulty = True
-            return
-        members = [scene.place(found.body, member) for member in found.members]
+        problem = scene.border_problem(spec) if found is None else found[1]
+        if found is None or problem:
+            if problem:
+                message = f"Override {quote(spec.label)}: the region cannot be: {problem}."
+                self.findings.add(Reason.ERROR_REASON_INVALID_OVERRIDE, message, field=spec.field)
+            return False
+        members = scene.place_numbers(found[0])
         taken = [*members, *(inner for member in members for inner in scene.inside(member))]
-        overlap = next((place for place in taken if place.label is not None), None)
+        overlap = next((scene.places[number] for number in taken if scene.places[number].label is not None), None)
         if overlap is not None:
             message = (
                 f"Regions overlap: node {quote(overlap.name)} lies in {quote(overlap.label or '')} and in "
                 f"{quote(spec.label)}."
             )
             self.findings.add(Reason.ERROR_REASON_INVALID_OVERRIDE, message, overlap.name, spec.field)
-            chooser.faulty = True
-            return
+            return False
         chooser.taken += 1
-        for place in taken:
-            place.label = spec.label
-        last = scene.place(found.body, found.outputs[0][0])
-        match = _match(spec, last.name, last.node.op_type, last.function, scene.is_differentiable(last, found))
-        self._note_subgraph(match, found, members, scene)
+        for number in taken:
+            scene.hold(number, spec.label)
+        number = scene.number(found[0].body, found[0].outputs[0][0])
+        last = scene.places[number if number >= 0 else members[-1]]
+        differentiable = scene.is_differentiable(members[-1], found[0])
+        match = _match(spec, last.name, last.node.op_type, last.function, differentiable)
+        self._note_subgraph(match, found[0], members, scene)
+        return True
 
-    def _note_subgraph(self, match: Match, subgraph: Subgraph, members: Sequence[Place], scene: Scene) -> None:
-        match.nodes = tuple(member.name for member in members)
-        match.op_type = (
-            "+".join(member.node.op_type for member in members) if len(members) <= _NAMED_OPS else match.op_type
-        )
-        if match.rule == OWN_GRADIENT or not all(member.live for member in members):
-            scene.idle.append((members[-1], match))
+    def _note_subgraph(self, match: Match, subgraph: Subgraph, members: Sequence[int], scene: Scene) -> None:
+        places = [scene.places[member] for member in members]
+        match.nodes = tuple(place.name for place in places)
+        if len(places) <= _NAMED_OPS:
+            match.op_type = "+".join(place.node.op_type for place in places)
+        if match.rule == OWN_GRADIENT or not all(place.live for place in places):
+            scene.note_subgraph(members[-1], match, None)
             return
         match.outputs, match.is_step = len(subgraph.outputs), subgraph.is_step
-        scene.subgraphs.append((subgraph, match))
+        scene.note_subgraph(members[-1], match, subgraph)
 
-    def _take_wish(self, place: Place, scene: Scene) -> None:
+    def _take_wish(self, number: int, scene: Scene) -> None:
         """Gives a place the rule that its node asks for."""
-        match = self.wishes.match(place.node, place.name, place.function, scene.is_differentiable(place, None))
+        place = scene.places[number]
+        differentiable = scene.is_differentiable(number, None)
+        match = self.wishes.match(place.node, place.name, place.function, differentiable)
         if match is not None:
-            place.label = match.label
-            scene.note(place, match)
+            scene.hold(number, match.label)
+            scene.note(number, match)
 
 
 _NAMED_OPS = 4
@@ -245,6 +294,11 @@ def _match(spec: OverrideSpec, name: str, op_type: str, function: str, different
         differentiable,
         every_order=spec.every_order,
     )
+
+
+def _changes_flows(chooser: Chooser) -> bool:
+    """Whether it makes gradients flow through the inside of regions that the graph brings along."""
+    return bool(chooser.spec.selector.region_name) and chooser.spec.rule_index == OWN_GRADIENT
 
 
 def _nothing_of_preset(group: Sequence[Chooser]) -> Finding:

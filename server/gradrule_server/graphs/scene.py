@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
 
-from gradrule.v1 import override_pb2
+import numpy as np
+from numpy.typing import NDArray
+
 from gradrule_server.graphs import paths
-from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.groups import BIAS, SUM
+from gradrule_server.graphs.findings import quote
 from gradrule_server.graphs.ir import DIFFERENTIABLE, Body, Node, Ref
 from gradrule_server.graphs.knots import Knot
 from gradrule_server.graphs.prune import bodies_of
+from gradrule_server.graphs.regions import Border, Regions, Surroundings
 from gradrule_server.graphs.selectors import OWN_GRADIENT, Chooser, OverrideSpec, Place
-from gradrule_server.graphs.subgraphs import Chains, Subgraph, region, side_exits
+from gradrule_server.graphs.subgraphs import Subgraph
+
+Tensor = tuple[Body, Ref]
+Numbers = NDArray[np.intp]
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +80,7 @@ class Asked:
 class Scene:
     """The expanded graph as overrides are resolved on it, and what comes of it.
 
-    `find`: the tensor of a name, and its body; None after noting what is wrong under the field given.
+    `look_up`: the tensor of a name, and its body, if there is one; `find` notes what is wrong under the field given.
     """
 
     def __init__(
@@ -85,52 +89,103 @@ class Scene:
         places: Sequence[Place],
         scopes: Mapping[str, str],
         asked: Asked,
-        find: Callable[[str, str], tuple[Body, Ref] | None],
+        look_up: Callable[[str], Tensor | None],
+        find: Callable[[str, str], Tensor | None],
     ) -> None:
         self.top = top
         self._scopes = scopes
         self.places = places
         self.subgraphs: list[tuple[Subgraph, Match]] = []
-        # Subgraphs with a match but no rule to run, under their last place.
-        self.idle: list[tuple[Place, Match]] = []
         self.resolved: dict[int, Resolved] = {}
-        # Knots that the graph brought along; per knot (by id) the inputs that gradients go to.
-        self.knots: list[tuple[Place, Knot]] = []
+        # Places of knots that the graph brought along, by region; per knot (by id) the inputs that gradients go to.
+        self.knots: dict[str, list[int]] = {}
         self.flows: dict[int, range] = {}
-        self._noted: list[tuple[Place, Match | Foreign]] = []
+        # Matches by the number of the place that they are told for: of nodes, of subgraphs without and with a rule.
+        self._noted: list[tuple[int, Match]] = []
+        self._idle: list[tuple[int, Match]] = []
+        self._tied: list[tuple[int, Match]] = []
         self._asked = asked
+        self.look_up = look_up
         self._find = find
-        kept = {(id(top), ref[0]) for ref in (*asked.xs, *asked.ys, *asked.stop_gradients)}
-        self._chains = Chains(self._changes, kept, self.flows)
+        self.orders = paths.Orders()
+        # Per body (by id) and node, the number of its place; -1 where it has none.
+        self.numbers: dict[int, list[int]] = {}
+        for number, place in enumerate(places):
+            own = self.numbers.get(id(place.body))
+            if own is None:
+                own = self.numbers[id(place.body)] = [-1] * len(place.body.nodes)
+            own[place.index] = number
+        # Per place, the number of the label of the override that holds it; -1: none does.
+        self.holders: Numbers = np.full(len(places), -1, np.intp)
+        self._labels: dict[str, int] = {}
 
-    def note(self, place: Place, what: Match | Foreign) -> None:
+    def hold(self, number: int, label: str) -> None:
+        """Gives a place to an override, by its label."""
+        self.places[number].label = label
+        self.holders[number] = self._labels.setdefault(label, len(self._labels))
+
+    def hold_whole(self, number: int, label: str) -> None:
+        """Gives a place to an override; of a loop or branch also what is free in its functions."""
+        self.hold(number, label)
+        for item in self.inside(number):
+            if self.places[item].label is None:
+                self.hold(item, label)
+
+    def shadows(self, members: Numbers) -> dict[str, int]:
+        """How many rows of places are held by an override, by the label of the first of each row that is held."""
+        holders = self.holders[members]
+        held = (holders >= 0).argmax(axis=1)
+        found, first, counts = np.unique(holders[np.arange(len(held)), held], return_index=True, return_counts=True)
+        labels = list(self._labels)
+        return {labels[found[item]]: int(counts[item]) for item in np.argsort(first) if found[item] >= 0}
+
+    def note(self, number: int, what: Match | Foreign) -> None:
         """Keeps what was resolved for a place."""
-        self._noted.append((place, what))
+        place = self.places[number]
+        if isinstance(what, Match):
+            self._noted.append((number, what))
         if place.live:
             self.resolved.setdefault(id(place.node), []).append(what)
 
+    def note_subgraph(self, number: int, match: Match, subgraph: Subgraph | None) -> None:
+        """Keeps what was resolved for a subgraph whose last place this is; None: there is no rule to run for it."""
+        if subgraph is None:
+            self._idle.append((number, match))
+        else:
+            self._tied.append((number, match))
+            self.subgraphs.append((subgraph, match))
+
+    @property
+    def match_count(self) -> int:
+        """How many matches there are so far."""
+        return len(self._noted) + len(self._idle) + len(self._tied)
+
     def matches(self) -> list[Match]:
         """All matches, in the order of places."""
-        order = {id(place): number for number, place in enumerate(self.places)}
-        found = [(order[id(place)], match) for place, match in self._noted if isinstance(match, Match)]
-        found += [(order[id(place)], match) for place, match in self.idle]
-        found += [(order[id(self.place(item.body, item.members[-1]))], match) for item, match in self.subgraphs]
+        found = [*self._noted, *self._idle, *self._tied]
         return [match for _, match in sorted(found, key=lambda item: item[0])]
 
-    def place(self, body: Body, index: int) -> Place:
-        """The place of a node."""
-        return self._by_node[id(body), index]
+    def place_numbers(self, subgraph: Subgraph) -> list[int]:
+        """Numbers of the places of a subgraph's nodes."""
+        numbers = (self.number(subgraph.body, member) for member in subgraph.members)
+        return [number for number in numbers if number >= 0]
 
-    def inside(self, place: Place) -> list[Place]:
+    def number(self, body: Body, index: int) -> int:
+        """Number of a node's place; -1 for nodes that have none, because expanding added them."""
+        return self.numbers[id(body)][index] if id(body) in self.numbers else -1
+
+    def inside(self, number: int) -> list[int]:
         """All places in the functions of a loop or branch."""
-        if not place.node.functions:
+        functions = self.places[number].node.functions
+        if not functions:
             return []
-        bodies = [id(inner) for _, own in place.node.functions for body in own for inner in bodies_of(body)]
-        return [item for body in bodies for item in self._by_body.get(body, ())]
+        bodies = [id(inner) for _, own in functions for body in own for inner in bodies_of(body)]
+        return [item for body in bodies for item in self.numbers.get(body, ()) if item >= 0]
 
-    def is_differentiable(self, place: Place, subgraph: Subgraph | None) -> bool:
+    def is_differentiable(self, number: int, subgraph: Subgraph | None) -> bool:
         """Whether gradients can pass through the node, or the subgraph."""
         if subgraph is None:
+            place = self.places[number]
             return is_differentiable(place.node, place.input_types)
         nodes = subgraph.body.nodes
         borders = (
@@ -138,152 +193,98 @@ class Scene:
         )
         return all(not DIFFERENTIABLE.isdisjoint(types) for types in borders)
 
-    def chosen(self, chooser: Chooser) -> list[tuple[Place, Subgraph | None]]:
-        """All places that the chooser means, taken or not, each with its chain if it wants one."""
-        selector = chooser.spec.selector
-        found: list[tuple[Place, Subgraph | None]] = []
-        roots = self._depended_on(chooser) if selector.depends_on else None
-        for place in self._candidates(chooser):
-            if not chooser.fits(place) or (roots is not None and id(place.node) not in roots):
-                continue
-            chain = None
-            if len(chooser.words) > 1:
-                chain = self._chains.ending_at(place.body, place.index, chooser.words)
-                if chain is None:
-                    continue
-            elif chooser.words and not self._fits_alone(chooser, place):
-                continue
-            found.append((place, chain))
-        return self._positioned(selector.position, found) if selector.HasField("position") else found
+    def check_depends_on(self, chooser: Chooser) -> None:
+        """UNKNOWN_TENSOR where the chooser names a tensor that is not there."""
+        for number, name in enumerate(chooser.spec.selector.depends_on):
+            if self._find(name, f"{chooser.spec.field}.selector.depends_on[{number}]") is None:
+                chooser.faulty = True
 
-    def region(self, spec: OverrideSpec, findings: Findings) -> Subgraph | None:
-        """The region of a spec; None after noting what is wrong."""
+    def regions(self, specs: Sequence[OverrideSpec]) -> Mapping[int, tuple[Subgraph, str]]:
+        """The regions of those specs (by id) whose tensors are there, each with what is wrong with it."""
+        borders: dict[int, list[tuple[OverrideSpec, Border]]] = {}
+        for spec in specs:
+            border = self._border(spec)
+            if border is not None:
+                borders.setdefault(id(border.body), []).append((spec, border))
+        found = {}
+        for same_body in borders.values():
+            around = Surroundings(self.changes, self._before_ys, self.flows, self._kept)
+            regions = Regions([border for _, border in same_body], around, self.orders)
+            for number, (spec, _) in enumerate(same_body):
+                subgraph, problem = regions.subgraph(number), regions.problem(number, self._text)
+                if not problem and not self.place_numbers(subgraph):
+                    problem = "the function between its tensors passes them on as they are: there is no node in it"
+                found[id(spec)] = subgraph, problem
+        return found
+
+    def border_problem(self, spec: OverrideSpec) -> str | None:
+        """What is wrong with the tensors that a region is given by; None after noting that some are not there."""
         wanted = spec.selector.region
-        found: list[list[Ref]] = []
-        bodies: set[int] = set()
-        body = self.top
-        for kind, names in (("inputs", wanted.inputs), ("outputs", wanted.outputs)):
-            refs = []
-            for number, name in enumerate(names):
-                tensor = self._find(name, f"{spec.field}.selector.region.{kind}[{number}]")
-                if tensor is not None:
-                    body = tensor[0]
-                    bodies.add(id(body))
-                    refs.append(tensor[1])
-            found.append(refs)
-        inputs, outputs = found
-        twice = [
-            name for name in (*wanted.inputs, *wanted.outputs) if [*wanted.inputs, *wanted.outputs].count(name) > 1
+        found = [
+            self._find(name, f"{spec.field}.selector.region.{kind}[{number}]")
+            for kind, names in (("inputs", wanted.inputs), ("outputs", wanted.outputs))
+            for number, name in enumerate(names)
         ]
-        if len(inputs) < len(wanted.inputs) or len(outputs) < len(wanted.outputs):
+        if None in found:
             return None
-        problem = "its tensors lie in different functions, loops or branches" if len(bodies) > 1 else ""
-        problem = problem or (f"{quote(twice[0])} is named twice" if twice else "")
-        if not problem:
-            subgraph, elsewhere = region(body, inputs, outputs)
-            problem = self._region_problem(subgraph, elsewhere)
-        if problem:
-            message = f"Override {quote(spec.label)}: the region cannot be: {problem}."
-            findings.add(Reason.ERROR_REASON_INVALID_OVERRIDE, message, field=spec.field)
+        if len({id(tensor[0]) for tensor in found if tensor is not None}) > 1:
+            return "its tensors lie in different functions, loops or branches"
+        twice = _twice([*wanted.inputs, *wanted.outputs])
+        return f"{quote(twice)} is named twice" if twice else ""
+
+    def _border(self, spec: OverrideSpec) -> Border | None:
+        wanted = spec.selector.region
+        inputs, outputs = ([self.look_up(name) for name in names] for names in (wanted.inputs, wanted.outputs))
+        there = [tensor for tensor in (*inputs, *outputs) if tensor is not None]
+        is_whole = len(there) == len(inputs) + len(outputs) and len({id(body) for body, _ in there}) == 1
+        if not is_whole or _twice([*wanted.inputs, *wanted.outputs]):
             return None
-        return subgraph
+        refs = [ref for _, ref in there]
+        return Border(there[0][0], refs[: len(inputs)], refs[len(inputs) :])
 
-    def _region_problem(self, subgraph: Subgraph, elsewhere: Iterable[Ref]) -> str:
-        body, inside = subgraph.body, set(subgraph.members)
-        for ref in subgraph.outputs:
-            if ref[0] not in inside:
-                return f"its output {self._text(body, ref)} does not depend on its inputs"
-        for ref in elsewhere:
-            if self._changes(body, ref):
-                text = self._text(body, ref)
-                return f"{text} goes into it from outside and depends on the xs; make it one of the inputs"
-        kept = self._asked.xs | self._asked.ys | self._asked.stop_gradients if body is self.top else frozenset()
-        for member, user in side_exits(subgraph, self._before_ys, kept, self.flows)[:1]:
-            text = self._text(body, (member, 0))
-            return f"{text} inside it is used outside, by {user}; make it one of the outputs"
-        return ""
+    def _kept(self, body: Body) -> AbstractSet[Ref]:
+        """Tensors of a body that the request names."""
+        if body is not self.top:
+            return frozenset()
+        return self._asked.xs | self._asked.ys | self._asked.stop_gradients
 
-    def _changes(self, body: Body, ref: Ref) -> bool:
+    @property
+    def kept_nodes(self) -> AbstractSet[tuple[int, int]]:
+        return {(id(self.top), ref[0]) for ref in self._kept(self.top)}
+
+    def changes(self, body: Body, ref: Ref) -> bool:
         """Whether a tensor is one of the xs or depends on one."""
         return id(body.nodes[ref[0]]) in self._behind_xs or (body is self.top and ref in self._asked.xs)
 
     def _text(self, body: Body, ref: Ref) -> str:
-        place = self._by_node.get((id(body), ref[0]))
+        number = self.number(body, ref[0])
         own = body.nodes[ref[0]].name
         # Arguments of loops and branches have no place.
-        name = place.name if place is not None else f"{self._scopes[body.name]}/{own}" if body.name else own
+        name = self.places[number].name if number >= 0 else f"{self._scopes[body.name]}/{own}" if body.name else own
         return quote(f"{name}:{ref[1]}" if ref[1] else name)
-
-    def _candidates(self, chooser: Chooser) -> Iterator[Place]:
-        if chooser.op_types is None:
-            return iter(self.places)
-        groups = [self._by_op.get(op_type, []) for op_type in sorted(chooser.op_types)]
-        return (place for _, place in heapq.merge(*groups, key=lambda item: item[0]))
-
-    def _fits_alone(self, chooser: Chooser, place: Place) -> bool:
-        """A group may ask more than the op type: an add is either a bias's or a sum."""
-        word = chooser.words[0]
-        return word not in (BIAS, SUM) or self._chains.is_bias(place.node, place.body) == (word == BIAS)
-
-    def _depended_on(self, chooser: Chooser) -> AbstractSet[int]:
-        spec, seeds = chooser.spec, []
-        for number, name in enumerate(spec.selector.depends_on):
-            found = self._find(name, f"{spec.field}.selector.depends_on[{number}]")
-            if found is None:
-                chooser.faulty = True
-            else:
-                seeds.append(found)
-        dependents: set[int] = set()
-        for body, ref in seeds:
-            dependents |= paths.dependents(self.top, body, {ref})
-        return dependents
-
-    def _positioned(
-        self, position: override_pb2.Position, found: Sequence[tuple[Place, Subgraph | None]]
-    ) -> list[tuple[Place, Subgraph | None]]:
-        on_path = [item for item in found if id(item[0].node) in self._path]
-        ids = {id(place.node) for place, _ in on_path}
-        index = position.index
-        if position.WhichOneof("place") == "nearest":
-            index = 0 if position.nearest == override_pb2.POSITION_NEAREST_XS else -1
-        from_end = paths.ranks_from_xs if index >= 0 else paths.ranks_from_ys
-        ranks = from_end(self.top, ids, self._path, self.flows)
-        wanted = index if index >= 0 else -1 - index
-        return [item for item in on_path if ranks.get(id(item[0].node)) == wanted]
 
     @cached_property
     def _behind_xs(self) -> AbstractSet[int]:
-        return paths.dependents(self.top, self.top, self._asked.xs)
+        return paths.dependents(self.top, self.top, self._asked.xs, orders=self.orders)
 
     @cached_property
-    def _path(self) -> AbstractSet[int]:
+    def path(self) -> AbstractSet[int]:
         """Nodes that gradients pass on their way from the ys to the xs."""
         cut = paths.Cut(self._asked.stop_gradients, self.flows)
-        return paths.dependents(self.top, self.top, self._asked.xs, cut) & paths.dependencies(
-            self.top, self._asked.ys, cut
+        return paths.dependents(self.top, self.top, self._asked.xs, cut, self.orders) & paths.dependencies(
+            self.top, self._asked.ys, cut, self.orders
         )
 
     @cached_property
-    def _by_body(self) -> Mapping[int, list[Place]]:
-        found: dict[int, list[Place]] = {}
-        for place in self.places:
-            found.setdefault(id(place.body), []).append(place)
-        return found
-
-    @cached_property
     def _before_ys(self) -> AbstractSet[int]:
-        return paths.dependencies(self.top, self._asked.ys)
+        return paths.dependencies(self.top, self._asked.ys, orders=self.orders)
 
-    @cached_property
-    def _by_op(self) -> Mapping[str, list[tuple[int, Place]]]:
-        found: dict[str, list[tuple[int, Place]]] = {}
-        for number, place in enumerate(self.places):
-            found.setdefault(place.node.op_type, []).append((number, place))
-        return found
 
-    @cached_property
-    def _by_node(self) -> Mapping[tuple[int, int], Place]:
-        return {(id(place.body), place.index): place for place in self.places}
+def _twice(names: Sequence[str]) -> str:
+    """The first name that is there twice, or nothing."""
+    seen: set[str] = set()
+    repeated = {name for name in names if name in seen or seen.add(name)}  # type: ignore[func-returns-value]
+    return next((name for name in names if name in repeated), "")
 
 
 def is_differentiable(node: Node, input_types: Sequence[int]) -> bool:

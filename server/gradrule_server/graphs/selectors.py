@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradrule import _opdefs
-from gradrule._dtypes import name_of
 from gradrule.v1 import override_pb2
 from gradrule_server.errors import did_you_mean
-from gradrule_server.graphs.findings import Finding, Findings, Reason, near_name, quote
-from gradrule_server.graphs.globs import MAX_PATTERN, NameTest, name_test, regex_test
+from gradrule_server.graphs.findings import Findings, Reason, quote
+from gradrule_server.graphs.globs import MAX_PATTERN, compile_regex, glob_regex, is_glob
 from gradrule_server.graphs.groups import BIAS, GROUPS, STEP, SUM, op_types_of
 from gradrule_server.graphs.ir import Body, Node
 from gradrule_server.graphs.library import Library
@@ -23,7 +22,6 @@ _PLACED = frozenset({STEP, BIAS, SUM})
 _LOCAL = frozenset({"op_type", "node", "scope", "node_regex"})
 _ALONE = frozenset({"region", "region_name"})
 _MAX_PATTERN = 32
-_SHOWN_REGIONS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +88,24 @@ class Place:
 
 @dataclass(slots=True, eq=False)
 class Chooser:
-    """A selector made ready. It decides by what the node itself tells; position, pattern, region and depends_on need
-    the whole graph."""
+    """A selector made ready: what it asks of a node. `SelectorIndex` answers for all selectors of a program at once.
+
+    `words`: of its pattern, or its op type; `op_types`: of the node, or of a chain's last node. `exact`: the whole
+    name; `glob`, `regex`: RE2 expressions that must match the whole name.
+    """
 
     spec: OverrideSpec
     words: tuple[str, ...]
     op_types: frozenset[str] | None
     prefix: str
-    names: tuple[NameTest, ...]
+    exact: str
+    glob: str
+    regex: str
     taken: int = 0
     # Something is wrong with it that has been noted already.
     faulty: bool = False
-    shadowed_by: dict[str, int] = field(default_factory=dict)
+    # How many of its nodes earlier overrides hold, by their labels, if it takes none.
+    shadowed_by: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def is_region(self) -> bool:
@@ -113,24 +117,10 @@ class Chooser:
         """Whether calls as a whole are asked: only names and op types are known of them before they are inlined."""
         return all(entry.name in _LOCAL for entry, _ in self.spec.selector.ListFields())
 
-    def fits_name(self, name: str) -> bool:
-        """Whether the public name is meant."""
-        return name.startswith(self.prefix) and all(test(name) for test in self.names)
-
-    def fits_call(self, op_type: str, name: str) -> bool:
-        """Whether a call as a whole is meant."""
-        return self.takes_calls and (self.op_types is None or op_type in self.op_types) and self.fits_name(name)
-
-    def fits(self, place: Place) -> bool:
-        """Whether name, op type, element type and attributes are meant."""
-        node, selector = place.node, self.spec.selector
-        if self.op_types is not None and node.op_type not in self.op_types:
-            return False
-        if selector.dtype and (not node.outputs or node.outputs[0] != selector.dtype):
-            return False
-        if not self.fits_name(place.name):
-            return False
-        return all(name in node.attrs and node.attrs[name] == value for name, value in selector.attrs.items())
+    @property
+    def is_chain(self) -> bool:
+        """Whether it means chains of nodes."""
+        return len(self.words) > 1
 
 
 def choosers(specs: Sequence[OverrideSpec], library: Library, findings: Findings) -> list[Chooser]:
@@ -173,18 +163,18 @@ def _chooser(spec: OverrideSpec, library: Library, findings: Findings) -> Choose
     words = tuple(word for word in words if word)
     for word in words:
         _check_word(word, spec, library, findings)
-    names: list[NameTest] = []
-    for text, make in ((selector.node, name_test), (selector.node_regex, regex_test)):
+    for text in (selector.node, selector.node_regex):
         if len(text) > MAX_PATTERN:
             invalid(f"its node pattern is longer than {MAX_PATTERN} characters.")
-        elif text:
-            try:
-                names.append(make(text))
-            except ValueError as cause:
-                invalid(f"node_regex {quote(text)} is no regular expression (RE2): {cause}.")
+    regex = selector.node_regex if len(selector.node_regex) <= MAX_PATTERN else ""
+    try:
+        compile_regex(regex)
+    except ValueError as cause:
+        invalid(f"node_regex {quote(regex)} is no regular expression (RE2): {cause}.")
     prefix = selector.scope.rstrip("/") + "/" if selector.scope else ""
     op_types = op_types_of(words[-1]) if words else None
-    return Chooser(spec, words, op_types, prefix, tuple(names))
+    exact, glob = ("", glob_regex(selector.node)) if is_glob(selector.node) else (selector.node, "")
+    return Chooser(spec, words, op_types, prefix, exact, glob, regex)
 
 
 def _is_place(position: override_pb2.Position) -> bool:
@@ -209,77 +199,6 @@ def _check_word(word: str, spec: OverrideSpec, library: Library, findings: Findi
             field=spec.field,
         )
     elif library.find_op(word) is None:
-        hint = _opdefs.suggest(word, library.names())
+        hint = findings.suggest(lambda: _opdefs.suggest(word, library.names()))
         message = f"Override {quote(spec.label)} is for op type {quote(word)}, which does not exist.{hint}"
         findings.add(Reason.ERROR_REASON_UNKNOWN_OP_TYPE, message, field=spec.field)
-
-
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """A node that selectors were asked about: for saying what there is where nothing matched."""
-
-    op_type: str
-    name: str
-
-
-def unmatched(chooser: Chooser, seen: Sequence[Seen], regions: Sequence[str]) -> Finding:
-    """UNMATCHED_OVERRIDE: which condition fails, and what there is instead. `regions`: names of those in the graph."""
-    spec = chooser.spec
-    if chooser.shadowed_by:
-        count = sum(chooser.shadowed_by.values())
-        nodes = f"all {count} nodes that it matches are" if count > 1 else "the only node that it matches is"
-        by = ", ".join(quote(label) for label in chooser.shadowed_by)
-        message = f"Override {quote(spec.label)} takes no node: {nodes} taken by an earlier override ({by})."
-    elif spec.selector.region_name:
-        message = f"Override {quote(spec.label)}: {_no_region(spec.selector.region_name, regions)}"
-    else:
-        message = f"Override {quote(spec.label)} matches no node of the graph: {_missing(chooser, seen)}"
-    return Finding(Reason.ERROR_REASON_UNMATCHED_OVERRIDE, message, field=spec.field)
-
-
-def _no_region(name: str, regions: Sequence[str]) -> str:
-    known = ", ".join(map(quote, regions[:_SHOWN_REGIONS])) or "none: no function in it has a gradient of its own"
-    more = f" and {len(regions) - _SHOWN_REGIONS} more" if len(regions) > _SHOWN_REGIONS else ""
-    return f"the graph brings no region {quote(name)} along.{did_you_mean(name, regions)} Its regions: {known}{more}."
-
-
-def _missing(chooser: Chooser, seen: Sequence[Seen]) -> str:
-    selector = chooser.spec.selector
-    op_types = sorted({item.op_type for item in seen})
-    for word in chooser.words:
-        if not op_types_of(word) & set(op_types):
-            members = f" ({', '.join(sorted(op_types_of(word)))})" if word.startswith("@") else ""
-            return f"there is no {word}{members}.{did_you_mean(word, op_types)}"
-    wanted = chooser.op_types
-    names = [item.name for item in seen if wanted is None or item.op_type in wanted]
-    kind = f"of op type {chooser.words[-1]} " if chooser.words else ""
-    if selector.scope and not any(name.startswith(chooser.prefix) for name in names):
-        scopes = sorted({name[:slash] for name in names for slash in _slashes(name)})
-        return f"no node {kind}has a name that starts with {quote(chooser.prefix)}.{near_name(selector.scope, scopes)}"
-    if selector.node and not any(chooser.names[0](name) for name in names):
-        return f"no node {kind}is named {quote(selector.node)}.{near_name(selector.node, names)}"
-    if not any(chooser.fits_name(name) for name in names):
-        if selector.node_regex:
-            return f"no node {kind}has a name that {quote(selector.node_regex)} matches as a whole."
-        return "the graph has no nodes." if not names else f"no node {kind}has such a name."
-    reasons = []
-    if len(chooser.words) > 1:
-        reasons.append(
-            f"no chain {' → '.join(chooser.words)} in which each takes the output of the one before and is alone in "
-            f"doing so"
-        )
-    if selector.dtype:
-        reasons.append(f"the first output {name_of(selector.dtype)}")
-    if selector.attrs:
-        reasons.append(f"these attributes: {', '.join(sorted(selector.attrs))}")
-    if selector.depends_on:
-        reasons.append(f"dependence on {', '.join(map(quote, selector.depends_on))}")
-    if selector.HasField("position"):
-        reasons.append("this place on the path from xs to ys")
-    if not reasons:
-        return f"no node {kind}is one: what an add is depends on which of its sides depend on the xs."
-    return f"no node {kind}with such a name has {' and '.join(reasons)}."
-
-
-def _slashes(name: str) -> list[int]:
-    return [position for position, character in enumerate(name) if character == "/"]

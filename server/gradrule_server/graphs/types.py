@@ -32,6 +32,7 @@ class Typing:
         self._findings = findings
         self._layouts: dict[int, _infer.Slices] = {}
         self._attrs: dict[tuple[str | int, ...], Mapping[str, AttrValue]] = {}
+        self._alike: dict[tuple[str, int, tuple[int, ...]], tuple[Mapping[str, AttrValue], Node]] = {}
 
     def run(self) -> None:
         """Types all nodes in order, then the results."""
@@ -43,27 +44,41 @@ class Typing:
         self._check_results()
 
     def _type_node(self, position: int, node: Node) -> None:
-        findings, where = self._findings, self._draft.where(node.name)
         node.inputs, types = self._inputs(node, self._draft.sources[position])
+        # Nodes that share their attributes before share them afterwards, and their types.
+        given = node.attrs
+        key = (node.op, id(given), tuple(types))
+        known = self._alike.get(key)
+        if known is not None:
+            node.attrs, node.outputs, node.unsupported = known[1].attrs, known[1].outputs, known[1].unsupported
+        elif self._complete(node, types):
+            self._alike[key] = given, node
+
+    def _complete(self, node: Node, types: list[int]) -> bool:
+        """Types one node; returns whether what was found holds for all nodes that are like it."""
+        findings, where = self._findings, self._draft.where(node.name)
+        found = len(findings.all)
         op = self._library.find_op(node.op)
         if op is None:
             hint = findings.suggest(lambda: _opdefs.suggest(node.op, self._library.names()))
             message = f"{where} is of op type {quote(node.op)}, which neither TensorFlow nor the graph has.{hint}"
             findings.add(Reason.ERROR_REASON_UNKNOWN_OP_TYPE, message, node.name)
-            return
+            return False
         fault = count_fault(op, node.attrs, self._limits)
         if fault:
             findings.add(fault[0], f"{where} {fault[1]}.", node.name)
-            return
+            return False
         try:
             completed = _infer.complete(op, node.attrs, types)
         except _infer.InferError as cause:
             findings.add(_KINDS[cause.kind], f"{where}: {cause.message}.", node.name)
-            return
+            return False
         node.attrs, node.outputs = self._shared(node, completed), completed.outputs
         node.unsupported = why_unsupported(node, op, in_function=bool(self._body.name))
         self._check_values(node, op, where)
         self._find_functions(node, types, where)
+        # Findings stop growing at a limit, behind which none can be told from none.
+        return not node.functions and node.op not in self._library and not findings.all[found:] and not findings.full
 
     def _shared(self, node: Node, completed: _infer.Completed) -> Mapping[str, AttrValue]:
         """One object for all nodes of an op that carry nothing but types and come to the same attributes."""

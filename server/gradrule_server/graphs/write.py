@@ -27,8 +27,10 @@ def write_graph(top: Body, rules: Iterable[Body], versions: Versions) -> bytes:
     for node in top.nodes:
         message = graph.node.add()
         write_node(node, message)
-        message.input.extend(_top_name(top, ref) for ref in node.inputs)
-        message.input.extend(f"^{top.nodes[control].name}" for control in node.controls)
+        inputs = [_top_name(top, ref) for ref in node.inputs]
+        if node.controls:
+            inputs += [f"^{top.nodes[control].name}" for control in node.controls]
+        message.input.extend(inputs)
     return graph.SerializeToString()
 
 
@@ -62,7 +64,7 @@ def write_node(node: Node, message: graph_pb2.Node) -> None:
     for name, value in node.attrs.items():
         if name not in DROPPED and (not name.startswith("_") or _is_valid_note(node, name, value)):
             message.attr[name].CopyFrom(value)
-    if is_call(node) and node.op not in CALLS:
+    if node.functions and is_call(node) and node.op not in CALLS:
         _write_call(node, message)
     for attr, bodies in node.functions:
         names = [NameAttrList(name=body.name) for body in bodies]

@@ -204,6 +204,8 @@ def _message(rule: ResolvedRule) -> link_pb2.BoundRule:
 def read_overrides(overrides: Sequence[override_pb2.Override], lookup: RuleLookup, bounds: Bounds) -> OverrideTable:
     """Resolves every override's rule and params; what is wrong is collected in `findings`."""
     table = OverrideTable(bounds)
+    # Many overrides may bring the same rule along, which is read once.
+    inline: dict[bytes, RuleContent] = {}
     for index, override in enumerate(overrides):
         if len(table.findings) >= _ENOUGH_FINDINGS:
             break
@@ -212,7 +214,7 @@ def read_overrides(overrides: Sequence[override_pb2.Override], lookup: RuleLooku
             _add_preset(table, override, index, lookup)
             continue
         try:
-            rule = _rule_of(override, lookup, bounds, where)
+            rule = _rule_of(override, lookup, bounds, inline, where)
         except GradruleError as cause:
             table.findings += [
                 Finding(item.reason, item.message, item.node, f"{where}.rule") for item in cause.findings
@@ -313,10 +315,16 @@ def _default_label(selector: override_pb2.Selector) -> str:
     )
 
 
-def _rule_of(override: override_pb2.Override, lookup: RuleLookup, bounds: Bounds, where: str) -> ResolvedRule | None:
+def _rule_of(
+    override: override_pb2.Override, lookup: RuleLookup, bounds: Bounds, inline: dict[bytes, RuleContent], where: str
+) -> ResolvedRule | None:
+    """The rule; None for `default`. `inline`: by their bytes, the rules that were read; one that is new is added."""
     choice = override.WhichOneof("choice")
     if choice == "definition":
-        return ResolvedRule(INLINE_RULE, RuleContent.from_definition(override.definition, bounds))
+        key = override.definition.SerializeToString(deterministic=True)
+        if key not in inline:
+            inline[key] = RuleContent.from_definition(override.definition, bounds)
+        return ResolvedRule(INLINE_RULE, inline[key])
     if choice is None or not override.rule:
         raise GradruleError(
             [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +20,6 @@ from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.link.watch import Watch
-from tests.battery.processes import engines
 from tests.unit.link.fake_engine import CRASH, FakeProcess, Starter
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -401,11 +399,3 @@ async def test_a_stop_ends_all_though_the_watch_had_died(starter: Starter, monke
     await _until(lambda: pool.spares_ready)
     await pool.stop()
     assert all(process.is_killed for process in starter.started)
-
-
-async def test_a_stop_waits_for_the_ends_of_processes() -> None:
-    """Real ones: one serves, its spare is being started."""
-    pool = _pool()
-    await pool.start()
-    await pool.stop()
-    assert not engines(os.getpid())

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -191,16 +188,6 @@ def test_the_second_order_has_the_inner_custom_gradient() -> None:
     # The inner function's second argument is x: its own custom gradient, 11 · upstream · x, holds.
     np.testing.assert_allclose(second, local(outer_fn, X, second=True), rtol=1e-6)
     np.testing.assert_allclose(second, 11 * X, rtol=1e-6)
-
-
-def test_it_holds_in_another_process(tmp_path: Path) -> None:
-    gr.trace(in_loop, SPEC).save(tmp_path / "graph.pb")
-    np.savez(tmp_path / "feeds.npz", x=X)
-    script = Path(__file__).with_name("interpreter.py")
-    files = [str(tmp_path / name) for name in ("graph.pb", "feeds.npz", "answers.npz")]
-    subprocess.run([sys.executable, str(script), *files, "output", "x"], check=True, timeout=240)
-    with np.load(tmp_path / "answers.npz") as answers:
-        np.testing.assert_allclose(answers["arr_1"], local(in_loop, X)[1], rtol=1e-5)
 
 
 def regions(graph: gr.Graph) -> dict[str, Any]:

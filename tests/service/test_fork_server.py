@@ -17,7 +17,8 @@ from gradrule_server.link import fork_server as module
 from gradrule_server.link.fork_server import ForkedProcess, ForkServer, ForkServerEnded
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
-from tests.unit.link.shared import SharedForkServer
+from tests.battery.processes import engines
+from tests.service.shared_fork_server import SharedForkServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -131,6 +132,16 @@ async def test_a_killed_engine_is_replaced_without_a_spare() -> None:
     os.kill(killed, signal.SIGKILL)
     await _until(lambda: engine.is_ready and engine.pid != killed)
     await pool.stop()
+
+
+async def test_a_stop_waits_for_the_ends_of_processes() -> None:
+    """One engine serves, its spare is being started."""
+    before = engines(os.getpid())
+    pool = EnginePool(ProcessOptions("cpu", 1), spares=1, heartbeat_s=0)
+    await pool.start()
+    assert engines(os.getpid()) != before
+    await pool.stop()
+    assert engines(os.getpid()) == before
 
 
 async def _until(condition: Callable[[], bool]) -> None:

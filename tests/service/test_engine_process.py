@@ -25,7 +25,7 @@ from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions, start_process
 from gradrule_server.link.v1 import link_pb2
 from tests.service import endless
-from tests.unit.link.shared import SharedForkServer
+from tests.service.shared_fork_server import SharedForkServer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

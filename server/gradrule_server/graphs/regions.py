@@ -1,0 +1,122 @@
+"""Finds the nodes of regions, and what is wrong with them: all regions of one body in one walk over its nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradrule_server.graphs.ir import Body, Ref
+from gradrule_server.graphs.paths import Flows, Orders, flows_to
+from gradrule_server.graphs.selector_index import columns
+from gradrule_server.graphs.subgraphs import Subgraph
+
+Changes = Callable[[Body, Ref], bool]
+"""Whether a tensor of a body is one of the xs or depends on one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Border:
+    """What cuts a region out of a body. Its nodes depend on an input, and an output depends on them."""
+
+    body: Body
+    inputs: Sequence[Ref]
+    outputs: Sequence[Ref]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Surroundings:
+    """What decides whether a region may be. `before_ys`: nodes (by id) that the ys depend on. `kept`: tensors of a
+    body that must stay."""
+
+    changes: Changes
+    before_ys: AbstractSet[int]
+    flows: Flows
+    kept: Callable[[Body], AbstractSet[Ref]]
+
+
+class Regions:
+    """The regions of one body, by number. Each has a bit, and each node the bits of the regions that it lies in."""
+
+    def __init__(self, borders: Sequence[Border], around: Surroundings, orders: Orders) -> None:
+        self._borders = borders
+        self._body = borders[0].body
+        self._around = around
+        self._order = orders.of(self._body)
+        self._inputs: dict[Ref, int] = {}
+        self._outputs: dict[Ref, int] = {}
+        for number, border in enumerate(borders):
+            for refs, bits in ((border.inputs, self._inputs), (border.outputs, self._outputs)):
+                for ref in refs:
+                    bits[ref] = bits.get(ref, 0) | 1 << number
+        self._inside = self._find_members()
+        self._columns: NDArray[np.bool_] = columns([self._inside[position] for position in self._order], len(borders))
+        # By region: the first tensor from outside that depends on the xs.
+        self._foreign: dict[int, Ref] = {}
+        # By region: the first tensor inside that something outside uses, and what.
+        self._exits: dict[int, tuple[Ref, str]] = {}
+        self._find_problems()
+
+    def subgraph(self, number: int) -> Subgraph:
+        """A region's nodes, producers before consumers."""
+        border = self._borders[number]
+        members = tuple(self._order[place] for place in np.flatnonzero(self._columns[number]))
+        return Subgraph(self._body, members, tuple(border.inputs), tuple(border.outputs))
+
+    def problem(self, number: int, text: Callable[[Body, Ref], str]) -> str:
+        """What is wrong with a region, or nothing. `text`: how a tensor is named."""
+        for ref in self._borders[number].outputs:
+            if not self._inside[ref[0]] >> number & 1:
+                return f"its output {text(self._body, ref)} does not depend on its inputs"
+        if number in self._foreign:
+            name = text(self._body, self._foreign[number])
+            return f"{name} goes into it from outside and depends on the xs; make it one of the inputs"
+        if number in self._exits:
+            ref, user = self._exits[number]
+            name = text(self._body, (ref[0], 0))
+            return f"{name} inside it is used outside, by {user}; make it one of the outputs"
+        return ""
+
+    def _find_members(self) -> list[int]:
+        nodes = self._body.nodes
+        behind, inside = [0] * len(nodes), [0] * len(nodes)
+        for ref, bits in self._outputs.items():
+            behind[ref[0]] |= bits & ~self._inputs.get(ref, 0)
+        for position in reversed(self._order):
+            if behind[position]:
+                for ref in nodes[position].inputs:
+                    behind[ref[0]] |= behind[position] & ~self._inputs.get(ref, 0)
+        for position in self._order:
+            if behind[position]:
+                for ref in nodes[position].inputs:
+                    inside[position] |= (self._inputs.get(ref, 0) | inside[ref[0]]) & behind[position]
+        return inside
+
+    def _find_problems(self) -> None:
+        body, inside, around = self._body, self._inside, self._around
+        seen = 0
+        for position in self._order:
+            for ref in body.nodes[position].inputs if inside[position] else ():
+                enters = inside[position] & ~inside[ref[0]] & ~self._inputs.get(ref, 0) & ~seen
+                if enters and around.changes(body, ref):
+                    self._foreign.update(dict.fromkeys(_numbers(enters), ref))
+                    seen |= enters
+        seen = 0
+        for position, node in enumerate(body.nodes):
+            for index, ref in enumerate(node.inputs):
+                leaves = inside[ref[0]] & ~inside[position] & ~self._outputs.get(ref, 0) & ~seen
+                if leaves and id(node) in around.before_ys and flows_to(node, index, around.flows):
+                    self._exits.update(dict.fromkeys(_numbers(leaves), (ref, node.name)))
+                    seen |= leaves
+        for ref in (*body.results, *sorted(around.kept(body))):
+            leaves = inside[ref[0]] & ~self._outputs.get(ref, 0) & ~seen
+            self._exits.update(dict.fromkeys(_numbers(leaves), (ref, "the results")))
+            seen |= leaves
+
+
+def _numbers(bits: int) -> list[int]:
+    """Numbers of the bits that are set."""
+    return [number for number in range(bits.bit_length()) if bits >> number & 1]

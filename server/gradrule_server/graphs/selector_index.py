@@ -1,0 +1,168 @@
+"""Tells which selectors mean a node by what the node itself tells, for all selectors in one look at the node."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradrule.v1.graph_pb2 import AttrValue
+from gradrule_server.graphs.globs import PatternSet
+from gradrule_server.graphs.ir import Node
+from gradrule_server.graphs.selectors import Chooser
+
+# Answers that are kept for combinations of patterns; graphs have few, and hostile ones must not fill the memory.
+_MAX_KEPT = 4096
+
+
+class SelectorIndex:
+    """Answers are bits: bit i is that of the i-th chooser. Each condition adds bits by looking one value up."""
+
+    def __init__(self, choosers: Sequence[Chooser]) -> None:
+        selectors = [chooser.spec.selector for chooser in choosers]
+        self._calls = _bits(number for number, chooser in enumerate(choosers) if chooser.takes_calls)
+        self._op_types = _Lookup()
+        self._dtypes = _Lookup()
+        self.names = NameIndex(choosers)
+        for number, (chooser, selector) in enumerate(zip(choosers, selectors, strict=True)):
+            self._op_types.add(number, chooser.op_types)
+            self._dtypes.add(number, (selector.dtype,) if selector.dtype else None)
+        asked = sorted({name for selector in selectors for name in selector.attrs})
+        self._attrs = {name: _Lookup() for name in asked}
+        for number, selector in enumerate(selectors):
+            for name in asked:
+                given = (attr_key(selector.attrs[name]),) if name in selector.attrs else None
+                self._attrs[name].add(number, given)
+        self._attr_bits: dict[int, tuple[Mapping[str, AttrValue], int]] = {}
+
+    def call(self, op_type: str, name: str) -> int:
+        """Selectors that mean a call as a whole."""
+        found = self._calls & self._op_types.of(op_type)
+        return found and found & self.names.of(name)
+
+    def node(self, node: Node, name: str) -> int:
+        """Selectors whose conditions on op type, element type, attributes and public name a node meets."""
+        found = self._op_types.of(node.op_type) & self._dtypes.of(node.outputs[0] if node.outputs else 0)
+        if found and self._attrs:
+            found &= self._attrs_of(node.attrs)
+        return found and found & self.names.of(name)
+
+    def _attrs_of(self, attrs: Mapping[str, AttrValue]) -> int:
+        # Nodes share their attributes.
+        known = self._attr_bits.get(id(attrs))
+        if known is None:
+            found = -1
+            for name, lookup in self._attrs.items():
+                found &= lookup.of(attr_key(attrs[name])) if name in attrs else lookup.indifferent
+            known = self._attr_bits[id(attrs)] = (attrs, found)
+        return known[1]
+
+
+class NameIndex:
+    """Tells which selectors mean a public name, by scope, node and node_regex."""
+
+    def __init__(self, choosers: Sequence[Chooser]) -> None:
+        self._scopes = _Lookup()
+        self._exact = _Lookup()
+        numbers: dict[str, int] = {}
+        asking: list[list[int]] = [[], []]
+        for number, chooser in enumerate(choosers):
+            self._scopes.add(number, (chooser.prefix,) if chooser.prefix else None)
+            self._exact.add(number, (chooser.exact,) if chooser.exact else None)
+            for place, pattern in enumerate((chooser.glob, chooser.regex)):
+                if pattern:
+                    numbers.setdefault(pattern, len(numbers))
+                    asking[place].append(number)
+        self._longest_scope = max((len(chooser.prefix) for chooser in choosers), default=0)
+        self._patterns = PatternSet(list(numbers)) if numbers else None
+        # Selectors without a glob, and without a node_regex; by pattern, those that have it as glob and as node_regex.
+        everyone = (1 << len(choosers)) - 1
+        self._free = (everyone & ~_bits(asking[0]), everyone & ~_bits(asking[1]))
+        self._by_pattern = [[0, 0] for _ in numbers]
+        for number, chooser in enumerate(choosers):
+            for place, pattern in enumerate((chooser.glob, chooser.regex)):
+                if pattern:
+                    self._by_pattern[numbers[pattern]][place] |= 1 << number
+        self._kept: dict[tuple[int, ...], tuple[int, int]] = {}
+
+    def of(self, name: str) -> int:
+        """Selectors that mean the name."""
+        first, second = self._matching(name)
+        return self._scope(name) & self._exact.of(name) & first & second
+
+    def conditions(self, name: str) -> tuple[int, int, int]:
+        """Selectors whose scope the name lies in, those whose `node` it is, and those that mean it in all."""
+        scope, (first, second) = self._scope(name), self._matching(name)
+        node = self._exact.of(name) & first
+        return scope, node, scope & node & second
+
+    def _scope(self, name: str) -> int:
+        """Selectors whose scope the name lies in."""
+        found = self._scopes.indifferent
+        slash = name.find("/") if self._longest_scope else -1
+        while 0 <= slash < self._longest_scope:
+            found |= self._scopes.only(name[: slash + 1])
+            slash = name.find("/", slash + 1)
+        return found
+
+    def _matching(self, name: str) -> tuple[int, int]:
+        """Selectors whose glob, and selectors whose node_regex, the name does not fail."""
+        if self._patterns is None:
+            return -1, -1
+        matching = self._patterns.matching(name)
+        found = self._kept.get(matching)
+        if found is None:
+            glob, regex = self._free
+            for number in matching:
+                glob |= self._by_pattern[number][0]
+                regex |= self._by_pattern[number][1]
+            found = glob, regex
+            if len(self._kept) < _MAX_KEPT:
+                self._kept[matching] = found
+        return found
+
+
+class _Lookup:
+    """Selectors by the values of one condition; those without the condition are indifferent to it."""
+
+    def __init__(self) -> None:
+        self.indifferent = 0
+        self._by_value: dict[Hashable, int] = {}
+
+    def add(self, number: int, values: Sequence[Hashable] | frozenset[str] | None) -> None:
+        """Adds a selector that asks for one of the values; None: for any."""
+        if values is None:
+            self.indifferent |= 1 << number
+        for value in values or ():
+            self._by_value[value] = self._by_value.get(value, 0) | 1 << number
+
+    def of(self, value: Hashable) -> int:
+        """Selectors that are content with a value."""
+        return self.indifferent | self._by_value.get(value, 0)
+
+    def only(self, value: Hashable) -> int:
+        """Selectors that ask for this value."""
+        return self._by_value.get(value, 0)
+
+
+def attr_key(value: AttrValue) -> bytes:
+    """A key that equal attributes share: messages are equal where their bytes are."""
+    return value.SerializeToString(deterministic=True)
+
+
+def columns(masks: Sequence[int], count: int) -> NDArray[np.bool_]:
+    """Row c tells of which masks bit c is set. Masks that are negative have all bits."""
+    size = (count + 7) // 8
+    everything = (1 << count) - 1
+    data = b"".join([(mask & everything).to_bytes(size, "little") for mask in masks])
+    rows = np.frombuffer(data, np.uint8).reshape(len(masks), size)
+    bits = np.unpackbits(rows, axis=1, count=count, bitorder="little")
+    return np.ascontiguousarray(bits.T).view(np.bool_)
+
+
+def _bits(numbers: Iterable[int]) -> int:
+    found = 0
+    for number in numbers:
+        found |= 1 << number
+    return found

@@ -1,0 +1,136 @@
+"""Says why an override takes no node, and what there is instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from gradrule._dtypes import name_of
+from gradrule_server.errors import did_you_mean
+from gradrule_server.graphs.findings import Finding, Findings, Reason, near_name, quote
+from gradrule_server.graphs.groups import op_types_of
+from gradrule_server.graphs.selector_index import NameIndex
+from gradrule_server.graphs.selectors import Chooser
+
+_SHOWN_REGIONS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A node that selectors were asked about."""
+
+    op_type: str
+    name: str
+
+
+class Unmatched:
+    """Makes findings for overrides that took nothing; all nodes are looked at once, not once for each override.
+
+    `regions`: names of the regions that the graph brings along.
+    """
+
+    def __init__(
+        self, idle: Sequence[Chooser], seen: Sequence[Seen], regions: Sequence[str], findings: Findings
+    ) -> None:
+        self._idle = {id(chooser): number for number, chooser in enumerate(idle)}
+        self._names = NameIndex(idle)
+        self._seen = seen
+        self._regions = regions
+        self._findings = findings
+        self._by_op_types: dict[frozenset[str] | None, list[str]] = {}
+
+    def finding(self, chooser: Chooser) -> Finding:
+        """UNMATCHED_OVERRIDE: which condition fails, and what there is instead."""
+        spec = chooser.spec
+        if chooser.shadowed_by:
+            count = sum(chooser.shadowed_by.values())
+            nodes = f"all {count} nodes that it matches are" if count > 1 else "the only node that it matches is"
+            by = ", ".join(quote(label) for label in chooser.shadowed_by)
+            message = f"Override {quote(spec.label)} takes no node: {nodes} taken by an earlier override ({by})."
+        elif spec.selector.region_name:
+            message = f"Override {quote(spec.label)}: {self._no_region(spec.selector.region_name)}"
+        else:
+            message = f"Override {quote(spec.label)} matches no node of the graph: {self._missing(chooser)}"
+        return Finding(Reason.ERROR_REASON_UNMATCHED_OVERRIDE, message, field=spec.field)
+
+    def _no_region(self, name: str) -> str:
+        regions = self._regions
+        hint = self._findings.suggest(lambda: did_you_mean(name, regions))
+        known = ", ".join(map(quote, regions[:_SHOWN_REGIONS])) or "none: no function in it has a gradient of its own"
+        more = f" and {len(regions) - _SHOWN_REGIONS} more" if len(regions) > _SHOWN_REGIONS else ""
+        return f"the graph brings no region {quote(name)} along.{hint} Its regions: {known}{more}."
+
+    def _missing(self, chooser: Chooser) -> str:
+        selector = chooser.spec.selector
+        suggest = self._findings.suggest
+        for word in chooser.words:
+            if op_types_of(word).isdisjoint(self._op_types):
+                members = f" ({', '.join(sorted(op_types_of(word)))})" if word.startswith("@") else ""
+                hint = suggest(lambda word=word: did_you_mean(word, self._op_types))  # type: ignore[misc]
+                return f"there is no {word}{members}.{hint}"
+        kind = f"of op type {chooser.words[-1]} " if chooser.words else ""
+        in_scope, named, meant = self._met(chooser)
+        if selector.scope and not in_scope:
+            hint = suggest(lambda: near_name(selector.scope, self._scopes(chooser)))
+            return f"no node {kind}has a name that starts with {quote(chooser.prefix)}.{hint}"
+        if selector.node and not named:
+            hint = suggest(lambda: near_name(selector.node, self._names_of(chooser)))
+            return f"no node {kind}is named {quote(selector.node)}.{hint}"
+        if not meant:
+            if selector.node_regex:
+                return f"no node {kind}has a name that {quote(selector.node_regex)} matches as a whole."
+            return "the graph has no nodes." if not self._names_of(chooser) else f"no node {kind}has such a name."
+        reasons = []
+        if chooser.is_chain:
+            reasons.append(
+                f"no chain {' → '.join(chooser.words)} in which each takes the output of the one before and is alone "
+                f"in doing so"
+            )
+        if selector.dtype:
+            reasons.append(f"the first output {name_of(selector.dtype)}")
+        if selector.attrs:
+            reasons.append(f"these attributes: {', '.join(sorted(selector.attrs))}")
+        if selector.depends_on:
+            reasons.append(f"dependence on {', '.join(map(quote, selector.depends_on))}")
+        if selector.HasField("position"):
+            reasons.append("this place on the path from xs to ys")
+        if not reasons:
+            return f"no node {kind}is one: what an add is depends on which of its sides depend on the xs."
+        return f"no node {kind}with such a name has {' and '.join(reasons)}."
+
+    def _met(self, chooser: Chooser) -> tuple[bool, bool, bool]:
+        """Whether a node of the right op type meets the scope, the node's name, and all conditions on names."""
+        bit = 1 << self._idle[id(chooser)]
+        op_types: Iterable[str] = self._met_by_op if chooser.op_types is None else chooser.op_types
+        found = [self._met_by_op[op_type] for op_type in op_types if op_type in self._met_by_op]
+        in_scope, named, meant = (any(bits[condition] & bit for bits in found) for condition in range(3))
+        return in_scope, named, meant
+
+    @cached_property
+    def _met_by_op(self) -> dict[str, list[int]]:
+        """By op type: the overrides whose conditions on scope, on the node's name, on names a node of it meets."""
+        met: dict[str, list[int]] = {}
+        for seen in self._seen:
+            bits = met.setdefault(seen.op_type, [0, 0, 0])
+            for condition, found in enumerate(self._names.conditions(seen.name)):
+                bits[condition] |= found
+        return met
+
+    @cached_property
+    def _op_types(self) -> list[str]:
+        return sorted({item.op_type for item in self._seen})
+
+    def _names_of(self, chooser: Chooser) -> list[str]:
+        """Names of the nodes of the op types that the override asks for."""
+        wanted = chooser.op_types
+        if wanted not in self._by_op_types:
+            self._by_op_types[wanted] = [item.name for item in self._seen if wanted is None or item.op_type in wanted]
+        return self._by_op_types[wanted]
+
+    def _scopes(self, chooser: Chooser) -> list[str]:
+        return sorted({name[:slash] for name in self._names_of(chooser) for slash in _slashes(name)})
+
+
+def _slashes(name: str) -> list[int]:
+    return [position for position, character in enumerate(name) if character == "/"]
