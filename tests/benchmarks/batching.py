@@ -53,7 +53,21 @@ def convolution(width: int) -> gr.Graph:
     return g
 
 
-PROGRAMS = {"perceptron": (perceptron, (1, 784)), "convolution": (convolution, (1, 32, 32, 3))}
+def recurrent(width: int) -> gr.Graph:
+    """A recurrent network of `width` units, unrolled for 100 steps: many small ops."""
+    rng = np.random.default_rng(0)
+    g = gr.Graph()
+    x: Any = g.placeholder("x", "float32", [None, width])
+    weights = g.constant(_weights(rng, width, width))
+    h = x
+    for _ in range(100):
+        h = g.one("Relu", g.matmul(h, weights) + x)
+    g.matmul(h, g.constant(_weights(rng, width, 10)), name="y")
+    return g
+
+
+PROGRAMS = {"perceptron": perceptron, "convolution": convolution, "recurrent": recurrent}
+_SHAPES = {"perceptron": (1, 784), "convolution": (1, 32, 32, 3)}
 
 
 def _weights(rng: np.random.Generator, inputs: int, outputs: int) -> np.ndarray:
@@ -133,8 +147,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("flags", nargs="*", help="flags of both servers, behind --")
     options = parser.parse_args()
-    make, shape = PROGRAMS[options.program]
-    graph = make(options.width)
+    graph = PROGRAMS[options.program](options.width)
+    shape = _SHAPES.get(options.program, (1, options.width))
     with (
         tempfile.TemporaryDirectory() as folder,
         running_server(Path(folder) / "with", options.flags) as batching,

@@ -192,13 +192,13 @@ def test_a_batch_that_is_cut_short_is_refused() -> None:
 async def test_a_program_whose_calls_ended_an_engine_together_runs_them_alone_from_then_on() -> None:
     engine = FakeEngine()
     connection, transport = connected()
-    engine.install(FakeProcess(connection))  # type: ignore[arg-type]
+    engine.install(FakeProcess(connection))
     notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN, "digest/1")
     works = [engine.submit(Kind.RUN, name, batch_key=BatchKey("digest/1")) for name in (b"a", b"b", b"c")]
     answer(connection, transport, b"a")
     engine.fake.die(CRASH)
     connection, transport = connected()
-    engine.install(FakeProcess(connection))  # type: ignore[arg-type]
+    engine.install(FakeProcess(connection))
     notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN, "digest/2")
     for name in (b"d", b"e", b"f"):
         engine.submit(Kind.RUN, name, batch_key=BatchKey("digest/2"))
