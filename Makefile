@@ -9,6 +9,7 @@ SHELL := /bin/bash
 VENV := .venv
 TOOLS := .venv-tools
 PEERS := .venv-peers
+BENCH_PEERS := .venv-bench
 NODE_CLIENT := client/node
 PIP_FLAGS := --quiet --disable-pip-version-check --require-hashes
 ARGS ?=
@@ -29,7 +30,7 @@ NODE_PATH := $(if $(SYSTEM_NODE),,:$(CURDIR)/$(TOOLS)/bin)
 NODE_NEEDS := $(if $(SYSTEM_NODE),,$(TOOLS)/.installed)
 export PATH := $(CURDIR)/$(VENV)/bin$(NODE_PATH):$(PATH)
 
-.PHONY: help demo check test test-all test-models test-peers lint format proto proto-baseline tables op-policy docs node bench battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
+.PHONY: help demo check test test-all test-models test-peers lint format proto proto-baseline tables op-policy docs node bench bench-quick battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
 
 help: ## say what each verb does
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r verb text; do printf '  make %-15s %s\n' "$$verb" "$$text"; done
@@ -86,8 +87,11 @@ docs: $(VENV)/.installed ## write docs/rules.md from the registry and the last c
 node: $(NODE_CLIENT)/node_modules/.installed ## set up and build the Node client
 	cd $(NODE_CLIENT) && npm run --silent build
 
-bench: $(VENV)/.installed ## measure against a bare echo and TensorFlow's own server; JSON on the last line
+bench: $(VENV)/.installed $(BENCH_PEERS)/.installed ## measure against bare echoes, TensorFlow and other services; ARGS="--rows tiny,profile"; JSON in out/
 	$(VENV)/bin/python tests/benchmarks/bench.py $(ARGS)
+
+bench-quick: $(VENV)/.installed ## two minutes: fail where a ratio is worse than the recorded one; ARGS="--record" records
+	$(VENV)/bin/python tests/benchmarks/guard.py $(ARGS)
 
 battery: $(VENV)/.installed ## try to break servers of its own, for hours; ARGS="--scale 0.01" for a sample; JSON on the last line
 	$(VENV)/bin/python -m tests.battery $(ARGS)
@@ -111,7 +115,7 @@ lock: $(TOOLS)/.installed ## write requirements/*.txt anew (run it with Python 3
 	$(TOOLS)/bin/python tools/lock.py
 
 clean: ## remove everything that make made
-	rm -rf $(VENV) $(TOOLS) $(PEERS) .venv-gpu out build dist $(NODE_CLIENT)/node_modules $(NODE_CLIENT)/dist
+	rm -rf $(VENV) $(TOOLS) $(PEERS) $(BENCH_PEERS) .venv-gpu out build dist $(NODE_CLIENT)/node_modules $(NODE_CLIENT)/dist
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 	find . -name '*.egg-info' -not -path './.git/*' -prune -exec rm -rf {} +
@@ -145,6 +149,11 @@ $(TOOLS)/.installed: requirements/tools.txt
 $(PEERS)/.installed: requirements/peers.txt
 	$(call make_venv,$(PEERS))
 	$(PEERS)/bin/python -m pip install $(PIP_FLAGS) --no-deps -r requirements/peers.txt
+	@touch $@
+
+$(BENCH_PEERS)/.installed: requirements/bench-peers.txt
+	$(call make_venv,$(BENCH_PEERS))
+	$(BENCH_PEERS)/bin/python -m pip install $(PIP_FLAGS) -r requirements/bench-peers.txt
 	@touch $@
 
 $(NODE_CLIENT)/node_modules/.installed: $(NODE_CLIENT)/package-lock.json $(NODE_NEEDS)

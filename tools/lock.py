@@ -1,4 +1,4 @@
-"""Writes the lock files in requirements/ from pyproject.toml, requirements/tools.in and requirements/peers.in.
+"""Writes the lock files in requirements/ from pyproject.toml and requirements/*.in.
 
 Run it with `make lock`, on the oldest Python that is supported. The files name packages, versions and hashes; where the
 packages come from is the business of whoever installs them.
@@ -69,6 +69,7 @@ def main() -> None:
     pip_compile("server", flatten("server"), constraint="dev")
     pip_compile("gpu", flatten("gpu"), constraint="dev")
     pip_compile("gpu-check", sorted({*flatten("gpu"), *flatten("test")}), constraint="dev")
+    pip_compile("bench-peers", (LOCKS / "bench-peers.in").read_text().splitlines())
     pip_compile("peers", (LOCKS / "peers.in").read_text().splitlines(), left_out=LEFT_OUT_OF_PEERS)
 
 

@@ -74,7 +74,7 @@ def _check_answer(target: str, number: int, findings: Findings) -> None:
     """Evaluates once, and notes what is wrong with the answer."""
     with grpc.insecure_channel(target) as channel:
         try:
-            answer = channel.unary_unary(known.EVALUATE)(known.request(number), timeout=_ANSWER_S)
+            answer: bytes = channel.unary_unary(known.EVALUATE)(known.request(number), timeout=_ANSWER_S)
         except grpc.RpcError as failure:
             findings.add(f"the server says that it is ready and answers {failure.code().name}")
             return

@@ -1,100 +1,115 @@
-"""Who computes the work: gradrule by raw bytes and by its client, bare echoes, and TensorFlow's own server."""
+"""Contenders that a driver measures.
+
+gradrule by raw bytes and by its client, bare echoes, TensorFlow's own server, TensorFlow in this process.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
-from typing import Any, Self
+import queue
+from typing import Any
 
 import grpc
 import grpc.aio
 
 import gradrule as gr
+from gradrule.v1 import evaluate_pb2
+from tests.benchmarks import hop
+from tests.benchmarks.driver_loop import many_by_threads
 from tests.benchmarks.echo_server import METHOD as ECHO
 from tests.benchmarks.echo_server import OPTIONS
 from tests.benchmarks.work import Work
 
 EVALUATE = "/gradrule.v1.GradientService/Evaluate"
-_TIMEOUT = 120.0
+STREAM_EVALUATE = "/gradrule.v1.GradientService/StreamEvaluate"
+TIMEOUT_S = 600.0
 _TF_RULE = "GradruleBenchSteSign"
-
-Call = Callable[[], object]
-Many = Callable[[int], object]
 
 
 class Wire:
-    """Raw bytes to a server through a grpcio channel: the same client for gradrule and for the echoes."""
+    """Raw bytes by unary calls: the same client for gradrule and for the echoes."""
 
-    def __init__(self, target: str, method: str) -> None:
+    def __init__(self, target: str, method: str, request: bytes) -> None:
+        self._target, self._method, self._request = target, method, request
         self._channel = grpc.insecure_channel(target, options=OPTIONS)
         self._send: grpc.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(method)
+        self._loop = asyncio.new_event_loop()
+        self._send_async: Any = None
 
-    @classmethod
-    def echo(cls, target: str) -> Self:
-        return cls(target, ECHO)
+    def call(self) -> bytes:
+        answer: bytes = self._send(self._request, timeout=TIMEOUT_S)
+        return answer
 
-    @classmethod
-    def gradrule(cls, target: str) -> Self:
-        return cls(target, EVALUATE)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._channel.close()
-
-    def call(self, request: bytes) -> Call:
-        """One call after the other."""
-
-        def once() -> bytes:
-            answer: bytes = self._send(request, timeout=_TIMEOUT)
-            return answer
-
-        return once
-
-
-class WireInFlight:
-    """Raw bytes through an asyncio channel, so many at a time."""
-
-    def __init__(self, target: str, method: str, in_flight: int, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._in_flight = in_flight
-        self._channel = self._loop.run_until_complete(self._open(target))
-        self._send: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = self._channel.unary_unary(method)
-
-    async def _open(self, target: str) -> grpc.aio.Channel:
-        return grpc.aio.insecure_channel(target, options=OPTIONS)
-
-    def close(self) -> None:
-        self._loop.run_until_complete(self._channel.close())
-
-    def many(self, request: bytes) -> Many:
-        """Makes so many calls and returns when all are answered."""
+    def many(self, count: int, in_flight: int) -> None:
+        """Through an asyncio channel, which makes more requests per second than threads."""
 
         async def worker(left: list[int]) -> None:
             while left[0] > 0:
                 left[0] -= 1
-                await self._send(request, timeout=_TIMEOUT)
+                await self._send_async(self._request, timeout=TIMEOUT_S)
 
-        async def all_workers(count: int) -> None:
+        async def all_workers() -> None:
+            if self._send_async is None:
+                channel = grpc.aio.insecure_channel(self._target, options=OPTIONS)
+                self._send_async = channel.unary_unary(self._method)
             left = [count]
-            await asyncio.gather(*(worker(left) for _ in range(self._in_flight)))
+            await asyncio.gather(*(worker(left) for _ in range(in_flight)))
 
-        return lambda count: self._loop.run_until_complete(all_workers(count))
+        self._loop.run_until_complete(all_workers())
 
 
-def client_many(program: gr.Program, work: Work, in_flight: int) -> Many:
+class RawStream:
+    """Raw bytes over one persistent `StreamEvaluate`."""
+
+    def __init__(self, target: str, request: bytes) -> None:
+        message = evaluate_pb2.StreamEvaluateRequest(request_id=1)
+        message.evaluate.MergeFromString(request)
+        # Ids of requests under way must differ. The id is the first field, so that it can be put before the rest.
+        self._message = message.SerializeToString().removeprefix(b"\x08\x01")
+        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._channel = grpc.insecure_channel(target, options=OPTIONS)
+        self._answers: Any = self._channel.stream_stream(STREAM_EVALUATE)(iter(self._outgoing.get, None))
+        answer = evaluate_pb2.StreamEvaluateResponse.FromString(self.call())
+        if answer.WhichOneof("response") != "evaluate":
+            raise RuntimeError(f"the stream answered {answer}")
+
+    def call(self) -> bytes:
+        self._put(1)
+        answer: bytes = next(self._answers)
+        return answer
+
+    def many(self, count: int, in_flight: int) -> None:
+        """Pipelined: the next request is sent when an answer has come."""
+        for number in range(min(count, in_flight)):
+            self._put(number)
+        for number in range(count):
+            next(self._answers)
+            if number + in_flight < count:
+                self._put(number + in_flight)
+
+    def _put(self, number: int) -> None:
+        # Requests under way are consecutive and fewer than 128, so that the id is one byte.
+        self._outgoing.put(b"\x08" + bytes([number % 128]) + self._message)
+
+
+class Client:
     """gradrule's Python client, NumPy in and out."""
 
-    def many(count: int) -> int:
-        feeds = (work.feeds for _ in range(count))
-        return sum(1 for _ in program.map(feeds, in_flight=in_flight, timeout=_TIMEOUT))
+    def __init__(self, target: str, work: Work, *, inline: bool = False) -> None:
+        self._client = gr.connect(target, timeout=TIMEOUT_S)
+        self._work = work
+        self._program = None if inline else work.compile(self._client)
 
-    return many
+    def call(self) -> gr.Result:
+        if self._program is None:
+            return self._work.evaluate(self._client)
+        return self._program.evaluate(self._work.feeds)
+
+    def many(self, count: int, in_flight: int) -> int:
+        if self._program is None:
+            raise NotImplementedError("requests in flight are measured by program name")
+        feeds = (self._work.feeds for _ in range(count))
+        return sum(1 for _ in self._program.map(feeds, in_flight=in_flight, timeout=TIMEOUT_S))
 
 
 class TensorFlowSession:
@@ -105,39 +120,84 @@ class TensorFlowSession:
 
         graph = tf.Graph()
         with graph.as_default():
-            definition = tf.compat.v1.GraphDef.FromString(work.graph.to_bytes())
-            for node in definition.node:
-                if node.op == "Sign":
-                    node.attr["_gradient_op_type"].s = _registered_rule().encode()
-            tf.import_graph_def(definition, name="")
+            tf.import_graph_def(_definition(work), name="")
             ys = [graph.get_tensor_by_name(f"{y}:0") for y in work.ys]
             xs = [graph.get_tensor_by_name(f"{x}:0") for x in work.xs]
             fetches = [graph.get_tensor_by_name(f"{fetch}:0") for fetch in work.fetches]
             wanted = [fetches, tf.gradients(ys, xs)]
             self._session = tf.compat.v1.Session(f"grpc://{target}", graph=graph)
+            # The callable is bound to the graph that is the default here.
             self._run: Any = self._session.make_callable(wanted, feed_list=[f"{name}:0" for name in work.feeds])
         self._values = list(work.feeds.values())
-
-    def close(self) -> None:
-        self._session.close()
 
     def call(self) -> list[Any]:
         found: list[Any] = self._run(*self._values)
         return found
 
-    def many(self, in_flight: int) -> Many:
-        """From so many threads."""
+    def many(self, count: int, in_flight: int) -> None:
+        many_by_threads(self.call, count, in_flight)
 
-        def run(count: int) -> None:
-            with ThreadPoolExecutor(in_flight) as threads:
-                for _ in threads.map(lambda _: self.call(), range(count)):
-                    pass
 
-        return run
+class Function:
+    """The same graph as a function of TensorFlow's in this process, NumPy in and out."""
+
+    def __init__(self, work: Work) -> None:
+        import tensorflow as tf
+
+        definition = _definition(work)
+
+        def function(**feeds: Any) -> list[Any]:
+            inputs = {name: tf.identity(value) for name, value in feeds.items()}
+            names = [f"{name}:0" for name in (*work.fetches, *work.ys)]
+            found = tf.import_graph_def(definition, {f"{n}:0": v for n, v in inputs.items()}, names, name="")
+            fetches, ys = found[: len(work.fetches)], found[len(work.fetches) :]
+            return [*fetches, *tf.gradients(ys, [inputs[x] for x in work.xs])]
+
+        specs = {name: tf.TensorSpec(value.shape, value.dtype) for name, value in work.feeds.items()}
+        self._function = tf.function(function, autograph=False).get_concrete_function(**specs)
+        self._constant = tf.constant
+        self._feeds = work.feeds
+
+    def call(self) -> list[Any]:
+        found = self._function(**{name: self._constant(value) for name, value in self._feeds.items()})
+        return [tensor.numpy() for tensor in found]
+
+    def many(self, count: int, in_flight: int) -> None:
+        many_by_threads(self.call, count, in_flight)
+
+
+class Hop:
+    """A frame of so many bytes to another process and back, as the front end and an engine exchange them."""
+
+    def __init__(self, size: int) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._payload = bytes(size)
+        self._exchange, _ = self._loop.run_until_complete(hop.exchange("arenas"))
+
+    def call(self) -> int:
+        return self._loop.run_until_complete(self._exchange(self._payload))
+
+    def many(self, count: int, in_flight: int) -> None:
+        async def one_after_the_other() -> None:
+            for _ in range(count):
+                await self._exchange(self._payload)
+
+        self._loop.run_until_complete(one_after_the_other())
+
+
+def _definition(work: Work) -> Any:
+    """Returns the work's graph, each Sign marked with the rule that overrides it."""
+    import tensorflow as tf
+
+    definition = tf.compat.v1.GraphDef.FromString(work.graph.to_bytes())
+    for node in definition.node:
+        if node.op == "Sign":
+            node.attr["_gradient_op_type"].s = _registered_rule().encode()
+    return definition
 
 
 def _registered_rule() -> str:
-    """TensorFlow's registry forgets nothing, so the rule is registered once."""
+    """Registers the rule once: TensorFlow's registry forgets nothing."""
     import tensorflow as tf
     from tensorflow.python.framework import ops
 
@@ -148,3 +208,21 @@ def _registered_rule() -> str:
             return tf.where(tf.abs(op.inputs[0]) <= 1, dy, tf.zeros_like(dy))
 
     return _TF_RULE
+
+
+def gradrule_wire(target: str, work: Work, *, inline: bool = False) -> Wire:
+    """Returns raw bytes to gradrule: by program name, or with the graph in the request."""
+    return Wire(target, EVALUATE, request_of(target, work, inline=inline))
+
+
+def echo(target: str, request: bytes) -> Wire:
+    """Returns the same bytes to a bare echo server."""
+    return Wire(target, ECHO, request)
+
+
+def request_of(target: str, work: Work, *, inline: bool = False) -> bytes:
+    """Returns the bytes of a call; the program is compiled on the server first."""
+    if inline:
+        return work.inline_request()
+    with gr.connect(target, timeout=TIMEOUT_S) as client:
+        return work.named_request(work.compile(client))

@@ -83,14 +83,15 @@ def _start(way: str, theirs: socket.socket, shared: list[int]) -> subprocess.Pop
     return subprocess.Popen(command, pass_fds=fds)
 
 
-async def _echoes(way: str) -> tuple[Echo, Callable[[], Awaitable[None]]]:
+async def exchange(way: str) -> tuple[Echo, Callable[[], Awaitable[None]]]:
+    """Starts the other process; returns what sends a payload there and back, and what ends the process."""
     ours, theirs = socket.socketpair()
     arenas, shared = Arenas.make() if way == "arenas" else (None, [])
     with theirs:
         process = _start(way, theirs, shared)
     if way == "memory per message":
 
-        async def exchange(payload: bytes) -> int:
+        async def echo_memory(payload: bytes) -> int:
             _send_memory(ours, payload)
             return len(_receive_memory(ours) or b"")
 
@@ -98,7 +99,7 @@ async def _echoes(way: str) -> tuple[Echo, Callable[[], Awaitable[None]]]:
             ours.close()
             await asyncio.to_thread(process.wait)
 
-        return exchange, end
+        return echo_memory, end
     loop = asyncio.get_running_loop()
     _, connection = await loop.create_connection(lambda: Connection(1, arenas), sock=ours)
 
@@ -114,7 +115,7 @@ async def _echoes(way: str) -> tuple[Echo, Callable[[], Awaitable[None]]]:
 
 async def measure(rounds: int) -> dict[str, dict[str, float]]:
     """p50 in milliseconds by size and way; the ways take turns."""
-    ways = {way: await _echoes(way) for way in ("socket", "arenas", "memory per message")}
+    ways = {way: await exchange(way) for way in ("socket", "arenas", "memory per message")}
     found: dict[str, dict[str, list[float]]] = {size: {way: [] for way in ways} for size in _SIZES}
     for size, length in _SIZES.items():
         payload = os.urandom(min(length, _MEBIBYTE)) * max(1, length // _MEBIBYTE)

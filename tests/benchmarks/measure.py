@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-Call = Callable[[], object]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Samples:
-    """One contender's median per round, and the median of those."""
+    """One contender's value per round, and the median of those."""
 
     per_round: tuple[float, ...]
 
@@ -27,17 +27,24 @@ class Samples:
 class Row:
     """One line of the table: gradrule against one peer.
 
-    ratio: the median over rounds of gradrule's value by the peer's in the same round. bar: what it should be at most
-    (or at least, where `more_is_better`); None where design asks for none.
+    ratio: the median over rounds of gradrule's value divided by the peer's in the same round. bar: the most it may be,
+    or the least where `more_is_better`; None where the design sets none. most: the most that gradrule's own value may
+    be, where the design sets that instead of a ratio. note: what the reader must know, such as a smaller form of the
+    work. cpu_ratio: the same ratio in processor time of client and server, which other work on the machine changes
+    less.
     """
 
+    group: str
     work: str
     peer: str
     unit: str
     ours: Samples
     theirs: Samples
-    bar: float | None
+    bar: float | None = None
     more_is_better: bool = False
+    most: float | None = None
+    note: str = ""
+    cpu_ratio: Samples | None = None
 
     @property
     def ratios(self) -> tuple[float, ...]:
@@ -50,57 +57,101 @@ class Row:
     @property
     def met(self) -> bool | None:
         """Whether the bar is met; None where there is none."""
+        if self.most is not None:
+            return self.ours.median <= self.most
         if self.bar is None:
             return None
         return self.ratio >= self.bar if self.more_is_better else self.ratio <= self.bar
 
     def as_json(self) -> dict[str, object]:
         return {
+            "group": self.group,
             "work": self.work,
             "peer": self.peer,
             "unit": self.unit,
-            "gradrule": _rounded(self.ours.median),
-            "peer_value": _rounded(self.theirs.median),
-            "ratio": _rounded(self.ratio),
-            "ratio_min": _rounded(min(self.ratios)),
-            "ratio_max": _rounded(max(self.ratios)),
-            "bar": self.bar,
-            "bar_is": "at least" if self.more_is_better else "at most",
+            "gradrule": rounded(self.ours.median),
+            "peer_value": rounded(self.theirs.median),
+            "ratio": rounded(self.ratio),
+            "ratio_min": rounded(min(self.ratios)),
+            "ratio_max": rounded(max(self.ratios)),
+            "rounds": len(self.ratios),
+            "cpu_ratio": None if self.cpu_ratio is None else rounded(self.cpu_ratio.median),
+            "bar": self.bar if self.most is None else self.most,
+            "bar_is": ("at least" if self.more_is_better else "at most") + ("" if self.most is None else " (value)"),
             "met": self.met,
+            "note": self.note,
         }
 
 
-def latencies(
-    contenders: Mapping[str, Call], *, rounds: int, calls: int, warm_up: int, budget_s: float
+@dataclass(frozen=True)
+class Skipped:
+    """A line of the table that could not be measured, and the reason."""
+
+    group: str
+    work: str
+    peer: str
+    reason: str
+    bar: float | None = None
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "group": self.group,
+            "work": self.work,
+            "peer": self.peer,
+            "bar": self.bar,
+            "met": None,
+            "skipped": self.reason,
+        }
+
+
+@dataclass(frozen=True)
+class Table:
+    """Figures of a profile, as text."""
+
+    group: str
+    title: str
+    columns: Sequence[str]
+    cells: Sequence[Sequence[str]]
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "group": self.group,
+            "work": self.title,
+            "columns": list(self.columns),
+            "cells": [*map(list, self.cells)],
+        }
+
+
+class Failed(Skipped):
+    """Lines that ended with an error."""
+
+
+Line = Row | Skipped | Table
+
+
+def in_turns(
+    contenders: Mapping[str, Callable[[], float]], *, rounds: int, budget_s: float = math.inf
 ) -> dict[str, Samples]:
-    """p50 in microseconds per round of `calls` calls each."""
-    for call in contenders.values():
-        for _ in range(warm_up):
-            call()
-    return _in_turns(
-        {name: functools.partial(_p50, call, calls) for name, call in contenders.items()}, rounds, budget_s
-    )
+    """Returns one value of each contender per round.
+
+    Past the budget no further round begins: slow machines measure less.
+    """
+    found = in_turns_of(contenders, rounds=rounds, budget_s=budget_s)
+    return {name: Samples(tuple(values)) for name, values in found.items()}
 
 
-def rates(
-    contenders: Mapping[str, Callable[[int], object]], *, rounds: int, calls: int, budget_s: float
-) -> dict[str, Samples]:
-    """Requests per second per round; a contender makes so many requests and returns when all are done."""
-    for run in contenders.values():
-        run(max(calls // 4, 1))
-    return _in_turns({name: functools.partial(_rate, run, calls) for name, run in contenders.items()}, rounds, budget_s)
-
-
-def _in_turns(contenders: Mapping[str, Callable[[], float]], rounds: int, budget_s: float) -> dict[str, Samples]:
-    """One value of each contender per round. Past the budget no further round begins: slow machines measure less."""
+def in_turns_of(
+    contenders: Mapping[str, Callable[[], T]], *, rounds: int, budget_s: float = math.inf
+) -> dict[str, list[T]]:
+    """Returns what each contender gave in each round."""
     ends = time.monotonic() + budget_s
-    found: dict[str, list[float]] = {name: [] for name in contenders}
+    found: dict[str, list[T]] = {name: [] for name in contenders}
     for number in range(rounds):
         if number and time.monotonic() > ends:
             break
         for name in _order(list(contenders), number):
             found[name].append(contenders[name]())
-    return {name: Samples(tuple(values)) for name, values in found.items()}
+    return found
 
 
 def _order(names: Sequence[str], number: int) -> Sequence[str]:
@@ -109,23 +160,6 @@ def _order(names: Sequence[str], number: int) -> Sequence[str]:
     return [*names[shift:], *names[:shift]]
 
 
-def _p50(call: Call, calls: int) -> float:
-    """Median duration of a call, in microseconds."""
-    times = []
-    for _ in range(calls):
-        start = time.perf_counter_ns()
-        call()
-        times.append(time.perf_counter_ns() - start)
-    return statistics.median(times) / 1e3
-
-
-def _rate(run: Callable[[int], object], calls: int) -> float:
-    """Calls per second."""
-    start = time.perf_counter()
-    run(calls)
-    return calls / (time.perf_counter() - start)
-
-
-def _rounded(value: float) -> float:
+def rounded(value: float) -> float:
     """Four significant digits."""
     return round(value, 3 - math.floor(math.log10(abs(value)))) if value else 0.0

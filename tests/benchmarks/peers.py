@@ -1,38 +1,114 @@
-"""The processes that gradrule is measured against, each started here and ended by its own process id."""
+"""Processes of the bench: servers that gradrule is measured against, and drivers. Each is ended by its process id."""
 
 from __future__ import annotations
 
+import json
 import os
 import selectors
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-_HERE = Path(__file__).resolve().parent
-_START_SECONDS = 60.0
+ROOT = Path(__file__).resolve().parents[2]
+_START_SECONDS = 120.0
 _STOP_SECONDS = 5.0
+_LOG_CHARACTERS = 2000
 
 
 class PeerFailed(Exception):
-    """A peer did not start; holds what it wrote."""
+    """A process did not start, or could not answer; holds what it wrote."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server and where it listens."""
+
+    target: str
+    pid: int
+
+
+class Driver:
+    """A process that holds one contender."""
+
+    def __init__(self, process: subprocess.Popen[str], name: str) -> None:
+        self._process, self._name = process, name
+        self.pid = process.pid
+
+    def latency(self, calls: int) -> dict[str, float]:
+        """Makes calls one after the other; returns p50, p99 and maximum in microseconds."""
+        return self._ask({"calls": calls})
+
+    def rate(self, calls: int, in_flight: int) -> float:
+        """Returns requests per second."""
+        return self._ask({"calls": calls, "in_flight": in_flight})["per_s"]
+
+    def _ask(self, question: dict[str, int]) -> dict[str, float]:
+        assert self._process.stdin is not None
+        print(json.dumps(question), file=self._process.stdin, flush=True)
+        return self.answer()
+
+    def answer(self, timeout_s: float | None = None) -> Any:
+        """Returns the driver's next line."""
+        line = _line(self._process, timeout_s)
+        if not line:
+            raise PeerFailed(f"{self._name} ended with code {self._process.poll()}")
+        found = json.loads(line)
+        if "failure" in found:
+            raise PeerFailed(f"{self._name}: {found['failure']}")
+        return found
 
 
 @contextmanager
-def running(script: str, *arguments: str, gpu: bool = False) -> Iterator[str]:
-    """Starts a script of this folder that prints its port; gives `127.0.0.1:port`; ends the process on leaving."""
-    devices = {"TF_FORCE_GPU_ALLOW_GROWTH": "true"} if gpu else {"CUDA_VISIBLE_DEVICES": "-1"}
-    process = subprocess.Popen(
-        [sys.executable, str(_HERE / script), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"} | devices,
-    )
+def driver(name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Iterator[Driver]:
+    """Starts a driver and waits until its contender is ready."""
+    with _process(command, log, environment) as process:
+        started = Driver(process, name)
+        try:
+            started.answer(_START_SECONDS)
+        except PeerFailed as failure:
+            raise PeerFailed(f"{failure}:\n{log.read_text()[-_LOG_CHARACTERS:]}") from None
+        yield started
+
+
+@contextmanager
+def server(name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Iterator[Server]:
+    """Starts a server whose first line ends with its port or its address."""
+    with _process(command, log, environment) as process:
+        address = _line(process, _START_SECONDS).strip().rpartition(" ")[2]
+        if not address:
+            raise PeerFailed(f"{name} did not serve:\n{log.read_text()[-_LOG_CHARACTERS:]}")
+        yield Server(f"127.0.0.1:{address}" if address.isdecimal() else address, process.pid)
+
+
+def module(name: str, *arguments: str, python: str = sys.executable) -> list[str]:
+    """Returns the command that runs a module of the benchmarks."""
+    return [python, "-m", f"tests.benchmarks.{name}", *arguments]
+
+
+def driver_command(settings: Mapping[str, str], python: str = sys.executable) -> list[str]:
+    """Returns the command of a driver for one of gradrule's contenders."""
+    return module("driver", json.dumps(settings), python=python)
+
+
+@contextmanager
+def _process(command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"} | dict(environment),
+        )
     try:
-        yield f"127.0.0.1:{_port(process, script)}"
+        yield process
     finally:
         process.terminate()
         try:
@@ -40,22 +116,17 @@ def running(script: str, *arguments: str, gpu: bool = False) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
 
 
-def _port(process: subprocess.Popen[str], script: str) -> int:
-    if process.stdout is None:
-        raise PeerFailed(f"{script} has no output to read its port from")
-    ends = time.monotonic() + _START_SECONDS
+def _line(process: subprocess.Popen[str], timeout_s: float | None) -> str:
+    """Returns a line of the process's output; empty where it has ended or says nothing in time."""
+    assert process.stdout is not None
+    ends = None if timeout_s is None else time.monotonic() + timeout_s
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
-        while (left := ends - time.monotonic()) > 0:
-            if not selector.select(left):
-                continue
-            line = process.stdout.readline().strip()
-            if line.isdecimal():
-                return int(line)
-            if not line and process.poll() is not None:
-                raise PeerFailed(f"{script} ended with code {process.returncode} before it served")
-    raise PeerFailed(f"{script} did not serve within {_START_SECONDS:g} seconds")
+        if selector.select(None if ends is None else max(0.0, ends - time.monotonic())):
+            return process.stdout.readline()
+    return ""

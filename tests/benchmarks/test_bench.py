@@ -2,69 +2,162 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
 import json
 import math
+import os
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from tests.benchmarks import bench
-from tests.benchmarks.measure import Row, Samples, latencies, rates
+from tests.benchmarks import bench, guard, profiling, rows_programs, rows_tiny, work
+from tests.benchmarks.context import DEFAULT, PEERS, PEERS_PYTHON, Bench
+from tests.benchmarks.measure import Row, Samples, Skipped, Table, in_turns
+from tests.benchmarks.usage import tree, usage
 
-TINY = bench.Counts(2, 3, 8, 1, 2**16, 2, 50, 2, budget_s=30.0)
+SMALL = replace(
+    DEFAULT,
+    rounds=2,
+    tiny_calls=3,
+    rate_calls=40,
+    large_calls=1,
+    large_bytes=2**16,
+    huge_bytes=2**17,
+    inline_calls=2,
+    inline_nodes=50,
+    rule_calls=2,
+    compute_size=8,
+    compile_nodes=(50, 200),
+    programs=4,
+    requests=(4, 12),
+    examples=70,
+    fairness_s=1.0,
+    starts=1,
+    profile_calls=4,
+    profile_s=0.1,
+    budget_s=60.0,
+)
 
 
-def test_every_row_is_measured_against_real_peers(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = bench.measure(TINY)
-    bench.show(rows)
+@pytest.mark.timeout(600)
+def test_rows_are_measured_against_real_peers(capsys: pytest.CaptureFixture[str]) -> None:
+    groups = ["tiny", "shared-memory", "batching", "compute", "rules"]
+    lines = bench.measure(groups, SMALL)
+    bench.show(lines)
     table = capsys.readouterr().out
-    summary = json.loads(json.dumps(bench.summary(rows, 1.0), allow_nan=False))
+    summary = json.loads(json.dumps(bench.summary(lines, 1.0), allow_nan=False))
 
-    assert [(row["work"], row["peer"]) for row in summary["rows"]] == [
-        ("tiny program by name, p50, raw bytes", "bare echo (sync server)"),
-        ("tiny program by name, p50, raw bytes", "bare echo (aio server)"),
-        ("tiny program by name, p50, Python client", 'Session("grpc://…")'),
-        ("requests per second, 32 in flight, raw bytes", "bare echo (sync server)"),
-        ("requests per second, 32 in flight, raw bytes", "bare echo (aio server)"),
-        ("requests per second, 32 in flight, Python client", 'Session("grpc://…")'),
-        ("0.0625 MiB in, as much gradient out, raw bytes", "bare echo (sync server)"),
-        ("0.0625 MiB in, as much gradient out, raw bytes", "bare echo (aio server)"),
-        ("0.0625 MiB in, as much gradient out, Python client", 'Session("grpc://…")'),
-        ("second inline Evaluate, 50 nodes, all run, raw bytes", "by program name"),
-        ("second inline Evaluate, 50 nodes, all run, Python client", "by program name"),
-        ("second inline Evaluate, 50 nodes, a handful run, raw bytes", "by program name"),
-        ("second inline Evaluate, 50 nodes, a handful run, Python client", "by program name"),
-        ("tiny program by name, p50, raw bytes", "without supervision"),
-        ("tiny program by name, p50, Python client", "without supervision"),
-        ("override with ste_sign, 1 Mi numbers, in process", "tf.custom_gradient by hand"),
-        ("override with fast_sigmoid, 1 Mi numbers, in process", "tf.custom_gradient by hand"),
-    ]
-    for row in summary["rows"]:
-        assert row["work"] in table
-        assert all(row[key] > 0 and math.isfinite(row[key]) for key in ("gradrule", "peer_value", "ratio"))
+    assert [row["group"] for row in summary["rows"] if row["work"].startswith("all rows of")] == []
+    assert list(dict.fromkeys(row["group"] for row in summary["rows"])) == groups
+    rows: list[dict[str, Any]] = [line.as_json() for line in lines if isinstance(line, Row)]
+    for row in rows:
+        assert str(row["work"]) in table
+        assert all(math.isfinite(row[key]) and row[key] for key in ("gradrule", "peer_value", "ratio")), row
         assert row["ratio_min"] <= row["ratio"] <= row["ratio_max"]
-        if row["bar"] is None:
-            assert row["met"] is None
-            continue
-        assert row["met"] is (row["ratio"] >= row["bar"] if row["bar_is"] == "at least" else row["ratio"] <= row["bar"])
-    assert summary["bars_met"] + summary["bars_missed"] == sum(row.bar is not None for row in rows)
+        assert (row["bar"] is None) == (row["met"] is None)
+    assert summary["bars_met"] + summary["bars_missed"] == sum(row["bar"] is not None for row in rows)
+    assert all(line.reason for line in lines if isinstance(line, Skipped))
+    assert summary["failed"] == 0
+
+
+@pytest.mark.skipif(not PEERS_PYTHON.exists(), reason="`make bench` installs the peers in .venv-bench")
+def test_peers_are_measured() -> None:
+    rows = [line for line in bench.measure(["peers"], SMALL) if isinstance(line, Row)]
+    assert {row.peer for row in rows} == set(PEERS)
+
+
+def test_a_profile_tells_processes_and_layers() -> None:
+    tables = [line for line in bench.measure(["profile"], SMALL) if isinstance(line, Table)]
+    by_process, by_layer = tables[:2]
+    parts = {(row[0], row[1]) for row in by_process.cells}
+    assert {("raw bytes, unary", part) for part in ("client", "front end", "engine")} <= parts
+    assert by_layer.cells[-1][:1] == ["all"]
+    assert json.dumps([table.as_json() for table in tables])
+
+
+def test_the_cheapest_round_is_taken_for_each_process() -> None:
+    from tests.benchmarks.context import Sample
+    from tests.benchmarks.usage import Usage
+
+    samples = [Sample(1.0, 1.0, {"client": Usage(5), "engine": Usage(1)}), Sample(1.0, 1.0, {"client": Usage(3)})]
+    assert profiling.cheapest(samples) == {"client": Usage(3), "engine": Usage(0)}
+
+
+def test_processor_time_of_a_process_is_its_own() -> None:
+    pid = os.getpid()
+    assert pid in tree(pid)
+    before = usage(pid)
+    sum(range(2_000_000))
+    assert (usage(pid) - before).cpu_ns > 1e6
+
+
+def test_a_group_that_fails_costs_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(bench: Bench) -> list[Row]:
+        raise RuntimeError("no such peer")
+
+    row = Row("rate", "w", "p", "µs", Samples((1.0,)), Samples((1.0,)))
+    monkeypatch.setitem(bench.GROUPS, "tiny", fails)
+    monkeypatch.setitem(bench.GROUPS, "rate", lambda bench: [row])
+    lines = bench.measure(["tiny", "rate"], SMALL)
+    assert lines[1:] == [row]
+    assert bench.summary(lines, 1.0)["failed"] == 1
+
+
+def test_rows_are_chosen_by_group() -> None:
+    assert bench.chosen("large,tiny") == ["tiny", "large"]
+    assert set(bench.chosen("")) == set(bench.GROUPS) - set(bench.ON_REQUEST)
+    with pytest.raises(argparse.ArgumentTypeError, match="there are no rows smal; there are tiny"):
+        bench.chosen("smal")
 
 
 def test_the_ratio_is_taken_within_rounds() -> None:
     # The machine is ten times slower in the second round; the ratio of 2 must not notice.
-    row = Row("w", "p", "µs", Samples((2.0, 20.0, 2.0)), Samples((1.0, 10.0, 1.0)), bar=1.6)
+    row = Row("g", "w", "p", "µs", Samples((2.0, 20.0, 2.0)), Samples((1.0, 10.0, 1.0)), bar=1.6)
     assert row.ratio == 2.0
     assert row.met is False
-    assert Row("w", "p", "1/s", row.ours, row.theirs, bar=1.6, more_is_better=True).met is True
+    assert replace(row, more_is_better=True).met is True
+    assert replace(row, most=2.0).met is True
 
 
 def test_contenders_take_turns() -> None:
     calls: list[str] = []
-    contenders = {name: (lambda name=name: calls.append(name)) for name in "ab"}
-    found = latencies(contenders, rounds=3, calls=2, warm_up=1, budget_s=60.0)
-    assert calls == ["a", "b", *"aabb", *"bbaa", *"aabb"]
+
+    def call(name: str) -> float:
+        calls.append(name)
+        return 1.0
+
+    found = in_turns({name: functools.partial(call, name) for name in "ab"}, rounds=3)
+    assert calls == [*"ab", *"ba", *"ab"]
     assert {name: len(samples.per_round) for name, samples in found.items()} == {"a": 3, "b": 3}
 
 
 def test_a_budget_that_is_spent_ends_the_rounds() -> None:
-    found = rates({"a": lambda count: None}, rounds=100, calls=4, budget_s=0.0)
-    assert len(found["a"].per_round) == 1
+    assert len(in_turns({"a": lambda: 1.0}, rounds=100, budget_s=0.0)["a"].per_round) == 1
+
+
+def test_a_ratio_worse_than_recorded_is_told() -> None:
+    recorded = {"a": {"ratio": 2.0}, "b": {"ratio": 2.0, "slack": 1.05}}
+    assert guard.worse({"a": 2.0 * guard.SLACK, "b": 2.0}, recorded) == []
+    assert [line[:1] for line in guard.worse({"a": 2.6, "b": 2.2, "c": 1.0}, recorded)] == ["a", "b", "c"]
+
+
+def test_recording_keeps_the_better_ratio_unless_told_otherwise() -> None:
+    recorded = {"a": {"ratio": 2.0, "slack": 1.5}, "gone": {"ratio": 1.0}}
+    assert guard.record({"a": 2.5}, recorded, is_new=False) == {"a": {"ratio": 2.0, "slack": 1.5}}
+    assert guard.record({"a": 2.5}, recorded, is_new=True) == {"a": {"ratio": 2.5, "slack": 1.5}}
+
+
+def test_works_have_names_for_other_processes() -> None:
+    for name in ("tiny", "large:8", "chain:20", "aside:20", "compute:4:3", "example:4"):
+        assert work.named(name).feeds
+    with pytest.raises(ValueError, match="'huge'"):
+        work.named("huge")
+    assert work.layers(50, 1).graph.to_bytes() != work.layers(50, 2).graph.to_bytes()
+
+
+def test_shared_memory_and_batching_say_why_they_are_skipped() -> None:
+    with Bench(SMALL) as own:
+        for line in (*rows_tiny.shared_memory(own), *rows_programs.batching(own)):
+            assert isinstance(line, Row) or (isinstance(line, Skipped) and line.reason)

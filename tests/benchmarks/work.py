@@ -35,6 +35,10 @@ class Work:
         """The bytes of a call by program name."""
         return self._with_feeds(evaluate_pb2.EvaluateRequest(program=program.name))
 
+    def request(self) -> bytes:
+        """The bytes of a call that names no program: what it feeds alone."""
+        return self._with_feeds(evaluate_pb2.EvaluateRequest())
+
     def inline_request(self) -> bytes:
         """The bytes of a call with the graph in it."""
         request = evaluate_pb2.EvaluateRequest()
@@ -78,3 +82,59 @@ def chain(nodes: int, *, on_path: bool) -> Work:
         last = g.one("Tanh", last)
     g.one("Sign", last if on_path else x, name="y")
     return Work(g, ["y"], ["y"], ["x"], {"x": np.linspace(-0.9, 0.9, 4, dtype=np.float32)})
+
+
+def compute(size: int, layers: int) -> Work:
+    """A program that computes for long and says little: products of matrices of size × size, on one vector."""
+    g = gr.Graph()
+    rng = np.random.default_rng(0)
+    weights = g.constant((rng.normal(size=(size, size)) / np.sqrt(size)).astype(np.float32))
+    last = g.one("Mul", g.placeholder("x", "float32", [size]), weights)
+    for number in range(layers):
+        last = g.one("Sign" if number == layers // 2 else "Tanh", g.matmul(last, weights))
+    g.reduce_sum(last, axis=[0, 1], name="loss")
+    return Work(g, ["loss"], ["loss"], ["x"], {"x": rng.normal(size=size).astype(np.float32)})
+
+
+def layers(nodes: int, seed: int) -> Work:
+    """A network of about so many nodes whose weights are the seed's: every seed is a graph that no server has seen."""
+    g = gr.Graph()
+    rng = np.random.default_rng(seed)
+    last = g.placeholder("x", "float32", [None, 4])
+    for number in range(max(1, nodes // 5)):
+        weights, bias = (rng.normal(size=shape).astype(np.float32) / 4 for shape in ((4, 4), 4))
+        total = g.one("AddV2", g.matmul(last, g.constant(weights)), g.constant(bias))
+        last = g.one("Sign" if number % 10 == 5 else "Tanh", total)
+    g.one("Identity", last, name="y")
+    return Work(g, ["y"], ["y"], ["x"], {"x": np.ones((1, 4), np.float32)})
+
+
+def one_example(features: int) -> Work:
+    """A small network on a batch whose size the caller chooses; here one example."""
+    g = gr.Graph()
+    rng = np.random.default_rng(0)
+    weights = g.constant((rng.normal(size=(features, features)) / np.sqrt(features)).astype(np.float32))
+    hidden = g.one("Sign", g.matmul(g.placeholder("x", "float32", [None, features]), weights))
+    g.reduce_sum(g.matmul(hidden, weights), axis=[1], name="y")
+    return Work(g, ["y"], ["y"], ["x"], {"x": rng.normal(size=(1, features)).astype(np.float32)})
+
+
+def named(name: str) -> Work:
+    """Returns a work by its name and numbers, such as `large:1024`: what a driver in another process is told."""
+    kind, *numbers = name.split(":")
+    values = [int(number) for number in numbers]
+    match kind:
+        case "tiny":
+            return tiny()
+        case "large":
+            return large(*values)
+        case "chain":
+            return chain(values[0], on_path=True)
+        case "aside":
+            return chain(values[0], on_path=False)
+        case "compute":
+            return compute(*values)
+        case "example":
+            return one_example(*values)
+        case _:
+            raise ValueError(f"there is no work {name!r}")

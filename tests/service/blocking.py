@@ -72,6 +72,6 @@ class Blocking:
         return Blocking(value, self._loop) if asynchronous else value
 
 
-def connect(target: str, loop: LoopThread) -> Any:
+def connect(target: str, loop: LoopThread, **options: Any) -> Any:
     """`gr.aio.connect`, blocking."""
-    return Blocking(loop.run(gr.aio.connect, target), loop)
+    return Blocking(loop.run(gr.aio.connect, target, **options), loop)

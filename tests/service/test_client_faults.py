@@ -124,7 +124,7 @@ def test_a_task_that_is_cancelled_while_it_writes_is_the_only_one(standing: Runn
             program = await client.compile(squares(), fetches=["y"], ys=["y"], xs=["x"])
             async with await program.forward({"x": [3.0]}) as handle:
                 name = handle._handle
-                connection: Any = client._stream._connection
+                connection: Any = client._sender._stream._connection
                 with stopped(standing.process.pid):
                     other = asyncio.ensure_future(handle.vjp())
                     await asyncio.sleep(0.1)
@@ -132,19 +132,19 @@ def test_a_task_that_is_cancelled_while_it_writes_is_the_only_one(standing: Runn
                     writing = asyncio.ensure_future(program.forward({"x": big}))
                     queued = asyncio.ensure_future(program.forward({"x": [1.0]}))
                     await asyncio.sleep(0.3)
-                    assert connection._writing.locked()
+                    assert connection._long
                     writing.cancel()
                     queued.cancel()
                     await asyncio.wait({writing, queued})
                     assert writing.cancelled()
                     assert queued.cancelled()
                     assert not other.done()
-                    assert len(connection._waiting) == 1
+                    assert len(connection.waiting) == 1
                 assert_close((await other)["x"], np.float32([6]))
                 assert_close((await handle.vjp())["x"], np.float32([6]))
                 # It was not made anew.
                 assert handle._handle == name
-                assert client._stream._connection is connection
+                assert client._sender._stream._connection is connection
 
     in_loop(body)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,35 @@ async def test_unfinished_messages_without_a_credential_take_no_memory(tmp_path:
         async with asyncio.timeout(60):
             while holds(pid).resident_bytes - before > 256 * MIB:
                 await asyncio.sleep(0.2)
+        # 60,000 calls that are reset as soon as they begin took 900 MiB while nothing bounded how many wait.
+        forget_peak(pid)
+        await asyncio.gather(*(send_resets(server.target, 100) for _ in range(600)))
+        await health_answers(server.target)
+        assert peak_bytes(pid) - before < 768 * MIB
+        async with asyncio.timeout(60):
+            while holds(pid).resident_bytes - before > 256 * MIB:
+                await asyncio.sleep(0.2)
+
+
+async def send_resets(target: str, count: int) -> None:
+    """Begins so many calls on one connection, and resets each at once."""
+    block = wire.headers(CHECK)
+    calls = b"".join(
+        wire.frame(wire.HEADERS, wire.END_HEADERS, stream, block)
+        + wire.frame(wire.RST_STREAM, 0, stream, wire.CANCEL.to_bytes(4, "big"))
+        for stream in range(1, 2 * count, 2)
+    )
+    with contextlib.suppress(OSError):
+        async with wire.connected(target) as (_, writer):
+            writer.write(wire.PREFACE + wire.settings() + calls)
+            await writer.drain()
+
+
+async def health_answers(target: str) -> None:
+    """Waits until a call is answered: what was sent before it has been taken by then."""
+    async with asyncio.timeout(60):
+        while (await wire.answer(target, wire.headers(CHECK))).status != OK:
+            await asyncio.sleep(0.2)
 
 
 async def test_a_short_run_of_the_fuzzer(server: RunningServer, tmp_path: Path) -> None:

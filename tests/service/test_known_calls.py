@@ -39,7 +39,7 @@ def outcome(channel: grpc.Channel, data: bytes) -> Any:
     try:
         answer = evaluate_pb2.EvaluateResponse.FromString(raw.send(channel, "GradientService/Evaluate", data))
     except grpc.RpcError as refusal:
-        details = dict(refusal.trailing_metadata())["grpc-status-details-bin"]
+        details = dict[str, Any](refusal.trailing_metadata())["grpc-status-details-bin"]
         info = error_details_pb2.ErrorInfo()
         assert status_pb2.Status.FromString(details).details[0].Unpack(info)
         return info.reason, refusal.details()

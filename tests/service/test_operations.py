@@ -104,7 +104,11 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         flags = ("--metrics-port", str(port), "--audit-log", str(folder / "audit.jsonl"), "--log-level", "debug")
         bounds = ("--otel-endpoint", collector.endpoint, "--max-blob-bytes", "8192")
         environment = {"OTEL_BSP_SCHEDULE_DELAY": "200"}
-        with running_server(folder, (*flags, *bounds), environment) as server, gr.connect(server.target) as client:
+        with (
+            running_server(folder, (*flags, *bounds), environment) as server,
+            # Each call is counted as one of its own, and none as part of a stream.
+            gr.connect(server.target, stream=False) as client,
+        ):
             yield Watched(server, client, f"http://127.0.0.1:{port}/metrics", folder / "audit.jsonl", collector)
 
 

@@ -5,7 +5,6 @@ import type { AttrInput } from "./attrs.js";
 import { Channel } from "./channel.js";
 import type { CallOptions, ConnectOptions } from "./channel.js";
 import { errorOf } from "./errors.js";
-import { GradientService } from "./gen/gradrule/v1/evaluate_pb.js";
 import { ProgramService } from "./gen/gradrule/v1/program_pb.js";
 import { RuleKind, RuleService } from "./gen/gradrule/v1/rule_pb.js";
 import type { AttrValue } from "./gen/gradrule/v1/graph_pb.js";
@@ -138,7 +137,7 @@ export class Client {
       gradYs: namedTensors(gradYs.values, dtypeOf, "gradYs"),
       params: callParams(options.params),
     };
-    return evaluationOf(await this.#channel.unary(GradientService.method.evaluate, request, options));
+    return evaluationOf(await this.#channel.evaluate(request, options));
   }
 
   /** Which node gets which rule, the signature, and all that is wrong; nothing is run or kept. */

@@ -5,7 +5,6 @@ import { timestampDate } from "@bufbuild/protobuf/wkt";
 import type { CallOptions, Channel } from "./channel.js";
 import { errorOf } from "./errors.js";
 import type { Detail } from "./errors.js";
-import { GradientService } from "./gen/gradrule/v1/evaluate_pb.js";
 import { ProgramService } from "./gen/gradrule/v1/program_pb.js";
 import type { CompileProgramResponse, Program as ProgramMessage } from "./gen/gradrule/v1/program_pb.js";
 import { bare } from "./names.js";
@@ -114,7 +113,7 @@ export class Program extends Signature {
       gradYs: namedTensors(values, dtypeIn(this.ys), "gradYs"),
       params: callParams(options.params),
     };
-    return evaluationOf(await this.#channel.unary(GradientService.method.evaluate, request, options));
+    return evaluationOf(await this.#channel.evaluate(request, options));
   }
 
   /** Forgets the program on its server. PROGRAM_NOT_FOUND. */

@@ -27,6 +27,15 @@ export function errorOfFailure(failure: ServiceError): GradruleError {
   return errorOf(reasonOf(failure.code), failure.details, { code: failure.code, cause: failure });
 }
 
+/** The typed error in the bytes of a status, with which a stream answers a call that failed. */
+export function errorOfStatusBytes(bytes: Uint8Array): GradruleError {
+  const status = statusOf(bytes);
+  if (status === undefined) return errorOf("INTERNAL", "The server's answer cannot be read.");
+  const info = status.details.map((detail) => anyUnpack(detail, ErrorInfoSchema)).find((found) => found?.reason);
+  const code = status.code as Code;
+  return info ? errorOfStatus(status, info, code) : errorOf(reasonOf(code), status.message, { code });
+}
+
 /** Undefined where the bytes are no status: a proxy's trailer must not hide the code. */
 function statusOf(trailer: Uint8Array): Status | undefined {
   try {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -124,7 +124,7 @@ def steps(call: Call[R]) -> Generator[Call[Any] | Upload, Any, R]:
 
     Each step is sent its outcome, or thrown its error.
     """
-    bare = replace(call, blobs={})
+    bare = call._replace(blobs={})
     for _ in range(_TRIES):
         try:
             answer: R = yield bare

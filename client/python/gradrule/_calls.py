@@ -6,12 +6,13 @@ The sync and async clients differ only in how they send these.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from types import MappingProxyType
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from google.protobuf.message import Message
 
-from gradrule import _blobs, _large, _requests, _results, _samples, _server_status
+from gradrule import _blobs, _requests, _results, _samples, _server_status, _wire
+from gradrule._answers import AnswerReader, labeller
 from gradrule._groups import flat_words, groups_of
 from gradrule._rules import Params, Rule
 from gradrule._sources import GraphLike, graph_bytes, sent_bytes
@@ -21,12 +22,12 @@ from gradrule.v1 import admin_pb2, evaluate_pb2, program_pb2, rule_pb2
 R = TypeVar("R")
 
 _PACKAGE = "gradrule.v1"
+EVALUATE = f"/{_PACKAGE}.GradientService/Evaluate"
 _KINDS = {"op": rule_pb2.RULE_KIND_OP, "builtin": rule_pb2.RULE_KIND_BUILTIN, "user": rule_pb2.RULE_KIND_USER}
 _PAGE_SIZE = 1000
 
 
-@dataclass(frozen=True, slots=True)
-class Call(Generic[R]):
+class Call(NamedTuple, Generic[R]):
     """One RPC, or, `on_stream`, one request of StreamEvaluate, whose method is the name of its field."""
 
     method: str
@@ -34,10 +35,10 @@ class Call(Generic[R]):
     answer: Callable[[bytes], Any]
     decode: Callable[[Any], R]
     # Bytes that the request names by their hash.
-    blobs: Mapping[str, _blobs.Data] = field(default_factory=dict)
+    blobs: Mapping[str, _blobs.Data] = MappingProxyType({})
     on_stream: bool = False
     # Bytes of the request that follow those of the message.
-    large: Sequence[_large.Parts] = ()
+    large: Sequence[_wire.Parts] = ()
 
 
 def create_rule(
@@ -130,32 +131,15 @@ def evaluate(
     blobs = _blobs.fed(feeds, words.grad_ys)
     spec, grad_ys = _requests.program_spec(graph, flat_words(words, graph), blobs)
     type_of = _requests.types_of_graph(graph)
-    large: list[_large.Parts] = []
+    large: list[_wire.Parts] = []
     request = _requests.evaluate_request(
         feeds, type_of, grad_ys=grad_ys, params=params, graph=graph, stacked_grad_ys=stacked_grad_ys, large=large
     )
     request.spec.CopyFrom(spec)
     aliases = _requests.given_aliases(graph, words)
-    return evaluate_call(request, lambda response: _results.result(response, groups, aliases), blobs, large)
-
-
-def evaluate_program(
-    program: program_pb2.Program,
-    feeds: _requests.Feeds | None,
-    params: _requests.CallParams | None,
-    grad_ys: _requests.GradYs | None,
-    decode: Callable[[evaluate_pb2.EvaluateResponse], _results.Result],
-    stacked_grad_ys: bool = False,
-    large: list[_large.Parts] | None = None,
-) -> Call[_results.Result]:
-    """Evaluate by a program's name. `large`: see `_requests.evaluate_request`."""
-    type_of = _requests.types_of_specs([*program.inputs, *program.ys])
-    values = _requests.program_grad_ys(grad_ys, program)
-    request = _requests.evaluate_request(
-        feeds, type_of, grad_ys=values, params=params, graph=program, stacked_grad_ys=stacked_grad_ys, large=large
-    )
-    request.program = program.name
-    return evaluate_call(request, decode, _blobs.fed(feeds, grad_ys), large or ())
+    told = _results.Told(aliases)
+    read = AnswerReader(labeller(aliases)).read
+    return evaluate_call(request, lambda answer: _results.Result(answer, told, groups), blobs, large, read)
 
 
 def compile_program(graph: GraphLike, name: str | None, words: _requests.Words) -> Call[program_pb2.Program]:
@@ -252,11 +236,11 @@ def evaluate_call(
     request: evaluate_pb2.EvaluateRequest,
     decode: Callable[[Any], R],
     blobs: Mapping[str, _blobs.Data],
-    large: Sequence[_large.Parts] = (),
+    large: Sequence[_wire.Parts] = (),
+    answer: Callable[[bytes], Any] = evaluate_pb2.EvaluateResponse.FromString,
 ) -> Call[R]:
     """Evaluate."""
-    method, answer = f"/{_PACKAGE}.GradientService/Evaluate", evaluate_pb2.EvaluateResponse.FromString
-    return Call(method, request, answer, decode, blobs, large=large)
+    return Call(EVALUATE, request, answer, decode, blobs, large=large)
 
 
 def _full(collection: str, name: str) -> str:

@@ -18,16 +18,17 @@ from gradrule._groups import groups_of
 from gradrule._overrides import Overrides
 from gradrule._program import merged
 from gradrule._requests import CallParams, Feeds, GradYs, GroupedNames, Names
+from gradrule._routes import Routes
 from gradrule._rules import Params, Rule
+from gradrule._sending import CallSender, Started
 from gradrule._server_status import ServerStatus
 from gradrule._sessions import METHOD as SESSION_METHOD
 from gradrule._sessions import Session
 from gradrule._sources import GraphLike
-from gradrule._status import error_of, parsed, serialized, waiting_error
-from gradrule._streams import Stream
+from gradrule._status import error_of, waiting_error
+from gradrule._streams import StreamLostError
 from gradrule.errors import (
     BlobNotFoundError,
-    CancelledError,
     EngineUnavailableError,
     GradruleError,
     InvalidParamError,
@@ -46,12 +47,15 @@ def connect(
     token: str | None = None,
     timeout: float = 30.0,
     insecure_token: bool = False,
+    stream: bool = True,
 ) -> Client:
     """A client of the server at `host:port`; nothing is sent yet.
 
     credentials: what `gradrule.tls` gives, or gRPC's own channel credentials; without them the connection is plain.
     token: sent as a bearer token with each call. timeout: seconds for a call that gives none of its own.
     insecure_token: lets the token travel unencrypted to another machine, which is refused otherwise.
+    stream: calls of programs that are repeated share one persistent stream, which takes less time for each; False:
+    each travels alone, as it must where a proxy spreads calls over several servers.
     """
     timeout = _deadlines.seconds(timeout)
     _security.check_token(target, token, is_encrypted=credentials is not None, insecure_token=insecure_token)
@@ -59,7 +63,7 @@ def connect(
         channel = grpc.insecure_channel(_channel.address(target), options=_channel.OPTIONS)
     else:
         channel = grpc.secure_channel(_channel.address(target), credentials, options=_channel.OPTIONS)
-    return Client(channel, target, token=token, timeout=timeout)
+    return Client(channel, target, token=token, timeout=timeout, stream=stream)
 
 
 class Client(Derivatives):
@@ -68,12 +72,13 @@ class Client(Derivatives):
     Every call has a deadline: its `timeout` in seconds, or that of `connect`. Every failure is a `GradruleError`.
     """
 
-    def __init__(self, channel: grpc.Channel, target: str, *, token: str | None, timeout: float) -> None:
+    def __init__(
+        self, channel: grpc.Channel, target: str, *, token: str | None, timeout: float, stream: bool = True
+    ) -> None:
         self._channel = channel
         self._metadata = _channel.metadata(token)
         self._timeout = timeout
-        self._methods: dict[str, grpc.UnaryUnaryMultiCallable[bytes, bytes]] = {}
-        self._stream = Stream(channel, self._metadata, self._closed)
+        self._sender = CallSender(channel, self._metadata, Routes(use_stream=stream), self._closed)
         self.target = target
 
     # Rules.
@@ -366,7 +371,7 @@ class Client(Derivatives):
 
     def close(self) -> None:
         """Closes the connection; calls under way are cancelled."""
-        self._stream.close()
+        self._sender.close()
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -424,46 +429,23 @@ class Client(Derivatives):
             raise self._closed() from cause
 
     def _once(self, call: _calls.Call[R], timeout: float | None) -> R:
-        deadline = _deadlines.of_call(timeout, self._timeout)
-        if call.on_stream:
-            return self._stream.run(call, deadline)
-        request = serialized(call.request, call.large)
-        try:
-            answer = self._method(call.method)(request, timeout=deadline, metadata=self._metadata)
-        except grpc.RpcError as failure:
-            raise error_of(failure) from None
-        except ValueError as cause:
-            raise self._closed() from cause
-        return parsed(call.answer, call.decode, answer)
+        return self._sender.send(call, _deadlines.of_call(timeout, self._timeout))
 
-    def _start(self, call: _calls.Call[Any], timeout: float | None) -> grpc.Future[bytes]:
-        deadline = _deadlines.of_call(timeout, self._timeout)
-        request = serialized(call.request, call.large)
-        try:
-            return self._method(call.method).future(request, timeout=deadline, metadata=self._metadata)
-        except ValueError as cause:
-            raise self._closed() from cause
+    def _start(self, call: _calls.Call[R], timeout: float | None) -> Started[R]:
+        return self._sender.start(call, _deadlines.of_call(timeout, self._timeout))
 
-    def _method(self, path: str) -> grpc.UnaryUnaryMultiCallable[bytes, bytes]:
-        method = self._methods.get(path)
-        if method is None:
-            method = self._methods[path] = self._channel.unary_unary(path)
-        return method
+    def _finish(self, call: _calls.Call[R], started: Started[R], timeout: float | None) -> R:
+        try:
+            return started.result()
+        except StreamLostError:
+            self._sender.note_lost()
+        except BlobNotFoundError:
+            if not call.blobs:
+                raise
+        return self._run(call, timeout)
 
     def _closed(self) -> UnavailableError:
         return UnavailableError(f"the client of {self.target!r} is closed")
-
-    def _finish(self, call: _calls.Call[R], pending: grpc.Future[bytes], timeout: float | None) -> R:
-        try:
-            data = pending.result()
-        except grpc.RpcError as failure:
-            error = error_of(failure)
-            if isinstance(error, BlobNotFoundError) and call.blobs:
-                return self._run(call, timeout)
-            raise error from None
-        except grpc.FutureCancelledError as failure:
-            raise CancelledError("the call was cancelled; its client was closed meanwhile") from failure
-        return parsed(call.answer, call.decode, data)
 
 
 class Program(ProgramDerivatives):
@@ -523,7 +505,7 @@ class Program(ProgramDerivatives):
         """
         if in_flight < 1:
             raise InvalidParamError(f"in_flight is at least 1, not {in_flight}")
-        pending: deque[tuple[_calls.Call[_results.Result], grpc.Future[bytes]]] = deque()
+        pending: deque[tuple[_calls.Call[_results.Result], Started[_results.Result]]] = deque()
         try:
             for one in feeds:
                 if len(pending) >= in_flight:
@@ -533,8 +515,8 @@ class Program(ProgramDerivatives):
             while pending:
                 yield self._client._finish(*pending.popleft(), timeout)
         finally:
-            for _, future in pending:
-                future.cancel()
+            for _, started in pending:
+                started.cancel()
 
     def delete(self, *, timeout: float | None = None) -> None:
         """Makes the server forget the program."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import time
 from typing import Any
 
 from gradrule.errors import InvalidParamError
@@ -24,3 +25,8 @@ def seconds(timeout: Any) -> float:
 def of_call(timeout: Any, default: float) -> float:
     """The deadline of a call: its own timeout, or the client's."""
     return default if timeout is None else seconds(timeout)
+
+
+def left(ends_at: float) -> float:
+    """Seconds until a time on the clock `time.monotonic`; gRPC ends a call without any at once."""
+    return max(ends_at - time.monotonic(), 1e-6)

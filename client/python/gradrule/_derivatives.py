@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradrule import _blobs
+from gradrule._answers import labels
 from gradrule._calls import Call, evaluate_call
 from gradrule._groups import flat_words, groups_of
 from gradrule._names import bare
@@ -22,7 +23,7 @@ from gradrule._requests import (
     types_of_graph,
     types_of_specs,
 )
-from gradrule._results import ByName, Groups, Sparse, array, gradients_by_x, labels, regrouped
+from gradrule._results import ByName, Groups, Sparse, array, gradients_by_x, regrouped
 from gradrule._sources import GraphLike
 from gradrule._tensors import Array
 from gradrule.errors import InvalidDerivativeError

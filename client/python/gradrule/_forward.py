@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
-from gradrule import _requests, _results
-from gradrule._calls import Call, evaluate_program
+from gradrule import _requests, _results, _wire
+from gradrule._calls import Call
 from gradrule._program import ProgramBase
 from gradrule._requests import CallParams, Feeds, GradYs
 from gradrule._tensors import Array
@@ -38,9 +38,11 @@ class ForwardBase:
         if ttl is not None and not ttl > 0:
             raise InvalidParamError(f"ttl is in seconds, more than 0, not {ttl!r}")
         self._message, self._groups = program.message, program.groups
-        call = evaluate_program(self._message, feeds, params, None, _results.result)
-        evaluate: Any = call.request
-        self._request, self._blobs = evaluate_pb2.ForwardRequest(evaluate=evaluate), call.blobs
+        call = program._call(feeds, params, None)
+        evaluate = [call.request.SerializeToString(), *(part for parts in call.large for part in parts)]
+        self._request, self._blobs = evaluate_pb2.ForwardRequest(), call.blobs
+        # It may be sent again much later, when the arrays that were fed have other values.
+        self._large = (_wire.wrapped(evaluate_pb2.ForwardRequest.EVALUATE_FIELD_NUMBER, [b"".join(evaluate)]),)
         if ttl is not None:
             self._request.ttl.FromNanoseconds(int(ttl * 1e9))
         self._handle = ""
@@ -49,7 +51,8 @@ class ForwardBase:
     @property
     def outputs(self) -> Mapping[str, Array]:
         """Arrays by fetch."""
-        return _results.result(self._held.evaluate, aliases=self._message.aliases).outputs
+        answer = self._held.evaluate.SerializeToString()
+        return _results.result(answer, aliases=self._message.aliases).outputs
 
     @property
     def bytes(self) -> int:
@@ -61,7 +64,7 @@ class ForwardBase:
             self._held, self._handle = answer, answer.handle
 
         answer = evaluate_pb2.ForwardResponse.FromString
-        return Call("forward", self._request, answer, decode, self._blobs, on_stream=True)
+        return Call("forward", self._request, answer, decode, self._blobs, on_stream=True, large=self._large)
 
     def _pull_back(self, grad_ys: GradYs | None, stacked: bool) -> evaluate_pb2.PullBackRequest:
         values = _requests.program_grad_ys(grad_ys, self._message)

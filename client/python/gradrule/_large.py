@@ -7,24 +7,19 @@ follow the bytes of the rest, and each is copied once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from gradrule import _tensors
+from gradrule import _tensors, _wire
 from gradrule._dtypes import as_dt
 from gradrule.v1 import tensor_pb2
 
 MIN_LARGE_BYTES = 64 * 1024
 """Smaller tensors gain nothing."""
 
-_LENGTH_DELIMITED = 2
 _NAME = tensor_pb2.NamedTensor.NAME_FIELD_NUMBER
 _VALUE = tensor_pb2.NamedTensor.VALUE_FIELD_NUMBER
 _INLINE = tensor_pb2.TensorSource.INLINE_FIELD_NUMBER
 _CONTENT = tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER
-
-Parts = Sequence["bytes | memoryview"]
 
 
 def is_large(array: _tensors.Array) -> bool:
@@ -32,7 +27,7 @@ def is_large(array: _tensors.Array) -> bool:
     return array.nbytes >= MIN_LARGE_BYTES and _tensors.has_plain_bytes(array)
 
 
-def parts(field: int, name: str, array: _tensors.Array) -> Parts:
+def parts(field: int, name: str, array: _tensors.Array) -> _wire.Parts:
     """The bytes of one entry of a repeated field of `NamedTensor`; the array's own memory is among them.
 
     Args:
@@ -40,36 +35,17 @@ def parts(field: int, name: str, array: _tensors.Array) -> Parts:
         name: The tensor's name.
         array: An array for which `is_large` holds.
     """
-    content = _tensors.content_of(array)
+    return head(field, name, array), _tensors.content_of(array)
+
+
+def head(field: int, name: str, array: _tensors.Array) -> bytes:
+    """Returns what stands before the content of such an entry."""
+    size = array.nbytes
     head = tensor_pb2.Tensor(
         dtype=as_dt(_tensors.number_of_array(array)), tensor_shape=_tensors.shape_message(np.shape(array))
-    ).SerializeToString() + _prefix(_CONTENT, len(content))
+    ).SerializeToString() + _wire.prefix(_CONTENT, size)
     for number in (_INLINE, _VALUE):
-        head = _prefix(number, len(head) + len(content)) + head
+        head = _wire.prefix(number, len(head) + size) + head
     encoded = name.encode()
-    head = _prefix(_NAME, len(encoded)) + encoded + head
-    return _prefix(field, len(head) + len(content)) + head, content
-
-
-def length(parts: Parts) -> int:
-    """Bytes of all parts together."""
-    return sum(len(part) for part in parts)
-
-
-def wrapped(field: int, parts: Parts) -> Parts:
-    """The parts as one length-delimited field of another message."""
-    return _prefix(field, length(parts)), *parts
-
-
-def _prefix(field: int, size: int) -> bytes:
-    """What stands before a length-delimited field of `size` bytes."""
-    return _varint(field << 3 | _LENGTH_DELIMITED) + _varint(size)
-
-
-def _varint(number: int) -> bytes:
-    written = bytearray()
-    while number >= 0x80:
-        written.append(number & 0x7F | 0x80)
-        number >>= 7
-    written.append(number)
-    return bytes(written)
+    head = _wire.prefix(_NAME, len(encoded)) + encoded + head
+    return _wire.prefix(field, len(head) + size) + head

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from gradrule import _calls, _results
+from gradrule._answers import Answer, AnswerReader, labeller
+from gradrule._encoding import ProgramEncoder
 from gradrule._requests import CallParams, Feeds, GradYs, Name
 from gradrule._specs import TensorSpec
 from gradrule.errors import UnknownFeedError
@@ -20,6 +21,11 @@ class ProgramBase:
         self._message = message
         self._groups = groups
         self._overrides = _results.resolutions(message.overrides)
+        # The answer of a compiled program leaves out what the program told once.
+        self._told = _results.Told(dict(message.aliases), self._overrides, self.defaulted, self.rewritten)
+        self._target = evaluate_pb2.EvaluateRequest(program=message.name)
+        self._encoder = ProgramEncoder(message)
+        self._reader = AnswerReader(labeller(message.aliases))
 
     @property
     def message(self) -> program_pb2.Program:
@@ -97,12 +103,11 @@ class ProgramBase:
     def _call(
         self, feeds: Feeds | None, params: CallParams | None, grad_ys: GradYs | None, stacked_grad_ys: bool = False
     ) -> _calls.Call[_results.Result]:
-        return _calls.evaluate_program(self._message, feeds, params, grad_ys, self._decode, stacked_grad_ys, large=[])
+        parts, blobs = self._encoder.encode(feeds, params, grad_ys, stacked_grad_ys)
+        return _calls.Call(_calls.EVALUATE, self._target, self._reader.read, self._decode, blobs, large=(parts,))
 
-    def _decode(self, response: evaluate_pb2.EvaluateResponse) -> _results.Result:
-        # The answer of a compiled program leaves out what the program told once.
-        result = _results.result(response, self._groups, self._message.aliases)
-        return replace(result, overrides=self.overrides, defaulted=self.defaulted, rewritten=self.rewritten)
+    def _decode(self, answer: Answer) -> _results.Result:
+        return _results.Result(answer, self._told, self._groups)
 
 
 def merged(feeds: Feeds | None, named: Mapping[str, Any]) -> Feeds:

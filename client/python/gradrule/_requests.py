@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from google.protobuf.message import Message
 
-from gradrule import _blobs, _large, _tensors
+from gradrule import _blobs, _large, _tensors, _wire
 from gradrule._attrs import natural
 from gradrule._dtypes import base, name_of
 from gradrule._graph import Graph
@@ -127,14 +127,14 @@ def evaluate_request(
     params: CallParams | None = None,
     graph: GraphLike | None = None,
     stacked_grad_ys: bool = False,
-    large: list[_large.Parts] | None = None,
+    large: list[_wire.Parts] | None = None,
 ) -> evaluate_pb2.EvaluateRequest:
     """A call's values; the caller sets what to run. `grad_ys`: values only, by y.
 
     large: takes large tensors, whose bytes then follow those of the request; None: they go into the request.
     """
     request = evaluate_pb2.EvaluateRequest(stacked_grad_ys=stacked_grad_ys)
-    for key, value in _pairs(feeds or {}, "feeds"):
+    for key, value in pairs(feeds or {}, "feeds"):
         name = name_of_tensor(key, graph)
         add_named_tensor(request, "feeds", name, value, type_of, large=large)
     for y, value in (grad_ys or {}).items():
@@ -273,7 +273,7 @@ def add_named_tensor(
     type_of: TypeOf,
     *,
     what: str | None = None,
-    large: list[_large.Parts] | None = None,
+    large: list[_wire.Parts] | None = None,
 ) -> None:
     """Adds a value to a repeated field of `NamedTensor`. Raises `InvalidTensorError`, `FeedDtypeError`.
 
@@ -351,7 +351,8 @@ def _chosen(value: Any, choices: Mapping[str, _C], what: str) -> _C:
     raise InvalidDerivativeError(f"{what} is {known}, not {value!r}.{near(str(value), choices)}")
 
 
-def _pairs(values: Any, what: str) -> Iterable[tuple[Any, Any]]:
+def pairs(values: Any, what: str) -> Iterable[tuple[Any, Any]]:
+    """Values by tensor as pairs. Raises `InvalidTensorError` where they are no dict."""
     if not isinstance(values, Mapping):
         raise InvalidTensorError(f"{what} is a dict of values by tensor, not {type(values).__name__}")
     return values.items()

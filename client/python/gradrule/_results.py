@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
+from gradrule._answers import Answer, AnswerReader, labeller, labels
 from gradrule._handles import TensorHandle, as_tensor
 from gradrule._names import bare, near
 from gradrule._rules import Rule
@@ -129,9 +131,8 @@ class Digests:
     program: str
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Result:
-    """What an evaluation gives.
+    """What an evaluation gives. Each part is read from the answer when it is used first.
 
     outputs: arrays by fetch. gradients: by x (by group and x, where xs were given in groups) an array, a `Sparse`, or
     None where there is none; `gradient_kinds` tells why, by x: `dense`, `sparse`, `unconnected`, `not_differentiable`.
@@ -140,16 +141,76 @@ class Result:
     alone.
     """
 
-    outputs: Mapping[str, Array]
-    gradients: Mapping[str, Any]
-    gradient_kinds: Mapping[str, str]
-    overrides: list[Resolution]
-    defaulted: list[str]
-    timings: Timings
-    device: str
-    digests: Digests
-    rewritten: list[str]
-    batch_size: int = 0
+    def __init__(self, answer: Answer, told: Told, groups: Groups = None) -> None:
+        self._answer = answer
+        self._told = told
+        self._groups = groups
+
+    @cached_property
+    def outputs(self) -> Mapping[str, Array]:
+        data = self._answer.data
+        found = {name: place.array(data) for name, place in self._answer.layout.outputs.items()}
+        return ByName(found, self._told.aliases)
+
+    @cached_property
+    def gradients(self) -> Mapping[str, Any]:
+        data = self._answer.data
+        found: dict[str, Any] = {}
+        for x, place in self._answer.layout.gradients.items():
+            tensors = [tensor.array(data) for tensor in place.tensors]
+            found[x] = Sparse(*tensors) if place.kind == "sparse" else tensors[0] if tensors else None
+        return regrouped(ByName(found, self._told.aliases), self._groups)
+
+    @cached_property
+    def gradient_kinds(self) -> Mapping[str, str]:
+        return ByName(self._answer.layout.kinds, self._told.aliases)
+
+    @cached_property
+    def overrides(self) -> list[Resolution]:
+        told = self._told.overrides
+        return resolutions(self._answer.rest.overrides) if told is None else list(told)
+
+    @cached_property
+    def defaulted(self) -> list[str]:
+        return list(self._answer.rest.defaulted if self._told.defaulted is None else self._told.defaulted)
+
+    @cached_property
+    def rewritten(self) -> list[str]:
+        return list(self._answer.rest.rewritten if self._told.rewritten is None else self._told.rewritten)
+
+    @cached_property
+    def timings(self) -> Timings:
+        return timings(self._answer.rest.timings)
+
+    @cached_property
+    def device(self) -> str:
+        return self._answer.rest.device
+
+    @cached_property
+    def batch_size(self) -> int:
+        return self._answer.rest.batch_size
+
+    @cached_property
+    def digests(self) -> Digests:
+        return Digests(self._answer.rest.digests.graph, self._answer.rest.digests.program)
+
+    def __repr__(self) -> str:
+        names = ("outputs", "gradients", "overrides", "defaulted", "timings", "device", "digests", "rewritten")
+        return f"Result({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What is known of an answer beforehand.
+
+    aliases: those under which tensors are told. The rest: what a program told once, in the place of what its answers
+    leave out; None: it is in the answer.
+    """
+
+    aliases: Mapping[str, str] | None = None
+    overrides: Sequence[Resolution] | None = None
+    defaulted: Sequence[str] | None = None
+    rewritten: Sequence[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,25 +339,9 @@ def timings(message: evaluate_pb2.Timings) -> Timings:
     return Timings(*(part.ToNanoseconds() / 1e9 for part in (message.queue, message.compile, message.run)))
 
 
-def result(
-    response: evaluate_pb2.EvaluateResponse, groups: Groups = None, aliases: Mapping[str, str] | None = None
-) -> Result:
-    """From the answer of Evaluate. aliases: those under which tensors are told."""
-    given = labels(aliases)
-    kinds = {given.get(bare(item.x), item.x): item.WhichOneof("value") or "unconnected" for item in response.gradients}
-    outputs = {given.get(bare(output.name), output.name): array(output.value.inline) for output in response.outputs}
-    return Result(
-        outputs=ByName(outputs, aliases),
-        gradients=regrouped(gradients_by_x(response.gradients, aliases), groups),
-        gradient_kinds=ByName(kinds, aliases),
-        overrides=resolutions(response.overrides),
-        defaulted=list(response.defaulted),
-        timings=timings(response.timings),
-        device=response.device,
-        digests=Digests(response.digests.graph, response.digests.program),
-        rewritten=list(response.rewritten),
-        batch_size=response.batch_size,
-    )
+def result(data: bytes, groups: Groups = None, aliases: Mapping[str, str] | None = None) -> Result:
+    """From the bytes of an answer of Evaluate. aliases: those under which tensors are told."""
+    return Result(AnswerReader(labeller(aliases)).read(data), Told(aliases), groups)
 
 
 def explanation(
@@ -390,11 +435,6 @@ def specs(messages: Iterable[tensor_pb2.TensorSpec], aliases: Mapping[str, str] 
     """Specs by alias or name."""
     given = labels(aliases)
     return ByName({given.get(bare(item.name), item.name): TensorSpec.of(item) for item in messages}, aliases)
-
-
-def labels(aliases: Mapping[str, str] | None) -> dict[str, str]:
-    """The alias of each tensor that has one; the first where there are several."""
-    return {bare(tensor): alias for alias, tensor in reversed(list((aliases or {}).items()))}
 
 
 def array(message: tensor_pb2.Tensor) -> Array:

@@ -149,7 +149,11 @@ class SessionBase:
         for y, value in values.items():
             _requests.add_named_tensor(request, "grad_ys", y, value, self._type_of)
         blobs = _blobs.fed(feeds, words.grad_ys)
-        return Call("evaluate", request, evaluate_pb2.EvaluateResponse.FromString, _results.result, blobs)
+
+        def decode(answer: evaluate_pb2.EvaluateResponse) -> _results.Result:
+            return _results.result(answer.SerializeToString())
+
+        return Call("evaluate", request, evaluate_pb2.EvaluateResponse.FromString, decode, blobs)
 
     def _read(self, names: Iterable[Name] | Name) -> Call[Mapping[str, Array]]:
         request = session_pb2.ReadRequest(variables=_requests.names_of(names, self._graph))

@@ -9,7 +9,7 @@ import grpc
 from google.protobuf.message import DecodeError, EncodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
-from gradrule._large import Parts, length
+from gradrule._wire import Part, Parts, length
 from gradrule.errors import Detail, GradruleError, InternalError, MessageTooLargeError, UnavailableError, of_reason
 
 _DETAILS_KEY = "grpc-status-details-bin"
@@ -58,7 +58,10 @@ def error_of_status(data: bytes) -> GradruleError:
     except DecodeError as cause:
         return InternalError(f"the server's answer cannot be read: {cause}")
     code = next((code for code in grpc.StatusCode if code.value[0] == status.code), grpc.StatusCode.UNKNOWN)
-    return _from_status(status, code) or of_reason(_REASONS.get(code, "INTERNAL"), status.message, code=code.name)
+    error = _from_status(status, code) or of_reason(_REASONS.get(code, "INTERNAL"), status.message, code=code.name)
+    info = _unpacked(status, error_details_pb2.RequestInfo())
+    error.request_id = "" if info is None else info.request_id
+    return error
 
 
 def waiting_error(failure: grpc.RpcError, target: str) -> GradruleError | None:
@@ -71,16 +74,24 @@ def waiting_error(failure: grpc.RpcError, target: str) -> GradruleError | None:
 
 def serialized(request: Message, large: Sequence[Parts] = ()) -> bytes:
     """A request's bytes, then its large tensors. Raises `MessageTooLargeError` past protobuf's 2 GiB."""
-    size = sum(map(length, large))
+    parts, _ = message_parts(request, large)
+    return b"".join(parts) if large else bytes(parts[0])
+
+
+def message_parts(request: Message, large: Sequence[Parts] = ()) -> tuple[Parts, int]:
+    """The same not yet joined, and the number of bytes."""
     try:
-        small = request.SerializeToString()
+        parts: list[Part] = [request.SerializeToString()]
     except (EncodeError, ValueError) as cause:
         raise MessageTooLargeError(f"the request is too large to be one message: {cause}") from None
-    if len(small) + size > _MAX_MESSAGE_BYTES:
+    for more in large:
+        parts += more
+    size = length(parts)
+    if size > _MAX_MESSAGE_BYTES:
         raise MessageTooLargeError(
-            f"the request is too large to be one message: {len(small) + size} bytes of at most {_MAX_MESSAGE_BYTES}"
+            f"the request is too large to be one message: {size} bytes of at most {_MAX_MESSAGE_BYTES}"
         )
-    return b"".join((small, *(part for parts in large for part in parts))) if large else small
+    return parts, size
 
 
 def parsed(read: Callable[[bytes], Any], decode: Callable[[Any], _R], answer: bytes) -> _R:

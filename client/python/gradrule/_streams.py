@@ -1,57 +1,95 @@
-"""`StreamEvaluate` from the client's side: many requests over one stream, each with an answer of its own."""
+"""`StreamEvaluate` from the client's side: many requests over one stream, each with an answer of its own.
+
+No thread of its own reads the stream while callers wait: one of the callers that wait reads for all, since handing an
+answer from thread to thread costs more than reading it.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
+import logging
 import queue
 import threading
-from collections.abc import Callable, Coroutine
-from concurrent import futures
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import grpc
-import grpc.aio
-from google.protobuf.message import DecodeError
 
+from gradrule import _routes, _stream_messages, _wire
 from gradrule._calls import Call
-from gradrule._status import error_of, error_of_status, serialized
+from gradrule._status import error_of, error_of_status, parsed
 from gradrule.errors import CancelledError, DeadlineExceededError, GradruleError, InternalError, UnavailableError
-from gradrule.v1 import evaluate_pb2
 
 R = TypeVar("R")
 
-METHOD = "/gradrule.v1.GradientService/StreamEvaluate"
+_log = logging.getLogger(__name__)
 
 # The server keeps the deadline; this is for one that no longer answers.
 _GRACE_S = 2.0
 
-Answer = evaluate_pb2.StreamEvaluateResponse
+# Between two looks at an open stream: whether someone must read it, or end it.
+_LOOK_S = 1.0
+
+
+class StreamLostError(Exception):
+    """The stream ended before a request was answered; `cause` says why."""
+
+    def __init__(self, cause: GradruleError) -> None:
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+class Pending:
+    """A request of a stream that has no answer yet."""
+
+    __slots__ = ("answer", "due", "failure", "is_done", "is_woken", "number", "pieces", "wake")
+
+    def __init__(self, number: int, due: float) -> None:
+        self.number = number
+        self.due = due
+        """When nobody waits any more, on the clock `time.monotonic`."""
+        self.answer: tuple[str, bytes] | None = None
+        """Kind and bytes of the answer."""
+        self.failure: Exception | None = None
+        self.pieces: list[bytes] = []
+        self.is_done = False
+        self.wake: threading.Lock | None = None
+        """Held by its caller while it sleeps; released to wake it."""
+        self.is_woken = False
 
 
 class Stream:
-    """One stream, opened at the first request and again after it broke. Safe to share between threads.
+    """One stream, opened at the first request and again after it ended. Safe to share between threads.
 
     closed: what is raised once the channel is closed.
     """
 
     def __init__(self, channel: grpc.Channel, metadata: Any, closed: Callable[[], GradruleError]) -> None:
-        self._open: Callable[..., Any] = channel.stream_stream(METHOD)
+        self._open: Callable[..., Any] = channel.stream_stream(_stream_messages.METHOD)
         self._metadata = metadata
         self._closed = closed
         self._lock = threading.Lock()
-        self._connection: _Connection | None = None
+        self._connection: Connection | None = None
 
-    def run(self, call: Call[R], timeout: float) -> R:
-        """Sends a call, waits for its answer and decodes it. `timeout`: seconds."""
+    @property
+    def under_way(self) -> int:
+        """Requests that are not answered yet."""
+        connection = self._connection
+        return 0 if connection is None else connection.under_way
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the next request goes over a stream that is open already."""
+        connection = self._connection
+        return connection is not None and not connection.ended
+
+    def start(self, call: Call[Any], parts: _wire.Parts, size: int, timeout: float) -> Started:
+        """Sends a call, whose request has these bytes. timeout: seconds. Raises `StreamLostError`."""
+        kind = _stream_messages.kind_of(call)
         connection = self._connected()
-        number, future = connection.send(call, timeout)
-        try:
-            answer = future.result(timeout + _GRACE_S)
-        except futures.TimeoutError:
-            connection.cancel(number)
-            raise DeadlineExceededError(f"no answer within {timeout:.3g} s") from None
-        return _decoded(call, answer)
+        return Started(connection, connection.send(kind, parts, size, timeout), call, timeout)
 
     def close(self) -> None:
         """Ends the stream; what is under way is given up."""
@@ -60,201 +98,275 @@ class Stream:
         if connection is not None:
             connection.close()
 
-    def _connected(self) -> _Connection:
+    def _connected(self) -> Connection:
+        connection = self._connection
+        if connection is not None and not connection.ended:
+            return connection
         with self._lock:
             if self._connection is None or self._connection.ended:
                 try:
-                    self._connection = _Connection(self._open, self._metadata)
+                    self._connection = Connection(self._open, self._metadata)
                 except ValueError as cause:
                     raise self._closed() from cause
             return self._connection
 
 
-class _Connection:
+class Started:
+    """A call that was sent over a stream."""
+
+    __slots__ = ("_call", "_connection", "_pending", "_timeout")
+
+    def __init__(self, connection: Connection, pending: Pending, call: Call[Any], timeout: float) -> None:
+        self._connection = connection
+        self._pending = pending
+        self._call = call
+        self._timeout = timeout
+
+    def result(self) -> Any:
+        """Waits for the answer and decodes it. Raises `StreamLostError`, and what the call failed with."""
+        try:
+            kind, data = self._connection.wait(self._pending)
+        except TimeoutError:
+            self.cancel()
+            raise DeadlineExceededError(f"no answer within {self._timeout:.3g} s") from None
+        except BaseException:
+            self.cancel()
+            raise
+        return decoded(self._call, kind, data)
+
+    def cancel(self) -> None:
+        """Gives the call up, unless it is answered."""
+        self._connection.cancel(self._pending)
+
+
+class Connection:
     """A stream that is open, until it has ended."""
 
     def __init__(self, open_stream: Callable[..., Any], metadata: Any) -> None:
-        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._outgoing: queue.SimpleQueue[bytes | Iterator[bytes] | None] = queue.SimpleQueue()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
-        self._waiting: dict[int, futures.Future[Answer]] = {}
+        self._waiting: dict[int, Pending] = {}
+        self._reader: Pending | None = None
+        self._used_at = time.monotonic()
+        self._keeps_handles = False
+        self._over = threading.Event()
+        self._is_closed = False
         self.ended = False
-        self._call = open_stream(iter(self._outgoing.get, None), metadata=metadata, wait_for_ready=False)
-        threading.Thread(target=self._read, name="gradrule-stream", daemon=True).start()
+        self._call = open_stream(self._messages(), metadata=metadata, wait_for_ready=False)
+        threading.Thread(target=self._look_after, name="gradrule-stream", daemon=True).start()
 
-    def send(self, call: Call[Any], timeout: float) -> tuple[int, futures.Future[Answer]]:
+    @property
+    def under_way(self) -> int:
+        """Requests that are not answered yet."""
+        return len(self._waiting)
+
+    def send(self, kind: str, parts: _wire.Parts, size: int, timeout: float) -> Pending:
+        """Sends a request. Raises `StreamLostError` where the stream has ended."""
         number = next(self._numbers)
-        data = message(number, call, timeout)
-        future: futures.Future[Answer] = futures.Future()
+        message = _stream_messages.messages(number, kind, parts, size, timeout)
+        now = time.monotonic()
+        pending = Pending(number, now + timeout + _GRACE_S)
         with self._lock:
             if self.ended:
-                raise UnavailableError("the stream has just ended")
-            self._waiting[number] = future
-        self._outgoing.put(data)
-        return number, future
+                raise StreamLostError(UnavailableError("the stream has just ended"))
+            self._waiting[number] = pending
+            self._used_at = now
+            self._keeps_handles |= kind == "forward"
+        self._outgoing.put(message if isinstance(message, bytes) else self._while_wanted(number, message))
+        return pending
 
-    def cancel(self, number: int) -> None:
+    def wait(self, pending: Pending) -> tuple[str, bytes]:
+        """Returns kind and bytes of the answer. Raises what the request failed with, and `TimeoutError`."""
+        while not pending.is_done:
+            with self._lock:
+                pending.is_woken = False
+                if reads := self._reader is None:
+                    self._reader = pending
+                elif pending.wake is None:
+                    pending.wake = threading.Lock()
+                    pending.wake.acquire()
+            if reads:
+                self._read(pending)
+            elif not pending.is_done:
+                self._sleep(pending)
+        if pending.failure is not None:
+            raise pending.failure
+        assert pending.answer is not None
+        return pending.answer
+
+    def cancel(self, pending: Pending) -> None:
+        """Gives a request up, unless it is answered."""
         with self._lock:
-            self._waiting.pop(number, None)
-        self._outgoing.put(cancellation(number))
+            if self._waiting.pop(pending.number, None) is None:
+                return
+            self._done(pending, None, CancelledError("the call was cancelled"))
+        self._outgoing.put(_stream_messages.cancellation(pending.number))
 
     def close(self) -> None:
-        self._outgoing.put(None)
+        """Ends the stream; what is under way is given up."""
+        self._is_closed = True
+        self._finish()
         self._call.cancel()
+        self._end(CancelledError("the call was cancelled; its client was closed meanwhile"))
 
-    def _read(self) -> None:
-        failure: GradruleError = UnavailableError("the server ended the stream")
+    def _sleep(self, pending: Pending) -> None:
+        """Sleeps until the request is answered, or until its caller must read."""
+        assert pending.wake is not None
         try:
-            for data in self._call:
-                answer = Answer.FromString(data)
-                with self._lock:
-                    future = self._waiting.pop(answer.request_id, None)
-                if future is not None:
-                    future.set_result(answer)
-        except grpc.RpcError as cause:
-            failure = error_of(cause)
-        except DecodeError as cause:
-            failure = InternalError(f"the server's answer cannot be read: {cause}")
+            if not pending.wake.acquire(timeout=max(0.0, pending.due - time.monotonic())):
+                raise TimeoutError
+        except BaseException:
+            # It may have been woken to read just now.
+            self._wake_a_reader(but=pending)
+            raise
+
+    def _read(self, pending: Pending) -> None:
+        """Reads the stream until a request is answered, for all who wait."""
+        try:
+            while not pending.is_done:
+                self._read_message()
+        except BaseException:
+            # gRPC would take the next read for a second one beside this.
             self._call.cancel()
+            self._end(UnavailableError("reading the stream was interrupted"))
+            raise
+        finally:
+            with self._lock:
+                self._reader = None
+            if self._waiting:
+                self._wake_a_reader(but=pending)
+
+    def _read_message(self) -> None:
+        try:
+            self._deliver(_stream_messages.received(next(self._call)))
+        except StopIteration:
+            self._end(UnavailableError("the server ended the stream"))
+        except grpc.RpcError as cause:
+            self._end(error_of(cause))
+        except InternalError as failure:
+            self._call.cancel()
+            self._end(failure)
+
+    def _deliver(self, message: _stream_messages.Received) -> None:
+        pending = self._waiting.get(message.number)
+        if pending is None:
+            return
+        if message.kind == "chunk":
+            pending.pieces.append(message.data)
+            return
+        data = message.data
+        if pending.pieces and message.kind != "status":
+            data = b"".join((*pending.pieces, data))
+        with self._lock:
+            if self._waiting.pop(message.number, None) is None:
+                return
+            self._done(pending, (message.kind, data), None)
+
+    def _done(self, pending: Pending, answer: tuple[str, bytes] | None, failure: Exception | None) -> None:
+        """Ends a request. Called with the lock held."""
+        pending.answer, pending.failure, pending.is_done = answer, failure, True
+        _wake(pending)
+
+    def _end(self, failure: GradruleError) -> None:
+        """Ends all requests; a stream that the server or the network ended may be replaced by another."""
+        error = failure if self._is_closed else StreamLostError(failure)
         with self._lock:
             self.ended = True
             lost = list(self._waiting.values())
             self._waiting.clear()
-        self._outgoing.put(None)
-        for future in lost:
-            future.set_exception(failure)
+            for pending in lost:
+                self._done(pending, None, error)
+        self._finish()
 
-
-class AsyncStream:
-    """`Stream` for asyncio."""
-
-    def __init__(self, channel: grpc.aio.Channel, metadata: Any, closed: Callable[[], GradruleError]) -> None:
-        self._open: Callable[..., Any] = channel.stream_stream(METHOD)
-        self._metadata = metadata
-        self._closed = closed
-        self._connection: _AsyncConnection | None = None
-
-    async def run(self, call: Call[R], timeout: float) -> R:
-        """As `Stream.run`."""
-        if self._connection is None or self._connection.ended:
-            try:
-                self._connection = _AsyncConnection(self._open, self._metadata)
-            except grpc.aio.UsageError as cause:
-                raise self._closed() from cause
-        connection = self._connection
-        number, future = connection.send(call, timeout)
-        try:
-            answer = await asyncio.wait_for(future, timeout + _GRACE_S)
-        except TimeoutError:
-            connection.cancel(number)
-            raise DeadlineExceededError(f"no answer within {timeout:.3g} s") from None
-        except asyncio.CancelledError:
-            connection.cancel(number)
-            raise
-        return _decoded(call, answer)
-
-    async def close(self) -> None:
-        """As `Stream.close`."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            await connection.close()
-
-
-class _AsyncConnection:
-    def __init__(self, open_stream: Callable[..., Any], metadata: Any) -> None:
-        self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[Answer]] = {}
-        self._writing = asyncio.Lock()
-        self._writes: set[asyncio.Task[None]] = set()
-        self.ended = False
-        self._call = open_stream(metadata=metadata)
-        self._reader = asyncio.ensure_future(self._read())
-
-    def send(self, call: Call[Any], timeout: float) -> tuple[int, asyncio.Future[Answer]]:
-        number = next(self._numbers)
-        data = message(number, call, timeout)
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        # A failure that comes when its caller has just given up is nobody's, and would be reported as lost.
-        future.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._waiting[number] = future
-        self._start(self._send(number, data))
-        return number, future
-
-    def cancel(self, number: int) -> None:
-        self._waiting.pop(number, None)
-        self._start(self._write(cancellation(number)))
-
-    async def close(self) -> None:
-        self._call.cancel()
-        await self._reader
-        await asyncio.gather(*self._writes, return_exceptions=True)
-
-    def _start(self, write: Coroutine[Any, Any, None]) -> None:
-        # A task that is cancelled while it writes takes the whole stream along, and so all other callers' requests;
-        # hence no caller's task writes. The lock gives way in the order in which the tasks start.
-        task = asyncio.ensure_future(write)
-        self._writes.add(task)
-        task.add_done_callback(self._writes.discard)
-
-    async def _send(self, number: int, data: bytes) -> None:
-        async with self._writing:
-            # It may have been given up while it waited for its turn.
-            if number in self._waiting:
-                await self._put(data)
-
-    async def _write(self, data: bytes) -> None:
-        async with self._writing:
-            await self._put(data)
-
-    async def _put(self, data: bytes) -> None:
-        try:
-            await self._call.write(data)
-        except (grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
-            # The reader tells why the stream ended, to all who wait.
-            return
-
-    async def _read(self) -> None:
-        failure: GradruleError = UnavailableError("the server ended the stream")
-        try:
-            while (data := await self._call.read()) is not grpc.aio.EOF:
-                answer = Answer.FromString(data)
-                future = self._waiting.pop(answer.request_id, None)
-                if future is not None and not future.done():
-                    future.set_result(answer)
-            if await self._call.code() is not grpc.StatusCode.OK:
-                failure = UnavailableError(await self._call.details() or "the stream broke")
-        except grpc.RpcError as cause:
-            failure = error_of(cause)
-        except asyncio.CancelledError:
-            failure = CancelledError("the stream was closed")
-        except DecodeError as cause:
-            failure = InternalError(f"the server's answer cannot be read: {cause}")
-            self._call.cancel()
+    def _finish(self) -> None:
         self.ended = True
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(failure)
-        self._waiting.clear()
+        self._over.set()
+        self._outgoing.put(None)
+
+    def _wake_a_reader(self, *, but: Pending) -> None:
+        """Wakes a caller that sleeps, so that it reads, if nobody does."""
+        with self._lock:
+            if self._reader is not None:
+                return
+            for pending in self._waiting.values():
+                if pending.wake is not None and pending is not but:
+                    _wake(pending)
+                    return
+
+    def _look_after(self) -> None:
+        """Reads answers that no caller waits for yet, and ends a stream that is idle or that its server has left."""
+        unread_since = 0.0
+        while not self._over.wait(_LOOK_S):
+            now = time.monotonic()
+            with self._lock:
+                reader = self._reader
+                unread = next(iter(self._waiting.values()), None) if reader is None else None
+                is_idle = (
+                    not self._waiting and not self._keeps_handles and now - self._used_at > _routes.REPEATED_WITHIN_S
+                )
+                if is_idle:
+                    self.ended = True
+                unread_since = 0.0 if unread is None else unread_since or now
+                reads = unread is not None and now > unread_since
+                if reads:
+                    self._reader = unread
+            if is_idle:
+                self._finish()
+            elif reader is not None and now > reader.due:
+                _log.info("the stream is closed: the server has not answered a request in time")
+                self._time_out(reader)
+            elif reads and unread is not None:
+                # The server ends streams of clients that do not read.
+                self._read(unread)
+
+    def _time_out(self, pending: Pending) -> None:
+        """Ends a request that its own caller cannot end, since it reads; and with it the stream."""
+        with self._lock:
+            if self._waiting.pop(pending.number, None) is not None:
+                self._done(pending, None, TimeoutError())
+        self._call.cancel()
+        self._end(UnavailableError("the stream was closed: the server had not answered a request in time"))
+
+    def _while_wanted(self, number: int, messages: Iterator[bytes]) -> Iterator[bytes]:
+        for message in messages:
+            if number not in self._waiting:
+                return
+            yield message
+
+    def _messages(self) -> Iterator[bytes]:
+        """Yields what is to be sent; small messages go between the chunks of long ones."""
+        long: deque[Iterator[bytes]] = deque()
+        while True:
+            try:
+                item = self._outgoing.get(block=not long)
+            except queue.Empty:
+                chunk = next(long[0], None)
+                if chunk is None:
+                    long.popleft()
+                else:
+                    long.rotate(-1)
+                    yield chunk
+                continue
+            if item is None:
+                return
+            if isinstance(item, bytes):
+                yield item
+            else:
+                long.append(item)
 
 
-def message(number: int, call: Call[Any], timeout: float) -> bytes:
-    """A call as one message of a stream; `call.method` is the field of the request."""
-    kind: dict[str, Any] = {call.method: call.request}
-    request = evaluate_pb2.StreamEvaluateRequest(request_id=number, **kind)
-    request.timeout.FromNanoseconds(int(timeout * 1e9))
-    return serialized(request)
-
-
-def cancellation(number: int) -> bytes:
-    """The message that gives a request up."""
-    cancel = evaluate_pb2.CancelRequest(request_id=number)
-    return evaluate_pb2.StreamEvaluateRequest(cancel=cancel).SerializeToString()
-
-
-def _decoded(call: Call[R], answer: Answer) -> R:
-    kind = answer.WhichOneof("response")
+def decoded(call: Call[R], kind: str, data: bytes) -> R:
+    """Decodes an answer. Raises what the call failed with."""
     if kind == "status":
-        raise error_of_status(answer.status)
-    if kind != call.method:
-        raise InternalError(f"the server answered a {call.method} with {kind}")
-    return call.decode(getattr(answer, kind))
+        raise error_of_status(data)
+    if kind != _stream_messages.kind_of(call):
+        raise InternalError(f"the server answered a {_stream_messages.kind_of(call)} with {kind or 'nothing'}")
+    return parsed(call.answer, call.decode, data)
+
+
+def _wake(pending: Pending) -> None:
+    """Wakes a request's caller, if it sleeps. Called with the lock held."""
+    if pending.wake is not None and not pending.is_woken:
+        pending.is_woken = True
+        pending.wake.release()

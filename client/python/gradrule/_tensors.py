@@ -165,10 +165,14 @@ def content_of(array: Array) -> memoryview:
     return memoryview(flat)
 
 
+def is_little_endian(array: Array) -> bool:
+    """Whether the array's elements have the byte order that messages have."""
+    order = array.dtype.byteorder
+    return order != ">" and (order != "=" or np.little_endian)
+
+
 def _little_endian(values: Array) -> Array:
-    if values.dtype.byteorder == ">" or (values.dtype.byteorder == "=" and not np.little_endian):
-        return values.astype(values.dtype.newbyteorder("<"))
-    return values
+    return values if is_little_endian(values) else values.astype(values.dtype.newbyteorder("<"))
 
 
 def to_numpy(message: Tensor, *, writable: bool = False, content: memoryview | None = None) -> Array:
@@ -179,7 +183,7 @@ def to_numpy(message: Tensor, *, writable: bool = False, content: memoryview | N
     """
     number = message.dtype
     dtype = numpy_dtype(number)
-    shape = _known_shape(message.tensor_shape)
+    shape = known_shape(message.tensor_shape)
     count = math.prod(shape)
     # Each look at a bytes field copies it.
     values = content or message.tensor_content
@@ -211,7 +215,8 @@ def shape_tuple(shape: TensorShape) -> tuple[int | None, ...] | None:
     return tuple(None if dim.size < 0 else dim.size for dim in shape.dim)
 
 
-def _known_shape(shape: TensorShape) -> tuple[int, ...]:
+def known_shape(shape: TensorShape) -> tuple[int, ...]:
+    """The sizes of a shape. `ValueError` where one is not known."""
     sizes = tuple(dim.size for dim in shape.dim)
     if shape.unknown_rank or any(size < 0 for size in sizes):
         raise ValueError("a tensor's shape must be known")

@@ -14,6 +14,7 @@ import grpc.aio
 
 from gradrule import _blobs, _calls, _channel, _compare, _deadlines, _requests, _results, _security
 from gradrule._aio_derivatives import AsyncDerivatives, AsyncProgramDerivatives
+from gradrule._aio_sending import AsyncCallSender
 from gradrule._comparison import Comparison
 from gradrule._forward import AsyncForwardHandle
 from gradrule._groups import groups_of
@@ -21,14 +22,19 @@ from gradrule._local import LocalServer
 from gradrule._overrides import Overrides
 from gradrule._program import merged
 from gradrule._requests import CallParams, Feeds, GradYs, GroupedNames, Names
+from gradrule._routes import Routes
 from gradrule._rules import Params, Rule
 from gradrule._server_status import ServerStatus
 from gradrule._sessions import METHOD as SESSION_METHOD
 from gradrule._sessions import AsyncSession
 from gradrule._sources import GraphLike
-from gradrule._status import error_of, parsed, serialized, waiting_error
-from gradrule._streams import AsyncStream
-from gradrule.errors import EngineUnavailableError, GradruleError, InvalidParamError, UnavailableError
+from gradrule._status import error_of, waiting_error
+from gradrule.errors import (
+    EngineUnavailableError,
+    GradruleError,
+    InvalidParamError,
+    UnavailableError,
+)
 
 __all__ = ["AsyncClient", "AsyncProgram", "connect", "local"]
 
@@ -44,6 +50,7 @@ def connect(
     token: str | None = None,
     timeout: float = 30.0,
     insecure_token: bool = False,
+    stream: bool = True,
 ) -> AsyncClient:
     """`gradrule.connect` for asyncio. Call it where the event loop runs."""
     timeout = _deadlines.seconds(timeout)
@@ -52,7 +59,7 @@ def connect(
         channel = grpc.aio.insecure_channel(_channel.address(target), options=_channel.OPTIONS)
     else:
         channel = grpc.aio.secure_channel(_channel.address(target), credentials, options=_channel.OPTIONS)
-    return AsyncClient(channel, target, token=token, timeout=timeout)
+    return AsyncClient(channel, target, token=token, timeout=timeout, stream=stream)
 
 
 def local(**settings: Any) -> AsyncLocal:
@@ -84,12 +91,13 @@ class AsyncLocal:
 class AsyncClient(AsyncDerivatives):
     """`gradrule.Client` for asyncio: the same methods with the same words, awaited."""
 
-    def __init__(self, channel: grpc.aio.Channel, target: str, *, token: str | None, timeout: float) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, target: str, *, token: str | None, timeout: float, stream: bool = True
+    ) -> None:
         self._channel = channel
         self._metadata = _channel.metadata(token)
         self._timeout = timeout
-        self._methods: dict[str, grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]] = {}
-        self._stream = AsyncStream(channel, self._metadata, self._closed)
+        self._sender = AsyncCallSender(channel, self._metadata, Routes(use_stream=stream), self._closed)
         self.target = target
 
     # Rules.
@@ -343,7 +351,7 @@ class AsyncClient(AsyncDerivatives):
 
     async def close(self) -> None:
         """As `Client.close`."""
-        await self._stream.close()
+        await self._sender.close()
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -400,20 +408,7 @@ class AsyncClient(AsyncDerivatives):
             raise self._closed() from cause
 
     async def _once(self, call: _calls.Call[R], timeout: float | None) -> R:
-        deadline = _deadlines.of_call(timeout, self._timeout)
-        if call.on_stream:
-            return await self._stream.run(call, deadline)
-        method = self._methods.get(call.method)
-        if method is None:
-            method = self._methods[call.method] = self._channel.unary_unary(call.method)
-        request = serialized(call.request, call.large)
-        try:
-            answer = await method(request, timeout=deadline, metadata=self._metadata)
-        except grpc.RpcError as failure:
-            raise error_of(failure) from None
-        except grpc.aio.UsageError as cause:
-            raise self._closed() from cause
-        return parsed(call.answer, call.decode, answer)
+        return await self._sender.send(call, _deadlines.of_call(timeout, self._timeout))
 
     def _closed(self) -> UnavailableError:
         return UnavailableError(f"the client of {self.target!r} is closed")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -14,12 +14,14 @@ from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2, tensor_pb2
 from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.engine.built import Built, Input
 from gradrule_server.engine.bulk import Contents
+from gradrule_server.engine.graph_call import as_array
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.rules import read_param_value
 
 _Given: TypeAlias = Mapping[str, tuple[tensor_pb2.TensorSource, memoryview | None]]
 """Values by name; the bytes of a large one apart."""
+_Value: TypeAlias = "np.ndarray | tf.Tensor"
 _NONE_APART: Contents = MappingProxyType({})
 
 
@@ -41,11 +43,49 @@ class ArgumentReader:
         state: Mapping[str, tf.Tensor] | None = None,
         contents: Contents = _NONE_APART,
     ) -> list[tf.Tensor]:
-        """The arguments of the built function. `state`: values of inputs, by name, that are not fed.
+        """Returns the arguments of the built function as tensors.
 
-        MEMORY_EXCEEDED where a call with them cannot fit. `contents`: what was cut out of the call.
+        MEMORY_EXCEEDED where a call with them cannot fit.
+
+        Args:
+            built: The program.
+            call: The request.
+            params: Values of the params of rules.
+            state: Values of inputs, by name, that are not fed.
+            contents: What was cut out of the call.
         """
-        arguments = [
+        values = self._values(built, call, params, state, contents)
+        dtypes = [item.dtype for item in (*built.inputs, *built.grad_ys, *built.directions)]
+        dtypes += [tf.float64] * len(built.params)
+        if built.fitting is not None:
+            built.fitting.check(values)
+        return [_as_tensor(value, dtype) for value, dtype in zip(values, dtypes, strict=True)]
+
+    def arrays(
+        self,
+        built: Built,
+        call: evaluate_pb2.EvaluateRequest,
+        params: Iterable[link_pb2.ParamSetting],
+        contents: Contents = _NONE_APART,
+    ) -> Sequence[Any]:
+        """As `arguments`, but returns NumPy arrays, which may share the memory of the request."""
+        values = built.feed_plan.arrays(call, params, contents)
+        if values is None:
+            given = self._values(built, call, params, None, contents)
+            values = [as_array(value) if isinstance(value, tf.Tensor) else value for value in given]
+        if built.fitting is not None:
+            built.fitting.check(values)
+        return values
+
+    def _values(
+        self,
+        built: Built,
+        call: evaluate_pb2.EvaluateRequest,
+        params: Iterable[link_pb2.ParamSetting],
+        state: Mapping[str, tf.Tensor] | None,
+        contents: Contents,
+    ) -> list[_Value]:
+        return [
             *self._fed(
                 _renamed(_by_name(call.feeds, "feeds", contents), built),
                 built.inputs,
@@ -55,13 +95,10 @@ class ArgumentReader:
                 what="feed",
                 field="feeds",
             ),
-            *self.grad_ys(call.grad_ys, built.grad_ys, contents, stacked=built.stacked, max_rank=built.max_rank),
+            *self._grad_ys(call.grad_ys, built.grad_ys, contents, stacked=built.stacked, max_rank=built.max_rank),
             *self._directions(call, built, contents),
             *_params(built, params),
         ]
-        if built.fitting is not None:
-            built.fitting.check(arguments)
-        return arguments
 
     def grad_ys(
         self,
@@ -73,6 +110,18 @@ class ArgumentReader:
         max_rank: int,
     ) -> list[tf.Tensor]:
         """Upstream gradients; stacked, they are all of one length. `max_rank`: of each, that axis included."""
+        values = self._grad_ys(given, inputs, contents, stacked=stacked, max_rank=max_rank)
+        return [_as_tensor(value, item.dtype) for value, item in zip(values, inputs, strict=True)]
+
+    def _grad_ys(
+        self,
+        given: Sequence[tensor_pb2.NamedTensor],
+        inputs: Sequence[Input],
+        contents: Contents,
+        *,
+        stacked: bool,
+        max_rank: int,
+    ) -> list[_Value]:
         if stacked:
             inputs = [Input(item.name, item.dtype, tf.TensorShape([None]).concatenate(item.shape)) for item in inputs]
         tensors = self._given(given, inputs, contents, max_rank, what="grad_y", field="grad_ys")
@@ -85,7 +134,7 @@ class ArgumentReader:
             )
         return tensors
 
-    def _directions(self, call: evaluate_pb2.EvaluateRequest, built: Built, contents: Contents) -> list[tf.Tensor]:
+    def _directions(self, call: evaluate_pb2.EvaluateRequest, built: Built, contents: Contents) -> list[_Value]:
         is_jvp = built.kind == evaluate_pb2.DERIVATIVE_JVP
         what, field, given = ("tangent", "tangents", call.tangents) if is_jvp else ("vector", "vectors", call.vectors)
         return self._given(given, built.directions, contents, built.max_rank, what=what, field=field)
@@ -99,7 +148,7 @@ class ArgumentReader:
         *,
         what: str,
         field: str,
-    ) -> list[tf.Tensor]:
+    ) -> list[_Value]:
         by_name, unused = _by_name(given, field, contents), [False] * len(inputs)
         return self._fed(by_name, inputs, unused, {}, max_rank, what=what, field=field)
 
@@ -113,10 +162,10 @@ class ArgumentReader:
         *,
         what: str,
         field: str,
-    ) -> list[tf.Tensor]:
+    ) -> list[_Value]:
         """The given values in the order of `inputs`; all that is wrong with them comes as one error."""
         findings: list[Finding] = []
-        tensors: list[tf.Tensor] = []
+        tensors: list[_Value] = []
         for item, is_unused in zip(inputs, unused, strict=True):
             value = by_name.get(item.name.removesuffix(":0"))
             default = state.get(item.name, item.default)
@@ -124,7 +173,7 @@ class ArgumentReader:
                 tensors.append(default)
                 continue
             if value is None and is_unused:
-                tensors.append(tf.zeros([size or 0 for size in item.shape] if item.shape.rank else [], item.dtype))
+                tensors.append(_nothing(item))
                 continue
             if value is None:
                 wanted = f"{item.dtype.name} of shape {item.shape}"
@@ -153,7 +202,7 @@ class ArgumentReader:
         max_rank: int,
         what: str,
         field: str,
-    ) -> tf.Tensor:
+    ) -> np.ndarray:
         source = value.WhichOneof("source")
         if source is None:
             raise error(
@@ -191,8 +240,19 @@ class ArgumentReader:
                 node=item.name,
                 field=field,
             )
-        # This copies: what was cut out is gone once the request is answered.
-        return tf.constant(array, dtype=item.dtype)
+        return array
+
+
+def _as_tensor(value: _Value, dtype: tf.DType) -> tf.Tensor:
+    """A tensor with memory of its own: the request's is gone once the request is answered."""
+    return value if isinstance(value, tf.Tensor) else tf.constant(value, dtype)
+
+
+def _nothing(item: Input) -> np.ndarray:
+    """A value for an input that no result depends on."""
+    shape = [size or 0 for size in item.shape] if item.shape.rank else []
+    dtype = np.dtype(item.dtype.as_numpy_dtype)
+    return np.full(shape, b"", object) if dtype.hasobject else np.zeros(shape, dtype)
 
 
 def _by_name(given: Sequence[tensor_pb2.NamedTensor], field: str, contents: Contents) -> _Given:
@@ -224,13 +284,10 @@ def _array(message: tensor_pb2.Tensor, content: memoryview | None, what: str, fi
         raise error(errors_pb2.ERROR_REASON_INVALID_TENSOR, f"{what}: {cause}", field=field) from cause
 
 
-def _params(built: Built, settings: Iterable[link_pb2.ParamSetting]) -> list[tf.Tensor]:
+def _params(built: Built, settings: Iterable[link_pb2.ParamSetting]) -> list[_Value]:
     given: Mapping[tuple[int, str], rule_pb2.ParamValue] = {(item.rule, item.name): item.value for item in settings}
-    tensors: list[tf.Tensor] = []
-    for param in built.params:
-        value = read_param_value(given[param.rule, param.name], param.name, "params")
-        tensors.append(tf.constant(value, tf.float64))
-    return tensors
+    read = [read_param_value(given[param.rule, param.name], param.name, "params") for param in built.params]
+    return [np.asarray(value, np.float64) for value in read]
 
 
 def _dtype_name(dtype: int) -> str:

@@ -12,8 +12,11 @@ from gradrule.v1 import evaluate_pb2, override_pb2, tensor_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.allowed import check_ops
 from gradrule_server.engine.built import Built, Input, ParamInput
+from gradrule_server.engine.feed_plan import FeedPlan
 from gradrule_server.engine.fitting import Fitting
+from gradrule_server.engine.graph_call import graph_call
 from gradrule_server.engine.imports import tensor_name
+from gradrule_server.engine.response_writer import ResponseWriter
 from gradrule_server.engine.split import SplitProgram
 from gradrule_server.engine.trace import Trace, imported
 from gradrule_server.link.v1 import link_pb2
@@ -36,16 +39,19 @@ _NEEDS_THREADS = frozenset(
 )
 
 
-def build(request: link_pb2.CompileRequest, values: Sequence[tf.Tensor] = ()) -> Built:
+def build(request: link_pb2.CompileRequest, values: Sequence[tf.Tensor] = (), device: str = "CPU:0") -> Built:
     """Builds the program; `GradruleError` where TensorFlow refuses the graph or a rule does not fit its node.
 
-    `values`: of the request's variables, in their order.
+    Args:
+        request: The program.
+        values: Values of the request's variables, in their order.
+        device: Where it will run.
     """
     graph_def = tf_graph_pb2.GraphDef.FromString(request.graph)
     # Removed with the program: names are unique to it, so nothing else refers to them.
     functions = tf_private.add_functions(graph_def.library)
     try:
-        built = _build(request, graph_def, values)
+        built = _build(request, graph_def, values, device)
     except BaseException:
         tf_private.remove_functions(functions)
         raise
@@ -53,7 +59,9 @@ def build(request: link_pb2.CompileRequest, values: Sequence[tf.Tensor] = ()) ->
     return built
 
 
-def _build(request: link_pb2.CompileRequest, graph_def: tf_graph_pb2.GraphDef, values: Sequence[tf.Tensor]) -> Built:
+def _build(
+    request: link_pb2.CompileRequest, graph_def: tf_graph_pb2.GraphDef, values: Sequence[tf.Tensor], device: str
+) -> Built:
     contents = [_content(rule) for rule in request.rules]
     used = {mark.rule for mark in request.marks} | {made.rule for made in request.made}
     built = Built(
@@ -97,6 +105,10 @@ def _build(request: link_pb2.CompileRequest, graph_def: tf_graph_pb2.GraphDef, v
     if trace.backward is not None:
         built.split = SplitProgram(built.function, len(built.outputs), trace.backward, trusted=request.trusted)
         built.layout = built.split.layout
+    else:
+        built.call = graph_call(built.function, single_threaded=built.small, on_cpu=device.startswith("CPU"))
+        built.feed_plan = FeedPlan(built)
+        built.writer = ResponseWriter(built, [tensor.dtype for tensor in built.function.graph.outputs], device)
     return built
 
 

@@ -8,7 +8,10 @@ from typing import Any
 import tensorflow as tf
 
 from gradrule.v1 import evaluate_pb2, override_pb2, tensor_pb2
+from gradrule_server.engine.feed_plan import FeedPlan
 from gradrule_server.engine.fitting import Fitting
+from gradrule_server.engine.graph_call import GraphCall
+from gradrule_server.engine.response_writer import ResponseWriter
 from gradrule_server.engine.split import SplitProgram
 from gradrule_server.link.v1 import link_pb2
 
@@ -70,4 +73,8 @@ class Built:
     defaulted: list[str] = field(default_factory=list)
     made: list[int] = field(default_factory=list)
     without_gradient: list[link_pb2.WithoutGradient] = field(default_factory=list)
+    call: GraphCall = field(init=False)
+    """Runs `function` on NumPy arrays."""
+    feed_plan: FeedPlan = field(init=False)
+    writer: ResponseWriter = field(init=False)
     specs: dict[str, list[tensor_pb2.TensorSpec]] = field(default_factory=dict)

@@ -5,20 +5,21 @@ The bytes of large tensors are cut out of the message, which is parsed without t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from gradrule.v1 import evaluate_pb2, tensor_pb2
+from gradrule_server.engine.wire import MalformedMessage, fields, tag, varint
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
 
 Contents: TypeAlias = Mapping[tuple[str, int], memoryview]
 """Bytes of tensors by the repeated field that they came in, and their place in it. They last as long as the request."""
 
+_NONE_APART: Contents = MappingProxyType({})
 _LEAST_BYTES = 16 * 1024
-# Wire types, and the sizes of those that have one.
-_VARINT, _BYTES, _FIXED = 0, 2, {1: 8, 5: 4}
 
 # Field numbers on the way from a frame's message to the call within it, and from a field of the call to the bytes.
 _CALL = link_pb2.RunRequest.REQUEST_FIELD_NUMBER
@@ -47,8 +48,8 @@ class Opened(NamedTuple):
     contents: Contents
 
 
-class _Unusual(Exception):
-    """No message, or one that is written as nobody would write it, with parts of one tensor in several places."""
+class _Unusual(MalformedMessage):
+    """The message has parts of one tensor in several places."""
 
 
 _Change: TypeAlias = Callable[[memoryview, int], "bytes | memoryview | None"]
@@ -57,19 +58,21 @@ _Change: TypeAlias = Callable[[memoryview, int], "bytes | memoryview | None"]
 
 def open_payload(kind: Kind, payload: bytes | memoryview) -> Opened:
     """Cuts large tensors out of a large payload; any other is given back as it is."""
+    if isinstance(payload, bytes):
+        return Opened(payload, _NONE_APART)
     way = _WAYS.get(kind)
-    if isinstance(payload, bytes) or way is None:
-        return Opened(bytes(payload), {})
-    fields = _PULL_BACK if kind is Kind.PULL_BACK else _EVALUATE
+    if way is None:
+        return Opened(bytes(payload), _NONE_APART)
+    names = _PULL_BACK if kind is Kind.PULL_BACK else _EVALUATE
     contents: dict[tuple[str, int], memoryview] = {}
     try:
-        return Opened(_without_tensors(fields, contents, way, payload, 0), contents)
-    except _Unusual:
+        return Opened(_without_tensors(names, contents, way, payload, 0), contents)
+    except MalformedMessage:
         return Opened(bytes(payload), {})
 
 
 def _without_tensors(
-    fields: Mapping[int, str],
+    names: Mapping[int, str],
     contents: dict[tuple[str, int], memoryview],
     way: Sequence[int],
     value: memoryview,
@@ -79,7 +82,7 @@ def _without_tensors(
     if before:
         raise _Unusual
     if way:
-        return _changed(value, {way[0]: partial(_without_tensors, fields, contents, way[1:])})
+        return _changed(value, {way[0]: partial(_without_tensors, names, contents, way[1:])})
 
     def cut(name: str, entry: memoryview, index: int) -> bytes | memoryview:
         def keep(content: memoryview, before: int) -> None:
@@ -89,7 +92,7 @@ def _without_tensors(
 
         return entry if len(entry) < _LEAST_BYTES else _without_content(keep, _TENSOR, entry, 0)
 
-    return _changed(value, {number: partial(cut, name) for number, name in fields.items()})
+    return _changed(value, {number: partial(cut, name) for number, name in names.items()})
 
 
 def _without_content(
@@ -105,7 +108,7 @@ def _changed(message: memoryview, changes: Mapping[int, _Change]) -> bytes:
     """The message with other values in some of its fields."""
     parts: list[bytes | memoryview] = []
     seen = dict.fromkeys(changes, 0)
-    for number, whole, value in _fields(message):
+    for number, whole, value in fields(message):
         change = changes.get(number)
         if change is None:
             parts.append(whole)
@@ -115,50 +118,5 @@ def _changed(message: memoryview, changes: Mapping[int, _Change]) -> bytes:
         changed = change(value, seen[number])
         seen[number] += 1
         if changed is not None:
-            parts += [_varint(number << 3 | _BYTES), _varint(len(changed)), changed]
+            parts += [tag(number), varint(len(changed)), changed]
     return b"".join(parts)
-
-
-def _fields(message: memoryview) -> Iterator[tuple[int, memoryview, memoryview | None]]:
-    """Number, all bytes, and value (of a field that has a length) of each field. `_Unusual` where it is no message."""
-    position = 0
-    while position < len(message):
-        start = position
-        tag, position = _read_varint(message, position)
-        kind, value = tag & 7, None
-        if kind == _VARINT:
-            _, position = _read_varint(message, position)
-        elif kind == _BYTES:
-            length, begin = _read_varint(message, position)
-            position = begin + length
-            value = message[begin:position]
-        elif kind in _FIXED:
-            position += _FIXED[kind]
-        else:
-            raise _Unusual
-        if position > len(message):
-            raise _Unusual
-        yield tag >> 3, message[start:position], value
-
-
-def _read_varint(message: memoryview, position: int) -> tuple[int, int]:
-    """The number, and where it ends."""
-    number = 0
-    for shift in range(0, 70, 7):
-        if position >= len(message):
-            raise _Unusual
-        byte = message[position]
-        position += 1
-        number |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return number, position
-    raise _Unusual
-
-
-def _varint(number: int) -> bytes:
-    written = bytearray()
-    while number >= 0x80:
-        written.append(number & 0x7F | 0x80)
-        number >>= 7
-    written.append(number)
-    return bytes(written)

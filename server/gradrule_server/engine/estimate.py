@@ -82,7 +82,6 @@ class _Graph:
     lasting: set[int] = field(default_factory=set)
     # Places of what comes out.
     results: list[_Place] = field(default_factory=list)
-    total: int = 0
 
 
 def need_of(graph: tf.Graph, results: Sequence[tf.Tensor], enough: int) -> Need:
@@ -97,34 +96,26 @@ class _Reader:
 
     def need(self, graph: tf.Graph, results: Sequence[tf.Tensor]) -> Need:
         need = Need()
-        read = self._read(graph, results, need)
-        # All tensors together are more than there ever are at a time.
-        need.size = read.total if read.total <= self._enough else _peak(read)
+        ops = graph.get_operations()
+        sizes, extras = self._sizes(ops, need)
+        # All tensors together are more than there ever are at a time, and most graphs take less than is enough.
+        need.size = sum(map(sum, sizes)) + sum(extras)
+        if need.size > self._enough:
+            need.size = _peak(_structure(ops, results, sizes, extras))
         return need
 
-    def _read(self, graph: tf.Graph, results: Sequence[tf.Tensor], need: Need) -> _Graph:
-        ops = graph.get_operations()
-        numbers = {op.name: number for number, op in enumerate(ops)}
-        read = _Graph()
-
-        def place(tensor: tf.Tensor) -> _Place:
-            return numbers[tensor.op.name], tensor.value_index
-
-        for number, op in enumerate(ops):
+    def _sizes(self, ops: Sequence[tf.Operation], need: Need) -> tuple[list[list[int]], list[int]]:
+        """Returns the bytes of each op's outputs, and what each op's functions take besides."""
+        all_sizes: list[list[int]] = []
+        extras: list[int] = []
+        for op in ops:
             sizes = [bytes_of(tensor) for tensor in op.outputs]
             largest = max(sizes, default=0)
             if largest > need.largest:
                 need.largest, need.where = largest, _described(op, op.outputs[sizes.index(largest)])
-            extra = self._inside(op, need) if tf_private.runs_functions(op.type) else 0
-            controls = [numbers[control.name] for control in op.control_inputs]
-            inputs = [place(tensor) for tensor in op.inputs]
-            asks_shapes = op.type in _ASK_SHAPES
-            read.nodes.append(_Node(inputs, controls, sizes, _views(op.type, len(sizes)), asks_shapes, extra))
-            read.total += sum(sizes) + extra
-            if op.type in ("Placeholder", "Const"):
-                read.lasting.add(number)
-        read.results = [place(tensor) for tensor in results]
-        return read
+            all_sizes.append(sizes)
+            extras.append(self._inside(op, need) if tf_private.runs_functions(op.type) else 0)
+        return all_sizes, extras
 
     def _inside(self, op: tf.Operation, need: Need) -> int:
         """What an op's functions take besides what goes in and comes out: a loop's largest, branches' smallest."""
@@ -141,6 +132,26 @@ class _Reader:
             around = [*op.inputs, *op.outputs]
             taken.append(max(inside.size - sum(map(bytes_of, around)), 0))
         return (min if tf_private.is_branch(op) else max)(taken, default=0)
+
+
+def _structure(
+    ops: Sequence[tf.Operation], results: Sequence[tf.Tensor], all_sizes: list[list[int]], extras: list[int]
+) -> _Graph:
+    numbers = {op.name: number for number, op in enumerate(ops)}
+    read = _Graph()
+
+    def place(tensor: tf.Tensor) -> _Place:
+        return numbers[tensor.op.name], tensor.value_index
+
+    for number, (op, sizes, extra) in enumerate(zip(ops, all_sizes, extras, strict=True)):
+        controls = [numbers[control.name] for control in op.control_inputs]
+        inputs = [place(tensor) for tensor in op.inputs]
+        asks_shapes = op.type in _ASK_SHAPES
+        read.nodes.append(_Node(inputs, controls, sizes, _views(op.type, len(sizes)), asks_shapes, extra))
+        if op.type in ("Placeholder", "Const"):
+            read.lasting.add(number)
+    read.results = [place(tensor) for tensor in results]
+    return read
 
 
 def _views(op_type: str, outputs: int) -> Sequence[int]:

@@ -78,6 +78,8 @@ class Fitting:
         self._function = function
         self._limit = limit
         self._fitting: OrderedDict[_Key, None] = OrderedDict()
+        # Calls that fit, as they came: found without a lock.
+        self._checked: dict[_Key, None] = {}
         self._lock = threading.Lock()
         self._open: list[int] = []
         self._sizing: list[int] = []
@@ -92,12 +94,20 @@ class Fitting:
                 if item.shape.num_elements() is None and index not in self._sizing
             ]
 
-    def check(self, arguments: Sequence[tf.Tensor]) -> None:
-        """MEMORY_EXCEEDED where a call with these arguments cannot fit."""
+    def check(self, arguments: Sequence[Any]) -> None:
+        """MEMORY_EXCEEDED where a call with these arguments, tensors or NumPy arrays, cannot fit."""
         if not self._open and not self._sizing:
             return
-        shapes = tuple(tuple(arguments[index].shape) for index in self._open)
-        values = tuple(_value_of(arguments[index]) for index in self._sizing)
+        shapes = tuple([tuple(arguments[index].shape) for index in self._open])
+        values = tuple([_value_of(arguments[index]) for index in self._sizing])
+        if (shapes, values) in self._checked:
+            return
+        self._check(shapes, values)
+        if len(self._checked) >= _MAX_KEPT:
+            self._checked.clear()
+        self._checked[shapes, values] = None
+
+    def _check(self, shapes: _Shapes, values: tuple[_Value, ...]) -> None:
         if self._is_far(shapes, values):
             return
         rounded = tuple(tuple(map(_rounded, shape)) for shape in shapes)
@@ -219,10 +229,10 @@ def _sizes_of(op: tf.Operation) -> list[tf.Tensor]:
     return [] if numbers is None else [op.inputs[number] for number in numbers]
 
 
-def _value_of(tensor: tf.Tensor) -> _Value:
-    shape = tuple(tensor.shape)
+def _value_of(argument: Any) -> _Value:
+    shape = tuple(argument.shape)
     few = math.prod(shape) <= _MAX_SIZE_ELEMENTS
-    return shape, tuple(int(value) for value in tensor.numpy().flat) if few else ()
+    return shape, tuple(map(int, np.asarray(argument).flat)) if few else ()
 
 
 def _rounded(size: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import numpy as np
@@ -12,48 +12,43 @@ import tensorflow as tf
 
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.engine import tf_private
-from gradrule_server.engine.answers import write_derivatives, write_tensor
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.built import Built
 from gradrule_server.engine.bulk import Contents
 from gradrule_server.engine.checks import failed_check
+from gradrule_server.engine.graph_call import Arrays
 from gradrule_server.engine.limits import MAX_ANSWER_BYTES
 from gradrule_server.engine.memory import memory_error, out_of_memory
 from gradrule_server.engine.names import message_of, readable
+from gradrule_server.engine.response_writer import NARROW_INT_BYTES, NARROW_INTS
 from gradrule_server.errors import error
+from gradrule_server.link.framing import Buffer
 from gradrule_server.link.v1 import link_pb2
 
 T = TypeVar("T")
 
-# As a varint, which a negative number fills.
-_NARROW_INT_BYTES = 10
-_NARROW_INTS = frozenset({"int2", "uint2", "int4", "uint4"})
 
-
-def run(built: Built, request: link_pb2.RunRequest, contents: Contents, device: str, reader: ArgumentReader) -> bytes:
-    """Runs the program; returns the bytes of an `EvaluateResponse` with outputs, gradients, timings and device.
+def run(built: Built, request: link_pb2.RunRequest, contents: Contents, reader: ArgumentReader) -> list[Buffer]:
+    """Runs the program; returns the parts of an `EvaluateResponse` with outputs, gradients, timings and device.
 
     `contents`: what was cut out of the request.
     """
     started = time.monotonic_ns()
     call = evaluate_pb2.EvaluateRequest.FromString(request.request)
-    reader = reader.within(request.blob_folder)
-    results = execute(built, lambda: built.function(*reader.arguments(built, call, request.params, contents=contents)))
-    return respond(built, results, device, request.received_ns, started)
+    if request.blob_folder:
+        reader = reader.within(request.blob_folder)
+    results = translated(lambda: built.call(reader.arrays(built, call, request.params, contents)))
+    return respond(built, results, request.received_ns, started)
 
 
-def respond(
-    built: Built, results: Sequence[tf.Tensor], device: str, received_ns: int, started_ns: int, batch_size: int = 0
-) -> bytes:
-    """Returns the bytes of the `EvaluateResponse` with the results of a run. MESSAGE_TOO_LARGE."""
-    check_size(results)
-    response = evaluate_pb2.EvaluateResponse(device=device, batch_size=batch_size)
-    values = iter(results)
-    for name in built.outputs:
-        write_tensor(response.outputs.add(name=name).value.inline, next(values))
-    write_derivatives(response, built, list(values))
-    set_timings(response.timings, received_ns, started_ns)
-    return response.SerializeToString()
+def respond(built: Built, results: Arrays, received_ns: int, started_ns: int, batch_size: int = 0) -> list[Buffer]:
+    """Returns the parts of the `EvaluateResponse` with the results of a run. MESSAGE_TOO_LARGE."""
+    _check_bytes(built.writer.size_of(results))
+    queue_ns = max(0, started_ns - received_ns)
+    parts = built.writer.write(results, queue_ns, time.monotonic_ns() - started_ns)
+    if batch_size:
+        parts.append(evaluate_pb2.EvaluateResponse(batch_size=batch_size).SerializeToString())
+    return parts
 
 
 def set_timings(timings: evaluate_pb2.Timings, received_ns: int, started_ns: int) -> None:
@@ -63,10 +58,15 @@ def set_timings(timings: evaluate_pb2.Timings, received_ns: int, started_ns: int
 
 
 def execute(built: Built, function: Callable[[], T]) -> T:
-    """What a function of a program returns; a failed check as the error that it stands for, or EXECUTION_FAILED."""
+    """Returns what a function of a program returns; small ones run on this thread. Raises as `translated`."""
+    with tf_private.on_calling_thread() if built.small else contextlib.nullcontext():
+        return translated(function)
+
+
+def translated(function: Callable[[], T]) -> T:
+    """Returns what TensorFlow returns; raises a failed check as the error that it stands for, or EXECUTION_FAILED."""
     try:
-        with tf_private.on_calling_thread() if built.small else contextlib.nullcontext():
-            return function()
+        return function()
     except (tf.errors.OpError, UnicodeDecodeError) as cause:
         message = message_of(cause)
         found = failed_check(message)
@@ -79,7 +79,10 @@ def execute(built: Built, function: Callable[[], T]) -> T:
 
 def check_size(results: Iterable[tf.Tensor]) -> None:
     """MESSAGE_TOO_LARGE, before anything is copied."""
-    size = sum(_size_of(tensor) for tensor in results)
+    _check_bytes(sum(_size_of(tensor) for tensor in results))
+
+
+def _check_bytes(size: int) -> None:
     if size > MAX_ANSWER_BYTES:
         raise error(
             errors_pb2.ERROR_REASON_MESSAGE_TOO_LARGE,
@@ -92,4 +95,4 @@ def _size_of(tensor: tf.Tensor) -> int:
     if tensor.dtype == tf.string:
         return sum(len(value) for value in np.asarray(tensor.numpy(), object).flat)
     size: int = tensor.shape.num_elements()
-    return size * (_NARROW_INT_BYTES if tensor.dtype.name in _NARROW_INTS else tensor.dtype.size)
+    return size * (NARROW_INT_BYTES if tensor.dtype.name in NARROW_INTS else tensor.dtype.size)

@@ -40,7 +40,7 @@ class EngineService:
         self._programs: dict[str, Built] = {}
         self._sessions = Sessions(self._reader, self._weights, self._program, device)
         self._handles = Handles(self._reader)
-        self._batches = BatchRunner(frames, self._reader, device, self._program, self._answering)
+        self._batches = BatchRunner(frames, self._reader, self._program, self._answering)
         # Tracing is safe in threads, but gains nothing from them: it holds the interpreter lock throughout.
         self._build_lock = threading.Lock()
         # Written while there is memory.
@@ -80,7 +80,7 @@ class EngineService:
         payload, contents = open_payload(frame.kind, frame.payload)
         if frame.kind is Kind.RUN:
             request = link_pb2.RunRequest.FromString(payload)
-            answer = run(self._program(request.key), request, contents, self._device, self._reader)
+            answer = run(self._program(request.key), request, contents, self._reader)
             self._frames.send(Kind.RAN, frame.request_id, answer)
         elif frame.kind is Kind.COMPILE:
             reply = self._compile(link_pb2.CompileRequest.FromString(payload))
@@ -117,7 +117,7 @@ class EngineService:
             request.memory_limit = 0
         values = self._weights.of(request.variables, request.blob_folder)
         with self._build_lock:
-            built = build(request, values)
+            built = build(request, values, self._device)
         self._programs[request.key] = built
         return link_pb2.CompileReply(
             statuses=built.statuses,

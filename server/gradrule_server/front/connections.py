@@ -37,8 +37,6 @@ _IPV6_NETWORK_BITS = 64
 _UNAUTHENTICATED_BYTES = 1 << 20
 # Less than this may be what gRPC reads ahead.
 _READ_AHEAD_BYTES = 64 << 10
-# About what a connection takes with its calls.
-_CONNECTION_BYTES = 64 << 10
 # What comes on a connection besides messages: frames, TLS records, headers, acknowledgements.
 _OVERHEAD = 1.02
 _OVERHEAD_OF_MESSAGE = 16 << 10
@@ -140,9 +138,8 @@ class Connection:
                 return
             yield raw
 
-    def see(self, found: Socket, now: float) -> int:
-        """Takes in what the socket has sent and received by now; bytes that were delivered or let go since."""
-        before = self.unfinished
+    def see(self, found: Socket, now: float) -> None:
+        """Takes in what the socket has sent and received by now."""
         delivered = self._delivered - self._delivered_before
         overhead = self._messages * _OVERHEAD_OF_MESSAGE + _OVERHEAD_OF_LOOK
         overhead += int((found.sent - self._sent_before) * _OVERHEAD_OF_SENT)
@@ -155,7 +152,6 @@ class Connection:
             self.behind_since = None
         elif self.behind_since is None or self._delivered - self.delivered_then >= self.unfinished:
             self.behind_since, self.delivered_then = now, self._delivered
-        return delivered + max(0, before - self.unfinished)
 
 
 @dataclass
@@ -220,8 +216,7 @@ class ConnectionWatch:
                     _log.warning("connections cannot be looked at now: %s", cause)
                     continue
                 self.look(found, begun)
-                if self._heap.is_due(self._clock()):
-                    await loop.run_in_executor(thread, self._heap.trim)
+                await loop.run_in_executor(thread, self._heap.trim_if_due, self._clock())
 
     def _is_busy(self) -> bool:
         """Whether many connections or much memory may be taken until the next look."""
@@ -240,7 +235,7 @@ class ConnectionWatch:
             known = self._all.get(peer)
             if known is None or (known.socket is not None and known.socket.inode != each.inode):
                 known = self._renewed(peer, known)
-            self._heap.note_freed(known.see(each, now))
+            known.see(each, now)
         cuts = _Cuts()
         by_address: dict[Address, list[Connection]] = defaultdict(list)
         for connection in self._all.values():
@@ -255,7 +250,6 @@ class ConnectionWatch:
         for peer in self._all.keys() - set(found):
             connection = self._all[peer]
             if connection.socket is not None or connection.used_at < begun - _EVERY_S:
-                self._heap.note_freed(connection.unfinished + _CONNECTION_BYTES)
                 del self._all[peer]
         live = {id(connection) for connection in self._all.values()}
         self._by_name = {name: each for name, each in self._by_name.items() if id(each) in live}

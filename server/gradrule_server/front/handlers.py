@@ -148,6 +148,10 @@ class Door:
             self._admission.grow(caller.tenant.share, len(answer))
             return answer
 
+    def take_in(self, caller: Caller, size: int) -> None:
+        """Counts bytes of a request that is still arriving; they count until they are `let_go`. OVERLOADED."""
+        self._admission.grow(caller.tenant.share, size)
+
     def let_go(self, caller: Caller, size: int) -> None:
         """Counts an answer of a stream out: it waits no more, or nobody waits for it."""
         self._admission.adjust(caller.tenant.share, -size)

@@ -28,7 +28,9 @@ from gradrule_server.front.services import (
 from gradrule_server.front.session_service import SESSION_SERVICE, SessionServicer
 from gradrule_server.front.tls import Certificates
 
-_MOST_PENDING = 1_000_000
+# Calls that gRPC has read and the event loop has not taken yet, each of some 7 KiB. Beyond the first number gRPC
+# cancels some that come, beyond the second all. A client can begin and reset thousands in a second.
+_MANY_PENDING, _MOST_PENDING = 20_000, 40_000
 _UNLIMITED = -1
 # grpc.aio keeps the task that accepts calls to itself.
 _ACCEPT_LOOP = "AioServer._server_main_loop"
@@ -61,8 +63,8 @@ class Connections:
             ("grpc.so_reuseport", 0),
             ("grpc.max_allowed_incoming_connections", self.max_connections),
             ("grpc.max_concurrent_streams", self.max_connection_streams),
-            # gRPC itself would cancel calls at random, without a reason, where many begin at once.
-            ("grpc.server.max_pending_requests", _MOST_PENDING),
+            # By default gRPC cancels calls at random, without a reason, where a thousand begin at once.
+            ("grpc.server.max_pending_requests", _MANY_PENDING),
             ("grpc.server.max_pending_requests_hard_limit", _MOST_PENDING),
             ("grpc.server_handshake_timeout_ms", _ms(self.handshake_timeout_s)),
             ("grpc.max_metadata_size", self.max_metadata_bytes),

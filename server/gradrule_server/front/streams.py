@@ -4,27 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2
 
+from gradrule import _wire
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.front.calls import Caller, MethodTable, Write
 from gradrule_server.front.handlers import Door
 from gradrule_server.front.outcomes import incident
+from gradrule_server.front.request_chunks import RequestChunks
 from gradrule_server.front.status import status_of
 from gradrule_server.link.v1 import link_pb2
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Answer = Callable[[], Awaitable[bytes]]
 
 # Requests of one stream that run or whose answers wait to be written, and bytes of the latter; past these it is not
 # read.
 _MAX_UNDER_WAY = 32
 _MAX_UNWRITTEN_BYTES = 64 << 20
+# Smaller chunks of an answer would cost more than they spare.
+_MIN_CHUNK_BYTES = 64 << 10
+
+_ANSWER_FIELDS = {
+    field.name: field.number for field in link_pb2.RawStreamResponse.DESCRIPTOR.oneofs_by_name["response"].fields
+}
+_CHUNK_FIELD = link_pb2.RawStreamResponse.CHUNK_FIELD_NUMBER
 
 
 async def incoming(
@@ -84,103 +95,184 @@ class Multiplexed:
         self._unwritten = 0
         self._has_room = asyncio.Event()
         self._has_room.set()
-        self._under_way: dict[int, asyncio.Task[bytes]] = {}
+        self._under_way: dict[int, _UnderWay] = {}
+        self._chunks = RequestChunks(door, caller, _MAX_UNDER_WAY, self._refuse_late)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_over = False
 
     async def run(self, requests: AsyncIterator[bytes]) -> None:
         """Answers requests until the stream ends; what is under way by then is finished, unless the client left."""
+        reading = asyncio.ensure_future(self._read(requests))
+        drained = asyncio.ensure_future(self._door.draining.wait())
         try:
             try:
-                async for raw in incoming(requests, self._door.draining):
-                    await self._has_room.wait()
-                    await self._take(raw)
-            except GradruleError:
-                await self._finish()
-                raise
+                await asyncio.wait({reading, drained}, return_when=asyncio.FIRST_COMPLETED)
+                if not reading.done():
+                    raise error(errors_pb2.ERROR_REASON_UNAVAILABLE, "the server is going away", retry_after_s=0.0)
+                reading.result()
+            finally:
+                reading.cancel()
+                drained.cancel()
+        except GradruleError:
+            await self._finish()
+            raise
+        else:
             await self._finish()
         finally:
+            self._is_over = True
+            self._chunks.drop_all()
             for task in self._tasks:
                 task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.gather(reading, *self._tasks, return_exceptions=True)
+
+    async def _read(self, requests: AsyncIterator[bytes]) -> None:
+        async for raw in requests:
+            await self._has_room.wait()
+            await self._take(raw)
+
+    def _refuse_late(self, number: int, cause: GradruleError) -> None:
+        """Answers a request whose chunks did not all come in time."""
+        self._keep(asyncio.ensure_future(self._start(number, _fail(cause))))
 
     async def _finish(self) -> None:
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
 
     async def _take(self, raw: bytes) -> None:
         """Starts what a message asks for."""
         try:
             request = link_pb2.RawStreamRequest.FromString(raw)
-            cancelled = evaluate_pb2.CancelRequest.FromString(request.cancel).request_id
+            number, kind = request.request_id, request.WhichOneof("request")
+            if kind == "cancel":
+                number = evaluate_pb2.CancelRequest.FromString(request.cancel).request_id
         except DecodeError:
             name = evaluate_pb2.StreamEvaluateRequest.DESCRIPTOR.full_name
             await self._start(0, _refuse(f"the bytes are no {name}"))
             return
-        number, kind = request.request_id, request.WhichOneof("request")
         if kind == "cancel":
-            answering = self._under_way.get(cancelled)
-            if answering is not None:
-                answering.cancel()
+            await self._cancel(number)
         elif kind is None:
             await self._start(number, _refuse("the message holds no request"))
         elif number in self._under_way:
             await self._start(number, _refuse(f"a request {number} is under way on this stream; take another id"))
+        elif kind == "chunk":
+            failure = self._chunks.add(number, request.chunk, _seconds(request))
+            if failure is not None:
+                await self._start(number, _fail(failure))
+        elif self._chunks.is_refused(number):
+            # It was answered when it was refused.
+            self._chunks.drop(number)
+        elif self._chunks.size(number) != request.chunk_bytes:
+            came = self._chunks.size(number)
+            self._chunks.drop(number)
+            message = f"the request's chunks have {request.chunk_bytes} bytes (chunk_bytes), of which {came} have come"
+            await self._start(number, _refuse(message))
         else:
-            request_type, method = self._methods[kind]
-            remaining = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else None
-            observed = self._door.observer.part(kind)
-            answer = self._door.answer(self._caller, observed, request_type, method, getattr(request, kind), remaining)
-            await self._start(number, answer, kind)
+            await self._answer(request, kind)
 
-    async def _start(self, number: int, answer: Coroutine[Any, Any, bytes], kind: str = "") -> None:
-        try:
-            await self._slots.acquire()
-        except BaseException:
-            answer.close()
-            raise
-        answering = asyncio.ensure_future(answer)
+    async def _answer(self, request: link_pb2.RawStreamRequest, kind: str) -> None:
+        """Starts a request that is there as a whole."""
+        number = request.request_id
+        request_type, method = self._methods[kind]
+        observed = self._door.observer.part(kind)
+        raw: bytes = getattr(request, kind)
+
+        async def answer() -> bytes:
+            data, seconds = raw, _seconds(request)
+            if request.chunk_bytes:
+                data, seconds = await self._chunks.joined(number, raw)
+            return await self._door.answer(self._caller, observed, request_type, method, data, seconds)
+
+        await self._start(number, answer, kind, request.answer_chunk_bytes, observed.request.id)
+
+    async def _cancel(self, number: int) -> None:
+        under_way = self._under_way.get(number)
+        if under_way is not None:
+            under_way.is_given_up = True
+            # A task that is cancelled before its first step would never answer.
+            asyncio.get_running_loop().call_soon(under_way.cancel)
+        elif self._chunks.drop(number):
+            await self._start(number, _fail(_given_up()))
+
+    async def _start(
+        self, number: int, answer: Answer, kind: str = "", chunk_bytes: int = 0, request_id: str = ""
+    ) -> None:
+        await self._slots.acquire()
+        under_way = _UnderWay()
         if kind:
-            self._under_way[number] = answering
-        task = asyncio.ensure_future(self._serve(number, answering, kind))
+            self._under_way[number] = under_way
+        under_way.task = asyncio.ensure_future(self._serve(number, under_way, answer, kind, chunk_bytes, request_id))
+        under_way.task.add_done_callback(self._give_slot_back)
+        self._keep(under_way.task)
+
+    def _give_slot_back(self, _: asyncio.Task[None]) -> None:
+        self._slots.release()
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._slots.release()
         if not task.cancelled() and task.exception() is not None:
             _log.error("a request of a stream was not answered", exc_info=task.exception())
 
-    async def _serve(self, number: int, answering: asyncio.Task[bytes], kind: str) -> None:
+    async def _serve(
+        self, number: int, under_way: _UnderWay, answer: Answer, kind: str, chunk_bytes: int, request_id: str
+    ) -> None:
+        """Answers a request, however it ends: for nothing at all its client would wait for ever."""
+        data: bytes | None = None
+        failure: GradruleError | None = None
         try:
-            await asyncio.wait({answering})
+            data = await answer()
+        except GradruleError as cause:
+            failure = cause
         except asyncio.CancelledError:
-            # It may answer all the same, or have answered already.
-            answering.add_done_callback(lambda task: self._door.let_go(self._caller, _size_of(task)))
-            raise
+            if not under_way.is_given_up or self._is_over:
+                raise
+            failure = _given_up()
+        except Exception:
+            failure = incident()
         finally:
-            answering.cancel()
-            if self._under_way.get(number) is answering:
+            under_way.is_answered = True
+            if self._under_way.get(number) is under_way:
                 del self._under_way[number]
-        size, data = _size_of(answering), _response(number, kind, answering)
-        # The answer is in there now: it need not wait a second time.
-        del answering
-        self._count(len(data))
+        if data is None:
+            assert failure is not None
+            await self._send(0, iter((_failed(number, failure, request_id),)))
+        elif self._is_over:
+            # It answered all the same.
+            self._door.let_go(self._caller, len(data))
+        else:
+            size, messages = len(data), _messages(number, _ANSWER_FIELDS[kind], data, chunk_bytes)
+            # The messages hold what they need of it.
+            del data
+            await self._send(size, messages)
+
+    async def _send(self, size: int, messages: Iterator[bytes]) -> None:
+        """Writes an answer of so many bytes, each message of which is made when its turn comes."""
+        self._count(size)
+        held = size
         try:
-            try:
-                await self._writing.acquire()
-            finally:
-                # What is being written is counted by whoever writes it.
-                self._door.let_go(self._caller, size)
-            try:
-                await self._write(data)
-            except Exception:
-                # Nobody reads any more; that the stream ends is told by other means.
-                _log.debug("an answer could not be written", exc_info=True)
-            finally:
-                self._writing.release()
+            for data in messages:
+                try:
+                    await self._writing.acquire()
+                finally:
+                    # What is being written is counted by whoever writes it.
+                    written = min(held, len(data))
+                    held -= written
+                    self._door.let_go(self._caller, written)
+                try:
+                    await self._write(data)
+                except Exception:
+                    # Nobody reads any more; that the stream ends is told by other means.
+                    _log.debug("an answer could not be written", exc_info=True)
+                    return
+                finally:
+                    self._writing.release()
         finally:
-            self._count(-len(data))
+            self._door.let_go(self._caller, held)
+            self._count(-size)
 
     def _count(self, size: int) -> None:
         """Counts answers that wait, in and out."""
@@ -191,30 +283,67 @@ class Multiplexed:
             self._has_room.set()
 
 
-async def _refuse(message: str) -> bytes:
-    raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, message)
+class _UnderWay:
+    """A request whose answer is being made."""
+
+    __slots__ = ("is_answered", "is_given_up", "task")
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[None] | None = None
+        self.is_given_up = False
+        self.is_answered = False
+
+    def cancel(self) -> None:
+        """Ends the making of the answer, unless it is made; its writing goes on."""
+        if self.task is not None and not self.is_answered:
+            self.task.cancel()
 
 
-def _response(number: int, kind: str, answering: asyncio.Task[bytes]) -> bytes:
-    """What the client gets for a request that has ended, however it did: for nothing at all it would wait for ever."""
+def _refuse(message: str) -> Answer:
+    return _fail(error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, message))
+
+
+def _fail(cause: GradruleError) -> Answer:
+    async def answer() -> bytes:
+        raise cause
+
+    return answer
+
+
+def _given_up() -> GradruleError:
+    return error(errors_pb2.ERROR_REASON_CANCELLED, "the client gave the request up")
+
+
+def _seconds(request: link_pb2.RawStreamRequest) -> float | None:
+    """Seconds that the client gives a request; None: the default."""
+    return request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else None
+
+
+def _messages(number: int, field: int, answer: bytes, chunk_bytes: int) -> Iterator[bytes]:
+    """The messages of an answer, with `chunk_bytes` of it in each; 0: with all of it in one.
+
+    One message is made at once, so that the answer need not be kept beside it.
+    """
+    head = link_pb2.RawStreamResponse(request_id=number).SerializeToString()
+    size = max(chunk_bytes, _MIN_CHUNK_BYTES)
+    if not chunk_bytes or len(answer) <= size:
+        return iter((b"".join((head, _wire.prefix(field, len(answer)), answer)),))
+    return _chunks(head, head + _wire.prefix(field, 0), memoryview(answer), size)
+
+
+def _chunks(head: bytes, last: bytes, answer: memoryview, size: int) -> Iterator[bytes]:
+    for start in range(0, len(answer), size):
+        yield b"".join((head, *_wire.wrapped(_CHUNK_FIELD, (answer[start : start + size],))))
+    yield last
+
+
+def _failed(number: int, cause: GradruleError, request_id: str) -> bytes:
     try:
-        try:
-            response = link_pb2.RawStreamResponse(request_id=number)
-            setattr(response, kind, answering.result())
-            return response.SerializeToString()
-        except GradruleError as cause:
-            return _failed(number, cause)
-        except asyncio.CancelledError:
-            return _failed(number, error(errors_pb2.ERROR_REASON_CANCELLED, "the client gave the request up"))
+        status = status_of(cause)
+        if request_id:
+            # A call of its own would have it in its trailers.
+            status.details.add().Pack(error_details_pb2.RequestInfo(request_id=request_id))
+        return link_pb2.RawStreamResponse(request_id=number, status=status.SerializeToString()).SerializeToString()
     except Exception:
-        return _failed(number, incident())
-
-
-def _failed(number: int, cause: GradruleError) -> bytes:
-    status = status_of(cause).SerializeToString()
-    return link_pb2.RawStreamResponse(request_id=number, status=status).SerializeToString()
-
-
-def _size_of(answering: asyncio.Task[bytes]) -> int:
-    """Bytes of the answer, if there is one."""
-    return 0 if answering.cancelled() or answering.exception() is not None else len(answering.result())
+        # What cannot be told is told by its incident.
+        return _failed(number, incident(), "")

@@ -65,7 +65,7 @@ class Outgoing:
         self._free: list[tuple[int, int]] = [(0, len(self._map))]
         self._closed = False
 
-    def place(self, parts: Sequence[bytes]) -> Chunk | None:
+    def place(self, parts: Sequence[bytes | memoryview]) -> Chunk | None:
         """Writes the parts one after another; None where there is no room for them, or no memory."""
         length = sum(len(part) for part in parts)
         start = self._take(_rounded(length))

@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+import select
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from gradrule_server.link.arena import LEAST_PLACED_BYTES, Chunk, Incoming, Outgoing, make_arena
 
@@ -27,6 +29,11 @@ HEADER_BYTES = _HEADER.size
 # The kind that the frame would have, offset and length of its payload.
 _PLACE = struct.Struct("<IQQ")
 _PIECE_BYTES = 64 * 1024
+
+_READABLE, _NOTHING = select.EPOLLIN | select.EPOLLONESHOT, select.EPOLLONESHOT
+
+Buffer: TypeAlias = bytes | memoryview
+"""Bytes; a view is of single bytes, one after the other."""
 
 
 class Kind(enum.IntEnum):
@@ -165,16 +172,24 @@ class FrameSocket:
         except MemoryError:
             raise NoRoom(request_id) from None
 
-    def send(self, kind: Kind, request_id: int, payload: bytes) -> None:
-        """Writes one frame; frames of several threads do not mix."""
-        if self._arenas is not None and len(payload) >= LEAST_PLACED_BYTES:
-            chunk = self._arenas.outgoing.place([payload])
+    def send(self, kind: Kind, request_id: int, payload: Buffer | Sequence[Buffer]) -> None:
+        """Writes one frame, whose payload may come in parts; frames of several threads do not mix."""
+        parts: Sequence[Buffer] = [payload] if isinstance(payload, (bytes, memoryview)) else payload
+        length = sum(map(len, parts))
+        if length >= LEAST_PLACED_BYTES and self._arenas is not None:
+            chunk = self._arenas.outgoing.place(parts)
             if chunk is not None:
                 self._placed[request_id] = chunk
-                kind, payload = Kind.PLACED, pack_place(kind, chunk)
+                parts = [pack_place(kind, chunk)]
+                kind, length = Kind.PLACED, len(parts[0])
+        header = pack_header(kind, request_id, length)
+        if length < _PIECE_BYTES:
+            # One system call costs less than copying a few bytes saves.
+            header, parts = b"".join([header, *parts]), ()
         with self._write_lock:
-            self._sock.sendall(pack_header(kind, request_id, len(payload)))
-            self._sock.sendall(payload)
+            self._sock.sendall(header)
+            for part in parts:
+                self._sock.sendall(part)
 
     def answer_housekeeping(self, frame: Frame) -> bool:
         """Does what a frame asks for that is about the link itself; False where it is about something else."""
@@ -193,6 +208,10 @@ class FrameSocket:
         else:
             return False
         return True
+
+    def fileno(self) -> int:
+        """The descriptor of the socket."""
+        return self._sock.fileno()
 
     def close(self) -> None:
         """Nothing more is received or sent; whoever waits for a frame gets None."""
@@ -217,23 +236,81 @@ class FrameSocket:
         return True
 
 
+class _ReadingTurn:
+    """Says which of several threads reads a socket, and wakes one of the others when something comes meanwhile.
+
+    The thread that read a frame stays the reader while it handles the frame, unless the next frame comes before it is
+    done: then a waiting thread becomes the reader. So while calls come one at a time, one thread does everything, and
+    no other one is woken.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        # None: any thread may become the reader.
+        self._reader: object | None = None
+        self._lock = threading.Lock()
+        self._epoll = select.epoll()
+        self._epoll.register(fd, _READABLE)
+        self._ended = False
+
+    def take(self, thread: object) -> bool:
+        """Waits until this thread is the reader; returns False once reading has ended."""
+        while True:
+            # The kernel wakes a single thread, and no further one before the descriptor is armed again.
+            self._epoll.poll()
+            with self._lock:
+                if self._ended:
+                    self._epoll.modify(self._fd, _READABLE)
+                    return False
+                if self._reader is None:
+                    self._reader = thread
+                    return True
+
+    def offer(self) -> None:
+        """Lets a waiting thread become the reader as soon as something can be read. For the reader alone."""
+        self._reader = None
+        self._epoll.modify(self._fd, _READABLE)
+
+    def take_back(self, thread: object) -> bool:
+        """Returns whether this thread, which offered its turn, is the reader again."""
+        with self._lock:
+            if self._reader is not None:
+                return False
+            self._reader = thread
+        self._epoll.modify(self._fd, _NOTHING)
+        return True
+
+    def end(self) -> None:
+        """Wakes all threads for the last time. The socket has ended, so it stays readable."""
+        with self._lock, contextlib.suppress(OSError):
+            self._ended = True
+            self._epoll.modify(self._fd, _READABLE)
+
+
 def serve_frames(
     frames: FrameSocket, handle: Callable[[Frame], None], refuse: Callable[[int], None], threads: int
 ) -> None:
     """Reads frames on `threads` threads, and one more, until the other end closes.
 
-    The thread that reads a frame also handles it while another takes over reading, so no frame changes threads. The
-    other end has no more than `threads` requests under way, so one thread is always left that answers a PING. `refuse`
-    answers the request of this id, for which there is no memory. What `handle` and `refuse` raise themselves ends it
+    The thread that reads a frame also handles it, so no frame changes threads; another one reads what comes meanwhile.
+    The other end has no more than `threads` requests under way, so one thread is always left that answers a PING.
+    `refuse` answers the request of this id, for which there is no memory. What `handle` and `refuse` raise ends it
     all, and is raised. What is under way at the end is not waited for: it may go on for ever.
     """
     failures: list[BaseException] = []
     ended = threading.Event()
 
+    turn = _ReadingTurn(frames.fileno())
+
     def work() -> None:
+        thread = object()
         try:
-            while _serve_next(frames, handle, refuse):
-                pass
+            while turn.take(thread):
+                while _serve_next(frames, handle, refuse, turn.offer):
+                    if not turn.take_back(thread):
+                        break
+                else:
+                    return
         except ConnectionError:
             # The other end closed in the middle of something.
             frames.close()
@@ -242,6 +319,7 @@ def serve_frames(
             failures.append(failure)
             frames.close()
         finally:
+            turn.end()
             ended.set()
 
     for index in range(threads + 1):
@@ -251,15 +329,22 @@ def serve_frames(
         raise failures[0]
 
 
-def _serve_next(frames: FrameSocket, handle: Callable[[Frame], None], refuse: Callable[[int], None]) -> bool:
-    """A function of its own: what a frame holds goes with it, and is not kept while the next one is waited for."""
+def _serve_next(
+    frames: FrameSocket, handle: Callable[[Frame], None], refuse: Callable[[int], None], received: Callable[[], None]
+) -> bool:
+    """A function of its own: what a frame holds goes with it, and is not kept while the next one is waited for.
+
+    `received`: called when the frame was read, before it is handled.
+    """
     try:
         frame = frames.receive()
     except NoRoom as fault:
         refused = fault.request_id
+        received()
     else:
         if frame is None:
             return False
+        received()
         try:
             if not frames.answer_housekeeping(frame):
                 handle(frame)

@@ -8,6 +8,7 @@ import pytest
 
 import gradrule as gr
 from gradrule import _calls, _requests, _results
+from gradrule._encoding import ProgramEncoder
 from gradrule._tensors import to_message
 from gradrule.v1 import evaluate_pb2, program_pb2, tensor_pb2
 
@@ -96,9 +97,10 @@ def test_programs_go_by_their_aliases() -> None:
         name="programs/p", inputs=[specs["x"]], outputs=[specs["z"]], ys=[specs["z"]], xs=[specs["x"]],
         aliases={"image": "x", "score": "z"},
     )  # fmt: skip
-    call = _calls.evaluate_program(message, {"image": [1.0]}, None, {"score": [2]}, _results.result)
-    assert [feed.name for feed in call.request.feeds] == ["x"]  # type: ignore[attr-defined]
-    assert [item.name for item in call.request.grad_ys] == ["z"]  # type: ignore[attr-defined]
+    parts, _ = ProgramEncoder(message).encode({"image": [1.0]}, None, {"score": [2]})
+    request = evaluate_pb2.EvaluateRequest.FromString(b"".join(parts))
+    assert [feed.name for feed in request.feeds] == ["x"]
+    assert [item.name for item in request.grad_ys] == ["z"]
     found = _results.specs(message.inputs, message.aliases)
     assert list(found) == ["image"]
     assert found["x"].name == "x"

@@ -281,7 +281,7 @@ def response() -> evaluate_pb2.EvaluateResponse:
 
 
 def test_results() -> None:
-    r = _results.result(response())
+    r = _results.result(response().SerializeToString())
     assert list(r.outputs) == ["y:0"]
     assert r.outputs["y"] is r.outputs["y:0"]
     assert "y" in r.outputs
@@ -295,21 +295,21 @@ def test_results() -> None:
 
 
 def test_results_can_be_changed_in_place() -> None:
-    r = _results.result(response())
+    r = _results.result(response().SerializeToString())
     gradient: Any = r.gradients["a"]
     gradient *= 2
     assert r.gradients["a"].tolist() == [6.0]
 
 
 def test_sparse_slices_add_up() -> None:
-    sparse = _results.result(response()).gradients["b"]
+    sparse = _results.result(response().SerializeToString()).gradients["b"]
     assert isinstance(sparse, gr.Sparse)
     reference = tf.convert_to_tensor(tf.IndexedSlices(sparse.values, sparse.indices, sparse.dense_shape))
     np.testing.assert_array_equal(sparse.to_dense(), reference.numpy())
 
 
 def test_sparse_gradients_are_arrays_to_numpy() -> None:
-    sparse: Any = _results.result(response()).gradients["b"]
+    sparse: Any = _results.result(response().SerializeToString()).gradients["b"]
     assert np.asarray(sparse).tolist() == [[3, 4], [0, 0], [6, 8], [0, 0]]
     assert np.asarray(sparse).dtype == np.float32
     assert np.asarray(sparse, np.float64).dtype == np.float64

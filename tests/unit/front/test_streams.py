@@ -75,6 +75,12 @@ class Opened:
         self.send(*numbers)
         await settled()
 
+    async def ask_for(self, *requests: link_pb2.RawStreamRequest) -> None:
+        """The same with other messages."""
+        for request in requests:
+            self._requests.put_nowait(request)
+        await settled()
+
     async def end(self) -> None:
         """The client has sent its last."""
         self._requests.put_nowait(None)
@@ -205,4 +211,121 @@ async def test_a_failure_that_cannot_be_told_is_an_incident_and_ends_nothing() -
     for number in (1, 2):
         await opened.ask(number)
         assert context.answers[number] == "INTERNAL"
+    await opened.end()
+
+
+class Pieces(Reads):
+    """A client that reads, and keeps what the answers in chunks have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reading.set()
+        self.data: dict[int, list[bytes]] = {}
+
+    async def write(self, data: bytes) -> None:
+        response = link_pb2.RawStreamResponse.FromString(data)
+        if response.WhichOneof("response") == "chunk":
+            self.data.setdefault(response.request_id, []).append(response.chunk)
+        else:
+            await super().write(data)
+
+
+async def size_of(call: Call[Any]) -> bytes:
+    """Answers with the bytes of the request."""
+    return call.raw
+
+
+def chunk(number: int, data: bytes, timeout_s: float | None = None) -> link_pb2.RawStreamRequest:
+    message = link_pb2.RawStreamRequest(request_id=number, chunk=data)
+    if timeout_s is not None:
+        message.timeout.FromNanoseconds(int(timeout_s * 1e9))
+    return message
+
+
+def last(number: int, chunk_bytes: int, answer_chunk_bytes: int = 0) -> link_pb2.RawStreamRequest:
+    return link_pb2.RawStreamRequest(
+        request_id=number, evaluate=b"", chunk_bytes=chunk_bytes, answer_chunk_bytes=answer_chunk_bytes
+    )
+
+
+async def test_a_request_in_chunks_is_one_request_and_its_answer_comes_in_chunks() -> None:
+    request = evaluate_pb2.EvaluateRequest(program="programs/" + "p" * 200_000).SerializeToString()
+    context = Pieces()
+    opened = Opened(context, size_of)
+    pieces = [request[:70_000], request[70_000:140_000], request[140_000:]]
+    await opened.ask_for(*(chunk(7, piece) for piece in pieces))
+    assert opened.share.size == len(request)
+    await opened.ask_for(last(7, len(request), answer_chunk_bytes=80_000))
+    assert b"".join(context.data[7]) == request
+    assert [len(piece) for piece in context.data[7][:-1]] == [80_000, 80_000]
+    assert context.answers == {7: "evaluate"}
+    await opened.end()
+    context.done()
+    assert (opened.share.requests, opened.share.size) == (0, 0)
+
+
+async def test_chunks_for_which_there_is_no_room_are_refused_once() -> None:
+    context = Pieces()
+    opened = Opened(context, size_of)
+    await opened.ask_for(*(chunk(1, bytes(SIZE)) for _ in range(5)))
+    assert context.answers == {1: "OVERLOADED"}
+    assert opened.share.size == 0
+    context.answers.clear()
+    await opened.ask_for(last(1, 5 * SIZE))
+    assert context.answers == {}
+    await opened.ask(1)
+    assert context.answers == {1: "evaluate"}
+    await opened.end()
+
+
+async def test_chunks_that_do_not_all_come_are_told() -> None:
+    context = Pieces()
+    opened = Opened(context, size_of)
+    await opened.ask_for(chunk(1, b"a"), last(1, 2), last(2, 3), chunk(3, b"a", timeout_s=0.01), last(4, 0))
+    assert context.answers == {
+        1: "MALFORMED_REQUEST",
+        2: "MALFORMED_REQUEST",
+        3: "DEADLINE_EXCEEDED",
+        4: "evaluate",
+    }
+    assert opened.share.size == 0
+    await opened.end()
+
+
+async def test_a_request_in_chunks_can_be_given_up() -> None:
+    context = Pieces()
+    opened = Opened(context, size_of)
+    cancel = evaluate_pb2.CancelRequest(request_id=1).SerializeToString()
+    await opened.ask_for(chunk(1, bytes(SIZE)), link_pb2.RawStreamRequest(cancel=cancel))
+    assert context.answers == {1: "CANCELLED"}
+    assert opened.share.size == 0
+    await opened.ask_for(chunk(1, bytes(SIZE)))
+    assert opened.share.size == SIZE
+    await opened.cancel()
+    assert opened.share.size == 0
+
+
+async def test_no_more_than_so_many_requests_arrive_at_a_time() -> None:
+    context = Pieces()
+    opened = Opened(context, size_of)
+    await opened.ask_for(*(chunk(number, b"") for number in range(40)))
+    assert context.answers == dict.fromkeys(range(32, 40), "OVERLOADED")
+    await opened.end()
+
+
+async def test_a_failure_names_the_request_by_which_the_log_has_it() -> None:
+    async def fails(_: Call[Any]) -> bytes:
+        raise error(errors_pb2.ERROR_REASON_UNKNOWN_FEED, "no")
+
+    statuses: list[bytes] = []
+
+    class Keeps(Context):
+        async def write(self, data: bytes) -> None:
+            statuses.append(link_pb2.RawStreamResponse.FromString(data).status)
+
+    opened = Opened(Keeps(), fails)
+    await opened.ask(1)
+    info = error_details_pb2.RequestInfo()
+    assert any(detail.Unpack(info) for detail in status_pb2.Status.FromString(statuses[0]).details)
+    assert info.request_id.endswith("/1")
     await opened.end()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import resource
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -68,6 +70,31 @@ def test_threads_handle_frames_side_by_side(pair: Pair) -> None:
     serve_frames(FrameSocket(theirs), handle, pytest.fail, threads=2)
     closer.join()
     assert sorted(seen) == [1, 2]
+
+
+def test_frames_that_come_one_at_a_time_are_handled_by_one_thread(pair: Pair) -> None:
+    ours, theirs = pair
+    sender, frames = FrameSocket(ours), FrameSocket(theirs)
+    threads: list[str] = []
+
+    def handle(frame: Frame) -> None:
+        threads.append(threading.current_thread().name)
+        # Other threads run meanwhile, as while TensorFlow computes.
+        time.sleep(0.001)
+        frames.send(Kind.RAN, frame.request_id, b"")
+
+    serving = threading.Thread(target=serve_frames, args=(frames, handle, pytest.fail, 3))
+    serving.start()
+    for number in range(50):
+        sender.send(Kind.RUN, number, b"a")
+        assert sender.receive() is not None
+        # The next frame may come just before the thread is done with this one, and wake another; time makes that rare.
+        time.sleep(0.002)
+    ours.shutdown(socket.SHUT_RDWR)
+    serving.join()
+    changes = sum(before != after for before, after in itertools.pairwise(threads))
+    assert len(threads) == 50
+    assert changes < 25
 
 
 def test_what_never_ends_is_not_waited_for(pair: Pair) -> None:

@@ -587,9 +587,21 @@ class StreamEvaluateRequest(google.protobuf.message.Message):
     PULL_BACK_FIELD_NUMBER: builtins.int
     CLOSE_HANDLE_FIELD_NUMBER: builtins.int
     CANCEL_FIELD_NUMBER: builtins.int
+    CHUNK_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
+    ANSWER_CHUNK_BYTES_FIELD_NUMBER: builtins.int
+    CHUNK_BYTES_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """A number of the client's choice, not that of another request under way on this stream; 0 is allowed."""
+    chunk: builtins.bytes
+    """The next bytes of a request that is sent in several messages, so that it may be longer than one message may be. All bear the
+    request's id. The last one holds the request's kind as an empty `evaluate`, `forward`, `pull_back` or `close_handle`; the bytes of
+    that message are those of all chunks, in order. Chunks count as bytes in flight; OVERLOADED where they are too many.
+    """
+    answer_chunk_bytes: builtins.int
+    """If not 0, a longer answer is sent in chunks of so many bytes, at least 65,536. Of a request in chunks, its last message tells."""
+    chunk_bytes: builtins.int
+    """In the last message of a request in chunks: how many bytes its chunks have. MALFORMED_REQUEST where it is not what has arrived."""
     @property
     def evaluate(self) -> global___EvaluateRequest:
         """As GradientService.Evaluate."""
@@ -612,7 +624,7 @@ class StreamEvaluateRequest(google.protobuf.message.Message):
 
     @property
     def timeout(self) -> google.protobuf.duration_pb2.Duration:
-        """How long the request may take, from its arrival. Default and bound: settings of the server's, as for calls."""
+        """How long the request may take, from its arrival, or that of its first chunk. Default and bound: settings of the server's, as for calls."""
 
     def __init__(
         self,
@@ -623,11 +635,14 @@ class StreamEvaluateRequest(google.protobuf.message.Message):
         pull_back: global___PullBackRequest | None = ...,
         close_handle: global___CloseHandleRequest | None = ...,
         cancel: global___CancelRequest | None = ...,
+        chunk: builtins.bytes = ...,
         timeout: google.protobuf.duration_pb2.Duration | None = ...,
+        answer_chunk_bytes: builtins.int = ...,
+        chunk_bytes: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["cancel", b"cancel", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "timeout", b"timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cancel", b"cancel", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "request_id", b"request_id", "timeout", b"timeout"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["evaluate", "forward", "pull_back", "close_handle", "cancel"] | None: ...
+    def HasField(self, field_name: typing.Literal["cancel", b"cancel", "chunk", b"chunk", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "timeout", b"timeout"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answer_chunk_bytes", b"answer_chunk_bytes", "cancel", b"cancel", "chunk", b"chunk", "chunk_bytes", b"chunk_bytes", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "request_id", b"request_id", "timeout", b"timeout"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["evaluate", "forward", "pull_back", "close_handle", "cancel", "chunk"] | None: ...
 
 global___StreamEvaluateRequest = StreamEvaluateRequest
 
@@ -642,9 +657,14 @@ class StreamEvaluateResponse(google.protobuf.message.Message):
     FORWARD_FIELD_NUMBER: builtins.int
     PULL_BACK_FIELD_NUMBER: builtins.int
     CLOSE_HANDLE_FIELD_NUMBER: builtins.int
+    CHUNK_FIELD_NUMBER: builtins.int
     STATUS_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """The request's id."""
+    chunk: builtins.bytes
+    """The next bytes of an answer that is sent in several messages, as asked by `answer_chunk_bytes`. The last one holds the answer's
+    kind as an empty `evaluate`, `forward` or `pull_back`; the bytes of that message are those of all chunks, in order.
+    """
     status: builtins.bytes
     """The request failed: the bytes of a `google.rpc.Status`, the same that the trailer of a failed call carries. The stream goes on."""
     @property
@@ -671,10 +691,11 @@ class StreamEvaluateResponse(google.protobuf.message.Message):
         forward: global___ForwardResponse | None = ...,
         pull_back: global___PullBackResponse | None = ...,
         close_handle: global___CloseHandleResponse | None = ...,
+        chunk: builtins.bytes = ...,
         status: builtins.bytes = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "response", b"response", "status", b"status"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request_id", b"request_id", "response", b"response", "status", b"status"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["response", b"response"]) -> typing.Literal["evaluate", "forward", "pull_back", "close_handle", "status"] | None: ...
+    def HasField(self, field_name: typing.Literal["chunk", b"chunk", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "response", b"response", "status", b"status"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request_id", b"request_id", "response", b"response", "status", b"status"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["response", b"response"]) -> typing.Literal["evaluate", "forward", "pull_back", "close_handle", "chunk", "status"] | None: ...
 
 global___StreamEvaluateResponse = StreamEvaluateResponse

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
-import tensorflow as tf
 
 from gradrule_server.engine.batching.analysis import Layout
 from gradrule_server.engine.built import Built
-from gradrule_server.engine.run import execute
-
-Arrays: TypeAlias = Sequence[np.ndarray]
-"""Arguments of a built function, or its results."""
+from gradrule_server.engine.graph_call import Arrays
+from gradrule_server.engine.run import translated
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +43,14 @@ def company_of(built: Built, layout: Layout, arguments: Arrays) -> Hashable:
     for index, argument in enumerate(arguments):
         if index in batched:
             key.append(argument.shape[1:])
-        elif not _is_unused(built, index):
-            key.append(_identity(argument))
+        elif not (_is_unused(built, index) or built.feed_plan.is_default(index, argument)):
+            key.append((index, _identity(argument)))
     return tuple(key)
 
 
 def run(built: Built, arguments: Arrays) -> Arrays:
     """Returns the results of a built function."""
-    tensors = [
-        tf.constant(argument, item.dtype)
-        for argument, item in zip(arguments, built.function.graph.inputs, strict=False)
-    ]
-    results = execute(built, lambda: built.function(*tensors))
-    return [np.asarray(result.numpy(), object if result.dtype == tf.string else None) for result in results]
+    return translated(lambda: built.call(arguments))
 
 
 def run_together(
@@ -82,7 +73,7 @@ def run_together(
             parts.append(_filling(parts[-1], missing, strange=strange_rows))
         arguments.append(np.concatenate(parts))
     if built.fitting is not None:
-        built.fitting.check([tf.constant(argument) for argument in arguments])
+        built.fitting.check(arguments)
     results = run(built, arguments)
     answers: list[Arrays] = []
     start = 0
@@ -129,8 +120,9 @@ def _is_unused(built: Built, index: int) -> bool:
     return index < len(built.unused) and built.unused[index]
 
 
-def _identity(argument: np.ndarray) -> Hashable:
+def _identity(value: np.ndarray) -> Hashable:
     """A key that is equal for arrays that are equal bit for bit."""
+    argument = np.asarray(value)
     content = tuple(argument.flat) if argument.dtype.hasobject else argument.tobytes()
     return argument.shape, content
 

@@ -12,8 +12,9 @@ import ml_dtypes
 import numpy as np
 
 from gradrule_server.engine.batching.analysis import Layout, Refusal, analyse
-from gradrule_server.engine.batching.merging import Arrays, Call, allowed_size, is_inexact, run_together
+from gradrule_server.engine.batching.merging import Call, allowed_size, is_inexact, run_together
 from gradrule_server.engine.built import Built
+from gradrule_server.engine.graph_call import Arrays
 from gradrule_server.errors import GradruleError
 
 _log = logging.getLogger(__name__)
@@ -94,11 +95,12 @@ def _among_others(built: Built, layout: Layout, calls: Sequence[Call], size: int
         return run_together(built, layout, calls, size)
 
 
-def is_close(one: np.ndarray, other: np.ndarray, units: float, least: float) -> bool:
-    """Returns whether two arrays are equal up to rounding; integers exactly.
+def is_close(first: Any, second: Any, units: float, least: float) -> bool:
+    """Returns whether two results are equal up to rounding; integers exactly.
 
     units: how far floats may be apart, in units of the last place of the largest of them, or of `least`.
     """
+    one, other = _array(first), _array(second)
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     if not is_inexact(one):
@@ -112,7 +114,13 @@ def is_close(one: np.ndarray, other: np.ndarray, units: float, least: float) -> 
     return bool(np.all(np.abs(a[finite] - b[finite]) <= tolerance * most))
 
 
-def _magnitude(array: np.ndarray) -> float:
+def _array(value: Any) -> np.ndarray:
+    # A string of rank 0 comes as bytes.
+    return np.asarray(value, object if isinstance(value, bytes) else None)
+
+
+def _magnitude(value: Any) -> float:
+    array = _array(value)
     if not is_inexact(array):
         return 0.0
     values = _wide(array)

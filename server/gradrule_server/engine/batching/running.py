@@ -10,13 +10,9 @@ from contextlib import AbstractContextManager
 from threading import Lock
 from typing import TypeAlias
 
-import numpy as np
-import tensorflow as tf
-
 from gradrule.v1 import evaluate_pb2
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.batching.merging import (
-    Arrays,
     Call,
     allowed_size,
     chunks,
@@ -28,6 +24,7 @@ from gradrule_server.engine.batching.merging import (
 from gradrule_server.engine.batching.proof import Proof
 from gradrule_server.engine.built import Built
 from gradrule_server.engine.bulk import open_payload
+from gradrule_server.engine.graph_call import Arrays
 from gradrule_server.engine.run import respond
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.arena import LEAST_PLACED_BYTES
@@ -50,13 +47,11 @@ class BatchRunner:
         self,
         frames: FrameSocket,
         reader: ArgumentReader,
-        device: str,
         program: Callable[[str], Built],
         answering: _Answering,
     ) -> None:
         self._frames = frames
         self._reader = reader
-        self._device = device
         self._program = program
         self._answering = answering
         self._proofs: weakref.WeakKeyDictionary[Built, Proof] = weakref.WeakKeyDictionary()
@@ -81,10 +76,8 @@ class BatchRunner:
                 notice.key, built = request.key, self._program(request.key)
                 values = evaluate_pb2.EvaluateRequest.FromString(request.request)
                 started_ns = time.monotonic_ns()
-                given = self._reader.within(request.blob_folder).arguments(
-                    built, values, request.params, contents=opened.contents
-                )
-                arguments = [np.asarray(item.numpy(), object if item.dtype == tf.string else None) for item in given]
+                reader = self._reader.within(request.blob_folder)
+                arguments = reader.arrays(built, values, request.params, opened.contents)
                 call = Call(request_id, request.received_ns, started_ns, arguments)
                 may_batch = values.batching.allowed or not values.batching.HasField("allowed")
                 calls.append(self._placed(built, call) if may_batch else call)
@@ -162,9 +155,5 @@ class BatchRunner:
 
     def _answer(self, built: Built, call: Call, results: Arrays, batch_size: int) -> None:
         with self._answering(call.request_id):
-            tensors = [
-                tf.constant(result, tensor.dtype)
-                for result, tensor in zip(results, built.function.graph.outputs, strict=True)
-            ]
-            answer = respond(built, tensors, self._device, call.received_ns, call.started_ns, batch_size)
+            answer = respond(built, results, call.received_ns, call.started_ns, batch_size)
             self._frames.send(Kind.RAN, call.request_id, answer)

@@ -998,7 +998,10 @@ class RawStreamRequest(google.protobuf.message.Message):
     PULL_BACK_FIELD_NUMBER: builtins.int
     CLOSE_HANDLE_FIELD_NUMBER: builtins.int
     CANCEL_FIELD_NUMBER: builtins.int
+    CHUNK_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
+    ANSWER_CHUNK_BYTES_FIELD_NUMBER: builtins.int
+    CHUNK_BYTES_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """As there."""
     evaluate: builtins.bytes
@@ -1011,6 +1014,12 @@ class RawStreamRequest(google.protobuf.message.Message):
     """A CloseHandleRequest."""
     cancel: builtins.bytes
     """A CancelRequest."""
+    chunk: builtins.bytes
+    """Bytes of a request in several messages."""
+    answer_chunk_bytes: builtins.int
+    """As there."""
+    chunk_bytes: builtins.int
+    """As there."""
     @property
     def timeout(self) -> google.protobuf.duration_pb2.Duration:
         """As there."""
@@ -1024,11 +1033,14 @@ class RawStreamRequest(google.protobuf.message.Message):
         pull_back: builtins.bytes = ...,
         close_handle: builtins.bytes = ...,
         cancel: builtins.bytes = ...,
+        chunk: builtins.bytes = ...,
         timeout: google.protobuf.duration_pb2.Duration | None = ...,
+        answer_chunk_bytes: builtins.int = ...,
+        chunk_bytes: builtins.int = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["cancel", b"cancel", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "timeout", b"timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cancel", b"cancel", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "request_id", b"request_id", "timeout", b"timeout"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["evaluate", "forward", "pull_back", "close_handle", "cancel"] | None: ...
+    def HasField(self, field_name: typing.Literal["cancel", b"cancel", "chunk", b"chunk", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "timeout", b"timeout"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answer_chunk_bytes", b"answer_chunk_bytes", "cancel", b"cancel", "chunk", b"chunk", "chunk_bytes", b"chunk_bytes", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request", b"request", "request_id", b"request_id", "timeout", b"timeout"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["evaluate", "forward", "pull_back", "close_handle", "cancel", "chunk"] | None: ...
 
 global___RawStreamRequest = RawStreamRequest
 
@@ -1043,6 +1055,7 @@ class RawStreamResponse(google.protobuf.message.Message):
     FORWARD_FIELD_NUMBER: builtins.int
     PULL_BACK_FIELD_NUMBER: builtins.int
     CLOSE_HANDLE_FIELD_NUMBER: builtins.int
+    CHUNK_FIELD_NUMBER: builtins.int
     STATUS_FIELD_NUMBER: builtins.int
     request_id: builtins.int
     """As there."""
@@ -1054,6 +1067,8 @@ class RawStreamResponse(google.protobuf.message.Message):
     """A PullBackResponse."""
     close_handle: builtins.bytes
     """A CloseHandleResponse."""
+    chunk: builtins.bytes
+    """Bytes of an answer in several messages."""
     status: builtins.bytes
     """A `google.rpc.Status`."""
     def __init__(
@@ -1064,11 +1079,12 @@ class RawStreamResponse(google.protobuf.message.Message):
         forward: builtins.bytes = ...,
         pull_back: builtins.bytes = ...,
         close_handle: builtins.bytes = ...,
+        chunk: builtins.bytes = ...,
         status: builtins.bytes = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "response", b"response", "status", b"status"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request_id", b"request_id", "response", b"response", "status", b"status"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["response", b"response"]) -> typing.Literal["evaluate", "forward", "pull_back", "close_handle", "status"] | None: ...
+    def HasField(self, field_name: typing.Literal["chunk", b"chunk", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "response", b"response", "status", b"status"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk", b"chunk", "close_handle", b"close_handle", "evaluate", b"evaluate", "forward", b"forward", "pull_back", b"pull_back", "request_id", b"request_id", "response", b"response", "status", b"status"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["response", b"response"]) -> typing.Literal["evaluate", "forward", "pull_back", "close_handle", "chunk", "status"] | None: ...
 
 global___RawStreamResponse = RawStreamResponse
 

@@ -1,0 +1,258 @@
+// StreamEvaluate: many calls over one stream, each with an answer of its own; long ones in chunks.
+
+import { toBinary } from "@bufbuild/protobuf";
+import { BinaryReader, BinaryWriter, WireType } from "@bufbuild/protobuf/wire";
+import { DurationSchema, durationFromMs } from "@bufbuild/protobuf/wkt";
+import type { ClientDuplexStream, ServiceError } from "@grpc/grpc-js";
+
+export const STREAM_PATH = "/gradrule.v1.GradientService/StreamEvaluate";
+
+const CHUNK_BYTES = 1 << 20;
+// Longer requests go in chunks: servers bound the length of a message, at 64 MiB unless set otherwise.
+const MAX_WHOLE_BYTES = 64 << 20;
+const MAX_STREAMED_BYTES = 512 << 10;
+// A stream is worth opening for calls that are repeated, each within this time after the one before.
+const CALLS_BEFORE = 3;
+const REPEATED_WITHIN_MS = 60_000;
+// A server runs no more requests of one stream at a time; further ones would wait.
+const MAX_UNDER_WAY = 32;
+const FIRST_PAUSE_MS = 1_000;
+const LONGEST_PAUSE_MS = 60_000;
+// An open stream keeps the process running, so it is closed soon after its last answer.
+const IDLE_MS = 1_000;
+// The server keeps the deadline; this is for one that no longer answers.
+const GRACE_MS = 2_000;
+
+const REQUEST = { id: 1, evaluate: 2, cancel: 6, timeout: 7, chunk: 8, answerChunkBytes: 9, chunkBytes: 10 };
+const RESPONSE = { id: 1, evaluate: 2, chunk: 6, status: 15 };
+
+/** How a call on a stream ended. `lost`: the stream ended before the call was answered. */
+export type Outcome =
+  | { readonly kind: "answer"; readonly bytes: Uint8Array }
+  | { readonly kind: "status"; readonly bytes: Uint8Array }
+  | { readonly kind: "lost"; readonly failure: ServiceError | undefined }
+  | { readonly kind: "expired" }
+  | { readonly kind: "cancelled" };
+
+export type Duplex = ClientDuplexStream<Buffer, Buffer>;
+
+interface Pending {
+  readonly pieces: Uint8Array[];
+  readonly end: (outcome: Outcome) => void;
+}
+
+/** What a client has learned of its server: how calls of `Evaluate` travel best. */
+export class Routes {
+  private calls = 0;
+  private calledAt = 0;
+  private pauseMs = 0;
+  private notBefore = 0;
+  private maxWholeBytes = MAX_WHOLE_BYTES;
+
+  constructor(private readonly useStream: boolean) {}
+
+  /** Whether a request of so many bytes is too long for one message. */
+  mustChunk(size: number): boolean {
+    return size > this.maxWholeBytes;
+  }
+
+  /** Whether a request of so many bytes goes over the stream. */
+  mayStream(size: number, stream: EvaluateStream): boolean {
+    if (!this.useStream || size > MAX_STREAMED_BYTES) return false;
+    const now = Date.now();
+    if (now - this.calledAt > REPEATED_WITHIN_MS) this.calls = 0;
+    this.calledAt = now;
+    this.calls += 1;
+    if (this.calls <= CALLS_BEFORE || stream.underWay >= MAX_UNDER_WAY) return false;
+    return stream.isOpen || now >= this.notBefore;
+  }
+
+  noteAnswered(): void {
+    this.pauseMs = 0;
+  }
+
+  /** No stream is opened for a while, the longer the more often one was lost. */
+  noteLost(): void {
+    this.pauseMs = Math.min(Math.max(2 * this.pauseMs, FIRST_PAUSE_MS), LONGEST_PAUSE_MS);
+    this.notBefore = Date.now() + this.pauseMs;
+  }
+
+  /** Whether a request that was refused as too long may be sent in chunks. */
+  mayChunk(size: number): boolean {
+    return size > CHUNK_BYTES;
+  }
+
+  noteTooLong(size: number): void {
+    this.maxWholeBytes = Math.min(this.maxWholeBytes, size - 1);
+  }
+}
+
+/** One stream, opened at the first call and again after it ended. */
+export class EvaluateStream {
+  private connection: Connection | undefined;
+
+  constructor(private readonly open: () => Duplex) {}
+
+  get isOpen(): boolean {
+    return this.connection !== undefined && !this.connection.ended;
+  }
+
+  get underWay(): number {
+    return this.connection?.pending.size ?? 0;
+  }
+
+  /** Sends the bytes of an EvaluateRequest. `deadline`: in milliseconds since 1970. */
+  run(request: Uint8Array, deadline: number, signal: AbortSignal | undefined): Promise<Outcome> {
+    if (this.connection === undefined || this.connection.ended) this.connection = new Connection(this.open());
+    return this.connection.run(request, deadline, signal);
+  }
+
+  close(): void {
+    this.connection?.close();
+  }
+}
+
+class Connection {
+  readonly pending = new Map<bigint, Pending>();
+  ended = false;
+  private lastId = 0n;
+  private idle: NodeJS.Timeout | undefined;
+
+  constructor(private readonly call: Duplex) {
+    call.on("data", (bytes: Buffer) => this.deliver(bytes));
+    call.on("error", (failure: ServiceError) => this.lose(failure));
+    call.on("end", () => this.lose(undefined));
+  }
+
+  run(request: Uint8Array, deadline: number, signal: AbortSignal | undefined): Promise<Outcome> {
+    const id = ++this.lastId;
+    clearTimeout(this.idle);
+    return new Promise((resolve) => {
+      const end = (outcome: Outcome): void => {
+        clearTimeout(timer);
+        signal?.removeEventListener("abort", cancel);
+        this.pending.delete(id);
+        if (this.pending.size === 0 && !this.ended) this.idle = setTimeout(() => this.finish(), IDLE_MS);
+        resolve(outcome);
+      };
+      const giveUp = (outcome: Outcome): void => {
+        const cancelled = new BinaryWriter().tag(1, WireType.Varint).uint64(id).finish();
+        if (!this.ended) this.write(new BinaryWriter().tag(REQUEST.cancel, WireType.LengthDelimited).bytes(cancelled));
+        end(outcome);
+      };
+      const cancel = (): void => giveUp({ kind: "cancelled" });
+      const timer = setTimeout(() => giveUp({ kind: "expired" }), Math.max(deadline - Date.now(), 0) + GRACE_MS);
+      signal?.addEventListener("abort", cancel, { once: true });
+      this.pending.set(id, { pieces: [], end });
+      void this.send(id, request, deadline);
+    });
+  }
+
+  close(): void {
+    this.call.cancel();
+  }
+
+  private async send(id: bigint, request: Uint8Array, deadline: number): Promise<void> {
+    const timeout = toBinary(DurationSchema, durationFromMs(Math.max(deadline - Date.now(), 1)));
+    const head = (): BinaryWriter =>
+      new BinaryWriter()
+        .tag(REQUEST.id, WireType.Varint)
+        .uint64(id)
+        .tag(REQUEST.timeout, WireType.LengthDelimited)
+        .bytes(timeout);
+    const last = head().tag(REQUEST.answerChunkBytes, WireType.Varint).uint32(CHUNK_BYTES);
+    if (request.length <= CHUNK_BYTES) {
+      this.write(last.tag(REQUEST.evaluate, WireType.LengthDelimited).bytes(request));
+      return;
+    }
+    for (let start = 0; start < request.length; start += CHUNK_BYTES) {
+      const chunk = request.subarray(start, start + CHUNK_BYTES);
+      const isTaken = this.write(head().tag(REQUEST.chunk, WireType.LengthDelimited).bytes(chunk));
+      if (!isTaken) await new Promise<void>((resolve) => this.whenDrained(resolve));
+      if (!this.pending.has(id)) return;
+    }
+    last.tag(REQUEST.chunkBytes, WireType.Varint).uint64(BigInt(request.length));
+    this.write(last.tag(REQUEST.evaluate, WireType.LengthDelimited).bytes(new Uint8Array()));
+  }
+
+  /** Whether more may be written at once. */
+  private write(message: BinaryWriter): boolean {
+    const bytes = message.finish();
+    return this.call.write(Buffer.from(bytes.buffer, bytes.byteOffset, bytes.byteLength));
+  }
+
+  private whenDrained(resolve: () => void): void {
+    const done = (): void => {
+      this.call.off("drain", done);
+      this.call.off("close", done);
+      this.call.off("error", done);
+      resolve();
+    };
+    for (const event of ["drain", "close", "error"]) this.call.on(event, done);
+  }
+
+  private deliver(bytes: Buffer): void {
+    let message: Received;
+    try {
+      message = received(bytes);
+    } catch {
+      // Whatever was to be answered is sent again.
+      this.call.cancel();
+      return;
+    }
+    const { id, field, data } = message;
+    const pending = this.pending.get(id);
+    if (field === RESPONSE.chunk) pending?.pieces.push(data);
+    else if (field === RESPONSE.status) pending?.end({ kind: "status", bytes: data });
+    else if (field === RESPONSE.evaluate) {
+      pending?.end({ kind: "answer", bytes: pending.pieces.length ? joined([...pending.pieces, data]) : data });
+    }
+  }
+
+  private lose(failure: ServiceError | undefined): void {
+    this.ended = true;
+    clearTimeout(this.idle);
+    for (const { end } of [...this.pending.values()]) end({ kind: "lost", failure });
+  }
+
+  private finish(): void {
+    this.ended = true;
+    this.call.end();
+  }
+}
+
+interface Received {
+  readonly id: bigint;
+  readonly field: number;
+  readonly data: Uint8Array;
+}
+
+/** Reads a message of the server's without reading the answer in it. */
+function received(bytes: Buffer): Received {
+  const reader = new BinaryReader(new Uint8Array(bytes.buffer, bytes.byteOffset, bytes.byteLength));
+  let id = 0n;
+  let field = 0;
+  let data: Uint8Array = new Uint8Array();
+  while (reader.pos < reader.len) {
+    const [number, type] = reader.tag();
+    if (number === RESPONSE.id) {
+      id = BigInt(reader.uint64());
+    } else if (type === WireType.LengthDelimited) {
+      field = number;
+      data = reader.bytes();
+    } else {
+      reader.skip(type);
+    }
+  }
+  return { id, field, data };
+}
+
+function joined(pieces: readonly Uint8Array[]): Uint8Array {
+  const whole = new Uint8Array(pieces.reduce((size, piece) => size + piece.length, 0));
+  let position = 0;
+  for (const piece of pieces) {
+    whole.set(piece, position);
+    position += piece.length;
+  }
+  return whole;
+}

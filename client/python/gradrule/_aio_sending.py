@@ -1,0 +1,108 @@
+"""`_sending` for asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from gradrule import _calls, _deadlines, _routes, _wire
+from gradrule._aio_streams import AsyncStream
+from gradrule._status import error_of, message_parts, parsed
+from gradrule._stream_messages import CHUNK_BYTES
+from gradrule._streams import StreamLostError
+from gradrule.errors import GradruleError, MessageTooLargeError, UnavailableError
+
+R = TypeVar("R")
+
+
+class AsyncCallSender:
+    """Sends the calls of a client.
+
+    closed: returns what is raised once the channel is closed.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        metadata: Any,
+        routes: _routes.Routes,
+        closed: Callable[[], GradruleError],
+    ) -> None:
+        self._channel = channel
+        self._metadata = metadata
+        self._routes = routes
+        self._closed = closed
+        self._methods: dict[str, grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]] = {}
+        self._stream = AsyncStream(channel, metadata, closed)
+
+    async def close(self) -> None:
+        """Ends the stream; calls on it are given up."""
+        await self._stream.close()
+
+    async def send(self, call: _calls.Call[R], seconds: float) -> R:
+        """Sends a call and returns its answer, decoded. Raises what the call failed with."""
+        parts, size = message_parts(call.request, call.large)
+        if call.on_stream:
+            try:
+                return await self._stream.run(call, parts, size, seconds)
+            except StreamLostError as lost:
+                raise lost.cause from None
+        if call.method != _calls.EVALUATE:
+            return await self._alone(call, parts, seconds)
+        return await self._evaluate(call, parts, size, seconds)
+
+    async def _evaluate(self, call: _calls.Call[R], parts: _wire.Parts, size: int, seconds: float) -> R:
+        """Sends a call of `Evaluate`; as it changes nothing, it may be sent again where its answer is lost."""
+        if self._routes.must_chunk(size):
+            return await self._in_chunks(call, parts, size, seconds)
+        ends_at = time.monotonic() + seconds
+        if self._routes.may_stream(size, self._stream.under_way, is_open=self._stream.is_open):
+            try:
+                answer = await self._stream.run(call, parts, size, seconds)
+            except StreamLostError:
+                self._routes.note_lost()
+            except GradruleError as refusal:
+                if refusal.code is not grpc.StatusCode.UNAVAILABLE:
+                    raise
+            else:
+                self._routes.note_answered()
+                return answer
+        try:
+            return await self._alone(call, parts, _deadlines.left(ends_at))
+        except MessageTooLargeError:
+            if size <= CHUNK_BYTES:
+                raise
+        answer = await self._in_chunks(call, parts, size, _deadlines.left(ends_at))
+        self._routes.note_too_long(size)
+        return answer
+
+    async def _in_chunks(self, call: _calls.Call[R], parts: _wire.Parts, size: int, seconds: float) -> R:
+        """Sends a call that may be too long for one message."""
+        ends_at = time.monotonic() + seconds
+        for attempt in itertools.count(1):
+            try:
+                return await self._stream.run(call, parts, size, _deadlines.left(ends_at))
+            except (StreamLostError, UnavailableError) as failure:
+                cause = failure.cause if isinstance(failure, StreamLostError) else failure
+                if cause.code is not grpc.StatusCode.UNAVAILABLE or attempt == _routes.TRIES:
+                    raise cause from None
+            await asyncio.sleep(_routes.pause_before(attempt))
+        raise AssertionError("the loop ends by itself")
+
+    async def _alone(self, call: _calls.Call[R], parts: _wire.Parts, seconds: float) -> R:
+        method = self._methods.get(call.method)
+        if method is None:
+            method = self._methods[call.method] = self._channel.unary_unary(call.method)
+        try:
+            answer = await method(b"".join(parts), timeout=seconds, metadata=self._metadata)
+        except grpc.RpcError as failure:
+            raise error_of(failure) from None
+        except grpc.aio.UsageError as cause:
+            raise self._closed() from cause
+        return parsed(call.answer, call.decode, answer)

@@ -1,0 +1,242 @@
+"""Reads the bytes of an `EvaluateResponse` without copying the tensors in it.
+
+The answers of one program differ in the contents of tensors and in what follows the tensors, while names, types and
+shapes stay the same. `AnswerReader` keeps the layout of the last answer, so that an answer of the same layout is
+compared with it instead of being parsed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from gradrule import _tensors, _wire
+from gradrule._dtypes import name_of
+from gradrule._names import bare
+from gradrule.errors import InternalError, InvalidTensorError
+from gradrule.v1 import evaluate_pb2, tensor_pb2
+
+# Layouts with more bytes around the tensors are not kept: strings, or thousands of tensors.
+_MAX_LAYOUT_BYTES = 64 * 1024
+
+_OUTPUTS = evaluate_pb2.EvaluateResponse.OUTPUTS_FIELD_NUMBER
+_GRADIENTS = evaluate_pb2.EvaluateResponse.GRADIENTS_FIELD_NUMBER
+_NAME = tensor_pb2.NamedTensor.NAME_FIELD_NUMBER
+_VALUE = tensor_pb2.NamedTensor.VALUE_FIELD_NUMBER
+_INLINE = tensor_pb2.TensorSource.INLINE_FIELD_NUMBER
+_CONTENT = tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER
+_X = evaluate_pb2.Gradient.X_FIELD_NUMBER
+_KINDS = {
+    evaluate_pb2.Gradient.DENSE_FIELD_NUMBER: "dense",
+    evaluate_pb2.Gradient.SPARSE_FIELD_NUMBER: "sparse",
+    evaluate_pb2.Gradient.UNCONNECTED_FIELD_NUMBER: "unconnected",
+    evaluate_pb2.Gradient.NOT_DIFFERENTIABLE_FIELD_NUMBER: "not_differentiable",
+}
+_SPARSE_PARTS = (
+    tensor_pb2.SparseTensor.VALUES_FIELD_NUMBER,
+    tensor_pb2.SparseTensor.INDICES_FIELD_NUMBER,
+    tensor_pb2.SparseTensor.DENSE_SHAPE_FIELD_NUMBER,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Where a tensor lies in an answer. dtype: None where the values are no plain bytes; then the message is parsed."""
+
+    start: int
+    end: int
+    dtype: np.dtype[Any] | None
+    count: int
+    shape: tuple[int, ...]
+    content: int
+
+    def array(self, data: bytes) -> _tensors.Array:
+        """Returns the values as an array of their own memory. Raises `InvalidTensorError`."""
+        if self.dtype is None:
+            try:
+                message = tensor_pb2.Tensor.FromString(data[self.start : self.end])
+                return _tensors.to_numpy(message, writable=True)
+            except (DecodeError, ValueError) as cause:
+                raise InvalidTensorError(f"the server's answer: {cause}") from None
+        # Whatever the alignment of the bytes is, the copy is aligned.
+        return np.frombuffer(data, self.dtype, self.count, self.content).reshape(self.shape).copy()
+
+
+@dataclass(frozen=True, slots=True)
+class GradientPlace:
+    """Where a gradient lies: one tensor if it is dense, three if it is sparse, otherwise none."""
+
+    kind: str
+    tensors: tuple[TensorPlace, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where the tensors of an answer lie, by the names under which they are told.
+
+    around: bytes before and between the contents of tensors, each with its position. end: where the tensors end.
+    """
+
+    outputs: Mapping[str, TensorPlace]
+    gradients: Mapping[str, GradientPlace]
+    kinds: Mapping[str, str]
+    around: tuple[tuple[int, bytes], ...]
+    end: int
+
+    def fits(self, data: bytes) -> bool:
+        """Tells whether the tensors of an answer lie in the same places."""
+        starts_with = data.startswith
+        for position, part in self.around:
+            if not starts_with(part, position):
+                return False
+        return len(data) >= self.end
+
+
+class Answer:
+    """One answer: its bytes, where the tensors in them lie, and what is no tensor as a message."""
+
+    __slots__ = ("data", "layout", "rest")
+
+    def __init__(self, data: bytes, layout: Layout, rest: evaluate_pb2.EvaluateResponse) -> None:
+        self.data = data
+        self.layout = layout
+        self.rest = rest
+
+
+class AnswerReader:
+    """Reads the answers of one program. Safe to share between threads.
+
+    label_of: returns the name under which a tensor is told, from its name in the answer.
+    """
+
+    def __init__(self, label_of: Callable[[str], str]) -> None:
+        self._label_of = label_of
+        self._last: Layout | None = None
+
+    def read(self, data: bytes) -> Answer:
+        """Finds the tensors of an answer. Raises `InternalError` where the bytes are no answer."""
+        layout = self._last
+        try:
+            if layout is not None and layout.fits(data):
+                rest = evaluate_pb2.EvaluateResponse.FromString(data[layout.end :])
+                if not (rest.outputs or rest.gradients):
+                    return Answer(data, layout, rest)
+            layout, others = _scan(data, self._label_of)
+            rest = evaluate_pb2.EvaluateResponse.FromString(others)
+        except (DecodeError, _wire.MalformedError, UnicodeDecodeError) as cause:
+            raise InternalError(f"the server's answer cannot be read: {cause}") from None
+        # With something else between the tensors, the bytes behind the last one are not all that is left.
+        is_usual = len(others) == len(data) - layout.end
+        if is_usual and sum(len(part) for _, part in layout.around) <= _MAX_LAYOUT_BYTES:
+            self._last = layout
+        return Answer(data, layout, rest)
+
+
+def labels(aliases: Mapping[str, str] | None) -> dict[str, str]:
+    """Returns the alias of each tensor that has one; the first where there are several."""
+    return {bare(tensor): alias for alias, tensor in reversed(list((aliases or {}).items()))}
+
+
+def labeller(aliases: Mapping[str, str] | None) -> Callable[[str], str]:
+    """Returns what gives the name under which a tensor is told."""
+    known = labels(aliases)
+    return lambda name: known.get(bare(name), name)
+
+
+def _scan(data: bytes, label_of: Callable[[str], str]) -> tuple[Layout, bytes]:
+    """Returns the layout of an answer, and the bytes of all that is no tensor."""
+    outputs: dict[str, TensorPlace] = {}
+    gradients: dict[str, GradientPlace] = {}
+    others: list[bytes] = []
+    before = end = 0
+    for number, start, stop in _wire.fields(data, 0, len(data)):
+        if number == _OUTPUTS:
+            name, place = _output(data, start, stop)
+            outputs[label_of(name)] = place
+        elif number == _GRADIENTS:
+            name, gradient = _gradient(data, start, stop)
+            gradients[label_of(name)] = gradient
+        else:
+            others.append(data[before:stop])
+        if number in (_OUTPUTS, _GRADIENTS):
+            end = stop
+        before = stop
+    places = [*outputs.values(), *(place for gradient in gradients.values() for place in gradient.tensors)]
+    kinds = {x: gradient.kind for x, gradient in gradients.items()}
+    return Layout(outputs, gradients, kinds, _around(data, places, end), end), b"".join(others)
+
+
+def _around(data: bytes, places: list[TensorPlace], end: int) -> tuple[tuple[int, bytes], ...]:
+    """Returns the bytes up to `end` that are no content of a tensor, each with its position."""
+    found: list[tuple[int, bytes]] = []
+    position = 0
+    for place in sorted((place for place in places if place.dtype is not None), key=lambda place: place.content):
+        found.append((position, data[position : place.content]))
+        position = place.end
+    if position < end:
+        found.append((position, data[position:end]))
+    return tuple(found)
+
+
+def _output(data: bytes, start: int, stop: int) -> tuple[str, TensorPlace]:
+    name, place = "", TensorPlace(0, 0, None, 0, (), 0)
+    for number, begin, end in _wire.fields(data, start, stop):
+        if number == _NAME:
+            name = data[begin:end].decode()
+        elif number == _VALUE:
+            for inner, first, last in _wire.fields(data, begin, end):
+                if inner == _INLINE:
+                    place = _tensor(data, first, last)
+    return name, place
+
+
+def _gradient(data: bytes, start: int, stop: int) -> tuple[str, GradientPlace]:
+    name, gradient = "", GradientPlace("unconnected", ())
+    for number, begin, end in _wire.fields(data, start, stop):
+        if number == _X:
+            name = data[begin:end].decode()
+        elif (kind := _KINDS.get(number)) == "dense":
+            gradient = GradientPlace(kind, (_tensor(data, begin, end),))
+        elif kind == "sparse":
+            parts = {inner: _tensor(data, first, last) for inner, first, last in _wire.fields(data, begin, end)}
+            if not all(part in parts for part in _SPARSE_PARTS):
+                raise _wire.MalformedError("a sparse gradient lacks a part")
+            gradient = GradientPlace(kind, tuple(parts[part] for part in _SPARSE_PARTS))
+        elif kind is not None:
+            gradient = GradientPlace(kind, ())
+    return name, gradient
+
+
+def _tensor(data: bytes, start: int, stop: int) -> TensorPlace:
+    """Returns where a tensor lies. Raises `InvalidTensorError` where its bytes do not fit its type and shape."""
+    content = size = 0
+    head: list[bytes] = []
+    before = start
+    for number, begin, end in _wire.fields(data, start, stop):
+        if number == _CONTENT:
+            content, size = begin, end - begin
+        else:
+            head.append(data[before:end])
+        before = end
+    # Only with the content as the last field, `stop` is where the content ends.
+    if not size or content + size != stop:
+        return TensorPlace(start, stop, None, 0, (), 0)
+    message = tensor_pb2.Tensor.FromString(b"".join(head))
+    try:
+        dtype, shape = _tensors.numpy_dtype(message.dtype), _tensors.known_shape(message.tensor_shape)
+    except ValueError as cause:
+        raise InvalidTensorError(f"the server's answer: {cause}") from None
+    if dtype.kind == "O" or not np.little_endian:
+        return TensorPlace(start, stop, None, 0, (), 0)
+    count = math.prod(shape)
+    if size != count * dtype.itemsize:
+        name = name_of(message.dtype)
+        raise InvalidTensorError(
+            f"the server's answer: {size} bytes do not fit {name} of shape {list(shape)}: {count * dtype.itemsize}"
+        )
+    return TensorPlace(start, stop, dtype, count, shape, content)

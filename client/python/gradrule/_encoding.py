@@ -1,0 +1,94 @@
+"""Writes the calls of one program as bytes.
+
+What a tensor needs besides its content (name, type, shape, lengths) is the same in every call that gives a tensor of
+that type and shape, so it is made once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gradrule import _blobs, _large, _requests, _tensors, _wire
+from gradrule.v1 import evaluate_pb2, program_pb2
+
+_FEEDS = evaluate_pb2.EvaluateRequest.FEEDS_FIELD_NUMBER
+_GRAD_YS = evaluate_pb2.EvaluateRequest.GRAD_YS_FIELD_NUMBER
+_STACKED = evaluate_pb2.EvaluateRequest(stacked_grad_ys=True).SerializeToString()
+_FIELD_NAMES = {_FEEDS: "feeds", _GRAD_YS: "grad_ys"}
+# Programs that are fed ever new shapes must not fill the memory.
+_MAX_HEADS = 1024
+
+
+class ProgramEncoder:
+    """Writes the calls of a program. Safe to share between threads."""
+
+    def __init__(self, program: program_pb2.Program) -> None:
+        self._program = program
+        self._type_of = _requests.types_of_specs([*program.inputs, *program.ys])
+        self._heads: dict[Any, bytes] = {}
+
+    def encode(
+        self,
+        feeds: _requests.Feeds | None,
+        params: _requests.CallParams | None = None,
+        grad_ys: _requests.GradYs | None = None,
+        stacked_grad_ys: bool = False,
+    ) -> tuple[list[_wire.Part], _blobs.Blobs]:
+        """Returns the bytes of an `EvaluateRequest` without its target, and the blobs that it names.
+
+        Raises as `_requests.evaluate_request` does.
+        """
+        parts: list[_wire.Part] = []
+        blobs: _blobs.Blobs = {}
+        if feeds is not None:
+            for key, value in _requests.pairs(feeds, "feeds"):
+                self._add(parts, blobs, _FEEDS, key, value)
+        if grad_ys is not None:
+            for y, value in _requests.program_grad_ys(grad_ys, self._program).items():
+                self._add(parts, blobs, _GRAD_YS, y, value)
+        if params is not None:
+            parts.append(_requests.evaluate_request(None, self._type_of, params=params).SerializeToString())
+        if stacked_grad_ys:
+            parts.append(_STACKED)
+        return parts, blobs
+
+    def _add(self, parts: list[_wire.Part], blobs: _blobs.Blobs, field: int, key: Any, value: Any) -> None:
+        if type(value) is np.ndarray:
+            # An array of a type and shape for which there is a head was checked when the head was made.
+            head = self._heads.get((field, key, value.dtype, value.shape))
+            if head is not None:
+                parts += (head, _content(value))
+                return
+        name = _requests.name_of_tensor(key, self._program)
+        if isinstance(value, _blobs.Blob):
+            parts.append(self._message(field, name, value))
+            blobs[value.sha256] = value.data
+            return
+        where = f"{_FIELD_NAMES[field]}[{name!r}]"
+        array = _requests.array_of(value, self._type_of(name, not _requests.is_array(value)), where)
+        if not (array.nbytes and _tensors.has_plain_bytes(array)):
+            parts.append(self._message(field, name, array))
+            return
+        head = self._heads.get((field, key, array.dtype, array.shape))
+        if head is None:
+            head = _large.head(field, name, array)
+            if _tensors.is_little_endian(array):
+                if len(self._heads) >= _MAX_HEADS:
+                    self._heads.clear()
+                self._heads[field, key, array.dtype, array.shape] = head
+        parts += (head, _content(array))
+
+    def _message(self, field: int, name: str, value: Any) -> bytes:
+        """Returns the field for a value that is no array of plain bytes: strings, blobs, arrays without elements."""
+        request = evaluate_pb2.EvaluateRequest()
+        _requests.add_named_tensor(request, _FIELD_NAMES[field], name, value, self._type_of)
+        return request.SerializeToString()
+
+
+def _content(array: _tensors.Array) -> _wire.Part:
+    """Returns an array's bytes: of a small one a copy, which is quicker made than a view, of a large one a view."""
+    if array.nbytes < _large.MIN_LARGE_BYTES and _tensors.is_little_endian(array):
+        return array.tobytes()
+    return _tensors.content_of(array)

@@ -1,0 +1,105 @@
+"""The messages of `StreamEvaluate`: a number, and one request or answer as bytes; large ones in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from google.protobuf.duration_pb2 import Duration
+
+from gradrule import _wire
+from gradrule._calls import EVALUATE, Call
+from gradrule.errors import InternalError
+from gradrule.v1 import evaluate_pb2
+
+METHOD = "/gradrule.v1.GradientService/StreamEvaluate"
+
+CHUNK_BYTES = 1 << 20
+"""Of requests that are longer, and asked for of answers."""
+
+_REQUEST = evaluate_pb2.StreamEvaluateRequest
+_RESPONSE = evaluate_pb2.StreamEvaluateResponse
+_KINDS = {EVALUATE: "evaluate"}
+_REQUEST_FIELDS = {field.name: field.number for field in _REQUEST.DESCRIPTOR.oneofs_by_name["request"].fields}
+_RESPONSE_KINDS = {field.number: field.name for field in _RESPONSE.DESCRIPTOR.oneofs_by_name["response"].fields}
+_RESPONSE_TAGS = {field << 3 | _wire.LENGTH_DELIMITED: kind for field, kind in _RESPONSE_KINDS.items()}
+_NUMBER = _wire.varint(_REQUEST.REQUEST_ID_FIELD_NUMBER << 3)
+_ANSWER_CHUNKS = _REQUEST(answer_chunk_bytes=CHUNK_BYTES).SerializeToString()
+
+
+class Received(NamedTuple):
+    """One message of the server's. kind: `chunk`, `status`, or that of the request."""
+
+    number: int
+    kind: str
+    data: bytes
+
+
+def kind_of(call: Call[Any]) -> str:
+    """Returns the field of the request, which is also that of its answer."""
+    return _KINDS.get(call.method, call.method)
+
+
+def messages(number: int, kind: str, parts: _wire.Parts, size: int, timeout: float) -> bytes | Iterator[bytes]:
+    """Returns the message that a call is sent as, or, if it is long, an iterator of chunks and the one that ends it.
+
+    kind: see `kind_of`. parts: the request's bytes, `size` in all. timeout: seconds.
+    """
+    head = _NUMBER + _wire.varint(number) + _timeout_field(timeout)
+    field = _REQUEST_FIELDS[kind]
+    if size <= CHUNK_BYTES:
+        return b"".join((head, _ANSWER_CHUNKS, _wire.prefix(field, size), *parts))
+    return _chunked(head, field, parts, size)
+
+
+def cancellation(number: int) -> bytes:
+    """Returns the message that gives a request up."""
+    return _REQUEST(cancel=evaluate_pb2.CancelRequest(request_id=number)).SerializeToString()
+
+
+def received(data: bytes) -> Received:
+    """Reads a message of the server's. Raises `InternalError`."""
+    number, kind, start, end = 0, "", 0, 0
+    try:
+        if len(data) > 2 and data[0] == _NUMBER[0]:
+            # As servers write it: the number, then one field to the end.
+            number, position = _wire.read_varint(data, 1)
+            tag, position = _wire.read_varint(data, position)
+            size, position = _wire.read_varint(data, position)
+            if position + size == len(data) and tag in _RESPONSE_TAGS:
+                return Received(number, _RESPONSE_TAGS[tag], data[position:])
+        for field, begin, stop in _wire.fields(data, 0, len(data)):
+            if field == _RESPONSE.REQUEST_ID_FIELD_NUMBER:
+                number, _ = _wire.read_varint(data, begin)
+            else:
+                kind, start, end = _RESPONSE_KINDS.get(field, kind), begin, stop
+    except _wire.MalformedError as cause:
+        raise InternalError(f"the server's answer cannot be read: {cause}") from None
+    return Received(number, kind, data[start:end])
+
+
+def _chunked(head: bytes, field: int, parts: _wire.Parts, size: int) -> Iterator[bytes]:
+    """The same without ever holding a copy of more than one chunk."""
+    chunk: list[_wire.Part] = []
+    room = CHUNK_BYTES
+    for part in parts:
+        position = 0
+        while position < len(part):
+            piece = part[position : position + room]
+            chunk.append(piece)
+            position += len(piece)
+            room -= len(piece)
+            if room == 0:
+                yield b"".join((head, *_wire.wrapped(_REQUEST.CHUNK_FIELD_NUMBER, chunk)))
+                chunk, room = [], CHUNK_BYTES
+    if chunk:
+        yield b"".join((head, *_wire.wrapped(_REQUEST.CHUNK_FIELD_NUMBER, chunk)))
+    yield b"".join((head, _ANSWER_CHUNKS, _REQUEST(chunk_bytes=size).SerializeToString(), _wire.prefix(field, 0)))
+
+
+@lru_cache(64)
+def _timeout_field(seconds: float) -> bytes:
+    timeout = Duration()
+    timeout.FromNanoseconds(int(seconds * 1e9))
+    return _REQUEST(timeout=timeout).SerializeToString()

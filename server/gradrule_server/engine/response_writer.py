@@ -1,0 +1,199 @@
+"""Writes the answers of one program: names and types are encoded once, and shapes once per set of shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import tensorflow as tf
+
+from gradrule import _tensors
+from gradrule.v1 import evaluate_pb2, tensor_pb2
+from gradrule_server.engine import wire
+from gradrule_server.engine.graph_call import Arrays
+from gradrule_server.engine.question import DENSE, SPARSE, UNCONNECTED, WIDTHS
+from gradrule_server.link.framing import Buffer
+
+if TYPE_CHECKING:
+    from gradrule_server.engine.built import Built
+
+_EvaluateResponse = evaluate_pb2.EvaluateResponse
+_Timings = evaluate_pb2.Timings
+_JACOBIANS = (evaluate_pb2.DERIVATIVE_JACOBIAN, evaluate_pb2.DERIVATIVE_BATCH_JACOBIAN)
+# From this size on the bytes of a tensor are passed on where they lie.
+_LEAST_VIEWED_BYTES = 4096
+# Sets of shapes whose encoding is kept.
+_MAX_KEPT = 64
+NARROW_INTS = frozenset({"int2", "uint2", "int4", "uint4"})
+"""Element types that are written as varints."""
+NARROW_INT_BYTES = 10
+"""Size of a varint that holds a negative number."""
+_NANOSECONDS = 1_000_000_000
+
+_Tree: TypeAlias = "bytes | int | tuple[int, list[_Tree]]"
+"""Part of a message: encoded fields; the content of a tensor by its number among the results; a message field."""
+
+
+class ResponseWriter:
+    """Encodes the outputs and derivatives of a built program as the bytes of an `EvaluateResponse`. Thread-safe."""
+
+    def __init__(self, built: Built, dtypes: Sequence[tf.DType], device: str) -> None:
+        self._numbers = [dtype.base_dtype.as_datatype_enum for dtype in dtypes]
+        self._tree = list(_tree(built))
+        self._device = wire.field(_EvaluateResponse.DEVICE_FIELD_NUMBER, device.encode())
+        self._is_plain = all(_is_plain(number) for number in self._numbers)
+        # By the shapes of all results: what stands before each tensor's bytes, in the order of the results.
+        self._kept: dict[tuple[tuple[int, ...], ...], tuple[list[bytes], bytes]] = {}
+
+    def size_of(self, results: Arrays) -> int:
+        """Returns the bytes that the results take in a message, at most."""
+        if self._is_plain:
+            return sum([result.nbytes for result in results])
+        return sum(map(_size_of, results))
+
+    def write(self, results: Arrays, queue_ns: int, run_ns: int) -> list[Buffer]:
+        """Returns the parts of the message, in order; large tensors are views of the results."""
+        if self._is_plain:
+            shapes = tuple([result.shape for result in results])
+            found = self._kept.get(shapes)
+            if found is None:
+                sizes = [int(result.nbytes) for result in results]
+                heads = [_head(*item) for item in zip(self._numbers, shapes, sizes, strict=True)]
+                found = self._encoded(heads, sizes)
+                if len(self._kept) >= _MAX_KEPT:
+                    self._kept.clear()
+                self._kept[shapes] = found
+            contents = [_content(result) for result in results]
+        else:
+            heads, contents = [], []
+            for number, result in zip(self._numbers, results, strict=True):
+                heads.append(_message(number, result))
+                contents.append(b"")
+            found = self._encoded(heads, [0] * len(heads))
+        before, rest = found
+        parts: list[Buffer] = []
+        for head, content in zip(before, contents, strict=True):
+            parts += (head, content)
+        parts.append(rest + self._device + _timings(queue_ns, run_ns))
+        return parts
+
+    def _encoded(self, heads: Sequence[bytes], sizes: Sequence[int]) -> tuple[list[bytes], bytes]:
+        """Returns what stands before the content of each result, and what stands behind the last one."""
+        before: list[bytes] = []
+        piece: list[bytes] = []
+
+        def size_of(node: _Tree) -> int:
+            if isinstance(node, bytes):
+                return len(node)
+            if isinstance(node, int):
+                return len(heads[node]) + sizes[node]
+            size = sum(map(size_of, node[1]))
+            return len(wire.tag(node[0])) + len(wire.varint(size)) + size
+
+        def encode(node: _Tree) -> None:
+            if isinstance(node, bytes):
+                piece.append(node)
+            elif isinstance(node, int):
+                before.append(b"".join([*piece, heads[node]]))
+                piece.clear()
+            else:
+                piece.extend((wire.tag(node[0]), wire.varint(sum(map(size_of, node[1])))))
+                for child in node[1]:
+                    encode(child)
+
+        for node in self._tree:
+            encode(node)
+        return before, b"".join(piece)
+
+
+def _tree(built: Built) -> Iterator[_Tree]:
+    """Yields the fields of a program's response, the results in their order."""
+    count = 0
+    for name in built.outputs:
+        yield (_EvaluateResponse.OUTPUTS_FIELD_NUMBER, _named(name, [count]))
+        count += 1
+    for names, form in built.layout:
+        results = list(range(count, count + WIDTHS[form]))
+        count += len(results)
+        if built.kind == evaluate_pb2.DERIVATIVE_JVP:
+            yield (_EvaluateResponse.OUTPUT_TANGENTS_FIELD_NUMBER, _named(names[0], results))
+        elif built.kind in _JACOBIANS:
+            block = evaluate_pb2.JacobianBlock
+            y, x = names
+            head = wire.field(block.Y_FIELD_NUMBER, y.encode()) + wire.field(block.X_FIELD_NUMBER, x.encode())
+            yield (_EvaluateResponse.JACOBIANS_FIELD_NUMBER, [head, _value(block, form, results)])
+        else:
+            head = wire.field(evaluate_pb2.Gradient.X_FIELD_NUMBER, names[0].encode())
+            value = _value(evaluate_pb2.Gradient, form, results)
+            yield (_EvaluateResponse.GRADIENTS_FIELD_NUMBER, [head, value])
+
+
+def _named(name: str, results: Sequence[int]) -> list[_Tree]:
+    """The fields of a `NamedTensor`, without a value where there is no result."""
+    encoded: _Tree = wire.field(tensor_pb2.NamedTensor.NAME_FIELD_NUMBER, name.encode())
+    source: _Tree = (tensor_pb2.TensorSource.INLINE_FIELD_NUMBER, list(results))
+    return [encoded, (tensor_pb2.NamedTensor.VALUE_FIELD_NUMBER, [source])] if results else [encoded]
+
+
+def _value(message: Any, form: str, results: Sequence[int]) -> _Tree:
+    """The value of a gradient or of a block of a Jacobian."""
+    if form == DENSE:
+        return (message.DENSE_FIELD_NUMBER, list(results))
+    if form == SPARSE:
+        sparse = tensor_pb2.SparseTensor
+        numbers = (sparse.VALUES_FIELD_NUMBER, sparse.INDICES_FIELD_NUMBER, sparse.DENSE_SHAPE_FIELD_NUMBER)
+        parts: list[_Tree] = [(number, [result]) for number, result in zip(numbers, results, strict=True)]
+        return (message.SPARSE_FIELD_NUMBER, parts)
+    number = message.UNCONNECTED_FIELD_NUMBER if form == UNCONNECTED else message.NOT_DIFFERENTIABLE_FIELD_NUMBER
+    return wire.field(number, b"")
+
+
+def _size_of(result: Any) -> int:
+    values = np.asarray(result, object if isinstance(result, (bytes, str)) else None)
+    if values.dtype.hasobject:
+        return sum(len(value) for value in values.flat)
+    return int(values.size) * (NARROW_INT_BYTES if values.dtype.name in NARROW_INTS else values.dtype.itemsize)
+
+
+def _is_plain(number: int) -> bool:
+    """Whether tensors of an element type are written as their bytes."""
+    return _tensors.has_plain_bytes(np.empty(0, _tensors.numpy_dtype(number)))
+
+
+def _head(number: int, shape: Sequence[int], size: int) -> bytes:
+    """A `Tensor` up to its bytes."""
+    message = tensor_pb2.Tensor(tensor_shape=_tensors.shape_message(shape))
+    message.dtype = number  # type: ignore[assignment]
+    content = wire.tag(tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER) + wire.varint(size)
+    return message.SerializeToString() + content
+
+
+def _content(array: Any) -> Buffer:
+    if array.nbytes < _LEAST_VIEWED_BYTES:
+        content: bytes = array.tobytes()
+        return content
+    return _tensors.content_of(array)
+
+
+def _message(number: int, result: Any) -> bytes:
+    """A whole `Tensor`, of any element type."""
+    message = tensor_pb2.Tensor()
+    _tensors.write_message(message, np.asarray(result, _tensors.numpy_dtype(number)))
+    message.dtype = number  # type: ignore[assignment]
+    return message.SerializeToString()
+
+
+def _timings(queue_ns: int, run_ns: int) -> bytes:
+    queue = wire.field(_Timings.QUEUE_FIELD_NUMBER, _duration(queue_ns))
+    return wire.field(
+        _EvaluateResponse.TIMINGS_FIELD_NUMBER, queue + wire.field(_Timings.RUN_FIELD_NUMBER, _duration(run_ns))
+    )
+
+
+def _duration(nanoseconds: int) -> bytes:
+    """A `google.protobuf.Duration`."""
+    seconds, nanos = divmod(nanoseconds, _NANOSECONDS)
+    if not seconds:
+        return b"\x10" + wire.varint(nanos)
+    return b"\x08" + wire.varint(seconds) + b"\x10" + wire.varint(nanos)

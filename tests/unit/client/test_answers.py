@@ -1,0 +1,116 @@
+"""Answers read without parsing their tensors: they say what the message says, whatever was read before."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradrule import _results
+from gradrule._answers import AnswerReader, labeller
+from gradrule._tensors import to_message
+from gradrule.errors import InternalError, InvalidTensorError
+from gradrule.v1 import evaluate_pb2
+
+
+def answer(outputs: dict[str, Any], gradients: dict[str, Any], queue_ns: int = 1) -> evaluate_pb2.EvaluateResponse:
+    found = evaluate_pb2.EvaluateResponse(device="CPU:0")
+    for name, value in outputs.items():
+        found.outputs.add(name=name).value.inline.CopyFrom(to_message(value))
+    for x, value in gradients.items():
+        gradient = found.gradients.add(x=x)
+        if value is None:
+            gradient.unconnected.SetInParent()
+        else:
+            gradient.dense.CopyFrom(to_message(value))
+    found.timings.queue.FromNanoseconds(queue_ns)
+    return found
+
+
+def read(reader: AnswerReader, message: evaluate_pb2.EvaluateResponse) -> _results.Result:
+    return _results.Result(reader.read(message.SerializeToString()), _results.Told())
+
+
+@pytest.fixture
+def reader() -> AnswerReader:
+    return AnswerReader(labeller(None))
+
+
+def test_every_answer_is_read_as_it_is(reader: AnswerReader) -> None:
+    """Values, shapes, types, names, kinds and their number change from one to the next, and back."""
+    rows: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"y": np.float32([1, 2])}, {"x": np.float32([[3], [4]])}),
+        ({"y": np.float32([5, 6])}, {"x": np.float32([[7], [8]])}),
+        ({"y": np.float32([5, 6])}, {"x": np.float32([7, 8])}),
+        ({"y": np.int32([5, 6])}, {"x": np.float32([7, 8])}),
+        ({"z": np.int32([5, 6])}, {"x": None}),
+        ({"z": np.int32([5, 6]), "y": np.zeros((0, 3))}, {"x": np.float64(2), "w": None}),
+        ({"s": np.array([b"ab", b"c"], object)}, {}),
+        ({"s": np.array([b"ab", b"d"], object)}, {}),
+        ({}, {}),
+        ({"y": np.float32([1, 2])}, {"x": np.float32([[3], [4]])}),
+        ({"y": np.ones(100_000, np.float32)}, {"x": np.ones((300, 400), np.float16)}),
+    ]
+    for number, (outputs, gradients) in enumerate(rows * 2):
+        found = read(reader, answer(outputs, gradients, queue_ns=10**number))
+        assert list(found.outputs) == list(outputs)
+        assert list(found.gradients) == list(gradients)
+        for expected, values in ((outputs, found.outputs), (gradients, found.gradients)):
+            for name, value in expected.items():
+                if value is None:
+                    assert values[name] is None
+                    assert found.gradient_kinds[name] == "unconnected"
+                else:
+                    np.testing.assert_array_equal(values[name], value)
+                    assert values[name].dtype == value.dtype
+                    assert values[name].flags.writeable
+        assert (found.timings.queue, found.device) == (10**number / 1e9, "CPU:0")
+
+
+def test_a_layout_is_found_again(reader: AnswerReader) -> None:
+    first = reader.read(answer({"y": np.float32([1])}, {"x": np.float32([2])}).SerializeToString())
+    second = reader.read(answer({"y": np.float32([3])}, {"x": np.float32([4])}, 10**9).SerializeToString())
+    assert second.layout is first.layout
+    assert _results.Result(second, _results.Told()).gradients["x"].tolist() == [4.0]
+
+
+def test_tensors_behind_those_that_are_expected_are_not_lost(reader: AnswerReader) -> None:
+    usual = answer({"y": np.float32([1])}, {})
+    usual.ClearField("device")
+    usual.ClearField("timings")
+    reader.read(usual.SerializeToString())
+    both = usual.SerializeToString() + answer({"z": np.float32([2])}, {}).SerializeToString()
+    found = _results.Result(reader.read(both), _results.Told())
+    assert {name: value.tolist() for name, value in found.outputs.items()} == {"y": [1.0], "z": [2.0]}
+
+
+def test_what_stands_between_tensors_is_not_lost(reader: AnswerReader) -> None:
+    parts = [answer({"y": np.float32([1])}, {}).SerializeToString(), answer({"z": np.float32([2])}, {})]
+    data = parts[0] + parts[1].SerializeToString()  # type: ignore[attr-defined]  # a message
+    for _ in range(2):
+        found = _results.Result(reader.read(data), _results.Told())
+        assert (found.device, list(found.outputs)) == ("CPU:0", ["y", "z"])
+
+
+def test_results_can_be_copied_and_pickled(reader: AnswerReader) -> None:
+    found = read(reader, answer({"y": np.float32([1])}, {"x": np.float32([2]), "w": None}))
+    for other in (pickle.loads(pickle.dumps(found)), copy.deepcopy(found)):
+        assert (other.outputs["y"].tolist(), other.gradients["x"].tolist()) == ([1.0], [2.0])
+        assert other.gradients["w"] is None
+        assert (other.device, other.timings, repr(other)) == (found.device, found.timings, repr(found))
+
+
+@pytest.mark.parametrize("data", [b"\xff", b"\x0a\x05ab", b"\x0a\x02\x12\x09", b"\x0b", b"\x2a\x02\x0a\xff"])
+def test_bytes_that_are_no_answer_are_told(reader: AnswerReader, data: bytes) -> None:
+    with pytest.raises(InternalError, match="cannot be read"):
+        reader.read(data)
+
+
+def test_contents_that_do_not_fit_are_told(reader: AnswerReader) -> None:
+    message = answer({"y": np.float32([1, 2])}, {})
+    message.outputs[0].value.inline.tensor_content = b"123"
+    with pytest.raises(InvalidTensorError, match=r"3 bytes do not fit float32 of shape \[2\]: 8"):
+        reader.read(message.SerializeToString())
