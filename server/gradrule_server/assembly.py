@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from gradrule_server import __version__, graphs
+from gradrule_server import __version__
 from gradrule_server.front.admission import Admission, Bound
 from gradrule_server.front.connections import ConnectionLimits, ConnectionWatch
 from gradrule_server.front.server import Connections
@@ -21,6 +21,7 @@ from gradrule_server.link.process import ProcessOptions
 from gradrule_server.operations.operations import OperationsSettings
 from gradrule_server.operations.sources import CacheStatus, QueueStatus, Sources
 from gradrule_server.operations.sources import Quarantined as QuarantinedStatus
+from gradrule_server.policy import Limits
 from gradrule_server.programs.conduct import Conduct, Quarantined
 from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.registry.blobs import BlobStore
@@ -142,9 +143,7 @@ def loaded_of(
     )
 
 
-def shared_of(
-    settings: Settings, store: Store, blobs: BlobStore, loaded: LoadedPrograms, limits: graphs.Limits
-) -> Shared:
+def shared_of(settings: Settings, store: Store, blobs: BlobStore, loaded: LoadedPrograms, limits: Limits) -> Shared:
     """What all tenants share, with the bounds of each."""
     return Shared(
         store,
@@ -161,9 +160,9 @@ def shared_of(
     )
 
 
-def limits_of(settings: Settings, loaded: LoadedPrograms) -> graphs.Limits:
+def limits_of(settings: Settings, loaded: LoadedPrograms) -> Limits:
     """What graphs may be."""
-    return graphs.Limits(
+    return Limits(
         nodes=settings.max_nodes,
         inlined_nodes=settings.max_inlined_nodes,
         inlined_bytes=settings.max_inlined_bytes,

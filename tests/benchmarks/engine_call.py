@@ -19,12 +19,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gradrule.v1 import program_pb2
-from gradrule_server.graphs import Limits
 from gradrule_server.link.environment import engine_environment
 from gradrule_server.link.framing import Arenas, FrameSocket, Kind
+from gradrule_server.link.shape import CallShape
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.programs.prepare import Prepared, prepare
-from gradrule_server.programs.shape import CallShape
+from gradrule_server.policy import Limits
+from gradrule_server.preparation.prepare import Prepared, prepare
 from tests.benchmarks import work as works
 from tests.stores import no_blobs
 from tests.unit.engine.building import Builtins
@@ -80,7 +80,7 @@ class Engine:
     def request(self, key: str, work: works.Work) -> bytes:
         """The payload of a RUN."""
         call = work.request()
-        settings = _prepared(work).table.call_settings({}, range(1000))
+        settings = _prepared(work).table.params.call_settings({}, range(1000))
         request = link_pb2.RunRequest(key=key, received_ns=time.monotonic_ns(), request=call, params=settings)
         return request.SerializeToString()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from tests.benchmarks.measure import Row, in_turns
 if TYPE_CHECKING:
     import tensorflow as tf
 
-    from gradrule_server.programs.rule_lookup import ResolvedRule
+    from gradrule_server.preparation.rule_lookup import ResolvedRule
 
 Backward = Callable[[Any, Any], Any]
 """(x, dy) → dx, in TensorFlow."""
@@ -27,8 +27,11 @@ ELEMENTS = 1 << 20
 class _Builtins:
     """Rules of the catalogue, without a registry."""
 
+    def fetch(self, names: Iterable[str]) -> None:
+        """Does nothing: all are there."""
+
     def resolve(self, name: str) -> ResolvedRule:
-        from gradrule_server.programs.rule_lookup import ResolvedRule
+        from gradrule_server.preparation.rule_lookup import ResolvedRule
         from gradrule_server.rules.catalogue import BUILTINS
 
         return ResolvedRule(name, BUILTINS[name].content)
@@ -41,8 +44,8 @@ def _by_rule(rule: str) -> Callable[[tf.Tensor], Any]:
     from gradrule.v1 import program_pb2
     from gradrule_server.engine.build import build
     from gradrule_server.graphs import Limits
-    from gradrule_server.programs.prepare import prepare
-    from gradrule_server.programs.shape import CallShape
+    from gradrule_server.link.shape import CallShape
+    from gradrule_server.preparation.prepare import prepare
     from tests.stores import no_blobs
 
     g = gr.Graph()
@@ -53,7 +56,7 @@ def _by_rule(rule: str) -> Callable[[tf.Tensor], Any]:
     spec.overrides.add(rule=rule).selector.op_type = "Sign"
     prepared = prepare(spec, CallShape(), _Builtins(), Limits(), no_blobs())
     built = build(prepared.request)
-    values = {item.name: item.value.number for item in prepared.table.call_settings({}, {0})}
+    values = {item.name: item.value.number for item in prepared.table.params.call_settings({}, {0})}
     params = [tf.constant(values[item.name], tf.float64) for item in built.params]
     return lambda x: built.function(x, *params)
 

@@ -13,6 +13,7 @@ from gradrule import _tensors
 from gradrule._dtypes import name_of
 from gradrule.v1 import errors_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, error
+from gradrule_server.policy import missing_blobs
 
 _NAME = re.compile(r"[0-9a-f]{64}")
 _FOLDER = re.compile(r"tenant-[0-9a-f]{32}")
@@ -31,6 +32,13 @@ class BlobReader:
         if _FOLDER.fullmatch(name) is None:
             raise error(errors_pb2.ERROR_REASON_INTERNAL, f"{name!r} is no folder of blobs")
         return BlobReader(None if self._folder is None else self._folder / name)
+
+    def read(self, name: str) -> bytes:
+        """Returns the bytes of a blob. BLOB_NOT_FOUND."""
+        path = self._path(name)
+        if path is None or not path.exists():
+            raise missing_blobs([name])
+        return path.read_bytes()
 
     def array(self, blob: tensor_pb2.BlobTensor, what: str, field: str) -> NDArray[Any]:
         """The tensor, read-only. BLOB_NOT_FOUND, INVALID_TENSOR; `what` and `field` tell which tensor it is."""

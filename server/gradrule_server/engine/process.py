@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import logging
+import queue
 import socket
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from gradrule import _opdefs
@@ -17,7 +19,8 @@ from gradrule_server.engine.memory import limit_memory
 from gradrule_server.engine.optimizer import configure_optimizer
 from gradrule_server.engine.sandbox.enter import SandboxRefused, enter
 from gradrule_server.engine.service import EngineService, tensorflow_version
-from gradrule_server.link.framing import LINK_VERSION, Arenas, FrameSocket, Kind, serve_frames
+from gradrule_server.link.framing import LINK_VERSION, Arenas, FrameSocket, Kind, MainCalls, serve_frames
+from gradrule_server.link.kernel import set_process_name
 from gradrule_server.link.v1 import link_pb2
 
 # The same for all engines of a fork server, so computed before the fork.
@@ -25,6 +28,8 @@ _OP_TABLE_DIGEST = _opdefs.digest_of(tf_private.all_op_definitions())
 _GRADIENTS = sorted(name for name, function in tf_private.registered_gradients().items() if function is not None)
 
 _REFUSED_EXIT_CODE = 3
+# Shown by `ps` and `top` once a process reads graphs.
+_WORKER_NAME = "gradrule-worker"
 
 _log = logging.getLogger(__name__)
 # The largest value there is: the kernel ends engines before any other process, whatever the server's own value is.
@@ -63,10 +68,14 @@ def run_engine(flags: Sequence[str], link: int, arenas: Sequence[int]) -> int:
     )
     configure_optimizer()
     limit_memory(options.memory_limit)
-    service = EngineService(frames, device, BlobReader(options.blobs))
+    calls: MainCalls = queue.SimpleQueue()
+    # A name is that of the thread that sets it, and that of the main thread is the process's.
+    service = EngineService(
+        frames, device, BlobReader(options.blobs), lambda: calls.put(partial(set_process_name, _WORKER_NAME))
+    )
     frames.send(Kind.GREETING, 0, greeting.SerializeToString())
     try:
-        serve_frames(frames, service.handle, service.refuse, options.threads)
+        serve_frames(frames, service.handle, service.refuse, options.threads, calls)
     except BaseException:
         traceback.print_exc()
         return 1

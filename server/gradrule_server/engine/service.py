@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 from google.protobuf.message import DecodeError
@@ -25,14 +25,20 @@ from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.faults import NotLoaded, fault_message
 from gradrule_server.link.framing import Frame, FrameSocket, Kind
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.preparation.worker import PreparationService
 
 _log = logging.getLogger(__name__)
 
 
 class EngineService:
-    """Programs by key, and forward handles, and the handling of each kind of frame. Thread-safe."""
+    """Programs by key, and forward handles, and the handling of each kind of frame. Thread-safe.
 
-    def __init__(self, frames: FrameSocket, device: str, blobs: BlobReader) -> None:
+    `on_worker`: called at the first task of a compile worker.
+    """
+
+    def __init__(
+        self, frames: FrameSocket, device: str, blobs: BlobReader, on_worker: Callable[[], None] = lambda: None
+    ) -> None:
         self._frames = frames
         self._reader = ArgumentReader(blobs)
         self._weights = Weights(blobs)
@@ -41,6 +47,9 @@ class EngineService:
         self._sessions = Sessions(self._reader, self._weights, self._program, device)
         self._handles = Handles(self._reader)
         self._batches = BatchRunner(frames, self._reader, self._program, self._answering)
+        self._on_worker = on_worker
+        self._is_worker = False
+        self._preparation = PreparationService(frames, lambda folder, name: blobs.within(folder).read(name))
         # Tracing is safe in threads, but gains nothing from them: it holds the interpreter lock throughout.
         self._build_lock = threading.Lock()
         # Written while there is memory.
@@ -77,6 +86,15 @@ class EngineService:
             self._send_fault(request_id, error(errors_pb2.ERROR_REASON_INTERNAL, type(cause).__name__))
 
     def _answer(self, frame: Frame) -> None:
+        if frame.kind is Kind.PREPARE:
+            if not self._is_worker:
+                self._is_worker = True
+                self._on_worker()
+            self._frames.send(Kind.PREPARED, frame.request_id, self._preparation.prepare(frame))
+            return
+        if frame.kind is Kind.TOLD:
+            self._preparation.tell(frame)
+            return
         payload, contents = open_payload(frame.kind, frame.payload)
         if frame.kind is Kind.RUN:
             request = link_pb2.RunRequest.FromString(payload)

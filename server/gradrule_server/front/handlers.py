@@ -44,6 +44,7 @@ from gradrule_server.front.routing import Handler, Make, Service
 from gradrule_server.front.stalls import patience
 from gradrule_server.front.tenants import Tenant
 from gradrule_server.identity import Principal
+from gradrule_server.link.turns import TurnsByOwner
 from gradrule_server.operations.audit import note_registration
 from gradrule_server.operations.observer import Observed, Observer
 from gradrule_server.operations.request import Request, note_tenant
@@ -51,6 +52,9 @@ from gradrule_server.policy import SMALL_BYTES, Bounds, check_unpacking
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 _EMPTY: Any = Empty()
+
+# Messages of the API, of which the front end reads only parts.
+_RAW, _API = "gradrule_server.link.v1.Raw", "gradrule.v1."
 
 AnswerT = TypeVar("AnswerT")
 
@@ -101,6 +105,7 @@ class Door:
         self._connections = connections or ConnectionWatch()
         self._open_streams = OpenStreams(identity, admission, self._connections, times.stall_s, times.recheck_s)
         self._arrivals = Arrivals(admission, self._connections)
+        self._reading = TurnsByOwner()
         self._unread = Rounds(times.stall_s / 4)
         self.draining = asyncio.Event()
         """Set once the server is going away."""
@@ -205,17 +210,21 @@ class Door:
     ) -> Message | bytes:
         if request_type is None:
             return await method(Call(_EMPTY, raw, request.received_ns, ends_at, caller))
-        parsed = await self.read(request_type, raw)
+        parsed = await self.read(request_type, raw, caller)
         answer = await method(Call(parsed, raw, request.received_ns, ends_at, caller))
         note_registration(request.rpc, parsed, answer)
         return answer
 
-    async def read(self, request_type: type[RequestT], raw: bytes) -> RequestT:
-        """The message in the bytes. MALFORMED_REQUEST, and LIMIT_EXCEEDED where it would take too much memory."""
+    async def read(self, request_type: type[RequestT], raw: bytes, caller: Caller) -> RequestT:
+        """The message in the bytes. MALFORMED_REQUEST, and LIMIT_EXCEEDED where it would take too much memory.
+
+        Large messages of one tenant are read one after the other, so that they take one thread.
+        """
         if len(raw) <= SMALL_BYTES:
             return _parse(request_type, raw, self._bounds)
-        # Other calls go on meanwhile.
-        return await asyncio.to_thread(_parse, request_type, raw, self._bounds)
+        async with self._reading.hold(caller.tenant.name):
+            # Other calls go on meanwhile.
+            return await asyncio.to_thread(_parse, request_type, raw, self._bounds)
 
     def drain(self) -> None:
         """Streams take no more requests from now on; they end when what is under way is done."""
@@ -289,7 +298,7 @@ class Door:
                             request.bytes_in += len(raw)
                             self._admission.adjust(share, len(raw))
                             try:
-                                yield await self.read(request_type, raw)
+                                yield await self.read(request_type, raw, caller)
                             finally:
                                 self._admission.adjust(share, -len(raw))
 
@@ -370,5 +379,6 @@ def _parse(request_type: type[RequestT], raw: bytes, bounds: Bounds) -> RequestT
         return request_type.FromString(raw)
     except DecodeError as cause:
         raise error(
-            errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"the bytes are no {request_type.DESCRIPTOR.full_name}"
+            errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
+            f"the bytes are no {request_type.DESCRIPTOR.full_name.replace(_RAW, _API)}",
         ) from cause

@@ -13,10 +13,12 @@ from gradrule_server.front.calls import Call, Caller, MethodTable, StreamMethod,
 from gradrule_server.front.handlers import Door
 from gradrule_server.front.streams import Multiplexed
 from gradrule_server.link.faults import finding_message
+from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.handles import StreamHandles
 from gradrule_server.programs.sample import sample
 from gradrule_server.registry import presets
 from gradrule_server.registry.rules import to_proto
+from gradrule_server.rules import has_graph
 from gradrule_server.rules.catalogue.presets import PRESETS
 
 RULE_SERVICE = "gradrule.v1.RuleService"
@@ -29,21 +31,28 @@ class RuleServicer:
 
     def methods(self) -> MethodTable:
         return {
-            "CreateRule": (rule_pb2.CreateRuleRequest, self.create),
+            "CreateRule": (link_pb2.RawCreateRuleRequest, self.create),
             "GetRule": (rule_pb2.GetRuleRequest, self.get),
             "ListRules": (rule_pb2.ListRulesRequest, self.list),
             "DeleteRule": (rule_pb2.DeleteRuleRequest, self.delete),
-            "SampleRule": (rule_pb2.SampleRuleRequest, self.sample),
+            "SampleRule": (link_pb2.RawSampleRuleRequest, self.sample),
             "ListPresets": (rule_pb2.ListPresetsRequest, self.list_presets),
         }
 
-    async def create(self, call: Call[rule_pb2.CreateRuleRequest]) -> rule_pb2.CreateRuleResponse:
+    async def create(self, call: Call[link_pb2.RawCreateRuleRequest]) -> rule_pb2.CreateRuleResponse:
         rule = call.request.rule
         if not rule.HasField("definition"):
             raise error(
                 errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the rule has no definition", field="rule.definition"
             )
-        entry = await asyncio.to_thread(call.tenant.rules.create, rule.name, rule.definition, rule.description)
+        tenant = call.tenant
+        definition = await asyncio.to_thread(tenant.rules.read_definition, rule.name, rule.definition, rule.description)
+        is_checked = has_graph(definition)
+        if is_checked:
+            definition = await tenant.house.preparer.rule(definition, call.ends_at)
+        entry = await asyncio.to_thread(
+            tenant.rules.create, rule.name, definition, rule.description, is_checked=is_checked
+        )
         return rule_pb2.CreateRuleResponse(rule=to_proto(entry))
 
     async def get(self, call: Call[rule_pb2.GetRuleRequest]) -> rule_pb2.GetRuleResponse:
@@ -63,8 +72,9 @@ class RuleServicer:
         await asyncio.to_thread(call.tenant.rules.delete, call.request.name)
         return rule_pb2.DeleteRuleResponse()
 
-    async def sample(self, call: Call[rule_pb2.SampleRuleRequest]) -> rule_pb2.SampleRuleResponse:
-        return await sample(call.request, call.tenant.rules, call.tenant.house, call.received_ns, call.ends_at)
+    async def sample(self, call: Call[link_pb2.RawSampleRuleRequest]) -> rule_pb2.SampleRuleResponse:
+        tenant = call.tenant
+        return await sample(call.request, call.raw, tenant.rules, tenant.house, call.received_ns, call.ends_at)
 
     async def list_presets(self, call: Call[rule_pb2.ListPresetsRequest]) -> rule_pb2.ListPresetsResponse:
         return rule_pb2.ListPresetsResponse(presets=map(presets.to_proto, PRESETS))
@@ -75,13 +85,13 @@ class ProgramServicer:
 
     def methods(self) -> MethodTable:
         return {
-            "CompileProgram": (program_pb2.CompileProgramRequest, self.compile),
+            "CompileProgram": (link_pb2.RawCompileProgramRequest, self.compile),
             "GetProgram": (program_pb2.GetProgramRequest, self.get),
             "ListPrograms": (program_pb2.ListProgramsRequest, self.list),
             "DeleteProgram": (program_pb2.DeleteProgramRequest, self.delete),
         }
 
-    async def compile(self, call: Call[program_pb2.CompileProgramRequest]) -> program_pb2.CompileProgramResponse:
+    async def compile(self, call: Call[link_pb2.RawCompileProgramRequest]) -> program_pb2.CompileProgramResponse:
         request = call.request
         if not request.validate_only:
             program = await call.tenant.house.compile(request.spec, request.program_id, call.ends_at)
@@ -114,15 +124,15 @@ class GradientServicer:
         return {"StreamEvaluate": self.stream}
 
     async def evaluate(self, call: Call[Empty]) -> bytes:
-        async def read() -> evaluate_pb2.EvaluateRequest:
-            return await self._door.read(evaluate_pb2.EvaluateRequest, call.raw)
+        async def read() -> link_pb2.RawEvaluateRequest:
+            return await self._door.read(link_pb2.RawEvaluateRequest, call.raw, call.caller)
 
         return await call.tenant.house.evaluate(call.raw, read, call.received_ns, call.ends_at)
 
     async def stream(self, caller: Caller, requests: AsyncIterator[bytes], write: Write) -> None:
         handles = StreamHandles(caller.tenant.handles)
 
-        async def forward(call: Call[evaluate_pb2.ForwardRequest]) -> bytes:
+        async def forward(call: Call[link_pb2.RawForwardRequest]) -> bytes:
             return await handles.forward(call.request, call.received_ns, call.ends_at)
 
         async def pull_back(call: Call[evaluate_pb2.PullBackRequest]) -> bytes:
@@ -134,7 +144,7 @@ class GradientServicer:
 
         methods: MethodTable = {
             "evaluate": (None, self.evaluate),
-            "forward": (evaluate_pb2.ForwardRequest, forward),
+            "forward": (link_pb2.RawForwardRequest, forward),
             "pull_back": (evaluate_pb2.PullBackRequest, pull_back),
             "close_handle": (evaluate_pb2.CloseHandleRequest, close),
         }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
@@ -17,6 +18,8 @@ from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.sessions import Session
 
 SESSION_SERVICE = "gradrule.v1.SessionService"
+
+MessageT = TypeVar("MessageT", bound=Message)
 
 _ANSWERS = {"start": "started"}
 """Field of the answer by that of the request, where they differ."""
@@ -71,20 +74,24 @@ class SessionServicer:
             expected = "step, evaluate, read or assign" if started else "start"
             raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"expected {expected}, not {kind or 'nothing'}")
 
+        part = getattr(request, kind)
+
+        async def read(request_type: type[MessageT]) -> MessageT:
+            return await self._door.read(request_type, part, caller)
+
         async def run(ends_at: float) -> Message:
-            read, part = self._door.read, getattr(request, kind)
             match kind:
                 case "start":
-                    return await session.start(await read(session_pb2.StartSession, part), received_ns, ends_at)
+                    return await session.start(await read(link_pb2.RawStartSession), received_ns, ends_at)
                 case "step":
-                    return await session.step(await read(session_pb2.StepRequest, part), received_ns, ends_at)
+                    return await session.step(await read(session_pb2.StepRequest), received_ns, ends_at)
                 case "evaluate":
-                    evaluation = await read(session_pb2.SessionEvaluateRequest, part)
+                    evaluation = await read(session_pb2.SessionEvaluateRequest)
                     return await session.evaluate(evaluation, received_ns, ends_at)
                 case "read":
-                    return await session.read(await read(session_pb2.ReadRequest, part), ends_at)
+                    return await session.read(await read(session_pb2.ReadRequest), ends_at)
                 case _:
-                    return await session.assign(await read(session_pb2.AssignRequest, part), ends_at)
+                    return await session.assign(await read(session_pb2.AssignRequest), ends_at)
 
         remaining = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else None
         with self._door.observer.part(kind) as observed:

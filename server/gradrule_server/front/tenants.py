@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gradrule.v1 import errors_pb2
-from gradrule_server import graphs
 from gradrule_server.front.admission import Share
+from gradrule_server.policy import Limits
 from gradrule_server.programs.handles import HandleHouse
 from gradrule_server.programs.house import ProgramHouse
 from gradrule_server.programs.loaded import LoadedPrograms
@@ -68,7 +68,7 @@ class Shared:
     store: Store
     blobs: BlobStore
     loaded: LoadedPrograms
-    limits: graphs.Limits
+    limits: Limits
     server: Mapping[str, int]
     tenant: Mapping[str, int]
     tenant_blob_bytes: int

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule.v1.tensor_pb2 import Dt
-from gradrule_server.policy import Bounds
+from gradrule_server import policy
+
+Limits = policy.Limits
 
 # A tensor: index of the node in its body, index among the node's outputs.
 Ref = tuple[int, int]
@@ -45,27 +47,6 @@ DIFFERENTIABLE = frozenset(
     | {Dt.DT_FLOAT8_E5M2, Dt.DT_FLOAT8_E4M3FN, Dt.DT_FLOAT8_E4M3FNUZ, Dt.DT_FLOAT8_E4M3B11FNUZ, Dt.DT_FLOAT8_E5M2FNUZ}
     | {Dt.DT_FLOAT4_E2M1FN}
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Limits(Bounds):
-    """How large a graph may be, besides what holds for each node."""
-
-    # In the message, functions included.
-    nodes: int = 200_000
-    # After calls are inlined and loop bodies and branches are copied per use.
-    inlined_nodes: int = 1_000_000
-    # Of names and attributes that this adds: each use of a function has constants and long names of its own.
-    inlined_bytes: int = 32 << 20
-    call_depth: int = 32
-    # Of a graph that does not come in a message, which has a limit of its own.
-    graph_bytes: int = 1 << 30
-    # Of all attributes that functions get from their calls: they can double with each level.
-    attr_bytes: int = 4 << 20
-    # Nodes of a program times its overrides: a byte is kept for each node and override while they are selected.
-    selections: int = 10_000_000
-    # That an engine may take; 0: any.
-    engine_bytes: int = 0
 
 
 @dataclass(slots=True)

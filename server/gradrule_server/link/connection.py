@@ -38,6 +38,8 @@ _log = logging.getLogger(__name__)
 
 # No message is longer; an engine sends none of which even the tensors are.
 _MOST_FRAME_BYTES = 2**31
+# Not what a caller gets.
+_WITHOUT_SUFFIX = frozenset({Kind.FAULT, Kind.ASK})
 # Arenas keep their memory for the next large message, which is twice as fast then; but not for long.
 _TRIM_AFTER_S = 2.0
 
@@ -68,6 +70,7 @@ class Work:
         "id",
         "is_given_up",
         "kind",
+        "on_ask",
         "payload",
         "started_at",
         "submitted_at",
@@ -103,6 +106,8 @@ class Work:
         self.chunk: Chunk | None = None
         """Where the payload lies, if it is large and sent."""
         self.answer: asyncio.Future[bytes] = connection.loop.create_future()
+        self.on_ask: Callable[[bytes], None] | None = None
+        """Called with what the other end asks while it works on the request; see `Connection.answer_question`."""
         self.is_given_up = False
         """Nobody waits for it any more, though it was sent."""
         self._ended = False
@@ -243,6 +248,11 @@ class Connection(asyncio.Protocol):
         work.answer.cancel()
         work.end()
         return True
+
+    def answer_question(self, work: Work, payload: bytes) -> None:
+        """Sends the answer to what the other end asked while it works on a request."""
+        if not (self.is_closed or work.ended):
+            self._write(Kind.TOLD, work.id, payload)
 
     def tell(self, kind: Kind, payload: bytes) -> None:
         """Sends a frame that has no answer."""
@@ -437,8 +447,15 @@ class Connection(asyncio.Protocol):
         if kind is Kind.PLACED and self._arenas is not None:
             kind, chunk = unpack_place(view)
             payload = self._taken(self._arenas, request_id, chunk, work.suffix, wanted=not work.answer.done())
+        elif kind in _WITHOUT_SUFFIX:
+            payload = bytes(view)
         else:
-            payload = bytes(view) if kind is Kind.FAULT else b"".join((view, work.suffix))
+            payload = b"".join((view, work.suffix))
+        if kind is Kind.ASK:
+            # Nobody answers for a request that is given up: its process is ended soon.
+            if work.on_ask is not None and not work.answer.done():
+                work.on_ask(payload)
+            return
         if work.chunk is not None and self._arenas is not None:
             self._arenas.outgoing.release(work.chunk)
         # What makes no sense raises here, where the work still ends with the connection.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import functools
 import logging
 import time
 from collections import Counter
@@ -43,6 +44,8 @@ class Use(enum.Enum):
     """Sessions and nothing else, so that no other call ends them."""
     TRIAL = enum.auto()
     """One call alone."""
+    COMPILE = enum.auto()
+    """Reads graphs and runs nothing: see `link.workers`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +142,11 @@ class Engine:
         return self._process.pid if self._process is not None else None
 
     @property
+    def resident_bytes(self) -> int:
+        """Memory of its process when it was last looked at."""
+        return self._process.resident_bytes if self._process is not None else 0
+
+    @property
     def load(self) -> int:
         """Requests under way and waiting."""
         connection = self._process.connection if self._process is not None else None
@@ -228,11 +236,11 @@ class Engine:
         payload: bytes,
         ends_at: float,
         account: Account | None = None,
+        on_ask: Callable[[Work, bytes], None] | None = None,
         batch_key: BatchKey | None = None,
     ) -> bytes:
         """One request, given up when the caller is cancelled. `ends_at`: loop time after which it is of no use.
-
-        `batch_key`: which others it may run with.
+        `on_ask`: called with each question of the process's. `batch_key`: which others it may run with.
 
         ENGINE_UNAVAILABLE while there is no engine; `EngineLost` if it dies meanwhile. An engine that is still at it
         soon after the call was given up is ended, since nothing else stops a kernel or a loop that never ends.
@@ -240,6 +248,8 @@ class Engine:
         if asyncio.get_running_loop().time() >= ends_at:
             raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, "the deadline passed before the engine was asked")
         work = self.submit(kind, payload, account, batch_key=batch_key)
+        if on_ask is not None:
+            work.on_ask = functools.partial(on_ask, work)
         try:
             return await work.answer
         except asyncio.CancelledError:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradrule.v1 import errors_pb2, program_pb2
-from gradrule_server.errors import Finding, GradruleError, reason_name
+from gradrule_server.errors import Finding, GradruleError, Resource, reason_name
 from gradrule_server.link.endings import Ending, Inquest
 from gradrule_server.link.v1 import link_pb2
 
@@ -46,6 +47,8 @@ def fault_message(cause: GradruleError) -> link_pb2.Fault:
         message=cause.message,
         findings=[finding_message(item) for item in cause.findings],
         not_loaded=isinstance(cause, NotLoaded),
+        retry_after_s=cause.retry_after_s,
+        resources=[link_pb2.FaultResource(type=item.type, name=item.name) for item in _resources(cause)],
     )
 
 
@@ -55,4 +58,16 @@ def error_of(fault: link_pb2.Fault) -> GradruleError:
         Finding(errors_pb2.ErrorReason.Value(f"ERROR_REASON_{item.reason}"), item.message, item.node, item.field)
         for item in fault.findings
     ] or [Finding(fault.reason, fault.message)]
-    return NotLoaded(findings) if fault.not_loaded else GradruleError(findings)
+    if fault.not_loaded:
+        return NotLoaded(findings)
+    resources = [Resource(item.type, item.name) for item in fault.resources]
+    return GradruleError(
+        findings,
+        fault.retry_after_s if fault.HasField("retry_after_s") else None,
+        resources[0] if len(resources) == 1 else None,
+        resources if len(resources) > 1 else (),
+    )
+
+
+def _resources(cause: GradruleError) -> Sequence[Resource]:
+    return cause.resources or ([] if cause.resource is None else [cause.resource])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import logging
+import queue
 import select
 import socket
 import struct
@@ -56,8 +57,12 @@ class Kind(enum.IntEnum):
     PLACED = 15
     TAKEN = 16
     TRIM = 17
-    RUN_BATCH = 18
-    BATCH_NOTICE = 19
+    PREPARE = 18
+    PREPARED = 19
+    ASK = 20
+    TOLD = 21
+    RUN_BATCH = 22
+    BATCH_NOTICE = 23
 
 
 # A dict is faster than the enum's own lookup.
@@ -236,6 +241,10 @@ class FrameSocket:
         return True
 
 
+MainCalls: TypeAlias = "queue.SimpleQueue[Callable[[], None] | None]"
+"""What the main thread is to call; None: it is to return."""
+
+
 class _ReadingTurn:
     """Says which of several threads reads a socket, and wakes one of the others when something comes meanwhile.
 
@@ -288,17 +297,22 @@ class _ReadingTurn:
 
 
 def serve_frames(
-    frames: FrameSocket, handle: Callable[[Frame], None], refuse: Callable[[int], None], threads: int
+    frames: FrameSocket,
+    handle: Callable[[Frame], None],
+    refuse: Callable[[int], None],
+    threads: int,
+    calls: MainCalls | None = None,
 ) -> None:
     """Reads frames on `threads` threads, and one more, until the other end closes.
 
     The thread that reads a frame also handles it, so no frame changes threads; another one reads what comes meanwhile.
     The other end has no more than `threads` requests under way, so one thread is always left that answers a PING.
     `refuse` answers the request of this id, for which there is no memory. What `handle` and `refuse` raise ends it
-    all, and is raised. What is under way at the end is not waited for: it may go on for ever.
+    all, and is raised. What is under way at the end is not waited for: it may go on for ever. `calls`: what this thread
+    calls meanwhile.
     """
     failures: list[BaseException] = []
-    ended = threading.Event()
+    calls = calls or queue.SimpleQueue()
 
     turn = _ReadingTurn(frames.fileno())
 
@@ -320,11 +334,12 @@ def serve_frames(
             frames.close()
         finally:
             turn.end()
-            ended.set()
+            calls.put(None)
 
     for index in range(threads + 1):
         threading.Thread(target=work, name=f"engine-{index}", daemon=True).start()
-    ended.wait()
+    while (call := calls.get()) is not None:
+        call()
     if failures:
         raise failures[0]
 

@@ -17,6 +17,7 @@ from gradrule_server.link.spares import Spares
 from gradrule_server.link.turns import TurnsByOwner
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.link.watch import Watch
+from gradrule_server.link.workers import CompileWorkers
 
 __all__ = ["EnginePool", "EngineRefused", "EngineStatus"]
 
@@ -76,6 +77,8 @@ class EnginePool:
         self._device = options.device
         self._watch = Watch(lambda: self._spares.processes, heartbeat_s, options.memory_limit)
         self._tasks: list[asyncio.Task[None]] = []
+        self.workers = CompileWorkers(self._spares, lambda: self.max_engines)
+        """Processes that read graphs. They come on top of the engines, and are at most as many."""
         self._closing: set[asyncio.Task[None]] = set()
         self.memory_limit = options.memory_limit
         """Bytes that an engine may take; 0: any."""
@@ -130,7 +133,7 @@ class EnginePool:
             task.cancel()
         # Whatever one of them died of before, the engines are to be stopped.
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(engine.stop() for engine in self.engines), *self._closing)
+        await asyncio.gather(self.workers.stop(), *(engine.stop() for engine in self.engines), *self._closing)
         await self._spares.stop()
 
     def engines_of(self, owner: str) -> list[Engine]:

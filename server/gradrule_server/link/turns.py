@@ -19,6 +19,10 @@ class TurnsByOwner:
         """Returns how many tasks wait for the owner's lock."""
         return max(0, self._users[owner] - 1)
 
+    def is_held(self, owner: str) -> bool:
+        """Returns whether a task holds the owner's lock, or waits for it."""
+        return self._users[owner] > 0
+
     @contextlib.asynccontextmanager
     async def hold(self, owner: str) -> AsyncIterator[None]:
         """Holds the owner's lock within the context."""

@@ -165,10 +165,10 @@ def _rule_deleted(request: Message, _: object) -> Registration | None:
     return Registration("delete", "rule", _full("rules", request.name))
 
 
-def _program_compiled(request: Message, answer: object) -> Registration | None:
-    assert isinstance(request, program_pb2.CompileProgramRequest)
+def _program_compiled(_: Message, answer: object) -> Registration | None:
     assert isinstance(answer, program_pb2.CompileProgramResponse)
-    if request.validate_only:
+    if not answer.program.name:
+        # It was only checked.
         return None
     return Registration("create", "program", answer.program.name, answer.program.digests.program)
 

@@ -21,3 +21,24 @@ class Bounds:
     constant_bytes: int = 256 << 20
     # Memory that a message may take for each of its bytes, besides what every message may.
     unpacking: int = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Limits(Bounds):
+    """How large a graph may be, besides what holds for each node."""
+
+    # In the message, functions included.
+    nodes: int = 200_000
+    # After calls are inlined and loop bodies and branches are copied per use.
+    inlined_nodes: int = 1_000_000
+    # Of names and attributes that this adds: each use of a function has constants and long names of its own.
+    inlined_bytes: int = 32 << 20
+    call_depth: int = 32
+    # Of a graph that does not come in a message, which has a limit of its own.
+    graph_bytes: int = 1 << 30
+    # Of all attributes that functions get from their calls: they can double with each level.
+    attr_bytes: int = 4 << 20
+    # Nodes of a program times its overrides: a byte is kept for each node and override while they are selected.
+    selections: int = 10_000_000
+    # That an engine may take; 0: any.
+    engine_bytes: int = 0

@@ -8,15 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+from gradrule_server.link.shape import CallShape
 from gradrule_server.operations.request import note_lookup
 from gradrule_server.programs.call_structure import CallStructure
 from gradrule_server.programs.compiled import Compiled
 from gradrule_server.programs.conduct import Charge
 from gradrule_server.programs.loaded import Load, Loadable
-from gradrule_server.programs.shape import CallShape
 
-# What a message's content takes at least as Python objects, in proportion to its bytes.
-_OBJECT_FACTOR = 8
+_MOST_DIGESTS = 1024
 # Structures of calls, of at most 16 KiB each and mostly of a hundred bytes.
 _MOST_CALLS = 1024
 
@@ -31,8 +30,8 @@ class Runnable:
     @property
     def size(self) -> int:
         """Roughly the bytes that it takes."""
-        told = self.compiled.message.ByteSize() + len(self.compiled.tail)
-        return len(self.loadable.request) + _OBJECT_FACTOR * told
+        told = len(self.compiled.program) + len(self.compiled.tail)
+        return len(self.loadable.request) + told
 
 
 class Named(NamedTuple):
@@ -95,10 +94,11 @@ class ProgramCache:
         """How many there are."""
         return len(self._programs)
 
-    def get(self, key: Key) -> Runnable | None:
-        """The program, if it is there."""
+    def get(self, key: Key, *, is_counted: bool = True) -> Runnable | None:
+        """The program, if it is there. `is_counted`: whether the look-up counts in metrics."""
         found = self._programs.get(key)
-        note_lookup("programs", is_hit=found is not None)
+        if is_counted:
+            note_lookup("programs", is_hit=found is not None)
         if found is None:
             return None
         self._programs.move_to_end(key)
@@ -178,3 +178,22 @@ class NameChanges:
         """The name was given up just now."""
         for names in self._watches:
             names.add(name)
+
+
+class SpecDigests:
+    """Digests of specs by the digest of their bytes: a spec can be written in several ways, and is not read here."""
+
+    def __init__(self) -> None:
+        self._digests: OrderedDict[bytes, bytes] = OrderedDict()
+
+    def get(self, raw: bytes) -> bytes:
+        """Returns the digest of the spec whose bytes have the digest `raw`; that itself where it is not known."""
+        return self._digests.get(raw, raw)
+
+    def put(self, raw: bytes, digest: bytes) -> None:
+        """Notes a digest. The oldest are forgotten."""
+        if raw == digest:
+            return
+        self._digests[raw] = digest
+        while len(self._digests) > _MOST_DIGESTS:
+            self._digests.popitem(last=False)

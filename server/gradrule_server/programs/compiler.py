@@ -1,81 +1,140 @@
-"""From a program's spec to something that runs: prepared in a thread, loaded into the engine, put together."""
+"""From a program's spec to something that runs: prepared in a compile worker, loaded into an engine, put together."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
-from gradrule.v1 import program_pb2
-from gradrule_server import graphs
 from gradrule_server.link.engine import Engine
+from gradrule_server.link.shape import CallShape
+from gradrule_server.link.turns import TurnsByOwner
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request import compiling
+from gradrule_server.policy import Limits
 from gradrule_server.programs.cache import Runnable
 from gradrule_server.programs.compiled import compiled
 from gradrule_server.programs.loaded import Loadable, LoadedPrograms
-from gradrule_server.programs.prepare import Prepared, prepare
+from gradrule_server.programs.preparer import Prepared, Preparer
 from gradrule_server.programs.retries import Retries
-from gradrule_server.programs.rule_lookup import RuleLookup
-from gradrule_server.programs.shape import CallShape
+from gradrule_server.programs.rule_lookup import RegistryLookup
 from gradrule_server.registry.blobs import BlobStore
+
+_LARGE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class KeptParts:
+    """What a registry keeps of a program. `spec`: bytes of the `ProgramSpec`, a graph inline as bytes."""
+
+    spec: bytes
+    rule_names: tuple[str, ...]
+    override_values: bytes
 
 
 class Compiler:
-    """Compiles programs of the tenant `owner`; keeps nothing."""
+    """Compiles programs of one tenant; keeps nothing."""
 
-    def __init__(self, loaded: LoadedPrograms, limits: graphs.Limits, blobs: BlobStore, owner: str) -> None:
+    def __init__(
+        self, loaded: LoadedPrograms, preparer: Preparer, limits: Limits, blobs: BlobStore, owner: str
+    ) -> None:
         self._loaded = loaded
-        self._owner = owner
+        self._preparer = preparer
         self._limits = limits
         self._blobs = blobs
+        self._owner = owner
+        self._large = TurnsByOwner()
 
     async def compile(
-        self, spec: program_pb2.ProgramSpec, call: CallShape, lookup: RuleLookup, retries: Retries
+        self,
+        spec: bytes,
+        call: CallShape,
+        rules: RegistryLookup | bytes,
+        retries: Retries,
     ) -> Runnable:
-        """The program for calls of this shape; `GradruleError` with all that is wrong with it."""
+        """Returns the program for calls of this shape. Raises `GradruleError` with all that is wrong with it.
+
+        `spec`: bytes of a `ProgramSpec`; `rules`: the registry's, or the snapshot of a kept program's.
+        """
+        _, program = await self._compile(
+            spec, retries, lambda: self._preparer.program(spec, call, rules, retries.ends_at)
+        )
+        assert program is not None
+        return program
+
+    async def compile_unless_known(
+        self,
+        spec: bytes,
+        call: CallShape,
+        rules: RegistryLookup,
+        retries: Retries,
+        is_known: Callable[[bytes], bool],
+    ) -> Runnable | None:
+        """Compiles as `compile` does; returns None where `is_known` of the spec's digest is True."""
+        _, program = await self._compile(
+            spec,
+            retries,
+            lambda: self._preparer.program(spec, call, rules, retries.ends_at, is_known=is_known),
+        )
+        return program
+
+    async def compile_to_keep(
+        self, spec: bytes, call: CallShape, rules: RegistryLookup, retries: Retries
+    ) -> tuple[Runnable, KeptParts]:
+        """Compiles as `compile` does; returns also what a registry keeps."""
+        prepared, program = await self._compile(
+            spec, retries, lambda: self._preparer.program(spec, call, rules, retries.ends_at, is_kept=True)
+        )
+        assert program is not None
+        return program, KeptParts(prepared.kept_spec, tuple(prepared.rule_names), prepared.override_values)
+
+    async def _compile(
+        self, spec: bytes, retries: Retries, prepare: Callable[[], Awaitable[Prepared]]
+    ) -> tuple[link_pb2.PreparedProgram, Runnable | None]:
+        """Prepares a program and has an engine compile it; no program where it is known.
+
+        A tenant has one large graph at a time compiled, since its bytes wait here for an engine. Few bytes can become a
+        large graph: such a program is prepared again when its turn comes.
+        """
         with compiling():
-            prepared, loadable = await asyncio.to_thread(
-                _prepare, spec, call, lookup, self._limits, self._blobs, self._owner
-            )
+            answer = None
+            if self._preparer.graph_bytes(spec) < _LARGE_BYTES:
+                answer = await prepare()
+                if len(answer.compile_request) < _LARGE_BYTES:
+                    return answer.message, await self._load(answer, retries)
+                if self._large.is_held(self._owner):
+                    answer = None
+            async with self._large.hold(self._owner):
+                answer = answer or await prepare()
+                return answer.message, await self._load(answer, retries)
 
-            async def load(engine: Engine | None) -> link_pb2.CompileReply:
-                with self._loaded.held(loadable, engine, retries.ends_at, retries.account(loadable)) as held:
-                    return await self._loaded.ready(held, may_move=engine is None)
+    async def _load(self, answer: Prepared, retries: Retries) -> Runnable | None:
+        """Has an engine compile a prepared program; does nothing where it is known."""
+        prepared = answer.message
+        if prepared.is_known:
+            return None
+        blobs, folder = tuple(prepared.blobs), self._blobs.folder_name
+        if not self._blobs.are_verified(blobs):
+            # Reading them takes long.
+            await asyncio.to_thread(self._blobs.verify, blobs)
+        loadable = Loadable(
+            # Equal programs of two tenants are two programs: nobody learns from another's speed, or end.
+            f"{prepared.key}@{folder}" if folder else prepared.key,
+            answer.compile_request,
+            blobs,
+            prepared.nodes,
+            tuple(self._blobs.size(name) for name in blobs),
+            prepared.likeness,
+            prepared.derivative,
+            self._blobs,
+            self._owner,
+        )
 
-            reply = await retries.run(loadable, load, proves=False)
-            program = await asyncio.to_thread(compiled, prepared, reply, self._loaded.pool.greeting.device)
-            return Runnable(program, loadable)
+        async def load(engine: Engine | None) -> bytes:
+            with self._loaded.held(loadable, engine, retries.ends_at, retries.account(loadable)) as held:
+                return await self._loaded.wait(held, may_move=engine is None)
 
-
-def _prepare(
-    spec: program_pb2.ProgramSpec,
-    call: CallShape,
-    lookup: RuleLookup,
-    limits: graphs.Limits,
-    blobs: BlobStore,
-    owner: str,
-) -> tuple[Prepared, Loadable]:
-    """Prepares, and leaves the graph's bytes in one place: the message that goes to engines."""
-    prepared = prepare(spec, call, lookup, limits, blobs)
-    blobs.verify(prepared.blobs)
-    prepared.request.blob_folder = blobs.folder_name
-    request = prepared.request.SerializeToString()
-    # A program of one tenant's is never another's, however equal they are: nobody learns from its speed or its end.
-    key = f"{prepared.key}@{blobs.folder_name}" if blobs.folder_name else prepared.key
-    loadable = Loadable(
-        key,
-        request,
-        prepared.blobs,
-        prepared.expanded.nodes,
-        tuple(blobs.size(name) for name in prepared.blobs),
-        prepared.likeness,
-        prepared.request.derivative,
-        blobs,
-        owner,
-    )
-    # A message gives up its memory as a whole: the rest is copied, then the whole goes.
-    prepared.request.ClearField("graph")
-    rest = link_pb2.CompileRequest()
-    rest.CopyFrom(prepared.request)
-    expanded = dataclasses.replace(prepared.expanded, graph_bytes=b"")
-    return dataclasses.replace(prepared, request=rest, expanded=expanded), loadable
+        reply = await retries.run(loadable, load, proves=False)
+        device = self._loaded.pool.greeting.device
+        finished = await self._preparer.finish(prepared.plan, reply, device, prepared.likeness, retries.ends_at)
+        return Runnable(compiled(prepared, finished, self._limits), loadable)

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from dataclasses import dataclass
 
-from gradrule.v1 import errors_pb2, evaluate_pb2
+from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.account import Account
 from gradrule_server.link.faults import EngineLost
@@ -91,7 +91,7 @@ class StreamHandles:
         self._house = house
         self._handles: dict[str, _Handle] = {}
 
-    async def forward(self, request: evaluate_pb2.ForwardRequest, received_ns: int, ends_at: float) -> bytes:
+    async def forward(self, request: link_pb2.RawForwardRequest, received_ns: int, ends_at: float) -> bytes:
         """Runs forward and keeps what pulling back needs; the bytes of a `ForwardResponse`."""
         house = self._house
         ttl_s = house.ttl_s

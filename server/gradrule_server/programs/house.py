@@ -15,24 +15,25 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
-from gradrule_server import graphs
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.faults import EngineLost, NotLoaded
 from gradrule_server.link.pool import EnginePool
+from gradrule_server.link.shape import CallShape, canonical
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request import compiling
 from gradrule_server.operations.timings import note_run
-from gradrule_server.programs.cache import Inline, Named, ProgramCache, Runnable
+from gradrule_server.policy import Limits
+from gradrule_server.programs.cache import Inline, Named, ProgramCache, Runnable, SpecDigests
 from gradrule_server.programs.call_structure import CallStructure, structure_of
 from gradrule_server.programs.compiler import Compiler
 from gradrule_server.programs.kept import KeptPrograms
 from gradrule_server.programs.known_calls import KnownCalls
 from gradrule_server.programs.loaded import Loadable, LoadedPrograms
+from gradrule_server.programs.preparer import Preparer
 from gradrule_server.programs.retries import Retries
 from gradrule_server.programs.rule_lookup import RegistryLookup
 from gradrule_server.programs.running import Forward, How, Once, Place
-from gradrule_server.programs.shape import CallShape, canonical
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.programs import ProgramRegistry
 from gradrule_server.registry.rules import RuleRegistry
@@ -55,7 +56,7 @@ class ProgramHouse:
         programs: ProgramRegistry,
         pool: EnginePool,
         loaded: LoadedPrograms,
-        limits: graphs.Limits,
+        limits: Limits,
         blobs: BlobStore,
         *,
         capacity: int,
@@ -70,14 +71,17 @@ class ProgramHouse:
         self.owner = owner
         self.cache = ProgramCache(capacity, capacity_bytes)
         """What is kept at hand, by calls and sessions."""
-        self._compiler = Compiler(loaded, limits, blobs, owner)
+        self._spec_digests = SpecDigests()
+        self.preparer = Preparer(pool, loaded.conduct, limits, blobs, owner)
+        """Has graphs read in compile workers."""
+        self._compiler = Compiler(loaded, self.preparer, limits, blobs, owner)
         self.kept = KeptPrograms(programs, rules, self._compiler, self.cache)
         self._known = KnownCalls(self.cache, loaded)
 
     async def evaluate(
         self,
         raw: bytes,
-        read: Callable[[], Awaitable[evaluate_pb2.EvaluateRequest]],
+        read: Callable[[], Awaitable[link_pb2.RawEvaluateRequest]],
         received_ns: int,
         ends_at: float,
     ) -> bytes:
@@ -96,7 +100,7 @@ class ProgramHouse:
         return (await self._evaluate(request, raw, call, received_ns, Once(ends_at), structure, lost))[0]
 
     async def forward(
-        self, request: evaluate_pb2.EvaluateRequest, handle: str, received_ns: int, ends_at: float
+        self, request: link_pb2.RawEvaluateRequest, handle: str, received_ns: int, ends_at: float
     ) -> tuple[bytes, Forward, Place, Loadable]:
         """Runs the forward part and has an engine keep what pulling back needs, under the name `handle`.
 
@@ -107,7 +111,7 @@ class ProgramHouse:
         answer, place, program = await self._evaluate(request, request.SerializeToString(), call, received_ns, how)
         return answer, how, place, program
 
-    async def compile_for_session(self, spec: program_pb2.ProgramSpec, call: CallShape, how: How) -> Runnable:
+    async def compile_for_session(self, spec: bytes, call: CallShape, how: How) -> Runnable:
         """A program whose variables are a session's, in that session's engine; whoever asks keeps it."""
         lookup = RegistryLookup(self._rules)
         return await self._compiler.compile(spec, replace(call, session=True), lookup, self.retries(how))
@@ -118,14 +122,14 @@ class ProgramHouse:
             return Retries(self._loaded)
         return Retries(self._loaded, how.ends_at, how.pinned)
 
-    async def run_inline(self, request: evaluate_pb2.EvaluateRequest, received_ns: int, how: How) -> bytes:
+    async def run_inline(self, request: link_pb2.RawEvaluateRequest, received_ns: int, how: How) -> bytes:
         """Runs the program that a request brings along, in some way."""
         return (await self._evaluate(request, b"", call_shape(request), received_ns, how))[0]
 
     async def run(
         self,
         program: Runnable,
-        request: evaluate_pb2.EvaluateRequest,
+        request: link_pb2.RawEvaluateRequest,
         received_ns: int,
         compile_started_ns: int,
         how: How,
@@ -176,7 +180,7 @@ class ProgramHouse:
 
     async def _evaluate(
         self,
-        request: evaluate_pb2.EvaluateRequest,
+        request: link_pb2.RawEvaluateRequest,
         raw: bytes,
         call: CallShape,
         received_ns: int,
@@ -212,16 +216,15 @@ class ProgramHouse:
         )
         return (answer + program.compiled.tail if target == "spec" else answer), place, program.loadable
 
-    async def compile(
-        self, spec: program_pb2.ProgramSpec, program_id: str, ends_at: float = 0.0
-    ) -> program_pb2.Program:
-        """Compiles and keeps a program."""
+    async def compile(self, spec: bytes, program_id: str, ends_at: float = 0.0) -> program_pb2.Program:
+        """Compiles and keeps a program. `spec`: bytes of a `ProgramSpec`."""
         return await self.kept.create(spec, program_id, self.retries(Once(ends_at)))
 
-    async def check(
-        self, spec: program_pb2.ProgramSpec, ends_at: float = 0.0
-    ) -> tuple[program_pb2.Program | None, list[Finding]]:
-        """Compiles without keeping anything; what is wrong is returned, not raised."""
+    async def check(self, spec: bytes, ends_at: float = 0.0) -> tuple[program_pb2.Program | None, list[Finding]]:
+        """Compiles without keeping anything; what is wrong is returned, not raised.
+
+        `spec`: bytes of a `ProgramSpec`.
+        """
         try:
             program = await self._compiler.compile(
                 spec, CallShape(), RegistryLookup(self._rules), self.retries(Once(ends_at))
@@ -232,16 +235,29 @@ class ProgramHouse:
             return None, list(cause.findings[:MAX_FINDINGS])
         return program.compiled.message, []
 
-    async def _inline(self, spec: program_pb2.ProgramSpec, call: CallShape, retries: Retries) -> tuple[Runnable, bool]:
+    async def _inline(self, spec: bytes, call: CallShape, retries: Retries) -> tuple[Runnable, bool]:
         """The program, and whether it was made just now."""
-        spec_hash = hashlib.sha256(spec.SerializeToString(deterministic=True)).digest()
-        key = Inline(spec_hash, self._rules.revision, call)
+        raw = hashlib.sha256(spec).digest()
+        key = Inline(self._spec_digests.get(raw), self._rules.revision, call)
         found = self.cache.get(key)
         if found is not None:
             return found, False
-        program = await self._compiler.compile(spec, call, RegistryLookup(self._rules), retries)
-        self.cache.put(key, program)
-        return program, True
+
+        def is_known(digest: bytes) -> bool:
+            # The bytes are new here, and what they say may not be: maps have no order.
+            nonlocal key, found
+            self._spec_digests.put(raw, digest)
+            key = key._replace(spec_hash=digest)
+            found = self.cache.get(key, is_counted=False)
+            return found is not None
+
+        rules = RegistryLookup(self._rules)
+        program = await self._compiler.compile_unless_known(spec, call, rules, retries, is_known)
+        if program is not None:
+            self.cache.put(key, program)
+            return program, True
+        assert found is not None
+        return found, False
 
     async def _run(
         self,
@@ -283,13 +299,13 @@ _NOT_FINDINGS = frozenset(
 )
 
 
-def _blobs(request: evaluate_pb2.EvaluateRequest) -> list[str]:
+def _blobs(request: link_pb2.RawEvaluateRequest) -> list[str]:
     """Blobs that the call's values are."""
     values = (*request.feeds, *request.grad_ys, *request.tangents, *request.vectors)
     return [item.value.blob.sha256 for item in values if item.value.HasField("blob")]
 
 
-def call_shape(request: evaluate_pb2.EvaluateRequest) -> CallShape:
+def call_shape(request: link_pb2.RawEvaluateRequest) -> CallShape:
     """The structure of a call; UNKNOWN_FEED where a name is given twice, or is no name."""
     return CallShape(
         _names([item.name for item in request.feeds], "feeds"),

@@ -6,13 +6,12 @@ import asyncio
 from dataclasses import replace
 
 from gradrule.v1 import program_pb2
+from gradrule_server.link.shape import CallShape
 from gradrule_server.programs.cache import NameChanges, Named, ProgramCache, Runnable
 from gradrule_server.programs.compiler import Compiler
-from gradrule_server.programs.prepare import override_values
 from gradrule_server.programs.retries import Retries
-from gradrule_server.programs.rule_lookup import RegistryLookup, SnapshotLookup
-from gradrule_server.programs.shape import CallShape
-from gradrule_server.registry.programs import ProgramRegistry
+from gradrule_server.programs.rule_lookup import RegistryLookup
+from gradrule_server.registry.programs import ProgramRegistry, StoredProgram
 from gradrule_server.registry.rules import RuleRegistry
 
 _BASE = CallShape()
@@ -30,19 +29,22 @@ class KeptPrograms:
         self._changes = NameChanges()
         self._deletions: set[asyncio.Task[None]] = set()
 
-    async def create(self, spec: program_pb2.ProgramSpec, program_id: str, retries: Retries) -> program_pb2.Program:
-        """Compiles and keeps a program; without an id it gets one."""
+    async def create(self, spec: bytes, program_id: str, retries: Retries) -> program_pb2.Program:
+        """Compiles and keeps a program; without an id it gets one. `spec`: bytes of a `ProgramSpec`."""
         lookup = RegistryLookup(self._rules)
-        program = await self._compiler.compile(spec, _BASE, lookup, retries)
-        with self._changes.watched() as given_up:
-            stored = await asyncio.to_thread(
-                self._programs.create,
+        program, parts = await self._compiler.compile_to_keep(spec, _BASE, lookup, retries)
+
+        def keep() -> StoredProgram:
+            return self._programs.create(
                 program_id or None,
-                spec,
-                lookup.snapshot(),
+                program_pb2.ProgramSpec.FromString(parts.spec),
+                lookup.snapshot(parts.rule_names),
                 program.compiled.message,
-                override_values(program.compiled.prepared.table),
+                parts.override_values,
             )
+
+        with self._changes.watched() as given_up:
+            stored = await asyncio.to_thread(keep)
             if stored.program.name not in given_up:
                 self._cache.put(Named(stored.program.name, _BASE), program)
         return stored.program
@@ -81,14 +83,18 @@ class KeptPrograms:
         self._changes.given_up(full)
         self._cache.forget(full)
 
+    def _content(self, stored: StoredProgram) -> tuple[bytes, bytes]:
+        spec, snapshot = self._programs.content(stored)
+        return spec.SerializeToString(), snapshot
+
     async def _find(self, key: Named, retries: Retries) -> tuple[Runnable, bool]:
         found = self._cache.get(key)
         if found is not None:
             return found, False
         with self._changes.watched() as given_up:
             stored = await asyncio.to_thread(self._programs.get, key.name)
-            spec, snapshot = await asyncio.to_thread(self._programs.content, stored)
-            program = await self._compiler.compile(spec, key.call, SnapshotLookup(snapshot), retries)
+            spec, snapshot = await asyncio.to_thread(self._content, stored)
+            program = await self._compiler.compile(spec, key.call, snapshot, retries)
             if key.name not in given_up:
                 self._cache.put(key, program)
         return program, True

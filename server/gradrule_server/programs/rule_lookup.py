@@ -1,79 +1,47 @@
-"""Where a program's rules come from: the registry when it is new, its own snapshot ever after."""
+"""Rules that a compile worker asks for, as the registry has them now."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterable
 
-from gradrule.v1 import errors_pb2, rule_pb2
-from gradrule_server.errors import Resource, error
-from gradrule_server.registry.names import BUILTIN_PREFIX
+from gradrule.v1 import rule_pb2
+from gradrule_server.errors import GradruleError
+from gradrule_server.registry.names import RuleEntry
 from gradrule_server.registry.rules import RuleRegistry
-from gradrule_server.rules import RuleContent
-
-
-@dataclass(frozen=True, slots=True)
-class ResolvedRule:
-    """A rule by content: an expression or graph, or (None) the gradient that TensorFlow registers for `name`.
-
-    `brought`: the graph brings it along; its content is known once the graph is expanded.
-    """
-
-    name: str
-    content: RuleContent | None
-    brought: bool = False
-
-
-class RuleLookup(Protocol):
-    """Rules by name."""
-
-    def resolve(self, name: str) -> ResolvedRule:
-        """The rule of that name; UNKNOWN_RULE if there is none."""
-        ...
 
 
 class RegistryLookup:
-    """Rules as the registry has them now; remembers what was asked for, so that a program can keep it."""
+    """Answers for one task; a name means the same rule throughout."""
 
     def __init__(self, registry: RuleRegistry) -> None:
         self._registry = registry
-        self._used: dict[str, rule_pb2.Rule] = {}
+        self._found: dict[str, RuleEntry | None] = {}
 
-    def resolve(self, name: str) -> ResolvedRule:
-        entry = self._registry.get(name)
-        definition = None if entry.content is None else entry.content.to_definition()
-        self._used[name] = rule_pb2.Rule(name=entry.op_type or entry.name, kind=entry.kind, definition=definition)
-        return ResolvedRule(entry.op_type or entry.name, entry.content)
+    def find(self, names: Iterable[str]) -> list[rule_pb2.Rule]:
+        """Returns the rules of these names, each with the name asked for as its alias; names without a rule are left
+        out. A rule of the catalogue comes without its definition, which every process has.
+        """
+        found = []
+        for name in names:
+            if name not in self._found:
+                self._found[name] = self._registry.find(name)
+            entry = self._found[name]
+            if entry is not None:
+                found.append(_message(name, entry, is_complete=entry.kind == rule_pb2.RULE_KIND_USER))
+        return found
 
-    def snapshot(self) -> bytes:
-        """The rules asked for, under the names they were asked for."""
+    def unknown(self, name: str) -> GradruleError:
+        """Returns why there is no rule of this name."""
+        return self._registry.unknown(name)
+
+    def snapshot(self, names: Iterable[str]) -> bytes:
+        """Returns the rules of these names, which were found, as bytes that a program can keep."""
         rules = [
-            rule_pb2.Rule(name=rule.name, definition=rule.definition, kind=rule.kind, aliases=[asked])
-            for asked, rule in self._used.items()
+            _message(name, entry, is_complete=True) for name in names if (entry := self._found.get(name)) is not None
         ]
         return rule_pb2.ListRulesResponse(rules=rules).SerializeToString(deterministic=True)
 
 
-class SnapshotLookup:
-    """Rules as they were when a program was compiled, whatever happened to their names since."""
-
-    def __init__(self, snapshot: bytes) -> None:
-        self._rules = {
-            rule.aliases[0]: ResolvedRule(
-                rule.name,
-                None
-                if rule.kind == rule_pb2.RULE_KIND_OP
-                else RuleContent.from_kept(rule.name.removeprefix(BUILTIN_PREFIX), rule.definition),
-            )
-            for rule in rule_pb2.ListRulesResponse.FromString(snapshot).rules
-        }
-
-    def resolve(self, name: str) -> ResolvedRule:
-        rule = self._rules.get(name)
-        if rule is None:
-            raise error(
-                errors_pb2.ERROR_REASON_UNKNOWN_RULE,
-                f"the program was compiled without a rule {name!r}",
-                resource=Resource("gradrule.v1.Rule", f"rules/{name}"),
-            )
-        return rule
+def _message(asked: str, entry: RuleEntry, *, is_complete: bool) -> rule_pb2.Rule:
+    definition = entry.content.to_definition() if is_complete and entry.content is not None else None
+    return rule_pb2.Rule(name=entry.op_type or entry.name, definition=definition, kind=entry.kind, aliases=[asked])

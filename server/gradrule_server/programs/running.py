@@ -50,7 +50,7 @@ class Once:
 
     async def on(self, engine: Engine, run: link_pb2.RunRequest, account: Account) -> bytes:
         batch_key = BatchKey(run.key, settings_of(run))
-        return await engine.call(Kind.RUN, run.SerializeToString(), self.ends_at, account, batch_key)
+        return await engine.call(Kind.RUN, run.SerializeToString(), self.ends_at, account, batch_key=batch_key)
 
 
 @dataclass(slots=True)

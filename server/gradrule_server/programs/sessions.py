@@ -9,21 +9,21 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 
+from google.protobuf.message import DecodeError
+
 from gradrule import _tensors
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, session_pb2, tensor_pb2
-from gradrule_server import graphs
 from gradrule_server.errors import Finding, GradruleError, did_you_mean, error
 from gradrule_server.link.account import Account
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.faults import EngineLost
 from gradrule_server.link.framing import Kind
+from gradrule_server.link.shape import canonical
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.policy import Limits, value_fault
 from gradrule_server.programs.cache import OfSession, Runnable
 from gradrule_server.programs.house import ProgramHouse, call_shape
-from gradrule_server.programs.prepare import graph_of
 from gradrule_server.programs.running import InSession, Place
-from gradrule_server.programs.shape import canonical
-from gradrule_server.programs.values import value_fault
 from gradrule_server.quotas import Allowance
 from gradrule_server.registry.blobs import BlobStore
 
@@ -38,7 +38,7 @@ class SessionHouse:
         self,
         house: ProgramHouse,
         blobs: BlobStore,
-        limits: graphs.Limits,
+        limits: Limits,
         *,
         room: Allowance,
         bytes_room: Allowance,
@@ -99,8 +99,9 @@ class Session:
         self._house = house
         self._name = ""
         self._place: Place | None = None
-        self._base = program_pb2.ProgramSpec()
-        self._variables: list[graphs.VariableInfo] = []
+        self._graph = b""
+        self._overrides = b""
+        self._variables: list[link_pb2.GraphVariable] = []
         self._names: dict[str, str] = {}
         self._stepped_with: set[str] = {""}
         self._held = contextlib.ExitStack()
@@ -110,17 +111,19 @@ class Session:
         """SESSION_LOST, set as soon as the engine that holds the session is gone."""
 
     async def start(
-        self, request: session_pb2.StartSession, received_ns: int, ends_at: float
+        self, request: link_pb2.RawStartSession, received_ns: int, ends_at: float
     ) -> session_pb2.SessionStarted:
         """Begins: gives the variables that have some their first values."""
-        spec = self._base = program_pb2.ProgramSpec(
-            graph=request.graph, overrides=request.overrides, no_gradient=request.no_gradient
-        )
-        if request.graph.WhichOneof("source") == "blob_sha256":
+        # Bytes of a ProgramSpec, in parts: concatenated messages merge.
+        spec = link_pb2.RawProgramSpec(graph=request.graph, no_gradient=request.no_gradient)
+        self._graph = spec.SerializeToString()
+        self._overrides = link_pb2.RawProgramSpec(overrides=request.overrides).SerializeToString()
+        blob = _blob_of(request.graph)
+        if blob:
             # Each kind of step compiles the graph once more.
-            await asyncio.to_thread(self._house.blobs.verify, [request.graph.blob_sha256])
-            self._held.enter_context(self._house.blobs.held([request.graph.blob_sha256]))
-        self._variables = await asyncio.to_thread(self._read_variables, spec)
+            await asyncio.to_thread(self._house.blobs.verify, [blob])
+            self._held.enter_context(self._house.blobs.held([blob]))
+        self._variables = await self._house.house.preparer.variables(self._graph, ends_at)
         self._names = {name: item.names[0] for item in self._variables for name in item.names}
         given = await asyncio.to_thread(self._bound, request.variables, "start.variables")
         self._name = self._house.open()
@@ -133,8 +136,9 @@ class Session:
         computed = [item.names[0] for item in self._variables if item.initialised and item.names[0] not in has_value]
         if computed:
             # What the graph computes first values from may be other variables' first values, or given ones.
-            first = program_pb2.ProgramSpec(graph=request.graph, fetches=computed, variables=request.variables)
-            call = evaluate_pb2.EvaluateRequest(spec=first)
+            first = program_pb2.ProgramSpec(fetches=computed, variables=request.variables)
+            graph = link_pb2.RawProgramSpec(graph=request.graph)
+            call = link_pb2.RawEvaluateRequest(spec=first.SerializeToString() + graph.SerializeToString())
             how = InSession(self, ends_at, store=tuple(computed))
             async with self._telling_of_loss():
                 await self._house.house.run_inline(call, received_ns, how)
@@ -163,7 +167,7 @@ class Session:
         if request.variables:
             xs = [self._known(name, f"step.variables[{number}]") for number, name in enumerate(request.variables)]
         else:
-            xs = [item.names[0] for item in self._variables if item.dtype in graphs.DIFFERENTIABLE]
+            xs = [item.names[0] for item in self._variables if item.differentiable]
         if not xs:
             raise error(
                 errors_pb2.ERROR_REASON_INVALID_DERIVATIVE,
@@ -171,7 +175,7 @@ class Session:
                 field="step.variables",
             )
         vjp = program_pb2.Vjp(ys=[request.loss], xs=dict.fromkeys(xs))
-        call = evaluate_pb2.EvaluateRequest(feeds=request.feeds, params=request.params)
+        call = link_pb2.RawEvaluateRequest(feeds=request.feeds, params=request.params)
         how = InSession(self, ends_at, optimizer=request.optimizer)
         answer, program, is_new = await self._run(call, request.fetches, vjp, received_ns, how)
         done = evaluate_pb2.EvaluateResponse.FromString(answer)
@@ -186,7 +190,7 @@ class Session:
         self, request: session_pb2.SessionEvaluateRequest, received_ns: int, ends_at: float
     ) -> evaluate_pb2.EvaluateResponse:
         """Evaluates, and keeps what the graph assigns."""
-        call = evaluate_pb2.EvaluateRequest(feeds=request.feeds, grad_ys=request.grad_ys, params=request.params)
+        call = link_pb2.RawEvaluateRequest(feeds=request.feeds, grad_ys=request.grad_ys, params=request.params)
         vjp = request.vjp if request.HasField("vjp") else None
         how = InSession(self, ends_at)
         answer, program, _ = await self._run(call, request.fetches, vjp, received_ns, how)
@@ -299,7 +303,7 @@ class Session:
         return sum(
             math.prod(max(0, dim.size) for dim in item.shape.dim) * _tensors.numpy_dtype(item.dtype).itemsize
             for item in self._variables
-            if (names is None or item.names[0] in names) and item.dtype in graphs.DIFFERENTIABLE
+            if (names is None or item.names[0] in names) and item.differentiable
         )
 
     async def _assign(
@@ -313,7 +317,7 @@ class Session:
 
     async def _run(
         self,
-        call: evaluate_pb2.EvaluateRequest,
+        call: link_pb2.RawEvaluateRequest,
         fetches: Iterable[str],
         vjp: program_pb2.Vjp | None,
         received_ns: int,
@@ -327,21 +331,14 @@ class Session:
         program = self._house.house.cache.get(key)
         is_new = program is None
         if program is None:
-            asked.graph.CopyFrom(self._base.graph)
-            asked.no_gradient = self._base.no_gradient
-            if vjp is not None:
-                asked.overrides.extend(self._base.overrides)
+            spec = asked.SerializeToString() + self._graph + (self._overrides if vjp is not None else b"")
             async with self._telling_of_loss():
-                program = await self._house.house.compile_for_session(asked, key.call, how)
+                program = await self._house.house.compile_for_session(spec, key.call, how)
             if self._name:
                 self._house.house.cache.put(key, program)
         async with self._telling_of_loss():
             answer, _ = await self._house.house.run(program, call, received_ns, compile_started, how, is_new=is_new)
         return answer, program, is_new
-
-    def _read_variables(self, spec: program_pb2.ProgramSpec) -> list[graphs.VariableInfo]:
-        _, graph = graph_of(spec, self._house.limits, self._house.blobs)
-        return graphs.variables(graph, self._house.limits)
 
     def _known(self, text: str, field: str) -> str:
         """The name of the variable that a request calls so; UNKNOWN_TENSOR if there is none."""
@@ -366,7 +363,7 @@ class Session:
             name = self._known(item.name, where)
             variable = by_name[name]
             spec = tensor_pb2.TensorSpec(name=name, dtype=variable.dtype, shape=variable.shape)
-            fault = value_fault(item.value, spec, self._house.blobs, self._house.limits)
+            fault = value_fault(item.value, spec, self._house.blobs.size, self._house.limits)
             if fault is None and name in bound:
                 fault = errors_pb2.ERROR_REASON_UNKNOWN_FEED, "is given twice"
             if fault is not None:
@@ -375,3 +372,13 @@ class Session:
         if findings:
             raise GradruleError(findings)
         return list(bound.values())
+
+
+def _blob_of(graph: bytes) -> str:
+    """Returns the blob that a `GraphSource` names; empty if it names none. MALFORMED_REQUEST."""
+    try:
+        return link_pb2.RawGraphSource.FromString(graph).blob_sha256
+    except DecodeError as cause:
+        raise error(
+            errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the bytes are no gradrule.v1.GraphSource", field="start.graph"
+        ) from cause

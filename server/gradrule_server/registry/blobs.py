@@ -20,9 +20,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from gradrule.v1 import errors_pb2
-from gradrule_server.errors import Finding, GradruleError, Resource, error
+from gradrule_server.errors import error
+from gradrule_server.policy import check_blob_name, missing_blobs
 from gradrule_server.registry.blob_index import (
-    NAME,
     UPLOADING,
     Amount,
     BlobFile,
@@ -37,11 +37,9 @@ from gradrule_server.registry.store import DEFAULT_TENANT
 
 _log = logging.getLogger(__name__)
 
-RESOURCE_TYPE = "gradrule.v1.Blob"
 DAMAGED = ".damaged-"
 """How names of files begin whose bytes are not what their names say."""
 
-_SHOWN = 5
 # What file systems give to a file at least, and by what it grows, as far as is known before it is written.
 _BLOCK = 4096
 # The order of uses need not be known to the second after a restart.
@@ -111,11 +109,11 @@ class BlobStore:
 
     def size(self, name: str) -> int:
         """Number of bytes; BLOB_NOT_FOUND."""
-        check_name(name)
+        check_blob_name(name)
         with self._index.lock:
             file = self._own.files.get(name)
         if file is None:
-            raise not_found([name])
+            raise missing_blobs([name])
         return file.length
 
     def read(self, name: str) -> bytes:
@@ -153,7 +151,7 @@ class BlobStore:
         try:
             gone = [name for name in wanted if not self._is_there(name, is_used=True)]
             if gone:
-                raise not_found(gone)
+                raise missing_blobs(gone)
         except BaseException:
             self.let_go(wanted)
             raise
@@ -179,7 +177,7 @@ class BlobStore:
 
     def upload(self, name: str) -> Upload:
         """Room for the bytes of a blob; MALFORMED_REQUEST for no hash."""
-        check_name(name)
+        check_blob_name(name)
         with _room_on_disk(), contextlib.suppress(FileExistsError):
             self.folder.mkdir(mode=0o700)
             sync(self.root)
@@ -356,27 +354,5 @@ def _checked(names: Iterable[str]) -> list[str]:
     """The names, each once; MALFORMED_REQUEST for what is no hash."""
     wanted = list(dict.fromkeys(names))
     for name in wanted:
-        check_name(name)
+        check_blob_name(name)
     return wanted
-
-
-def check_name(name: str) -> None:
-    """MALFORMED_REQUEST for what is no SHA-256 in hex."""
-    if NAME.fullmatch(name) is None:
-        raise error(
-            errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
-            f"{name[:80]!r} is no SHA-256: 64 of 0-9 and a-f",
-            field="sha256",
-        )
-
-
-def not_found(names: Iterable[str]) -> GradruleError:
-    """BLOB_NOT_FOUND; a resource names each."""
-    gone = list(names)
-    shown = ", ".join(gone[:_SHOWN]) + (f", and {len(gone) - _SHOWN} more" if len(gone) > _SHOWN else "")
-    finding = Finding(
-        errors_pb2.ERROR_REASON_BLOB_NOT_FOUND,
-        f"the server does not have the blob{'s' if len(gone) > 1 else ''} {shown}; upload what is missing, and send "
-        "the request again",
-    )
-    return GradruleError([finding], resources=[Resource(RESOURCE_TYPE, name) for name in gone])

@@ -108,18 +108,38 @@ class RuleRegistry:
         with self._changing:
             self._replace(replace(self._names, builtin=shipped.builtin, op=shipped.op))
 
-    def create(self, name: str, definition: rule_pb2.RuleDefinition, description: str) -> RuleEntry:
+    def read_definition(self, name: str, definition: bytes, description: str) -> rule_pb2.RuleDefinition:
+        """Reads the definition of a rule that is to be registered; its graphs are not looked into.
+
+        Raises INVALID_RULE (the name), LIMIT_EXCEEDED, MALFORMED_REQUEST.
+        """
+        _valid_name(name)
+        _check_size(len(definition), description)
+        try:
+            return rule_pb2.RuleDefinition.FromString(definition)
+        except DecodeError as cause:
+            what = rule_pb2.RuleDefinition.DESCRIPTOR.full_name
+            raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"the bytes are no {what}") from cause
+
+    def create(
+        self, name: str, definition: rule_pb2.RuleDefinition, description: str, *, is_checked: bool = False
+    ) -> RuleEntry:
         """Registers a USER rule, `rules/NAME` or bare; equal content (form, params with ranges) returns what is there.
+
+        `is_checked`: a compile worker has checked the definition, whose graphs stay bytes here.
 
         Raises INVALID_RULE (the name), RULE_EXISTS, LIMIT_EXCEEDED, QUOTA_EXCEEDED, and what reading the definition
         raises.
         """
         name = _valid_name(name)
-        _check_size(definition, description)
-        content = RuleContent.from_definition(definition, self._bounds)
-        refused = content.refused(self._bounds)
-        if refused:
-            raise GradruleError(refused)
+        _check_size(definition.ByteSize(), description)
+        if is_checked:
+            content = RuleContent.from_kept(name, definition)
+        else:
+            content = RuleContent.from_definition(definition, self._bounds)
+            refused = content.refused(self._bounds)
+            if refused:
+                raise GradruleError(refused)
         with self._changing:
             names = self._names
             holder = names.find(name)
@@ -143,11 +163,15 @@ class RuleRegistry:
             self._replace(replace(names, user={**names.user, name: entry}))
         return entry
 
+    def find(self, name: str) -> RuleEntry | None:
+        """Returns the rule of that name, `rules/NAME` or bare, aliases included; None if there is none."""
+        return self._names.find(name.removeprefix(_PREFIX))
+
     def get(self, name: str) -> RuleEntry:
         """The rule of that name, `rules/NAME` or bare, aliases included; UNKNOWN_RULE."""
-        found = self._names.find(name.removeprefix(_PREFIX))
+        found = self.find(name)
         if found is None:
-            raise self._unknown(name)
+            raise self.unknown(name)
         return found
 
     def delete(self, name: str) -> None:
@@ -195,7 +219,8 @@ class RuleRegistry:
         self._names = names
         self._revision += 1
 
-    def _unknown(self, name: str) -> GradruleError:
+    def unknown(self, name: str) -> GradruleError:
+        """Returns UNKNOWN_RULE for a name, with names that are close to it."""
         bare = name.removeprefix(_PREFIX)
         broken = self._unreadable.get(bare)
         if broken is not None:
@@ -250,11 +275,11 @@ def _valid_name(name: str) -> str:
     raise error(errors_pb2.ERROR_REASON_INVALID_RULE, problem, field="rule.name")
 
 
-def _check_size(definition: rule_pb2.RuleDefinition, description: str) -> None:
+def _check_size(definition: int, description: str) -> None:
     """LIMIT_EXCEEDED for what is too large to be kept."""
     sizes = (
         ("description", len(description.encode()), _MAX_DESCRIPTION),
-        ("definition", definition.ByteSize(), _MAX_DEFINITION),
+        ("definition", definition, _MAX_DEFINITION),
     )
     for part, size, most in sizes:
         if size > most:

@@ -7,5 +7,6 @@ from gradrule_server.rules.params import write_param as write_param
 from gradrule_server.rules.params import write_param_value as write_param_value
 from gradrule_server.rules.rule import RuleContent as RuleContent
 from gradrule_server.rules.rule import graph_rule as graph_rule
+from gradrule_server.rules.rule import has_graph as has_graph
 from gradrule_server.rules.signature import RuleGraph as RuleGraph
 from gradrule_server.rules.signature import Signature as Signature

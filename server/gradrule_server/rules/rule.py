@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import InitVar, dataclass, field
+from functools import cached_property
 
 from gradrule.v1 import errors_pb2, graph_pb2, rule_pb2
 from gradrule_server.errors import Finding, GradruleError, error
@@ -23,7 +25,8 @@ class RuleContent:
 
     The forms are an expression, a graph's bytes, and (of the catalogue alone) `code`, the name by which the engine
     has the rule. `brought`: the graph is one that a program's graph brought along, as `read_graph` says. `gradient`:
-    the rule for this one's own gradient; its params are among these, and those of one name are one.
+    the rule for this one's own gradient; its params are among these, and those of one name are one. `checked`: the
+    graph was checked before, and is read only where its nodes are needed.
     """
 
     expression: str | None = None
@@ -32,14 +35,14 @@ class RuleContent:
     code: str | None = None
     brought: bool = False
     gradient: RuleContent | None = None
+    checked: InitVar[bool] = False
     formula: Formula | None = field(init=False, repr=False)
-    _graph: GraphForm | None = field(init=False, repr=False)
+    _own_params: Sequence[str] = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, checked: bool) -> None:
         names = [param.name for param in self.params]
         formula = None if self.expression is None else parse(self.expression, names)
-        graph = None if self.graph_bytes is None else read_graph(self.graph_bytes, names, brought=self.brought)
-        if sum(form is not None for form in (formula, graph, self.code)) != 1:
+        if sum(form is not None for form in (formula, self.graph_bytes, self.code)) != 1:
             raise error(
                 errors_pb2.ERROR_REASON_INVALID_RULE,
                 "a rule is either an expression or a graph, and this is neither or both",
@@ -47,8 +50,18 @@ class RuleContent:
         if self.gradient is not None:
             added = tuple(param for param in self.gradient.params if param.name not in names)
             object.__setattr__(self, "params", self.params + added)
+        object.__setattr__(self, "_own_params", names)
         object.__setattr__(self, "formula", formula)
-        object.__setattr__(self, "_graph", graph)
+        # A graph that was checked before stays bytes until its nodes are needed: they take ten times as much memory.
+        if not checked:
+            _ = self._graph
+
+    @cached_property
+    def _graph(self) -> GraphForm | None:
+        """The rule's graph, read at its first use."""
+        if self.graph_bytes is None:
+            return None
+        return read_graph(self.graph_bytes, self._own_params, brought=self.brought)
 
     @classmethod
     def from_definition(cls, definition: rule_pb2.RuleDefinition, bounds: Bounds | None = None) -> RuleContent:
@@ -63,7 +76,7 @@ class RuleContent:
     def from_kept(cls, name: str, definition: rule_pb2.RuleDefinition) -> RuleContent:
         """The content of the rule `name` as `to_definition` wrote it; without a form it is code of the engine.
 
-        A function that the language got since then takes no param's name away, and a graph is not weighed again.
+        A function that the language got since then takes no param's name away, and a graph is not checked again.
         INVALID_RULE where there is no such code.
         """
         if definition.WhichOneof("form") is None and _is_code(name):
@@ -79,7 +92,8 @@ class RuleContent:
             case "expression":
                 return cls(expression=definition.expression, params=params, gradient=gradient)
             case "graph":
-                return cls(graph_bytes=_graph_bytes(definition.graph, bounds), params=params, gradient=gradient)
+                graph_bytes = _graph_bytes(definition.graph, bounds)
+                return cls(graph_bytes=graph_bytes, params=params, gradient=gradient, checked=bounds is None)
             case _:
                 raise error(
                     errors_pb2.ERROR_REASON_INVALID_RULE,
@@ -168,6 +182,13 @@ def _read_gradient(definition: rule_pb2.RuleDefinition, bounds: Bounds | None) -
                 for item in cause.findings
             ]
         ) from cause
+
+
+def has_graph(definition: rule_pb2.RuleDefinition) -> bool:
+    """Returns whether a rule, or its gradient's rule, is given as a graph."""
+    if definition.WhichOneof("form") == "graph":
+        return True
+    return definition.HasField("gradient") and has_graph(definition.gradient)
 
 
 def graph_rule(definition: rule_pb2.RuleDefinition, signature: Signature) -> RuleGraph:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -12,16 +12,19 @@ from gradrule.v1 import override_pb2, program_pb2
 from gradrule_server.engine.build import build
 from gradrule_server.engine.built import Built
 from gradrule_server.graphs import Limits
+from gradrule_server.link.shape import CallShape
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.programs.prepare import Prepared, prepare
-from gradrule_server.programs.rule_lookup import ResolvedRule
-from gradrule_server.programs.shape import CallShape
+from gradrule_server.preparation.prepare import Prepared, prepare
+from gradrule_server.preparation.rule_lookup import ResolvedRule
 from gradrule_server.rules.catalogue import BUILTINS
 from tests.stores import no_blobs
 
 
 class Builtins:
     """Rules of the catalogue, without a registry."""
+
+    def fetch(self, names: Iterable[str]) -> None:
+        """Does nothing: all are there."""
 
     def resolve(self, name: str) -> ResolvedRule:
         """The rule; KeyError if there is none."""
@@ -55,6 +58,6 @@ def split(program: Prepared) -> Built:
 
 def arguments(program: Prepared, built: Built, feeds: Mapping[str, Any]) -> list[tf.Tensor]:
     """What the built function takes: feeds, then the overrides' own params."""
-    values = {(item.rule, item.name): item.value.number for item in program.table.call_settings({}, range(1000))}
+    values = {(item.rule, item.name): item.value.number for item in program.table.params.call_settings({}, range(1000))}
     fed = [tf.constant(feeds[item.name], item.dtype) for item in built.inputs]
     return fed + [tf.constant(values[item.rule, item.name], tf.float64) for item in built.params]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,17 @@ from gradrule_server.engine.bound_rules import BoundRule, GraphRule
 from gradrule_server.engine.gradients import Differentiation, Turn
 from gradrule_server.engine.imports import import_graph
 from gradrule_server.engine.names import IMPORT_SCOPE
-from gradrule_server.programs.prepare import prepare
-from gradrule_server.programs.rule_lookup import ResolvedRule
-from gradrule_server.programs.shape import CallShape
+from gradrule_server.link.shape import CallShape
+from gradrule_server.preparation.prepare import prepare
+from gradrule_server.preparation.rule_lookup import ResolvedRule
 from tests.stores import no_blobs
 
 
 class NoRegistry:
     """No rule has a name."""
+
+    def fetch(self, names: Iterable[str]) -> None:
+        """Does nothing: there are none."""
 
     def resolve(self, name: str) -> ResolvedRule:
         raise AssertionError(f"{name} was asked for")

@@ -80,7 +80,9 @@ def test_each_registration_is_a_line(file: Path, made: tuple[str, Any, Any], wha
 def test_checking_and_reading_register_nothing(file: Path) -> None:
     log = AuditLog()
     checking = program_pb2.CompileProgramRequest(validate_only=True)
-    answered("ProgramService/CompileProgram", checking, program_pb2.CompileProgramResponse(program=PROGRAM), log)
+    # A program that is not kept has no name.
+    checked = program_pb2.Program(digests=PROGRAM.digests)
+    answered("ProgramService/CompileProgram", checking, program_pb2.CompileProgramResponse(program=checked), log)
     answered("RuleService/GetRule", rule_pb2.GetRuleRequest(), rule_pb2.GetRuleResponse(rule=RULE), log)
     make(log, fails=refusal("UNKNOWN_RULE"))
     assert lines(file) == []

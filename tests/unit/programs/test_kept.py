@@ -13,13 +13,12 @@ import pytest
 
 from gradrule.v1 import program_pb2
 from gradrule_server.errors import GradruleError
-from gradrule_server.policy import Bounds
+from gradrule_server.link.shape import CallShape
 from gradrule_server.programs.cache import ProgramCache, Runnable
+from gradrule_server.programs.compiler import KeptParts
 from gradrule_server.programs.kept import KeptPrograms
 from gradrule_server.programs.loaded import Loadable, LoadedPrograms
-from gradrule_server.programs.overrides import OverrideTable
 from gradrule_server.programs.retries import Retries
-from gradrule_server.programs.shape import CallShape
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.programs import ProgramRegistry
 from gradrule_server.registry.rules import RuleRegistry
@@ -37,16 +36,19 @@ class FakeCompiler:
         self.gate.set()
         self.asked = 0
 
-    async def compile(self, spec: program_pb2.ProgramSpec, *_: Any) -> Runnable:
+    async def compile_to_keep(self, spec: bytes, *_: Any) -> tuple[Runnable, KeptParts]:
+        return await self.compile(spec), KeptParts(spec, (), b"")
+
+    async def compile(self, spec: bytes, *_: Any) -> Runnable:
         self.asked += 1
         await self.gate.wait()
-        digest = spec.fetches[0]
+        digest = program_pb2.ProgramSpec.FromString(spec).fetches[0]
         compiled: Any = SimpleNamespace(
             key=digest,
             message=program_pb2.Program(digests=program_pb2.Digests(program=digest)),
             tail=b"",
+            program=b"",
             placeholders=frozenset({"x"}),
-            prepared=SimpleNamespace(table=OverrideTable(Bounds())),
         )
         return Runnable(compiled, Loadable(digest, b""))
 
@@ -66,7 +68,7 @@ class House:
         self.kept = KeptPrograms(self.registry, rules, self.compiler, ProgramCache(10, 10**6))
 
     async def create(self, digest: str) -> None:
-        await self.kept.create(program_pb2.ProgramSpec(fetches=[digest]), "p", self.retries)
+        await self.kept.create(program_pb2.ProgramSpec(fetches=[digest]).SerializeToString(), "p", self.retries)
 
     async def find(self, call: CallShape = _CALL) -> str:
         _, program, _ = await self.kept.find("programs/p", call, self.retries)

@@ -245,13 +245,14 @@ def test_a_rule_that_draws_asks_for_salt() -> None:
     assert graph.shape_sources == (frozenset({"dy0", "x0"}),)
 
 
-def test_a_new_rules_graph_is_held_to_the_bounds_that_are_set_and_a_kept_ones_no_more() -> None:
+def test_a_new_rules_graph_is_held_to_the_bounds_that_are_set_and_a_kept_one_is_not_read() -> None:
     """What is in bounds is read, and found to have two nodes of one name."""
     heavy = rule_pb2.RuleDefinition(graph=rule_pb2.GraphSource(serialized=b"\x0a\x00" * 600_000))
     inner = rule_pb2.RuleDefinition(expression="dy", gradient=heavy)
     for message in (heavy, inner):
         assert refused(message)[0] == "LIMIT_EXCEEDED"
         assert refused(message, Bounds(unpacking=1000))[0] == "DUPLICATE_NODE"
+    kept = RuleContent.from_kept("R", heavy)
     with pytest.raises(GradruleError) as caught:
-        RuleContent.from_kept("R", heavy)
+        kept.refused(Bounds())
     assert reason_name(caught.value.reason) == "DUPLICATE_NODE"

@@ -12,7 +12,9 @@ A frame on the socket is a header (see link/framing.py) and a payload, one of th
 - FORWARD (ForwardRequest) → RAN (ForwardReply)
 - PULL_BACK (PullBackRequest) → RAN (the bytes of a `gradrule.v1.PullBackResponse`)
 - SESSION (SessionRequest) → RAN (SessionReply)
-- FAULT (Fault): in place of COMPILED or RAN.
+- PREPARE (PrepareRequest) → PREPARED (the message that belongs to the task): to a compile worker, which reads graphs.
+- ASK (Question) → TOLD (Told): from a compile worker while it works on a PREPARE, with the request id of that.
+- FAULT (Fault): in place of COMPILED, RAN or PREPARED.
 - UNLOAD (UnloadRequest), RELEASE and END_SESSION (ReleaseRequest): no answer.
 - PING → PONG: nothing.
 - PLACED, either way: in place of a frame whose payload lies in an arena; its kind and place (see link/framing.py).
@@ -706,15 +708,23 @@ class Fault(google.protobuf.message.Message):
     MESSAGE_FIELD_NUMBER: builtins.int
     FINDINGS_FIELD_NUMBER: builtins.int
     NOT_LOADED_FIELD_NUMBER: builtins.int
+    RETRY_AFTER_S_FIELD_NUMBER: builtins.int
+    RESOURCES_FIELD_NUMBER: builtins.int
     reason: gradrule.v1.errors_pb2.ErrorReason.ValueType
     """Reason."""
     message: builtins.str
     """What is wrong, where, and what would be right."""
     not_loaded: builtins.bool
     """The engine does not hold the program that RUN names."""
+    retry_after_s: builtins.float
+    """Seconds after which the same request may work. Not set: not known."""
     @property
     def findings(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.program_pb2.Finding]:
         """All findings."""
+
+    @property
+    def resources(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___FaultResource]:
+        """What the error is about."""
 
     def __init__(
         self,
@@ -723,10 +733,36 @@ class Fault(google.protobuf.message.Message):
         message: builtins.str = ...,
         findings: collections.abc.Iterable[gradrule.v1.program_pb2.Finding] | None = ...,
         not_loaded: builtins.bool = ...,
+        retry_after_s: builtins.float | None = ...,
+        resources: collections.abc.Iterable[global___FaultResource] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["findings", b"findings", "message", b"message", "not_loaded", b"not_loaded", "reason", b"reason"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_retry_after_s", b"_retry_after_s", "retry_after_s", b"retry_after_s"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_retry_after_s", b"_retry_after_s", "findings", b"findings", "message", b"message", "not_loaded", b"not_loaded", "reason", b"reason", "resources", b"resources", "retry_after_s", b"retry_after_s"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_retry_after_s", b"_retry_after_s"]) -> typing.Literal["retry_after_s"] | None: ...
 
 global___Fault = Fault
+
+@typing.final
+class FaultResource(google.protobuf.message.Message):
+    """A resource that an error is about."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TYPE_FIELD_NUMBER: builtins.int
+    NAME_FIELD_NUMBER: builtins.int
+    type: builtins.str
+    """Type, `gradrule.v1.Blob` for example."""
+    name: builtins.str
+    """Name."""
+    def __init__(
+        self,
+        *,
+        type: builtins.str = ...,
+        name: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "type", b"type"]) -> None: ...
+
+global___FaultResource = FaultResource
 
 @typing.final
 class ForwardRequest(google.protobuf.message.Message):
@@ -1162,3 +1198,1083 @@ class RawForwardResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "evaluate", b"evaluate", "handle", b"handle", "ttl", b"ttl"]) -> None: ...
 
 global___RawForwardResponse = RawForwardResponse
+
+@typing.final
+class PrepareRequest(google.protobuf.message.Message):
+    """One task of a compile worker: everything that looks into a graph of a caller's."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LIMITS_FIELD_NUMBER: builtins.int
+    BLOB_FOLDER_FIELD_NUMBER: builtins.int
+    PROGRAM_FIELD_NUMBER: builtins.int
+    FINISH_FIELD_NUMBER: builtins.int
+    VARIABLES_FIELD_NUMBER: builtins.int
+    RULE_FIELD_NUMBER: builtins.int
+    SAMPLE_FIELD_NUMBER: builtins.int
+    blob_folder: builtins.str
+    """Folder of the caller's blobs within the one that the process was started with; empty: that one itself."""
+    sample: builtins.bytes
+    """Writes the call that samples a rule, from the bytes of a `gradrule.v1.SampleRuleRequest` → the bytes of a `gradrule.v1.EvaluateRequest`."""
+    @property
+    def limits(self) -> global___Limits:
+        """What graphs may be."""
+
+    @property
+    def program(self) -> global___ProgramTask:
+        """Checks and expands a program → its length (u64, little-endian) and a PreparedProgram, then the bytes of the CompileRequest."""
+
+    @property
+    def finish(self) -> global___FinishTask:
+        """Puts together what a compiled program is → FinishedProgram."""
+
+    @property
+    def variables(self) -> global___VariablesTask:
+        """Lists the variables of a graph → GraphVariables."""
+
+    @property
+    def rule(self) -> gradrule.v1.rule_pb2.RuleDefinition:
+        """Checks a rule → CheckedRule."""
+
+    def __init__(
+        self,
+        *,
+        limits: global___Limits | None = ...,
+        blob_folder: builtins.str = ...,
+        program: global___ProgramTask | None = ...,
+        finish: global___FinishTask | None = ...,
+        variables: global___VariablesTask | None = ...,
+        rule: gradrule.v1.rule_pb2.RuleDefinition | None = ...,
+        sample: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["finish", b"finish", "limits", b"limits", "program", b"program", "rule", b"rule", "sample", b"sample", "task", b"task", "variables", b"variables"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blob_folder", b"blob_folder", "finish", b"finish", "limits", b"limits", "program", b"program", "rule", b"rule", "sample", b"sample", "task", b"task", "variables", b"variables"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["task", b"task"]) -> typing.Literal["program", "finish", "variables", "rule", "sample"] | None: ...
+
+global___PrepareRequest = PrepareRequest
+
+@typing.final
+class Limits(google.protobuf.message.Message):
+    """What graphs may be; the fields are those of `policy.Limits`."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TRUSTED_FIELD_NUMBER: builtins.int
+    RANK_FIELD_NUMBER: builtins.int
+    NODE_OUTPUTS_FIELD_NUMBER: builtins.int
+    LISTED_OUTPUTS_FIELD_NUMBER: builtins.int
+    CONSTANT_BYTES_FIELD_NUMBER: builtins.int
+    UNPACKING_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
+    INLINED_NODES_FIELD_NUMBER: builtins.int
+    INLINED_BYTES_FIELD_NUMBER: builtins.int
+    CALL_DEPTH_FIELD_NUMBER: builtins.int
+    GRAPH_BYTES_FIELD_NUMBER: builtins.int
+    ATTR_BYTES_FIELD_NUMBER: builtins.int
+    SELECTIONS_FIELD_NUMBER: builtins.int
+    ENGINE_BYTES_FIELD_NUMBER: builtins.int
+    trusted: builtins.bool
+    """As there."""
+    rank: builtins.int
+    """As there."""
+    node_outputs: builtins.int
+    """As there."""
+    listed_outputs: builtins.int
+    """As there."""
+    constant_bytes: builtins.int
+    """As there."""
+    unpacking: builtins.int
+    """As there."""
+    nodes: builtins.int
+    """As there."""
+    inlined_nodes: builtins.int
+    """As there."""
+    inlined_bytes: builtins.int
+    """As there."""
+    call_depth: builtins.int
+    """As there."""
+    graph_bytes: builtins.int
+    """As there."""
+    attr_bytes: builtins.int
+    """As there."""
+    selections: builtins.int
+    """As there."""
+    engine_bytes: builtins.int
+    """As there."""
+    def __init__(
+        self,
+        *,
+        trusted: builtins.bool = ...,
+        rank: builtins.int = ...,
+        node_outputs: builtins.int = ...,
+        listed_outputs: builtins.int = ...,
+        constant_bytes: builtins.int = ...,
+        unpacking: builtins.int = ...,
+        nodes: builtins.int = ...,
+        inlined_nodes: builtins.int = ...,
+        inlined_bytes: builtins.int = ...,
+        call_depth: builtins.int = ...,
+        graph_bytes: builtins.int = ...,
+        attr_bytes: builtins.int = ...,
+        selections: builtins.int = ...,
+        engine_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attr_bytes", b"attr_bytes", "call_depth", b"call_depth", "constant_bytes", b"constant_bytes", "engine_bytes", b"engine_bytes", "graph_bytes", b"graph_bytes", "inlined_bytes", b"inlined_bytes", "inlined_nodes", b"inlined_nodes", "listed_outputs", b"listed_outputs", "node_outputs", b"node_outputs", "nodes", b"nodes", "rank", b"rank", "selections", b"selections", "trusted", b"trusted", "unpacking", b"unpacking"]) -> None: ...
+
+global___Limits = Limits
+
+@typing.final
+class CallShape(google.protobuf.message.Message):
+    """The structure of calls; the fields are those of `link.shape.CallShape`."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FEEDS_FIELD_NUMBER: builtins.int
+    GRAD_YS_FIELD_NUMBER: builtins.int
+    DERIVATIVE_FIELD_NUMBER: builtins.int
+    TANGENTS_FIELD_NUMBER: builtins.int
+    VECTORS_FIELD_NUMBER: builtins.int
+    STACKED_GRAD_YS_FIELD_NUMBER: builtins.int
+    SESSION_FIELD_NUMBER: builtins.int
+    SPLIT_FIELD_NUMBER: builtins.int
+    derivative: gradrule.v1.evaluate_pb2.Derivative.ValueType
+    """As there."""
+    stacked_grad_ys: builtins.bool
+    """As there."""
+    session: builtins.bool
+    """As there."""
+    split: builtins.bool
+    """As there."""
+    @property
+    def feeds(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """As there."""
+
+    @property
+    def grad_ys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """As there."""
+
+    @property
+    def tangents(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """As there."""
+
+    @property
+    def vectors(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """As there."""
+
+    def __init__(
+        self,
+        *,
+        feeds: collections.abc.Iterable[builtins.str] | None = ...,
+        grad_ys: collections.abc.Iterable[builtins.str] | None = ...,
+        derivative: gradrule.v1.evaluate_pb2.Derivative.ValueType = ...,
+        tangents: collections.abc.Iterable[builtins.str] | None = ...,
+        vectors: collections.abc.Iterable[builtins.str] | None = ...,
+        stacked_grad_ys: builtins.bool = ...,
+        session: builtins.bool = ...,
+        split: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["derivative", b"derivative", "feeds", b"feeds", "grad_ys", b"grad_ys", "session", b"session", "split", b"split", "stacked_grad_ys", b"stacked_grad_ys", "tangents", b"tangents", "vectors", b"vectors"]) -> None: ...
+
+global___CallShape = CallShape
+
+@typing.final
+class ProgramTask(google.protobuf.message.Message):
+    """Checks and expands a program."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SPEC_FIELD_NUMBER: builtins.int
+    CALL_FIELD_NUMBER: builtins.int
+    SNAPSHOT_FIELD_NUMBER: builtins.int
+    NAMESPACE_FIELD_NUMBER: builtins.int
+    MAY_BE_KNOWN_FIELD_NUMBER: builtins.int
+    IS_KEPT_FIELD_NUMBER: builtins.int
+    spec: builtins.bytes
+    """Bytes of a `gradrule.v1.ProgramSpec`."""
+    snapshot: builtins.bytes
+    """The rules of a kept program: bytes of a `gradrule.v1.ListRulesResponse`. Not set: the worker asks for rules by name."""
+    namespace: builtins.str
+    """Begins the names of the program's functions; no other program has the same."""
+    may_be_known: builtins.bool
+    """The worker asks whether the program is known, by the digest of its spec; if it is, the answer says so and holds nothing else."""
+    is_kept: builtins.bool
+    """The answer holds what a registry keeps of the program."""
+    @property
+    def call(self) -> global___CallShape:
+        """What calls of the program give."""
+
+    def __init__(
+        self,
+        *,
+        spec: builtins.bytes = ...,
+        call: global___CallShape | None = ...,
+        snapshot: builtins.bytes | None = ...,
+        namespace: builtins.str = ...,
+        may_be_known: builtins.bool = ...,
+        is_kept: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_snapshot", b"_snapshot", "call", b"call", "snapshot", b"snapshot"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_snapshot", b"_snapshot", "call", b"call", "is_kept", b"is_kept", "may_be_known", b"may_be_known", "namespace", b"namespace", "snapshot", b"snapshot", "spec", b"spec"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_snapshot", b"_snapshot"]) -> typing.Literal["snapshot"] | None: ...
+
+global___ProgramTask = ProgramTask
+
+@typing.final
+class PreparedProgram(google.protobuf.message.Message):
+    """A program that is checked and expanded."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: builtins.int
+    GRAPH_DIGEST_FIELD_NUMBER: builtins.int
+    LIKENESS_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
+    BLOBS_FIELD_NUMBER: builtins.int
+    DERIVATIVE_FIELD_NUMBER: builtins.int
+    PLAN_FIELD_NUMBER: builtins.int
+    PARAMS_FIELD_NUMBER: builtins.int
+    PLACEHOLDERS_FIELD_NUMBER: builtins.int
+    KEPT_SPEC_FIELD_NUMBER: builtins.int
+    OVERRIDE_VALUES_FIELD_NUMBER: builtins.int
+    IS_KNOWN_FIELD_NUMBER: builtins.int
+    RULE_NAMES_FIELD_NUMBER: builtins.int
+    key: builtins.str
+    """Digest of the program."""
+    graph_digest: builtins.str
+    """Digest of the graph's bytes."""
+    likeness: builtins.str
+    """Digest of the graph that is the same however its bytes are ordered."""
+    nodes: builtins.int
+    """Nodes of the expanded graph."""
+    derivative: gradrule.v1.evaluate_pb2.Derivative.ValueType
+    """What is computed of ys and xs."""
+    plan: builtins.bytes
+    """Bytes of the ProgramPlan, for FinishTask."""
+    kept_spec: builtins.bytes
+    """Where ProgramTask.is_kept: bytes of the `gradrule.v1.ProgramSpec`, a graph inline as bytes."""
+    override_values: builtins.bytes
+    """Where ProgramTask.is_kept: the overrides' param values, as bytes that are equal for equal values."""
+    is_known: builtins.bool
+    """The program is known by the digest of its spec; nothing else is set."""
+    @property
+    def blobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Blobs that an engine reads when it loads the program."""
+
+    @property
+    def params(self) -> global___ParamTable:
+        """Rules that calls may set params of."""
+
+    @property
+    def placeholders(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Canonical names of placeholders: feeding them never needs another program."""
+
+    @property
+    def rule_names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Names of the rules that the worker asked for and used, in the order of their first use."""
+
+    def __init__(
+        self,
+        *,
+        key: builtins.str = ...,
+        graph_digest: builtins.str = ...,
+        likeness: builtins.str = ...,
+        nodes: builtins.int = ...,
+        blobs: collections.abc.Iterable[builtins.str] | None = ...,
+        derivative: gradrule.v1.evaluate_pb2.Derivative.ValueType = ...,
+        plan: builtins.bytes = ...,
+        params: global___ParamTable | None = ...,
+        placeholders: collections.abc.Iterable[builtins.str] | None = ...,
+        kept_spec: builtins.bytes = ...,
+        override_values: builtins.bytes = ...,
+        is_known: builtins.bool = ...,
+        rule_names: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["params", b"params"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blobs", b"blobs", "derivative", b"derivative", "graph_digest", b"graph_digest", "is_known", b"is_known", "kept_spec", b"kept_spec", "key", b"key", "likeness", b"likeness", "nodes", b"nodes", "override_values", b"override_values", "params", b"params", "placeholders", b"placeholders", "plan", b"plan", "rule_names", b"rule_names"]) -> None: ...
+
+global___PreparedProgram = PreparedProgram
+
+@typing.final
+class ParamTable(google.protobuf.message.Message):
+    """The bound rules of a program, as far as the params of a call need them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RULES_FIELD_NUMBER: builtins.int
+    SETTINGS_FIELD_NUMBER: builtins.int
+    DEFAULT_LABELS_FIELD_NUMBER: builtins.int
+    USED_FIELD_NUMBER: builtins.int
+    @property
+    def rules(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BoundParams]:
+        """In the order of their indices."""
+
+    @property
+    def settings(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ParamSetting]:
+        """Values of the overrides, and defaults."""
+
+    @property
+    def default_labels(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Labels of overrides whose rule is `default`."""
+
+    @property
+    def used(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Indices of the rules that some node carries: only their params matter."""
+
+    def __init__(
+        self,
+        *,
+        rules: collections.abc.Iterable[global___BoundParams] | None = ...,
+        settings: collections.abc.Iterable[global___ParamSetting] | None = ...,
+        default_labels: collections.abc.Iterable[builtins.str] | None = ...,
+        used: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["default_labels", b"default_labels", "rules", b"rules", "settings", b"settings", "used", b"used"]) -> None: ...
+
+global___ParamTable = ParamTable
+
+@typing.final
+class BoundParams(google.protobuf.message.Message):
+    """The params of one bound rule."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    LABEL_FIELD_NUMBER: builtins.int
+    PARAMS_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Name of the rule."""
+    label: builtins.str
+    """Label of the override."""
+    @property
+    def params(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.rule_pb2.RuleParam]:
+        """Declared params, without their defaults."""
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        label: builtins.str = ...,
+        params: collections.abc.Iterable[gradrule.v1.rule_pb2.RuleParam] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["label", b"label", "name", b"name", "params", b"params"]) -> None: ...
+
+global___BoundParams = BoundParams
+
+@typing.final
+class ProgramPlan(google.protobuf.message.Message):
+    """What a PREPARE found out that FinishTask needs."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class AliasesEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.str
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.str = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    KEY_FIELD_NUMBER: builtins.int
+    GRAPH_DIGEST_FIELD_NUMBER: builtins.int
+    ALIASES_FIELD_NUMBER: builtins.int
+    OPTIONAL_INPUTS_FIELD_NUMBER: builtins.int
+    MATCHES_FIELD_NUMBER: builtins.int
+    OVERRIDES_FIELD_NUMBER: builtins.int
+    MADE_FIELD_NUMBER: builtins.int
+    HAS_YS_FIELD_NUMBER: builtins.int
+    NO_GRADIENT_FIELD_NUMBER: builtins.int
+    REWRITTEN_FIELD_NUMBER: builtins.int
+    key: builtins.str
+    """Digest of the program."""
+    graph_digest: builtins.str
+    """Digest of the graph's bytes."""
+    has_ys: builtins.bool
+    """Something is differentiated."""
+    no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType
+    """As in ProgramSpec."""
+    @property
+    def aliases(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
+        """Aliases of the spec."""
+
+    @property
+    def optional_inputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.TensorSpec]:
+        """Inputs that have a default or a value."""
+
+    @property
+    def matches(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PlannedMatch]:
+        """Nodes that overrides took."""
+
+    @property
+    def overrides(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PlannedOverride]:
+        """Overrides in their order, those of presets one by one."""
+
+    @property
+    def made(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MadeNode]:
+        """As in CompileRequest."""
+
+    @property
+    def rewritten(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Nodes that rewrites replaced."""
+
+    def __init__(
+        self,
+        *,
+        key: builtins.str = ...,
+        graph_digest: builtins.str = ...,
+        aliases: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        optional_inputs: collections.abc.Iterable[gradrule.v1.tensor_pb2.TensorSpec] | None = ...,
+        matches: collections.abc.Iterable[global___PlannedMatch] | None = ...,
+        overrides: collections.abc.Iterable[global___PlannedOverride] | None = ...,
+        made: collections.abc.Iterable[global___MadeNode] | None = ...,
+        has_ys: builtins.bool = ...,
+        no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType = ...,
+        rewritten: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "graph_digest", b"graph_digest", "has_ys", b"has_ys", "key", b"key", "made", b"made", "matches", b"matches", "no_gradient", b"no_gradient", "optional_inputs", b"optional_inputs", "overrides", b"overrides", "rewritten", b"rewritten"]) -> None: ...
+
+global___ProgramPlan = ProgramPlan
+
+@typing.final
+class PlannedMatch(google.protobuf.message.Message):
+    """A node that an override took."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: builtins.int
+    OP_TYPE_FIELD_NUMBER: builtins.int
+    FUNCTION_FIELD_NUMBER: builtins.int
+    RULE_NAME_FIELD_NUMBER: builtins.int
+    LABEL_FIELD_NUMBER: builtins.int
+    OVERRIDE_FIELD_NUMBER: builtins.int
+    DIFFERENTIABLE_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
+    MARK_FIELD_NUMBER: builtins.int
+    node: builtins.str
+    """Name for people."""
+    op_type: builtins.str
+    """Its op type."""
+    function: builtins.str
+    """Where in the uploaded graph it lies."""
+    rule_name: builtins.str
+    """Name of the rule."""
+    label: builtins.str
+    """Label of the override."""
+    override: builtins.int
+    """Index of the override in the request; -1: the node's own attribute."""
+    differentiable: builtins.bool
+    """Its types have gradients."""
+    mark: builtins.int
+    """Index into CompileRequest.marks. Not set: no gradient can pass."""
+    @property
+    def nodes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """All nodes of a subgraph."""
+
+    def __init__(
+        self,
+        *,
+        node: builtins.str = ...,
+        op_type: builtins.str = ...,
+        function: builtins.str = ...,
+        rule_name: builtins.str = ...,
+        label: builtins.str = ...,
+        override: builtins.int = ...,
+        differentiable: builtins.bool = ...,
+        nodes: collections.abc.Iterable[builtins.str] | None = ...,
+        mark: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_mark", b"_mark", "mark", b"mark"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_mark", b"_mark", "differentiable", b"differentiable", "function", b"function", "label", b"label", "mark", b"mark", "node", b"node", "nodes", b"nodes", "op_type", b"op_type", "override", b"override", "rule_name", b"rule_name"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_mark", b"_mark"]) -> typing.Literal["mark"] | None: ...
+
+global___PlannedMatch = PlannedMatch
+
+@typing.final
+class PlannedOverride(google.protobuf.message.Message):
+    """An override, as far as it is checked whether it has an effect."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: builtins.int
+    LABEL_FIELD_NUMBER: builtins.int
+    RULE_NAME_FIELD_NUMBER: builtins.int
+    RULE_FIELD_NUMBER: builtins.int
+    OPTIONAL_FIELD_NUMBER: builtins.int
+    IS_PRESET_FIELD_NUMBER: builtins.int
+    HAS_MADE_NODES_FIELD_NUMBER: builtins.int
+    index: builtins.int
+    """Index in the request."""
+    label: builtins.str
+    """Its label."""
+    rule_name: builtins.str
+    """Name of its rule."""
+    rule: builtins.int
+    """Index of its rule; -1: the op's own gradient."""
+    optional: builtins.bool
+    """It may have no effect."""
+    is_preset: builtins.bool
+    """It is part of a preset."""
+    has_made_nodes: builtins.bool
+    """It also holds for nodes that gradients make."""
+    def __init__(
+        self,
+        *,
+        index: builtins.int = ...,
+        label: builtins.str = ...,
+        rule_name: builtins.str = ...,
+        rule: builtins.int = ...,
+        optional: builtins.bool = ...,
+        is_preset: builtins.bool = ...,
+        has_made_nodes: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["has_made_nodes", b"has_made_nodes", "index", b"index", "is_preset", b"is_preset", "label", b"label", "optional", b"optional", "rule", b"rule", "rule_name", b"rule_name"]) -> None: ...
+
+global___PlannedOverride = PlannedOverride
+
+@typing.final
+class FinishTask(google.protobuf.message.Message):
+    """Puts together what a compiled program is."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PLAN_FIELD_NUMBER: builtins.int
+    REPLY_FIELD_NUMBER: builtins.int
+    DEVICE_FIELD_NUMBER: builtins.int
+    plan: builtins.bytes
+    """Bytes of the ProgramPlan."""
+    reply: builtins.bytes
+    """Bytes of the CompileReply."""
+    device: builtins.str
+    """Where the program runs."""
+    def __init__(
+        self,
+        *,
+        plan: builtins.bytes = ...,
+        reply: builtins.bytes = ...,
+        device: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["device", b"device", "plan", b"plan", "reply", b"reply"]) -> None: ...
+
+global___FinishTask = FinishTask
+
+@typing.final
+class FinishedProgram(google.protobuf.message.Message):
+    """A compiled program."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PROGRAM_FIELD_NUMBER: builtins.int
+    TAIL_FIELD_NUMBER: builtins.int
+    program: builtins.bytes
+    """Bytes of the `gradrule.v1.Program`, without a name."""
+    tail: builtins.bytes
+    """Bytes of a `gradrule.v1.EvaluateResponse`: what an answer with an inline program ends with."""
+    def __init__(
+        self,
+        *,
+        program: builtins.bytes = ...,
+        tail: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["program", b"program", "tail", b"tail"]) -> None: ...
+
+global___FinishedProgram = FinishedProgram
+
+@typing.final
+class VariablesTask(google.protobuf.message.Message):
+    """Lists the variables of a graph."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SPEC_FIELD_NUMBER: builtins.int
+    spec: builtins.bytes
+    """Bytes of a `gradrule.v1.ProgramSpec`, of which only the graph counts."""
+    def __init__(
+        self,
+        *,
+        spec: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["spec", b"spec"]) -> None: ...
+
+global___VariablesTask = VariablesTask
+
+@typing.final
+class GraphVariables(google.protobuf.message.Message):
+    """The variables of a graph."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VARIABLES_FIELD_NUMBER: builtins.int
+    @property
+    def variables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GraphVariable]:
+        """In their order."""
+
+    def __init__(
+        self,
+        *,
+        variables: collections.abc.Iterable[global___GraphVariable] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["variables", b"variables"]) -> None: ...
+
+global___GraphVariables = GraphVariables
+
+@typing.final
+class GraphVariable(google.protobuf.message.Message):
+    """A variable of a graph."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMES_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
+    SHAPE_FIELD_NUMBER: builtins.int
+    INITIALISED_FIELD_NUMBER: builtins.int
+    DIFFERENTIABLE_FIELD_NUMBER: builtins.int
+    dtype: gradrule.v1.tensor_pb2.Dt.ValueType
+    """Element type."""
+    initialised: builtins.bool
+    """The graph computes its first value."""
+    differentiable: builtins.bool
+    """Its type has gradients."""
+    @property
+    def names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """All names by which requests may call it, its own first."""
+
+    @property
+    def shape(self) -> gradrule.v1.tensor_pb2.TensorShape:
+        """Shape."""
+
+    def __init__(
+        self,
+        *,
+        names: collections.abc.Iterable[builtins.str] | None = ...,
+        dtype: gradrule.v1.tensor_pb2.Dt.ValueType = ...,
+        shape: gradrule.v1.tensor_pb2.TensorShape | None = ...,
+        initialised: builtins.bool = ...,
+        differentiable: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["shape", b"shape"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["differentiable", b"differentiable", "dtype", b"dtype", "initialised", b"initialised", "names", b"names", "shape", b"shape"]) -> None: ...
+
+global___GraphVariable = GraphVariable
+
+@typing.final
+class CheckedRule(google.protobuf.message.Message):
+    """A rule that may be registered."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DEFINITION_FIELD_NUMBER: builtins.int
+    @property
+    def definition(self) -> gradrule.v1.rule_pb2.RuleDefinition:
+        """The rule, its graphs as bytes."""
+
+    def __init__(
+        self,
+        *,
+        definition: gradrule.v1.rule_pb2.RuleDefinition | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["definition", b"definition"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["definition", b"definition"]) -> None: ...
+
+global___CheckedRule = CheckedRule
+
+@typing.final
+class Question(google.protobuf.message.Message):
+    """What a compile worker asks while it works on a task."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RULES_FIELD_NUMBER: builtins.int
+    UNKNOWN_RULE_FIELD_NUMBER: builtins.int
+    BLOB_SIZES_FIELD_NUMBER: builtins.int
+    BLOB_FIELD_NUMBER: builtins.int
+    SPEC_DIGEST_FIELD_NUMBER: builtins.int
+    unknown_rule: builtins.str
+    """Why there is no rule of this name → Told.fault."""
+    blob: builtins.str
+    """That the bytes of this blob are those of its name, and stay until the task ends."""
+    spec_digest: builtins.bytes
+    """Whether a program of this digest is known → Told.is_known."""
+    @property
+    def rules(self) -> global___Names:
+        """The rules of these names → Told.rules; names without a rule are left out."""
+
+    @property
+    def blob_sizes(self) -> global___Names:
+        """The sizes of these blobs → Told.sizes."""
+
+    def __init__(
+        self,
+        *,
+        rules: global___Names | None = ...,
+        unknown_rule: builtins.str = ...,
+        blob_sizes: global___Names | None = ...,
+        blob: builtins.str = ...,
+        spec_digest: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["blob", b"blob", "blob_sizes", b"blob_sizes", "question", b"question", "rules", b"rules", "spec_digest", b"spec_digest", "unknown_rule", b"unknown_rule"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blob", b"blob", "blob_sizes", b"blob_sizes", "question", b"question", "rules", b"rules", "spec_digest", b"spec_digest", "unknown_rule", b"unknown_rule"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["question", b"question"]) -> typing.Literal["rules", "unknown_rule", "blob_sizes", "blob", "spec_digest"] | None: ...
+
+global___Question = Question
+
+@typing.final
+class Names(google.protobuf.message.Message):
+    """Names of one kind."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAMES_FIELD_NUMBER: builtins.int
+    @property
+    def names(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """The names."""
+
+    def __init__(
+        self,
+        *,
+        names: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["names", b"names"]) -> None: ...
+
+global___Names = Names
+
+@typing.final
+class Told(google.protobuf.message.Message):
+    """What a compile worker is told."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FAULT_FIELD_NUMBER: builtins.int
+    RULES_FIELD_NUMBER: builtins.int
+    SIZES_FIELD_NUMBER: builtins.int
+    IS_KNOWN_FIELD_NUMBER: builtins.int
+    is_known: builtins.bool
+    """Whether it is known."""
+    @property
+    def fault(self) -> global___Fault:
+        """Why there is no answer. Not set: there is."""
+
+    @property
+    def rules(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.rule_pb2.Rule]:
+        """Rules, each with the name by which it was asked for as its only alias. One of the catalogue has no definition."""
+
+    @property
+    def sizes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Size of each blob in bytes; -1: there is no such blob."""
+
+    def __init__(
+        self,
+        *,
+        fault: global___Fault | None = ...,
+        rules: collections.abc.Iterable[gradrule.v1.rule_pb2.Rule] | None = ...,
+        sizes: collections.abc.Iterable[builtins.int] | None = ...,
+        is_known: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["fault", b"fault"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["fault", b"fault", "is_known", b"is_known", "rules", b"rules", "sizes", b"sizes"]) -> None: ...
+
+global___Told = Told
+
+@typing.final
+class RawEvaluateRequest(google.protobuf.message.Message):
+    """A `gradrule.v1.EvaluateRequest` with its spec as bytes: the front end does not read graphs. The same on the wire."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class ParamsEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        @property
+        def value(self) -> gradrule.v1.evaluate_pb2.ParamValues: ...
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: gradrule.v1.evaluate_pb2.ParamValues | None = ...,
+        ) -> None: ...
+        def HasField(self, field_name: typing.Literal["value", b"value"]) -> builtins.bool: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    PROGRAM_FIELD_NUMBER: builtins.int
+    SPEC_FIELD_NUMBER: builtins.int
+    FEEDS_FIELD_NUMBER: builtins.int
+    GRAD_YS_FIELD_NUMBER: builtins.int
+    PARAMS_FIELD_NUMBER: builtins.int
+    DERIVATIVE_FIELD_NUMBER: builtins.int
+    TANGENTS_FIELD_NUMBER: builtins.int
+    VECTORS_FIELD_NUMBER: builtins.int
+    STACKED_GRAD_YS_FIELD_NUMBER: builtins.int
+    program: builtins.str
+    """As there."""
+    spec: builtins.bytes
+    """A ProgramSpec."""
+    derivative: gradrule.v1.evaluate_pb2.Derivative.ValueType
+    """As there."""
+    stacked_grad_ys: builtins.bool
+    """As there."""
+    @property
+    def feeds(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
+        """As there."""
+
+    @property
+    def grad_ys(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
+        """As there."""
+
+    @property
+    def params(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, gradrule.v1.evaluate_pb2.ParamValues]:
+        """As there."""
+
+    @property
+    def tangents(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
+        """As there."""
+
+    @property
+    def vectors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
+        """As there."""
+
+    def __init__(
+        self,
+        *,
+        program: builtins.str = ...,
+        spec: builtins.bytes = ...,
+        feeds: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
+        grad_ys: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
+        params: collections.abc.Mapping[builtins.str, gradrule.v1.evaluate_pb2.ParamValues] | None = ...,
+        derivative: gradrule.v1.evaluate_pb2.Derivative.ValueType = ...,
+        tangents: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
+        vectors: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
+        stacked_grad_ys: builtins.bool = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["program", b"program", "spec", b"spec", "target", b"target"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["derivative", b"derivative", "feeds", b"feeds", "grad_ys", b"grad_ys", "params", b"params", "program", b"program", "spec", b"spec", "stacked_grad_ys", b"stacked_grad_ys", "tangents", b"tangents", "target", b"target", "vectors", b"vectors"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["target", b"target"]) -> typing.Literal["program", "spec"] | None: ...
+
+global___RawEvaluateRequest = RawEvaluateRequest
+
+@typing.final
+class RawForwardRequest(google.protobuf.message.Message):
+    """A `gradrule.v1.ForwardRequest` with the spec as bytes. The same on the wire."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EVALUATE_FIELD_NUMBER: builtins.int
+    TTL_FIELD_NUMBER: builtins.int
+    @property
+    def evaluate(self) -> global___RawEvaluateRequest:
+        """As there."""
+
+    @property
+    def ttl(self) -> google.protobuf.duration_pb2.Duration:
+        """As there."""
+
+    def __init__(
+        self,
+        *,
+        evaluate: global___RawEvaluateRequest | None = ...,
+        ttl: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["evaluate", b"evaluate", "ttl", b"ttl"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["evaluate", b"evaluate", "ttl", b"ttl"]) -> None: ...
+
+global___RawForwardRequest = RawForwardRequest
+
+@typing.final
+class RawCompileProgramRequest(google.protobuf.message.Message):
+    """A `gradrule.v1.CompileProgramRequest` with its spec as bytes. The same on the wire."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SPEC_FIELD_NUMBER: builtins.int
+    PROGRAM_ID_FIELD_NUMBER: builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: builtins.int
+    spec: builtins.bytes
+    """A ProgramSpec."""
+    program_id: builtins.str
+    """As there."""
+    validate_only: builtins.bool
+    """As there."""
+    def __init__(
+        self,
+        *,
+        spec: builtins.bytes = ...,
+        program_id: builtins.str = ...,
+        validate_only: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["program_id", b"program_id", "spec", b"spec", "validate_only", b"validate_only"]) -> None: ...
+
+global___RawCompileProgramRequest = RawCompileProgramRequest
+
+@typing.final
+class RawProgramSpec(google.protobuf.message.Message):
+    """A `gradrule.v1.ProgramSpec` of which only these parts are looked at or written. The same on the wire."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GRAPH_FIELD_NUMBER: builtins.int
+    OVERRIDES_FIELD_NUMBER: builtins.int
+    NO_GRADIENT_FIELD_NUMBER: builtins.int
+    VARIABLES_FIELD_NUMBER: builtins.int
+    graph: builtins.bytes
+    """A GraphSource."""
+    no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType
+    """As there."""
+    @property
+    def overrides(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Each an Override."""
+
+    @property
+    def variables(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Each a NamedTensor."""
+
+    def __init__(
+        self,
+        *,
+        graph: builtins.bytes = ...,
+        overrides: collections.abc.Iterable[builtins.bytes] | None = ...,
+        no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType = ...,
+        variables: collections.abc.Iterable[builtins.bytes] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["graph", b"graph", "no_gradient", b"no_gradient", "overrides", b"overrides", "variables", b"variables"]) -> None: ...
+
+global___RawProgramSpec = RawProgramSpec
+
+@typing.final
+class RawGraphSource(google.protobuf.message.Message):
+    """A `gradrule.v1.GraphSource` with its graph as bytes. The same on the wire."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INLINE_FIELD_NUMBER: builtins.int
+    SERIALIZED_FIELD_NUMBER: builtins.int
+    BLOB_SHA256_FIELD_NUMBER: builtins.int
+    inline: builtins.bytes
+    """A Graph."""
+    serialized: builtins.bytes
+    """As there."""
+    blob_sha256: builtins.str
+    """As there."""
+    def __init__(
+        self,
+        *,
+        inline: builtins.bytes = ...,
+        serialized: builtins.bytes = ...,
+        blob_sha256: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["blob_sha256", b"blob_sha256", "inline", b"inline", "serialized", b"serialized", "source", b"source"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blob_sha256", b"blob_sha256", "inline", b"inline", "serialized", b"serialized", "source", b"source"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["source", b"source"]) -> typing.Literal["inline", "serialized", "blob_sha256"] | None: ...
+
+global___RawGraphSource = RawGraphSource
+
+@typing.final
+class RawStartSession(google.protobuf.message.Message):
+    """A `gradrule.v1.StartSession` with graph and overrides as bytes. The same on the wire."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GRAPH_FIELD_NUMBER: builtins.int
+    OVERRIDES_FIELD_NUMBER: builtins.int
+    VARIABLES_FIELD_NUMBER: builtins.int
+    NO_GRADIENT_FIELD_NUMBER: builtins.int
+    graph: builtins.bytes
+    """A GraphSource."""
+    no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType
+    """As there."""
+    @property
+    def overrides(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """Each an Override."""
+
+    @property
+    def variables(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
+        """As there."""
+
+    def __init__(
+        self,
+        *,
+        graph: builtins.bytes = ...,
+        overrides: collections.abc.Iterable[builtins.bytes] | None = ...,
+        variables: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
+        no_gradient: gradrule.v1.program_pb2.NoGradient.ValueType = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["graph", b"graph", "no_gradient", b"no_gradient", "overrides", b"overrides", "variables", b"variables"]) -> None: ...
+
+global___RawStartSession = RawStartSession
+
+@typing.final
+class RawCreateRuleRequest(google.protobuf.message.Message):
+    """A `gradrule.v1.CreateRuleRequest` with the definition as bytes. The same on the wire."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RULE_FIELD_NUMBER: builtins.int
+    @property
+    def rule(self) -> global___RawRule:
+        """As there."""
+
+    def __init__(
+        self,
+        *,
+        rule: global___RawRule | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["rule", b"rule"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["rule", b"rule"]) -> None: ...
+
+global___RawCreateRuleRequest = RawCreateRuleRequest
+
+@typing.final
+class RawRule(google.protobuf.message.Message):
+    """A `gradrule.v1.Rule` of which only these parts are looked at. The same on the wire."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    DEFINITION_FIELD_NUMBER: builtins.int
+    DESCRIPTION_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """As there."""
+    definition: builtins.bytes
+    """A RuleDefinition."""
+    description: builtins.str
+    """As there."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        definition: builtins.bytes | None = ...,
+        description: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_definition", b"_definition", "definition", b"definition"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_definition", b"_definition", "definition", b"definition", "description", b"description", "name", b"name"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_definition", b"_definition"]) -> typing.Literal["definition"] | None: ...
+
+global___RawRule = RawRule
+
+@typing.final
+class RawSampleRuleRequest(google.protobuf.message.Message):
+    """A `gradrule.v1.SampleRuleRequest` of which only the values are looked at. The same on the wire."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VALUES_FIELD_NUMBER: builtins.int
+    @property
+    def values(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
+        """As there."""
+
+    def __init__(
+        self,
+        *,
+        values: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["values", b"values"]) -> None: ...
+
+global___RawSampleRuleRequest = RawSampleRuleRequest

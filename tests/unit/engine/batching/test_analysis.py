@@ -26,7 +26,7 @@ from tests.unit.engine.building import prepared
 def built_of(case: Case) -> tuple[Built, list[np.ndarray]]:
     """The program, and the values of its params."""
     program = prepared(case.graph(), case.overrides, **case.derivative)
-    values = {(item.rule, item.name): item.value.number for item in program.table.call_settings({}, range(1000))}
+    values = {(item.rule, item.name): item.value.number for item in program.table.params.call_settings({}, range(1000))}
     built = build(program.request)
     return built, [np.array(values[item.rule, item.name], np.float64) for item in built.params]
 

@@ -1,8 +1,7 @@
-"""What of a SampleRule request is refused, and what reaches the engine; against a house that notes it."""
+"""What of a SampleRule request is refused, and what call is made of it."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +12,10 @@ from gradrule import _tensors
 from gradrule.v1 import evaluate_pb2, graph_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.graphs import Limits
-from gradrule_server.programs.sample import sample
+from gradrule_server.link.v1 import link_pb2
+from gradrule_server.preparation.asking import AskedRules
+from gradrule_server.preparation.sampling import sample_call
+from gradrule_server.programs.rule_lookup import RegistryLookup
 from gradrule_server.registry.rules import RuleRegistry
 from gradrule_server.registry.store import Store
 
@@ -29,22 +31,6 @@ _HUGE = tensor_pb2.Tensor(
 _DEFAULTS = Limits()
 
 
-class Asked(Exception):
-    """What the house was asked to evaluate."""
-
-    def __init__(self, request: evaluate_pb2.EvaluateRequest) -> None:
-        super().__init__()
-        self.request = request
-
-
-class House:
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
-
-    async def run_inline(self, request: evaluate_pb2.EvaluateRequest, *_: Any) -> bytes:
-        raise Asked(request)
-
-
 @pytest.fixture(scope="module")
 def rules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RuleRegistry]:
     store = Store(tmp_path_factory.mktemp("store"))
@@ -58,9 +44,8 @@ def asked(
     for name, value in values.items():
         message = value if isinstance(value, tensor_pb2.Tensor) else _tensors.to_message(np.float32(value))
         request.values.add(name=name).value.inline.CopyFrom(message)
-    with pytest.raises(Asked) as caught:
-        asyncio.run(sample(request, rules, House(limits), 0, 0.0))
-    return caught.value.request
+    lookup = RegistryLookup(rules)
+    return sample_call(request, AskedRules(lambda asked: link_pb2.Told(rules=lookup.find(asked.rules.names))), limits)
 
 
 def refusal(

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from gradrule.v1 import errors_pb2, graph_pb2, override_pb2, rule_pb2
+from gradrule.v1 import errors_pb2, graph_pb2, override_pb2
 from gradrule_server.errors import Finding, GradruleError, did_you_mean
-from gradrule_server.graphs import DEFAULT_RULE, OWN_GRADIENT, OverrideSpec, tensor_fault
+from gradrule_server.graphs import DEFAULT_RULE, OWN_GRADIENT, OverrideSpec
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Bounds, check_unpacking
-from gradrule_server.programs.rule_lookup import ResolvedRule, RuleLookup
-from gradrule_server.rules import RuleContent, write_param_value
+from gradrule_server.preparation.rule_lookup import ResolvedRule, RuleLookup
+from gradrule_server.rules import RuleContent, write_param, write_param_value
 from gradrule_server.rules.catalogue.presets import PRESETS
+from gradrule_server.rules.param_table import BoundParams, ParamTable
 
 INLINE_RULE = "inline"
 # Two bytes are a wrong override, and what is wrong with it takes hundreds: nothing is looked at after so many.
@@ -37,8 +38,11 @@ class OverrideTable:
     bounds: Bounds
     specs: list[OverrideSpec] = field(default_factory=list)
     bound: list[BoundOverride] = field(default_factory=list)
-    settings: dict[tuple[int, str], rule_pb2.ParamValue] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
+    params: ParamTable = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.params = ParamTable(self.bounds)
 
     def bind(self, rule: ResolvedRule, label: str) -> int:
         """Adds a rule for an override; returns its index.
@@ -47,10 +51,18 @@ class OverrideTable:
         """
         index = len(self.bound)
         self.bound.append(BoundOverride(rule, label))
-        for param in rule.content.params if rule.content is not None else ():
+        declared = () if rule.content is None else rule.content.params
+        self.params.rules.append(BoundParams(rule.name, label, declared))
+        for param in declared:
             if param.default is not None:
-                self.settings[index, param.name] = write_param_value(param.default)
+                self.params.settings[index, param.name] = write_param_value(param.default)
         return index
+
+    def add(self, spec: OverrideSpec) -> None:
+        """Adds an override whose rule is bound."""
+        self.specs.append(spec)
+        if spec.rule_index == OWN_GRADIENT:
+            self.params.default_labels.add(spec.label)
 
     def bring(self, label: str) -> int:
         """A place for a rule that the graph brings along; returns its index."""
@@ -86,109 +98,29 @@ class OverrideTable:
         """The bound rules as the engine takes them."""
         return [_message(bound.rule) for bound in self.bound]
 
-    def call_settings(
-        self, params: Mapping[str, Mapping[str, rule_pb2.ParamValue]], used: Container[int]
-    ) -> list[link_pb2.ParamSetting]:
-        """The params of one call for the rules in `used`: the overrides' values, then those by label.
-
-        Raises UNKNOWN_PARAM, MISSING_PARAM, INVALID_PARAM.
-        """
-        settings = self.settings
-        if params:
-            settings = dict(settings)
-            findings: list[Finding] = []
-            for label, values in params.items():
-                findings += self._set_by_label(settings, label, values)
-            if findings:
-                raise GradruleError(findings)
-        missing = [
-            Finding(
-                errors_pb2.ERROR_REASON_MISSING_PARAM,
-                f"rule {bound.rule.name!r} of override {bound.label!r} needs param {param.name!r}: it has no default",
-                field="params",
-            )
-            for index, bound in enumerate(self.bound)
-            if bound.rule.content is not None and index in used
-            for param in bound.rule.content.params
-            if (index, param.name) not in settings
-        ]
-        if missing:
-            raise GradruleError(missing)
-        return [
-            link_pb2.ParamSetting(rule=rule, name=name, value=value)
-            for (rule, name), value in settings.items()
-            if rule in used
-        ]
-
-    def _set_by_label(
-        self,
-        settings: dict[tuple[int, str], rule_pb2.ParamValue],
-        label: str,
-        values: Mapping[str, rule_pb2.ParamValue],
-    ) -> list[Finding]:
-        indices = [index for index, bound in enumerate(self.bound) if bound.label == label]
-        if not indices:
-            labels = sorted({bound.label for bound in self.bound})
-            if any(spec.label == label for spec in self.specs):
-                message = f"params name the label {label!r}, whose rule is 'default', which has no params"
-                return [Finding(errors_pb2.ERROR_REASON_UNKNOWN_PARAM, message, field=f"params[{label!r}]")]
-            return [
-                Finding(
-                    errors_pb2.ERROR_REASON_UNKNOWN_PARAM,
-                    f"params name the label {label!r}, which no override has.{did_you_mean(label, labels)} "
-                    f"Labels: {', '.join(map(repr, labels)) or 'none'}",
-                    field=f"params[{label!r}]",
-                )
-            ]
-        # Overrides may share a label, and a rule that lacks the param is not the one that is meant.
-        declared = {index: self.declared(index) for index in indices}
-        findings: list[Finding] = []
-        for name, value in values.items():
-            meant = [index for index in indices if name in declared[index]] or indices[:1]
-            for index in meant:
-                findings += self.set_params(settings, index, {name: value}, f"params[{label!r}]")
-        return findings
-
     def declared(self, index: int) -> list[str]:
         """Names of the params of one bound rule."""
-        content = self.bound[index].rule.content
-        return [] if content is None else [param.name for param in content.params]
+        return list(self.params.rules[index].declared)
 
-    def set_params(
-        self,
-        settings: dict[tuple[int, str], rule_pb2.ParamValue],
-        index: int,
-        values: Mapping[str, rule_pb2.ParamValue],
-        field: str,
-    ) -> list[Finding]:
-        """Sets params of one bound rule; returns what is wrong with them."""
-        rule = self.bound[index].rule
-        declared = {} if rule.content is None else {param.name: param for param in rule.content.params}
-        findings: list[Finding] = []
-        for name, value in values.items():
-            if name not in declared:
-                findings.append(
-                    Finding(
-                        errors_pb2.ERROR_REASON_UNKNOWN_PARAM,
-                        f"rule {rule.name!r} has no param {name!r}.{did_you_mean(name, declared)} "
-                        f"Params: {', '.join(declared) or 'none'}",
-                        field=f"{field}.{name}",
-                    )
+    def param_message(self, used: Iterable[int]) -> link_pb2.ParamTable:
+        """Returns what the front end needs for the params of calls. `used`: rules that some node carries."""
+        return link_pb2.ParamTable(
+            rules=[
+                link_pb2.BoundParams(
+                    name=bound.name,
+                    label=bound.label,
+                    # Defaults are among the settings.
+                    params=[write_param(replace(param, default=None)) for param in bound.params],
                 )
-                continue
-            # A few bytes can stand for a tensor of any size.
-            fault = tensor_fault(value.tensor, self.bounds) if value.WhichOneof("value") == "tensor" else None
-            if fault:
-                message = f"param {name!r} {fault[1]}"
-                findings.append(Finding(errors_pb2.ERROR_REASON_INVALID_PARAM, message, field=f"{field}.{name}"))
-                continue
-            try:
-                declared[name].check(value, f"{field}.{name}")
-            except GradruleError as cause:
-                findings += cause.findings
-            else:
-                settings[index, name] = value
-        return findings
+                for bound in self.params.rules
+            ],
+            settings=[
+                link_pb2.ParamSetting(rule=rule, name=name, value=value)
+                for (rule, name), value in self.params.settings.items()
+            ],
+            default_labels=sorted(self.params.default_labels),
+            used=sorted(used),
+        )
 
 
 def _message(rule: ResolvedRule) -> link_pb2.BoundRule:
@@ -199,6 +131,18 @@ def _message(rule: ResolvedRule) -> link_pb2.BoundRule:
     if rule.content.code is not None:
         return link_pb2.BoundRule(name=rule.name, code=rule.content.code)
     return link_pb2.BoundRule(name=rule.name, definition=rule.content.to_definition())
+
+
+def rule_names(overrides: Iterable[override_pb2.Override]) -> list[str]:
+    """Returns the names of all rules that the overrides name, each once, in their order."""
+    names: dict[str, None] = {}
+    for override in overrides:
+        choice = override.WhichOneof("choice")
+        if choice == "rule":
+            names[override.rule] = None
+        elif choice == "preset" and override.preset.name in PRESETS:
+            names.update(dict.fromkeys(entry.rule for entry in PRESETS[override.preset.name].overrides))
+    return [name for name in names if name not in ("", DEFAULT_RULE)]
 
 
 def read_overrides(overrides: Sequence[override_pb2.Override], lookup: RuleLookup, bounds: Bounds) -> OverrideTable:
@@ -229,8 +173,8 @@ def read_overrides(overrides: Sequence[override_pb2.Override], lookup: RuleLooku
                 )
             )
         elif rule is not None:
-            table.findings += table.set_params(table.settings, bound, override.params, f"{where}.params")
-        table.specs.append(
+            table.findings += table.params.set(table.params.settings, bound, override.params, f"{where}.params")
+        table.add(
             OverrideSpec(
                 override.selector,
                 bound,
@@ -267,10 +211,10 @@ def _add_preset(table: OverrideTable, override: override_pb2.Override, index: in
         name = DEFAULT_RULE
         if rule is not None:
             name = rule.name
-            table.findings += table.set_params(table.settings, bound, entry.params, f"{where}.preset")
+            table.findings += table.params.set(table.params.settings, bound, entry.params, f"{where}.preset")
             for param in table.declared(bound):
                 declared.setdefault(param, []).append(bound)
-        table.specs.append(
+        table.add(
             OverrideSpec(
                 entry.selector,
                 bound,
@@ -292,7 +236,7 @@ def _add_preset(table: OverrideTable, override: override_pb2.Override, index: in
                 Finding(errors_pb2.ERROR_REASON_UNKNOWN_PARAM, message, field=f"{where}.preset.params.{name}")
             )
         for bound in declared.get(name, ()):
-            table.findings += table.set_params(table.settings, bound, {name: value}, f"{where}.preset.params")
+            table.findings += table.params.set(table.params.settings, bound, {name: value}, f"{where}.preset.params")
 
 
 def _holds_always(override: override_pb2.Override) -> bool:

@@ -11,19 +11,19 @@ from dataclasses import dataclass, replace
 from gradrule.v1 import errors_pb2, graph_pb2, override_pb2, program_pb2, rule_pb2, tensor_pb2
 from gradrule_server import graphs
 from gradrule_server.errors import Finding, GradruleError, error
+from gradrule_server.link.shape import CallShape, canonical
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.programs.derivative import Wish, wish_of
-from gradrule_server.programs.overrides import OverrideTable, read_overrides
-from gradrule_server.programs.rule_lookup import ResolvedRule, RuleLookup
-from gradrule_server.programs.shape import CallShape, canonical
-from gradrule_server.programs.values import Values, bind
-from gradrule_server.registry.blobs import BlobStore
+from gradrule_server.policy import Limits
+from gradrule_server.preparation.blobs import Blobs
+from gradrule_server.preparation.derivative import Wish, wish_of
+from gradrule_server.preparation.overrides import OverrideTable, read_overrides, rule_names
+from gradrule_server.preparation.rule_lookup import ResolvedRule, RuleLookup
+from gradrule_server.preparation.values import Values, bind
 
 FORMAT_VERSION = 3
 """Goes into every digest: programs of another format are other programs."""
 
-_serial = itertools.count()
-
+_GRADIENT_ATTR = "_gradient_op_type"
 _ABOUT_NAMES = (errors_pb2.ERROR_REASON_UNKNOWN_TENSOR, errors_pb2.ERROR_REASON_UNKNOWN_FEED)
 _SHOWN_ALIASES = 20
 
@@ -48,10 +48,15 @@ def prepare(
     spec: program_pb2.ProgramSpec,
     call: CallShape,
     lookup: RuleLookup,
-    limits: graphs.Limits,
-    store: BlobStore,
+    limits: Limits,
+    store: Blobs,
+    namespace: str = "gr",
 ) -> Prepared:
-    """Checks and expands; raises `GradruleError` with all that is wrong."""
+    """Checks and expands; raises `GradruleError` with all that is wrong.
+
+    `namespace`: begins the names of the program's functions. TensorFlow's functions have names for the whole process,
+    so no two programs of one engine may share one.
+    """
     graph_bytes, graph = graph_of(spec, limits, store)
     graph_digest = hashlib.sha256(graph_bytes).hexdigest()
     likeness = hashlib.sha256(graph.SerializeToString(deterministic=True)).hexdigest()
@@ -59,6 +64,7 @@ def prepare(
     # Feeding a placeholder is what placeholders are for: it makes no other program.
     call = replace(call, feeds=call.feeds - graphs.placeholders(graph, variables))
     wish, findings = wish_of(spec, call)
+    lookup.fetch([*rule_names(spec.overrides), *_named_gradients(graph)])
     table = read_overrides(spec.overrides, lookup, limits)
     findings += [*_check_wishes(spec, wish), *table.findings]
 
@@ -82,8 +88,7 @@ def prepare(
                 again=wish.again,
                 known_rule=known_rule,
                 bring=table.bring,
-                # TensorFlow's functions have names for the whole process, so no two programs may share one.
-                namespace=f"gr{next(_serial)}",
+                namespace=namespace,
                 variables=variables,
                 with_updates=call.session,
                 stateful=call.session,
@@ -118,7 +123,7 @@ def prepare(
         ],
         rules=table.messages(),
         scopes=expanded.scopes,
-        inputs=[_input_spec(item) for item in expanded.inputs if not item.optional],
+        inputs=[input_spec(item) for item in expanded.inputs if not item.optional],
         fetches=_endpoints(spec.fetches, expanded),
         ys=_endpoints(wish.ys, expanded),
         xs=_endpoints(wish.xs, expanded),
@@ -146,7 +151,14 @@ def prepare(
     return Prepared(key, graph_digest, request, table, expanded, dict(spec.aliases), values.blobs, likeness)
 
 
-def _check_size(expanded: graphs.Expanded, table: OverrideTable, limits: graphs.Limits) -> list[Finding]:
+def _named_gradients(graph: graph_pb2.Graph) -> list[str]:
+    """Returns the names of rules, or of gradients of another process, that nodes name as theirs."""
+    bodies = (graph.node, *(function.node_def for function in graph.library.function))
+    names = (node.attr[_GRADIENT_ATTR].s for body in bodies for node in body if _GRADIENT_ATTR in node.attr)
+    return [name.decode(errors="replace") for name in dict.fromkeys(names)]
+
+
+def _check_size(expanded: graphs.Expanded, table: OverrideTable, limits: Limits) -> list[Finding]:
     """LIMIT_EXCEEDED where rules that are graphs, copied for each node that has one, make the program too large."""
     # Those that the graph brings along have no content yet.
     sizes = [
@@ -172,7 +184,7 @@ def _with_aliases(finding: Finding, spec: program_pb2.ProgramSpec) -> Finding:
     return replace(finding, message=f"{finding.message} Aliases: {shown}{more}.")
 
 
-def graph_of(spec: program_pb2.ProgramSpec, limits: graphs.Limits, store: BlobStore) -> tuple[bytes, graph_pb2.Graph]:
+def graph_of(spec: program_pb2.ProgramSpec, limits: Limits, store: Blobs) -> tuple[bytes, graph_pb2.Graph]:
     """The graph's bytes, and the graph. BLOB_NOT_FOUND, LIMIT_EXCEEDED, INVALID_GRAPH."""
     source = spec.graph.WhichOneof("source")
     if source == "blob_sha256":
@@ -232,7 +244,8 @@ def _made(table: OverrideTable) -> list[link_pb2.MadeNode]:
     ]
 
 
-def _input_spec(item: graphs.GraphInput) -> tensor_pb2.TensorSpec:
+def input_spec(item: graphs.GraphInput) -> tensor_pb2.TensorSpec:
+    """Returns the message that tells of an input."""
     return tensor_pb2.TensorSpec(name=item.name, dtype=item.dtype, shape=item.shape)
 
 
@@ -305,7 +318,7 @@ def _identity(rule: ResolvedRule) -> list[str]:
 
 def override_values(table: OverrideTable) -> bytes:
     """The overrides' param values, which distinguish programs of one digest from each other."""
-    items = sorted(table.settings.items())
+    items = sorted(table.params.settings.items())
     return b"".join(
         override_pb2.Override(
             label=f"{rule}.{name}", params={"value": rule_pb2.ParamValue.FromString(value.SerializeToString())}

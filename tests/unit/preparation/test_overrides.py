@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 
 from gradrule.v1 import errors_pb2, override_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, error, reason_name
 from gradrule_server.policy import Bounds
-from gradrule_server.programs.overrides import OverrideTable, read_overrides
-from gradrule_server.programs.rule_lookup import ResolvedRule
+from gradrule_server.preparation.overrides import OverrideTable, read_overrides
+from gradrule_server.preparation.rule_lookup import ResolvedRule
 
 
 class NoRules:
     """Knows no rule, and counts how often it is asked."""
 
     asked = 0
+
+    def fetch(self, names: Iterable[str]) -> None:
+        """Does nothing: there are none."""
 
     def resolve(self, name: str) -> ResolvedRule:
         self.asked += 1
@@ -61,10 +66,10 @@ def test_params_are_held_to_the_bounds_that_are_set(given: rule_pb2.ParamValue, 
     at_once = read_overrides([override], NoRules(), bounds)
     assert [fault in finding.message for finding in at_once.findings] == [True] * bool(fault)
     if not fault:
-        assert table.call_settings({"signs": {"a": given}}, {0})
+        assert table.params.call_settings({"signs": {"a": given}}, {0})
         return
     with pytest.raises(GradruleError) as caught:
-        table.call_settings({"signs": {"a": given}}, {0})
+        table.params.call_settings({"signs": {"a": given}}, {0})
     assert fault in caught.value.message
 
 

@@ -1,0 +1,170 @@
+"""Puts together what a compiled program is, from its plan and what the engine found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+
+from gradrule.v1 import errors_pb2, evaluate_pb2, override_pb2, program_pb2
+from gradrule_server.errors import Finding, GradruleError
+from gradrule_server.link.v1 import link_pb2
+from gradrule_server.preparation.prepare import Prepared, input_spec
+
+_ACTIVE = override_pb2.RESOLUTION_STATUS_ACTIVE
+_OFF_PATH = override_pb2.RESOLUTION_STATUS_OFF_PATH
+_NOT_DIFFERENTIABLE = override_pb2.RESOLUTION_STATUS_NOT_DIFFERENTIABLE
+
+# Met at a node of another rank than the override's: no match after all.
+_NO_MATCH = override_pb2.RESOLUTION_STATUS_UNSPECIFIED
+
+NO_GRADIENT_LABEL = "no_gradient"
+NO_GRADIENT_RULES = {
+    program_pb2.NO_GRADIENT_DEFAULT: "default",
+    program_pb2.NO_GRADIENT_PASS: "pass",
+    program_pb2.NO_GRADIENT_ZERO: "zero",
+}
+
+_STATUS_TEXT = {
+    _ACTIVE: "active",
+    _OFF_PATH: "off the path from ys to xs",
+    _NOT_DIFFERENTIABLE: "of a type without gradients",
+}
+_SHOWN_NODES = 5
+_NO_RANK = " (none has the rank)"
+_NONE_MADE = " (the graph has none, and through none that a gradient makes)"
+
+
+_Matched = tuple[link_pb2.PlannedMatch, override_pb2.ResolutionStatus.ValueType]
+
+
+def plan_of(prepared: Prepared) -> link_pb2.ProgramPlan:
+    """Returns what `finish` needs of a prepared program."""
+    expanded, request = prepared.expanded, prepared.request
+    return link_pb2.ProgramPlan(
+        key=prepared.key,
+        graph_digest=prepared.graph_digest,
+        aliases=prepared.aliases,
+        optional_inputs=[input_spec(item) for item in expanded.inputs if item.optional],
+        matches=[
+            link_pb2.PlannedMatch(
+                node=match.node,
+                op_type=match.op_type,
+                function=match.function,
+                rule_name=match.rule_name,
+                label=match.label,
+                override=match.override,
+                differentiable=match.differentiable,
+                nodes=match.nodes,
+                mark=match.mark,
+            )
+            for match in expanded.matches
+        ],
+        overrides=[
+            link_pb2.PlannedOverride(
+                index=item.index,
+                label=item.label,
+                rule_name=item.rule_name,
+                rule=item.rule_index,
+                optional=item.optional,
+                is_preset=item.is_preset,
+                has_made_nodes=bool(item.made_op_types),
+            )
+            for item in prepared.table.specs
+        ],
+        made=request.made,
+        has_ys=bool(request.ys),
+        no_gradient=request.no_gradient,
+        rewritten=expanded.rewritten,
+    )
+
+
+def finish(plan: link_pb2.ProgramPlan, reply: link_pb2.CompileReply, device: str) -> link_pb2.FinishedProgram:
+    """Returns the compiled program. Raises INACTIVE_OVERRIDE where an override has no effect."""
+    statuses = _statuses(plan, reply)
+    matches = [(match, status) for match, status in zip(plan.matches, statuses, strict=True) if status != _NO_MATCH]
+    if plan.has_ys:
+        _check_effect(plan, matches, {plan.made[index].rule for index in reply.made})
+    resolutions = [
+        override_pb2.Resolution(
+            node=match.node,
+            op_type=match.op_type,
+            rule=match.rule_name,
+            label=match.label,
+            status=status,
+            function=match.function,
+            nodes=match.nodes,
+        )
+        for match, status in matches
+    ]
+    resolutions += [
+        override_pb2.Resolution(
+            node=node.node,
+            op_type=node.op_type,
+            rule=NO_GRADIENT_RULES[plan.no_gradient],
+            label=NO_GRADIENT_LABEL,
+            status=_ACTIVE,
+        )
+        for node in reply.without_gradient
+    ]
+    program = program_pb2.Program(
+        digests=program_pb2.Digests(graph=plan.graph_digest, program=plan.key),
+        inputs=[*reply.inputs, *plan.optional_inputs],
+        outputs=reply.outputs,
+        ys=reply.ys,
+        xs=reply.xs,
+        overrides=resolutions,
+        defaulted=reply.defaulted,
+        device=device,
+        rewritten=plan.rewritten,
+        aliases=dict(plan.aliases),
+    )
+    tail = evaluate_pb2.EvaluateResponse(overrides=resolutions, defaulted=reply.defaulted, rewritten=plan.rewritten)
+    return link_pb2.FinishedProgram(program=program.SerializeToString(), tail=tail.SerializeToString())
+
+
+def _statuses(
+    plan: link_pb2.ProgramPlan, reply: link_pb2.CompileReply
+) -> list[override_pb2.ResolutionStatus.ValueType]:
+    statuses = []
+    for match in plan.matches:
+        status = reply.statuses[match.mark] if match.HasField("mark") else _OFF_PATH
+        if status in (_ACTIVE, _NO_MATCH):
+            statuses.append(status)
+        else:
+            statuses.append(_OFF_PATH if match.differentiable else _NOT_DIFFERENTIABLE)
+    return statuses
+
+
+def _check_effect(
+    plan: link_pb2.ProgramPlan,
+    matches: Sequence[_Matched],
+    made: AbstractSet[int],
+) -> None:
+    """`made`: rules that nodes made by gradients asked for."""
+    findings: list[Finding] = []
+    by_override: dict[int, list[_Matched]] = {}
+    for match, status in matches:
+        by_override.setdefault(match.override, []).append((match, status))
+    asked = {item.index for item in plan.overrides if item.has_made_nodes and item.rule in made}
+    # A preset is many overrides under one index, and has an effect if one of them has.
+    for item in {item.index: item for item in plan.overrides if not item.optional}.values():
+        hits = by_override.get(item.index, [])
+        if item.index in asked or any(status == _ACTIVE for _, status in hits):
+            continue
+        what = f"preset {item.label!r}" if item.is_preset else f"override {item.label!r} (rule {item.rule_name!r})"
+        shown = "; ".join(
+            f"{match.node!r} ({match.op_type}): {_STATUS_TEXT[status]}" for match, status in hits[:_SHOWN_NODES]
+        )
+        nothing = _NONE_MADE if item.has_made_nodes else _NO_RANK
+        more = f"; and {len(hits) - _SHOWN_NODES} more" if len(hits) > _SHOWN_NODES else ""
+        findings.append(
+            Finding(
+                errors_pb2.ERROR_REASON_INACTIVE_OVERRIDE,
+                f"{what} has no effect: no gradient passes through any node that it matches"
+                f"{': ' if shown else nothing}{shown}{more}. Say optional if that is meant.",
+                node=hits[0][0].node if hits else "",
+                field=f"overrides[{item.index}]",
+            )
+        )
+    if findings:
+        raise GradruleError(findings)

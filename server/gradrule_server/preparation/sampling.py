@@ -1,0 +1,252 @@
+"""Writes the call that samples a rule: the rule's own graph, or a graph of one op with the rule on it.
+
+A rule with a form of its own is run as the graph that it is compiled to. Where the rule needs an op (its outputs, its
+own gradient, or because it *is* an op's gradient), a graph of that one op is differentiated with the rule on it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from gradrule import _infer, _opdefs, _tensors
+from gradrule.v1 import errors_pb2, evaluate_pb2, graph_pb2, override_pb2, rule_pb2, tensor_pb2
+from gradrule_server.errors import GradruleError, did_you_mean, error
+from gradrule_server.link.shape import sampled_gradient
+from gradrule_server.policy import Bounds, tensor_fault
+from gradrule_server.preparation.overrides import INLINE_RULE, OverrideTable
+from gradrule_server.preparation.rule_lookup import ResolvedRule, RuleLookup
+from gradrule_server.rules import RuleContent, Signature, read_param_value
+
+_VARIABLE = re.compile(r"(x|y|dy|default)(0|[1-9][0-9]{0,3})?")
+_PARAM_PREFIX = "param/"
+_SALT = "salt"
+
+
+def sample_call(
+    request: rule_pb2.SampleRuleRequest, lookup: RuleLookup, bounds: Bounds
+) -> evaluate_pb2.EvaluateRequest:
+    """Returns the call. MISSING_FEED where a value that the rule needs is neither given nor computed by `op_type`."""
+    source = request.WhichOneof("source")
+    if source is None:
+        raise error(
+            errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the request names no rule and holds none", field="source"
+        )
+    values = _values(request, bounds)
+    xs = [values[f"x{index}"] for index in range(_count(values, "x"))]
+    if not xs:
+        raise error(errors_pb2.ERROR_REASON_MISSING_FEED, "a rule is sampled at some x: give x", field="values")
+    content: RuleContent | None
+    op_type = request.op_type
+    if source == "definition":
+        content = RuleContent.from_definition(request.definition, bounds)
+    else:
+        rule = lookup.resolve(request.name)
+        content = rule.content
+        op_type = op_type or (rule.name if content is None else "")
+    if op_type:
+        return _through_op(request, op_type, xs, values)
+    if content is None:
+        raise error(
+            errors_pb2.ERROR_REASON_MISSING_FEED, "an OP rule needs an op to run on: give op_type", field="op_type"
+        )
+    if request.attrs:
+        raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "attrs are an op's: give op_type too", field="attrs")
+    return _by_itself(request, content, xs, values, bounds)
+
+
+def _values(request: rule_pb2.SampleRuleRequest, bounds: Bounds) -> dict[str, tensor_pb2.Tensor]:
+    values: dict[str, tensor_pb2.Tensor] = {}
+    for item in request.values:
+        match = _VARIABLE.fullmatch(item.name)
+        if match is None:
+            raise error(
+                errors_pb2.ERROR_REASON_UNKNOWN_FEED,
+                f"{item.name!r} is no variable of a rule: x, y, dy, default, numbered after the first",
+                field="values",
+            )
+        name = f"{match[1]}{match[2] or 0}"
+        if name in values:
+            raise error(errors_pb2.ERROR_REASON_UNKNOWN_FEED, f"{name} is given twice", field="values")
+        values[name] = _checked(item.value, item.name, bounds)
+    return values
+
+
+def _checked(source: tensor_pb2.TensorSource, name: str, bounds: Bounds) -> tensor_pb2.Tensor:
+    """The tensor; INVALID_TENSOR or LIMIT_EXCEEDED where it cannot be read."""
+    fault = tensor_fault(source.inline, bounds)
+    if source.WhichOneof("source") is None:
+        fault = errors_pb2.ERROR_REASON_INVALID_TENSOR, "holds no tensor"
+    if fault is not None:
+        raise error(fault[0], f"{name} {fault[1]}", field="values")
+    try:
+        _tensors.to_numpy(source.inline)
+    except ValueError as cause:
+        raise error(errors_pb2.ERROR_REASON_INVALID_TENSOR, f"{name}: {cause}", field="values") from cause
+    return source.inline
+
+
+def _indices(values: Iterable[str], prefix: str) -> list[int]:
+    return sorted(int(name.removeprefix(prefix)) for name in values if name.rstrip("0123456789") == prefix)
+
+
+def _count(values: Iterable[str], prefix: str) -> int:
+    """How many there are; MISSING_FEED where one is left out."""
+    indices = _indices(values, prefix)
+    for index, found in enumerate(indices):
+        if index != found:
+            raise error(
+                errors_pb2.ERROR_REASON_MISSING_FEED,
+                f"{prefix}{found} is given, but {prefix}{index} is not",
+                field="values",
+            )
+    return len(indices)
+
+
+def _outputs(values: Mapping[str, tensor_pb2.Tensor], xs: list[tensor_pb2.Tensor]) -> list[tensor_pb2.Tensor]:
+    """A tensor like each output: the y, else its dy, else, of the first one, x."""
+    count = max([0, *_indices(values, "y"), *_indices(values, "dy")]) + 1
+    outputs = [values.get(f"y{index}") or values.get(f"dy{index}") for index in range(count)]
+    outputs[0] = outputs[0] or xs[0]
+    found = [output for output in outputs if output is not None]
+    if len(found) < count:
+        index = outputs.index(None)
+        raise error(
+            errors_pb2.ERROR_REASON_MISSING_FEED,
+            f"output {count - 1} is given, but neither y{index} nor dy{index} is",
+            field="values",
+        )
+    return found
+
+
+def _by_itself(
+    request: rule_pb2.SampleRuleRequest,
+    content: RuleContent,
+    xs: list[tensor_pb2.Tensor],
+    values: dict[str, tensor_pb2.Tensor],
+    bounds: Bounds,
+) -> evaluate_pb2.EvaluateRequest:
+    """The rule's own graph as a forward program."""
+    outputs = _outputs(values, xs)
+    rule_graph = content.bind(Signature(tuple(x.dtype for x in xs), tuple(y.dtype for y in outputs)))
+    missing = [
+        variable
+        for variable in rule_graph.inputs
+        if not variable.startswith((_PARAM_PREFIX, "dy")) and variable != _SALT and variable not in values
+    ]
+    if missing:
+        raise error(
+            errors_pb2.ERROR_REASON_MISSING_FEED,
+            f"the rule uses {', '.join(missing)}: give it, or op_type for an op that computes it",
+            field="values",
+        )
+    evaluation = evaluate_pb2.EvaluateRequest()
+    evaluation.spec.graph.inline.CopyFrom(rule_graph.graph)
+    for index, result in enumerate(rule_graph.results):
+        if result is not None:
+            # Under names of its own, so that two inputs may share one result and an input may be a result.
+            node = evaluation.spec.graph.inline.node.add(name=sampled_gradient(index), op="Identity", input=[result])
+            evaluation.spec.fetches.append(node.name)
+    params = _param_values(request, content, bounds)
+    for variable, placeholder in rule_graph.inputs.items():
+        feed = evaluation.feeds.add(name=placeholder)
+        if variable == _SALT:
+            # Made of a node's name elsewhere, and here there is no node.
+            feed.value.inline.CopyFrom(_tensors.to_message(np.int64(0)))
+        elif variable.startswith(_PARAM_PREFIX):
+            feed.value.inline.CopyFrom(params[variable.removeprefix(_PARAM_PREFIX)])
+        else:
+            feed.value.inline.CopyFrom(values.get(variable) or _ones_like(outputs[int(variable[2:])]))
+    return evaluation
+
+
+def _param_values(
+    request: rule_pb2.SampleRuleRequest, content: RuleContent, bounds: Bounds
+) -> dict[str, tensor_pb2.Tensor]:
+    table = OverrideTable(bounds)
+    name = request.name.removeprefix("rules/") or INLINE_RULE
+    index = table.bind(ResolvedRule(name, content), name)
+    findings = table.params.set(table.params.settings, index, request.params, "params")
+    if findings:
+        raise GradruleError(findings)
+    given = {setting.name: setting.value for setting in table.params.call_settings({}, {index})}
+    values = {}
+    for param in content.params:
+        value = param.default
+        if param.name in given:
+            value = read_param_value(_bounded(given[param.name], bounds), param.name, f"params.{param.name}")
+        values[param.name] = _tensors.to_message(np.asarray(value, np.float64))
+    return values
+
+
+def _bounded(value: rule_pb2.ParamValue, bounds: Bounds) -> rule_pb2.ParamValue:
+    """The value; INVALID_PARAM where a few bytes stand for a tensor that has no room here."""
+    fault = tensor_fault(value.tensor, bounds) if value.HasField("tensor") else None
+    if fault is not None:
+        raise error(errors_pb2.ERROR_REASON_INVALID_PARAM, f"the param {fault[1]}", field="params")
+    return value
+
+
+def _through_op(
+    request: rule_pb2.SampleRuleRequest,
+    op_type: str,
+    xs: list[tensor_pb2.Tensor],
+    values: dict[str, tensor_pb2.Tensor],
+) -> evaluate_pb2.EvaluateRequest:
+    """A graph of one op, differentiated with the rule as its override."""
+    computed = [name for name in values if name.startswith(("y", "default"))]
+    if computed:
+        raise error(
+            errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
+            f"{', '.join(computed)} cannot be given together with op_type {op_type!r}, which computes it",
+            field="values",
+        )
+    op = _opdefs.find(op_type)
+    if op is None:
+        raise error(
+            errors_pb2.ERROR_REASON_UNKNOWN_OP_TYPE,
+            f"there is no op type {op_type!r}.{did_you_mean(op_type, _opdefs.names())}",
+            field="op_type",
+        )
+    try:
+        output_types = _infer.complete(op, request.attrs, [x.dtype for x in xs]).outputs
+    except _infer.InferError as cause:
+        raise error(
+            errors_pb2.ErrorReason.Value(f"ERROR_REASON_{cause.kind}"), f"op {op_type!r}: {cause}", field="op_type"
+        ) from cause
+    beyond = [index for index in _indices(values, "dy") if index >= len(output_types)]
+    if beyond:
+        raise error(
+            errors_pb2.ERROR_REASON_UNKNOWN_FEED,
+            f"dy{beyond[0]} is given, but {op_type} has {len(output_types)} outputs, counted from 0",
+            field="values",
+        )
+    evaluation = evaluate_pb2.EvaluateRequest()
+    spec = evaluation.spec
+    node = graph_pb2.Node(name="op", op=op_type, attr=request.attrs)
+    for index, x in enumerate(xs):
+        name = f"x{index}"
+        placeholder = spec.graph.inline.node.add(name=name, op="Placeholder")
+        placeholder.attr["dtype"].type = x.dtype
+        placeholder.attr["shape"].shape.CopyFrom(x.tensor_shape)
+        node.input.append(name)
+        evaluation.feeds.add(name=name).value.inline.CopyFrom(x)
+        spec.vjp.xs.append(name)
+    spec.graph.inline.node.append(node)
+    for index in range(len(output_types)):
+        spec.fetches.append(f"op:{index}")
+        spec.vjp.ys.append(f"op:{index}")
+        if f"dy{index}" in values:
+            evaluation.grad_ys.add(name=f"op:{index}").value.inline.CopyFrom(values[f"dy{index}"])
+    override = spec.overrides.add(selector=override_pb2.Selector(node="op"), label="sampled", params=request.params)
+    if request.WhichOneof("source") == "definition":
+        override.definition.CopyFrom(request.definition)
+    else:
+        override.rule = request.name.removeprefix("rules/")
+    return evaluation
+
+
+def _ones_like(tensor: tensor_pb2.Tensor) -> tensor_pb2.Tensor:
+    return _tensors.to_message(np.ones_like(_tensors.to_numpy(tensor)))

@@ -1,0 +1,167 @@
+"""Works on the tasks of a compile worker: everything that looks into a graph of a caller's."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import queue
+import struct
+from collections.abc import Callable
+from typing import TypeAlias, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from gradrule.v1 import errors_pb2, program_pb2, rule_pb2
+from gradrule_server import graphs
+from gradrule_server.errors import GradruleError, error
+from gradrule_server.link.framing import Frame, FrameSocket, Kind
+from gradrule_server.link.shape import canonical, read_shape
+from gradrule_server.link.v1 import link_pb2
+from gradrule_server.policy import Limits, check_unpacking
+from gradrule_server.preparation.asking import Ask, AskedBlobs, AskedRules
+from gradrule_server.preparation.finish import finish, plan_of
+from gradrule_server.preparation.prepare import Prepared, graph_of, override_values, prepare
+from gradrule_server.preparation.rule_lookup import SnapshotLookup
+from gradrule_server.preparation.sampling import sample_call
+from gradrule_server.rules import RuleContent
+
+# Bytes of the PreparedProgram, before it and the CompileRequest.
+_LENGTH = struct.Struct("<Q")
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+ReadBlob = Callable[[str, str], bytes]
+"""Returns the bytes of a blob: folder within the one that the process was started with, name of the blob."""
+
+
+class PreparationService:
+    """Works on PREPARE frames. A task asks the front end with ASK frames and waits for TOLD ones. Thread-safe."""
+
+    def __init__(self, frames: FrameSocket, read_blob: ReadBlob) -> None:
+        self._frames = frames
+        self._read_blob = read_blob
+        self._told: dict[int, queue.SimpleQueue[bytes]] = {}
+
+    def prepare(self, frame: Frame) -> bytes:
+        """Returns the payload of the PREPARED frame. `GradruleError` with all that is wrong."""
+        told = self._told[frame.request_id] = queue.SimpleQueue()
+
+        def ask(question: link_pb2.Question) -> link_pb2.Told:
+            self._frames.send(Kind.ASK, frame.request_id, question.SerializeToString())
+            return link_pb2.Told.FromString(told.get())
+
+        try:
+            return self._work(link_pb2.PrepareRequest.FromString(bytes(frame.payload)), ask)
+        finally:
+            del self._told[frame.request_id]
+
+    def tell(self, frame: Frame) -> None:
+        """Hands an answer of the front end to the task that asked."""
+        told = self._told.get(frame.request_id)
+        if told is not None:
+            told.put(bytes(frame.payload))
+
+    def _work(self, request: link_pb2.PrepareRequest, ask: Ask) -> bytes:
+        limits = read_limits(request.limits)
+        blobs = AskedBlobs(ask, lambda name: self._read_blob(request.blob_folder, name))
+        reply: Message
+        match request.WhichOneof("task"):
+            case "program":
+                reply, compiling = _program(request.program, limits, ask, blobs)
+                if compiling is not None:
+                    compiling.blob_folder = request.blob_folder
+                told, large = reply.SerializeToString(), b"" if compiling is None else compiling.SerializeToString()
+                return b"".join([_LENGTH.pack(len(told)), told, large])
+            case "finish":
+                plan = link_pb2.ProgramPlan.FromString(request.finish.plan)
+                reply = finish(plan, link_pb2.CompileReply.FromString(request.finish.reply), request.finish.device)
+            case "variables":
+                reply = _variables(request.variables.spec, limits, blobs)
+            case "rule":
+                reply = link_pb2.CheckedRule(definition=_checked_rule(request.rule, limits))
+            case "sample":
+                sample = _parsed(request.sample, rule_pb2.SampleRuleRequest, limits)
+                reply = sample_call(sample, AskedRules(ask), limits)
+            case None:
+                raise DecodeError("a PREPARE without a task")
+        return reply.SerializeToString()
+
+
+def read_limits(message: link_pb2.Limits) -> Limits:
+    """Returns what graphs may be."""
+    return Limits(**{field.name: getattr(message, field.name) for field in dataclasses.fields(Limits)})
+
+
+_Answer: TypeAlias = tuple[link_pb2.PreparedProgram, link_pb2.CompileRequest | None]
+
+
+def _program(task: link_pb2.ProgramTask, limits: Limits, ask: Ask, blobs: AskedBlobs) -> _Answer:
+    spec = _parsed(task.spec, program_pb2.ProgramSpec, limits)
+    if task.may_be_known:
+        digest = hashlib.sha256(spec.SerializeToString(deterministic=True)).digest()
+        if ask(link_pb2.Question(spec_digest=digest)).is_known:
+            return link_pb2.PreparedProgram(is_known=True), None
+    call = read_shape(task.call)
+    asked = AskedRules(ask)
+    if task.HasField("snapshot"):
+        prepared = prepare(spec, call, SnapshotLookup(task.snapshot), limits, blobs, task.namespace)
+    else:
+        prepared = prepare(spec, call, asked, limits, blobs, task.namespace)
+    reply = _prepared_message(prepared)
+    reply.rule_names.extend(asked.used)
+    if task.is_kept:
+        reply.override_values = override_values(prepared.table)
+        if spec.graph.HasField("inline"):
+            spec.graph.serialized = spec.graph.inline.SerializeToString(deterministic=True)
+        reply.kept_spec = spec.SerializeToString()
+    return reply, prepared.request
+
+
+def _prepared_message(prepared: Prepared) -> link_pb2.PreparedProgram:
+    used = {mark.rule for mark in prepared.expanded.marks} | {made.rule for made in prepared.request.made}
+    return link_pb2.PreparedProgram(
+        key=prepared.key,
+        graph_digest=prepared.graph_digest,
+        likeness=prepared.likeness,
+        nodes=prepared.expanded.nodes,
+        blobs=prepared.blobs,
+        derivative=prepared.request.derivative,
+        plan=plan_of(prepared).SerializeToString(),
+        # Negative ones are the op's own gradient and those of another process.
+        params=prepared.table.param_message(rule for rule in used if rule >= 0),
+        placeholders=map(canonical, prepared.expanded.placeholders),
+    )
+
+
+def _variables(spec: bytes, limits: Limits, blobs: AskedBlobs) -> link_pb2.GraphVariables:
+    _, graph = graph_of(_parsed(spec, program_pb2.ProgramSpec, limits), limits, blobs)
+    return link_pb2.GraphVariables(
+        variables=[
+            link_pb2.GraphVariable(
+                names=item.names,
+                dtype=item.dtype,
+                shape=item.shape,
+                initialised=item.initialised,
+                differentiable=item.dtype in graphs.DIFFERENTIABLE,
+            )
+            for item in graphs.variables(graph, limits)
+        ]
+    )
+
+
+def _checked_rule(definition: rule_pb2.RuleDefinition, limits: Limits) -> rule_pb2.RuleDefinition:
+    content = RuleContent.from_definition(definition, limits)
+    refused = content.refused(limits)
+    if refused:
+        raise GradruleError(refused)
+    return content.to_definition()
+
+
+def _parsed(data: bytes, message: type[MessageT], limits: Limits) -> MessageT:
+    check_unpacking(data, message, limits)
+    try:
+        return message.FromString(data)
+    except DecodeError as cause:
+        raise error(
+            errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"the bytes are no {message.DESCRIPTOR.full_name}"
+        ) from cause

@@ -1,0 +1,258 @@
+"""Has graphs read in compile workers: the front end passes their bytes on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import math
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2
+from gradrule_server.errors import GradruleError, error
+from gradrule_server.link.connection import Work
+from gradrule_server.link.endings import Reason
+from gradrule_server.link.faults import EngineLost, fault_message
+from gradrule_server.link.framing import Kind
+from gradrule_server.link.pool import EnginePool
+from gradrule_server.link.shape import CallShape, shape_message
+from gradrule_server.link.v1 import link_pb2
+from gradrule_server.policy import Limits
+from gradrule_server.programs.conduct import Conduct, Suspect
+from gradrule_server.programs.rule_lookup import RegistryLookup
+from gradrule_server.registry.blobs import BlobStore
+
+# Processes that are killed from outside are not the graph's doing.
+_MOST_KILLED = 5
+
+# Bytes of the PreparedProgram, before it and the CompileRequest.
+_LENGTH = struct.Struct("<Q")
+
+_serial = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a worker answered. `compile_request`: bytes of the `CompileRequest`."""
+
+    message: link_pb2.PreparedProgram
+    compile_request: bytes
+
+
+class Preparer:
+    """Gives tasks to the compile workers of the tenant `owner`. `conduct`: what is known of its graphs."""
+
+    def __init__(self, pool: EnginePool, conduct: Conduct, limits: Limits, blobs: BlobStore, owner: str) -> None:
+        self._pool = pool
+        self._conduct = conduct
+        self._limits = link_pb2.Limits(**dataclasses.asdict(limits))
+        self._blobs = blobs
+        self._owner = owner
+
+    async def program(
+        self,
+        spec: bytes,
+        call: CallShape,
+        rules: RegistryLookup | bytes,
+        ends_at: float,
+        *,
+        is_known: Callable[[bytes], bool] | None = None,
+        is_kept: bool = False,
+    ) -> Prepared:
+        """Checks and expands a program. Raises `GradruleError` with all that is wrong.
+
+        Args:
+            spec: Bytes of the `ProgramSpec`.
+            call: The structure of its calls.
+            rules: The registry's rules, or the snapshot of a kept program's.
+            ends_at: Loop time of the deadline; 0: none.
+            is_known: Called with the digest of the spec; where it returns True the program is not prepared.
+            is_kept: Whether the answer holds what a registry keeps.
+        """
+        task = link_pb2.ProgramTask(
+            spec=spec,
+            call=shape_message(call),
+            snapshot=rules if isinstance(rules, bytes) else None,
+            namespace=f"gr{next(_serial)}",
+            may_be_known=is_known is not None,
+            is_kept=is_kept,
+        )
+        asked = _Asked(self._blobs, None if isinstance(rules, bytes) else rules, is_known)
+        answer = await self._work(link_pb2.PrepareRequest(program=task), _graph_of(spec), asked, ends_at)
+        # The request is as large as the graph, and is not parsed here.
+        start = _LENGTH.size + _LENGTH.unpack_from(answer)[0]
+        message = link_pb2.PreparedProgram.FromString(answer[_LENGTH.size : start])
+        return Prepared(message, answer[start:])
+
+    def graph_bytes(self, spec: bytes) -> int:
+        """Returns how large the graph of a spec is; 0 where that cannot be told without reading it."""
+        try:
+            graph = link_pb2.RawProgramSpec.FromString(spec).graph
+            blob = link_pb2.RawGraphSource.FromString(graph).blob_sha256
+            return self._blobs.size(blob) if blob else len(graph)
+        except (DecodeError, GradruleError):
+            # The worker says what is wrong with it.
+            return 0
+
+    async def finish(
+        self, plan: bytes, reply: bytes, device: str, suspect: str, ends_at: float
+    ) -> link_pb2.FinishedProgram:
+        """Puts together what a program is that an engine has compiled. Raises INACTIVE_OVERRIDE."""
+        task = link_pb2.PrepareRequest(finish=link_pb2.FinishTask(plan=plan, reply=reply, device=device))
+        return link_pb2.FinishedProgram.FromString(await self._work(task, suspect, _Asked(self._blobs), ends_at))
+
+    async def variables(self, spec: bytes, ends_at: float) -> list[link_pb2.GraphVariable]:
+        """Returns the variables of a spec's graph."""
+        task = link_pb2.PrepareRequest(variables=link_pb2.VariablesTask(spec=spec))
+        answer = await self._work(task, _graph_of(spec), _Asked(self._blobs), ends_at)
+        return list(link_pb2.GraphVariables.FromString(answer).variables)
+
+    async def rule(self, definition: rule_pb2.RuleDefinition, ends_at: float) -> rule_pb2.RuleDefinition:
+        """Checks a rule that is a graph; returns it with its graph as bytes."""
+        task = link_pb2.PrepareRequest(rule=definition)
+        suspect = _digest(definition.SerializeToString(deterministic=True))
+        answer = await self._work(task, suspect, _Asked(self._blobs), ends_at)
+        return link_pb2.CheckedRule.FromString(answer).definition
+
+    async def sample(self, request: bytes, rules: RegistryLookup, ends_at: float) -> bytes:
+        """Returns the bytes of the `EvaluateRequest` that samples a rule as a `SampleRuleRequest` asks."""
+        task = link_pb2.PrepareRequest(sample=request)
+        return await self._work(task, _digest(request), _Asked(self._blobs, rules), ends_at)
+
+    async def _work(self, task: link_pb2.PrepareRequest, graph: str, asked: _Asked, ends_at: float) -> bytes:
+        """Returns the answer of a worker. A graph that ends two workers is refused for a while.
+
+        `graph`: what is held to account.
+        """
+        task.limits.CopyFrom(self._limits)
+        task.blob_folder = self._blobs.folder_name
+        payload = task.SerializeToString()
+        suspect = Suspect(self._owner, graph, evaluate_pb2.DERIVATIVE_UNSPECIFIED)
+        self._conduct.check(suspect)
+        killed, suspected = 0, False
+        with contextlib.closing(asked):
+            while True:
+                try:
+                    return await self._once(payload, asked, ends_at or math.inf)
+                except EngineLost as lost:
+                    if not lost.is_suspect:
+                        killed += 1
+                        if killed > _MOST_KILLED:
+                            raise
+                    elif suspected:
+                        # A worker has one task at a time: what ends two of them is to blame.
+                        raise self._found_guilty(suspect, lost) from None
+                    suspected = suspected or lost.is_suspect
+
+    async def _once(self, payload: bytes, asked: _Asked, ends_at: float) -> bytes:
+        async with self._pool.workers.hold(self._owner) as worker:
+            try:
+                return await worker.call(Kind.PREPARE, payload, ends_at, on_ask=asked.answer)
+            except GradruleError as cause:
+                if cause.reason == errors_pb2.ERROR_REASON_MEMORY_EXCEEDED and not isinstance(cause, EngineLost):
+                    # What it took does not come back as a whole.
+                    self._pool.workers.end(worker)
+                raise
+
+    def _found_guilty(self, suspect: Suspect, lost: EngineLost) -> GradruleError:
+        self._conduct.convict(suspect, str(lost.ending))
+        if lost.ending.reason is Reason.MEMORY:
+            limit = self._pool.memory_limit
+            least = f" (--memory-limit: {limit} bytes)" if limit else ""
+            message = f"the graph takes more memory than a process has that reads it{least}: {lost.ending}"
+            return error(errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, message)
+        message = f"the graph ended each process that read it: {lost.ending}"
+        return error(errors_pb2.ERROR_REASON_ENGINE_CRASHED, message)
+
+
+class _Asked:
+    """Answers what a worker asks during one task.
+
+    Args:
+        blobs: The caller's blobs.
+        rules: The rules that names mean.
+        is_known: Whether a program of this digest is known.
+    """
+
+    def __init__(
+        self,
+        blobs: BlobStore,
+        rules: RegistryLookup | None = None,
+        is_known: Callable[[bytes], bool] | None = None,
+    ) -> None:
+        self._blobs = blobs
+        self._rules = rules
+        self._is_known = is_known
+        self._holding = threading.Lock()
+        self._held: list[str] = []
+        self._is_closed = False
+        self._answering: set[asyncio.Task[None]] = set()
+
+    def answer(self, work: Work, payload: bytes) -> None:
+        """Answers a question."""
+        task = asyncio.create_task(self._answer(work, payload), name="answer-worker")
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    def close(self) -> None:
+        """Lets blobs go that stay while the task is worked on."""
+        with self._holding:
+            self._is_closed = True
+        for name in self._held:
+            self._blobs.let_go([name])
+
+    async def _answer(self, work: Work, payload: bytes) -> None:
+        try:
+            told = await self._told(link_pb2.Question.FromString(payload))
+        except GradruleError as cause:
+            told = link_pb2.Told(fault=fault_message(cause))
+        work.connection.answer_question(work, told.SerializeToString())
+
+    async def _told(self, question: link_pb2.Question) -> link_pb2.Told:
+        match question.WhichOneof("question"):
+            case "rules" if self._rules is not None:
+                return link_pb2.Told(rules=self._rules.find(question.rules.names))
+            case "unknown_rule" if self._rules is not None:
+                unknown = await asyncio.to_thread(self._rules.unknown, question.unknown_rule)
+                return link_pb2.Told(fault=fault_message(unknown))
+            case "blob_sizes":
+                return link_pb2.Told(sizes=await asyncio.to_thread(self._sizes, list(question.blob_sizes.names)))
+            case "blob":
+                # Its hash may have to be checked, which takes long.
+                await asyncio.to_thread(self._hold, question.blob)
+                return link_pb2.Told()
+            case "spec_digest" if self._is_known is not None:
+                return link_pb2.Told(is_known=self._is_known(question.spec_digest))
+            case kind:
+                raise error(errors_pb2.ERROR_REASON_INTERNAL, f"a compile worker asked for {kind} out of place")
+
+    def _hold(self, name: str) -> None:
+        self._blobs.hold([name])
+        with self._holding:
+            if not self._is_closed:
+                self._held.append(name)
+                return
+        self._blobs.let_go([name])
+
+    def _sizes(self, names: list[str]) -> list[int]:
+        missing = set(self._blobs.missing(names))
+        return [-1 if name in missing else self._blobs.size(name) for name in names]
+
+
+def _graph_of(spec: bytes) -> str:
+    """Returns what is held to account for a spec: the digest of its graph's bytes, which are not read."""
+    try:
+        return _digest(link_pb2.RawProgramSpec.FromString(spec).graph)
+    except DecodeError:
+        return _digest(spec)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,0 +1,251 @@
+"""Graphs are read in processes that can be ended, one tenant's apart from another's; the front end reads none."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+import gradrule as gr
+from gradrule.v1 import evaluate_pb2, graph_pb2, program_pb2
+from tests.battery.processes import children, forget_peak, peak_bytes
+from tests.service import raw
+from tests.service.guarded import Guarded
+from tests.service.servers import RunningServer, resident_bytes, wait_until
+
+_FLOAT = graph_pb2.AttrValue(type=raw.DT_FLOAT)
+_LARGE_BYTES = 32 << 20
+_RULES = 20
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def workers(pid: int) -> set[int]:
+    """The compile workers of a server."""
+    found = set()
+    for child in children(pid):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{child}/comm").read_text().strip() == "gradrule-worker":
+                found.add(child)
+    return found
+
+
+def processor_s(pid: int) -> float:
+    """Processor time that a process has taken, its children's not counted."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def chain(nodes: int) -> graph_pb2.Graph:
+    """A placeholder and nodes one after the other."""
+    graph = graph_pb2.Graph()
+    graph.node.add(name="n0", op="Placeholder", attr={"dtype": _FLOAT})
+    for index in range(1, nodes):
+        graph.node.add(name=f"n{index}", op="Tanh", input=[f"n{index - 1}"])
+    return graph
+
+
+def slow_to_select() -> program_pb2.ProgramSpec:
+    """A program whose overrides look at each of many nodes, for minutes."""
+    spec = program_pb2.ProgramSpec(fetches=["n29999"])
+    spec.graph.serialized = chain(30_000).SerializeToString()
+    spec.vjp.ys.append("n29999")
+    spec.vjp.xs.append("n0")
+    for index in range(300):
+        override = spec.overrides.add(rule="ste", optional=True)
+        override.selector.node_regex = f"(n|m)*[0-9]*x{index}"
+        override.selector.depends_on.append(f"n{index}")
+    return spec
+
+
+def nested_calls() -> program_pb2.ProgramSpec:
+    """Ten kilobytes of functions that call each other twice: 200,000 nodes."""
+    graph = graph_pb2.Graph()
+    for level in range(12):
+        function = graph.library.function.add()
+        function.signature.name = f"f{level}"
+        function.signature.input_arg.add(name="x", type=raw.DT_FLOAT)
+        function.signature.output_arg.add(name="y", type=raw.DT_FLOAT)
+        last = "x"
+        for index in range(2 if level else 100):
+            node = function.node_def.add(name=f"c{index}", input=[last])
+            if level:
+                node.op = "PartitionedCall"
+                node.attr["f"].func.name = f"f{level - 1}"
+                node.attr["Tin"].list.type.append(raw.DT_FLOAT)
+                node.attr["Tout"].list.type.append(raw.DT_FLOAT)
+                last = f"c{index}:output:0"
+            else:
+                node.op = "Tanh"
+                node.attr["T"].type = raw.DT_FLOAT
+                last = f"c{index}:y:0"
+        function.ret["y"] = last
+    graph.node.add(name="x", op="Placeholder", attr={"dtype": _FLOAT})
+    call = graph.node.add(name="y", op="PartitionedCall", input=["x"])
+    call.attr["f"].func.name = "f11"
+    call.attr["Tin"].list.type.append(raw.DT_FLOAT)
+    call.attr["Tout"].list.type.append(raw.DT_FLOAT)
+    spec = program_pb2.ProgramSpec(fetches=["y"])
+    spec.graph.inline.CopyFrom(graph)
+    return spec
+
+
+class Caller:
+    """Sends a tenant's messages as bytes."""
+
+    def __init__(self, guarded: Guarded, tenant: str) -> None:
+        credentials = grpc.ssl_channel_credentials(guarded.authority.file.read_bytes())
+        self._channel = grpc.secure_channel(guarded.running.target, credentials)
+        self._metadata = (("authorization", f"Bearer {guarded.web_token(tenant)}"),)
+
+    def start(self, method: str, data: bytes, timeout_s: float) -> Any:
+        """A call under way."""
+        call: Any = self._channel.unary_unary(f"/gradrule.v1.{method}")
+        return call.future(data, timeout=timeout_s, metadata=self._metadata, compression=grpc.Compression.Gzip)
+
+    def close(self) -> None:
+        self._channel.close()
+
+
+@pytest.fixture
+def attacker(guarded: Guarded) -> Iterator[Caller]:
+    caller = Caller(guarded, "mallory")
+    yield caller
+    caller.close()
+
+
+@pytest.fixture(scope="module")
+def bystander(guarded: Guarded) -> Iterator[gr.Client]:
+    with guarded.connect("bystander") as client:
+        yield client
+
+
+def new_program(client: gr.Client, number: int) -> float:
+    """Compiles and runs a program that is new; seconds."""
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [None])
+    g.op("Mul", x, g.constant(np.float32(number)), name="y")
+    started = time.monotonic()
+    r = client.evaluate(
+        g, {"x": [1.0]}, fetches=["y"], ys=["y"], xs=["x"], overrides={"Mul": gr.Rule("(2 * dy, None)")}
+    )
+    assert r.gradients["x"].tolist() == [2.0]
+    return time.monotonic() - started
+
+
+def test_while_one_tenants_overrides_are_looked_for_others_compile_and_the_front_end_rests(
+    guarded: Guarded, attacker: Caller, bystander: gr.Client
+) -> None:
+    """S2."""
+    pid = guarded.running.process.pid
+    new_program(bystander, 1)
+    data = evaluate_pb2.EvaluateRequest(spec=slow_to_select()).SerializeToString()
+    calls = [attacker.start("GradientService/Evaluate", data, 300) for _ in range(8)]
+    own = wait_until(lambda: workers(pid) or None, "a compile worker")
+    before, started = processor_s(pid), time.monotonic()
+    took = [new_program(bystander, 2 + index) for index in range(3)]
+    time.sleep(max(0.0, 2 - (time.monotonic() - started)))
+    share = (processor_s(pid) - before) / (time.monotonic() - started)
+    assert not any(call.done() for call in calls)
+    assert max(took) < 20
+    # Eight such calls took all that the front end's threads could get.
+    assert share < 0.5
+    own = workers(pid)
+    for call in calls:
+        call.cancel()
+    # What worked for them ends; the bystander's worker may go on.
+    wait_until(lambda: len(workers(pid) & own) <= 1 or None, "end of the workers")
+    assert new_program(bystander, 9) < 20
+
+
+def test_a_deadline_ends_the_work_and_not_only_the_wait(guarded: Guarded, attacker: Caller) -> None:
+    pid = guarded.running.process.pid
+    idle = workers(pid)
+    data = evaluate_pb2.EvaluateRequest(spec=slow_to_select()).SerializeToString()
+    call = attacker.start("GradientService/Evaluate", data, 3)
+    (busy,) = wait_until(lambda: workers(pid) - idle or None, "a compile worker")
+    assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    wait_until(lambda: busy not in workers(pid) or None, "end of the worker")
+
+
+def test_functions_that_call_each_other_take_no_memory_of_the_front_end(guarded: Guarded, attacker: Caller) -> None:
+    """S3."""
+    pid = guarded.running.process.pid
+    data = evaluate_pb2.EvaluateRequest(spec=nested_calls()).SerializeToString()
+    assert len(data) < 100_000
+    forget_peak(pid)
+    before, used = peak_bytes(pid), processor_s(pid)
+    calls = [attacker.start("GradientService/Evaluate", data, 60) for _ in range(4)]
+    codes = {call.code() for call in calls}
+    assert codes <= {
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+    }
+    assert peak_bytes(pid) - before < 400 << 20
+    assert processor_s(pid) - used < 5
+
+
+def test_messages_of_many_tiny_fields_hold_one_thread_of_the_front_end(
+    guarded: Guarded, attacker: Caller, bystander: gr.Client
+) -> None:
+    """S5: four million fields, a few kilobytes on the wire."""
+    new_program(bystander, 20)
+    calls = [attacker.start("GradientService/Evaluate", b"\x30\x01" * 3_990_000, 120) for _ in range(8)]
+    took = [new_program(bystander, 21 + index) for index in range(3)]
+    assert max(took) < 20
+    for call in calls:
+        call.cancel()
+
+
+def test_calls_that_name_one_large_graph_take_it_in_one_after_the_other(
+    server: RunningServer, client: gr.Client, channel: grpc.Channel
+) -> None:
+    """S11."""
+    graph = chain(2)
+    weights = graph.node.add(name="w", op="Const", attr={"dtype": _FLOAT})
+    weights.attr["value"].tensor.dtype = raw.DT_FLOAT
+    weights.attr["value"].tensor.tensor_shape.dim.add(size=_LARGE_BYTES // 4)
+    weights.attr["value"].tensor.tensor_content = os.urandom(_LARGE_BYTES)
+    graph.node.add(name="shape", op="Shape", input=["w"], attr={"T": _FLOAT})
+    data = graph.SerializeToString()
+    client.upload(data)
+    pid = server.process.pid
+    forget_peak(pid)
+    before = peak_bytes(pid)
+    evaluate: Any = channel.unary_unary("/gradrule.v1.GradientService/Evaluate")
+    request = evaluate_pb2.EvaluateRequest()
+    request.spec.graph.blob_sha256 = hashlib.sha256(data).hexdigest()
+    request.spec.fetches.append("shape")
+    calls = [evaluate.future(request.SerializeToString(), timeout=120) for _ in range(12)]
+    assert {call.code() for call in calls} == {grpc.StatusCode.OK}
+    assert peak_bytes(pid) - before < 6 * len(data)
+
+
+def test_a_rule_that_is_a_graph_is_kept_as_bytes(server: RunningServer, client: gr.Client) -> None:
+    """S17."""
+    graph = graph_pb2.Graph()
+    for name in ("x", "dy"):
+        graph.node.add(name=name, op="Placeholder", attr={"dtype": _FLOAT})
+    last = "dy"
+    for index in range(7000):
+        graph.node.add(name=f"node_{index}", op="Mul", input=[last, "x"], attr={"T": _FLOAT})
+        last = f"node_{index}"
+    graph.node.add(name="dx", op="Identity", input=[last], attr={"T": _FLOAT})
+    data = graph.SerializeToString()
+    pid = server.process.pid
+    before = resident_bytes(pid)
+    for index in range(_RULES):
+        client.create_rule(f"Kept{index}", graph=data)
+    try:
+        assert resident_bytes(pid) - before < _RULES * 4 * len(data)
+    finally:
+        for index in range(_RULES):
+            client.delete_rule(f"Kept{index}")

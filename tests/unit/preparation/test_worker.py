@@ -1,0 +1,169 @@
+"""Tasks of a compile worker, and what it asks while it works on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Callable
+
+import pytest
+
+from gradrule.v1 import errors_pb2, override_pb2, program_pb2, rule_pb2
+from gradrule_server.errors import GradruleError, error, reason_name
+from gradrule_server.link.faults import fault_message
+from gradrule_server.link.framing import Frame, FrameSocket, Kind
+from gradrule_server.link.shape import CallShape, read_shape, shape_message
+from gradrule_server.link.v1 import link_pb2
+from gradrule_server.policy import Limits
+from gradrule_server.preparation.asking import AskedBlobs, AskedRules
+from gradrule_server.preparation.worker import PreparationService, read_limits
+from tests.service import raw
+
+_LENGTH = struct.Struct("<Q")
+_HASH = "ab" * 32
+
+
+class Frames(FrameSocket):
+    """Answers each question at once; `asked` has all of them."""
+
+    def __init__(self, answer: Callable[[link_pb2.Question], link_pb2.Told]) -> None:
+        self._answer = answer
+        self.service: PreparationService
+        self.asked: list[link_pb2.Question] = []
+
+    def send(self, kind: Kind, request_id: int, payload: bytes) -> None:
+        assert kind is Kind.ASK
+        question = link_pb2.Question.FromString(payload)
+        self.asked.append(question)
+        self.service.tell(Frame(Kind.TOLD, request_id, self._answer(question).SerializeToString()))
+
+
+def told(question: link_pb2.Question) -> link_pb2.Told:
+    """Knows one rule, and no blob."""
+    match question.WhichOneof("question"):
+        case "rules":
+            found = [
+                rule_pb2.Rule(
+                    name="Mine",
+                    kind=rule_pb2.RULE_KIND_USER,
+                    definition=rule_pb2.RuleDefinition(expression="2 * dy"),
+                    aliases=[name],
+                )
+                for name in question.rules.names
+                if name == "Mine"
+            ]
+            return link_pb2.Told(rules=found)
+        case "unknown_rule":
+            cause = error(errors_pb2.ERROR_REASON_UNKNOWN_RULE, f"there is no rule {question.unknown_rule!r}. Mean it")
+            return link_pb2.Told(fault=fault_message(cause))
+        case "blob_sizes":
+            return link_pb2.Told(sizes=[-1] * len(question.blob_sizes.names))
+        case kind:
+            raise AssertionError(kind)
+
+
+def worked(request: link_pb2.PrepareRequest) -> tuple[bytes, Frames]:
+    request.limits.CopyFrom(link_pb2.Limits(**dataclasses.asdict(Limits())))
+    frames = Frames(told)
+    frames.service = PreparationService(frames, lambda folder, name: b"")
+    return frames.service.prepare(Frame(Kind.PREPARE, 7, request.SerializeToString())), frames
+
+
+def spec(rule: str) -> program_pb2.ProgramSpec:
+    found = program_pb2.ProgramSpec(fetches=["y"])
+    found.graph.inline.CopyFrom(raw.sign_graph())
+    found.vjp.ys.append("y")
+    found.vjp.xs.append("x")
+    found.overrides.append(override_pb2.Override(selector=override_pb2.Selector(op_type="Sign"), rule=rule))
+    return found
+
+
+def prepared(found: program_pb2.ProgramSpec) -> tuple[link_pb2.PreparedProgram, link_pb2.CompileRequest, Frames]:
+    answer, frames = worked(
+        link_pb2.PrepareRequest(program=link_pb2.ProgramTask(spec=found.SerializeToString(), namespace="n"))
+    )
+    start = _LENGTH.size + _LENGTH.unpack_from(answer)[0]
+    message = link_pb2.PreparedProgram.FromString(answer[_LENGTH.size : start])
+    return message, link_pb2.CompileRequest.FromString(answer[start:]), frames
+
+
+def test_limits_and_structures_of_calls_are_the_same_on_the_other_side() -> None:
+    names = {field.name for field in dataclasses.fields(Limits)}
+    assert names == set(link_pb2.Limits.DESCRIPTOR.fields_by_name)
+    limits = Limits(trusted=True, rank=3, selections=5)
+    assert read_limits(link_pb2.Limits(**dataclasses.asdict(limits))) == limits
+    assert {field.name for field in dataclasses.fields(CallShape)} == set(link_pb2.CallShape.DESCRIPTOR.fields_by_name)
+    call = CallShape(frozenset({"a"}), frozenset({"b"}), 2, frozenset({"c"}), frozenset({"d"}), True, True, True)
+    assert read_shape(shape_message(call)) == call
+
+
+def test_a_rule_is_asked_for_once_and_told_with_the_program() -> None:
+    message, request, frames = prepared(spec("Mine"))
+    assert [list(question.rules.names) for question in frames.asked] == [["Mine"]]
+    assert list(message.rule_names) == ["Mine"]
+    assert request.rules[0].definition.expression == "2 * dy"
+    assert request.key == message.key
+    assert b"Sign" in request.graph
+
+
+def test_why_there_is_no_rule_is_said_by_the_front_end() -> None:
+    with pytest.raises(GradruleError) as caught:
+        prepared(spec("Yours"))
+    assert reason_name(caught.value.reason) == "UNKNOWN_RULE"
+    assert caught.value.message == "there is no rule 'Yours'. Mean it"
+
+
+def test_only_the_first_of_many_unknown_rules_are_explained() -> None:
+    asked: list[link_pb2.Question] = []
+
+    def ask(question: link_pb2.Question) -> link_pb2.Told:
+        asked.append(question)
+        return told(question)
+
+    rules = AskedRules(ask)
+    rules.fetch(f"R{index}" for index in range(1200))
+    for index in range(1200):
+        with pytest.raises(GradruleError, match="there is no rule"):
+            rules.resolve(f"R{index}")
+    assert [question.WhichOneof("question") for question in asked] == ["rules"] * 3 + ["unknown_rule"] * 20
+
+
+def test_a_program_that_is_known_is_not_prepared() -> None:
+    task = link_pb2.ProgramTask(spec=spec("Mine").SerializeToString(), may_be_known=True)
+    frames = Frames(lambda question: link_pb2.Told(is_known=True))
+    frames.service = PreparationService(frames, lambda folder, name: b"")
+    request = link_pb2.PrepareRequest(program=task, limits=link_pb2.Limits(**dataclasses.asdict(Limits())))
+    answer = frames.service.prepare(Frame(Kind.PREPARE, 7, request.SerializeToString()))
+    assert link_pb2.PreparedProgram.FromString(answer[_LENGTH.size :]).is_known
+    assert len(frames.asked) == 1
+
+
+def test_a_graph_that_is_a_blob_that_is_not_there() -> None:
+    found = program_pb2.ProgramSpec(fetches=["y"])
+    found.graph.blob_sha256 = _HASH
+    with pytest.raises(GradruleError) as caught:
+        prepared(found)
+    assert reason_name(caught.value.reason) == "BLOB_NOT_FOUND"
+    assert [resource.name for resource in caught.value.resources] == [_HASH]
+
+
+def test_a_blob_is_read_once_the_front_end_has_checked_it() -> None:
+    events: list[str] = []
+
+    def ask(question: link_pb2.Question) -> link_pb2.Told:
+        events.append(f"checked {question.blob}")
+        return link_pb2.Told()
+
+    def read(name: str) -> bytes:
+        events.append(f"read {name}")
+        return b"bytes"
+
+    assert AskedBlobs(ask, read).read(_HASH) == b"bytes"
+    assert events == [f"checked {_HASH}", f"read {_HASH}"]
+
+
+def test_bytes_that_are_no_spec() -> None:
+    with pytest.raises(GradruleError) as caught:
+        worked(link_pb2.PrepareRequest(program=link_pb2.ProgramTask(spec=b"\xff")))
+    assert reason_name(caught.value.reason) == "MALFORMED_REQUEST"
+    assert "gradrule.v1.ProgramSpec" in caught.value.message
