@@ -105,7 +105,13 @@ def admission_of(settings: Settings) -> Admission:
 def pool_of(settings: Settings, blobs: BlobStore, on_change: Callable[[bool], None]) -> EnginePool:
     """The engines, not started yet."""
     options = ProcessOptions(
-        settings.device, settings.engine_threads, blobs.root, _memory_limit(settings), settings.sandbox
+        settings.device,
+        settings.engine_threads,
+        blobs.root,
+        _memory_limit(settings),
+        settings.sandbox,
+        settings.max_batch_size,
+        settings.max_batch_delay_ms / 1000,
     )
     return EnginePool(
         options,

@@ -89,6 +89,15 @@ class Settings(BaseModel):
         description="Whether engines give up files, network, processes: auto (where possible), on (or no start), off.",
     )
     engine_threads: PositiveInt = Field(8, description="Requests that an engine runs at a time.")
+    max_batch_size: PositiveInt = Field(
+        64, description="Examples of one program's waiting requests that are run together at most; 1: none are."
+    )
+    max_batch_delay_ms: float = Field(
+        100.0,
+        ge=0,
+        description="Milliseconds that a request waits at most, while two runs of its program are under way, for one "
+        "of them to end; 0: it runs as soon as a thread is free.",
+    )
     engines: PositiveInt = Field(
         1, description="Engines for programs per tenant. A tenant gets one more for its sessions."
     )

@@ -19,6 +19,8 @@ OTHER_VALUES = {
     "default_deadline_s": 1.5,
     "max_deadline_s": 40.0,
     "engine_threads": 2,
+    "max_batch_size": 16,
+    "max_batch_delay_ms": 2.5,
     "engines": 18,
     "max_engines": 99,
     "spares": 0,

@@ -163,6 +163,7 @@ class Client(Derivatives):
         timeout: float | None = None,
         dense_gradients: bool = False,
         stacked_grad_ys: bool = False,
+        batching: bool = True,
     ) -> _results.Result:
         """Forward outputs and gradients in one call, in the words of `tf.gradients` and `Session.run`.
 
@@ -173,7 +174,8 @@ class Client(Derivatives):
         `pass`, `zero`. rewrites: `fold_batch_norm` folds batch norms into the linear ops before them. params: values by
         the override's label, then by param. stacked_grad_ys: many pull-backs at once, each given grad_y has one more
         axis in front, of one size, and so have all gradients. xs may stand in groups, a dict of names to xs; so do
-        the gradients then. dense_gradients: the gradient of a gather comes as an array, not as a `Sparse`.
+        the gradients then. dense_gradients: the gradient of a gather comes as an array, not as a `Sparse`. batching:
+        whether the server may run calls of the program together, where it has proven that no answer changes.
         """
         words = _requests.Words(
             fetches,
@@ -186,6 +188,7 @@ class Client(Derivatives):
             no_gradient,
             rewrites,
             dense_gradients=dense_gradients,
+            batching=batching,
         )
         return self._run(_calls.evaluate(graph, feeds, params, words, stacked_grad_ys), timeout)
 
@@ -282,6 +285,7 @@ class Client(Derivatives):
         name: str | None = None,
         timeout: float | None = None,
         dense_gradients: bool = False,
+        batching: bool = True,
     ) -> Program:
         """Checks and compiles once what then runs many times; kept by the server until it is deleted.
 
@@ -299,6 +303,7 @@ class Client(Derivatives):
             no_gradient,
             rewrites,
             dense_gradients=dense_gradients,
+            batching=batching,
         )
         message = self._run(_calls.compile_program(graph, name, words), timeout)
         return Program(self, message, groups_of(xs, graph))

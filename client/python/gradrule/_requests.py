@@ -68,6 +68,7 @@ class Words:
     no_gradient: str = "error"
     rewrites: Sequence[str] = ()
     dense_gradients: bool = False
+    batching: bool = True
 
 
 def program_spec(
@@ -86,6 +87,8 @@ def program_spec(
         rewrites=[words.rewrites] if isinstance(words.rewrites, str) else list(words.rewrites),
         aliases=aliases_of(graph),
     )
+    if not words.batching:
+        spec.batching.allowed = False
     for override in spec.overrides:
         _resolve_aliases(override.selector, aliases_of(graph))
     put_graph(graph, spec.graph, blobs)

@@ -137,7 +137,8 @@ class Result:
     outputs: arrays by fetch. gradients: by x (by group and x, where xs were given in groups) an array, a `Sparse`, or
     None where there is none; `gradient_kinds` tells why, by x: `dense`, `sparse`, `unconnected`, `not_differentiable`.
     overrides: which node got which rule. defaulted: nodes on the path that no override took. rewritten: nodes that
-    rewrites replaced.
+    rewrites replaced. batch_size: examples of all calls that the server ran together, this one's included; 0: it ran
+    alone.
     """
 
     def __init__(self, answer: Answer, told: Told, groups: Groups = None) -> None:
@@ -184,6 +185,10 @@ class Result:
     @cached_property
     def device(self) -> str:
         return self._answer.rest.device
+
+    @cached_property
+    def batch_size(self) -> int:
+        return self._answer.rest.batch_size
 
     @cached_property
     def digests(self) -> Digests:

@@ -172,6 +172,7 @@ class AsyncClient(AsyncDerivatives):
         timeout: float | None = None,
         dense_gradients: bool = False,
         stacked_grad_ys: bool = False,
+        batching: bool = True,
     ) -> _results.Result:
         """As `Client.evaluate`."""
         words = _requests.Words(
@@ -185,6 +186,7 @@ class AsyncClient(AsyncDerivatives):
             no_gradient,
             rewrites,
             dense_gradients=dense_gradients,
+            batching=batching,
         )
         return await self._run(_calls.evaluate(graph, feeds, params, words, stacked_grad_ys), timeout)
 
@@ -270,6 +272,7 @@ class AsyncClient(AsyncDerivatives):
         name: str | None = None,
         timeout: float | None = None,
         dense_gradients: bool = False,
+        batching: bool = True,
     ) -> AsyncProgram:
         """As `Client.compile`."""
         words = _requests.Words(
@@ -283,6 +286,7 @@ class AsyncClient(AsyncDerivatives):
             no_gradient,
             rewrites,
             dense_gradients=dense_gradients,
+            batching=batching,
         )
         message = await self._run(_calls.compile_program(graph, name, words), timeout)
         return AsyncProgram(self, message, groups_of(xs, graph))

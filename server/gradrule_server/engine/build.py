@@ -79,6 +79,7 @@ def _build(
         kind=request.derivative or evaluate_pb2.DERIVATIVE_VJP,
         stacked=request.stacked_grad_ys,
         max_rank=request.max_rank,
+        unbatched=request.unbatched,
     )
     built.statuses = [override_pb2.RESOLUTION_STATUS_OFF_PATH] * len(request.marks)
     _add_fed(request, graph_def, built)

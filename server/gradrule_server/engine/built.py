@@ -63,6 +63,8 @@ class Built:
     kind: evaluate_pb2.Derivative.ValueType = evaluate_pb2.DERIVATIVE_VJP
     layout: list[tuple[tuple[str, ...], str]] = field(default_factory=list)
     """Of the derivatives, per entry: an x, a y (JVP), or a y and an x (Jacobian), as asked, and the form."""
+    unbatched: bool = False
+    """Whether calls never run together, as the program asks."""
     updates: list[str] = field(default_factory=list)
     """Variables whose new values come last among the results."""
     split: SplitProgram | None = None

@@ -60,6 +60,10 @@ class FeedPlan:
         dtype = np.dtype(item.dtype.base_dtype.as_numpy_dtype)
         return _Slot(place, item.dtype.base_dtype.as_datatype_enum, shape, dtype, is_required)
 
+    def is_default(self, place: int, array: Any) -> bool:
+        """Returns whether an argument is what it is in calls that do not give it."""
+        return self._template[place] is not None and array is self._template[place]
+
     def arrays(
         self, call: evaluate_pb2.EvaluateRequest, params: Iterable[link_pb2.ParamSetting], contents: Contents
     ) -> Sequence[Any] | None:

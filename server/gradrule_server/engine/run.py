@@ -16,6 +16,7 @@ from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.built import Built
 from gradrule_server.engine.bulk import Contents
 from gradrule_server.engine.checks import failed_check
+from gradrule_server.engine.graph_call import Arrays
 from gradrule_server.engine.limits import MAX_ANSWER_BYTES
 from gradrule_server.engine.memory import memory_error, out_of_memory
 from gradrule_server.engine.names import message_of, readable
@@ -37,9 +38,17 @@ def run(built: Built, request: link_pb2.RunRequest, contents: Contents, reader: 
     if request.blob_folder:
         reader = reader.within(request.blob_folder)
     results = translated(lambda: built.call(reader.arrays(built, call, request.params, contents)))
+    return respond(built, results, request.received_ns, started)
+
+
+def respond(built: Built, results: Arrays, received_ns: int, started_ns: int, batch_size: int = 0) -> list[Buffer]:
+    """Returns the parts of the `EvaluateResponse` with the results of a run. MESSAGE_TOO_LARGE."""
     _check_bytes(built.writer.size_of(results))
-    queue_ns = max(0, started - request.received_ns)
-    return built.writer.write(results, queue_ns, time.monotonic_ns() - started)
+    queue_ns = max(0, started_ns - received_ns)
+    parts = built.writer.write(results, queue_ns, time.monotonic_ns() - started_ns)
+    if batch_size:
+        parts.append(evaluate_pb2.EvaluateResponse(batch_size=batch_size).SerializeToString())
+    return parts
 
 
 def set_timings(timings: evaluate_pb2.Timings, received_ns: int, started_ns: int) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import tensorflow as tf
 from google.protobuf.message import DecodeError
 
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.engine.arguments import ArgumentReader
+from gradrule_server.engine.batching.running import BatchRunner
 from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.engine.build import Built, build
 from gradrule_server.engine.bulk import open_payload
@@ -44,6 +46,7 @@ class EngineService:
         self._programs: dict[str, Built] = {}
         self._sessions = Sessions(self._reader, self._weights, self._program, device)
         self._handles = Handles(self._reader)
+        self._batches = BatchRunner(frames, self._reader, self._program, self._answering)
         self._on_worker = on_worker
         self._is_worker = False
         self._preparation = PreparationService(frames, lambda folder, name: blobs.within(folder).read(name))
@@ -58,20 +61,29 @@ class EngineService:
 
     def handle(self, frame: Frame) -> None:
         """Handles one frame; whatever goes wrong becomes a FAULT. `MemoryError` where there is none even for that."""
+        with self._answering(frame.request_id):
+            if frame.kind is Kind.RUN_BATCH:
+                self._batches.run(frame.request_id, frame.payload)
+            else:
+                self._answer(frame)
+
+    @contextlib.contextmanager
+    def _answering(self, request_id: int) -> Iterator[None]:
+        """Within this context whatever goes wrong becomes a FAULT."""
         try:
-            self._answer(frame)
+            yield
         except GradruleError as cause:
-            self._send_fault(frame, cause)
+            self._send_fault(request_id, cause)
         except MemoryError as cause:
-            self._send_fault(frame, memory_error(str(cause) or "no memory is left"))
+            self._send_fault(request_id, memory_error(str(cause) or "no memory is left"))
         except DecodeError:
             # The front end passes on calls of stored programs without parsing their tensors.
             message = f"the bytes are no {evaluate_pb2.EvaluateRequest.DESCRIPTOR.full_name}"
-            self._send_fault(frame, error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, message))
+            self._send_fault(request_id, error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, message))
         except Exception as cause:
             # The boundary of the process: an unforeseen error must reach the caller as one, and the log in full.
-            _log.exception("request %d failed", frame.request_id)
-            self._send_fault(frame, error(errors_pb2.ERROR_REASON_INTERNAL, type(cause).__name__))
+            _log.exception("request %d failed", request_id)
+            self._send_fault(request_id, error(errors_pb2.ERROR_REASON_INTERNAL, type(cause).__name__))
 
     def _answer(self, frame: Frame) -> None:
         if frame.kind is Kind.PREPARE:
@@ -136,8 +148,8 @@ class EngineService:
             made=built.made,
         )
 
-    def _send_fault(self, frame: Frame, cause: GradruleError) -> None:
-        self._frames.send(Kind.FAULT, frame.request_id, fault_message(cause).SerializeToString())
+    def _send_fault(self, request_id: int, cause: GradruleError) -> None:
+        self._frames.send(Kind.FAULT, request_id, fault_message(cause).SerializeToString())
 
 
 def tensorflow_version() -> str:

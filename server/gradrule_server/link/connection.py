@@ -18,6 +18,7 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.account import Account
 from gradrule_server.link.arena import LEAST_PLACED_BYTES, Chunk
+from gradrule_server.link.batching import Batch, Batches, BatchKey, pack_batch
 from gradrule_server.link.faults import error_of
 from gradrule_server.link.framing import (
     HEADER_BYTES,
@@ -62,6 +63,8 @@ class Work:
         "_timer",
         "account",
         "answer",
+        "batch",
+        "batch_key",
         "chunk",
         "connection",
         "id",
@@ -70,6 +73,7 @@ class Work:
         "on_ask",
         "payload",
         "started_at",
+        "submitted_at",
         "suffix",
     )
 
@@ -80,7 +84,8 @@ class Work:
         kind: Kind,
         payload: Sequence[bytes],
         account: Account | None,
-        suffix: bytes,
+        suffix: bytes = b"",
+        batch_key: BatchKey | None = None,
     ) -> None:
         self.connection = connection
         self.id = request_id
@@ -90,6 +95,12 @@ class Work:
         self.account = account
         self.suffix = suffix
         """Appended to the answer's payload while that is copied: a large answer is not copied once more for it."""
+        self.batch_key = batch_key
+        """Which other requests it may run with; None: none."""
+        self.batch: Batch | None = None
+        """The requests that it was sent with, if there are others."""
+        self.submitted_at = connection.loop.time()
+        """Loop time at which it was handed in."""
         self.started_at: float | None = None
         """Loop time at which it was sent; None: it waits."""
         self.chunk: Chunk | None = None
@@ -122,13 +133,24 @@ class Work:
 class Connection(asyncio.Protocol):
     """Frames over a stream to an engine of so many threads. Everything happens on the loop that made it.
 
-    `arenas`: where large payloads lie, if there are any; they end with the connection.
+    `arenas`: where large payloads lie, if there are any; they end with the connection. `max_batch_size`: examples that
+    the engine may run together. `max_batch_delay_s`: how long a request may wait for that although a thread is free.
     """
 
-    def __init__(self, threads: int, arenas: Arenas | None = None) -> None:
+    def __init__(
+        self,
+        threads: int,
+        arenas: Arenas | None = None,
+        max_batch_size: int = 1,
+        max_batch_delay_s: float = 0.0,
+    ) -> None:
         self.loop = asyncio.get_running_loop()
         """The loop that everything happens on."""
         self._threads = threads
+        self._batches = Batches(max_batch_size, max_batch_delay_s)
+        self._busy = 0
+        self._runs: dict[int, Batch] = {}
+        self._holding: asyncio.TimerHandle | None = None
         self._arenas = arenas
         self._arenas_used_at = 0.0
         self._trimming: asyncio.TimerHandle | None = None
@@ -191,20 +213,27 @@ class Connection(asyncio.Protocol):
         await self._closed.wait()
 
     def submit(
-        self, kind: Kind, payload: bytes | Sequence[bytes], account: Account | None = None, suffix: bytes = b""
+        self,
+        kind: Kind,
+        payload: bytes | Sequence[bytes],
+        account: Account | None = None,
+        suffix: bytes = b"",
+        batch_key: BatchKey | None = None,
     ) -> Work:
         """Sends a request, as soon as a thread is free for it; a FAULT becomes its answer's `GradruleError`.
 
-        `payload`: whole, or in parts. `suffix`: appended to the answer.
+        `payload`: whole, or in parts. `suffix`: appended to the answer. `batch_key`: which others it may run with.
         """
         if self.is_closed or self._transport is None:
             raise EngineGone(started=False)
         parts = (payload,) if isinstance(payload, bytes) else payload
-        work = Work(self, next(self._ids), kind, parts, account, suffix)
-        if self._can_start(kind):
+        work = Work(self, next(self._ids), kind, parts, account, suffix, batch_key)
+        if self._can_start(work):
             self._start(work)
         else:
             self._waiting[work.id] = work
+            self._batches.add(work)
+            self._start_held_in_time()
         return work
 
     def is_waiting(self, work: Work) -> bool:
@@ -215,6 +244,7 @@ class Connection(asyncio.Protocol):
         """Takes back a request that still waits; False where it has been sent."""
         if self._waiting.pop(work.id, None) is None:
             return False
+        self._batches.remove(work)
         work.answer.cancel()
         work.end()
         return True
@@ -286,18 +316,40 @@ class Connection(asyncio.Protocol):
         # A greeting that nobody waits for must not be reported as an exception that was never retrieved.
         if not self.greeting.cancelled():
             self.greeting.exception()
-        if self._trimming is not None:
-            self._trimming.cancel()
+        for timer in (self._trimming, self._holding):
+            if timer is not None:
+                timer.cancel()
         if self._arenas is not None:
             self._arenas.close()
         if self.on_lost is not None:
             self.on_lost()
 
-    def _can_start(self, kind: Kind) -> bool:
+    def _can_start(self, work: Work) -> bool:
         # An engine compiles one program at a time, and the others would keep its threads from running.
-        return len(self._running) < self._threads and not (kind is Kind.COMPILE and self._compiling)
+        if self._busy >= self._threads or (work.kind is Kind.COMPILE and self._compiling):
+            return False
+        held_until = self._batches.held_until(work)
+        return not held_until or self.loop.time() >= held_until
+
+    def _start_held_in_time(self) -> None:
+        """Sees to it that requests which wait although a thread is free do not wait longer than they may."""
+        if self._holding is not None or self._busy >= self._threads:
+            return
+        due = min(filter(None, map(self._batches.held_until, self._waiting.values())), default=None)
+        if due is not None:
+            self._holding = self.loop.call_at(due, self._start_held)
+
+    def _start_held(self) -> None:
+        self._holding = None
+        self._start_waiting()
 
     def _start(self, work: Work) -> None:
+        others = self._batches.companions(work)
+        self._busy += 1
+        self._batches.started(work)
+        if others:
+            self._start_together([work, *others])
+            return
         self._running[work.id] = work
         work.started_at = self.loop.time()
         if work.kind is Kind.COMPILE:
@@ -310,13 +362,41 @@ class Connection(asyncio.Protocol):
             self._write(Kind.PLACED, work.id, pack_place(work.kind, work.chunk))
         work.payload = ()
 
+    def _start_together(self, works: list[Work]) -> None:
+        number, now = next(self._ids), self.loop.time()
+        batch = self._runs[number] = Batch(works)
+        parts = pack_batch(self._batches.most, [(work.id, work.payload) for work in works])
+        for work in works:
+            if self._waiting.pop(work.id, None) is not None:
+                self._batches.remove(work)
+            self._running[work.id] = work
+            work.started_at, work.batch, work.payload = now, batch, ()
+        batch.chunk = self._placed(parts)
+        if batch.chunk is None:
+            self._write(Kind.RUN_BATCH, number, *parts)
+        else:
+            self._write(Kind.PLACED, number, pack_place(Kind.RUN_BATCH, batch.chunk))
+
+    def _end_run(self, number: int) -> None:
+        """The engine is done with requests that were sent together, and with the thread that it took for them."""
+        batch = self._runs.pop(number, None)
+        if batch is None:
+            return
+        if batch.chunk is not None and self._arenas is not None:
+            self._arenas.outgoing.release(batch.chunk)
+        self._busy -= 1
+        self._batches.ended(batch.works[0])
+        self._start_waiting()
+
     def _start_waiting(self) -> None:
-        while len(self._running) < self._threads:
-            work = next((work for work in self._waiting.values() if self._can_start(work.kind)), None)
+        while self._busy < self._threads:
+            work = next((work for work in self._waiting.values() if self._can_start(work)), None)
             if work is None:
-                return
+                break
             del self._waiting[work.id]
+            self._batches.remove(work)
             self._start(work)
+        self._start_held_in_time()
 
     def _write(self, kind: Kind, request_id: int, *payload: bytes) -> None:
         if self._transport is not None:
@@ -357,6 +437,10 @@ class Connection(asyncio.Protocol):
             if not self.greeting.done():
                 self.greeting.set_result(link_pb2.Greeting.FromString(bytes(view)))
             return
+        if kind is Kind.BATCH_NOTICE:
+            self._batches.learn(link_pb2.BatchNotice.FromString(bytes(view)))
+            self._end_run(request_id)
+            return
         work = self._running.get(request_id)
         if work is None:
             return
@@ -378,11 +462,14 @@ class Connection(asyncio.Protocol):
         fault = _fault(payload) if kind is Kind.FAULT and not work.answer.done() else None
         del self._running[request_id]
         work.end()
+        if work.batch is None:
+            self._busy -= 1
+            self._batches.ended(work)
         if work.account is not None and work.started_at is not None and kind is not Kind.FAULT:
             work.account.took(self.loop.time() - work.started_at)
         if work.kind is Kind.COMPILE:
             self._compiling = False
-        if self._waiting:
+        if self._waiting and work.batch is None:
             self._start_waiting()
         if work.answer.done():
             return  # The caller gave up: its deadline passed, or it cancelled.

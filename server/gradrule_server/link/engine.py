@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import Finding, error
 from gradrule_server.link.account import Account
+from gradrule_server.link.batching import BatchKey
 from gradrule_server.link.connection import EngineGone, Work
 from gradrule_server.link.endings import Ending, Inquest, Reason
 from gradrule_server.link.faults import EngineLost
@@ -25,6 +26,7 @@ __all__ = ["Engine", "EngineRefused", "EngineStatus"]
 
 _log = logging.getLogger(__name__)
 
+_MOST_UNBATCHED = 1024
 _RETRY_AFTER_S = 2.0
 _OVERRUN_GRACE_S = 0.5
 # How long a call that was cancelled may go on where ending its engine would cost others their sessions and handles.
@@ -103,6 +105,8 @@ class Engine:
         """Loop time of the last request, or of the start of its process."""
         self.shelf: object = None
         """What those who load programs note of it; it goes with the engine."""
+        self._unbatched: set[str] = set()
+        """Programs whose calls ran together when a process ended: from then on they run alone."""
         self.last_ending: Ending | None = None
         """How the process before this one ended, as soon as that is known."""
         self.generation = 0
@@ -233,16 +237,17 @@ class Engine:
         ends_at: float,
         account: Account | None = None,
         on_ask: Callable[[Work, bytes], None] | None = None,
+        batch_key: BatchKey | None = None,
     ) -> bytes:
         """One request, given up when the caller is cancelled. `ends_at`: loop time after which it is of no use.
-        `on_ask`: called with each question of the process's.
+        `on_ask`: called with each question of the process's. `batch_key`: which others it may run with.
 
         ENGINE_UNAVAILABLE while there is no engine; `EngineLost` if it dies meanwhile. An engine that is still at it
         soon after the call was given up is ended, since nothing else stops a kernel or a loop that never ends.
         """
         if asyncio.get_running_loop().time() >= ends_at:
             raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, "the deadline passed before the engine was asked")
-        work = self.submit(kind, payload, account)
+        work = self.submit(kind, payload, account, batch_key=batch_key)
         if on_ask is not None:
             work.on_ask = functools.partial(on_ask, work)
         try:
@@ -254,14 +259,21 @@ class Engine:
             raise await self.lost(work, gone) from None
 
     def submit(
-        self, kind: Kind, payload: bytes | Sequence[bytes], account: Account | None = None, suffix: bytes = b""
+        self,
+        kind: Kind,
+        payload: bytes | Sequence[bytes],
+        account: Account | None = None,
+        suffix: bytes = b"",
+        batch_key: BatchKey | None = None,
     ) -> Work:
         """Hands a request in, see `Connection.submit`; `EngineLost` or ENGINE_UNAVAILABLE where there is no engine."""
         if self._process is None:
             raise unavailable()
+        if batch_key is not None and batch_key.digest in self._unbatched:
+            batch_key = None
         self.used_at = self._process.connection.loop.time()
         try:
-            return self._process.connection.submit(kind, payload, account, suffix)
+            return self._process.connection.submit(kind, payload, account, suffix, batch_key)
         except EngineGone:
             raise lost_waiting() from None
 
@@ -281,7 +293,10 @@ class Engine:
     def _end_given_up(self, work: Work, ends_at: float) -> None:
         """Ends the engine, unless others keep something in it and the request holds up nobody before its deadline."""
         loop = asyncio.get_running_loop()
-        if self.kept and not work.connection.waiting and loop.time() < ends_at and not work.ended:
+        if work.batch is not None and not work.batch.is_given_up:
+            # Somebody waits for another request of the same run.
+            work.watch(loop.call_later(_OVERRUN_GRACE_S, self._end_given_up, work, ends_at))
+        elif self.kept and not work.connection.waiting and loop.time() < ends_at and not work.ended:
             due = min(ends_at + _OVERRUN_GRACE_S, loop.time() + _CANCEL_PATIENCE_S)
             work.watch(loop.call_at(due, self._end_given_up, work, ends_at))
         else:
@@ -352,6 +367,10 @@ class Engine:
             return
         self._process = None
         process.inquest.present = process.connection.present
+        if len(self._unbatched) < _MOST_UNBATCHED:
+            self._unbatched |= {
+                work.batch_key.digest for work in process.connection.lost if work.batch and work.batch_key
+            }
         report = asyncio.create_task(self._report(process), name="engine-report")
         self._reports.add(report)
         report.add_done_callback(self._reports.discard)
@@ -380,7 +399,8 @@ class Engine:
             "a request %s; ending engine %d", "overran its deadline" if overran else "is given up", process.pid
         )
         process.end(Reason.OVERRUN)
-        if overran and work.account is not None:
+        # A request of a batch runs for as long as all of them.
+        if overran and work.batch is None and work.account is not None:
             work.account.overran(now - work.started_at)
 
 

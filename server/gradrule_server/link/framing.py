@@ -61,6 +61,8 @@ class Kind(enum.IntEnum):
     PREPARED = 19
     ASK = 20
     TOLD = 21
+    RUN_BATCH = 22
+    BATCH_NOTICE = 23
 
 
 # A dict is faster than the enum's own lookup.

@@ -35,13 +35,15 @@ class EngineRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ProcessOptions:
-    """What a process is started with. `memory_limit`: bytes that it may take; 0: any. `sandbox`: as in the settings."""
+    """What a process is started with. `memory_limit`: bytes that it may take; 0: any. The rest: as in settings."""
 
     device: str
     threads: int
     blob_folder: Path | None = None
     memory_limit: int = 0
     sandbox: str = "auto"
+    max_batch_size: int = 1
+    max_batch_delay_s: float = 0.0
 
     def flags(self) -> list[str]:
         """Its command line."""
@@ -171,7 +173,9 @@ async def start_process(options: ProcessOptions, fork_server: ForkServer) -> Eng
             except ForkServerEnded as cause:
                 raise EngineRefused(f"the engine died while it started: {cause}") from None
         # From here on a failure closes the socket, and the engine ends when it sees that.
-        _, connection = await loop.create_connection(lambda: Connection(options.threads, arenas), sock=ours)
+        _, connection = await loop.create_connection(
+            lambda: Connection(options.threads, arenas, options.max_batch_size, options.max_batch_delay_s), sock=ours
+        )
         stream = asyncio.StreamReader()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), stderr)
         failed.pop_all()

@@ -144,6 +144,7 @@ def prepare(
         trusted=limits.trusted,
         memory_limit=limits.engine_bytes,
         max_rank=limits.rank,
+        unbatched=not _may_batch(spec.batching),
     )
     key = _digest(graph_digest, spec, call, wish, request, table, values)
     request.key = key
@@ -299,7 +300,13 @@ def _digest(
         "rewrites": list(spec.rewrites),
         "variables": values.content,
     }
+    if request.unbatched:
+        content["batching"] = False
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _may_batch(batching: program_pb2.Batching) -> bool:
+    return batching.allowed or not batching.HasField("allowed")
 
 
 def _identity(rule: ResolvedRule) -> list[str]:

@@ -17,6 +17,7 @@ _FIELDS = evaluate_pb2.EvaluateRequest.DESCRIPTOR.fields_by_name
 _TENSORS = frozenset(_FIELDS[name].number << 3 | _LENGTH for name in ("feeds", "grad_ys", "tangents", "vectors"))
 _PROGRAM = _FIELDS["program"].number << 3 | _LENGTH
 _PARAMS = _FIELDS["params"].number << 3 | _LENGTH
+_BATCHING = _FIELDS["batching"].number << 3 | _LENGTH
 _NUMBERS = frozenset(_FIELDS[name].number << 3 for name in ("derivative", "stacked_grad_ys"))
 _NAME = tensor_pb2.NamedTensor.NAME_FIELD_NUMBER << 3 | _LENGTH
 _VALUE = tensor_pb2.NamedTensor.VALUE_FIELD_NUMBER << 3 | _LENGTH
@@ -54,7 +55,7 @@ def structure_of(raw: bytes) -> CallStructure | None:
                 # The tag belongs to it: it says which list the name is in.
                 parts.append(raw[start : start + 1] + raw[position:name_end])
                 position = stop
-            elif tag in (_PROGRAM, _PARAMS):
+            elif tag in (_PROGRAM, _PARAMS, _BATCHING):
                 if size > 0x7F:
                     size, position = _varint(raw, position - 1)
                 if tag == _PROGRAM:

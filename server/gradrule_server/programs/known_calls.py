@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from gradrule_server.link.batching import BatchKey
 from gradrule_server.link.connection import EngineGone
 from gradrule_server.link.faults import EngineLost, NotLoaded
 from gradrule_server.link.framing import Kind
@@ -13,6 +14,7 @@ from gradrule_server.programs.cache import KnownCall, Named, ProgramCache, Runna
 from gradrule_server.programs.call_structure import CallStructure
 from gradrule_server.programs.conduct import Charge, suspect_of
 from gradrule_server.programs.loaded import LoadedPrograms
+from gradrule_server.programs.running import settings_of
 
 _REQUEST_TAG = bytes([link_pb2.RunRequest.REQUEST_FIELD_NUMBER << 3 | 2])
 
@@ -30,7 +32,7 @@ class KnownCalls:
     def note(self, structure: CallStructure, key: Named, program: Runnable, run: link_pb2.RunRequest) -> None:
         """Notes how a call of this structure was run."""
         if self._cache.get(key) is program:
-            settings = link_pb2.RunRequest(params=run.params, blob_folder=run.blob_folder).SerializeToString()
+            settings = settings_of(run)
             account = Charge(self._loaded.conduct, suspect_of(program.loadable))
             self._cache.put_call(structure, KnownCall(key, program, settings, account))
 
@@ -61,7 +63,9 @@ class KnownCalls:
         payload = (call.settings, fields, _REQUEST_TAG, _varint(len(raw)), raw)
         with self._loaded.in_use(load):
             try:
-                work = load.engine.submit(Kind.RUN, payload, call.account, call.program.compiled.digests_tail)
+                batch_key = BatchKey(load.engine_key, call.settings)
+                suffix = call.program.compiled.digests_tail
+                work = load.engine.submit(Kind.RUN, payload, call.account, suffix, batch_key)
                 try:
                     answer = await work.answer
                 except asyncio.CancelledError:

@@ -8,9 +8,15 @@ from typing import Protocol
 
 from gradrule.v1 import session_pb2
 from gradrule_server.link.account import Account
+from gradrule_server.link.batching import BatchKey
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
+
+
+def settings_of(run: link_pb2.RunRequest) -> bytes:
+    """Returns the bytes of what is the same in all calls of a program that differ in their tensors alone."""
+    return link_pb2.RunRequest(params=run.params, blob_folder=run.blob_folder).SerializeToString()
 
 
 class How(Protocol):
@@ -43,7 +49,8 @@ class Once:
     undo: Callable[[Engine], None] | None = None
 
     async def on(self, engine: Engine, run: link_pb2.RunRequest, account: Account) -> bytes:
-        return await engine.call(Kind.RUN, run.SerializeToString(), self.ends_at, account)
+        batch_key = BatchKey(run.key, settings_of(run))
+        return await engine.call(Kind.RUN, run.SerializeToString(), self.ends_at, account, batch_key=batch_key)
 
 
 @dataclass(slots=True)

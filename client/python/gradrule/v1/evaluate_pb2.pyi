@@ -131,6 +131,7 @@ class EvaluateRequest(google.protobuf.message.Message):
     TANGENTS_FIELD_NUMBER: builtins.int
     VECTORS_FIELD_NUMBER: builtins.int
     STACKED_GRAD_YS_FIELD_NUMBER: builtins.int
+    BATCHING_FIELD_NUMBER: builtins.int
     program: builtins.str
     """A compiled program, `programs/{id}`."""
     derivative: global___Derivative.ValueType
@@ -163,6 +164,10 @@ class EvaluateRequest(google.protobuf.message.Message):
     def vectors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
         """Vectors by x, of x's type and shape, where Hessian-vector products are computed; INVALID_DERIVATIVE elsewhere."""
 
+    @property
+    def batching(self) -> gradrule.v1.program_pb2.Batching:
+        """For this call."""
+
     def __init__(
         self,
         *,
@@ -175,9 +180,10 @@ class EvaluateRequest(google.protobuf.message.Message):
         tangents: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
         vectors: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
         stacked_grad_ys: builtins.bool = ...,
+        batching: gradrule.v1.program_pb2.Batching | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["program", b"program", "spec", b"spec", "target", b"target"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["derivative", b"derivative", "feeds", b"feeds", "grad_ys", b"grad_ys", "params", b"params", "program", b"program", "spec", b"spec", "stacked_grad_ys", b"stacked_grad_ys", "tangents", b"tangents", "target", b"target", "vectors", b"vectors"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["batching", b"batching", "program", b"program", "spec", b"spec", "target", b"target"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["batching", b"batching", "derivative", b"derivative", "feeds", b"feeds", "grad_ys", b"grad_ys", "params", b"params", "program", b"program", "spec", b"spec", "stacked_grad_ys", b"stacked_grad_ys", "tangents", b"tangents", "target", b"target", "vectors", b"vectors"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["target", b"target"]) -> typing.Literal["program", "spec"] | None: ...
 
 global___EvaluateRequest = EvaluateRequest
@@ -341,8 +347,11 @@ class EvaluateResponse(google.protobuf.message.Message):
     REWRITTEN_FIELD_NUMBER: builtins.int
     OUTPUT_TANGENTS_FIELD_NUMBER: builtins.int
     JACOBIANS_FIELD_NUMBER: builtins.int
+    BATCH_SIZE_FIELD_NUMBER: builtins.int
     device: builtins.str
     """Where it ran, `CPU:0` for example."""
+    batch_size: builtins.int
+    """Examples (rows of axis 0) of all calls that ran together with this one, its own included; 0: it ran alone."""
     @property
     def outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
         """Fetches, in the order asked, under the names asked."""
@@ -394,9 +403,10 @@ class EvaluateResponse(google.protobuf.message.Message):
         rewritten: collections.abc.Iterable[builtins.str] | None = ...,
         output_tangents: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
         jacobians: collections.abc.Iterable[global___JacobianBlock] | None = ...,
+        batch_size: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["digests", b"digests", "timings", b"timings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["defaulted", b"defaulted", "device", b"device", "digests", b"digests", "gradients", b"gradients", "jacobians", b"jacobians", "output_tangents", b"output_tangents", "outputs", b"outputs", "overrides", b"overrides", "rewritten", b"rewritten", "timings", b"timings"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_size", b"batch_size", "defaulted", b"defaulted", "device", b"device", "digests", b"digests", "gradients", b"gradients", "jacobians", b"jacobians", "output_tangents", b"output_tangents", "outputs", b"outputs", "overrides", b"overrides", "rewritten", b"rewritten", "timings", b"timings"]) -> None: ...
 
 global___EvaluateResponse = EvaluateResponse
 

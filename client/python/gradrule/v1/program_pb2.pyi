@@ -298,6 +298,7 @@ class ProgramSpec(google.protobuf.message.Message):
     REWRITES_FIELD_NUMBER: builtins.int
     VARIABLES_FIELD_NUMBER: builtins.int
     ALIASES_FIELD_NUMBER: builtins.int
+    BATCHING_FIELD_NUMBER: builtins.int
     no_gradient: global___NoGradient.ValueType
     """Default: ERROR."""
     @property
@@ -345,6 +346,10 @@ class ProgramSpec(google.protobuf.message.Message):
     def aliases(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Further names of tensors, as a SavedModel's signature has them: kept, and told with the program, for clients."""
 
+    @property
+    def batching(self) -> global___Batching:
+        """For all calls of the program. One that is not allowed to is another program."""
+
     def __init__(
         self,
         *,
@@ -359,12 +364,35 @@ class ProgramSpec(google.protobuf.message.Message):
         rewrites: collections.abc.Iterable[builtins.str] | None = ...,
         variables: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
         aliases: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        batching: global___Batching | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["derivative", b"derivative", "graph", b"graph", "hvp", b"hvp", "jacobian", b"jacobian", "jvp", b"jvp", "vjp", b"vjp"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "derivative", b"derivative", "fetches", b"fetches", "graph", b"graph", "hvp", b"hvp", "jacobian", b"jacobian", "jvp", b"jvp", "no_gradient", b"no_gradient", "overrides", b"overrides", "rewrites", b"rewrites", "variables", b"variables", "vjp", b"vjp"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["batching", b"batching", "derivative", b"derivative", "graph", b"graph", "hvp", b"hvp", "jacobian", b"jacobian", "jvp", b"jvp", "vjp", b"vjp"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "batching", b"batching", "derivative", b"derivative", "fetches", b"fetches", "graph", b"graph", "hvp", b"hvp", "jacobian", b"jacobian", "jvp", b"jvp", "no_gradient", b"no_gradient", "overrides", b"overrides", "rewrites", b"rewrites", "variables", b"variables", "vjp", b"vjp"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["derivative", b"derivative"]) -> typing.Literal["vjp", "jvp", "jacobian", "hvp"] | None: ...
 
 global___ProgramSpec = ProgramSpec
+
+@typing.final
+class Batching(google.protobuf.message.Message):
+    """Whether a call may run together with others of the same program, their examples behind one another along axis 0. That happens only where it
+    is proven that every answer stays what it is alone, up to the rounding of floats.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ALLOWED_FIELD_NUMBER: builtins.int
+    allowed: builtins.bool
+    """Default: true."""
+    def __init__(
+        self,
+        *,
+        allowed: builtins.bool | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_allowed", b"_allowed", "allowed", b"allowed"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_allowed", b"_allowed", "allowed", b"allowed"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_allowed", b"_allowed"]) -> typing.Literal["allowed"] | None: ...
+
+global___Batching = Batching
 
 @typing.final
 class Digests(google.protobuf.message.Message):

@@ -7,6 +7,8 @@ A frame on the socket is a header (see link/framing.py) and a payload, one of th
 - GREETING (Greeting): from the engine, once.
 - COMPILE (CompileRequest) → COMPILED (CompileReply)
 - RUN (RunRequest) → RAN (the bytes of a `gradrule.v1.EvaluateResponse`)
+- RUN_BATCH (requests of one program by their ids, see link/batching.py) → for each, what answers a RUN; and a
+  BATCH_NOTICE (BatchNotice).
 - FORWARD (ForwardRequest) → RAN (ForwardReply)
 - PULL_BACK (PullBackRequest) → RAN (the bytes of a `gradrule.v1.PullBackResponse`)
 - SESSION (SessionRequest) → RAN (SessionReply)
@@ -25,6 +27,7 @@ import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.duration_pb2
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import gradrule.v1.errors_pb2
 import gradrule.v1.evaluate_pb2
@@ -33,7 +36,13 @@ import gradrule.v1.program_pb2
 import gradrule.v1.rule_pb2
 import gradrule.v1.session_pb2
 import gradrule.v1.tensor_pb2
+import sys
 import typing
+
+if sys.version_info >= (3, 10):
+    import typing as typing_extensions
+else:
+    import typing_extensions
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
@@ -303,6 +312,7 @@ class CompileRequest(google.protobuf.message.Message):
     MEMORY_LIMIT_FIELD_NUMBER: builtins.int
     MAX_RANK_FIELD_NUMBER: builtins.int
     BLOB_FOLDER_FIELD_NUMBER: builtins.int
+    UNBATCHED_FIELD_NUMBER: builtins.int
     key: builtins.str
     """Key by which RUN and UNLOAD name the program: its digest."""
     graph: builtins.bytes
@@ -329,6 +339,8 @@ class CompileRequest(google.protobuf.message.Message):
     """Rank that tensors of a call may have."""
     blob_folder: builtins.str
     """Folder of the caller's blobs within the one that the engine was started with; empty: that one itself."""
+    unbatched: builtins.bool
+    """Calls of the program never run together."""
     @property
     def marks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MarkedNode]:
         """Overridden nodes."""
@@ -414,8 +426,9 @@ class CompileRequest(google.protobuf.message.Message):
         memory_limit: builtins.int = ...,
         max_rank: builtins.int = ...,
         blob_folder: builtins.str = ...,
+        unbatched: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blob_folder", b"blob_folder", "dense_gradients", b"dense_gradients", "derivative", b"derivative", "directions", b"directions", "fetches", b"fetches", "grad_ys", b"grad_ys", "graph", b"graph", "input_aliases", b"input_aliases", "inputs", b"inputs", "key", b"key", "made", b"made", "marks", b"marks", "max_rank", b"max_rank", "memory_limit", b"memory_limit", "no_gradient", b"no_gradient", "rules", b"rules", "scopes", b"scopes", "split", b"split", "stacked_grad_ys", b"stacked_grad_ys", "stop_gradients", b"stop_gradients", "trusted", b"trusted", "unconnected_gradients", b"unconnected_gradients", "updates", b"updates", "variables", b"variables", "xs", b"xs", "ys", b"ys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blob_folder", b"blob_folder", "dense_gradients", b"dense_gradients", "derivative", b"derivative", "directions", b"directions", "fetches", b"fetches", "grad_ys", b"grad_ys", "graph", b"graph", "input_aliases", b"input_aliases", "inputs", b"inputs", "key", b"key", "made", b"made", "marks", b"marks", "max_rank", b"max_rank", "memory_limit", b"memory_limit", "no_gradient", b"no_gradient", "rules", b"rules", "scopes", b"scopes", "split", b"split", "stacked_grad_ys", b"stacked_grad_ys", "stop_gradients", b"stop_gradients", "trusted", b"trusted", "unbatched", b"unbatched", "unconnected_gradients", b"unconnected_gradients", "updates", b"updates", "variables", b"variables", "xs", b"xs", "ys", b"ys"]) -> None: ...
 
 global___CompileRequest = CompileRequest
 
@@ -617,6 +630,55 @@ class RunRequest(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["blob_folder", b"blob_folder", "key", b"key", "params", b"params", "received_ns", b"received_ns", "request", b"request"]) -> None: ...
 
 global___RunRequest = RunRequest
+
+@typing.final
+class BatchNotice(google.protobuf.message.Message):
+    """Whether calls of a program can run together."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    class _Outcome:
+        ValueType = typing.NewType("ValueType", builtins.int)
+        V: typing_extensions.TypeAlias = ValueType
+
+    class _OutcomeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[BatchNotice._Outcome.ValueType], builtins.type):
+        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+        OUTCOME_UNSPECIFIED: BatchNotice._Outcome.ValueType  # 0
+        """Nothing: the calls did not fit together."""
+        OUTCOME_PROVEN: BatchNotice._Outcome.ValueType  # 1
+        """They can."""
+        OUTCOME_REFUSED: BatchNotice._Outcome.ValueType  # 2
+        """They cannot, whatever they feed."""
+
+    class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
+        """What was found out."""
+
+    OUTCOME_UNSPECIFIED: BatchNotice.Outcome.ValueType  # 0
+    """Nothing: the calls did not fit together."""
+    OUTCOME_PROVEN: BatchNotice.Outcome.ValueType  # 1
+    """They can."""
+    OUTCOME_REFUSED: BatchNotice.Outcome.ValueType  # 2
+    """They cannot, whatever they feed."""
+
+    KEY_FIELD_NUMBER: builtins.int
+    OUTCOME_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    key: builtins.str
+    """Key of the program."""
+    outcome: global___BatchNotice.Outcome.ValueType
+    """What was found out."""
+    reason: builtins.str
+    """Why they cannot."""
+    def __init__(
+        self,
+        *,
+        key: builtins.str = ...,
+        outcome: global___BatchNotice.Outcome.ValueType = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key", b"key", "outcome", b"outcome", "reason", b"reason"]) -> None: ...
+
+global___BatchNotice = BatchNotice
 
 @typing.final
 class UnloadRequest(google.protobuf.message.Message):

@@ -20,7 +20,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file gradrule/v1/program.proto.
  */
 export const file_gradrule_v1_program: GenFile = /*@__PURE__*/
-  fileDesc("ChlncmFkcnVsZS92MS9wcm9ncmFtLnByb3RvEgtncmFkcnVsZS52MSIiCgVHcmFkWRIJCgF5GAEgASgJEg4KBnRlbnNvchgCIAEoCSK1AQoDVmpwEgoKAnlzGAEgAygJEgoKAnhzGAIgAygJEiMKB2dyYWRfeXMYAyADKAsyEi5ncmFkcnVsZS52MS5HcmFkWRIWCg5zdG9wX2dyYWRpZW50cxgEIAMoCRJAChV1bmNvbm5lY3RlZF9ncmFkaWVudHMYBSABKA4yIS5ncmFkcnVsZS52MS5VbmNvbm5lY3RlZEdyYWRpZW50cxIXCg9kZW5zZV9ncmFkaWVudHMYBiABKAgiNQoDSnZwEgoKAnlzGAEgAygJEgoKAnhzGAIgAygJEhYKDnN0b3BfZ3JhZGllbnRzGAMgAygJIo0BCghKYWNvYmlhbhIKCgJ5cxgBIAMoCRIKCgJ4cxgCIAMoCRIWCg5zdG9wX2dyYWRpZW50cxgDIAMoCRJAChV1bmNvbm5lY3RlZF9ncmFkaWVudHMYBCABKA4yIS5ncmFkcnVsZS52MS5VbmNvbm5lY3RlZEdyYWRpZW50cxIPCgdiYXRjaGVkGAUgASgIIncKA0h2cBIKCgJ5cxgBIAMoCRIKCgJ4cxgCIAMoCRIWCg5zdG9wX2dyYWRpZW50cxgDIAMoCRJAChV1bmNvbm5lY3RlZF9ncmFkaWVudHMYBCABKA4yIS5ncmFkcnVsZS52MS5VbmNvbm5lY3RlZEdyYWRpZW50cyLiAwoLUHJvZ3JhbVNwZWMSJwoFZ3JhcGgYASABKAsyGC5ncmFkcnVsZS52MS5HcmFwaFNvdXJjZRIoCglvdmVycmlkZXMYAiADKAsyFS5ncmFkcnVsZS52MS5PdmVycmlkZRIPCgdmZXRjaGVzGAMgAygJEh8KA3ZqcBgEIAEoCzIQLmdyYWRydWxlLnYxLlZqcEgAEh8KA2p2cBgHIAEoCzIQLmdyYWRydWxlLnYxLkp2cEgAEikKCGphY29iaWFuGAggASgLMhUuZ3JhZHJ1bGUudjEuSmFjb2JpYW5IABIfCgNodnAYCSABKAsyEC5ncmFkcnVsZS52MS5IdnBIABIsCgtub19ncmFkaWVudBgFIAEoDjIXLmdyYWRydWxlLnYxLk5vR3JhZGllbnQSEAoIcmV3cml0ZXMYBiADKAkSKwoJdmFyaWFibGVzGAogAygLMhguZ3JhZHJ1bGUudjEuTmFtZWRUZW5zb3ISNgoHYWxpYXNlcxgLIAMoCzIlLmdyYWRydWxlLnYxLlByb2dyYW1TcGVjLkFsaWFzZXNFbnRyeRouCgxBbGlhc2VzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgJOgI4AUIMCgpkZXJpdmF0aXZlIikKB0RpZ2VzdHMSDQoFZ3JhcGgYASABKAkSDwoHcHJvZ3JhbRgCIAEoCSLSAwoHUHJvZ3JhbRIMCgRuYW1lGAEgASgJEiUKB2RpZ2VzdHMYAiABKAsyFC5ncmFkcnVsZS52MS5EaWdlc3RzEicKBmlucHV0cxgDIAMoCzIXLmdyYWRydWxlLnYxLlRlbnNvclNwZWMSKAoHb3V0cHV0cxgEIAMoCzIXLmdyYWRydWxlLnYxLlRlbnNvclNwZWMSIwoCeXMYBSADKAsyFy5ncmFkcnVsZS52MS5UZW5zb3JTcGVjEiMKAnhzGAYgAygLMhcuZ3JhZHJ1bGUudjEuVGVuc29yU3BlYxIqCglvdmVycmlkZXMYByADKAsyFy5ncmFkcnVsZS52MS5SZXNvbHV0aW9uEhEKCWRlZmF1bHRlZBgIIAMoCRIOCgZkZXZpY2UYCSABKAkSLwoLY3JlYXRlX3RpbWUYCiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhEKCXJld3JpdHRlbhgLIAMoCRIyCgdhbGlhc2VzGAwgAygLMiEuZ3JhZHJ1bGUudjEuUHJvZ3JhbS5BbGlhc2VzRW50cnkaLgoMQWxpYXNlc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEiRwoHRmluZGluZxIOCgZyZWFzb24YASABKAkSDwoHbWVzc2FnZRgCIAEoCRIMCgRub2RlGAMgASgJEg0KBWZpZWxkGAQgASgJImoKFUNvbXBpbGVQcm9ncmFtUmVxdWVzdBImCgRzcGVjGAEgASgLMhguZ3JhZHJ1bGUudjEuUHJvZ3JhbVNwZWMSEgoKcHJvZ3JhbV9pZBgCIAEoCRIVCg12YWxpZGF0ZV9vbmx5GAMgASgIImcKFkNvbXBpbGVQcm9ncmFtUmVzcG9uc2USJQoHcHJvZ3JhbRgBIAEoCzIULmdyYWRydWxlLnYxLlByb2dyYW0SJgoIZmluZGluZ3MYAiADKAsyFC5ncmFkcnVsZS52MS5GaW5kaW5nIiEKEUdldFByb2dyYW1SZXF1ZXN0EgwKBG5hbWUYASABKAkiOwoSR2V0UHJvZ3JhbVJlc3BvbnNlEiUKB3Byb2dyYW0YASABKAsyFC5ncmFkcnVsZS52MS5Qcm9ncmFtIjwKE0xpc3RQcm9ncmFtc1JlcXVlc3QSEQoJcGFnZV9zaXplGAEgASgFEhIKCnBhZ2VfdG9rZW4YAiABKAkiVwoUTGlzdFByb2dyYW1zUmVzcG9uc2USJgoIcHJvZ3JhbXMYASADKAsyFC5ncmFkcnVsZS52MS5Qcm9ncmFtEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSIkChREZWxldGVQcm9ncmFtUmVxdWVzdBIMCgRuYW1lGAEgASgJIhcKFURlbGV0ZVByb2dyYW1SZXNwb25zZSp9ChRVbmNvbm5lY3RlZEdyYWRpZW50cxIlCiFVTkNPTk5FQ1RFRF9HUkFESUVOVFNfVU5TUEVDSUZJRUQQABIeChpVTkNPTk5FQ1RFRF9HUkFESUVOVFNfTk9ORRABEh4KGlVOQ09OTkVDVEVEX0dSQURJRU5UU19aRVJPEAIqhQEKCk5vR3JhZGllbnQSGwoXTk9fR1JBRElFTlRfVU5TUEVDSUZJRUQQABIVChFOT19HUkFESUVOVF9FUlJPUhABEhcKE05PX0dSQURJRU5UX0RFRkFVTFQQAhIUChBOT19HUkFESUVOVF9QQVNTEAMSFAoQTk9fR1JBRElFTlRfWkVSTxAEMucCCg5Qcm9ncmFtU2VydmljZRJZCg5Db21waWxlUHJvZ3JhbRIiLmdyYWRydWxlLnYxLkNvbXBpbGVQcm9ncmFtUmVxdWVzdBojLmdyYWRydWxlLnYxLkNvbXBpbGVQcm9ncmFtUmVzcG9uc2USTQoKR2V0UHJvZ3JhbRIeLmdyYWRydWxlLnYxLkdldFByb2dyYW1SZXF1ZXN0Gh8uZ3JhZHJ1bGUudjEuR2V0UHJvZ3JhbVJlc3BvbnNlElMKDExpc3RQcm9ncmFtcxIgLmdyYWRydWxlLnYxLkxpc3RQcm9ncmFtc1JlcXVlc3QaIS5ncmFkcnVsZS52MS5MaXN0UHJvZ3JhbXNSZXNwb25zZRJWCg1EZWxldGVQcm9ncmFtEiEuZ3JhZHJ1bGUudjEuRGVsZXRlUHJvZ3JhbVJlcXVlc3QaIi5ncmFkcnVsZS52MS5EZWxldGVQcm9ncmFtUmVzcG9uc2ViBnByb3RvMw", [file_google_protobuf_timestamp, file_gradrule_v1_override, file_gradrule_v1_rule, file_gradrule_v1_tensor]);
+  fileDesc("ChlncmFkcnVsZS92MS9wcm9ncmFtLnByb3RvEgtncmFkcnVsZS52MSIiCgVHcmFkWRIJCgF5GAEgASgJEg4KBnRlbnNvchgCIAEoCSK1AQoDVmpwEgoKAnlzGAEgAygJEgoKAnhzGAIgAygJEiMKB2dyYWRfeXMYAyADKAsyEi5ncmFkcnVsZS52MS5HcmFkWRIWCg5zdG9wX2dyYWRpZW50cxgEIAMoCRJAChV1bmNvbm5lY3RlZF9ncmFkaWVudHMYBSABKA4yIS5ncmFkcnVsZS52MS5VbmNvbm5lY3RlZEdyYWRpZW50cxIXCg9kZW5zZV9ncmFkaWVudHMYBiABKAgiNQoDSnZwEgoKAnlzGAEgAygJEgoKAnhzGAIgAygJEhYKDnN0b3BfZ3JhZGllbnRzGAMgAygJIo0BCghKYWNvYmlhbhIKCgJ5cxgBIAMoCRIKCgJ4cxgCIAMoCRIWCg5zdG9wX2dyYWRpZW50cxgDIAMoCRJAChV1bmNvbm5lY3RlZF9ncmFkaWVudHMYBCABKA4yIS5ncmFkcnVsZS52MS5VbmNvbm5lY3RlZEdyYWRpZW50cxIPCgdiYXRjaGVkGAUgASgIIncKA0h2cBIKCgJ5cxgBIAMoCRIKCgJ4cxgCIAMoCRIWCg5zdG9wX2dyYWRpZW50cxgDIAMoCRJAChV1bmNvbm5lY3RlZF9ncmFkaWVudHMYBCABKA4yIS5ncmFkcnVsZS52MS5VbmNvbm5lY3RlZEdyYWRpZW50cyKLBAoLUHJvZ3JhbVNwZWMSJwoFZ3JhcGgYASABKAsyGC5ncmFkcnVsZS52MS5HcmFwaFNvdXJjZRIoCglvdmVycmlkZXMYAiADKAsyFS5ncmFkcnVsZS52MS5PdmVycmlkZRIPCgdmZXRjaGVzGAMgAygJEh8KA3ZqcBgEIAEoCzIQLmdyYWRydWxlLnYxLlZqcEgAEh8KA2p2cBgHIAEoCzIQLmdyYWRydWxlLnYxLkp2cEgAEikKCGphY29iaWFuGAggASgLMhUuZ3JhZHJ1bGUudjEuSmFjb2JpYW5IABIfCgNodnAYCSABKAsyEC5ncmFkcnVsZS52MS5IdnBIABIsCgtub19ncmFkaWVudBgFIAEoDjIXLmdyYWRydWxlLnYxLk5vR3JhZGllbnQSEAoIcmV3cml0ZXMYBiADKAkSKwoJdmFyaWFibGVzGAogAygLMhguZ3JhZHJ1bGUudjEuTmFtZWRUZW5zb3ISNgoHYWxpYXNlcxgLIAMoCzIlLmdyYWRydWxlLnYxLlByb2dyYW1TcGVjLkFsaWFzZXNFbnRyeRInCghiYXRjaGluZxgMIAEoCzIVLmdyYWRydWxlLnYxLkJhdGNoaW5nGi4KDEFsaWFzZXNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAk6AjgBQgwKCmRlcml2YXRpdmUiLAoIQmF0Y2hpbmcSFAoHYWxsb3dlZBgBIAEoCEgAiAEBQgoKCF9hbGxvd2VkIikKB0RpZ2VzdHMSDQoFZ3JhcGgYASABKAkSDwoHcHJvZ3JhbRgCIAEoCSLSAwoHUHJvZ3JhbRIMCgRuYW1lGAEgASgJEiUKB2RpZ2VzdHMYAiABKAsyFC5ncmFkcnVsZS52MS5EaWdlc3RzEicKBmlucHV0cxgDIAMoCzIXLmdyYWRydWxlLnYxLlRlbnNvclNwZWMSKAoHb3V0cHV0cxgEIAMoCzIXLmdyYWRydWxlLnYxLlRlbnNvclNwZWMSIwoCeXMYBSADKAsyFy5ncmFkcnVsZS52MS5UZW5zb3JTcGVjEiMKAnhzGAYgAygLMhcuZ3JhZHJ1bGUudjEuVGVuc29yU3BlYxIqCglvdmVycmlkZXMYByADKAsyFy5ncmFkcnVsZS52MS5SZXNvbHV0aW9uEhEKCWRlZmF1bHRlZBgIIAMoCRIOCgZkZXZpY2UYCSABKAkSLwoLY3JlYXRlX3RpbWUYCiABKAsyGi5nb29nbGUucHJvdG9idWYuVGltZXN0YW1wEhEKCXJld3JpdHRlbhgLIAMoCRIyCgdhbGlhc2VzGAwgAygLMiEuZ3JhZHJ1bGUudjEuUHJvZ3JhbS5BbGlhc2VzRW50cnkaLgoMQWxpYXNlc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoCToCOAEiRwoHRmluZGluZxIOCgZyZWFzb24YASABKAkSDwoHbWVzc2FnZRgCIAEoCRIMCgRub2RlGAMgASgJEg0KBWZpZWxkGAQgASgJImoKFUNvbXBpbGVQcm9ncmFtUmVxdWVzdBImCgRzcGVjGAEgASgLMhguZ3JhZHJ1bGUudjEuUHJvZ3JhbVNwZWMSEgoKcHJvZ3JhbV9pZBgCIAEoCRIVCg12YWxpZGF0ZV9vbmx5GAMgASgIImcKFkNvbXBpbGVQcm9ncmFtUmVzcG9uc2USJQoHcHJvZ3JhbRgBIAEoCzIULmdyYWRydWxlLnYxLlByb2dyYW0SJgoIZmluZGluZ3MYAiADKAsyFC5ncmFkcnVsZS52MS5GaW5kaW5nIiEKEUdldFByb2dyYW1SZXF1ZXN0EgwKBG5hbWUYASABKAkiOwoSR2V0UHJvZ3JhbVJlc3BvbnNlEiUKB3Byb2dyYW0YASABKAsyFC5ncmFkcnVsZS52MS5Qcm9ncmFtIjwKE0xpc3RQcm9ncmFtc1JlcXVlc3QSEQoJcGFnZV9zaXplGAEgASgFEhIKCnBhZ2VfdG9rZW4YAiABKAkiVwoUTGlzdFByb2dyYW1zUmVzcG9uc2USJgoIcHJvZ3JhbXMYASADKAsyFC5ncmFkcnVsZS52MS5Qcm9ncmFtEhcKD25leHRfcGFnZV90b2tlbhgCIAEoCSIkChREZWxldGVQcm9ncmFtUmVxdWVzdBIMCgRuYW1lGAEgASgJIhcKFURlbGV0ZVByb2dyYW1SZXNwb25zZSp9ChRVbmNvbm5lY3RlZEdyYWRpZW50cxIlCiFVTkNPTk5FQ1RFRF9HUkFESUVOVFNfVU5TUEVDSUZJRUQQABIeChpVTkNPTk5FQ1RFRF9HUkFESUVOVFNfTk9ORRABEh4KGlVOQ09OTkVDVEVEX0dSQURJRU5UU19aRVJPEAIqhQEKCk5vR3JhZGllbnQSGwoXTk9fR1JBRElFTlRfVU5TUEVDSUZJRUQQABIVChFOT19HUkFESUVOVF9FUlJPUhABEhcKE05PX0dSQURJRU5UX0RFRkFVTFQQAhIUChBOT19HUkFESUVOVF9QQVNTEAMSFAoQTk9fR1JBRElFTlRfWkVSTxAEMucCCg5Qcm9ncmFtU2VydmljZRJZCg5Db21waWxlUHJvZ3JhbRIiLmdyYWRydWxlLnYxLkNvbXBpbGVQcm9ncmFtUmVxdWVzdBojLmdyYWRydWxlLnYxLkNvbXBpbGVQcm9ncmFtUmVzcG9uc2USTQoKR2V0UHJvZ3JhbRIeLmdyYWRydWxlLnYxLkdldFByb2dyYW1SZXF1ZXN0Gh8uZ3JhZHJ1bGUudjEuR2V0UHJvZ3JhbVJlc3BvbnNlElMKDExpc3RQcm9ncmFtcxIgLmdyYWRydWxlLnYxLkxpc3RQcm9ncmFtc1JlcXVlc3QaIS5ncmFkcnVsZS52MS5MaXN0UHJvZ3JhbXNSZXNwb25zZRJWCg1EZWxldGVQcm9ncmFtEiEuZ3JhZHJ1bGUudjEuRGVsZXRlUHJvZ3JhbVJlcXVlc3QaIi5ncmFkcnVsZS52MS5EZWxldGVQcm9ncmFtUmVzcG9uc2ViBnByb3RvMw", [file_google_protobuf_timestamp, file_gradrule_v1_override, file_gradrule_v1_rule, file_gradrule_v1_tensor]);
 
 /**
  * A y whose upstream gradient is a tensor of the graph.
@@ -330,6 +330,13 @@ export type ProgramSpec = Message<"gradrule.v1.ProgramSpec"> & {
    * @generated from field: map<string, string> aliases = 11;
    */
   aliases: { [key: string]: string };
+
+  /**
+   * For all calls of the program. One that is not allowed to is another program.
+   *
+   * @generated from field: gradrule.v1.Batching batching = 12;
+   */
+  batching?: Batching | undefined;
 };
 
 /**
@@ -338,6 +345,28 @@ export type ProgramSpec = Message<"gradrule.v1.ProgramSpec"> & {
  */
 export const ProgramSpecSchema: GenMessage<ProgramSpec> = /*@__PURE__*/
   messageDesc(file_gradrule_v1_program, 5);
+
+/**
+ * Whether a call may run together with others of the same program, their examples behind one another along axis 0. That happens only where it
+ * is proven that every answer stays what it is alone, up to the rounding of floats.
+ *
+ * @generated from message gradrule.v1.Batching
+ */
+export type Batching = Message<"gradrule.v1.Batching"> & {
+  /**
+   * Default: true.
+   *
+   * @generated from field: optional bool allowed = 1;
+   */
+  allowed?: boolean | undefined;
+};
+
+/**
+ * Describes the message gradrule.v1.Batching.
+ * Use `create(BatchingSchema)` to create a new message.
+ */
+export const BatchingSchema: GenMessage<Batching> = /*@__PURE__*/
+  messageDesc(file_gradrule_v1_program, 6);
 
 /**
  * Hashes, SHA-256 in hex.
@@ -365,7 +394,7 @@ export type Digests = Message<"gradrule.v1.Digests"> & {
  * Use `create(DigestsSchema)` to create a new message.
  */
 export const DigestsSchema: GenMessage<Digests> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_program, 6);
+  messageDesc(file_gradrule_v1_program, 7);
 
 /**
  * A compiled program.
@@ -463,7 +492,7 @@ export type Program = Message<"gradrule.v1.Program"> & {
  * Use `create(ProgramSchema)` to create a new message.
  */
 export const ProgramSchema: GenMessage<Program> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_program, 7);
+  messageDesc(file_gradrule_v1_program, 8);
 
 /**
  * Something wrong with a program, or worth knowing.
@@ -505,7 +534,7 @@ export type Finding = Message<"gradrule.v1.Finding"> & {
  * Use `create(FindingSchema)` to create a new message.
  */
 export const FindingSchema: GenMessage<Finding> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_program, 8);
+  messageDesc(file_gradrule_v1_program, 9);
 
 /**
  * Request of CompileProgram.
@@ -540,7 +569,7 @@ export type CompileProgramRequest = Message<"gradrule.v1.CompileProgramRequest">
  * Use `create(CompileProgramRequestSchema)` to create a new message.
  */
 export const CompileProgramRequestSchema: GenMessage<CompileProgramRequest> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_program, 9);
+  messageDesc(file_gradrule_v1_program, 10);
 
 /**
  * Answer of CompileProgram.
@@ -568,7 +597,7 @@ export type CompileProgramResponse = Message<"gradrule.v1.CompileProgramResponse
  * Use `create(CompileProgramResponseSchema)` to create a new message.
  */
 export const CompileProgramResponseSchema: GenMessage<CompileProgramResponse> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_program, 10);
+  messageDesc(file_gradrule_v1_program, 11);
 
 /**
  * Request of GetProgram.
@@ -589,7 +618,7 @@ export type GetProgramRequest = Message<"gradrule.v1.GetProgramRequest"> & {
  * Use `create(GetProgramRequestSchema)` to create a new message.
  */
 export const GetProgramRequestSchema: GenMessage<GetProgramRequest> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_program, 11);
+  messageDesc(file_gradrule_v1_program, 12);
 
 /**
  * Answer of GetProgram.
@@ -610,7 +639,7 @@ export type GetProgramResponse = Message<"gradrule.v1.GetProgramResponse"> & {
  * Use `create(GetProgramResponseSchema)` to create a new message.
  */
 export const GetProgramResponseSchema: GenMessage<GetProgramResponse> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_program, 12);
+  messageDesc(file_gradrule_v1_program, 13);
 
 /**
  * Request of ListPrograms.
@@ -638,7 +667,7 @@ export type ListProgramsRequest = Message<"gradrule.v1.ListProgramsRequest"> & {
  * Use `create(ListProgramsRequestSchema)` to create a new message.
  */
 export const ListProgramsRequestSchema: GenMessage<ListProgramsRequest> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_program, 13);
+  messageDesc(file_gradrule_v1_program, 14);
 
 /**
  * Answer of ListPrograms.
@@ -666,7 +695,7 @@ export type ListProgramsResponse = Message<"gradrule.v1.ListProgramsResponse"> &
  * Use `create(ListProgramsResponseSchema)` to create a new message.
  */
 export const ListProgramsResponseSchema: GenMessage<ListProgramsResponse> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_program, 14);
+  messageDesc(file_gradrule_v1_program, 15);
 
 /**
  * Request of DeleteProgram.
@@ -687,7 +716,7 @@ export type DeleteProgramRequest = Message<"gradrule.v1.DeleteProgramRequest"> &
  * Use `create(DeleteProgramRequestSchema)` to create a new message.
  */
 export const DeleteProgramRequestSchema: GenMessage<DeleteProgramRequest> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_program, 15);
+  messageDesc(file_gradrule_v1_program, 16);
 
 /**
  * Answer of DeleteProgram.
@@ -702,7 +731,7 @@ export type DeleteProgramResponse = Message<"gradrule.v1.DeleteProgramResponse">
  * Use `create(DeleteProgramResponseSchema)` to create a new message.
  */
 export const DeleteProgramResponseSchema: GenMessage<DeleteProgramResponse> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_program, 16);
+  messageDesc(file_gradrule_v1_program, 17);
 
 /**
  * What a gradient is where y does not depend on x.

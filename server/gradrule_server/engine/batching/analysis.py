@@ -1,0 +1,265 @@
+"""Proves of a built function that it treats the examples of a batch one by one.
+
+What is proved, for every number B of examples: with per-example arguments of B rows, row i of each per-example result
+depends on row i of those arguments alone, and every other result does not depend on them. So calls may run together,
+behind one another along axis 0, and each gets its rows. The whole function is analysed, gradients and rules included,
+as TensorFlow built it. What is not known to keep examples apart counts as mixing them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from gradrule_server.engine import tf_private
+from gradrule_server.engine.batching.numbers import MAX_NUMBERS, NUMERIC
+from gradrule_server.engine.batching.table import ELEMENTWISE, RULES
+from gradrule_server.engine.batching.values import (
+    UNKNOWN,
+    Extent,
+    Mixed,
+    NotPerExample,
+    PerExample,
+    Shape,
+    Sizes,
+    Uniform,
+    Unranked,
+    Value,
+    as_array,
+    multiplied,
+    of_numbers,
+)
+from gradrule_server.engine.built import Built, Input
+from gradrule_server.engine.names import IMPORT_SCOPE
+from gradrule_server.engine.question import SPARSE
+
+# Larger functions are not analysed: it takes about 20 µs for each op.
+MAX_OPS = 50_000
+
+# Ops whose result is known by TensorFlow's shapes alone, where those are.
+_SHAPE_OPS = frozenset({"OnesLike", "Rank", "Shape", "ShapeN", "Size", "ZerosLike"})
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the calls of a function are put together and taken apart.
+
+    per_example: of each argument, whether it has the examples on axis 0; the others must be the same in all calls.
+    rows: of each result, its rows for one example; 0: it is the same for all calls.
+    """
+
+    per_example: tuple[bool, ...]
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Calls may not run together. reason: why, for people."""
+
+    reason: str
+
+
+def analyse(built: Built) -> Layout | Refusal:
+    """Returns how calls may be put together, or why they may not."""
+    found = _unsuited(built)
+    if found is not None:
+        return Refusal(found)
+    arguments = [*built.inputs, *built.grad_ys, *built.directions]
+    values: list[Value] = [_argument(item) for item in arguments]
+    # Calls with params of another rank run alone (`merging.examples_of`).
+    values += [Uniform(()) for _ in built.params]
+    if not any(isinstance(value, PerExample) for value in values):
+        return Refusal("no input has an axis 0 of any size")
+    graph = built.function.graph
+    # Behind the arguments the function takes constants that it holds.
+    values += [Uniform(_shape(tensor)) for tensor in graph.inputs[len(values) :]]
+    known: dict[str, list[Value]] = {
+        tensor.op.name: [value] for tensor, value in zip(graph.inputs, values, strict=True)
+    }
+    for op in _needed(graph, built.function.outputs):
+        if op.name not in known:
+            try:
+                known[op.name] = _results(op, [known[tensor.op.name][tensor.value_index] for tensor in op.inputs])
+            except (NotPerExample, IndexError, ValueError) as cause:
+                # Axes and sizes that contradict one another fail in the rules as they will when the function runs.
+                why = str(cause) if isinstance(cause, NotPerExample) else "takes sizes that do not fit"
+                known[op.name] = [Mixed(f"{op.type} {_name(op)!r} {why}")] * len(op.outputs)
+            if op.op_def.is_stateful and op.type != "Assert":
+                return Refusal(f"{op.type} {_name(op)!r} is random or has effects")
+            if op.type == "Assert":
+                checked = known[op.inputs[0].op.name][op.inputs[0].value_index]
+                if not isinstance(checked, Uniform):
+                    reason = checked.reason if isinstance(checked, Mixed) else "it checks the examples"
+                    return Refusal(f"Assert {_name(op)!r} checks something that depends on the batch: {reason}")
+    rows = []
+    for tensor in built.function.outputs:
+        value = known[tensor.op.name][tensor.value_index]
+        if isinstance(value, PerExample):
+            rows.append(value.rows)
+        elif isinstance(value, Uniform):
+            rows.append(0)
+        else:
+            return Refusal(value.reason if isinstance(value, Mixed) else "a result is the number of examples")
+    count = len(arguments) + len(built.params)
+    return Layout(tuple(isinstance(value, PerExample) for value in values[:count]), tuple(rows))
+
+
+def _unsuited(built: Built) -> str | None:
+    """Why calls of the program may never run together, as far as that can be told without looking at ops."""
+    if built.unbatched:
+        return "the program asks for it"
+    if built.updates or built.split is not None:
+        return "it is part of a session or a forward handle"
+    if built.stacked:
+        return "it pulls back many gradients at once"
+    if any(form == SPARSE for _, form in built.layout):
+        return "a gradient is sparse"
+    return f"it has more than {MAX_OPS} ops" if len(built.function.graph.get_operations()) > MAX_OPS else None
+
+
+def _argument(item: Input) -> Value:
+    if item.shape.rank is None:
+        return Mixed(f"input {item.name!r} may have any rank")
+    shape = tuple(item.shape)
+    if item.default is None and shape and shape[0] is None:
+        return PerExample(1, shape[1:])
+    return Uniform(shape)
+
+
+def _needed(graph: tf.Graph, outputs: Sequence[tf.Tensor]) -> list[tf.Operation]:
+    """The ops that run: those that the outputs depend on, and those with effects. Producers come first."""
+    pending = [tensor.op for tensor in outputs]
+    pending += [op for op in graph.get_operations() if op.op_def.is_stateful]
+    needed: set[str] = set()
+    while pending:
+        op = pending.pop()
+        if op.name not in needed:
+            needed.add(op.name)
+            pending += [tensor.op for tensor in op.inputs]
+            pending += op.control_inputs
+    return [op for op in graph.get_operations() if op.name in needed]
+
+
+def _results(op: tf.Operation, inputs: list[Value]) -> list[Value]:
+    """What the outputs of an op are; `NotPerExample` where it may mix examples."""
+    shapes = [_shape(tensor) for tensor in op.outputs]
+    if op.type == "Const":
+        return [_constant(op, shapes[0])]
+    if op.type in _SHAPE_OPS:
+        return _of_shapes(op, inputs, shapes)
+    if tf_private.runs_functions(op.type):
+        raise NotPerExample("runs functions, which are not looked into")
+    for value in inputs:
+        if isinstance(value, Mixed):
+            return [value] * len(shapes)
+    if all(isinstance(value, Uniform) for value in inputs):
+        return _uniform_results(op, inputs, shapes)
+    numeric, rule = NUMERIC.get(op.type), RULES.get(op.type)
+    if numeric is not None and all(isinstance(value, Uniform | Sizes) for value in inputs):
+        try:
+            return _listed(numeric(inputs, op.get_attr))
+        except NotPerExample:
+            if rule is None:
+                raise
+    if rule is None:
+        raise NotPerExample("is not known to keep examples apart")
+    results = _listed(rule(inputs, op.get_attr, shapes))
+    for value, shape in zip(results, shapes, strict=True):
+        if isinstance(value, PerExample) and shape is not None and (not shape or shape[0] is not None):
+            raise NotPerExample("gives a fixed number of rows")
+    return results
+
+
+def _uniform_results(op: tf.Operation, inputs: list[Value], shapes: list[Shape | None]) -> list[Value]:
+    """Whatever an op without effects does with values that do not depend on the batch, its results do not either."""
+    numeric = NUMERIC.get(op.type)
+    if numeric is not None and all(isinstance(value, Uniform) and value.numbers is not None for value in inputs):
+        try:
+            return _listed(numeric(inputs, op.get_attr))
+        except (NotPerExample, ValueError, IndexError):
+            pass  # Its numbers are not followed; its shape is still known.
+    if op.type in ELEMENTWISE and shapes == [None]:
+        # TensorFlow does not know the shapes of params, which have rank 0.
+        return [Uniform(_broadcast([value.shape for value in inputs if isinstance(value, Uniform)]))]
+    return [Uniform(shape) for shape in shapes]
+
+
+def _broadcast(shapes: Sequence[Shape | None]) -> Shape | None:
+    if None in shapes:
+        return None
+    try:
+        sizes: list[Any] = list(shapes)
+        return np.broadcast_shapes(*sizes)
+    except (TypeError, ValueError):
+        return None  # A size that is not known, or sizes that do not fit.
+
+
+def _listed(results: Value | list[Value]) -> list[Value]:
+    return results if isinstance(results, list) else [results]
+
+
+def _constant(op: tf.Operation, shape: Shape | None) -> Value:
+    dtype = op.outputs[0].dtype
+    if (dtype.is_integer or dtype.is_bool) and (op.outputs[0].shape.num_elements() or 0) <= MAX_NUMBERS:
+        array = tf.make_ndarray(op.get_attr("value"))
+        numbers = np.empty(array.shape, object)
+        numbers[...] = array.tolist()
+        return Uniform(tuple(array.shape), numbers)
+    return Uniform(shape)
+
+
+def _of_shapes(op: tf.Operation, inputs: list[Value], shapes: list[Shape | None]) -> list[Value]:
+    """What follows from shapes: shapes themselves, and tensors of zeros or ones."""
+    results: list[Value] = []
+    for tensor, value in zip(op.inputs, inputs, strict=True):
+        shape = _shape(tensor)
+        if op.type in ("OnesLike", "ZerosLike"):
+            is_apart = isinstance(value, PerExample | Uniform | Unranked)
+            results.append(value if is_apart and not isinstance(value, Uniform) else _filled(value, shape))
+            continue
+        sizes = _sizes(value, shape)
+        if op.type == "Rank":
+            results.append(of_numbers(np.array(len(sizes), object)))
+        elif op.type == "Size":
+            total: Any = 1
+            for size in sizes:
+                total = multiplied(total, size)
+            results.append(of_numbers(np.array(total, object)))
+        else:
+            results.append(of_numbers(as_array(sizes)))
+    return results
+
+
+def _filled(value: Value, shape: Shape | None) -> Value:
+    if isinstance(value, Uniform) or (shape is not None and None not in shape):
+        return Uniform(shape)
+    raise NotPerExample("has a shape that depends on the batch")
+
+
+def _sizes(value: Value, shape: Shape | None) -> list[Any]:
+    """The sizes of a tensor's axes."""
+    if isinstance(value, PerExample):
+        return [Extent(value.rows), *(UNKNOWN if size is None else size for size in value.tail)]
+    if isinstance(value, Sizes):
+        return list(value.numbers.shape)
+    if shape is not None and None not in shape:
+        return list(shape)
+    if isinstance(value, Uniform) and (shape is not None or value.shape is not None):
+        known = shape if value.shape is None else value.shape
+        return [UNKNOWN if size is None else size for size in known or ()]
+    if isinstance(value, Mixed):
+        raise NotPerExample(f"asks for the shape of a tensor that is not per example: {value.reason}")
+    raise NotPerExample("asks for the shape of a tensor whose rank is not known")
+
+
+def _shape(tensor: tf.Tensor) -> Shape | None:
+    return None if tensor.shape.rank is None else tuple(tensor.shape)
+
+
+def _name(op: tf.Operation) -> str:
+    """The op's name as in the uploaded graph."""
+    return str(op.name).removeprefix(IMPORT_SCOPE)

@@ -1,0 +1,214 @@
+"""Ops that compute: elementwise ones, reductions, products, convolutions, normalisations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradrule_server.engine.batching.common import (
+    Attr,
+    Rule,
+    axes_of,
+    batched,
+    joined,
+    require_same_rows,
+    require_uniform,
+    tail_of,
+    target_of,
+)
+from gradrule_server.engine.batching.values import (
+    GradientAxes,
+    Mixed,
+    NotPerExample,
+    PerExample,
+    Shape,
+    Sizes,
+    Uniform,
+    Unranked,
+    Value,
+)
+
+
+def elementwise(inputs: Sequence[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """Element by element, with broadcasting."""
+    batched = [value for value in inputs if isinstance(value, PerExample)]
+    if not batched:
+        raise NotPerExample("computes with the number of examples")
+    rank, rows = batched[0].rank, batched[0].rows
+    tail: list[int | None] = [1] * (rank - 1)
+    for value in inputs:
+        if isinstance(value, PerExample):
+            if value.rank != rank or value.rows != rows:
+                raise NotPerExample("broadcasts examples against one another")
+            sizes = value.tail
+        elif isinstance(value, Uniform) and value.shape is not None:
+            if len(value.shape) > rank or (len(value.shape) == rank and value.shape[0] != 1):
+                raise NotPerExample("broadcasts along the batch")
+            sizes = value.shape[1:] if len(value.shape) == rank else value.shape
+        elif isinstance(value, Sizes):
+            raise NotPerExample("computes with the number of examples")
+        else:
+            raise NotPerExample("takes a tensor whose shape is not known")
+        for axis, size in enumerate(sizes, rank - 1 - len(sizes)):
+            tail[axis] = _broadcast(tail[axis], size)
+    return PerExample(rows, tuple(tail))
+
+
+def _broadcast(a: int | None, b: int | None) -> int | None:
+    known = [size for size in (a, b) if size not in (1, None)]
+    return known[0] if known else None if None in (a, b) else 1
+
+
+def reduction(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """Along axes other than the batch's."""
+    if isinstance(inputs[1], GradientAxes):
+        batched(inputs[0])
+        if inputs[1].with_batch:
+            raise NotPerExample("sums over the batch")
+        return Unranked()
+    value = batched(inputs[0])
+    axes = axes_of(inputs[1], value.rank)
+    if attr("keep_dims"):
+        return PerExample(value.rows, tuple(1 if axis in axes else size for axis, size in enumerate(value.tail, 1)))
+    return PerExample(value.rows, tuple(size for axis, size in enumerate(value.tail, 1) if axis not in axes))
+
+
+def arg_reduction(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """The position of an extreme element along an axis other than the batch's."""
+    value = batched(inputs[0])
+    axes = axes_of(inputs[1], value.rank)
+    return PerExample(value.rows, tuple(size for axis, size in enumerate(value.tail, 1) if axis not in axes))
+
+
+def cumulative(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """Sums or products along an axis other than the batch's."""
+    value = batched(inputs[0])
+    axes_of(inputs[1], value.rank)
+    return value
+
+
+def last_axis(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """Along the last axis, which is not the batch's."""
+    return batched(inputs[0], least_rank=2)
+
+
+def matmul(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """Rows times one matrix."""
+    a = batched(inputs[0])
+    require_uniform(inputs[1])
+    if attr("transpose_a"):
+        raise NotPerExample("sums over the batch")
+    return PerExample(a.rows, tail_of(shapes[0]))
+
+
+def batch_matmul(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """A product for each example, or rows times one matrix."""
+    a, b = inputs
+    batched = [value for value in inputs if isinstance(value, PerExample)]
+    rank = max((value.rank for value in batched), default=0)
+    if isinstance(a, PerExample) and isinstance(b, PerExample):
+        if a.rank != b.rank or a.rank < 3 or a.rows != b.rows:
+            raise NotPerExample("multiplies examples with one another")
+        return PerExample(a.rows, tail_of(shapes[0]))
+    other = b if isinstance(a, PerExample) else a
+    require_uniform(other)
+    shape = other.shape if isinstance(other, Uniform) else None
+    if shape is None:
+        raise NotPerExample("takes a tensor whose shape is not known")
+    is_left_row = isinstance(a, PerExample) and rank == 2 and not attr("adj_x") and len(shape) == 2
+    if not is_left_row and (rank < 3 or len(shape) > rank or (len(shape) == rank and shape[0] != 1)):
+        raise NotPerExample("multiplies examples with one another")
+    return PerExample(batched[0].rows, tail_of(shapes[0]))
+
+
+def einsum(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """A product in whose result the first label is the batch's."""
+    terms, _, result = attr("equation").decode().replace(" ", "").partition("->")
+    labels = terms.split(",")
+    if "." in terms or not result or result.count(result[0]) > 1:
+        raise NotPerExample("has an equation that is not followed")
+    batch, rows = result[0], 0
+    for label, value in zip(labels, inputs, strict=True):
+        if isinstance(value, PerExample):
+            if label[0] != batch or label.count(batch) != 1 or rows not in (0, value.rows):
+                raise NotPerExample("multiplies examples with one another")
+            rows = value.rows
+        elif not isinstance(value, Uniform) or batch in label:
+            raise NotPerExample("multiplies examples with one another")
+    return PerExample(rows, tail_of(shapes[0]))
+
+
+def windows(*names: str, data: tuple[int, ...], uniform: tuple[int, ...] = ()) -> Rule:
+    """Convolution and pooling: windows that cover one example each. data: inputs that are examples."""
+
+    def rule(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+        for name in names:
+            sizes = attr(name)
+            if sizes and sizes[0] != 1:
+                raise NotPerExample(f"has windows over the batch ({name})")
+        first = batched(inputs[data[0]], least_rank=4)
+        for index in data:
+            require_same_rows(batched(inputs[index]), first)
+        require_uniform(*(inputs[index] for index in uniform))
+        return PerExample(first.rows, tail_of(shapes[0]))
+
+    return rule
+
+
+def back_to(sizes: int, rule: Rule) -> Rule:
+    """As `rule`, whose output has the shape that the input `sizes` tells."""
+
+    def checked(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+        rows, tail = target_of(inputs[sizes])
+        result = rule(inputs, attr, shapes)
+        if not isinstance(result, PerExample) or result.rows != rows:
+            raise NotPerExample("gives another number of rows than it takes")
+        return PerExample(rows, tail)
+
+    return checked
+
+
+def bias_add(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """The same bias for each example."""
+    require_uniform(inputs[1])
+    return batched(inputs[0], least_rank=2)
+
+
+def batch_norm(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> list[Value]:
+    """With given statistics; in training it takes those of the batch."""
+    if attr("is_training"):
+        raise NotPerExample("normalises by the statistics of the batch (is_training)")
+    value = batched(inputs[0])
+    require_uniform(*inputs[1:])
+    # The other outputs are the statistics that it was given, and room for a backward pass in training.
+    return [value, *(Uniform(shape) for shape in shapes[1:])]
+
+
+def batch_norm_grad(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> list[Value]:
+    """The gradient of the first input; those of scale and offset are sums over the batch."""
+    if attr("is_training"):
+        raise NotPerExample("normalises by the statistics of the batch (is_training)")
+    dy, x, *rest = inputs
+    value = joined([dy, x])
+    require_uniform(*rest[:3])
+    return [value, *([Mixed("a gradient that is summed over the batch")] * (len(shapes) - 1))]
+
+
+def cross_entropy(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> list[Value]:
+    """A loss and its gradient for each row of logits."""
+    logits = batched(inputs[0], least_rank=2)
+    require_same_rows(batched(inputs[1]), logits)
+    return [PerExample(logits.rows, ()), logits]
+
+
+def images(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """Image by image."""
+    value = batched(inputs[0], least_rank=4)
+    require_uniform(*inputs[1:])
+    return PerExample(value.rows, tail_of(shapes[0]))
+
+
+def top_k(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> list[Value]:
+    """The largest elements along the last axis."""
+    value = batched(inputs[0], least_rank=2)
+    require_uniform(inputs[1])
+    return [PerExample(value.rows, tail_of(shape)) for shape in shapes]

@@ -1,0 +1,140 @@
+"""Puts calls of one program behind one another along axis 0, runs them as one, and takes the results apart."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gradrule_server.engine.batching.analysis import Layout
+from gradrule_server.engine.built import Built
+from gradrule_server.engine.graph_call import Arrays
+from gradrule_server.engine.run import translated
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request, read.
+
+    examples: its rows on axis 0; 0: it cannot run with others. company: calls of equal company can run together.
+    """
+
+    request_id: int
+    received_ns: int
+    started_ns: int
+    arguments: Arrays
+    examples: int = 0
+    company: Hashable = None
+
+
+def examples_of(built: Built, layout: Layout, arguments: Arrays) -> int:
+    """Returns the number of examples of a call; 0 where its arguments do not agree on one, or a param is no number."""
+    if any(np.ndim(argument) for argument in arguments[len(arguments) - len(built.params) :]):
+        return 0
+    sizes = {int(arguments[index].shape[0]) for index in _batched(built, layout)}
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
+def company_of(built: Built, layout: Layout, arguments: Arrays) -> Hashable:
+    """Returns a key that is equal where shared arguments are equal bit for bit and rows fit together."""
+    batched = set(_batched(built, layout))
+    key: list[Hashable] = []
+    for index, argument in enumerate(arguments):
+        if index in batched:
+            key.append(argument.shape[1:])
+        elif not (_is_unused(built, index) or built.feed_plan.is_default(index, argument)):
+            key.append((index, _identity(argument)))
+    return tuple(key)
+
+
+def run(built: Built, arguments: Arrays) -> Arrays:
+    """Returns the results of a built function."""
+    return translated(lambda: built.call(arguments))
+
+
+def run_together(
+    built: Built, layout: Layout, calls: Sequence[Call], size: int, *, strange_rows: bool = False
+) -> list[Arrays]:
+    """Returns the results of each call, which are of one company, from one run on `size` examples.
+
+    What is missing to `size` is filled with copies of the last row. strange_rows: with other floats.
+    """
+    counts = [call.examples for call in calls]
+    missing = size - sum(counts)
+    batched = set(_batched(built, layout))
+    arguments: list[np.ndarray] = []
+    for index, argument in enumerate(calls[0].arguments):
+        if index not in batched:
+            arguments.append(argument)
+            continue
+        parts = [call.arguments[index] for call in calls]
+        if missing:
+            parts.append(_filling(parts[-1], missing, strange=strange_rows))
+        arguments.append(np.concatenate(parts))
+    if built.fitting is not None:
+        built.fitting.check(arguments)
+    results = run(built, arguments)
+    answers: list[Arrays] = []
+    start = 0
+    for count in counts:
+        end = start + count
+        answers.append(
+            [
+                result[rows * start : rows * end] if rows else result
+                for result, rows in zip(results, layout.rows, strict=True)
+            ]
+        )
+        start = end
+    return answers
+
+
+def chunks(calls: Sequence[Call], most: int) -> Iterator[list[Call]]:
+    """Cuts calls of one company into runs of at most `most` examples; a call that is larger runs by itself."""
+    chunk: list[Call] = []
+    for call in calls:
+        if chunk and sum(other.examples for other in chunk) + call.examples > most:
+            yield chunk
+            chunk = []
+        chunk.append(call)
+    if chunk:
+        yield chunk
+
+
+def allowed_size(examples: int, most: int) -> int:
+    """Returns the size that a run is filled up to: 2**n or 3 * 2**n, so that there are few, or `most`.
+
+    Libraries prepare for each size anew. At most a third of a run is filling.
+    """
+    power = 1 << (examples - 1).bit_length()
+    size = power * 3 // 4 if power >= 4 and power * 3 // 4 >= examples else power
+    return max(examples, min(size, most))
+
+
+def _batched(built: Built, layout: Layout) -> list[int]:
+    """The arguments that are put behind one another."""
+    return [index for index, batched in enumerate(layout.per_example) if batched and not _is_unused(built, index)]
+
+
+def _is_unused(built: Built, index: int) -> bool:
+    return index < len(built.unused) and built.unused[index]
+
+
+def _identity(value: np.ndarray) -> Hashable:
+    """A key that is equal for arrays that are equal bit for bit."""
+    argument = np.asarray(value)
+    content = tuple(argument.flat) if argument.dtype.hasobject else argument.tobytes()
+    return argument.shape, content
+
+
+def _filling(part: np.ndarray, count: int, *, strange: bool) -> np.ndarray:
+    rows = np.repeat(part[-1:], count, 0)
+    if not strange or not is_inexact(part):
+        return rows
+    factors = np.linspace(-0.75, 1.5, count).reshape([count] + [1] * (part.ndim - 1))
+    return np.asarray(rows * factors + 0.25).astype(part.dtype)
+
+
+def is_inexact(array: np.ndarray) -> bool:
+    """Returns whether an array holds floats or complex numbers, those of `ml_dtypes` too."""
+    return array.dtype.kind in "fc" or (array.dtype.kind == "V" and "float" in array.dtype.name)

@@ -1,0 +1,136 @@
+"""Whether calls of a program may run together: proved by the analysis, then tried."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from gradrule_server.engine.batching.analysis import Layout, Refusal, analyse
+from gradrule_server.engine.batching.merging import Call, allowed_size, is_inexact, run_together
+from gradrule_server.engine.built import Built
+from gradrule_server.engine.graph_call import Arrays
+from gradrule_server.errors import GradruleError
+
+_log = logging.getLogger(__name__)
+
+# Kernels for other sizes add in another order. In units of the last place of the tensor's largest element.
+_MOST_UNITS = 1024
+_MOST_UNITS_AMONG_OTHERS = 16
+_MOST_DIFFERENCE = 0.1
+# What cancels out leaves rounding errors of what it was made of: of a call's largest number, this part counts as such.
+_FLOOR = 0.01
+
+
+@dataclass(slots=True)
+class Proof:
+    """What is known of a program. Thread-safe.
+
+    layout: how its calls are put together; None: not analysed yet, or refused. refusal: why its calls never run
+    together; empty: nothing is known against it. is_proven: they do.
+    """
+
+    layout: Layout | None = None
+    refusal: str = ""
+    is_proven: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def analyse(self, built: Built) -> Layout | None:
+        """Returns how calls are put together, if they may be; analyses the program at the first call."""
+        with self.lock:
+            if self.layout is None and not self.refusal:
+                try:
+                    found = analyse(built)
+                except Exception:
+                    # A fault of the analysis must not cost a call its answer.
+                    _log.exception("the analysis of a program failed; its calls do not run together")
+                    found = Refusal("the analysis failed")
+                if isinstance(found, Layout):
+                    self.layout = found
+                else:
+                    self.refuse(found.reason)
+            return self.layout
+
+    def refuse(self, reason: str) -> None:
+        """Calls do not run together any more."""
+        self.layout, self.is_proven, self.refusal = None, False, reason
+
+    def attempt(self, built: Built, layout: Layout, calls: Sequence[Call], alone: Sequence[Arrays]) -> None:
+        """Runs calls together that have run alone: it is proven or refused then.
+
+        Besides, the first call runs among rows of other values, and must come to the same, to the last bit but four:
+        so a result in which rows meet is found even if all calls are equal.
+        """
+        examples = sum(call.examples for call in calls)
+        size = allowed_size(examples + 1, 2 * examples)
+        try:
+            together = run_together(built, layout, calls, size)
+            (among_others,) = _among_others(built, layout, calls[:1], size)
+        except GradruleError as cause:
+            self.refuse(f"calls that succeed alone fail together: {cause.message}")
+            return
+        for call, ours, theirs in zip(calls, alone, together, strict=True):
+            least = _FLOOR * max(map(_magnitude, (*call.arguments, *ours)), default=0.0)
+            pairs = [(ours, theirs, _MOST_UNITS)]
+            if call is calls[0]:
+                pairs.append((theirs, among_others, _MOST_UNITS_AMONG_OTHERS))
+            for one, other, units in pairs:
+                for number, (a, b) in enumerate(zip(one, other, strict=True)):
+                    if not is_close(a, b, units, least):
+                        self.refuse(f"result {number} is another when calls run together")
+                        return
+        self.is_proven = True
+
+
+def _among_others(built: Built, layout: Layout, calls: Sequence[Call], size: int) -> list[Arrays]:
+    try:
+        return run_together(built, layout, calls, size, strange_rows=True)
+    except GradruleError:
+        # The program may check its values, and refuse those.
+        return run_together(built, layout, calls, size)
+
+
+def is_close(first: Any, second: Any, units: float, least: float) -> bool:
+    """Returns whether two results are equal up to rounding; integers exactly.
+
+    units: how far floats may be apart, in units of the last place of the largest of them, or of `least`.
+    """
+    one, other = _array(first), _array(second)
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    if not is_inexact(one):
+        return bool(np.array_equal(one, other))
+    a, b = _wide(one), _wide(other)
+    finite = np.isfinite(a)
+    if not (np.array_equal(finite, np.isfinite(b)) and np.array_equal(a[~finite], b[~finite], equal_nan=True)):
+        return False
+    tolerance = min(units * _epsilon(one.dtype), _MOST_DIFFERENCE)
+    most = np.max(np.abs(a[finite]), initial=least)
+    return bool(np.all(np.abs(a[finite] - b[finite]) <= tolerance * most))
+
+
+def _array(value: Any) -> np.ndarray:
+    # A string of rank 0 comes as bytes.
+    return np.asarray(value, object if isinstance(value, bytes) else None)
+
+
+def _magnitude(value: Any) -> float:
+    array = _array(value)
+    if not is_inexact(array):
+        return 0.0
+    values = _wide(array)
+    return float(np.max(np.abs(values[np.isfinite(values)]), initial=0.0))
+
+
+def _wide(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+
+
+def _epsilon(dtype: np.dtype) -> float:
+    found: Any = ml_dtypes.finfo  # Has no types.
+    return float(found(dtype).eps)

@@ -1,0 +1,159 @@
+"""Answers requests that came in one frame: together where that is proven to change no answer, else one by one."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from threading import Lock
+from typing import TypeAlias
+
+from gradrule.v1 import evaluate_pb2
+from gradrule_server.engine.arguments import ArgumentReader
+from gradrule_server.engine.batching.merging import (
+    Call,
+    allowed_size,
+    chunks,
+    company_of,
+    examples_of,
+    run,
+    run_together,
+)
+from gradrule_server.engine.batching.proof import Proof
+from gradrule_server.engine.built import Built
+from gradrule_server.engine.bulk import open_payload
+from gradrule_server.engine.graph_call import Arrays
+from gradrule_server.engine.run import respond
+from gradrule_server.errors import GradruleError
+from gradrule_server.link.arena import LEAST_PLACED_BYTES
+from gradrule_server.link.batching import unpack_batch
+from gradrule_server.link.framing import FrameSocket, Kind
+from gradrule_server.link.v1 import link_pb2
+
+_log = logging.getLogger(__name__)
+
+_Answering: TypeAlias = Callable[[int], AbstractContextManager[None]]
+
+
+class BatchRunner:
+    """Answers RUN_BATCH frames. Thread-safe.
+
+    program: finds a program by its key. answering: within this context an error becomes the answer of that request.
+    """
+
+    def __init__(
+        self,
+        frames: FrameSocket,
+        reader: ArgumentReader,
+        program: Callable[[str], Built],
+        answering: _Answering,
+    ) -> None:
+        self._frames = frames
+        self._reader = reader
+        self._program = program
+        self._answering = answering
+        self._proofs: weakref.WeakKeyDictionary[Built, Proof] = weakref.WeakKeyDictionary()
+        self._lock = Lock()
+
+    def run(self, number: int, payload: bytes | memoryview) -> None:
+        """Answers all requests of a frame, which are of one program; then tells that it is done with the frame."""
+        notice = link_pb2.BatchNotice()
+        try:
+            self._run_all(payload, notice)
+        finally:
+            self._frames.send(Kind.BATCH_NOTICE, number, notice.SerializeToString())
+
+    def _run_all(self, payload: bytes | memoryview, notice: link_pb2.BatchNotice) -> None:
+        most, requests = unpack_batch(payload)
+        calls: list[Call] = []
+        built: Built | None = None
+        for request_id, part in requests:
+            with self._answering(request_id):
+                opened = open_payload(Kind.RUN, part if len(part) >= LEAST_PLACED_BYTES else bytes(part))
+                request = link_pb2.RunRequest.FromString(opened.payload)
+                notice.key, built = request.key, self._program(request.key)
+                values = evaluate_pb2.EvaluateRequest.FromString(request.request)
+                started_ns = time.monotonic_ns()
+                reader = self._reader.within(request.blob_folder)
+                arguments = reader.arrays(built, values, request.params, opened.contents)
+                call = Call(request_id, request.received_ns, started_ns, arguments)
+                may_batch = values.batching.allowed or not values.batching.HasField("allowed")
+                calls.append(self._placed(built, call) if may_batch else call)
+        if built is not None:
+            self._run(built, calls, most, notice)
+
+    def _placed(self, built: Built, call: Call) -> Call:
+        """The call, with what it needs to run with others if it can."""
+        layout = self._proof(built).analyse(built)
+        if layout is None:
+            return call
+        examples = examples_of(built, layout, call.arguments)
+        company = company_of(built, layout, call.arguments) if examples else None
+        return Call(call.request_id, call.received_ns, call.started_ns, call.arguments, examples, company)
+
+    def _proof(self, built: Built) -> Proof:
+        with self._lock:
+            return self._proofs.setdefault(built, Proof())
+
+    def _run(self, built: Built, calls: Sequence[Call], most: int, notice: link_pb2.BatchNotice) -> None:
+        proof = self._proof(built)
+        groups: dict[object, list[Call]] = {}
+        for call in calls:
+            # Those that run by themselves come first: whoever asks for that must not wait for the others.
+            groups.setdefault(call.company if call.examples else None, []).append(call)
+        for call in groups.pop(None, []):
+            self._answer_alone(built, call)
+        met = False
+        for group in groups.values():
+            for chunk in chunks(group, most):
+                met |= len(chunk) > 1
+                self._answer_chunk(built, proof, chunk, most)
+        notice.reason = proof.refusal
+        if proof.refusal:
+            notice.outcome = link_pb2.BatchNotice.OUTCOME_REFUSED
+        elif proof.is_proven and (met or len(calls) < 2):
+            notice.outcome = link_pb2.BatchNotice.OUTCOME_PROVEN
+
+    def _answer_chunk(self, built: Built, proof: Proof, calls: Sequence[Call], most: int) -> None:
+        layout = proof.layout
+        if len(calls) == 1 or layout is None:
+            for call in calls:
+                self._answer_alone(built, call)
+        elif not proof.is_proven:
+            done = [(call, results) for call in calls if (results := self._answer_alone(built, call)) is not None]
+            if len(done) > 1:
+                with proof.lock:
+                    proof.attempt(built, layout, [call for call, _ in done], [results for _, results in done])
+        else:
+            examples = sum(call.examples for call in calls)
+            try:
+                parts = run_together(built, layout, calls, allowed_size(examples, most))
+            except Exception as cause:
+                if not isinstance(cause, GradruleError):
+                    _log.exception("calls failed together; they run alone")
+                # One of them is at fault, or they are too large together: alone, each gets the answer that it should.
+                self._answer_each(built, proof, calls)
+                return
+            for call, results in zip(calls, parts, strict=True):
+                self._answer(built, call, results, examples)
+
+    def _answer_each(self, built: Built, proof: Proof, calls: Sequence[Call]) -> None:
+        done = [self._answer_alone(built, call) for call in calls]
+        if all(results is not None for results in done):
+            with proof.lock:
+                proof.refuse("calls that succeed alone failed together")
+
+    def _answer_alone(self, built: Built, call: Call) -> Arrays | None:
+        """Runs and answers a call; returns its results, if it has any."""
+        with self._answering(call.request_id):
+            results = run(built, call.arguments)
+            self._answer(built, call, results, 0)
+            return results
+        return None
+
+    def _answer(self, built: Built, call: Call, results: Arrays, batch_size: int) -> None:
+        with self._answering(call.request_id):
+            answer = respond(built, results, call.received_ns, call.started_ns, batch_size)
+            self._frames.send(Kind.RAN, call.request_id, answer)

@@ -1,0 +1,247 @@
+"""Ops that move elements: reshape, slice, join, pad, gather, repeat."""
+
+from __future__ import annotations
+
+import math
+
+from gradrule_server.engine.batching.common import (
+    Attr,
+    Rule,
+    away_from_batch,
+    axes_of,
+    batched,
+    joined,
+    require_uniform,
+    tail_of,
+    target_of,
+)
+from gradrule_server.engine.batching.values import (
+    UNKNOWN,
+    Extent,
+    NotPerExample,
+    PerExample,
+    Shape,
+    Uniform,
+    Unranked,
+    Value,
+    integers,
+    numbers_of,
+)
+
+
+def reshape(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """Elements stay in order, so those of an example stay together."""
+    numbers = list(numbers_of(inputs[1]).flat)
+    tail: list[int | None] = [None if number is UNKNOWN else number for number in numbers[1:]]
+    if any(isinstance(number, Extent) for number in tail):
+        raise NotPerExample("gives a shape in which the batch is not axis 0")
+    if isinstance(inputs[0], Uniform):
+        raise NotPerExample("reshapes one tensor into as many rows as there are examples")
+    elements = inputs[0].elements if isinstance(inputs[0], PerExample) else None
+    if not isinstance(inputs[0], PerExample | Unranked) or not numbers:
+        raise NotPerExample("has the batch in an input where it mixes examples")
+    if isinstance(numbers[0], Extent):
+        rows = numbers[0].factor
+        others = math.prod(size or 0 for size in tail if size != -1) * rows
+        if -1 in tail:
+            is_known = elements is not None and None not in tail and others > 0
+            tail[tail.index(-1)] = elements // others if is_known and elements is not None else None
+        return PerExample(rows, tuple(tail))
+    others = math.prod(size or 0 for size in tail)
+    if numbers[0] != -1 or None in tail or elements is None or others <= 0 or elements % others or not elements:
+        raise NotPerExample("gives a shape in which the batch is not axis 0")
+    return PerExample(elements // others, tuple(tail))
+
+
+def expand_dims(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """A new axis behind the batch's."""
+    value = batched(inputs[0])
+    (axis,) = axes_of(inputs[1], value.rank + 1)
+    return PerExample(value.rows, (*value.tail[: axis - 1], 1, *value.tail[axis - 1 :]))
+
+
+def squeeze(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """Drops axes that are named."""
+    value = batched(inputs[0])
+    if not attr("squeeze_dims"):
+        raise NotPerExample("drops the batch axis where there is one example")
+    axes = away_from_batch(attr("squeeze_dims"), value.rank)
+    return PerExample(value.rows, tuple(size for axis, size in enumerate(value.tail, 1) if axis not in axes))
+
+
+def transpose(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """Axis 0 stays where it is."""
+    value, order = batched(inputs[0]), integers(inputs[1])
+    if order is None or order[0] % value.rank != 0:
+        raise NotPerExample("moves the batch axis")
+    return PerExample(value.rows, tuple(value.tail[axis % value.rank - 1] for axis in order[1:]))
+
+
+def concat(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """Joined along an axis other than the batch's."""
+    first = joined(inputs[:-1])
+    axes_of(inputs[-1], first.rank)
+    return PerExample(first.rows, tail_of(shapes[0]))
+
+
+def pack(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """Stacked along an axis behind the batch's."""
+    first = joined(inputs)
+    (axis,) = away_from_batch([attr("axis")], first.rank + 1)
+    return PerExample(first.rows, (*first.tail[: axis - 1], len(inputs), *first.tail[axis - 1 :]))
+
+
+def unpack(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> list[Value]:
+    """Taken apart along an axis other than the batch's."""
+    value = batched(inputs[0])
+    (axis,) = away_from_batch([attr("axis")], value.rank)
+    part = PerExample(value.rows, value.tail[: axis - 1] + value.tail[axis:])
+    return [part] * len(shapes)
+
+
+def split(data: int, axis: int) -> Rule:
+    """Cut along an axis other than the batch's."""
+
+    def rule(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> list[Value]:
+        value = batched(inputs[data])
+        axes_of(inputs[axis], value.rank)
+        return [PerExample(value.rows, tail_of(shape)) for shape in shapes]
+
+    return rule
+
+
+def whole_slice(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """A slice with all of axis 0."""
+    value = batched(inputs[0])
+    begin, size = list(numbers_of(inputs[1]).flat), list(numbers_of(inputs[2]).flat)
+    is_whole = begin[0] == 0 and (size[0] == -1 or size[0] == Extent(value.rows))
+    if not is_whole or any(isinstance(number, Extent) for number in (*begin[1:], *size[1:])):
+        raise NotPerExample("slices the batch axis")
+    return PerExample(value.rows, tail_of(shapes[0]))
+
+
+def _keeps_axis_0(begin: Value, end: Value, strides: Value, rows: int, attr: Attr) -> None:
+    """`NotPerExample` unless a strided slice takes the whole of axis 0."""
+    first, last, steps = (list(numbers_of(value).flat) for value in (begin, end, strides))
+    if any(isinstance(number, Extent) for number in (*first, *last[1:], *steps)):
+        raise NotPerExample("slices by the number of examples")
+    if not first or attr("ellipsis_mask") & 1:
+        return
+    is_whole = (attr("begin_mask") & 1 or first[0] == 0) and (attr("end_mask") & 1 or last[0] == Extent(rows))
+    if not is_whole or steps[0] != 1 or (attr("new_axis_mask") | attr("shrink_axis_mask")) & 1:
+        raise NotPerExample("slices the batch axis")
+
+
+def strided_slice(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """A slice with all of axis 0."""
+    value = batched(inputs[0])
+    _keeps_axis_0(inputs[1], inputs[2], inputs[3], value.rows, attr)
+    if attr("ellipsis_mask") & 1 and numbers_of(inputs[1]).size > value.rank + bin(attr("new_axis_mask")).count("1"):
+        raise NotPerExample("slices the batch axis")
+    return PerExample(value.rows, tail_of(shapes[0]))
+
+
+def strided_slice_grad(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """The gradient of a slice with all of axis 0."""
+    rows, tail = target_of(inputs[0])
+    value = batched(inputs[4])
+    _keeps_axis_0(inputs[1], inputs[2], inputs[3], rows, attr)
+    if value.rows != rows or (attr("ellipsis_mask") & 1 and numbers_of(inputs[1]).size > 1 + len(tail)):
+        raise NotPerExample("slices the batch axis")
+    return PerExample(rows, tail)
+
+
+def pad(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """Padded along axes other than the batch's."""
+    value, widths = batched(inputs[0]), integers(inputs[1])
+    require_uniform(*inputs[2:])
+    if widths is None or any(widths[:2]):
+        raise NotPerExample("pads the batch axis")
+    return PerExample(value.rows, tail_of(shapes[0]))
+
+
+def gather(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """Rows of one table for indices per example, or along an axis other than the batch's."""
+    params, indices, axis = inputs
+    found = integers(axis)
+    if found is None:
+        raise NotPerExample("works along axes that are not known before it runs")
+    if attr("batch_dims"):
+        value = joined([params, indices])
+        if attr("batch_dims") < 0 or attr("batch_dims") >= value.rank:
+            raise NotPerExample("gathers in a way that is not followed")
+        away_from_batch(found, value.rank)
+        return PerExample(value.rows, tail_of(shapes[0]))
+    if isinstance(params, Uniform) and isinstance(indices, PerExample) and found == [0]:
+        return PerExample(indices.rows, tail_of(shapes[0]))
+    value = batched(params)
+    require_uniform(indices)
+    away_from_batch(found, value.rank)
+    return PerExample(value.rows, tail_of(shapes[0]))
+
+
+def one_hot(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """A new axis behind the batch's."""
+    value = batched(inputs[0])
+    require_uniform(*inputs[1:])
+    away_from_batch([attr("axis")], value.rank + 1)
+    return PerExample(value.rows, tail_of(shapes[0]))
+
+
+def select(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """All three are of one shape, or the condition is a vector, which chooses rows, or a scalar."""
+    condition, *values = inputs
+    first = joined(values)
+    if isinstance(condition, PerExample):
+        if condition.rows != first.rows or condition.rank not in (1, first.rank):
+            raise NotPerExample("broadcasts examples against one another")
+    elif not isinstance(condition, Uniform) or condition.shape != ():
+        raise NotPerExample("broadcasts along the batch")
+    return first
+
+
+def broadcast_to(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """To a shape whose axis 0 is the batch's."""
+    value, (rows, tail) = inputs[0], target_of(inputs[1])
+    if isinstance(value, PerExample):
+        if value.rank != 1 + len(tail) or value.rows != rows:
+            raise NotPerExample("broadcasts along the batch")
+    elif not isinstance(value, Uniform) or value.shape is None:
+        raise NotPerExample("takes a tensor whose shape is not known")
+    elif len(value.shape) > len(tail) and value.shape[0] != 1:
+        raise NotPerExample("broadcasts along the batch")
+    return PerExample(rows, tail)
+
+
+def tile(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """Repeated along axes other than the batch's, or one row repeated for each example."""
+    value, times = inputs[0], list(numbers_of(inputs[1]).flat)
+    if any(isinstance(number, Extent) for number in times[1:]):
+        raise NotPerExample("gives a shape in which the batch is not axis 0")
+    if isinstance(value, PerExample) and times[0] == 1:
+        return PerExample(value.rows, tail_of(shapes[0]))
+    if isinstance(value, Uniform) and value.shape and value.shape[0] and isinstance(times[0], Extent):
+        return PerExample(value.shape[0] * times[0].factor, tail_of(shapes[0]))
+    raise NotPerExample("repeats the batch")
+
+
+def fill(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """One number in a shape whose axis 0 is the batch's."""
+    rows, tail = target_of(inputs[0])
+    require_uniform(inputs[1])
+    return PerExample(rows, tail)
+
+
+def reverse(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """Reversed along axes other than the batch's."""
+    value = batched(inputs[0])
+    axes_of(inputs[1], value.rank)
+    return value
+
+
+def ensure_shape(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
+    """Checks sizes, but not the batch's."""
+    value, wanted = batched(inputs[0]), attr("shape")
+    if wanted.rank is not None and wanted[0] is not None:
+        raise NotPerExample("asks for a fixed number of rows")
+    return value

@@ -1,0 +1,185 @@
+"""Which requests that wait for an engine are sent to it together, so that it may run them as one.
+
+Requests that wait for a thread are put together. Besides, while two runs of a program are under way, further requests
+of it wait for one of them to end, `delay_s` at most: so runs are few and large where calls are many, and where they are
+few none waits. What the engine cannot run as one it runs one by one, and tells, so that it is not tried again.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+from gradrule_server.link.v1 import link_pb2
+
+if TYPE_CHECKING:
+    from gradrule_server.link.arena import Chunk
+    from gradrule_server.link.connection import Work
+
+_log = logging.getLogger(__name__)
+
+# Number of requests, and the most examples that may run together.
+_HEAD = struct.Struct("<II")
+# Id and length of a request.
+_ENTRY = struct.Struct("<QQ")
+
+# Larger requests gain little from company, and their answers would wait for one another.
+_MOST_BYTES = 8 * 1024 * 1024
+# Attempts that came to nothing because the requests did not fit together: other shapes, other shared inputs.
+_MOST_ATTEMPTS = 16
+_MOST_PROGRAMS = 4096
+# Runs of a program at a time: while one computes, another is read or answered.
+_MOST_RUNS = 2
+
+_UNDECIDED = link_pb2.BatchNotice.OUTCOME_UNSPECIFIED
+_PROVEN = link_pb2.BatchNotice.OUTCOME_PROVEN
+
+
+class BatchKey(NamedTuple):
+    """Requests of one key may run together: the program as the engine knows it, and whatever else must be the same."""
+
+    program: str
+    rest: Hashable = ()
+
+    @property
+    def digest(self) -> str:
+        """The program's digest, which its key in any engine begins with."""
+        return self.program.partition("/")[0]
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Requests that were sent together. The engine is done with them when it sends its BATCH_NOTICE."""
+
+    works: Sequence[Work]
+    chunk: Chunk | None = None
+    """Where their payloads lie, if they are large."""
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether nobody waits for any of those that are not answered."""
+        return all(work.is_given_up or work.ended for work in self.works)
+
+
+@dataclass(slots=True)
+class _Program:
+    running: int = 0
+    is_being_tried: bool = False
+    is_proven: bool = False
+    attempts: int = 0
+
+
+@dataclass(slots=True)
+class Batches:
+    """The requests that wait and have a key, and what the engine told of their programs.
+
+    most: examples that may run together; 1: requests are never sent together. delay_s: how long a request waits at most
+    although a thread is free.
+    """
+
+    most: int = 1
+    delay_s: float = 0.0
+    _waiting: dict[BatchKey, dict[int, Work]] = field(default_factory=dict)
+    _programs: OrderedDict[str, _Program] = field(default_factory=OrderedDict)
+
+    def add(self, work: Work) -> None:
+        """The request waits from now on."""
+        if work.batch_key is not None and self.most > 1:
+            self._waiting.setdefault(work.batch_key, {})[work.id] = work
+
+    def remove(self, work: Work) -> None:
+        """The request does not wait any more."""
+        same = self._waiting.get(work.batch_key) if work.batch_key is not None else None
+        if same is not None:
+            same.pop(work.id, None)
+            if not same:
+                del self._waiting[work.batch_key]  # type: ignore[arg-type]
+
+    def held_until(self, work: Work) -> float:
+        """Returns the loop time until which a request waits although a thread is free; 0: it need not."""
+        if work.batch_key is None or self.most == 1:
+            return 0.0
+        program = self._programs.get(work.batch_key.program)
+        if program is None or not program.is_proven or program.running < _MOST_RUNS:
+            return 0.0
+        return work.submitted_at + self.delay_s
+
+    def started(self, work: Work) -> None:
+        """A run began: of this request, and of those that were sent with it."""
+        if work.batch_key is not None and self.most > 1:
+            self._program(work.batch_key.program).running += 1
+
+    def ended(self, work: Work) -> None:
+        """A run ended."""
+        if work.batch_key is not None and self.most > 1:
+            self._program(work.batch_key.program).running -= 1
+
+    def companions(self, work: Work) -> list[Work]:
+        """Returns the waiting requests that are to be sent together with one that is sent now."""
+        same = self._waiting.get(work.batch_key) if work.batch_key is not None else None
+        if not same:
+            return []
+        program = self._program(work.batch_key.program)  # type: ignore[union-attr]
+        if program.is_being_tried or program.attempts >= _MOST_ATTEMPTS:
+            return []
+        # The engine tries with two whether they can run together: until then more would only keep one another waiting.
+        count = self.most - 1 if program.is_proven else 1
+        size = sum(map(len, work.payload))
+        chosen: list[Work] = []
+        for other in same.values():
+            size += sum(map(len, other.payload))
+            if len(chosen) == count or size > _MOST_BYTES:
+                break
+            chosen.append(other)
+        program.is_being_tried = bool(chosen) and not program.is_proven
+        return chosen
+
+    def learn(self, notice: link_pb2.BatchNotice) -> None:
+        """Notes what the engine tells of a program."""
+        program = self._program(notice.key)
+        program.is_being_tried = False
+        program.is_proven = notice.outcome == _PROVEN
+        if notice.outcome == _UNDECIDED:
+            program.attempts += 1
+        elif notice.outcome == _PROVEN:
+            program.attempts = 0
+        else:
+            program.attempts = _MOST_ATTEMPTS
+            _log.info("calls of program %s are not run together: %s", notice.key, notice.reason)
+
+    def _program(self, key: str) -> _Program:
+        found = self._programs.get(key)
+        if found is None:
+            found = self._programs[key] = _Program()
+            if len(self._programs) > _MOST_PROGRAMS:
+                idle = next((name for name, program in self._programs.items() if not program.running), key)
+                del self._programs[idle]
+        return found
+
+
+def pack_batch(most: int, requests: Sequence[tuple[int, Sequence[bytes]]]) -> list[bytes]:
+    """Returns the payload of a RUN_BATCH frame in parts: requests by id, each the bytes of a `RunRequest` in parts."""
+    head = [_HEAD.pack(len(requests), most)]
+    head += [_ENTRY.pack(number, sum(map(len, parts))) for number, parts in requests]
+    return [b"".join(head), *(part for _, parts in requests for part in parts)]
+
+
+def unpack_batch(payload: bytes | memoryview) -> tuple[int, list[tuple[int, bytes | memoryview]]]:
+    """Returns what `pack_batch` was given; views of a payload that is a view. `ValueError` where it is malformed."""
+    try:
+        count, most = _HEAD.unpack_from(payload)
+        entries = [_ENTRY.unpack_from(payload, _HEAD.size + index * _ENTRY.size) for index in range(count)]
+    except struct.error as cause:
+        raise ValueError(f"no batch of requests: {cause}") from None
+    position = _HEAD.size + count * _ENTRY.size
+    if position + sum(length for _, length in entries) != len(payload):
+        raise ValueError("a batch of requests has another length than it tells")
+    requests: list[tuple[int, bytes | memoryview]] = []
+    for number, length in entries:
+        requests.append((number, payload[position : position + length]))
+        position += length
+    return most, requests

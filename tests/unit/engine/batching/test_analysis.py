@@ -1,0 +1,132 @@
+"""Which programs may be batched, and that the answers of those are what they are alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from gradrule_server.engine.batching.analysis import Layout, Refusal, analyse
+from gradrule_server.engine.batching.merging import (
+    Call,
+    allowed_size,
+    company_of,
+    examples_of,
+    run,
+    run_together,
+)
+from gradrule_server.engine.batching.proof import Proof, is_close
+from gradrule_server.engine.build import build
+from gradrule_server.engine.built import Built
+from tests.unit.engine.batching.programs import PROVEN, REFUSED, Case
+from tests.unit.engine.building import prepared
+
+
+def built_of(case: Case) -> tuple[Built, list[np.ndarray]]:
+    """The program, and the values of its params."""
+    program = prepared(case.graph(), case.overrides, **case.derivative)
+    values = {(item.rule, item.name): item.value.number for item in program.table.params.call_settings({}, range(1000))}
+    built = build(program.request)
+    return built, [np.array(values[item.rule, item.name], np.float64) for item in built.params]
+
+
+def calls_of(
+    case: Case, built: Built, params: Sequence[np.ndarray], layout: Layout, sizes: Sequence[int]
+) -> list[Call]:
+    rng = np.random.default_rng(1)
+    shared = {name: rng.normal(size=shape).astype(np.float32) for name, shape in case.shared.items()}
+    calls = []
+    for number, size in enumerate(sizes):
+        given = [
+            shared[item.name] if item.name in shared else rng.normal(size=(size, *case.shapes[item.name]))
+            for item in (*built.inputs, *built.directions)
+        ]
+        arguments = [*(np.asarray(value, np.float32) for value in given), *params]
+        calls.append(
+            Call(number, 0, 0, arguments, examples_of(built, layout, arguments), company_of(built, layout, arguments))
+        )
+    return calls
+
+
+@pytest.mark.parametrize("name", PROVEN)
+def test_answers_are_those_of_calls_that_run_alone(name: str) -> None:
+    case = PROVEN[name]
+    built, params = built_of(case)
+    layout = analyse(built)
+    assert isinstance(layout, Layout), layout
+    calls = calls_of(case, built, params, layout, (1, 3, 1))
+    assert [call.examples for call in calls] == [1, 3, 1]
+    assert len({call.company for call in calls}) == 1
+    together = run_together(built, layout, calls, 6)
+    alone = [run(built, call.arguments) for call in calls]
+    for ours, theirs in zip(alone, together, strict=True):
+        assert all(is_close(a, b, 256, 0.01) for a, b in zip(ours, theirs, strict=True))
+    proof = Proof(layout=layout)
+    proof.attempt(built, layout, calls, alone)
+    assert proof.is_proven, proof.refusal
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_mixes_examples_is_refused(name: str) -> None:
+    built, _ = built_of(REFUSED[name])
+    found = analyse(built)
+    assert isinstance(found, Refusal), found
+    assert REFUSED[name].why in found.reason
+
+
+@pytest.mark.parametrize(
+    "name", ["batch norm by hand", "reversed", "number of elements", "cumulative", "hidden mean loss"]
+)
+def test_the_trial_finds_what_the_analysis_would_miss(name: str) -> None:
+    """The test of the test: a layout that is wrong. The calls are equal, so that only other rows tell."""
+    case = REFUSED[name]
+    built, params = built_of(case)
+    wrong = Layout((True,) + (False,) * len(params), (1,) * len(built.function.outputs))
+    (call,) = calls_of(case, built, params, wrong, (2,))
+    proof = Proof(layout=wrong)
+    proof.attempt(built, wrong, [call, call], [run(built, call.arguments)] * 2)
+    assert not proof.is_proven
+    assert "is another when calls run together" in proof.refusal
+
+
+def test_calls_run_together_only_where_shared_inputs_and_shapes_are_equal() -> None:
+    case = PROVEN["temperature"]
+    built, _ = built_of(case)
+    layout = analyse(built)
+    assert isinstance(layout, Layout)
+
+    def company(t: float, rows: int = 1) -> object:
+        arguments = [np.ones([rows, 4]), np.array(t, np.float32)]
+        return company_of(built, layout, arguments)
+
+    assert company(1.0) == company(1.0, rows=3)
+    assert company(1.0) != company(1.0 + 2**-23)
+    assert company(0.0) != company(-0.0)
+
+
+def test_calls_without_one_number_of_examples_run_alone() -> None:
+    case = PROVEN["broadcasting"]
+    built, _ = built_of(case)
+    layout = analyse(built)
+    assert isinstance(layout, Layout)
+    assert examples_of(built, layout, [np.ones([3, 4]), np.ones([1, 1])]) == 0
+    assert examples_of(built, layout, [np.ones([3, 4]), np.ones([3, 1])]) == 3
+    assert examples_of(built, layout, [np.ones([0, 4]), np.ones([0, 1])]) == 0
+
+
+def test_a_call_with_a_param_that_is_a_tensor_runs_alone() -> None:
+    case = PROVEN["straight through"]
+    built, params = built_of(case)
+    layout = analyse(built)
+    assert isinstance(layout, Layout)
+    assert examples_of(built, layout, [np.ones([2, 4]), *params]) == 2
+    assert examples_of(built, layout, [np.ones([2, 4]), np.ones([2, 1])]) == 0
+
+
+def test_sizes_are_few_and_hardly_larger_than_asked() -> None:
+    sizes = {allowed_size(count, 64) for count in range(1, 65)}
+    assert sizes == {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64}
+    assert all(count <= allowed_size(count, 64) <= 1.5 * count for count in range(2, 65))
+    assert allowed_size(70, 64) == 70
+    assert allowed_size(33, 40) == 40

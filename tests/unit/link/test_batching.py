@@ -1,0 +1,209 @@
+"""Which waiting requests are sent together: against a transport that only notes what is sent."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from gradrule_server.link.batching import BatchKey, pack_batch, unpack_batch
+from gradrule_server.link.connection import Connection, EngineGone
+from gradrule_server.link.framing import Kind, pack_header
+from gradrule_server.link.v1 import link_pb2
+from tests.unit.link.fake_engine import CRASH, FakeEngine, FakeProcess, Transport
+
+P, Q = BatchKey("p"), BatchKey("q")
+
+
+def connected(threads: int = 1, most: int = 64, delay_s: float = 0.0) -> tuple[Connection, Transport]:
+    connection, transport = Connection(threads, None, most, delay_s), Transport()
+    connection.connection_made(transport)
+    return connection, transport
+
+
+def frames(transport: Transport) -> list[list[bytes]]:
+    """The requests of each frame that was sent."""
+    return [
+        [bytes(part) for _, part in unpack_batch(payload)[1]] if kind is Kind.RUN_BATCH else [payload]
+        for kind, _, payload in transport.sent
+    ]
+
+
+def answer(connection: Connection, transport: Transport, *names: bytes) -> None:
+    ids: dict[bytes, int] = {}
+    for kind, number, payload in transport.sent:
+        ids |= {bytes(part): n for n, part in unpack_batch(payload)[1]} if kind is Kind.RUN_BATCH else {payload: number}
+    for name in names:
+        connection.data_received(pack_header(Kind.RAN, ids[name], len(name)) + name)
+
+
+def notice(
+    connection: Connection, outcome: link_pb2.BatchNotice.Outcome.ValueType, key: str = "p", run: int = 0
+) -> None:
+    payload = link_pb2.BatchNotice(key=key, outcome=outcome).SerializeToString()
+    connection.data_received(pack_header(Kind.BATCH_NOTICE, run, len(payload)) + payload)
+
+
+def end_run(connection: Connection, transport: Transport) -> None:
+    """The engine is done with the requests that were sent together last."""
+    run = [number for kind, number, _ in transport.sent if kind is Kind.RUN_BATCH][-1]
+    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN, run=run)
+
+
+def submit(connection: Connection, *names: bytes, key: BatchKey | None = P) -> None:
+    for name in names:
+        connection.submit(Kind.RUN, name, batch_key=key)
+
+
+async def test_two_are_tried_and_all_that_wait_run_together_once_that_is_proven() -> None:
+    connection, transport = connected()
+    submit(connection, *(b"%d" % number for number in range(8)))
+    assert frames(transport) == [[b"0"]]
+    answer(connection, transport, b"0")
+    assert frames(transport)[1:] == [[b"1", b"2"]]
+    answer(connection, transport, b"1", b"2")
+    assert len(transport.sent) == 2
+    end_run(connection, transport)
+    assert frames(transport)[2:] == [[b"3", b"4", b"5", b"6", b"7"]]
+
+
+async def test_a_run_takes_one_thread_until_the_engine_is_done_with_it() -> None:
+    connection, transport = connected()
+    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)
+    submit(connection, b"a", b"b", b"c", b"d")
+    answer(connection, transport, b"a")
+    submit(connection, b"e")
+    answer(connection, transport, b"b", b"c")
+    assert frames(transport) == [[b"a"], [b"b", b"c", b"d"]]
+    assert connection.running == 1
+    answer(connection, transport, b"d")
+    assert len(transport.sent) == 2
+    end_run(connection, transport)
+    assert frames(transport)[2:] == [[b"e"]]
+
+
+async def test_while_two_are_tried_the_others_run_alone() -> None:
+    connection, transport = connected(threads=2)
+    submit(connection, b"a", b"b", b"c", b"d", b"e")
+    answer(connection, transport, b"a", b"b")
+    assert frames(transport)[2:] == [[b"c", b"d"], [b"e"]]
+
+
+async def test_a_program_that_is_refused_is_not_tried_again() -> None:
+    connection, transport = connected()
+    notice(connection, link_pb2.BatchNotice.OUTCOME_REFUSED)
+    submit(connection, b"a", b"b", b"c")
+    answer(connection, transport, b"a")
+    assert frames(transport) == [[b"a"], [b"b"]]
+
+
+async def test_a_program_whose_calls_never_fit_together_is_tried_a_few_times_only() -> None:
+    connection, transport = connected()
+    for _ in range(16):
+        notice(connection, link_pb2.BatchNotice.OUTCOME_UNSPECIFIED)
+    submit(connection, b"a", b"b", b"c")
+    answer(connection, transport, b"a")
+    assert frames(transport) == [[b"a"], [b"b"]]
+
+
+async def test_requests_of_other_programs_or_params_stay_apart() -> None:
+    connection, transport = connected()
+    for key in "pq":
+        notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN, key)
+    submit(connection, b"first", key=None)
+    submit(connection, b"p0")
+    submit(connection, b"q0", key=Q)
+    submit(connection, b"none", key=None)
+    submit(connection, b"other", key=BatchKey("p", "params"))
+    submit(connection, b"p1")
+    answer(connection, transport, b"first")
+    assert frames(transport)[1:] == [[b"p0", b"p1"]]
+
+
+async def test_no_more_than_allowed_run_together() -> None:
+    connection, transport = connected(most=3)
+    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)
+    submit(connection, *(b"%d" % number for number in range(6)))
+    answer(connection, transport, b"0")
+    assert frames(transport)[1:] == [[b"1", b"2", b"3"]]
+    alone, sent = connected(most=1)
+    notice(alone, link_pb2.BatchNotice.OUTCOME_PROVEN)
+    submit(alone, b"a", b"b", b"c")
+    answer(alone, sent, b"a")
+    assert frames(sent) == [[b"a"], [b"b"]]
+
+
+async def test_while_two_runs_are_under_way_others_wait_for_one_of_them() -> None:
+    connection, transport = connected(threads=8, delay_s=60.0)
+    submit(connection, b"a", b"b", b"c")
+    assert frames(transport) == [[b"a"], [b"b"], [b"c"]]
+    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)
+    submit(connection, b"d", b"e")
+    submit(connection, b"other", key=Q)
+    answer(connection, transport, b"a")
+    assert frames(transport)[3:] == [[b"other"]]
+    answer(connection, transport, b"b")
+    assert frames(transport)[4:] == [[b"d", b"e"]]
+
+
+async def test_nobody_waits_longer_than_allowed() -> None:
+    connection, transport = connected(threads=8, delay_s=0.01)
+    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)
+    submit(connection, b"a", b"b", b"c", b"d")
+    assert frames(transport) == [[b"a"], [b"b"]]
+    async with asyncio.timeout(30):
+        while connection.waiting:
+            await asyncio.sleep(0.001)
+    assert frames(transport)[2:] == [[b"c", b"d"]]
+
+
+async def test_what_is_dropped_while_it_waits_is_not_sent() -> None:
+    connection, transport = connected()
+    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)
+    submit(connection, b"a", b"b")
+    dropped = connection.submit(Kind.RUN, b"c", batch_key=P)
+    submit(connection, b"d")
+    assert connection.drop(dropped)
+    answer(connection, transport, b"a")
+    assert frames(transport)[1:] == [[b"b", b"d"]]
+
+
+async def test_a_lost_engine_tells_all_requests_of_a_run() -> None:
+    connection, transport = connected()
+    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)
+    works = [connection.submit(Kind.RUN, name, batch_key=P) for name in (b"a", b"b", b"c")]
+    answer(connection, transport, b"a")
+    connection.connection_lost(None)
+    assert len(connection.lost) == 2
+    for work in works[1:]:
+        with pytest.raises(EngineGone) as gone:
+            await work.answer
+        assert gone.value.started
+
+
+def test_a_batch_that_is_cut_short_is_refused() -> None:
+    payload = b"".join(pack_batch(4, [(7, (b"ab", b"c")), (8, ())]))
+    assert unpack_batch(payload) == (4, [(7, b"abc"), (8, b"")])
+    for wrong in (payload[:-1], payload + b"x", payload[:6]):
+        with pytest.raises(ValueError, match="batch of requests"):
+            unpack_batch(wrong)
+
+
+async def test_a_program_whose_calls_ended_an_engine_together_runs_them_alone_from_then_on() -> None:
+    engine = FakeEngine()
+    connection, transport = connected()
+    engine.install(FakeProcess(connection))
+    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN, "digest/1")
+    works = [engine.submit(Kind.RUN, name, batch_key=BatchKey("digest/1")) for name in (b"a", b"b", b"c")]
+    answer(connection, transport, b"a")
+    engine.fake.die(CRASH)
+    connection, transport = connected()
+    engine.install(FakeProcess(connection))
+    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN, "digest/2")
+    for name in (b"d", b"e", b"f"):
+        engine.submit(Kind.RUN, name, batch_key=BatchKey("digest/2"))
+    answer(connection, transport, b"d")
+    assert frames(transport) == [[b"d"], [b"e"]]
+    for work in works[1:]:
+        with pytest.raises(EngineGone):
+            await work.answer
