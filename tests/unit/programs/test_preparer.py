@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,8 @@ import pytest
 
 from gradrule.v1 import program_pb2
 from gradrule_server.errors import GradruleError, reason_name
-from gradrule_server.link.account import Account
 from gradrule_server.link.connection import Work
 from gradrule_server.link.endings import Ending, Reason
-from gradrule_server.link.framing import Kind
 from gradrule_server.link.shape import CallShape
 from gradrule_server.policy import Limits
 from gradrule_server.programs.conduct import Conduct
@@ -33,10 +31,8 @@ class EndingEngine(FakeEngine):
         super().__init__()
         self._end = ending
 
-    def submit(
-        self, kind: Kind, payload: bytes | Sequence[bytes], account: Account | None = None, suffix: bytes = b""
-    ) -> Work:
-        work = super().submit(kind, payload, account, suffix)
+    def submit(self, *given: Any, **words: Any) -> Work:
+        work = super().submit(*given, **words)
         self.fake.die(self._end)
         return work
 
