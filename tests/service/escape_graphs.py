@@ -55,12 +55,11 @@ class Canaries:
 
 @dataclass(frozen=True)
 class Escape:
-    """`build` draws a graph whose tensor `y` reaches a canary in a place. `later`: a second program runs after it."""
+    """`build` draws a graph whose tensor `y` reaches a canary in a place."""
 
     name: str
     reach: str
     build: Callable[[Canaries, str], None]
-    later: Callable[[Canaries, str], None] | None = None
     places: tuple[str, ...] = ("outside", "data")
 
 
@@ -253,15 +252,12 @@ def _remote_call(canaries: Canaries, place: str) -> None:
 
 
 def _stage(canaries: Canaries, place: str) -> None:
-    _after(
-        tf.raw_ops.Stage(
-            values=[tf.raw_ops.ReadFile(filename=_canary(canaries, place))], container=place, shared_name="canary"
-        )
+    """Within one program: another program of the same engine has a session, and so a container, of its own."""
+    put = tf.raw_ops.Stage(
+        values=[tf.raw_ops.ReadFile(filename=_canary(canaries, place))], container=place, shared_name="canary"
     )
-
-
-def _unstage(canaries: Canaries, place: str) -> None:
-    (value,) = tf.raw_ops.Unstage(dtypes=[tf.string], container=place, shared_name="canary")
+    with tf.control_dependencies([put]):
+        (value,) = tf.raw_ops.Unstage(dtypes=[tf.string], container=place, shared_name="canary")
     _y(value)
 
 
@@ -283,7 +279,7 @@ ESCAPES = [
     Escape("environment of another process", "environment", _environment_of_another, places=("outside",)),
     Escape("GeneratorDataset", "read", _generator),
     Escape("RemoteCall", "read", _remote_call),
-    Escape("Stage", "read", _stage, later=_unstage),
+    Escape("Stage", "read", _stage),
     # These may go on for ever.
     Escape("RegisterDataset", "connected", _register_dataset, places=("outside",)),
     Escape("DebugIdentity to a server", "connected", _debug_grpc, places=("outside",)),

@@ -134,7 +134,11 @@ def _input(spec: tensor_pb2.TensorSpec, default: tf.Tensor | None) -> Input:
 
 def _is_small(graph: tf.Graph) -> bool:
     ops = graph.get_operations()
-    return len(ops) <= _SMALL_OPS and not any(op.type in _NEEDS_THREADS for op in ops)
+    if len(ops) > _SMALL_OPS or any(op.type in _NEEDS_THREADS for op in ops):
+        return False
+    # Kernels of strings and lists of tensors take memory beside TensorFlow's allocator. Where there is none, C++'s
+    # exception ends TensorFlow's own threads with a word about memory, and the calling thread with a SIGSEGV.
+    return not any(tensor.dtype in (tf.string, tf.variant) for op in ops for tensor in op.outputs)
 
 
 def _content(rule: link_pb2.BoundRule) -> RuleContent | None:

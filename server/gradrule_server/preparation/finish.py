@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
-from gradrule.v1 import errors_pb2, evaluate_pb2, override_pb2, program_pb2
+from gradrule.v1 import errors_pb2, evaluate_pb2, override_pb2, program_pb2, tensor_pb2
 from gradrule_server.errors import Finding, GradruleError
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.preparation.prepare import Prepared, input_spec
+from gradrule_server.preparation.prepare import Prepared
 
 _ACTIVE = override_pb2.RESOLUTION_STATUS_ACTIVE
 _OFF_PATH = override_pb2.RESOLUTION_STATUS_OFF_PATH
@@ -44,7 +44,11 @@ def plan_of(prepared: Prepared) -> link_pb2.ProgramPlan:
         key=prepared.key,
         graph_digest=prepared.graph_digest,
         aliases=prepared.aliases,
-        optional_inputs=[input_spec(item) for item in expanded.inputs if item.optional],
+        optional_inputs=[
+            tensor_pb2.TensorSpec(name=item.name, dtype=item.dtype, shape=item.shape, optional=True)
+            for item in expanded.inputs
+            if item.optional
+        ],
         matches=[
             link_pb2.PlannedMatch(
                 node=match.node,

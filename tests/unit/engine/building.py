@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,6 +19,9 @@ from gradrule_server.preparation.prepare import Prepared, prepare
 from gradrule_server.preparation.rule_lookup import ResolvedRule
 from gradrule_server.rules.catalogue import BUILTINS
 from tests.stores import no_blobs
+
+# TensorFlow's functions have names for the whole process, so programs that are built in one must not share any.
+NAMESPACES = map("gr{}".format, itertools.count())
 
 
 class Builtins:
@@ -45,7 +49,7 @@ def prepared(
         override_pb2.Override(rule=rule, selector=override_pb2.Selector(op_type=op_type))
         for op_type, rule in (overrides or {}).items()
     )
-    return prepare(spec, call or CallShape(), Builtins(), limits or Limits(), no_blobs())
+    return prepare(spec, call or CallShape(), Builtins(), limits or Limits(), no_blobs(), next(NAMESPACES))
 
 
 def split(program: Prepared) -> Built:

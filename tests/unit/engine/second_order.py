@@ -20,6 +20,7 @@ from gradrule_server.link.shape import CallShape
 from gradrule_server.preparation.prepare import prepare
 from gradrule_server.preparation.rule_lookup import ResolvedRule
 from tests.stores import no_blobs
+from tests.unit.engine.building import NAMESPACES
 
 
 class NoRegistry:
@@ -48,7 +49,7 @@ def twice(
     spec.graph.serialized = graph
     spec.vjp.ys.append(y)
     spec.vjp.xs.extend(feeds)
-    request = prepare(spec, CallShape(), NoRegistry(), graphs.Limits(), no_blobs()).request
+    request = prepare(spec, CallShape(), NoRegistry(), graphs.Limits(), no_blobs(), next(NAMESPACES)).request
     graph_def = tf_graph_pb2.GraphDef.FromString(request.graph)
     functions = tf_private.add_functions(graph_def.library)
 
