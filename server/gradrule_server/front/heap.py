@@ -11,7 +11,7 @@ _KEPT_BYTES = 1 << 30
 
 _FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 # Bytes that were freed and are still taken from the system, beyond those after the last time; and seconds since then.
-_MUCH_BYTES = 32 << 20
+_MUCH_BYTES = 16 << 20
 _SELDOM_S = 3.0
 
 
