@@ -60,6 +60,13 @@ class Batch:
     """Where their payloads lie, if they are large."""
 
     @property
+    def key(self) -> BatchKey:
+        """Which requests they are."""
+        key = self.works[0].batch_key
+        assert key is not None
+        return key
+
+    @property
     def is_given_up(self) -> bool:
         """Whether nobody waits for any of those that are not answered."""
         return all(work.is_given_up or work.ended for work in self.works)

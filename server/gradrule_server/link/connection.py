@@ -167,6 +167,8 @@ class Connection(asyncio.Protocol):
         """The process at the other end, once it serves: whoever has a request of its can learn how it ended."""
         self.lost: tuple[Work, ...] = ()
         """Requests that ran when the other end went."""
+        self.lost_batches: tuple[Batch, ...] = ()
+        """Requests that were sent together and that the engine was not done with then, though it may have answered."""
         self.on_lost: Callable[[], None] | None = None
         """Called once the other end is gone, after all answers were told so."""
         self.last_heard = self.loop.time()
@@ -176,7 +178,13 @@ class Connection(asyncio.Protocol):
     @property
     def present(self) -> frozenset[Hashable | None]:
         """The suspects of the requests that ran when the other end went; None for requests without an account."""
-        return frozenset(None if work.account is None else work.account.suspect for work in self.lost)
+        works = [*self.lost, *(batch.works[0] for batch in self.lost_batches)]
+        return frozenset(None if work.account is None else work.account.suspect for work in works)
+
+    @property
+    def lost_one(self) -> bool:
+        """Whether a single request ran when the other end went."""
+        return len(self.lost) == 1 and all(batch is self.lost[0].batch for batch in self.lost_batches)
 
     @property
     def threads(self) -> int:
@@ -305,6 +313,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed.set()
         self.lost = tuple(self._running.values())
+        self.lost_batches = tuple(self._runs.values())
         for works, started in ((self._running, True), (self._waiting, False)):
             for work in works.values():
                 work.end()
@@ -388,6 +397,15 @@ class Connection(asyncio.Protocol):
         self._batches.ended(batch.works[0])
         self._start_waiting()
 
+    def _fail_run(self, number: int, fault: memoryview) -> None:
+        """The engine could not take up requests that were sent together, or not all: the rest get its fault."""
+        batch = self._runs[number]
+        for work in batch.works:
+            if not work.ended:
+                self._deliver(Kind.FAULT, work.id, fault)
+        self._batches.learn(link_pb2.BatchNotice(key=batch.key.program))
+        self._end_run(number)
+
     def _start_waiting(self) -> None:
         while self._busy < self._threads:
             work = next((work for work in self._waiting.values() if self._can_start(work)), None)
@@ -440,6 +458,9 @@ class Connection(asyncio.Protocol):
         if kind is Kind.BATCH_NOTICE:
             self._batches.learn(link_pb2.BatchNotice.FromString(bytes(view)))
             self._end_run(request_id)
+            return
+        if kind is Kind.FAULT and request_id in self._runs:
+            self._fail_run(request_id, view)
             return
         work = self._running.get(request_id)
         if work is None:

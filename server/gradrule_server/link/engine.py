@@ -368,9 +368,7 @@ class Engine:
         self._process = None
         process.inquest.present = process.connection.present
         if len(self._unbatched) < _MOST_UNBATCHED:
-            self._unbatched |= {
-                work.batch_key.digest for work in process.connection.lost if work.batch and work.batch_key
-            }
+            self._unbatched |= {batch.key.digest for batch in process.connection.lost_batches}
         report = asyncio.create_task(self._report(process), name="engine-report")
         self._reports.add(report)
         report.add_done_callback(self._reports.discard)
@@ -428,7 +426,7 @@ def _lost(process: EngineProcess, ending: Ending) -> EngineLost:
     reason, message = errors_pb2.ERROR_REASON_ENGINE_CRASHED, f"the engine died while it held the request: {ending}"
     if ending.reason is Reason.MEMORY:
         reason, message = errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, f"the engine ran out of memory: {ending}"
-    is_alone = len(process.connection.lost) == 1
+    is_alone = process.connection.lost_one
     return EngineLost([Finding(reason, message)], ending=ending, is_alone=is_alone, inquest=process.inquest)
 
 

@@ -6,11 +6,15 @@ import asyncio
 
 import pytest
 
+from gradrule.v1 import errors_pb2
+from gradrule_server.errors import GradruleError, error
+from gradrule_server.link import engine as engine_module
 from gradrule_server.link.batching import BatchKey, pack_batch, unpack_batch
 from gradrule_server.link.connection import Connection, EngineGone
+from gradrule_server.link.faults import fault_message
 from gradrule_server.link.framing import Kind, pack_header
 from gradrule_server.link.v1 import link_pb2
-from tests.unit.link.fake_engine import CRASH, FakeEngine, FakeProcess, Transport
+from tests.unit.link.fake_engine import CRASH, FakeEngine, FakeProcess, Overruns, Transport
 
 P, Q = BatchKey("p"), BatchKey("q")
 
@@ -207,3 +211,130 @@ async def test_a_program_whose_calls_ended_an_engine_together_runs_them_alone_fr
     for work in works[1:]:
         with pytest.raises(EngineGone):
             await work.answer
+
+
+async def test_an_engine_that_has_no_memory_for_a_run_tells_all_its_requests_and_takes_others() -> None:
+    connection, transport = connected()
+    works = [connection.submit(Kind.RUN, name, batch_key=P) for name in (b"a", b"b", b"c")]
+    submit(connection, b"d", b"e")
+    answer(connection, transport, b"a")
+    assert frames(transport)[1:] == [[b"b", b"c"]]
+    run = transport.sent[-1][1]
+    answer(connection, transport, b"b")
+    refused = fault_message(error(errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, "no memory is left")).SerializeToString()
+    connection.data_received(pack_header(Kind.FAULT, run, len(refused)) + refused)
+    assert await works[1].answer == b"b"
+    with pytest.raises(GradruleError, match="no memory is left"):
+        await asyncio.wait_for(works[2].answer, 10)
+    # They are tried once more: nothing is known against the program.
+    assert frames(transport)[2:] == [[b"d", b"e"]]
+
+
+class BatchEngine(FakeEngine):
+    """An engine of one thread whose requests `b` and `c` were sent together; `b` and `c` can be watched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        connection, self.transport = connected()
+        self.install(FakeProcess(connection))
+        notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN, "digest/1")
+        self.accounts = [Overruns() for _ in range(3)]
+        self.works = [
+            self.submit(Kind.RUN, name, account, batch_key=BatchKey("digest/1"))
+            for name, account in zip((b"a", b"b", b"c"), self.accounts, strict=True)
+        ]
+        answer(connection, self.transport, b"a")
+        assert frames(self.transport) == [[b"a"], [b"b", b"c"]]
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "_OVERRUN_GRACE_S", 0.02)
+
+
+async def until_killed(process: FakeProcess) -> None:
+    async with asyncio.timeout(10):
+        while not process.is_killed:
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.usefixtures("quick")
+async def test_cancelling_one_request_of_a_run_costs_the_others_nothing() -> None:
+    engine = BatchEngine()
+    process, (_, kept, cancelled) = engine.fake, engine.works
+    cancelled.answer.cancel()
+    engine.abandon(cancelled, asyncio.get_running_loop().time())
+    # Several times the time after which a request that ran by itself would have ended the engine.
+    await asyncio.sleep(0.2)
+    assert not process.is_killed
+    answer(process.connection, engine.transport, b"b", b"c")
+    end_run(process.connection, engine.transport)
+    assert await kept.answer == b"b"
+    await asyncio.sleep(0.1)
+    assert not process.is_killed
+    assert process.connection.running == 0
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_run_that_nobody_waits_for_ends_the_engine_and_nobody_is_blamed_for_its_length() -> None:
+    engine = BatchEngine()
+    process = engine.fake
+    for work in engine.works[1:]:
+        work.answer.cancel()
+        engine.abandon(work, asyncio.get_running_loop().time())
+    await until_killed(process)
+    assert [account.seconds for account in engine.accounts] == [[], [], []]
+    # From then on each runs alone, and is blamed for itself.
+    connection, transport = connected()
+    engine.install(FakeProcess(connection))
+    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN, "digest/2")
+    account = Overruns()
+    for name in (b"d", b"e", b"f"):
+        engine.submit(Kind.RUN, name, account, batch_key=BatchKey("digest/2"))
+    answer(connection, transport, b"d")
+    assert frames(transport) == [[b"d"], [b"e"]]
+    (work,) = (work for work in connection._running.values())
+    work.answer.cancel()
+    engine.abandon(work, asyncio.get_running_loop().time())
+    await until_killed(engine.fake)
+    assert len(account.seconds) == 1
+
+
+@pytest.mark.usefixtures("quick")
+async def test_the_last_of_a_run_that_is_given_up_ends_the_engine_though_others_were_answered() -> None:
+    engine = BatchEngine()
+    process, (_, _, cancelled) = engine.fake, engine.works
+    answer(process.connection, engine.transport, b"b")
+    cancelled.answer.cancel()
+    engine.abandon(cancelled, asyncio.get_running_loop().time())
+    await until_killed(process)
+    assert engine.accounts[2].seconds == []
+
+
+async def test_an_engine_that_dies_after_it_answered_while_it_tries_a_program_does_not_try_it_again() -> None:
+    engine = FakeEngine()
+    connection, transport = connected(threads=2)
+    engine.install(FakeProcess(connection))
+    tried, other = Overruns(), Overruns()
+    other.suspect = "other"
+    key = BatchKey("digest/1")
+    works = [engine.submit(Kind.RUN, name, tried, batch_key=key) for name in (b"a", b"b", b"c", b"d")]
+    answer(connection, transport, b"a")
+    assert frames(transport) == [[b"a"], [b"b"], [b"c", b"d"]]
+    answer(connection, transport, b"b")
+    beside = engine.submit(Kind.RUN, b"beside", other)
+    answer(connection, transport, b"c", b"d")
+    process = engine.fake
+    process.die(CRASH)
+    # The request that ran beside was not alone: nobody may blame it for this end.
+    with pytest.raises(EngineGone) as gone:
+        await beside.answer
+    assert not (await engine.lost(beside, gone.value)).is_alone
+    assert process.inquest.present == {"the one", "other"}
+    assert all(work.answer.done() for work in works)
+    connection, transport = connected()
+    engine.install(FakeProcess(connection))
+    for name in (b"e", b"f", b"g"):
+        engine.submit(Kind.RUN, name, batch_key=BatchKey("digest/2"))
+    answer(connection, transport, b"e")
+    assert frames(transport) == [[b"e"], [b"f"]]

@@ -40,6 +40,12 @@ from gradrule_server.engine.question import SPARSE
 # Larger functions are not analysed: it takes about 20 µs for each op.
 MAX_OPS = 50_000
 
+# Examples that run together at most: with more, sizes could be too large for their type.
+MAX_EXAMPLES = 512
+
+# Numbers of other types are not followed.
+_MOST_NUMBERS = {tf.bool: 1, tf.int32: 2**31 - 1, tf.int64: 2**63 - 1}
+
 # Ops whose result is known by TensorFlow's shapes alone, where those are.
 _SHAPE_OPS = frozenset({"OnesLike", "Rank", "Shape", "ShapeN", "Size", "ZerosLike"})
 
@@ -150,7 +156,7 @@ def _results(op: tf.Operation, inputs: list[Value]) -> list[Value]:
     if op.type == "Const":
         return [_constant(op, shapes[0])]
     if op.type in _SHAPE_OPS:
-        return _of_shapes(op, inputs, shapes)
+        return _checked_numbers(op, _of_shapes(op, inputs, shapes))
     if tf_private.runs_functions(op.type):
         raise NotPerExample("runs functions, which are not looked into")
     for value in inputs:
@@ -161,7 +167,7 @@ def _results(op: tf.Operation, inputs: list[Value]) -> list[Value]:
     numeric, rule = NUMERIC.get(op.type), RULES.get(op.type)
     if numeric is not None and all(isinstance(value, Uniform | Sizes) for value in inputs):
         try:
-            return _listed(numeric(inputs, op.get_attr))
+            return _checked_numbers(op, _listed(numeric(inputs, op.get_attr)))
         except NotPerExample:
             if rule is None:
                 raise
@@ -171,6 +177,24 @@ def _results(op: tf.Operation, inputs: list[Value]) -> list[Value]:
     for value, shape in zip(results, shapes, strict=True):
         if isinstance(value, PerExample) and shape is not None and (not shape or shape[0] is not None):
             raise NotPerExample("gives a fixed number of rows")
+        if isinstance(value, PerExample) and not tf.TensorShape([None, *value.tail]).is_compatible_with(shape):
+            raise NotPerExample("gives another shape than the analysis expects")
+    return results
+
+
+def _checked_numbers(op: tf.Operation, results: list[Value]) -> list[Value]:
+    """Returns the results; `NotPerExample` where TensorFlow may come to other numbers, because a type is too small."""
+    for tensor, value in zip(op.outputs, results, strict=True):
+        numbers = value.numbers if isinstance(value, Uniform | Sizes) else None
+        if numbers is None:
+            continue
+        if not tensor.shape.is_compatible_with(numbers.shape):
+            raise NotPerExample("gives another shape than the analysis expects")
+        most = _MOST_NUMBERS.get(tensor.dtype, -1)
+        for number in numbers.flat:
+            size = number.factor * MAX_EXAMPLES if isinstance(number, Extent) else number
+            if isinstance(size, int) and not -most <= size <= most:
+                raise NotPerExample("gives numbers that may be too large for their type")
     return results
 
 
@@ -179,7 +203,7 @@ def _uniform_results(op: tf.Operation, inputs: list[Value], shapes: list[Shape |
     numeric = NUMERIC.get(op.type)
     if numeric is not None and all(isinstance(value, Uniform) and value.numbers is not None for value in inputs):
         try:
-            return _listed(numeric(inputs, op.get_attr))
+            return _checked_numbers(op, _listed(numeric(inputs, op.get_attr)))
         except (NotPerExample, ValueError, IndexError):
             pass  # Its numbers are not followed; its shape is still known.
     if op.type in ELEMENTWISE and shapes == [None]:

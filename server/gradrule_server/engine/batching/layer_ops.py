@@ -61,8 +61,7 @@ def _broadcast(a: int | None, b: int | None) -> int | None:
 def reduction(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:
     """Along axes other than the batch's."""
     if isinstance(inputs[1], GradientAxes):
-        batched(inputs[0])
-        if inputs[1].with_batch:
+        if inputs[1].with_batch or batched(inputs[0]).rows != inputs[1].rows:
             raise NotPerExample("sums over the batch")
         return Unranked()
     value = batched(inputs[0])
@@ -197,7 +196,8 @@ def cross_entropy(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -
     """A loss and its gradient for each row of logits."""
     logits = batched(inputs[0], least_rank=2)
     require_same_rows(batched(inputs[1]), logits)
-    return [PerExample(logits.rows, ()), logits]
+    # Logits and labels may broadcast against one another.
+    return [PerExample(logits.rows, ()), PerExample(logits.rows, tail_of(shapes[1]))]
 
 
 def images(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> Value:

@@ -75,6 +75,11 @@ def run_together(
     if built.fitting is not None:
         built.fitting.check(arguments)
     results = run(built, arguments)
+    for number, (result, rows) in enumerate(zip(results, layout.rows, strict=True)):
+        if rows and np.shape(result)[:1] != (rows * size,):
+            raise ValueError(
+                f"result {number} has shape {np.shape(result)}, not {rows} rows for each of {size} examples"
+            )
     answers: list[Arrays] = []
     start = 0
     for count in counts:

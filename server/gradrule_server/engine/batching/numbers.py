@@ -53,7 +53,15 @@ def _identity(inputs: list[Value], attr: Attr) -> Value:
 def _cast(inputs: list[Value], attr: Attr) -> Value:
     if not (attr("DstT").is_integer or attr("DstT").is_bool):
         raise NotPerExample("computes with the number of examples")
-    return inputs[0]
+    numbers = numbers_of(inputs[0])
+    if not attr("DstT").is_bool:
+        return of_numbers(numbers)
+    result = np.empty(numbers.shape, object)
+    for index in np.ndindex(numbers.shape):
+        number: Any = numbers[index]
+        # The number of examples is at least 1, so it is true.
+        result[index] = UNKNOWN if number is UNKNOWN else bool(number)
+    return of_numbers(result)
 
 
 def _known(value: Value) -> list[int]:
@@ -194,11 +202,12 @@ def _broadcast_gradient_args(inputs: list[Value], attr: Attr) -> list[Value]:
     for axis, (x, y) in enumerate(zip(a[::-1], b[::-1], strict=False)):
         if axis < rank - 1 and (isinstance(x, Extent) or isinstance(y, Extent)):
             raise NotPerExample("broadcasts along an axis whose size is the number of examples")
+    rows = max((size.factor for size in (*first, *second) if isinstance(size, Extent)), default=0)
     if first == second:
-        return [GradientAxes(with_batch=False)] * 2
+        return [GradientAxes(rows, with_batch=False)] * 2
     if first != [1] and second != [1]:
         raise NotPerExample("broadcasts along the batch")
-    return [GradientAxes(with_batch=sizes == [1]) for sizes in (first, second)]
+    return [GradientAxes(rows, with_batch=sizes == [1]) for sizes in (first, second)]
 
 
 NUMERIC: Mapping[str, _Rule] = {

@@ -66,25 +66,36 @@ class Proof:
         Besides, the first call runs among rows of other values, and must come to the same, to the last bit but four:
         so a result in which rows meet is found even if all calls are equal.
         """
-        examples = sum(call.examples for call in calls)
-        size = allowed_size(examples + 1, 2 * examples)
         try:
-            together = run_together(built, layout, calls, size)
-            (among_others,) = _among_others(built, layout, calls[:1], size)
+            found = _difference(built, layout, calls, alone)
         except GradruleError as cause:
-            self.refuse(f"calls that succeed alone fail together: {cause.message}")
-            return
-        for call, ours, theirs in zip(calls, alone, together, strict=True):
-            least = _FLOOR * max(map(_magnitude, (*call.arguments, *ours)), default=0.0)
-            pairs = [(ours, theirs, _MOST_UNITS)]
-            if call is calls[0]:
-                pairs.append((theirs, among_others, _MOST_UNITS_AMONG_OTHERS))
-            for one, other, units in pairs:
-                for number, (a, b) in enumerate(zip(one, other, strict=True)):
-                    if not is_close(a, b, units, least):
-                        self.refuse(f"result {number} is another when calls run together")
-                        return
-        self.is_proven = True
+            found = f"calls that succeed alone fail together: {cause.message}"
+        except Exception:
+            # The calls have their answers; others of the frame still wait for theirs.
+            _log.exception("the trial of a program failed; its calls do not run together")
+            found = "the trial failed"
+        if found:
+            self.refuse(found)
+        elif not self.refusal:
+            self.is_proven = True
+
+
+def _difference(built: Built, layout: Layout, calls: Sequence[Call], alone: Sequence[Arrays]) -> str:
+    """Which results of calls that run together are not those of the calls that ran alone; empty: none."""
+    examples = sum(call.examples for call in calls)
+    size = allowed_size(examples + 1, 2 * examples)
+    together = run_together(built, layout, calls, size)
+    (among_others,) = _among_others(built, layout, calls[:1], size)
+    for call, ours, theirs in zip(calls, alone, together, strict=True):
+        least = _FLOOR * max(map(_magnitude, (*call.arguments, *ours)), default=0.0)
+        pairs = [(ours, theirs, _MOST_UNITS)]
+        if call is calls[0]:
+            pairs.append((theirs, among_others, _MOST_UNITS_AMONG_OTHERS))
+        for one, other, units in pairs:
+            for number, (a, b) in enumerate(zip(one, other, strict=True)):
+                if not is_close(a, b, units, least):
+                    return f"result {number} is another when calls run together"
+    return ""
 
 
 def _among_others(built: Built, layout: Layout, calls: Sequence[Call], size: int) -> list[Arrays]:

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from gradrule.v1 import evaluate_pb2
 from gradrule_server.engine.arguments import ArgumentReader
+from gradrule_server.engine.batching.analysis import MAX_EXAMPLES
 from gradrule_server.engine.batching.merging import (
     Call,
     allowed_size,
@@ -58,22 +59,25 @@ class BatchRunner:
         self._lock = Lock()
 
     def run(self, number: int, payload: bytes | memoryview) -> None:
-        """Answers all requests of a frame, which are of one program; then tells that it is done with the frame."""
+        """Answers all requests of a frame, which are of one program; then tells that it is done with the frame.
+
+        What it raises must be sent as the FAULT of the frame: the front end answers the rest of the requests with it.
+        """
         notice = link_pb2.BatchNotice()
-        try:
-            self._run_all(payload, notice)
-        finally:
-            self._frames.send(Kind.BATCH_NOTICE, number, notice.SerializeToString())
+        self._run_all(payload, notice)
+        self._frames.send(Kind.BATCH_NOTICE, number, notice.SerializeToString())
 
     def _run_all(self, payload: bytes | memoryview, notice: link_pb2.BatchNotice) -> None:
         most, requests = unpack_batch(payload)
+        most = min(most, MAX_EXAMPLES)
         calls: list[Call] = []
         built: Built | None = None
         for request_id, part in requests:
             with self._answering(request_id):
                 opened = open_payload(Kind.RUN, part if len(part) >= LEAST_PLACED_BYTES else bytes(part))
                 request = link_pb2.RunRequest.FromString(opened.payload)
-                notice.key, built = request.key, self._program(request.key)
+                notice.key = request.key
+                built = self._program(request.key)
                 values = evaluate_pb2.EvaluateRequest.FromString(request.request)
                 started_ns = time.monotonic_ns()
                 reader = self._reader.within(request.blob_folder)

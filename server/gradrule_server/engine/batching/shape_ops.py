@@ -105,6 +105,7 @@ def split(data: int, axis: int) -> Rule:
     def rule(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -> list[Value]:
         value = batched(inputs[data])
         axes_of(inputs[axis], value.rank)
+        require_uniform(*(other for index, other in enumerate(inputs) if index != data))
         return [PerExample(value.rows, tail_of(shape)) for shape in shapes]
 
     return rule
@@ -136,7 +137,10 @@ def strided_slice(inputs: list[Value], attr: Attr, shapes: list[Shape | None]) -
     """A slice with all of axis 0."""
     value = batched(inputs[0])
     _keeps_axis_0(inputs[1], inputs[2], inputs[3], value.rows, attr)
-    if attr("ellipsis_mask") & 1 and numbers_of(inputs[1]).size > value.rank + bin(attr("new_axis_mask")).count("1"):
+    # The ellipsis itself is no new axis, whatever the mask says of its place.
+    places = range(1, numbers_of(inputs[1]).size)
+    taken = sum(not attr("new_axis_mask") >> place & 1 for place in places)
+    if attr("ellipsis_mask") & 1 and taken >= value.rank:
         raise NotPerExample("slices the batch axis")
     return PerExample(value.rows, tail_of(shapes[0]))
 

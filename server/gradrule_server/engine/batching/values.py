@@ -73,9 +73,11 @@ class Unranked:
 class GradientAxes:
     """Axes along which a gradient is summed because the op broadcast; axes of size 1 may be among them or not.
 
+    rows: rows per example of the gradient that they are for; 0: it is not per example.
     with_batch: axis 0 is among them.
     """
 
+    rows: int
     with_batch: bool
 
 

@@ -230,6 +230,54 @@ def whole_tensor(g: gr.Graph) -> None:
     g.one("Sign", x_of(g, 4), name="y")
 
 
+def ints(g: gr.Graph, *values: int) -> Any:
+    return g.constant(np.array(values, np.int32))
+
+
+def example_count(g: gr.Graph, x: Any) -> Any:
+    """The number of examples, as a vector of one."""
+    return g.one("StridedSlice", g.one("Shape", x), ints(g, 0), ints(g, 1), ints(g, 1))
+
+
+def split_by_count(g: gr.Graph) -> None:
+    x = x_of(g, 4)
+    sizes = g.one("ConcatV2", [example_count(g, x), ints(g, -1)], g.constant(np.int32(0)))
+    g.one("Identity", g.op("SplitV", x, sizes, g.constant(np.int32(1)), num_split=2)[0], name="y")
+
+
+def count_as_bool(g: gr.Graph) -> None:
+    """Reshapes all examples into one row: the number of examples is true, which is 1."""
+    x = x_of(g, 4)
+    one = g.one("Cast", g.one("Cast", example_count(g, x), DstT="bool"), DstT="int32")
+    g.reshape(x, g.one("ConcatV2", [one, ints(g, -1)], g.constant(np.int32(0))), name="y")
+
+
+def large_count(g: gr.Graph) -> None:
+    x = x_of(g, 4)
+    large = g.one("Mul", example_count(g, x), ints(g, 2**30))
+    size = g.one("FloorDiv", large, ints(g, 2**30))
+    g.one("Fill", g.one("ConcatV2", [size, ints(g, 4)], g.constant(np.int32(0))), g.constant(np.float32(1)), name="y")
+
+
+def reversed_behind_ellipsis(g: gr.Graph) -> None:
+    """The ellipsis stands for no axis, so that the next place is the batch's."""
+    begin, end, strides = ints(g, 0, 0, 0), ints(g, 0, 0, 4), ints(g, 1, -1, 1)
+    slicing = {"ellipsis_mask": 1, "new_axis_mask": 1, "begin_mask": 6, "end_mask": 6}
+    g.one("StridedSlice", x_of(g, 4), begin, end, strides, name="y", **slicing)
+
+
+def sum_along_unrelated_axes(g: gr.Graph) -> None:
+    x = x_of(g, 4)
+    axes = g.op("BroadcastGradientArgs", ints(g, 1, 1, 4), ints(g, 1, 5, 4))[1]
+    g.reshape(g.one("Sum", x, axes), g.one("Shape", x), name="y")
+
+
+def broadcast_loss(g: gr.Graph) -> None:
+    """Its gradient has the shape of the labels, so an example has four rows in the result."""
+    x, labels = x_of(g, 1), g.placeholder("s", "float32", [None, 4])
+    g.reshape(g.op("SoftmaxCrossEntropyWithLogits", x, labels)[1], [-1, 1], name="y")
+
+
 _LOSS = {"vjp": program_pb2.Vjp(ys=["loss"], xs=["x"])}
 _IMAGE = {"x": (4, 4, 2)}
 
@@ -256,6 +304,7 @@ PROVEN = {
     "sum of others": Case(reduced("Sum", [1])),
     "mean of others": Case(reduced("Mean", [-1])),
     "largest of others": Case(reduced("Max", [1])),
+    "loss that broadcasts": Case(broadcast_loss, {"x": (1,), "s": (4,)}, derivative={}),
     "product of others": Case(reduced("Prod", [1]), derivative={}),
 }
 REFUSED = {
@@ -295,6 +344,11 @@ REFUSED = {
         derivative={},
         why="works along the batch",
     ),
+    "split by the number of examples": Case(split_by_count, derivative={}, why="mixes examples"),
+    "number of examples as a bool": Case(count_as_bool, derivative={}, why="batch is not axis 0"),
+    "number of examples that overflows": Case(large_count, derivative={}, why="computes with the number of examples"),
+    "reversed behind an ellipsis": Case(reversed_behind_ellipsis, derivative={}, why="slices the batch axis"),
+    "sum along unrelated axes": Case(sum_along_unrelated_axes, derivative={}, why="sums over the batch"),
     "fixed size": Case(fixed, why="no input has an axis 0 of any size"),
     "any rank": Case(any_rank, why="no input has an axis 0 of any size"),
     "jacobian": Case(perceptron, derivative={"jacobian": program_pb2.Jacobian(ys=["y"], xs=["x"])}, why="batch"),

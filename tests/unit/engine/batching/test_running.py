@@ -1,0 +1,138 @@
+"""What becomes of the requests of one frame: against a socket that only notes what is sent."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+import gradrule as gr
+from gradrule import _tensors
+from gradrule.v1 import errors_pb2, evaluate_pb2
+from gradrule_server.engine.arguments import ArgumentReader
+from gradrule_server.engine.batching import proof as proof_module
+from gradrule_server.engine.batching import running as running_module
+from gradrule_server.engine.batching.analysis import MAX_EXAMPLES, Layout
+from gradrule_server.engine.batching.merging import Call, run_together
+from gradrule_server.engine.batching.running import BatchRunner
+from gradrule_server.engine.blobs import BlobReader
+from gradrule_server.engine.build import build
+from gradrule_server.engine.built import Built
+from gradrule_server.errors import GradruleError
+from gradrule_server.link.batching import pack_batch
+from gradrule_server.link.framing import FrameSocket, Kind
+from gradrule_server.link.v1 import link_pb2
+from tests.unit.engine.building import prepared
+
+REFUSED, PROVEN = link_pb2.BatchNotice.OUTCOME_REFUSED, link_pb2.BatchNotice.OUTCOME_PROVEN
+
+
+def quotient() -> Built:
+    """12 // x, which fails where an x is 0."""
+    g = gr.Graph()
+    g.one("FloorDiv", g.constant(np.int32(12)), g.placeholder("x", "int32", [None]), name="y")
+    return build(prepared(g).request)
+
+
+class Engine:
+    """Takes requests of one program, and notes answers, errors by request, and notices."""
+
+    def __init__(self, built: Built) -> None:
+        self.answers: dict[int, evaluate_pb2.EvaluateResponse] = {}
+        self.errors: dict[int, Exception] = {}
+        self.notices: list[link_pb2.BatchNotice] = []
+        self.runner = BatchRunner(
+            cast(FrameSocket, self), ArgumentReader(cast(BlobReader, None)), lambda key: built, self.answering
+        )
+
+    def send(self, kind: Kind, number: int, payload: Any) -> None:
+        if kind is Kind.BATCH_NOTICE:
+            self.notices.append(link_pb2.BatchNotice.FromString(payload))
+        else:
+            assert number not in self.answers
+            self.answers[number] = evaluate_pb2.EvaluateResponse.FromString(b"".join(payload))
+
+    @contextlib.contextmanager
+    def answering(self, number: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as cause:
+            self.errors[number] = cause
+
+    def run(self, *feeds: list[int], most: int = 64) -> link_pb2.BatchNotice:
+        """Runs requests, whose ids count from 0, in one frame."""
+        self.answers.clear()
+        self.errors.clear()
+        requests = []
+        for number, feed in enumerate(feeds):
+            call = evaluate_pb2.EvaluateRequest()
+            call.feeds.add(name="x").value.inline.CopyFrom(_tensors.to_message(np.array(feed, np.int32)))
+            request = link_pb2.RunRequest(key="k", request=call.SerializeToString())
+            requests.append((number, (request.SerializeToString(),)))
+        self.runner.run(99, b"".join(pack_batch(most, requests)))
+        return self.notices[-1]
+
+    def results(self) -> dict[int, list[int]]:
+        return {
+            number: _tensors.to_numpy(answer.outputs[0].value.inline).tolist()
+            for number, answer in self.answers.items()
+        }
+
+
+def test_values_that_fail_cost_their_sender_alone() -> None:
+    engine = Engine(quotient())
+    assert engine.run([1], [2]).outcome == PROVEN
+    assert engine.run([3], [0], [4, 5]).outcome == PROVEN
+    assert engine.results() == {0: [4], 2: [3, 2]}
+    assert isinstance(engine.errors[1], GradruleError)
+    assert engine.errors[1].findings[0].reason == errors_pb2.ERROR_REASON_EXECUTION_FAILED
+    engine.run([3], [4])
+    assert [answer.batch_size for answer in engine.answers.values()] == [2, 2]
+
+
+def test_a_trial_that_fails_costs_no_request_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(proof_module, "run_together", fails)
+    engine = Engine(quotient())
+    # Of two examples at most: two runs, each of which is tried.
+    assert engine.run([1], [2], [3], [4], most=2).outcome == REFUSED
+    assert engine.results() == {0: [12], 1: [6], 2: [4], 3: [3]}
+    assert not engine.errors
+
+
+def test_a_common_run_that_fails_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    engine = Engine(quotient())
+    engine.run([1], [2])
+    monkeypatch.setattr(running_module, "run_together", fails)
+    assert engine.run([1], [2]).outcome == REFUSED
+    assert engine.results() == {0: [12], 1: [6]}
+
+
+def test_a_frame_that_fails_as_a_whole_is_told_as_an_error_and_not_as_done() -> None:
+    engine = Engine(quotient())
+    with pytest.raises(ValueError, match="batch of requests"):
+        engine.runner.run(99, b"\1")
+    assert not engine.notices
+
+
+def test_no_more_examples_run_together_than_was_proven() -> None:
+    engine = Engine(quotient())
+    engine.run([1], [2])
+    half = [1] * (MAX_EXAMPLES // 2)
+    engine.run(half, half, half, most=10 * MAX_EXAMPLES)
+    assert [answer.batch_size for answer in engine.answers.values()] == [MAX_EXAMPLES, MAX_EXAMPLES, 0]
+
+
+def test_results_with_another_number_of_rows_are_not_cut() -> None:
+    """The test of the test: a layout that is wrong."""
+    calls = [Call(number, 0, 0, [np.array([1], np.int32)], 1) for number in range(2)]
+    with pytest.raises(ValueError, match="2 rows for each of 2 examples"):
+        run_together(quotient(), Layout((True,), (2,)), calls, 2)
