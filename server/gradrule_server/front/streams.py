@@ -159,15 +159,19 @@ class Multiplexed:
             failure = self._chunks.add(number, request.chunk, _seconds(request))
             if failure is not None:
                 await self._start(number, _fail(failure))
-        elif self._chunks.is_refused(number):
-            # It was answered when it was refused.
-            self._chunks.drop(number)
+        elif self._chunks.forget_refused(number) and request.chunk_bytes:
+            # It was answered when it was refused. Without chunks it is another request, which took the id again.
+            return
         elif self._chunks.size(number) != request.chunk_bytes:
             came = self._chunks.size(number)
             self._chunks.drop(number)
             message = f"the request's chunks have {request.chunk_bytes} bytes (chunk_bytes), of which {came} have come"
             await self._start(number, _refuse(message))
         else:
+            if request.chunk_bytes:
+                self._chunks.complete(number)
+            else:
+                self._chunks.drop(number)
             await self._answer(request, kind)
 
     async def _answer(self, request: link_pb2.RawStreamRequest, kind: str) -> None:
