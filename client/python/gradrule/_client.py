@@ -442,6 +442,10 @@ class Client(Derivatives):
         except BlobNotFoundError:
             if not call.blobs:
                 raise
+        except GradruleError as refusal:
+            # gRPC has tried calls that travel alone again.
+            if not started.over_stream or refusal.code is not grpc.StatusCode.UNAVAILABLE:
+                raise
         return self._run(call, timeout)
 
     def _closed(self) -> UnavailableError:
@@ -510,7 +514,7 @@ class Program(ProgramDerivatives):
             for one in feeds:
                 if len(pending) >= in_flight:
                     yield self._client._finish(*pending.popleft(), timeout)
-                call = self._call(one, params, None)
+                call = _calls.with_own_arrays(self._call(one, params, None))
                 pending.append((call, self._client._start(call, timeout)))
             while pending:
                 yield self._client._finish(*pending.popleft(), timeout)
