@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import tracemalloc
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +22,7 @@ from gradrule_server.front.calls import Call, Caller, Write
 from gradrule_server.front.request_chunks import RequestChunks
 from gradrule_server.front.streams import Multiplexed
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.operations.request import NOT_RUN, EngineRun, current
 from tests.unit.front.doors import Aborted, Context, door_of, stream
 
 # Three fit into what doors have room for.
@@ -160,6 +163,31 @@ async def test_answers_of_a_stream_that_is_given_up_count_no_longer() -> None:
     assert (opened.share.requests, opened.share.size) == (0, 0)
 
 
+async def test_an_answer_that_waits_holds_nothing_else_of_its_request() -> None:
+    class EngineAnswer:
+        """What the engine answered."""
+
+    held: list[weakref.ref[EngineAnswer]] = []
+
+    async def noted(_: Call[Any]) -> bytes:
+        found, request = EngineAnswer(), current()
+        assert request is not None
+        request.ran(1, partial(_no_run, found))
+        held.append(weakref.ref(found))
+        return bytes(SIZE)
+
+    context = Reads()
+    opened = Opened(context, noted)
+    await opened.ask(1, 2)
+    assert [ref() for ref in held] == [None, None]
+    context.reading.set()
+    await opened.end()
+
+
+def _no_run(_: object) -> EngineRun:
+    return NOT_RUN
+
+
 async def test_answers_that_cannot_be_written_count_no_longer() -> None:
     context = Reads(broken=True)
     opened = Opened(context, large)
@@ -272,6 +300,26 @@ async def test_a_request_in_chunks_is_one_request_and_its_answer_comes_in_chunks
     assert [len(piece) for piece in context.data[7][:-1]] == [80_000, 80_000]
     assert context.answers == {7: "evaluate"}
     await opened.end()
+    context.done()
+    assert (opened.share.requests, opened.share.size) == (0, 0)
+
+
+async def test_an_answer_in_chunks_counts_until_the_last_is_written() -> None:
+    class ReadsTwo(Context):
+        """A client that reads two messages and no more."""
+
+        messages = 0
+
+        async def write(self, _: bytes) -> None:
+            self.messages += 1
+            if self.messages > 2:
+                await asyncio.Event().wait()
+
+    context = ReadsTwo()
+    opened = Opened(context, large)
+    await opened.ask_for(chunk(1, REQUEST), last(1, len(REQUEST), answer_chunk_bytes=70_000))
+    assert (context.messages, opened.share.size >= SIZE) == (3, True)
+    await opened.cancel()
     context.done()
     assert (opened.share.requests, opened.share.size) == (0, 0)
 
