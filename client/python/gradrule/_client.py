@@ -32,6 +32,7 @@ from gradrule.errors import (
     EngineUnavailableError,
     GradruleError,
     InvalidParamError,
+    MessageTooLargeError,
     UnavailableError,
 )
 
@@ -443,8 +444,12 @@ class Client(Derivatives):
             if not call.blobs:
                 raise
         except GradruleError as refusal:
-            # gRPC has tried calls that travel alone again.
-            if not started.over_stream or refusal.code is not grpc.StatusCode.UNAVAILABLE:
+            # What travelled alone may go in chunks. What went over the stream may be sent again, as gRPC does alone.
+            if not (
+                refusal.code is grpc.StatusCode.UNAVAILABLE
+                if started.over_stream
+                else isinstance(refusal, MessageTooLargeError)
+            ):
                 raise
         return self._run(call, timeout)
 

@@ -264,7 +264,7 @@ class Multiplexed:
                 try:
                     await self._writing.acquire()
                 finally:
-                    # The stream counts what it writes. Chunks are copies of an answer that stays until the last is written.
+                    # The stream counts what it writes. Chunks are copies: the answer stays until the last is written.
                     written = held if is_whole else 0
                     held -= written
                     self._door.let_go(self._caller, written)

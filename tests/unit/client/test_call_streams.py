@@ -280,6 +280,17 @@ def test_map_may_be_fed_from_one_array(program: Any, answering: Answering) -> No
     assert [result.gradients["x"][0] for result in program.map(feeds(), in_flight=4)] == list(range(8))
 
 
+def test_map_sends_in_chunks_what_is_too_long_for_its_server() -> None:
+    answering = Answering(max_message_bytes=2 * MIB)
+    try:
+        with gr.connect(answering.target) as client:
+            feeds = [{"x": np.full(MIB, number, np.float32)} for number in range(3)]
+            results = client.program(PROGRAM).map(feeds)
+            assert [result.gradients["x"][0] for result in results] == [0, 1, 2]
+    finally:
+        answering.stop()
+
+
 def test_what_is_unavailable_to_map_on_the_stream_is_tried_alone(program: Any, answering: Answering) -> None:
     streaming(program)
     answering.on_stream = lambda number, request, context: UNAVAILABLE
