@@ -41,6 +41,11 @@ class Call(NamedTuple, Generic[R]):
     large: Sequence[_wire.Parts] = ()
 
 
+def with_own_arrays(call: Call[R]) -> Call[R]:
+    """Returns the call with copies of its arrays, so that its caller may change them before it is sent."""
+    return call._replace(large=[(b"".join(parts),) for parts in call.large])
+
+
 def create_rule(
     name: str,
     expression: str | None,

@@ -32,6 +32,7 @@ from gradrule.errors import (
     EngineUnavailableError,
     GradruleError,
     InvalidParamError,
+    MessageTooLargeError,
     UnavailableError,
 )
 
@@ -442,6 +443,14 @@ class Client(Derivatives):
         except BlobNotFoundError:
             if not call.blobs:
                 raise
+        except GradruleError as refusal:
+            # What travelled alone may go in chunks. What went over the stream may be sent again, as gRPC does alone.
+            if not (
+                refusal.code is grpc.StatusCode.UNAVAILABLE
+                if started.over_stream
+                else isinstance(refusal, MessageTooLargeError)
+            ):
+                raise
         return self._run(call, timeout)
 
     def _closed(self) -> UnavailableError:
@@ -510,7 +519,7 @@ class Program(ProgramDerivatives):
             for one in feeds:
                 if len(pending) >= in_flight:
                     yield self._client._finish(*pending.popleft(), timeout)
-                call = self._call(one, params, None)
+                call = _calls.with_own_arrays(self._call(one, params, None))
                 pending.append((call, self._client._start(call, timeout)))
             while pending:
                 yield self._client._finish(*pending.popleft(), timeout)

@@ -23,6 +23,7 @@ class Started(NamedTuple, Generic[R]):
 
     result: Callable[[], R]
     cancel: Callable[[], object]
+    over_stream: bool = False
 
 
 class CallSender:
@@ -66,7 +67,7 @@ class CallSender:
             except StreamLostError:
                 self._routes.note_lost()
             else:
-                return Started(started.result, started.cancel)
+                return Started(started.result, started.cancel, over_stream=True)
         try:
             future = self._method(call.method).future(b"".join(parts), timeout=seconds, metadata=self._metadata)
         except ValueError as cause:

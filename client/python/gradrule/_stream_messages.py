@@ -72,8 +72,8 @@ def received(data: bytes) -> Received:
         for field, begin, stop in _wire.fields(data, 0, len(data)):
             if field == _RESPONSE.REQUEST_ID_FIELD_NUMBER:
                 number, _ = _wire.read_varint(data, begin)
-            else:
-                kind, start, end = _RESPONSE_KINDS.get(field, kind), begin, stop
+            elif field in _RESPONSE_KINDS:
+                kind, start, end = _RESPONSE_KINDS[field], begin, stop
     except _wire.MalformedError as cause:
         raise InternalError(f"the server's answer cannot be read: {cause}") from None
     return Received(number, kind, data[start:end])

@@ -179,17 +179,24 @@ class Connection:
     def wait(self, pending: Pending) -> tuple[str, bytes]:
         """Returns kind and bytes of the answer. Raises what the request failed with, and `TimeoutError`."""
         while not pending.is_done:
-            with self._lock:
-                pending.is_woken = False
-                if reads := self._reader is None:
-                    self._reader = pending
-                elif pending.wake is None:
-                    pending.wake = threading.Lock()
-                    pending.wake.acquire()
-            if reads:
-                self._read(pending)
-            elif not pending.is_done:
-                self._sleep(pending)
+            reads = False
+            try:
+                with self._lock:
+                    pending.is_woken = False
+                    if reads := self._reader is None:
+                        self._reader = pending
+                    elif pending.wake is None:
+                        pending.wake = threading.Lock()
+                        pending.wake.acquire()
+                if reads:
+                    self._read(pending)
+                elif not pending.is_done:
+                    self._sleep(pending)
+            except BaseException:
+                if reads:
+                    # An interrupt may come just before reading begins, or while it is ended.
+                    self._end_reading(pending)
+                raise
         if pending.failure is not None:
             raise pending.failure
         assert pending.answer is not None
@@ -202,6 +209,8 @@ class Connection:
                 return
             self._done(pending, None, CancelledError("the call was cancelled"))
         self._outgoing.put(_stream_messages.cancellation(pending.number))
+        # Its caller may have been woken to read just now, and will not.
+        self._wake_a_reader(but=pending)
 
     def close(self) -> None:
         """Ends the stream; what is under way is given up."""
@@ -232,10 +241,16 @@ class Connection:
             self._end(UnavailableError("reading the stream was interrupted"))
             raise
         finally:
-            with self._lock:
-                self._reader = None
-            if self._waiting:
-                self._wake_a_reader(but=pending)
+            self._end_reading(pending)
+
+    def _end_reading(self, pending: Pending) -> None:
+        """Lets another caller read, if this one did."""
+        with self._lock:
+            if self._reader is not pending:
+                return
+            self._reader = None
+        if self._waiting:
+            self._wake_a_reader(but=pending)
 
     def _read_message(self) -> None:
         try:

@@ -466,7 +466,7 @@ class AsyncProgram(AsyncProgramDerivatives):
             async for one in _each(feeds):
                 if len(pending) >= in_flight:
                     yield await pending.popleft()
-                call = self._call(one, params, None)
+                call = _calls.with_own_arrays(self._call(one, params, None))
                 pending.append(asyncio.ensure_future(self._client._run(call, timeout)))
             while pending:
                 yield await pending.popleft()

@@ -97,7 +97,10 @@ class FeedPlan:
         """The tensor's values in the memory of its bytes; None where it is not as usual."""
         if message.dtype != slot.dtype_number or slot.dtype.hasobject:
             return None
-        shape = tuple([dim.size for dim in message.tensor_shape.dim])
+        told = message.tensor_shape
+        if told.unknown_rank:
+            return None
+        shape = tuple([dim.size for dim in told.dim])
         content = (contents.get(key) if contents else None) or message.tensor_content
         if shape != slot.shape and not _fits(shape, slot.shape):
             return None

@@ -212,11 +212,11 @@ class ConnectionWatch:
                 begun = self._clock()
                 try:
                     found = await loop.run_in_executor(thread, sockets.found)
+                    self.look(found, begun)
+                    await loop.run_in_executor(thread, self._heap.trim_if_due, self._clock())
                 except OSError as cause:
+                    # Both read files of /proc, for which there may be no descriptor left.
                     _log.warning("connections cannot be looked at now: %s", cause)
-                    continue
-                self.look(found, begun)
-                await loop.run_in_executor(thread, self._heap.trim_if_due, self._clock())
 
     def _is_busy(self) -> bool:
         """Whether many connections or much memory may be taken until the next look."""

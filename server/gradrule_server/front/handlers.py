@@ -153,6 +153,11 @@ class Door:
             self._admission.grow(caller.tenant.share, len(answer))
             return answer
 
+    @property
+    def max_deadline_s(self) -> float:
+        """Seconds that a request may take at most."""
+        return self._times.max_deadline_s
+
     def take_in(self, caller: Caller, size: int) -> None:
         """Counts bytes of a request that is still arriving; they count until they are `let_go`. OVERLOADED."""
         self._admission.grow(caller.tenant.share, size)

@@ -159,15 +159,19 @@ class Multiplexed:
             failure = self._chunks.add(number, request.chunk, _seconds(request))
             if failure is not None:
                 await self._start(number, _fail(failure))
-        elif self._chunks.is_refused(number):
-            # It was answered when it was refused.
-            self._chunks.drop(number)
+        elif self._chunks.forget_refused(number) and request.chunk_bytes:
+            # It was answered when it was refused. Without chunks it is another request, which took the id again.
+            return
         elif self._chunks.size(number) != request.chunk_bytes:
             came = self._chunks.size(number)
             self._chunks.drop(number)
             message = f"the request's chunks have {request.chunk_bytes} bytes (chunk_bytes), of which {came} have come"
             await self._start(number, _refuse(message))
         else:
+            if request.chunk_bytes:
+                self._chunks.complete(number)
+            else:
+                self._chunks.drop(number)
             await self._answer(request, kind)
 
     async def _answer(self, request: link_pb2.RawStreamRequest, kind: str) -> None:
@@ -237,9 +241,11 @@ class Multiplexed:
             under_way.is_answered = True
             if self._under_way.get(number) is under_way:
                 del self._under_way[number]
+            # It holds the request's bytes, which are not counted any more.
+            del answer
         if data is None:
             assert failure is not None
-            await self._send(0, iter((_failed(number, failure, request_id),)))
+            await self._send(0, _failed(number, failure, request_id))
         elif self._is_over:
             # It answered all the same.
             self._door.let_go(self._caller, len(data))
@@ -249,17 +255,17 @@ class Multiplexed:
             del data
             await self._send(size, messages)
 
-    async def _send(self, size: int, messages: Iterator[bytes]) -> None:
-        """Writes an answer of so many bytes, each message of which is made when its turn comes."""
+    async def _send(self, size: int, messages: bytes | Iterator[bytes]) -> None:
+        """Writes an answer of so many bytes, whose messages, if there are several, are made when their turn comes."""
         self._count(size)
-        held = size
+        held, is_whole = size, isinstance(messages, bytes)
         try:
-            for data in messages:
+            for data in (messages,) if isinstance(messages, bytes) else messages:
                 try:
                     await self._writing.acquire()
                 finally:
-                    # What is being written is counted by whoever writes it.
-                    written = min(held, len(data))
+                    # The stream counts what it writes. Chunks are copies: the answer stays until the last is written.
+                    written = held if is_whole else 0
                     held -= written
                     self._door.let_go(self._caller, written)
                 try:
@@ -319,15 +325,15 @@ def _seconds(request: link_pb2.RawStreamRequest) -> float | None:
     return request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else None
 
 
-def _messages(number: int, field: int, answer: bytes, chunk_bytes: int) -> Iterator[bytes]:
-    """The messages of an answer, with `chunk_bytes` of it in each; 0: with all of it in one.
+def _messages(number: int, field: int, answer: bytes, chunk_bytes: int) -> bytes | Iterator[bytes]:
+    """The messages of an answer, with `chunk_bytes` of it in each; 0: with all of it in one, which is returned itself.
 
     One message is made at once, so that the answer need not be kept beside it.
     """
     head = link_pb2.RawStreamResponse(request_id=number).SerializeToString()
     size = max(chunk_bytes, _MIN_CHUNK_BYTES)
     if not chunk_bytes or len(answer) <= size:
-        return iter((b"".join((head, _wire.prefix(field, len(answer)), answer)),))
+        return b"".join((head, _wire.prefix(field, len(answer)), answer))
     return _chunks(head, head + _wire.prefix(field, 0), memoryview(answer), size)
 
 

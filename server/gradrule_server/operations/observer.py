@@ -64,6 +64,8 @@ class Observed:
             # Whoever counts or logs must not cost a caller the answer.
             _log.exception("a request could not be noted")
         finally:
+            # It holds the engine's answer, and timers that were set within the request hold the request.
+            request.read_run = None
             if self._leave is not None:
                 self._leave()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from gradrule.v1 import evaluate_pb2, tensor_pb2
+from gradrule_server.policy import SMALL_BYTES
 
 CallStructure: TypeAlias = tuple[bytes, ...]
 """The program's name, the names of all given tensors and all other fields of a request, each with its tag.
@@ -23,10 +24,11 @@ _NAME = tensor_pb2.NamedTensor.NAME_FIELD_NUMBER << 3 | _LENGTH
 _VALUE = tensor_pb2.NamedTensor.VALUE_FIELD_NUMBER << 3 | _LENGTH
 _INLINE = tensor_pb2.TensorSource.INLINE_FIELD_NUMBER << 3 | _LENGTH
 _CONTENT = tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER << 3 | _LENGTH
-# Of one tensor, bytes that are not its content.
-_MOST_PARSED_BYTES = 64 << 10
 # A structure is a key of a cache: larger ones are rare and must not fill it.
 _MOST_FIELDS = 256
+# Of one tensor, bytes that are not its content. Nobody weighs them before they are parsed, so those of all tensors
+# together are no more than a message may have that is not weighed.
+_MOST_PARSED_BYTES = SMALL_BYTES // _MOST_FIELDS
 _MOST_BYTES = 16 << 10
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 
 import gradrule as gr
+from gradrule import _stream_messages, _streams
+from gradrule.v1 import evaluate_pb2
 from tests.service import blocking
 from tests.service.test_client_faults import interrupt_after
 from tests.unit.client.answering import MIB, NO_PROGRAM, PROGRAM, UNAVAILABLE, Answering
@@ -178,6 +181,68 @@ def test_an_interrupt_leaves_the_client_as_it_was(answering: Answering) -> None:
         assert way(program) in ("alone", "stream")
 
 
+def test_an_interrupt_before_reading_begins_leaves_the_client_as_it_was(
+    answering: Answering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(connection: Any, pending: Any) -> None:
+        raise KeyboardInterrupt
+
+    with gr.connect(answering.target) as client:
+        program = client.program(PROGRAM)
+        streaming(program)
+        with monkeypatch.context() as patched:
+            patched.setattr(_streams.Connection, "_read", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                way(program)
+        assert way(program, timeout=5.0) == "stream"
+
+
+def test_a_reader_that_is_given_up_before_it_reads_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the others would sleep until somebody looks after the stream."""
+    monkeypatch.setattr("gradrule._streams._LOOK_S", 60.0)
+    answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    class Calling:
+        """A stream whose answers are put into a queue."""
+
+        def __next__(self) -> bytes:
+            return answers.get()
+
+        def cancel(self) -> None:
+            """Nothing ends."""
+
+    connection = _streams.Connection(lambda messages, **options: Calling(), ())
+    first, woken, sleeping = (connection.send("evaluate", (b"",), 0, 60.0) for _ in range(3))
+    connection._reader = first
+    with futures.ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(connection.wait, sleeping)
+        while sleeping.wake is None:
+            time.sleep(0.01)
+        # Its caller has not come so far as to sleep.
+        woken.wake = threading.Lock()
+        woken.wake.acquire()
+        answers.put(_answer(first.number))
+        connection._read(first)
+        connection.cancel(woken)
+        answers.put(_answer(sleeping.number))
+        try:
+            assert waiting.result(10) == ("evaluate", b"")
+        finally:
+            connection._end(gr.errors.UnavailableError("the test is over"))
+
+
+def _answer(number: int) -> bytes:
+    response = evaluate_pb2.StreamEvaluateResponse(request_id=number)
+    response.evaluate.SetInParent()
+    return response.SerializeToString()
+
+
+def test_fields_of_later_servers_do_not_hide_the_answer() -> None:
+    """The API changes by addition only."""
+    answer = _stream_messages.received(_answer(7))
+    assert _stream_messages.received(_answer(7) + b"\xa2\x06\x03new") == answer == (7, "evaluate", b"")
+
+
 def test_a_stream_that_is_idle_is_closed(program: Any, answering: Answering, monkeypatch: pytest.MonkeyPatch) -> None:
     streaming(program)
     monkeypatch.setattr("gradrule._routes.REPEATED_WITHIN_S", 0.1)
@@ -198,6 +263,39 @@ def test_map_goes_over_the_stream(program: Any, answering: Answering) -> None:
     found = list(program.map(iter(feeds), in_flight=40))
     assert [result.gradients["x"][0] for result in found] == list(range(100))
     assert [result.device for result in found].count("stream") > 50
+
+
+def test_map_may_be_fed_from_one_array(program: Any, answering: Answering) -> None:
+    """It sends what the array held when it was given, also where it is sent a second time."""
+    streaming(program)
+    x = np.zeros(30_000, np.float32)
+
+    def feeds() -> Iterator[dict[str, Any]]:
+        for number in range(8):
+            x[:] = number
+            yield {"x": x}
+
+    assert [result.gradients["x"][0] for result in program.map(feeds(), in_flight=4)] == list(range(8))
+    answering.on_stream = lambda number, request, context: context.abort(grpc.StatusCode.UNAVAILABLE, "going away")
+    assert [result.gradients["x"][0] for result in program.map(feeds(), in_flight=4)] == list(range(8))
+
+
+def test_map_sends_in_chunks_what_is_too_long_for_its_server() -> None:
+    answering = Answering(max_message_bytes=2 * MIB)
+    try:
+        with gr.connect(answering.target) as client:
+            feeds = [{"x": np.full(MIB, number, np.float32)} for number in range(3)]
+            results = client.program(PROGRAM).map(feeds)
+            assert [result.gradients["x"][0] for result in results] == [0, 1, 2]
+    finally:
+        answering.stop()
+
+
+def test_what_is_unavailable_to_map_on_the_stream_is_tried_alone(program: Any, answering: Answering) -> None:
+    streaming(program)
+    answering.on_stream = lambda number, request, context: UNAVAILABLE
+    results = program.map([{"x": X}] * 3)
+    assert [result.device for result in results] == ["alone"] * 3
 
 
 def test_answers_that_nobody_waits_for_are_read_all_the_same(answering: Answering) -> None:

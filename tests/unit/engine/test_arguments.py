@@ -48,3 +48,14 @@ def test_tensors_of_calls_are_held_to_the_rank_that_is_set(most: int, deep: str)
         arguments(most + 1)
     assert reason_name(caught.value.reason) == "LIMIT_EXCEEDED"
     assert f"has rank {most + 1}; {most} is the most (--max-rank)" in caught.value.message
+
+
+def test_a_tensor_of_unknown_rank_is_refused() -> None:
+    """However its bytes would fit."""
+    built = build(prepared(doubled()).request)
+    call = evaluate_pb2.EvaluateRequest()
+    tensor = call.feeds.add(name="x").value.inline
+    tensor.CopyFrom(_tensors.to_message(np.float32(1)))
+    tensor.tensor_shape.unknown_rank = True
+    with pytest.raises(GradruleError, match="shape must be known"):
+        ArgumentReader(BlobReader(None)).arrays(built, call, [])

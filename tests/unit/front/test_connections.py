@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -13,6 +14,7 @@ import pytest
 from gradrule_server.front import connections as connections_module
 from gradrule_server.front.connections import Connection, ConnectionLimits, ConnectionWatch
 from gradrule_server.front.handlers import Door, Times
+from gradrule_server.front.heap import HeapTrimmer
 from gradrule_server.front.identity import Identity
 from gradrule_server.front.server import Connections, Front
 from gradrule_server.front.sockets import Peer
@@ -204,6 +206,25 @@ async def serving(limits: ConnectionLimits) -> AsyncIterator[str]:
         yield f"127.0.0.1:{port}"
     finally:
         await front.drain(0)
+
+
+async def test_connections_are_looked_at_again_after_a_file_could_not_be_opened(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There may be no descriptor left for the file that tells how much memory the process takes."""
+    again, loop = asyncio.Event(), asyncio.get_running_loop()
+    failures = iter([OSError("too many open files")])
+
+    def trim_if_due(trimmer: Any, now: float) -> bool:
+        for failure in failures:
+            raise failure
+        loop.call_soon_threadsafe(again.set)
+        return False
+
+    monkeypatch.setattr(connections_module, "_EVERY_S", 0.01)
+    monkeypatch.setattr(HeapTrimmer, "trim_if_due", trim_if_due)
+    async with serving(ConnectionLimits()):
+        await asyncio.wait_for(again.wait(), 10)
 
 
 async def test_strangers_do_not_keep_new_clients_out() -> None:

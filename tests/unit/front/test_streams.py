@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
+import weakref
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +19,10 @@ from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.errors import error
 from gradrule_server.front.admission import Share
 from gradrule_server.front.calls import Call, Caller, Write
+from gradrule_server.front.request_chunks import RequestChunks
 from gradrule_server.front.streams import Multiplexed
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.operations.request import NOT_RUN, EngineRun, current
 from tests.unit.front.doors import Aborted, Context, door_of, stream
 
 # Three fit into what doors have room for.
@@ -50,10 +57,12 @@ class Opened:
         evaluate: Callable[[Call[Any]], Awaitable[bytes]],
         *,
         stall_s: float = 10.0,
+        max_deadline_s: float = 10.0,
+        max_requests: int = 9,
     ) -> None:
         self.share = Share()
         self._requests: asyncio.Queue[link_pb2.RawStreamRequest | None] = asyncio.Queue()
-        door = door_of(stall_s=stall_s)
+        door = door_of(max_requests, stall_s=stall_s, max_deadline_s=max_deadline_s)
 
         async def method(caller: Caller, requests: AsyncIterator[bytes], write: Write) -> None:
             self.share = caller.tenant.share
@@ -154,6 +163,31 @@ async def test_answers_of_a_stream_that_is_given_up_count_no_longer() -> None:
     assert (opened.share.requests, opened.share.size) == (0, 0)
 
 
+async def test_an_answer_that_waits_holds_nothing_else_of_its_request() -> None:
+    class EngineAnswer:
+        """What the engine answered."""
+
+    held: list[weakref.ref[EngineAnswer]] = []
+
+    async def noted(_: Call[Any]) -> bytes:
+        found, request = EngineAnswer(), current()
+        assert request is not None
+        request.ran(1, partial(_no_run, found))
+        held.append(weakref.ref(found))
+        return bytes(SIZE)
+
+    context = Reads()
+    opened = Opened(context, noted)
+    await opened.ask(1, 2)
+    assert [ref() for ref in held] == [None, None]
+    context.reading.set()
+    await opened.end()
+
+
+def _no_run(_: object) -> EngineRun:
+    return NOT_RUN
+
+
 async def test_answers_that_cannot_be_written_count_no_longer() -> None:
     context = Reads(broken=True)
     opened = Opened(context, large)
@@ -221,13 +255,19 @@ class Pieces(Reads):
         super().__init__()
         self.reading.set()
         self.data: dict[int, list[bytes]] = {}
+        self.count: Counter[int] = Counter()
+        """How many answers each request got."""
 
     async def write(self, data: bytes) -> None:
         response = link_pb2.RawStreamResponse.FromString(data)
         if response.WhichOneof("response") == "chunk":
             self.data.setdefault(response.request_id, []).append(response.chunk)
         else:
+            self.count[response.request_id] += 1
             await super().write(data)
+
+
+REQUEST = evaluate_pb2.EvaluateRequest(program="programs/p").SerializeToString()
 
 
 async def size_of(call: Call[Any]) -> bytes:
@@ -260,6 +300,26 @@ async def test_a_request_in_chunks_is_one_request_and_its_answer_comes_in_chunks
     assert [len(piece) for piece in context.data[7][:-1]] == [80_000, 80_000]
     assert context.answers == {7: "evaluate"}
     await opened.end()
+    context.done()
+    assert (opened.share.requests, opened.share.size) == (0, 0)
+
+
+async def test_an_answer_in_chunks_counts_until_the_last_is_written() -> None:
+    class ReadsTwo(Context):
+        """A client that reads two messages and no more."""
+
+        messages = 0
+
+        async def write(self, _: bytes) -> None:
+            self.messages += 1
+            if self.messages > 2:
+                await asyncio.Event().wait()
+
+    context = ReadsTwo()
+    opened = Opened(context, large)
+    await opened.ask_for(chunk(1, REQUEST), last(1, len(REQUEST), answer_chunk_bytes=70_000))
+    assert (context.messages, opened.share.size >= SIZE) == (3, True)
+    await opened.cancel()
     context.done()
     assert (opened.share.requests, opened.share.size) == (0, 0)
 
@@ -311,6 +371,98 @@ async def test_no_more_than_so_many_requests_arrive_at_a_time() -> None:
     await opened.ask_for(*(chunk(number, b"") for number in range(40)))
     assert context.answers == dict.fromkeys(range(32, 40), "OVERLOADED")
     await opened.end()
+
+
+async def test_requests_that_were_refused_keep_no_others_from_arriving() -> None:
+    """Clients send no more of a request that was refused."""
+    context = Pieces()
+    opened = Opened(context, size_of)
+    await opened.ask_for(chunk(0, bytes(900_000)), *(chunk(number, bytes(SIZE)) for number in range(1, 40)))
+    assert context.answers == dict.fromkeys(range(1, 40), "OVERLOADED")
+    await opened.ask_for(chunk(50, REQUEST), last(50, len(REQUEST)))
+    assert context.answers[50] == "evaluate"
+    await opened.end()
+
+
+async def test_a_request_beyond_those_that_may_arrive_is_answered_once() -> None:
+    context = Pieces()
+    opened = Opened(context, size_of)
+    await opened.ask_for(*(chunk(number, b"a") for number in range(33)), chunk(32, b"b"), last(32, 2))
+    assert (context.answers, context.count) == ({32: "OVERLOADED"}, {32: 1})
+    await opened.end()
+
+
+async def test_the_id_of_a_refused_request_can_be_taken_again() -> None:
+    context = Pieces()
+    opened = Opened(context, size_of)
+    await opened.ask_for(chunk(1, b"a"), *(chunk(2, bytes(SIZE)) for _ in range(5)))
+    assert context.answers == {2: "OVERLOADED"}
+    await opened.ask(2)
+    assert context.answers == {2: "evaluate"}
+    await opened.end()
+
+
+async def test_a_request_that_has_arrived_and_waits_for_others_is_answered_once() -> None:
+    release = asyncio.Event()
+
+    async def slow(call: Call[Any]) -> bytes:
+        await release.wait()
+        await asyncio.sleep(0.01)
+        return call.raw
+
+    context = Pieces()
+    opened = Opened(context, slow, max_requests=40)
+    # As many as run at a time.
+    await opened.ask(*range(32))
+    waiting = 32
+    await opened.ask_for(chunk(waiting, REQUEST, timeout_s=0.02), last(waiting, len(REQUEST)))
+    await asyncio.sleep(0.1)
+    release.set()
+    await settled()
+    assert context.count[waiting] == 1
+    assert context.answers[waiting] == "DEADLINE_EXCEEDED"
+    await opened.end()
+    assert (opened.share.requests, opened.share.size) == (0, 0)
+
+
+async def test_a_request_whose_only_chunk_was_empty_is_answered_once() -> None:
+    context = Pieces()
+    opened = Opened(context, size_of)
+    await opened.ask_for(chunk(1, b"", timeout_s=0.02), last(1, 0))
+    await asyncio.sleep(0.1)
+    assert (context.answers, context.count) == ({1: "evaluate"}, {1: 1})
+    await opened.end()
+
+
+async def test_no_request_may_arrive_for_longer_than_a_request_may_take() -> None:
+    context = Pieces()
+    opened = Opened(context, size_of, max_deadline_s=0.02)
+    await opened.ask_for(chunk(1, b"a", timeout_s=1e6))
+    await asyncio.sleep(0.05)
+    assert context.answers == {1: "DEADLINE_EXCEEDED"}
+    assert opened.share.size == 0
+    await opened.end()
+
+
+async def test_small_chunks_take_little_more_than_is_counted() -> None:
+    counted = 0
+
+    def take_in(_: Any, size: int) -> None:
+        nonlocal counted
+        counted += size
+
+    door: Any = SimpleNamespace(take_in=take_in, let_go=lambda caller, size: None, max_deadline_s=10.0)
+    caller: Any = SimpleNamespace()
+    chunks = RequestChunks(door, caller, 1, lambda number, cause: None)
+    tracemalloc.start()
+    try:
+        for number in range(30_000):
+            assert chunks.add(1, number.to_bytes(2, "big"), None) is None
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken < 2 * counted
+    assert (await chunks.joined(1, b""))[0] == b"".join(number.to_bytes(2, "big") for number in range(30_000))
 
 
 async def test_a_failure_names_the_request_by_which_the_log_has_it() -> None:

@@ -94,6 +94,16 @@ def numbers_one_by_one() -> bytes:
     return request.SerializeToString()
 
 
+def many_parts() -> bytes:
+    """Small tensors that are nothing but parts: parsed, all together take many times their bytes."""
+    request = request_of()
+    for index in range(200):
+        tensor = request.feeds.add(name=f"x{index}").value.inline
+        for _ in range(10_000):
+            tensor.tensor_shape.dim.add()
+    return request.SerializeToString()
+
+
 @pytest.mark.parametrize(
     "raw",
     [
@@ -104,11 +114,24 @@ def numbers_one_by_one() -> bytes:
         blob(),
         both(),
         numbers_one_by_one(),
+        many_parts(),
         raw_of(feeds={f"x{index}": np.ones(1) for index in range(300)}),
         raw_of("p" * 20_000),
         raw_of() + b"\xff",
     ],
-    ids=["nothing", "no program", "two programs", "inline", "a blob", "two values", "numbers", "many", "long", "junk"],
+    ids=[
+        "nothing",
+        "no program",
+        "two programs",
+        "inline",
+        "a blob",
+        "two values",
+        "numbers",
+        "parts",
+        "many",
+        "long",
+        "junk",
+    ],
 )
 def test_what_must_be_parsed(raw: bytes) -> None:
     """Where bytes alone do not tell, there is no structure."""
