@@ -216,6 +216,7 @@ def sources_of(settings: Settings, loaded: LoadedPrograms, tenants: Tenants, adm
 
     return Sources(
         engines=loaded.pool,
+        workers=loaded.pool.workers,
         tenants=tenants,
         queue=lambda: QueueStatus(admission.in_flight, settings.max_concurrent_requests),
         caches=caches,
