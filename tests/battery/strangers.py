@@ -61,6 +61,7 @@ class Attack:
     at_once: int
     request: Callable[[gr.Client], bytes]
     beside: Callable[[], work.Work] = work.tiny
+    compression: grpc.Compression = grpc.Compression.NoCompression
 
 
 def _inline(spec: Any) -> Callable[[gr.Client], bytes]:
@@ -106,7 +107,13 @@ def _filling(client: gr.Client) -> bytes:
 ATTACKS = {
     "selections": Attack("S2", "300 overrides on 30,000 nodes", 8, _inline(costly.slow_to_select)),
     "nested calls": Attack("S3", "10 KB of functions that call each other", 12, _inline(costly.nested_calls)),
-    "tiny fields": Attack("S5", "messages of four million fields", 60, lambda client: costly.tiny_fields()),
+    "tiny fields": Attack(
+        "S5",
+        "messages of four million fields",
+        60,
+        lambda client: costly.tiny_fields(),
+        compression=grpc.Compression.Gzip,
+    ),
     "large graph": Attack("S11", "105 bytes that name a graph of 192 MiB", 24, _large_graph),
     "large calls": Attack("S16", "calls of 60 MiB", 8, _large_call),
     "near the limit": Attack("S9", "calls that take 600 MiB each", 2, _filling, lambda: work.large(20 * _MIB // 4)),
@@ -206,7 +213,7 @@ async def _attack(attack: Attack, target: str, token: str, request: bytes, secon
     ends_at, codes = time.monotonic() + seconds, Counter[str]()
     metadata = (("authorization", f"Bearer {token}"),)
     options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-    async with grpc.aio.insecure_channel(target, options=options, compression=grpc.Compression.Gzip) as channel:
+    async with grpc.aio.insecure_channel(target, options=options, compression=attack.compression) as channel:
         evaluate: Any = channel.unary_unary(EVALUATE)
 
         async def send() -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import sys
 import time
@@ -24,6 +25,8 @@ from tests.benchmarks import work
 ROOT = Path(__file__).resolve().parents[2]
 _PAUSE_S = 0.01
 _TIMEOUT_S = 30.0
+
+_seeds = itertools.count()
 
 ATTACKS = {
     "wide": "600 tiny calls at a time",
@@ -84,7 +87,7 @@ def new_programs(target: str, token: str, seconds: float) -> Answers:
     with gr.connect(target, token=token, timeout=_TIMEOUT_S) as client:
         ends = time.monotonic() + seconds
         while time.monotonic() < ends:
-            what = work.layers(50, len(times))
+            what = work.layers(50, next(_seeds))
             started = time.perf_counter()
             try:
                 what.evaluate(client)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from tests.service.servers import RunningServer, resident_bytes, wait_until
 _FLOAT = graph_pb2.AttrValue(type=raw.DT_FLOAT)
 _LARGE_BYTES = 32 << 20
 _RULES = 20
+_numbers = itertools.count()
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -63,7 +65,8 @@ class Caller:
 
 @pytest.fixture
 def attacker(guarded: Guarded) -> Iterator[Caller]:
-    caller = Caller(guarded, "mallory")
+    # A tenant of its own: a worker that the last test left idle would be used again.
+    caller = Caller(guarded, f"mallory-{next(_numbers)}")
     yield caller
     caller.close()
 
