@@ -216,6 +216,7 @@ def sources_of(settings: Settings, loaded: LoadedPrograms, tenants: Tenants, adm
 
     return Sources(
         engines=loaded.pool,
+        workers=loaded.pool.workers,
         tenants=tenants,
         queue=lambda: QueueStatus(admission.in_flight, settings.max_concurrent_requests),
         caches=caches,
@@ -236,7 +237,8 @@ def _max_engines(settings: Settings, default: int) -> int:
 def _memory_limit(settings: Settings) -> int:
     """Bytes of each engine; 0: any."""
     given = settings.memory_limit
-    # A share for each of a tenant's engines: those for programs, and one for sessions or a trial. Engines of several
-    # tenants can take more than there is: shares for all tenants would leave a single one with next to nothing. Where
-    # memory runs out the kernel ends the largest engine, never the front end (see `engine.process`).
-    return share_of_memory(settings.engines + 1) if given == "auto" else int(given)
+    # A share for each process of one tenant: its engines for programs, one for sessions or a trial, and a compile
+    # worker. Processes of several tenants can take more than there is: shares for all tenants would leave a single one
+    # with next to nothing. Where memory runs out the kernel ends the largest engine, never the front end (see
+    # `engine.process`).
+    return share_of_memory(settings.engines + 2) if given == "auto" else int(given)

@@ -18,6 +18,7 @@ MODULES: Mapping[str, str] = {
     "bombs": "tests.battery.bombs",
     "amplification": "tests.battery.amplification",
     "hostile": "tests.battery.hostile",
+    "strangers": "tests.battery.strangers",
     "overload": "tests.battery.overload",
     "rolling": "tests.battery.rolling",
     "interleavings": "tests.battery.interleavings",

@@ -25,6 +25,7 @@ from tests.battery import (
     restarts,
     rolling,
     soak,
+    strangers,
 )
 from tests.battery.bomb_graphs import BOMBS, GROWING
 from tests.battery.figures import Figures, Scale
@@ -103,6 +104,12 @@ async def test_soak(shared_server: RunningServer, scale: Scale) -> None:
 
 async def test_hostile(shared_server: RunningServer, scale: Scale) -> None:
     assert_met(await hostile.endure(shared_server, scale, ATTACK_S, p99_s=BUSY_P99_S))
+
+
+def test_strangers(scale: Scale) -> None:
+    with strangers.two_tenants(scale) as (server, tokens):
+        names = ("selections", "tiny fields", "near the limit")
+        assert_met(strangers.endure(server, tokens, scale, 2.0, names, p99_s=BUSY_P99_S, new_p99_s=BUSY_P99_S))
 
 
 async def test_kills(scale: Scale) -> None:

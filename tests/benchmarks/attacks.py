@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import sys
 import time
@@ -25,6 +26,8 @@ ROOT = Path(__file__).resolve().parents[2]
 _PAUSE_S = 0.01
 _TIMEOUT_S = 30.0
 
+_seeds = itertools.count()
+
 ATTACKS = {
     "wide": "600 tiny calls at a time",
     "large": "8 calls of 60 MiB at a time",
@@ -38,6 +41,7 @@ class Answers:
     """How the calls of the other tenant went."""
 
     calls: int = 0
+    p50_ms: float = 0.0
     p99_ms: float = 0.0
     failures: Counter[str] = field(default_factory=Counter)
 
@@ -56,7 +60,11 @@ def make_tokens(file: Path, tenants: Sequence[str]) -> list[str]:
 
 def tiny_calls(target: str, token: str, seconds: float) -> Answers:
     """Makes tiny calls, one after the other, for so long."""
-    tiny = work.tiny()
+    return program_calls(target, token, seconds, work.tiny())
+
+
+def program_calls(target: str, token: str, seconds: float, what: work.Work) -> Answers:
+    """Makes calls of one program, one after the other, for so long."""
     found, times = Answers(), []
     with gr.connect(target, token=token, timeout=_TIMEOUT_S) as client:
         program = None
@@ -64,14 +72,36 @@ def tiny_calls(target: str, token: str, seconds: float) -> Answers:
         while time.monotonic() < ends:
             started = time.perf_counter()
             try:
-                program = program or tiny.compile(client)
-                program.evaluate(tiny.feeds)
+                program = program or what.compile(client)
+                program.evaluate(what.feeds)
             except GradruleError as failure:
                 found.failures[str(failure.reason)] += 1
             times.append((time.perf_counter() - started) * 1e3)
             time.sleep(_PAUSE_S)
+    return _with_times(found, times)
+
+
+def new_programs(target: str, token: str, seconds: float) -> Answers:
+    """Evaluates programs that the server has not seen, one after the other, for so long."""
+    found, times = Answers(), list[float]()
+    with gr.connect(target, token=token, timeout=_TIMEOUT_S) as client:
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends:
+            what = work.layers(50, next(_seeds))
+            started = time.perf_counter()
+            try:
+                what.evaluate(client)
+            except GradruleError as failure:
+                found.failures[str(failure.reason)] += 1
+            times.append((time.perf_counter() - started) * 1e3)
+            time.sleep(_PAUSE_S)
+    return _with_times(found, times)
+
+
+def _with_times(found: Answers, times: Sequence[float]) -> Answers:
+    ordered = sorted(times)
     found.calls = len(times)
-    found.p99_ms = sorted(times)[min(len(times) - 1, len(times) * 99 // 100)]
+    found.p50_ms, found.p99_ms = (ordered[min(len(times) - 1, len(times) * share // 100)] for share in (50, 99))
     return found
 
 

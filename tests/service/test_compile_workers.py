@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -15,15 +16,17 @@ import numpy as np
 import pytest
 
 import gradrule as gr
-from gradrule.v1 import evaluate_pb2, graph_pb2, program_pb2
+from gradrule.v1 import evaluate_pb2, graph_pb2
 from tests.battery.processes import children, forget_peak, peak_bytes
 from tests.service import raw
+from tests.service.costly import chain, nested_calls, slow_to_select, tiny_fields
 from tests.service.guarded import Guarded
 from tests.service.servers import RunningServer, resident_bytes, wait_until
 
 _FLOAT = graph_pb2.AttrValue(type=raw.DT_FLOAT)
 _LARGE_BYTES = 32 << 20
 _RULES = 20
+_numbers = itertools.count()
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -41,60 +44,6 @@ def processor_s(pid: int) -> float:
     """Processor time that a process has taken, its children's not counted."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
-
-
-def chain(nodes: int) -> graph_pb2.Graph:
-    """A placeholder and nodes one after the other."""
-    graph = graph_pb2.Graph()
-    graph.node.add(name="n0", op="Placeholder", attr={"dtype": _FLOAT})
-    for index in range(1, nodes):
-        graph.node.add(name=f"n{index}", op="Tanh", input=[f"n{index - 1}"])
-    return graph
-
-
-def slow_to_select() -> program_pb2.ProgramSpec:
-    """A program whose overrides look at each of many nodes, for minutes."""
-    spec = program_pb2.ProgramSpec(fetches=["n29999"])
-    spec.graph.serialized = chain(30_000).SerializeToString()
-    spec.vjp.ys.append("n29999")
-    spec.vjp.xs.append("n0")
-    for index in range(300):
-        override = spec.overrides.add(rule="ste", optional=True)
-        override.selector.node_regex = f"(n|m)*[0-9]*x{index}"
-        override.selector.depends_on.append(f"n{index}")
-    return spec
-
-
-def nested_calls() -> program_pb2.ProgramSpec:
-    """Ten kilobytes of functions that call each other twice: 200,000 nodes."""
-    graph = graph_pb2.Graph()
-    for level in range(12):
-        function = graph.library.function.add()
-        function.signature.name = f"f{level}"
-        function.signature.input_arg.add(name="x", type=raw.DT_FLOAT)
-        function.signature.output_arg.add(name="y", type=raw.DT_FLOAT)
-        last = "x"
-        for index in range(2 if level else 100):
-            node = function.node_def.add(name=f"c{index}", input=[last])
-            if level:
-                node.op = "PartitionedCall"
-                node.attr["f"].func.name = f"f{level - 1}"
-                node.attr["Tin"].list.type.append(raw.DT_FLOAT)
-                node.attr["Tout"].list.type.append(raw.DT_FLOAT)
-                last = f"c{index}:output:0"
-            else:
-                node.op = "Tanh"
-                node.attr["T"].type = raw.DT_FLOAT
-                last = f"c{index}:y:0"
-        function.ret["y"] = last
-    graph.node.add(name="x", op="Placeholder", attr={"dtype": _FLOAT})
-    call = graph.node.add(name="y", op="PartitionedCall", input=["x"])
-    call.attr["f"].func.name = "f11"
-    call.attr["Tin"].list.type.append(raw.DT_FLOAT)
-    call.attr["Tout"].list.type.append(raw.DT_FLOAT)
-    spec = program_pb2.ProgramSpec(fetches=["y"])
-    spec.graph.inline.CopyFrom(graph)
-    return spec
 
 
 class Caller:
@@ -116,7 +65,8 @@ class Caller:
 
 @pytest.fixture
 def attacker(guarded: Guarded) -> Iterator[Caller]:
-    caller = Caller(guarded, "mallory")
+    # A tenant of its own: a worker that the last test left idle would be used again.
+    caller = Caller(guarded, f"mallory-{next(_numbers)}")
     yield caller
     caller.close()
 
@@ -198,7 +148,7 @@ def test_messages_of_many_tiny_fields_hold_one_thread_of_the_front_end(
 ) -> None:
     """S5: four million fields, a few kilobytes on the wire."""
     new_program(bystander, 20)
-    calls = [attacker.start("GradientService/Evaluate", b"\x30\x01" * 3_990_000, 120) for _ in range(8)]
+    calls = [attacker.start("GradientService/Evaluate", tiny_fields(), 120) for _ in range(8)]
     took = [new_program(bystander, 21 + index) for index in range(3)]
     assert max(took) < 20
     for call in calls:

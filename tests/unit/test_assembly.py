@@ -9,6 +9,7 @@ import pytest
 
 from gradrule.v1 import evaluate_pb2
 from gradrule_server import assembly
+from gradrule_server.link import memory
 from gradrule_server.operations import audit
 from gradrule_server.operations.operations import Operations
 from gradrule_server.programs.conduct import Suspect
@@ -52,3 +53,12 @@ async def test_the_default_number_of_engines_follows_from_memory_and_device(
     assert pool.max_engines == most
     pool.greeting.device = "GPU:0"
     assert pool.max_engines == most_on_gpu
+
+
+@pytest.mark.parametrize(("flags", "processes"), [([], 3), (["--engines", "3"], 5)])
+async def test_the_default_memory_of_a_process_leaves_room_for_a_compile_worker(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: list[str], processes: int
+) -> None:
+    monkeypatch.setattr(memory, "available_memory", lambda: 60 * 2**30)
+    pool = assembly.pool_of(Settings.load(flags, {}), BlobStore(tmp_path, 0), lambda ready: None)
+    assert pool.memory_limit == int(60 * 2**30 * 0.8) // processes

@@ -42,6 +42,8 @@ _MOST_FRAME_BYTES = 2**31
 _WITHOUT_SUFFIX = frozenset({Kind.FAULT, Kind.ASK})
 # Arenas keep their memory for the next large message, which is twice as fast then; but not for long.
 _TRIM_AFTER_S = 2.0
+# A process asks once it has read the answer to its last question, so next to nothing waits to be written then.
+_MOST_UNREAD_BYTES = 1 << 20
 
 
 class EngineGone(Exception):
@@ -68,6 +70,7 @@ class Work:
         "chunk",
         "connection",
         "id",
+        "is_asking",
         "is_given_up",
         "kind",
         "on_ask",
@@ -107,7 +110,10 @@ class Work:
         """Where the payload lies, if it is large and sent."""
         self.answer: asyncio.Future[bytes] = connection.loop.create_future()
         self.on_ask: Callable[[bytes], None] | None = None
-        """Called with what the other end asks while it works on the request; see `Connection.answer_question`."""
+        """Called with what the other end asks while it works on the request; see `Connection.answer_question`. Raises
+        `DecodeError` or `ValueError` where that is no question."""
+        self.is_asking = False
+        """Whether the other end waits for the answer to a question."""
         self.is_given_up = False
         """Nobody waits for it any more, though it was sent."""
         self._ended = False
@@ -259,6 +265,7 @@ class Connection(asyncio.Protocol):
 
     def answer_question(self, work: Work, payload: bytes) -> None:
         """Sends the answer to what the other end asked while it works on a request."""
+        work.is_asking = False
         if not (self.is_closed or work.ended):
             self._write(Kind.TOLD, work.id, payload)
 
@@ -426,6 +433,14 @@ class Connection(asyncio.Protocol):
         self._arenas_were_used()
         return self._arenas.outgoing.place(payload)
 
+    def _check_question(self, work: Work) -> None:
+        """Raises `ValueError` where a process asks without waiting for answers, which would pile up here."""
+        if work.is_asking:
+            raise ValueError("a question before the last one was answered")
+        unread = 0 if self._transport is None else self._transport.get_write_buffer_size()
+        if unread > _MOST_UNREAD_BYTES:
+            raise ValueError(f"a question while {unread} bytes of answers are not read")
+
     def _taken(self, arenas: Arenas, request_id: int, chunk: Chunk, suffix: bytes, *, wanted: bool) -> bytes:
         """The payload that the engine has placed, if anybody still wants it. `ValueError` where it lies nowhere."""
         payload = arenas.incoming.read(chunk, suffix) if wanted else b""
@@ -475,6 +490,8 @@ class Connection(asyncio.Protocol):
         if kind is Kind.ASK:
             # Nobody answers for a request that is given up: its process is ended soon.
             if work.on_ask is not None and not work.answer.done():
+                self._check_question(work)
+                work.is_asking = True
                 work.on_ask(payload)
             return
         if work.chunk is not None and self._arenas is not None:

@@ -51,6 +51,16 @@ class CompileWorkers:
         """Those of all tenants, busy and idle."""
 
     @property
+    def count(self) -> int:
+        """Returns how many workers there are."""
+        return len(self.workers)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Returns the memory of all workers when it was last looked at."""
+        return sum(worker.resident_bytes for worker in self.workers)
+
+    @property
     def waiting(self) -> int:
         """Returns how many tasks wait for a worker."""
         return len(self._waiting)
@@ -65,7 +75,8 @@ class CompileWorkers:
         """Gives a tenant's task a worker. What still runs when the context is left is ended within 0.25 s."""
         worker = await self._take(owner)
         try:
-            if not worker.is_ready:
+            # A process that comes may be gone by then.
+            while not worker.is_ready:
                 await worker.fill()
             self._first_bytes.setdefault(worker, worker.resident_bytes)
             yield worker

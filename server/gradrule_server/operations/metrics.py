@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from gradrule_server.operations.request import UNKNOWN_TENANT, Request
-from gradrule_server.operations.sources import EngineStatus, Snapshot, held
+from gradrule_server.operations.sources import EngineStatus, Snapshot, WorkerStatus, held
 from gradrule_server.operations.tallies import Spread, Tally
 
 OTHER = "other"
@@ -133,6 +133,7 @@ class Figures(Collector):
         snapshot = self.snapshot
         if snapshot is not None:
             yield from _engines(snapshot)
+            yield from _workers(snapshot.workers)
             yield from self._of_tenants(snapshot)
             yield from _caches(snapshot)
             yield _gauge("requests_in_flight", "Requests in the server.", snapshot.queue.in_flight)
@@ -170,6 +171,13 @@ def _engines(snapshot: Snapshot) -> Iterator[Metric]:
             restarts.add_metric([str(index), reason], count)
     yield restarts
     yield _gauge("engine_spares", "Engines that are ready to take another's place.", snapshot.spares)
+
+
+def _workers(found: WorkerStatus) -> Iterator[Metric]:
+    yield _gauge("compile_workers", "Processes that read graphs, of all tenants.", found.count)
+    yield _gauge("compile_workers_busy", "Compile workers that are at a task.", found.busy)
+    yield _gauge("compile_waiting_tasks", "Tasks that wait for a compile worker.", found.waiting)
+    yield _gauge("compile_workers_resident_bytes", "Memory of all compile workers.", found.resident_bytes)
 
 
 def _caches(snapshot: Snapshot) -> Iterator[Metric]:

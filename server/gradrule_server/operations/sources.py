@@ -42,6 +42,22 @@ class EngineStatus(Protocol):
     def ended(self) -> Mapping[str, int]: ...
 
 
+class Workers(Protocol):
+    """The compile workers of all tenants: processes that read graphs."""
+
+    @property
+    def count(self) -> int: ...
+    @property
+    def busy(self) -> int: ...
+    @property
+    def waiting(self) -> int:
+        """Tasks that wait for a worker."""
+        ...
+
+    @property
+    def resident_bytes(self) -> int: ...
+
+
 class Engines(Protocol):
     """The engines of a server."""
 
@@ -91,6 +107,16 @@ class Tenants(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """Compile workers at one moment. `waiting`: tasks that wait for one."""
+
+    count: int
+    busy: int
+    waiting: int
+    resident_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class CacheStatus:
     """One cache. Bytes are rough."""
 
@@ -123,6 +149,7 @@ class Sources:
     """All of them. limits: what each tenant may hold, by the name of a field of `TenantStatus`; missing: no limit."""
 
     engines: Engines
+    workers: Workers
     tenants: Tenants
     queue: Callable[[], QueueStatus]
     caches: Callable[[], Sequence[CacheStatus]]
@@ -140,6 +167,7 @@ class Snapshot:
     spares: int
     engines: Sequence[EngineStatus]
     ended: Mapping[int, Mapping[str, int]]
+    workers: WorkerStatus
     tenants: Sequence[TenantStatus]
     queue: QueueStatus
     caches: Sequence[CacheStatus]
@@ -153,6 +181,9 @@ def snapshot(sources: Sources) -> Snapshot:
         sources.engines.spares_ready,
         sources.engines.status(),
         {index: dict(counts) for index, counts in sources.engines.ended.items()},
+        WorkerStatus(
+            sources.workers.count, sources.workers.busy, sources.workers.waiting, sources.workers.resident_bytes
+        ),
         sources.tenants.status(),
         sources.queue(),
         sources.caches(),

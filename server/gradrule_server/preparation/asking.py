@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from gradrule.v1 import errors_pb2
+from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, Resource, error
 from gradrule_server.link.faults import error_of
 from gradrule_server.link.v1 import link_pb2
@@ -19,6 +19,8 @@ _NAMES_AT_ONCE = 500
 _MOST_EXPLAINED = 20
 # More names than there are rules; those beyond have none.
 _MOST_NAMES = 20_000
+# Longer than names of rules can be, prefixes included: no such rule needs to be asked for.
+_MOST_NAME_CHARS = 200
 
 
 class AskedRules:
@@ -33,13 +35,15 @@ class AskedRules:
 
     def fetch(self, names: Iterable[str]) -> None:
         """Asks for rules that are likely to be resolved, many at a time."""
-        wanted = [name for name in dict.fromkeys(names) if name not in self._known]
+        wanted = [name for name in dict.fromkeys(names) if name not in self._known and len(name) <= _MOST_NAME_CHARS]
         wanted = wanted[: max(0, _MOST_NAMES - len(self._known))]
-        for start in range(0, len(wanted), _NAMES_AT_ONCE):
-            batch = wanted[start : start + _NAMES_AT_ONCE]
-            told = self._ask(link_pb2.Question(rules=link_pb2.Names(names=batch)))
+        while wanted:
+            batch = wanted[:_NAMES_AT_ONCE]
+            told = _checked(self._ask(link_pb2.Question(rules=link_pb2.Names(names=batch))))
             self._known.update(dict.fromkeys(batch))
-            self._known.update((rule.aliases[0], read_rule(rule)) for rule in told.rules)
+            complete = [rule for rule in told.rules if not _is_left_out(rule)]
+            self._known.update((rule.aliases[0], read_rule(rule)) for rule in complete)
+            wanted = [rule.aliases[0] for rule in told.rules if _is_left_out(rule)] + wanted[_NAMES_AT_ONCE:]
 
     def resolve(self, name: str) -> ResolvedRule:
         """Returns the rule of that name. UNKNOWN_RULE if there is none."""
@@ -53,7 +57,7 @@ class AskedRules:
 
     def _unknown(self, name: str) -> GradruleError:
         self._explained += 1
-        if self._explained <= _MOST_EXPLAINED:
+        if self._explained <= _MOST_EXPLAINED and len(name) <= _MOST_NAME_CHARS:
             return error_of(self._ask(link_pb2.Question(unknown_rule=name)).fault)
         bare = name.removeprefix("rules/")
         return error(
@@ -80,9 +84,12 @@ class AskedBlobs:
     def missing(self, names: Iterable[str]) -> list[str]:
         """Returns those that are not there, each once. MALFORMED_REQUEST for what is no hash."""
         wanted = list(dict.fromkeys(names))
-        if wanted:
-            told = _checked(self._ask(link_pb2.Question(blob_sizes=link_pb2.Names(names=wanted))))
-            self._sizes.update(zip(wanted, told.sizes, strict=True))
+        for name in wanted:
+            check_blob_name(name)
+        for start in range(0, len(wanted), _NAMES_AT_ONCE):
+            batch = wanted[start : start + _NAMES_AT_ONCE]
+            told = _checked(self._ask(link_pb2.Question(blob_sizes=link_pb2.Names(names=batch))))
+            self._sizes.update(zip(batch, told.sizes, strict=True))
         return [name for name in wanted if self._sizes[name] < 0]
 
     def size(self, name: str) -> int:
@@ -98,6 +105,11 @@ class AskedBlobs:
         """Returns the bytes. BLOB_NOT_FOUND."""
         _checked(self._ask(link_pb2.Question(blob=name)))
         return self._read(name)
+
+
+def _is_left_out(rule: rule_pb2.Rule) -> bool:
+    """Returns whether the definition of a rule is to be asked for again: it had no room in the answer."""
+    return rule.kind == rule_pb2.RULE_KIND_USER and not rule.HasField("definition")
 
 
 def _checked(told: link_pb2.Told) -> link_pb2.Told:

@@ -57,8 +57,30 @@ class Compiler:
         `spec`: bytes of a `ProgramSpec`; `rules`: the registry's, or the snapshot of a kept program's.
         """
         _, program = await self._compile(
-            spec, retries, lambda: self._preparer.program(spec, call, rules, retries.ends_at)
+            self._preparer.graph_bytes(spec),
+            retries,
+            lambda: self._preparer.program(spec, call, rules, retries.ends_at),
         )
+        assert program is not None
+        return program
+
+    async def compile_kept(
+        self, graph_bytes: int, read: Callable[[], tuple[bytes, bytes]], call: CallShape, retries: Retries
+    ) -> Runnable:
+        """Returns a kept program for calls of this shape. Large graphs of a tenant are read one after the other.
+
+        Args:
+            graph_bytes: Size of its graph.
+            read: Returns the spec and the snapshot of its rules; called in a thread.
+            call: The structure of calls.
+            retries: The chances of the call.
+        """
+
+        async def prepare() -> Prepared:
+            spec, snapshot = await asyncio.to_thread(read)
+            return await self._preparer.program(spec, call, snapshot, retries.ends_at)
+
+        _, program = await self._compile(graph_bytes, retries, prepare)
         assert program is not None
         return program
 
@@ -72,7 +94,7 @@ class Compiler:
     ) -> Runnable | None:
         """Compiles as `compile` does; returns None where `is_known` of the spec's digest is True."""
         _, program = await self._compile(
-            spec,
+            self._preparer.graph_bytes(spec),
             retries,
             lambda: self._preparer.program(spec, call, rules, retries.ends_at, is_known=is_known),
         )
@@ -83,13 +105,15 @@ class Compiler:
     ) -> tuple[Runnable, KeptParts]:
         """Compiles as `compile` does; returns also what a registry keeps."""
         prepared, program = await self._compile(
-            spec, retries, lambda: self._preparer.program(spec, call, rules, retries.ends_at, is_kept=True)
+            self._preparer.graph_bytes(spec),
+            retries,
+            lambda: self._preparer.program(spec, call, rules, retries.ends_at, is_kept=True),
         )
         assert program is not None
         return program, KeptParts(prepared.kept_spec, tuple(prepared.rule_names), prepared.override_values)
 
     async def _compile(
-        self, spec: bytes, retries: Retries, prepare: Callable[[], Awaitable[Prepared]]
+        self, graph_bytes: int, retries: Retries, prepare: Callable[[], Awaitable[Prepared]]
     ) -> tuple[link_pb2.PreparedProgram, Runnable | None]:
         """Prepares a program and has an engine compile it; no program where it is known.
 
@@ -98,7 +122,7 @@ class Compiler:
         """
         with compiling():
             answer = None
-            if self._preparer.graph_bytes(spec) < _LARGE_BYTES:
+            if graph_bytes < _LARGE_BYTES:
                 answer = await prepare()
                 if len(answer.compile_request) < _LARGE_BYTES:
                     return answer.message, await self._load(answer, retries)

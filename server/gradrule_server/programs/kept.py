@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from dataclasses import replace
 
 from gradrule.v1 import program_pb2
@@ -93,8 +94,10 @@ class KeptPrograms:
             return found, False
         with self._changes.watched() as given_up:
             stored = await asyncio.to_thread(self._programs.get, key.name)
-            spec, snapshot = await asyncio.to_thread(self._content, stored)
-            program = await self._compiler.compile(spec, key.call, snapshot, retries)
+            graph_bytes = await asyncio.to_thread(self._programs.graph_bytes, stored)
+            program = await self._compiler.compile_kept(
+                graph_bytes, functools.partial(self._content, stored), key.call, retries
+            )
             if key.name not in given_up:
                 self._cache.put(key, program)
         return program, True

@@ -7,11 +7,13 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
+import logging
 import math
 import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from google.protobuf.message import DecodeError
 
@@ -29,11 +31,22 @@ from gradrule_server.programs.conduct import Conduct, Suspect
 from gradrule_server.programs.rule_lookup import RegistryLookup
 from gradrule_server.registry.blobs import BlobStore
 
+_log = logging.getLogger(__name__)
+
 # Processes that are killed from outside are not the graph's doing.
 _MOST_KILLED = 5
 
 # Bytes of the PreparedProgram, before it and the CompileRequest.
 _LENGTH = struct.Struct("<Q")
+
+# What a worker may ask: it runs other people's graphs, so its questions are bounded as messages of callers are. A
+# question holds 500 names at most. Together they are names that stand in the task, or in a graph that is a blob.
+_MOST_QUESTION_BYTES = 1 << 20
+_MOST_BYTES_ASKED = 64 << 20
+_MOST_EXPLAINED = 20
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+AnswerT = TypeVar("AnswerT")
 
 _serial = itertools.count()
 
@@ -85,11 +98,8 @@ class Preparer:
             is_kept=is_kept,
         )
         asked = _Asked(self._blobs, None if isinstance(rules, bytes) else rules, is_known)
-        answer = await self._work(link_pb2.PrepareRequest(program=task), _graph_of(spec), asked, ends_at)
-        # The request is as large as the graph, and is not parsed here.
-        start = _LENGTH.size + _LENGTH.unpack_from(answer)[0]
-        message = link_pb2.PreparedProgram.FromString(answer[_LENGTH.size : start])
-        return Prepared(message, answer[start:])
+        request = link_pb2.PrepareRequest(program=task)
+        return await self._work(request, _graph_of(spec), asked, ends_at, asked.read_program)
 
     def graph_bytes(self, spec: bytes) -> int:
         """Returns how large the graph of a spec is; 0 where that cannot be told without reading it."""
@@ -106,41 +116,49 @@ class Preparer:
     ) -> link_pb2.FinishedProgram:
         """Puts together what a program is that an engine has compiled. Raises INACTIVE_OVERRIDE."""
         task = link_pb2.PrepareRequest(finish=link_pb2.FinishTask(plan=plan, reply=reply, device=device))
-        return link_pb2.FinishedProgram.FromString(await self._work(task, suspect, _Asked(self._blobs), ends_at))
+        return await self._work(task, suspect, _Asked(self._blobs), ends_at, link_pb2.FinishedProgram.FromString)
 
     async def variables(self, spec: bytes, ends_at: float) -> list[link_pb2.GraphVariable]:
         """Returns the variables of a spec's graph."""
         task = link_pb2.PrepareRequest(variables=link_pb2.VariablesTask(spec=spec))
-        answer = await self._work(task, _graph_of(spec), _Asked(self._blobs), ends_at)
-        return list(link_pb2.GraphVariables.FromString(answer).variables)
+        return await self._work(task, _graph_of(spec), _Asked(self._blobs), ends_at, _read_variables)
 
     async def rule(self, definition: rule_pb2.RuleDefinition, ends_at: float) -> rule_pb2.RuleDefinition:
         """Checks a rule that is a graph; returns it with its graph as bytes."""
         task = link_pb2.PrepareRequest(rule=definition)
         suspect = _digest(definition.SerializeToString(deterministic=True))
-        answer = await self._work(task, suspect, _Asked(self._blobs), ends_at)
-        return link_pb2.CheckedRule.FromString(answer).definition
+        checked = await self._work(task, suspect, _Asked(self._blobs), ends_at, link_pb2.CheckedRule.FromString)
+        return checked.definition
 
-    async def sample(self, request: bytes, rules: RegistryLookup, ends_at: float) -> bytes:
-        """Returns the bytes of the `EvaluateRequest` that samples a rule as a `SampleRuleRequest` asks."""
+    async def sample(self, request: bytes, rules: RegistryLookup, ends_at: float) -> link_pb2.RawEvaluateRequest:
+        """Returns the request that samples a rule as a `SampleRuleRequest` asks."""
         task = link_pb2.PrepareRequest(sample=request)
-        return await self._work(task, _digest(request), _Asked(self._blobs, rules), ends_at)
+        asked = _Asked(self._blobs, rules)
+        return await self._work(task, _digest(request), asked, ends_at, link_pb2.RawEvaluateRequest.FromString)
 
-    async def _work(self, task: link_pb2.PrepareRequest, graph: str, asked: _Asked, ends_at: float) -> bytes:
+    async def _work(
+        self,
+        task: link_pb2.PrepareRequest,
+        graph: str,
+        asked: _Asked,
+        ends_at: float,
+        read: Callable[[bytes], AnswerT],
+    ) -> AnswerT:
         """Returns the answer of a worker. A graph that ends two workers is refused for a while.
 
-        `graph`: what is held to account.
+        `graph`: what is held to account. `read`: reads the answer; `DecodeError` where it is none.
         """
         task.limits.CopyFrom(self._limits)
         task.blob_folder = self._blobs.folder_name
         payload = task.SerializeToString()
+        asked.bytes_left += len(payload)
         suspect = Suspect(self._owner, graph, evaluate_pb2.DERIVATIVE_UNSPECIFIED)
         self._conduct.check(suspect)
         killed, suspected = 0, False
         with contextlib.closing(asked):
             while True:
                 try:
-                    return await self._once(payload, asked, ends_at or math.inf)
+                    return await self._once(payload, asked, ends_at or math.inf, read)
                 except EngineLost as lost:
                     if not lost.is_suspect:
                         killed += 1
@@ -151,15 +169,21 @@ class Preparer:
                         raise self._found_guilty(suspect, lost) from None
                     suspected = suspected or lost.is_suspect
 
-    async def _once(self, payload: bytes, asked: _Asked, ends_at: float) -> bytes:
+    async def _once(self, payload: bytes, asked: _Asked, ends_at: float, read: Callable[[bytes], AnswerT]) -> AnswerT:
         async with self._pool.workers.hold(self._owner) as worker:
             try:
-                return await worker.call(Kind.PREPARE, payload, ends_at, on_ask=asked.answer)
+                return read(await worker.call(Kind.PREPARE, payload, ends_at, on_ask=asked.answer))
             except GradruleError as cause:
                 if cause.reason == errors_pb2.ERROR_REASON_MEMORY_EXCEEDED and not isinstance(cause, EngineLost):
                     # What it took does not come back as a whole.
                     self._pool.workers.end(worker)
                 raise
+            except DecodeError as cause:
+                _log.error("the answer of compile worker %s cannot be read: %s; ending it", worker.pid, cause)
+                self._pool.workers.end(worker)
+                raise error(
+                    errors_pb2.ERROR_REASON_ENGINE_CRASHED, "the answer of the process that read the graph is damaged"
+                ) from cause
 
     def _found_guilty(self, suspect: Suspect, lost: EngineLost) -> GradruleError:
         self._conduct.convict(suspect, str(lost.ending))
@@ -190,14 +214,22 @@ class _Asked:
         self._blobs = blobs
         self._rules = rules
         self._is_known = is_known
+        self._has_said_known = False
+        self._explained = 0
+        self.bytes_left = _MOST_BYTES_ASKED
+        """Bytes of questions that may still come."""
         self._holding = threading.Lock()
-        self._held: list[str] = []
+        self._held: set[str] = set()
         self._is_closed = False
         self._answering: set[asyncio.Task[None]] = set()
 
     def answer(self, work: Work, payload: bytes) -> None:
-        """Answers a question."""
-        task = asyncio.create_task(self._answer(work, payload), name="answer-worker")
+        """Answers a question. Raises `DecodeError` or `ValueError` for what no worker asks."""
+        self.bytes_left -= len(payload)
+        if len(payload) > _MOST_QUESTION_BYTES or self.bytes_left < 0:
+            raise ValueError("the questions of a compile worker are too large")
+        question = link_pb2.Question.FromString(payload)
+        task = asyncio.create_task(self._answer(work, question), name="answer-worker")
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
 
@@ -208,18 +240,36 @@ class _Asked:
         for name in self._held:
             self._blobs.let_go([name])
 
-    async def _answer(self, work: Work, payload: bytes) -> None:
+    def read_program(self, answer: bytes) -> Prepared:
+        """Returns a prepared program, whose request is as large as its graph and is not parsed. `DecodeError`."""
+        start = _LENGTH.size
+        if len(answer) >= start:
+            start += _LENGTH.unpack_from(answer)[0]
+        if len(answer) < start:
+            raise DecodeError("it is too short")
+        message = link_pb2.PreparedProgram.FromString(answer[_LENGTH.size : start])
+        if message.nodes < 0 or (message.is_known and not self._has_said_known):
+            raise DecodeError("it contradicts itself")
+        return Prepared(message, answer[start:])
+
+    async def _answer(self, work: Work, question: link_pb2.Question) -> None:
         try:
-            told = await self._told(link_pb2.Question.FromString(payload))
+            told = await self._told(question)
         except GradruleError as cause:
             told = link_pb2.Told(fault=fault_message(cause))
+        except Exception:
+            # The boundary of the process: without an answer the worker would wait until the deadline.
+            _log.exception("the question of a compile worker cannot be answered")
+            failure = error(errors_pb2.ERROR_REASON_INTERNAL, "the server cannot look up what the program refers to")
+            told = link_pb2.Told(fault=fault_message(failure))
         work.connection.answer_question(work, told.SerializeToString())
 
     async def _told(self, question: link_pb2.Question) -> link_pb2.Told:
         match question.WhichOneof("question"):
             case "rules" if self._rules is not None:
                 return link_pb2.Told(rules=self._rules.find(question.rules.names))
-            case "unknown_rule" if self._rules is not None:
+            case "unknown_rule" if self._rules is not None and self._explained < _MOST_EXPLAINED:
+                self._explained += 1
                 unknown = await asyncio.to_thread(self._rules.unknown, question.unknown_rule)
                 return link_pb2.Told(fault=fault_message(unknown))
             case "blob_sizes":
@@ -228,22 +278,31 @@ class _Asked:
                 # Its hash may have to be checked, which takes long.
                 await asyncio.to_thread(self._hold, question.blob)
                 return link_pb2.Told()
-            case "spec_digest" if self._is_known is not None:
-                return link_pb2.Told(is_known=self._is_known(question.spec_digest))
+            case "spec_digest" if self._is_known is not None and len(question.spec_digest) == _DIGEST_BYTES:
+                self._has_said_known = self._is_known(question.spec_digest)
+                return link_pb2.Told(is_known=self._has_said_known)
             case kind:
                 raise error(errors_pb2.ERROR_REASON_INTERNAL, f"a compile worker asked for {kind} out of place")
 
     def _hold(self, name: str) -> None:
         self._blobs.hold([name])
         with self._holding:
-            if not self._is_closed:
-                self._held.append(name)
+            if not self._is_closed and name not in self._held:
+                self._held.add(name)
                 return
         self._blobs.let_go([name])
 
     def _sizes(self, names: list[str]) -> list[int]:
         missing = set(self._blobs.missing(names))
         return [-1 if name in missing else self._blobs.size(name) for name in names]
+
+
+def _read_variables(answer: bytes) -> list[link_pb2.GraphVariable]:
+    """Returns the variables that a worker found. `DecodeError`."""
+    found = list(link_pb2.GraphVariables.FromString(answer).variables)
+    if not all(item.names for item in found):
+        raise DecodeError("a variable has no name")
+    return found
 
 
 def _graph_of(spec: bytes) -> str:

@@ -9,6 +9,9 @@ from gradrule_server.errors import GradruleError
 from gradrule_server.registry.names import RuleEntry
 from gradrule_server.registry.rules import RuleRegistry
 
+# An answer is made on the event loop, and copied several times. One rule has at most 1 MiB.
+_MOST_ANSWER_BYTES = 4 << 20
+
 
 class RegistryLookup:
     """Answers for one task; a name means the same rule throughout."""
@@ -19,15 +22,17 @@ class RegistryLookup:
 
     def find(self, names: Iterable[str]) -> list[rule_pb2.Rule]:
         """Returns the rules of these names, each with the name asked for as its alias; names without a rule are left
-        out. A rule of the catalogue comes without its definition, which every process has.
+        out. A rule of the catalogue comes without its definition, which every process has. So do rules of users once
+        an answer has 4 MiB: they are to be asked for again.
         """
-        found = []
+        found, left = [], _MOST_ANSWER_BYTES
         for name in names:
             if name not in self._found:
                 self._found[name] = self._registry.find(name)
             entry = self._found[name]
             if entry is not None:
-                found.append(_message(name, entry, is_complete=entry.kind == rule_pb2.RULE_KIND_USER))
+                found.append(_message(name, entry, is_complete=entry.kind == rule_pb2.RULE_KIND_USER and left > 0))
+                left -= entry.size
         return found
 
     def unknown(self, name: str) -> GradruleError:
@@ -37,7 +42,9 @@ class RegistryLookup:
     def snapshot(self, names: Iterable[str]) -> bytes:
         """Returns the rules of these names, which were found, as bytes that a program can keep."""
         rules = [
-            _message(name, entry, is_complete=True) for name in names if (entry := self._found.get(name)) is not None
+            _message(name, entry, is_complete=True)
+            for name in dict.fromkeys(names)
+            if (entry := self._found.get(name)) is not None
         ]
         return rule_pb2.ListRulesResponse(rules=rules).SerializeToString(deterministic=True)
 

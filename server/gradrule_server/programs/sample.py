@@ -29,8 +29,7 @@ async def sample(
     ends_at: float,
 ) -> rule_pb2.SampleRuleResponse:
     """Runs the rule; MISSING_FEED where a value that it needs is neither given nor computed by `op_type`."""
-    written = await house.preparer.sample(raw, RegistryLookup(rules), ends_at)
-    evaluation = link_pb2.RawEvaluateRequest.FromString(written)
+    evaluation = await house.preparer.sample(raw, RegistryLookup(rules), ends_at)
     answer = await house.run_inline(evaluation, received_ns, Once(ends_at))
     # Broadcasting may make large tensors.
     return await asyncio.to_thread(_response, evaluate_pb2.EvaluateResponse.FromString(answer), _inputs(request))

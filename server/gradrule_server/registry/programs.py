@@ -169,6 +169,11 @@ class ProgramRegistry:
             raise self._not_found(stored.program.name)
         return found
 
+    def graph_bytes(self, stored: StoredProgram) -> int:
+        """Returns the size of the program's graph; 0 where the program is gone by now. PROGRAM_NOT_FOUND."""
+        with self._unreadable_is_not_found(stored.id):
+            return self._store.program_graph_bytes(stored.id, stored.identity, self._tenant)
+
     def list(self, page_size: int, page_token: str) -> tuple[list[StoredProgram], str]:
         """A page by id, without overrides and defaulted, and the next page's token; MALFORMED_REQUEST.
 

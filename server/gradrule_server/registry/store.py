@@ -6,8 +6,9 @@ registries'.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -165,18 +166,23 @@ class Store:
             .join(blobs)
             .where(programs.c.tenant == tenant, programs.c.id == program_id, programs.c.identity == identity)
         )
-        try:
-            with self._database.read() as connection:
-                row = connection.execute(query).one_or_none()
-        except DatabaseError as cause:
-            if isinstance(cause, OperationalError):
-                raise
-            raise UnreadableRowError(f"its graph cannot be read: {cause.orig}") from cause
+        with _damage_is_unreadable(), self._database.read() as connection:
+            row = connection.execute(query).one_or_none()
         if row is None:
             return None
         if not isinstance(row.content, bytes) or hashlib.sha256(row.content).hexdigest() != row.graph_digest:
             raise UnreadableRowError("its graph is not what was stored")
         return ProgramContent(row.spec, row.content, row.snapshot)
+
+    def program_graph_bytes(self, program_id: str, identity: str, tenant: str = DEFAULT_TENANT) -> int:
+        """Returns the size of a program's graph; 0 where the program is gone. `UnreadableRowError`."""
+        query = (
+            select(func.length(blobs.c.content))
+            .select_from(programs.join(blobs))
+            .where(programs.c.tenant == tenant, programs.c.id == program_id, programs.c.identity == identity)
+        )
+        with _damage_is_unreadable(), self._database.read() as connection:
+            return connection.execute(query).scalar_one_or_none() or 0
 
     def add_program(
         self,
@@ -221,6 +227,17 @@ class Store:
             return int(freed) + (graph or 0)
 
         return self._database.delete(remove)
+
+
+@contextlib.contextmanager
+def _damage_is_unreadable() -> Iterator[None]:
+    """Raises `UnreadableRowError` where a graph's part of the file is damaged."""
+    try:
+        yield
+    except DatabaseError as cause:
+        if isinstance(cause, OperationalError):
+            raise
+        raise UnreadableRowError(f"its graph cannot be read: {cause.orig}") from cause
 
 
 def size_of(row: RuleRow) -> int:

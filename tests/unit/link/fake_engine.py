@@ -25,6 +25,10 @@ class Transport(asyncio.Transport):
         super().__init__()
         self.sent: list[tuple[Kind, int, bytes]] = []
         self.is_closed = False
+        self.unread = 0
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread
 
     def writelines(self, list_of_data: Iterable[Any]) -> None:
         frame = b"".join(list_of_data)

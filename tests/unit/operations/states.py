@@ -36,6 +36,14 @@ class Engines:
 
 
 @dataclass(frozen=True)
+class Workers:
+    count: int = 3
+    busy: int = 2
+    waiting: int = 1
+    resident_bytes: int = 1 << 20
+
+
+@dataclass(frozen=True)
 class Tenant:
     name: str = "default"
     in_flight: int = 4
@@ -63,6 +71,7 @@ def sources(
 ) -> Sources:
     return Sources(
         engines=Engines(),
+        workers=Workers(),
         tenants=Tenants(tenants),
         queue=lambda: QueueStatus(4, 256),
         caches=lambda: [CacheStatus("programs", 3, 1000, 256, 2000)],

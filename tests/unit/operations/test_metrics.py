@@ -62,6 +62,8 @@ def test_the_state_is_shown_as_it_was_told_last() -> None:
     assert value(metrics, "engine_restarts_total", engine="1", reason="crash") == 2
     assert value(metrics, "engine_resident_bytes", engine="0", device="CPU:0") == 1 << 30
     assert value(metrics, "engine_spares") == 1
+    figures = ("compile_workers", "compile_workers_busy", "compile_waiting_tasks", "compile_workers_resident_bytes")
+    assert [value(metrics, name) for name in figures] == [3, 2, 1, 1 << 20]
     assert value(metrics, "requests_in_flight") == 4
     assert value(metrics, "cache_bytes", cache="programs") == 1000
     assert value(metrics, "rules", tenant="default") == 6

@@ -168,3 +168,50 @@ def test_bytes_that_are_no_spec() -> None:
         worked(link_pb2.PrepareRequest(program=link_pb2.ProgramTask(spec=b"\xff")))
     assert reason_name(caught.value.reason) == "MALFORMED_REQUEST"
     assert "gradrule.v1.ProgramSpec" in caught.value.message
+
+
+def test_a_rule_whose_definition_had_no_room_is_asked_for_again() -> None:
+    asked: list[list[str]] = []
+
+    def ask(question: link_pb2.Question) -> link_pb2.Told:
+        names = list(question.rules.names)
+        asked.append(names)
+        # One definition fits.
+        return link_pb2.Told(
+            rules=[
+                rule_pb2.Rule(
+                    name=name,
+                    kind=rule_pb2.RULE_KIND_USER,
+                    definition=rule_pb2.RuleDefinition(expression=f"{number} * dy") if name == names[0] else None,
+                    aliases=[name],
+                )
+                for number, name in enumerate(names)
+            ]
+        )
+
+    rules = AskedRules(ask)
+    rules.fetch(["A", "B", "C"])
+    assert asked == [["A", "B", "C"], ["B", "C"], ["C"]]
+    assert [rules.resolve(name).name for name in "ABC"] == ["A", "B", "C"]
+    assert len(asked) == 3
+
+
+def test_what_is_too_long_for_a_name_is_not_asked_for() -> None:
+    rules = AskedRules(lambda question: pytest.fail("it asked"))
+    with pytest.raises(GradruleError) as caught:
+        rules.resolve("x" * 10_000)
+    assert reason_name(caught.value.reason) == "UNKNOWN_RULE"
+
+
+def test_sizes_of_many_blobs_are_asked_for_in_parts() -> None:
+    asked: list[int] = []
+
+    def ask(question: link_pb2.Question) -> link_pb2.Told:
+        asked.append(len(question.blob_sizes.names))
+        return link_pb2.Told(sizes=[7] * asked[-1])
+
+    names = [f"{number:064x}" for number in range(1200)]
+    blobs = AskedBlobs(ask, lambda name: b"")
+    assert blobs.missing(names) == []
+    assert blobs.size(names[-1]) == 7
+    assert asked == [500, 500, 200]

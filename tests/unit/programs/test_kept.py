@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +15,9 @@ import pytest
 from gradrule.v1 import program_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.shape import CallShape
+from gradrule_server.policy import Limits
 from gradrule_server.programs.cache import ProgramCache, Runnable
-from gradrule_server.programs.compiler import KeptParts
+from gradrule_server.programs.compiler import Compiler, KeptParts
 from gradrule_server.programs.kept import KeptPrograms
 from gradrule_server.programs.loaded import Loadable, LoadedPrograms
 from gradrule_server.programs.retries import Retries
@@ -38,6 +40,9 @@ class FakeCompiler:
 
     async def compile_to_keep(self, spec: bytes, *_: Any) -> tuple[Runnable, KeptParts]:
         return await self.compile(spec), KeptParts(spec, (), b"")
+
+    async def compile_kept(self, graph_bytes: int, read: Callable[[], tuple[bytes, bytes]], *_: Any) -> Runnable:
+        return await self.compile(read()[0])
 
     async def compile(self, spec: bytes, *_: Any) -> Runnable:
         self.asked += 1
@@ -157,3 +162,55 @@ async def test_a_program_that_is_deleted_while_it_is_kept_is_not_remembered(
     await house.create("old")
     with pytest.raises(GradruleError, match="PROGRAM_NOT_FOUND"):
         await house.find()
+
+
+class CountingPreparer:
+    """Counts how many programs are prepared at a time."""
+
+    def __init__(self) -> None:
+        self.at_once = self.most = 0
+
+    async def program(self, *_: Any) -> Any:
+        self.at_once += 1
+        self.most = max(self.most, self.at_once)
+        await asyncio.sleep(0.01)
+        self.at_once -= 1
+        return SimpleNamespace(message=SimpleNamespace(is_known=False), compile_request=b"")
+
+
+async def test_large_graphs_of_kept_programs_are_read_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """S11: 24 calls of one kept program, after a restart, would hold its graph 24 times."""
+    preparing: Any = CountingPreparer()
+    reading = most_read = 0
+    nothing: Any = None
+    compiler = Compiler(nothing, preparing, Limits(), nothing, "ada")
+
+    async def load(*_: Any) -> Any:
+        return "compiled"
+
+    monkeypatch.setattr(compiler, "_load", load)
+
+    def read() -> tuple[bytes, bytes]:
+        nonlocal reading, most_read
+        reading += 1
+        most_read = max(most_read, reading)
+        time.sleep(0.002)
+        reading -= 1
+        return b"", b""
+
+    retries: Any = SimpleNamespace(ends_at=0.0)
+    await asyncio.gather(*(compiler.compile_kept(100 << 20, read, _CALL, retries) for _ in range(8)))
+    assert (preparing.most, most_read) == (1, 1)
+    await asyncio.gather(*(compiler.compile_kept(1000, read, _CALL, retries) for _ in range(8)))
+    assert preparing.most > 1
+
+
+async def test_the_size_of_a_kept_graph_is_known_without_reading_it(store: Store) -> None:
+    house = House(store)
+    spec = program_pb2.ProgramSpec(fetches=["y"])
+    spec.graph.serialized = b"x" * 12_345
+    await house.kept.create(spec.SerializeToString(), "p", house.retries)
+    stored = house.registry.get("p")
+    assert house.registry.graph_bytes(stored) == 12_345
+    house.registry.delete("p")
+    assert house.registry.graph_bytes(stored) == 0

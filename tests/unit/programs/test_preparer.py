@@ -1,23 +1,30 @@
-"""What becomes of a task whose worker ends, and of its graph."""
+"""What becomes of a task whose worker ends, or answers and asks what no worker does, and of its graph."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gradrule.v1 import program_pb2
+from gradrule.v1 import program_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.link.connection import Work
 from gradrule_server.link.endings import Ending, Reason
+from gradrule_server.link.framing import Kind, pack_header
 from gradrule_server.link.shape import CallShape
+from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits
 from gradrule_server.programs.conduct import Conduct
 from gradrule_server.programs.preparer import Preparer
+from gradrule_server.programs.rule_lookup import RegistryLookup
 from gradrule_server.registry.blobs import BlobStore
+from gradrule_server.registry.rules import RuleRegistry
+from gradrule_server.registry.store import Store
 from tests.unit.link.fake_engine import CRASH, KILLED, FakeEngine, FakePool
 
 _SPEC = program_pb2.ProgramSpec(fetches=["y"]).SerializeToString()
@@ -77,3 +84,148 @@ async def test_workers_that_somebody_kills_are_not_the_graphs_doing(tmp_path: Pa
     assert await refused(asked) == "ENGINE_CRASHED"
     assert await refused(asked) == "ENGINE_CRASHED"
     assert workers.given == 12
+
+
+class Attached:
+    """One worker, which the test speaks for. `ended`: whether it was ended."""
+
+    def __init__(self) -> None:
+        self.engine = FakeEngine()
+        self.ended = False
+
+    @contextlib.asynccontextmanager
+    async def hold(self, owner: str) -> AsyncIterator[FakeEngine]:
+        yield self.engine
+
+    def end(self, worker: FakeEngine) -> None:
+        assert worker is self.engine
+        self.ended = True
+
+    async def ask(self, data: bytes, answers: int) -> link_pb2.Told:
+        """Asks something, and returns the answer, which is the `answers`-th."""
+        self.send(Kind.ASK, data)
+        return link_pb2.Told.FromString(await self.engine.next(Kind.TOLD, answers))
+
+    def send(self, kind: Kind, data: bytes) -> None:
+        _, request_id, _ = self.engine.transport.sent[0]
+        self.engine.fake.connection.data_received(pack_header(kind, request_id, len(data)) + data)
+
+
+def prepared(message: link_pb2.PreparedProgram, request: bytes = b"") -> bytes:
+    data = message.SerializeToString()
+    return struct.pack("<Q", len(data)) + data + request
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        struct.pack("<Q", 1 << 40),
+        struct.pack("<Q", 2) + b"\xff\xff",
+        prepared(link_pb2.PreparedProgram(nodes=-1)),
+        prepared(link_pb2.PreparedProgram(is_known=True)),
+    ],
+)
+async def test_an_answer_that_makes_no_sense_ends_the_worker_and_is_a_typed_error(
+    tmp_path: Path, answer: bytes
+) -> None:
+    worker = Attached()
+    asked: Any = worker
+    task = asyncio.create_task(refused(preparer(tmp_path, asked)))
+    await worker.engine.next(Kind.PREPARE)
+    worker.send(Kind.PREPARED, answer)
+    assert await task == "ENGINE_CRASHED"
+    assert worker.ended
+
+
+async def test_a_digest_of_another_length_is_no_digest(tmp_path: Path) -> None:
+    worker, seen = Attached(), list[bytes]()
+    asked: Any = worker
+
+    def is_known(digest: bytes) -> bool:
+        seen.append(digest)
+        return True
+
+    preparing = asyncio.create_task(preparer(tmp_path, asked).program(_SPEC, CallShape(), b"", 0.0, is_known=is_known))
+    await worker.engine.next(Kind.PREPARE)
+    told = await worker.ask(link_pb2.Question(spec_digest=b"long" * 1000).SerializeToString(), 1)
+    assert told.HasField("fault")
+    assert not seen
+    assert (await worker.ask(link_pb2.Question(spec_digest=b"x" * 32).SerializeToString(), 2)).is_known
+    worker.send(Kind.PREPARED, prepared(link_pb2.PreparedProgram(is_known=True)))
+    assert (await preparing).message.is_known
+    assert seen == [b"x" * 32]
+
+
+@pytest.mark.parametrize(
+    "questions",
+    [
+        [b"\xff\xff"],
+        [link_pb2.Question(unknown_rule="x" * (1 << 20)).SerializeToString()],
+        # The second one comes before the first one is answered.
+        [link_pb2.Question(unknown_rule="x").SerializeToString()] * 2,
+    ],
+)
+async def test_questions_that_no_worker_asks_end_its_connection(tmp_path: Path, questions: list[bytes]) -> None:
+    worker = Attached()
+    asked: Any = worker
+    preparing = asyncio.create_task(preparer(tmp_path, asked).program(_SPEC, CallShape(), b"", 0.0))
+    await worker.engine.next(Kind.PREPARE)
+    for question in questions:
+        worker.send(Kind.ASK, question)
+    assert worker.engine.transport.is_closed
+    preparing.cancel()
+    await asyncio.wait([preparing])
+
+
+async def test_a_worker_that_reads_no_answers_may_ask_no_more(tmp_path: Path) -> None:
+    worker = Attached()
+    asked: Any = worker
+    preparing = asyncio.create_task(preparer(tmp_path, asked).program(_SPEC, CallShape(), b"", 0.0))
+    await worker.engine.next(Kind.PREPARE)
+    worker.engine.transport.unread = 8 << 20
+    worker.send(Kind.ASK, link_pb2.Question(unknown_rule="x").SerializeToString())
+    assert worker.engine.transport.is_closed
+    preparing.cancel()
+    await asyncio.wait([preparing])
+
+
+async def test_a_failure_of_the_server_is_told_to_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(BlobStore, "missing", fails)
+    worker = Attached()
+    asked: Any = worker
+    preparing = asyncio.create_task(preparer(tmp_path, asked).program(_SPEC, CallShape(), b"", 0.0))
+    await worker.engine.next(Kind.PREPARE)
+    question = link_pb2.Question(blob_sizes=link_pb2.Names(names=["ab" * 32]))
+    told = await worker.ask(question.SerializeToString(), 1)
+    assert reason_name(told.fault.reason) == "INTERNAL"
+    assert "disk" not in told.fault.message
+    preparing.cancel()
+    await asyncio.wait([preparing])
+
+
+def test_an_answer_holds_definitions_of_a_few_mebibytes(tmp_path: Path) -> None:
+    """500 rules of 1 MiB in one answer would be copied several times on the event loop."""
+    registry = RuleRegistry(Store(tmp_path), ["Sign"])
+    graph = b"\x12\x00" * 400_000
+    definition = rule_pb2.RuleDefinition(graph=rule_pb2.GraphSource(serialized=graph))
+    names = [f"Large{number}" for number in range(12)]
+    for name in names:
+        registry.create(name, definition, "", is_checked=True)
+    lookup, wanted, asked = RegistryLookup(registry), ["Sign", *names], 0
+    while wanted:
+        found = lookup.find(wanted)
+        assert sum(rule.ByteSize() for rule in found) < 6 << 20
+        assert [rule.aliases[0] for rule in found] == wanted
+        wanted = [
+            rule.aliases[0]
+            for rule in found
+            if rule.kind == rule_pb2.RULE_KIND_USER and not rule.HasField("definition")
+        ]
+        asked += 1
+    assert asked == 2
+    snapshot = rule_pb2.ListRulesResponse.FromString(lookup.snapshot([names[0]] * 1000))
+    assert len(snapshot.rules) == 1

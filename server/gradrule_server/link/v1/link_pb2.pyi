@@ -1962,7 +1962,9 @@ class Told(google.protobuf.message.Message):
 
     @property
     def rules(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.rule_pb2.Rule]:
-        """Rules, each with the name by which it was asked for as its only alias. One of the catalogue has no definition."""
+        """Rules, each with the name by which it was asked for as its only alias. One of the catalogue has no definition; one of a user without a
+        definition is to be asked for again, since there was no room for it.
+        """
 
     @property
     def sizes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
