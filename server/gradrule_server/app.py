@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -92,6 +93,7 @@ async def serve(settings: Settings) -> None:
         if not stopping.is_set():
             tenants.set_shipped(shipped.with_op_rules(pool.greeting.gradients))
             _tell_what_is_odd(settings, pool.greeting, tenants)
+            _forget_long_lived_objects()
             print(f"gradrule: listening on {settings.host}:{port}", flush=True)
             await stopping.wait()
         if accepting.done() and (failure := accepting.exception()) is not None:
@@ -100,6 +102,16 @@ async def serve(settings: Settings) -> None:
             # No new caller is answered any more, so the sooner a supervisor starts the server again the better.
             await front.drain(0)
             raise failure
+
+
+def _forget_long_lived_objects() -> None:
+    """Keeps what there is now out of garbage collections, which become cheap, and frequent.
+
+    Python collects everything only once a quarter more objects have come. Until then calls that were reset stay, for
+    grpc.aio leaves them in reference cycles: each is small, but holds some 20 KiB of gRPC's memory.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _exit_at_the_latest_after(seconds: float) -> None:

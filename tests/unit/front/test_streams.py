@@ -378,6 +378,9 @@ async def test_requests_that_were_refused_keep_no_others_from_arriving() -> None
     context = Pieces()
     opened = Opened(context, size_of)
     await opened.ask_for(chunk(0, bytes(900_000)), *(chunk(number, bytes(SIZE)) for number in range(1, 40)))
+    async with asyncio.timeout(10):
+        while len(context.answers) < 39:
+            await settled()
     assert context.answers == dict.fromkeys(range(1, 40), "OVERLOADED")
     await opened.ask_for(chunk(50, REQUEST), last(50, len(REQUEST)))
     assert context.answers[50] == "evaluate"
