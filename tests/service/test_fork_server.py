@@ -74,7 +74,7 @@ async def test_an_engine_has_no_descriptors_but_its_own(shared: ForkServer) -> N
     first, first_link = await _fork(shared, *_FLAGS)
     second, second_link = await _fork(shared, *_FLAGS)
     kinds = [os.readlink(entry) for entry in Path(f"/proc/{second.pid}/fd").iterdir()]
-    # Standard input and output are /dev/null, stderr is too here, and the link is the only socket. It may have an epoll.
+    # Standard input and output are /dev/null, stderr is too here, and the link is the only socket; it has an epoll.
     named = [kind.partition(":")[0] for kind in kinds if "urandom" not in kind and "eventpoll" not in kind]
     assert sorted(named) == [os.devnull] * 3 + ["socket"]
     await _end(first, first_link)

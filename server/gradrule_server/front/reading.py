@@ -65,7 +65,9 @@ class Arrivals:
         raw: object = grpc.aio.EOF
         try:
             # A read that is cancelled loses some hundred bytes of gRPC's; by itself it ends with the call.
-            raw = cast("object", await asyncio.shield(asyncio.ensure_future(context.read())))
+            reading: asyncio.Future[object] = asyncio.ensure_future(context.read())
+            reading.add_done_callback(_retrieve)
+            raw = await asyncio.shield(reading)
         except asyncio.CancelledError:
             if arrival.refusal is None:
                 raise
@@ -81,3 +83,9 @@ class Arrivals:
         data = cast(bytes, raw)
         self._admission.grow(share, len(data))
         return data
+
+
+def _retrieve(reading: asyncio.Future[object]) -> None:
+    """Takes note of how a read ended that nobody waits for any more: asyncio would log its exception."""
+    if not reading.cancelled():
+        reading.exception()
