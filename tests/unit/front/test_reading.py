@@ -176,3 +176,26 @@ async def test_an_answer_that_is_not_read_takes_its_connection_with_it(stall_s: 
         else:
             assert share.size == len(request)
         assert await method(of(request)) == request
+
+
+async def test_a_read_that_is_given_up_ends_by_itself() -> None:
+    """grpc.aio never frees what belongs to a read that is cancelled."""
+    message: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    class Call:
+        def peer(self) -> str:
+            return "ipv4:192.0.2.1:1234"
+
+        async def read(self) -> bytes:
+            return await message
+
+    bound = Bound(9, MESSAGE)
+    context: Any = Call()
+    reading = asyncio.create_task(Arrivals(Admission(bound, bound), ConnectionWatch()).read(context, Share()))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert not message.cancelled()
+    message.set_result(b"")
