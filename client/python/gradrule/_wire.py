@@ -11,6 +11,7 @@ Part: TypeAlias = "bytes | memoryview"
 Parts: TypeAlias = "Sequence[Part]"
 
 VARINT, FIXED64, LENGTH_DELIMITED, FIXED32 = 0, 1, 2, 5
+_MOST_SHIFT = 63
 
 
 class MalformedError(ValueError):
@@ -52,6 +53,8 @@ def read_varint(data: Part, position: int) -> tuple[int, int]:
             number |= (byte & 0x7F) << shift
             shift += 7
             position += 1
+            if shift > _MOST_SHIFT:
+                raise MalformedError("a number has more than ten bytes")
     except IndexError:
         raise MalformedError("the bytes end within a number") from None
     return number | byte << shift, position + 1

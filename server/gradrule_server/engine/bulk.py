@@ -10,8 +10,9 @@ from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
+from gradrule._wire import MalformedError, varint
 from gradrule.v1 import evaluate_pb2, tensor_pb2
-from gradrule_server.engine.wire import MalformedMessage, fields, tag, varint
+from gradrule_server.engine.wire import fields, tag
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
 
@@ -48,7 +49,7 @@ class Opened(NamedTuple):
     contents: Contents
 
 
-class _Unusual(MalformedMessage):
+class _Unusual(MalformedError):
     """The message has parts of one tensor in several places."""
 
 
@@ -67,7 +68,7 @@ def open_payload(kind: Kind, payload: bytes | memoryview) -> Opened:
     contents: dict[tuple[str, int], memoryview] = {}
     try:
         return Opened(_without_tensors(names, contents, way, payload, 0), contents)
-    except MalformedMessage:
+    except MalformedError:
         return Opened(bytes(payload), {})
 
 

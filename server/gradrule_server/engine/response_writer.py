@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from gradrule import _tensors
+from gradrule._wire import varint
 from gradrule.v1 import evaluate_pb2, tensor_pb2
 from gradrule_server.engine import wire
 from gradrule_server.engine.graph_call import Arrays
@@ -89,7 +90,7 @@ class ResponseWriter:
             if isinstance(node, int):
                 return len(heads[node]) + sizes[node]
             size = sum(map(size_of, node[1]))
-            return len(wire.tag(node[0])) + len(wire.varint(size)) + size
+            return len(wire.tag(node[0])) + len(varint(size)) + size
 
         def encode(node: _Tree) -> None:
             if isinstance(node, bytes):
@@ -98,7 +99,7 @@ class ResponseWriter:
                 before.append(b"".join([*piece, heads[node]]))
                 piece.clear()
             else:
-                piece.extend((wire.tag(node[0]), wire.varint(sum(map(size_of, node[1])))))
+                piece.extend((wire.tag(node[0]), varint(sum(map(size_of, node[1])))))
                 for child in node[1]:
                     encode(child)
 
@@ -165,7 +166,7 @@ def _head(number: int, shape: Sequence[int], size: int) -> bytes:
     """A `Tensor` up to its bytes."""
     message = tensor_pb2.Tensor(tensor_shape=_tensors.shape_message(shape))
     message.dtype = number  # type: ignore[assignment]
-    content = wire.tag(tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER) + wire.varint(size)
+    content = wire.tag(tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER) + varint(size)
     return message.SerializeToString() + content
 
 
@@ -195,5 +196,5 @@ def _duration(nanoseconds: int) -> bytes:
     """A `google.protobuf.Duration`."""
     seconds, nanos = divmod(nanoseconds, _NANOSECONDS)
     if not seconds:
-        return b"\x10" + wire.varint(nanos)
-    return b"\x08" + wire.varint(seconds) + b"\x10" + wire.varint(nanos)
+        return b"\x10" + varint(nanos)
+    return b"\x08" + varint(seconds) + b"\x10" + varint(nanos)

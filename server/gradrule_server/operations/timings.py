@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+from gradrule import _wire
 from gradrule.v1 import evaluate_pb2
 from gradrule_server.operations.request import EngineRun, current
-
-_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
-_FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
 
 _OF_EVALUATE = evaluate_pb2.EvaluateResponse.DESCRIPTOR.fields_by_name
 EVALUATE_TIMINGS, EVALUATE_DEVICE = _OF_EVALUATE["timings"].number, _OF_EVALUATE["device"].number
@@ -40,36 +38,5 @@ def fields_of(message: bytes, numbers: tuple[int, ...]) -> dict[int, bytes]:
 
     `ValueError` where the bytes are no message.
     """
-    found: dict[int, bytes] = {}
-    position, end = 0, len(message)
-    while position < end:
-        tag, position = _varint(message, position)
-        wire_type = tag & 7
-        if wire_type == _LENGTH:
-            size, position = _varint(message, position)
-            if tag >> 3 in numbers:
-                found[tag >> 3] = bytes(message[position : position + size])
-            position += size
-        elif wire_type == _VARINT:
-            _, position = _varint(message, position)
-        elif wire_type in _FIXED_BYTES:
-            position += _FIXED_BYTES[wire_type]
-        else:
-            raise ValueError(f"wire type {wire_type} is none of proto3's")
-    if position != end:
-        raise ValueError("the message ends within a field")
-    return found
-
-
-def _varint(message: bytes, position: int) -> tuple[int, int]:
-    """A varint and where it ends."""
-    value = shift = 0
-    while True:
-        if position >= len(message):
-            raise ValueError("the message ends within a number")
-        byte = message[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-        shift += 7
+    found = _wire.fields(message, 0, len(message))
+    return {number: bytes(message[start:end]) for number, start, end in found if number in numbers}

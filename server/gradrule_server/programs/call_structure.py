@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+from gradrule._wire import MalformedError, read_varint
 from gradrule.v1 import evaluate_pb2, tensor_pb2
 from gradrule_server.policy import SMALL_BYTES
 
@@ -49,7 +50,7 @@ def structure_of(raw: bytes) -> CallStructure | None:
             position += 2
             if tag in _TENSORS:
                 if size > 0x7F:
-                    size, position = _varint(raw, position - 1)
+                    size, position = read_varint(raw, position - 1)
                 stop = position + size
                 name_end = position + 2 + raw[position + 1]
                 if raw[position] != _NAME or raw[position + 1] > 0x7F or not _is_inline(raw, name_end, stop):
@@ -59,7 +60,7 @@ def structure_of(raw: bytes) -> CallStructure | None:
                 position = stop
             elif tag in (_PROGRAM, _PARAMS, _BATCHING):
                 if size > 0x7F:
-                    size, position = _varint(raw, position - 1)
+                    size, position = read_varint(raw, position - 1)
                 if tag == _PROGRAM:
                     if has_program:
                         return None
@@ -73,7 +74,7 @@ def structure_of(raw: bytes) -> CallStructure | None:
             kept += len(parts[-1])
             if len(parts) > _MOST_FIELDS or kept > _MOST_BYTES:
                 return None
-    except IndexError:
+    except (IndexError, MalformedError):
         return None
     return tuple(parts) if has_program and position == end else None
 
@@ -83,7 +84,7 @@ def _is_inline(raw: bytes, position: int, stop: int) -> bool:
     for tag in (_VALUE, _INLINE):
         if raw[position] != tag:
             return False
-        size, position = _varint(raw, position + 1)
+        size, position = read_varint(raw, position + 1)
         if position + size != stop:
             return False
     return stop <= len(raw) and (size <= _MOST_PARSED_BYTES or _is_content(raw, position, stop))
@@ -96,26 +97,11 @@ def _is_content(raw: bytes, position: int, stop: int) -> bool:
         tag = raw[position]
         size = 0
         if tag & 7 == _LENGTH:
-            size, after = _varint(raw, position + 1)
+            size, after = read_varint(raw, position + 1)
         else:
-            _, after = _varint(raw, position + 1)
+            _, after = read_varint(raw, position + 1)
         parsed += after - position + (0 if tag == _CONTENT else size)
         position = after + size
         if parsed > _MOST_PARSED_BYTES or tag > 0x7F or tag & 7 not in (_NUMBER, _LENGTH):
             return False
     return position == stop
-
-
-def _varint(raw: bytes, position: int) -> tuple[int, int]:
-    """A number, and where it ends. `IndexError` where it has no end, or is longer than a size can be."""
-    value = raw[position]
-    if value <= 0x7F:
-        return value, position + 1
-    value &= 0x7F
-    for shift in (7, 14, 21, 28):
-        position += 1
-        byte = raw[position]
-        value |= (byte & 0x7F) << shift
-        if byte <= 0x7F:
-            return value, position + 1
-    raise IndexError("no size has so many bytes")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from gradrule import _wire
 from gradrule_server.link.batching import BatchKey
 from gradrule_server.link.connection import EngineGone
 from gradrule_server.link.faults import EngineLost, NotLoaded
@@ -16,7 +17,7 @@ from gradrule_server.programs.conduct import Charge, suspect_of
 from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.programs.running import settings_of
 
-_REQUEST_TAG = bytes([link_pb2.RunRequest.REQUEST_FIELD_NUMBER << 3 | 2])
+_REQUEST = link_pb2.RunRequest.REQUEST_FIELD_NUMBER
 
 
 class KnownCalls:
@@ -60,7 +61,7 @@ class KnownCalls:
                 return None
         self._loaded.conduct.check(call.account.suspect)
         fields = link_pb2.RunRequest(key=load.engine_key, received_ns=received_ns).SerializeToString()
-        payload = (call.settings, fields, _REQUEST_TAG, _varint(len(raw)), raw)
+        payload = (call.settings, fields, _wire.prefix(_REQUEST, len(raw)), raw)
         with self._loaded.in_use(load):
             try:
                 batch_key = BatchKey(load.engine_key, call.settings)
@@ -81,12 +82,3 @@ class KnownCalls:
         self._loaded.conduct.proved(call.account.suspect)
         note_run(answer, received_ns)
         return answer
-
-
-def _varint(number: int) -> bytes:
-    written = bytearray()
-    while number > 0x7F:
-        written.append(number & 0x7F | 0x80)
-        number >>= 7
-    written.append(number)
-    return bytes(written)
