@@ -107,7 +107,7 @@ class Client:
 
     def many(self, count: int, in_flight: int) -> int:
         if self._program is None:
-            raise NotImplementedError("requests in flight are measured by program name")
+            raise ValueError("requests in flight are measured by program name: give a program")
         feeds = (self._work.feeds for _ in range(count))
         return sum(1 for _ in self._program.map(feeds, in_flight=in_flight, timeout=TIMEOUT_S))
 

@@ -1,4 +1,4 @@
-// Calls over a stream and in chunks, against a gRPC server that answers as it is told.
+// Calls over a stream and in chunks, against a gRPC server whose answers each test sets.
 
 import assert from "node:assert/strict";
 import { test } from "node:test";

@@ -77,7 +77,7 @@ class GradientPlace:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the tensors of an answer lie, by the names under which they are told.
+    """Where the tensors of an answer lie, by their names in the result.
 
     around: bytes before and between the contents of tensors, each with its position. end: where the tensors end.
     """
@@ -111,7 +111,7 @@ class Answer:
 class AnswerReader:
     """Reads the answers of one program. Safe to share between threads.
 
-    label_of: returns the name under which a tensor is told, from its name in the answer.
+    label_of: returns a tensor's name in the result, from its name in the answer.
     """
 
     def __init__(self, label_of: Callable[[str], str]) -> None:
@@ -143,7 +143,7 @@ def labels(aliases: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def labeller(aliases: Mapping[str, str] | None) -> Callable[[str], str]:
-    """Returns what gives the name under which a tensor is told."""
+    """Returns a function from a tensor's name to its name in the result: its alias, if it has one."""
     known = labels(aliases)
     return lambda name: known.get(bare(name), name)
 

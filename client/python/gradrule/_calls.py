@@ -142,9 +142,9 @@ def evaluate(
     )
     request.spec.CopyFrom(spec)
     aliases = _requests.given_aliases(graph, words)
-    told = _results.Told(aliases)
+    details = _results.ProgramDetails(aliases)
     read = AnswerReader(labeller(aliases)).read
-    return evaluate_call(request, lambda answer: _results.Result(answer, told, groups), blobs, large, read)
+    return evaluate_call(request, lambda answer: _results.Result(answer, details, groups), blobs, large, read)
 
 
 def compile_program(graph: GraphLike, name: str | None, words: _requests.Words) -> Call[program_pb2.Program]:

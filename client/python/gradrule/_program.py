@@ -22,7 +22,7 @@ class ProgramBase:
         self._groups = groups
         self._overrides = _results.resolutions(message.overrides)
         # The answer of a compiled program leaves out what the program told once.
-        self._told = _results.Told(dict(message.aliases), self._overrides, self.defaulted, self.rewritten)
+        self._details = _results.ProgramDetails(dict(message.aliases), self._overrides, self.defaulted, self.rewritten)
         self._target = evaluate_pb2.EvaluateRequest(program=message.name)
         self._encoder = ProgramEncoder(message)
         self._reader = AnswerReader(labeller(message.aliases))
@@ -107,7 +107,7 @@ class ProgramBase:
         return _calls.Call(_calls.EVALUATE, self._target, self._reader.read, self._decode, blobs, large=(parts,))
 
     def _decode(self, answer: Answer) -> _results.Result:
-        return _results.Result(answer, self._told, self._groups)
+        return _results.Result(answer, self._details, self._groups)
 
 
 def merged(feeds: Feeds | None, named: Mapping[str, Any]) -> Feeds:

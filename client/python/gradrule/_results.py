@@ -141,16 +141,16 @@ class Result:
     alone.
     """
 
-    def __init__(self, answer: Answer, told: Told, groups: Groups = None) -> None:
+    def __init__(self, answer: Answer, details: ProgramDetails, groups: Groups = None) -> None:
         self._answer = answer
-        self._told = told
+        self._details = details
         self._groups = groups
 
     @cached_property
     def outputs(self) -> Mapping[str, Array]:
         data = self._answer.data
         found = {name: place.array(data) for name, place in self._answer.layout.outputs.items()}
-        return ByName(found, self._told.aliases)
+        return ByName(found, self._details.aliases)
 
     @cached_property
     def gradients(self) -> Mapping[str, Any]:
@@ -159,24 +159,24 @@ class Result:
         for x, place in self._answer.layout.gradients.items():
             tensors = [tensor.array(data) for tensor in place.tensors]
             found[x] = Sparse(*tensors) if place.kind == "sparse" else tensors[0] if tensors else None
-        return regrouped(ByName(found, self._told.aliases), self._groups)
+        return regrouped(ByName(found, self._details.aliases), self._groups)
 
     @cached_property
     def gradient_kinds(self) -> Mapping[str, str]:
-        return ByName(self._answer.layout.kinds, self._told.aliases)
+        return ByName(self._answer.layout.kinds, self._details.aliases)
 
     @cached_property
     def overrides(self) -> list[Resolution]:
-        told = self._told.overrides
-        return resolutions(self._answer.rest.overrides) if told is None else list(told)
+        overrides = self._details.overrides
+        return resolutions(self._answer.rest.overrides) if overrides is None else list(overrides)
 
     @cached_property
     def defaulted(self) -> list[str]:
-        return list(self._answer.rest.defaulted if self._told.defaulted is None else self._told.defaulted)
+        return list(self._answer.rest.defaulted if self._details.defaulted is None else self._details.defaulted)
 
     @cached_property
     def rewritten(self) -> list[str]:
-        return list(self._answer.rest.rewritten if self._told.rewritten is None else self._told.rewritten)
+        return list(self._answer.rest.rewritten if self._details.rewritten is None else self._details.rewritten)
 
     @cached_property
     def timings(self) -> Timings:
@@ -200,11 +200,11 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """What is known of an answer beforehand.
+class ProgramDetails:
+    """What is known of a program before its answers come.
 
-    aliases: those under which tensors are told. The rest: what a program told once, in the place of what its answers
-    leave out; None: it is in the answer.
+    aliases: names of tensors in the result. The rest was in the answer to CompileProgram, so that later answers
+    leave it out; None: it is in the answer.
     """
 
     aliases: Mapping[str, str] | None = None
@@ -312,7 +312,7 @@ class RuleInfo:
 def gradients_by_x(
     messages: Iterable[evaluate_pb2.Gradient], aliases: Mapping[str, str] | None = None
 ) -> ByName[Array | Sparse | None]:
-    """Gradients; None where there is none. aliases: those under which tensors are told."""
+    """Gradients; None where there is none. aliases: names of tensors in the result."""
     given = labels(aliases)
     found: ByName[Array | Sparse | None] = ByName(aliases=aliases)
     for gradient in messages:
@@ -340,8 +340,8 @@ def timings(message: evaluate_pb2.Timings) -> Timings:
 
 
 def result(data: bytes, groups: Groups = None, aliases: Mapping[str, str] | None = None) -> Result:
-    """From the bytes of an answer of Evaluate. aliases: those under which tensors are told."""
-    return Result(AnswerReader(labeller(aliases)).read(data), Told(aliases), groups)
+    """From the bytes of an answer of Evaluate. aliases: names of tensors in the result."""
+    return Result(AnswerReader(labeller(aliases)).read(data), ProgramDetails(aliases), groups)
 
 
 def explanation(
@@ -349,7 +349,7 @@ def explanation(
 ) -> Explanation:
     """From the answer of CompileProgram with validate_only.
 
-    aliases: those under which tensors are told. graph: the bytes that were asked about.
+    aliases: names of tensors in the result. graph: the bytes that were asked about.
     """
     program = response.program
     return Explanation(
