@@ -12,15 +12,18 @@ import ipaddress
 import logging
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from gradrule_server.front.heap import HeapTrimmer
 from gradrule_server.front.sockets import Address, Peer, Socket, Sockets, parsed_peer
 from gradrule_server.front.stalls import patience
 from gradrule_server.operations.rates import RateBound
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -131,7 +134,7 @@ class Connection:
             raw = None
             self.begin_read()
             try:
-                raw = await anext(requests, None)
+                raw = await not_cancelled(anext(requests, None))
             finally:
                 self.end_read(raw)
             if raw is None:
@@ -152,6 +155,22 @@ class Connection:
             self.behind_since = None
         elif self.behind_since is None or self._delivered - self.delivered_then >= self.unfinished:
             self.behind_since, self.delivered_then = now, self._delivered
+
+
+async def not_cancelled(read: Awaitable[T]) -> T:
+    """Waits for a read of gRPC's. Who waits may be cancelled, the read goes on and ends with its call.
+
+    grpc.aio never frees some hundred bytes that belong to a read that is cancelled.
+    """
+    reading = asyncio.ensure_future(read)
+    reading.add_done_callback(_retrieve)
+    return await asyncio.shield(reading)
+
+
+def _retrieve(reading: asyncio.Future[T]) -> None:
+    """Takes note of how a read ended that nobody waits for any more: asyncio would log its exception."""
+    if not reading.cancelled():
+        reading.exception()
 
 
 @dataclass

@@ -14,7 +14,7 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.front.admission import Admission, Share
 from gradrule_server.front.calls import Context
-from gradrule_server.front.connections import ConnectionWatch
+from gradrule_server.front.connections import ConnectionWatch, not_cancelled
 from gradrule_server.front.rounds import Rounds
 
 # A message that takes longer counts for as much as it may have, since nobody can tell how much of it is there.
@@ -64,10 +64,7 @@ class Arrivals:
         connection.begin_read()
         raw: object = grpc.aio.EOF
         try:
-            # A read that is cancelled loses some hundred bytes of gRPC's; by itself it ends with the call.
-            reading: asyncio.Future[object] = asyncio.ensure_future(context.read())
-            reading.add_done_callback(_retrieve)
-            raw = await asyncio.shield(reading)
+            raw = await not_cancelled(context.read())
         except asyncio.CancelledError:
             if arrival.refusal is None:
                 raise
@@ -83,9 +80,3 @@ class Arrivals:
         data = cast(bytes, raw)
         self._admission.grow(share, len(data))
         return data
-
-
-def _retrieve(reading: asyncio.Future[object]) -> None:
-    """Takes note of how a read ended that nobody waits for any more: asyncio would log its exception."""
-    if not reading.cancelled():
-        reading.exception()

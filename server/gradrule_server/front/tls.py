@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,12 +30,13 @@ class _Files:
 class Certificates:
     """A certificate with its key, and whose certificates clients need, if any. `CertificateError`.
 
-    Looked at when a client connects: connections that are there stay as they are.
+    A renewed certificate is for clients that connect from then on: connections that are there stay as they are.
     """
 
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None) -> None:
         self._paths = certificate, key, client_ca
-        self._files = self._read()
+        self._lock = threading.Lock()
+        self._files = self._given = self._read()
         # One change of any of them counts; a certificate and its key are renewed one after the other.
         self._watched = [WatchedFile(path, Path.read_bytes, OSError) for path in self._paths if path is not None]
         self._seen = self._contents()
@@ -48,23 +50,28 @@ class Certificates:
         )
 
     def refresh(self) -> None:
-        """Looks at the files now. Blocking."""
+        """Reads the files again where they have changed. Blocking."""
         for file in self._watched:
             file.refresh()
+        with self._lock:
+            contents = self._contents()
+            if contents == self._seen:
+                return
+            self._seen = contents
+            try:
+                self._files = self._read()
+            except CertificateError as cause:
+                _log.warning("%s; the certificate from before stays", cause)
+            else:
+                _log.info("the certificate was read again")
 
     def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
-        """The certificate, if it has changed; called by gRPC's threads."""
-        contents = self._contents()
-        if contents == self._seen:
-            return None
-        self._seen = contents
-        try:
-            self._files = self._read()
-        except CertificateError as cause:
-            _log.warning("%s; the certificate from before stays", cause)
-            return None
-        _log.info("the certificate was read again")
-        return _configuration(self._files)
+        """The certificate, if it has changed since gRPC asked last; called by gRPC's threads."""
+        with self._lock:
+            if self._files == self._given:
+                return None
+            self._given = self._files
+            return _configuration(self._files)
 
     def _contents(self) -> list[bytes]:
         return [file.value() for file in self._watched]

@@ -199,3 +199,25 @@ async def test_a_read_that_is_given_up_ends_by_itself() -> None:
         await reading
     assert not message.cancelled()
     message.set_result(b"")
+
+
+async def test_a_message_of_a_stream_that_is_given_up_ends_by_itself() -> None:
+    message: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    class Requests:
+        def __aiter__(self) -> AsyncIterator[bytes]:
+            return self
+
+        async def __anext__(self) -> bytes:
+            return await message
+
+    connection = ConnectionWatch().of("ipv4:192.0.2.1:1234")
+    reading: asyncio.Future[bytes] = asyncio.ensure_future(anext(connection.messages(Requests())))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert not message.cancelled()
+    assert not connection.reads
+    message.set_result(b"")

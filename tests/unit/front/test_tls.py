@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -27,3 +29,20 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
     ):
         with pytest.raises(CertificateError, match=why):
             Certificates(*files)
+
+
+def test_a_renewed_certificate_is_read_before_a_client_connects(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever renews it learns at once what is wrong with it."""
+    authority = Authority(tmp_path, "authority")
+    one, other = authority.server("one"), authority.server("other")
+    certificates = Certificates(one.certificate, one.key, None)
+    shutil.copy(other.certificate, one.certificate)
+    certificates.refresh()
+    certificates.refresh()
+    assert caplog.text.count("the certificate from before stays") == 1
+    shutil.copy(other.key, one.key)
+    with caplog.at_level(logging.INFO):
+        certificates.refresh()
+    assert "the certificate was read again" in caplog.text
