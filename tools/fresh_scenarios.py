@@ -77,10 +77,13 @@ class Stage:
                 {folder}/bin/pip wheel --quiet --no-deps --wheel-dir {HOME}/dist {HOME}/source
                 {folder}/bin/pip install --quiet "$(echo {HOME}/dist/gradrule-*.whl){extra}"
             """
-            done = builder.run("sh", "-ec", steps)
-            if done.returncode != 0:
+            try:
+                done = builder.run("sh", "-ec", steps)
+                check(done.returncode == 0, "the wheel cannot be built and installed", done.stdout)
+            except BaseException:
+                # Also after a time-out: the next scenario would take half an environment for a whole one.
                 shutil.rmtree(folder)
-            check(done.returncode == 0, "the wheel cannot be built and installed", done.stdout)
+                raise
         return folder
 
     def quick_start(self, environment: Path, *flags: str, machine: Machine) -> str:
