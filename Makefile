@@ -17,7 +17,8 @@ ARGS ?=
 # Tests run in as many processes as there are cores, at most four: each has servers of its own. One file's tests stay together.
 # Files start in the order in which they are named: those with servers first, so that no long file is left at the end.
 WORKERS ?= auto
-PYTEST = $(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# Compiled code is written, also where the environment forbids it: tests start many servers and command lines.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # The first Python that is supported, unless PYTHON names one.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3 python; do \

@@ -20,13 +20,12 @@ from tests.battery import judging, wire
 from tests.battery.figures import Figures, Findings, Scale
 from tests.battery.known import HealthyClient
 from tests.battery.processes import Holds, holds
-from tests.battery.serving import SPARE_DESCRIPTORS, served, settled
+from tests.battery.serving import growth_faults, served, settled
 from tests.service import raw
 from tests.service.servers import RunningServer
 
 TARGET = "a healthy client beside each: 0 errors, p99 ≤ 1 s; descriptors return, memory ≤ 256 MiB more"
 P99_S = 1.0
-MEMORY_BYTES = 256 << 20
 # A connection that says nothing is closed after the handshake's timeout of 10 s.
 _SETTLE_S = 20.0
 _LONG_S = 60.0
@@ -110,11 +109,7 @@ def judge(
     found += [f"{name}: a wrong answer: {fault}" for fault in wrong]
     if p99_s > most_s:
         found.append(f"{name}: the healthy client waited {p99_s:.2f} s (p99)")
-    if after.descriptors > before.descriptors + SPARE_DESCRIPTORS:
-        found.append(f"{name}: {after.descriptors} descriptors, {before.descriptors} before")
-    if after.resident_bytes > before.resident_bytes + MEMORY_BYTES:
-        found.append(f"{name}: the front end keeps {(after.resident_bytes - before.resident_bytes) >> 20} MiB")
-    return found
+    return found + [f"{name}: {fault}" for fault in growth_faults(before, after)]
 
 
 async def _warm_up(target: str) -> None:

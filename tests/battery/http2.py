@@ -22,7 +22,7 @@ from tests.battery.fuzz import Pulse
 from tests.battery.http2_cases import SECRET, Case, Cases
 from tests.battery.known import HealthyClient
 from tests.battery.processes import holds
-from tests.battery.serving import SPARE_DESCRIPTORS, data_folder, served, settled
+from tests.battery.serving import data_folder, growth_faults, served, settled
 from tests.service.servers import RunningServer
 
 TARGET = "the server stays up and answers others; 0 untyped statuses, 0 forged lines; memory and descriptors return"
@@ -30,7 +30,6 @@ LONG = 1_000_000
 CONNECTIONS = 12
 # The front end reads what the fuzzer sends with the same processor.
 STALL_S = 30.0
-MEMORY_BYTES = 256 << 20
 # A connection that says nothing is closed after the handshake's timeout of 10 s.
 _SETTLE_S = 30.0
 _ANSWER_S = 20.0
@@ -95,10 +94,8 @@ async def fuzz(server: RunningServer, scale: Scale, count: int, token: str | Non
             "descriptors": [before.descriptors, after.descriptors],
             "grew_mib": round((after.resident_bytes - before.resident_bytes) / 2**20, 1),
         }
-        if after.descriptors > before.descriptors + SPARE_DESCRIPTORS:
-            findings.add(f"{after.descriptors} descriptors, {before.descriptors} before")
-        if after.resident_bytes > before.resident_bytes + MEMORY_BYTES:
-            findings.add(f"the front end keeps {(after.resident_bytes - before.resident_bytes) >> 20} MiB")
+        for fault in growth_faults(before, after):
+            findings.add(fault)
     else:
         findings.add(f"the front end ended with {server.process.returncode}")
     seen = healthy.seen

@@ -17,6 +17,8 @@ from tests.service.servers import RunningServer, started_server
 
 SPARE_DESCRIPTORS = 3
 """How many more descriptors a server may have after a row than before it."""
+_SPARE_BYTES = 256 << 20
+"""How much more memory a front end may have after a row than before it: malloc keeps some of what was freed."""
 
 _numbers = itertools.count()
 
@@ -55,3 +57,13 @@ async def settled(server: RunningServer, before: Holds, within_s: float) -> Hold
         if now.descriptors <= before.descriptors + SPARE_DESCRIPTORS or time.monotonic() > ends_at:
             return now
         await asyncio.sleep(0.2)
+
+
+def growth_faults(before: Holds, after: Holds) -> list[str]:
+    """Returns what a front end holds on to after an attack, one line for each; nothing where it gave all back."""
+    found = []
+    if after.descriptors > before.descriptors + SPARE_DESCRIPTORS:
+        found.append(f"{after.descriptors} descriptors, {before.descriptors} before")
+    if after.resident_bytes > before.resident_bytes + _SPARE_BYTES:
+        found.append(f"the front end keeps {(after.resident_bytes - before.resident_bytes) >> 20} MiB")
+    return found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import grpc
 import pytest
@@ -41,3 +42,16 @@ def grace(guarded: Guarded, names: tuple[str, str]) -> Iterator[gr.Client]:
     """Returns a client of the second tenant."""
     with guarded.connect(names[1]) as client:
         yield client
+
+
+@pytest.fixture
+def channels(guarded: Guarded) -> Iterator[Callable[[str], grpc.Channel]]:
+    """`channels(tenant)`: a bare channel with the tenant's credentials."""
+    with ExitStack() as stack:
+
+        def channel(tenant: str) -> grpc.Channel:
+            call = grpc.access_token_call_credentials(guarded.web_token(tenant))
+            both = grpc.composite_channel_credentials(gr.tls(guarded.authority.file), call)
+            return stack.enter_context(grpc.secure_channel(guarded.running.target, both))
+
+        yield channel

@@ -86,6 +86,12 @@ def resident_bytes(pid: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def processor_s(pid: int) -> float:
+    """Returns the processor time that a process has used, its children's not counted."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def wait_until(probe: Callable[[], T | None], what: str, timeout_s: float = 30.0) -> T:
     """The first result of `probe` that is not None."""
     ends_at = time.monotonic() + timeout_s

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
+import gradrule as gr
 from gradrule.v1 import evaluate_pb2_grpc, graph_pb2, tensor_pb2
 from tests.service import endless, raw
 from tests.service.health import wait_for_another_engine
@@ -40,13 +41,14 @@ def chain(count: int, op: str = "Neg", prefix: str = "n") -> graph_pb2.Graph:
     return raw.graph(raw.placeholder(), *nodes, raw.node("y", "Identity", f"{prefix}{count - 1}"))
 
 
-def endless_calls(channel: grpc.Channel, timeout: float) -> list[Any]:
-    """Two calls that hold both threads, and run by now."""
+def endless_calls(server: RunningServer, channel: grpc.Channel, timeout: float) -> list[Any]:
+    """Starts two calls that never end; returns them when the engine runs both, on its two threads."""
     request = raw.request(endless.graph_def().SerializeToString(), {"x": raw.tensor(endless.ENDS)})
     raw.evaluate(channel, request)
     request = raw.request(endless.graph_def().SerializeToString(), {"x": raw.tensor(endless.STAYS)})
     calls = [evaluate_pb2_grpc.GradientServiceStub(channel).Evaluate.future(request, timeout=timeout) for _ in range(2)]
-    time.sleep(1.0)
+    with gr.connect(server.target) as client:
+        wait_until(lambda: sum(engine.running for engine in client.server_status().engines) == 2 or None, "two calls")
     return calls
 
 
@@ -61,10 +63,11 @@ def test_a_call_that_waits_for_a_thread_past_its_deadline_does_no_harm(
     narrow: RunningServer, narrow_channel: grpc.Channel
 ) -> None:
     engine = narrow.wait_for_engine()
-    calls = endless_calls(narrow_channel, timeout=6.0)
+    calls = endless_calls(narrow, narrow_channel, timeout=6.0)
     sign = raw.request(raw.sign_graph())
-    assert code_of(lambda: raw.evaluate(narrow_channel, sign, timeout=1.0)) is grpc.StatusCode.DEADLINE_EXCEEDED
-    time.sleep(2.0)
+    # An engine is ended half a second after a deadline: by the second deadline, what follows the first has happened.
+    for _ in range(2):
+        assert code_of(lambda: raw.evaluate(narrow_channel, sign, timeout=1.0)) is grpc.StatusCode.DEADLINE_EXCEEDED
     assert narrow.engine_pid() == engine
     assert not any(call.done() for call in calls)
     # Those that do run past theirs are the engine's end, also when they hold all its threads. This one waits, and runs.
@@ -74,7 +77,7 @@ def test_a_call_that_waits_for_a_thread_past_its_deadline_does_no_harm(
 
 
 def test_cancelled_calls_give_their_threads_back(narrow: RunningServer, narrow_channel: grpc.Channel) -> None:
-    for call in endless_calls(narrow_channel, timeout=300.0):
+    for call in endless_calls(narrow, narrow_channel, timeout=300.0):
         call.cancel()
     started = time.monotonic()
     raw.evaluate(narrow_channel, raw.request(raw.sign_graph()), timeout=60.0)

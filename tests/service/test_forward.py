@@ -131,13 +131,17 @@ def forward_of(name: str, values: Any) -> evaluate_pb2.ForwardRequest:
 @provokes("HANDLE_EXPIRED")
 def test_a_handle_lapses_after_its_last_use(small: RunningServer) -> None:
     with gr.connect(small.target) as client, grpc.insecure_channel(small.target) as channel, opened(channel) as stream:
-        stream.send(1, forward=forward_of(compiled(client).name, X))
+        forward = forward_of(compiled(client).name, X)
+        stream.send(1, forward=forward)
+        assert stream.receive().forward.ttl.ToNanoseconds() == 1.5e9
+        forward.ttl.FromMilliseconds(50)
+        stream.send(1, forward=forward)
         answer = stream.receive().forward
-        assert answer.ttl.ToNanoseconds() == 1.5e9
+        assert answer.ttl.ToNanoseconds() == 5e7
 
         def lapsed() -> bytes | None:
-            # Looking at it more often would keep it alive.
-            time.sleep(2.5)
+            # Each look starts the 50 ms anew.
+            time.sleep(0.1)
             stream.send(2, pull_back=evaluate_pb2.PullBackRequest(handle=answer.handle))
             return stream.receive().status or None
 

@@ -7,7 +7,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +48,6 @@ def engines_of(guarded: Guarded) -> Iterator[Callable[..., set[int]]]:
             }
 
         yield pids
-
-
-@pytest.fixture
-def channel_of(guarded: Guarded) -> Iterator[Callable[[str], grpc.Channel]]:
-    """`channel_of(tenant)`: a bare channel of a tenant's."""
-    with ExitStack() as stack:
-
-        def channel(tenant: str) -> grpc.Channel:
-            call = grpc.access_token_call_credentials(guarded.web_token(tenant))
-            both = grpc.composite_channel_credentials(gr.tls(guarded.authority.file), call)
-            return stack.enter_context(grpc.secure_channel(guarded.running.target, both))
-
-        yield channel
 
 
 def counter() -> gr.Graph:
@@ -153,10 +139,10 @@ def test_endless_loops_of_one_tenant_keep_no_other_waiting(
     ada: gr.Client,
     grace: gr.Client,
     names: tuple[str, str],
-    channel_of: Callable[[str], grpc.Channel],
+    channels: Callable[[str], grpc.Channel],
 ) -> None:
     grace.evaluate(sign(), feeds=_FEEDS, fetches=["y"])
-    loops = [start_loop(channel_of(names[0])) for _ in range(_LOOPS)]
+    loops = [start_loop(channels(names[0])) for _ in range(_LOOPS)]
     # They have all threads once a call of the same tenant waits.
     with refused("DEADLINE_EXCEEDED"):
         wait_until(lambda: ada.evaluate(sign(), feeds=_FEEDS, fetches=["y"], timeout=1.0) and None, "a call")
@@ -178,7 +164,7 @@ def test_a_call_that_overruns_or_is_cancelled_ends_no_session(
     ada: gr.Client,
     names: tuple[str, str],
     engines_of: Callable[..., set[int]],
-    channel_of: Callable[[str], grpc.Channel],
+    channels: Callable[[str], grpc.Channel],
     is_cancelled: bool,
 ) -> None:
     program = ada.compile(endless.graph_def(), fetches=["y"])
@@ -186,7 +172,7 @@ def test_a_call_that_overruns_or_is_cancelled_ends_no_session(
         step(session)
         (before,) = engines_of(names[0])
         if is_cancelled:
-            loop = start_loop(channel_of(names[0]))
+            loop = start_loop(channels(names[0]))
             with refused("DEADLINE_EXCEEDED"):
                 program.evaluate({"x": endless.STAYS}, timeout=0.5)
             loop.cancel()
@@ -216,7 +202,7 @@ def test_a_session_that_opens_while_another_s_step_is_given_up_outlives_the_engi
 
 
 def test_a_lost_session_is_told_at_once_though_no_request_is_under_way(
-    names: tuple[str, str], engines_of: Callable[..., set[int]], channel_of: Callable[[str], grpc.Channel]
+    names: tuple[str, str], engines_of: Callable[..., set[int]], channels: Callable[[str], grpc.Channel]
 ) -> None:
     start = session_pb2.RunSessionRequest()
     start.start.graph.serialized = counter().to_bytes()
@@ -226,7 +212,7 @@ def test_a_lost_session_is_told_at_once_though_no_request_is_under_way(
         yield start.SerializeToString()
         outgoing.wait(60)
 
-    stream: Any = channel_of(names[0]).stream_stream(RUN_SESSION)(requests(), timeout=60)
+    stream: Any = channels(names[0]).stream_stream(RUN_SESSION)(requests(), timeout=60)
     assert session_pb2.RunSessionResponse.FromString(next(stream)).HasField("started")
     (pid,) = engines_of(names[0], sessions=True)
     os.kill(pid, signal.SIGKILL)

@@ -16,7 +16,7 @@ from gradrule.v1 import evaluate_pb2
 from tests.service import endless, raw
 from tests.service.graph_defs import drawn
 from tests.service.health import wait_for_another_engine
-from tests.service.servers import resident_bytes, running_server
+from tests.service.servers import RunningServer, processor_s, resident_bytes, running_server, wait_until
 from tests.service.streams import RawStream, opened, reason
 
 
@@ -32,6 +32,18 @@ def sign_of(value: float) -> evaluate_pb2.EvaluateRequest:
 
 def staying() -> evaluate_pb2.EvaluateRequest:
     return raw.request(endless.graph_def().SerializeToString(), {"x": raw.tensor(endless.STAYS)})
+
+
+def await_rest(server: RunningServer) -> None:
+    """Waits until neither the server nor its engine uses processor time."""
+
+    def probe() -> bool | None:
+        pids = {server.process.pid, server.wait_for_engine()}
+        before = sum(processor_s(pid) for pid in pids)
+        time.sleep(0.5)
+        return sum(processor_s(pid) for pid in pids) - before < 0.05 or None
+
+    wait_until(probe, "rest")
 
 
 def output(answer: evaluate_pb2.StreamEvaluateResponse) -> float:
@@ -133,7 +145,7 @@ def test_answers_that_nobody_reads_do_not_pile_up(tmp_path: Path) -> None:
         stream.receive()
         for number in range(1, count):
             stream.send(number, evaluate=request)
-        time.sleep(5.0)
+        await_rest(server)
         assert resident_bytes(server.process.pid) < 500e6
         assert {stream.receive().request_id for _ in range(1, count)} == set(range(1, count))
 

@@ -8,7 +8,6 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent import futures
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from tests.service.corpus import CRASHES, HANGS, Bad
 from tests.service.graph_defs import drawn, placeholder
 from tests.service.healthy import healthy_client
 from tests.service.refusals import provokes, sign
-from tests.service.servers import RunningServer, running_server, wait_until
+from tests.service.servers import RunningServer, processor_s, running_server, wait_until
 
 _QUARANTINE_S = 5.0
 _LIMIT = "3GiB"
@@ -62,10 +61,9 @@ def engine_pids(server: RunningServer) -> set[int]:
 def cpu_seconds(pid: int) -> float:
     """What a process has used; 0 once it is gone."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return processor_s(pid)
     except OSError:
         return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def server_log(server: RunningServer) -> str:

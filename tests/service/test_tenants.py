@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sqlite3
-import time
-from collections.abc import Iterator
+import threading
 from concurrent import futures
 from contextlib import ExitStack
 from typing import Any
@@ -24,19 +23,6 @@ from tests.service.servers import wait_until
 from tests.service.streams import opened, reason
 
 WORDS: dict[str, Any] = {"fetches": ["y"], "ys": ["y"], "xs": ["x"]}
-
-
-@pytest.fixture
-def channels(guarded: Guarded) -> Iterator[Any]:
-    """`channels(tenant)`: a bare channel of a tenant's."""
-    with ExitStack() as stack:
-
-        def channel(tenant: str) -> grpc.Channel:
-            call = grpc.access_token_call_credentials(guarded.web_token(tenant))
-            both = grpc.composite_channel_credentials(gr.tls(guarded.authority.file), call)
-            return stack.enter_context(grpc.secure_channel(guarded.running.target, both))
-
-        yield channel
 
 
 def gradient(client: gr.Client, rule: Any) -> list[float]:
@@ -385,7 +371,8 @@ def takes_a_stream(channel: grpc.Channel, request: Any) -> bool:
 def test_a_stream_that_is_not_read_ends(guarded: Guarded, channels: Any) -> None:
     graph = raw.graph(raw.placeholder(), raw.node("y", "Neg", "x"))
     request = raw.request(graph, {"x": raw.tensor(np.ones(1_000_000, np.float32))})
-    with opened(channels("who does not read")) as stream:
+    channel = channels("who does not read")
+    with opened(channel) as stream:
         for number in range(1, 9):
             stream.send(number, evaluate=request)
         wait_until(lambda: "was not read within" in guarded.running.log.read_text() or None, "the end of the stream")
@@ -394,8 +381,10 @@ def test_a_stream_that_is_not_read_ends(guarded: Guarded, channels: Any) -> None
             for _ in range(4):
                 stream.receive()
         refusal.says("--stall-s")
-    # The stream is long over when its connection is closed.
-    time.sleep(5)
+    # The server closes the connection some seconds after the stream is over.
+    closed = threading.Event()
+    channel.subscribe(lambda state: closed.set() if state is grpc.ChannelConnectivity.IDLE else None)
+    assert closed.wait(60)
     with opened(channels("who reads")) as stream:
         stream.send(1, evaluate=request)
         assert reason(stream.receive()) == ""
