@@ -145,6 +145,7 @@ def prepare(
         memory_limit=limits.engine_bytes,
         max_rank=limits.rank,
         unbatched=not _may_batch(spec.batching),
+        jit=spec.jit,
     )
     key = _digest(graph_digest, spec, call, wish, request, table, values)
     request.key = key
@@ -302,6 +303,8 @@ def _digest(
     }
     if request.unbatched:
         content["batching"] = False
+    if spec.jit == program_pb2.JIT_AUTO:
+        content["jit"] = True
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
