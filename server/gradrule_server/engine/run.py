@@ -40,9 +40,10 @@ def run(built: Built, request: link_pb2.RunRequest, contents: Contents, reader: 
     if request.blob_folder:
         reader = reader.within(request.blob_folder)
     arrays = translated(lambda: reader.arrays(built, call, request.params, contents))
-    if built.jit is None:
+    jit = built.jit
+    if jit is None:
         return respond(built, translated(lambda: built.call(arrays)), request.received_ns, started)
-    results, is_compiled = translated(lambda: built.jit.run(arrays))
+    results, is_compiled = translated(lambda: jit.run(arrays))
     parts = respond(built, results, request.received_ns, started)
     if is_compiled:
         parts.append(_COMPILED)

@@ -1,7 +1,7 @@
 """Chooses, for each set of shapes of a program that allows it, between TensorFlow's kernels and XLA.
 
-1. Calls are counted. Once they have run for `after_s` in all, XLA compiles the program in the background, with a copy of
-   what two of these calls were fed; where it comes to something else than they did, the program stays as it is.
+1. Calls are counted. Once they have run for `after_s` in all, XLA compiles the program in the background, and runs it
+   on a copy of what two of these calls were fed; where the results are not theirs up to rounding, XLA is not used.
 2. The next calls run by turns with and without XLA, and are timed.
 3. Where XLA takes less than 0.8 of the time, it runs all further calls of these shapes.
 """
@@ -178,7 +178,7 @@ class JitChoice:
         times.append(time.perf_counter_ns() - started)
         with self._lock:
             if variant.phase is Phase.TIMING and min(map(len, variant.times)) >= _TIMED_RUNS:
-                without, with_xla = map(statistics.median, variant.times)
+                without, with_xla = (statistics.median(times) for times in variant.times)
                 if with_xla <= _MOST_OF_TIME * without:
                     variant.phase = Phase.CHOSEN
                 else:
