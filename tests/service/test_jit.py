@@ -154,3 +154,19 @@ def test_a_server_may_turn_it_off(tmp_path_factory: pytest.TempPathFactory) -> N
         program = compiled(client, chain(), jit="auto")
         x = feed()
         assert not any(program(x=x).jit for _ in range(60))
+
+
+def test_xla_does_not_regroup(client: gr.Client) -> None:
+    """The sums and products that it would fold are what TensorFlow's kernels come to."""
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [None])
+    parts = {"sum": (x + 1e8) - 1e8, "product": (x * 1e-30) * 1e30, "chain": ((x - 1e8) + 1e8) * 0.5}
+    for name, part in parts.items():
+        g.one("Identity", part, name=name)
+    program = client.compile(g, fetches=list(parts), jit="auto")
+    value = feed(4 * _SIZE) * np.float32(100)
+    found = called_until(lambda: program(x=value), lambda answer: answer.jit).outputs
+    large, small = np.float32(1e8), np.float32(1e-30)
+    np.testing.assert_array_equal(found["sum"], (value + large) - large)
+    np.testing.assert_array_equal(found["product"], (value * small) * np.float32(1e30))
+    np.testing.assert_array_equal(found["chain"], ((value - large) + large) * np.float32(0.5))
