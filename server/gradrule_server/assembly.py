@@ -112,6 +112,7 @@ def pool_of(settings: Settings, blobs: BlobStore, on_change: Callable[[bool], No
         settings.sandbox,
         settings.max_batch_size,
         settings.max_batch_delay_ms / 1000,
+        settings.jit_after_s,
     )
     return EnginePool(
         options,

@@ -98,6 +98,12 @@ class Settings(BaseModel):
         description="Milliseconds that a request waits at most, while two runs of its program are under way, for one "
         "of them to end; 0: it runs as soon as a thread is free.",
     )
+    jit_after_s: float = Field(
+        1.0,
+        ge=0,
+        description="Seconds that a program with jit=auto runs, in all calls with equal shapes, before XLA compiles it "
+        "in the background; 0: never.",
+    )
     engines: PositiveInt = Field(
         1, description="Engines for programs per tenant. A tenant gets one more for its sessions."
     )

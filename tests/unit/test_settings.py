@@ -21,6 +21,7 @@ OTHER_VALUES = {
     "engine_threads": 2,
     "max_batch_size": 16,
     "max_batch_delay_ms": 2.5,
+    "jit_after_s": 2.5,
     "engines": 18,
     "max_engines": 99,
     "spares": 0,

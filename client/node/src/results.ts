@@ -53,6 +53,8 @@ export interface Evaluation {
   readonly digests: Digests;
   /** Nodes that rewrites replaced; empty for a program. */
   readonly rewritten: readonly string[];
+  /** XLA computed it. */
+  readonly jit: boolean;
 }
 
 const STATUSES = {
@@ -87,6 +89,7 @@ export function evaluationOf(message: EvaluateResponse): Evaluation {
     device: message.device,
     digests: digestsOf(message.digests),
     rewritten: message.rewritten,
+    jit: message.jit,
   };
 }
 

@@ -5,7 +5,7 @@ import type { MessageInitShape } from "@bufbuild/protobuf";
 import type { DType } from "./dtypes.js";
 import { GradruleError, errorOf } from "./errors.js";
 import type { ParamValuesSchema } from "./gen/gradrule/v1/evaluate_pb.js";
-import { NoGradient, UnconnectedGradients } from "./gen/gradrule/v1/program_pb.js";
+import { Jit, NoGradient, UnconnectedGradients } from "./gen/gradrule/v1/program_pb.js";
 import type { ProgramSpecSchema } from "./gen/gradrule/v1/program_pb.js";
 import type { NamedTensorSchema } from "./gen/gradrule/v1/tensor_pb.js";
 import type { Graph } from "./graph.js";
@@ -39,6 +39,9 @@ const NO_GRADIENT = {
   zero: NoGradient.ZERO,
 } as const;
 
+// The default is not written, so that equal programs have equal bytes.
+const JIT = { off: Jit.UNSPECIFIED, auto: Jit.AUTO } as const;
+
 /** What to compute, in the words of `tf.gradients` and `Session.run`. */
 export interface SpecOptions {
   /** Tensors to put out. */
@@ -59,6 +62,11 @@ export interface SpecOptions {
   readonly noGradient?: keyof typeof NO_GRADIENT;
   /** Changes to the graph before overrides are resolved: `fold_batch_norm` folds batch norms into linear ops. */
   readonly rewrites?: string | readonly string[];
+  /**
+   * `auto` lets XLA compute calls of a program that runs often, where it is faster and comes to the same up to
+   * rounding. Default: `off`.
+   */
+  readonly jit?: keyof typeof JIT;
 }
 
 /** Param values by the label of an override. */
@@ -132,6 +140,7 @@ export function specMessage(
     derivative: differentiates ? { case: "vjp", value: vjp } : { case: undefined },
     noGradient: chosen(options.noGradient ?? "error", NO_GRADIENT, "noGradient"),
     rewrites: rewriteNames(options.rewrites ?? []),
+    jit: chosen(options.jit ?? "off", JIT, "jit"),
   };
 }
 

@@ -98,6 +98,13 @@ test("a rule of the builder's context that is registered nowhere", async () => {
   assert.deepEqual((await client.evaluate(g, ask)).outputs["y"]?.toArray(), [1]);
 });
 
+test("a call says whether XLA computed it, which only runs that come often are", async () => {
+  const g = single("Identity", "int32");
+  const program = await client.compile(g, { fetches: "y", jit: "auto" });
+  assert.equal((await program.evaluate({ x: [1] })).jit, false);
+  assert.notEqual(program.name, (await client.compile(g, { fetches: "y" })).name);
+});
+
 test("what can be told without the server is refused before anything is sent", async () => {
   const g = single("Identity", "int32");
   const other = single("Neg").get("y");
@@ -110,6 +117,7 @@ test("what can be told without the server is refused before anything is sent", a
     [{ ys: "y", gradYs: [null, null] }, errors.InvalidDerivativeError, /2 entries for 1 ys/],
     [{ unconnectedGradients: "zeros" }, errors.InvalidDerivativeError, /"none" or "zero"/],
     [{ noGradient: "cut" }, errors.InvalidDerivativeError, /"error", "default", "pass" or "zero", not "cut"/],
+    [{ jit: "always" }, errors.InvalidDerivativeError, /jit is "off" or "auto", not "always"/],
     [{ rewrites: [3] }, errors.UnsupportedError, /"fold_batch_norm", not by 3/],
     [{ params: new Map([["k", {}]]) }, errors.InvalidParamError, /params is an object of values by label, .* not Map/],
     [{ params: { k: 2 } }, errors.InvalidParamError, /params\.k is an object of values .*, not 2/],

@@ -52,6 +52,8 @@ _NO_GRADIENT = {
     "pass": program_pb2.NO_GRADIENT_PASS,
     "zero": program_pb2.NO_GRADIENT_ZERO,
 }
+# The default is not written, so that equal programs have equal bytes.
+_JIT = {"off": program_pb2.JIT_UNSPECIFIED, "auto": program_pb2.JIT_AUTO}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class Words:
     rewrites: Sequence[str] = ()
     dense_gradients: bool = False
     batching: bool = True
+    jit: str = "off"
 
 
 def program_spec(
@@ -89,6 +92,7 @@ def program_spec(
     )
     if not words.batching:
         spec.batching.allowed = False
+    spec.jit = _chosen(words.jit, _JIT, "jit")
     for override in spec.overrides:
         _resolve_aliases(override.selector, aliases_of(graph))
     put_graph(graph, spec.graph, blobs)

@@ -138,7 +138,7 @@ class Result:
     None where there is none; `gradient_kinds` tells why, by x: `dense`, `sparse`, `unconnected`, `not_differentiable`.
     overrides: which node got which rule. defaulted: nodes on the path that no override took. rewritten: nodes that
     rewrites replaced. batch_size: examples of all calls that the server ran together, this one's included; 0: it ran
-    alone.
+    alone. jit: whether XLA computed it.
     """
 
     def __init__(self, answer: Answer, details: ProgramDetails, groups: Groups = None) -> None:
@@ -189,6 +189,10 @@ class Result:
     @cached_property
     def batch_size(self) -> int:
         return self._answer.rest.batch_size
+
+    @cached_property
+    def jit(self) -> bool:
+        return self._answer.rest.jit
 
     @cached_property
     def digests(self) -> Digests:

@@ -22,6 +22,7 @@ class EngineStatus:
 
     pid: None while there is no process. uptime: seconds since it is ready. ended: how often an engine in its place
     ended, by reason. tenant: whose work it runs; empty: nobody's yet. holds_sessions: it runs nothing but sessions.
+    jit_programs: programs of which it runs calls with XLA.
     """
 
     index: int
@@ -36,6 +37,7 @@ class EngineStatus:
     ended: Mapping[str, int]
     tenant: str
     holds_sessions: bool
+    jit_programs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,7 @@ def _engine(message: admin_pb2.EngineStatus) -> EngineStatus:
         ended=dict(message.ended),
         tenant=message.tenant,
         holds_sessions=message.holds_sessions,
+        jit_programs=message.jit_programs,
     )
 
 

@@ -173,6 +173,7 @@ class AsyncClient(AsyncDerivatives):
         dense_gradients: bool = False,
         stacked_grad_ys: bool = False,
         batching: bool = True,
+        jit: str = "off",
     ) -> _results.Result:
         """As `Client.evaluate`."""
         words = _requests.Words(
@@ -187,6 +188,7 @@ class AsyncClient(AsyncDerivatives):
             rewrites,
             dense_gradients=dense_gradients,
             batching=batching,
+            jit=jit,
         )
         return await self._run(_calls.evaluate(graph, feeds, params, words, stacked_grad_ys), timeout)
 
@@ -273,6 +275,7 @@ class AsyncClient(AsyncDerivatives):
         timeout: float | None = None,
         dense_gradients: bool = False,
         batching: bool = True,
+        jit: str = "off",
     ) -> AsyncProgram:
         """As `Client.compile`."""
         words = _requests.Words(
@@ -287,6 +290,7 @@ class AsyncClient(AsyncDerivatives):
             rewrites,
             dense_gradients=dense_gradients,
             batching=batching,
+            jit=jit,
         )
         message = await self._run(_calls.compile_program(graph, name, words), timeout)
         return AsyncProgram(self, message, groups_of(xs, graph))

@@ -11,6 +11,7 @@ from gradrule.v1 import evaluate_pb2, override_pb2, tensor_pb2
 from gradrule_server.engine.feed_plan import FeedPlan
 from gradrule_server.engine.fitting import Fitting
 from gradrule_server.engine.graph_call import GraphCall
+from gradrule_server.engine.jit.choice import JitChoice
 from gradrule_server.engine.response_writer import ResponseWriter
 from gradrule_server.engine.split import SplitProgram
 from gradrule_server.link.v1 import link_pb2
@@ -65,6 +66,8 @@ class Built:
     """Of the derivatives, per entry: an x, a y (JVP), or a y and an x (Jacobian), as asked, and the form."""
     unbatched: bool = False
     """Whether calls never run together, as the program asks."""
+    jit: JitChoice | None = None
+    """Set where XLA may compile the program."""
     updates: list[str] = field(default_factory=list)
     """Variables whose new values come last among the results."""
     split: SplitProgram | None = None

@@ -27,6 +27,8 @@ from gradrule_server.link.v1 import link_pb2
 
 T = TypeVar("T")
 
+_COMPILED = evaluate_pb2.EvaluateResponse(jit=True).SerializeToString()
+
 
 def run(built: Built, request: link_pb2.RunRequest, contents: Contents, reader: ArgumentReader) -> list[Buffer]:
     """Runs the program; returns the parts of an `EvaluateResponse` with outputs, gradients, timings and device.
@@ -37,8 +39,15 @@ def run(built: Built, request: link_pb2.RunRequest, contents: Contents, reader: 
     call = evaluate_pb2.EvaluateRequest.FromString(request.request)
     if request.blob_folder:
         reader = reader.within(request.blob_folder)
-    results = translated(lambda: built.call(reader.arrays(built, call, request.params, contents)))
-    return respond(built, results, request.received_ns, started)
+    arrays = translated(lambda: reader.arrays(built, call, request.params, contents))
+    jit = built.jit
+    if jit is None:
+        return respond(built, translated(lambda: built.call(arrays)), request.received_ns, started)
+    results, is_compiled = translated(lambda: jit.run(arrays))
+    parts = respond(built, results, request.received_ns, started)
+    if is_compiled:
+        parts.append(_COMPILED)
+    return parts
 
 
 def respond(built: Built, results: Arrays, received_ns: int, started_ns: int, batch_size: int = 0) -> list[Buffer]:

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 import tensorflow as tf
 from google.protobuf.message import DecodeError
 
-from gradrule.v1 import errors_pb2, evaluate_pb2
+from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.batching.running import BatchRunner
 from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.engine.build import Built, build
 from gradrule_server.engine.bulk import open_payload
 from gradrule_server.engine.handles import Handles
+from gradrule_server.engine.jit.background import JitCompiler
 from gradrule_server.engine.memory import memory_error
 from gradrule_server.engine.run import run
 from gradrule_server.engine.sessions import Sessions
@@ -33,13 +34,19 @@ _log = logging.getLogger(__name__)
 class EngineService:
     """Programs by key, and forward handles, and the handling of each kind of frame. Thread-safe.
 
-    `on_worker`: called at the first task of a compile worker.
+    `on_worker`: called at the first task of a compile worker. `jit_after_s`: as for `JitCompiler`.
     """
 
     def __init__(
-        self, frames: FrameSocket, device: str, blobs: BlobReader, on_worker: Callable[[], None] = lambda: None
+        self,
+        frames: FrameSocket,
+        device: str,
+        blobs: BlobReader,
+        on_worker: Callable[[], None] = lambda: None,
+        jit_after_s: float = 0.0,
     ) -> None:
         self._frames = frames
+        self._jit = JitCompiler(frames, jit_after_s)
         self._reader = ArgumentReader(blobs)
         self._weights = Weights(blobs)
         self._device = device
@@ -104,7 +111,10 @@ class EngineService:
             reply = self._compile(link_pb2.CompileRequest.FromString(payload))
             self._frames.send(Kind.COMPILED, frame.request_id, reply.SerializeToString())
         elif frame.kind is Kind.UNLOAD:
-            self._programs.pop(link_pb2.UnloadRequest.FromString(payload).key, None)
+            key = link_pb2.UnloadRequest.FromString(payload).key
+            built = self._programs.pop(key, None)
+            if built is not None and built.jit is not None:
+                self._jit.tell_dropped(key)
         elif frame.kind is Kind.FORWARD:
             forward = link_pb2.ForwardRequest.FromString(payload)
             kept = self._handles.forward(self._program(forward.run.key), forward, contents, self._device)
@@ -117,6 +127,8 @@ class EngineService:
             self._frames.send(Kind.RAN, frame.request_id, done.SerializeToString())
         elif frame.kind is Kind.END_SESSION:
             self._sessions.end(link_pb2.ReleaseRequest.FromString(payload).handle)
+        elif frame.kind is Kind.JIT_NOTICE:
+            self._jit.refuse(link_pb2.JitNotice.FromString(payload).key)
         elif frame.kind is Kind.RELEASE:
             self._handles.release(link_pb2.ReleaseRequest.FromString(payload).handle)
         else:
@@ -136,6 +148,8 @@ class EngineService:
         values = self._weights.of(request.variables, request.blob_folder)
         with self._build_lock:
             built = build(request, values, self._device)
+        if request.jit == program_pb2.JIT_AUTO:
+            self._jit.allow(request.key, built)
         self._programs[request.key] = built
         return link_pb2.CompileReply(
             statuses=built.statuses,

@@ -9,11 +9,13 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2, function_pb2, node_def_pb2, op_def_pb2
-from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
+from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.client import pywrap_tf_session as c_api
 from tensorflow.python.eager import context
 from tensorflow.python.framework import function_def_to_graph, op_def_registry, ops
 from tensorflow.python.ops import cond_v2, gradients_util, while_v2
+
+from gradrule_server.engine.optimizer import limit_to_cpu_passes
 
 GRADIENT_NAME = "gradrule"
 """The one name that gradrule itself registers; it is no tenant's rule."""
@@ -154,11 +156,7 @@ def session_call(
     """
     # Its options are those with which functions run, so that both compute the same.
     config = context.context().config
-    # These passes work for GPUs alone, and one round of the others finds nearly all that two find.
-    rewrites = config.graph_options.rewrite_options
-    rewrites.memory_optimization = rewriter_config_pb2.RewriterConfig.NO_MEM_OPT
-    rewrites.layout_optimizer = rewriter_config_pb2.RewriterConfig.OFF
-    rewrites.meta_optimizer_iterations = rewriter_config_pb2.RewriterConfig.ONE
+    limit_to_cpu_passes(config.graph_options.rewrite_options)
     if single_threaded:
         config.experimental.executor_type = "SINGLE_THREADED_EXECUTOR"
     session = tf.compat.v1.Session(graph=graph, config=config)

@@ -29,6 +29,7 @@ from gradrule_server.link.framing import (
     unpack_header,
     unpack_place,
 )
+from gradrule_server.link.jit import JitState
 from gradrule_server.link.v1 import link_pb2
 
 if TYPE_CHECKING:
@@ -154,6 +155,8 @@ class Connection(asyncio.Protocol):
         """The loop that everything happens on."""
         self._threads = threads
         self._batches = Batches(max_batch_size, max_batch_delay_s)
+        self.jit = JitState()
+        """What the engine does with XLA."""
         self._busy = 0
         self._runs: dict[int, Batch] = {}
         self._holding: asyncio.TimerHandle | None = None
@@ -473,6 +476,9 @@ class Connection(asyncio.Protocol):
         if kind is Kind.BATCH_NOTICE:
             self._batches.learn(link_pb2.BatchNotice.FromString(bytes(view)))
             self._end_run(request_id)
+            return
+        if kind is Kind.JIT_NOTICE:
+            self.jit.learn(link_pb2.JitNotice.FromString(bytes(view)))
             return
         if kind is Kind.FAULT and request_id in self._runs:
             self._fail_run(request_id, view)

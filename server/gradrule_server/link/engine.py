@@ -21,6 +21,7 @@ from gradrule_server.link.faults import EngineLost
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.process import EngineProcess, EngineRefused
 from gradrule_server.link.spares import Spares
+from gradrule_server.link.v1 import link_pb2
 
 __all__ = ["Engine", "EngineRefused", "EngineStatus"]
 
@@ -64,6 +65,7 @@ class EngineStatus:
     running: int
     waiting: int
     programs: int
+    jit_programs: int
     resident_bytes: int
     uptime_s: float
     ended: dict[str, int]
@@ -107,6 +109,8 @@ class Engine:
         """What those who load programs note of it; it goes with the engine."""
         self._unbatched: set[str] = set()
         """Programs whose calls ran together when a process ended: from then on they run alone."""
+        self._without_jit: set[str] = set()
+        """Programs that XLA compiled when a process ended: it does not compile them again."""
         self.last_ending: Ending | None = None
         """How the process before this one ended, as soon as that is known."""
         self.generation = 0
@@ -182,6 +186,7 @@ class Engine:
             running=connection.running if connection is not None else 0,
             waiting=connection.waiting if connection is not None else 0,
             programs=self.programs if self.is_ready else 0,
+            jit_programs=len(connection.jit.chosen) if connection is not None else 0,
             resident_bytes=process.resident_bytes if process is not None else 0,
             uptime_s=time.monotonic() - process.started_at if process is not None else 0.0,
             ended=dict(self._ended),
@@ -210,6 +215,9 @@ class Engine:
         self.generation += 1
         self.kept = self.programs = 0
         self.used_at = asyncio.get_running_loop().time()
+        for digest in self._without_jit:
+            notice = link_pb2.JitNotice(key=digest, outcome=link_pb2.JitNotice.OUTCOME_REFUSED)
+            process.connection.tell(Kind.JIT_NOTICE, notice.SerializeToString())
         self._on_change(self)
         if process.connection.is_closed:
             self._on_lost(process)
@@ -369,6 +377,8 @@ class Engine:
         process.inquest.present = process.connection.present
         if len(self._unbatched) < _MOST_UNBATCHED:
             self._unbatched |= {batch.key.digest for batch in process.connection.lost_batches}
+        if len(self._without_jit) < _MOST_UNBATCHED:
+            self._without_jit |= {key.partition("/")[0] for key in process.connection.jit.compiling}
         report = asyncio.create_task(self._report(process), name="engine-report")
         self._reports.add(report)
         report.add_done_callback(self._reports.discard)

@@ -63,6 +63,7 @@ class Kind(enum.IntEnum):
     TOLD = 21
     RUN_BATCH = 22
     BATCH_NOTICE = 23
+    JIT_NOTICE = 30
 
 
 # A dict is faster than the enum's own lookup.

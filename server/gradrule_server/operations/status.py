@@ -49,6 +49,7 @@ def _add_engines(status: admin_pb2.ServerStatus, found: Snapshot) -> None:
             running=engine.running,
             waiting=engine.waiting,
             programs=engine.programs,
+            jit_programs=engine.jit_programs,
             resident_bytes=engine.resident_bytes,
             ended=engine.ended,
         )

@@ -145,6 +145,7 @@ def prepare(
         memory_limit=limits.engine_bytes,
         max_rank=limits.rank,
         unbatched=not _may_batch(spec.batching),
+        jit=spec.jit,
     )
     key = _digest(graph_digest, spec, call, wish, request, table, values)
     request.key = key
@@ -227,6 +228,9 @@ def _check_wishes(spec: program_pb2.ProgramSpec, wish: Wish) -> list[Finding]:
         known = ", ".join(program_pb2.NoGradient.keys()[1:])
         message = f"there is no value {spec.no_gradient}; there are {known}"
         add(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, message, "spec.no_gradient")
+    if spec.jit not in program_pb2.Jit.values():
+        known = ", ".join(program_pb2.Jit.keys()[1:])
+        add(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"there is no value {spec.jit}; there are {known}", "spec.jit")
     for index, override in enumerate(spec.overrides):
         if override.order not in override_pb2.OverrideOrder.values():
             known = ", ".join(override_pb2.OverrideOrder.keys()[1:])
@@ -302,6 +306,8 @@ def _digest(
     }
     if request.unbatched:
         content["batching"] = False
+    if spec.jit == program_pb2.JIT_AUTO:
+        content["jit"] = True
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -17,6 +17,7 @@ class Engine:
     running: int = 2
     waiting: int = 1
     programs: int = 3
+    jit_programs: int = 2
     resident_bytes: int = 1 << 30
     uptime_s: float = 60.5
     ended: Mapping[str, int] = field(default_factory=dict)

@@ -177,6 +177,7 @@ class EngineStatus(google.protobuf.message.Message):
     ENDED_FIELD_NUMBER: builtins.int
     TENANT_FIELD_NUMBER: builtins.int
     HOLDS_SESSIONS_FIELD_NUMBER: builtins.int
+    JIT_PROGRAMS_FIELD_NUMBER: builtins.int
     index: builtins.int
     """Which one, from 0."""
     device: builtins.str
@@ -197,6 +198,8 @@ class EngineStatus(google.protobuf.message.Message):
     """The tenant whose work it runs. Empty: none yet."""
     holds_sessions: builtins.bool
     """It runs sessions, and nothing else."""
+    jit_programs: builtins.int
+    """Programs of which it runs calls with XLA."""
     @property
     def uptime(self) -> google.protobuf.duration_pb2.Duration:
         """Since when it is ready."""
@@ -220,9 +223,10 @@ class EngineStatus(google.protobuf.message.Message):
         ended: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         tenant: builtins.str = ...,
         holds_sessions: builtins.bool = ...,
+        jit_programs: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["uptime", b"uptime"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["device", b"device", "ended", b"ended", "holds_sessions", b"holds_sessions", "index", b"index", "pid", b"pid", "programs", b"programs", "ready", b"ready", "resident_bytes", b"resident_bytes", "running", b"running", "tenant", b"tenant", "uptime", b"uptime", "waiting", b"waiting"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["device", b"device", "ended", b"ended", "holds_sessions", b"holds_sessions", "index", b"index", "jit_programs", b"jit_programs", "pid", b"pid", "programs", b"programs", "ready", b"ready", "resident_bytes", b"resident_bytes", "running", b"running", "tenant", b"tenant", "uptime", b"uptime", "waiting", b"waiting"]) -> None: ...
 
 global___EngineStatus = EngineStatus
 

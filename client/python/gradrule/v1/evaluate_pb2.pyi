@@ -348,10 +348,13 @@ class EvaluateResponse(google.protobuf.message.Message):
     OUTPUT_TANGENTS_FIELD_NUMBER: builtins.int
     JACOBIANS_FIELD_NUMBER: builtins.int
     BATCH_SIZE_FIELD_NUMBER: builtins.int
+    JIT_FIELD_NUMBER: builtins.int
     device: builtins.str
     """Where it ran, `CPU:0` for example."""
     batch_size: builtins.int
     """Examples (rows of axis 0) of all calls that ran together with this one, its own included; 0: it ran alone."""
+    jit: builtins.bool
+    """XLA computed it, see `Jit`."""
     @property
     def outputs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
         """Fetches, in the order asked, under the names asked."""
@@ -404,9 +407,10 @@ class EvaluateResponse(google.protobuf.message.Message):
         output_tangents: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
         jacobians: collections.abc.Iterable[global___JacobianBlock] | None = ...,
         batch_size: builtins.int = ...,
+        jit: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["digests", b"digests", "timings", b"timings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["batch_size", b"batch_size", "defaulted", b"defaulted", "device", b"device", "digests", b"digests", "gradients", b"gradients", "jacobians", b"jacobians", "output_tangents", b"output_tangents", "outputs", b"outputs", "overrides", b"overrides", "rewritten", b"rewritten", "timings", b"timings"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["batch_size", b"batch_size", "defaulted", b"defaulted", "device", b"device", "digests", b"digests", "gradients", b"gradients", "jacobians", b"jacobians", "jit", b"jit", "output_tangents", b"output_tangents", "outputs", b"outputs", "overrides", b"overrides", "rewritten", b"rewritten", "timings", b"timings"]) -> None: ...
 
 global___EvaluateResponse = EvaluateResponse
 

@@ -85,6 +85,36 @@ NO_GRADIENT_ZERO: NoGradient.ValueType  # 4
 """Zeros for every differentiable input."""
 global___NoGradient = NoGradient
 
+class _Jit:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _JitEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Jit.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    JIT_UNSPECIFIED: _Jit.ValueType  # 0
+    """The same as OFF."""
+    JIT_OFF: _Jit.ValueType  # 1
+    """TensorFlow's kernels compute each call."""
+    JIT_AUTO: _Jit.ValueType  # 2
+    """Programs that run often are compiled in the background, for the shapes of their calls. Where XLA comes to the same up to rounding and is
+    faster, it computes further calls of these shapes: `EvaluateResponse.jit` tells. Sessions and forward handles never use it.
+    """
+
+class Jit(_Jit, metaclass=_JitEnumTypeWrapper):
+    """Whether XLA may compile a program. It rounds as the last bits of other kernels do, so an answer may change in these when the server changes
+    from one to the other; it does not regroup.
+    """
+
+JIT_UNSPECIFIED: Jit.ValueType  # 0
+"""The same as OFF."""
+JIT_OFF: Jit.ValueType  # 1
+"""TensorFlow's kernels compute each call."""
+JIT_AUTO: Jit.ValueType  # 2
+"""Programs that run often are compiled in the background, for the shapes of their calls. Where XLA comes to the same up to rounding and is
+faster, it computes further calls of these shapes: `EvaluateResponse.jit` tells. Sessions and forward handles never use it.
+"""
+global___Jit = Jit
+
 @typing.final
 class GradY(google.protobuf.message.Message):
     """A y whose upstream gradient is a tensor of the graph."""
@@ -299,8 +329,11 @@ class ProgramSpec(google.protobuf.message.Message):
     VARIABLES_FIELD_NUMBER: builtins.int
     ALIASES_FIELD_NUMBER: builtins.int
     BATCHING_FIELD_NUMBER: builtins.int
+    JIT_FIELD_NUMBER: builtins.int
     no_gradient: global___NoGradient.ValueType
     """Default: ERROR."""
+    jit: global___Jit.ValueType
+    """Whether calls may be computed by XLA. A program with another value is another program. Default: OFF."""
     @property
     def graph(self) -> gradrule.v1.rule_pb2.GraphSource:
         """The graph. Required."""
@@ -365,9 +398,10 @@ class ProgramSpec(google.protobuf.message.Message):
         variables: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
         aliases: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         batching: global___Batching | None = ...,
+        jit: global___Jit.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["batching", b"batching", "derivative", b"derivative", "graph", b"graph", "hvp", b"hvp", "jacobian", b"jacobian", "jvp", b"jvp", "vjp", b"vjp"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "batching", b"batching", "derivative", b"derivative", "fetches", b"fetches", "graph", b"graph", "hvp", b"hvp", "jacobian", b"jacobian", "jvp", b"jvp", "no_gradient", b"no_gradient", "overrides", b"overrides", "rewrites", b"rewrites", "variables", b"variables", "vjp", b"vjp"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aliases", b"aliases", "batching", b"batching", "derivative", b"derivative", "fetches", b"fetches", "graph", b"graph", "hvp", b"hvp", "jacobian", b"jacobian", "jit", b"jit", "jvp", b"jvp", "no_gradient", b"no_gradient", "overrides", b"overrides", "rewrites", b"rewrites", "variables", b"variables", "vjp", b"vjp"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["derivative", b"derivative"]) -> typing.Literal["vjp", "jvp", "jacobian", "hvp"] | None: ...
 
 global___ProgramSpec = ProgramSpec

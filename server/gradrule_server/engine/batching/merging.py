@@ -9,6 +9,7 @@ import numpy as np
 
 from gradrule_server.engine.batching.analysis import Layout
 from gradrule_server.engine.built import Built
+from gradrule_server.engine.closeness import is_inexact
 from gradrule_server.engine.graph_call import Arrays
 from gradrule_server.engine.run import translated
 
@@ -138,8 +139,3 @@ def _filling(part: np.ndarray, count: int, *, strange: bool) -> np.ndarray:
         return rows
     factors = np.linspace(-0.75, 1.5, count).reshape([count] + [1] * (part.ndim - 1))
     return np.asarray(rows * factors + 0.25).astype(part.dtype)
-
-
-def is_inexact(array: np.ndarray) -> bool:
-    """Returns whether an array holds floats or complex numbers, those of `ml_dtypes` too."""
-    return array.dtype.kind in "fc" or (array.dtype.kind == "V" and "float" in array.dtype.name)

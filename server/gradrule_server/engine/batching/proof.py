@@ -6,14 +6,11 @@ import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import ml_dtypes
-import numpy as np
 
 from gradrule_server.engine.batching.analysis import Layout, Refusal, analyse
-from gradrule_server.engine.batching.merging import Call, allowed_size, is_inexact, run_together
+from gradrule_server.engine.batching.merging import Call, allowed_size, run_together
 from gradrule_server.engine.built import Built
+from gradrule_server.engine.closeness import is_close, magnitude
 from gradrule_server.engine.graph_call import Arrays
 from gradrule_server.errors import GradruleError
 
@@ -22,7 +19,6 @@ _log = logging.getLogger(__name__)
 # Kernels for other sizes add in another order. In units of the last place of the tensor's largest element.
 _MOST_UNITS = 1024
 _MOST_UNITS_AMONG_OTHERS = 16
-_MOST_DIFFERENCE = 0.1
 # What cancels out leaves rounding errors of what it was made of: of a call's largest number, this part counts as such.
 _FLOOR = 0.01
 
@@ -87,7 +83,7 @@ def _difference(built: Built, layout: Layout, calls: Sequence[Call], alone: Sequ
     together = run_together(built, layout, calls, size)
     (among_others,) = _among_others(built, layout, calls[:1], size)
     for call, ours, theirs in zip(calls, alone, together, strict=True):
-        least = _FLOOR * max(map(_magnitude, (*call.arguments, *ours)), default=0.0)
+        least = _FLOOR * max(map(magnitude, (*call.arguments, *ours)), default=0.0)
         pairs = [(ours, theirs, _MOST_UNITS)]
         if call is calls[0]:
             pairs.append((theirs, among_others, _MOST_UNITS_AMONG_OTHERS))
@@ -104,44 +100,3 @@ def _among_others(built: Built, layout: Layout, calls: Sequence[Call], size: int
     except GradruleError:
         # The program may check its values, and refuse those.
         return run_together(built, layout, calls, size)
-
-
-def is_close(first: Any, second: Any, units: float, least: float) -> bool:
-    """Returns whether two results are equal up to rounding; integers exactly.
-
-    units: how far floats may be apart, in units of the last place of the largest of them, or of `least`.
-    """
-    one, other = _array(first), _array(second)
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    if not is_inexact(one):
-        return bool(np.array_equal(one, other))
-    a, b = _wide(one), _wide(other)
-    finite = np.isfinite(a)
-    if not (np.array_equal(finite, np.isfinite(b)) and np.array_equal(a[~finite], b[~finite], equal_nan=True)):
-        return False
-    tolerance = min(units * _epsilon(one.dtype), _MOST_DIFFERENCE)
-    most = np.max(np.abs(a[finite]), initial=least)
-    return bool(np.all(np.abs(a[finite] - b[finite]) <= tolerance * most))
-
-
-def _array(value: Any) -> np.ndarray:
-    # A string of rank 0 comes as bytes.
-    return np.asarray(value, object if isinstance(value, bytes) else None)
-
-
-def _magnitude(value: Any) -> float:
-    array = _array(value)
-    if not is_inexact(array):
-        return 0.0
-    values = _wide(array)
-    return float(np.max(np.abs(values[np.isfinite(values)]), initial=0.0))
-
-
-def _wide(array: np.ndarray) -> np.ndarray:
-    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
-
-
-def _epsilon(dtype: np.dtype) -> float:
-    found: Any = ml_dtypes.finfo  # Has no types.
-    return float(found(dtype).eps)

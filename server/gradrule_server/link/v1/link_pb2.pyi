@@ -9,6 +9,7 @@ A frame on the socket is a header (see link/framing.py) and a payload, one of th
 - RUN (RunRequest) → RAN (the bytes of a `gradrule.v1.EvaluateResponse`)
 - RUN_BATCH (requests of one program by their ids, see link/batching.py) → for each, what answers a RUN; and a
   BATCH_NOTICE (BatchNotice).
+- JIT_NOTICE (JitNotice), both ways, without an answer.
 - FORWARD (ForwardRequest) → RAN (ForwardReply)
 - PULL_BACK (PullBackRequest) → RAN (the bytes of a `gradrule.v1.PullBackResponse`)
 - SESSION (SessionRequest) → RAN (SessionReply)
@@ -313,6 +314,7 @@ class CompileRequest(google.protobuf.message.Message):
     MAX_RANK_FIELD_NUMBER: builtins.int
     BLOB_FOLDER_FIELD_NUMBER: builtins.int
     UNBATCHED_FIELD_NUMBER: builtins.int
+    JIT_FIELD_NUMBER: builtins.int
     key: builtins.str
     """Key by which RUN and UNLOAD name the program: its digest."""
     graph: builtins.bytes
@@ -341,6 +343,8 @@ class CompileRequest(google.protobuf.message.Message):
     """Folder of the caller's blobs within the one that the engine was started with; empty: that one itself."""
     unbatched: builtins.bool
     """Calls of the program never run together."""
+    jit: gradrule.v1.program_pb2.Jit.ValueType
+    """XLA may compile it."""
     @property
     def marks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MarkedNode]:
         """Overridden nodes."""
@@ -427,8 +431,9 @@ class CompileRequest(google.protobuf.message.Message):
         max_rank: builtins.int = ...,
         blob_folder: builtins.str = ...,
         unbatched: builtins.bool = ...,
+        jit: gradrule.v1.program_pb2.Jit.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blob_folder", b"blob_folder", "dense_gradients", b"dense_gradients", "derivative", b"derivative", "directions", b"directions", "fetches", b"fetches", "grad_ys", b"grad_ys", "graph", b"graph", "input_aliases", b"input_aliases", "inputs", b"inputs", "key", b"key", "made", b"made", "marks", b"marks", "max_rank", b"max_rank", "memory_limit", b"memory_limit", "no_gradient", b"no_gradient", "rules", b"rules", "scopes", b"scopes", "split", b"split", "stacked_grad_ys", b"stacked_grad_ys", "stop_gradients", b"stop_gradients", "trusted", b"trusted", "unbatched", b"unbatched", "unconnected_gradients", b"unconnected_gradients", "updates", b"updates", "variables", b"variables", "xs", b"xs", "ys", b"ys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blob_folder", b"blob_folder", "dense_gradients", b"dense_gradients", "derivative", b"derivative", "directions", b"directions", "fetches", b"fetches", "grad_ys", b"grad_ys", "graph", b"graph", "input_aliases", b"input_aliases", "inputs", b"inputs", "jit", b"jit", "key", b"key", "made", b"made", "marks", b"marks", "max_rank", b"max_rank", "memory_limit", b"memory_limit", "no_gradient", b"no_gradient", "rules", b"rules", "scopes", b"scopes", "split", b"split", "stacked_grad_ys", b"stacked_grad_ys", "stop_gradients", b"stop_gradients", "trusted", b"trusted", "unbatched", b"unbatched", "unconnected_gradients", b"unconnected_gradients", "updates", b"updates", "variables", b"variables", "xs", b"xs", "ys", b"ys"]) -> None: ...
 
 global___CompileRequest = CompileRequest
 
@@ -630,6 +635,63 @@ class RunRequest(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["blob_folder", b"blob_folder", "key", b"key", "params", b"params", "received_ns", b"received_ns", "request", b"request"]) -> None: ...
 
 global___RunRequest = RunRequest
+
+@typing.final
+class JitNotice(google.protobuf.message.Message):
+    """What an engine does with XLA; from the front end: what it must not do."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    class _Outcome:
+        ValueType = typing.NewType("ValueType", builtins.int)
+        V: typing_extensions.TypeAlias = ValueType
+
+    class _OutcomeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[JitNotice._Outcome.ValueType], builtins.type):
+        DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+        OUTCOME_UNSPECIFIED: JitNotice._Outcome.ValueType  # 0
+        """The engine does not hold it any more."""
+        OUTCOME_COMPILING: JitNotice._Outcome.ValueType  # 1
+        """It is being compiled."""
+        OUTCOME_COMPILED: JitNotice._Outcome.ValueType  # 2
+        """It is compiled, and will be timed."""
+        OUTCOME_CHOSEN: JitNotice._Outcome.ValueType  # 3
+        """Calls run with XLA."""
+        OUTCOME_REFUSED: JitNotice._Outcome.ValueType  # 4
+        """XLA is not used. From the front end: it must not be compiled."""
+
+    class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
+        """What happens to a program."""
+
+    OUTCOME_UNSPECIFIED: JitNotice.Outcome.ValueType  # 0
+    """The engine does not hold it any more."""
+    OUTCOME_COMPILING: JitNotice.Outcome.ValueType  # 1
+    """It is being compiled."""
+    OUTCOME_COMPILED: JitNotice.Outcome.ValueType  # 2
+    """It is compiled, and will be timed."""
+    OUTCOME_CHOSEN: JitNotice.Outcome.ValueType  # 3
+    """Calls run with XLA."""
+    OUTCOME_REFUSED: JitNotice.Outcome.ValueType  # 4
+    """XLA is not used. From the front end: it must not be compiled."""
+
+    KEY_FIELD_NUMBER: builtins.int
+    OUTCOME_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    key: builtins.str
+    """Key of the program; from the front end: its digest, which the key begins with."""
+    outcome: global___JitNotice.Outcome.ValueType
+    """What happens."""
+    reason: builtins.str
+    """Why XLA is not used."""
+    def __init__(
+        self,
+        *,
+        key: builtins.str = ...,
+        outcome: global___JitNotice.Outcome.ValueType = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["key", b"key", "outcome", b"outcome", "reason", b"reason"]) -> None: ...
+
+global___JitNotice = JitNotice
 
 @typing.final
 class BatchNotice(google.protobuf.message.Message):

@@ -16,9 +16,10 @@ from gradrule_server.engine.batching.merging import (
     run,
     run_together,
 )
-from gradrule_server.engine.batching.proof import Proof, is_close
+from gradrule_server.engine.batching.proof import Proof
 from gradrule_server.engine.build import build
 from gradrule_server.engine.built import Built
+from gradrule_server.engine.closeness import is_close
 from tests.unit.engine.batching.programs import PROVEN, REFUSED, Case
 from tests.unit.engine.building import prepared
 

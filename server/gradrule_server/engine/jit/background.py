@@ -1,0 +1,131 @@
+"""Compiles programs with XLA in the background, one at a time, and tells the front end.
+
+The front end must know what is being compiled: where that ends the engine, its next process does not try it again.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import weakref
+from collections.abc import Callable
+
+import tensorflow as tf
+
+from gradrule_server.engine.built import Built
+from gradrule_server.engine.graph_call import SessionCall
+from gradrule_server.engine.jit.choice import JitChoice, Variant
+from gradrule_server.link.framing import FrameSocket, Kind
+from gradrule_server.link.kernel import lower_priority
+from gradrule_server.link.v1 import link_pb2
+
+_log = logging.getLogger(__name__)
+
+_MOST_COMPILED = 32
+_MOST_REFUSED = 1024
+_Outcome = link_pb2.JitNotice
+
+_NICE = 10
+
+
+class JitCompiler:
+    """Compiles on a thread of its own. Thread-safe.
+
+    after_s: how long calls of a program with the same shapes run before it is compiled; 0: none is.
+    """
+
+    def __init__(self, frames: FrameSocket, after_s: float) -> None:
+        self._frames = frames
+        self.after_s = after_s
+        self._work: queue.SimpleQueue[tuple[weakref.ref[JitChoice], Variant]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._compiled: weakref.WeakSet[object] = weakref.WeakSet()
+        self._refused: set[str] = set()
+
+    def allow(self, key: str, built: Built) -> None:
+        """Lets a program be compiled, where it runs in a session: on a CPU, and in one part."""
+        call = None if built.split is not None else built.call
+        if self.after_s and isinstance(call, SessionCall):
+            built.jit = JitChoice(key, built.function, call, self)
+
+    def refuse(self, digest: str) -> None:
+        """Never compiles a program whose key begins with `digest`."""
+        with self._lock:
+            if len(self._refused) < _MOST_REFUSED:
+                self._refused.add(digest)
+
+    def compile(self, choice: JitChoice, variant: Variant) -> None:
+        """Compiles for the shapes of a variant, soon."""
+        self._work.put((weakref.ref(choice), variant))
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="jit", daemon=True)
+                self._thread.start()
+
+    def tell_chosen(self, choice: JitChoice) -> None:
+        """Tells the front end that calls of the program run with XLA."""
+        self._tell(choice.key, _Outcome.OUTCOME_CHOSEN)
+
+    def tell_dropped(self, key: str) -> None:
+        """Tells the front end that the engine does not hold a program any more."""
+        self._tell(key, _Outcome.OUTCOME_UNSPECIFIED)
+
+    def _run(self) -> None:
+        while True:
+            found, variant = self._work.get()
+            choice = found()
+            if choice is not None:
+                self._compile(choice, variant)
+            del choice, variant
+
+    def _compile(self, choice: JitChoice, variant: Variant) -> None:
+        reason = self._refusal(choice)
+        if not reason:
+            self._tell(choice.key, _Outcome.OUTCOME_COMPILING)
+            reason = _in_background(lambda: _prepared(choice, variant))
+            self._tell(choice.key, _Outcome.OUTCOME_REFUSED if reason else _Outcome.OUTCOME_COMPILED, reason)
+        if reason:
+            choice.refuse(reason)
+        else:
+            self._compiled.add(variant.compiled)
+
+    def _refusal(self, choice: JitChoice) -> str:
+        if choice.key.partition("/")[0] in self._refused:
+            return "an engine ended while it was compiled"
+        if len(self._compiled) >= _MOST_COMPILED:
+            return f"the engine holds {_MOST_COMPILED} compiled programs"
+        return choice.reason
+
+    def _tell(self, key: str, outcome: link_pb2.JitNotice.Outcome.ValueType, reason: str = "") -> None:
+        notice = link_pb2.JitNotice(key=key, outcome=outcome, reason=reason)
+        self._frames.send(Kind.JIT_NOTICE, 0, notice.SerializeToString())
+
+
+def _prepared(choice: JitChoice, variant: Variant) -> str:
+    try:
+        return choice.prepare(variant)
+    except tf.errors.OpError as cause:
+        return f"XLA refuses it: {cause.message.splitlines()[0]}"
+    except Exception as cause:
+        # The program runs without XLA; no call waits for this thread.
+        _log.exception("compiling a program with XLA failed; it runs without")
+        return type(cause).__name__
+
+
+def _in_background(work: Callable[[], str]) -> str:
+    """Returns what a function returns that runs on a thread of lower priority.
+
+    XLA's own threads have the priority of the one that starts them. A thread cannot take its priority back, so it ends.
+    """
+    found: list[str] = []
+
+    def run() -> None:
+        lower_priority(_NICE)
+        found.append(work())
+
+    thread = threading.Thread(target=run, name="jit-compile", daemon=True)
+    thread.start()
+    thread.join()
+    return found[0]

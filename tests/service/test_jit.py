@@ -1,0 +1,172 @@
+"""Programs that allow it are compiled with XLA once they run often: against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+import gradrule as gr
+from gradrule.v1 import program_pb2, program_pb2_grpc
+from tests.service.servers import RunningServer, running_server
+
+# XLA computes such a chain in a fifth of the time.
+_SIZE = 1 << 18
+_LAYERS = 12
+_PATIENCE_S = 120.0
+_rng = np.random.default_rng(0)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server that compiles programs almost at once."""
+    with running_server(tmp_path_factory.mktemp("jit"), ["--jit-after-s", "0.005"]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: RunningServer) -> Iterator[gr.Client]:
+    with gr.connect(server.target) as connected:
+        yield connected
+
+
+def chain() -> gr.Graph:
+    """Sign with a straight-through gradient between multiplications and clips."""
+    g = gr.Graph()
+    h: Any = g.placeholder("x", "float32", [None])
+    for _ in range(_LAYERS):
+        h = g.one("Sign", h) * 0.5 + g.one("ClipByValue", h * 1.25, -1.0, 1.0) * 0.75
+    g.one("Identity", h, name="y")
+    return g
+
+
+def compiled(client: Any, graph: gr.Graph, **words: Any) -> Any:
+    return client.compile(
+        graph, fetches=["y"], ys=["y"], xs=["x"], overrides={"Sign": gr.Rule("where(abs(x) <= 1, dy, 0)")}, **words
+    )
+
+
+def feed(size: int = _SIZE) -> np.ndarray:
+    return _rng.normal(size=size).astype(np.float32)
+
+
+def called_until(call: Callable[[], Any], is_reached: Callable[[Any], bool]) -> Any:
+    """The first answer for which the condition holds."""
+    end = time.monotonic() + _PATIENCE_S
+    while time.monotonic() < end:
+        answer = call()
+        if is_reached(answer):
+            return answer
+    pytest.fail(f"not reached within {_PATIENCE_S} s")
+
+
+def assert_equal(found: Any, wanted: Any) -> None:
+    for one, other in ((found.outputs["y"], wanted.outputs["y"]), (found.gradients["x"], wanted.gradients["x"])):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def jit_programs(client: gr.Client) -> int:
+    return sum(engine.jit_programs for engine in client.server_status().engines)
+
+
+def test_a_program_that_runs_often_is_computed_by_xla(client: gr.Client) -> None:
+    program, plain = compiled(client, chain(), jit="auto"), compiled(client, chain())
+    assert program.name != plain.name
+    x = feed()
+    wanted = plain(x=x)
+    found = called_until(lambda: program(x=x), lambda answer: jit_programs(client) == 1 and answer.jit)
+    assert_equal(found, wanted)
+    for _ in range(5):
+        other = feed()
+        answer = program(x=other)
+        assert answer.jit
+        assert_equal(answer, plain(x=other))
+    # Other shapes are counted anew, and a program that does not ask for it never uses XLA.
+    assert not program(x=feed(16)).jit
+    assert not any(plain(x=x).jit for _ in range(20))
+
+
+def test_answers_stay_the_same_while_the_server_changes_to_xla(client: gr.Client) -> None:
+    program = compiled(client, chain(), jit="auto")
+    x = feed(_SIZE // 2)
+    wanted = compiled(client, chain())(x=x)
+    seen: list[Any] = []
+
+    def checked() -> Any:
+        seen.append(answer := program(x=x))
+        assert_equal(answer, wanted)
+        return answer
+
+    called_until(checked, lambda _: sum(answer.jit for answer in seen) > 20)
+    assert not seen[0].jit
+
+
+def test_async_clients_and_inline_calls_take_the_word(server: RunningServer, client: gr.Client) -> None:
+    x = feed()
+    words: Any = {"fetches": ["y"], "jit": "auto"}
+
+    async def evaluated() -> Any:
+        async with gr.aio.connect(server.target) as connected:
+            program = await connected.compile(chain(), **words)
+            return await program(x=x), await connected.evaluate(chain(), feeds={"x": x}, **words)
+
+    of_program, inline = asyncio.run(evaluated())
+    np.testing.assert_array_equal(of_program.outputs["y"], inline.outputs["y"])
+    # Inline calls of one program count as its calls.
+    called_until(lambda: client.evaluate(chain(), feeds={"x": x}, **words), lambda answer: answer.jit)
+
+
+def test_unknown_words_and_values_are_refused(client: gr.Client, server: RunningServer) -> None:
+    with pytest.raises(gr.errors.GradruleError, match="jit"):
+        compiled(client, chain(), jit="always")
+    spec = program_pb2.ProgramSpec(fetches=["y"], jit=7)
+    spec.graph.serialized = chain().to_bytes()
+    with grpc.insecure_channel(server.target) as channel, pytest.raises(grpc.RpcError) as caught:
+        program_pb2_grpc.ProgramServiceStub(channel).CompileProgram(program_pb2.CompileProgramRequest(spec=spec))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and "JIT_AUTO" in str(caught.value.details())
+
+
+def test_what_xla_computes_otherwise_is_not_compiled(client: gr.Client, server: RunningServer) -> None:
+    """Beyond the table GatherV2 fails; XLA would take the last row."""
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [None])
+    index = g.placeholder("index", "int32", [None])
+    zero = g.constant(np.int32(0))
+    h: Any = g.one("GatherV2", x, index, zero)
+    for _ in range(_LAYERS):
+        h = h * 0.5 + 1.0
+    g.one("Identity", h, name="y")
+    program = client.compile(g, fetches=["y"], jit="auto")
+    feeds: dict[Any, Any] = {"x": feed(), "index": np.arange(_SIZE, dtype=np.int32)}
+    assert not any(program.evaluate(feeds).jit for _ in range(60))
+    with pytest.raises(gr.errors.ExecutionFailedError, match="indices"):
+        program.evaluate({**feeds, "index": np.full(4, _SIZE, np.int32)})
+
+
+def test_a_server_may_turn_it_off(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("off")
+    with running_server(folder, ["--jit-after-s", "0"]) as running, gr.connect(running.target) as client:
+        program = compiled(client, chain(), jit="auto")
+        x = feed()
+        assert not any(program(x=x).jit for _ in range(60))
+
+
+def test_xla_does_not_regroup(client: gr.Client) -> None:
+    """The sums and products that it would fold are what TensorFlow's kernels come to."""
+    g = gr.Graph()
+    x = g.placeholder("x", "float32", [None])
+    parts = {"sum": (x + 1e8) - 1e8, "product": (x * 1e-30) * 1e30, "chain": ((x - 1e8) + 1e8) * 0.5}
+    for name, part in parts.items():
+        g.one("Identity", part, name=name)
+    program = client.compile(g, fetches=list(parts), jit="auto")
+    value = feed(4 * _SIZE) * np.float32(100)
+    found = called_until(lambda: program(x=value), lambda answer: answer.jit).outputs
+    large, small = np.float32(1e8), np.float32(1e-30)
+    np.testing.assert_array_equal(found["sum"], (value + large) - large)
+    np.testing.assert_array_equal(found["product"], (value * small) * np.float32(1e30))
+    np.testing.assert_array_equal(found["chain"], ((value - large) + large) * np.float32(0.5))

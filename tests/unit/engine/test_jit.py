@@ -1,0 +1,125 @@
+"""How the engine chooses between TensorFlow's kernels and XLA, with runs whose results and times the test decides."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from gradrule_server.engine.jit import choice as choice_module
+from gradrule_server.engine.jit.choice import JitChoice, Variant
+from gradrule_server.engine.jit.ops import why_not
+
+_SLOW_S, _FAST_S = 0.01, 0.0
+
+
+class Compiler:
+    """Compiles at once, on the thread of the call."""
+
+    after_s = 0.02
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+        self.chosen = 0
+
+    def compile(self, choice: JitChoice, variant: Variant) -> None:
+        self.reasons.append(reason := choice.prepare(variant))
+        if reason:
+            choice.refuse(reason)
+
+    def tell_chosen(self, choice: JitChoice) -> None:
+        self.chosen += 1
+
+
+def taking(seconds: float, offset: float = 0.0) -> Callable[[Any], Any]:
+    def call(arguments: Any) -> Any:
+        time.sleep(seconds)
+        return [arguments[0] * np.float32(2) + np.float32(offset)]
+
+    return call
+
+
+def doubled() -> Any:
+    return tf.function(lambda x: [x * 2], input_signature=[tf.TensorSpec([None])]).get_concrete_function()
+
+
+def answers(choice: JitChoice, count: int, size: int = 8) -> list[bool]:
+    """Whether each of so many calls ran with XLA."""
+    found = []
+    for number in range(count):
+        x = np.full(size, number, np.float32)
+        (result,), is_compiled = choice.run([x])
+        np.testing.assert_allclose(result, 2 * x, rtol=1e-5)
+        found.append(is_compiled)
+    return found
+
+
+def made(monkeypatch: pytest.MonkeyPatch, compiled: Callable[[Any], Any]) -> tuple[JitChoice, Compiler]:
+    monkeypatch.setattr(choice_module, "compiled_call", lambda function, arrays: compiled)
+    compiler = Compiler()
+    return JitChoice("digest/1", doubled(), taking(_SLOW_S), compiler), compiler
+
+
+def test_what_is_faster_and_equal_is_chosen_for_its_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice, compiler = made(monkeypatch, taking(_FAST_S))
+    found = answers(choice, 40)
+    assert not any(found[:4]) and all(found[-10:])
+    assert compiler.reasons == [""] and compiler.chosen == 1
+    assert not choice.run([np.zeros(3, np.float32)])[1]
+
+
+def test_what_is_not_faster_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice, compiler = made(monkeypatch, taking(2 * _SLOW_S))
+    assert not any(answers(choice, 40)[-10:])
+    assert compiler.reasons == [""] and not compiler.chosen
+
+
+def test_what_comes_to_something_else_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice, compiler = made(monkeypatch, taking(_FAST_S, offset=0.01))
+    assert not any(answers(choice, 30))
+    assert compiler.reasons == ["result 0 is another with XLA"]
+
+
+def test_a_call_that_fails_with_xla_runs_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    def failing(arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 20:
+            raise tf.errors.InternalError(None, None, "out of registers")
+        return taking(_FAST_S)(arguments)
+
+    choice, _ = made(monkeypatch, failing)
+    assert not any(answers(choice, 60)[-10:])
+
+
+def test_programs_whose_runs_are_short_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    choice, compiler = made(monkeypatch, taking(_FAST_S))
+    monkeypatch.setattr(choice_module, "_LEAST_RUN_NS", 10**9)
+    assert not any(answers(choice, 30))
+    assert not compiler.reasons
+
+
+@pytest.mark.parametrize(
+    ("run", "dtype", "reason"),
+    [
+        (lambda x: tf.exp(x) @ x, tf.float32, ""),
+        (lambda x: tf.gather(x, 0), tf.float32, "GatherV2"),
+        (lambda x: tf.random.normal([2]) + x, tf.float32, "RandomStandardNormal"),
+        (lambda x: tf.cast(x, tf.int32), tf.float32, "casts floats to integers"),
+        (lambda x: x // 2, tf.int32, "FloorDiv"),
+        (lambda x: tf.pow(x, 2), tf.int32, "computes with integers"),
+        (lambda x: x + 1, tf.bfloat16, "computes with bfloat16"),
+        (lambda x: tf.while_loop(lambda v: v[0, 0] < 1, lambda v: (v + 1,), (x,)), tf.float32, "While"),
+        (lambda x: tf.debugging.check_numerics(x, "no"), tf.float32, "CheckNumerics"),
+    ],
+)
+def test_only_programs_of_known_ops_are_compiled(run: Any, dtype: tf.DType, reason: str) -> None:
+    function = tf.function(run, input_signature=[tf.TensorSpec([2, 2], dtype)], autograph=False)
+    found = why_not(function.get_concrete_function())
+    assert reason in found and bool(found) is bool(reason)
