@@ -20,9 +20,11 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
+from gradrule._fast_paths import disabled_paths
 from gradrule_server.settings_reading import (
     SettingsError,
     environment_name,
@@ -251,6 +253,9 @@ class Settings(BaseModel):
     audit_log: str = Field(
         "", description="File that audit lines are appended to; - is standard output, empty the server's log."
     )
+    disabled_fast_paths: str = Field(
+        "", description="Fast paths of calls that are off, for diagnosis: names of some, comma-separated, or all."
+    )
     log_format: Literal["auto", "json", "text"] = Field(
         "auto", description="Form of the log: json, text, or auto: text on a terminal, else json."
     )
@@ -302,6 +307,12 @@ class Settings(BaseModel):
                 "something else encrypts"
             )
         return self
+
+    @field_validator("disabled_fast_paths")
+    @classmethod
+    def _fast_paths_exist(cls, text: str) -> str:
+        disabled_paths(text)
+        return text
 
     @property
     def takes_jwts(self) -> bool:

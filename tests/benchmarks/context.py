@@ -47,6 +47,7 @@ class Counts:
     programs: int
     requests: tuple[int, int]
     examples: int
+    batched_network: tuple[int, int, int]
     fairness_s: float
     starts: int
     profile_calls: int
@@ -70,6 +71,7 @@ DEFAULT = Counts(
     programs=32,
     requests=(64, 1280),
     examples=1500,
+    batched_network=(128, 100, 2048),
     fairness_s=10.0,
     starts=2,
     profile_calls=300,

@@ -21,7 +21,11 @@ _LOG_CHARACTERS = 2000
 
 
 class PeerFailed(Exception):
-    """A process did not start, or could not answer; holds what it wrote."""
+    """A process did not start, or could not answer; holds what it wrote. name: of the contender or the server."""
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(f"{name} {what}")
+        self.name = name
 
 
 @dataclass(frozen=True)
@@ -56,10 +60,10 @@ class Driver:
         """Returns the driver's next line."""
         line = _line(self._process, timeout_s)
         if not line:
-            raise PeerFailed(f"{self._name} ended with code {self._process.poll()}")
+            raise PeerFailed(self._name, f"ended with code {self._process.poll()}")
         found = json.loads(line)
         if "failure" in found:
-            raise PeerFailed(f"{self._name}: {found['failure']}")
+            raise PeerFailed(self._name, f"failed: {found['failure']}")
         return found
 
 
@@ -71,7 +75,7 @@ def driver(name: str, command: Sequence[str], log: Path, environment: Mapping[st
         try:
             started.answer(_START_SECONDS)
         except PeerFailed as failure:
-            raise PeerFailed(f"{failure}:\n{log.read_text()[-_LOG_CHARACTERS:]}") from None
+            raise PeerFailed(name, f"did not start:\n{log.read_text()[-_LOG_CHARACTERS:]}") from failure
         yield started
 
 
@@ -81,7 +85,7 @@ def server(name: str, command: Sequence[str], log: Path, environment: Mapping[st
     with _process(command, log, environment) as process:
         address = _line(process, _START_SECONDS).strip().rpartition(" ")[2]
         if not address:
-            raise PeerFailed(f"{name} did not serve:\n{log.read_text()[-_LOG_CHARACTERS:]}")
+            raise PeerFailed(name, f"did not serve:\n{log.read_text()[-_LOG_CHARACTERS:]}")
         yield Server(f"127.0.0.1:{address}" if address.isdecimal() else address, process.pid)
 
 

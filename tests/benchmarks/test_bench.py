@@ -33,6 +33,7 @@ SMALL = replace(
     programs=4,
     requests=(4, 12),
     examples=70,
+    batched_network=(4, 3, 8),
     fairness_s=1.0,
     starts=1,
     profile_calls=4,
@@ -150,7 +151,7 @@ def test_recording_keeps_the_better_ratio_unless_told_otherwise() -> None:
 
 
 def test_works_have_names_for_other_processes() -> None:
-    for name in ("tiny", "large:8", "chain:20", "aside:20", "compute:4:3", "example:4"):
+    for name in ("tiny", "large:8", "chain:20", "aside:20", "compute:4:3", "recurrent:4:3", "perceptron:4"):
         assert work.named(name).feeds
     with pytest.raises(ValueError, match="'huge'"):
         work.named("huge")

@@ -21,6 +21,7 @@ OTHER_VALUES = {
     "engine_threads": 2,
     "max_batch_size": 16,
     "max_batch_delay_ms": 2.5,
+    "disabled_fast_paths": "known-calls,sessions",
     "engines": 18,
     "max_engines": 99,
     "spares": 0,

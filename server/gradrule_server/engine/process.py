@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from gradrule import _opdefs
+from gradrule._fast_paths import disabled_paths
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.engine.device import DeviceRefused, choose_device
@@ -40,7 +41,7 @@ def run_engine(flags: Sequence[str], link: int, arenas: Sequence[int]) -> int:
     """Serves until the front end closes the socket `link`, whatever runs then. Returns the exit code of the process.
 
     Args:
-        flags: `--device`, `--threads`, `--blobs`, `--sandbox`, `--memory-limit`.
+        flags: `--device`, `--threads`, `--blobs`, `--sandbox`, `--memory-limit`, `--disabled-fast-paths`.
         link: Descriptor of a connected stream socket.
         arenas: Descriptors of the shared memory that the engine reads and writes; empty where there is none.
 
@@ -71,7 +72,11 @@ def run_engine(flags: Sequence[str], link: int, arenas: Sequence[int]) -> int:
     calls: MainCalls = queue.SimpleQueue()
     # A name is that of the thread that sets it, and that of the main thread is the process's.
     service = EngineService(
-        frames, device, BlobReader(options.blobs), lambda: calls.put(partial(set_process_name, _WORKER_NAME))
+        frames,
+        device,
+        BlobReader(options.blobs),
+        lambda: calls.put(partial(set_process_name, _WORKER_NAME)),
+        options.disabled_fast_paths,
     )
     frames.send(Kind.GREETING, 0, greeting.SerializeToString())
     try:
@@ -97,4 +102,5 @@ def _parse(flags: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--blobs", type=Path)
     parser.add_argument("--sandbox", choices=("on", "auto", "off"), default="auto")
     parser.add_argument("--memory-limit", type=int, default=0)
+    parser.add_argument("--disabled-fast-paths", type=disabled_paths, default=frozenset())
     return parser.parse_args(flags)

@@ -33,16 +33,22 @@ _log = logging.getLogger(__name__)
 class EngineService:
     """Programs by key, and forward handles, and the handling of each kind of frame. Thread-safe.
 
-    `on_worker`: called at the first task of a compile worker.
+    `on_worker`: called at the first task of a compile worker. `disabled_fast_paths`: see `gradrule._fast_paths`.
     """
 
     def __init__(
-        self, frames: FrameSocket, device: str, blobs: BlobReader, on_worker: Callable[[], None] = lambda: None
+        self,
+        frames: FrameSocket,
+        device: str,
+        blobs: BlobReader,
+        on_worker: Callable[[], None] = lambda: None,
+        disabled_fast_paths: frozenset[str] = frozenset(),
     ) -> None:
         self._frames = frames
         self._reader = ArgumentReader(blobs)
         self._weights = Weights(blobs)
         self._device = device
+        self._disabled_fast_paths = disabled_fast_paths
         self._programs: dict[str, Built] = {}
         self._sessions = Sessions(self._reader, self._weights, self._program, device)
         self._handles = Handles(self._reader)
@@ -135,7 +141,7 @@ class EngineService:
             request.memory_limit = 0
         values = self._weights.of(request.variables, request.blob_folder)
         with self._build_lock:
-            built = build(request, values, self._device)
+            built = build(request, values, self._device, self._disabled_fast_paths)
         self._programs[request.key] = built
         return link_pb2.CompileReply(
             statuses=built.statuses,

@@ -44,13 +44,15 @@ class ProcessOptions:
     sandbox: str = "auto"
     max_batch_size: int = 1
     max_batch_delay_s: float = 0.0
+    disabled_fast_paths: str = ""
 
     def flags(self) -> list[str]:
         """Its command line."""
         blobs = [] if self.blob_folder is None else ["--blobs", str(self.blob_folder.absolute())]
         limit = [] if not self.memory_limit else ["--memory-limit", str(self.memory_limit)]
         given = ["--device", self.device, "--threads", str(self.threads), "--sandbox", self.sandbox]
-        return [*given, *blobs, *limit]
+        paths = [] if not self.disabled_fast_paths else ["--disabled-fast-paths", self.disabled_fast_paths]
+        return [*given, *blobs, *limit, *paths]
 
 
 @dataclass(eq=False)
