@@ -97,8 +97,8 @@ class Settings(BaseModel):
     max_batch_delay_ms: float = Field(
         100.0,
         ge=0,
-        description="Milliseconds that a request waits at most, while two runs of its program are under way, for one "
-        "of them to end; 0: it runs as soon as a thread is free.",
+        description="Milliseconds that a request waits at most, while its program runs, for a run to end or for others "
+        "to run with; 0: it runs as soon as a thread is free.",
     )
     engines: PositiveInt = Field(
         1, description="Engines for programs per tenant. A tenant gets one more for its sessions."

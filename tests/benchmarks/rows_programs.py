@@ -70,7 +70,9 @@ def batching(bench: Bench) -> list[Line]:
             with bench.contenders() as start:
                 # One asyncio client keeps 64 requests under way, as 64 clients would, for less processor time.
                 pair = {"with": start("wire", work_name), "without": start("wire", work_name, alone)}
-                found = measured(pair, bench.counts, calls=bench.counts.examples, in_flight=CLIENTS)
+                calls = bench.counts.examples
+                # TensorFlow's libraries prepare for each size of run on each thread, which takes seconds altogether.
+                found = measured(pair, bench.counts, calls=calls, in_flight=CLIENTS, warm_up=2 * calls)
             what = f"requests per second, {CLIENTS} clients, one example each, {network}"
             used = "; ".join(f"{name} {_used(found[name])}" for name in pair)
             note = f"processor time of a request, µs: {used}"

@@ -7,14 +7,17 @@ import functools
 import json
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.benchmarks import bench, guard, profiling, rows_programs, rows_tiny, work
+from tests.benchmarks import bench, guard, profiling, rows_peers, rows_tiny, work
 from tests.benchmarks.context import DEFAULT, PEERS, PEERS_PYTHON, Bench
-from tests.benchmarks.measure import Row, Samples, Skipped, Table, in_turns
+from tests.benchmarks.measure import Failed, Row, Samples, Skipped, Table, in_turns
+from tests.benchmarks.peers import PeerFailed
 from tests.benchmarks.usage import tree, usage
 
 SMALL = replace(
@@ -158,7 +161,18 @@ def test_works_have_names_for_other_processes() -> None:
     assert work.layers(50, 1).graph.to_bytes() != work.layers(50, 2).graph.to_bytes()
 
 
-def test_shared_memory_and_batching_say_why_they_are_skipped() -> None:
+def test_shared_memory_says_why_it_is_skipped() -> None:
     with Bench(SMALL) as own:
-        for line in (*rows_tiny.shared_memory(own), *rows_programs.batching(own)):
+        for line in rows_tiny.shared_memory(own):
             assert isinstance(line, Row) or (isinstance(line, Skipped) and line.reason)
+
+
+def test_a_driver_of_gradrules_own_that_fails_is_no_peer_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(own: Bench, peer: str) -> Iterator[list[Row]]:
+        yield [Row("peers", "w", peer, "µs", Samples((1.0,)), Samples((1.0,)))]
+        raise PeerFailed("client" if peer == "umbridge" else peer, "ended")
+
+    monkeypatch.setattr(rows_peers, "_against", fails)
+    monkeypatch.setattr(rows_peers, "PEERS_PYTHON", Path(__file__))
+    kinds = [type(line) for line in rows_peers.peers(Bench(SMALL))]
+    assert kinds == [Row, Skipped, Row, Failed, Row, Skipped]

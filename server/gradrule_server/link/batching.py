@@ -1,9 +1,9 @@
 """Which requests that wait for an engine are sent to it together, so that it may run them as one.
 
 Requests that wait for a thread are put together. Besides, requests of a program wait, `delay_s` at most, while two runs
-of it are under way, and while there is one run that is larger than all who wait: a second run begins when it would be as
-large as the first. So runs are few and large where calls are many, and where they are few none waits. What the engine
-cannot run as one it runs one by one, and tells, so that it is not tried again.
+of it are under way, and while one is under way that is larger than all who wait: a second run begins when it would be
+as large as the first. So runs are few and large where calls are many, and where they are few none waits. What the
+engine cannot run as one it runs one by one, and tells, so that it is not tried again.
 """
 
 from __future__ import annotations
