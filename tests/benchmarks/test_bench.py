@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks import bench, guard, profiling, rows_peers, rows_tiny, work
+from tests.benchmarks import bench, guard, profiling, rows_peers, rows_server, rows_tiny, work
 from tests.benchmarks.context import DEFAULT, PEERS, PEERS_PYTHON, Bench
 from tests.benchmarks.measure import Failed, Row, Samples, Skipped, Table, in_turns
 from tests.benchmarks.peers import PeerFailed
@@ -114,6 +114,16 @@ def test_rows_are_chosen_by_group() -> None:
     assert set(bench.chosen("")) == set(bench.GROUPS) - set(bench.ON_REQUEST)
     with pytest.raises(argparse.ArgumentTypeError, match="there are no rows smal; there are tiny"):
         bench.chosen("smal")
+
+
+def test_the_page_names_each_group() -> None:
+    page = (bench.ROOT / "docs" / "benchmarks.md").read_text()
+    assert [name for name in bench.GROUPS if f"`{name}`" not in page] == []
+
+
+def test_an_attack_that_does_not_begin_fails_its_row() -> None:
+    with pytest.raises(RuntimeError, match="'nothing' did not begin"):
+        rows_server._beside("nothing", "localhost:1", "", "", 0.1)
 
 
 def test_the_ratio_is_taken_within_rounds() -> None:
