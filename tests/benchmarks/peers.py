@@ -68,22 +68,34 @@ class Driver:
 
 
 @contextmanager
-def driver(name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Iterator[Driver]:
+def driver(
+    name: str,
+    command: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str],
+    start_s: float = _START_SECONDS,
+) -> Iterator[Driver]:
     """Starts a driver and waits until its contender is ready."""
     with _process(command, log, environment) as process:
         started = Driver(process, name)
         try:
-            started.answer(_START_SECONDS)
+            started.answer(start_s)
         except PeerFailed as failure:
             raise PeerFailed(name, f"did not start:\n{log.read_text()[-_LOG_CHARACTERS:]}") from failure
         yield started
 
 
 @contextmanager
-def server(name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Iterator[Server]:
+def server(
+    name: str,
+    command: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str],
+    start_s: float = _START_SECONDS,
+) -> Iterator[Server]:
     """Starts a server whose first line ends with its port or its address."""
     with _process(command, log, environment) as process:
-        address = _line(process, _START_SECONDS).strip().rpartition(" ")[2]
+        address = _line(process, start_s).strip().rpartition(" ")[2]
         if not address:
             raise PeerFailed(name, f"did not serve:\n{log.read_text()[-_LOG_CHARACTERS:]}")
         yield Server(f"127.0.0.1:{address}" if address.isdecimal() else address, process.pid)
