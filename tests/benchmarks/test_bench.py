@@ -72,6 +72,8 @@ def test_peers_are_measured() -> None:
     assert {row.peer for row in rows} == set(PEERS)
 
 
+# `perf report` reads the symbols of all of TensorFlow.
+@pytest.mark.timeout(900)
 def test_a_profile_tells_processes_and_layers() -> None:
     tables = [line for line in bench.measure(["profile"], SMALL) if isinstance(line, Table)]
     by_process, by_layer = tables[:2]
