@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -122,6 +124,7 @@ def _process(command: Sequence[str], log: Path, environment: Mapping[str, str]) 
             stderr=errors,
             text=True,
             env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"} | dict(environment),
+            start_new_session=True,
         )
     try:
         yield process
@@ -132,6 +135,9 @@ def _process(command: Sequence[str], log: Path, environment: Mapping[str, str]) 
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        # A driver of a peer has started that peer's server.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 pipe.close()
