@@ -31,7 +31,7 @@ NODE_PATH := $(if $(SYSTEM_NODE),,:$(CURDIR)/$(TOOLS)/bin)
 NODE_NEEDS := $(if $(SYSTEM_NODE),,$(TOOLS)/.installed)
 export PATH := $(CURDIR)/$(VENV)/bin$(NODE_PATH):$(PATH)
 
-.PHONY: help demo check test test-all test-models test-peers lint format proto proto-baseline tables op-policy docs node bench bench-quick battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
+.PHONY: help demo check test test-all test-general test-models test-peers lint format proto proto-baseline tables op-policy docs node bench bench-quick battery scaling gpu-wheels gpu-check image-test fresh-test lock clean
 
 help: ## say what each verb does
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1\t\2/p' Makefile | while IFS=$$'\t' read -r verb text; do printf '  make %-15s %s\n' "$$verb" "$$text"; done
@@ -47,6 +47,9 @@ test: $(VENV)/.installed $(NODE_CLIENT)/node_modules/.installed ## these and all
 
 test-all: $(VENV)/.installed $(NODE_CLIENT)/node_modules/.installed ## these and a sample of the battery, tests of the benchmarks, large models
 	$(PYTEST) tests $(ARGS)
+
+test-general: $(VENV)/.installed ## tests of calls with every fast path off (see docs/operations.md); ARGS names other files
+	GRADRULE_DISABLED_FAST_PATHS=all $(PYTEST) $(or $(ARGS),tests/service)
 
 test-models: $(VENV)/.installed ## compare whole architectures with local TensorFlow; writes docs/models.md
 	$(VENV)/bin/python -m pytest tests/models --models-page docs/models.md $(ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import grpc
 import pytest
 
 import gradrule as gr
+from gradrule._fast_paths import VARIABLE, disabled_paths
 from tests.service import blocking
 from tests.service.guarded import Guarded, guarded_server
 from tests.service.servers import RunningServer, running_server
@@ -28,6 +30,15 @@ def pytest_collection_finish() -> None:
     """Takes TensorFlow's modules and the collected tests out of garbage collection: they stay until the end."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips tests of fast paths that are turned off."""
+    disabled = disabled_paths(os.environ.get(VARIABLE, ""))
+    for item in items:
+        off = disabled.intersection(name for mark in item.iter_markers("fast_path") for name in mark.args)
+        if off:
+            item.add_marker(pytest.mark.skip(reason=f"the fast path {min(off)} is off"))
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from gradrule._fast_paths import disabled_paths
 from gradrule_server import __version__
 from gradrule_server.front.admission import Admission, Bound
 from gradrule_server.front.connections import ConnectionLimits, ConnectionWatch
@@ -104,15 +105,17 @@ def admission_of(settings: Settings) -> Admission:
 
 def pool_of(settings: Settings, blobs: BlobStore, on_change: Callable[[bool], None]) -> EnginePool:
     """The engines, not started yet."""
+    disabled = disabled_paths(settings.disabled_fast_paths)
     options = ProcessOptions(
         settings.device,
         settings.engine_threads,
         blobs.root,
         _memory_limit(settings),
         settings.sandbox,
-        settings.max_batch_size,
+        1 if "batching" in disabled else settings.max_batch_size,
         settings.max_batch_delay_ms / 1000,
         settings.jit_after_s,
+        ",".join(sorted(disabled)),
     )
     return EnginePool(
         options,
@@ -158,6 +161,7 @@ def shared_of(settings: Settings, store: Store, blobs: BlobStore, loaded: Loaded
         cache_capacity=settings.program_cache,
         cache_bytes=settings.program_cache_bytes,
         handle_ttl_s=settings.handle_ttl_s,
+        has_known_calls="known-calls" not in disabled_paths(settings.disabled_fast_paths),
     )
 
 

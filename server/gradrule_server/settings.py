@@ -20,9 +20,11 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
+from gradrule._fast_paths import disabled_paths
 from gradrule_server.settings_reading import (
     SettingsError,
     environment_name,
@@ -95,8 +97,8 @@ class Settings(BaseModel):
     max_batch_delay_ms: float = Field(
         100.0,
         ge=0,
-        description="Milliseconds that a request waits at most, while two runs of its program are under way, for one "
-        "of them to end; 0: it runs as soon as a thread is free.",
+        description="Milliseconds that a request waits at most, while its program runs, for a run to end or for others "
+        "to run with; 0: it runs as soon as a thread is free.",
     )
     jit_after_s: float = Field(
         1.0,
@@ -257,6 +259,9 @@ class Settings(BaseModel):
     audit_log: str = Field(
         "", description="File that audit lines are appended to; - is standard output, empty the server's log."
     )
+    disabled_fast_paths: str = Field(
+        "", description="Fast paths of calls that are off, for diagnosis: names of some, comma-separated, or all."
+    )
     log_format: Literal["auto", "json", "text"] = Field(
         "auto", description="Form of the log: json, text, or auto: text on a terminal, else json."
     )
@@ -308,6 +313,12 @@ class Settings(BaseModel):
                 "something else encrypts"
             )
         return self
+
+    @field_validator("disabled_fast_paths")
+    @classmethod
+    def _fast_paths_exist(cls, text: str) -> str:
+        disabled_paths(text)
+        return text
 
     @property
     def takes_jwts(self) -> bool:

@@ -1,6 +1,7 @@
 """What costs most of what one tenant may send, and the calls of another tenant, which must not notice.
 
-Target: tenant B sees no failure; its tiny calls take at most a second (p99), its new programs at most 5 s.
+Target: tenant B sees no failure; its tiny calls take at most a second (p99), its new programs at most 5 s; the front
+end's memory grows by no more than what each attack allows.
 `python -m tests.battery.strangers ATTACK TARGET SECONDS` is tenant A, its token in GRADRULE_TOKEN.
 """
 
@@ -9,6 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import itertools
+import json
+import math
 import os
 import subprocess
 import sys
@@ -16,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,51 +28,76 @@ import grpc
 import numpy as np
 
 import gradrule as gr
-from gradrule.v1 import evaluate_pb2
+from gradrule.v1 import evaluate_pb2, program_pb2, rule_pb2
 from tests.battery.figures import Figures, Findings, Scale
 from tests.battery.known import EVALUATE
+from tests.battery.processes import forget_peak, holds, peak_bytes
 from tests.battery.serving import data_folder, served
 from tests.benchmarks import attacks, work
 from tests.benchmarks.attacks import Answers
+from tests.benchmarks.usage import usage
 from tests.service import costly, raw
 from tests.service.servers import RunningServer
 
-TARGET = "tenant B beside each: no failure, tiny calls p99 ≤ 1 s, new programs p99 ≤ 5 s"
+TARGET = "tenant B beside each: no failure, tiny calls p99 ≤ 1 s, new programs p99 ≤ 5 s; front end's memory bounded"
 P99_S = 1.0
 NEW_P99_S = 5.0
 LONG_S = 60.0
 _SHORT_S = 2.0
+_ALONE_S = 2.0
 _ROOT = Path(__file__).resolve().parents[2]
 _MIB = 1 << 20
 _GRAPH_BYTES = 192 * _MIB
+_LARGE_BYTES = 60 * _MIB
 _HELD_BYTES = 600 * _MIB
 # Two calls of tenant A nearly fill one of its engines.
 _MEMORY_LIMIT = 2048 * _MIB
 _DEADLINE_S = 20.0
 _PAUSE_S = 0.01
 _READY = "attacks"
+_RULE_NODES = 14_000
+_CREATE_RULE = "/gradrule.v1.RuleService/CreateRule"
+_LONG_CHAIN = 25_000
+
+Requests = Iterator[bytes]
+"""The bytes of one request after the other."""
 
 
 @dataclass(frozen=True)
 class Attack:
-    """Calls of tenant A. `finding`: its number in the list of findings. `at_once`: calls at a time.
+    """Calls of tenant A.
 
-    `request`: makes a request's bytes, with a client to prepare what it needs. `beside`: what tenant B calls.
+    finding: its number in the list of findings. at_once: calls at a time. requests: makes the bytes of one request
+    after the other, with a client to prepare what they need. beside: what tenant B calls. succeeds: whether calls are
+    answered OK; what begins within the attack's time then runs to its end. front_mib: MiB by which the memory of the
+    front end may grow at most; infinite where the attack keeps many large messages under way.
     """
 
     finding: str
     what: str
     at_once: int
-    request: Callable[[gr.Client], bytes]
+    requests: Callable[[gr.Client], Requests]
     beside: Callable[[], work.Work] = work.tiny
     compression: grpc.Compression = grpc.Compression.NoCompression
+    method: str = EVALUATE
+    succeeds: bool = True
+    front_mib: float = math.inf
 
 
-def _inline(spec: Any) -> Callable[[gr.Client], bytes]:
-    return lambda client: bytes(evaluate_pb2.EvaluateRequest(spec=spec()).SerializeToString())
+@dataclass
+class Did:
+    """What tenant A came to do: calls by status, and what they took of the front end."""
+
+    codes: Counter[str] = field(default_factory=Counter)
+    front_cpu_s: float = 0.0
+    front_mib: float = 0.0
 
 
-def _large_graph(client: gr.Client) -> bytes:
+def _inline(spec: Callable[[], program_pb2.ProgramSpec]) -> Callable[[gr.Client], Requests]:
+    return lambda client: itertools.repeat(evaluate_pb2.EvaluateRequest(spec=spec()).SerializeToString())
+
+
+def _large_graph(client: gr.Client) -> Requests:
     """Names a graph of 192 MiB that is a blob."""
     graph = costly.chain(2)
     weights = graph.node.add(name="w", op="Const")
@@ -83,15 +112,44 @@ def _large_graph(client: gr.Client) -> bytes:
     request = evaluate_pb2.EvaluateRequest()
     request.spec.graph.blob_sha256 = hashlib.sha256(data).hexdigest()
     request.spec.fetches.append("shape")
-    return request.SerializeToString()
+    return itertools.repeat(request.SerializeToString())
 
 
-def _large_call(client: gr.Client) -> bytes:
-    what = work.large(60 * _MIB // 4)
-    return what.named_request(what.compile(client))
+def _large_calls(client: gr.Client) -> Requests:
+    what = work.large(_LARGE_BYTES // 4)
+    return itertools.repeat(what.named_request(what.compile(client)))
 
 
-def _filling(client: gr.Client) -> bytes:
+def _tiny_calls(client: gr.Client) -> Requests:
+    what = work.tiny()
+    return itertools.repeat(what.named_request(what.compile(client)))
+
+
+def _endless_loops(client: gr.Client) -> Requests:
+    from tests.service import endless
+
+    request = evaluate_pb2.EvaluateRequest()
+    request.spec.graph.serialized = endless.graph_def().SerializeToString()
+    request.spec.fetches.append("y")
+    request.feeds.add(name="x").value.inline.CopyFrom(raw.tensor(endless.STAYS))
+    return itertools.repeat(request.SerializeToString())
+
+
+def _long_chains(client: gr.Client) -> Requests:
+    """Chains that no cache knows: the name of the last node is new each time."""
+    for number in itertools.count():
+        graph = costly.chain(_LONG_CHAIN)
+        graph.node.add(name=f"y{number}", op="Tanh", input=[graph.node[-1].name])
+        request = evaluate_pb2.EvaluateRequest()
+        request.spec.graph.serialized = graph.SerializeToString()
+        request.spec.fetches.append(f"y{number}")
+        request.spec.vjp.ys.append(f"y{number}")
+        request.spec.vjp.xs.append("n0")
+        request.feeds.add(name="n0").value.inline.CopyFrom(raw.tensor(1.0))
+        yield request.SerializeToString()
+
+
+def _filling(client: gr.Client) -> Requests:
     """Makes a tensor of 600 MiB, and tells its sum."""
     g = gr.Graph()
     sizes = g.constant(np.array([_HELD_BYTES // 4], np.int32))
@@ -101,22 +159,47 @@ def _filling(client: gr.Client) -> bytes:
     request.spec.graph.serialized = g.to_bytes()
     request.spec.fetches.append("y")
     request.feeds.add(name="x").value.inline.CopyFrom(raw.tensor(1.0))
-    return request.SerializeToString()
+    return itertools.repeat(request.SerializeToString())
+
+
+def _large_rules(client: gr.Client) -> Requests:
+    """Registers a hundred rules, each a graph of half a megabyte."""
+    g = gr.Graph()
+    last = g.placeholder("dy", "float32", None)
+    for _ in range(_RULE_NODES):
+        last = g.one("Tanh", last)
+    g.one("Identity", last, name="dx")
+    definition = rule_pb2.RuleDefinition(graph=rule_pb2.GraphSource(serialized=g.to_bytes()))
+    for number in range(100):
+        rule = rule_pb2.Rule(name=f"rules/large{number}", definition=definition)
+        yield rule_pb2.CreateRuleRequest(rule=rule).SerializeToString()
 
 
 ATTACKS = {
-    "selections": Attack("S2", "300 overrides on 30,000 nodes", 8, _inline(costly.slow_to_select)),
-    "nested calls": Attack("S3", "10 KB of functions that call each other", 12, _inline(costly.nested_calls)),
+    "selections": Attack("S2", "300 overrides on 30,000 nodes", 8, _inline(costly.slow_to_select), succeeds=False),
+    "nested calls": Attack(
+        "S3", "10 KB of functions that call each other", 12, _inline(costly.nested_calls), succeeds=False, front_mib=512
+    ),
     "tiny fields": Attack(
         "S5",
         "messages of four million fields",
         60,
-        lambda client: costly.tiny_fields(),
+        lambda client: itertools.repeat(costly.tiny_fields()),
         compression=grpc.Compression.Gzip,
+        succeeds=False,
+        front_mib=1024,
     ),
-    "large graph": Attack("S11", "105 bytes that name a graph of 192 MiB", 24, _large_graph),
-    "large calls": Attack("S16", "calls of 60 MiB", 8, _large_call),
+    "endless loops": Attack("S6", "loops that never end", 8, _endless_loops, succeeds=False, front_mib=256),
+    "long chains": Attack("S6", "chains of 25,000 nodes with a gradient", 4, _long_chains, succeeds=False),
     "near the limit": Attack("S9", "calls that take 600 MiB each", 2, _filling, lambda: work.large(20 * _MIB // 4)),
+    "large graph": Attack(
+        "S11", "105 bytes that name a graph of 192 MiB", 24, _large_graph, succeeds=False, front_mib=512
+    ),
+    "large calls": Attack("S16", "calls of 60 MiB", 8, _large_calls),
+    "wide": Attack("S16", "tiny calls", 600, _tiny_calls, front_mib=512),
+    "large rules": Attack(
+        "S17", "100 graph rules of half a megabyte", 2, _large_rules, method=_CREATE_RULE, front_mib=128
+    ),
 }
 
 
@@ -149,25 +232,25 @@ def endure(
 ) -> Figures:
     """Each attack of tenant A for so many seconds, with calls of tenant B beside it."""
     findings, clock = Findings(), scale.clock()
-    details: dict[str, object] = {}
+    alone = attacks.tiny_calls(server.target, tokens[1], _ALONE_S)
+    details: dict[str, object] = {"calls alone": _told(alone)}
     calls = done = 0
     for name in names:
         if clock.is_over:
             break
-        tiny, new, did = _beside(server.target, tokens, name, seconds)
+        attack = ATTACKS[name]
+        tiny, new, did = _beside(server, tokens, name, seconds)
         calls, done = calls + tiny.calls + new.calls, done + 1
-        details[f"{name} ({ATTACKS[name].finding})"] = {
-            "did": f"{ATTACKS[name].what}, {ATTACKS[name].at_once} at a time: {did}",
+        codes = ", ".join(f"{count} × {code}" for code, count in did.codes.items())
+        details[f"{name} ({attack.finding})"] = {
+            "did": f"{attack.what}, {attack.at_once} at a time: {codes}",
             "calls": _told(tiny),
             "new_programs": _told(new),
+            "front_cpu_s": round(did.front_cpu_s, 2),
+            "front_grew_mib": round(did.front_mib, 1),
         }
-        for what, found, most_s in (("calls", tiny, p99_s), ("new programs", new, new_p99_s)):
-            for reason, count in found.failures.items():
-                findings.add(f"{name}: {count} of {found.calls} {what} of tenant B failed with {reason}")
-            if found.p99_ms > most_s * 1e3:
-                findings.add(f"{name}: {what} of tenant B took {found.p99_ms / 1e3:.2f} s (p99)")
-        if not did:
-            findings.add(f"{name}: nothing was done")
+        for line in judge(attack, did, tiny, new, p99_s=p99_s, new_p99_s=new_p99_s):
+            findings.add(f"{name}: {line}")
         if server.process.poll() is not None:
             findings.add(f"{name}: the front end ended with {server.process.returncode}")
             break
@@ -181,6 +264,29 @@ def endure(
     )
 
 
+def judge(
+    attack: Attack, did: Did, tiny: Answers, new: Answers, *, p99_s: float = P99_S, new_p99_s: float = NEW_P99_S
+) -> list[str]:
+    """Returns what one attack did that it must not, and where it was no attack."""
+    found = []
+    for what, answers, most_s in (("calls", tiny, p99_s), ("new programs", new, new_p99_s)):
+        found += [
+            f"{count} of {answers.calls} {what} of tenant B failed with {reason}"
+            for reason, count in answers.failures.items()
+        ]
+        if not answers.calls:
+            found.append(f"tenant B made no {what}")
+        if answers.p99_ms > most_s * 1e3:
+            found.append(f"{what} of tenant B took {answers.p99_ms / 1e3:.2f} s (p99)")
+    if not did.codes:
+        found.append("nothing was done")
+    elif attack.succeeds and not did.codes["OK"]:
+        found.append("no call of tenant A was answered, so none weighed what it should")
+    if did.front_mib > attack.front_mib:
+        found.append(f"the front end grew by {did.front_mib:.0f} MiB, and may by {attack.front_mib:g}")
+    return found
+
+
 def _told(found: Answers) -> dict[str, object]:
     return {
         "count": found.calls,
@@ -190,36 +296,46 @@ def _told(found: Answers) -> dict[str, object]:
     }
 
 
-def _beside(target: str, tokens: Sequence[str], name: str, seconds: float) -> tuple[Answers, Answers, str]:
+def _beside(server: RunningServer, tokens: Sequence[str], name: str, seconds: float) -> tuple[Answers, Answers, Did]:
     """Returns how calls and new programs of tenant B went while tenant A attacked, and what tenant A came to do."""
     theirs, mine = tokens
-    command = [sys.executable, "-m", "tests.battery.strangers", name, target, str(seconds)]
+    command = [sys.executable, "-m", "tests.battery.strangers", name, server.target, str(seconds)]
     environment = os.environ | {"GRADRULE_TOKEN": theirs}
     with subprocess.Popen(command, cwd=_ROOT, env=environment, stdout=subprocess.PIPE, text=True) as attacker:
         assert attacker.stdout is not None
         try:
             if attacker.stdout.readline().strip() != _READY:
-                return Answers(), Answers(), ""
+                return Answers(), Answers(), Did()
+            front = server.process.pid
+            before, cpu_ns = holds(front).resident_bytes, usage(front).cpu_ns
+            forget_peak(front)
             with ThreadPoolExecutor(2) as threads:
-                tiny = threads.submit(attacks.program_calls, target, mine, seconds, ATTACKS[name].beside())
-                new = threads.submit(attacks.new_programs, target, mine, seconds)
-                return tiny.result(), new.result(), attacker.stdout.read().strip()
+                tiny = threads.submit(attacks.program_calls, server.target, mine, seconds, ATTACKS[name].beside())
+                new = threads.submit(attacks.new_programs, server.target, mine, seconds)
+                found = tiny.result(), new.result()
+            codes = Counter[str](json.loads(attacker.stdout.read() or "{}"))
+            grew = (peak_bytes(front) - before) / _MIB
+            return *found, Did(codes, (usage(front).cpu_ns - cpu_ns) / 1e9, grew)
         finally:
             attacker.kill()
 
 
-async def _attack(attack: Attack, target: str, token: str, request: bytes, seconds: float) -> Counter[str]:
-    """Sends the request again and again; returns how often each status came."""
+async def _attack(attack: Attack, target: str, token: str, requests: Requests, seconds: float) -> Counter[str]:
+    """Sends one request after the other; returns how often each status came."""
     ends_at, codes = time.monotonic() + seconds, Counter[str]()
     metadata = (("authorization", f"Bearer {token}"),)
     options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
     async with grpc.aio.insecure_channel(target, options=options, compression=attack.compression) as channel:
-        evaluate: Any = channel.unary_unary(EVALUATE)
+        evaluate: Any = channel.unary_unary(attack.method)
 
         async def send() -> None:
             while (left_s := ends_at - time.monotonic()) > 0:
+                request = next(requests, None)
+                if request is None:
+                    return
+                timeout_s = _DEADLINE_S if attack.succeeds else min(_DEADLINE_S, left_s)
                 try:
-                    await evaluate(request, timeout=min(_DEADLINE_S, left_s), metadata=metadata)
+                    await evaluate(request, timeout=timeout_s, metadata=metadata)
                     codes["OK"] += 1
                 except grpc.aio.AioRpcError as failure:
                     codes[failure.code().name] += 1
@@ -231,13 +347,13 @@ async def _attack(attack: Attack, target: str, token: str, request: bytes, secon
 
 
 def main(name: str, target: str, seconds: float) -> None:
-    """Is tenant A: prints a line when it begins, and what it came to do when it ends."""
+    """Is tenant A: prints a line when it begins, and how often each status came when it ends."""
     token, attack = os.environ["GRADRULE_TOKEN"], ATTACKS[name]
     with gr.connect(target, token=token, timeout=120.0) as client:
-        request = attack.request(client)
+        requests = attack.requests(client)
     print(_READY, flush=True)
-    codes = asyncio.run(_attack(attack, target, token, request, seconds))
-    print(", ".join(f"{count} × {code}" for code, count in codes.items()))
+    codes = asyncio.run(_attack(attack, target, token, requests, seconds))
+    print(json.dumps(codes))
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ async def test_hostile(shared_server: RunningServer, scale: Scale) -> None:
 
 def test_strangers(scale: Scale) -> None:
     with strangers.two_tenants(scale) as (server, tokens):
-        names = ("selections", "tiny fields", "near the limit")
+        names = ("selections", "tiny fields", "near the limit", "large rules")
         assert_met(strangers.endure(server, tokens, scale, 2.0, names, p99_s=BUSY_P99_S, new_p99_s=BUSY_P99_S))
 
 

@@ -41,6 +41,7 @@ from tests.battery import (
     poison,
     rolling,
     soak,
+    strangers,
     wire,
 )
 from tests.battery.figures import Clock, Findings, Scale
@@ -55,6 +56,7 @@ from tests.battery.sender import Sender
 from tests.battery.slopes import Allowance, slope
 from tests.battery.soak import ALLOWED, Samples
 from tests.battery.workload import WAYS, Load, Seen
+from tests.benchmarks.attacks import Answers
 from tests.policy import minimal
 from tests.service.corpus import Bad
 from tests.service.escape_graphs import ESCAPES
@@ -522,3 +524,35 @@ def test_cases_come_from_the_seed() -> None:
     first, same, other = (http2_cases.Cases(seed) for seed in (1, 1, 2))
     assert [first.case(number) for number in range(50)] == [same.case(number) for number in range(50)]
     assert [first.case(number) for number in range(50)] != [other.case(number) for number in range(50)]
+
+
+def test_strangers_tells_what_it_finds_and_attacks_that_were_none() -> None:
+    attack, fine = strangers.ATTACKS["large rules"], Answers(calls=9, p99_ms=20.0)
+    did = strangers.Did(Counter(OK=3, RESOURCE_EXHAUSTED=4), front_mib=20.0)
+    assert strangers.judge(attack, did, fine, fine) == []
+
+    slow = Answers(calls=9, p99_ms=6000.0, failures=Counter(DEADLINE_EXCEEDED=2))
+    for tiny, new in ((slow, fine), (fine, slow)):
+        found = "\n".join(strangers.judge(attack, did, tiny, new))
+        assert "failed with DEADLINE_EXCEEDED" in found
+        assert "6.00 s" in found
+    assert "tenant B made no calls" in strangers.judge(attack, did, Answers(), fine)
+    assert "grew by 900 MiB" in strangers.judge(attack, replace(did, front_mib=900.0), fine, fine)[0]
+    # Calls that never came to their end weighed nothing.
+    late = replace(did, codes=Counter(DEADLINE_EXCEEDED=8))
+    assert "no call of tenant A was answered" in strangers.judge(attack, late, fine, fine)[0]
+    assert strangers.judge(strangers.ATTACKS["selections"], late, fine, fine) == []
+    assert strangers.judge(attack, strangers.Did(), fine, fine) == ["nothing was done"]
+
+
+def test_strangers_has_a_row_for_each_finding() -> None:
+    assert {attack.finding for attack in strangers.ATTACKS.values()} == {
+        "S2",
+        "S3",
+        "S5",
+        "S6",
+        "S9",
+        "S11",
+        "S16",
+        "S17",
+    }

@@ -26,6 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 _PAUSE_S = 0.01
 _TIMEOUT_S = 30.0
 
+ATTACKING = "attacks"
+"""The line that an attacker prints when its calls begin."""
+
 _seeds = itertools.count()
 
 ATTACKS = {
@@ -117,6 +120,7 @@ async def _attack(name: str, client: aio.AsyncClient, seconds: float) -> None:
                 # It is refused, as it should be, and tries again at once.
                 await asyncio.sleep(0.001)
 
+    print(ATTACKING, flush=True)
     await asyncio.gather(*(worker() for _ in range(width)))
 
 

@@ -63,7 +63,7 @@ GROUPS: dict[str, Callable[[Bench], Sequence[Line]]] = {
 ON_REQUEST = ("instructions",)
 """Groups that run only where they are named: they take many minutes."""
 
-QUICK = replace(DEFAULT, rounds=3, tiny_calls=60, rate_calls=400, large_calls=2, budget_s=5.0)
+QUICK = replace(DEFAULT, rounds=3, tiny_calls=60, rate_calls=400, large_calls=2, examples=300, budget_s=5.0)
 
 
 def measure(groups: Sequence[str], counts: Counts, device: str = "cpu", *, is_full: bool = False) -> list[Line]:

@@ -47,6 +47,7 @@ class Counts:
     programs: int
     requests: tuple[int, int]
     examples: int
+    batched_network: tuple[int, int, int]
     fairness_s: float
     starts: int
     profile_calls: int
@@ -69,7 +70,8 @@ DEFAULT = Counts(
     deep_nodes=5000,
     programs=32,
     requests=(64, 1280),
-    examples=1500,
+    examples=800,
+    batched_network=(128, 400, 2048),
     fairness_s=10.0,
     starts=2,
     profile_calls=300,

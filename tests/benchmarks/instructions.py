@@ -22,6 +22,8 @@ from tests.benchmarks.usage import roles
 _KINDS = ("wire", "client", "stream", "echo aio", "echo sync")
 _CALLS = 50
 _WARM_UP = 15
+# valgrind runs a process tens of times slower.
+_START_S = 900.0
 
 
 def instructions(bench: Bench) -> list[Line]:
@@ -36,11 +38,15 @@ def instructions(bench: Bench) -> list[Line]:
         command = (*_callgrind(folder), "-m", "gradrule_server", "serve", "--port", "0", "--device", bench.device)
         data = str(bench.folder / "callgrind-data")
         flags = ("--data-dir", data, "--spares", "0")
-        server = stack.enter_context(peers.server("gradrule", (*command, *flags), folder / "log", {}))
+        server = stack.enter_context(peers.server("gradrule", (*command, *flags), folder / "log", {}, _START_S))
         echo = {
             f"echo {kind}": stack.enter_context(
                 peers.server(
-                    kind, (*_callgrind(folder), "-m", "tests.benchmarks.echo_server", kind), folder / f"log-{kind}", {}
+                    kind,
+                    (*_callgrind(folder), "-m", "tests.benchmarks.echo_server", kind),
+                    folder / f"log-{kind}",
+                    {},
+                    _START_S,
                 )
             )
             for kind in ("aio", "sync")
@@ -54,7 +60,7 @@ def instructions(bench: Bench) -> list[Line]:
             else:
                 parts = functools.partial(roles, server.pid)
             driver_command = [*_callgrind(folder), *peers.driver_command(settings)[1:]]
-            with peers.driver(kind, driver_command, folder / f"log-{kind}", {}) as driver:
+            with peers.driver(kind, driver_command, folder / f"log-{kind}", {}, _START_S) as driver:
                 counted = _count(Contender(driver, parts), folder)
             cells += [[kind, part, f"{count / _CALLS / 1e3:,.1f}"] for part, count in counted.items()]
     return [Table("instructions", title, ("contender", "process", "instructions"), cells)]

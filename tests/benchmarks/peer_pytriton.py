@@ -22,7 +22,8 @@ def main(http: int, grpc: int, metrics: int, size: int, folder: str) -> None:
 
     shapes = {"x": (size,)} if size else {"x": (2, 4), "w": (4, 3)}
     config = TritonConfig(http_port=http, grpc_port=grpc, metrics_port=metrics, http_address="127.0.0.1")
-    with Triton(config=config, workspace=f"{folder}/pytriton") as triton:
+    # Triton insists on making the folder, and a run of the bench starts it once for each size.
+    with Triton(config=config, workspace=f"{folder}/pytriton-{size}") as triton:
         triton.bind(
             "gradient",
             gradient,

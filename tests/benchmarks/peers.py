@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -21,7 +23,11 @@ _LOG_CHARACTERS = 2000
 
 
 class PeerFailed(Exception):
-    """A process did not start, or could not answer; holds what it wrote."""
+    """A process did not start, or could not answer; holds what it wrote. name: of the contender or the server."""
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(f"{name} {what}")
+        self.name = name
 
 
 @dataclass(frozen=True)
@@ -56,32 +62,44 @@ class Driver:
         """Returns the driver's next line."""
         line = _line(self._process, timeout_s)
         if not line:
-            raise PeerFailed(f"{self._name} ended with code {self._process.poll()}")
+            raise PeerFailed(self._name, f"ended with code {self._process.poll()}")
         found = json.loads(line)
         if "failure" in found:
-            raise PeerFailed(f"{self._name}: {found['failure']}")
+            raise PeerFailed(self._name, f"failed: {found['failure']}")
         return found
 
 
 @contextmanager
-def driver(name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Iterator[Driver]:
+def driver(
+    name: str,
+    command: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str],
+    start_s: float = _START_SECONDS,
+) -> Iterator[Driver]:
     """Starts a driver and waits until its contender is ready."""
     with _process(command, log, environment) as process:
         started = Driver(process, name)
         try:
-            started.answer(_START_SECONDS)
+            started.answer(start_s)
         except PeerFailed as failure:
-            raise PeerFailed(f"{failure}:\n{log.read_text()[-_LOG_CHARACTERS:]}") from None
+            raise PeerFailed(name, f"did not start:\n{log.read_text()[-_LOG_CHARACTERS:]}") from failure
         yield started
 
 
 @contextmanager
-def server(name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Iterator[Server]:
+def server(
+    name: str,
+    command: Sequence[str],
+    log: Path,
+    environment: Mapping[str, str],
+    start_s: float = _START_SECONDS,
+) -> Iterator[Server]:
     """Starts a server whose first line ends with its port or its address."""
     with _process(command, log, environment) as process:
-        address = _line(process, _START_SECONDS).strip().rpartition(" ")[2]
+        address = _line(process, start_s).strip().rpartition(" ")[2]
         if not address:
-            raise PeerFailed(f"{name} did not serve:\n{log.read_text()[-_LOG_CHARACTERS:]}")
+            raise PeerFailed(name, f"did not serve:\n{log.read_text()[-_LOG_CHARACTERS:]}")
         yield Server(f"127.0.0.1:{address}" if address.isdecimal() else address, process.pid)
 
 
@@ -106,6 +124,7 @@ def _process(command: Sequence[str], log: Path, environment: Mapping[str, str]) 
             stderr=errors,
             text=True,
             env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "3"} | dict(environment),
+            start_new_session=True,
         )
     try:
         yield process
@@ -116,6 +135,9 @@ def _process(command: Sequence[str], log: Path, environment: Mapping[str, str]) 
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        # A driver of a peer has started that peer's server.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 pipe.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from tests.benchmarks.context import MIB, PEERS, PEERS_PYTHON, Against, Bench, measured, rows
-from tests.benchmarks.measure import Line, Skipped
+from tests.benchmarks.measure import Failed, Line, Row, Skipped
 from tests.benchmarks.peers import PeerFailed
 
 IN_FLIGHT = 32
@@ -21,22 +23,23 @@ def peers(bench: Bench) -> list[Line]:
             )
             continue
         try:
-            lines += _against(bench, peer)
+            for measured_rows in _against(bench, peer):
+                lines += measured_rows
         except PeerFailed as failure:
-            lines.append(Skipped("peers", "the same work", peer, str(failure)))
+            kind = Skipped if failure.name == peer else Failed
+            lines.append(kind("peers", "the same work", peer, str(failure)))
     return lines
 
 
-def _against(bench: Bench, peer: str) -> list[Line]:
+def _against(bench: Bench, peer: str) -> Iterator[list[Row]]:
     counts = bench.counts
-    lines: list[Line] = []
     with bench.contenders() as start:
         pair = {kind: start(kind, "tiny") for kind in ("client", peer)}
         found = measured(pair, counts, calls=max(4, counts.tiny_calls // 4))
-        lines += rows("peers", found, [Against("client", peer, "tiny program, p50, Python client", peer, 1.0)])
+        yield rows("peers", found, [Against("client", peer, "tiny program, p50, Python client", peer, 1.0)])
         found = measured(pair, counts, calls=max(4, counts.rate_calls // 4), in_flight=IN_FLIGHT)
         what = f"requests per second, {IN_FLIGHT} in flight, Python client"
-        lines += rows("peers", found, [Against("client", peer, what, peer, 1.0)], rates=True)
+        yield rows("peers", found, [Against("client", peer, what, peer, 1.0)], rates=True)
     for size in _SIZES[peer]:
         if size > counts.large_bytes:
             continue
@@ -44,5 +47,4 @@ def _against(bench: Bench, peer: str) -> list[Line]:
             pair = {kind: start(kind, f"large:{size // 4}") for kind in ("client", peer)}
             found = measured(pair, counts, calls=1 if size > MIB else counts.large_calls, warm_up=1)
         what = f"{size / MIB:g} MiB in, as much gradient out, Python client"
-        lines += rows("peers", found, [Against("client", peer, what, peer, 1.0)])
-    return lines
+        yield rows("peers", found, [Against("client", peer, what, peer, 1.0)])

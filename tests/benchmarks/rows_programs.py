@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tests.benchmarks import peers, work
-from tests.benchmarks.context import Against, Bench, cpu_rows, measured, rows
-from tests.benchmarks.measure import Line, Row, Samples, Skipped, in_turns_of
+from tests.benchmarks.context import Against, Bench, Sample, cpu_rows, measured, rows
+from tests.benchmarks.measure import Line, Row, Samples, in_turns_of
 from tests.benchmarks.usage import Usage, resident_bytes, tree, usage
 
 CLIENTS = 64
@@ -57,16 +59,33 @@ def inline(bench: Bench) -> list[Row]:
 
 def batching(bench: Bench) -> list[Line]:
     """64 clients, one example each, one program: with dynamic batching and without."""
-    from gradrule_server.settings import Settings
+    peer = "the same without dynamic batching"
+    width, steps, wide = bench.counts.batched_network
+    made: list[Line] = []
+    with bench.own_server("--max-batch-size", "1") as alone:
+        for work_name, network in (
+            (f"recurrent:{width}:{steps}", f"a recurrent network of {steps} steps"),
+            (f"perceptron:{wide}", f"two layers of {wide:,} units"),
+        ):
+            with bench.contenders() as start:
+                # One asyncio client keeps 64 requests under way, as 64 clients would, for less processor time.
+                pair = {"with": start("wire", work_name), "without": start("wire", work_name, alone)}
+                calls = bench.counts.examples
+                # TensorFlow's libraries prepare for each size of run on each thread, which takes seconds altogether.
+                found = measured(pair, bench.counts, calls=calls, in_flight=CLIENTS, warm_up=2 * calls)
+            what = f"requests per second, {CLIENTS} clients, one example each, {network}"
+            used = "; ".join(f"{name} {_used(found[name])}" for name in pair)
+            note = f"processor time of a request, µs: {used}"
+            made += rows("batching", found, [Against("with", "without", what, peer, 4.0)], rates=True, note=note)
+    return made
 
-    what, peer = f"requests per second, {CLIENTS} clients, one example each", "the same without dynamic batching"
-    if "max_batch_size" not in Settings.model_fields:
-        return [Skipped("batching", what, peer, "this version has no dynamic batching", 4.0)]
-    with bench.own_server("--max-batch-size", "1") as alone, bench.contenders() as start:
-        # One asyncio client keeps 64 requests under way, as 64 clients would.
-        pair = {"with": start("wire", "example:256"), "without": start("wire", "example:256", alone)}
-        found = measured(pair, bench.counts, calls=bench.counts.examples, in_flight=CLIENTS)
-    return [*rows("batching", found, [Against("with", "without", what, peer, 4.0)], rates=True)]
+
+def _used(samples: Sequence[Sample]) -> str:
+    parts = dict.fromkeys(part for sample in samples for part in sample.used)
+    return ", ".join(
+        f"{part} {statistics.median(sample.used[part].cpu_ns / 1e3 for sample in samples if part in sample.used):,.0f}"
+        for part in parts
+    )
 
 
 @dataclass(frozen=True)

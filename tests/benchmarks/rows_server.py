@@ -19,6 +19,8 @@ from tests.service.servers import RunningServer, wait_until
 _FAILED_MS = 30_000.0
 """What a call that fails counts for: the deadline of a plain server."""
 _MOST_MS = 1000.0
+_TIMEOUT_S = 60.0
+"""How much longer than it is watched an attack would go on."""
 
 
 def start(bench: Bench) -> list[Row]:
@@ -74,6 +76,23 @@ def supervision(bench: Bench) -> list[Row]:
     return rows("supervision", found, [Against("with", "without", what, "without supervision")])
 
 
+def _beside(attack: str, target: str, attacker_token: str, token: str, seconds: float) -> attacks.Answers:
+    """Returns how tiny calls went while an attack was under way, from its first call on."""
+    command = module("attacks", attack, target, str(seconds + _TIMEOUT_S))
+    environment = os.environ | {"GRADRULE_TOKEN": attacker_token}
+    with subprocess.Popen(command, cwd=attacks.ROOT, env=environment, stdout=subprocess.PIPE, text=True) as attacker:
+        assert attacker.stdout is not None
+        try:
+            if attacker.stdout.readline().strip() != attacks.ATTACKING:
+                raise RuntimeError(f"the attack {attack!r} did not begin")
+            found = attacks.tiny_calls(target, token, seconds)
+            if attacker.poll() is not None:
+                raise RuntimeError(f"the attack {attack!r} ended by itself with code {attacker.returncode}")
+            return found
+        finally:
+            attacker.kill()
+
+
 def fairness(bench: Bench) -> list[Line]:
     """A tiny call of tenant B while tenant A does its worst: p99 at most a second, and no failure."""
     tokens = bench.folder / "tokens"
@@ -82,12 +101,7 @@ def fairness(bench: Bench) -> list[Line]:
     with bench.own_server("--tokens", str(tokens), "--spares", "1") as server:
         alone = attacks.tiny_calls(server.target, theirs, bench.counts.fairness_s)
         for attack, what in attacks.ATTACKS.items():
-            command = module("attacks", attack, server.target, str(bench.counts.fairness_s))
-            with subprocess.Popen(command, cwd=attacks.ROOT, env=os.environ | {"GRADRULE_TOKEN": mine}) as attacker:
-                try:
-                    found = attacks.tiny_calls(server.target, theirs, bench.counts.fairness_s)
-                finally:
-                    attacker.kill()
+            found = _beside(attack, server.target, mine, theirs, bench.counts.fairness_s)
             failures = ", ".join(f"{count} × {reason}" for reason, count in found.failures.items())
             lines.append(
                 Row(

@@ -110,6 +110,7 @@ def _report(file: Path) -> Counter[tuple[str, str]]:
     command = [
         "perf",
         "report",
+        "--no-inline",
         "-i",
         str(file),
         "--stdio",

@@ -7,14 +7,17 @@ import functools
 import json
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.benchmarks import bench, guard, profiling, rows_programs, rows_tiny, work
+from tests.benchmarks import bench, guard, profiling, rows_peers, rows_server, rows_tiny, work
 from tests.benchmarks.context import DEFAULT, PEERS, PEERS_PYTHON, Bench
-from tests.benchmarks.measure import Row, Samples, Skipped, Table, in_turns
+from tests.benchmarks.measure import Failed, Row, Samples, Skipped, Table, in_turns
+from tests.benchmarks.peers import PeerFailed
 from tests.benchmarks.usage import tree, usage
 
 SMALL = replace(
@@ -33,6 +36,7 @@ SMALL = replace(
     programs=4,
     requests=(4, 12),
     examples=70,
+    batched_network=(4, 3, 8),
     fairness_s=1.0,
     starts=1,
     profile_calls=4,
@@ -68,6 +72,8 @@ def test_peers_are_measured() -> None:
     assert {row.peer for row in rows} == set(PEERS)
 
 
+# `perf report` reads the symbols of all of TensorFlow.
+@pytest.mark.timeout(900)
 def test_a_profile_tells_processes_and_layers() -> None:
     tables = [line for line in bench.measure(["profile"], SMALL) if isinstance(line, Table)]
     by_process, by_layer = tables[:2]
@@ -112,6 +118,16 @@ def test_rows_are_chosen_by_group() -> None:
         bench.chosen("smal")
 
 
+def test_the_page_names_each_group() -> None:
+    page = (bench.ROOT / "docs" / "benchmarks.md").read_text()
+    assert [name for name in bench.GROUPS if f"`{name}`" not in page] == []
+
+
+def test_an_attack_that_does_not_begin_fails_its_row() -> None:
+    with pytest.raises(RuntimeError, match="'nothing' did not begin"):
+        rows_server._beside("nothing", "localhost:1", "", "", 0.1)
+
+
 def test_the_ratio_is_taken_within_rounds() -> None:
     # The machine is ten times slower in the second round; the ratio of 2 must not notice.
     row = Row("g", "w", "p", "µs", Samples((2.0, 20.0, 2.0)), Samples((1.0, 10.0, 1.0)), bar=1.6)
@@ -150,14 +166,25 @@ def test_recording_keeps_the_better_ratio_unless_told_otherwise() -> None:
 
 
 def test_works_have_names_for_other_processes() -> None:
-    for name in ("tiny", "large:8", "chain:20", "aside:20", "compute:4:3", "example:4"):
+    for name in ("tiny", "large:8", "chain:20", "aside:20", "compute:4:3", "recurrent:4:3", "perceptron:4"):
         assert work.named(name).feeds
     with pytest.raises(ValueError, match="'huge'"):
         work.named("huge")
     assert work.layers(50, 1).graph.to_bytes() != work.layers(50, 2).graph.to_bytes()
 
 
-def test_shared_memory_and_batching_say_why_they_are_skipped() -> None:
+def test_shared_memory_says_why_it_is_skipped() -> None:
     with Bench(SMALL) as own:
-        for line in (*rows_tiny.shared_memory(own), *rows_programs.batching(own)):
+        for line in rows_tiny.shared_memory(own):
             assert isinstance(line, Row) or (isinstance(line, Skipped) and line.reason)
+
+
+def test_a_driver_of_gradrules_own_that_fails_is_no_peer_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(own: Bench, peer: str) -> Iterator[list[Row]]:
+        yield [Row("peers", "w", peer, "µs", Samples((1.0,)), Samples((1.0,)))]
+        raise PeerFailed("client" if peer == "umbridge" else peer, "ended")
+
+    monkeypatch.setattr(rows_peers, "_against", fails)
+    monkeypatch.setattr(rows_peers, "PEERS_PYTHON", Path(__file__))
+    kinds = [type(line) for line in rows_peers.peers(Bench(SMALL))]
+    assert kinds == [Row, Skipped, Row, Failed, Row, Skipped]

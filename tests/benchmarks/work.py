@@ -12,6 +12,7 @@ from gradrule import _tensors
 from gradrule.v1 import evaluate_pb2
 
 RULE = {"Sign": "ste_sign"}
+_PIXELS = 28 * 28
 
 
 @dataclass(frozen=True)
@@ -109,14 +110,28 @@ def layers(nodes: int, seed: int) -> Work:
     return Work(g, ["y"], ["y"], ["x"], {"x": np.ones((1, 4), np.float32)})
 
 
-def one_example(features: int) -> Work:
-    """A small network on a batch whose size the caller chooses; here one example."""
+def recurrent(width: int, steps: int) -> Work:
+    """A binary recurrent network, unrolled, on a batch whose size the caller chooses; here one example."""
     g = gr.Graph()
     rng = np.random.default_rng(0)
-    weights = g.constant((rng.normal(size=(features, features)) / np.sqrt(features)).astype(np.float32))
-    hidden = g.one("Sign", g.matmul(g.placeholder("x", "float32", [None, features]), weights))
-    g.reduce_sum(g.matmul(hidden, weights), axis=[1], name="y")
-    return Work(g, ["y"], ["y"], ["x"], {"x": rng.normal(size=(1, features)).astype(np.float32)})
+    weights = g.constant((rng.normal(size=(width, width)) / np.sqrt(width)).astype(np.float32))
+    state = x = g.placeholder("x", "float32", [None, width])
+    for _ in range(steps):
+        state = g.one("Sign", g.one("AddV2", g.matmul(state, weights), x))
+    g.reduce_sum(state, axis=[1], name="y")
+    return Work(g, ["y"], ["y"], ["x"], {"x": rng.normal(size=(1, width)).astype(np.float32)})
+
+
+def perceptron(width: int) -> Work:
+    """A binary network of two wide layers, on a batch whose size the caller chooses; here one example."""
+    g = gr.Graph()
+    rng = np.random.default_rng(0)
+    last = g.placeholder("x", "float32", [None, _PIXELS])
+    for inputs, outputs in ((_PIXELS, width), (width, width)):
+        weights = (rng.normal(size=(inputs, outputs)) / np.sqrt(inputs)).astype(np.float32)
+        last = g.one("Sign", g.matmul(last, g.constant(weights)))
+    g.reduce_sum(last, axis=[1], name="y")
+    return Work(g, ["y"], ["y"], ["x"], {"x": rng.normal(size=(1, _PIXELS)).astype(np.float32)})
 
 
 def named(name: str) -> Work:
@@ -134,7 +149,9 @@ def named(name: str) -> Work:
             return chain(values[0], on_path=False)
         case "compute":
             return compute(*values)
-        case "example":
-            return one_example(*values)
+        case "recurrent":
+            return recurrent(*values)
+        case "perceptron":
+            return perceptron(*values)
         case _:
             raise ValueError(f"there is no work {name!r}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import gradrule as gr
+from gradrule._fast_paths import VARIABLE
 from tests.battery.processes import engines
 
 T = TypeVar("T")
@@ -34,8 +35,8 @@ def serve_command(*flags: str, program: Sequence[str] = PROGRAM) -> list[str]:
 
 
 def server_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment without settings of a server that happen to be there."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("GRADRULE_")}
+    """Returns this process's environment without settings of a server, save the fast paths that tests run without."""
+    kept = {name: value for name, value in os.environ.items() if name == VARIABLE or not name.startswith("GRADRULE_")}
     return kept | dict(extra or {})
 
 

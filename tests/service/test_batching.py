@@ -14,6 +14,8 @@ import gradrule as gr
 from gradrule.v1 import evaluate_pb2, tensor_pb2
 from tests.service.servers import RunningServer, running_server
 
+pytestmark = pytest.mark.fast_path("batching")
+
 CLIENTS = 64
 _MOST_ROUNDS = 40
 _rng = np.random.default_rng(0)

@@ -16,6 +16,8 @@ from tests.service.answers import refused
 from tests.service.servers import RunningServer
 from tests.service.streams import opened, reason
 
+pytestmark = pytest.mark.fast_path("streams")
+
 MIB = 1 << 20
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from gradrule import _tensors, _wire
+from gradrule import _fast_paths, _tensors, _wire
 from gradrule._dtypes import name_of
 from gradrule._names import bare
 from gradrule.errors import InternalError, InvalidTensorError
@@ -117,6 +117,7 @@ class AnswerReader:
     def __init__(self, label_of: Callable[[str], str]) -> None:
         self._label_of = label_of
         self._last: Layout | None = None
+        self._keeps_layout = _fast_paths.is_enabled("answer-layouts")
 
     def read(self, data: bytes) -> Answer:
         """Finds the tensors of an answer. Raises `InternalError` where the bytes are no answer."""
@@ -132,7 +133,7 @@ class AnswerReader:
             raise InternalError(f"the server's answer cannot be read: {cause}") from None
         # With something else between the tensors, the bytes behind the last one are not all that is left.
         is_usual = len(others) == len(data) - layout.end
-        if is_usual and sum(len(part) for _, part in layout.around) <= _MAX_LAYOUT_BYTES:
+        if self._keeps_layout and is_usual and sum(len(part) for _, part in layout.around) <= _MAX_LAYOUT_BYTES:
             self._last = layout
         return Answer(data, layout, rest)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gradrule import _blobs, _large, _requests, _tensors, _wire
+from gradrule import _blobs, _fast_paths, _large, _requests, _tensors, _wire
 from gradrule.v1 import evaluate_pb2, program_pb2
 
 _FEEDS = evaluate_pb2.EvaluateRequest.FEEDS_FIELD_NUMBER
@@ -28,6 +28,7 @@ class ProgramEncoder:
         self._program = program
         self._type_of = _requests.types_of_specs([*program.inputs, *program.ys])
         self._heads: dict[Any, bytes] = {}
+        self._keeps_heads = _fast_paths.is_enabled("request-heads")
 
     def encode(
         self,
@@ -74,7 +75,7 @@ class ProgramEncoder:
         head = self._heads.get((field, key, array.dtype, array.shape))
         if head is None:
             head = _large.head(field, name, array)
-            if _tensors.is_little_endian(array):
+            if self._keeps_heads and _tensors.is_little_endian(array):
                 if len(self._heads) >= _MAX_HEADS:
                     self._heads.clear()
                 self._heads[field, key, array.dtype, array.shape] = head

@@ -39,19 +39,25 @@ _NEEDS_THREADS = frozenset(
 )
 
 
-def build(request: link_pb2.CompileRequest, values: Sequence[tf.Tensor] = (), device: str = "CPU:0") -> Built:
+def build(
+    request: link_pb2.CompileRequest,
+    values: Sequence[tf.Tensor] = (),
+    device: str = "CPU:0",
+    disabled_fast_paths: frozenset[str] = frozenset(),
+) -> Built:
     """Builds the program; `GradruleError` where TensorFlow refuses the graph or a rule does not fit its node.
 
     Args:
         request: The program.
         values: Values of the request's variables, in their order.
         device: Where it will run.
+        disabled_fast_paths: See `gradrule._fast_paths`.
     """
     graph_def = tf_graph_pb2.GraphDef.FromString(request.graph)
     # Removed with the program: names are unique to it, so nothing else refers to them.
     functions = tf_private.add_functions(graph_def.library)
     try:
-        built = _build(request, graph_def, values, device)
+        built = _build(request, graph_def, values, device, disabled_fast_paths)
     except BaseException:
         tf_private.remove_functions(functions)
         raise
@@ -60,7 +66,11 @@ def build(request: link_pb2.CompileRequest, values: Sequence[tf.Tensor] = (), de
 
 
 def _build(
-    request: link_pb2.CompileRequest, graph_def: tf_graph_pb2.GraphDef, values: Sequence[tf.Tensor], device: str
+    request: link_pb2.CompileRequest,
+    graph_def: tf_graph_pb2.GraphDef,
+    values: Sequence[tf.Tensor],
+    device: str,
+    disabled_fast_paths: frozenset[str],
 ) -> Built:
     contents = [_content(rule) for rule in request.rules]
     used = {mark.rule for mark in request.marks} | {made.rule for made in request.made}
@@ -100,14 +110,15 @@ def _build(
     built.fitting = Fitting(built.function, request.memory_limit)
     returned = {id(tensor) for tensor in built.function.graph.outputs}
     arguments = built.function.graph.inputs[: len(built.inputs)]
-    built.small = _is_small(built.function.graph)
+    built.small = "calling-thread" not in disabled_fast_paths and _is_small(built.function.graph)
     built.unused = [not argument.consumers() and id(argument) not in returned for argument in arguments]
     if trace.backward is not None:
         built.split = SplitProgram(built.function, len(built.outputs), trace.backward, trusted=request.trusted)
         built.layout = built.split.layout
     else:
-        built.call = graph_call(built.function, single_threaded=built.small, on_cpu=device.startswith("CPU"))
-        built.feed_plan = FeedPlan(built)
+        may_use_session = device.startswith("CPU") and "sessions" not in disabled_fast_paths
+        built.call = graph_call(built.function, single_threaded=built.small, may_use_session=may_use_session)
+        built.feed_plan = FeedPlan(built, is_used="feed-plans" not in disabled_fast_paths)
         built.writer = ResponseWriter(built, [tensor.dtype for tensor in built.function.graph.outputs], device)
     return built
 

@@ -30,7 +30,7 @@ class _Slot(NamedTuple):
 class FeedPlan:
     """The arguments of a built function by the names that calls use, worked out once per program. Thread-safe."""
 
-    def __init__(self, built: Built) -> None:
+    def __init__(self, built: Built, *, is_used: bool = True) -> None:
         self._max_rank = built.max_rank
         self._template: list[Any] = []
         self._required = 0
@@ -49,7 +49,7 @@ class FeedPlan:
             self._template.append(None)
         self._required += len(self._params)
         # Stacked values must be of one length, which is for the general reader to check.
-        self._is_usable = not built.stacked
+        self._is_usable = is_used and not built.stacked
 
     def _slot(self, item: Input) -> _Slot:
         place, is_required = len(self._template), item.default is None

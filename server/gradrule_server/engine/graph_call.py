@@ -67,14 +67,15 @@ class FunctionCall:
             return [tensor.numpy() for tensor in self._function(*arguments) or ()]
 
 
-def graph_call(function: Any, *, single_threaded: bool, on_cpu: bool) -> GraphCall:
+def graph_call(function: Any, *, single_threaded: bool, may_use_session: bool) -> GraphCall:
     """Returns the fastest way to run a concrete function that returns a flat list.
 
-    A session takes host memory only, and not every element type, and has to have something to return.
+    A session takes host memory only (may_use_session: there is nothing else), and not every element type, and has to
+    have something to return.
     """
     inputs, outputs = list(function.graph.inputs), list(function.graph.outputs)
     has_arrays = all(item.dtype in _SESSION_DTYPES for item in [*inputs, *outputs])
-    if on_cpu and outputs and has_arrays and not function.captured_inputs:
+    if may_use_session and outputs and has_arrays and not function.captured_inputs:
         return SessionCall(function.graph, inputs, outputs, single_threaded=single_threaded)
     return FunctionCall(function, single_threaded=single_threaded)
 

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from gradrule import _opdefs
+from gradrule._fast_paths import disabled_paths
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.engine.device import DeviceRefused, choose_device
@@ -40,7 +41,8 @@ def run_engine(flags: Sequence[str], link: int, arenas: Sequence[int]) -> int:
     """Serves until the front end closes the socket `link`, whatever runs then. Returns the exit code of the process.
 
     Args:
-        flags: `--device`, `--threads`, `--blobs`, `--sandbox`, `--memory-limit`, `--jit-after`.
+        flags: `--device`, `--threads`, `--blobs`, `--sandbox`, `--memory-limit`, `--jit-after`,
+            `--disabled-fast-paths`.
         link: Descriptor of a connected stream socket.
         arenas: Descriptors of the shared memory that the engine reads and writes; empty where there is none.
 
@@ -76,6 +78,7 @@ def run_engine(flags: Sequence[str], link: int, arenas: Sequence[int]) -> int:
         BlobReader(options.blobs),
         lambda: calls.put(partial(set_process_name, _WORKER_NAME)),
         options.jit_after,
+        options.disabled_fast_paths,
     )
     frames.send(Kind.GREETING, 0, greeting.SerializeToString())
     try:
@@ -102,4 +105,5 @@ def _parse(flags: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--sandbox", choices=("on", "auto", "off"), default="auto")
     parser.add_argument("--memory-limit", type=int, default=0)
     parser.add_argument("--jit-after", type=float, default=0.0)
+    parser.add_argument("--disabled-fast-paths", type=disabled_paths, default=frozenset())
     return parser.parse_args(flags)

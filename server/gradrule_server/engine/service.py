@@ -35,6 +35,7 @@ class EngineService:
     """Programs by key, and forward handles, and the handling of each kind of frame. Thread-safe.
 
     `on_worker`: called at the first task of a compile worker. `jit_after_s`: as for `JitCompiler`.
+    `disabled_fast_paths`: see `gradrule._fast_paths`.
     """
 
     def __init__(
@@ -44,12 +45,14 @@ class EngineService:
         blobs: BlobReader,
         on_worker: Callable[[], None] = lambda: None,
         jit_after_s: float = 0.0,
+        disabled_fast_paths: frozenset[str] = frozenset(),
     ) -> None:
         self._frames = frames
         self._jit = JitCompiler(frames, jit_after_s)
         self._reader = ArgumentReader(blobs)
         self._weights = Weights(blobs)
         self._device = device
+        self._disabled_fast_paths = disabled_fast_paths
         self._programs: dict[str, Built] = {}
         self._sessions = Sessions(self._reader, self._weights, self._program, device)
         self._handles = Handles(self._reader)
@@ -147,7 +150,7 @@ class EngineService:
             request.memory_limit = 0
         values = self._weights.of(request.variables, request.blob_folder)
         with self._build_lock:
-            built = build(request, values, self._device)
+            built = build(request, values, self._device, self._disabled_fast_paths)
         if request.jit == program_pb2.JIT_AUTO:
             self._jit.allow(request.key, built)
         self._programs[request.key] = built

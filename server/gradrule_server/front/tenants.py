@@ -76,6 +76,7 @@ class Shared:
     cache_capacity: int
     cache_bytes: int
     handle_ttl_s: float
+    has_known_calls: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -238,6 +239,7 @@ class Tenants:
             capacity=shared.cache_capacity,
             capacity_bytes=shared.cache_bytes,
             owner=name,
+            has_known_calls=shared.has_known_calls,
         )
         handles = HandleHouse(
             house,

@@ -1,8 +1,9 @@
 """Which requests that wait for an engine are sent to it together, so that it may run them as one.
 
-Requests that wait for a thread are put together. Besides, while two runs of a program are under way, further requests
-of it wait for one of them to end, `delay_s` at most: so runs are few and large where calls are many, and where they are
-few none waits. What the engine cannot run as one it runs one by one, and tells, so that it is not tried again.
+Requests that wait for a thread are put together. Besides, requests of a program wait, `delay_s` at most, while two runs
+of it are under way, and while one is under way that is larger than all who wait: a second run begins when it would be
+as large as the first. So runs are few and large where calls are many, and where they are few none waits. What the
+engine cannot run as one it runs one by one, and tells, so that it is not tried again.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ class Batch:
 
 @dataclass(slots=True)
 class _Program:
-    running: int = 0
+    runs: int = 0
+    requests: int = 0
+    """Requests in these runs."""
     is_being_tried: bool = False
     is_proven: bool = False
     attempts: int = 0
@@ -111,19 +114,31 @@ class Batches:
         if work.batch_key is None or self.most == 1:
             return 0.0
         program = self._programs.get(work.batch_key.program)
-        if program is None or not program.is_proven or program.running < _MOST_RUNS:
+        if program is None or not program.is_proven or not program.runs:
+            return 0.0
+        # Clients that were answered together come back one by one: the first of them must not run by itself.
+        if program.runs < _MOST_RUNS and self._together(work) >= min(program.requests, self.most):
             return 0.0
         return work.submitted_at + self.delay_s
 
-    def started(self, work: Work) -> None:
-        """A run began: of this request, and of those that were sent with it."""
-        if work.batch_key is not None and self.most > 1:
-            self._program(work.batch_key.program).running += 1
+    def _together(self, work: Work) -> int:
+        """Returns how many requests would be sent with this one, which may wait or not, itself included."""
+        same = self._waiting.get(work.batch_key, {}) if work.batch_key is not None else {}
+        return len(same) + (work.id not in same)
 
-    def ended(self, work: Work) -> None:
-        """A run ended."""
+    def started(self, work: Work, requests: int) -> None:
+        """A run of so many requests began: of this one, and of those that were sent with it."""
         if work.batch_key is not None and self.most > 1:
-            self._program(work.batch_key.program).running -= 1
+            program = self._program(work.batch_key.program)
+            program.runs += 1
+            program.requests += requests
+
+    def ended(self, work: Work, requests: int) -> None:
+        """A run of so many requests ended."""
+        if work.batch_key is not None and self.most > 1:
+            program = self._program(work.batch_key.program)
+            program.runs -= 1
+            program.requests -= requests
 
     def companions(self, work: Work) -> list[Work]:
         """Returns the waiting requests that are to be sent together with one that is sent now."""
@@ -163,7 +178,7 @@ class Batches:
         if found is None:
             found = self._programs[key] = _Program()
             if len(self._programs) > _MOST_PROGRAMS:
-                idle = next((name for name, program in self._programs.items() if not program.running), key)
+                idle = next((name for name, program in self._programs.items() if not program.runs), key)
                 del self._programs[idle]
         return found
 

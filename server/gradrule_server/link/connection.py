@@ -365,7 +365,7 @@ class Connection(asyncio.Protocol):
     def _start(self, work: Work) -> None:
         others = self._batches.companions(work)
         self._busy += 1
-        self._batches.started(work)
+        self._batches.started(work, 1 + len(others))
         if others:
             self._start_together([work, *others])
             return
@@ -404,7 +404,7 @@ class Connection(asyncio.Protocol):
         if batch.chunk is not None and self._arenas is not None:
             self._arenas.outgoing.release(batch.chunk)
         self._busy -= 1
-        self._batches.ended(batch.works[0])
+        self._batches.ended(batch.works[0], len(batch.works))
         self._start_waiting()
 
     def _fail_run(self, number: int, fault: memoryview) -> None:
@@ -508,7 +508,7 @@ class Connection(asyncio.Protocol):
         work.end()
         if work.batch is None:
             self._busy -= 1
-            self._batches.ended(work)
+            self._batches.ended(work, 1)
         if work.account is not None and work.started_at is not None and kind is not Kind.FAULT:
             work.account.took(self.loop.time() - work.started_at)
         if work.kind is Kind.COMPILE:

@@ -45,6 +45,7 @@ class ProcessOptions:
     max_batch_size: int = 1
     max_batch_delay_s: float = 0.0
     jit_after_s: float = 0.0
+    disabled_fast_paths: str = ""
 
     def flags(self) -> list[str]:
         """Its command line."""
@@ -52,7 +53,8 @@ class ProcessOptions:
         limit = [] if not self.memory_limit else ["--memory-limit", str(self.memory_limit)]
         given = ["--device", self.device, "--threads", str(self.threads), "--sandbox", self.sandbox]
         jit = [] if not self.jit_after_s else ["--jit-after", str(self.jit_after_s)]
-        return [*given, *blobs, *limit, *jit]
+        paths = [] if not self.disabled_fast_paths else ["--disabled-fast-paths", self.disabled_fast_paths]
+        return [*given, *blobs, *limit, *jit, *paths]
 
 
 @dataclass(eq=False)

@@ -62,6 +62,7 @@ class ProgramHouse:
         capacity: int,
         capacity_bytes: int,
         owner: str,
+        has_known_calls: bool = True,
     ) -> None:
         self.pool = pool
         self.limits = limits
@@ -77,6 +78,7 @@ class ProgramHouse:
         self._compiler = Compiler(loaded, self.preparer, limits, blobs, owner)
         self.kept = KeptPrograms(programs, rules, self._compiler, self.cache)
         self._known = KnownCalls(self.cache, loaded)
+        self._has_known_calls = has_known_calls
 
     async def evaluate(
         self,
@@ -89,7 +91,7 @@ class ProgramHouse:
 
         `raw`: the request's bytes; `read`: parses them; `ends_at`: loop time of the deadline.
         """
-        structure, lost = structure_of(raw), None
+        structure, lost = structure_of(raw) if self._has_known_calls else None, None
         if structure is not None:
             done = await self._known.run(structure, raw, received_ns, ends_at)
             if isinstance(done, bytes):

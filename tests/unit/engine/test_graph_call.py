@@ -112,7 +112,7 @@ def test_a_session_computes_what_the_function_computes_in_several_threads() -> N
         return [kept, *tf.gradients(kept, [x, w])]
 
     concrete = function.get_concrete_function()
-    call = graph_call(concrete, single_threaded=False, on_cpu=True)
+    call = graph_call(concrete, single_threaded=False, may_use_session=True)
     assert isinstance(call, SessionCall)
     arrays = [rng.normal(size=(3, 4)).astype(np.float32), rng.normal(size=(4, 4)).astype(np.float32)]
     wanted = [tensor.numpy() for tensor in concrete(*map(tf.constant, arrays))]
@@ -134,7 +134,7 @@ def test_checks_that_no_output_needs_are_made_all_the_same() -> None:
         tf.raw_ops.Assert(condition=x > 0, data=["x is not positive"])
         return [x * 2]
 
-    call = graph_call(function.get_concrete_function(), single_threaded=True, on_cpu=True)
+    call = graph_call(function.get_concrete_function(), single_threaded=True, may_use_session=True)
     assert call([np.array(1, np.float32)])[0] == 2
     with pytest.raises(tf.errors.InvalidArgumentError, match="x is not positive"):
         call([np.array(-1, np.float32)])

@@ -150,6 +150,20 @@ async def test_while_two_runs_are_under_way_others_wait_for_one_of_them() -> Non
     assert frames(transport)[4:] == [[b"d", b"e"]]
 
 
+async def test_a_second_run_begins_once_it_is_as_large_as_the_first() -> None:
+    connection, transport = connected(threads=8, delay_s=60.0)
+    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)
+    submit(connection, b"a", b"b", b"c", b"d")
+    answer(connection, transport, b"a")
+    assert frames(transport) == [[b"a"], [b"b"], [b"c", b"d"]]
+    answer(connection, transport, b"b")
+    # Clients that were answered together come back one by one.
+    submit(connection, b"e")
+    assert frames(transport)[3:] == []
+    submit(connection, b"f")
+    assert [sorted(frame) for frame in frames(transport)[3:]] == [[b"e", b"f"]]
+
+
 async def test_nobody_waits_longer_than_allowed() -> None:
     connection, transport = connected(threads=8, delay_s=0.01)
     notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)
