@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gradrule._packing import Packing
 from gradrule_server.engine.batching.analysis import Layout
 from gradrule_server.engine.built import Built
 from gradrule_server.engine.graph_call import Arrays
@@ -17,13 +18,15 @@ from gradrule_server.engine.run import translated
 class Call:
     """One request, read.
 
-    examples: its rows on axis 0; 0: it cannot run with others. company: calls of equal company can run together.
+    packing: how its answer is packed. examples: its rows on axis 0; 0: it cannot run with others. company: calls of
+    equal company can run together.
     """
 
     request_id: int
     received_ns: int
     started_ns: int
     arguments: Arrays
+    packing: Packing | None = None
     examples: int = 0
     company: Hashable = None
 
