@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
 from typing import Any
 
 import grpc
@@ -311,3 +315,67 @@ def test_tensors_that_are_no_values_of_calls_cannot_be_packed(channel: grpc.Chan
     with refused_raw("INVALID_TENSOR") as refusal:
         stub.Evaluate(request, timeout=30)
     refusal.says("is packed; only values of calls")
+
+
+class CountingProxy:
+    """Passes one connection on to a server and counts the bytes that come back."""
+
+    def __init__(self, target: str) -> None:
+        self.received = 0
+        host, _, port = target.rpartition(":")
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._server = socket.create_connection((host or "127.0.0.1", int(port)))
+        self.target = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        try:
+            self._client, _ = self._listener.accept()
+        except OSError:
+            return
+        Thread(target=self._pass_on, args=(self._client, self._server), daemon=True).start()
+        self._pass_on(self._server, self._client, counts=True)
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket, *, counts: bool = False) -> None:
+        # Either side may close its connection at any time.
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                self.received += len(data) if counts else 0
+                sink.sendall(data)
+        for end in (source, sink):
+            end.close()
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_are_compressed_where_that_is_asked(server: RunningServer, is_async: bool, stream: bool) -> None:
+    sizes: dict[str | None, int] = {}
+    loop = blocking.LoopThread()
+    for transfer in (gr.Transfer(), Transfers["gzip"], Transfers["zstd"], Transfers["bfloat16"]):
+        proxy = CountingProxy(server.target)
+        connect = functools.partial(blocking.connect, loop=loop) if is_async else gr.connect
+        with connect(proxy.target, transfer=transfer, stream=stream) as client:
+            program = client.compile(graph(), fetches=["y"])
+            feeds = {"x": values(100)}
+            for _ in range(4):
+                program.evaluate(feeds)
+            before = proxy.received
+            program.evaluate(feeds)
+            sizes[transfer.compression or transfer.wire_dtype] = proxy.received - before
+        proxy.close()
+    loop.close()
+    raw_bytes = values(100).nbytes
+    assert sizes[None] > raw_bytes
+    assert sizes["gzip"] < raw_bytes / 4
+    assert sizes["zstd"] < raw_bytes / 4
+    assert raw_bytes / 2 < sizes["bfloat16"] < raw_bytes * 0.6
+
+
+def test_messages_are_bounded_by_their_bytes_unpacked(channel: grpc.Channel) -> None:
+    call: Any = channel.unary_unary("/gradrule.v1.GradientService/Evaluate")
+    with pytest.raises(grpc.RpcError) as refusal:
+        call(bytes(65 << 20), compression=grpc.Compression.Gzip, timeout=60)
+    assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

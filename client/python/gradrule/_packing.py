@@ -16,7 +16,6 @@ from google.protobuf.message import Message
 
 from gradrule import _tensors, _wire
 from gradrule._dtypes import as_dt, name_of
-from gradrule.errors import UnsupportedError
 from gradrule.v1 import tensor_pb2
 from gradrule.v1.tensor_pb2 import COMPRESSION_UNSPECIFIED, COMPRESSION_ZSTD, Dt, PackedTensor
 
@@ -154,7 +153,7 @@ def _decompressed(data: _wire.Part, size: int) -> bytes:
     try:
         import zstandard
     except ImportError:
-        raise UnsupportedError(NO_ZSTD) from None
+        raise ValueError(NO_ZSTD) from None
     try:
         # Nothing is unpacked before the frame's own number of bytes is the right one: that bounds the memory.
         told = zstandard.frame_content_size(data)

@@ -7,6 +7,8 @@ import secrets
 from collections.abc import Callable
 from typing import NoReturn
 
+import grpc
+
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.front.calls import Context
@@ -24,6 +26,15 @@ def observed_of(observer: Observer, rpc: str, context: Context) -> Observed:
     observed = observer.rpc(rpc, context.invocation_metadata(), context.peer)
     context.set_trailing_metadata(((REQUEST_ID, observed.request.id),))
     return observed
+
+
+async def compress_answers(context: Context) -> None:
+    """Has gRPC compress all further messages of a call.
+
+    grpc.aio forgets it unless the call's initial metadata is sent here (https://github.com/grpc/grpc/issues/34690).
+    """
+    context.set_compression(grpc.Compression.Gzip)
+    await context.send_initial_metadata(())
 
 
 def when_done(context: Context, undo: Callable[[], object]) -> None:
