@@ -53,6 +53,8 @@ export interface Evaluation {
   readonly digests: Digests;
   /** Nodes that rewrites replaced; empty for a program. */
   readonly rewritten: readonly string[];
+  /** Examples (rows of axis 0) of all calls that ran together with this one, its own included; 0: it ran alone. */
+  readonly batchSize: number;
 }
 
 const STATUSES = {
@@ -87,6 +89,7 @@ export function evaluationOf(message: EvaluateResponse): Evaluation {
     device: message.device,
     digests: digestsOf(message.digests),
     rewritten: message.rewritten,
+    batchSize: Number(message.batchSize),
   };
 }
 

@@ -59,6 +59,8 @@ export interface SpecOptions {
   readonly noGradient?: keyof typeof NO_GRADIENT;
   /** Changes to the graph before overrides are resolved: `fold_batch_norm` folds batch norms into linear ops. */
   readonly rewrites?: string | readonly string[];
+  /** Whether the server may run calls of the program together, where it has proven that no answer changes. Default: true. */
+  readonly batching?: boolean;
 }
 
 /** Param values by the label of an override. */
@@ -132,6 +134,7 @@ export function specMessage(
     derivative: differentiates ? { case: "vjp", value: vjp } : { case: undefined },
     noGradient: chosen(options.noGradient ?? "error", NO_GRADIENT, "noGradient"),
     rewrites: rewriteNames(options.rewrites ?? []),
+    ...(options.batching === false ? { batching: { allowed: false } } : {}),
   };
 }
 
