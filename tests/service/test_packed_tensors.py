@@ -317,6 +317,9 @@ def test_tensors_that_are_no_values_of_calls_cannot_be_packed(channel: grpc.Chan
     refusal.says("is packed; only values of calls")
 
 
+LONG = values(120)
+
+
 class CountingProxy:
     """Passes one connection on to a server and counts the bytes that come back."""
 
@@ -365,11 +368,17 @@ def test_answers_are_compressed_where_that_is_asked(server: RunningServer, is_as
             before = proxy.received
             program.evaluate(feeds)
             sizes[transfer.compression or transfer.wire_dtype] = proxy.received - before
+            if transfer.compression == "gzip":
+                before = proxy.received
+                program.evaluate({"x": LONG})
+                sizes["long"] = proxy.received - before
         proxy.close()
     loop.close()
     raw_bytes = values(100).nbytes
     assert sizes[None] > raw_bytes
     assert sizes["gzip"] < raw_bytes / 4
+    # gRPC would keep all other calls waiting while it compresses them.
+    assert sizes["long"] > LONG.nbytes
     assert sizes["zstd"] < raw_bytes / 4
     assert raw_bytes / 2 < sizes["bfloat16"] < raw_bytes * 0.6
 

@@ -19,7 +19,8 @@ import { tensorMessage, tensorOf } from "./wire.js";
 export interface Transfer {
   /**
    * `zstd`: the contents of tensors of 1 KiB or more, in both directions, where that makes them smaller. It needs Node 22.15
-   * or newer; UNSUPPORTED elsewhere. `gzip`: all messages, by gRPC; it belongs to a connection, so it is given to `connect`.
+   * or newer; UNSUPPORTED elsewhere. `gzip`: all requests, and answers of up to 256 KiB, by gRPC; it belongs to a connection,
+   * so it is given to `connect`. It takes ten times the processor time.
    */
   readonly compression?: "gzip" | "zstd";
   /**

@@ -28,6 +28,14 @@ def observed_of(observer: Observer, rpc: str, context: Context) -> Observed:
     return observed
 
 
+MAX_COMPRESSED_BYTES = 256 * 1024
+"""Longer answers are not compressed by gRPC.
+
+It does so on the thread of the event loop, at 25 ms for each MiB, while all other calls wait. Tensors can be compressed
+by engines.
+"""
+
+
 async def compress_answers(context: Context) -> None:
     """Has gRPC compress all further messages of a call.
 
