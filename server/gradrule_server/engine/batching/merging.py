@@ -18,17 +18,17 @@ from gradrule_server.engine.run import translated
 class Call:
     """One request, read.
 
-    packing: how its answer is packed. examples: its rows on axis 0; 0: it cannot run with others. company: calls of
-    equal company can run together.
+    examples: its rows on axis 0; 0: it cannot run with others. company: calls of equal company can run together.
+    packing: how its answer is packed.
     """
 
     request_id: int
     received_ns: int
     started_ns: int
     arguments: Arrays
-    packing: Packing | None = None
     examples: int = 0
     company: Hashable = None
+    packing: Packing | None = None
 
 
 def examples_of(built: Built, layout: Layout, arguments: Arrays) -> int:

@@ -85,7 +85,7 @@ class BatchRunner:
                 reader = self._reader.within(request.blob_folder)
                 arguments = reader.arrays(built, values, request.params, opened.contents)
                 packing = packing_of(values.answer_packing) if values.HasField("answer_packing") else None
-                call = Call(request_id, request.received_ns, started_ns, arguments, packing)
+                call = Call(request_id, request.received_ns, started_ns, arguments, packing=packing)
                 may_batch = values.batching.allowed or not values.batching.HasField("allowed")
                 calls.append(self._placed(built, call) if may_batch else call)
         if built is not None:
