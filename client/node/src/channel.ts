@@ -4,12 +4,14 @@ import { setTimeout as delay } from "node:timers/promises";
 
 import { create, fromBinary, toBinary } from "@bufbuild/protobuf";
 import type { DescMessage, DescMethodUnary, MessageInitShape, MessageShape } from "@bufbuild/protobuf";
-import { Client, Metadata, credentials, status as Code } from "@grpc/grpc-js";
+import { Client, Metadata, compressionAlgorithms, credentials, status as Code } from "@grpc/grpc-js";
 import type { ChannelCredentials, ServiceError } from "@grpc/grpc-js";
 
 import { GradruleError, errorOf } from "./errors.js";
 import { EvaluateRequestSchema, EvaluateResponseSchema, GradientService } from "./gen/gradrule/v1/evaluate_pb.js";
 import type { EvaluateResponse } from "./gen/gradrule/v1/evaluate_pb.js";
+import { checkTransfer, checkTransferOfCall, packRequest, packs, unpackResponse } from "./packing.js";
+import type { Transfer } from "./packing.js";
 import { checkToken } from "./security.js";
 import { errorOfFailure, errorOfStatusBytes } from "./status.js";
 import { EvaluateStream, Routes, STREAM_PATH } from "./stream.js";
@@ -29,6 +31,14 @@ export interface ConnectOptions {
    * proxy spreads calls over several servers. Default: true.
    */
   readonly stream?: boolean;
+  /** How tensors travel. Default: as they are. */
+  readonly transfer?: Transfer;
+}
+
+/** Options of a call that sends tensors. */
+export interface TransferOptions {
+  /** How the tensors of this call travel. Default: as `connect` says. */
+  readonly transfer?: Transfer;
 }
 
 export interface CallOptions {
@@ -76,6 +86,7 @@ export class Channel {
   private readonly client: Client;
   private readonly metadata = new Metadata();
   private readonly timeout: number;
+  private readonly transfer: Transfer;
   private readonly routes: Routes;
   private readonly stream: EvaluateStream;
   private closed = false;
@@ -84,10 +95,18 @@ export class Channel {
     readonly target: string,
     options: ConnectOptions,
   ) {
+    const { transfer = {} } = options;
+    checkTransfer(transfer);
+    this.transfer = transfer;
     this.timeout = checkedTimeout(options.timeout ?? 30);
     checkToken(target, options.token, options.credentials !== undefined, options.insecureToken ?? false);
     if (options.token !== undefined) this.metadata.set("authorization", `Bearer ${options.token}`);
-    this.client = new Client(target, options.credentials ?? credentials.createInsecure(), CHANNEL_OPTIONS);
+    const isGzip = transfer.compression === "gzip";
+    if (isGzip) this.metadata.set("gradrule-answer-compression", "gzip");
+    this.client = new Client(target, options.credentials ?? credentials.createInsecure(), {
+      ...CHANNEL_OPTIONS,
+      ...(isGzip ? { "grpc.default_compression_algorithm": compressionAlgorithms.gzip } : {}),
+    });
     this.routes = new Routes(options.stream ?? true);
     const same = (bytes: Buffer): Buffer => bytes;
     this.stream = new EvaluateStream(() =>
@@ -107,8 +126,31 @@ export class Channel {
     return this.alone(method, toBinary(method.input, create(method.input, request)), deadline, options.signal);
   }
 
-  /** Calls `Evaluate`; as it changes nothing, it is sent again where its answer is lost. Rejects with a GradruleError. */
-  async evaluate(
+  /** Calls `Evaluate`, with tensors packed as is asked. Rejects with a GradruleError. */
+  evaluate(
+    request: MessageInitShape<typeof EvaluateRequestSchema>,
+    options: CallOptions & TransferOptions = {},
+  ): Promise<EvaluateResponse> {
+    if (options.transfer === undefined && !packs(this.transfer)) return this.evaluatePlain(request, options);
+    return this.evaluatePacked(request, options, options.transfer);
+  }
+
+  private async evaluatePacked(
+    request: MessageInitShape<typeof EvaluateRequestSchema>,
+    options: CallOptions,
+    transfer: Transfer = this.transfer,
+  ): Promise<EvaluateResponse> {
+    if (transfer !== this.transfer) checkTransferOfCall(transfer);
+    if (!packs(transfer)) return this.evaluatePlain(request, options);
+    const message = create(EvaluateRequestSchema, request);
+    await packRequest(message, transfer);
+    const response = await this.evaluatePlain(message, options);
+    await unpackResponse(response, transfer);
+    return response;
+  }
+
+  /** As it changes nothing, it is sent again where its answer is lost. */
+  private async evaluatePlain(
     request: MessageInitShape<typeof EvaluateRequestSchema>,
     options: CallOptions = {},
   ): Promise<EvaluateResponse> {

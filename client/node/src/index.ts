@@ -2,7 +2,7 @@
 
 export { attr } from "./attrs.js";
 export type { AttrInput, AttrKind } from "./attrs.js";
-export type { CallOptions, ConnectOptions } from "./channel.js";
+export type { CallOptions, ConnectOptions, TransferOptions } from "./channel.js";
 export { Client, connect } from "./client.js";
 export type { CompileOptions, CreateRuleOptions, EvaluateOptions, Sample, SampleRuleOptions } from "./client.js";
 export { DTYPES } from "./dtypes.js";
@@ -24,6 +24,7 @@ export type {
   RuleChoice,
   RuleRef,
 } from "./overrides.js";
+export type { Transfer } from "./packing.js";
 export { Explanation, Program } from "./program.js";
 export type { ProgramCallOptions } from "./program.js";
 export type { Digests, Evaluation, Gradient, GradientKind, Resolution } from "./results.js";

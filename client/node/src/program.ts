@@ -2,7 +2,7 @@
 
 import { timestampDate } from "@bufbuild/protobuf/wkt";
 
-import type { CallOptions, Channel } from "./channel.js";
+import type { CallOptions, Channel, TransferOptions } from "./channel.js";
 import { errorOf } from "./errors.js";
 import type { Detail } from "./errors.js";
 import { ProgramService } from "./gen/gradrule/v1/program_pb.js";
@@ -16,7 +16,7 @@ import { specsOf } from "./wire.js";
 import type { TensorSpec } from "./wire.js";
 
 /** What one call of a program may say beside its feeds. */
-export interface ProgramCallOptions extends CallOptions {
+export interface ProgramCallOptions extends CallOptions, TransferOptions {
   /** Param values by the label of an override; nothing is compiled again. */
   readonly params?: CallParams;
   /** Upstream gradients: values by y, or in the order of ys. */

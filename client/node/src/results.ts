@@ -55,6 +55,8 @@ export interface Evaluation {
   readonly rewritten: readonly string[];
   /** XLA computed it. */
   readonly jit: boolean;
+  /** Examples (rows of axis 0) of all calls that ran together with this one, its own included; 0: it ran alone. */
+  readonly batchSize: number;
 }
 
 const STATUSES = {
@@ -90,6 +92,7 @@ export function evaluationOf(message: EvaluateResponse): Evaluation {
     digests: digestsOf(message.digests),
     rewritten: message.rewritten,
     jit: message.jit,
+    batchSize: Number(message.batchSize),
   };
 }
 

@@ -67,6 +67,8 @@ export interface SpecOptions {
    * rounding. Default: `off`.
    */
   readonly jit?: keyof typeof JIT;
+  /** Whether the server may run calls of the program together, where it has proven that no answer changes. Default: true. */
+  readonly batching?: boolean;
 }
 
 /** Param values by the label of an override. */
@@ -141,6 +143,7 @@ export function specMessage(
     noGradient: chosen(options.noGradient ?? "error", NO_GRADIENT, "noGradient"),
     rewrites: rewriteNames(options.rewrites ?? []),
     jit: chosen(options.jit ?? "off", JIT, "jit"),
+    ...(options.batching === false ? { batching: { allowed: false } } : {}),
   };
 }
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from gradrule._sessions import AsyncSession, Session, StepResult
     from gradrule._specs import TensorSpec
     from gradrule._tracing import from_keras, trace
+    from gradrule._transfer import Transfer
     from gradrule.errors import GradruleError
 
 __version__ = "0.1.0"
@@ -56,7 +57,7 @@ __all__ = [
     "Result", "Explanation", "SampleResult", "RuleInfo", "PresetInfo", "ParamInfo",
     "Comparison", "ComparedRow", "Parting", "FiniteDifferences",
     "Resolution", "Timings", "Digests", "Sparse", "TensorSpec", "ServerStatus",
-    "errors", "GradruleError", "keras",
+    "Transfer", "errors", "GradruleError", "keras",
     "__version__",
 ]  # fmt: skip
 
@@ -98,6 +99,7 @@ _HOMES = {
     "Sparse": "_results",
     "TensorSpec": "_specs",
     "tls": "_security",
+    "Transfer": "_transfer",
     "GradruleError": "errors",
 }
 

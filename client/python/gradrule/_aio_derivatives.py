@@ -12,12 +12,15 @@ from gradrule._overrides import Overrides
 from gradrule._program import ProgramBase
 from gradrule._requests import CallParams, Feeds, GroupedNames, Names, Words
 from gradrule._sources import GraphLike
+from gradrule._transfer import Transfer
 
 R = TypeVar("R")
 
 
 class AsyncDerivatives(ABC):
     """What an async client can ask of a graph."""
+
+    _transfer: Transfer
 
     @abstractmethod
     async def _run(self, call: Call[R], timeout: float | None) -> R: ...
@@ -38,7 +41,7 @@ class AsyncDerivatives(ABC):
     ) -> _derivatives.Tangents:
         """As `Client.jvp`."""
         words = Words((), ys, xs, None, stop_gradients, overrides=overrides, no_gradient=no_gradient, rewrites=rewrites)
-        return await self._run(_derivatives.jvp(graph, feeds, tangents, params, words), timeout)
+        return await self._run(self._transfer.applied(_derivatives.jvp(graph, feeds, tangents, params, words)), timeout)
 
     async def jacobian(
         self,
@@ -58,7 +61,9 @@ class AsyncDerivatives(ABC):
     ) -> _derivatives.Jacobians:
         """As `Client.jacobian`."""
         words = Words((), ys, xs, None, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites)
-        return await self._run(_derivatives.jacobian(graph, feeds, params, words, batched=batched), timeout)
+        return await self._run(
+            self._transfer.applied(_derivatives.jacobian(graph, feeds, params, words, batched=batched)), timeout
+        )
 
     async def hvp(
         self,
@@ -77,7 +82,7 @@ class AsyncDerivatives(ABC):
     ) -> _derivatives.Products:
         """As `Client.hvp`."""
         words = Words((), ys, xs, None, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites)
-        return await self._run(_derivatives.hvp(graph, feeds, vectors, params, words), timeout)
+        return await self._run(self._transfer.applied(_derivatives.hvp(graph, feeds, vectors, params, words)), timeout)
 
 
 class AsyncProgramDerivatives(ProgramBase):
@@ -95,7 +100,7 @@ class AsyncProgramDerivatives(ProgramBase):
     ) -> _derivatives.Tangents:
         """As `AsyncClient.jvp`, of the program's ys and xs."""
         call = _derivatives.program_jvp(self._message, feeds, tangents, params)
-        return await self._client._run(call, timeout)
+        return await self._client._run(self._client._transfer.applied(call), timeout)
 
     async def jacobian(
         self,
@@ -107,7 +112,7 @@ class AsyncProgramDerivatives(ProgramBase):
     ) -> _derivatives.Jacobians:
         """As `AsyncClient.jacobian`, of the program's ys and xs."""
         call = _derivatives.program_jacobian(self._message, feeds, params, self._groups, batched=batched)
-        return await self._client._run(call, timeout)
+        return await self._client._run(self._client._transfer.applied(call), timeout)
 
     async def hvp(
         self,
@@ -119,4 +124,4 @@ class AsyncProgramDerivatives(ProgramBase):
     ) -> _derivatives.Products:
         """As `AsyncClient.hvp`, of the program's ys and xs."""
         call = _derivatives.program_hvp(self._message, feeds, vectors, params, self._groups)
-        return await self._client._run(call, timeout)
+        return await self._client._run(self._client._transfer.applied(call), timeout)

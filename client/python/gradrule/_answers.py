@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from gradrule import _fast_paths, _tensors, _wire
+from gradrule import _fast_paths, _packing, _tensors, _wire
 from gradrule._dtypes import name_of
 from gradrule._names import bare
 from gradrule.errors import InternalError, InvalidTensorError
@@ -30,6 +30,8 @@ _NAME = tensor_pb2.NamedTensor.NAME_FIELD_NUMBER
 _VALUE = tensor_pb2.NamedTensor.VALUE_FIELD_NUMBER
 _INLINE = tensor_pb2.TensorSource.INLINE_FIELD_NUMBER
 _CONTENT = tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER
+_PACKED = tensor_pb2.Tensor.PACKED_FIELD_NUMBER
+_PACKED_CONTENT = tensor_pb2.PackedTensor.CONTENT_FIELD_NUMBER
 _X = evaluate_pb2.Gradient.X_FIELD_NUMBER
 _KINDS = {
     evaluate_pb2.Gradient.DENSE_FIELD_NUMBER: "dense",
@@ -65,6 +67,23 @@ class TensorPlace:
                 raise InvalidTensorError(f"the server's answer: {cause}") from None
         # Whatever the alignment of the bytes is, the copy is aligned.
         return np.frombuffer(data, self.dtype, self.count, self.content).reshape(self.shape).copy()
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPlace(TensorPlace):
+    """Where a packed tensor lies. message: the tensor without its content. keep_bfloat16: see `_packing.unpack`."""
+
+    message: tensor_pb2.PackedTensor
+    keep_bfloat16: bool
+
+    def array(self, data: bytes) -> _tensors.Array:
+        """Returns the values, unpacked. Raises `InvalidTensorError`."""
+        content = memoryview(data)[self.content : self.end]
+        try:
+            array = _packing.unpack(self.message, content=content, keep_bfloat16=self.keep_bfloat16)
+        except ValueError as cause:
+            raise InvalidTensorError(f"the server's answer: {cause}") from None
+        return array if array.flags.writeable else array.copy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +130,13 @@ class Answer:
 class AnswerReader:
     """Reads the answers of one program. Safe to share between threads.
 
-    label_of: returns a tensor's name in the result, from its name in the answer.
+    label_of: returns a tensor's name in the result, from its name in the answer. keep_bfloat16: float32 tensors that
+    were rounded to bfloat16 come as bfloat16.
     """
 
-    def __init__(self, label_of: Callable[[str], str]) -> None:
+    def __init__(self, label_of: Callable[[str], str], *, keep_bfloat16: bool = False) -> None:
         self._label_of = label_of
+        self._keep_bfloat16 = keep_bfloat16
         self._last: Layout | None = None
         self._keeps_layout = _fast_paths.is_enabled("answer-layouts")
 
@@ -127,7 +148,7 @@ class AnswerReader:
                 rest = evaluate_pb2.EvaluateResponse.FromString(data[layout.end :])
                 if not (rest.outputs or rest.gradients):
                     return Answer(data, layout, rest)
-            layout, others = _scan(data, self._label_of)
+            layout, others = _scan(data, self._label_of, self._keep_bfloat16)
             rest = evaluate_pb2.EvaluateResponse.FromString(others)
         except (DecodeError, _wire.MalformedError, UnicodeDecodeError) as cause:
             raise InternalError(f"the server's answer cannot be read: {cause}") from None
@@ -149,7 +170,7 @@ def labeller(aliases: Mapping[str, str] | None) -> Callable[[str], str]:
     return lambda name: known.get(bare(name), name)
 
 
-def _scan(data: bytes, label_of: Callable[[str], str]) -> tuple[Layout, bytes]:
+def _scan(data: bytes, label_of: Callable[[str], str], keep: bool) -> tuple[Layout, bytes]:
     """Returns the layout of an answer, and the bytes of all that is no tensor."""
     outputs: dict[str, TensorPlace] = {}
     gradients: dict[str, GradientPlace] = {}
@@ -157,10 +178,10 @@ def _scan(data: bytes, label_of: Callable[[str], str]) -> tuple[Layout, bytes]:
     before = end = 0
     for number, start, stop in _wire.fields(data, 0, len(data)):
         if number == _OUTPUTS:
-            name, place = _output(data, start, stop)
+            name, place = _output(data, start, stop, keep)
             outputs[label_of(name)] = place
         elif number == _GRADIENTS:
-            name, gradient = _gradient(data, start, stop)
+            name, gradient = _gradient(data, start, stop, keep)
             gradients[label_of(name)] = gradient
         else:
             others.append(data[before:stop])
@@ -184,7 +205,7 @@ def _around(data: bytes, places: list[TensorPlace], end: int) -> tuple[tuple[int
     return tuple(found)
 
 
-def _output(data: bytes, start: int, stop: int) -> tuple[str, TensorPlace]:
+def _output(data: bytes, start: int, stop: int, keep: bool) -> tuple[str, TensorPlace]:
     name, place = "", TensorPlace(0, 0, None, 0, (), 0)
     for number, begin, end in _wire.fields(data, start, stop):
         if number == _NAME:
@@ -192,19 +213,19 @@ def _output(data: bytes, start: int, stop: int) -> tuple[str, TensorPlace]:
         elif number == _VALUE:
             for inner, first, last in _wire.fields(data, begin, end):
                 if inner == _INLINE:
-                    place = _tensor(data, first, last)
+                    place = _tensor(data, first, last, keep)
     return name, place
 
 
-def _gradient(data: bytes, start: int, stop: int) -> tuple[str, GradientPlace]:
+def _gradient(data: bytes, start: int, stop: int, keep: bool) -> tuple[str, GradientPlace]:
     name, gradient = "", GradientPlace("unconnected", ())
     for number, begin, end in _wire.fields(data, start, stop):
         if number == _X:
             name = data[begin:end].decode()
         elif (kind := _KINDS.get(number)) == "dense":
-            gradient = GradientPlace(kind, (_tensor(data, begin, end),))
+            gradient = GradientPlace(kind, (_tensor(data, begin, end, keep),))
         elif kind == "sparse":
-            parts = {inner: _tensor(data, first, last) for inner, first, last in _wire.fields(data, begin, end)}
+            parts = {inner: _tensor(data, first, last, keep) for inner, first, last in _wire.fields(data, begin, end)}
             if not all(part in parts for part in _SPARSE_PARTS):
                 raise _wire.MalformedError("a sparse gradient lacks a part")
             gradient = GradientPlace(kind, tuple(parts[part] for part in _SPARSE_PARTS))
@@ -213,7 +234,7 @@ def _gradient(data: bytes, start: int, stop: int) -> tuple[str, GradientPlace]:
     return name, gradient
 
 
-def _tensor(data: bytes, start: int, stop: int) -> TensorPlace:
+def _tensor(data: bytes, start: int, stop: int, keep: bool) -> TensorPlace:
     """Returns where a tensor lies. Raises `InvalidTensorError` where its bytes do not fit its type and shape."""
     content = size = 0
     head: list[bytes] = []
@@ -221,6 +242,8 @@ def _tensor(data: bytes, start: int, stop: int) -> TensorPlace:
     for number, begin, end in _wire.fields(data, start, stop):
         if number == _CONTENT:
             content, size = begin, end - begin
+        elif number == _PACKED:
+            return _packed(data, begin, end, keep)
         else:
             head.append(data[before:end])
         before = end
@@ -241,3 +264,15 @@ def _tensor(data: bytes, start: int, stop: int) -> TensorPlace:
             f"the server's answer: {size} bytes do not fit {name} of shape {list(shape)}: {count * dtype.itemsize}"
         )
     return TensorPlace(start, stop, dtype, count, shape, content)
+
+
+def _packed(data: bytes, start: int, stop: int, keep: bool) -> PackedPlace:
+    """Returns where a packed tensor lies. Raises `MalformedError` where its content is not its last field."""
+    before = start
+    for number, begin, end in _wire.fields(data, start, stop):
+        if number == _PACKED_CONTENT and end == stop:
+            message = tensor_pb2.PackedTensor.FromString(data[start:before])
+            # The type is that of the result; only where it is set, the bytes around the content tell one layout.
+            return PackedPlace(start, stop, np.dtype(np.uint8), end - begin, (), begin, message, keep)
+        before = end
+    raise _wire.MalformedError("a packed tensor does not end with its content")

@@ -16,6 +16,7 @@ from gradrule._answers import AnswerReader, labeller
 from gradrule._groups import flat_words, groups_of
 from gradrule._rules import Params, Rule
 from gradrule._sources import GraphLike, graph_bytes, sent_bytes
+from gradrule._transfer import PLAIN, Transfer
 from gradrule.errors import InvalidDerivativeError, InvalidRuleError
 from gradrule.v1 import admin_pb2, evaluate_pb2, program_pb2, rule_pb2
 
@@ -130,6 +131,7 @@ def evaluate(
     params: _requests.CallParams | None,
     words: _requests.Words,
     stacked_grad_ys: bool = False,
+    transfer: Transfer = PLAIN,
 ) -> Call[_results.Result]:
     """Evaluate with an inline program."""
     groups = groups_of(words.xs, graph)
@@ -138,12 +140,20 @@ def evaluate(
     type_of = _requests.types_of_graph(graph)
     large: list[_wire.Parts] = []
     request = _requests.evaluate_request(
-        feeds, type_of, grad_ys=grad_ys, params=params, graph=graph, stacked_grad_ys=stacked_grad_ys, large=large
+        feeds,
+        type_of,
+        grad_ys=grad_ys,
+        params=params,
+        graph=graph,
+        stacked_grad_ys=stacked_grad_ys,
+        # What is to be packed must lie in the request.
+        large=large if transfer.packing is None else None,
     )
+    transfer.prepare(request)
     request.spec.CopyFrom(spec)
     aliases = _requests.given_aliases(graph, words)
     details = _results.ProgramDetails(aliases)
-    read = AnswerReader(labeller(aliases)).read
+    read = AnswerReader(labeller(aliases), keep_bfloat16=transfer.keep_wire_dtype).read
     return evaluate_call(request, lambda answer: _results.Result(answer, details, groups), blobs, large, read)
 
 

@@ -27,6 +27,7 @@ from gradrule._sessions import Session
 from gradrule._sources import GraphLike
 from gradrule._status import error_of, waiting_error
 from gradrule._streams import StreamLostError
+from gradrule._transfer import PLAIN, Transfer
 from gradrule.errors import (
     BlobNotFoundError,
     EngineUnavailableError,
@@ -49,6 +50,7 @@ def connect(
     timeout: float = 30.0,
     insecure_token: bool = False,
     stream: bool = True,
+    transfer: Transfer = PLAIN,
 ) -> Client:
     """A client of the server at `host:port`; nothing is sent yet.
 
@@ -56,15 +58,20 @@ def connect(
     token: sent as a bearer token with each call. timeout: seconds for a call that gives none of its own.
     insecure_token: lets the token travel unencrypted to another machine, which is refused otherwise.
     stream: calls of programs that are repeated share one persistent stream, which takes less time for each; False:
-    each travels alone, as it must where a proxy spreads calls over several servers.
+    each travels alone, as it must where a proxy spreads calls over several servers. transfer: how tensors travel, see
+    `Transfer`; default: as they are.
     """
     timeout = _deadlines.seconds(timeout)
     _security.check_token(target, token, is_encrypted=credentials is not None, insecure_token=insecure_token)
     if credentials is None:
-        channel = grpc.insecure_channel(_channel.address(target), options=_channel.OPTIONS)
+        channel = grpc.insecure_channel(
+            _channel.address(target), options=_channel.OPTIONS, compression=transfer.grpc_compression
+        )
     else:
-        channel = grpc.secure_channel(_channel.address(target), credentials, options=_channel.OPTIONS)
-    return Client(channel, target, token=token, timeout=timeout, stream=stream)
+        channel = grpc.secure_channel(
+            _channel.address(target), credentials, options=_channel.OPTIONS, compression=transfer.grpc_compression
+        )
+    return Client(channel, target, token=token, timeout=timeout, stream=stream, transfer=transfer)
 
 
 class Client(Derivatives):
@@ -74,10 +81,18 @@ class Client(Derivatives):
     """
 
     def __init__(
-        self, channel: grpc.Channel, target: str, *, token: str | None, timeout: float, stream: bool = True
+        self,
+        channel: grpc.Channel,
+        target: str,
+        *,
+        token: str | None,
+        timeout: float,
+        stream: bool = True,
+        transfer: Transfer = PLAIN,
     ) -> None:
         self._channel = channel
-        self._metadata = _channel.metadata(token)
+        self._metadata = _channel.metadata(token) + transfer.metadata
+        self._transfer = transfer
         self._timeout = timeout
         self._sender = CallSender(channel, self._metadata, Routes(use_stream=stream), self._closed)
         self.target = target
@@ -166,6 +181,7 @@ class Client(Derivatives):
         stacked_grad_ys: bool = False,
         batching: bool = True,
         jit: str = "off",
+        transfer: Transfer | None = None,
     ) -> _results.Result:
         """Forward outputs and gradients in one call, in the words of `tf.gradients` and `Session.run`.
 
@@ -179,7 +195,7 @@ class Client(Derivatives):
         the gradients then. dense_gradients: the gradient of a gather comes as an array, not as a `Sparse`. batching:
         whether the server may run calls of the program together, where it has proven that no answer changes. jit:
         `auto` lets XLA compute calls of a program that runs often, where it is faster and comes to the same up to
-        rounding; `off`.
+        rounding; `off`. transfer: how tensors travel in this call; default: as `connect` says.
         """
         words = _requests.Words(
             fetches,
@@ -195,7 +211,9 @@ class Client(Derivatives):
             batching=batching,
             jit=jit,
         )
-        return self._run(_calls.evaluate(graph, feeds, params, words, stacked_grad_ys), timeout)
+        chosen = self._transfer if transfer is None else transfer.of_call()
+        call = _calls.evaluate(graph, feeds, params, words, stacked_grad_ys, chosen)
+        return self._run(call, timeout)
 
     def explain(
         self,
@@ -270,7 +288,16 @@ class Client(Derivatives):
         Their first values are those of `graph.variables`, of `variables`, which win, or of the graph's initialisers.
         overrides, no_gradient: as in `evaluate`; they hold wherever something is differentiated.
         """
-        return Session(self._open_session, self._send_blobs, self._deadline, graph, overrides, variables, no_gradient)
+        return Session(
+            self._open_session,
+            self._send_blobs,
+            self._deadline,
+            graph,
+            overrides,
+            variables,
+            no_gradient,
+            self._transfer,
+        )
 
     # Programs.
 
@@ -484,12 +511,14 @@ class Program(ProgramDerivatives):
         grad_ys: GradYs | None = None,
         stacked_grad_ys: bool = False,
         timeout: float | None = None,
+        transfer: Transfer | None = None,
     ) -> _results.Result:
         """Runs the program. grad_ys: arrays, a dict by y or a list in the order of ys.
 
-        stacked_grad_ys: as in `Client.evaluate`.
+        stacked_grad_ys, transfer: as in `Client.evaluate`.
         """
-        return self._client._run(self._call(feeds, params, grad_ys, stacked_grad_ys), timeout)
+        chosen = self._client._transfer if transfer is None else transfer.of_call()
+        return self._client._run(self._call(feeds, params, grad_ys, stacked_grad_ys, chosen), timeout)
 
     def forward(
         self,
@@ -498,13 +527,15 @@ class Program(ProgramDerivatives):
         params: CallParams | None = None,
         ttl: float | None = None,
         timeout: float | None = None,
+        transfer: Transfer | None = None,
     ) -> ForwardHandle:
         """Runs forward once; `vjp` of what it returns pulls back as often as wanted.
 
         ttl: seconds that the server keeps it after its last use; default, and most: a setting of the server's. Raises
         `QuotaExceededError` where the server keeps too much already.
         """
-        return ForwardHandle(self._client._run, self, feeds, params, ttl, timeout)
+        chosen = self._client._transfer if transfer is None else transfer.of_call()
+        return ForwardHandle(self._client._run, self, feeds, params, ttl, timeout, chosen)
 
     def map(
         self,
@@ -513,6 +544,7 @@ class Program(ProgramDerivatives):
         *,
         params: CallParams | None = None,
         timeout: float | None = None,
+        transfer: Transfer | None = None,
     ) -> Iterator[_results.Result]:
         """Runs the program on each of many feeds, `in_flight` at a time; yields results in order.
 
@@ -520,12 +552,13 @@ class Program(ProgramDerivatives):
         """
         if in_flight < 1:
             raise InvalidParamError(f"in_flight is at least 1, not {in_flight}")
+        chosen = self._client._transfer if transfer is None else transfer.of_call()
         pending: deque[tuple[_calls.Call[_results.Result], Started[_results.Result]]] = deque()
         try:
             for one in feeds:
                 if len(pending) >= in_flight:
                     yield self._client._finish(*pending.popleft(), timeout)
-                call = _calls.with_own_arrays(self._call(one, params, None))
+                call = _calls.with_own_arrays(self._call(one, params, None, transfer=chosen))
                 pending.append((call, self._client._start(call, timeout)))
             while pending:
                 yield self._client._finish(*pending.popleft(), timeout)

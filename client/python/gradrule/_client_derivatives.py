@@ -12,12 +12,15 @@ from gradrule._overrides import Overrides
 from gradrule._program import ProgramBase
 from gradrule._requests import CallParams, Feeds, GroupedNames, Names, Words
 from gradrule._sources import GraphLike
+from gradrule._transfer import Transfer
 
 R = TypeVar("R")
 
 
 class Derivatives(ABC):
     """What a client can ask of a graph."""
+
+    _transfer: Transfer
 
     @abstractmethod
     def _run(self, call: Call[R], timeout: float | None) -> R: ...
@@ -44,7 +47,7 @@ class Derivatives(ABC):
         words are those of `evaluate`.
         """
         words = Words((), ys, xs, None, stop_gradients, overrides=overrides, no_gradient=no_gradient, rewrites=rewrites)
-        return self._run(_derivatives.jvp(graph, feeds, tangents, params, words), timeout)
+        return self._run(self._transfer.applied(_derivatives.jvp(graph, feeds, tangents, params, words)), timeout)
 
     def jacobian(
         self,
@@ -70,7 +73,9 @@ class Derivatives(ABC):
         w's shape). Each row is pulled back by itself, with the overrides. The other words are those of `evaluate`.
         """
         words = Words((), ys, xs, None, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites)
-        return self._run(_derivatives.jacobian(graph, feeds, params, words, batched=batched), timeout)
+        return self._run(
+            self._transfer.applied(_derivatives.jacobian(graph, feeds, params, words, batched=batched)), timeout
+        )
 
     def hvp(
         self,
@@ -94,7 +99,7 @@ class Derivatives(ABC):
         those of order `all` (`Override`) in the second too. The other words are those of `evaluate`.
         """
         words = Words((), ys, xs, None, stop_gradients, unconnected_gradients, overrides, no_gradient, rewrites)
-        return self._run(_derivatives.hvp(graph, feeds, vectors, params, words), timeout)
+        return self._run(self._transfer.applied(_derivatives.hvp(graph, feeds, vectors, params, words)), timeout)
 
 
 class ProgramDerivatives(ProgramBase):
@@ -112,7 +117,7 @@ class ProgramDerivatives(ProgramBase):
     ) -> _derivatives.Tangents:
         """As `Client.jvp`, of the program's ys and xs."""
         call = _derivatives.program_jvp(self._message, feeds, tangents, params)
-        return self._client._run(call, timeout)
+        return self._client._run(self._client._transfer.applied(call), timeout)
 
     def jacobian(
         self,
@@ -124,7 +129,7 @@ class ProgramDerivatives(ProgramBase):
     ) -> _derivatives.Jacobians:
         """As `Client.jacobian`, of the program's ys and xs."""
         call = _derivatives.program_jacobian(self._message, feeds, params, self._groups, batched=batched)
-        return self._client._run(call, timeout)
+        return self._client._run(self._client._transfer.applied(call), timeout)
 
     def hvp(
         self,
@@ -136,4 +141,4 @@ class ProgramDerivatives(ProgramBase):
     ) -> _derivatives.Products:
         """As `Client.hvp`, of the program's ys and xs."""
         call = _derivatives.program_hvp(self._message, feeds, vectors, params, self._groups)
-        return self._client._run(call, timeout)
+        return self._client._run(self._client._transfer.applied(call), timeout)

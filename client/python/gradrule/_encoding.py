@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from gradrule import _blobs, _fast_paths, _large, _requests, _tensors, _wire
+from gradrule._packing import Packing, pack
 from gradrule.v1 import evaluate_pb2, program_pb2
 
 _FEEDS = evaluate_pb2.EvaluateRequest.FEEDS_FIELD_NUMBER
@@ -36,27 +37,32 @@ class ProgramEncoder:
         params: _requests.CallParams | None = None,
         grad_ys: _requests.GradYs | None = None,
         stacked_grad_ys: bool = False,
+        packing: Packing | None = None,
     ) -> tuple[list[_wire.Part], _blobs.Blobs]:
         """Returns the bytes of an `EvaluateRequest` without its target, and the blobs that it names.
 
-        Raises as `_requests.evaluate_request` does.
+        packing: how tensors are packed, and are to be in the answer. Raises as `_requests.evaluate_request` does.
         """
         parts: list[_wire.Part] = []
         blobs: _blobs.Blobs = {}
         if feeds is not None:
             for key, value in _requests.pairs(feeds, "feeds"):
-                self._add(parts, blobs, _FEEDS, key, value)
+                self._add(parts, blobs, _FEEDS, key, value, packing)
         if grad_ys is not None:
             for y, value in _requests.program_grad_ys(grad_ys, self._program).items():
-                self._add(parts, blobs, _GRAD_YS, y, value)
+                self._add(parts, blobs, _GRAD_YS, y, value, packing)
         if params is not None:
             parts.append(_requests.evaluate_request(None, self._type_of, params=params).SerializeToString())
         if stacked_grad_ys:
             parts.append(_STACKED)
+        if packing is not None:
+            parts.append(evaluate_pb2.EvaluateRequest(answer_packing=packing.message()).SerializeToString())
         return parts, blobs
 
-    def _add(self, parts: list[_wire.Part], blobs: _blobs.Blobs, field: int, key: Any, value: Any) -> None:
-        if type(value) is np.ndarray:
+    def _add(
+        self, parts: list[_wire.Part], blobs: _blobs.Blobs, field: int, key: Any, value: Any, packing: Packing | None
+    ) -> None:
+        if packing is None and type(value) is np.ndarray:
             # An array of a type and shape for which there is a head was checked when the head was made.
             head = self._heads.get((field, key, value.dtype, value.shape))
             if head is not None:
@@ -71,6 +77,10 @@ class ProgramEncoder:
         array = _requests.array_of(value, self._type_of(name, not _requests.is_array(value)), where)
         if not (array.nbytes and _tensors.has_plain_bytes(array)):
             parts.append(self._message(field, name, array))
+            return
+        packed = None if packing is None else pack(_tensors.number_of_array(array), array, packing)
+        if packed is not None:
+            parts += (_large.named(field, name, packed.head, len(packed.content)), packed.content)
             return
         head = self._heads.get((field, key, array.dtype, array.shape))
         if head is None:

@@ -11,6 +11,7 @@ from gradrule._calls import Call
 from gradrule._program import ProgramBase
 from gradrule._requests import CallParams, Feeds, GradYs
 from gradrule._tensors import Array
+from gradrule._transfer import Transfer
 from gradrule.errors import HandleExpiredError, InvalidParamError, UnavailableError
 from gradrule.v1 import evaluate_pb2
 
@@ -34,11 +35,19 @@ class _AsyncRun(Protocol):
 class ForwardBase:
     """What the sync and async handles have in common."""
 
-    def __init__(self, program: ProgramBase, feeds: Feeds | None, params: CallParams | None, ttl: float | None) -> None:
+    def __init__(
+        self,
+        program: ProgramBase,
+        feeds: Feeds | None,
+        params: CallParams | None,
+        ttl: float | None,
+        transfer: Transfer,
+    ) -> None:
         if ttl is not None and not ttl > 0:
             raise InvalidParamError(f"ttl is in seconds, more than 0, not {ttl!r}")
         self._message, self._groups = program.message, program.groups
-        call = program._call(feeds, params, None)
+        self._transfer = transfer
+        call = program._call(feeds, params, None, transfer=transfer)
         evaluate = [call.request.SerializeToString(), *(part for parts in call.large for part in parts)]
         self._request, self._blobs = evaluate_pb2.ForwardRequest(), call.blobs
         # It may be sent again much later, when the arrays that were fed have other values.
@@ -61,6 +70,7 @@ class ForwardBase:
 
     def _forward(self) -> Call[None]:
         def decode(answer: evaluate_pb2.ForwardResponse) -> None:
+            self._transfer.unpack(answer)
             self._held, self._handle = answer, answer.handle
 
         answer = evaluate_pb2.ForwardResponse.FromString
@@ -78,7 +88,8 @@ class ForwardBase:
         def decode(answer: evaluate_pb2.PullBackResponse) -> Gradients:
             return _results.regrouped(_results.gradients_by_x(answer.gradients, self._message.aliases), self._groups)
 
-        return Call("pull_back", request, evaluate_pb2.PullBackResponse.FromString, decode, on_stream=True)
+        call = Call("pull_back", request, evaluate_pb2.PullBackResponse.FromString, decode, on_stream=True)
+        return self._transfer.applied(call)
 
     def _closing(self) -> Call[None]:
         request = evaluate_pb2.CloseHandleRequest(handle=self._handle)
@@ -102,8 +113,9 @@ class ForwardHandle(ForwardBase):
         params: CallParams | None,
         ttl: float | None,
         timeout: float | None,
+        transfer: Transfer,
     ) -> None:
-        super().__init__(program, feeds, params, ttl)
+        super().__init__(program, feeds, params, ttl, transfer)
         self._send = run
         self._timeout = timeout
         run(self._forward(), timeout)
@@ -151,8 +163,9 @@ class AsyncForwardHandle(ForwardBase):
         params: CallParams | None,
         ttl: float | None,
         timeout: float | None,
+        transfer: Transfer,
     ) -> None:
-        super().__init__(program, feeds, params, ttl)
+        super().__init__(program, feeds, params, ttl, transfer)
         self._send = run
         self._timeout = timeout
 

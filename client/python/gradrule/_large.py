@@ -40,10 +40,14 @@ def parts(field: int, name: str, array: _tensors.Array) -> _wire.Parts:
 
 def head(field: int, name: str, array: _tensors.Array) -> bytes:
     """Returns what stands before the content of such an entry."""
-    size = array.nbytes
-    head = tensor_pb2.Tensor(
+    tensor = tensor_pb2.Tensor(
         dtype=as_dt(_tensors.number_of_array(array)), tensor_shape=_tensors.shape_message(np.shape(array))
-    ).SerializeToString() + _wire.prefix(_CONTENT, size)
+    ).SerializeToString() + _wire.prefix(_CONTENT, array.nbytes)
+    return named(field, name, tensor, array.nbytes)
+
+
+def named(field: int, name: str, head: bytes, size: int) -> bytes:
+    """Returns what stands before the content of an entry, from a tensor's bytes up to its content of `size` bytes."""
     for number in (_INLINE, _VALUE):
         head = _wire.prefix(number, len(head) + size) + head
     encoded = name.encode()

@@ -10,6 +10,7 @@ from gradrule._answers import Answer, AnswerReader, labeller
 from gradrule._encoding import ProgramEncoder
 from gradrule._requests import CallParams, Feeds, GradYs, Name
 from gradrule._specs import TensorSpec
+from gradrule._transfer import PLAIN, Transfer
 from gradrule.errors import UnknownFeedError
 from gradrule.v1 import evaluate_pb2, program_pb2
 
@@ -26,6 +27,7 @@ class ProgramBase:
         self._target = evaluate_pb2.EvaluateRequest(program=message.name)
         self._encoder = ProgramEncoder(message)
         self._reader = AnswerReader(labeller(message.aliases))
+        self._bfloat16_reader = AnswerReader(labeller(message.aliases), keep_bfloat16=True)
 
     @property
     def message(self) -> program_pb2.Program:
@@ -101,10 +103,16 @@ class ProgramBase:
         return f"<{type(self).__name__} {self.name!r}>"
 
     def _call(
-        self, feeds: Feeds | None, params: CallParams | None, grad_ys: GradYs | None, stacked_grad_ys: bool = False
+        self,
+        feeds: Feeds | None,
+        params: CallParams | None,
+        grad_ys: GradYs | None,
+        stacked_grad_ys: bool = False,
+        transfer: Transfer = PLAIN,
     ) -> _calls.Call[_results.Result]:
-        parts, blobs = self._encoder.encode(feeds, params, grad_ys, stacked_grad_ys)
-        return _calls.Call(_calls.EVALUATE, self._target, self._reader.read, self._decode, blobs, large=(parts,))
+        reader = self._bfloat16_reader if transfer.keep_wire_dtype else self._reader
+        parts, blobs = self._encoder.encode(feeds, params, grad_ys, stacked_grad_ys, transfer.packing)
+        return _calls.Call(_calls.EVALUATE, self._target, reader.read, self._decode, blobs, large=(parts,))
 
     def _decode(self, answer: Answer) -> _results.Result:
         return _results.Result(answer, self._details, self._groups)

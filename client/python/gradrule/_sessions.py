@@ -25,6 +25,7 @@ from gradrule._sources import GraphLike
 from gradrule._specs import TensorSpec
 from gradrule._status import error_of, error_of_status, serialized
 from gradrule._tensors import Array, to_numpy
+from gradrule._transfer import Transfer
 from gradrule.errors import BlobNotFoundError, InternalError, InvalidOptimizerError, UnavailableError
 from gradrule.optimizers import Optimizer
 from gradrule.v1 import evaluate_pb2, session_pb2
@@ -55,8 +56,14 @@ class SessionBase:
     """What the sync and async sessions have in common: messages and what to make of answers."""
 
     def __init__(
-        self, graph: GraphLike, overrides: Overrides | None, variables: Mapping[str, Any] | None, no_gradient: str
+        self,
+        graph: GraphLike,
+        overrides: Overrides | None,
+        variables: Mapping[str, Any] | None,
+        no_gradient: str,
+        transfer: Transfer,
     ) -> None:
+        self._transfer = transfer
         self._graph = graph
         self._words = _requests.Words(overrides=overrides, no_gradient=no_gradient)
         self._given = dict(variables or {})
@@ -204,8 +211,9 @@ class Session(SessionBase):
         overrides: Overrides | None,
         variables: Mapping[str, Any] | None,
         no_gradient: str,
+        transfer: Transfer,
     ) -> None:
-        super().__init__(graph, overrides, variables, no_gradient)
+        super().__init__(graph, overrides, variables, no_gradient, transfer)
         self._open = open_stream
         self._send_blobs = send_blobs
         self._deadline = deadline
@@ -300,7 +308,7 @@ class Session(SessionBase):
             self._brought.update(blobs)
 
     def _ask(self, call: Call[R], timeout: float | None) -> R:
-        data = _message(call, self._deadline(timeout))
+        data = _message(call, self._deadline(timeout), self._transfer)
         if call.method == "start":
             # A refused start has ended its stream.
             self.close()
@@ -317,7 +325,7 @@ class Session(SessionBase):
             # An interrupt leaves an answer on its way, which the next message would take for its own.
             self.close()
             raise
-        return _decoded(call, answer)
+        return _decoded(call, answer, self._transfer)
 
 
 class AsyncSession(SessionBase):
@@ -332,8 +340,9 @@ class AsyncSession(SessionBase):
         overrides: Overrides | None,
         variables: Mapping[str, Any] | None,
         no_gradient: str,
+        transfer: Transfer,
     ) -> None:
-        super().__init__(graph, overrides, variables, no_gradient)
+        super().__init__(graph, overrides, variables, no_gradient, transfer)
         self._open = open_stream
         self._send_blobs = send_blobs
         self._deadline = deadline
@@ -422,7 +431,7 @@ class AsyncSession(SessionBase):
             self._brought.update(blobs)
 
     async def _ask(self, call: Call[R], timeout: float | None) -> R:
-        data = _message(call, self._deadline(timeout))
+        data = _message(call, self._deadline(timeout), self._transfer)
         if call.method == "start":
             # A refused start has ended its stream.
             self.close()
@@ -449,17 +458,23 @@ class AsyncSession(SessionBase):
         if answer is grpc.aio.EOF:
             await stream.code()
             raise UnavailableError(await stream.details() or "the server has ended the session")
-        return _decoded(call, answer)
+        return _decoded(call, answer, self._transfer)
 
 
-def _message(call: Call[Any], timeout: float) -> bytes:
+def _message(call: Call[Any], timeout: float, transfer: Transfer) -> bytes:
+    packing = transfer.packing
+    if packing is not None:
+        # The request may be sent again.
+        transfer.pack(call.request)
     kind: dict[str, Any] = {call.method: call.request}
     request = session_pb2.RunSessionRequest(**kind)
     request.timeout.FromNanoseconds(int(timeout * 1e9))
+    if packing is not None:
+        request.answer_packing.CopyFrom(packing.message())
     return serialized(request)
 
 
-def _decoded(call: Call[R], data: bytes) -> R:
+def _decoded(call: Call[R], data: bytes, transfer: Transfer) -> R:
     try:
         answer = session_pb2.RunSessionResponse.FromString(data)
     except DecodeError as cause:
@@ -470,4 +485,5 @@ def _decoded(call: Call[R], data: bytes) -> R:
     expected = "started" if call.method == "start" else call.method
     if kind != expected:
         raise InternalError(f"the server answered a {call.method} with {kind}")
+    transfer.unpack(answer)
     return call.decode(getattr(answer, kind))

@@ -182,6 +182,8 @@ def to_numpy(message: Tensor, *, writable: bool = False, content: memoryview | N
     `content`: what the message's `tensor_content` would be, where it is not in there.
     """
     number = message.dtype
+    if not number and message.HasField("packed"):
+        raise ValueError("a packed tensor can only be a value of a call (feeds, grad_ys, tangents, vectors)")
     dtype = numpy_dtype(number)
     shape = known_shape(message.tensor_shape)
     count = math.prod(shape)

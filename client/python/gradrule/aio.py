@@ -29,6 +29,7 @@ from gradrule._sessions import METHOD as SESSION_METHOD
 from gradrule._sessions import AsyncSession
 from gradrule._sources import GraphLike
 from gradrule._status import error_of, waiting_error
+from gradrule._transfer import PLAIN, Transfer
 from gradrule.errors import (
     EngineUnavailableError,
     GradruleError,
@@ -51,15 +52,20 @@ def connect(
     timeout: float = 30.0,
     insecure_token: bool = False,
     stream: bool = True,
+    transfer: Transfer = PLAIN,
 ) -> AsyncClient:
     """`gradrule.connect` for asyncio. Call it where the event loop runs."""
     timeout = _deadlines.seconds(timeout)
     _security.check_token(target, token, is_encrypted=credentials is not None, insecure_token=insecure_token)
     if credentials is None:
-        channel = grpc.aio.insecure_channel(_channel.address(target), options=_channel.OPTIONS)
+        channel = grpc.aio.insecure_channel(
+            _channel.address(target), options=_channel.OPTIONS, compression=transfer.grpc_compression
+        )
     else:
-        channel = grpc.aio.secure_channel(_channel.address(target), credentials, options=_channel.OPTIONS)
-    return AsyncClient(channel, target, token=token, timeout=timeout, stream=stream)
+        channel = grpc.aio.secure_channel(
+            _channel.address(target), credentials, options=_channel.OPTIONS, compression=transfer.grpc_compression
+        )
+    return AsyncClient(channel, target, token=token, timeout=timeout, stream=stream, transfer=transfer)
 
 
 def local(**settings: Any) -> AsyncLocal:
@@ -92,10 +98,18 @@ class AsyncClient(AsyncDerivatives):
     """`gradrule.Client` for asyncio: the same methods with the same words, awaited."""
 
     def __init__(
-        self, channel: grpc.aio.Channel, target: str, *, token: str | None, timeout: float, stream: bool = True
+        self,
+        channel: grpc.aio.Channel,
+        target: str,
+        *,
+        token: str | None,
+        timeout: float,
+        stream: bool = True,
+        transfer: Transfer = PLAIN,
     ) -> None:
         self._channel = channel
-        self._metadata = _channel.metadata(token)
+        self._metadata = _channel.metadata(token) + transfer.metadata
+        self._transfer = transfer
         self._timeout = timeout
         self._sender = AsyncCallSender(channel, self._metadata, Routes(use_stream=stream), self._closed)
         self.target = target
@@ -174,6 +188,7 @@ class AsyncClient(AsyncDerivatives):
         stacked_grad_ys: bool = False,
         batching: bool = True,
         jit: str = "off",
+        transfer: Transfer | None = None,
     ) -> _results.Result:
         """As `Client.evaluate`."""
         words = _requests.Words(
@@ -190,7 +205,9 @@ class AsyncClient(AsyncDerivatives):
             batching=batching,
             jit=jit,
         )
-        return await self._run(_calls.evaluate(graph, feeds, params, words, stacked_grad_ys), timeout)
+        chosen = self._transfer if transfer is None else transfer.of_call()
+        call = _calls.evaluate(graph, feeds, params, words, stacked_grad_ys, chosen)
+        return await self._run(call, timeout)
 
     async def explain(
         self,
@@ -253,7 +270,14 @@ class AsyncClient(AsyncDerivatives):
     ) -> AsyncSession:
         """As `Client.session`; `async with client.session(graph) as s`."""
         return AsyncSession(
-            self._open_session, self._send_blobs, self._deadline, graph, overrides, variables, no_gradient
+            self._open_session,
+            self._send_blobs,
+            self._deadline,
+            graph,
+            overrides,
+            variables,
+            no_gradient,
+            self._transfer,
         )
 
     # Programs.
@@ -439,9 +463,11 @@ class AsyncProgram(AsyncProgramDerivatives):
         grad_ys: GradYs | None = None,
         stacked_grad_ys: bool = False,
         timeout: float | None = None,
+        transfer: Transfer | None = None,
     ) -> _results.Result:
         """As `Program.evaluate`."""
-        return await self._client._run(self._call(feeds, params, grad_ys, stacked_grad_ys), timeout)
+        chosen = self._client._transfer if transfer is None else transfer.of_call()
+        return await self._client._run(self._call(feeds, params, grad_ys, stacked_grad_ys, chosen), timeout)
 
     async def forward(
         self,
@@ -450,9 +476,11 @@ class AsyncProgram(AsyncProgramDerivatives):
         params: CallParams | None = None,
         ttl: float | None = None,
         timeout: float | None = None,
+        transfer: Transfer | None = None,
     ) -> AsyncForwardHandle:
         """As `Program.forward`; `async with await p.forward(…) as h`."""
-        return await AsyncForwardHandle(self._client._run, self, feeds, params, ttl, timeout).run()
+        chosen = self._client._transfer if transfer is None else transfer.of_call()
+        return await AsyncForwardHandle(self._client._run, self, feeds, params, ttl, timeout, chosen).run()
 
     async def map(
         self,
@@ -461,16 +489,18 @@ class AsyncProgram(AsyncProgramDerivatives):
         *,
         params: CallParams | None = None,
         timeout: float | None = None,
+        transfer: Transfer | None = None,
     ) -> AsyncIterator[_results.Result]:
         """As `Program.map`; `async for result in p.map(…)`. The feeds may come from an async iterable too."""
         if in_flight < 1:
             raise InvalidParamError(f"in_flight is at least 1, not {in_flight}")
+        chosen = self._client._transfer if transfer is None else transfer.of_call()
         pending: deque[asyncio.Task[_results.Result]] = deque()
         try:
             async for one in _each(feeds):
                 if len(pending) >= in_flight:
                     yield await pending.popleft()
-                call = _calls.with_own_arrays(self._call(one, params, None))
+                call = _calls.with_own_arrays(self._call(one, params, None, transfer=chosen))
                 pending.append(asyncio.ensure_future(self._client._run(call, timeout)))
             while pending:
                 yield await pending.popleft()

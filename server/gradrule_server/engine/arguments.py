@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import tensorflow as tf
 
-from gradrule import _tensors
+from gradrule import _packing, _tensors
 from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2, tensor_pb2
 from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.engine.built import Built, Input
@@ -17,6 +17,7 @@ from gradrule_server.engine.bulk import Contents
 from gradrule_server.engine.graph_call import as_array
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.policy import FREE_BYTES
 from gradrule_server.rules import read_param_value
 
 _Given: TypeAlias = Mapping[str, tuple[tensor_pb2.TensorSource, memoryview | None]]
@@ -87,7 +88,7 @@ class ArgumentReader:
     ) -> list[_Value]:
         return [
             *self._fed(
-                _renamed(_by_name(call.feeds, "feeds", contents), built),
+                _renamed(_by_name(call.feeds, "feeds", contents, built.max_unpacking), built),
                 built.inputs,
                 built.unused,
                 state or {},
@@ -95,7 +96,7 @@ class ArgumentReader:
                 what="feed",
                 field="feeds",
             ),
-            *self._grad_ys(call.grad_ys, built.grad_ys, contents, stacked=built.stacked, max_rank=built.max_rank),
+            *self._grad_ys(call.grad_ys, built.grad_ys, contents, stacked=built.stacked, built=built),
             *self._directions(call, built, contents),
             *_params(built, params),
         ]
@@ -107,10 +108,10 @@ class ArgumentReader:
         contents: Contents = _NONE_APART,
         *,
         stacked: bool,
-        max_rank: int,
+        built: Built,
     ) -> list[tf.Tensor]:
-        """Upstream gradients; stacked, they are all of one length. `max_rank`: of each, that axis included."""
-        values = self._grad_ys(given, inputs, contents, stacked=stacked, max_rank=max_rank)
+        """Returns upstream gradients; stacked, they are all of one length. `built`: the program, for its limits."""
+        values = self._grad_ys(given, inputs, contents, stacked=stacked, built=built)
         return [_as_tensor(value, item.dtype) for value, item in zip(values, inputs, strict=True)]
 
     def _grad_ys(
@@ -120,11 +121,11 @@ class ArgumentReader:
         contents: Contents,
         *,
         stacked: bool,
-        max_rank: int,
+        built: Built,
     ) -> list[_Value]:
         if stacked:
             inputs = [Input(item.name, item.dtype, tf.TensorShape([None]).concatenate(item.shape)) for item in inputs]
-        tensors = self._given(given, inputs, contents, max_rank, what="grad_y", field="grad_ys")
+        tensors = self._given(given, inputs, contents, built, what="grad_y", field="grad_ys")
         if stacked and len({int(tensor.shape[0]) for tensor in tensors}) > 1:
             sizes = ", ".join(f"{item.name!r}: {tensor.shape[0]}" for item, tensor in zip(inputs, tensors, strict=True))
             raise error(
@@ -137,20 +138,20 @@ class ArgumentReader:
     def _directions(self, call: evaluate_pb2.EvaluateRequest, built: Built, contents: Contents) -> list[_Value]:
         is_jvp = built.kind == evaluate_pb2.DERIVATIVE_JVP
         what, field, given = ("tangent", "tangents", call.tangents) if is_jvp else ("vector", "vectors", call.vectors)
-        return self._given(given, built.directions, contents, built.max_rank, what=what, field=field)
+        return self._given(given, built.directions, contents, built, what=what, field=field)
 
     def _given(
         self,
         given: Sequence[tensor_pb2.NamedTensor],
         inputs: Sequence[Input],
         contents: Contents,
-        max_rank: int,
+        built: Built,
         *,
         what: str,
         field: str,
     ) -> list[_Value]:
-        by_name, unused = _by_name(given, field, contents), [False] * len(inputs)
-        return self._fed(by_name, inputs, unused, {}, max_rank, what=what, field=field)
+        by_name, unused = _by_name(given, field, contents, built.max_unpacking), [False] * len(inputs)
+        return self._fed(by_name, inputs, unused, {}, built.max_rank, what=what, field=field)
 
     def _fed(
         self,
@@ -211,7 +212,9 @@ class ArgumentReader:
                 node=item.name,
                 field=field,
             )
-        message = value.inline if source == "inline" else value.blob
+        packed = value.inline.packed if value.inline.HasField("packed") else None
+        inline = value.inline if packed is None else packed
+        message = value.blob if source == "blob" else inline
         if message.dtype != item.dtype.base_dtype.as_datatype_enum:
             raise error(
                 errors_pb2.ERROR_REASON_FEED_DTYPE,
@@ -220,7 +223,7 @@ class ArgumentReader:
                 field=field,
             )
         where = f"{what} {item.name!r}"
-        shape = value.inline.tensor_shape if source == "inline" else value.blob.shape
+        shape = message.tensor_shape if isinstance(message, tensor_pb2.Tensor) else message.shape
         if len(shape.dim) > max_rank:
             raise error(
                 errors_pb2.ERROR_REASON_LIMIT_EXCEEDED,
@@ -228,19 +231,25 @@ class ArgumentReader:
                 node=item.name,
                 field=field,
             )
+        if packed is not None:
+            # Nothing is unpacked for a shape that is refused.
+            _check_shape(tuple(dim.size for dim in shape.dim), item, where, field)
         array = (
-            _array(value.inline, content, where, field)
-            if source == "inline"
-            else self._blobs.array(value.blob, where, field)
+            self._blobs.array(value.blob, where, field) if source == "blob" else _array(inline, content, where, field)
         )
-        if not item.shape.is_compatible_with(array.shape):
-            raise error(
-                errors_pb2.ERROR_REASON_FEED_SHAPE,
-                f"{what} {item.name!r} has shape {tf.TensorShape(array.shape)}, but the tensor has {item.shape}",
-                node=item.name,
-                field=field,
-            )
+        _check_shape(array.shape, item, where, field)
         return array
+
+
+def _check_shape(shape: tuple[int, ...], item: Input, where: str, field: str) -> None:
+    """FEED_SHAPE where a value of the shape is not what an input takes."""
+    if not item.shape.is_compatible_with(shape):
+        raise error(
+            errors_pb2.ERROR_REASON_FEED_SHAPE,
+            f"{where} has shape {shape}, but the tensor has {item.shape}",
+            node=item.name,
+            field=field,
+        )
 
 
 def _as_tensor(value: _Value, dtype: tf.DType) -> tf.Tensor:
@@ -255,10 +264,32 @@ def _nothing(item: Input) -> np.ndarray:
     return np.full(shape, b"", object) if dtype.hasobject else np.zeros(shape, dtype)
 
 
-def _by_name(given: Sequence[tensor_pb2.NamedTensor], field: str, contents: Contents) -> _Given:
-    return {
-        item.name.removesuffix(":0"): (item.value, contents.get((field, index))) for index, item in enumerate(given)
-    }
+def _by_name(given: Sequence[tensor_pb2.NamedTensor], field: str, contents: Contents, max_unpacking: int) -> _Given:
+    """Values by name. LIMIT_EXCEEDED where packed ones would take too much memory unpacked."""
+    values = [(item.value, contents.get((field, index))) for index, item in enumerate(given)]
+    packed = [(source.inline.packed, content) for source, content in values if source.inline.HasField("packed")]
+    if packed:
+        _check_unpacking(packed, field, max_unpacking)
+    return {item.name.removesuffix(":0"): value for item, value in zip(given, values, strict=True)}
+
+
+def _check_unpacking(
+    packed: Sequence[tuple[tensor_pb2.PackedTensor, memoryview | None]], field: str, max_unpacking: int
+) -> None:
+    try:
+        after = sum(_packing.unpacked_bytes(message) for message, _ in packed)
+    except ValueError as cause:
+        raise error(errors_pb2.ERROR_REASON_INVALID_TENSOR, f"{field}: {cause}", field=field) from cause
+    before = sum(len(message.content if content is None else content) for message, content in packed)
+    most = FREE_BYTES + max_unpacking * before
+    if after > most:
+        raise error(
+            errors_pb2.ERROR_REASON_LIMIT_EXCEEDED,
+            f"the packed tensors of {field} have {before} bytes and would take {after} unpacked; they may take "
+            f"{FREE_BYTES >> 20} MiB and {max_unpacking} times their size, {most} bytes (--max-unpacking); send them "
+            "unpacked, or in several calls",
+            field=field,
+        )
 
 
 def _renamed(by_name: _Given, built: Built) -> _Given:
@@ -277,8 +308,12 @@ def _renamed(by_name: _Given, built: Built) -> _Given:
     return renamed
 
 
-def _array(message: tensor_pb2.Tensor, content: memoryview | None, what: str, field: str) -> np.ndarray:
+def _array(
+    message: tensor_pb2.Tensor | tensor_pb2.PackedTensor, content: memoryview | None, what: str, field: str
+) -> np.ndarray:
     try:
+        if isinstance(message, tensor_pb2.PackedTensor):
+            return _packing.unpack(message, content=content)
         return _tensors.to_numpy(message, content=content)
     except ValueError as cause:
         raise error(errors_pb2.ERROR_REASON_INVALID_TENSOR, f"{what}: {cause}", field=field) from cause

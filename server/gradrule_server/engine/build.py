@@ -89,6 +89,7 @@ def _build(
         kind=request.derivative or evaluate_pb2.DERIVATIVE_VJP,
         stacked=request.stacked_grad_ys,
         max_rank=request.max_rank,
+        max_unpacking=request.max_unpacking,
         unbatched=request.unbatched,
     )
     built.statuses = [override_pb2.RESOLUTION_STATUS_OFF_PATH] * len(request.marks)

@@ -54,6 +54,8 @@ class Built:
     params: list[ParamInput] = field(default_factory=list)
     max_rank: int = 0
     """Rank that what a call gives may have."""
+    max_unpacking: int = 0
+    """Bytes that packed tensors of a call may have unpacked, by bytes packed, besides what every call may have."""
     small: bool = False
     """Few ops and no loops or branches: faster on the calling thread than on TensorFlow's threads."""
     fitting: Fitting | None = None

@@ -17,7 +17,10 @@ from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
 
 Contents: TypeAlias = Mapping[tuple[str, int], memoryview]
-"""Bytes of tensors by the repeated field that they came in, and their place in it. They last as long as the request."""
+"""Bytes of tensors, those of packed ones as they came, by the repeated field that they came in, and their place in it.
+
+They last as long as the request.
+"""
 
 _NONE_APART: Contents = MappingProxyType({})
 _LEAST_BYTES = 16 * 1024
@@ -30,11 +33,10 @@ _WAYS: dict[Kind, Sequence[int]] = {
     Kind.PULL_BACK: (link_pb2.PullBackRequest.REQUEST_FIELD_NUMBER,),
     Kind.SESSION: (link_pb2.SessionRequest.RUN_FIELD_NUMBER, link_pb2.SessionRun.RUN_FIELD_NUMBER, _CALL),
 }
-_TENSOR = (
-    tensor_pb2.NamedTensor.VALUE_FIELD_NUMBER,
-    tensor_pb2.TensorSource.INLINE_FIELD_NUMBER,
-    tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER,
-)
+_TENSOR = (tensor_pb2.NamedTensor.VALUE_FIELD_NUMBER, tensor_pb2.TensorSource.INLINE_FIELD_NUMBER)
+_CONTENT = tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER
+_PACKED = tensor_pb2.Tensor.PACKED_FIELD_NUMBER
+_PACKED_CONTENT = tensor_pb2.PackedTensor.CONTENT_FIELD_NUMBER
 _EVALUATE = {
     evaluate_pb2.EvaluateRequest.DESCRIPTOR.fields_by_name[name].number: name
     for name in ("feeds", "grad_ys", "tangents", "vectors")
@@ -87,7 +89,7 @@ def _without_tensors(
 
     def cut(name: str, entry: memoryview, index: int) -> bytes | memoryview:
         def keep(content: memoryview, before: int) -> None:
-            if before:
+            if before or (name, index) in contents:
                 raise _Unusual
             contents[name, index] = content
 
@@ -102,7 +104,15 @@ def _without_content(
     """The message without the bytes at the end of the way, which are kept."""
     if before:
         raise _Unusual
-    return _changed(value, {way[0]: partial(_without_content, keep, way[1:]) if len(way) > 1 else keep})
+    if way:
+        return _changed(value, {way[0]: partial(_without_content, keep, way[1:])})
+    return _changed(value, {_CONTENT: keep, _PACKED: partial(_without_packed_content, keep)})
+
+
+def _without_packed_content(keep: Callable[[memoryview, int], None], value: memoryview, before: int) -> bytes:
+    if before:
+        raise _Unusual
+    return _changed(value, {_PACKED_CONTENT: keep})
 
 
 def _changed(message: memoryview, changes: Mapping[int, _Change]) -> bytes:

@@ -16,6 +16,7 @@ from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.build import shape_of
 from gradrule_server.engine.built import Built, Input
 from gradrule_server.engine.bulk import Contents
+from gradrule_server.engine.packing import packing_of
 from gradrule_server.engine.question import WIDTHS
 from gradrule_server.engine.run import check_size, execute, set_timings
 from gradrule_server.engine.saved import saved_bytes
@@ -53,13 +54,14 @@ class Handles:
         call = evaluate_pb2.EvaluateRequest.FromString(request.run.request)
         split = built.split
         reader = self._reader.within(request.run.blob_folder)
+        packing = packing_of(call.answer_packing)
         outputs, saved = execute(
             built, lambda: split.forward(reader.arguments(built, call, request.run.params, contents=contents))
         )
         check_size(outputs)
         response = evaluate_pb2.EvaluateResponse(device=device)
         for name, value in zip(built.outputs, outputs, strict=True):
-            write_tensor(response.outputs.add(name=name).value.inline, value)
+            write_tensor(response.outputs.add(name=name).value.inline, value, packing)
         set_timings(response.timings, request.run.received_ns, started)
         kept_bytes = saved_bytes(saved)
         with self._lock:
@@ -79,13 +81,14 @@ class Handles:
             raise error(errors_pb2.ERROR_REASON_HANDLE_EXPIRED, message, field="handle")
         call = evaluate_pb2.PullBackRequest.FromString(request.request)
         stacked = call.stacked_grad_ys
+        packing = packing_of(call.answer_packing)
         grad_ys = self._grad_ys(call, contents, kept.built, self._reader.within(request.blob_folder))
         gradients = execute(kept.built, lambda: kept.split.backward(kept.saved, grad_ys, stacked=stacked))
         check_size(gradients)
         response = evaluate_pb2.PullBackResponse()
         rest = iter(gradients)
         for (x,), form in kept.split.stacked_layout if stacked else kept.split.layout:
-            write_gradient(response.gradients.add(x=x), form, [next(rest) for _ in range(WIDTHS[form])])
+            write_gradient(response.gradients.add(x=x), form, [next(rest) for _ in range(WIDTHS[form])], packing)
         set_timings(response.timings, request.received_ns, started)
         return response
 
@@ -112,7 +115,7 @@ class Handles:
                 )
         specs = [built.specs["ys"][ys[name]] for name in given]
         inputs = [Input(spec.name, tf.as_dtype(spec.dtype), shape_of(spec.shape)) for spec in specs]
-        tensors = reader.grad_ys(call.grad_ys, inputs, contents, stacked=call.stacked_grad_ys, max_rank=built.max_rank)
+        tensors = reader.grad_ys(call.grad_ys, inputs, contents, stacked=call.stacked_grad_ys, built=built)
         return {ys[name]: tensor for name, tensor in zip(given, tensors, strict=True)}
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from gradrule import _tensors
+from gradrule._packing import Packing, pack
 from gradrule._wire import varint
 from gradrule.v1 import evaluate_pb2, tensor_pb2
 from gradrule_server.engine import wire
@@ -53,9 +54,12 @@ class ResponseWriter:
             return sum([result.nbytes for result in results])
         return sum(map(_size_of, results))
 
-    def write(self, results: Arrays, queue_ns: int, run_ns: int) -> list[Buffer]:
+    def write(self, results: Arrays, queue_ns: int, run_ns: int, packing: Packing | None = None) -> list[Buffer]:
         """Returns the parts of the message, in order; large tensors are views of the results."""
-        if self._is_plain:
+        found: tuple[list[bytes], bytes] | None
+        if packing is not None:
+            found, contents = self._packed(results, packing)
+        elif self._is_plain:
             shapes = tuple([result.shape for result in results])
             found = self._kept.get(shapes)
             if found is None:
@@ -78,6 +82,21 @@ class ResponseWriter:
             parts += (head, content)
         parts.append(rest + self._device + _timings(queue_ns, run_ns))
         return parts
+
+    def _packed(self, results: Arrays, packing: Packing) -> tuple[tuple[list[bytes], bytes], list[Buffer]]:
+        """Returns what stands around the contents, and the contents, packed where that makes them smaller."""
+        heads: list[bytes] = []
+        contents: list[Buffer] = []
+        for number, result in zip(self._numbers, results, strict=True):
+            if not _is_plain(number):
+                heads.append(_message(number, result))
+                contents.append(b"")
+                continue
+            array = np.asarray(result)
+            packed = pack(number, array, packing)
+            heads.append(_head(number, array.shape, array.nbytes) if packed is None else packed.head)
+            contents.append(_content(array) if packed is None else packed.content)
+        return self._encoded(heads, [len(content) for content in contents]), contents
 
     def _encoded(self, heads: Sequence[bytes], sizes: Sequence[int]) -> tuple[list[bytes], bytes]:
         """Returns what stands before the content of each result, and what stands behind the last one."""

@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 import tensorflow as tf
 
+from gradrule._packing import Packing
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.arguments import ArgumentReader
@@ -20,6 +21,7 @@ from gradrule_server.engine.graph_call import Arrays
 from gradrule_server.engine.limits import MAX_ANSWER_BYTES
 from gradrule_server.engine.memory import memory_error, out_of_memory
 from gradrule_server.engine.names import message_of, readable
+from gradrule_server.engine.packing import packing_of
 from gradrule_server.engine.response_writer import NARROW_INT_BYTES, NARROW_INTS
 from gradrule_server.errors import error
 from gradrule_server.link.framing import Buffer
@@ -39,22 +41,31 @@ def run(built: Built, request: link_pb2.RunRequest, contents: Contents, reader: 
     call = evaluate_pb2.EvaluateRequest.FromString(request.request)
     if request.blob_folder:
         reader = reader.within(request.blob_folder)
+    packing = packing_of(call.answer_packing) if call.HasField("answer_packing") else None
     arrays = translated(lambda: reader.arrays(built, call, request.params, contents))
     jit = built.jit
     if jit is None:
-        return respond(built, translated(lambda: built.call(arrays)), request.received_ns, started)
+        results = translated(lambda: built.call(arrays))
+        return respond(built, results, request.received_ns, started, packing=packing)
     results, is_compiled = translated(lambda: jit.run(arrays))
-    parts = respond(built, results, request.received_ns, started)
+    parts = respond(built, results, request.received_ns, started, packing=packing)
     if is_compiled:
         parts.append(_COMPILED)
     return parts
 
 
-def respond(built: Built, results: Arrays, received_ns: int, started_ns: int, batch_size: int = 0) -> list[Buffer]:
+def respond(
+    built: Built,
+    results: Arrays,
+    received_ns: int,
+    started_ns: int,
+    batch_size: int = 0,
+    packing: Packing | None = None,
+) -> list[Buffer]:
     """Returns the parts of the `EvaluateResponse` with the results of a run. MESSAGE_TOO_LARGE."""
     _check_bytes(built.writer.size_of(results))
     queue_ns = max(0, started_ns - received_ns)
-    parts = built.writer.write(results, queue_ns, time.monotonic_ns() - started_ns)
+    parts = built.writer.write(results, queue_ns, time.monotonic_ns() - started_ns, packing)
     if batch_size:
         parts.append(evaluate_pb2.EvaluateResponse(batch_size=batch_size).SerializeToString())
     return parts

@@ -17,6 +17,7 @@ from gradrule_server.engine.answers import write_derivatives, write_tensor
 from gradrule_server.engine.arguments import ArgumentReader
 from gradrule_server.engine.built import Built
 from gradrule_server.engine.bulk import Contents
+from gradrule_server.engine.packing import packing_of
 from gradrule_server.engine.question import DENSE, SPARSE, WIDTHS
 from gradrule_server.engine.run import check_size, execute, set_timings
 from gradrule_server.engine.saved import saved_bytes
@@ -79,7 +80,7 @@ class Sessions:
                     new = dict(zip((item.spec.name for item in given), values, strict=True))
                     session.values = self._within(session, {**session.values, **new}, request)
                 case "read":
-                    self._read(session, request.read.variables, reply)
+                    self._read(session, request.read, reply)
                 case _:
                     self._run(session, request.run, contents, request, reply)
             reply.bytes, reply.step = session.bytes_with(session.values), session.steps
@@ -100,7 +101,8 @@ class Sessions:
             # Optimisers, their variables and functions refer to one another.
             gc.collect()
 
-    def _read(self, session: _Session, names: Sequence[str], reply: link_pb2.SessionReply) -> None:
+    def _read(self, session: _Session, asked: link_pb2.SessionRead, reply: link_pb2.SessionReply) -> None:
+        names, packing = asked.variables, packing_of(asked.packing)
         missing = [name for name in names if name not in session.values]
         if missing:
             shown = ", ".join(map(repr, missing))
@@ -111,7 +113,7 @@ class Sessions:
             )
         check_size([session.values[name] for name in names])
         for name in names:
-            write_tensor(reply.variables.add(name=name).value.inline, session.values[name])
+            write_tensor(reply.variables.add(name=name).value.inline, session.values[name], packing)
 
     def _run(
         self,
@@ -125,6 +127,7 @@ class Sessions:
         built = self._program(request.run.key)
         call = evaluate_pb2.EvaluateRequest.FromString(request.run.request)
         reader = self._reader.within(request.run.blob_folder)
+        packing = packing_of(call.answer_packing)
         results = execute(
             built,
             lambda: list(built.function(*reader.arguments(built, call, request.run.params, session.values, contents))),
@@ -139,14 +142,14 @@ class Sessions:
         else:
             check_size([*outputs, *([] if request.HasField("optimizer") else derivatives)])
             for name, value in zip(built.outputs, outputs, strict=True):
-                write_tensor(response.outputs.add(name=name).value.inline, value)
+                write_tensor(response.outputs.add(name=name).value.inline, value, packing)
         # A caller that was told that its time has passed must find everything as it was.
         if time.monotonic_ns() > message.deadline_ns:
             raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, "the deadline passed while the program ran")
         if request.HasField("optimizer"):
             values = self._stepped(session, built, request.optimizer, values, _by_x(built, derivatives), message)
         elif not request.store:
-            write_derivatives(response, built, derivatives)
+            write_derivatives(response, built, derivatives, packing)
         session.values = self._within(session, values, message)
         session.steps += request.HasField("optimizer")
         set_timings(response.timings, request.run.received_ns, started)

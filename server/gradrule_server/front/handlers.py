@@ -37,7 +37,14 @@ from gradrule_server.front.connections import ConnectionWatch
 from gradrule_server.front.cutting import Unread
 from gradrule_server.front.identity import Identity
 from gradrule_server.front.open_streams import OpenStreams
-from gradrule_server.front.outcomes import abort, incident, observed_of, when_done
+from gradrule_server.front.outcomes import (
+    MAX_COMPRESSED_BYTES,
+    abort,
+    compress_answers,
+    incident,
+    observed_of,
+    when_done,
+)
 from gradrule_server.front.reading import Arrivals
 from gradrule_server.front.rounds import Rounds
 from gradrule_server.front.routing import Handler, Make, Service
@@ -284,6 +291,9 @@ class Door:
                     finally:
                         self._admission.adjust(share, -size)
                     request.bytes_out = len(data)
+                    if request.wants_gzip and len(data) <= MAX_COMPRESSED_BYTES:
+                        # Not before: clients do not repeat a refused call whose metadata they have received.
+                        await compress_answers(context)
                     return self._send(caller, data, context)
 
                 return await self._receive(rpc, known, context, answer)
@@ -330,6 +340,8 @@ class Door:
                     streams = caller.tenant.room["streams"]
                     streams.take()
                     when_done(context, streams.give_back)
+                    if request.wants_gzip:
+                        await compress_answers(context)
                     await self._open_streams.serve(method, caller, requests, context)
 
                 await self._receive(rpc, known, context, answer)

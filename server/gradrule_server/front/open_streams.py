@@ -12,7 +12,7 @@ from gradrule_server.front.calls import Caller, Context, StreamMethod
 from gradrule_server.front.connections import ConnectionWatch
 from gradrule_server.front.cutting import cut
 from gradrule_server.front.identity import Identity, Recheck
-from gradrule_server.front.outcomes import when_done
+from gradrule_server.front.outcomes import MAX_COMPRESSED_BYTES, when_done
 from gradrule_server.front.rounds import Rounds
 from gradrule_server.front.stalls import WatchedWriter
 
@@ -74,6 +74,8 @@ class OpenStreams:
         async def write(data: bytes) -> None:
             size = len(data)
             self._admission.adjust(share, size)
+            if size > MAX_COMPRESSED_BYTES:
+                context.disable_next_message_compression()
             try:
                 await context.write(data)
             except BaseException:

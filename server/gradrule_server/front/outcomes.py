@@ -7,6 +7,8 @@ import secrets
 from collections.abc import Callable
 from typing import NoReturn
 
+import grpc
+
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.front.calls import Context
@@ -24,6 +26,23 @@ def observed_of(observer: Observer, rpc: str, context: Context) -> Observed:
     observed = observer.rpc(rpc, context.invocation_metadata(), context.peer)
     context.set_trailing_metadata(((REQUEST_ID, observed.request.id),))
     return observed
+
+
+MAX_COMPRESSED_BYTES = 256 * 1024
+"""Longer answers are not compressed by gRPC.
+
+It does so on the thread of the event loop, at 25 ms for each MiB, while all other calls wait. Tensors can be compressed
+by engines.
+"""
+
+
+async def compress_answers(context: Context) -> None:
+    """Has gRPC compress all further messages of a call.
+
+    grpc.aio forgets it unless the call's initial metadata is sent here (https://github.com/grpc/grpc/issues/34690).
+    """
+    context.set_compression(grpc.Compression.Gzip)
+    await context.send_initial_metadata(())
 
 
 def when_done(context: Context, undo: Callable[[], object]) -> None:

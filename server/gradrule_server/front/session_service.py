@@ -75,6 +75,7 @@ class SessionServicer:
             raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"expected {expected}, not {kind or 'nothing'}")
 
         part = getattr(request, kind)
+        packing = request.answer_packing if request.HasField("answer_packing") else None
 
         async def read(request_type: type[MessageT]) -> MessageT:
             return await self._door.read(request_type, part, caller)
@@ -84,12 +85,12 @@ class SessionServicer:
                 case "start":
                     return await session.start(await read(link_pb2.RawStartSession), received_ns, ends_at)
                 case "step":
-                    return await session.step(await read(session_pb2.StepRequest), received_ns, ends_at)
+                    return await session.step(await read(session_pb2.StepRequest), received_ns, ends_at, packing)
                 case "evaluate":
                     evaluation = await read(session_pb2.SessionEvaluateRequest)
-                    return await session.evaluate(evaluation, received_ns, ends_at)
+                    return await session.evaluate(evaluation, received_ns, ends_at, packing)
                 case "read":
-                    return await session.read(await read(session_pb2.ReadRequest), ends_at)
+                    return await session.read(await read(session_pb2.ReadRequest), ends_at, packing)
                 case _:
                     return await session.assign(await read(session_pb2.AssignRequest), ends_at)
 

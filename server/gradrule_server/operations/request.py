@@ -23,6 +23,8 @@ UNKNOWN_TENANT = ""
 REQUEST_ID = "x-request-id"
 TRACE_PARENT = "traceparent"
 TRACE_STATE = "tracestate"
+ANSWER_COMPRESSION = "gradrule-answer-compression"
+"""Asks for answers compressed by gRPC; its value is `gzip`. gRPC does not tell how a request was compressed."""
 
 _REQUEST_ID_FORM = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _TRACE_PARENT_FORM = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
@@ -60,7 +62,8 @@ class Request:
 
     rpc: `GradientService/Evaluate`; a request within a stream has its kind behind it. reason: `OK` or the name of an
     ErrorReason. tenant: whose it is, once that is known. principal: who asked, beyond the tenant. peer: tells the
-    caller's address. is_stream: it holds `parts` requests, each of which is one of its own.
+    caller's address. is_stream: it holds `parts` requests, each of which is one of its own. wants_gzip: its answer
+    is to be compressed by gRPC.
     """
 
     id: str
@@ -85,6 +88,7 @@ class Request:
     registration: Registration | None = None
     is_stream: bool = False
     parts: int = 0
+    wants_gzip: bool = False
 
     @property
     def is_ok(self) -> bool:
@@ -164,6 +168,7 @@ def of_metadata(
 ) -> Request:
     """A request with the id and trace that its metadata tell; an id that is missing or malformed is made."""
     request_id = trace_parent = trace_state = ""
+    wants_gzip = False
     for key, value in metadata or ():
         if key == REQUEST_ID:
             if isinstance(value, str) and _REQUEST_ID_FORM.fullmatch(value):
@@ -173,7 +178,14 @@ def of_metadata(
                 trace_parent = value
         elif key == TRACE_STATE and isinstance(value, str) and len(value) <= _MAX_TRACE_BYTES:
             trace_state = value
-    return Request(request_id or f"{_BEGINNING}-{next(_NUMBERS):x}", rpc, received_ns, peer, trace_parent, trace_state)
+        elif key == ANSWER_COMPRESSION:
+            wants_gzip = value == "gzip"
+    request = Request(
+        request_id or f"{_BEGINNING}-{next(_NUMBERS):x}", rpc, received_ns, peer, trace_parent, trace_state
+    )
+    if wants_gzip:
+        request.wants_gzip = True
+    return request
 
 
 def part_of(stream: Request, kind: str, received_ns: int) -> Request:

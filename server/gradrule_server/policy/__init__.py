@@ -9,10 +9,11 @@ from gradrule_server.policy.checks import DROPPED, NOT_TAKEN, count_fault, refus
 from gradrule_server.policy.table import Ruling, digest_of, judged, ruling_of, rulings
 from gradrule_server.policy.tensors import Fault, shape_fault, tensor_fault
 from gradrule_server.policy.variables import value_fault
-from gradrule_server.policy.wire import SMALL_BYTES, check_unpacking
+from gradrule_server.policy.wire import FREE_BYTES, SMALL_BYTES, check_unpacking
 
 __all__ = [
     "DROPPED",
+    "FREE_BYTES",
     "NOT_TAKEN",
     "SMALL_BYTES",
     "Bounds",

@@ -80,6 +80,8 @@ def tensor_fault(tensor: Tensor, bounds: Bounds) -> Fault | None:
         return fault
     form = _FORMS.get(tensor.dtype)
     if form is None:
+        if tensor.HasField("packed"):
+            return _INVALID, "is packed; only values of calls (feeds, grad_ys, tangents, vectors) may be"
         return _INVALID, f"has the element type {name_of(tensor.dtype)}, which no tensor can have"
     if tensor.dtype == Dt.DT_RESOURCE:
         return _INVALID, "holds a resource, which means nothing outside the process that made it"

@@ -144,6 +144,7 @@ def prepare(
         trusted=limits.trusted,
         memory_limit=limits.engine_bytes,
         max_rank=limits.rank,
+        max_unpacking=limits.unpacking,
         unbatched=not _may_batch(spec.batching),
         jit=spec.jit,
     )

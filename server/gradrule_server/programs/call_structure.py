@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from gradrule._wire import MalformedError, read_varint
+from gradrule._wire import MalformedError, read_varint, varint
 from gradrule.v1 import evaluate_pb2, tensor_pb2
 from gradrule_server.policy import SMALL_BYTES
 
@@ -20,11 +20,14 @@ _TENSORS = frozenset(_FIELDS[name].number << 3 | _LENGTH for name in ("feeds", "
 _PROGRAM = _FIELDS["program"].number << 3 | _LENGTH
 _PARAMS = _FIELDS["params"].number << 3 | _LENGTH
 _BATCHING = _FIELDS["batching"].number << 3 | _LENGTH
+_PACKING = _FIELDS["answer_packing"].number << 3 | _LENGTH
 _NUMBERS = frozenset(_FIELDS[name].number << 3 for name in ("derivative", "stacked_grad_ys"))
 _NAME = tensor_pb2.NamedTensor.NAME_FIELD_NUMBER << 3 | _LENGTH
 _VALUE = tensor_pb2.NamedTensor.VALUE_FIELD_NUMBER << 3 | _LENGTH
 _INLINE = tensor_pb2.TensorSource.INLINE_FIELD_NUMBER << 3 | _LENGTH
 _CONTENT = tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER << 3 | _LENGTH
+_PACKED = varint(tensor_pb2.Tensor.PACKED_FIELD_NUMBER << 3 | _LENGTH)
+_PACKED_CONTENT = tensor_pb2.PackedTensor.CONTENT_FIELD_NUMBER << 3 | _LENGTH
 # A structure is a key of a cache: larger ones are rare and must not fill it.
 _MOST_FIELDS = 256
 # Of one tensor, bytes that are not its content. Nobody weighs them before they are parsed, so those of all tensors
@@ -58,7 +61,7 @@ def structure_of(raw: bytes) -> CallStructure | None:
                 # The tag belongs to it: it says which list the name is in.
                 parts.append(raw[start : start + 1] + raw[position:name_end])
                 position = stop
-            elif tag in (_PROGRAM, _PARAMS, _BATCHING):
+            elif tag in (_PROGRAM, _PARAMS, _BATCHING, _PACKING):
                 if size > 0x7F:
                     size, position = read_varint(raw, position - 1)
                 if tag == _PROGRAM:
@@ -87,11 +90,19 @@ def _is_inline(raw: bytes, position: int, stop: int) -> bool:
         size, position = read_varint(raw, position + 1)
         if position + size != stop:
             return False
-    return stop <= len(raw) and (size <= _MOST_PARSED_BYTES or _is_content(raw, position, stop))
+    if stop > len(raw) or size <= _MOST_PARSED_BYTES:
+        return stop <= len(raw)
+    if raw.startswith(_PACKED, position):
+        size, position = read_varint(raw, position + len(_PACKED))
+        return position + size == stop and _is_content(raw, position, stop, _PACKED_CONTENT)
+    return _is_content(raw, position, stop, _CONTENT)
 
 
-def _is_content(raw: bytes, position: int, stop: int) -> bool:
-    """Whether nearly all of a tensor is its bytes: numbers that are written one by one take more once parsed."""
+def _is_content(raw: bytes, position: int, stop: int, content: int) -> bool:
+    """Whether nearly all of a tensor is its bytes: numbers that are written one by one take more once parsed.
+
+    content: the tag of the field that holds them.
+    """
     parsed = 0
     while position < stop:
         tag = raw[position]
@@ -100,7 +111,7 @@ def _is_content(raw: bytes, position: int, stop: int) -> bool:
             size, after = read_varint(raw, position + 1)
         else:
             _, after = read_varint(raw, position + 1)
-        parsed += after - position + (0 if tag == _CONTENT else size)
+        parsed += after - position + (0 if tag == content else size)
         position = after + size
         if parsed > _MOST_PARSED_BYTES or tag > 0x7F or tag & 7 not in (_NUMBER, _LENGTH):
             return False

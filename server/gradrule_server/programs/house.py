@@ -149,7 +149,11 @@ class ProgramHouse:
         """
         if payload is None:
             values = evaluate_pb2.EvaluateRequest(
-                feeds=request.feeds, grad_ys=request.grad_ys, tangents=request.tangents, vectors=request.vectors
+                feeds=request.feeds,
+                grad_ys=request.grad_ys,
+                tangents=request.tangents,
+                vectors=request.vectors,
+                answer_packing=request.answer_packing if request.HasField("answer_packing") else None,
             )
             payload = values.SerializeToString()
         run = link_pb2.RunRequest(

@@ -155,9 +155,9 @@ class Session:
         return session_pb2.SessionStarted(variables=specs, bytes=reply.bytes)
 
     async def step(
-        self, request: session_pb2.StepRequest, received_ns: int, ends_at: float
+        self, request: session_pb2.StepRequest, received_ns: int, ends_at: float, packing: tensor_pb2.Packing | None
     ) -> session_pb2.StepResponse:
-        """Minimises a loss by one update."""
+        """Minimises a loss by one update. `packing`: of the answer's tensors."""
         if not request.loss:
             raise error(
                 errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "a step minimises a loss: name one", field="step.loss"
@@ -175,7 +175,7 @@ class Session:
                 field="step.variables",
             )
         vjp = program_pb2.Vjp(ys=[request.loss], xs=dict.fromkeys(xs))
-        call = link_pb2.RawEvaluateRequest(feeds=request.feeds, params=request.params)
+        call = link_pb2.RawEvaluateRequest(feeds=request.feeds, params=request.params, answer_packing=packing)
         how = InSession(self, ends_at, optimizer=request.optimizer)
         answer, program, is_new = await self._run(call, request.fetches, vjp, received_ns, how)
         done = evaluate_pb2.EvaluateResponse.FromString(answer)
@@ -187,17 +187,25 @@ class Session:
         )
 
     async def evaluate(
-        self, request: session_pb2.SessionEvaluateRequest, received_ns: int, ends_at: float
+        self,
+        request: session_pb2.SessionEvaluateRequest,
+        received_ns: int,
+        ends_at: float,
+        packing: tensor_pb2.Packing | None,
     ) -> evaluate_pb2.EvaluateResponse:
-        """Evaluates, and keeps what the graph assigns."""
-        call = link_pb2.RawEvaluateRequest(feeds=request.feeds, grad_ys=request.grad_ys, params=request.params)
+        """Evaluates, and keeps what the graph assigns. `packing`: of the answer's tensors."""
+        call = link_pb2.RawEvaluateRequest(
+            feeds=request.feeds, grad_ys=request.grad_ys, params=request.params, answer_packing=packing
+        )
         vjp = request.vjp if request.HasField("vjp") else None
         how = InSession(self, ends_at)
         answer, program, _ = await self._run(call, request.fetches, vjp, received_ns, how)
         return evaluate_pb2.EvaluateResponse.FromString(answer + program.compiled.tail)
 
-    async def read(self, request: session_pb2.ReadRequest, ends_at: float) -> session_pb2.ReadResponse:
-        """Values of variables."""
+    async def read(
+        self, request: session_pb2.ReadRequest, ends_at: float, packing: tensor_pb2.Packing | None
+    ) -> session_pb2.ReadResponse:
+        """Values of variables. `packing`: of the answer's tensors."""
         if len(request.variables) > len(self._names):
             raise error(
                 errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
@@ -205,7 +213,7 @@ class Session:
                 field="read.variables",
             )
         names = [self._known(name, f"read.variables[{number}]") for number, name in enumerate(request.variables)]
-        wanted = link_pb2.SessionRead(variables=names or [item.names[0] for item in self._variables])
+        wanted = link_pb2.SessionRead(variables=names or [item.names[0] for item in self._variables], packing=packing)
         async with self._telling_of_loss():
             reply = await self.send(link_pb2.SessionRequest(read=wanted), ends_at)
         asked = list(request.variables) or [item.name for item in reply.variables]

@@ -113,3 +113,18 @@ def test_what_is_no_message_is_still_none(damage: bytes) -> None:
 
 def test_small_payloads_are_not_looked_into() -> None:
     assert open_payload(Kind.RUN, b"\xff") == Opened(b"\xff", {})
+
+
+def test_the_content_of_a_packed_tensor_is_cut_out() -> None:
+    packed = tensor_pb2.PackedTensor(dtype=tensor_pb2.DT_FLOAT, content=bytes(_LARGE))
+    entry = tensor_pb2.NamedTensor(name="x", value=tensor_pb2.TensorSource(inline=tensor_pb2.Tensor(packed=packed)))
+    call = evaluate_pb2.EvaluateRequest(feeds=[entry])
+    opened = _opened(Kind.RUN, link_pb2.RunRequest(key="k", request=call.SerializeToString()))
+    assert opened.contents[("feeds", 0)].tobytes() == bytes(_LARGE)
+    left = evaluate_pb2.EvaluateRequest.FromString(link_pb2.RunRequest.FromString(opened.payload).request)
+    assert left.feeds[0].value.inline.packed.dtype == tensor_pb2.DT_FLOAT
+    assert not left.feeds[0].value.inline.packed.content
+    # With two contents, nobody knows whose the bytes are.
+    entry.value.inline.tensor_content = bytes(_LARGE)
+    call = evaluate_pb2.EvaluateRequest(feeds=[entry])
+    assert not _opened(Kind.RUN, link_pb2.RunRequest(key="k", request=call.SerializeToString())).contents

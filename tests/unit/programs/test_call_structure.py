@@ -149,3 +149,29 @@ def test_requests_that_are_cut_short_are_not_taken() -> None:
     assert {length for length in lengths if structure_of(raw[:length]) is not None} == {
         length for length in ends if length in lengths
     }
+
+
+def packed_raw(content: bytes, compression: int = 0) -> bytes:
+    """A request whose only feed is packed."""
+    request = evaluate_pb2.EvaluateRequest(program="programs/p")
+    packed = request.feeds.add(name="x").value.inline.packed
+    packed.content = content
+    packed.compression = compression  # type: ignore[assignment]
+    return request.SerializeToString()
+
+
+def test_packed_tensors_are_values_like_others() -> None:
+    """Requests that differ in how a tensor is packed are run in one way."""
+    plain = structure_of(raw_of(feeds={"x": np.ones(100_000, np.float32)}))
+    assert plain is not None
+    for size in (0, 10, 5_000, 100_000):
+        for compression in (0, 1):
+            assert structure_of(packed_raw(bytes(size), compression)) == plain
+    assert structure_of(packed_raw(bytes(100_000))[:-1]) is None
+
+
+def test_how_the_answer_is_packed_is_part_of_the_structure() -> None:
+    request = request_of(feeds={"x": np.ones(3)})
+    plain = structure_of(request.SerializeToString())
+    request.answer_packing.float32_as_bfloat16 = True
+    assert structure_of(request.SerializeToString()) not in (None, plain)

@@ -132,6 +132,7 @@ class EvaluateRequest(google.protobuf.message.Message):
     VECTORS_FIELD_NUMBER: builtins.int
     STACKED_GRAD_YS_FIELD_NUMBER: builtins.int
     BATCHING_FIELD_NUMBER: builtins.int
+    ANSWER_PACKING_FIELD_NUMBER: builtins.int
     program: builtins.str
     """A compiled program, `programs/{id}`."""
     derivative: global___Derivative.ValueType
@@ -168,6 +169,10 @@ class EvaluateRequest(google.protobuf.message.Message):
     def batching(self) -> gradrule.v1.program_pb2.Batching:
         """For this call."""
 
+    @property
+    def answer_packing(self) -> gradrule.v1.tensor_pb2.Packing:
+        """How the tensors of the answer are packed. Default: not."""
+
     def __init__(
         self,
         *,
@@ -181,9 +186,10 @@ class EvaluateRequest(google.protobuf.message.Message):
         vectors: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
         stacked_grad_ys: builtins.bool = ...,
         batching: gradrule.v1.program_pb2.Batching | None = ...,
+        answer_packing: gradrule.v1.tensor_pb2.Packing | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["batching", b"batching", "program", b"program", "spec", b"spec", "target", b"target"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["batching", b"batching", "derivative", b"derivative", "feeds", b"feeds", "grad_ys", b"grad_ys", "params", b"params", "program", b"program", "spec", b"spec", "stacked_grad_ys", b"stacked_grad_ys", "tangents", b"tangents", "target", b"target", "vectors", b"vectors"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "batching", b"batching", "program", b"program", "spec", b"spec", "target", b"target"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "batching", b"batching", "derivative", b"derivative", "feeds", b"feeds", "grad_ys", b"grad_ys", "params", b"params", "program", b"program", "spec", b"spec", "stacked_grad_ys", b"stacked_grad_ys", "tangents", b"tangents", "target", b"target", "vectors", b"vectors"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["target", b"target"]) -> typing.Literal["program", "spec"] | None: ...
 
 global___EvaluateRequest = EvaluateRequest
@@ -485,6 +491,7 @@ class PullBackRequest(google.protobuf.message.Message):
     HANDLE_FIELD_NUMBER: builtins.int
     GRAD_YS_FIELD_NUMBER: builtins.int
     STACKED_GRAD_YS_FIELD_NUMBER: builtins.int
+    ANSWER_PACKING_FIELD_NUMBER: builtins.int
     handle: builtins.str
     """The handle."""
     stacked_grad_ys: builtins.bool
@@ -493,14 +500,20 @@ class PullBackRequest(google.protobuf.message.Message):
     def grad_ys(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
         """Upstream gradients by y. A y without one gets ones."""
 
+    @property
+    def answer_packing(self) -> gradrule.v1.tensor_pb2.Packing:
+        """As in EvaluateRequest."""
+
     def __init__(
         self,
         *,
         handle: builtins.str = ...,
         grad_ys: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
         stacked_grad_ys: builtins.bool = ...,
+        answer_packing: gradrule.v1.tensor_pb2.Packing | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["grad_ys", b"grad_ys", "handle", b"handle", "stacked_grad_ys", b"stacked_grad_ys"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "grad_ys", b"grad_ys", "handle", b"handle", "stacked_grad_ys", b"stacked_grad_ys"]) -> None: ...
 
 global___PullBackRequest = PullBackRequest
 

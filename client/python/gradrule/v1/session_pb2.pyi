@@ -376,6 +376,7 @@ class RunSessionRequest(google.protobuf.message.Message):
     READ_FIELD_NUMBER: builtins.int
     ASSIGN_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
+    ANSWER_PACKING_FIELD_NUMBER: builtins.int
     @property
     def start(self) -> global___StartSession:
         """Begin."""
@@ -400,6 +401,10 @@ class RunSessionRequest(google.protobuf.message.Message):
     def timeout(self) -> google.protobuf.duration_pb2.Duration:
         """How long the message may take. Default and bound: settings of the server's, as for calls."""
 
+    @property
+    def answer_packing(self) -> gradrule.v1.tensor_pb2.Packing:
+        """How the tensors of the answer to step, evaluate and read are packed. Default: not."""
+
     def __init__(
         self,
         *,
@@ -409,9 +414,10 @@ class RunSessionRequest(google.protobuf.message.Message):
         read: global___ReadRequest | None = ...,
         assign: global___AssignRequest | None = ...,
         timeout: google.protobuf.duration_pb2.Duration | None = ...,
+        answer_packing: gradrule.v1.tensor_pb2.Packing | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["assign", b"assign", "evaluate", b"evaluate", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["assign", b"assign", "evaluate", b"evaluate", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "evaluate", b"evaluate", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "evaluate", b"evaluate", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["start", "step", "evaluate", "read", "assign"] | None: ...
 
 global___RunSessionRequest = RunSessionRequest

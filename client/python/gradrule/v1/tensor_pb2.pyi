@@ -303,6 +303,26 @@ DT_FLOAT4_E2M1FN_REF: Dt.ValueType  # 133
 """Reference to float4_e2m1fn, as TensorFlow 1 variables make; only read, never made."""
 global___Dt = Dt
 
+class _Compression:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _CompressionEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Compression.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    COMPRESSION_UNSPECIFIED: _Compression.ValueType  # 0
+    """Not at all."""
+    COMPRESSION_ZSTD: _Compression.ValueType  # 1
+    """One frame of Zstandard (RFC 8878) that tells its content size."""
+
+class Compression(_Compression, metaclass=_CompressionEnumTypeWrapper):
+    """How bytes are compressed."""
+
+COMPRESSION_UNSPECIFIED: Compression.ValueType  # 0
+"""Not at all."""
+COMPRESSION_ZSTD: Compression.ValueType  # 1
+"""One frame of Zstandard (RFC 8878) that tells its content size."""
+global___Compression = Compression
+
 @typing.final
 class TensorShape(google.protobuf.message.Message):
     """Shape of a tensor; a dimension, or the whole rank, may be unknown (`tensorflow.TensorShapeProto`)."""
@@ -377,6 +397,7 @@ class Tensor(google.protobuf.message.Message):
     UINT32_VAL_FIELD_NUMBER: builtins.int
     UINT64_VAL_FIELD_NUMBER: builtins.int
     FLOAT8_VAL_FIELD_NUMBER: builtins.int
+    PACKED_FIELD_NUMBER: builtins.int
     dtype: global___Dt.ValueType
     """Element type; decides which field below holds the values. Required."""
     version_number: builtins.int
@@ -441,6 +462,12 @@ class Tensor(google.protobuf.message.Message):
     def uint64_val(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """DT_UINT64."""
 
+    @property
+    def packed(self) -> global___PackedTensor:
+        """The tensor in fewer bytes; no other field is set then. In the feeds, grad_ys, tangents and vectors of calls, and in answers, as asked by
+        Packing; INVALID_TENSOR anywhere else. This number is not TensorFlow's.
+        """
+
     def __init__(
         self,
         *,
@@ -462,11 +489,73 @@ class Tensor(google.protobuf.message.Message):
         uint32_val: collections.abc.Iterable[builtins.int] | None = ...,
         uint64_val: collections.abc.Iterable[builtins.int] | None = ...,
         float8_val: builtins.bytes = ...,
+        packed: global___PackedTensor | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["tensor_shape", b"tensor_shape"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bool_val", b"bool_val", "dcomplex_val", b"dcomplex_val", "double_val", b"double_val", "dtype", b"dtype", "float8_val", b"float8_val", "float_val", b"float_val", "half_val", b"half_val", "int64_val", b"int64_val", "int_val", b"int_val", "resource_handle_val", b"resource_handle_val", "scomplex_val", b"scomplex_val", "string_val", b"string_val", "tensor_content", b"tensor_content", "tensor_shape", b"tensor_shape", "uint32_val", b"uint32_val", "uint64_val", b"uint64_val", "variant_val", b"variant_val", "version_number", b"version_number"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["packed", b"packed", "tensor_shape", b"tensor_shape"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bool_val", b"bool_val", "dcomplex_val", b"dcomplex_val", "double_val", b"double_val", "dtype", b"dtype", "float8_val", b"float8_val", "float_val", b"float_val", "half_val", b"half_val", "int64_val", b"int64_val", "int_val", b"int_val", "packed", b"packed", "resource_handle_val", b"resource_handle_val", "scomplex_val", b"scomplex_val", "string_val", b"string_val", "tensor_content", b"tensor_content", "tensor_shape", b"tensor_shape", "uint32_val", b"uint32_val", "uint64_val", b"uint64_val", "variant_val", b"variant_val", "version_number", b"version_number"]) -> None: ...
 
 global___Tensor = Tensor
+
+@typing.final
+class PackedTensor(google.protobuf.message.Message):
+    """A dense tensor in fewer bytes. The type and shape tell how many bytes it has unpacked; INVALID_TENSOR where its content has another number,
+    or cannot be unpacked. LIMIT_EXCEEDED where the packed tensors of a call take far more bytes unpacked than packed (--max-unpacking).
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DTYPE_FIELD_NUMBER: builtins.int
+    SHAPE_FIELD_NUMBER: builtins.int
+    CONTENT_DTYPE_FIELD_NUMBER: builtins.int
+    COMPRESSION_FIELD_NUMBER: builtins.int
+    CONTENT_FIELD_NUMBER: builtins.int
+    dtype: global___Dt.ValueType
+    """Element type. Required; a type whose elements are plain bytes: not DT_STRING, not the integers of less than a byte."""
+    content_dtype: global___Dt.ValueType
+    """Element type of the content. Default: dtype. Else dtype is DT_FLOAT and this is DT_BFLOAT16; the elements become float32 without loss."""
+    compression: global___Compression.ValueType
+    """How the content is compressed."""
+    content: builtins.bytes
+    """All elements, as in `Tensor.tensor_content`, compressed. At least one element."""
+    @property
+    def shape(self) -> global___TensorShape:
+        """Shape; every dimension must be known. Default: a scalar."""
+
+    def __init__(
+        self,
+        *,
+        dtype: global___Dt.ValueType = ...,
+        shape: global___TensorShape | None = ...,
+        content_dtype: global___Dt.ValueType = ...,
+        compression: global___Compression.ValueType = ...,
+        content: builtins.bytes = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["shape", b"shape"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["compression", b"compression", "content", b"content", "content_dtype", b"content_dtype", "dtype", b"dtype", "shape", b"shape"]) -> None: ...
+
+global___PackedTensor = PackedTensor
+
+@typing.final
+class Packing(google.protobuf.message.Message):
+    """How the tensors of an answer are packed. Tensors that do not become smaller are not."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    COMPRESSION_FIELD_NUMBER: builtins.int
+    FLOAT32_AS_BFLOAT16_FIELD_NUMBER: builtins.int
+    compression: global___Compression.ValueType
+    """How contents are compressed. MALFORMED_REQUEST where the server does not know it."""
+    float32_as_bfloat16: builtins.bool
+    """float32 elements are rounded to bfloat16, to nearest, ties to even: 8 bits of precision are left of 24. NaN stays NaN, infinities stay."""
+    def __init__(
+        self,
+        *,
+        compression: global___Compression.ValueType = ...,
+        float32_as_bfloat16: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["compression", b"compression", "float32_as_bfloat16", b"float32_as_bfloat16"]) -> None: ...
+
+global___Packing = Packing
 
 @typing.final
 class VariantTensorData(google.protobuf.message.Message):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gradrule._packing import Packing
 from gradrule_server.engine.batching.analysis import Layout
 from gradrule_server.engine.built import Built
 from gradrule_server.engine.closeness import is_inexact
@@ -19,6 +20,7 @@ class Call:
     """One request, read.
 
     examples: its rows on axis 0; 0: it cannot run with others. company: calls of equal company can run together.
+    packing: how its answer is packed.
     """
 
     request_id: int
@@ -27,6 +29,7 @@ class Call:
     arguments: Arrays
     examples: int = 0
     company: Hashable = None
+    packing: Packing | None = None
 
 
 def examples_of(built: Built, layout: Layout, arguments: Arrays) -> int:

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from threading import Lock
 from typing import TypeAlias
 
@@ -26,6 +27,7 @@ from gradrule_server.engine.batching.proof import Proof
 from gradrule_server.engine.built import Built
 from gradrule_server.engine.bulk import open_payload
 from gradrule_server.engine.graph_call import Arrays
+from gradrule_server.engine.packing import packing_of
 from gradrule_server.engine.run import respond
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.arena import LEAST_PLACED_BYTES
@@ -82,7 +84,8 @@ class BatchRunner:
                 started_ns = time.monotonic_ns()
                 reader = self._reader.within(request.blob_folder)
                 arguments = reader.arrays(built, values, request.params, opened.contents)
-                call = Call(request_id, request.received_ns, started_ns, arguments)
+                packing = packing_of(values.answer_packing) if values.HasField("answer_packing") else None
+                call = Call(request_id, request.received_ns, started_ns, arguments, packing=packing)
                 may_batch = values.batching.allowed or not values.batching.HasField("allowed")
                 calls.append(self._placed(built, call) if may_batch else call)
         if built is not None:
@@ -95,7 +98,7 @@ class BatchRunner:
             return call
         examples = examples_of(built, layout, call.arguments)
         company = company_of(built, layout, call.arguments) if examples else None
-        return Call(call.request_id, call.received_ns, call.started_ns, call.arguments, examples, company)
+        return replace(call, examples=examples, company=company)
 
     def _proof(self, built: Built) -> Proof:
         with self._lock:
@@ -159,5 +162,5 @@ class BatchRunner:
 
     def _answer(self, built: Built, call: Call, results: Arrays, batch_size: int) -> None:
         with self._answering(call.request_id):
-            answer = respond(built, results, call.received_ns, call.started_ns, batch_size)
+            answer = respond(built, results, call.received_ns, call.started_ns, batch_size, call.packing)
             self._frames.send(Kind.RAN, call.request_id, answer)

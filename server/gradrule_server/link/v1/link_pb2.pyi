@@ -312,6 +312,7 @@ class CompileRequest(google.protobuf.message.Message):
     TRUSTED_FIELD_NUMBER: builtins.int
     MEMORY_LIMIT_FIELD_NUMBER: builtins.int
     MAX_RANK_FIELD_NUMBER: builtins.int
+    MAX_UNPACKING_FIELD_NUMBER: builtins.int
     BLOB_FOLDER_FIELD_NUMBER: builtins.int
     UNBATCHED_FIELD_NUMBER: builtins.int
     JIT_FIELD_NUMBER: builtins.int
@@ -339,6 +340,8 @@ class CompileRequest(google.protobuf.message.Message):
     """Bytes that an engine may take; 0: any. A program that cannot fit is refused."""
     max_rank: builtins.int
     """Rank that tensors of a call may have."""
+    max_unpacking: builtins.int
+    """Bytes that packed tensors of a call may have unpacked, by bytes packed, besides what every call may have."""
     blob_folder: builtins.str
     """Folder of the caller's blobs within the one that the engine was started with; empty: that one itself."""
     unbatched: builtins.bool
@@ -429,11 +432,12 @@ class CompileRequest(google.protobuf.message.Message):
         trusted: builtins.bool = ...,
         memory_limit: builtins.int = ...,
         max_rank: builtins.int = ...,
+        max_unpacking: builtins.int = ...,
         blob_folder: builtins.str = ...,
         unbatched: builtins.bool = ...,
         jit: gradrule.v1.program_pb2.Jit.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blob_folder", b"blob_folder", "dense_gradients", b"dense_gradients", "derivative", b"derivative", "directions", b"directions", "fetches", b"fetches", "grad_ys", b"grad_ys", "graph", b"graph", "input_aliases", b"input_aliases", "inputs", b"inputs", "jit", b"jit", "key", b"key", "made", b"made", "marks", b"marks", "max_rank", b"max_rank", "memory_limit", b"memory_limit", "no_gradient", b"no_gradient", "rules", b"rules", "scopes", b"scopes", "split", b"split", "stacked_grad_ys", b"stacked_grad_ys", "stop_gradients", b"stop_gradients", "trusted", b"trusted", "unbatched", b"unbatched", "unconnected_gradients", b"unconnected_gradients", "updates", b"updates", "variables", b"variables", "xs", b"xs", "ys", b"ys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blob_folder", b"blob_folder", "dense_gradients", b"dense_gradients", "derivative", b"derivative", "directions", b"directions", "fetches", b"fetches", "grad_ys", b"grad_ys", "graph", b"graph", "input_aliases", b"input_aliases", "inputs", b"inputs", "jit", b"jit", "key", b"key", "made", b"made", "marks", b"marks", "max_rank", b"max_rank", "max_unpacking", b"max_unpacking", "memory_limit", b"memory_limit", "no_gradient", b"no_gradient", "rules", b"rules", "scopes", b"scopes", "split", b"split", "stacked_grad_ys", b"stacked_grad_ys", "stop_gradients", b"stop_gradients", "trusted", b"trusted", "unbatched", b"unbatched", "unconnected_gradients", b"unconnected_gradients", "updates", b"updates", "variables", b"variables", "xs", b"xs", "ys", b"ys"]) -> None: ...
 
 global___CompileRequest = CompileRequest
 
@@ -1039,16 +1043,23 @@ class SessionRead(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     VARIABLES_FIELD_NUMBER: builtins.int
+    PACKING_FIELD_NUMBER: builtins.int
     @property
     def variables(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Names."""
+
+    @property
+    def packing(self) -> gradrule.v1.tensor_pb2.Packing:
+        """How the answer's tensors are packed."""
 
     def __init__(
         self,
         *,
         variables: collections.abc.Iterable[builtins.str] | None = ...,
+        packing: gradrule.v1.tensor_pb2.Packing | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["variables", b"variables"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["packing", b"packing"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["packing", b"packing", "variables", b"variables"]) -> None: ...
 
 global___SessionRead = SessionRead
 
@@ -1198,6 +1209,7 @@ class RawSessionRequest(google.protobuf.message.Message):
     READ_FIELD_NUMBER: builtins.int
     ASSIGN_FIELD_NUMBER: builtins.int
     TIMEOUT_FIELD_NUMBER: builtins.int
+    ANSWER_PACKING_FIELD_NUMBER: builtins.int
     start: builtins.bytes
     """A StartSession."""
     step: builtins.bytes
@@ -1212,6 +1224,10 @@ class RawSessionRequest(google.protobuf.message.Message):
     def timeout(self) -> google.protobuf.duration_pb2.Duration:
         """As there."""
 
+    @property
+    def answer_packing(self) -> gradrule.v1.tensor_pb2.Packing:
+        """As there."""
+
     def __init__(
         self,
         *,
@@ -1221,9 +1237,10 @@ class RawSessionRequest(google.protobuf.message.Message):
         read: builtins.bytes = ...,
         assign: builtins.bytes = ...,
         timeout: google.protobuf.duration_pb2.Duration | None = ...,
+        answer_packing: gradrule.v1.tensor_pb2.Packing | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["assign", b"assign", "evaluate", b"evaluate", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["assign", b"assign", "evaluate", b"evaluate", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "evaluate", b"evaluate", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "assign", b"assign", "evaluate", b"evaluate", "read", b"read", "request", b"request", "start", b"start", "step", b"step", "timeout", b"timeout"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["request", b"request"]) -> typing.Literal["start", "step", "evaluate", "read", "assign"] | None: ...
 
 global___RawSessionRequest = RawSessionRequest
@@ -2078,6 +2095,7 @@ class RawEvaluateRequest(google.protobuf.message.Message):
     TANGENTS_FIELD_NUMBER: builtins.int
     VECTORS_FIELD_NUMBER: builtins.int
     STACKED_GRAD_YS_FIELD_NUMBER: builtins.int
+    ANSWER_PACKING_FIELD_NUMBER: builtins.int
     program: builtins.str
     """As there."""
     spec: builtins.bytes
@@ -2106,6 +2124,10 @@ class RawEvaluateRequest(google.protobuf.message.Message):
     def vectors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[gradrule.v1.tensor_pb2.NamedTensor]:
         """As there."""
 
+    @property
+    def answer_packing(self) -> gradrule.v1.tensor_pb2.Packing:
+        """As there."""
+
     def __init__(
         self,
         *,
@@ -2118,9 +2140,10 @@ class RawEvaluateRequest(google.protobuf.message.Message):
         tangents: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
         vectors: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
         stacked_grad_ys: builtins.bool = ...,
+        answer_packing: gradrule.v1.tensor_pb2.Packing | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["program", b"program", "spec", b"spec", "target", b"target"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["derivative", b"derivative", "feeds", b"feeds", "grad_ys", b"grad_ys", "params", b"params", "program", b"program", "spec", b"spec", "stacked_grad_ys", b"stacked_grad_ys", "tangents", b"tangents", "target", b"target", "vectors", b"vectors"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "program", b"program", "spec", b"spec", "target", b"target"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "derivative", b"derivative", "feeds", b"feeds", "grad_ys", b"grad_ys", "params", b"params", "program", b"program", "spec", b"spec", "stacked_grad_ys", b"stacked_grad_ys", "tangents", b"tangents", "target", b"target", "vectors", b"vectors"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["target", b"target"]) -> typing.Literal["program", "spec"] | None: ...
 
 global___RawEvaluateRequest = RawEvaluateRequest

@@ -15,7 +15,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file gradrule/v1/tensor.proto.
  */
 export const file_gradrule_v1_tensor: GenFile = /*@__PURE__*/
-  fileDesc("ChhncmFkcnVsZS92MS90ZW5zb3IucHJvdG8SC2dyYWRydWxlLnYxInEKC1RlbnNvclNoYXBlEikKA2RpbRgCIAMoCzIcLmdyYWRydWxlLnYxLlRlbnNvclNoYXBlLkRpbRIUCgx1bmtub3duX3JhbmsYAyABKAgaIQoDRGltEgwKBHNpemUYASABKAMSDAoEbmFtZRgCIAEoCSLiAwoGVGVuc29yEh4KBWR0eXBlGAEgASgOMg8uZ3JhZHJ1bGUudjEuRHQSLgoMdGVuc29yX3NoYXBlGAIgASgLMhguZ3JhZHJ1bGUudjEuVGVuc29yU2hhcGUSFgoOdmVyc2lvbl9udW1iZXIYAyABKAUSFgoOdGVuc29yX2NvbnRlbnQYBCABKAwSEAoIaGFsZl92YWwYDSADKAUSEQoJZmxvYXRfdmFsGAUgAygCEhIKCmRvdWJsZV92YWwYBiADKAESDwoHaW50X3ZhbBgHIAMoBRISCgpzdHJpbmdfdmFsGAggAygMEhQKDHNjb21wbGV4X3ZhbBgJIAMoAhIRCglpbnQ2NF92YWwYCiADKAMSEAoIYm9vbF92YWwYCyADKAgSFAoMZGNvbXBsZXhfdmFsGAwgAygBEjgKE3Jlc291cmNlX2hhbmRsZV92YWwYDiADKAsyGy5ncmFkcnVsZS52MS5SZXNvdXJjZUhhbmRsZRIzCgt2YXJpYW50X3ZhbBgPIAMoCzIeLmdyYWRydWxlLnYxLlZhcmlhbnRUZW5zb3JEYXRhEhIKCnVpbnQzMl92YWwYECADKA0SEgoKdWludDY0X3ZhbBgRIAMoBBISCgpmbG9hdDhfdmFsGBIgASgMIl4KEVZhcmlhbnRUZW5zb3JEYXRhEhEKCXR5cGVfbmFtZRgBIAEoCRIQCghtZXRhZGF0YRgCIAEoDBIkCgd0ZW5zb3JzGAMgAygLMhMuZ3JhZHJ1bGUudjEuVGVuc29yIo0CCg5SZXNvdXJjZUhhbmRsZRIOCgZkZXZpY2UYASABKAkSEQoJY29udGFpbmVyGAIgASgJEgwKBG5hbWUYAyABKAkSEQoJaGFzaF9jb2RlGAQgASgEEhcKD21heWJlX3R5cGVfbmFtZRgFIAEoCRJEChFkdHlwZXNfYW5kX3NoYXBlcxgGIAMoCzIpLmdyYWRydWxlLnYxLlJlc291cmNlSGFuZGxlLkR0eXBlQW5kU2hhcGUaWAoNRHR5cGVBbmRTaGFwZRIeCgVkdHlwZRgBIAEoDjIPLmdyYWRydWxlLnYxLkR0EicKBXNoYXBlGAIgASgLMhguZ3JhZHJ1bGUudjEuVGVuc29yU2hhcGUidQoKVGVuc29yU3BlYxIMCgRuYW1lGAEgASgJEh4KBWR0eXBlGAIgASgOMg8uZ3JhZHJ1bGUudjEuRHQSJwoFc2hhcGUYAyABKAsyGC5ncmFkcnVsZS52MS5UZW5zb3JTaGFwZRIQCghvcHRpb25hbBgEIAEoCCJlCgpCbG9iVGVuc29yEg4KBnNoYTI1NhgBIAEoCRIeCgVkdHlwZRgCIAEoDjIPLmdyYWRydWxlLnYxLkR0EicKBXNoYXBlGAMgASgLMhguZ3JhZHJ1bGUudjEuVGVuc29yU2hhcGUiaAoMVGVuc29yU291cmNlEiUKBmlubGluZRgBIAEoCzITLmdyYWRydWxlLnYxLlRlbnNvckgAEicKBGJsb2IYAiABKAsyFy5ncmFkcnVsZS52MS5CbG9iVGVuc29ySABCCAoGc291cmNlIkUKC05hbWVkVGVuc29yEgwKBG5hbWUYASABKAkSKAoFdmFsdWUYAiABKAsyGS5ncmFkcnVsZS52MS5UZW5zb3JTb3VyY2UigwEKDFNwYXJzZVRlbnNvchIjCgZ2YWx1ZXMYASABKAsyEy5ncmFkcnVsZS52MS5UZW5zb3ISJAoHaW5kaWNlcxgCIAEoCzITLmdyYWRydWxlLnYxLlRlbnNvchIoCgtkZW5zZV9zaGFwZRgDIAEoCzITLmdyYWRydWxlLnYxLlRlbnNvcirYCQoCRHQSEgoORFRfVU5TUEVDSUZJRUQQABIMCghEVF9GTE9BVBABEg0KCURUX0RPVUJMRRACEgwKCERUX0lOVDMyEAMSDAoIRFRfVUlOVDgQBBIMCghEVF9JTlQxNhAFEgsKB0RUX0lOVDgQBhINCglEVF9TVFJJTkcQBxIQCgxEVF9DT01QTEVYNjQQCBIMCghEVF9JTlQ2NBAJEgsKB0RUX0JPT0wQChIMCghEVF9RSU5UOBALEg0KCURUX1FVSU5UOBAMEg0KCURUX1FJTlQzMhANEg8KC0RUX0JGTE9BVDE2EA4SDQoJRFRfUUlOVDE2EA8SDgoKRFRfUVVJTlQxNhAQEg0KCURUX1VJTlQxNhAREhEKDURUX0NPTVBMRVgxMjgQEhILCgdEVF9IQUxGEBMSDwoLRFRfUkVTT1VSQ0UQFBIOCgpEVF9WQVJJQU5UEBUSDQoJRFRfVUlOVDMyEBYSDQoJRFRfVUlOVDY0EBcSEgoORFRfRkxPQVQ4X0U1TTIQGBIUChBEVF9GTE9BVDhfRTRNM0ZOEBkSFgoSRFRfRkxPQVQ4X0U0TTNGTlVaEBoSGQoVRFRfRkxPQVQ4X0U0TTNCMTFGTlVaEBsSFgoSRFRfRkxPQVQ4X0U1TTJGTlVaEBwSCwoHRFRfSU5UNBAdEgwKCERUX1VJTlQ0EB4SCwoHRFRfSU5UMhAfEgwKCERUX1VJTlQyECASFAoQRFRfRkxPQVQ0X0UyTTFGThAhEhAKDERUX0ZMT0FUX1JFRhBlEhEKDURUX0RPVUJMRV9SRUYQZhIQCgxEVF9JTlQzMl9SRUYQZxIQCgxEVF9VSU5UOF9SRUYQaBIQCgxEVF9JTlQxNl9SRUYQaRIPCgtEVF9JTlQ4X1JFRhBqEhEKDURUX1NUUklOR19SRUYQaxIUChBEVF9DT01QTEVYNjRfUkVGEGwSEAoMRFRfSU5UNjRfUkVGEG0SDwoLRFRfQk9PTF9SRUYQbhIQCgxEVF9RSU5UOF9SRUYQbxIRCg1EVF9RVUlOVDhfUkVGEHASEQoNRFRfUUlOVDMyX1JFRhBxEhMKD0RUX0JGTE9BVDE2X1JFRhByEhEKDURUX1FJTlQxNl9SRUYQcxISCg5EVF9RVUlOVDE2X1JFRhB0EhEKDURUX1VJTlQxNl9SRUYQdRIVChFEVF9DT01QTEVYMTI4X1JFRhB2Eg8KC0RUX0hBTEZfUkVGEHcSEwoPRFRfUkVTT1VSQ0VfUkVGEHgSEgoORFRfVkFSSUFOVF9SRUYQeRIRCg1EVF9VSU5UMzJfUkVGEHoSEQoNRFRfVUlOVDY0X1JFRhB7EhYKEkRUX0ZMT0FUOF9FNU0yX1JFRhB8EhgKFERUX0ZMT0FUOF9FNE0zRk5fUkVGEH0SGgoWRFRfRkxPQVQ4X0U0TTNGTlVaX1JFRhB+Eh0KGURUX0ZMT0FUOF9FNE0zQjExRk5VWl9SRUYQfxIbChZEVF9GTE9BVDhfRTVNMkZOVVpfUkVGEIABEhAKC0RUX0lOVDRfUkVGEIEBEhEKDERUX1VJTlQ0X1JFRhCCARIQCgtEVF9JTlQyX1JFRhCDARIRCgxEVF9VSU5UMl9SRUYQhAESGQoURFRfRkxPQVQ0X0UyTTFGTl9SRUYQhQFiBnByb3RvMw");
+  fileDesc("ChhncmFkcnVsZS92MS90ZW5zb3IucHJvdG8SC2dyYWRydWxlLnYxInEKC1RlbnNvclNoYXBlEikKA2RpbRgCIAMoCzIcLmdyYWRydWxlLnYxLlRlbnNvclNoYXBlLkRpbRIUCgx1bmtub3duX3JhbmsYAyABKAgaIQoDRGltEgwKBHNpemUYASABKAMSDAoEbmFtZRgCIAEoCSKOBAoGVGVuc29yEh4KBWR0eXBlGAEgASgOMg8uZ3JhZHJ1bGUudjEuRHQSLgoMdGVuc29yX3NoYXBlGAIgASgLMhguZ3JhZHJ1bGUudjEuVGVuc29yU2hhcGUSFgoOdmVyc2lvbl9udW1iZXIYAyABKAUSFgoOdGVuc29yX2NvbnRlbnQYBCABKAwSEAoIaGFsZl92YWwYDSADKAUSEQoJZmxvYXRfdmFsGAUgAygCEhIKCmRvdWJsZV92YWwYBiADKAESDwoHaW50X3ZhbBgHIAMoBRISCgpzdHJpbmdfdmFsGAggAygMEhQKDHNjb21wbGV4X3ZhbBgJIAMoAhIRCglpbnQ2NF92YWwYCiADKAMSEAoIYm9vbF92YWwYCyADKAgSFAoMZGNvbXBsZXhfdmFsGAwgAygBEjgKE3Jlc291cmNlX2hhbmRsZV92YWwYDiADKAsyGy5ncmFkcnVsZS52MS5SZXNvdXJjZUhhbmRsZRIzCgt2YXJpYW50X3ZhbBgPIAMoCzIeLmdyYWRydWxlLnYxLlZhcmlhbnRUZW5zb3JEYXRhEhIKCnVpbnQzMl92YWwYECADKA0SEgoKdWludDY0X3ZhbBgRIAMoBBISCgpmbG9hdDhfdmFsGBIgASgMEioKBnBhY2tlZBjpByABKAsyGS5ncmFkcnVsZS52MS5QYWNrZWRUZW5zb3IivwEKDFBhY2tlZFRlbnNvchIeCgVkdHlwZRgBIAEoDjIPLmdyYWRydWxlLnYxLkR0EicKBXNoYXBlGAIgASgLMhguZ3JhZHJ1bGUudjEuVGVuc29yU2hhcGUSJgoNY29udGVudF9kdHlwZRgDIAEoDjIPLmdyYWRydWxlLnYxLkR0Ei0KC2NvbXByZXNzaW9uGAQgASgOMhguZ3JhZHJ1bGUudjEuQ29tcHJlc3Npb24SDwoHY29udGVudBgFIAEoDCJVCgdQYWNraW5nEi0KC2NvbXByZXNzaW9uGAEgASgOMhguZ3JhZHJ1bGUudjEuQ29tcHJlc3Npb24SGwoTZmxvYXQzMl9hc19iZmxvYXQxNhgCIAEoCCJeChFWYXJpYW50VGVuc29yRGF0YRIRCgl0eXBlX25hbWUYASABKAkSEAoIbWV0YWRhdGEYAiABKAwSJAoHdGVuc29ycxgDIAMoCzITLmdyYWRydWxlLnYxLlRlbnNvciKNAgoOUmVzb3VyY2VIYW5kbGUSDgoGZGV2aWNlGAEgASgJEhEKCWNvbnRhaW5lchgCIAEoCRIMCgRuYW1lGAMgASgJEhEKCWhhc2hfY29kZRgEIAEoBBIXCg9tYXliZV90eXBlX25hbWUYBSABKAkSRAoRZHR5cGVzX2FuZF9zaGFwZXMYBiADKAsyKS5ncmFkcnVsZS52MS5SZXNvdXJjZUhhbmRsZS5EdHlwZUFuZFNoYXBlGlgKDUR0eXBlQW5kU2hhcGUSHgoFZHR5cGUYASABKA4yDy5ncmFkcnVsZS52MS5EdBInCgVzaGFwZRgCIAEoCzIYLmdyYWRydWxlLnYxLlRlbnNvclNoYXBlInUKClRlbnNvclNwZWMSDAoEbmFtZRgBIAEoCRIeCgVkdHlwZRgCIAEoDjIPLmdyYWRydWxlLnYxLkR0EicKBXNoYXBlGAMgASgLMhguZ3JhZHJ1bGUudjEuVGVuc29yU2hhcGUSEAoIb3B0aW9uYWwYBCABKAgiZQoKQmxvYlRlbnNvchIOCgZzaGEyNTYYASABKAkSHgoFZHR5cGUYAiABKA4yDy5ncmFkcnVsZS52MS5EdBInCgVzaGFwZRgDIAEoCzIYLmdyYWRydWxlLnYxLlRlbnNvclNoYXBlImgKDFRlbnNvclNvdXJjZRIlCgZpbmxpbmUYASABKAsyEy5ncmFkcnVsZS52MS5UZW5zb3JIABInCgRibG9iGAIgASgLMhcuZ3JhZHJ1bGUudjEuQmxvYlRlbnNvckgAQggKBnNvdXJjZSJFCgtOYW1lZFRlbnNvchIMCgRuYW1lGAEgASgJEigKBXZhbHVlGAIgASgLMhkuZ3JhZHJ1bGUudjEuVGVuc29yU291cmNlIoMBCgxTcGFyc2VUZW5zb3ISIwoGdmFsdWVzGAEgASgLMhMuZ3JhZHJ1bGUudjEuVGVuc29yEiQKB2luZGljZXMYAiABKAsyEy5ncmFkcnVsZS52MS5UZW5zb3ISKAoLZGVuc2Vfc2hhcGUYAyABKAsyEy5ncmFkcnVsZS52MS5UZW5zb3Iq2AkKAkR0EhIKDkRUX1VOU1BFQ0lGSUVEEAASDAoIRFRfRkxPQVQQARINCglEVF9ET1VCTEUQAhIMCghEVF9JTlQzMhADEgwKCERUX1VJTlQ4EAQSDAoIRFRfSU5UMTYQBRILCgdEVF9JTlQ4EAYSDQoJRFRfU1RSSU5HEAcSEAoMRFRfQ09NUExFWDY0EAgSDAoIRFRfSU5UNjQQCRILCgdEVF9CT09MEAoSDAoIRFRfUUlOVDgQCxINCglEVF9RVUlOVDgQDBINCglEVF9RSU5UMzIQDRIPCgtEVF9CRkxPQVQxNhAOEg0KCURUX1FJTlQxNhAPEg4KCkRUX1FVSU5UMTYQEBINCglEVF9VSU5UMTYQERIRCg1EVF9DT01QTEVYMTI4EBISCwoHRFRfSEFMRhATEg8KC0RUX1JFU09VUkNFEBQSDgoKRFRfVkFSSUFOVBAVEg0KCURUX1VJTlQzMhAWEg0KCURUX1VJTlQ2NBAXEhIKDkRUX0ZMT0FUOF9FNU0yEBgSFAoQRFRfRkxPQVQ4X0U0TTNGThAZEhYKEkRUX0ZMT0FUOF9FNE0zRk5VWhAaEhkKFURUX0ZMT0FUOF9FNE0zQjExRk5VWhAbEhYKEkRUX0ZMT0FUOF9FNU0yRk5VWhAcEgsKB0RUX0lOVDQQHRIMCghEVF9VSU5UNBAeEgsKB0RUX0lOVDIQHxIMCghEVF9VSU5UMhAgEhQKEERUX0ZMT0FUNF9FMk0xRk4QIRIQCgxEVF9GTE9BVF9SRUYQZRIRCg1EVF9ET1VCTEVfUkVGEGYSEAoMRFRfSU5UMzJfUkVGEGcSEAoMRFRfVUlOVDhfUkVGEGgSEAoMRFRfSU5UMTZfUkVGEGkSDwoLRFRfSU5UOF9SRUYQahIRCg1EVF9TVFJJTkdfUkVGEGsSFAoQRFRfQ09NUExFWDY0X1JFRhBsEhAKDERUX0lOVDY0X1JFRhBtEg8KC0RUX0JPT0xfUkVGEG4SEAoMRFRfUUlOVDhfUkVGEG8SEQoNRFRfUVVJTlQ4X1JFRhBwEhEKDURUX1FJTlQzMl9SRUYQcRITCg9EVF9CRkxPQVQxNl9SRUYQchIRCg1EVF9RSU5UMTZfUkVGEHMSEgoORFRfUVVJTlQxNl9SRUYQdBIRCg1EVF9VSU5UMTZfUkVGEHUSFQoRRFRfQ09NUExFWDEyOF9SRUYQdhIPCgtEVF9IQUxGX1JFRhB3EhMKD0RUX1JFU09VUkNFX1JFRhB4EhIKDkRUX1ZBUklBTlRfUkVGEHkSEQoNRFRfVUlOVDMyX1JFRhB6EhEKDURUX1VJTlQ2NF9SRUYQexIWChJEVF9GTE9BVDhfRTVNMl9SRUYQfBIYChREVF9GTE9BVDhfRTRNM0ZOX1JFRhB9EhoKFkRUX0ZMT0FUOF9FNE0zRk5VWl9SRUYQfhIdChlEVF9GTE9BVDhfRTRNM0IxMUZOVVpfUkVGEH8SGwoWRFRfRkxPQVQ4X0U1TTJGTlVaX1JFRhCAARIQCgtEVF9JTlQ0X1JFRhCBARIRCgxEVF9VSU5UNF9SRUYQggESEAoLRFRfSU5UMl9SRUYQgwESEQoMRFRfVUlOVDJfUkVGEIQBEhkKFERUX0ZMT0FUNF9FMk0xRk5fUkVGEIUBKkAKC0NvbXByZXNzaW9uEhsKF0NPTVBSRVNTSU9OX1VOU1BFQ0lGSUVEEAASFAoQQ09NUFJFU1NJT05fWlNURBABYgZwcm90bzM");
 
 /**
  * Shape of a tensor; a dimension, or the whole rank, may be unknown (`tensorflow.TensorShapeProto`).
@@ -209,6 +209,14 @@ export type Tensor = Message<"gradrule.v1.Tensor"> & {
    * @generated from field: bytes float8_val = 18;
    */
   float8Val: Uint8Array;
+
+  /**
+   * The tensor in fewer bytes; no other field is set then. In the feeds, grad_ys, tangents and vectors of calls, and in answers, as asked by
+   * Packing; INVALID_TENSOR anywhere else. This number is not TensorFlow's.
+   *
+   * @generated from field: gradrule.v1.PackedTensor packed = 1001;
+   */
+  packed?: PackedTensor | undefined;
 };
 
 /**
@@ -217,6 +225,84 @@ export type Tensor = Message<"gradrule.v1.Tensor"> & {
  */
 export const TensorSchema: GenMessage<Tensor> = /*@__PURE__*/
   messageDesc(file_gradrule_v1_tensor, 1);
+
+/**
+ * A dense tensor in fewer bytes. The type and shape tell how many bytes it has unpacked; INVALID_TENSOR where its content has another number,
+ * or cannot be unpacked. LIMIT_EXCEEDED where the packed tensors of a call take far more bytes unpacked than packed (--max-unpacking).
+ *
+ * @generated from message gradrule.v1.PackedTensor
+ */
+export type PackedTensor = Message<"gradrule.v1.PackedTensor"> & {
+  /**
+   * Element type. Required; a type whose elements are plain bytes: not DT_STRING, not the integers of less than a byte.
+   *
+   * @generated from field: gradrule.v1.Dt dtype = 1;
+   */
+  dtype: Dt;
+
+  /**
+   * Shape; every dimension must be known. Default: a scalar.
+   *
+   * @generated from field: gradrule.v1.TensorShape shape = 2;
+   */
+  shape?: TensorShape | undefined;
+
+  /**
+   * Element type of the content. Default: dtype. Else dtype is DT_FLOAT and this is DT_BFLOAT16; the elements become float32 without loss.
+   *
+   * @generated from field: gradrule.v1.Dt content_dtype = 3;
+   */
+  contentDtype: Dt;
+
+  /**
+   * How the content is compressed.
+   *
+   * @generated from field: gradrule.v1.Compression compression = 4;
+   */
+  compression: Compression;
+
+  /**
+   * All elements, as in `Tensor.tensor_content`, compressed. At least one element.
+   *
+   * @generated from field: bytes content = 5;
+   */
+  content: Uint8Array;
+};
+
+/**
+ * Describes the message gradrule.v1.PackedTensor.
+ * Use `create(PackedTensorSchema)` to create a new message.
+ */
+export const PackedTensorSchema: GenMessage<PackedTensor> = /*@__PURE__*/
+  messageDesc(file_gradrule_v1_tensor, 2);
+
+/**
+ * How the tensors of an answer are packed. Tensors that do not become smaller are not.
+ *
+ * @generated from message gradrule.v1.Packing
+ */
+export type Packing = Message<"gradrule.v1.Packing"> & {
+  /**
+   * How contents are compressed. MALFORMED_REQUEST where the server does not know it.
+   *
+   * @generated from field: gradrule.v1.Compression compression = 1;
+   */
+  compression: Compression;
+
+  /**
+   * float32 elements are rounded to bfloat16, to nearest, ties to even: 8 bits of precision are left of 24. NaN stays NaN, infinities stay.
+   *
+   * @generated from field: bool float32_as_bfloat16 = 2;
+   */
+  float32AsBfloat16: boolean;
+};
+
+/**
+ * Describes the message gradrule.v1.Packing.
+ * Use `create(PackingSchema)` to create a new message.
+ */
+export const PackingSchema: GenMessage<Packing> = /*@__PURE__*/
+  messageDesc(file_gradrule_v1_tensor, 3);
 
 /**
  * The serialised form of a DT_VARIANT element (`tensorflow.VariantTensorDataProto`).
@@ -251,7 +337,7 @@ export type VariantTensorData = Message<"gradrule.v1.VariantTensorData"> & {
  * Use `create(VariantTensorDataSchema)` to create a new message.
  */
 export const VariantTensorDataSchema: GenMessage<VariantTensorData> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_tensor, 2);
+  messageDesc(file_gradrule_v1_tensor, 4);
 
 /**
  * The serialised form of a DT_RESOURCE element (`tensorflow.ResourceHandleProto`).
@@ -307,7 +393,7 @@ export type ResourceHandle = Message<"gradrule.v1.ResourceHandle"> & {
  * Use `create(ResourceHandleSchema)` to create a new message.
  */
 export const ResourceHandleSchema: GenMessage<ResourceHandle> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_tensor, 3);
+  messageDesc(file_gradrule_v1_tensor, 5);
 
 /**
  * Element type and shape of what a handle stands for.
@@ -335,7 +421,7 @@ export type ResourceHandle_DtypeAndShape = Message<"gradrule.v1.ResourceHandle.D
  * Use `create(ResourceHandle_DtypeAndShapeSchema)` to create a new message.
  */
 export const ResourceHandle_DtypeAndShapeSchema: GenMessage<ResourceHandle_DtypeAndShape> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_tensor, 3, 0);
+  messageDesc(file_gradrule_v1_tensor, 5, 0);
 
 /**
  * What is known of a tensor before it exists.
@@ -377,7 +463,7 @@ export type TensorSpec = Message<"gradrule.v1.TensorSpec"> & {
  * Use `create(TensorSpecSchema)` to create a new message.
  */
 export const TensorSpecSchema: GenMessage<TensorSpec> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_tensor, 4);
+  messageDesc(file_gradrule_v1_tensor, 6);
 
 /**
  * A tensor that is kept as a blob (see BlobService). BLOB_NOT_FOUND where the server does not have it: upload it, and send the request again.
@@ -412,7 +498,7 @@ export type BlobTensor = Message<"gradrule.v1.BlobTensor"> & {
  * Use `create(BlobTensorSchema)` to create a new message.
  */
 export const BlobTensorSchema: GenMessage<BlobTensor> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_tensor, 5);
+  messageDesc(file_gradrule_v1_tensor, 7);
 
 /**
  * Where a tensor comes from.
@@ -449,7 +535,7 @@ export type TensorSource = Message<"gradrule.v1.TensorSource"> & {
  * Use `create(TensorSourceSchema)` to create a new message.
  */
 export const TensorSourceSchema: GenMessage<TensorSource> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_tensor, 6);
+  messageDesc(file_gradrule_v1_tensor, 8);
 
 /**
  * A tensor with its name in the graph.
@@ -477,7 +563,7 @@ export type NamedTensor = Message<"gradrule.v1.NamedTensor"> & {
  * Use `create(NamedTensorSchema)` to create a new message.
  */
 export const NamedTensorSchema: GenMessage<NamedTensor> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_tensor, 7);
+  messageDesc(file_gradrule_v1_tensor, 9);
 
 /**
  * A gradient that is nonzero only in some slices along axis 0, as the gradient of a gather is
@@ -513,7 +599,7 @@ export type SparseTensor = Message<"gradrule.v1.SparseTensor"> & {
  * Use `create(SparseTensorSchema)` to create a new message.
  */
 export const SparseTensorSchema: GenMessage<SparseTensor> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_tensor, 8);
+  messageDesc(file_gradrule_v1_tensor, 10);
 
 /**
  * Element type of a tensor, with TensorFlow's numbers (`tensorflow.DataType`).
@@ -996,4 +1082,31 @@ export enum Dt {
  */
 export const DtSchema: GenEnum<Dt> = /*@__PURE__*/
   enumDesc(file_gradrule_v1_tensor, 0);
+
+/**
+ * How bytes are compressed.
+ *
+ * @generated from enum gradrule.v1.Compression
+ */
+export enum Compression {
+  /**
+   * Not at all.
+   *
+   * @generated from enum value: COMPRESSION_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * One frame of Zstandard (RFC 8878) that tells its content size.
+   *
+   * @generated from enum value: COMPRESSION_ZSTD = 1;
+   */
+  ZSTD = 1,
+}
+
+/**
+ * Describes the enum gradrule.v1.Compression.
+ */
+export const CompressionSchema: GenEnum<Compression> = /*@__PURE__*/
+  enumDesc(file_gradrule_v1_tensor, 1);
 
