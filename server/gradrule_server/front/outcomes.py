@@ -26,9 +26,9 @@ def observed_of(observer: Observer, rpc: str, context: Context) -> Observed:
     return observed
 
 
-def when_done(context: Context, undo: Callable[[], object]) -> None:
-    """Calls `undo` when gRPC is done with a call, its last bytes included."""
-    context.add_done_callback(lambda _: undo())  # type: ignore[arg-type]  # the stubs ask for a class of their own
+def when_done(context: Context, undo: Callable[[object], object]) -> None:
+    """Calls `undo`, with the context, when gRPC is done with a call, its last bytes included."""
+    context.add_done_callback(undo)  # type: ignore[arg-type]  # the stubs ask for a class of their own
 
 
 def incident() -> GradruleError:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import functools
+from collections.abc import AsyncIterator, Awaitable, Mapping
 
 from google.protobuf.empty_pb2 import Empty
 
@@ -123,11 +124,9 @@ class GradientServicer:
     def streams(self) -> Mapping[str, StreamMethod]:
         return {"StreamEvaluate": self.stream}
 
-    async def evaluate(self, call: Call[Empty]) -> bytes:
-        async def read() -> link_pb2.RawEvaluateRequest:
-            return await self._door.read(link_pb2.RawEvaluateRequest, call.raw, call.caller)
-
-        return await call.tenant.house.evaluate(call.raw, read, call.received_ns, call.ends_at)
+    def evaluate(self, call: Call[Empty]) -> Awaitable[bytes]:
+        read = functools.partial(self._door.read, link_pb2.RawEvaluateRequest, call.raw, call.caller)
+        return call.caller.tenant.house.evaluate(call.raw, read, call.received_ns, call.ends_at)
 
     async def stream(self, caller: Caller, requests: AsyncIterator[bytes], write: Write) -> None:
         handles = StreamHandles(caller.tenant.handles)

@@ -103,7 +103,15 @@ class Conduct:
 
     def took(self, suspect: Suspect, seconds: float) -> None:
         """An engine has done something of it, and was at it for so long."""
-        _remember(self._longest, suspect, max(seconds, self.longest(suspect)))
+        known = self._longest.get(suspect)
+        if known is None or seconds > known:
+            _remember(self._longest, suspect, seconds)
+
+    def used(self, suspect: Suspect) -> None:
+        """It ran, and its engine lives: what is known of it is kept rather than what is known of others."""
+        self.proved(suspect)
+        if suspect in self._longest:
+            self._longest.move_to_end(suspect)
 
     def longest(self, suspect: Suspect) -> float:
         """The most seconds that an engine was ever at it, as far as is known."""

@@ -31,7 +31,10 @@ class Transport(asyncio.Transport):
         return self.unread
 
     def writelines(self, list_of_data: Iterable[Any]) -> None:
-        frame = b"".join(list_of_data)
+        self.write(b"".join(list_of_data))
+
+    def write(self, data: Any) -> None:
+        frame = bytes(data)
         _, kind, request_id = unpack_header(frame[:HEADER_BYTES])
         self.sent.append((kind, request_id, frame[HEADER_BYTES:]))
 

@@ -8,10 +8,11 @@ import pytest
 
 from gradrule.v1 import errors_pb2, program_pb2
 from gradrule_server.errors import Finding, GradruleError
-from gradrule_server.link.connection import Connection, EngineGone
+from gradrule_server.link.connection import Connection
 from gradrule_server.link.faults import NotLoaded, fault_message
 from gradrule_server.link.framing import HEADER_BYTES, Kind, pack_header
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.link.work import EngineGone
 from tests.unit.link.fake_engine import Overruns, Transport, connected
 
 
