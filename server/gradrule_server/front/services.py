@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Mapping
 
 from google.protobuf.empty_pb2 import Empty
 
+from gradrule import _wire
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, rule_pb2
 from gradrule_server.errors import error
 from gradrule_server.front.calls import Call, Caller, MethodTable, StreamMethod, Write
@@ -92,13 +93,18 @@ class ProgramServicer:
             "DeleteProgram": (program_pb2.DeleteProgramRequest, self.delete),
         }
 
-    async def compile(self, call: Call[link_pb2.RawCompileProgramRequest]) -> program_pb2.CompileProgramResponse:
+    async def compile(
+        self, call: Call[link_pb2.RawCompileProgramRequest]
+    ) -> program_pb2.CompileProgramResponse | bytes:
         request = call.request
         if not request.validate_only:
             program = await call.tenant.house.compile(request.spec, request.program_id, call.ends_at)
             return program_pb2.CompileProgramResponse(program=program)
         checked, findings = await call.tenant.house.check(request.spec, call.ends_at)
-        return program_pb2.CompileProgramResponse(program=checked, findings=map(finding_message, findings))
+        if checked is not None:
+            # It may be large, and is passed on unread.
+            return b"".join(_wire.wrapped(program_pb2.CompileProgramResponse.PROGRAM_FIELD_NUMBER, (checked,)))
+        return program_pb2.CompileProgramResponse(findings=map(finding_message, findings))
 
     async def get(self, call: Call[program_pb2.GetProgramRequest]) -> program_pb2.GetProgramResponse:
         return program_pb2.GetProgramResponse(program=await call.tenant.house.kept.get(call.request.name))
