@@ -75,6 +75,7 @@ class Connection(asyncio.Protocol):
         self._trimming: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
+        self._unsent: list[bytes] = []
         self._ids = itertools.count(1)
         self._waiting: dict[int, Work] = {}
         self._running: dict[int, Work] = {}
@@ -192,9 +193,16 @@ class Connection(asyncio.Protocol):
         if not self.is_closed:
             self._write_one(kind, 0, payload)
 
+    def flush(self) -> None:
+        """Sends the frames that were held back in this turn of the loop."""
+        if self._unsent and self._transport is not None:
+            self._transport.write(b"".join(self._unsent))
+            self._unsent.clear()
+
     def close(self) -> None:
         """Closes the socket, upon which the engine ends."""
         if self._transport is not None:
+            self.flush()
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -237,6 +245,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed.set()
+        self._unsent.clear()
         self.lost = tuple(self._running.values())
         self.lost_batches = tuple(self._runs.values())
         for works, started in ((self._running, True), (self._waiting, False)):
@@ -353,10 +362,18 @@ class Connection(asyncio.Protocol):
         if self._transport is None:
             return
         header = pack_header(kind, request_id, size)
-        if size <= _MOST_JOINED_BYTES:
-            self._transport.write(b"".join((header, *payload)))
-        else:
+        if size > _MOST_JOINED_BYTES:
+            self.flush()
             self._transport.writelines([header, *payload])
+        elif self._unsent:
+            self._unsent += (header, *payload)
+        elif self._busy > 1:
+            # More is likely to follow in this turn of the loop. Then one system call sends all of it, and the engine is
+            # woken up once.
+            self._unsent += (header, *payload)
+            self.loop.call_soon(self.flush)
+        else:
+            self._transport.write(b"".join((header, *payload)))
 
     def _placed(self, payload: Sequence[bytes], size: int) -> Chunk | None:
         """Puts a payload into an arena, if it is large; None where it goes through the socket. size: of the payload."""

@@ -22,7 +22,7 @@ async def work(deadlines: Deadlines, seconds: float, takes_s: float) -> str:
 async def test_what_runs_past_its_deadline_is_ended_and_nothing_else() -> None:
     deadlines = Deadlines()
     # A later deadline is watched first, so the timer must be set anew for the earlier one.
-    found = await asyncio.gather(
+    found: object = await asyncio.gather(
         work(deadlines, 60, 0.2), work(deadlines, 0.05, 60), work(deadlines, 0.06, 60), work(deadlines, 60, 0)
     )
     assert found == ["done", "DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", "done"]

@@ -22,6 +22,7 @@ P, Q = BatchKey("p"), BatchKey("q")
 
 def connected(threads: int = 1, most: int = 64, delay_s: float = 0.0) -> tuple[Connection, Transport]:
     connection, transport = Connection(threads, None, most, delay_s), Transport()
+    transport.connection = connection
     connection.connection_made(transport)
     return connection, transport
 
