@@ -30,7 +30,8 @@ def scale(bench: Bench) -> list[Row]:
         contenders = {"empty": start("wire", "tiny", empty), "full": start("wire", "tiny", full)}
 
         def measure(what: str, note: str = "") -> None:
-            samples = measured(contenders, bench.counts, calls=bench.counts.tiny_calls)
+            # Connections are looked at once a second, so a round must take about as long.
+            samples = measured(contenders, bench.counts, calls=5 * bench.counts.tiny_calls)
             text = f"processor time of a tiny call, {what}"
             found.extend(
                 cpu_rows("scale", samples, [Against("full", "empty", text, "an empty server", _BAR)], note=note)

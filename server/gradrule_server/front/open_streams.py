@@ -92,9 +92,7 @@ class OpenStreams:
             self._admission.adjust(share, -size)
 
         writer = WatchedWriter(write, self._stall_s, stalled)
-        # Credentials that nobody is asked for cannot be taken back.
-        came = messages if self._identity.is_open else checked()
-        serving = asyncio.ensure_future(method(caller, came, writer.write))
+        serving = asyncio.ensure_future(method(caller, checked(), writer.write))
         recheck = Recheck(self._identity, caller.principal, end)
         self._rechecks.add(recheck)
         try:
