@@ -103,14 +103,9 @@ class Conduct:
 
     def took(self, suspect: Suspect, seconds: float) -> None:
         """An engine has done something of it, and was at it for so long."""
-        known = self._longest.get(suspect)
-        if known is None or seconds > known:
+        if seconds > self._longest.get(suspect, -1.0):
             _remember(self._longest, suspect, seconds)
-
-    def used(self, suspect: Suspect) -> None:
-        """It ran, and its engine lives: what is known of it is kept rather than what is known of others."""
-        self.proved(suspect)
-        if suspect in self._longest:
+        else:
             self._longest.move_to_end(suspect)
 
     def longest(self, suspect: Suspect) -> float:

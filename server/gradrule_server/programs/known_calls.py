@@ -99,4 +99,4 @@ class KnownCalls:
             self._cache.used_call(structure, call)
         if load.is_at_hand:
             self._loaded.used(load)
-        self._loaded.conduct.used(call.account.suspect)
+        self._loaded.conduct.proved(call.account.suspect)
