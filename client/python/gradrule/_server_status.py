@@ -74,6 +74,19 @@ class QuarantinedProgram:
 
 
 @dataclass(frozen=True, slots=True)
+class CompileWorkersStatus:
+    """The compile workers of all tenants: processes that read graphs.
+
+    busy: how many of them are at a task. waiting: tasks that wait for one. A server older than this client tells zeros.
+    """
+
+    count: int
+    busy: int
+    waiting: int
+    resident_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ServerStatus:
     """How a server is doing. uptime: in seconds. tenants, quarantined: the first 1,000 of `…_count`."""
 
@@ -89,6 +102,7 @@ class ServerStatus:
     tenant_count: int
     quarantined: tuple[QuarantinedProgram, ...]
     quarantined_count: int
+    compile_workers: CompileWorkersStatus
 
 
 def server_status(message: admin_pb2.ServerStatus) -> ServerStatus:
@@ -109,6 +123,12 @@ def server_status(message: admin_pb2.ServerStatus) -> ServerStatus:
             for item in message.quarantined
         ),
         quarantined_count=message.quarantined_count,
+        compile_workers=CompileWorkersStatus(
+            message.compile_workers.count,
+            message.compile_workers.busy,
+            message.compile_workers.waiting,
+            message.compile_workers.resident_bytes,
+        ),
     )
 
 

@@ -39,6 +39,7 @@ class Admission:
     def __init__(self, server: Bound, tenant: Bound, message: int = 64 << 20) -> None:
         self.message = message
         self._server = server
+        self._most_of_tenant = server.size
         self._tenant = tenant
         self._requests = 0
         self._size = 0
@@ -82,14 +83,16 @@ class Admission:
         self._active += not share.requests
         share.requests += 1
         self._requests += 1
-        self.adjust(share, size)
+        if size:
+            self.adjust(share, size)
 
     def leave(self, share: Share, size: int) -> None:
         """Counts a request out."""
         share.requests -= 1
         self._requests -= 1
         self._active -= not share.requests
-        self.adjust(share, -size)
+        if size:
+            self.adjust(share, -size)
 
     def grow(self, share: Share, size: int) -> None:
         """Counts bytes of a request that is in, or of its answer, if there may be so many more; OVERLOADED."""
@@ -100,10 +103,10 @@ class Admission:
 
     def adjust(self, share: Share, size: int) -> None:
         """Counts bytes of a request that is in, or of its answer, more or less."""
-        before = min(share.size, self._server.size)
-        share.size += size
+        before, most = share.size, self._most_of_tenant
+        after = share.size = before + size
         # However much one tenant has, it takes no more than the whole: there is as much for those who come after it.
-        self._size += min(share.size, self._server.size) - before
+        self._size += (after if after < most else most) - (before if before < most else most)
 
 
 def _full(what: str, setting: str) -> GradruleError:

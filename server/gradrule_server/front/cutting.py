@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections.abc import Callable
 
-from gradrule_server.front.calls import Context
+from gradrule_server.front.rounds import Rounds
 from gradrule_server.front.sockets import descriptors, parsed_peer, peer_of
 
 _log = logging.getLogger(__name__)
@@ -38,20 +39,30 @@ def cut(peer: str) -> bool:
 
 
 class Unread:
-    """A unary answer that its client is to read, within so many seconds."""
+    """A unary answer that its client is to read, within so many seconds.
 
-    __slots__ = ("_every_s", "_left_s", "_peer")
+    peer: as gRPC tells it; gRPC crashes where it is asked for the peer of a call that is over. on_done: called when
+    gRPC is done with the call.
+    """
 
-    def __init__(self, context: Context, seconds: float, every_s: float) -> None:
-        # Asked for here: gRPC crashes where it is asked for the peer of a call that is over.
-        self._peer = context.peer()
+    __slots__ = ("_left_s", "_on_done", "_peer", "_rounds")
+
+    def __init__(self, peer: str, seconds: float, rounds: Rounds, on_done: Callable[[], object]) -> None:
+        self._peer = peer
         self._left_s = seconds
-        self._every_s = every_s
+        self._rounds = rounds
+        self._on_done = on_done
+        rounds.add(self)
 
     def look(self) -> None:
-        was_left, self._left_s = self._left_s, self._left_s - self._every_s
+        was_left, self._left_s = self._left_s, self._left_s - self._rounds.every_s
         if was_left >= 0 > self._left_s:
             cut(self._peer)
+
+    def done(self, _: object) -> None:
+        """gRPC is done with the call."""
+        self._rounds.discard(self)
+        self._on_done()
 
 
 def _shut(connection: socket.socket) -> None:

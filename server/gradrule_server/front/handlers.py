@@ -7,6 +7,7 @@ anything is parsed, and where the metadata tells enough, before the request is r
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from gradrule_server.front.calls import (
 )
 from gradrule_server.front.connections import ConnectionWatch
 from gradrule_server.front.cutting import Unread
+from gradrule_server.front.deadlines import Deadline, Deadlines
 from gradrule_server.front.identity import Identity
 from gradrule_server.front.open_streams import OpenStreams
 from gradrule_server.front.outcomes import (
@@ -54,7 +56,7 @@ from gradrule_server.identity import Principal
 from gradrule_server.link.turns import TurnsByOwner
 from gradrule_server.operations.audit import note_registration
 from gradrule_server.operations.observer import Observed, Observer
-from gradrule_server.operations.request import Request, note_tenant
+from gradrule_server.operations.request import Request
 from gradrule_server.policy import SMALL_BYTES, Bounds, check_unpacking
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
@@ -114,6 +116,7 @@ class Door:
         self._arrivals = Arrivals(admission, self._connections)
         self._reading = TurnsByOwner()
         self._unread = Rounds(times.stall_s / 4)
+        self._deadlines = Deadlines()
         self.draining = asyncio.Event()
         """Set once the server is going away."""
 
@@ -138,8 +141,7 @@ class Door:
         for method_name, stream in streams.items():
             makes[method_name] = self._stream(rpc(method_name), stream)
         paths = {f"/{name}/{method_name}": make for method_name, make in makes.items()}
-        quiet = frozenset(f"/{name}/{item}" for item in streams)
-        return Service(self._identity, self._crowded, self.observer, paths, quiet)
+        return Service(self._identity, self.observer, paths)
 
     async def answer(
         self,
@@ -155,10 +157,24 @@ class Door:
         `remaining`: seconds that the caller gives it; None: the default. The answer counts until it is `let_go`;
         OVERLOADED where that is too much.
         """
+        request, share, size = observed.request, caller.tenant.share, len(raw)
         with observed:
-            answer = await self._answer(caller, observed.request, request_type, method, raw, remaining)
-            self._admission.grow(caller.tenant.share, len(answer))
-            return answer
+            request.bytes_in = size
+            try:
+                self._admission.enter(share, size)
+                try:
+                    with self._deadline(remaining) as deadline:
+                        answer = await self._call(caller, request, request_type, method, raw, deadline.ends_at)
+                finally:
+                    self._admission.leave(share, size)
+                data = answer if isinstance(answer, bytes) else answer.SerializeToString()
+            except GradruleError:
+                raise
+            except Exception as cause:
+                raise incident() from cause
+            request.bytes_out = len(data)
+            self._admission.grow(share, len(data))
+            return data
 
     @property
     def max_deadline_s(self) -> float:
@@ -184,7 +200,8 @@ class Door:
         try:
             self._admission.enter(share, size)
             try:
-                answer = await self._in_time(run, remaining)
+                with self._deadline(remaining) as deadline:
+                    answer = await run(deadline.ends_at)
             finally:
                 self._admission.leave(share, size)
         except GradruleError:
@@ -193,25 +210,7 @@ class Door:
             raise incident() from cause
         return answer if isinstance(answer, bytes) else answer.SerializeToString()
 
-    async def _answer(
-        self,
-        caller: Caller,
-        request: Request,
-        request_type: type[RequestT] | None,
-        method: Method[RequestT],
-        raw: bytes,
-        remaining: float | None,
-    ) -> bytes:
-        request.bytes_in = len(raw)
-
-        async def run(ends_at: float) -> Message | bytes:
-            return await self._call(caller, request, request_type, method, raw, ends_at)
-
-        answer = await self.run(caller, run, remaining, len(raw))
-        request.bytes_out = len(answer)
-        return answer
-
-    async def _call(
+    def _call(
         self,
         caller: Caller,
         request: Request,
@@ -219,9 +218,20 @@ class Door:
         method: Method[RequestT],
         raw: bytes,
         ends_at: float,
-    ) -> Message | bytes:
+    ) -> Awaitable[Message | bytes]:
         if request_type is None:
-            return await method(Call(_EMPTY, raw, request.received_ns, ends_at, caller))
+            return method(Call(_EMPTY, raw, request.received_ns, ends_at, caller))
+        return self._parse_and_call(caller, request, request_type, method, raw, ends_at)
+
+    async def _parse_and_call(
+        self,
+        caller: Caller,
+        request: Request,
+        request_type: type[RequestT],
+        method: Method[RequestT],
+        raw: bytes,
+        ends_at: float,
+    ) -> Message | bytes:
         parsed = await self.read(request_type, raw, caller)
         answer = await method(Call(parsed, raw, request.received_ns, ends_at, caller))
         note_registration(request.rpc, parsed, answer)
@@ -242,59 +252,54 @@ class Door:
         """Streams take no more requests from now on; they end when what is under way is done."""
         self.draining.set()
 
-    async def _arrive(self, known: Principal | None, context: Context) -> Caller:
+    async def _arrive(self, known: Principal | None, context: Context, request: Request) -> Caller:
         """Who calls, counted in; UNAUTHENTICATED. `known`: who that is, where the metadata told."""
         principal = self._identity.of_connection(context) if known is None else known
-        self._connections.of(context.peer()).is_authenticated = True
-        note_tenant(principal.tenant, principal.label)
-        tenant = self._tenants.loaded(principal.tenant) or await self._tenants.load(principal.tenant)
-        self._tenants.enter(tenant)
-        when_done(context, lambda: self._tenants.leave(tenant))
+        self._connections.of(request.peer()).is_authenticated = True
+        request.tenant, request.principal = principal.tenant, principal.label
+        tenants = self._tenants
+        tenant = tenants.loaded(principal.tenant) or await tenants.load(principal.tenant)
+        tenants.enter(tenant)
+        when_done(context, lambda _: tenants.leave(tenant))
         return Caller(principal, tenant)
 
-    def _send(self, caller: Caller, data: bytes, context: Context) -> bytes:
+    def _send(self, caller: Caller, data: bytes, context: Context, peer: str) -> bytes:
         """An answer on its way: it takes memory until its client has read it, and counts for so long. OVERLOADED where
         that is too much; whoever does not read it in time is cut off.
         """
         share, size = caller.tenant.share, len(data)
         self._admission.grow(share, size)
-        unread = Unread(context, patience(self._times.stall_s, size), self._unread.every_s)
-        self._unread.add(unread)
-
-        def done() -> None:
-            self._unread.discard(unread)
-            self._admission.adjust(share, -size)
-
-        when_done(context, done)
+        counted_out = functools.partial(self._admission.adjust, share, -size)
+        when_done(context, Unread(peer, patience(self._times.stall_s, size), self._unread, counted_out).done)
         return data
 
-    def _crowded(self, principal: Principal) -> GradruleError | None:
-        """Why nothing more is taken of a caller at the moment, if so."""
-        tenant = self._tenants.loaded(principal.tenant)
-        return None if tenant is None else self._admission.refusal(tenant.share)
+    def _deadline(self, remaining: float | None) -> Deadline:
+        """Keeps the deadline of a request: its client's, as far as it may be, or the default."""
+        times = self._times
+        return self._deadlines.after(
+            times.default_deadline_s if remaining is None else min(remaining, times.max_deadline_s)
+        )
 
     def _unary(self, rpc: str, request_type: type[RequestT] | None, method: Method[RequestT]) -> Make:
         def make(known: Principal | None) -> Handler:
             async def handle(_: AsyncIterator[bytes], context: Context) -> bytes:
                 async def answer(caller: Caller, request: Request) -> bytes:
-                    share, size = caller.tenant.share, 0
-
-                    async def run(ends_at: float) -> Message | bytes:
-                        nonlocal size
-                        raw = await self._arrivals.read(context, share)
-                        size = request.bytes_in = len(raw)
-                        request.received_ns = time.monotonic_ns()
-                        return await self._call(caller, request, request_type, method, raw, ends_at)
-
+                    admission, share, size = self._admission, caller.tenant.share, 0
+                    admission.enter(share, 0)
                     try:
-                        data = await self.run(caller, run, context.time_remaining(), 0)
+                        with self._deadline(context.time_remaining()) as deadline:
+                            raw = await self._arrivals.read(context, share)
+                            size = request.bytes_in = len(raw)
+                            request.received_ns = time.monotonic_ns()
+                            found = await self._call(caller, request, request_type, method, raw, deadline.ends_at)
                     finally:
-                        self._admission.adjust(share, -size)
+                        admission.leave(share, size)
+                    data = found if isinstance(found, bytes) else found.SerializeToString()
                     request.bytes_out = len(data)
                     if request.wants_gzip and len(data) <= MAX_COMPRESSED_BYTES:
                         # Not before: clients do not repeat a refused call whose metadata they have received.
                         await compress_answers(context)
-                    return self._send(caller, data, context)
+                    return self._send(caller, data, context, request.peer())
 
                 return await self._receive(rpc, known, context, answer)
 
@@ -339,7 +344,7 @@ class Door:
                     request.is_stream = True
                     streams = caller.tenant.room["streams"]
                     streams.take()
-                    when_done(context, streams.give_back)
+                    when_done(context, lambda _: streams.give_back())
                     if request.wants_gzip:
                         await compress_answers(context)
                     await self._open_streams.serve(method, caller, requests, context)
@@ -366,28 +371,13 @@ class Door:
         try:
             with observed:
                 try:
-                    return await answer(await self._arrive(known, context), observed.request)
+                    return await answer(await self._arrive(known, context, observed.request), observed.request)
                 except GradruleError:
                     raise
                 except Exception as cause:
                     raise incident() from cause
         except GradruleError as cause:
             await abort(context, cause, observed.request)
-
-    async def _in_time(
-        self, run: Callable[[float], Awaitable[Message | bytes]], remaining: float | None
-    ) -> Message | bytes:
-        """The one place that keeps deadlines: whatever runs when it passes is cancelled."""
-        times = self._times
-        seconds = times.default_deadline_s if remaining is None else min(remaining, times.max_deadline_s)
-        ends_at = asyncio.get_running_loop().time() + seconds
-        try:
-            async with asyncio.timeout_at(ends_at) as limit:
-                return await run(ends_at)
-        except TimeoutError as cause:
-            if not limit.expired():
-                raise
-            raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, f"not done within {seconds:.3g} s") from cause
 
 
 def _parse(request_type: type[RequestT], raw: bytes, bounds: Bounds) -> RequestT:

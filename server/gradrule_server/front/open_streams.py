@@ -85,7 +85,7 @@ class OpenStreams:
                     loop = asyncio.get_running_loop()
                     loop.call_later(_LAST * self._stall_s, cut_off, context.peer(), size)
                 else:
-                    when_done(context, lambda: self._admission.adjust(share, -size))
+                    when_done(context, lambda _: self._admission.adjust(share, -size))
                 raise
             self._admission.adjust(share, -size)
 

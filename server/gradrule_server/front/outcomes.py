@@ -45,9 +45,9 @@ async def compress_answers(context: Context) -> None:
     await context.send_initial_metadata(())
 
 
-def when_done(context: Context, undo: Callable[[], object]) -> None:
-    """Calls `undo` when gRPC is done with a call, its last bytes included."""
-    context.add_done_callback(lambda _: undo())  # type: ignore[arg-type]  # the stubs ask for a class of their own
+def when_done(context: Context, undo: Callable[[object], object]) -> None:
+    """Calls `undo`, with the context, when gRPC is done with a call, its last bytes included."""
+    context.add_done_callback(undo)  # type: ignore[arg-type]  # the stubs ask for a class of their own
 
 
 def incident() -> GradruleError:

@@ -57,6 +57,11 @@ class RequestChunks:
         # Requests that were answered with an error before they were there as a whole.
         self._refused: OrderedDict[int, None] = OrderedDict()
 
+    @property
+    def has_any(self) -> bool:
+        """Whether requests are arriving in chunks, or were refused before all of them had come."""
+        return bool(self._arriving or self._refused)
+
     def size(self, number: int) -> int:
         """Returns how many bytes of a request have come."""
         arriving = self._arriving.get(number)

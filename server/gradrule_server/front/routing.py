@@ -13,7 +13,6 @@ from gradrule_server.front.identity import Identity
 from gradrule_server.front.outcomes import abort, observed_of
 from gradrule_server.identity import OPEN, Principal
 from gradrule_server.operations.observer import Observer
-from gradrule_server.operations.request import note_tenant
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
 Make: TypeAlias = "Callable[[Principal | None], Handler]"
@@ -21,51 +20,41 @@ Make: TypeAlias = "Callable[[Principal | None], Handler]"
 
 
 class Service(grpc.GenericRpcHandler):
-    """Finds the handler of a call, and refuses before the call's request is read where its metadata tells enough.
-
-    `crowded`: why nothing more is taken of a caller, if so; it does not hold for `streams`, which may stay quiet.
-    """
+    """Finds the handler of a call, and refuses callers before the request is read where its metadata tells enough."""
 
     def __init__(
         self,
         identity: Identity,
-        crowded: Callable[[Principal], GradruleError | None],
         observer: Observer,
         makes: Mapping[str, Make],
-        streams: frozenset[str],
     ) -> None:
         self._identity = identity
-        self._crowded = crowded
         self._observer = observer
         self._makes = makes
-        self._streams = streams
         self._open = {path: make(OPEN) for path, make in makes.items()} if identity.is_open else {}
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
         path = handler_call_details.method
+        found = self._open.get(path)
+        if found is not None:
+            return found
         make = self._makes.get(path)
         if make is None:
             return None
         try:
             known = self._identity.of_metadata(handler_call_details.invocation_metadata)
         except GradruleError as cause:
-            return _refusing(self._observer, path, None, cause)
-        if known is not None and path not in self._streams:
-            crowded = self._crowded(known)
-            if crowded is not None:
-                return _refusing(self._observer, path, known, crowded)
-        return self._open.get(path) or make(known)
+            return _refusing(self._observer, path, cause)
+        return make(known)
 
 
-def _refusing(observer: Observer, path: str, known: Principal | None, cause: GradruleError) -> Handler:
+def _refusing(observer: Observer, path: str, cause: GradruleError) -> Handler:
     """Ends a call of any form without reading its request."""
 
     async def refuse(_: AsyncIterator[bytes], context: Context) -> None:
         observed = observed_of(observer, path.rpartition(".")[2], context)
         try:
             with observed:
-                if known is not None:
-                    note_tenant(known.tenant, known.label)
                 raise cause
         except GradruleError:
             await abort(context, cause, observed.request)

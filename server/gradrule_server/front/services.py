@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+import functools
+from collections.abc import AsyncIterator, Awaitable, Mapping
 
 from google.protobuf.empty_pb2 import Empty
 
+from gradrule import _wire
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, rule_pb2
 from gradrule_server.errors import error
 from gradrule_server.front.calls import Call, Caller, MethodTable, StreamMethod, Write
@@ -91,13 +93,18 @@ class ProgramServicer:
             "DeleteProgram": (program_pb2.DeleteProgramRequest, self.delete),
         }
 
-    async def compile(self, call: Call[link_pb2.RawCompileProgramRequest]) -> program_pb2.CompileProgramResponse:
+    async def compile(
+        self, call: Call[link_pb2.RawCompileProgramRequest]
+    ) -> program_pb2.CompileProgramResponse | bytes:
         request = call.request
         if not request.validate_only:
             program = await call.tenant.house.compile(request.spec, request.program_id, call.ends_at)
             return program_pb2.CompileProgramResponse(program=program)
         checked, findings = await call.tenant.house.check(request.spec, call.ends_at)
-        return program_pb2.CompileProgramResponse(program=checked, findings=map(finding_message, findings))
+        if checked is not None:
+            # It may be large, and is passed on unread.
+            return b"".join(_wire.wrapped(program_pb2.CompileProgramResponse.PROGRAM_FIELD_NUMBER, (checked,)))
+        return program_pb2.CompileProgramResponse(findings=map(finding_message, findings))
 
     async def get(self, call: Call[program_pb2.GetProgramRequest]) -> program_pb2.GetProgramResponse:
         return program_pb2.GetProgramResponse(program=await call.tenant.house.kept.get(call.request.name))
@@ -123,11 +130,9 @@ class GradientServicer:
     def streams(self) -> Mapping[str, StreamMethod]:
         return {"StreamEvaluate": self.stream}
 
-    async def evaluate(self, call: Call[Empty]) -> bytes:
-        async def read() -> link_pb2.RawEvaluateRequest:
-            return await self._door.read(link_pb2.RawEvaluateRequest, call.raw, call.caller)
-
-        return await call.tenant.house.evaluate(call.raw, read, call.received_ns, call.ends_at)
+    def evaluate(self, call: Call[Empty]) -> Awaitable[bytes]:
+        read = functools.partial(self._door.read, link_pb2.RawEvaluateRequest, call.raw, call.caller)
+        return call.caller.tenant.house.evaluate(call.raw, read, call.received_ns, call.ends_at)
 
     async def stream(self, caller: Caller, requests: AsyncIterator[bytes], write: Write) -> None:
         handles = StreamHandles(caller.tenant.handles)

@@ -131,7 +131,8 @@ def _opened(descriptor: int) -> Iterator[socket.socket]:
 def _counts(descriptor: int) -> tuple[int, int]:
     if _TCP_INFO is None:
         return 0, 0
-    with _opened(descriptor) as connection:
+    # Told what it is, Python asks the kernel nothing about it: that were three system calls for each connection.
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=os.dup(descriptor)) as connection:
         info = connection.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _COUNTS_AT + _COUNTS.size)
     return _COUNTS.unpack_from(info, _COUNTS_AT) if len(info) >= _COUNTS_AT + _COUNTS.size else (0, 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, TypeVar
@@ -35,6 +36,7 @@ _MIN_CHUNK_BYTES = 64 << 10
 _ANSWER_FIELDS = {
     field.name: field.number for field in link_pb2.RawStreamResponse.DESCRIPTOR.oneofs_by_name["response"].fields
 }
+_ID_TAG = bytes((link_pb2.RawStreamResponse.REQUEST_ID_FIELD_NUMBER << 3 | _wire.VARINT,))
 _CHUNK_FIELD = link_pb2.RawStreamResponse.CHUNK_FIELD_NUMBER
 
 
@@ -127,7 +129,8 @@ class Multiplexed:
 
     async def _read(self, requests: AsyncIterator[bytes]) -> None:
         async for raw in requests:
-            await self._has_room.wait()
+            if not self._has_room.is_set():
+                await self._has_room.wait()
             await self._take(raw)
 
     def _refuse_late(self, number: int, cause: GradruleError) -> None:
@@ -159,6 +162,8 @@ class Multiplexed:
             failure = self._chunks.add(number, request.chunk, _seconds(request))
             if failure is not None:
                 await self._start(number, _fail(failure))
+        elif not request.chunk_bytes and not self._chunks.has_any:
+            await self._answer(request, kind)
         elif self._chunks.forget_refused(number) and request.chunk_bytes:
             # It was answered when it was refused. Without chunks it is another request, which took the id again.
             return
@@ -180,13 +185,12 @@ class Multiplexed:
         request_type, method = self._methods[kind]
         observed = self._door.observer.part(kind)
         raw: bytes = getattr(request, kind)
+        answer_whole = functools.partial(self._door.answer, self._caller, observed, request_type, method)
 
-        async def answer() -> bytes:
-            data, seconds = raw, _seconds(request)
-            if request.chunk_bytes:
-                data, seconds = await self._chunks.joined(number, raw)
-            return await self._door.answer(self._caller, observed, request_type, method, data, seconds)
+        async def answer_joined() -> bytes:
+            return await answer_whole(*await self._chunks.joined(number, raw))
 
+        answer = answer_joined if request.chunk_bytes else functools.partial(answer_whole, raw, _seconds(request))
         await self._start(number, answer, kind, request.answer_chunk_bytes, observed.request.id)
 
     async def _cancel(self, number: int) -> None:
@@ -205,12 +209,14 @@ class Multiplexed:
         under_way = _UnderWay()
         if kind:
             self._under_way[number] = under_way
-        under_way.task = asyncio.ensure_future(self._serve(number, under_way, answer, kind, chunk_bytes, request_id))
-        under_way.task.add_done_callback(self._give_slot_back)
-        self._keep(under_way.task)
+        serving = self._serve(number, under_way, answer, kind, chunk_bytes, request_id)
+        under_way.task = asyncio.get_running_loop().create_task(serving)
+        self._tasks.add(under_way.task)
+        under_way.task.add_done_callback(self._served)
 
-    def _give_slot_back(self, _: asyncio.Task[None]) -> None:
+    def _served(self, task: asyncio.Task[None]) -> None:
         self._slots.release()
+        self._ended(task)
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
@@ -258,27 +264,34 @@ class Multiplexed:
     async def _send(self, size: int, messages: bytes | Iterator[bytes]) -> None:
         """Writes an answer of so many bytes, whose messages, if there are several, are made when their turn comes."""
         self._count(size)
-        held, is_whole = size, isinstance(messages, bytes)
+        held = size
         try:
-            for data in (messages,) if isinstance(messages, bytes) else messages:
-                try:
-                    await self._writing.acquire()
-                finally:
-                    # The stream counts what it writes. Chunks are copies: the answer stays until the last is written.
-                    written = held if is_whole else 0
-                    held -= written
-                    self._door.let_go(self._caller, written)
-                try:
-                    await self._write(data)
-                except Exception:
-                    # Nobody reads any more; that the stream ends is told by other means.
-                    _log.debug("an answer could not be written", exc_info=True)
-                    return
-                finally:
-                    self._writing.release()
+            if isinstance(messages, bytes):
+                async with self._writing:
+                    # The stream counts what it writes.
+                    self._door.let_go(self._caller, held)
+                    held = 0
+                    await self._try_to_write(messages)
+                return
+            # Chunks are copies: the answer stays until the last is written.
+            for data in messages:
+                async with self._writing:
+                    if not await self._try_to_write(data):
+                        return
         finally:
-            self._door.let_go(self._caller, held)
+            if held:
+                self._door.let_go(self._caller, held)
             self._count(-size)
+
+    async def _try_to_write(self, data: bytes) -> bool:
+        """Writes a message; returns whether that could be done."""
+        try:
+            await self._write(data)
+        except Exception:
+            # Nobody reads any more; that the stream ends is told by other means.
+            _log.debug("an answer could not be written", exc_info=True)
+            return False
+        return True
 
     def _count(self, size: int) -> None:
         """Counts answers that wait, in and out."""
@@ -330,7 +343,7 @@ def _messages(number: int, field: int, answer: bytes, chunk_bytes: int) -> bytes
 
     One message is made at once, so that the answer need not be kept beside it.
     """
-    head = link_pb2.RawStreamResponse(request_id=number).SerializeToString()
+    head = _ID_TAG + _wire.varint(number)
     size = max(chunk_bytes, _MIN_CHUNK_BYTES)
     if not chunk_bytes or len(answer) <= size:
         return b"".join((head, _wire.prefix(field, len(answer)), answer))

@@ -174,8 +174,9 @@ class Tenants:
 
     def enter(self, tenant: Tenant) -> None:
         """A call or stream of the tenant's begins."""
+        if not tenant.users:
+            self._idle.pop(tenant.name, None)
         tenant.users += 1
-        self._idle.pop(tenant.name, None)
 
     def leave(self, tenant: Tenant) -> None:
         """A call or stream of the tenant's has ended."""
@@ -183,7 +184,8 @@ class Tenants:
         if not tenant.users and tenant is not self.default:
             tenant.left_at = time.monotonic()
             self._idle[tenant.name] = tenant
-        self._trim()
+        if time.monotonic() - self._trimmed_at >= _TRIM_EVERY_S:
+            self._trim()
 
     def set_shipped(self, shipped: Shipped) -> None:
         """Replaces what lies below every tenant's rules."""
@@ -253,10 +255,7 @@ class Tenants:
 
     def _trim(self) -> None:
         """Forgets tenants that have not called for long, and programs where all tenants' together are too many."""
-        now = time.monotonic()
-        if now - self._trimmed_at < _TRIM_EVERY_S:
-            return
-        self._trimmed_at = now
+        now = self._trimmed_at = time.monotonic()
         while len(self._idle) > _MAX_IDLE:
             name, tenant = next(iter(self._idle.items()))
             # A thread of a call that was given up may still write.

@@ -19,7 +19,7 @@ from gradrule_server.link.v1 import link_pb2
 
 if TYPE_CHECKING:
     from gradrule_server.link.arena import Chunk
-    from gradrule_server.link.connection import Work
+    from gradrule_server.link.work import Work
 
 _log = logging.getLogger(__name__)
 

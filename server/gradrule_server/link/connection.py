@@ -31,6 +31,7 @@ from gradrule_server.link.framing import (
 )
 from gradrule_server.link.jit import JitState
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.link.work import EngineGone, Work
 
 if TYPE_CHECKING:
     from gradrule_server.link.process import EngineProcess
@@ -45,96 +46,8 @@ _WITHOUT_SUFFIX = frozenset({Kind.FAULT, Kind.ASK})
 _TRIM_AFTER_S = 2.0
 # A process asks once it has read the answer to its last question, so next to nothing waits to be written then.
 _MOST_UNREAD_BYTES = 1 << 20
-
-
-class EngineGone(Exception):
-    """The engine closed its end, or died, before it answered.
-
-    `started`: it had been sent the request.
-    """
-
-    def __init__(self, *, started: bool) -> None:
-        super().__init__()
-        self.started = started
-
-
-class Work:
-    """A request to an engine: it waits, then runs, then `answer` has the payload of its answer, or what went wrong."""
-
-    __slots__ = (
-        "_ended",
-        "_timer",
-        "account",
-        "answer",
-        "batch",
-        "batch_key",
-        "chunk",
-        "connection",
-        "id",
-        "is_asking",
-        "is_given_up",
-        "kind",
-        "on_ask",
-        "payload",
-        "started_at",
-        "submitted_at",
-        "suffix",
-    )
-
-    def __init__(
-        self,
-        connection: Connection,
-        request_id: int,
-        kind: Kind,
-        payload: Sequence[bytes],
-        account: Account | None,
-        suffix: bytes = b"",
-        batch_key: BatchKey | None = None,
-    ) -> None:
-        self.connection = connection
-        self.id = request_id
-        self.kind = kind
-        self.payload = payload
-        """Parts that follow one another in the frame."""
-        self.account = account
-        self.suffix = suffix
-        """Appended to the answer's payload while that is copied: a large answer is not copied once more for it."""
-        self.batch_key = batch_key
-        """Which other requests it may run with; None: none."""
-        self.batch: Batch | None = None
-        """The requests that it was sent with, if there are others."""
-        self.submitted_at = connection.loop.time()
-        """Loop time at which it was handed in."""
-        self.started_at: float | None = None
-        """Loop time at which it was sent; None: it waits."""
-        self.chunk: Chunk | None = None
-        """Where the payload lies, if it is large and sent."""
-        self.answer: asyncio.Future[bytes] = connection.loop.create_future()
-        self.on_ask: Callable[[bytes], None] | None = None
-        """Called with what the other end asks while it works on the request; see `Connection.answer_question`. Raises
-        `DecodeError` or `ValueError` where that is no question."""
-        self.is_asking = False
-        """Whether the other end waits for the answer to a question."""
-        self.is_given_up = False
-        """Nobody waits for it any more, though it was sent."""
-        self._ended = False
-        self._timer: asyncio.TimerHandle | None = None
-
-    @property
-    def ended(self) -> bool:
-        """The engine is done with it, or never saw it and never will. (`answer` may be cancelled long before.)"""
-        return self._ended
-
-    def watch(self, timer: asyncio.TimerHandle | None) -> None:
-        """Sets the timer that goes off if the work does not end; it takes the place of the one set before."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = timer
-
-    def end(self) -> None:
-        """The engine is done with it."""
-        self._ended = True
-        self.watch(None)
+# Copying parts into one is cheaper than a system call with several, up to here.
+_MOST_JOINED_BYTES = 16 << 10
 
 
 class Connection(asyncio.Protocol):
@@ -165,6 +78,7 @@ class Connection(asyncio.Protocol):
         self._trimming: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
+        self._unsent: list[bytes] = []
         self._ids = itertools.count(1)
         self._waiting: dict[int, Work] = {}
         self._running: dict[int, Work] = {}
@@ -199,6 +113,11 @@ class Connection(asyncio.Protocol):
     def threads(self) -> int:
         """How many requests the engine takes up at a time."""
         return self._threads
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more request would not have to wait."""
+        return len(self._running) + len(self._waiting) < self._threads
 
     @property
     def running(self) -> int:
@@ -241,11 +160,11 @@ class Connection(asyncio.Protocol):
 
         `payload`: whole, or in parts. `suffix`: appended to the answer. `batch_key`: which others it may run with.
         """
-        if self.is_closed or self._transport is None:
+        if self._transport is None or self._closed.is_set():
             raise EngineGone(started=False)
         parts = (payload,) if isinstance(payload, bytes) else payload
         work = Work(self, next(self._ids), kind, parts, account, suffix, batch_key)
-        if self._can_start(work):
+        if self._busy < self._threads and self._can_start(work):
             self._start(work)
         else:
             self._waiting[work.id] = work
@@ -270,16 +189,23 @@ class Connection(asyncio.Protocol):
         """Sends the answer to what the other end asked while it works on a request."""
         work.is_asking = False
         if not (self.is_closed or work.ended):
-            self._write(Kind.TOLD, work.id, payload)
+            self._write_one(Kind.TOLD, work.id, payload)
 
     def tell(self, kind: Kind, payload: bytes) -> None:
         """Sends a frame that has no answer."""
         if not self.is_closed:
-            self._write(kind, 0, payload)
+            self._write_one(kind, 0, payload)
+
+    def flush(self) -> None:
+        """Sends the frames that were held back in this turn of the loop."""
+        if self._unsent and self._transport is not None:
+            self._transport.write(b"".join(self._unsent))
+            self._unsent.clear()
 
     def close(self) -> None:
         """Closes the socket, upon which the engine ends."""
         if self._transport is not None:
+            self.flush()
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -322,6 +248,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed.set()
+        self._unsent.clear()
         self.lost = tuple(self._running.values())
         self.lost_batches = tuple(self._runs.values())
         for works, started in ((self._running, True), (self._waiting, False)):
@@ -363,9 +290,10 @@ class Connection(asyncio.Protocol):
         self._start_waiting()
 
     def _start(self, work: Work) -> None:
-        others = self._batches.companions(work)
+        batches = self._batches
+        others = batches.companions(work) if self._waiting else ()
         self._busy += 1
-        self._batches.started(work, 1 + len(others))
+        batches.started(work, 1 + len(others))
         if others:
             self._start_together([work, *others])
             return
@@ -374,11 +302,12 @@ class Connection(asyncio.Protocol):
         if work.kind is Kind.COMPILE:
             self._compiling = True
             self.compiling_since = work.started_at
-        work.chunk = self._placed(work.payload)
+        size = sum(map(len, work.payload))
+        work.chunk = self._placed(work.payload, size)
         if work.chunk is None:
-            self._write(work.kind, work.id, *work.payload)
+            self._write(work.kind, work.id, work.payload, size)
         else:
-            self._write(Kind.PLACED, work.id, pack_place(work.kind, work.chunk))
+            self._write_one(Kind.PLACED, work.id, pack_place(work.kind, work.chunk))
         work.payload = ()
 
     def _start_together(self, works: list[Work]) -> None:
@@ -390,11 +319,12 @@ class Connection(asyncio.Protocol):
                 self._batches.remove(work)
             self._running[work.id] = work
             work.started_at, work.batch, work.payload = now, batch, ()
-        batch.chunk = self._placed(parts)
+        size = sum(map(len, parts))
+        batch.chunk = self._placed(parts, size)
         if batch.chunk is None:
-            self._write(Kind.RUN_BATCH, number, *parts)
+            self._write(Kind.RUN_BATCH, number, parts, size)
         else:
-            self._write(Kind.PLACED, number, pack_place(Kind.RUN_BATCH, batch.chunk))
+            self._write_one(Kind.PLACED, number, pack_place(Kind.RUN_BATCH, batch.chunk))
 
     def _end_run(self, number: int) -> None:
         """The engine is done with requests that were sent together, and with the thread that it took for them."""
@@ -426,12 +356,31 @@ class Connection(asyncio.Protocol):
             self._start(work)
         self._start_held_in_time()
 
-    def _write(self, kind: Kind, request_id: int, *payload: bytes) -> None:
-        if self._transport is not None:
-            self._transport.writelines([pack_header(kind, request_id, sum(map(len, payload))), *payload])
+    def _write_one(self, kind: Kind, request_id: int, payload: bytes) -> None:
+        """Sends a frame whose payload is in one part."""
+        self._write(kind, request_id, (payload,), len(payload))
 
-    def _placed(self, payload: Sequence[bytes]) -> Chunk | None:
-        if self._arenas is None or sum(map(len, payload)) < LEAST_PLACED_BYTES:
+    def _write(self, kind: Kind, request_id: int, payload: Sequence[bytes], size: int) -> None:
+        """Sends a frame. size: of the payload."""
+        if self._transport is None:
+            return
+        header = pack_header(kind, request_id, size)
+        if size > _MOST_JOINED_BYTES:
+            self.flush()
+            self._transport.writelines([header, *payload])
+        elif self._unsent:
+            self._unsent += (header, *payload)
+        elif self._busy > 1:
+            # More is likely to follow in this turn of the loop. Then one system call sends all of it, and the engine is
+            # woken up once.
+            self._unsent += (header, *payload)
+            self.loop.call_soon(self.flush)
+        else:
+            self._transport.write(b"".join((header, *payload)))
+
+    def _placed(self, payload: Sequence[bytes], size: int) -> Chunk | None:
+        """Puts a payload into an arena, if it is large; None where it goes through the socket. size: of the payload."""
+        if size < LEAST_PLACED_BYTES or self._arenas is None:
             return None
         self._arenas_were_used()
         return self._arenas.outgoing.place(payload)
@@ -447,7 +396,7 @@ class Connection(asyncio.Protocol):
     def _taken(self, arenas: Arenas, request_id: int, chunk: Chunk, suffix: bytes, *, wanted: bool) -> bytes:
         """The payload that the engine has placed, if anybody still wants it. `ValueError` where it lies nowhere."""
         payload = arenas.incoming.read(chunk, suffix) if wanted else b""
-        self._write(Kind.TAKEN, request_id, b"")
+        self._write_one(Kind.TAKEN, request_id, b"")
         self._arenas_were_used()
         return payload
 
@@ -465,7 +414,7 @@ class Connection(asyncio.Protocol):
         self._trimming = None
         if self._arenas is not None and not self.is_closed:
             loop.run_in_executor(None, self._arenas.outgoing.trim)
-            self._write(Kind.TRIM, 0, b"")
+            self._write_one(Kind.TRIM, 0, b"")
 
     def _deliver(self, kind: Kind, request_id: int, view: memoryview) -> None:
         """Hands an answer to who waits for it. `view`: of the frame's payload, which is gone afterwards."""

@@ -15,13 +15,13 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.errors import Finding, error
 from gradrule_server.link.account import Account
 from gradrule_server.link.batching import BatchKey
-from gradrule_server.link.connection import EngineGone, Work
 from gradrule_server.link.endings import Ending, Inquest, Reason
 from gradrule_server.link.faults import EngineLost
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.process import EngineProcess, EngineRefused
 from gradrule_server.link.spares import Spares
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.link.work import EngineGone, Work
 
 __all__ = ["Engine", "EngineRefused", "EngineStatus"]
 
@@ -159,7 +159,7 @@ class Engine:
     @property
     def has_room(self) -> bool:
         """Whether one more request would not have to wait."""
-        return self._process is not None and self.load < self._process.connection.threads
+        return self._process is not None and self._process.connection.has_room
 
     @property
     def is_compiling(self) -> bool:
@@ -277,13 +277,14 @@ class Engine:
         """Hands a request in, see `Connection.submit`; `EngineLost` or ENGINE_UNAVAILABLE where there is no engine."""
         if self._process is None:
             raise unavailable()
-        if batch_key is not None and batch_key.digest in self._unbatched:
+        if self._unbatched and batch_key is not None and batch_key.digest in self._unbatched:
             batch_key = None
-        self.used_at = self._process.connection.loop.time()
         try:
-            return self._process.connection.submit(kind, payload, account, suffix, batch_key)
+            work = self._process.connection.submit(kind, payload, account, suffix, batch_key)
         except EngineGone:
             raise lost_waiting() from None
+        self.used_at = work.submitted_at
+        return work
 
     def abandon(self, work: Work, ends_at: float) -> None:
         """Nobody waits for it any more: it is dropped, or, where it runs, the engine is ended soon.

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from gradrule_server.link import arena
-from gradrule_server.link.connection import Connection, EngineGone
+from gradrule_server.link.connection import Connection
 from gradrule_server.link.endings import Ending, Inquest, Reason, ending_of
 from gradrule_server.link.fork_server import ForkedProcess, ForkServer, ForkServerEnded
 from gradrule_server.link.framing import LINK_VERSION, Arenas
 from gradrule_server.link.oom import OOM_KILLS
 from gradrule_server.link.stderr import LastWords, log_stderr
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.link.work import EngineGone
 
 _GREETING_TIMEOUT_S = 120.0
 _STOP_TIMEOUT_S = 5.0

@@ -166,8 +166,7 @@ def _rule_deleted(request: Message, _: object) -> Registration | None:
 
 
 def _program_compiled(_: Message, answer: object) -> Registration | None:
-    assert isinstance(answer, program_pb2.CompileProgramResponse)
-    if not answer.program.name:
+    if not isinstance(answer, program_pb2.CompileProgramResponse) or not answer.program.name:
         # It was only checked.
         return None
     return Registration("create", "program", answer.program.name, answer.program.digests.program)

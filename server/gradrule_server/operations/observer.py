@@ -6,11 +6,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable
+from contextvars import Token
 from types import TracebackType
 from typing import Self
 
 from gradrule_server.errors import GradruleError, reason_name
-from gradrule_server.operations.request import OK, Request, current, enter, of_metadata, part_of
+from gradrule_server.operations.request import OK, Request, current, enter, leave, of_metadata, part_of
 
 _log = logging.getLogger(__name__)
 
@@ -39,15 +40,15 @@ class Observer:
 class Observed:
     """A context manager: within it, its `request` is the one under way; its end is how the request ended."""
 
-    __slots__ = ("_leave", "_sinks", "request")
+    __slots__ = ("_sinks", "_token", "request")
 
     def __init__(self, request: Request, sinks: tuple[Sink, ...]) -> None:
         self.request = request
         self._sinks = sinks
-        self._leave: Callable[[], None] | None = None
+        self._token: Token[Request | None] | None = None
 
     def __enter__(self) -> Self:
-        self._leave = enter(self.request)
+        self._token = enter(self.request)
         return self
 
     def __exit__(
@@ -66,8 +67,8 @@ class Observed:
         finally:
             # It holds the engine's answer, and timers that were set within the request hold the request.
             request.read_run = None
-            if self._leave is not None:
-                self._leave()
+            if self._token is not None:
+                leave(self._token)
 
 
 def _outcome(request: Request, cause: BaseException) -> tuple[str, str]:

@@ -11,9 +11,10 @@ import itertools
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 OK = "OK"
@@ -54,9 +55,9 @@ class EngineRun(NamedTuple):
 
 
 NOT_RUN = EngineRun()
+_NO_LOOKUPS: Mapping[str, int] = MappingProxyType({})
 
 
-@dataclass(slots=True)
 class Request:
     """One request, or one of those within a stream. Times are CLOCK_MONOTONIC in nanoseconds; 0: not known.
 
@@ -66,29 +67,42 @@ class Request:
     is to be compressed by gRPC.
     """
 
-    id: str
-    rpc: str
-    received_ns: int
-    peer: Callable[[], str]
-    trace_parent: str = ""
-    trace_state: str = ""
-    tenant: str = UNKNOWN_TENANT
-    principal: str = ""
-    ended_ns: int = 0
-    reason: str = OK
-    message: str = ""
-    bytes_in: int = 0
-    bytes_out: int = 0
-    compile_started_ns: int = 0
-    compile_ns: int = 0
-    taken_up_ns: int = 0
+    # Most requests leave most fields as they are: class attributes cost a request nothing.
+    ended_ns = 0
+    reason = OK
+    message = ""
+    bytes_in = 0
+    bytes_out = 0
+    compile_started_ns = 0
+    compile_ns = 0
+    taken_up_ns = 0
     read_run: Callable[[], EngineRun] | None = None
-    hits: dict[str, int] = field(default_factory=dict)
-    misses: dict[str, int] = field(default_factory=dict)
+    hits: Mapping[str, int] = _NO_LOOKUPS
+    misses: Mapping[str, int] = _NO_LOOKUPS
     registration: Registration | None = None
-    is_stream: bool = False
-    parts: int = 0
-    wants_gzip: bool = False
+    is_stream = False
+    parts = 0
+    wants_gzip = False
+
+    def __init__(
+        self,
+        id: str,
+        rpc: str,
+        received_ns: int,
+        peer: Callable[[], str],
+        trace_parent: str = "",
+        trace_state: str = "",
+        tenant: str = UNKNOWN_TENANT,
+        principal: str = "",
+    ) -> None:
+        self.id = id
+        self.rpc = rpc
+        self.received_ns = received_ns
+        self.peer = peer
+        self.trace_parent = trace_parent
+        self.trace_state = trace_state
+        self.tenant = tenant
+        self.principal = principal
 
     @property
     def is_ok(self) -> bool:
@@ -129,10 +143,14 @@ def current() -> Request | None:
     return _current.get()
 
 
-def enter(request: Request) -> Callable[[], None]:
-    """Makes it the request under way; returns what ends that."""
-    token = _current.set(request)
-    return lambda: _current.reset(token)
+def enter(request: Request) -> Token[Request | None]:
+    """Makes it the request under way, until `leave` is called with what this returns."""
+    return _current.set(request)
+
+
+def leave(token: Token[Request | None]) -> None:
+    """Makes the request that was under way before `enter` the one under way again."""
+    _current.reset(token)
 
 
 def note_tenant(tenant: str, principal: str = "") -> None:
@@ -146,8 +164,10 @@ def note_lookup(cache: str, *, is_hit: bool) -> None:
     """Notes that something was looked for in a cache."""
     request = _current.get()
     if request is not None:
-        counts = request.hits if is_hit else request.misses
-        counts[cache] = counts.get(cache, 0) + 1
+        if is_hit:
+            request.hits = {**request.hits, cache: request.hits.get(cache, 0) + 1}
+        else:
+            request.misses = {**request.misses, cache: request.misses.get(cache, 0) + 1}
 
 
 @contextlib.contextmanager

@@ -24,6 +24,12 @@ def server_status(sources: Sources, uptime_s: float) -> admin_pb2.ServerStatus:
         requests=admin_pb2.Usage(used=found.queue.in_flight, limit=found.queue.max_in_flight),
         tenant_count=len(found.tenants),
         quarantined_count=len(found.quarantined),
+        compile_workers=admin_pb2.CompileWorkersStatus(
+            count=found.workers.count,
+            busy=found.workers.busy,
+            waiting=found.workers.waiting,
+            resident_bytes=found.workers.resident_bytes,
+        ),
     )
     _set_seconds(status.uptime, uptime_s)
     _add_engines(status, found)

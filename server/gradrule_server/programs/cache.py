@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+from gradrule_server.link.batching import BatchKey
 from gradrule_server.link.shape import CallShape
+from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request import note_lookup
 from gradrule_server.programs.call_structure import CallStructure
 from gradrule_server.programs.compiled import Compiled
@@ -60,18 +62,31 @@ class OfSession(NamedTuple):
 Key: TypeAlias = Named | Inline | OfSession
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class KnownCall:
     """How a stored program is run for calls of one structure.
 
-    settings: of params and blobs, the bytes of a `RunRequest` without its call. load: where it ran last.
+    settings: of params and blobs, the bytes of a `RunRequest` without its call. used_at: loop time at which the use was
+    last noted. load: where it ran last; `head` and `batch_key` belong to that. prefix: what stands before a request of
+    `request_size` bytes.
     """
 
     key: Named
     program: Runnable
     settings: bytes
     account: Charge
+    used_at: float = 0.0
     load: Load | None = None
+    head: bytes = b""
+    batch_key: BatchKey | None = None
+    request_size: int = -1
+    prefix: bytes = b""
+
+    def runs_at(self, load: Load) -> None:
+        """Notes where it runs from now on."""
+        self.load = load
+        self.head = self.settings + link_pb2.RunRequest(key=load.engine_key).SerializeToString()
+        self.batch_key = BatchKey(load.engine_key, self.settings)
 
 
 class ProgramCache:
@@ -82,6 +97,7 @@ class ProgramCache:
         self._capacity_bytes = capacity_bytes
         self._programs: OrderedDict[Key, tuple[Runnable, int]] = OrderedDict()
         self._calls: OrderedDict[CallStructure, KnownCall] = OrderedDict()
+        self._structures: dict[Named, set[CallStructure]] = {}
         self._bytes = 0
         self._revision = 0
 
@@ -106,20 +122,20 @@ class ProgramCache:
 
     def get_call(self, structure: CallStructure) -> KnownCall | None:
         """How calls of this structure are run, if their program is still there."""
-        call = self._calls.get(structure)
-        if call is None:
-            return None
-        if self.get(call.key) is not call.program:
-            del self._calls[structure]
-            return None
-        self._calls.move_to_end(structure)
-        return call
+        return self._calls.get(structure)
 
     def put_call(self, structure: CallStructure, call: KnownCall) -> None:
-        """Keeps how calls of this structure are run; of many structures, those that were used last."""
+        """Keeps how calls of this structure are run, as long as their program; of many, those that were used last."""
+        self._forget_call(structure)
         self._calls[structure] = call
+        self._structures.setdefault(call.key, set()).add(structure)
         if len(self._calls) > _MOST_CALLS:
-            self._calls.popitem(last=False)
+            self._forget_call(next(iter(self._calls)))
+
+    def used_call(self, structure: CallStructure, call: KnownCall) -> None:
+        """Notes that calls of this structure, and so their program, are used."""
+        self._programs.move_to_end(call.key)
+        self._calls.move_to_end(structure)
 
     def put(self, key: Key, program: Runnable) -> None:
         """Keeps the program; the ones that were used least recently go. The last one stays, however large it is."""
@@ -151,11 +167,19 @@ class ProgramCache:
 
     def _remove(self, keys: list[Key]) -> None:
         for key in keys:
-            program, size = self._programs.pop(key)
+            _, size = self._programs.pop(key)
             self._bytes -= size
             if isinstance(key, Named):
-                for structure in [item for item, call in self._calls.items() if call.program is program]:
-                    del self._calls[structure]
+                for structure in list(self._structures.get(key, ())):
+                    self._forget_call(structure)
+
+    def _forget_call(self, structure: CallStructure) -> None:
+        call = self._calls.pop(structure, None)
+        if call is not None:
+            same = self._structures[call.key]
+            same.remove(structure)
+            if not same:
+                del self._structures[call.key]
 
 
 class NameChanges:

@@ -103,7 +103,10 @@ class Conduct:
 
     def took(self, suspect: Suspect, seconds: float) -> None:
         """An engine has done something of it, and was at it for so long."""
-        _remember(self._longest, suspect, max(seconds, self.longest(suspect)))
+        if seconds > self._longest.get(suspect, -1.0):
+            _remember(self._longest, suspect, seconds)
+        else:
+            self._longest.move_to_end(suspect)
 
     def longest(self, suspect: Suspect) -> float:
         """The most seconds that an engine was ever at it, as far as is known."""

@@ -226,8 +226,8 @@ class ProgramHouse:
         """Compiles and keeps a program. `spec`: bytes of a `ProgramSpec`."""
         return await self.kept.create(spec, program_id, self.retries(Once(ends_at)))
 
-    async def check(self, spec: bytes, ends_at: float = 0.0) -> tuple[program_pb2.Program | None, list[Finding]]:
-        """Compiles without keeping anything; what is wrong is returned, not raised.
+    async def check(self, spec: bytes, ends_at: float = 0.0) -> tuple[bytes | None, list[Finding]]:
+        """Compiles without keeping anything; returns the bytes of a `Program`, or what is wrong with the spec.
 
         `spec`: bytes of a `ProgramSpec`.
         """
@@ -239,7 +239,7 @@ class ProgramHouse:
             if cause.reason in _NOT_FINDINGS:
                 raise
             return None, list(cause.findings[:MAX_FINDINGS])
-        return program.compiled.message, []
+        return program.compiled.program, []
 
     async def _inline(self, spec: bytes, call: CallShape, retries: Retries) -> tuple[Runnable, bool]:
         """The program, and whether it was made just now."""

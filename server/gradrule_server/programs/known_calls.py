@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 
 from gradrule import _wire
-from gradrule_server.link.batching import BatchKey
-from gradrule_server.link.connection import EngineGone
 from gradrule_server.link.faults import EngineLost, NotLoaded
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.operations.timings import note_run
+from gradrule_server.link.work import EngineGone
+from gradrule_server.operations.timings import note_known
 from gradrule_server.programs.cache import KnownCall, Named, ProgramCache, Runnable
 from gradrule_server.programs.call_structure import CallStructure
 from gradrule_server.programs.conduct import Charge, suspect_of
-from gradrule_server.programs.loaded import LoadedPrograms
+from gradrule_server.programs.loaded import Load, LoadedPrograms
 from gradrule_server.programs.running import settings_of
 
+# Which programs were used last is noted of each call only so often.
+_NOTE_EVERY_S = 0.5
 _REQUEST = link_pb2.RunRequest.REQUEST_FIELD_NUMBER
 
 
@@ -32,7 +33,7 @@ class KnownCalls:
 
     def note(self, structure: CallStructure, key: Named, program: Runnable, run: link_pb2.RunRequest) -> None:
         """Notes how a call of this structure was run."""
-        if self._cache.get(key) is program:
+        if self._cache.get(key, is_counted=False) is program:
             settings = settings_of(run)
             account = Charge(self._loaded.conduct, suspect_of(program.loadable))
             self._cache.put_call(structure, KnownCall(key, program, settings, account))
@@ -52,33 +53,50 @@ class KnownCalls:
             ends_at: Loop time of the deadline.
         """
         call = self._cache.get_call(structure)
-        if call is None or asyncio.get_running_loop().time() >= ends_at:
+        now = asyncio.get_running_loop().time()
+        if call is None or now >= ends_at:
             return None
         load = call.load
         if load is None or not load.is_at_hand or not load.engine.has_room:
-            load = call.load = self._loaded.at_hand(call.program.loadable)
+            load = self._loaded.at_hand(call.program.loadable)
             if load is None:
                 return None
+            if load is not call.load:
+                call.runs_at(load)
         self._loaded.conduct.check(call.account.suspect)
-        fields = link_pb2.RunRequest(key=load.engine_key, received_ns=received_ns).SerializeToString()
-        payload = (call.settings, fields, _wire.prefix(_REQUEST, len(raw)), raw)
-        with self._loaded.in_use(load):
+        if call.request_size != len(raw):
+            call.request_size, call.prefix = len(raw), _wire.prefix(_REQUEST, len(raw))
+        received = link_pb2.RunRequest(received_ns=received_ns).SerializeToString()
+        payload = (call.head, received, call.prefix, raw)
+        # While it is held, it is not dropped.
+        load.holders += 1
+        try:
+            suffix = call.program.compiled.digests_tail
+            work = load.engine.submit(Kind.RUN, payload, call.account, suffix, call.batch_key)
             try:
-                batch_key = BatchKey(load.engine_key, call.settings)
-                suffix = call.program.compiled.digests_tail
-                work = load.engine.submit(Kind.RUN, payload, call.account, suffix, batch_key)
-                try:
-                    answer = await work.answer
-                except asyncio.CancelledError:
-                    load.engine.abandon(work, ends_at)
-                    raise
-                except EngineGone as gone:
-                    return await load.engine.lost(work, gone)
-            except EngineLost as lost:
-                return lost
-            except NotLoaded:
-                self._loaded.forget(load)
-                return None
-        self._loaded.conduct.proved(call.account.suspect)
-        note_run(answer, received_ns)
+                answer = await work.answer
+            except asyncio.CancelledError:
+                load.engine.abandon(work, ends_at)
+                raise
+            except EngineGone as gone:
+                return await load.engine.lost(work, gone)
+        except EngineLost as lost:
+            return lost
+        except NotLoaded:
+            self._loaded.forget(load)
+            return None
+        finally:
+            load.holders -= 1
+        if now >= call.used_at + _NOTE_EVERY_S:
+            self._note_use(structure, call, load, now)
+        note_known(answer, received_ns)
         return answer
+
+    def _note_use(self, structure: CallStructure, call: KnownCall, load: Load, now: float) -> None:
+        """Keeps what the call needs in the tables that forget what was not used for long."""
+        call.used_at = now
+        if self._cache.get_call(structure) is call:
+            self._cache.used_call(structure, call)
+        if load.is_at_hand:
+            self._loaded.used(load)
+        self._loaded.conduct.proved(call.account.suspect)

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.account import Account
-from gradrule_server.link.connection import EngineGone
 from gradrule_server.link.engine import Engine, lost_waiting, unavailable
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.link.work import EngineGone
 from gradrule_server.programs.conduct import Conduct
 from gradrule_server.programs.shelf import Load, Loadable, Shelf
 from gradrule_server.registry.blobs import BlobStore
@@ -84,9 +84,9 @@ class LoadedPrograms:
             return None
         return load if load is not None and load.is_at_hand else None
 
-    def in_use(self, load: Load) -> contextlib.AbstractContextManager[None]:
-        """Within this context a loaded program is not dropped."""
-        return self._shelf(load.engine).in_use(load)
+    def used(self, load: Load) -> None:
+        """Notes that a program that is at hand is used: others are dropped before it."""
+        self._shelf(load.engine).used(load)
 
     async def ready(self, load: Load, *, may_move: bool = False) -> link_pb2.CompileReply:
         """What the engine says of a program that is held; waits until it is loaded."""

@@ -19,13 +19,13 @@ from google.protobuf.message import DecodeError
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, error
-from gradrule_server.link.connection import Work
 from gradrule_server.link.endings import Reason
 from gradrule_server.link.faults import EngineLost, fault_message
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.shape import CallShape, shape_message
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.link.work import Work
 from gradrule_server.policy import Limits
 from gradrule_server.programs.conduct import Conduct, Suspect
 from gradrule_server.programs.rule_lookup import RegistryLookup

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 from gradrule.v1 import evaluate_pb2
 from gradrule_server.link.account import Account
-from gradrule_server.link.connection import Work
 from gradrule_server.link.engine import Engine, lost_waiting
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.link.work import Work
 from gradrule_server.operations.request import note_lookup
 from gradrule_server.registry.blobs import BlobStore
 
@@ -188,16 +188,9 @@ class Shelf:
                 if load.work.answer.cancelled():
                     self.forget(load)
 
-    @contextlib.contextmanager
-    def in_use(self, load: Load) -> Iterator[None]:
-        """Within this context a loaded program is not dropped."""
-        note_lookup("loaded", is_hit=True)
+    def used(self, load: Load) -> None:
+        """Notes that a program that is at hand is used: others are dropped before it."""
         self._loads.move_to_end(load.program.key)
-        load.holders += 1
-        try:
-            yield
-        finally:
-            load.holders -= 1
 
     def forget(self, load: Load) -> None:
         """The engine does not have it after all."""

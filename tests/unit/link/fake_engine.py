@@ -23,17 +23,31 @@ class Transport(asyncio.Transport):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sent: list[tuple[Kind, int, bytes]] = []
+        self.connection: Connection | None = None
+        self._sent: list[tuple[Kind, int, bytes]] = []
         self.is_closed = False
         self.unread = 0
+
+    @property
+    def sent(self) -> list[tuple[Kind, int, bytes]]:
+        """What was sent, as if the turn of the loop were over."""
+        if self.connection is not None:
+            self.connection.flush()
+        return self._sent
 
     def get_write_buffer_size(self) -> int:
         return self.unread
 
     def writelines(self, list_of_data: Iterable[Any]) -> None:
-        frame = b"".join(list_of_data)
-        _, kind, request_id = unpack_header(frame[:HEADER_BYTES])
-        self.sent.append((kind, request_id, frame[HEADER_BYTES:]))
+        self.write(b"".join(list_of_data))
+
+    def write(self, data: Any) -> None:
+        frames = bytes(data)
+        while frames:
+            length, kind, request_id = unpack_header(frames[:HEADER_BYTES])
+            end = HEADER_BYTES + length
+            self._sent.append((kind, request_id, frames[HEADER_BYTES:end]))
+            frames = frames[end:]
 
     def close(self) -> None:
         self.is_closed = True
@@ -48,6 +62,7 @@ class Transport(asyncio.Transport):
 def connected(threads: int) -> tuple[Connection, Transport]:
     """A connection to an engine of so many threads."""
     connection, transport = Connection(threads), Transport()
+    transport.connection = connection
     connection.connection_made(transport)
     return connection, transport
 

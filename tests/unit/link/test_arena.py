@@ -13,8 +13,9 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from gradrule_server.link.arena import LEAST_PLACED_BYTES, Chunk, Incoming, Outgoing, make_arena
-from gradrule_server.link.connection import Connection, EngineGone
+from gradrule_server.link.connection import Connection
 from gradrule_server.link.framing import Arenas, Frame, FrameSocket, Kind, pack_header, pack_place
+from gradrule_server.link.work import EngineGone
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _SIZE = 256 * _PAGE

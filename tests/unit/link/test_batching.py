@@ -10,10 +10,11 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link import engine as engine_module
 from gradrule_server.link.batching import BatchKey, pack_batch, unpack_batch
-from gradrule_server.link.connection import Connection, EngineGone
+from gradrule_server.link.connection import Connection
 from gradrule_server.link.faults import fault_message
 from gradrule_server.link.framing import Kind, pack_header
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.link.work import EngineGone
 from tests.unit.link.fake_engine import CRASH, FakeEngine, FakeProcess, Overruns, Transport
 
 P, Q = BatchKey("p"), BatchKey("q")
@@ -21,6 +22,7 @@ P, Q = BatchKey("p"), BatchKey("q")
 
 def connected(threads: int = 1, most: int = 64, delay_s: float = 0.0) -> tuple[Connection, Transport]:
     connection, transport = Connection(threads, None, most, delay_s), Transport()
+    transport.connection = connection
     connection.connection_made(transport)
     return connection, transport
 

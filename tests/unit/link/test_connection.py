@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, cast
 
 import pytest
 
 from gradrule.v1 import errors_pb2, program_pb2
 from gradrule_server.errors import Finding, GradruleError
-from gradrule_server.link.connection import Connection, EngineGone
+from gradrule_server.link.connection import Connection
 from gradrule_server.link.faults import NotLoaded, fault_message
 from gradrule_server.link.framing import HEADER_BYTES, Kind, pack_header
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.link.work import EngineGone
 from tests.unit.link.fake_engine import Overruns, Transport, connected
 
 
@@ -151,3 +153,37 @@ async def test_frames_that_arrive_in_pieces() -> None:
     for position in range(len(data)):
         connection.data_received(data[position : position + 1])
     assert [await work.answer for work in works] == [b"xyz", b"xyz"]
+
+
+class Writes(Transport):
+    """Notes what each system call would send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: list[bytes] = []
+
+    def write(self, data: Any) -> None:
+        self.written.append(bytes(data))
+
+
+async def test_frames_of_one_turn_of_the_loop_are_sent_at_once_and_in_order() -> None:
+    connection, transport, large = Connection(5), Writes(), bytes(20_000)
+    connection.connection_made(transport)
+    for payload in (b"a", b"b", b"c", large, b"d", b"e"):
+        connection.submit(Kind.RUN, payload)
+    # Nothing was under way when the first came, so it is not held back, and a large one is sent at once.
+    assert [len(data) // HEADER_BYTES for data in transport.written][:2] == [1, 2]
+    await asyncio.sleep(0)
+    payloads = [data[HEADER_BYTES:] for data in transport.written]
+    assert len(payloads) == 4
+    assert (payloads[0], payloads[2]) == (b"a", large)
+    assert [payload[-1:] for payload in payloads] == [b"a", b"c", b"\0", b"d"]
+
+
+async def test_frames_that_were_held_back_are_sent_before_the_socket_is_closed() -> None:
+    connection, transport = Connection(4), Writes()
+    connection.connection_made(transport)
+    for payload in (b"a", b"b"):
+        connection.submit(Kind.RUN, payload)
+    connection.close()
+    assert [data[HEADER_BYTES:] for data in transport.written] == [b"a", b"b"]

@@ -29,8 +29,8 @@ def busy(request: Request) -> None:
     request.bytes_in, request.bytes_out = 100, 20
     request.compile_ns = 10**9
     request.ran(1, lambda: EngineRun(2 * 10**9, 3 * 10**9, "CPU:0"))
-    request.hits["programs"] = 2
-    request.misses["loaded"] = 1
+    request.hits = {"programs": 2}
+    request.misses = {"loaded": 1}
 
 
 def test_requests_are_counted_by_rpc_and_reason() -> None:

@@ -13,6 +13,7 @@ from gradrule_server.operations.request import (
     compiling,
     current,
     enter,
+    leave,
     note_lookup,
     note_tenant,
     of_metadata,
@@ -147,7 +148,7 @@ def test_whoever_counts_wrong_costs_nobody_an_answer(caplog: pytest.LogCaptureFi
 
 def test_compiling_is_measured() -> None:
     request = Request("i", "S/M", 0, peer)
-    leave = enter(request)
+    token = enter(request)
     try:
         with compiling():
             pass
@@ -155,6 +156,6 @@ def test_compiling_is_measured() -> None:
         with pytest.raises(ValueError, match="x"), compiling():
             raise ValueError("x")
     finally:
-        leave()
+        leave(token)
     assert request.compile_ns > 0
     assert request.compile_started_ns == first > 0

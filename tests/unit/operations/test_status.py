@@ -28,6 +28,8 @@ def test_everything_reaches_the_client() -> None:
     assert (first.programs, first.resident_bytes, first.uptime, first.ended) == (3, 1 << 30, 60.5, {})
     assert (second.pid, second.ready, second.ended) == (None, False, {"crash": 2, "memory": 1})
     assert (found.spare_engines, found.requests) == (1, Usage(4, 256))
+    workers = found.compile_workers
+    assert (workers.count, workers.busy, workers.waiting, workers.resident_bytes) == (3, 2, 1, 1 << 20)
     (cache,) = found.caches
     assert (cache.name, cache.entries, cache.bytes) == ("programs", Usage(3, 256), Usage(1000, 2000))
     (tenant,) = found.tenants
@@ -61,6 +63,7 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
         ("gradrule 1.2.3 at host:1", "TensorFlow 2.21.0", "ready", "up 1 h 1 min", "4 of 256 requests", "1 spare"),
         ("0", "CPU:0", "4711", "ready", "1.0 GiB"),
         ("1", "GPU:0", "starting", "crash 2, memory 1"),
+        ("3", "2", "1", "1.0 MiB"),
         ("programs", "3 of 256", "1000 B of 2.0 KiB"),
         ("[red]evil[2J", "99"),
         ("t0", "11 B of 1.0 GiB"),

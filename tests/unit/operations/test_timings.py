@@ -7,18 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradrule.v1 import evaluate_pb2, tensor_pb2
-from gradrule_server.operations.request import Request, enter
+from gradrule_server.operations.request import Request, enter, leave
 from gradrule_server.operations.timings import fields_of, note_pull_back, note_run
 from tests.unit.operations.requests import peer
 
 
 def noted(note: object, *arguments: object) -> Request:
     request = Request("i", "S/M", 0, peer)
-    leave = enter(request)
+    token = enter(request)
     try:
         note(*arguments)  # type: ignore[operator]
     finally:
-        leave()
+        leave(token)
     return request
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from gradrule.v1 import program_pb2
 from gradrule_server.link.shape import CallShape
-from gradrule_server.programs.cache import Inline, NameChanges, Named, ProgramCache, Runnable
+from gradrule_server.programs.cache import Inline, KnownCall, NameChanges, Named, ProgramCache, Runnable
+from gradrule_server.programs.conduct import Charge, Conduct, suspect_of
 from gradrule_server.programs.loaded import Loadable
 
 _CALL = CallShape()
@@ -85,3 +86,39 @@ def test_names_that_are_given_up_are_told_to_whoever_watches() -> None:
 @pytest.mark.parametrize("key", [Named("n", _CALL), Inline(b"n", 1, _CALL)])
 def test_what_is_not_there(key: Named | Inline) -> None:
     assert ProgramCache(1, 1).get(key) is None
+
+
+def known(key: Named, program: Runnable) -> KnownCall:
+    return KnownCall(key, program, b"", Charge(Conduct(), suspect_of(program.loadable)))
+
+
+def test_a_program_that_goes_takes_its_known_calls_and_no_others() -> None:
+    cache = ProgramCache(2, 10**6)
+    keys = {name: Named(name, _CALL) for name in "abc"}
+    for name in "ab":
+        cache.put(keys[name], runnable())
+        program = cache.get(keys[name])
+        assert program is not None
+        for number in range(2):
+            cache.put_call((name.encode(), bytes([number])), known(keys[name], program))
+    # A call that is used keeps its program: the other one goes.
+    call = cache.get_call((b"a", b"\0"))
+    assert call is not None
+    cache.used_call((b"a", b"\0"), call)
+    cache.put(keys["c"], runnable())
+    assert [cache.get_call((name, b"\1")) is not None for name in (b"a", b"b")] == [True, False]
+    cache.forget("a")
+    assert cache.get_call((b"a", b"\0")) is None
+    assert not cache._structures
+
+
+def test_known_calls_are_bounded_and_those_used_last_stay() -> None:
+    cache, key, program = ProgramCache(2, 10**6), Named("a", _CALL), runnable()
+    cache.put(key, program)
+    for number in range(2000):
+        cache.put_call((b"%d" % number,), known(key, program))
+        first = cache.get_call((b"0",))
+        assert first is not None
+        cache.used_call((b"0",), first)
+    assert len(cache._calls) == len(cache._structures[key]) < 2000
+    assert cache.get_call((b"1",)) is None

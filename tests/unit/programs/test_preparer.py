@@ -13,11 +13,11 @@ import pytest
 
 from gradrule.v1 import program_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, reason_name
-from gradrule_server.link.connection import Work
 from gradrule_server.link.endings import Ending, Reason
 from gradrule_server.link.framing import Kind, pack_header
 from gradrule_server.link.shape import CallShape
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.link.work import Work
 from gradrule_server.policy import Limits
 from gradrule_server.programs.conduct import Conduct
 from gradrule_server.programs.preparer import Preparer

@@ -24,6 +24,7 @@ ENGINE_COLUMNS = (
     *("engine", "tenant", "for", "device", "pid"),
     *("state", "up", "running", "waiting", "programs", "memory", "ended"),
 )
+WORKER_COLUMNS = ("compile workers", "busy", "waiting tasks", "memory")
 CACHE_COLUMNS = ("cache", "entries", "bytes")
 TENANT_COLUMNS = ("tenant", "requests", "programs", "rules", "sessions", "handles", "session, handle, blob bytes")
 QUARANTINE_COLUMNS = ("quarantined program", "for", "why")
@@ -93,6 +94,9 @@ def _head(status: ServerStatus, target: str) -> str:
 def _tables(status: ServerStatus) -> Iterator[tuple[tuple[str, ...], list[list[str]]]]:
     """Columns and rows of each table."""
     yield ENGINE_COLUMNS, [_engine_row(engine) for engine in status.engines]
+    workers = status.compile_workers
+    counts = (workers.count, workers.busy, workers.waiting)
+    yield WORKER_COLUMNS, [[*map(str, counts), size_text(workers.resident_bytes)]]
     yield CACHE_COLUMNS, [[cache.name, usage_text(cache.entries), bytes_text(cache.bytes)] for cache in status.caches]
     tenants = [_tenant_row(tenant) for tenant in status.tenants[:_MOST_TENANTS]]
     if status.tenant_count > _MOST_TENANTS:

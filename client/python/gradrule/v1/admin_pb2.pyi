@@ -64,6 +64,7 @@ class ServerStatus(google.protobuf.message.Message):
     TENANT_COUNT_FIELD_NUMBER: builtins.int
     QUARANTINED_FIELD_NUMBER: builtins.int
     QUARANTINED_COUNT_FIELD_NUMBER: builtins.int
+    COMPILE_WORKERS_FIELD_NUMBER: builtins.int
     version: builtins.str
     """Version of gradrule."""
     tensorflow_version: builtins.str
@@ -100,6 +101,10 @@ class ServerStatus(google.protobuf.message.Message):
     def quarantined(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___QuarantinedProgram]:
         """Programs that are refused for a while, since they ended engines; at most 1,000."""
 
+    @property
+    def compile_workers(self) -> global___CompileWorkersStatus:
+        """Compile workers of all tenants: processes that read graphs."""
+
     def __init__(
         self,
         *,
@@ -115,11 +120,42 @@ class ServerStatus(google.protobuf.message.Message):
         tenant_count: builtins.int = ...,
         quarantined: collections.abc.Iterable[global___QuarantinedProgram] | None = ...,
         quarantined_count: builtins.int = ...,
+        compile_workers: global___CompileWorkersStatus | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["requests", b"requests", "uptime", b"uptime"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["caches", b"caches", "engines", b"engines", "quarantined", b"quarantined", "quarantined_count", b"quarantined_count", "ready", b"ready", "requests", b"requests", "spare_engines", b"spare_engines", "tenant_count", b"tenant_count", "tenants", b"tenants", "tensorflow_version", b"tensorflow_version", "uptime", b"uptime", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["compile_workers", b"compile_workers", "requests", b"requests", "uptime", b"uptime"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["caches", b"caches", "compile_workers", b"compile_workers", "engines", b"engines", "quarantined", b"quarantined", "quarantined_count", b"quarantined_count", "ready", b"ready", "requests", b"requests", "spare_engines", b"spare_engines", "tenant_count", b"tenant_count", "tenants", b"tenants", "tensorflow_version", b"tensorflow_version", "uptime", b"uptime", "version", b"version"]) -> None: ...
 
 global___ServerStatus = ServerStatus
+
+@typing.final
+class CompileWorkersStatus(google.protobuf.message.Message):
+    """The processes that read graphs, before engines compile them."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    COUNT_FIELD_NUMBER: builtins.int
+    BUSY_FIELD_NUMBER: builtins.int
+    WAITING_FIELD_NUMBER: builtins.int
+    RESIDENT_BYTES_FIELD_NUMBER: builtins.int
+    count: builtins.int
+    """How many there are."""
+    busy: builtins.int
+    """How many of them are at a task."""
+    waiting: builtins.int
+    """Tasks that wait for one."""
+    resident_bytes: builtins.int
+    """Memory of all of them, in bytes."""
+    def __init__(
+        self,
+        *,
+        count: builtins.int = ...,
+        busy: builtins.int = ...,
+        waiting: builtins.int = ...,
+        resident_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["busy", b"busy", "count", b"count", "resident_bytes", b"resident_bytes", "waiting", b"waiting"]) -> None: ...
+
+global___CompileWorkersStatus = CompileWorkersStatus
 
 @typing.final
 class Usage(google.protobuf.message.Message):
