@@ -238,16 +238,18 @@ class Engine:
         account: Account | None = None,
         on_ask: Callable[[Work, bytes], None] | None = None,
         batch_key: BatchKey | None = None,
+        memory: ClientMemory | None = None,
     ) -> bytes:
         """One request, given up when the caller is cancelled. `ends_at`: loop time after which it is of no use.
         `on_ask`: called with each question of the process's. `batch_key`: which others it may run with.
+        `memory`: of a client, which the request uses.
 
         ENGINE_UNAVAILABLE while there is no engine; `EngineLost` if it dies meanwhile. An engine that is still at it
         soon after the call was given up is ended, since nothing else stops a kernel or a loop that never ends.
         """
         if asyncio.get_running_loop().time() >= ends_at:
             raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, "the deadline passed before the engine was asked")
-        work = self.submit(kind, payload, account, batch_key=batch_key)
+        work = self.submit(kind, payload, account, batch_key=batch_key, memory=memory)
         if on_ask is not None:
             work.on_ask = functools.partial(on_ask, work)
         try:
@@ -265,14 +267,20 @@ class Engine:
         account: Account | None = None,
         suffix: bytes = b"",
         batch_key: BatchKey | None = None,
+        memory: ClientMemory | None = None,
     ) -> Work:
-        """Hands a request in, see `Connection.submit`; `EngineLost` or ENGINE_UNAVAILABLE where there is no engine."""
+        """Hands a request in, see `Connection.submit`; `EngineLost` or ENGINE_UNAVAILABLE where there is no engine.
+
+        `memory`: of a client, which the request uses.
+        """
         if self._process is None:
             raise unavailable()
         if batch_key is not None and batch_key.digest in self._unbatched:
             batch_key = None
         self.used_at = self._process.connection.loop.time()
         try:
+            if memory is not None:
+                self._process.connection.attach(memory)
             return self._process.connection.submit(kind, payload, account, suffix, batch_key)
         except EngineGone:
             raise lost_waiting() from None

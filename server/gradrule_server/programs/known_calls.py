@@ -9,6 +9,7 @@ from gradrule_server.link.batching import BatchKey
 from gradrule_server.link.connection import EngineGone
 from gradrule_server.link.faults import EngineLost, NotLoaded
 from gradrule_server.link.framing import Kind
+from gradrule_server.link.shared_memory import ClientMemory
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.timings import note_run
 from gradrule_server.programs.cache import KnownCall, Named, ProgramCache, Runnable
@@ -38,7 +39,7 @@ class KnownCalls:
             self._cache.put_call(structure, KnownCall(key, program, settings, account))
 
     async def run(
-        self, structure: CallStructure, raw: bytes, received_ns: int, ends_at: float
+        self, structure: CallStructure, raw: bytes, received_ns: int, ends_at: float, memory: ClientMemory | None = None
     ) -> bytes | EngineLost | None:
         """Runs a call; returns an `EvaluateResponse`'s bytes.
 
@@ -50,6 +51,7 @@ class KnownCalls:
             raw: The request's bytes.
             received_ns: When it was read, CLOCK_MONOTONIC.
             ends_at: Loop time of the deadline.
+            memory: Of the client, which the call uses.
         """
         call = self._cache.get_call(structure)
         if call is None or asyncio.get_running_loop().time() >= ends_at:
@@ -66,7 +68,7 @@ class KnownCalls:
             try:
                 batch_key = BatchKey(load.engine_key, call.settings)
                 suffix = call.program.compiled.digests_tail
-                work = load.engine.submit(Kind.RUN, payload, call.account, suffix, batch_key)
+                work = load.engine.submit(Kind.RUN, payload, call.account, suffix, batch_key, memory)
                 try:
                     answer = await work.answer
                 except asyncio.CancelledError:
