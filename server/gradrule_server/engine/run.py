@@ -21,6 +21,7 @@ from gradrule_server.engine.limits import MAX_ANSWER_BYTES
 from gradrule_server.engine.memory import memory_error, out_of_memory
 from gradrule_server.engine.names import message_of, readable
 from gradrule_server.engine.response_writer import NARROW_INT_BYTES, NARROW_INTS
+from gradrule_server.engine.shared_memory import Room, SharedMemories
 from gradrule_server.errors import error
 from gradrule_server.link.framing import Buffer
 from gradrule_server.link.v1 import link_pb2
@@ -28,24 +29,37 @@ from gradrule_server.link.v1 import link_pb2
 T = TypeVar("T")
 
 
-def run(built: Built, request: link_pb2.RunRequest, contents: Contents, reader: ArgumentReader) -> list[Buffer]:
+def run(
+    built: Built, request: link_pb2.RunRequest, contents: Contents, reader: ArgumentReader, memories: SharedMemories
+) -> list[Buffer]:
     """Runs the program; returns the parts of an `EvaluateResponse` with outputs, gradients, timings and device.
 
-    `contents`: what was cut out of the request.
+    `contents`: what was cut out of the request. `memories`: in which tensors may lie.
     """
     started = time.monotonic_ns()
     call = evaluate_pb2.EvaluateRequest.FromString(request.request)
+    contents, room = memories.open(call, contents)
     if request.blob_folder:
         reader = reader.within(request.blob_folder)
     results = translated(lambda: built.call(reader.arrays(built, call, request.params, contents)))
-    return respond(built, results, request.received_ns, started)
+    return respond(built, results, request.received_ns, started, room=room)
 
 
-def respond(built: Built, results: Arrays, received_ns: int, started_ns: int, batch_size: int = 0) -> list[Buffer]:
-    """Returns the parts of the `EvaluateResponse` with the results of a run. MESSAGE_TOO_LARGE."""
+def respond(
+    built: Built,
+    results: Arrays,
+    received_ns: int,
+    started_ns: int,
+    batch_size: int = 0,
+    room: Room | None = None,
+) -> list[Buffer]:
+    """Returns the parts of the `EvaluateResponse` with the results of a run. MESSAGE_TOO_LARGE.
+
+    `room`: where large results are written instead.
+    """
     _check_bytes(built.writer.size_of(results))
     queue_ns = max(0, started_ns - received_ns)
-    parts = built.writer.write(results, queue_ns, time.monotonic_ns() - started_ns)
+    parts = built.writer.write(results, queue_ns, started_ns, room)
     if batch_size:
         parts.append(evaluate_pb2.EvaluateResponse(batch_size=batch_size).SerializeToString())
     return parts

@@ -25,8 +25,8 @@ from gradrule_server.front.services import (
     ProgramServicer,
     RuleServicer,
 )
-from gradrule_server.front.shared_memory import SharedMemories
 from gradrule_server.front.session_service import SESSION_SERVICE, SessionServicer
+from gradrule_server.front.shared_memory import SharedMemories
 from gradrule_server.front.tls import Certificates
 
 # Calls that gRPC has read and the event loop has not taken yet, each of some 7 KiB. Beyond the first number gRPC

@@ -20,6 +20,7 @@ from gradrule_server.link.endings import Ending, Inquest, Reason
 from gradrule_server.link.faults import EngineLost
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.process import EngineProcess, EngineRefused
+from gradrule_server.link.shared_memory import ClientMemory
 from gradrule_server.link.spares import Spares
 
 __all__ = ["Engine", "EngineRefused", "EngineStatus"]

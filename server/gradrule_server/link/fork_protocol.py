@@ -1,7 +1,7 @@
 """Messages between the front end and the engines' fork server, on a socket that keeps message boundaries.
 
-A request is the engine's flags, separated by NUL, with descriptors: the link's socket, stderr, and two arenas and the socket
-by which memory of clients comes, or none of the three.
+A request is the engine's flags, separated by NUL, with descriptors: the link's socket, stderr, and, or none
+of the three, two arenas and the socket by which memory of clients comes.
 An answer is the pid of the engine, or a negative error number.
 """
 

@@ -78,7 +78,7 @@ class Watch:
 
 
 def resident_bytes(pid: int, arenas: int) -> int:
-    """What of a process lies in memory, without files, and without arenas and memory of clients of so many bytes; 0 where that cannot be told.
+    """What of a process lies in memory, without files, arenas and memory of clients. 0 where that cannot be told.
 
     What it shares with others counts: a process makes such memory alone too, and the kernel's limit leaves that out.
     """

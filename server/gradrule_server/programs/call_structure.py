@@ -18,8 +18,6 @@ Requests of one structure differ in nothing but the values of their tensors, whi
 and in which memory that is.
 """
 
-USES_MEMORY = bytes([_MEMORY])
-"""The part of a structure that stands for the use of a client's memory."""
 
 _NUMBER, _LENGTH = 0, 2
 _FIELDS = evaluate_pb2.EvaluateRequest.DESCRIPTOR.fields_by_name
@@ -37,6 +35,8 @@ _CONTENT = tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER << 3 | _LENGTH
 _VALUES, _SOURCES = (_VALUE,), (_INLINE, _SHARED)
 # A structure is a key of a cache: larger ones are rare and must not fill it.
 _MOST_FIELDS = 256
+USES_MEMORY = bytes([_MEMORY])
+"""The part of a structure that stands for the use of a client's memory."""
 # Of one tensor, bytes that are not its content. Nobody weighs them before they are parsed, so those of all tensors
 # together are no more than a message may have that is not weighed.
 _MOST_PARSED_BYTES = SMALL_BYTES // _MOST_FIELDS

@@ -20,8 +20,8 @@ from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.faults import EngineLost, NotLoaded
 from gradrule_server.link.pool import EnginePool
-from gradrule_server.link.shared_memory import ClientMemory
 from gradrule_server.link.shape import CallShape, canonical
+from gradrule_server.link.shared_memory import ClientMemory
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request import compiling
 from gradrule_server.operations.timings import note_run

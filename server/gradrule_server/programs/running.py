@@ -53,9 +53,7 @@ class Once:
     async def on(self, engine: Engine, run: link_pb2.RunRequest, account: Account) -> bytes:
         batch_key = BatchKey(run.key, settings_of(run))
         payload = run.SerializeToString()
-        return await engine.call(
-            Kind.RUN, payload, self.ends_at, account, batch_key=batch_key, memory=self.memory
-        )
+        return await engine.call(Kind.RUN, payload, self.ends_at, account, batch_key=batch_key, memory=self.memory)
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from gradrule_server.engine.batching.analysis import Layout
 from gradrule_server.engine.built import Built
 from gradrule_server.engine.graph_call import Arrays
 from gradrule_server.engine.run import translated
+from gradrule_server.engine.shared_memory import Room
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,7 @@ class Call:
     """One request, read.
 
     examples: its rows on axis 0; 0: it cannot run with others. company: calls of equal company can run together.
+    room: where large results are written.
     """
 
     request_id: int
@@ -26,6 +28,7 @@ class Call:
     arguments: Arrays
     examples: int = 0
     company: Hashable = None
+    room: Room | None = None
 
 
 def examples_of(built: Built, layout: Layout, arguments: Arrays) -> int:

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from threading import Lock
 from typing import TypeAlias
 
@@ -27,6 +28,7 @@ from gradrule_server.engine.built import Built
 from gradrule_server.engine.bulk import open_payload
 from gradrule_server.engine.graph_call import Arrays
 from gradrule_server.engine.run import respond
+from gradrule_server.engine.shared_memory import SharedMemories
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.arena import LEAST_PLACED_BYTES
 from gradrule_server.link.batching import unpack_batch
@@ -41,18 +43,21 @@ _Answering: TypeAlias = Callable[[int], AbstractContextManager[None]]
 class BatchRunner:
     """Answers RUN_BATCH frames. Thread-safe.
 
-    program: finds a program by its key. answering: within this context an error becomes the answer of that request.
+    memories: of clients, in which tensors may lie. program: finds a program by its key.
+    answering: within this context an error becomes the answer of that request.
     """
 
     def __init__(
         self,
         frames: FrameSocket,
         reader: ArgumentReader,
+        memories: SharedMemories,
         program: Callable[[str], Built],
         answering: _Answering,
     ) -> None:
         self._frames = frames
         self._reader = reader
+        self._memories = memories
         self._program = program
         self._answering = answering
         self._proofs: weakref.WeakKeyDictionary[Built, Proof] = weakref.WeakKeyDictionary()
@@ -80,9 +85,10 @@ class BatchRunner:
                 built = self._program(request.key)
                 values = evaluate_pb2.EvaluateRequest.FromString(request.request)
                 started_ns = time.monotonic_ns()
+                contents, room = self._memories.open(values, opened.contents)
                 reader = self._reader.within(request.blob_folder)
-                arguments = reader.arrays(built, values, request.params, opened.contents)
-                call = Call(request_id, request.received_ns, started_ns, arguments)
+                arguments = reader.arrays(built, values, request.params, contents)
+                call = Call(request_id, request.received_ns, started_ns, arguments, room=room)
                 may_batch = values.batching.allowed or not values.batching.HasField("allowed")
                 calls.append(self._placed(built, call) if may_batch else call)
         if built is not None:
@@ -95,7 +101,7 @@ class BatchRunner:
             return call
         examples = examples_of(built, layout, call.arguments)
         company = company_of(built, layout, call.arguments) if examples else None
-        return Call(call.request_id, call.received_ns, call.started_ns, call.arguments, examples, company)
+        return replace(call, examples=examples, company=company)
 
     def _proof(self, built: Built) -> Proof:
         with self._lock:
@@ -159,5 +165,5 @@ class BatchRunner:
 
     def _answer(self, built: Built, call: Call, results: Arrays, batch_size: int) -> None:
         with self._answering(call.request_id):
-            answer = respond(built, results, call.received_ns, call.started_ns, batch_size)
+            answer = respond(built, results, call.received_ns, call.started_ns, batch_size, call.room)
             self._frames.send(Kind.RAN, call.request_id, answer)
