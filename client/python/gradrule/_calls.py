@@ -39,6 +39,8 @@ class Call(NamedTuple, Generic[R]):
     on_stream: bool = False
     # Bytes of the request that follow those of the message.
     large: Sequence[_wire.Parts] = ()
+    # What reads the answer, if that may lie in shared memory.
+    reader: AnswerReader | None = None
 
 
 def with_own_arrays(call: Call[R]) -> Call[R]:
@@ -143,8 +145,17 @@ def evaluate(
     request.spec.CopyFrom(spec)
     aliases = _requests.given_aliases(graph, words)
     details = _results.ProgramDetails(aliases)
-    read = AnswerReader(labeller(aliases)).read
-    return evaluate_call(request, lambda answer: _results.Result(answer, details, groups), blobs, large, read)
+    reader = AnswerReader(labeller(aliases))
+    return Call(
+        EVALUATE,
+        request,
+        reader.read,
+        lambda answer: _results.Result(answer, details, groups),
+        blobs,
+        False,
+        large,
+        reader,
+    )
 
 
 def compile_program(graph: GraphLike, name: str | None, words: _requests.Words) -> Call[program_pb2.Program]:

@@ -104,7 +104,9 @@ class ProgramBase:
         self, feeds: Feeds | None, params: CallParams | None, grad_ys: GradYs | None, stacked_grad_ys: bool = False
     ) -> _calls.Call[_results.Result]:
         parts, blobs = self._encoder.encode(feeds, params, grad_ys, stacked_grad_ys)
-        return _calls.Call(_calls.EVALUATE, self._target, self._reader.read, self._decode, blobs, large=(parts,))
+        return _calls.Call(
+            _calls.EVALUATE, self._target, self._reader.read, self._decode, blobs, False, (parts,), self._reader
+        )
 
     def _decode(self, answer: Answer) -> _results.Result:
         return _results.Result(answer, self._details, self._groups)

@@ -51,10 +51,6 @@ class Engine:
             SharedMemories(None),
             lambda key: built,
             self.answering,
-            ArgumentReader(cast(BlobReader, None)),
-            SharedMemories(None),
-            lambda key: built,
-            self.answering,
         )
 
     def send(self, kind: Kind, number: int, payload: Any) -> None:
