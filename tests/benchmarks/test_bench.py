@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks import bench, guard, profiling, rows_programs, rows_tiny, work
+from tests.benchmarks import bench, guard, profiling, rows_programs, work
 from tests.benchmarks.context import DEFAULT, PEERS, PEERS_PYTHON, Bench
 from tests.benchmarks.measure import Row, Samples, Skipped, Table, in_turns
 from tests.benchmarks.usage import tree, usage
@@ -157,7 +157,7 @@ def test_works_have_names_for_other_processes() -> None:
     assert work.layers(50, 1).graph.to_bytes() != work.layers(50, 2).graph.to_bytes()
 
 
-def test_shared_memory_and_batching_say_why_they_are_skipped() -> None:
+def test_batching_says_why_it_is_skipped() -> None:
     with Bench(SMALL) as own:
-        for line in (*rows_tiny.shared_memory(own), *rows_programs.batching(own)):
+        for line in rows_programs.batching(own):
             assert isinstance(line, Row) or (isinstance(line, Skipped) and line.reason)

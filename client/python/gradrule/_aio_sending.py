@@ -33,6 +33,7 @@ class AsyncCallSender:
         channel: grpc.aio.Channel,
         metadata: Any,
         routes: _routes.Routes,
+        memory: SharedMemory,
         closed: Callable[[], GradruleError],
     ) -> None:
         self._channel = channel
@@ -41,7 +42,7 @@ class AsyncCallSender:
         self._closed = closed
         self._methods: dict[str, grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]] = {}
         self._stream = AsyncStream(channel, metadata, closed)
-        self._memory = SharedMemory()
+        self._memory = memory
 
     async def close(self) -> None:
         """Ends the stream; calls on it are given up. Shares memory no more."""

@@ -24,6 +24,7 @@ from gradrule._sending import CallSender, Started
 from gradrule._server_status import ServerStatus
 from gradrule._sessions import METHOD as SESSION_METHOD
 from gradrule._sessions import Session
+from gradrule._shared_memory import SharedMemory
 from gradrule._sources import GraphLike
 from gradrule._status import error_of, waiting_error
 from gradrule._streams import StreamLostError
@@ -49,6 +50,7 @@ def connect(
     timeout: float = 30.0,
     insecure_token: bool = False,
     stream: bool = True,
+    shared_memory: bool = True,
 ) -> Client:
     """A client of the server at `host:port`; nothing is sent yet.
 
@@ -56,7 +58,8 @@ def connect(
     token: sent as a bearer token with each call. timeout: seconds for a call that gives none of its own.
     insecure_token: lets the token travel unencrypted to another machine, which is refused otherwise.
     stream: calls of programs that are repeated share one persistent stream, which takes less time for each; False:
-    each travels alone, as it must where a proxy spreads calls over several servers.
+    each travels alone, as it must where a proxy spreads calls over several servers. shared_memory: large tensors of
+    calls of programs lie in memory that is shared with the server, where that is on the same host and takes it.
     """
     timeout = _deadlines.seconds(timeout)
     _security.check_token(target, token, is_encrypted=credentials is not None, insecure_token=insecure_token)
@@ -64,7 +67,7 @@ def connect(
         channel = grpc.insecure_channel(_channel.address(target), options=_channel.OPTIONS)
     else:
         channel = grpc.secure_channel(_channel.address(target), credentials, options=_channel.OPTIONS)
-    return Client(channel, target, token=token, timeout=timeout, stream=stream)
+    return Client(channel, target, token=token, timeout=timeout, stream=stream, shared_memory=shared_memory)
 
 
 class Client(Derivatives):
@@ -74,12 +77,21 @@ class Client(Derivatives):
     """
 
     def __init__(
-        self, channel: grpc.Channel, target: str, *, token: str | None, timeout: float, stream: bool = True
+        self,
+        channel: grpc.Channel,
+        target: str,
+        *,
+        token: str | None,
+        timeout: float,
+        stream: bool = True,
+        shared_memory: bool = True,
     ) -> None:
         self._channel = channel
         self._metadata = _channel.metadata(token)
         self._timeout = timeout
-        self._sender = CallSender(channel, self._metadata, Routes(use_stream=stream), self._closed)
+        routes = Routes(use_stream=stream)
+        self._memory = SharedMemory(is_wanted=shared_memory)
+        self._sender = CallSender(channel, self._metadata, routes, self._memory, self._closed)
         self.target = target
 
     # Rules.

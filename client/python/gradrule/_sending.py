@@ -38,6 +38,7 @@ class CallSender:
         channel: grpc.Channel,
         metadata: Any,
         routes: _routes.Routes,
+        memory: SharedMemory,
         closed: Callable[[], GradruleError],
     ) -> None:
         self._channel = channel
@@ -46,7 +47,7 @@ class CallSender:
         self._closed = closed
         self._methods: dict[str, grpc.UnaryUnaryMultiCallable[bytes, bytes]] = {}
         self._stream = Stream(channel, metadata, closed)
-        self._memory = SharedMemory()
+        self._memory = memory
 
     def send(self, call: _calls.Call[R], seconds: float) -> R:
         """Sends a call and returns its answer, decoded. Raises what the call failed with."""

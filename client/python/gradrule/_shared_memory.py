@@ -113,21 +113,20 @@ class SharedMemory:
     """The memory that a client shares with its server. Safe to share between threads.
 
     Opened at the first call that is large enough. What fails is tried again after a while, the longer the more often
-    it has failed.
+    it has failed. is_wanted: False: none is ever shared.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_wanted: bool = True) -> None:
         self._lock = threading.Lock()
         self._attached: _Attached | None = None
         self._pause_s = 0.0
-        # Where the system cannot share memory: never.
-        self._not_before = 0.0 if _is_supported() else float("inf")
+        self.refusal = _reason_against(is_wanted=is_wanted)
+        """Why no memory is shared at the moment; empty where some is, or none was needed yet."""
+        self._not_before = float("inf") if self.refusal else 0.0
         self._max_bytes = sys.maxsize
         self._last_room = 0
         self._used_at = 0.0
         self._trimmer: threading.Timer | None = None
-        self.refusal = "" if _is_supported() else "this system has no memory that can be shared"
-        """Why no memory is shared at the moment; empty where some is, or none was needed yet."""
         _ALL.add(self)
 
     @property
@@ -318,8 +317,12 @@ def _handed_over(memory: Memory, told: evaluate_pb2.ShareMemoryResponse) -> tupl
     return answer[1:], connection
 
 
-def _is_supported() -> bool:
-    return sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
+def _reason_against(*, is_wanted: bool) -> str:
+    """Returns why memory can never be shared; empty where it can."""
+    if not is_wanted:
+        return "the client was made with shared_memory=False"
+    is_supported = sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
+    return "" if is_supported else "this system has no memory that can be shared"
 
 
 # A process that forks would use the same regions as its child.

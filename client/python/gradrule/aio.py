@@ -27,6 +27,7 @@ from gradrule._rules import Params, Rule
 from gradrule._server_status import ServerStatus
 from gradrule._sessions import METHOD as SESSION_METHOD
 from gradrule._sessions import AsyncSession
+from gradrule._shared_memory import SharedMemory
 from gradrule._sources import GraphLike
 from gradrule._status import error_of, waiting_error
 from gradrule.errors import (
@@ -51,6 +52,7 @@ def connect(
     timeout: float = 30.0,
     insecure_token: bool = False,
     stream: bool = True,
+    shared_memory: bool = True,
 ) -> AsyncClient:
     """`gradrule.connect` for asyncio. Call it where the event loop runs."""
     timeout = _deadlines.seconds(timeout)
@@ -59,7 +61,7 @@ def connect(
         channel = grpc.aio.insecure_channel(_channel.address(target), options=_channel.OPTIONS)
     else:
         channel = grpc.aio.secure_channel(_channel.address(target), credentials, options=_channel.OPTIONS)
-    return AsyncClient(channel, target, token=token, timeout=timeout, stream=stream)
+    return AsyncClient(channel, target, token=token, timeout=timeout, stream=stream, shared_memory=shared_memory)
 
 
 def local(**settings: Any) -> AsyncLocal:
@@ -92,12 +94,21 @@ class AsyncClient(AsyncDerivatives):
     """`gradrule.Client` for asyncio: the same methods with the same words, awaited."""
 
     def __init__(
-        self, channel: grpc.aio.Channel, target: str, *, token: str | None, timeout: float, stream: bool = True
+        self,
+        channel: grpc.aio.Channel,
+        target: str,
+        *,
+        token: str | None,
+        timeout: float,
+        stream: bool = True,
+        shared_memory: bool = True,
     ) -> None:
         self._channel = channel
         self._metadata = _channel.metadata(token)
         self._timeout = timeout
-        self._sender = AsyncCallSender(channel, self._metadata, Routes(use_stream=stream), self._closed)
+        routes = Routes(use_stream=stream)
+        self._memory = SharedMemory(is_wanted=shared_memory)
+        self._sender = AsyncCallSender(channel, self._metadata, routes, self._memory, self._closed)
         self.target = target
 
     # Rules.
