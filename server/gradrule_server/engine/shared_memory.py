@@ -17,6 +17,7 @@ from gradrule import _tensors
 from gradrule._dtypes import name_of
 from gradrule.v1 import errors_pb2, evaluate_pb2, tensor_pb2
 from gradrule_server.engine.bulk import Contents
+from gradrule_server.engine.copy_buffers import CopyBuffers
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.framing import Buffer
 from gradrule_server.link.shared_memory import ReceivedMemories, lost
@@ -24,8 +25,6 @@ from gradrule_server.link.shared_memory import ReceivedMemories, lost
 _FIELDS = ("feeds", "grad_ys", "tangents", "vectors")
 # Of a client's memory that is no larger nothing is gained.
 _LEAST_BYTES = 64 * 1024
-# TensorFlow reads arrays in place where they are aligned, and copies others.
-_ALIGNMENT = 64
 _PAGE = mmap.PAGESIZE
 
 
@@ -58,6 +57,7 @@ class SharedMemories:
     def __init__(self, received: ReceivedMemories | None) -> None:
         self._received = received
         self._memories: dict[bytes, mmap.mmap] = {}
+        self._buffers = CopyBuffers()
         self._lock = threading.Lock()
 
     def open(self, call: evaluate_pb2.EvaluateRequest, contents: Contents) -> tuple[Contents, Room | None]:
@@ -85,7 +85,7 @@ class SharedMemories:
                             "shared_memory.request_bytes tells",
                             field,
                         )
-                    found[field, index] = _copy(memory, source, f"{field}[{item.name!r}]", field)
+                    found[field, index] = _copy(memory, source, self._buffers, f"{field}[{item.name!r}]", field)
                     inline = tensor_pb2.Tensor(dtype=source.dtype, tensor_shape=source.shape)
                     item.value.inline.CopyFrom(inline)
         return found, Room(memory, use.answer_offset, use.answer_bytes) if use.answer_bytes else None
@@ -118,7 +118,9 @@ class SharedMemories:
                 os.close(fd)
 
 
-def _copy(memory: mmap.mmap, source: tensor_pb2.SharedMemoryTensor, where: str, field: str) -> memoryview:
+def _copy(
+    memory: mmap.mmap, source: tensor_pb2.SharedMemoryTensor, buffers: CopyBuffers, where: str, field: str
+) -> memoryview:
     """The bytes of a tensor. INVALID_TENSOR."""
     shape = _tensors.shape_tuple(source.shape)
     if shape is None or any(size is None or size < 0 for size in shape):
@@ -141,11 +143,9 @@ def _copy(memory: mmap.mmap, source: tensor_pb2.SharedMemoryTensor, where: str, 
             f"{where}: {source.size} bytes at {source.offset} do not lie in a shared memory of {len(memory)} bytes",
             field,
         )
-    room = np.empty(wanted + _ALIGNMENT, np.uint8)
-    start = -room.ctypes.data % _ALIGNMENT
-    content = room[start : start + wanted]
+    content = buffers.take(wanted)
     np.copyto(content, np.frombuffer(memory, np.uint8, wanted, source.offset))
-    return content.data
+    return memoryview(content)
 
 
 def _invalid(message: str, field: str) -> GradruleError:
