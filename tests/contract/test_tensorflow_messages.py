@@ -50,7 +50,7 @@ MIRRORED: dict[Any, Any] = {
     tensor_pb2.ResourceHandle: resource_handle_pb2.ResourceHandleProto,
 }
 
-OWN = {"TensorSpec", "TensorSource", "BlobTensor", "NamedTensor", "SparseTensor"}
+OWN = {"TensorSpec", "TensorSource", "BlobTensor", "SharedMemoryTensor", "NamedTensor", "SparseTensor"}
 """Messages of tensor.proto that are gradrule's alone."""
 
 

@@ -137,7 +137,7 @@ def test_every_element_type_and_inline_graphs_and_grad_ys(sharing: gr.Client) ->
     x = graph.placeholder("x", "float64", [None])
     i = graph.placeholder("i", "int32", [None])
     graph.op("Mul", x, graph.op("Cast", i, SrcT="int32", DstT="float64"), name="y")
-    feeds = {"x": values(300_000).astype(np.float64), "i": np.arange(300_000, dtype=np.int32)}
+    feeds: dict[Any, Any] = {"x": values(300_000).astype(np.float64), "i": np.arange(300_000, dtype=np.int32)}
     grad_y = values(300_000, 3).astype(np.float64)
     for _ in range(2):
         result = sharing.evaluate(graph, feeds, fetches=["y"], ys=["y"], xs=["x"], grad_ys=[grad_y])
@@ -224,14 +224,14 @@ def test_a_killed_server_and_a_killed_engine_cost_no_result(tmp_path: Path) -> N
 
 
 def test_a_server_without_it_is_sent_inline_tensors(tmp_path: Path) -> None:
-    with running_server(tmp_path / "server", ("--max-shared-bytes", "0")) as running:
-        with gr.connect(running.target) as client:
-            program = compiled(client)
-            for seed in range(2):
-                x = values(seed=seed)
-                check(program(x=x), x)
-            assert not client._memory.is_shared
-            assert "UNSUPPORTED" in client._memory.refusal
+    off = ("--max-shared-bytes", "0")
+    with running_server(tmp_path / "server", off) as running, gr.connect(running.target) as client:
+        program = compiled(client)
+        for seed in range(2):
+            x = values(seed=seed)
+            check(program(x=x), x)
+        assert not client._memory.is_shared
+        assert "UNSUPPORTED" in client._memory.refusal
 
 
 @pytest.mark.parametrize("fault", ["elsewhere", "imposter"])

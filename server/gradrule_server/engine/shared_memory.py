@@ -145,7 +145,7 @@ def _copy(
         )
     content = buffers.take(wanted)
     np.copyto(content, np.frombuffer(memory, np.uint8, wanted, source.offset))
-    return memoryview(content)
+    return content.data
 
 
 def _invalid(message: str, field: str) -> GradruleError:
