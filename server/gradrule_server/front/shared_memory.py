@@ -95,9 +95,8 @@ class SharedMemories:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
             self._listener.close()
             self._listener = None
-        for keys in self._keys.values():
-            keys.timer.cancel()
-        self._keys.clear()
+        for client_key in list(self._keys):
+            self._forget(client_key)
         for handshake in list(self._handshakes):
             handshake.close()
         for handover in list(self._memories.values()):
