@@ -109,7 +109,7 @@ def shared_memory(bench: Bench) -> list[Row]:
     counts = bench.counts
     return [
         *_shared_memory(bench, counts.large_bytes, counts.large_calls),
-        *_shared_memory(bench, counts.huge_bytes, max(1, counts.large_calls // 5)),
+        *_shared_memory(bench, counts.huge_bytes, counts.large_calls),
     ]
 
 

@@ -39,7 +39,7 @@ _HANDSHAKE_S = 5.0
 OFFER_S = 5.0
 """Seconds that the server has to say where memory is handed over."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 60.0, 3600.0
-_TRIM_AFTER_S = 5.0
+_TRIM_AFTER_S = 30.0
 _MAX_MESSAGE_BYTES = 4096
 _ACCEPTED = b"\x00"
 _USE = evaluate_pb2.EvaluateRequest.SHARED_MEMORY_FIELD_NUMBER

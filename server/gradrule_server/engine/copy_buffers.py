@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _KEPT_BYTES = 256 << 20
-_KEPT_S = 2.0
+_KEPT_S = 10.0
 # Smaller ones come cheap.
 _LEAST_BYTES = 1 << 20
 _ROUND = 1 << 20
