@@ -16,6 +16,7 @@ from gradrule_server.front.handlers import Door, Times
 from gradrule_server.front.heap import keep_freed_memory
 from gradrule_server.front.identity import Identity
 from gradrule_server.front.server import Front
+from gradrule_server.front.shared_memory import SharedMemories
 from gradrule_server.front.sockets import allow_connections
 from gradrule_server.front.tenants import Tenants
 from gradrule_server.link.pool import EnginePool
@@ -79,14 +80,17 @@ async def serve(settings: Settings) -> None:
         admission = assembly.admission_of(settings)
         times = Times(settings.default_deadline_s, settings.max_deadline_s, settings.stall_s)
         door = Door(Identity(credentials), tenants, admission, times, operations.observer, limits, watch)
+        memories = SharedMemories(tenants, settings.max_shared_bytes)
         front.add_services(
-            door, with_reflection=settings.reflection, status=operations.status if settings.admin else None
+            door, memories, with_reflection=settings.reflection, status=operations.status if settings.admin else None
         )
         await operations.start(assembly.sources_of(settings, loaded, tenants, admission))
         port = await front.start(f"{settings.host}:{settings.port}", certificates)
+        memories.start()
         accepting = asyncio.ensure_future(front.run_accept_loop())
         accepting.add_done_callback(lambda _: stopping.set())
         stops.push_async_callback(pool.stop)
+        stops.callback(memories.close)
         stops.push_async_callback(front.drain, settings.drain_s)
         stops.callback(door.drain)
         await _start_engines(pool, stopping)

@@ -179,9 +179,16 @@ class Settings(BaseModel):
     max_bytes_in_flight: ByteSize = Field(
         ByteSize(2048 * _MEBIBYTE), gt=0, description="Bytes of requests at a time; more are answered OVERLOADED."
     )
+    max_shared_bytes: ByteSize = Field(
+        ByteSize(16384 * _MEBIBYTE),
+        ge=0,
+        description="Bytes of memory that clients on this host may share with the server for large tensors, counted by "
+        "its size, used or not, at least 64 MiB for each; 0: none.",
+    )
     tenant_requests: PositiveInt | None = _of_tenant("Requests at a time")
     tenant_bytes_in_flight: ByteSize | None = _of_tenant("Bytes of requests at a time")
     tenant_streams: PositiveInt | None = _of_tenant("Streams at a time")
+    tenant_shared_bytes: ByteSize | None = _of_tenant("Bytes of memory that clients on this host may share")
     tenant_rules: PositiveInt | None = _of_tenant("USER rules")
     tenant_programs: PositiveInt | None = _of_tenant("Programs")
     tenant_registry_bytes: ByteSize | None = _of_tenant("Bytes of rules and programs")

@@ -93,10 +93,10 @@ class RawStream:
 
 
 class Client:
-    """gradrule's Python client, NumPy in and out."""
+    """gradrule's Python client, NumPy in and out; over TCP, unless it shares memory with the server."""
 
-    def __init__(self, target: str, work: Work, *, inline: bool = False) -> None:
-        self._client = gr.connect(target, timeout=TIMEOUT_S)
+    def __init__(self, target: str, work: Work, *, inline: bool = False, shared_memory: bool = False) -> None:
+        self._client = gr.connect(target, timeout=TIMEOUT_S, shared_memory=shared_memory)
         self._work = work
         self._program = None if inline else work.compile(self._client)
 

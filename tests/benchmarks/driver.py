@@ -34,6 +34,8 @@ def contender(kind: str, work: str, target: str = "", echo: str = "") -> Contend
             return contenders.RawStream(target, contenders.request_of(target, what))
         case "client":
             return contenders.Client(target, what)
+        case "client shared":
+            return contenders.Client(target, what, shared_memory=True)
         case "client inline":
             return contenders.Client(target, what, inline=True)
         case "session":

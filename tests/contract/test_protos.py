@@ -119,6 +119,8 @@ PYTHON = {
     "ProgramService.ListPrograms": "list_programs",
     "ProgramService.DeleteProgram": "delete_program",
     "GradientService.Evaluate": "evaluate",
+    # Calls with large tensors ask for it by themselves.
+    "GradientService.ShareMemory": "evaluate",
     "BlobService.FindMissingBlobs": "find_missing_blobs",
     "BlobService.UploadBlob": "upload",
     "SessionService.RunSession": "session",

@@ -50,7 +50,16 @@ MIRRORED: dict[Any, Any] = {
     tensor_pb2.ResourceHandle: resource_handle_pb2.ResourceHandleProto,
 }
 
-OWN = {"TensorSpec", "TensorSource", "BlobTensor", "NamedTensor", "SparseTensor", "PackedTensor", "Packing"}
+OWN = {
+    "TensorSpec",
+    "TensorSource",
+    "BlobTensor",
+    "SharedMemoryTensor",
+    "NamedTensor",
+    "SparseTensor",
+    "PackedTensor",
+    "Packing",
+}
 """Messages of tensor.proto that are gradrule's alone."""
 
 OWN_FIELDS = 1000

@@ -58,6 +58,8 @@ OTHER_VALUES = {
     "tenant_requests": 21,
     "tenant_bytes_in_flight": 22,
     "tenant_streams": 23,
+    "max_shared_bytes": 40,
+    "tenant_shared_bytes": 41,
     "tenant_rules": 24,
     "tenant_programs": 25,
     "tenant_registry_bytes": 37,

@@ -38,6 +38,7 @@ const CODES: { readonly [R in Reason]?: Code } = {
   OP_NOT_ALLOWED: Code.PERMISSION_DENIED,
   QUARANTINED: Code.FAILED_PRECONDITION,
   MEMORY_EXCEEDED: Code.RESOURCE_EXHAUSTED,
+  SHARED_MEMORY_LOST: Code.FAILED_PRECONDITION,
 };
 
 /** One thing that is wrong: its reason, a sentence, and where: a node's name, a request's field, or neither. */

@@ -107,7 +107,8 @@ function outputOf(message: NamedTensor): Tensor {
 }
 
 function gradientOf({ x, value }: GradientMessage): { kind: GradientKind; value: Gradient } {
-  if (value.case === undefined) throw unreadable(`gradient of ${x}`);
+  // The server writes gradients to shared memory only for clients that share some.
+  if (value.case === undefined || value.case === "sharedMemory") throw unreadable(`gradient of ${x}`);
   const kind = KINDS[value.case];
   if (value.case === "dense") return { kind, value: tensorOf(value.value) };
   if (value.case === "sparse") return { kind, value: sparseOf(value.value) };

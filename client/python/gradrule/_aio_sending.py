@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from gradrule import _calls, _deadlines, _routes, _wire
+from gradrule import _calls, _deadlines, _routes, _shared_memory, _wire
 from gradrule._aio_streams import AsyncStream
+from gradrule._shared_memory import SharedMemory, may_resend
 from gradrule._status import error_of, message_parts, parsed
 from gradrule._stream_messages import CHUNK_BYTES
 from gradrule._streams import StreamLostError
@@ -32,6 +33,7 @@ class AsyncCallSender:
         channel: grpc.aio.Channel,
         metadata: Any,
         routes: _routes.Routes,
+        memory: SharedMemory,
         closed: Callable[[], GradruleError],
     ) -> None:
         self._channel = channel
@@ -40,9 +42,11 @@ class AsyncCallSender:
         self._closed = closed
         self._methods: dict[str, grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]] = {}
         self._stream = AsyncStream(channel, metadata, closed)
+        self._memory = memory
 
     async def close(self) -> None:
-        """Ends the stream; calls on it are given up."""
+        """Ends the stream; calls on it are given up. Shares memory no more."""
+        self._memory.close()
         await self._stream.close()
 
     async def send(self, call: _calls.Call[R], seconds: float) -> R:
@@ -55,7 +59,37 @@ class AsyncCallSender:
                 raise lost.cause from None
         if call.method != _calls.EVALUATE:
             return await self._alone(call, parts, seconds)
+        if self._memory.is_worth(call, size):
+            return await self._through_memory(call, parts, size, seconds)
         return await self._evaluate(call, parts, size, seconds)
+
+    async def _through_memory(self, call: _calls.Call[R], parts: _wire.Parts, size: int, seconds: float) -> R:
+        """Sends a call whose large tensors lie in shared memory; inline where that cannot be."""
+        ends_at = time.monotonic() + seconds
+        memory = self._memory
+        if memory.must_open():
+            try:
+                offer = await self._method(_shared_memory.METHOD)(
+                    b"", timeout=min(seconds, _shared_memory.OFFER_S), metadata=self._metadata
+                )
+            except grpc.RpcError as failure:
+                memory.refuse(error_of(failure))
+            except grpc.aio.UsageError as cause:
+                raise self._closed() from cause
+            else:
+                # The server may be slow to answer, and other calls go on meanwhile.
+                await asyncio.to_thread(memory.open, call, size, offer)
+        shared = memory.place(call, parts)
+        if shared is not None:
+            try:
+                answer = await self._alone(shared.call, shared.parts, _deadlines.left(ends_at))
+                memory.end(shared)
+                return answer
+            except BaseException as failure:
+                memory.end(shared, failure)
+                if not may_resend(failure):
+                    raise
+        return await self._evaluate(call, parts, size, _deadlines.left(ends_at))
 
     async def _evaluate(self, call: _calls.Call[R], parts: _wire.Parts, size: int, seconds: float) -> R:
         """Sends a call of `Evaluate`; as it changes nothing, it may be sent again where its answer is lost."""
@@ -96,13 +130,16 @@ class AsyncCallSender:
         raise AssertionError("the loop ends by itself")
 
     async def _alone(self, call: _calls.Call[R], parts: _wire.Parts, seconds: float) -> R:
-        method = self._methods.get(call.method)
-        if method is None:
-            method = self._methods[call.method] = self._channel.unary_unary(call.method)
         try:
-            answer = await method(b"".join(parts), timeout=seconds, metadata=self._metadata)
+            answer = await self._method(call.method)(b"".join(parts), timeout=seconds, metadata=self._metadata)
         except grpc.RpcError as failure:
             raise error_of(failure) from None
         except grpc.aio.UsageError as cause:
             raise self._closed() from cause
         return parsed(call.answer, call.decode, answer)
+
+    def _method(self, path: str) -> grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]:
+        method = self._methods.get(path)
+        if method is None:
+            method = self._methods[path] = self._channel.unary_unary(path)
+        return method

@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
 from gradrule import _fast_paths, _packing, _tensors, _wire
 from gradrule._dtypes import name_of
+from gradrule._large import MIN_LARGE_BYTES
+from gradrule._memory_regions import rounded
 from gradrule._names import bare
 from gradrule.errors import InternalError, InvalidTensorError
 from gradrule.v1 import evaluate_pb2, tensor_pb2
@@ -29,6 +31,8 @@ _GRADIENTS = evaluate_pb2.EvaluateResponse.GRADIENTS_FIELD_NUMBER
 _NAME = tensor_pb2.NamedTensor.NAME_FIELD_NUMBER
 _VALUE = tensor_pb2.NamedTensor.VALUE_FIELD_NUMBER
 _INLINE = tensor_pb2.TensorSource.INLINE_FIELD_NUMBER
+_SHARED = tensor_pb2.TensorSource.SHARED_MEMORY_FIELD_NUMBER
+_SHARED_GRADIENT = evaluate_pb2.Gradient.SHARED_MEMORY_FIELD_NUMBER
 _CONTENT = tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER
 _PACKED = tensor_pb2.Tensor.PACKED_FIELD_NUMBER
 _PACKED_CONTENT = tensor_pb2.PackedTensor.CONTENT_FIELD_NUMBER
@@ -48,7 +52,10 @@ _SPARSE_PARTS = (
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where a tensor lies in an answer. dtype: None where the values are no plain bytes; then the message is parsed."""
+    """Where a tensor lies in an answer. dtype: None where the values are no plain bytes; then the message is parsed.
+
+    content: where its bytes begin in the answer.
+    """
 
     start: int
     end: int
@@ -57,8 +64,9 @@ class TensorPlace:
     shape: tuple[int, ...]
     content: int
 
-    def array(self, data: bytes) -> _tensors.Array:
-        """Returns the values as an array of their own memory. Raises `InvalidTensorError`."""
+    def array(self, answer: Answer) -> _tensors.Array:
+        """Returns the values as an array that nothing else changes. Raises `InvalidTensorError`."""
+        data = answer.data
         if self.dtype is None:
             try:
                 message = tensor_pb2.Tensor.FromString(data[self.start : self.end])
@@ -70,15 +78,29 @@ class TensorPlace:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedPlace(TensorPlace):
+    """Where a tensor lies in shared memory. content: where its bytes begin there."""
+
+    def array(self, answer: Answer) -> _tensors.Array:
+        """Returns the values in the memory, which nothing else changes. Raises `InvalidTensorError`."""
+        if self.dtype is None or answer.room is None:
+            raise InvalidTensorError("the server's answer: a tensor lies in shared memory, and there is none")
+        try:
+            return answer.room.array(self.content, self.dtype, self.shape, self.count * self.dtype.itemsize)
+        except ValueError as cause:
+            raise InvalidTensorError(f"the server's answer: {cause}") from None
+
+
+@dataclass(frozen=True, slots=True)
 class PackedPlace(TensorPlace):
     """Where a packed tensor lies. message: the tensor without its content. keep_bfloat16: see `_packing.unpack`."""
 
     message: tensor_pb2.PackedTensor
     keep_bfloat16: bool
 
-    def array(self, data: bytes) -> _tensors.Array:
+    def array(self, answer: Answer) -> _tensors.Array:
         """Returns the values, unpacked. Raises `InvalidTensorError`."""
-        content = memoryview(data)[self.content : self.end]
+        content = memoryview(answer.data)[self.content : self.end]
         try:
             array = _packing.unpack(self.message, content=content, keep_bfloat16=self.keep_bfloat16)
         except ValueError as cause:
@@ -119,12 +141,22 @@ class Layout:
 class Answer:
     """One answer: its bytes, where the tensors in them lie, and what is no tensor as a message."""
 
-    __slots__ = ("data", "layout", "rest")
+    __slots__ = ("data", "layout", "rest", "room")
 
     def __init__(self, data: bytes, layout: Layout, rest: evaluate_pb2.EvaluateResponse) -> None:
         self.data = data
         self.layout = layout
         self.rest = rest
+        self.room: SharedRoom | None = None
+        """Where tensors in shared memory lie."""
+
+
+class SharedRoom(Protocol):
+    """Memory that the server wrote tensors of an answer into."""
+
+    def array(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...], size: int) -> _tensors.Array:
+        """Returns the array at an offset. Raises `ValueError` where it does not lie there."""
+        ...
 
 
 class AnswerReader:
@@ -139,6 +171,10 @@ class AnswerReader:
         self._keep_bfloat16 = keep_bfloat16
         self._last: Layout | None = None
         self._keeps_layout = _fast_paths.is_enabled("answer-layouts")
+        self.was_used = False
+        """Whether an answer was read."""
+        self.room_bytes = 0
+        """Bytes that large tensors of the last answer take in shared memory, each on pages of its own."""
 
     def read(self, data: bytes) -> Answer:
         """Finds the tensors of an answer. Raises `InternalError` where the bytes are no answer."""
@@ -150,6 +186,7 @@ class AnswerReader:
                     return Answer(data, layout, rest)
             layout, others = _scan(data, self._label_of, self._keep_bfloat16)
             rest = evaluate_pb2.EvaluateResponse.FromString(others)
+            self.room_bytes, self.was_used = _room_bytes(layout), True
         except (DecodeError, _wire.MalformedError, UnicodeDecodeError) as cause:
             raise InternalError(f"the server's answer cannot be read: {cause}") from None
         # With something else between the tensors, the bytes behind the last one are not all that is left.
@@ -197,7 +234,8 @@ def _around(data: bytes, places: list[TensorPlace], end: int) -> tuple[tuple[int
     """Returns the bytes up to `end` that are no content of a tensor, each with its position."""
     found: list[tuple[int, bytes]] = []
     position = 0
-    for place in sorted((place for place in places if place.dtype is not None), key=lambda place: place.content):
+    own = [place for place in places if place.dtype is not None and not isinstance(place, SharedPlace)]
+    for place in sorted(own, key=lambda place: place.content):
         found.append((position, data[position : place.content]))
         position = place.end
     if position < end:
@@ -214,7 +252,33 @@ def _output(data: bytes, start: int, stop: int, keep: bool) -> tuple[str, Tensor
             for inner, first, last in _wire.fields(data, begin, end):
                 if inner == _INLINE:
                     place = _tensor(data, first, last, keep)
+                elif inner == _SHARED:
+                    place = _shared_tensor(data, first, last)
     return name, place
+
+
+def _shared_tensor(data: bytes, start: int, stop: int) -> TensorPlace:
+    """Returns where a tensor in shared memory lies. Raises `InvalidTensorError`."""
+    message = tensor_pb2.SharedMemoryTensor.FromString(data[start:stop])
+    try:
+        dtype, shape = _tensors.numpy_dtype(message.dtype), _tensors.known_shape(message.shape)
+    except ValueError as cause:
+        raise InvalidTensorError(f"the server's answer: {cause}") from None
+    count = math.prod(shape)
+    if dtype.kind == "O" or message.size != count * dtype.itemsize:
+        name = name_of(message.dtype)
+        raise InvalidTensorError(
+            f"the server's answer: {message.size} bytes of shared memory do not fit {name} of shape {list(shape)}"
+        )
+    return SharedPlace(start, stop, dtype, count, shape, message.offset)
+
+
+def _room_bytes(layout: Layout) -> int:
+    """Returns the bytes that the large tensors of an answer take in shared memory."""
+    places = [*layout.outputs.values()]
+    places += [place.tensors[0] for place in layout.gradients.values() if place.kind == "dense"]
+    sizes = [place.count * place.dtype.itemsize for place in places if place.dtype is not None]
+    return sum(rounded(size) for size in sizes if size >= MIN_LARGE_BYTES)
 
 
 def _gradient(data: bytes, start: int, stop: int, keep: bool) -> tuple[str, GradientPlace]:
@@ -222,6 +286,8 @@ def _gradient(data: bytes, start: int, stop: int, keep: bool) -> tuple[str, Grad
     for number, begin, end in _wire.fields(data, start, stop):
         if number == _X:
             name = data[begin:end].decode()
+        elif number == _SHARED_GRADIENT:
+            gradient = GradientPlace("dense", (_shared_tensor(data, begin, end),))
         elif (kind := _KINDS.get(number)) == "dense":
             gradient = GradientPlace(kind, (_tensor(data, begin, end, keep),))
         elif kind == "sparse":

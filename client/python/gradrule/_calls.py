@@ -40,6 +40,10 @@ class Call(NamedTuple, Generic[R]):
     on_stream: bool = False
     # Bytes of the request that follow those of the message.
     large: Sequence[_wire.Parts] = ()
+    # What reads the answer, if that may lie in shared memory.
+    reader: AnswerReader | None = None
+    # Whether its tensors may lie in shared memory: packed ones may not.
+    may_share: bool = True
 
 
 def with_own_arrays(call: Call[R]) -> Call[R]:
@@ -153,8 +157,17 @@ def evaluate(
     request.spec.CopyFrom(spec)
     aliases = _requests.given_aliases(graph, words)
     details = _results.ProgramDetails(aliases)
-    read = AnswerReader(labeller(aliases), keep_bfloat16=transfer.keep_wire_dtype).read
-    return evaluate_call(request, lambda answer: _results.Result(answer, details, groups), blobs, large, read)
+    reader = AnswerReader(labeller(aliases), keep_bfloat16=transfer.keep_wire_dtype)
+    return Call(
+        EVALUATE,
+        request,
+        reader.read,
+        lambda answer: _results.Result(answer, details, groups),
+        blobs,
+        large=large,
+        reader=reader,
+        may_share=transfer.packing is None,
+    )
 
 
 def compile_program(graph: GraphLike, name: str | None, words: _requests.Words) -> Call[program_pb2.Program]:

@@ -24,6 +24,7 @@ from gradrule._sending import CallSender, Started
 from gradrule._server_status import ServerStatus
 from gradrule._sessions import METHOD as SESSION_METHOD
 from gradrule._sessions import Session
+from gradrule._shared_memory import SharedMemory
 from gradrule._sources import GraphLike
 from gradrule._status import error_of, waiting_error
 from gradrule._streams import StreamLostError
@@ -51,6 +52,7 @@ def connect(
     insecure_token: bool = False,
     stream: bool = True,
     transfer: Transfer = PLAIN,
+    shared_memory: bool = True,
 ) -> Client:
     """A client of the server at `host:port`; nothing is sent yet.
 
@@ -59,7 +61,8 @@ def connect(
     insecure_token: lets the token travel unencrypted to another machine, which is refused otherwise.
     stream: calls of programs that are repeated share one persistent stream, which takes less time for each; False:
     each travels alone, as it must where a proxy spreads calls over several servers. transfer: how tensors travel, see
-    `Transfer`; default: as they are.
+    `Transfer`; default: as they are. shared_memory: large tensors of calls of programs lie in memory that is shared
+    with the server, where that is on the same host and takes it, and `transfer` does not pack them.
     """
     timeout = _deadlines.seconds(timeout)
     _security.check_token(target, token, is_encrypted=credentials is not None, insecure_token=insecure_token)
@@ -71,7 +74,9 @@ def connect(
         channel = grpc.secure_channel(
             _channel.address(target), credentials, options=_channel.OPTIONS, compression=transfer.grpc_compression
         )
-    return Client(channel, target, token=token, timeout=timeout, stream=stream, transfer=transfer)
+    return Client(
+        channel, target, token=token, timeout=timeout, stream=stream, transfer=transfer, shared_memory=shared_memory
+    )
 
 
 class Client(Derivatives):
@@ -89,12 +94,15 @@ class Client(Derivatives):
         timeout: float,
         stream: bool = True,
         transfer: Transfer = PLAIN,
+        shared_memory: bool = True,
     ) -> None:
         self._channel = channel
         self._metadata = _channel.metadata(token) + transfer.metadata
         self._transfer = transfer
         self._timeout = timeout
-        self._sender = CallSender(channel, self._metadata, Routes(use_stream=stream), self._closed)
+        routes = Routes(use_stream=stream)
+        self._memory = SharedMemory(is_wanted=shared_memory)
+        self._sender = CallSender(channel, self._metadata, routes, self._memory, self._closed)
         self.target = target
 
     # Rules.

@@ -7,7 +7,11 @@ follow the bytes of the rest, and each is copied once.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from gradrule import _tensors, _wire
 from gradrule._dtypes import as_dt
@@ -16,6 +20,8 @@ from gradrule.v1 import tensor_pb2
 MIN_LARGE_BYTES = 64 * 1024
 """Smaller tensors gain nothing."""
 
+# What stands before a tensor's bytes: its name, type and shape.
+_MAX_HEAD = 64 * 1024
 _NAME = tensor_pb2.NamedTensor.NAME_FIELD_NUMBER
 _VALUE = tensor_pb2.NamedTensor.VALUE_FIELD_NUMBER
 _INLINE = tensor_pb2.TensorSource.INLINE_FIELD_NUMBER
@@ -36,6 +42,60 @@ def parts(field: int, name: str, array: _tensors.Array) -> _wire.Parts:
         array: An array for which `is_large` holds.
     """
     return head(field, name, array), _tensors.content_of(array)
+
+
+class LargeTensor(NamedTuple):
+    """A large tensor among the parts of a request: the part before its bytes, and which entry of which field it is.
+
+    place: index of the part before its bytes.
+    """
+
+    place: int
+    content: _wire.Part
+    field: int
+    name: str
+    tensor: tensor_pb2.Tensor
+
+    def shared(self, offset: int) -> bytes:
+        """Returns the bytes of the entry for a tensor that lies in shared memory."""
+        place = tensor_pb2.SharedMemoryTensor(
+            offset=offset, size=len(self.content), dtype=self.tensor.dtype, shape=self.tensor.tensor_shape
+        )
+        entry = tensor_pb2.NamedTensor(name=self.name, value=tensor_pb2.TensorSource(shared_memory=place))
+        return b"".join(_wire.wrapped(self.field, [entry.SerializeToString()]))
+
+
+def tensors_in(parts: _wire.Parts) -> Iterator[LargeTensor]:
+    """Yields the large tensors among the parts of a request, in order, as far as `head` has begun them."""
+    before: _wire.Part = b""
+    for place, content in enumerate(parts):
+        if len(content) >= MIN_LARGE_BYTES and len(before) <= _MAX_HEAD:
+            described = _described(bytes(before), len(content))
+            if described is not None:
+                yield LargeTensor(place - 1, content, *described)
+        before = content
+
+
+def _described(head: bytes, size: int) -> tuple[int, str, tensor_pb2.Tensor] | None:
+    """Returns field, name, and the tensor without its bytes, of what stands before these; None where it is no head."""
+    try:
+        key, start = _wire.read_varint(head, 0)
+        total, start = _wire.read_varint(head, start)
+        if key & 7 != _wire.LENGTH_DELIMITED or start + total != len(head) + size:
+            return None
+        number, begin, position = next(_wire.fields(head, start, len(head)))
+        name = head[begin:position].decode()
+        for expected in (_VALUE, _INLINE):
+            tag, position = _wire.read_varint(head, position)
+            _, position = _wire.read_varint(head, position)
+            if number != _NAME or tag != expected << 3 | _wire.LENGTH_DELIMITED:
+                return None
+        end = _wire.prefix(_CONTENT, size)
+        if not head.endswith(end):
+            return None
+        return key >> 3, name, tensor_pb2.Tensor.FromString(head[position : len(head) - len(end)])
+    except (_wire.MalformedError, DecodeError, UnicodeDecodeError):
+        return None
 
 
 def head(field: int, name: str, array: _tensors.Array) -> bytes:

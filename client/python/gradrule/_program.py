@@ -112,7 +112,16 @@ class ProgramBase:
     ) -> _calls.Call[_results.Result]:
         reader = self._bfloat16_reader if transfer.keep_wire_dtype else self._reader
         parts, blobs = self._encoder.encode(feeds, params, grad_ys, stacked_grad_ys, transfer.packing)
-        return _calls.Call(_calls.EVALUATE, self._target, reader.read, self._decode, blobs, large=(parts,))
+        return _calls.Call(
+            _calls.EVALUATE,
+            self._target,
+            reader.read,
+            self._decode,
+            blobs,
+            large=(parts,),
+            reader=reader,
+            may_share=transfer.packing is None,
+        )
 
     def _decode(self, answer: Answer) -> _results.Result:
         return _results.Result(answer, self._details, self._groups)

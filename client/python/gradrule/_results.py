@@ -148,16 +148,14 @@ class Result:
 
     @cached_property
     def outputs(self) -> Mapping[str, Array]:
-        data = self._answer.data
-        found = {name: place.array(data) for name, place in self._answer.layout.outputs.items()}
+        found = {name: place.array(self._answer) for name, place in self._answer.layout.outputs.items()}
         return ByName(found, self._details.aliases)
 
     @cached_property
     def gradients(self) -> Mapping[str, Any]:
-        data = self._answer.data
         found: dict[str, Any] = {}
         for x, place in self._answer.layout.gradients.items():
-            tensors = [tensor.array(data) for tensor in place.tensors]
+            tensors = [tensor.array(self._answer) for tensor in place.tensors]
             found[x] = Sparse(*tensors) if place.kind == "sparse" else tensors[0] if tensors else None
         return regrouped(ByName(found, self._details.aliases), self._groups)
 

@@ -9,7 +9,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import grpc
 
-from gradrule import _calls, _deadlines, _routes, _wire
+from gradrule import _calls, _deadlines, _routes, _shared_memory, _wire
+from gradrule._shared_memory import SharedMemory, may_resend
 from gradrule._status import error_of, message_parts, parsed
 from gradrule._stream_messages import CHUNK_BYTES
 from gradrule._streams import Stream, StreamLostError
@@ -37,6 +38,7 @@ class CallSender:
         channel: grpc.Channel,
         metadata: Any,
         routes: _routes.Routes,
+        memory: SharedMemory,
         closed: Callable[[], GradruleError],
     ) -> None:
         self._channel = channel
@@ -45,6 +47,7 @@ class CallSender:
         self._closed = closed
         self._methods: dict[str, grpc.UnaryUnaryMultiCallable[bytes, bytes]] = {}
         self._stream = Stream(channel, metadata, closed)
+        self._memory = memory
 
     def send(self, call: _calls.Call[R], seconds: float) -> R:
         """Sends a call and returns its answer, decoded. Raises what the call failed with."""
@@ -56,6 +59,8 @@ class CallSender:
                 raise lost.cause from None
         if call.method != _calls.EVALUATE:
             return self._alone(call, parts, seconds)
+        if self._memory.is_worth(call, size):
+            return self._through_memory(call, parts, size, seconds)
         return self._evaluate(call, parts, size, seconds)
 
     def start(self, call: _calls.Call[R], seconds: float) -> Started[R]:
@@ -88,8 +93,36 @@ class CallSender:
         self._routes.note_lost()
 
     def close(self) -> None:
-        """Ends the stream; calls on it are given up."""
+        """Ends the stream; calls on it are given up. Shares memory no more."""
         self._stream.close()
+        self._memory.close()
+
+    def _through_memory(self, call: _calls.Call[R], parts: _wire.Parts, size: int, seconds: float) -> R:
+        """Sends a call whose large tensors lie in shared memory; inline where that cannot be."""
+        ends_at = time.monotonic() + seconds
+        memory = self._memory
+        if memory.must_open():
+            try:
+                offer = self._method(_shared_memory.METHOD)(
+                    b"", timeout=min(seconds, _shared_memory.OFFER_S), metadata=self._metadata
+                )
+            except grpc.RpcError as failure:
+                memory.refuse(error_of(failure))
+            except ValueError as cause:
+                raise self._closed() from cause
+            else:
+                memory.open(call, size, offer)
+        shared = memory.place(call, parts)
+        if shared is not None:
+            try:
+                answer = self._alone(shared.call, shared.parts, _deadlines.left(ends_at))
+                memory.end(shared)
+                return answer
+            except BaseException as failure:
+                memory.end(shared, failure)
+                if not may_resend(failure):
+                    raise
+        return self._evaluate(call, parts, size, _deadlines.left(ends_at))
 
     def _evaluate(self, call: _calls.Call[R], parts: _wire.Parts, size: int, seconds: float) -> R:
         """Sends a call of `Evaluate`; as it changes nothing, it may be sent again where its answer is lost."""

@@ -27,6 +27,7 @@ from gradrule._rules import Params, Rule
 from gradrule._server_status import ServerStatus
 from gradrule._sessions import METHOD as SESSION_METHOD
 from gradrule._sessions import AsyncSession
+from gradrule._shared_memory import SharedMemory
 from gradrule._sources import GraphLike
 from gradrule._status import error_of, waiting_error
 from gradrule._transfer import PLAIN, Transfer
@@ -53,6 +54,7 @@ def connect(
     insecure_token: bool = False,
     stream: bool = True,
     transfer: Transfer = PLAIN,
+    shared_memory: bool = True,
 ) -> AsyncClient:
     """`gradrule.connect` for asyncio. Call it where the event loop runs."""
     timeout = _deadlines.seconds(timeout)
@@ -65,7 +67,9 @@ def connect(
         channel = grpc.aio.secure_channel(
             _channel.address(target), credentials, options=_channel.OPTIONS, compression=transfer.grpc_compression
         )
-    return AsyncClient(channel, target, token=token, timeout=timeout, stream=stream, transfer=transfer)
+    return AsyncClient(
+        channel, target, token=token, timeout=timeout, stream=stream, transfer=transfer, shared_memory=shared_memory
+    )
 
 
 def local(**settings: Any) -> AsyncLocal:
@@ -106,12 +110,15 @@ class AsyncClient(AsyncDerivatives):
         timeout: float,
         stream: bool = True,
         transfer: Transfer = PLAIN,
+        shared_memory: bool = True,
     ) -> None:
         self._channel = channel
         self._metadata = _channel.metadata(token) + transfer.metadata
         self._transfer = transfer
         self._timeout = timeout
-        self._sender = AsyncCallSender(channel, self._metadata, Routes(use_stream=stream), self._closed)
+        routes = Routes(use_stream=stream)
+        self._memory = SharedMemory(is_wanted=shared_memory)
+        self._sender = AsyncCallSender(channel, self._metadata, routes, self._memory, self._closed)
         self.target = target
 
     # Rules.

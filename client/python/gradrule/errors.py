@@ -309,6 +309,12 @@ class QuotaExceededError(GradruleError):
     CODE = "RESOURCE_EXHAUSTED"
 
 
+class SharedMemoryLostError(GradruleError):
+    """The server does not have the memory that a call shares with it. Clients then send tensors inline."""
+
+    CODE = "FAILED_PRECONDITION"
+
+
 class InvalidOptimizerError(GradruleError):
     """A session's optimiser is none of `gradrule.optimizers`, or has a setting that Keras does not take."""
 

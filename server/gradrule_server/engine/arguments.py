@@ -205,10 +205,11 @@ class ArgumentReader:
         field: str,
     ) -> np.ndarray:
         source = value.WhichOneof("source")
-        if source is None:
+        if source not in ("inline", "blob"):
+            told = "lies in shared memory, which this request does not use" if source else "holds no tensor"
             raise error(
                 errors_pb2.ERROR_REASON_INVALID_TENSOR,
-                f"{what} {item.name!r} holds no tensor",
+                f"{what} {item.name!r} {told}",
                 node=item.name,
                 field=field,
             )

@@ -20,8 +20,10 @@ from gradrule_server.engine.memory import limit_memory
 from gradrule_server.engine.optimizer import configure_optimizer
 from gradrule_server.engine.sandbox.enter import SandboxRefused, enter
 from gradrule_server.engine.service import EngineService, tensorflow_version
+from gradrule_server.engine.shared_memory import SharedMemories
 from gradrule_server.link.framing import LINK_VERSION, Arenas, FrameSocket, Kind, MainCalls, serve_frames
 from gradrule_server.link.kernel import set_process_name
+from gradrule_server.link.shared_memory import ReceivedMemories
 from gradrule_server.link.v1 import link_pb2
 
 # The same for all engines of a fork server, so computed before the fork.
@@ -44,7 +46,8 @@ def run_engine(flags: Sequence[str], link: int, arenas: Sequence[int]) -> int:
         flags: `--device`, `--threads`, `--blobs`, `--sandbox`, `--memory-limit`, `--jit-after`,
             `--disabled-fast-paths`.
         link: Descriptor of a connected stream socket.
-        arenas: Descriptors of the shared memory that the engine reads and writes; empty where there is none.
+        arenas: Descriptors of the shared memory that the engine reads and writes, and of the socket by which memory of
+            clients comes; empty where there is none.
 
     Returns:
         0 once the socket was closed, 3 where the engine cannot run as asked, 1 after an unexpected error.
@@ -52,6 +55,7 @@ def run_engine(flags: Sequence[str], link: int, arenas: Sequence[int]) -> int:
     options = _parse(flags)
     _be_first_to_end()
     frames = FrameSocket(socket.socket(fileno=link), Arenas.of(arenas[1], arenas[0]) if arenas else None)
+    memories = SharedMemories(ReceivedMemories(socket.socket(fileno=arenas[2])) if arenas else None)
     try:
         sandbox = enter(options.sandbox, options.blobs)
         device = choose_device(options.device)
@@ -76,6 +80,7 @@ def run_engine(flags: Sequence[str], link: int, arenas: Sequence[int]) -> int:
         frames,
         device,
         BlobReader(options.blobs),
+        memories,
         lambda: calls.put(partial(set_process_name, _WORKER_NAME)),
         options.jit_after,
         options.disabled_fast_paths,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -15,6 +16,7 @@ from gradrule.v1 import evaluate_pb2, tensor_pb2
 from gradrule_server.engine import wire
 from gradrule_server.engine.graph_call import Arrays
 from gradrule_server.engine.question import DENSE, SPARSE, UNCONNECTED, WIDTHS
+from gradrule_server.engine.shared_memory import Room, write_tensor
 from gradrule_server.link.framing import Buffer
 
 if TYPE_CHECKING:
@@ -33,8 +35,19 @@ NARROW_INT_BYTES = 10
 """Size of a varint that holds a negative number."""
 _NANOSECONDS = 1_000_000_000
 
-_Tree: TypeAlias = "bytes | int | tuple[int, list[_Tree]]"
-"""Part of a message: encoded fields; the content of a tensor by its number among the results; a message field."""
+_Tree: TypeAlias = "bytes | _Tensor | tuple[int, list[_Tree]]"
+"""Part of a message: encoded fields; a tensor; a message field."""
+
+
+class _Tensor(NamedTuple):
+    """A result by its number, and the fields that it is in: with its bytes, and without them, in shared memory.
+
+    None: it cannot be in shared memory.
+    """
+
+    number: int
+    inline: int
+    shared: int | None
 
 
 class ResponseWriter:
@@ -54,11 +67,25 @@ class ResponseWriter:
             return sum([result.nbytes for result in results])
         return sum(map(_size_of, results))
 
-    def write(self, results: Arrays, queue_ns: int, run_ns: int, packing: Packing | None = None) -> list[Buffer]:
-        """Returns the parts of the message, in order; large tensors are views of the results."""
+    def write(
+        self,
+        results: Arrays,
+        queue_ns: int,
+        started_ns: int,
+        *,
+        packing: Packing | None = None,
+        room: Room | None = None,
+    ) -> list[Buffer]:
+        """Returns the parts of the message, in order; large tensors are views of the results.
+
+        queue_ns: how long the call waited. started_ns: when it was taken up. packing: how tensors are packed. room:
+        where large tensors that are not packed are written instead, as far as they find room there.
+        """
         found: tuple[list[bytes], bytes] | None
         if packing is not None:
             found, contents = self._packed(results, packing)
+        elif room is not None and self._is_plain:
+            return self._write_shared(results, queue_ns, started_ns, room)
         elif self._is_plain:
             shapes = tuple([result.shape for result in results])
             found = self._kept.get(shapes)
@@ -76,11 +103,30 @@ class ResponseWriter:
                 heads.append(_message(number, result))
                 contents.append(b"")
             found = self._encoded(heads, [0] * len(heads))
-        before, rest = found
+        return self._joined(*found, contents, queue_ns, started_ns)
+
+    def _write_shared(self, results: Arrays, queue_ns: int, started_ns: int, room: Room) -> list[Buffer]:
+        contents = [_content(result) for result in results]
+        may_share = [tensor.shared is not None for tensor in _tensors_of(self._tree)]
+        placed = room.place([content if may else b"" for content, may in zip(contents, may_share, strict=True)])
+        heads: list[bytes] = []
+        shared: list[bytes | None] = []
+        for index, (number, result, offset) in enumerate(zip(self._numbers, results, placed, strict=True)):
+            size = int(result.nbytes)
+            heads.append(_head(number, result.shape, size))
+            shared.append(None if offset is None else write_tensor(number, result.shape, offset, size))
+            if offset is not None:
+                contents[index] = b""
+        before, rest = self._encoded(heads, list(map(len, contents)), shared)
+        return self._joined(before, rest, contents, queue_ns, started_ns)
+
+    def _joined(
+        self, before: Sequence[bytes], rest: bytes, contents: Sequence[Buffer], queue_ns: int, started_ns: int
+    ) -> list[Buffer]:
         parts: list[Buffer] = []
         for head, content in zip(before, contents, strict=True):
             parts += (head, content)
-        parts.append(rest + self._device + _timings(queue_ns, run_ns))
+        parts.append(rest + self._device + _timings(queue_ns, time.monotonic_ns() - started_ns))
         return parts
 
     def _packed(self, results: Arrays, packing: Packing) -> tuple[tuple[list[bytes], bytes], list[Buffer]]:
@@ -98,24 +144,39 @@ class ResponseWriter:
             contents.append(_content(array) if packed is None else packed.content)
         return self._encoded(heads, [len(content) for content in contents]), contents
 
-    def _encoded(self, heads: Sequence[bytes], sizes: Sequence[int]) -> tuple[list[bytes], bytes]:
-        """Returns what stands before the content of each result, and what stands behind the last one."""
+    def _encoded(
+        self, heads: Sequence[bytes], sizes: Sequence[int], shared: Sequence[bytes | None] = ()
+    ) -> tuple[list[bytes], bytes]:
+        """Returns what stands before the content of each result, and what stands behind the last one.
+
+        shared: the bytes of results that lie in shared memory, and so have no content.
+        """
         before: list[bytes] = []
         piece: list[bytes] = []
 
         def size_of(node: _Tree) -> int:
             if isinstance(node, bytes):
                 return len(node)
-            if isinstance(node, int):
-                return len(heads[node]) + sizes[node]
+            if isinstance(node, _Tensor):
+                there = shared[node.number] if shared else None
+                if there is not None:
+                    return len(wire.field(node.shared or 0, there))
+                size = len(heads[node.number]) + sizes[node.number]
+                return len(wire.tag(node.inline)) + len(varint(size)) + size
             size = sum(map(size_of, node[1]))
             return len(wire.tag(node[0])) + len(varint(size)) + size
 
         def encode(node: _Tree) -> None:
             if isinstance(node, bytes):
                 piece.append(node)
-            elif isinstance(node, int):
-                before.append(b"".join([*piece, heads[node]]))
+            elif isinstance(node, _Tensor):
+                there = shared[node.number] if shared else None
+                if there is not None:
+                    piece.append(wire.field(node.shared or 0, there))
+                else:
+                    size = len(heads[node.number]) + sizes[node.number]
+                    piece.extend((wire.tag(node.inline), varint(size), heads[node.number]))
+                before.append(b"".join(piece))
                 piece.clear()
             else:
                 piece.extend((wire.tag(node[0]), varint(sum(map(size_of, node[1])))))
@@ -149,21 +210,33 @@ def _tree(built: Built) -> Iterator[_Tree]:
             yield (_EvaluateResponse.GRADIENTS_FIELD_NUMBER, [head, value])
 
 
+def _tensors_of(nodes: Iterable[_Tree]) -> Iterator[_Tensor]:
+    """Yields all tensors of the tree, in their order."""
+    for node in nodes:
+        if isinstance(node, _Tensor):
+            yield node
+        elif isinstance(node, tuple):
+            yield from _tensors_of(node[1])
+
+
 def _named(name: str, results: Sequence[int]) -> list[_Tree]:
     """The fields of a `NamedTensor`, without a value where there is no result."""
     encoded: _Tree = wire.field(tensor_pb2.NamedTensor.NAME_FIELD_NUMBER, name.encode())
-    source: _Tree = (tensor_pb2.TensorSource.INLINE_FIELD_NUMBER, list(results))
-    return [encoded, (tensor_pb2.NamedTensor.VALUE_FIELD_NUMBER, [source])] if results else [encoded]
+    source = tensor_pb2.TensorSource
+    tensors: list[_Tree] = [
+        _Tensor(result, source.INLINE_FIELD_NUMBER, source.SHARED_MEMORY_FIELD_NUMBER) for result in results
+    ]
+    return [encoded, (tensor_pb2.NamedTensor.VALUE_FIELD_NUMBER, tensors)] if results else [encoded]
 
 
 def _value(message: Any, form: str, results: Sequence[int]) -> _Tree:
     """The value of a gradient or of a block of a Jacobian."""
     if form == DENSE:
-        return (message.DENSE_FIELD_NUMBER, list(results))
+        return _Tensor(results[0], message.DENSE_FIELD_NUMBER, message.SHARED_MEMORY_FIELD_NUMBER)
     if form == SPARSE:
         sparse = tensor_pb2.SparseTensor
         numbers = (sparse.VALUES_FIELD_NUMBER, sparse.INDICES_FIELD_NUMBER, sparse.DENSE_SHAPE_FIELD_NUMBER)
-        parts: list[_Tree] = [(number, [result]) for number, result in zip(numbers, results, strict=True)]
+        parts: list[_Tree] = [_Tensor(result, number, None) for number, result in zip(numbers, results, strict=True)]
         return (message.SPARSE_FIELD_NUMBER, parts)
     number = message.UNCONNECTED_FIELD_NUMBER if form == UNCONNECTED else message.NOT_DIFFERENTIABLE_FIELD_NUMBER
     return wire.field(number, b"")

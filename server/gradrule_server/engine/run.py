@@ -23,6 +23,7 @@ from gradrule_server.engine.memory import memory_error, out_of_memory
 from gradrule_server.engine.names import message_of, readable
 from gradrule_server.engine.packing import packing_of
 from gradrule_server.engine.response_writer import NARROW_INT_BYTES, NARROW_INTS
+from gradrule_server.engine.shared_memory import Room, SharedMemories
 from gradrule_server.errors import error
 from gradrule_server.link.framing import Buffer
 from gradrule_server.link.v1 import link_pb2
@@ -32,13 +33,16 @@ T = TypeVar("T")
 _COMPILED = evaluate_pb2.EvaluateResponse(jit=True).SerializeToString()
 
 
-def run(built: Built, request: link_pb2.RunRequest, contents: Contents, reader: ArgumentReader) -> list[Buffer]:
+def run(
+    built: Built, request: link_pb2.RunRequest, contents: Contents, reader: ArgumentReader, memories: SharedMemories
+) -> list[Buffer]:
     """Runs the program; returns the parts of an `EvaluateResponse` with outputs, gradients, timings and device.
 
-    `contents`: what was cut out of the request.
+    `contents`: what was cut out of the request. `memories`: in which tensors may lie.
     """
     started = time.monotonic_ns()
     call = evaluate_pb2.EvaluateRequest.FromString(request.request)
+    contents, room = memories.open(call, contents)
     if request.blob_folder:
         reader = reader.within(request.blob_folder)
     packing = packing_of(call.answer_packing) if call.HasField("answer_packing") else None
@@ -46,9 +50,9 @@ def run(built: Built, request: link_pb2.RunRequest, contents: Contents, reader: 
     jit = built.jit
     if jit is None:
         results = translated(lambda: built.call(arrays))
-        return respond(built, results, request.received_ns, started, packing=packing)
+        return respond(built, results, request.received_ns, started, packing=packing, room=room)
     results, is_compiled = translated(lambda: jit.run(arrays))
-    parts = respond(built, results, request.received_ns, started, packing=packing)
+    parts = respond(built, results, request.received_ns, started, packing=packing, room=room)
     if is_compiled:
         parts.append(_COMPILED)
     return parts
@@ -60,12 +64,17 @@ def respond(
     received_ns: int,
     started_ns: int,
     batch_size: int = 0,
+    *,
     packing: Packing | None = None,
+    room: Room | None = None,
 ) -> list[Buffer]:
-    """Returns the parts of the `EvaluateResponse` with the results of a run. MESSAGE_TOO_LARGE."""
+    """Returns the parts of the `EvaluateResponse` with the results of a run. MESSAGE_TOO_LARGE.
+
+    `packing`: how results are packed. `room`: where large results are written instead, if they are not packed.
+    """
     _check_bytes(built.writer.size_of(results))
     queue_ns = max(0, started_ns - received_ns)
-    parts = built.writer.write(results, queue_ns, time.monotonic_ns() - started_ns, packing)
+    parts = built.writer.write(results, queue_ns, started_ns, packing=packing, room=room)
     if batch_size:
         parts.append(evaluate_pb2.EvaluateResponse(batch_size=batch_size).SerializeToString())
     return parts

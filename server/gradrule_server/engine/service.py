@@ -21,6 +21,7 @@ from gradrule_server.engine.jit.background import JitCompiler
 from gradrule_server.engine.memory import memory_error
 from gradrule_server.engine.run import run
 from gradrule_server.engine.sessions import Sessions
+from gradrule_server.engine.shared_memory import SharedMemories
 from gradrule_server.engine.weights import Weights
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.faults import NotLoaded, fault_message
@@ -34,8 +35,8 @@ _log = logging.getLogger(__name__)
 class EngineService:
     """Programs by key, and forward handles, and the handling of each kind of frame. Thread-safe.
 
-    `on_worker`: called at the first task of a compile worker. `jit_after_s`: as for `JitCompiler`.
-    `disabled_fast_paths`: see `gradrule._fast_paths`.
+    `memories`: of clients, in which tensors may lie. `on_worker`: called at the first task of a compile worker.
+    `jit_after_s`: as for `JitCompiler`. `disabled_fast_paths`: see `gradrule._fast_paths`.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class EngineService:
         frames: FrameSocket,
         device: str,
         blobs: BlobReader,
+        memories: SharedMemories | None = None,
         on_worker: Callable[[], None] = lambda: None,
         jit_after_s: float = 0.0,
         disabled_fast_paths: frozenset[str] = frozenset(),
@@ -56,7 +58,8 @@ class EngineService:
         self._programs: dict[str, Built] = {}
         self._sessions = Sessions(self._reader, self._weights, self._program, device)
         self._handles = Handles(self._reader)
-        self._batches = BatchRunner(frames, self._reader, self._program, self._answering)
+        self._memories = memories or SharedMemories(None)
+        self._batches = BatchRunner(frames, self._reader, self._memories, self._program, self._answering)
         self._on_worker = on_worker
         self._is_worker = False
         self._preparation = PreparationService(frames, lambda folder, name: blobs.within(folder).read(name))
@@ -108,8 +111,10 @@ class EngineService:
         payload, contents = open_payload(frame.kind, frame.payload)
         if frame.kind is Kind.RUN:
             request = link_pb2.RunRequest.FromString(payload)
-            answer = run(self._program(request.key), request, contents, self._reader)
+            answer = run(self._program(request.key), request, contents, self._reader, self._memories)
             self._frames.send(Kind.RAN, frame.request_id, answer)
+        elif frame.kind is Kind.DETACH:
+            self._memories.detach(bytes(payload))
         elif frame.kind is Kind.COMPILE:
             reply = self._compile(link_pb2.CompileRequest.FromString(payload))
             self._frames.send(Kind.COMPILED, frame.request_id, reply.SerializeToString())

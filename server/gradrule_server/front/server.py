@@ -26,6 +26,7 @@ from gradrule_server.front.services import (
     RuleServicer,
 )
 from gradrule_server.front.session_service import SESSION_SERVICE, SessionServicer
+from gradrule_server.front.shared_memory import SharedMemories
 from gradrule_server.front.tls import Certificates
 
 # Calls that gRPC has read and the event loop has not taken yet, each of 7 to 23 KiB. Beyond the first number gRPC
@@ -98,10 +99,15 @@ class Front:
         self._health.set(GRADIENT_SERVICE, NOT_SERVING)
 
     def add_services(
-        self, door: Door, *, with_reflection: bool, status: Callable[[], admin_pb2.ServerStatus] | None = None
+        self,
+        door: Door,
+        memories: SharedMemories,
+        *,
+        with_reflection: bool,
+        status: Callable[[], admin_pb2.ServerStatus] | None = None,
     ) -> None:
         """Adds gradrule's services, administration if there is a `status` to tell, and reflection if wanted."""
-        gradients, blobs = GradientServicer(door), BlobServicer()
+        gradients, blobs = GradientServicer(door, memories), BlobServicer()
         # gRPC asks one service after the other for the handler of a call, so the one that is called most comes first.
         self._server.add_generic_rpc_handlers(
             (

@@ -13,6 +13,7 @@ from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, rule_pb2
 from gradrule_server.errors import error
 from gradrule_server.front.calls import Call, Caller, MethodTable, StreamMethod, Write
 from gradrule_server.front.handlers import Door
+from gradrule_server.front.shared_memory import SharedMemories
 from gradrule_server.front.streams import Multiplexed
 from gradrule_server.link.faults import finding_message
 from gradrule_server.link.v1 import link_pb2
@@ -121,18 +122,27 @@ class ProgramServicer:
 class GradientServicer:
     """`GradientService`."""
 
-    def __init__(self, door: Door) -> None:
+    def __init__(self, door: Door, memories: SharedMemories) -> None:
         self._door = door
+        self._memories = memories
 
     def methods(self) -> MethodTable:
-        return {"Evaluate": (None, self.evaluate)}
+        return {
+            "Evaluate": (None, self.evaluate),
+            "ShareMemory": (evaluate_pb2.ShareMemoryRequest, self.share_memory),
+        }
 
     def streams(self) -> Mapping[str, StreamMethod]:
         return {"StreamEvaluate": self.stream}
 
     def evaluate(self, call: Call[Empty]) -> Awaitable[bytes]:
-        read = functools.partial(self._door.read, link_pb2.RawEvaluateRequest, call.raw, call.caller)
-        return call.caller.tenant.house.evaluate(call.raw, read, call.received_ns, call.ends_at)
+        caller = call.caller
+        read = functools.partial(self._door.read, link_pb2.RawEvaluateRequest, call.raw, caller)
+        used = functools.partial(self._memories.used, caller=caller, door=self._door)
+        return caller.tenant.house.evaluate(call.raw, read, call.received_ns, call.ends_at, used)
+
+    async def share_memory(self, call: Call[evaluate_pb2.ShareMemoryRequest]) -> evaluate_pb2.ShareMemoryResponse:
+        return self._memories.offer(call.caller)
 
     async def stream(self, caller: Caller, requests: AsyncIterator[bytes], write: Write) -> None:
         handles = StreamHandles(caller.tenant.handles)

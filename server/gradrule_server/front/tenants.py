@@ -33,6 +33,7 @@ KINDS: Mapping[str, str] = {
     "handles": "forward handles",
     "handle_bytes": "bytes of forward handles",
     "streams": "streams",
+    "shared_bytes": "bytes of shared memory",
 }
 """What is bounded for each tenant and for all, in people's words. The settings are `max_KIND` and `tenant_KIND`."""
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import socket
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from google.protobuf.message import DecodeError
@@ -30,6 +32,7 @@ from gradrule_server.link.framing import (
     unpack_place,
 )
 from gradrule_server.link.jit import JitState
+from gradrule_server.link.shared_memory import ClientMemory, MemoryChannel, lost
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.link.work import EngineGone, Work
 
@@ -53,7 +56,8 @@ _MOST_JOINED_BYTES = 16 << 10
 class Connection(asyncio.Protocol):
     """Frames over a stream to an engine of so many threads. Everything happens on the loop that made it.
 
-    `arenas`: where large payloads lie, if there are any; they end with the connection. `max_batch_size`: examples that
+    `arenas`: where large payloads lie, if there are any; they end with the connection. `memories`: socket by which
+    memory of clients is passed on. `max_batch_size`: examples that
     the engine may run together. `max_batch_delay_s`: how long a request may wait for that although a thread is free.
     """
 
@@ -63,6 +67,7 @@ class Connection(asyncio.Protocol):
         arenas: Arenas | None = None,
         max_batch_size: int = 1,
         max_batch_delay_s: float = 0.0,
+        memories: socket.socket | None = None,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         """The loop that everything happens on."""
@@ -75,6 +80,8 @@ class Connection(asyncio.Protocol):
         self._holding: asyncio.TimerHandle | None = None
         self._arenas = arenas
         self._arenas_used_at = 0.0
+        self.memories = None if memories is None else MemoryChannel(memories, partial(self.tell, Kind.DETACH))
+        """Passes on memory of clients, where the system can share any."""
         self._trimming: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
         self._buffer = bytearray()
@@ -172,6 +179,12 @@ class Connection(asyncio.Protocol):
             self._start_held_in_time()
         return work
 
+    def attach(self, memory: ClientMemory) -> None:
+        """Passes memory of a client on, before a request that uses it. SHARED_MEMORY_LOST where that fails."""
+        if self.memories is None or self.is_closed:
+            raise lost()
+        self.memories.attach(memory)
+
     def is_waiting(self, work: Work) -> bool:
         """Whether a request has not been sent yet."""
         return work.id in self._waiting
@@ -267,6 +280,8 @@ class Connection(asyncio.Protocol):
                 timer.cancel()
         if self._arenas is not None:
             self._arenas.close()
+        if self.memories is not None:
+            self.memories.close()
         if self.on_lost is not None:
             self.on_lost()
 

@@ -19,6 +19,7 @@ from gradrule_server.link.endings import Ending, Inquest, Reason
 from gradrule_server.link.faults import EngineLost
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.process import EngineProcess, EngineRefused
+from gradrule_server.link.shared_memory import ClientMemory
 from gradrule_server.link.spares import Spares
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.link.work import EngineGone, Work
@@ -246,16 +247,18 @@ class Engine:
         account: Account | None = None,
         on_ask: Callable[[Work, bytes], None] | None = None,
         batch_key: BatchKey | None = None,
+        memory: ClientMemory | None = None,
     ) -> bytes:
         """One request, given up when the caller is cancelled. `ends_at`: loop time after which it is of no use.
         `on_ask`: called with each question of the process's. `batch_key`: which others it may run with.
+        `memory`: of a client, which the request uses.
 
         ENGINE_UNAVAILABLE while there is no engine; `EngineLost` if it dies meanwhile. An engine that is still at it
         soon after the call was given up is ended, since nothing else stops a kernel or a loop that never ends.
         """
         if asyncio.get_running_loop().time() >= ends_at:
             raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, "the deadline passed before the engine was asked")
-        work = self.submit(kind, payload, account, batch_key=batch_key)
+        work = self.submit(kind, payload, account, batch_key=batch_key, memory=memory)
         if on_ask is not None:
             work.on_ask = functools.partial(on_ask, work)
         try:
@@ -273,13 +276,19 @@ class Engine:
         account: Account | None = None,
         suffix: bytes = b"",
         batch_key: BatchKey | None = None,
+        memory: ClientMemory | None = None,
     ) -> Work:
-        """Hands a request in, see `Connection.submit`; `EngineLost` or ENGINE_UNAVAILABLE where there is no engine."""
+        """Hands a request in, see `Connection.submit`; `EngineLost` or ENGINE_UNAVAILABLE where there is no engine.
+
+        `memory`: of a client, which the request uses.
+        """
         if self._process is None:
             raise unavailable()
         if self._unbatched and batch_key is not None and batch_key.digest in self._unbatched:
             batch_key = None
         try:
+            if memory is not None:
+                self._process.connection.attach(memory)
             work = self._process.connection.submit(kind, payload, account, suffix, batch_key)
         except EngineGone:
             raise lost_waiting() from None

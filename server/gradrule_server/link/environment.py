@@ -23,8 +23,8 @@ _MALLOC = {
     # What this cache hands out is not filled.
     "tcache_count": 0,
     # Filling must not make pages anew each time: what was freed is kept, as TensorFlow's own allocator would keep it.
-    # 32 MiB is the most that glibc takes for this threshold; larger tensors come from the kernel.
-    "mmap_threshold": 32 << 20,
+    # No tensor has pages of its own from the kernel, whatever its size: 100 MiB of new ones take longer than the work.
+    "mmap_max": 0,
     "trim_threshold": 256 << 20,
     "top_pad": 64 << 20,
 }

@@ -1,6 +1,7 @@
 """Messages between the front end and the engines' fork server, on a socket that keeps message boundaries.
 
-A request is the engine's flags, separated by NUL, with descriptors: the link's socket, stderr, and two arenas or none.
+A request is the engine's flags, separated by NUL, with descriptors: the link's socket, stderr, and, or none
+of the three, two arenas and the socket by which memory of clients comes.
 An answer is the pid of the engine, or a negative error number.
 """
 
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _MAX_REQUEST_BYTES = 64 * 1024
-_MAX_DESCRIPTORS = 4
+_MAX_DESCRIPTORS = 5
 MAX_ANSWER_BYTES = 64
 
 

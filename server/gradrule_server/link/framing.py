@@ -23,7 +23,7 @@ from gradrule_server.link.arena import LEAST_PLACED_BYTES, Chunk, Incoming, Outg
 
 _log = logging.getLogger(__name__)
 
-LINK_VERSION = 4
+LINK_VERSION = 5
 
 _HEADER = struct.Struct("<QIQ")
 HEADER_BYTES = _HEADER.size
@@ -63,6 +63,7 @@ class Kind(enum.IntEnum):
     TOLD = 21
     RUN_BATCH = 22
     BATCH_NOTICE = 23
+    DETACH = 24
     JIT_NOTICE = 30
 
 

@@ -171,15 +171,23 @@ async def start_process(options: ProcessOptions, fork_server: ForkServer) -> Eng
             passed_on.callback(os.close, writing)
             # To the engine, and from it. It inherits them; whatever becomes of both processes, nothing is left.
             arenas, shared = Arenas.make() if arena.is_supported() else (None, [])
+            memories = None
             if arenas is not None:
                 failed.callback(arenas.close)
+                memories, passed = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                failed.callback(memories.close)
+                passed_on.callback(passed.close)
+                shared.append(passed.fileno())
             try:
                 process = await fork_server.fork(options.flags(), [theirs.fileno(), writing, *shared])
             except ForkServerEnded as cause:
                 raise EngineRefused(f"the engine died while it started: {cause}") from None
         # From here on a failure closes the socket, and the engine ends when it sees that.
         _, connection = await loop.create_connection(
-            lambda: Connection(options.threads, arenas, options.max_batch_size, options.max_batch_delay_s), sock=ours
+            lambda: Connection(
+                options.threads, arenas, options.max_batch_size, options.max_batch_delay_s, memories=memories
+            ),
+            sock=ours,
         )
         stream = asyncio.StreamReader()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), stderr)

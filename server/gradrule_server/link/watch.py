@@ -69,6 +69,8 @@ class Watch:
             await asyncio.sleep(_MEMORY_PERIOD_S)
             for process in self._processes():
                 arenas = process.arenas.held_bytes if process.arenas is not None else 0
+                if process.connection.memories is not None:
+                    arenas += process.connection.memories.held_bytes
                 process.resident_bytes = resident_bytes(process.pid, arenas)
                 if self._memory_limit and process.resident_bytes > self._memory_limit * _MEMORY_SLACK:
                     _log.warning("engine %d takes %d bytes; ending it", process.pid, process.resident_bytes)
@@ -76,7 +78,7 @@ class Watch:
 
 
 def resident_bytes(pid: int, arenas: int) -> int:
-    """What of a process lies in memory, without files and arenas of so many bytes; 0 where that cannot be told.
+    """What of a process lies in memory, without files, arenas and memory of clients. 0 where that cannot be told.
 
     What it shares with others counts: a process makes such memory alone too, and the kernel's limit leaves that out.
     """

@@ -31,8 +31,8 @@ def value_fault(
 ) -> tuple[errors_pb2.ErrorReason.ValueType, str] | None:
     """What is wrong with the value of a variable, as a clause (`has …`); None: nothing."""
     source = value.WhichOneof("source")
-    if source is None:
-        return errors_pb2.ERROR_REASON_INVALID_TENSOR, "holds no tensor"
+    if source not in ("inline", "blob"):
+        return errors_pb2.ERROR_REASON_INVALID_TENSOR, "holds no tensor, inline or as a blob"
     if source == "inline":
         dtype, shape = value.inline.dtype, value.inline.tensor_shape
         fault = tensor_fault(value.inline, bounds)

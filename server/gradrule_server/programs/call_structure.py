@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-from gradrule._wire import MalformedError, read_varint, varint
-from gradrule.v1 import evaluate_pb2, tensor_pb2
+from google.protobuf.message import DecodeError
+
+from gradrule._wire import MalformedError, fields, read_varint, varint
+from gradrule.v1 import errors_pb2, evaluate_pb2, tensor_pb2
+from gradrule_server.errors import error
 from gradrule_server.policy import SMALL_BYTES
 
 CallStructure: TypeAlias = tuple[bytes, ...]
 """The program's name, the names of all given tensors and all other fields of a request, each with its tag.
 
-Requests of one structure differ in nothing but the values of their tensors, which are all inline.
+Requests of one structure differ in nothing but the values of their tensors, which are all inline or in shared memory,
+and in which memory that is.
 """
+
 
 _NUMBER, _LENGTH = 0, 2
 _FIELDS = evaluate_pb2.EvaluateRequest.DESCRIPTOR.fields_by_name
@@ -21,15 +26,20 @@ _PROGRAM = _FIELDS["program"].number << 3 | _LENGTH
 _PARAMS = _FIELDS["params"].number << 3 | _LENGTH
 _BATCHING = _FIELDS["batching"].number << 3 | _LENGTH
 _PACKING = _FIELDS["answer_packing"].number << 3 | _LENGTH
+_MEMORY = _FIELDS["shared_memory"].number << 3 | _LENGTH
 _NUMBERS = frozenset(_FIELDS[name].number << 3 for name in ("derivative", "stacked_grad_ys"))
 _NAME = tensor_pb2.NamedTensor.NAME_FIELD_NUMBER << 3 | _LENGTH
 _VALUE = tensor_pb2.NamedTensor.VALUE_FIELD_NUMBER << 3 | _LENGTH
 _INLINE = tensor_pb2.TensorSource.INLINE_FIELD_NUMBER << 3 | _LENGTH
+_SHARED = tensor_pb2.TensorSource.SHARED_MEMORY_FIELD_NUMBER << 3 | _LENGTH
 _CONTENT = tensor_pb2.Tensor.TENSOR_CONTENT_FIELD_NUMBER << 3 | _LENGTH
 _PACKED = varint(tensor_pb2.Tensor.PACKED_FIELD_NUMBER << 3 | _LENGTH)
 _PACKED_CONTENT = tensor_pb2.PackedTensor.CONTENT_FIELD_NUMBER << 3 | _LENGTH
+_VALUES, _SOURCES = (_VALUE,), (_INLINE, _SHARED)
 # A structure is a key of a cache: larger ones are rare and must not fill it.
 _MOST_FIELDS = 256
+USES_MEMORY = bytes([_MEMORY])
+"""The part of a structure that stands for the use of a client's memory."""
 # Of one tensor, bytes that are not its content. Nobody weighs them before they are parsed, so those of all tensors
 # together are no more than a message may have that is not weighed.
 _MOST_PARSED_BYTES = SMALL_BYTES // _MOST_FIELDS
@@ -70,6 +80,9 @@ def structure_of(raw: bytes) -> CallStructure | None:
                     has_program = True
                 position += size
                 parts.append(raw[start:position])
+            elif tag == _MEMORY and size <= 0x7F and USES_MEMORY not in parts:
+                position += size
+                parts.append(USES_MEMORY)
             elif tag in _NUMBERS and size <= 0x7F:
                 parts.append(raw[start:position])
             else:
@@ -82,10 +95,23 @@ def structure_of(raw: bytes) -> CallStructure | None:
     return tuple(parts) if has_program and position == end else None
 
 
+def memory_use(raw: bytes) -> evaluate_pb2.SharedMemoryUse:
+    """Returns how a request uses a client's memory. `raw`: bytes that have a structure with `USES_MEMORY`."""
+    number = evaluate_pb2.EvaluateRequest.SHARED_MEMORY_FIELD_NUMBER
+    start, end = next((start, end) for found, start, end in fields(raw, 0, len(raw)) if found == number)
+    try:
+        return evaluate_pb2.SharedMemoryUse.FromString(raw[start:end])
+    except DecodeError as cause:
+        message = f"shared_memory is no {evaluate_pb2.SharedMemoryUse.DESCRIPTOR.full_name}"
+        raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, message, field="shared_memory") from cause
+
+
 def _is_inline(raw: bytes, position: int, stop: int) -> bool:
-    """Whether a tensor's value begins here, is inline, is all there is until `stop`, and parses to little more."""
-    for tag in (_VALUE, _INLINE):
-        if raw[position] != tag:
+    """Whether a tensor's value begins here, is inline or in shared memory, is all there is until `stop`, and parses to
+    little more.
+    """
+    for tags in (_VALUES, _SOURCES):
+        if raw[position] not in tags:
             return False
         size, position = read_varint(raw, position + 1)
         if position + size != stop:

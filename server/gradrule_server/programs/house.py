@@ -12,6 +12,7 @@ import hashlib
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
@@ -20,12 +21,13 @@ from gradrule_server.link.engine import Engine
 from gradrule_server.link.faults import EngineLost, NotLoaded
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.shape import CallShape, canonical
+from gradrule_server.link.shared_memory import ClientMemory
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request import compiling
 from gradrule_server.operations.timings import note_run
 from gradrule_server.policy import Limits
 from gradrule_server.programs.cache import Inline, Named, ProgramCache, Runnable, SpecDigests
-from gradrule_server.programs.call_structure import CallStructure, structure_of
+from gradrule_server.programs.call_structure import USES_MEMORY, CallStructure, memory_use, structure_of
 from gradrule_server.programs.compiler import Compiler
 from gradrule_server.programs.kept import KeptPrograms
 from gradrule_server.programs.known_calls import KnownCalls
@@ -86,20 +88,43 @@ class ProgramHouse:
         read: Callable[[], Awaitable[link_pb2.RawEvaluateRequest]],
         received_ns: int,
         ends_at: float,
+        used: Callable[[evaluate_pb2.SharedMemoryUse], AbstractContextManager[ClientMemory]],
     ) -> bytes:
         """Runs once; returns an `EvaluateResponse`'s bytes.
 
-        `raw`: the request's bytes; `read`: parses them; `ends_at`: loop time of the deadline.
+        `raw`: the request's bytes; `read`: parses them; `ends_at`: loop time of the deadline; `used`: within it a call
+        uses the memory of a client.
         """
-        structure, lost = structure_of(raw) if self._has_known_calls else None, None
+        structure = structure_of(raw) if self._has_known_calls else None
         if structure is not None:
-            done = await self._known.run(structure, raw, received_ns, ends_at)
-            if isinstance(done, bytes):
-                return done
-            lost = done
+            if USES_MEMORY not in structure:
+                return await self._evaluate_once(raw, read, received_ns, ends_at, structure)
+            with used(memory_use(raw)) as memory:
+                return await self._evaluate_once(raw, read, received_ns, ends_at, structure, memory)
         request = await read()
         call = call_shape(request)
-        return (await self._evaluate(request, raw, call, received_ns, Once(ends_at), structure, lost))[0]
+        if not request.HasField("shared_memory"):
+            return (await self._evaluate(request, raw, call, received_ns, Once(ends_at)))[0]
+        with used(request.shared_memory) as memory:
+            # What the engine gets of a call with an inline program holds nothing but values.
+            return (await self._evaluate(request, raw, call, received_ns, Once(ends_at, memory=memory)))[0]
+
+    async def _evaluate_once(
+        self,
+        raw: bytes,
+        read: Callable[[], Awaitable[link_pb2.RawEvaluateRequest]],
+        received_ns: int,
+        ends_at: float,
+        structure: CallStructure,
+        memory: ClientMemory | None = None,
+    ) -> bytes:
+        """`evaluate` for a call whose structure is known without parsing it."""
+        done = await self._known.run(structure, raw, received_ns, ends_at, memory)
+        if isinstance(done, bytes):
+            return done
+        request = await read()
+        how = Once(ends_at, memory=memory)
+        return (await self._evaluate(request, raw, call_shape(request), received_ns, how, structure, done))[0]
 
     async def forward(
         self, request: link_pb2.RawEvaluateRequest, handle: str, received_ns: int, ends_at: float
@@ -155,6 +180,8 @@ class ProgramHouse:
                 vectors=request.vectors,
                 answer_packing=request.answer_packing if request.HasField("answer_packing") else None,
             )
+            if request.HasField("shared_memory"):
+                values.shared_memory.CopyFrom(request.shared_memory)
             payload = values.SerializeToString()
         run = link_pb2.RunRequest(
             request=payload, params=program.compiled.settings(request.params), blob_folder=self._blobs.folder_name

@@ -7,6 +7,7 @@ import asyncio
 from gradrule import _wire
 from gradrule_server.link.faults import EngineLost, NotLoaded
 from gradrule_server.link.framing import Kind
+from gradrule_server.link.shared_memory import ClientMemory
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.link.work import EngineGone
 from gradrule_server.operations.timings import note_known
@@ -39,7 +40,7 @@ class KnownCalls:
             self._cache.put_call(structure, KnownCall(key, program, settings, account))
 
     async def run(
-        self, structure: CallStructure, raw: bytes, received_ns: int, ends_at: float
+        self, structure: CallStructure, raw: bytes, received_ns: int, ends_at: float, memory: ClientMemory | None = None
     ) -> bytes | EngineLost | None:
         """Runs a call; returns an `EvaluateResponse`'s bytes.
 
@@ -51,6 +52,7 @@ class KnownCalls:
             raw: The request's bytes.
             received_ns: When it was read, CLOCK_MONOTONIC.
             ends_at: Loop time of the deadline.
+            memory: Of the client, which the call uses.
         """
         call = self._cache.get_call(structure)
         now = asyncio.get_running_loop().time()
@@ -72,7 +74,7 @@ class KnownCalls:
         load.holders += 1
         try:
             suffix = call.program.compiled.digests_tail
-            work = load.engine.submit(Kind.RUN, payload, call.account, suffix, call.batch_key)
+            work = load.engine.submit(Kind.RUN, payload, call.account, suffix, call.batch_key, memory)
             try:
                 answer = await work.answer
             except asyncio.CancelledError:

@@ -11,6 +11,7 @@ from gradrule_server.link.account import Account
 from gradrule_server.link.batching import BatchKey
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind
+from gradrule_server.link.shared_memory import ClientMemory
 from gradrule_server.link.v1 import link_pb2
 
 
@@ -42,15 +43,17 @@ class How(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Once:
-    """Forward and backward, and nothing is kept."""
+    """Forward and backward, and nothing is kept. `memory`: of the client, which the call uses."""
 
     ends_at: float
     pinned: Engine | None = None
     undo: Callable[[Engine], None] | None = None
+    memory: ClientMemory | None = None
 
     async def on(self, engine: Engine, run: link_pb2.RunRequest, account: Account) -> bytes:
         batch_key = BatchKey(run.key, settings_of(run))
-        return await engine.call(Kind.RUN, run.SerializeToString(), self.ends_at, account, batch_key=batch_key)
+        payload = run.SerializeToString()
+        return await engine.call(Kind.RUN, payload, self.ends_at, account, batch_key=batch_key, memory=self.memory)
 
 
 @dataclass(slots=True)

@@ -64,6 +64,8 @@ class Answering(grpc.GenericRpcHandler):
     def service(self, details: grpc.HandlerCallDetails) -> Any:
         if details.method.endswith("/StreamEvaluate"):
             return grpc.stream_stream_rpc_method_handler(self._stream)
+        if details.method.endswith("/ShareMemory"):
+            return None
         return grpc.unary_unary_rpc_method_handler(self._get if details.method.endswith("Program") else self._evaluate)
 
     def _get(self, _: bytes, context: Any) -> bytes:

@@ -155,6 +155,10 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """The program would take, or took, more memory than an engine may; the message has the figure where it is known
     [RESOURCE_EXHAUSTED].
     """
+    ERROR_REASON_SHARED_MEMORY_LOST: _ErrorReason.ValueType  # 57
+    """The server does not have the shared memory that the request names, or no longer; share memory anew, or send the tensors inline
+    [FAILED_PRECONDITION].
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a request failed. The gRPC code of each stands in brackets."""
@@ -282,5 +286,9 @@ ERROR_REASON_QUARANTINED: ErrorReason.ValueType  # 55
 ERROR_REASON_MEMORY_EXCEEDED: ErrorReason.ValueType  # 56
 """The program would take, or took, more memory than an engine may; the message has the figure where it is known
 [RESOURCE_EXHAUSTED].
+"""
+ERROR_REASON_SHARED_MEMORY_LOST: ErrorReason.ValueType  # 57
+"""The server does not have the shared memory that the request names, or no longer; share memory anew, or send the tensors inline
+[FAILED_PRECONDITION].
 """
 global___ErrorReason = ErrorReason

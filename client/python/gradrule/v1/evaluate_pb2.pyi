@@ -132,6 +132,7 @@ class EvaluateRequest(google.protobuf.message.Message):
     VECTORS_FIELD_NUMBER: builtins.int
     STACKED_GRAD_YS_FIELD_NUMBER: builtins.int
     BATCHING_FIELD_NUMBER: builtins.int
+    SHARED_MEMORY_FIELD_NUMBER: builtins.int
     ANSWER_PACKING_FIELD_NUMBER: builtins.int
     program: builtins.str
     """A compiled program, `programs/{id}`."""
@@ -170,6 +171,10 @@ class EvaluateRequest(google.protobuf.message.Message):
         """For this call."""
 
     @property
+    def shared_memory(self) -> global___SharedMemoryUse:
+        """Memory of the client in which tensors of the request lie, and tensors of the answer may be written. Default: none."""
+
+    @property
     def answer_packing(self) -> gradrule.v1.tensor_pb2.Packing:
         """How the tensors of the answer are packed. Default: not."""
 
@@ -186,13 +191,88 @@ class EvaluateRequest(google.protobuf.message.Message):
         vectors: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
         stacked_grad_ys: builtins.bool = ...,
         batching: gradrule.v1.program_pb2.Batching | None = ...,
+        shared_memory: global___SharedMemoryUse | None = ...,
         answer_packing: gradrule.v1.tensor_pb2.Packing | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "batching", b"batching", "program", b"program", "spec", b"spec", "target", b"target"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "batching", b"batching", "derivative", b"derivative", "feeds", b"feeds", "grad_ys", b"grad_ys", "params", b"params", "program", b"program", "spec", b"spec", "stacked_grad_ys", b"stacked_grad_ys", "tangents", b"tangents", "target", b"target", "vectors", b"vectors"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "batching", b"batching", "program", b"program", "shared_memory", b"shared_memory", "spec", b"spec", "target", b"target"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "batching", b"batching", "derivative", b"derivative", "feeds", b"feeds", "grad_ys", b"grad_ys", "params", b"params", "program", b"program", "shared_memory", b"shared_memory", "spec", b"spec", "stacked_grad_ys", b"stacked_grad_ys", "tangents", b"tangents", "target", b"target", "vectors", b"vectors"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["target", b"target"]) -> typing.Literal["program", "spec"] | None: ...
 
 global___EvaluateRequest = EvaluateRequest
+
+@typing.final
+class SharedMemoryUse(google.protobuf.message.Message):
+    """What of a client's memory one request uses. Until its answer has come, nothing else may use that. Where a request has failed with
+    DEADLINE_EXCEEDED, CANCELLED, ABORTED or UNAVAILABLE, it may be used later still: the client then closes the memory.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MEMORY_FIELD_NUMBER: builtins.int
+    REQUEST_BYTES_FIELD_NUMBER: builtins.int
+    ANSWER_OFFSET_FIELD_NUMBER: builtins.int
+    ANSWER_BYTES_FIELD_NUMBER: builtins.int
+    memory: builtins.bytes
+    """Name of the memory, as the server gave it. SHARED_MEMORY_LOST where the server does not have it."""
+    request_bytes: builtins.int
+    """Bytes of all tensors of the request that lie in it; they count as bytes in flight. INVALID_TENSOR where it is less than that."""
+    answer_offset: builtins.int
+    """Where in it the answer's tensors may be written."""
+    answer_bytes: builtins.int
+    """How many bytes there are for them; they count as bytes in flight too. What has no room there comes inline. 0: all tensors come inline."""
+    def __init__(
+        self,
+        *,
+        memory: builtins.bytes = ...,
+        request_bytes: builtins.int = ...,
+        answer_offset: builtins.int = ...,
+        answer_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["answer_bytes", b"answer_bytes", "answer_offset", b"answer_offset", "memory", b"memory", "request_bytes", b"request_bytes"]) -> None: ...
+
+global___SharedMemoryUse = SharedMemoryUse
+
+@typing.final
+class ShareMemoryRequest(google.protobuf.message.Message):
+    """Request of ShareMemory."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ShareMemoryRequest = ShareMemoryRequest
+
+@typing.final
+class ShareMemoryResponse(google.protobuf.message.Message):
+    """Answer of ShareMemory: where memory is handed over, once, within ten seconds."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: builtins.int
+    CLIENT_KEY_FIELD_NUMBER: builtins.int
+    SERVER_KEY_FIELD_NUMBER: builtins.int
+    MAX_BYTES_FIELD_NUMBER: builtins.int
+    address: builtins.str
+    """Name of an abstract Unix socket (SOCK_SEQPACKET) of the server's, without the zero byte before it."""
+    client_key: builtins.bytes
+    """What the client sends there first."""
+    server_key: builtins.bytes
+    """What the server answers. A client that is sent anything else has not reached the server, and closes the socket."""
+    max_bytes: builtins.int
+    """Most bytes that the memory may have."""
+    def __init__(
+        self,
+        *,
+        address: builtins.str = ...,
+        client_key: builtins.bytes = ...,
+        server_key: builtins.bytes = ...,
+        max_bytes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "client_key", b"client_key", "max_bytes", b"max_bytes", "server_key", b"server_key"]) -> None: ...
+
+global___ShareMemoryResponse = ShareMemoryResponse
 
 @typing.final
 class Unconnected(google.protobuf.message.Message):
@@ -229,6 +309,7 @@ class Gradient(google.protobuf.message.Message):
     SPARSE_FIELD_NUMBER: builtins.int
     UNCONNECTED_FIELD_NUMBER: builtins.int
     NOT_DIFFERENTIABLE_FIELD_NUMBER: builtins.int
+    SHARED_MEMORY_FIELD_NUMBER: builtins.int
     x: builtins.str
     """The x, as the request wrote it."""
     @property
@@ -247,6 +328,10 @@ class Gradient(google.protobuf.message.Message):
     def not_differentiable(self) -> global___NotDifferentiable:
         """There is none: x cannot be differentiated."""
 
+    @property
+    def shared_memory(self) -> gradrule.v1.tensor_pb2.SharedMemoryTensor:
+        """A tensor of x's type and shape in the memory that the request named."""
+
     def __init__(
         self,
         *,
@@ -255,10 +340,11 @@ class Gradient(google.protobuf.message.Message):
         sparse: gradrule.v1.tensor_pb2.SparseTensor | None = ...,
         unconnected: global___Unconnected | None = ...,
         not_differentiable: global___NotDifferentiable | None = ...,
+        shared_memory: gradrule.v1.tensor_pb2.SharedMemoryTensor | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["dense", b"dense", "not_differentiable", b"not_differentiable", "sparse", b"sparse", "unconnected", b"unconnected", "value", b"value"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["dense", b"dense", "not_differentiable", b"not_differentiable", "sparse", b"sparse", "unconnected", b"unconnected", "value", b"value", "x", b"x"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["value", b"value"]) -> typing.Literal["dense", "sparse", "unconnected", "not_differentiable"] | None: ...
+    def HasField(self, field_name: typing.Literal["dense", b"dense", "not_differentiable", b"not_differentiable", "shared_memory", b"shared_memory", "sparse", b"sparse", "unconnected", b"unconnected", "value", b"value"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["dense", b"dense", "not_differentiable", b"not_differentiable", "shared_memory", b"shared_memory", "sparse", b"sparse", "unconnected", b"unconnected", "value", b"value", "x", b"x"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["value", b"value"]) -> typing.Literal["dense", "sparse", "unconnected", "not_differentiable", "shared_memory"] | None: ...
 
 global___Gradient = Gradient
 
@@ -273,6 +359,7 @@ class JacobianBlock(google.protobuf.message.Message):
     DENSE_FIELD_NUMBER: builtins.int
     UNCONNECTED_FIELD_NUMBER: builtins.int
     NOT_DIFFERENTIABLE_FIELD_NUMBER: builtins.int
+    SHARED_MEMORY_FIELD_NUMBER: builtins.int
     y: builtins.str
     """The y, as the request wrote it."""
     x: builtins.str
@@ -289,6 +376,10 @@ class JacobianBlock(google.protobuf.message.Message):
     def not_differentiable(self) -> global___NotDifferentiable:
         """There is none: x or y cannot be differentiated."""
 
+    @property
+    def shared_memory(self) -> gradrule.v1.tensor_pb2.SharedMemoryTensor:
+        """A tensor of x's type in the memory that the request named."""
+
     def __init__(
         self,
         *,
@@ -297,10 +388,11 @@ class JacobianBlock(google.protobuf.message.Message):
         dense: gradrule.v1.tensor_pb2.Tensor | None = ...,
         unconnected: global___Unconnected | None = ...,
         not_differentiable: global___NotDifferentiable | None = ...,
+        shared_memory: gradrule.v1.tensor_pb2.SharedMemoryTensor | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["dense", b"dense", "not_differentiable", b"not_differentiable", "unconnected", b"unconnected", "value", b"value"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["dense", b"dense", "not_differentiable", b"not_differentiable", "unconnected", b"unconnected", "value", b"value", "x", b"x", "y", b"y"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["value", b"value"]) -> typing.Literal["dense", "unconnected", "not_differentiable"] | None: ...
+    def HasField(self, field_name: typing.Literal["dense", b"dense", "not_differentiable", b"not_differentiable", "shared_memory", b"shared_memory", "unconnected", b"unconnected", "value", b"value"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["dense", b"dense", "not_differentiable", b"not_differentiable", "shared_memory", b"shared_memory", "unconnected", b"unconnected", "value", b"value", "x", b"x", "y", b"y"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["value", b"value"]) -> typing.Literal["dense", "unconnected", "not_differentiable", "shared_memory"] | None: ...
 
 global___JacobianBlock = JacobianBlock
 

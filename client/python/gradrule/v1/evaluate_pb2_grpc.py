@@ -45,6 +45,11 @@ class GradientServiceStub(object):
                 request_serializer=gradrule_dot_v1_dot_evaluate__pb2.StreamEvaluateRequest.SerializeToString,
                 response_deserializer=gradrule_dot_v1_dot_evaluate__pb2.StreamEvaluateResponse.FromString,
                 _registered_method=True)
+        self.ShareMemory = channel.unary_unary(
+                '/gradrule.v1.GradientService/ShareMemory',
+                request_serializer=gradrule_dot_v1_dot_evaluate__pb2.ShareMemoryRequest.SerializeToString,
+                response_deserializer=gradrule_dot_v1_dot_evaluate__pb2.ShareMemoryResponse.FromString,
+                _registered_method=True)
 
 
 class GradientServiceServicer(object):
@@ -68,6 +73,14 @@ class GradientServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ShareMemory(self, request, context):
+        """Lets a client on the same host share memory with the server, so that large tensors need not travel. The answer says where the client hands
+        its memory over; docs/shared-memory.md has the steps. UNSUPPORTED where the server shares no memory.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GradientServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -80,6 +93,11 @@ def add_GradientServiceServicer_to_server(servicer, server):
                     servicer.StreamEvaluate,
                     request_deserializer=gradrule_dot_v1_dot_evaluate__pb2.StreamEvaluateRequest.FromString,
                     response_serializer=gradrule_dot_v1_dot_evaluate__pb2.StreamEvaluateResponse.SerializeToString,
+            ),
+            'ShareMemory': grpc.unary_unary_rpc_method_handler(
+                    servicer.ShareMemory,
+                    request_deserializer=gradrule_dot_v1_dot_evaluate__pb2.ShareMemoryRequest.FromString,
+                    response_serializer=gradrule_dot_v1_dot_evaluate__pb2.ShareMemoryResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -137,6 +155,33 @@ class GradientService(object):
             '/gradrule.v1.GradientService/StreamEvaluate',
             gradrule_dot_v1_dot_evaluate__pb2.StreamEvaluateRequest.SerializeToString,
             gradrule_dot_v1_dot_evaluate__pb2.StreamEvaluateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ShareMemory(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/gradrule.v1.GradientService/ShareMemory',
+            gradrule_dot_v1_dot_evaluate__pb2.ShareMemoryRequest.SerializeToString,
+            gradrule_dot_v1_dot_evaluate__pb2.ShareMemoryResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,6 +38,14 @@ class GradientServiceStub:
     fails gets a status as its answer and ends nothing else. Ending the stream gives up what is under way.
     """
 
+    ShareMemory: grpc.UnaryUnaryMultiCallable[
+        gradrule.v1.evaluate_pb2.ShareMemoryRequest,
+        gradrule.v1.evaluate_pb2.ShareMemoryResponse,
+    ]
+    """Lets a client on the same host share memory with the server, so that large tensors need not travel. The answer says where the client hands
+    its memory over; docs/shared-memory.md has the steps. UNSUPPORTED where the server shares no memory.
+    """
+
 class GradientServiceAsyncStub:
     """Runs programs."""
 
@@ -56,6 +64,14 @@ class GradientServiceAsyncStub:
     ]
     """Runs programs over one stream, many under way at a time, and keeps forward handles, whose life is that of the stream at most. A request that
     fails gets a status as its answer and ends nothing else. Ending the stream gives up what is under way.
+    """
+
+    ShareMemory: grpc.aio.UnaryUnaryMultiCallable[
+        gradrule.v1.evaluate_pb2.ShareMemoryRequest,
+        gradrule.v1.evaluate_pb2.ShareMemoryResponse,
+    ]
+    """Lets a client on the same host share memory with the server, so that large tensors need not travel. The answer says where the client hands
+    its memory over; docs/shared-memory.md has the steps. UNSUPPORTED where the server shares no memory.
     """
 
 class GradientServiceServicer(metaclass=abc.ABCMeta):
@@ -80,6 +96,16 @@ class GradientServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[gradrule.v1.evaluate_pb2.StreamEvaluateResponse], collections.abc.AsyncIterator[gradrule.v1.evaluate_pb2.StreamEvaluateResponse]]:
         """Runs programs over one stream, many under way at a time, and keeps forward handles, whose life is that of the stream at most. A request that
         fails gets a status as its answer and ends nothing else. Ending the stream gives up what is under way.
+        """
+
+    @abc.abstractmethod
+    def ShareMemory(
+        self,
+        request: gradrule.v1.evaluate_pb2.ShareMemoryRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[gradrule.v1.evaluate_pb2.ShareMemoryResponse, collections.abc.Awaitable[gradrule.v1.evaluate_pb2.ShareMemoryResponse]]:
+        """Lets a client on the same host share memory with the server, so that large tensors need not travel. The answer says where the client hands
+        its memory over; docs/shared-memory.md has the steps. UNSUPPORTED where the server shares no memory.
         """
 
 def add_GradientServiceServicer_to_server(servicer: GradientServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -711,6 +711,39 @@ class BlobTensor(google.protobuf.message.Message):
 global___BlobTensor = BlobTensor
 
 @typing.final
+class SharedMemoryTensor(google.protobuf.message.Message):
+    """A tensor in memory that client and server share, see GradientService.ShareMemory. Not for DT_STRING, nor for types of less than a byte."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: builtins.int
+    SIZE_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
+    SHAPE_FIELD_NUMBER: builtins.int
+    offset: builtins.int
+    """Where in the memory the elements' bytes begin: row-major, little-endian, as in `Tensor.tensor_content`."""
+    size: builtins.int
+    """Number of bytes. INVALID_TENSOR where it does not fit element type and shape, or the bytes do not lie in the memory."""
+    dtype: global___Dt.ValueType
+    """Element type."""
+    @property
+    def shape(self) -> global___TensorShape:
+        """Shape; every dimension must be known. Default: a scalar."""
+
+    def __init__(
+        self,
+        *,
+        offset: builtins.int = ...,
+        size: builtins.int = ...,
+        dtype: global___Dt.ValueType = ...,
+        shape: global___TensorShape | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["shape", b"shape"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "offset", b"offset", "shape", b"shape", "size", b"size"]) -> None: ...
+
+global___SharedMemoryTensor = SharedMemoryTensor
+
+@typing.final
 class TensorSource(google.protobuf.message.Message):
     """Where a tensor comes from."""
 
@@ -718,6 +751,7 @@ class TensorSource(google.protobuf.message.Message):
 
     INLINE_FIELD_NUMBER: builtins.int
     BLOB_FIELD_NUMBER: builtins.int
+    SHARED_MEMORY_FIELD_NUMBER: builtins.int
     @property
     def inline(self) -> global___Tensor:
         """The tensor itself."""
@@ -726,15 +760,20 @@ class TensorSource(google.protobuf.message.Message):
     def blob(self) -> global___BlobTensor:
         """A tensor whose bytes were uploaded before. In requests only."""
 
+    @property
+    def shared_memory(self) -> global___SharedMemoryTensor:
+        """A tensor in the memory that the request names (`EvaluateRequest.shared_memory`). INVALID_TENSOR in any other request."""
+
     def __init__(
         self,
         *,
         inline: global___Tensor | None = ...,
         blob: global___BlobTensor | None = ...,
+        shared_memory: global___SharedMemoryTensor | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["blob", b"blob", "inline", b"inline", "source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["blob", b"blob", "inline", b"inline", "source", b"source"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["source", b"source"]) -> typing.Literal["inline", "blob"] | None: ...
+    def HasField(self, field_name: typing.Literal["blob", b"blob", "inline", b"inline", "shared_memory", b"shared_memory", "source", b"source"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blob", b"blob", "inline", b"inline", "shared_memory", b"shared_memory", "source", b"source"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["source", b"source"]) -> typing.Literal["inline", "blob", "shared_memory"] | None: ...
 
 global___TensorSource = TensorSource
 

@@ -13,6 +13,7 @@ from gradrule_server.engine.built import Built
 from gradrule_server.engine.closeness import is_inexact
 from gradrule_server.engine.graph_call import Arrays
 from gradrule_server.engine.run import translated
+from gradrule_server.engine.shared_memory import Room
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class Call:
 
     examples: its rows on axis 0; 0: it cannot run with others. company: calls of equal company can run together.
     packing: how its answer is packed.
+    room: where large results are written.
     """
 
     request_id: int
@@ -30,6 +32,7 @@ class Call:
     examples: int = 0
     company: Hashable = None
     packing: Packing | None = None
+    room: Room | None = None
 
 
 def examples_of(built: Built, layout: Layout, arguments: Arrays) -> int:

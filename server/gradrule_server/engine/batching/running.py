@@ -29,6 +29,7 @@ from gradrule_server.engine.bulk import open_payload
 from gradrule_server.engine.graph_call import Arrays
 from gradrule_server.engine.packing import packing_of
 from gradrule_server.engine.run import respond
+from gradrule_server.engine.shared_memory import SharedMemories
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.arena import LEAST_PLACED_BYTES
 from gradrule_server.link.batching import unpack_batch
@@ -43,18 +44,21 @@ _Answering: TypeAlias = Callable[[int], AbstractContextManager[None]]
 class BatchRunner:
     """Answers RUN_BATCH frames. Thread-safe.
 
-    program: finds a program by its key. answering: within this context an error becomes the answer of that request.
+    memories: of clients, in which tensors may lie. program: finds a program by its key.
+    answering: within this context an error becomes the answer of that request.
     """
 
     def __init__(
         self,
         frames: FrameSocket,
         reader: ArgumentReader,
+        memories: SharedMemories,
         program: Callable[[str], Built],
         answering: _Answering,
     ) -> None:
         self._frames = frames
         self._reader = reader
+        self._memories = memories
         self._program = program
         self._answering = answering
         self._proofs: weakref.WeakKeyDictionary[Built, Proof] = weakref.WeakKeyDictionary()
@@ -82,10 +86,11 @@ class BatchRunner:
                 built = self._program(request.key)
                 values = evaluate_pb2.EvaluateRequest.FromString(request.request)
                 started_ns = time.monotonic_ns()
+                contents, room = self._memories.open(values, opened.contents)
                 reader = self._reader.within(request.blob_folder)
-                arguments = reader.arrays(built, values, request.params, opened.contents)
+                arguments = reader.arrays(built, values, request.params, contents)
                 packing = packing_of(values.answer_packing) if values.HasField("answer_packing") else None
-                call = Call(request_id, request.received_ns, started_ns, arguments, packing=packing)
+                call = Call(request_id, request.received_ns, started_ns, arguments, packing=packing, room=room)
                 may_batch = values.batching.allowed or not values.batching.HasField("allowed")
                 calls.append(self._placed(built, call) if may_batch else call)
         if built is not None:
@@ -162,5 +167,7 @@ class BatchRunner:
 
     def _answer(self, built: Built, call: Call, results: Arrays, batch_size: int) -> None:
         with self._answering(call.request_id):
-            answer = respond(built, results, call.received_ns, call.started_ns, batch_size, call.packing)
+            answer = respond(
+                built, results, call.received_ns, call.started_ns, batch_size, packing=call.packing, room=call.room
+            )
             self._frames.send(Kind.RAN, call.request_id, answer)

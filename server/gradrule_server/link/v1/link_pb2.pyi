@@ -19,6 +19,7 @@ A frame on the socket is a header (see link/framing.py) and a payload, one of th
 - UNLOAD (UnloadRequest), RELEASE and END_SESSION (ReleaseRequest): no answer.
 - PING → PONG: nothing.
 - PLACED, either way: in place of a frame whose payload lies in an arena; its kind and place (see link/framing.py).
+- DETACH (the name of a client's memory): no answer; the engine uses it no more.
 - TAKEN: nothing; the front end has read the answer that was PLACED. TRIM: nothing; the engine gives back its arena's memory.
 What is called Raw… never crosses the socket: it is how the front end reads and writes the API's messages without parsing their parts.
 """
@@ -2095,6 +2096,7 @@ class RawEvaluateRequest(google.protobuf.message.Message):
     TANGENTS_FIELD_NUMBER: builtins.int
     VECTORS_FIELD_NUMBER: builtins.int
     STACKED_GRAD_YS_FIELD_NUMBER: builtins.int
+    SHARED_MEMORY_FIELD_NUMBER: builtins.int
     ANSWER_PACKING_FIELD_NUMBER: builtins.int
     program: builtins.str
     """As there."""
@@ -2125,9 +2127,11 @@ class RawEvaluateRequest(google.protobuf.message.Message):
         """As there."""
 
     @property
-    def answer_packing(self) -> gradrule.v1.tensor_pb2.Packing:
+    def shared_memory(self) -> gradrule.v1.evaluate_pb2.SharedMemoryUse:
         """As there."""
 
+    @property
+    def answer_packing(self) -> gradrule.v1.tensor_pb2.Packing: ...
     def __init__(
         self,
         *,
@@ -2140,10 +2144,11 @@ class RawEvaluateRequest(google.protobuf.message.Message):
         tangents: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
         vectors: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
         stacked_grad_ys: builtins.bool = ...,
+        shared_memory: gradrule.v1.evaluate_pb2.SharedMemoryUse | None = ...,
         answer_packing: gradrule.v1.tensor_pb2.Packing | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "program", b"program", "spec", b"spec", "target", b"target"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "derivative", b"derivative", "feeds", b"feeds", "grad_ys", b"grad_ys", "params", b"params", "program", b"program", "spec", b"spec", "stacked_grad_ys", b"stacked_grad_ys", "tangents", b"tangents", "target", b"target", "vectors", b"vectors"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "program", b"program", "shared_memory", b"shared_memory", "spec", b"spec", "target", b"target"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "derivative", b"derivative", "feeds", b"feeds", "grad_ys", b"grad_ys", "params", b"params", "program", b"program", "shared_memory", b"shared_memory", "spec", b"spec", "stacked_grad_ys", b"stacked_grad_ys", "tangents", b"tangents", "target", b"target", "vectors", b"vectors"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["target", b"target"]) -> typing.Literal["program", "spec"] | None: ...
 
 global___RawEvaluateRequest = RawEvaluateRequest

@@ -21,6 +21,7 @@ from gradrule_server.engine.batching.running import BatchRunner
 from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.engine.build import build
 from gradrule_server.engine.built import Built
+from gradrule_server.engine.shared_memory import SharedMemories
 from gradrule_server.errors import GradruleError
 from gradrule_server.link.batching import pack_batch
 from gradrule_server.link.framing import FrameSocket, Kind
@@ -45,7 +46,11 @@ class Engine:
         self.errors: dict[int, Exception] = {}
         self.notices: list[link_pb2.BatchNotice] = []
         self.runner = BatchRunner(
-            cast(FrameSocket, self), ArgumentReader(cast(BlobReader, None)), lambda key: built, self.answering
+            cast(FrameSocket, self),
+            ArgumentReader(cast(BlobReader, None)),
+            SharedMemories(None),
+            lambda key: built,
+            self.answering,
         )
 
     def send(self, kind: Kind, number: int, payload: Any) -> None:

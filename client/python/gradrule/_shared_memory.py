@@ -1,0 +1,340 @@
+"""Memory that a client shares with a server on the same host, so that large tensors do not travel.
+
+The memory has no name and is handed over through a Unix socket (see docs/shared-memory.md), so a client on another host
+finds out that it cannot share any. Whatever fails here, the call sends its tensors inline.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import grpc
+
+from gradrule import _large, _wire
+from gradrule._answers import Answer
+from gradrule._calls import EVALUATE, Call
+from gradrule._memory_regions import Memory, Region, rounded
+from gradrule.errors import GradruleError, SharedMemoryLostError, UnavailableError
+from gradrule.v1 import evaluate_pb2
+
+_log = logging.getLogger(__name__)
+
+METHOD = "/gradrule.v1.GradientService/ShareMemory"
+
+MIN_SHARED_BYTES = 1 << 20
+"""Requests and answers with less are as quick inline."""
+
+_LEAST_MEMORY_BYTES = 256 << 20
+# Of what one call takes: results of calls before it are still in use.
+_MEMORY_OF_CALLS = 4
+_HANDSHAKE_S = 5.0
+OFFER_S = 5.0
+"""Seconds that the server has to say where memory is handed over."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 60.0, 3600.0
+_TRIM_AFTER_S = 30.0
+_MAX_MESSAGE_BYTES = 4096
+_ACCEPTED = b"\x00"
+_USE = evaluate_pb2.EvaluateRequest.SHARED_MEMORY_FIELD_NUMBER
+# With these the server is done with a call. With all others an engine may still write its answer.
+_CODES_OF_ENDED_CALLS = frozenset(
+    {
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+    }
+)
+
+R = TypeVar("R")
+
+
+class NotSharedError(Exception):
+    """The server does not take memory of this client."""
+
+
+class _Attached:
+    """Memory that the server has, for as long as the connection lasts by which it was handed over."""
+
+    def __init__(self, memory: Memory, name: bytes, connection: socket.socket) -> None:
+        self.memory = memory
+        self.name = name
+        self._connection = connection
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the server still has it."""
+        try:
+            self._connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        # The server sends nothing, so this is the end of the connection.
+        return False
+
+    def close(self) -> None:
+        """Takes it back from the server. Arrays that lie in it stay."""
+        self._connection.close()
+
+
+class Room:
+    """Where the server wrote tensors of one answer."""
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+
+    def array(self, offset: int, dtype: Any, shape: tuple[int, ...], size: int) -> Any:
+        """Returns the array at an offset of the memory. Raises `ValueError` where it does not lie in the room."""
+        start = self._region.offset
+        if not start <= offset <= offset + size <= start + self._region.size:
+            raise ValueError(f"{size} bytes at {offset} do not lie in the room of the answer")
+        return self._region.array(offset, dtype, shape)
+
+
+class SharedCall(NamedTuple, Generic[R]):
+    """A call whose large tensors lie in shared memory."""
+
+    call: Call[R]
+    parts: _wire.Parts
+    attached: _Attached
+    regions: tuple[Region, ...]
+
+
+class SharedMemory:
+    """The memory that a client shares with its server. Safe to share between threads.
+
+    Opened at the first call that is large enough. What fails is tried again after a while, the longer the more often
+    it has failed. is_wanted: False: none is ever shared.
+    """
+
+    def __init__(self, *, is_wanted: bool = True) -> None:
+        self._lock = threading.Lock()
+        self._attached: _Attached | None = None
+        self._pause_s = 0.0
+        self.refusal = _reason_against(is_wanted=is_wanted)
+        """Why no memory is shared at the moment; empty where some is, or none was needed yet."""
+        self._not_before = float("inf") if self.refusal else 0.0
+        self._max_bytes = sys.maxsize
+        self._last_room = 0
+        self._used_at = 0.0
+        self._trimmer: threading.Timer | None = None
+        _ALL.add(self)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the server has memory of this client."""
+        return self._attached is not None
+
+    def is_worth(self, call: Call[Any], size: int) -> bool:
+        """Whether a call with a request of so many bytes is to use shared memory."""
+        if size < MIN_SHARED_BYTES and (call.reader is None or call.reader.room_bytes < MIN_SHARED_BYTES):
+            return False
+        if not call.may_share:
+            return False
+        return call.method == EVALUATE and (self._attached is not None or time.monotonic() >= self._not_before)
+
+    def must_open(self) -> bool:
+        """Whether memory must be handed over first."""
+        attached = self._attached
+        if attached is not None and not attached.is_alive:
+            self._retire(attached)
+        return self._attached is None and time.monotonic() >= self._not_before
+
+    def open(self, call: Call[Any], size: int, offer: bytes) -> None:
+        """Hands memory over that is large enough for a call. offer: a `ShareMemoryResponse`."""
+        try:
+            told = evaluate_pb2.ShareMemoryResponse.FromString(offer)
+            needed = _MEMORY_OF_CALLS * (rounded(size) + self._room_of(call))
+            self._max_bytes = told.max_bytes
+            wanted = max(_LEAST_MEMORY_BYTES, 1 << (needed - 1).bit_length())
+            memory = Memory(min(wanted, told.max_bytes))
+            attached = _Attached(memory, *_handed_over(memory, told))
+        except (NotSharedError, OSError, ValueError) as cause:
+            self.refuse(cause)
+            return
+        with self._lock:
+            previous, self._attached = self._attached, attached
+            self._pause_s, self.refusal = 0.0, ""
+        if previous is not None:
+            previous.close()
+        _log.debug("sharing %d bytes of memory with the server", memory.size)
+
+    def refuse(self, cause: object) -> None:
+        """Notes that the server shares no memory."""
+        with self._lock:
+            self._pause_s = min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+            self._not_before = time.monotonic() + self._pause_s
+            self.refusal = str(cause)
+        _log.debug("no memory is shared with the server: %s; tensors travel inline", cause)
+
+    def place(self, call: Call[R], parts: _wire.Parts) -> SharedCall[R] | None:
+        """Copies large tensors of a request into the memory; None where it has no room."""
+        attached = self._attached
+        if attached is None:
+            return None
+        memory = attached.memory
+        tensors = list(_large.tensors_in(parts))
+        request_bytes = sum(len(tensor.content) for tensor in tensors)
+        request = memory.take(sum(rounded(len(tensor.content)) for tensor in tensors)) if tensors else None
+        room_bytes = self._room_of(call)
+        if not (tensors or room_bytes):
+            return None
+        room = memory.take(room_bytes) if room_bytes and (request is not None or not tensors) else None
+        if (tensors and request is None) or (room_bytes and room is None):
+            self._grow(attached)
+            return None
+        written, position, start = list[_wire.Part](), 0, 0
+        for tensor in tensors:
+            assert request is not None
+            request.write(start, tensor.content)
+            written += parts[position : tensor.place]
+            written.append(tensor.shared(request.offset + start))
+            position = tensor.place + 2
+            start += rounded(len(tensor.content))
+        written += parts[position:]
+        use = evaluate_pb2.SharedMemoryUse(memory=attached.name, request_bytes=request_bytes)
+        if room is not None:
+            use.answer_offset, use.answer_bytes = room.offset, room.size
+        written += _wire.wrapped(_USE, [use.SerializeToString()])
+        self._used_at = time.monotonic()
+        self._trim_later()
+        regions = tuple(region for region in (request, room) if region is not None)
+        return SharedCall(self._reading(call, room), written, attached, regions)
+
+    def end(self, shared: SharedCall[Any], failure: BaseException | None = None) -> None:
+        """Notes that a call has ended. After a failure an engine may still write: its memory is not used again."""
+        if failure is None:
+            return
+        is_ended = isinstance(failure, GradruleError) and failure.code in _CODES_OF_ENDED_CALLS
+        if not (is_ended and shared.attached.is_alive) or getattr(failure, "reason", "") == "SHARED_MEMORY_LOST":
+            self._retire(shared.attached)
+
+    def close(self) -> None:
+        """Takes the memory back. Arrays that lie in it stay."""
+        with self._lock:
+            self._not_before = float("inf")
+            attached, self._attached = self._attached, None
+            trimmer, self._trimmer = self._trimmer, None
+        if trimmer is not None:
+            trimmer.cancel()
+        if attached is not None:
+            attached.close()
+
+    def forget(self) -> None:
+        """Stops using the memory: after a fork two processes would use the same."""
+        attached = self._attached
+        if attached is not None:
+            self._retire(attached)
+
+    def _retire(self, attached: _Attached) -> None:
+        with self._lock:
+            if self._attached is attached:
+                self._attached = None
+        attached.close()
+
+    def _grow(self, attached: _Attached) -> None:
+        """Has the next call open larger memory, if there may be any."""
+        if attached.memory.size < self._max_bytes:
+            self._retire(attached)
+
+    def _room_of(self, call: Call[Any]) -> int:
+        """Bytes that the answer is likely to take in the memory: as many as the one before."""
+        if call.reader is None:
+            return 0
+        return call.reader.room_bytes if call.reader.was_used else self._last_room
+
+    def _reading(self, call: Call[R], room: Region | None) -> Call[R]:
+        """The call, whose answer finds its tensors in the room."""
+
+        def read(data: bytes) -> Any:
+            answer = call.answer(data)
+            if isinstance(answer, Answer):
+                answer.room = None if room is None else Room(room)
+                if call.reader is not None:
+                    self._last_room = call.reader.room_bytes
+            return answer
+
+        return call._replace(answer=read)
+
+    def _trim_later(self) -> None:
+        with self._lock:
+            if self._trimmer is None:
+                self._trimmer = threading.Timer(_TRIM_AFTER_S, _trim, (weakref.ref(self),))
+                self._trimmer.daemon = True
+                self._trimmer.start()
+
+    def trim(self) -> None:
+        """Gives free memory back to the system, unless it was used a moment ago."""
+        with self._lock:
+            self._trimmer = None
+            attached = self._attached
+        if attached is None:
+            return
+        if time.monotonic() - self._used_at >= _TRIM_AFTER_S:
+            attached.memory.trim()
+        if attached.memory.is_backed:
+            self._trim_later()
+
+
+def may_resend(failure: BaseException) -> bool:
+    """Whether a call that used shared memory is to be sent again, with its tensors inline: it changes nothing.
+
+    Which server a call reaches may have changed, and what was as good as none once need not be so inline.
+    """
+    return isinstance(failure, SharedMemoryLostError | UnavailableError)
+
+
+def _trim(reference: weakref.ref[SharedMemory]) -> None:
+    memory = reference()
+    if memory is not None:
+        memory.trim()
+
+
+def _handed_over(memory: Memory, told: evaluate_pb2.ShareMemoryResponse) -> tuple[bytes, socket.socket]:
+    """Hands memory over; returns its name and the connection. Raises `NotSharedError` and `OSError`."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.settimeout(_HANDSHAKE_S)
+        connection.connect(b"\0" + told.address.encode())
+        connection.send(told.client_key)
+        if not hmac.compare_digest(connection.recv(_MAX_MESSAGE_BYTES), told.server_key):
+            raise NotSharedError("who answers at the address is not the server")
+        socket.send_fds(connection, [b"\0"], [memory.fd])
+        answer = connection.recv(_MAX_MESSAGE_BYTES)
+        if answer[:1] != _ACCEPTED:
+            raise NotSharedError(answer[1:].decode(errors="replace") or "the server has closed the connection")
+    except BaseException:
+        connection.close()
+        raise
+    connection.setblocking(False)
+    return answer[1:], connection
+
+
+def _reason_against(*, is_wanted: bool) -> str:
+    """Returns why memory can never be shared; empty where it can."""
+    if not is_wanted:
+        return "the client was made with shared_memory=False"
+    is_supported = sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(socket, "send_fds")
+    return "" if is_supported else "this system has no memory that can be shared"
+
+
+# A process that forks would use the same regions as its child.
+_ALL: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for memory in list(_ALL):
+        memory.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_forget_all)

@@ -1,0 +1,159 @@
+"""Tensors in memory that a client shares: read from there, and written there.
+
+The client may change its memory at any time, so every tensor is copied before anything looks at its values.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from gradrule import _tensors
+from gradrule._dtypes import name_of
+from gradrule.v1 import errors_pb2, evaluate_pb2, tensor_pb2
+from gradrule_server.engine.bulk import Contents
+from gradrule_server.engine.copy_buffers import CopyBuffers
+from gradrule_server.errors import GradruleError, error
+from gradrule_server.link.framing import Buffer
+from gradrule_server.link.shared_memory import ReceivedMemories, lost
+
+_FIELDS = ("feeds", "grad_ys", "tangents", "vectors")
+# Of a client's memory that is no larger nothing is gained.
+_LEAST_BYTES = 64 * 1024
+_PAGE = mmap.PAGESIZE
+
+
+class Room:
+    """Where the tensors of one answer may be written."""
+
+    def __init__(self, memory: mmap.mmap, offset: int, size: int) -> None:
+        self._memory = memory
+        self._position = offset
+        self._end = offset + size
+
+    def place(self, contents: Sequence[Buffer]) -> list[int | None]:
+        """Writes what is large into the memory; returns where each lies, None where it has no room or is small."""
+        return [self._place(content) for content in contents]
+
+    def _place(self, content: Buffer) -> int | None:
+        size, start = len(content), self._position
+        if size < _LEAST_BYTES or start + size > self._end:
+            return None
+        self._position += -(-size // _PAGE) * _PAGE
+        # NumPy lets other threads run while it copies.
+        there = np.frombuffer(self._memory, np.uint8, size, start)
+        np.copyto(there, np.frombuffer(content, np.uint8))
+        return start
+
+
+class SharedMemories:
+    """The memories of this engine's clients, by name. Thread-safe. `received`: where they come from; None: nowhere."""
+
+    def __init__(self, received: ReceivedMemories | None) -> None:
+        self._received = received
+        self._memories: dict[bytes, mmap.mmap] = {}
+        self._buffers = CopyBuffers()
+        self._lock = threading.Lock()
+
+    def open(self, call: evaluate_pb2.EvaluateRequest, contents: Contents) -> tuple[Contents, Room | None]:
+        """Replaces tensors in shared memory by inline ones whose bytes are apart, as those of large tensors are.
+
+        Returns the bytes of tensors, with those of `contents`, and the room for the answer. INVALID_TENSOR,
+        SHARED_MEMORY_LOST.
+        """
+        if not call.HasField("shared_memory"):
+            return contents, None
+        use = call.shared_memory
+        memory = self._memory(use.memory)
+        if use.answer_offset + use.answer_bytes > len(memory):
+            raise _invalid(f"the answer has no room in a shared memory of {len(memory)} bytes", "shared_memory")
+        found = dict(contents)
+        left = use.request_bytes
+        for field in _FIELDS:
+            for index, item in enumerate(getattr(call, field)):
+                if item.value.HasField("shared_memory"):
+                    source = item.value.shared_memory
+                    left -= source.size
+                    if left < 0:
+                        raise _invalid(
+                            f"tensors in shared memory take more than the {use.request_bytes} bytes that "
+                            "shared_memory.request_bytes tells",
+                            field,
+                        )
+                    found[field, index] = _copy(memory, source, self._buffers, f"{field}[{item.name!r}]", field)
+                    inline = tensor_pb2.Tensor(dtype=source.dtype, tensor_shape=source.shape)
+                    item.value.inline.CopyFrom(inline)
+        return found, Room(memory, use.answer_offset, use.answer_bytes) if use.answer_bytes else None
+
+    def detach(self, name: bytes) -> None:
+        """Gives a memory up; calls that use it go on."""
+        with self._lock:
+            # It may have been passed on without being used since.
+            self._receive()
+            self._memories.pop(name, None)
+
+    def _memory(self, name: bytes) -> mmap.mmap:
+        with self._lock:
+            if name not in self._memories:
+                self._receive()
+            memory = self._memories.get(name)
+        if memory is None:
+            raise lost()
+        return memory
+
+    def _receive(self) -> None:
+        while self._received is not None and (found := self._received.next()) is not None:
+            name, fd = found
+            try:
+                self._memories[name] = mmap.mmap(fd, os.fstat(fd).st_size)
+            except (OSError, ValueError):
+                # Memory that cannot be mapped is as good as none.
+                continue
+            finally:
+                os.close(fd)
+
+
+def _copy(
+    memory: mmap.mmap, source: tensor_pb2.SharedMemoryTensor, buffers: CopyBuffers, where: str, field: str
+) -> memoryview:
+    """The bytes of a tensor. INVALID_TENSOR."""
+    shape = _tensors.shape_tuple(source.shape)
+    if shape is None or any(size is None or size < 0 for size in shape):
+        raise _invalid(f"{where}: a tensor's shape must be known", field)
+    try:
+        dtype = _tensors.numpy_dtype(source.dtype)
+    except ValueError as cause:
+        raise _invalid(f"{where}: {cause}", field) from cause
+    if not _tensors.has_plain_bytes(np.empty(0, dtype)):
+        raise _invalid(f"{where} is {name_of(source.dtype)}; such tensors travel inline", field)
+    wanted = math.prod(size or 0 for size in shape) * dtype.itemsize
+    if source.size != wanted:
+        raise _invalid(
+            f"{where} has {source.size} bytes in shared memory, but {name_of(source.dtype)} of shape {list(shape)} "
+            f"takes {wanted}",
+            field,
+        )
+    if source.offset + source.size > len(memory):
+        raise _invalid(
+            f"{where}: {source.size} bytes at {source.offset} do not lie in a shared memory of {len(memory)} bytes",
+            field,
+        )
+    content = buffers.take(wanted)
+    np.copyto(content, np.frombuffer(memory, np.uint8, wanted, source.offset))
+    return content.data
+
+
+def _invalid(message: str, field: str) -> GradruleError:
+    return error(errors_pb2.ERROR_REASON_INVALID_TENSOR, message, field=field)
+
+
+def write_tensor(number: int, shape: Sequence[int], offset: int, size: int) -> bytes:
+    """Returns the bytes of a tensor that was placed."""
+    message = tensor_pb2.SharedMemoryTensor(offset=offset, size=size, shape=_tensors.shape_message(shape))
+    message.dtype = number  # type: ignore[assignment]
+    return message.SerializeToString()

@@ -1,0 +1,146 @@
+"""Memory that a client shares with the server, as the front end holds it and passes it on to engines.
+
+The front end never maps it: a client may change it at any time, and only an engine of the client's own tenant reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+from collections.abc import Callable
+from typing import Protocol
+
+from gradrule.v1 import errors_pb2
+from gradrule_server.errors import GradruleError, error
+
+NAME_BYTES = 16
+"""Length of a memory's name."""
+
+# Without the first a client could make the memory shorter, which ends a process that reads it.
+_SEALS = ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL")
+# What stat counts in.
+_BLOCK = 512
+
+
+class NotShareable(Exception):
+    """A descriptor is not memory that can be shared; the message says why."""
+
+
+class Holder(Protocol):
+    """What was given the memory."""
+
+    def detach(self, memory: ClientMemory) -> None: ...
+
+
+class ClientMemory:
+    """Memory of one client: its name, its descriptor, which this takes over, and who was given it."""
+
+    def __init__(self, name: bytes, fd: int, size: int) -> None:
+        self.name = name
+        self.fd = fd
+        self.size = size
+        self.is_closed = False
+        self.holders: set[Holder] = set()
+
+    @property
+    def held_bytes(self) -> int:
+        """The memory that it takes now, whoever wrote to it."""
+        return 0 if self.is_closed else os.fstat(self.fd).st_blocks * _BLOCK
+
+    def close(self) -> None:
+        """Has all holders give it up. Runs that use it end undisturbed."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        for holder in list(self.holders):
+            holder.detach(self)
+        self.holders.clear()
+        os.close(self.fd)
+
+
+def shareable_size(fd: int, max_bytes: int) -> int:
+    """Returns the size of memory that a client has handed over. Reads nothing of it. Raises `NotShareable`."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        raise NotShareable("the descriptor is no memory made by memfd_create") from None
+    missing = [seal for seal in _SEALS if not seals & getattr(fcntl, seal)]
+    if missing:
+        raise NotShareable(f"the memory lacks the seals {', '.join(missing)}")
+    if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDWR:
+        raise NotShareable("the descriptor must be open for reading and writing")
+    size = os.fstat(fd).st_size
+    if not 0 < size <= max_bytes:
+        raise NotShareable(f"the memory has {size} bytes, of 1 to {max_bytes}")
+    return size
+
+
+class MemoryChannel:
+    """Passes memories on to one engine, over a socket of their own that keeps message boundaries. Takes it over.
+
+    `tell_detached`: sends the engine the name of a memory that it is to give up.
+    """
+
+    def __init__(self, sock: socket.socket, tell_detached: Callable[[bytes], None]) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._tell_detached = tell_detached
+        self._attached: set[ClientMemory] = set()
+
+    @property
+    def held_bytes(self) -> int:
+        """The memory that all of them take now."""
+        return sum(memory.held_bytes for memory in self._attached)
+
+    def attach(self, memory: ClientMemory) -> None:
+        """Passes a memory on, unless the engine has it. SHARED_MEMORY_LOST where that fails."""
+        if memory in self._attached:
+            return
+        if memory.is_closed:
+            raise lost()
+        try:
+            socket.send_fds(self._socket, [memory.name], [memory.fd])
+        except OSError:
+            raise lost() from None
+        self._attached.add(memory)
+        memory.holders.add(self)
+
+    def detach(self, memory: ClientMemory) -> None:
+        """Has the engine give a memory up."""
+        if memory in self._attached:
+            self._attached.discard(memory)
+            self._tell_detached(memory.name)
+
+    def close(self) -> None:
+        """The engine is gone."""
+        for memory in self._attached:
+            memory.holders.discard(self)
+        self._attached.clear()
+        self._socket.close()
+
+
+class ReceivedMemories:
+    """An engine's end of the socket. Takes it over."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+
+    def next(self) -> tuple[bytes, int] | None:
+        """Returns name and descriptor of the next memory that was passed on; None: there is none at the moment."""
+        with contextlib.suppress(BlockingIOError):
+            name, descriptors, _, _ = socket.recv_fds(self._socket, NAME_BYTES, 1)
+            if descriptors:
+                return name, descriptors[0]
+        return None
+
+
+def lost() -> GradruleError:
+    """SHARED_MEMORY_LOST."""
+    return error(
+        errors_pb2.ERROR_REASON_SHARED_MEMORY_LOST,
+        "the server does not have the shared memory that the request names; share memory anew, or send tensors inline",
+        field="shared_memory",
+    )

@@ -1,0 +1,135 @@
+"""Memory that clients share, as the front end takes it and finds it again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from gradrule._memory_regions import Memory
+from gradrule.v1 import errors_pb2, evaluate_pb2
+from gradrule_server.errors import GradruleError
+from gradrule_server.front.calls import Caller
+from gradrule_server.front.shared_memory import SharedMemories
+from gradrule_server.quotas import Allowance
+
+_MEBIBYTE = 1 << 20
+
+
+class Around:
+    """Tenants and admission, which note what is counted."""
+
+    def __init__(self) -> None:
+        self.entered = 0
+        self.in_flight = 0
+
+    def enter(self, tenant: Any) -> None:
+        self.entered += 1
+
+    def leave(self, tenant: Any) -> None:
+        self.entered -= 1
+
+    def take_in(self, caller: Any, size: int) -> None:
+        self.in_flight += size
+
+    def let_go(self, caller: Any, size: int) -> None:
+        self.in_flight -= size
+
+
+def caller_of(name: str) -> Caller:
+    room = {"shared_bytes": Allowance(1 << 30, "bytes of shared memory", "--tenant-shared-bytes")}
+    return cast(Caller, SimpleNamespace(tenant=SimpleNamespace(name=name, room=room)))
+
+
+@contextmanager
+def sharing(around: Around, max_bytes: int = 1 << 30) -> Iterator[SharedMemories]:
+    memories = SharedMemories(around, max_bytes)
+    memories.start()
+    try:
+        yield memories
+    finally:
+        memories.close()
+
+
+async def handed_over(memories: SharedMemories, caller: Caller, memory: Memory) -> tuple[socket.socket, bytes]:
+    """The connection, and what the server answers at the end."""
+    loop, offer = asyncio.get_running_loop(), memories.offer(caller)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.setblocking(False)
+    await loop.sock_connect(connection, b"\0" + offer.address.encode())
+    await loop.sock_sendall(connection, offer.client_key)
+    assert await loop.sock_recv(connection, 100) == offer.server_key
+    socket.send_fds(connection, [b"\0"], [memory.fd])
+    return connection, await loop.sock_recv(connection, 4096)
+
+
+def test_none_is_taken_where_it_is_off() -> None:
+    async def run() -> None:
+        with sharing(Around(), 0) as memories, pytest.raises(GradruleError) as caught:
+            memories.offer(caller_of("a"))
+        assert caught.value.reason == errors_pb2.ERROR_REASON_UNSUPPORTED
+
+    asyncio.run(run())
+
+
+def test_memory_counts_while_it_is_there_and_calls_count_while_they_run() -> None:
+    async def run() -> None:
+        around, caller = Around(), caller_of("a")
+        with sharing(around) as memories, closing(memories):
+            connection, answer = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
+            use = evaluate_pb2.SharedMemoryUse(memory=answer[1:], request_bytes=10, answer_bytes=5)
+            with memories.used(use, caller, around) as memory:
+                assert (memory.size, around.in_flight) == (4 * _MEBIBYTE, 15)
+            assert around.in_flight == 0
+            assert caller.tenant.room["shared_bytes"].used == 64 * _MEBIBYTE
+            with pytest.raises(GradruleError), memories.used(use, caller_of("b"), around):
+                pass
+            connection.close()
+            async with asyncio.timeout(20):
+                while not memory.is_closed:
+                    await asyncio.sleep(0)
+            with pytest.raises(GradruleError) as caught, memories.used(use, caller, around):
+                pass
+            assert caught.value.reason == errors_pb2.ERROR_REASON_SHARED_MEMORY_LOST
+            assert (caller.tenant.room["shared_bytes"].used, around.entered) == (0, 0)
+
+    asyncio.run(run())
+
+
+def test_a_call_that_is_cancelled_takes_its_memory_with_it() -> None:
+    """An engine may still write into it."""
+
+    async def run() -> None:
+        around, caller = Around(), caller_of("a")
+        with sharing(around) as memories:
+            connection, answer = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
+            use = evaluate_pb2.SharedMemoryUse(memory=answer[1:])
+            with pytest.raises(asyncio.CancelledError), memories.used(use, caller, around) as memory:
+                raise asyncio.CancelledError
+            assert memory.is_closed
+            assert await asyncio.get_running_loop().sock_recv(connection, 1) == b""
+            connection.close()
+
+    asyncio.run(run())
+
+
+def test_a_tenant_has_few_keys_at_a_time_and_closing_leaves_nothing() -> None:
+    async def run() -> None:
+        around, caller = Around(), caller_of("a")
+        before = len(os.listdir("/proc/self/fd"))
+        with sharing(around) as memories:
+            for _ in range(40):
+                memories.offer(caller)
+            assert around.entered == 16
+            connection, _ = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
+            connection.close()
+        assert around.entered == 0
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    asyncio.run(run())
