@@ -221,19 +221,17 @@ class ProgramHouse:
         return await self.kept.create(spec, program_id, self.retries(Once(ends_at)))
 
     async def check(self, spec: bytes, ends_at: float = 0.0) -> tuple[program_pb2.Program | None, list[Finding]]:
-        """Compiles without keeping anything; what is wrong is returned, not raised.
+        """Tells of a program without keeping it; what is wrong is returned, not raised.
 
         `spec`: bytes of a `ProgramSpec`.
         """
         try:
-            program = await self._compiler.compile(
-                spec, CallShape(), RegistryLookup(self._rules), self.retries(Once(ends_at))
-            )
+            program = await self._compiler.describe(spec, RegistryLookup(self._rules), self.retries(Once(ends_at)))
         except GradruleError as cause:
             if cause.reason in _NOT_FINDINGS:
                 raise
             return None, list(cause.findings[:MAX_FINDINGS])
-        return program.compiled.message, []
+        return program.message, []
 
     async def _inline(self, spec: bytes, call: CallShape, retries: Retries) -> tuple[Runnable, bool]:
         """The program, and whether it was made just now."""
