@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import gradrule as gr
 from gradrule._requests import Words, program_spec
-from gradrule.v1 import program_pb2, rule_pb2
+from gradrule.v1 import graph_pb2, program_pb2, rule_pb2
 from gradrule_server.engine import describe as describing
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.build import build
@@ -114,18 +114,20 @@ def _random_graph(rng: random.Random) -> gr.Graph:
 
 
 def _random_overrides(rng: random.Random, g: gr.Graph) -> list[gr.Override]:
-    nodes = [node.name for node in g.nodes if node.op in ("Relu", "Sign", "Tanh", "Floor", "Square")]
+    parsed = graph_pb2.Graph.FromString(g.to_bytes())
+    nodes = [node.name for node in parsed.node if node.op in ("Relu", "Sign", "Tanh", "Floor", "Square")]
+    kinds = sorted({node.op for node in parsed.node if node.name in nodes})
     made = []
-    for _ in range(rng.randint(0, 5)):
+    for _ in range(rng.randint(0, 5) if kinds else 0):
         rule: Any = rng.choice([*_RULES, "Identity", gr.Rule("dy * where(x > 0, 1, 0.5)"), gr.Rule("dy + default")])
-        selector: dict[str, Any] = {"op_type": rng.choice(["Relu", "Sign", "Tanh", "Floor", "Square"])}
+        selector: dict[str, Any] = {"op_type": rng.choice(kinds)}
         if nodes and rng.random() < 0.3:
             selector = {"node": rng.choice(nodes)}
         elif rng.random() < 0.2:
             selector["position"] = rng.choice(["nearest_xs", "nearest_ys"])
         made.append(gr.Override(rule, optional=rng.random() < 0.9, **selector))
     if nodes and rng.random() < 0.2:
-        inside = next(node for node in g.nodes if node.name == nodes[0])
+        inside = next(node for node in parsed.node if node.name == nodes[0])
         region = gr.Region(inputs=[inside.input[0]], outputs=[inside.name])
         made.append(gr.Override(gr.Rule("2 * dy"), region=region, optional=True))
     return made
