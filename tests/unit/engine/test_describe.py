@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,7 +71,11 @@ def _outcome(make: Any, request: link_pb2.CompileRequest) -> Any:
 
 
 def _assert_alike(graph: Any, words: Words) -> Any:
-    first, second = _requests(graph, words)
+    try:
+        first, second = _requests(graph, words)
+    except GradruleError:
+        # Overrides that were drawn take each other's nodes: refused before an engine sees them.
+        first, second = _requests(graph, replace(words, overrides=None))
     told = _outcome(describe, first)
     assert told == _outcome(build, second)
     return told
