@@ -77,14 +77,9 @@ class Compiler:
             async with self._prepared(
                 self._preparer.graph_bytes(spec), lambda: self._preparer.program(spec, call, rules, retries.ends_at)
             ) as answer:
-                loadable = await self._loadable(answer)
-                if self._loaded.at_hand(loadable) is None:
-                    loadable = replace(
-                        loadable,
-                        key=f"{loadable.key}{_DESCRIBED}",
-                        request=loadable.request + link_pb2.CompileRequest(describe_only=True).SerializeToString(),
-                    )
-                return (await self._load(answer.message, loadable, retries, keeps=False)).compiled
+                program = await self._load(answer, retries, describes=True)
+                assert program is not None
+                return program.compiled
 
     async def compile_kept(
         self, graph_bytes: int, read: Callable[[], tuple[bytes, bytes]], call: CallShape, retries: Retries
@@ -144,9 +139,7 @@ class Compiler:
         """
         with compiling():
             async with self._prepared(graph_bytes, prepare) as answer:
-                if answer.message.is_known:
-                    return answer.message, None
-                return answer.message, await self._load(answer.message, await self._loadable(answer), retries)
+                return answer.message, await self._load(answer, retries)
 
     @contextlib.asynccontextmanager
     async def _prepared(self, graph_bytes: int, prepare: Callable[[], Awaitable[Prepared]]) -> AsyncIterator[Prepared]:
@@ -182,17 +175,29 @@ class Compiler:
             self._owner,
         )
 
-    async def _load(
-        self, prepared: link_pb2.PreparedProgram, loadable: Loadable, retries: Retries, *, keeps: bool = True
-    ) -> Runnable:
-        """Has an engine compile a prepared program. `keeps`: the program stays in the engine."""
+    async def _load(self, answer: Prepared, retries: Retries, *, describes: bool = False) -> Runnable | None:
+        """Has an engine compile a prepared program; does nothing where it is known.
+
+        `describes`: an engine that does not hold the program only describes it, and does not keep it.
+        """
+        prepared = answer.message
+        if prepared.is_known:
+            return None
+        loadable = await self._loadable(answer)
+        describes = describes and self._loaded.at_hand(loadable) is None
+        if describes:
+            loadable = replace(
+                loadable,
+                key=f"{loadable.key}{_DESCRIBED}",
+                request=loadable.request + link_pb2.CompileRequest(describe_only=True).SerializeToString(),
+            )
 
         async def load(engine: Engine | None) -> bytes:
             with self._loaded.held(loadable, engine, retries.ends_at, retries.account(loadable)) as held:
                 try:
                     return await self._loaded.wait(held, may_move=engine is None)
                 finally:
-                    if not keeps and held.is_over:
+                    if describes and held.is_over:
                         self._loaded.forget(held)
 
         reply = await retries.run(loadable, load, proves=False)
