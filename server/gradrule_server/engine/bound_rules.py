@@ -31,8 +31,12 @@ _ONE_SHAPE = frozenset({"x0", "y0", "dy0", "default0"})
 
 
 class BoundRule:
-    """What all rules share: the check of what comes out. `own_gradient`: the rule for this rule's own gradient."""
+    """What all rules share: the check of what comes out. `own_gradient`: the rule for this rule's own gradient.
 
+    `is_local`: what comes out depends on the node and its tensors alone, not on the graph around it.
+    """
+
+    is_local = True
     own_gradient: BoundRule | None = None
 
     def __init__(self, name: str) -> None:
@@ -97,6 +101,8 @@ class _StandIn:
 
 class CodeRule(BoundRule):
     """A rule of the catalogue that is code."""
+
+    is_local = False
 
     def __init__(self, name: str, code: str, params: Mapping[str, tf.Tensor]) -> None:
         super().__init__(name)

@@ -16,6 +16,7 @@ from gradrule_server.engine.feed_plan import FeedPlan
 from gradrule_server.engine.fitting import Fitting
 from gradrule_server.engine.graph_call import graph_call
 from gradrule_server.engine.imports import tensor_name
+from gradrule_server.engine.repeats import Repeats
 from gradrule_server.engine.response_writer import ResponseWriter
 from gradrule_server.engine.split import SplitProgram
 from gradrule_server.engine.trace import Trace, imported
@@ -65,13 +66,16 @@ def build(
     return built
 
 
-def _build(
+def begin(
     request: link_pb2.CompileRequest,
     graph_def: tf_graph_pb2.GraphDef,
     values: Sequence[tf.Tensor],
-    device: str,
-    disabled_fast_paths: frozenset[str],
-) -> Built:
+    repeats: Repeats | None = None,
+) -> tuple[Built, Trace]:
+    """Returns what is known of the program before its graph is built, and what builds it.
+
+    `repeats`: knows gradients of nodes like those to come, where values do not matter.
+    """
     contents = [_content(rule) for rule in request.rules]
     used = {mark.rule for mark in request.marks} | {made.rule for made in request.made}
     built = Built(
@@ -94,17 +98,32 @@ def _build(
     )
     built.statuses = [override_pb2.RESOLUTION_STATUS_OFF_PATH] * len(request.marks)
     _add_fed(request, graph_def, built)
-    trace = Trace(request, graph_def, contents, built)
+    return built, Trace(request, graph_def, contents, built, repeats)
 
-    def run(*arguments: tf.Tensor) -> list[tf.Tensor]:
-        return trace.run(arguments)
 
-    signature = [
+def function_arguments(built: Built) -> list[tf.TensorSpec]:
+    """Returns what the built function takes."""
+    return [
         *(tf.TensorSpec(item.shape, item.dtype, name=f"in{index}") for index, item in enumerate(built.inputs)),
         *(tf.TensorSpec(_stacked(item, built), item.dtype) for item in built.grad_ys),
         *(tf.TensorSpec(item.shape, item.dtype) for item in built.directions),
         *(tf.TensorSpec(None, tf.float64, name=f"param{index}") for index in range(len(built.params))),
     ]
+
+
+def _build(
+    request: link_pb2.CompileRequest,
+    graph_def: tf_graph_pb2.GraphDef,
+    values: Sequence[tf.Tensor],
+    device: str,
+    disabled_fast_paths: frozenset[str],
+) -> Built:
+    built, trace = begin(request, graph_def, values)
+
+    def run(*arguments: tf.Tensor) -> list[tf.Tensor]:
+        return trace.run(arguments)
+
+    signature = function_arguments(built)
     built.function = tf.function(run, input_signature=signature, autograph=False).get_concrete_function()
     if not request.trusted:
         check_ops(built.function.graph)
@@ -169,7 +188,8 @@ def _specs_of(graph_def: tf_graph_pb2.GraphDef, inputs: Sequence[Input], names: 
     """Types and shapes of tensors, by importing the graph into a scratch one."""
     with tf.Graph().as_default():
         feeds = {tensor_name(item.name): tf.compat.v1.placeholder(item.dtype, item.shape) for item in inputs}
-        tensors = imported(graph_def, feeds, names)
+        # The scratch graph never runs, so its labels may stay.
+        tensors = imported(graph_def, feeds, names, [])
     return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors]
 
 

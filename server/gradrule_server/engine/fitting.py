@@ -15,6 +15,7 @@ from tensorflow.core.framework import node_def_pb2
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.engine import tf_private
+from gradrule_server.engine.constant_search import label_varying
 from gradrule_server.engine.estimate import Need, bytes_of, need_of
 from gradrule_server.errors import error
 
@@ -154,6 +155,8 @@ class Fitting:
                 _set_shape(node, known[node.name])
             elif node.name in given:
                 _set_value(node, *given[node.name])
+        # The graph never runs, so its labels may stay.
+        label_varying(graph_def)
         results = [tensor.name for tensor in self._function.outputs]
         with tf.Graph().as_default() as graph:
             try:

@@ -21,6 +21,7 @@ from gradrule_server.engine import tf_private
 from gradrule_server.engine.bound_rules import BoundRule
 from gradrule_server.engine.checks import checked_gradient
 from gradrule_server.engine.names import IMPORT_SCOPE, message_of, readable
+from gradrule_server.engine.repeats import Repeats
 from gradrule_server.engine.site import Gradient, Site, salt_of
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.v1 import link_pb2
@@ -59,7 +60,8 @@ class Differentiation:
     """Answers TensorFlow's questions for gradients while one program is built, and notes which nodes were asked.
 
     What is noted is what the first differentiation asked. `made`: rules for nodes that gradients make, by op type.
-    `again`: the gradients will be differentiated again.
+    `again`: the gradients will be differentiated again. `repeats`: knows gradients of nodes that are alike, where
+    values do not matter.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Differentiation:
         made: Sequence[link_pb2.MadeNode] = (),
         *,
         again: bool = False,
+        repeats: Repeats | None = None,
     ) -> None:
         self._mark_count = len(marks)
         # Gradients that carry a rule of their own add to both.
@@ -84,6 +87,7 @@ class Differentiation:
         for number, item in enumerate(made):
             self._made.setdefault(item.op_type, (number, item.rule))
         self._again = again
+        self._repeats = repeats
         self._turn = Turn.FIRST
         self._asked_made: set[int] = set()
         self._asked: set[int] = set()
@@ -155,8 +159,13 @@ class Differentiation:
                 node=mark.node,
             )
         outputs = mark.subgraph_outputs
+        rule = self._rules[mark.rule]
+        if self._repeats is not None and rule.is_local and not outputs:
+            return self._repeats.gradients(
+                op, dys, mark.rule, lambda: rule.gradients(self._site(op, mark.node), list(dys))
+            )
         site = self._subgraph_site(op, mark) if outputs else self._site(op, mark.node)
-        rule, upstream = self._rules[mark.rule], list(dys)[: len(site.outputs)]
+        upstream = list(dys)[: len(site.outputs)]
         gradients = rule.gradients(site, upstream)
         if rule.own_gradient is not None and self._again:
             gradients = self._tie(gradients, site, upstream, rule.own_gradient)
@@ -299,6 +308,15 @@ class Differentiation:
                 f"lies before it. Override it with a rule, or cut the path on purpose with stop_gradients=[{node!r}].",
                 known=True,
             )
+        if self._repeats is not None:
+            return self._repeats.gradients(op, dys, _OWN_GRADIENT, lambda: self._registered(op, dys, node, function))
+        return self._registered(op, dys, node, function)
+
+    @staticmethod
+    def _registered(
+        op: tf.Operation, dys: Sequence[Gradient], node: str, function: tf_private.GradientFunction
+    ) -> Sequence[Gradient]:
+        """What TensorFlow's gradient function gives. NO_GRADIENT where it does not work for the op."""
         try:
             result: Any = function(op, *dys)
         except GradruleError:

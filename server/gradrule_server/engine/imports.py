@@ -7,13 +7,26 @@ from collections.abc import Mapping, Sequence
 import tensorflow as tf
 from tensorflow.core.framework import graph_pb2 as tf_graph_pb2
 
+from gradrule_server.engine.constant_search import label_varying
+
 
 def import_graph(
-    graph_def: tf_graph_pb2.GraphDef, bound: Mapping[str, tf.Tensor], wanted: Sequence[str], scope: str
+    graph_def: tf_graph_pb2.GraphDef,
+    bound: Mapping[str, tf.Tensor],
+    wanted: Sequence[str],
+    scope: str,
+    labelled: list[str] | None = None,
 ) -> list[tf.Tensor]:
     """Imports `graph_def` under `scope`, the tensors in `bound` (`node:0`) replaced; returns the tensors `wanted`.
 
     The nodes of `bound` are left out: a placeholder that stays behind would keep XLA from compiling the program.
+
+    Args:
+        graph_def: The graph.
+        bound: Tensors of the current graph; arguments if `labelled` is given.
+        wanted: Names of tensors.
+        scope: What names begin with in the current graph.
+        labelled: Gets the names of ops that have to lose their label before the graph runs (`constant_search`).
     """
     replaced = {name.rpartition(":")[0] for name in bound}
     kept = tf_graph_pb2.GraphDef(versions=graph_def.versions, library=graph_def.library)
@@ -29,6 +42,8 @@ def import_graph(
                     del copy.input[index]
             elif tensor_name(source) in bound:
                 used.add(tensor_name(source))
+    if labelled is not None:
+        labelled += [f"{scope.rstrip('/')}/{name}" for name in label_varying(kept, replaced)]
     imported = [name for name in wanted if tensor_name(name) not in bound]
     tensors = tf.import_graph_def(
         kept,

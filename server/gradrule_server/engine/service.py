@@ -16,6 +16,7 @@ from gradrule_server.engine.batching.running import BatchRunner
 from gradrule_server.engine.blobs import BlobReader
 from gradrule_server.engine.build import Built, build
 from gradrule_server.engine.bulk import open_payload
+from gradrule_server.engine.describe import describe
 from gradrule_server.engine.handles import Handles
 from gradrule_server.engine.jit.background import JitCompiler
 from gradrule_server.engine.memory import memory_error
@@ -155,10 +156,14 @@ class EngineService:
             request.memory_limit = 0
         values = self._weights.of(request.variables, request.blob_folder)
         with self._build_lock:
-            built = build(request, values, self._device, self._disabled_fast_paths)
-        if request.jit == program_pb2.JIT_AUTO:
-            self._jit.allow(request.key, built)
-        self._programs[request.key] = built
+            if request.describe_only:
+                built = describe(request, values, self._device)
+            else:
+                built = build(request, values, self._device, self._disabled_fast_paths)
+        if not request.describe_only:
+            if request.jit == program_pb2.JIT_AUTO:
+                self._jit.allow(request.key, built)
+            self._programs[request.key] = built
         return link_pb2.CompileReply(
             statuses=built.statuses,
             defaulted=built.defaulted,

@@ -12,7 +12,7 @@ from tensorflow.core.framework import attr_value_pb2, function_pb2, node_def_pb2
 from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.client import pywrap_tf_session as c_api
 from tensorflow.python.eager import context
-from tensorflow.python.framework import function_def_to_graph, op_def_registry, ops
+from tensorflow.python.framework import func_graph, function_def_to_graph, op_def_registry, ops
 from tensorflow.python.ops import cond_v2, gradients_util, while_v2
 
 from gradrule_server.engine.optimizer import limit_to_cpu_passes
@@ -169,6 +169,19 @@ def session_call(
     return session._make_callable_from_options(options), session.close
 
 
+class RecordingGraph(func_graph.FuncGraph):  # type: ignore[misc]
+    """A function's graph that notes the ops that are made in it one by one, imported ones not."""
+
+    def __init__(self) -> None:
+        super().__init__("recording")
+        self.made: list[tf.Operation] = []
+
+    def _create_op_internal(self, *args: Any, **kwargs: Any) -> tf.Operation:
+        op = super()._create_op_internal(*args, **kwargs)
+        self.made.append(op)
+        return op
+
+
 def gradients_in(
     graph: tf.Graph, ys: Sequence[tf.Tensor], xs: Sequence[tf.Tensor], grad_ys: Sequence[Any]
 ) -> list[Any]:
@@ -195,6 +208,11 @@ def watch(ops: Iterable[tf.Operation]) -> None:
             op.get_attr(GRADIENT_ATTR)
         except ValueError:
             op._set_attr(GRADIENT_ATTR, attr_value_pb2.AttrValue(s=GRADIENT_NAME.encode()))
+
+
+def clear_attribute(op: tf.Operation, name: str) -> None:
+    """Removes an attribute of an op of a graph that has not run yet."""
+    op._clear_attr(name)
 
 
 def watch_inside(op: tf.Operation) -> None:

@@ -11,12 +11,14 @@ from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, tensor_pb2
 from gradrule_server.engine.backward import Backward, jacobian, stacked_vjp
 from gradrule_server.engine.bound_rules import BoundRule, CodeRule, GraphRule, OpGradientRule
 from gradrule_server.engine.built import Built
+from gradrule_server.engine.constant_search import remove_labels
 from gradrule_server.engine.derivatives import hvp, jvp, vjp
 from gradrule_server.engine.gradients import Differentiation
 from gradrule_server.engine.imports import import_graph, tensor_name
 from gradrule_server.engine.names import IMPORT_SCOPE, message_of, readable
 from gradrule_server.engine.question import Answers, Named, Question, checked_upstream
 from gradrule_server.engine.references import Reference
+from gradrule_server.engine.repeats import Repeats
 from gradrule_server.errors import error
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.rules import RuleContent
@@ -33,11 +35,13 @@ class Trace:
         graph_def: tf_graph_pb2.GraphDef,
         contents: Sequence[RuleContent | None],
         built: Built,
+        repeats: Repeats | None = None,
     ) -> None:
         self._request = request
         self._graph_def = graph_def
         self._contents = contents
         self._built = built
+        self._repeats = repeats
         self.backward: Backward | None = None
 
     def run(self, arguments: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -59,7 +63,8 @@ class Trace:
                 *(endpoint.tensor for endpoint in request.updates),
             ]
         )
-        tensors = dict(zip(wanted, imported(self._graph_def, feeds, list(wanted)), strict=True))
+        labelled: list[str] = []
+        tensors = dict(zip(wanted, imported(self._graph_def, feeds, list(wanted), labelled), strict=True))
         for endpoint in request.fetches:
             _require_value(endpoint.name, tensors[endpoint.tensor])
         outputs = [tensors[endpoint.tensor] for endpoint in request.fetches]
@@ -74,6 +79,7 @@ class Trace:
             outputs += self._derivatives(tensors, fed_grad_ys, directions, differentiation)
             built.statuses, built.defaulted = differentiation.statuses, differentiation.defaulted
             built.without_gradient, built.made = differentiation.without_gradient, differentiation.made
+        remove_labels(tf.compat.v1.get_default_graph(), labelled)
         built.updates = [endpoint.name for endpoint in request.updates]
         return [*outputs, *(tensors[endpoint.tensor] for endpoint in request.updates)]
 
@@ -92,6 +98,7 @@ class Trace:
             reference.of,
             request.made,
             again=self._built.kind == _KIND.DERIVATIVE_HVP,
+            repeats=self._repeats,
         )
 
     def _derivatives(
@@ -165,10 +172,15 @@ class Trace:
         return rules
 
 
-def imported(graph_def: tf_graph_pb2.GraphDef, feeds: dict[str, tf.Tensor], wanted: list[str]) -> list[tf.Tensor]:
-    """The wanted tensors of a graph that is put into the current one; INVALID_GRAPH where TensorFlow refuses it."""
+def imported(
+    graph_def: tf_graph_pb2.GraphDef, feeds: dict[str, tf.Tensor], wanted: list[str], labelled: list[str]
+) -> list[tf.Tensor]:
+    """The wanted tensors of a graph that is put into the current one; INVALID_GRAPH where TensorFlow refuses it.
+
+    `labelled`: gets the names of ops that have to lose their label before the graph runs (`constant_search`).
+    """
     try:
-        return import_graph(graph_def, feeds, wanted, scope=IMPORT_SCOPE)
+        return import_graph(graph_def, feeds, wanted, scope=IMPORT_SCOPE, labelled=labelled)
     except (ValueError, TypeError, tf.errors.OpError) as cause:
         raise error(
             errors_pb2.ERROR_REASON_INVALID_GRAPH, f"TensorFlow refuses the graph: {readable(message_of(cause))}"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, replace
 
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.shape import CallShape
@@ -13,7 +14,7 @@ from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request import compiling
 from gradrule_server.policy import Limits
 from gradrule_server.programs.cache import Runnable
-from gradrule_server.programs.compiled import compiled
+from gradrule_server.programs.compiled import Compiled, compiled
 from gradrule_server.programs.loaded import Loadable, LoadedPrograms
 from gradrule_server.programs.preparer import Prepared, Preparer
 from gradrule_server.programs.retries import Retries
@@ -21,6 +22,8 @@ from gradrule_server.programs.rule_lookup import RegistryLookup
 from gradrule_server.registry.blobs import BlobStore
 
 _LARGE_BYTES = 8 << 20
+# Ends the key of a program that an engine describes and does not keep.
+_DESCRIBED = "?describe"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,20 @@ class Compiler:
         )
         assert program is not None
         return program
+
+    async def describe(self, spec: bytes, rules: RegistryLookup, retries: Retries) -> Compiled:
+        """Returns what is told of a program. Raises as `compile` does.
+
+        No call runs it: where no engine holds it, none will, and it is built only as far as telling of it needs.
+        """
+        call = CallShape()
+        with compiling():
+            async with self._prepared(
+                self._preparer.graph_bytes(spec), lambda: self._preparer.program(spec, call, rules, retries.ends_at)
+            ) as answer:
+                program = await self._load(answer, retries, describes=True)
+                assert program is not None
+                return program.compiled
 
     async def compile_kept(
         self, graph_bytes: int, read: Callable[[], tuple[bytes, bytes]], call: CallShape, retries: Retries
@@ -121,27 +138,31 @@ class Compiler:
         large graph: such a program is prepared again when its turn comes.
         """
         with compiling():
-            answer = None
-            if graph_bytes < _LARGE_BYTES:
-                answer = await prepare()
-                if len(answer.compile_request) < _LARGE_BYTES:
-                    return answer.message, await self._load(answer, retries)
-                if self._large.is_held(self._owner):
-                    answer = None
-            async with self._large.hold(self._owner):
-                answer = answer or await prepare()
+            async with self._prepared(graph_bytes, prepare) as answer:
                 return answer.message, await self._load(answer, retries)
 
-    async def _load(self, answer: Prepared, retries: Retries) -> Runnable | None:
-        """Has an engine compile a prepared program; does nothing where it is known."""
+    @contextlib.asynccontextmanager
+    async def _prepared(self, graph_bytes: int, prepare: Callable[[], Awaitable[Prepared]]) -> AsyncIterator[Prepared]:
+        """Prepares a program; while a large one is held here, the tenant's other large ones wait."""
+        answer = None
+        if graph_bytes < _LARGE_BYTES:
+            answer = await prepare()
+            if len(answer.compile_request) < _LARGE_BYTES:
+                yield answer
+                return
+            if self._large.is_held(self._owner):
+                answer = None
+        async with self._large.hold(self._owner):
+            yield answer or await prepare()
+
+    async def _loadable(self, answer: Prepared) -> Loadable:
+        """Returns what an engine needs to load a prepared program."""
         prepared = answer.message
-        if prepared.is_known:
-            return None
         blobs, folder = tuple(prepared.blobs), self._blobs.folder_name
         if not self._blobs.are_verified(blobs):
             # Reading them takes long.
             await asyncio.to_thread(self._blobs.verify, blobs)
-        loadable = Loadable(
+        return Loadable(
             # Equal programs of two tenants are two programs: nobody learns from another's speed, or end.
             f"{prepared.key}@{folder}" if folder else prepared.key,
             answer.compile_request,
@@ -154,9 +175,30 @@ class Compiler:
             self._owner,
         )
 
+    async def _load(self, answer: Prepared, retries: Retries, *, describes: bool = False) -> Runnable | None:
+        """Has an engine compile a prepared program; does nothing where it is known.
+
+        `describes`: an engine that does not hold the program only describes it, and does not keep it.
+        """
+        prepared = answer.message
+        if prepared.is_known:
+            return None
+        loadable = await self._loadable(answer)
+        describes = describes and self._loaded.at_hand(loadable) is None
+        if describes:
+            loadable = replace(
+                loadable,
+                key=f"{loadable.key}{_DESCRIBED}",
+                request=loadable.request + link_pb2.CompileRequest(describe_only=True).SerializeToString(),
+            )
+
         async def load(engine: Engine | None) -> bytes:
             with self._loaded.held(loadable, engine, retries.ends_at, retries.account(loadable)) as held:
-                return await self._loaded.wait(held, may_move=engine is None)
+                try:
+                    return await self._loaded.wait(held, may_move=engine is None)
+                finally:
+                    if describes and held.is_over:
+                        self._loaded.forget(held)
 
         reply = await retries.run(loadable, load, proves=False)
         device = self._loaded.pool.greeting.device

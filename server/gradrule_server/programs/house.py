@@ -254,19 +254,17 @@ class ProgramHouse:
         return await self.kept.create(spec, program_id, self.retries(Once(ends_at)))
 
     async def check(self, spec: bytes, ends_at: float = 0.0) -> tuple[bytes | None, list[Finding]]:
-        """Compiles without keeping anything; returns the bytes of a `Program`, or what is wrong with the spec.
+        """Describes a program without keeping it; returns the bytes of a `Program`, or what is wrong with the spec.
 
         `spec`: bytes of a `ProgramSpec`.
         """
         try:
-            program = await self._compiler.compile(
-                spec, CallShape(), RegistryLookup(self._rules), self.retries(Once(ends_at))
-            )
+            program = await self._compiler.describe(spec, RegistryLookup(self._rules), self.retries(Once(ends_at)))
         except GradruleError as cause:
             if cause.reason in _NOT_FINDINGS:
                 raise
             return None, list(cause.findings[:MAX_FINDINGS])
-        return program.compiled.program, []
+        return program.program, []
 
     async def _inline(self, spec: bytes, call: CallShape, retries: Retries) -> tuple[Runnable, bool]:
         """The program, and whether it was made just now."""

@@ -316,6 +316,7 @@ class CompileRequest(google.protobuf.message.Message):
     MAX_UNPACKING_FIELD_NUMBER: builtins.int
     BLOB_FOLDER_FIELD_NUMBER: builtins.int
     UNBATCHED_FIELD_NUMBER: builtins.int
+    DESCRIBE_ONLY_FIELD_NUMBER: builtins.int
     JIT_FIELD_NUMBER: builtins.int
     key: builtins.str
     """Key by which RUN and UNLOAD name the program: its digest."""
@@ -347,6 +348,8 @@ class CompileRequest(google.protobuf.message.Message):
     """Folder of the caller's blobs within the one that the engine was started with; empty: that one itself."""
     unbatched: builtins.bool
     """Calls of the program never run together."""
+    describe_only: builtins.bool
+    """The reply is all that is wanted: the engine keeps nothing, and no call can run."""
     jit: gradrule.v1.program_pb2.Jit.ValueType
     """XLA may compile it."""
     @property
@@ -436,9 +439,10 @@ class CompileRequest(google.protobuf.message.Message):
         max_unpacking: builtins.int = ...,
         blob_folder: builtins.str = ...,
         unbatched: builtins.bool = ...,
+        describe_only: builtins.bool = ...,
         jit: gradrule.v1.program_pb2.Jit.ValueType = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blob_folder", b"blob_folder", "dense_gradients", b"dense_gradients", "derivative", b"derivative", "directions", b"directions", "fetches", b"fetches", "grad_ys", b"grad_ys", "graph", b"graph", "input_aliases", b"input_aliases", "inputs", b"inputs", "jit", b"jit", "key", b"key", "made", b"made", "marks", b"marks", "max_rank", b"max_rank", "max_unpacking", b"max_unpacking", "memory_limit", b"memory_limit", "no_gradient", b"no_gradient", "rules", b"rules", "scopes", b"scopes", "split", b"split", "stacked_grad_ys", b"stacked_grad_ys", "stop_gradients", b"stop_gradients", "trusted", b"trusted", "unbatched", b"unbatched", "unconnected_gradients", b"unconnected_gradients", "updates", b"updates", "variables", b"variables", "xs", b"xs", "ys", b"ys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blob_folder", b"blob_folder", "dense_gradients", b"dense_gradients", "derivative", b"derivative", "describe_only", b"describe_only", "directions", b"directions", "fetches", b"fetches", "grad_ys", b"grad_ys", "graph", b"graph", "input_aliases", b"input_aliases", "inputs", b"inputs", "jit", b"jit", "key", b"key", "made", b"made", "marks", b"marks", "max_rank", b"max_rank", "max_unpacking", b"max_unpacking", "memory_limit", b"memory_limit", "no_gradient", b"no_gradient", "rules", b"rules", "scopes", b"scopes", "split", b"split", "stacked_grad_ys", b"stacked_grad_ys", "stop_gradients", b"stop_gradients", "trusted", b"trusted", "unbatched", b"unbatched", "unconnected_gradients", b"unconnected_gradients", "updates", b"updates", "variables", b"variables", "xs", b"xs", "ys", b"ys"]) -> None: ...
 
 global___CompileRequest = CompileRequest
 

@@ -1,0 +1,228 @@
+"""What is told of a program without building all of it is what building it tells."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import tensorflow as tf
+
+import gradrule as gr
+from gradrule._requests import Words, program_spec
+from gradrule.v1 import graph_pb2, program_pb2, rule_pb2
+from gradrule_server.engine import describe as describing
+from gradrule_server.engine import tf_private
+from gradrule_server.engine.build import build
+from gradrule_server.engine.built import Built
+from gradrule_server.engine.constant_search import label_varying
+from gradrule_server.engine.describe import describe
+from gradrule_server.errors import GradruleError
+from gradrule_server.graphs import Limits
+from gradrule_server.link.shape import CallShape
+from gradrule_server.link.v1 import link_pb2
+from gradrule_server.preparation.prepare import prepare
+from gradrule_server.preparation.rule_lookup import ResolvedRule
+from gradrule_server.rules import RuleContent
+from tests.service.graph_defs import loaded
+from tests.service.nested_cases import REGISTERED, REGISTERED_EXPRESSION, case
+from tests.service.nested_graphs import graph_def
+from tests.stores import no_blobs
+from tests.unit.engine.building import NAMESPACES, Builtins, prepared
+
+_MEMORY = 1 << 32
+_RULES = ("ste", "guided_relu", "deconvnet", "default", "elrp_activation", "magnitude_aware_sign")
+
+
+class _Rules(Builtins):
+    """The catalogue, TensorFlow's own gradients, and the rule that the nested graphs name."""
+
+    def resolve(self, name: str) -> ResolvedRule:
+        if name == REGISTERED:
+            definition = rule_pb2.RuleDefinition(expression=REGISTERED_EXPRESSION)
+            return ResolvedRule(name, RuleContent.from_definition(definition, Limits()))
+        return ResolvedRule(name, None) if name[0].isupper() else super().resolve(name)
+
+
+def _requests(graph: Any, words: Words) -> list[link_pb2.CompileRequest]:
+    """The same program twice: functions of two programs of one process have names of their own."""
+    spec, _ = program_spec(graph, words)
+    limits = Limits(engine_bytes=_MEMORY)
+    return [prepare(spec, CallShape(), _Rules(), limits, no_blobs(), next(NAMESPACES)).request for _ in range(2)]
+
+
+def _told(built: Built) -> dict[str, Any]:
+    return {
+        "statuses": built.statuses,
+        "defaulted": built.defaulted,
+        "without": [item.SerializeToString() for item in built.without_gradient],
+        "made": built.made,
+        "layout": built.layout,
+        "specs": {name: [item.SerializeToString() for item in specs] for name, specs in built.specs.items()},
+    }
+
+
+def _outcome(make: Any, request: link_pb2.CompileRequest) -> Any:
+    try:
+        return _told(make(request, (), "CPU:0"))
+    except GradruleError as cause:
+        return [(item.reason, item.message, item.node) for item in cause.findings]
+
+
+def _assert_alike(graph: Any, words: Words) -> Any:
+    try:
+        first, second = _requests(graph, words)
+    except GradruleError:
+        # Overrides that were drawn take each other's nodes: refused before an engine sees them.
+        first, second = _requests(graph, replace(words, overrides=None))
+    told = _outcome(describe, first)
+    assert told == _outcome(build, second)
+    return told
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_functions_loops_and_branches(number: int) -> None:
+    item = case(number)
+    words = {key: value for key, value in item.words().items() if key not in ("feeds", "params")}
+    _assert_alike(loaded(graph_def(item.program, static=item.static)), Words(**words))
+
+
+def _random_graph(rng: random.Random) -> gr.Graph:
+    """Few kinds of nodes, many of each: alike, and nearly alike."""
+    g = gr.Graph()
+    made: list[Any] = [g.placeholder("x", "float32", rng.choice([[None, 4], [2, 4], None]))]
+    for _ in range(rng.randint(8, 40)):
+        value = rng.choice(made[-4:])
+        kind = rng.choice(
+            ("Relu", "Sign", "Tanh", "Neg", "Square", "Floor", "sum", "mul", "bias", "reshape", "stop", "cut")
+        )
+        match kind:
+            case "sum":
+                made.append(g.one("AddV2", value, rng.choice(made)))
+            case "mul":
+                made.append(g.one("Mul", value, rng.choice([value, rng.choice(made)])))
+            case "bias":
+                made.append(g.one("AddV2", value, g.constant([0.5] * 4)))
+            case "reshape":
+                made.append(g.one("Reshape", value, g.one("Shape", value)))
+            case "stop":
+                made.append(g.one("AddV2", value, g.one("StopGradient", value)))
+            case "cut":
+                axis = rng.choice([0, 1])
+                total = g.one("Sum", value, g.constant([axis], dtype="int32"), keep_dims=True)
+                made.append(g.one("Sub", value, total))
+            case _:
+                made.append(g.one(kind, value))
+    g.one("Identity", made[-1], name="y")
+    return g
+
+
+def _random_overrides(rng: random.Random, g: gr.Graph) -> list[gr.Override]:
+    parsed = graph_pb2.Graph.FromString(g.to_bytes())
+    nodes = [node.name for node in parsed.node if node.op in ("Relu", "Sign", "Tanh", "Floor", "Square")]
+    kinds = sorted({node.op for node in parsed.node if node.name in nodes})
+    made = []
+    for _ in range(rng.randint(0, 5) if kinds else 0):
+        rule: Any = rng.choice([*_RULES, "Identity", gr.Rule("dy * where(x > 0, 1, 0.5)"), gr.Rule("dy + default")])
+        selector: dict[str, Any] = {"op_type": rng.choice(kinds)}
+        if nodes and rng.random() < 0.3:
+            selector = {"node": rng.choice(nodes)}
+        elif rng.random() < 0.2:
+            selector["position"] = rng.choice(["nearest_xs", "nearest_ys"])
+        made.append(gr.Override(rule, optional=rng.random() < 0.9, **selector))
+    if nodes and rng.random() < 0.2:
+        inside = next(node for node in parsed.node if node.name == nodes[0])
+        region = gr.Region(inputs=[inside.input[0]], outputs=[inside.name])
+        made.append(gr.Override(gr.Rule("2 * dy"), region=region, optional=True))
+    return made
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_random_graphs(number: int) -> None:
+    rng = random.Random(number)
+    g = _random_graph(rng)
+    policy = rng.choice(["error", "default", "pass", "zero"])
+    _assert_alike(g, Words(fetches=["y"], ys=["y"], xs=["x"], overrides=_random_overrides(rng, g), no_gradient=policy))
+
+
+def _chain(layers: int) -> gr.Graph:
+    g = gr.Graph()
+    last: Any = g.placeholder("x", "float32", [None, 4])
+    for _ in range(layers):
+        last = g.one("AddV2", g.one("Relu", last), g.one("Tanh", last))
+    g.one("Identity", last, name="y")
+    return g
+
+
+def test_gradients_of_nodes_that_are_alike_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs: list[tf_private.RecordingGraph] = []
+    original = describing._most_bytes
+
+    def noted(graph: tf_private.RecordingGraph, outputs: Any) -> int:
+        graphs.append(graph)
+        return original(graph, outputs)
+
+    monkeypatch.setattr(describing, "_most_bytes", noted)
+    request, again = _requests(_chain(100), Words(ys=["y"], xs=["x"], overrides={"Relu": "guided_relu"}))
+    built = build(again)
+    assert _told(describe(request, (), "CPU:0")) == _told(built)
+    nodes, all_nodes = len(graphs[0].get_operations()), len(built.function.graph.get_operations())
+    # One sum per layer stays: TensorFlow makes it apart from the gradients of nodes.
+    assert nodes < 450 < 900 < all_nodes
+    # What was not built again is still counted.
+    needed = sum(1 for op in graphs[0].made if op.type == "ReluGrad")
+    assert needed == 100
+
+
+def test_what_might_not_fit_is_built_as_a_whole() -> None:
+    request, again = _requests(_chain(4), Words(ys=["y"], xs=["x"], overrides={"Relu": "guided_relu"}))
+    for item in (request, again):
+        item.memory_limit = 1
+        item.inputs[0].shape.dim[0].size = 1000
+    told = _outcome(describe, request)
+    assert told == _outcome(build, again)
+    assert "memory-limit" in told[0][1]
+
+
+def test_labels_change_no_shape_and_do_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    labelled: list[int] = []
+
+    def none(definition: Any, varying: Any = ()) -> list[str]:
+        return []
+
+    def noted(definition: Any, varying: Any = ()) -> list[str]:
+        found = label_varying(definition, varying)
+        labelled.append(len(found))
+        return found
+
+    rng = random.Random(1)
+    for graph in [_random_graph(rng) for _ in range(6)]:
+        program = prepared(graph, {}, vjp=program_pb2.Vjp(ys=["y"], xs=["x"]), no_gradient=program_pb2.NO_GRADIENT_ZERO)
+        shapes = []
+        for function in (noted, none):
+            monkeypatch.setattr("gradrule_server.engine.imports.label_varying", function)
+            ops = build(program.request).function.graph.get_operations()
+            assert not [op.name for op in ops if "_kernel" in op.node_def.attr]
+            shapes.append(
+                [
+                    (
+                        op.type,
+                        [tensor.shape.as_list() if tensor.shape.rank is not None else None for tensor in op.outputs],
+                    )
+                    for op in ops
+                ]
+            )
+        assert shapes[0] == shapes[1]
+    assert min(labelled) > 5
+
+
+def test_constants_and_what_a_shape_tells_get_no_label() -> None:
+    with tf.Graph().as_default() as graph:
+        x = tf.compat.v1.placeholder(tf.float32, [2, None], name="x")
+        tf.reshape(tf.nn.relu(x, name="varies"), tf.shape(x, name="shape"), name="reshaped")
+        tf.add(tf.constant(1.0), 2.0, name="sum")
+        tf.random.uniform([2], name="random")
+    found = label_varying(graph.as_graph_def())
+    assert {"x", "varies", "reshaped"} <= set(found)
+    assert not {"shape", "sum"} & set(found)
