@@ -73,6 +73,9 @@ class Context:
         self.trailers: dict[str, str | bytes] = {}
         self.callbacks: list[Any] = []
 
+    def disable_next_message_compression(self) -> None:
+        pass
+
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         return ()
 
