@@ -327,9 +327,9 @@ class Door:
             async def handle(requests: AsyncIterator[bytes], context: Context) -> None:
                 async def answer(caller: Caller, request: Request) -> None:
                     request.is_stream = True
-                    streams = caller.tenant.room["streams"]
-                    streams.take()
-                    when_done(context, streams.give_back)
+                    streams = caller.tenant.quotas["streams"]
+                    streams.reserve()
+                    when_done(context, streams.release)
                     await self._open_streams.serve(method, caller, requests, context)
 
                 await self._receive(rpc, known, context, answer)

@@ -18,7 +18,7 @@ from gradrule_server.programs.handles import HandleHouse
 from gradrule_server.programs.house import ProgramHouse
 from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.programs.sessions import SessionHouse
-from gradrule_server.quotas import Allowance
+from gradrule_server.quotas import Quota
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.programs import HeldBlobs, ProgramRegistry
 from gradrule_server.registry.rules import RuleRegistry, Shipped
@@ -80,7 +80,7 @@ class Shared:
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """One tenant. `room`: its quotas by kind; `share`: what it has in flight; `users`: calls and streams under way."""
+    """One tenant. `quotas`: by kind; `share`: what it has in flight; `users`: calls and streams under way."""
 
     name: str
     rules: RuleRegistry
@@ -89,7 +89,7 @@ class Tenant:
     house: ProgramHouse
     handles: HandleHouse
     sessions: SessionHouse
-    room: Mapping[str, Allowance]
+    quotas: Mapping[str, Quota]
     share: Share = field(default_factory=Share)
     users: int = 0
     left_at: float = 0.0
@@ -101,10 +101,10 @@ class Tenant:
             self.share.requests,
             len(self.programs),
             len(self.rules),
-            self.room["sessions"].used,
-            self.room["session_bytes"].used,
-            self.room["handles"].used,
-            self.room["handle_bytes"].used,
+            self.quotas["sessions"].used,
+            self.quotas["session_bytes"].used,
+            self.quotas["handles"].used,
+            self.quotas["handle_bytes"].used,
             self.blobs.held_bytes,
         )
 
@@ -121,8 +121,8 @@ class Tenants:
         rules, programs = shared.store.counts()
         used = {"rules": rules, "programs": programs, "registry_bytes": shared.store.kept_bytes()}
         # How many there are on the disk was always bounded for the whole server, and says so as it always did.
-        self._room = {
-            kind: Allowance(
+        self._quotas = {
+            kind: Quota(
                 shared.server[kind],
                 what,
                 _flag("max", kind),
@@ -203,8 +203,8 @@ class Tenants:
 
     def _make(self, name: str) -> Tenant:
         shared = self._shared
-        room = {
-            kind: Allowance(shared.tenant[kind], what, _flag("tenant", kind), within=self._room[kind])
+        quotas = {
+            kind: Quota(shared.tenant[kind], what, _flag("tenant", kind), within=self._quotas[kind])
             for kind, what in KINDS.items()
         }
         blobs = shared.blobs.of(name, shared.tenant_blob_bytes, shared.tenant_blobs)
@@ -212,22 +212,22 @@ class Tenants:
             shared.store,
             self._shipped,
             tenant=name,
-            room=room["rules"],
-            bytes_room=room["registry_bytes"],
+            quota=quotas["rules"],
+            bytes_quota=quotas["registry_bytes"],
             bounds=shared.limits,
         )
         programs = ProgramRegistry(
             shared.store,
             blobs,
             tenant=name,
-            room=room["programs"],
-            bytes_room=room["registry_bytes"],
+            quota=quotas["programs"],
+            bytes_quota=quotas["registry_bytes"],
             held=self._held,
         )
         # The server has counted these already.
-        room["rules"].begin(len(rules))
-        room["programs"].begin(len(programs))
-        room["registry_bytes"].begin(shared.store.kept_bytes(name))
+        quotas["rules"].add_initial_usage(len(rules))
+        quotas["programs"].add_initial_usage(len(programs))
+        quotas["registry_bytes"].add_initial_usage(shared.store.kept_bytes(name))
         house = ProgramHouse(
             rules,
             programs,
@@ -241,13 +241,15 @@ class Tenants:
         )
         handles = HandleHouse(
             house,
-            room=room["handles"],
-            bytes_room=room["handle_bytes"],
+            quota=quotas["handles"],
+            bytes_quota=quotas["handle_bytes"],
             ttl_s=shared.handle_ttl_s,
             blob_folder=blobs.folder_name,
         )
-        sessions = SessionHouse(house, blobs, shared.limits, room=room["sessions"], bytes_room=room["session_bytes"])
-        return Tenant(name, rules, programs, blobs, house, handles, sessions, room)
+        sessions = SessionHouse(
+            house, blobs, shared.limits, quota=quotas["sessions"], bytes_quota=quotas["session_bytes"]
+        )
+        return Tenant(name, rules, programs, blobs, house, handles, sessions, quotas)
 
     def _trim(self) -> None:
         """Forgets tenants that have not called for long, and programs where all tenants' together are too many."""

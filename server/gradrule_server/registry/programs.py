@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from gradrule.v1 import errors_pb2, program_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, Resource, did_you_mean, error
-from gradrule_server.quotas import Allowance
+from gradrule_server.quotas import Quota
 from gradrule_server.registry import paging
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.store import DEFAULT_TENANT, ProgramContent, ProgramRow, Store, UnreadableRowError
@@ -66,7 +66,7 @@ class HeldBlobs:
 class ProgramRegistry:
     """A tenant's programs in a store, which hold their blobs. Blocking; safe to use from several threads.
 
-    room, bytes_room: for how many there is room, and for how many bytes; without it, without end. held: what holds the
+    quota, bytes_quota: limits on their number and bytes; unlimited if missing. held: what holds the
     blobs of the store's programs, where several registries share a store.
     """
 
@@ -76,8 +76,8 @@ class ProgramRegistry:
         blobs: BlobStore,
         *,
         tenant: str = DEFAULT_TENANT,
-        room: Allowance | None = None,
-        bytes_room: Allowance | None = None,
+        quota: Quota | None = None,
+        bytes_quota: Quota | None = None,
         held: HeldBlobs | None = None,
     ) -> None:
         self._store = store
@@ -90,8 +90,8 @@ class ProgramRegistry:
             for program_id, identity in store.program_identities(tenant).items()
             if isinstance(program_id, str) and _ID.fullmatch(program_id)
         }
-        self._room = room or Allowance.without_end()
-        self._bytes_room = bytes_room or Allowance.without_end()
+        self._quota = quota or Quota.unlimited()
+        self._bytes_quota = bytes_quota or Quota.unlimited()
         self._held = held or HeldBlobs(store, blobs)
 
     def __len__(self) -> int:
@@ -139,14 +139,14 @@ class ProgramRegistry:
             kept.create_time.FromMicroseconds(now_us)
             row = ProgramRow(program_id, identity, kept.SerializeToString(), now_us)
             content = ProgramContent(_without_graph(spec), self._graph_bytes(spec), snapshot)
-            with self._room.taken(), contextlib.ExitStack() as taken, contextlib.ExitStack() as undo:
+            with self._quota.reserved(), contextlib.ExitStack() as taken, contextlib.ExitStack() as undo:
                 self._held.hold(self._blobs, self._tenant, program_id, blobs_of(spec))
                 undo.callback(self._held.let_go, self._blobs, self._tenant, program_id)
                 self._store.add_program(
                     row,
                     content,
                     self._tenant,
-                    before=lambda size: taken.enter_context(self._bytes_room.taken(size)),
+                    before=lambda size: taken.enter_context(self._bytes_quota.reserved(size)),
                 )
                 undo.pop_all()
             self._identities[program_id] = identity
@@ -206,8 +206,8 @@ class ProgramRegistry:
         freed = self._store.remove_program(program_id, self._tenant)
         del self._identities[program_id]
         self._held.let_go(self._blobs, self._tenant, program_id)
-        self._room.give_back()
-        self._bytes_room.give_back(freed)
+        self._quota.release()
+        self._bytes_quota.release(freed)
 
     def _content(self, stored: StoredProgram) -> tuple[program_pb2.ProgramSpec, bytes] | None:
         """The spec with its graph's bytes, and the snapshot; None where the row is gone. `UnreadableRowError`."""

@@ -17,7 +17,7 @@ from google.protobuf.message import DecodeError
 from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, Resource, did_you_mean, error
 from gradrule_server.policy import Bounds
-from gradrule_server.quotas import Allowance
+from gradrule_server.quotas import Quota
 from gradrule_server.registry import paging
 from gradrule_server.registry.names import BUILTIN_PREFIX, Names, RuleEntry, by_name
 from gradrule_server.registry.store import DEFAULT_TENANT, RuleRow, Store, UnreadableRowError, size_of
@@ -58,7 +58,7 @@ class Shipped:
 class RuleRegistry:
     """A tenant's rules. Safe to use from several threads; only `create` and `delete` block, on the disk.
 
-    shipped: what lies below; op types alone mean the catalogue too. room, bytes_room: for how many rules there is room,
+    shipped: what lies below; op types alone mean the catalogue too. quota, bytes_quota: limits on the number of rules
     and for how many bytes of them; without it, without end. A kept rule that cannot be read is left out and told; it
     stays in the store until a rule is created or deleted under its name.
     """
@@ -69,14 +69,14 @@ class RuleRegistry:
         shipped: Shipped | Iterable[str],
         *,
         tenant: str = DEFAULT_TENANT,
-        room: Allowance | None = None,
-        bytes_room: Allowance | None = None,
+        quota: Quota | None = None,
+        bytes_quota: Quota | None = None,
         bounds: Bounds | None = None,
     ) -> None:
         self._store = store
         self._tenant = tenant
-        self._room = room or Allowance.without_end()
-        self._bytes_room = bytes_room or Allowance.without_end()
+        self._quota = quota or Quota.unlimited()
+        self._bytes_quota = bytes_quota or Quota.unlimited()
         self._bounds = bounds or Bounds()
         self._changing = threading.Lock()
         self._revision = 0
@@ -155,11 +155,11 @@ class RuleRegistry:
             )
             entry = _user_entry(row, content)
             broken = self._unreadable.get(name)
-            room = contextlib.nullcontext() if broken else self._room.taken()
-            with room, self._bytes_room.taken(entry.size):
+            quota = contextlib.nullcontext() if broken else self._quota.reserved()
+            with quota, self._bytes_quota.reserved(entry.size):
                 self._store.add_rule(row, self._tenant, replaces=broken is not None)
             if broken is not None:
-                self._bytes_room.give_back(self._unreadable.pop(name).size)
+                self._bytes_quota.release(self._unreadable.pop(name).size)
             self._replace(replace(names, user={**names.user, name: entry}))
         return entry
 
@@ -180,8 +180,8 @@ class RuleRegistry:
         with self._changing:
             if bare in self._unreadable:
                 self._store.remove_rule(bare, self._tenant)
-                self._room.give_back()
-                self._bytes_room.give_back(self._unreadable.pop(bare).size)
+                self._quota.release()
+                self._bytes_quota.release(self._unreadable.pop(bare).size)
                 return
             entry = self.get(name)
             if entry.kind != rule_pb2.RULE_KIND_USER:
@@ -192,8 +192,8 @@ class RuleRegistry:
                     resource=_resource(entry.name),
                 )
             self._store.remove_rule(entry.name, self._tenant)
-            self._room.give_back()
-            self._bytes_room.give_back(entry.size)
+            self._quota.release()
+            self._bytes_quota.release(entry.size)
             user = {key: kept for key, kept in self._names.user.items() if key != entry.name}
             self._replace(replace(self._names, user=user))
 

@@ -16,7 +16,7 @@ from gradrule_server.front.calls import Method, StreamMethod
 from gradrule_server.front.handlers import Door, Times
 from gradrule_server.front.identity import Identity
 from gradrule_server.identity import Credentials
-from gradrule_server.quotas import Allowance
+from gradrule_server.quotas import Quota
 
 
 class Aborted(Exception):
@@ -35,8 +35,8 @@ class Hosts:
         return self.tenants.get(name)
 
     async def load(self, name: str) -> Any:
-        room = {"streams": Allowance(self._streams, "streams", "--tenant-streams")}
-        return self.tenants.setdefault(name, SimpleNamespace(name=name, share=Share(), room=room, sessions=None))
+        quotas = {"streams": Quota(self._streams, "streams", "--tenant-streams")}
+        return self.tenants.setdefault(name, SimpleNamespace(name=name, share=Share(), quotas=quotas, sessions=None))
 
     def enter(self, _: Any) -> None:
         self.inside += 1

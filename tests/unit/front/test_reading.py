@@ -30,7 +30,7 @@ class Hosts:
     """One tenant that has nothing."""
 
     def __init__(self) -> None:
-        self.tenant: Any = SimpleNamespace(name="default", share=Share(), room={})
+        self.tenant: Any = SimpleNamespace(name="default", share=Share(), quotas={})
 
     def loaded(self, _: str) -> Any:
         return self.tenant

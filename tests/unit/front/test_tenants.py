@@ -100,8 +100,8 @@ async def test_a_thousand_tenants_are_not_kept_for_ever(found: Tenants) -> None:
 async def test_who_comes_back_finds_what_was_kept(found: Tenants, shared: Shared) -> None:
     ada = await found.load("ada")
     ada.rules.create("Mine", DEFINITION, "")
-    ada.room["rules"].take(2)
-    ada.room["rules"].give_back(2)
+    ada.quotas["rules"].reserve(2)
+    ada.quotas["rules"].release(2)
     pass_by(found, ada)
     for number in range(10):
         pass_by(found, await found.load(f"t{number}"))
@@ -142,7 +142,7 @@ async def test_bytes_of_rules_are_bounded_and_counted_for_who_comes_back(shared:
         pass_by(found, await found.load(f"t{number}"))
     assert found.loaded("ada") is None
     again, other = await found.load("ada"), await found.load("other")
-    assert again.room["registry_bytes"].used == 2 * size
+    assert again.quotas["registry_bytes"].used == 2 * size
     with pytest.raises(GradruleError, match="--tenant-registry-bytes"):
         again.rules.create("c", DEFINITION, "d" * (size + 1))
     again.rules.create("c", DEFINITION, "")

@@ -9,7 +9,7 @@ import pytest
 
 from gradrule.v1 import errors_pb2, graph_pb2, override_pb2, program_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError
-from gradrule_server.quotas import Allowance
+from gradrule_server.quotas import Quota
 from gradrule_server.registry import paging
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.programs import ProgramRegistry, StoredProgram
@@ -155,7 +155,7 @@ def test_a_deleted_program_is_gone_and_its_id_free(tmp_path: Path) -> None:
 
 def test_the_limit_stops_new_programs_only(store: Store) -> None:
     registry = registry_of(
-        store, room=Allowance(2, "programs", "--max-programs", reason=errors_pb2.ERROR_REASON_LIMIT_EXCEEDED)
+        store, quota=Quota(2, "programs", "--max-programs", reason=errors_pb2.ERROR_REASON_LIMIT_EXCEEDED)
     )
     create(registry, "a")
     create(registry, "b")
@@ -191,24 +191,24 @@ def test_pages_are_by_id_without_overrides(store: Store) -> None:
 def test_bytes_are_counted_as_programs_come_and_go(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     # The time of creation is part of what is kept, and does not always take as many bytes.
     monkeypatch.setattr("time.time_ns", lambda: 1_700_000_000_123_456_789)
-    room = Allowance(10_000, "bytes of rules and programs", "--tenant-registry-bytes")
-    registry = registry_of(store, bytes_room=room)
+    quota = Quota(10_000, "bytes of rules and programs", "--tenant-registry-bytes")
+    registry = registry_of(store, bytes_quota=quota)
     create(registry, "a")
-    one = room.used
+    one = quota.used
     assert one == store.kept_bytes()
     create(registry, "a")
     create(registry, "b")
     # The graph is there already.
-    assert room.used == store.kept_bytes() == 2 * one - len(GRAPH.SerializeToString())
+    assert quota.used == store.kept_bytes() == 2 * one - len(GRAPH.SerializeToString())
     large = spec()
     large.graph.serialized += bytes(10_000)
     with pytest.raises(GradruleError, match="--tenant-registry-bytes") as refusal:
         registry.create("c", large, b"", compiled(), b"")
     assert refusal.value.reason == errors_pb2.ERROR_REASON_QUOTA_EXCEEDED
-    assert (len(registry), room.used) == (2, store.kept_bytes())
+    assert (len(registry), quota.used) == (2, store.kept_bytes())
     registry.delete("a")
     registry.delete("b")
-    assert room.used == store.kept_bytes() == 0
+    assert quota.used == store.kept_bytes() == 0
 
 
 def test_a_page_ends_where_its_programs_are_large(store: Store) -> None:
@@ -245,7 +245,7 @@ JUNK = [("summary", b"\xff\xff"), ("summary", 7), ("spec", b"\xff\xff"), ("snaps
 def test_a_row_that_cannot_be_read_costs_that_program(
     store: Store, caplog: pytest.LogCaptureFixture, column: str, value: Any
 ) -> None:
-    room, bytes_room = (Allowance(1 << 20, "", "") for _ in range(2))
+    quota, bytes_quota = (Quota(1 << 20, "", "") for _ in range(2))
     create(registry_of(store), "other", "d2")
     create(registry_of(store), "p")
     if column == "content":
@@ -253,7 +253,7 @@ def test_a_row_that_cannot_be_read_costs_that_program(
         registry_of(store).delete("other")
     change(store, column, value)
     # A start, and the first call of the tenant.
-    registry = registry_of(store, room=room, bytes_room=bytes_room)
+    registry = registry_of(store, quota=quota, bytes_quota=bytes_quota)
     listed = [item.id for item in registry.list(0, "")[0]]
     assert ("p" in listed) == (column != "summary")
     assert ("other" in listed) == (column != "content")
@@ -264,12 +264,12 @@ def test_a_row_that_cannot_be_read_costs_that_program(
     if column != "content":
         assert registry.content(registry.get("other"))[0] == spec()
     # Compiling it once more heals it, and no count is wrong then.
-    room.begin(len(registry))
-    bytes_room.begin(store.kept_bytes())
+    quota.add_initial_usage(len(registry))
+    bytes_quota.add_initial_usage(store.kept_bytes())
     made = create(registry, "p")
     assert registry.content(registry.get("p")) == (spec(), SNAPSHOT)
     assert create(registry, "p") == made
-    assert (room.used, bytes_room.used) == (len(registry), store.kept_bytes())
+    assert (quota.used, bytes_quota.used) == (len(registry), store.kept_bytes())
 
 
 @pytest.mark.parametrize(("column", "value"), JUNK)

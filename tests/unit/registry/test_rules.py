@@ -13,7 +13,7 @@ import pytest
 
 from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server.errors import GradruleError
-from gradrule_server.quotas import Allowance
+from gradrule_server.quotas import Quota
 from gradrule_server.registry.backup import check
 from gradrule_server.registry.rules import RuleRegistry, Shipped, to_proto
 from gradrule_server.registry.store import Store
@@ -293,7 +293,7 @@ def test_a_deleted_rule_is_gone_for_good(tmp_path: Path) -> None:
 
 def test_the_limit_stops_new_rules_only(store: Store) -> None:
     registry = RuleRegistry(
-        store, OPS, room=Allowance(2, "rules", "--max-rules", reason=errors_pb2.ERROR_REASON_LIMIT_EXCEEDED)
+        store, OPS, quota=Quota(2, "rules", "--max-rules", reason=errors_pb2.ERROR_REASON_LIMIT_EXCEEDED)
     )
     registry.create("a", expression(QUANTIZE), "")
     registry.create("b", expression(QUANTIZE), "")
@@ -419,14 +419,14 @@ def test_a_rule_that_this_server_cannot_read_costs_that_rule(tmp_path: Path, cap
         connection.execute("UPDATE rules SET description = CAST(x'ff' AS TEXT) WHERE name = 'none'")
     connection.close()
     caplog.clear()
-    room, bytes_room = (Allowance(100, "", ""), Allowance(10_000, "", ""))
-    registry = RuleRegistry(store, OPS, room=room, bytes_room=bytes_room)
+    quota, bytes_quota = (Quota(100, "", ""), Quota(10_000, "", ""))
+    registry = RuleRegistry(store, OPS, quota=quota, bytes_quota=bytes_quota)
     assert [line for line in caplog.messages if "'later'" in line] == caplog.messages
     assert "9 kept rules of tenant 'default' cannot be read" in caplog.text
     assert [entry.name for entry in registry.list(USER, 0, "")[0]] == ["Q"]
-    room.begin(len(registry))
-    bytes_room.begin(store.kept_bytes())
-    assert room.used == 10
+    quota.add_initial_usage(len(registry))
+    bytes_quota.add_initial_usage(store.kept_bytes())
+    assert quota.used == 10
     with pytest.raises(GradruleError, match=r"'wire' cannot be read: .*; create it anew, or delete it") as refusal:
         registry.get("rules/wire")
     assert refusal.value.reason == errors_pb2.ERROR_REASON_UNKNOWN_RULE
@@ -434,7 +434,7 @@ def test_a_rule_that_this_server_cannot_read_costs_that_rule(tmp_path: Path, cap
     assert registry.create("wire", expression(QUANTIZE), "").name == "wire"
     for name in junk.keys() - {"wire", "moved"}:
         registry.delete(name)
-    assert (room.used, len(registry)) == (3, 3)
+    assert (quota.used, len(registry)) == (3, 3)
     assert [entry.name for entry in RuleRegistry(store, OPS).list(USER, 0, "")[0]] == ["Q", "wire"]
     assert len(check(tmp_path).unreadable) == 1
     store.close()
@@ -461,21 +461,21 @@ def test_what_is_too_large_is_not_kept(
 
 
 def test_bytes_are_counted_as_rules_come_and_go(store: Store) -> None:
-    room = Allowance(200, "bytes of rules and programs", "--tenant-registry-bytes")
-    registry = RuleRegistry(store, OPS, bytes_room=room)
+    quota = Quota(200, "bytes of rules and programs", "--tenant-registry-bytes")
+    registry = RuleRegistry(store, OPS, bytes_quota=quota)
     registry.create("a", expression("dy"), "d" * 100)
     registry.create("a", expression("dy"), "d" * 100)
-    assert 100 < room.used == store.kept_bytes() < 110
+    assert 100 < quota.used == store.kept_bytes() < 110
     with pytest.raises(GradruleError, match="--tenant-registry-bytes"):
         registry.create("b", expression("dy"), "d" * 100)
-    assert room.used == store.kept_bytes()
+    assert quota.used == store.kept_bytes()
     registry.delete("a")
-    assert room.used == store.kept_bytes() == 0
+    assert quota.used == store.kept_bytes() == 0
 
 
 def test_bytes_given_back_are_those_of_the_rule_that_goes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    room = Allowance(1000, "bytes of rules and programs", "--tenant-registry-bytes")
-    registry = RuleRegistry(store, OPS, bytes_room=room)
+    quota = Quota(1000, "bytes of rules and programs", "--tenant-registry-bytes")
+    registry = RuleRegistry(store, OPS, bytes_quota=quota)
     registry.create("a", expression("dy"), "d" * 100)
     lock = registry._changing
 
@@ -490,7 +490,7 @@ def test_bytes_given_back_are_those_of_the_rule_that_goes(store: Store, monkeypa
 
     monkeypatch.setattr(registry, "_changing", after_another())
     registry.delete("a")
-    assert room.used == store.kept_bytes() == 0
+    assert quota.used == store.kept_bytes() == 0
 
 
 def test_a_page_ends_where_its_rules_are_large(store: Store) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from gradrule.v1 import errors_pb2, program_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError
-from gradrule_server.quotas import Allowance
+from gradrule_server.quotas import Quota
 from gradrule_server.registry.blobs import BlobStore, folder_name
 from gradrule_server.registry.files import StoreError
 from gradrule_server.registry.programs import HeldBlobs, ProgramRegistry
@@ -153,9 +153,9 @@ def test_a_program_s_blobs_stay_though_nobody_asks_for_its_tenant(tmp_path: Path
 
 
 def test_rooms_are_counted_as_names_come_and_go(store: Store) -> None:
-    server = Allowance(2, "rules", "--max-rules")
+    server = Quota(2, "rules", "--max-rules")
     registries = [
-        RuleRegistry(store, SHIPPED, tenant=name, room=Allowance(2, "rules", "--tenant-rules", within=server))
+        RuleRegistry(store, SHIPPED, tenant=name, quota=Quota(2, "rules", "--tenant-rules", within=server))
         for name in ("ada", "grace")
     ]
     registries[0].create("a", DEFINITION, "")
