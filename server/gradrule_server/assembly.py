@@ -11,10 +11,10 @@ from gradrule_server.front.connections import ConnectionLimits, ConnectionWatch
 from gradrule_server.front.server import Connections
 from gradrule_server.front.tenants import KINDS, Shared, Tenants
 from gradrule_server.front.tls import Certificates
-from gradrule_server.identity import Credentials
+from gradrule_server.identity import Authenticator
 from gradrule_server.identity.certificates import ClientCertificates
-from gradrule_server.identity.jwts import Jwts
-from gradrule_server.identity.tokens import Tokens
+from gradrule_server.identity.jwt_verifier import JwtVerifier
+from gradrule_server.identity.token_file import TokenFile
 from gradrule_server.link.memory import available_memory, share_of_memory
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
@@ -39,13 +39,13 @@ _LEAST_ENGINES = 4
 _MAX_GPU_ENGINES = 8
 
 
-def credentials_of(settings: Settings) -> Credentials:
+def credentials_of(settings: Settings) -> Authenticator:
     """What callers are asked for."""
     admins = frozenset(name.strip() for name in settings.admin_tenants.split(",") if name.strip())
-    tokens = None if settings.tokens is None else Tokens(settings.tokens)
+    tokens = None if settings.tokens is None else TokenFile(settings.tokens)
     jwts = None
     if settings.takes_jwts:
-        jwts = Jwts(
+        jwts = JwtVerifier(
             key=settings.jwt_key,
             jwks=settings.jwt_jwks,
             issuer=settings.jwt_issuer,
@@ -54,7 +54,7 @@ def credentials_of(settings: Settings) -> Credentials:
             admins=admins,
         )
     by_certificate = None if settings.tls_client_ca is None else ClientCertificates(settings.tls_client_name, admins)
-    return Credentials(tokens, jwts, by_certificate)
+    return Authenticator(tokens, jwts, by_certificate)
 
 
 def certificates_of(settings: Settings) -> Certificates | None:

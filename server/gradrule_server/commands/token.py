@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradrule_server.identity.tokens import (
+from gradrule_server.identity.token_file import (
     Token,
     TokenFileError,
     add_token,

@@ -1,4 +1,4 @@
-"""Files of tokens and of keys that cannot be used, and what is said of them; what a file's change brings."""
+"""Tests files of tokens and keys: what is refused, and what happens when a file changes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed448, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
-from gradrule_server.identity import Credentials
-from gradrule_server.identity.jwts import JwtKeyError, Jwts
-from gradrule_server.identity.tokens import (
+from gradrule_server.identity import Authenticator
+from gradrule_server.identity.jwt_verifier import JwtKeyError, JwtVerifier
+from gradrule_server.identity.token_file import (
+    TokenFile,
     TokenFileError,
-    Tokens,
     add_token,
     hash_of,
     new_token,
@@ -31,13 +31,13 @@ def public(key: Any) -> bytes:
     return found
 
 
-def jwts(folder: Path, pem: bytes | None = None, jwks: str | None = None, **words: Any) -> Jwts:
+def jwts(folder: Path, pem: bytes | None = None, jwks: str | None = None, **words: Any) -> JwtVerifier:
     files: dict[str, Path | None] = {"key": None, "jwks": None}
     for name, content in (("key", pem), ("jwks", None if jwks is None else jwks.encode())):
         if content is not None:
             files[name] = folder / name
             (folder / name).write_bytes(content)
-    return Jwts(**files, **({"issuer": "i", "audience": "a", "claim": "sub"} | words))
+    return JwtVerifier(**files, **({"issuer": "i", "audience": "a", "claim": "sub"} | words))
 
 
 @pytest.mark.parametrize(
@@ -53,16 +53,16 @@ def jwts(folder: Path, pem: bytes | None = None, jwks: str | None = None, **word
         (json.dumps({"sha256": "f" * 64, "tenant": "b"}), "there twice"),
     ],
 )
-def test_lines_that_are_no_token(tmp_path: Path, line: str, why: str) -> None:
+def test_file_with_an_invalid_line_is_refused(tmp_path: Path, line: str, why: str) -> None:
     file = tmp_path / "tokens"
     file.write_text(json.dumps({"sha256": "f" * 64, "tenant": "a"}) + "\n" + line + "\n")
     with pytest.raises(TokenFileError, match=why):
-        Tokens(file)
+        TokenFile(file)
     with pytest.raises(TokenFileError, match="cannot be read"):
-        Tokens(tmp_path / "nowhere")
+        TokenFile(tmp_path / "nowhere")
 
 
-def test_a_token_is_found_until_it_expires_or_is_revoked(tmp_path: Path) -> None:
+def test_token_is_valid_until_it_expires_or_is_revoked(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     text, token = new_token("ada", is_admin=True)
     late, expired = new_token("ada", expires=time.time() - 1)
@@ -70,16 +70,16 @@ def test_a_token_is_found_until_it_expires_or_is_revoked(tmp_path: Path) -> None
         add_token(file, item)
     assert len(text) >= 46
     assert hash_of(text) in file.read_text()
-    tokens = Tokens(file)
+    tokens = TokenFile(file)
     principal = tokens.find(text)
     assert principal is not None
     assert (principal.tenant, principal.is_admin) == ("ada", True)
     assert tokens.find(late) is tokens.find("") is tokens.find(token.sha256) is tokens.find("\udcff") is None
-    assert tokens.still_holds(principal)
+    assert tokens.is_still_valid(principal)
     assert revoke_tokens(file, token.id) == [token]
     tokens.refresh()
     assert tokens.find(text) is None
-    assert not tokens.still_holds(principal)
+    assert not tokens.is_still_valid(principal)
     assert [item.sha256 for item in read_tokens(file)] == [expired.sha256]
 
 
@@ -94,21 +94,21 @@ def test_a_token_is_found_until_it_expires_or_is_revoked(tmp_path: Path) -> None
     ],
     ids=str,
 )
-def test_a_token_that_means_less_than_it_did_holds_no_longer(
+def test_token_with_fewer_rights_or_another_tenant_ends_open_calls(
     tmp_path: Path, changed: dict[str, Any], holds: bool
 ) -> None:
     file = tmp_path / "tokens"
     text, token = new_token("ada", is_admin=True, expires=time.time() + 60)
     add_token(file, token)
-    tokens = Tokens(file)
+    tokens = TokenFile(file)
     principal = tokens.find(text)
     assert principal is not None
     file.write_text(json.dumps(json.loads(file.read_text()) | changed) + "\n# changed\n")
     tokens.refresh()
-    assert Credentials(tokens=tokens).still_holds(principal) is holds
+    assert Authenticator(tokens=tokens).is_still_valid(principal) is holds
 
 
-def test_a_web_token_holds_no_longer_than_its_key(tmp_path: Path) -> None:
+def test_json_web_token_is_invalid_once_its_key_is_removed(tmp_path: Path) -> None:
     old, new = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     found = jwts(tmp_path, public(old) + public(new))
     text = jwt.encode({"iss": "i", "aud": "a", "exp": time.time() + 60, "sub": "ada"}, old, "ES256")
@@ -116,36 +116,36 @@ def test_a_web_token_holds_no_longer_than_its_key(tmp_path: Path) -> None:
     assert principal is not None
     (tmp_path / "key").write_bytes(public(new) + public(old))
     found.refresh()
-    assert Credentials(jwts=found).still_holds(principal)
+    assert Authenticator(jwts=found).is_still_valid(principal)
     assert found.find(text) == principal
     (tmp_path / "key").write_bytes(public(new))
     found.refresh()
-    assert not Credentials(jwts=found).still_holds(principal)
+    assert not Authenticator(jwts=found).is_still_valid(principal)
     assert found.find(text) is None
 
 
-def test_a_line_that_is_no_token_costs_that_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_lines_are_logged_and_ignored_after_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "tokens"
     (kept, one), (broken, two), (twice, three) = (new_token("ada") for _ in range(3))
     for token in (one, two, three):
         add_token(file, token)
-    tokens = Tokens(file)
+    tokens = TokenFile(file)
     deep = "[" * 100_000
     file.write_text(one.line() + two.line()[:-3] + "\n" + three.line() * 2 + deep + "\n" + "\N{BEL}\n")
     with file.open("ab") as raw:
         raw.write(b'{"sha256": "\xff"}\n')
     tokens.refresh()
     assert tokens.find(kept) is not None
-    # Which of two lines is meant is not known; and what is cut off may be what somebody takes back.
+    # Neither of two lines for one token is used, and a line that is cut off may be about to be revoked.
     assert tokens.find(broken) is tokens.find(twice) is None
     for _ in range(5):
         tokens.refresh()
-    told = [message for message in caplog.messages if "no tokens" in message]
-    assert len(told) == 1
-    assert told[0].startswith("5 lines are no tokens, and none holds: ")
-    assert f"{file}, line 2: " in told[0]
+    warnings = [message for message in caplog.messages if "no tokens" in message]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("5 lines are no tokens, and none holds: ")
+    assert f"{file}, line 2: " in warnings[0]
     with pytest.raises(TokenFileError, match="line 2"):
-        Tokens(file)
+        TokenFile(file)
 
 
 def lose(file: Path) -> None:
@@ -158,14 +158,14 @@ def replace_by_folder(file: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [lose, replace_by_folder])
-def test_what_cannot_be_read_any_more_holds_for_a_while_only(
+def test_credentials_of_an_unreadable_file_become_invalid_after_a_grace_period(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, change: Any
 ) -> None:
     file, key = tmp_path / "tokens", ec.generate_private_key(ec.SECP256R1())
     text, token = new_token("ada")
     add_token(file, token)
     signed = jwt.encode({"iss": "i", "aud": "a", "exp": time.time() + 600, "sub": "ada"}, key, "ES256")
-    credentials = Credentials(Tokens(file), jwts(tmp_path, public(key)))
+    credentials = Authenticator(TokenFile(file), jwts(tmp_path, public(key)))
     assert credentials.tokens is not None
     assert credentials.jwts is not None
     principals = [credentials.tokens.find(text), credentials.jwts.find(signed)]
@@ -181,7 +181,7 @@ def test_what_cannot_be_read_any_more_holds_for_a_while_only(
     for _ in range(3):
         credentials.refresh()
     assert credentials.tokens.find(text) is credentials.jwts.find(signed) is None
-    assert not any(credentials.still_holds(principal) for principal in principals if principal is not None)
+    assert not any(credentials.is_still_valid(principal) for principal in principals if principal is not None)
     assert caplog.text.count("what was read before holds for 30 s") == 2
     assert caplog.text.count("nothing of it holds until it can be read") == 2
     clock[0] += 61
@@ -194,11 +194,11 @@ def test_what_cannot_be_read_any_more_holds_for_a_while_only(
     assert credentials.tokens.find(text) == principals[0]
 
 
-def test_a_file_that_becomes_readable_without_a_change_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_that_becomes_readable_without_a_change_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "tokens"
     text, token = new_token("ada")
     add_token(file, token)
-    tokens = Tokens(file)
+    tokens = TokenFile(file)
     new, added = new_token("grace")
     add_token(file, added)
     read = Path.read_bytes
@@ -215,28 +215,28 @@ def test_a_file_that_becomes_readable_without_a_change_is_read(tmp_path: Path, m
     assert tokens.find(new) is not None
 
 
-def test_a_token_that_was_just_made_is_found_without_a_wait(tmp_path: Path) -> None:
+def test_token_that_was_just_added_is_found_without_a_wait(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     add_token(file, new_token("ada")[1])
-    tokens = Tokens(file)
+    tokens = TokenFile(file)
     text, token = new_token("grace")
     add_token(file, token)
     assert tokens.find(text) is not None
 
 
-def test_a_large_file_is_not_read_by_who_asks_for_a_token(tmp_path: Path) -> None:
+def test_large_file_is_read_by_refresh_only(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     add_token(file, new_token("ada")[1])
-    tokens = Tokens(file)
+    tokens = TokenFile(file)
     text, token = new_token("grace")
     file.write_text(token.line() + "# what people wrote\n" * 10_000)
-    # The event loop asks; the thread that looks at files reads.
+    # `find` runs on the event loop, which must not read large files; `refresh` runs on a thread.
     assert tokens.find(text) is None
     tokens.refresh()
     assert tokens.find(text) is not None
 
 
-def test_the_lock_of_a_file_is_not_that_of_its_folder(tmp_path: Path) -> None:
+def test_tokens_can_be_added_while_a_server_holds_the_folder(tmp_path: Path) -> None:
     # A server holds the lock of its data folder, and the tokens may lie there.
     store = Store(tmp_path)
     add_token(tmp_path / "tokens", new_token("ada")[1])
@@ -255,12 +255,12 @@ def test_the_lock_of_a_file_is_not_that_of_its_folder(tmp_path: Path) -> None:
     ],
     ids=["nothing", "nonsense", "short", "other curve", "other kind"],
 )
-def test_keys_that_are_not_taken(tmp_path: Path, pem: bytes, why: str) -> None:
+def test_unsupported_keys_are_refused(tmp_path: Path, pem: bytes, why: str) -> None:
     with pytest.raises(JwtKeyError, match=why):
         jwts(tmp_path, pem)
 
 
-def test_a_private_key_is_not_taken(tmp_path: Path) -> None:
+def test_private_key_is_refused(tmp_path: Path) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
     with pytest.raises(JwtKeyError, match="no public key"):
         jwts(tmp_path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
@@ -278,14 +278,12 @@ def test_a_private_key_is_not_taken(tmp_path: Path) -> None:
         ('{"keys": [{"kty": "oct", "k": "c2VjcmV0c2VjcmV0c2VjcmV0c2VjcmV0"}]}', "kind that is not taken"),
     ],
 )
-def test_sets_of_keys_that_are_not_taken(tmp_path: Path, jwks: str, why: str) -> None:
+def test_unsupported_key_sets_are_refused(tmp_path: Path, jwks: str, why: str) -> None:
     with pytest.raises(JwtKeyError, match=why):
         jwts(tmp_path, jwks=jwks)
 
 
-def test_keys_of_other_kinds_do_not_hinder_those_of_the_set_that_are_taken(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unsupported_keys_of_a_set_are_skipped_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     good = ec.generate_private_key(ec.SECP256R1())
     other = ec.generate_private_key(ec.SECP384R1())
     curve = jwt.algorithms.ECAlgorithm
@@ -307,7 +305,7 @@ def test_keys_of_other_kinds_do_not_hinder_those_of_the_set_that_are_taken(
         jwts(tmp_path, jwks=json.dumps({"keys": keys[:-1]}))
 
 
-def test_whose_web_tokens_are_administrators(tmp_path: Path) -> None:
+def test_json_web_tokens_of_admin_tenants_are_administrators(tmp_path: Path) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
     found = jwts(tmp_path, public(key), claim="team", admins=frozenset({"ops"}))
 
@@ -322,7 +320,7 @@ def test_whose_web_tokens_are_administrators(tmp_path: Path) -> None:
     assert expires_at < time.time() + 100
 
 
-def test_a_web_token_that_was_found_good_ends_with_its_time_and_key(tmp_path: Path) -> None:
+def test_cached_json_web_token_ends_with_its_time_and_its_key(tmp_path: Path) -> None:
     old, new = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     found = jwts(tmp_path, public(old))
     text = jwt.encode({"iss": "i", "aud": "a", "exp": int(time.time()) - 8, "sub": "ada"}, old, "ES256")

@@ -1,6 +1,6 @@
-"""JSON Web Tokens: signed by somebody whose public keys the server was given, for this server, and not outdated.
+"""Verifies JSON Web Tokens: their signature, issuer, audience and times.
 
-Each key stands for one algorithm (RS256, ES256 or EdDSA), so no token chooses how it is checked.
+Each key is used with one algorithm only (RS256, ES256 or EdDSA), so a token cannot choose a weaker one.
 """
 
 from __future__ import annotations
@@ -24,43 +24,52 @@ from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_public_key
 
 from gradrule_server.identity.principal import Principal, check_tenant
-from gradrule_server.identity.watched import WatchedFile
+from gradrule_server.identity.watched_file import WatchedFile
 
 _log = logging.getLogger(__name__)
 
 _LEEWAY_S = 10.0
 _MIN_RSA_BITS = 2048
-# What tokens that were found good say is not read again for so long.
-_REMEMBERED_S = 60.0
-_MAX_REMEMBERED = 4096
-_MAX_LENGTH = 16 * 1024
-_SHOWN = 80
-# The last second of the year 9999: no later one can be shown as a time.
-_LATEST = 253_402_300_799
-# What PyJWT raises about a token that is none; which of these it turns into its own errors differs by its version.
+# For this time a token that was valid is not verified again.
+_CACHE_S = 60.0
+_CACHE_SIZE = 4096
+_MAX_TOKEN_LENGTH = 16 * 1024
+_MAX_KEY_ID_SHOWN = 80
+# The last second of the year 9999: `datetime` can show no later time.
+_LATEST_TIME = 253_402_300_799
+# What PyJWT raises for malformed tokens. Which of these it converts to its own errors depends on its version.
 _MALFORMED = (jwt.PyJWTError, ValueError, TypeError, OverflowError, RecursionError)
 
 _PublicKey: TypeAlias = RSAPublicKey | EllipticCurvePublicKey | Ed25519PublicKey
 
 
 class JwtKeyError(Exception):
-    """A file of keys that cannot be used; the message says which and why."""
+    """A file of keys cannot be used; the message says which file and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Key:
+    """A public key with the only algorithm that it is used with."""
+
     key: _PublicKey
     algorithm: str
     id: str
     fingerprint: bytes
 
 
-class Jwts:
-    """Checks JSON Web Tokens. `JwtKeyError` where the keys cannot be used.
+class JwtVerifier:
+    """Verifies JSON Web Tokens and finds their principals. Safe to use from several threads.
 
-    key: a file with public keys in PEM; jwks: one with a JSON Web Key Set; both are read again by `refresh`.
-    issuer, audience: what `iss` is, and what `aud` holds. claim: which claim names the tenant. admins: tenants whose
-    tokens are administrators'.
+    Args:
+        key: A file of public keys in PEM; `refresh` reads it again.
+        jwks: A file with a JSON Web Key Set; `refresh` reads it again.
+        issuer: The required value of the claim `iss`.
+        audience: A value that the claim `aud` must hold.
+        claim: The claim that names the tenant.
+        admins: Tenants whose tokens belong to administrators.
+
+    Raises:
+        JwtKeyError: A file of keys cannot be used.
     """
 
     def __init__(
@@ -83,39 +92,39 @@ class Jwts:
         self._claim = claim
         self._admins = admins
         self._lock = threading.Lock()
-        self._found: OrderedDict[bytes, tuple[float, Principal]] = OrderedDict()
+        self._cache: OrderedDict[bytes, tuple[float, Principal]] = OrderedDict()
 
     def find(self, text: str) -> Principal | None:
-        """Whose token it is; None where it is none, or none for this server."""
-        if text.count(".") != 2 or len(text) > _MAX_LENGTH:
+        """Returns the token's principal; None if the token is not valid for this server."""
+        if text.count(".") != 2 or len(text) > _MAX_TOKEN_LENGTH:
             return None
         digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
         now = time.monotonic()
         with self._lock:
-            until, known = self._found.get(digest, (0.0, None))
-        if known is not None and now < until:
-            return known if self.still_holds(known) else None
-        principal = self._check(text)
+            cached_until, cached = self._cache.get(digest, (0.0, None))
+        if cached is not None and now < cached_until:
+            return cached if self.is_still_valid(cached) else None
+        principal = self._verify(text)
         if principal is not None:
             with self._lock:
-                self._found[digest] = (now + _REMEMBERED_S, principal)
-                self._found.move_to_end(digest)
-                while len(self._found) > _MAX_REMEMBERED:
-                    self._found.popitem(last=False)
+                self._cache[digest] = (now + _CACHE_S, principal)
+                self._cache.move_to_end(digest)
+                while len(self._cache) > _CACHE_SIZE:
+                    self._cache.popitem(last=False)
         return principal
 
     def refresh(self) -> None:
-        """Looks at the files now, and reads those that changed. Blocking."""
+        """Reads the files of keys that have changed. Blocks."""
         for file in self._files:
             file.refresh()
 
-    def still_holds(self, principal: Principal) -> bool:
-        """Whether a principal that `find` gave is one still: neither it nor the key that signed it is outdated."""
+    def is_still_valid(self, principal: Principal) -> bool:
+        """Returns whether a principal that `find` returned is unexpired and its signing key is still in the files."""
         return not principal.is_expired and any(
             key.fingerprint == principal.signer for file in self._files for key in file.value()
         )
 
-    def _check(self, text: str) -> Principal | None:
+    def _verify(self, text: str) -> Principal | None:
         try:
             header = jwt.get_unverified_header(text)
         except _MALFORMED:
@@ -124,12 +133,13 @@ class Jwts:
         for file in self._files:
             for key in file.value():
                 if key.algorithm == algorithm and (not key.id or not key_id or key.id == key_id):
-                    found = self._claims(text, key)
-                    if found is not None:
-                        return self._principal(found, key)
+                    claims = self._verified_claims(text, key)
+                    if claims is not None:
+                        return self._principal(claims, key)
         return None
 
-    def _claims(self, text: str, key: _Key) -> dict[str, Any] | None:
+    def _verified_claims(self, text: str, key: _Key) -> dict[str, Any] | None:
+        """Returns the claims of a token that this key signed for this server; None for others."""
         try:
             return jwt.decode(
                 text,
@@ -155,37 +165,37 @@ class Jwts:
 
 
 def _is_time(value: object) -> bool:
-    """Whether a claim is a time as RFC 7519 has them: a number of seconds, and one that there can be."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LATEST
+    """Returns whether a claim is a valid time of RFC 7519: a number of seconds since 1970."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= _LATEST_TIME
 
 
 def _read_pem(path: Path) -> Sequence[_Key]:
-    data = _bytes(path)
+    data = _read_bytes(path)
     end = b"-----END PUBLIC KEY-----"
     parts = [part + end for part in data.split(end)[:-1]]
     if not parts:
         raise JwtKeyError(f"{path} holds no public key in PEM (-----BEGIN PUBLIC KEY-----)")
     try:
-        return [_usable(load_pem_public_key(part.lstrip())) for part in parts]
+        return [_with_algorithm(load_pem_public_key(part.lstrip())) for part in parts]
     except (ValueError, UnsupportedAlgorithm) as cause:
         raise JwtKeyError(f"{path} holds a public key that is of no use: {cause}") from cause
 
 
 def _read_jwks(path: Path) -> Sequence[_Key]:
     try:
-        # Keys for other uses than signing stand in such sets too.
-        entries = [entry for entry in json.loads(_bytes(path))["keys"] if entry.get("use", "sig") == "sig"]
+        # Key sets also hold keys for other uses, such as encryption.
+        entries = [entry for entry in json.loads(_read_bytes(path))["keys"] if entry.get("use", "sig") == "sig"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as cause:
         raise JwtKeyError(f"{path} holds no JSON Web Key Set that can be read: {cause}") from cause
-    # Whoever signs tokens may have keys of more kinds than these, and those of another are no fault of the set.
+    # Skip keys of unsupported kinds: an issuer may publish them for other services.
     found: list[_Key] = []
     skipped: list[str] = []
     for entry in entries:
         key_id = str(entry.get("kid", ""))
         try:
-            found.append(_usable(jwt.PyJWK(entry).key, key_id))
+            found.append(_with_algorithm(jwt.PyJWK(entry).key, key_id))
         except (ValueError, KeyError, TypeError, AttributeError, UnsupportedAlgorithm, jwt.PyJWTError) as cause:
-            skipped.append(f"{key_id[:_SHOWN]!r} ({cause})")
+            skipped.append(f"{key_id[:_MAX_KEY_ID_SHOWN]!r} ({cause})")
     if not found:
         why = f"; of no use are {', '.join(skipped)}" if skipped else ""
         raise JwtKeyError(f"{path} holds no key for signing that is taken{why}")
@@ -194,8 +204,8 @@ def _read_jwks(path: Path) -> Sequence[_Key]:
     return found
 
 
-def _usable(key: object, key_id: str = "") -> _Key:
-    """The key with its algorithm. `ValueError` where it is of a kind that is not taken."""
+def _with_algorithm(key: object, key_id: str = "") -> _Key:
+    """Returns the key with its algorithm. Raises `ValueError` for keys of unsupported kinds."""
     if isinstance(key, RSAPublicKey) and key.key_size >= _MIN_RSA_BITS:
         return _Key(key, "RS256", key_id, _fingerprint(key))
     if isinstance(key, EllipticCurvePublicKey) and isinstance(key.curve, SECP256R1):
@@ -211,7 +221,7 @@ def _fingerprint(key: _PublicKey) -> bytes:
     return hashlib.sha256(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)).digest()
 
 
-def _bytes(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as cause:

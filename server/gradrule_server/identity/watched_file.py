@@ -1,4 +1,4 @@
-"""What is read from a file, and read again when the file changes."""
+"""Holds a value that is read from a file, and reads it again when the file changes."""
 
 from __future__ import annotations
 
@@ -15,20 +15,27 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# So long holds what was read last where a file cannot be read: a file that is being replaced is gone for a moment.
+# While a file cannot be read, its last value stays valid for this time: a file that is being replaced is missing for a
+# moment.
 GRACE_S = 30.0
 
-# Some hundred lines of tokens: milliseconds.
-_SMALL = 64 << 10
+# A file of this size is read in milliseconds: some hundred lines of tokens.
+_SMALL_FILE_BYTES = 64 << 10
 
-_Stamp = tuple[int, int, int]
+_FileStamp = tuple[int, int, int]
 
 
 class WatchedFile(Generic[T]):
-    """A value that `read` makes of a file, read again by `refresh` where the file changed. Safe to use from threads.
+    """Holds the value that `read` returns for a file; `refresh` reads a changed file again. Safe to use from threads.
 
-    What `failure` says is wrong at first is raised. Later it is logged, once a minute; what was read before holds for
-    `GRACE_S` more, and then `fallback` does, where there is one: credentials that nobody can take back must not hold.
+    An error of the first reading is raised. Later errors are logged once a minute; the last value then stays valid for
+    `GRACE_S`, and `fallback`, if there is one, replaces it: credentials must not stay valid if they cannot be revoked.
+
+    Args:
+        path: The file.
+        read: Reads the file.
+        failure: The exceptions that `read` raises for a file that cannot be used.
+        fallback: The value once the file could not be read for `GRACE_S`; None: the last value stays.
     """
 
     def __init__(
@@ -47,24 +54,24 @@ class WatchedFile(Generic[T]):
         self._warning = RepeatedWarning(_log)
         self._problem = ""
         self._failed_at = 0.0
-        self._stamp = self._look()
+        self._stamp = self._read_stamp()
         self._value = read(path)
 
     def value(self) -> T:
-        """The value as the file had it when it was looked at last; never reads."""
+        """Returns the value of the last reading. Does not access the file."""
         return self._value
 
     def refresh_if_small(self) -> None:
-        """Looks at the file, and reads it where it changed and is so small that nobody waits for it."""
-        stamp = self._look()
-        if stamp is not None and stamp != self._stamp and stamp[2] <= _SMALL:
+        """Reads the file if it has changed and is small enough to read on the event loop."""
+        stamp = self._read_stamp()
+        if stamp is not None and stamp != self._stamp and stamp[2] <= _SMALL_FILE_BYTES:
             self.refresh()
 
     def refresh(self) -> None:
-        """Looks at the file, and reads it where it changed. Blocking."""
+        """Reads the file if it has changed, or could not be read before. Blocks."""
         with self._lock:
-            stamp = self._look()
-            # What makes a file readable again need not change it.
+            stamp = self._read_stamp()
+            # A file can become readable without a change of its stamp, so read it again after a failure too.
             if stamp != self._stamp or self._problem:
                 self._stamp = stamp
                 self._read_again()
@@ -85,7 +92,7 @@ class WatchedFile(Generic[T]):
             _log.info("%s was read again", self._path)
 
     def _consequence(self) -> str:
-        """What holds while the file cannot be read; what was read before ends with the time of grace."""
+        """Returns what is valid while the file cannot be read, as a clause; applies the fallback after `GRACE_S`."""
         if self._fallback is None:
             return "; what was read before holds"
         if time.monotonic() - self._failed_at < GRACE_S:
@@ -93,7 +100,7 @@ class WatchedFile(Generic[T]):
         self._value = self._fallback
         return "; nothing of it holds until it can be read"
 
-    def _look(self) -> _Stamp | None:
+    def _read_stamp(self) -> _FileStamp | None:
         try:
             stat = self._path.stat()
         except OSError:

@@ -1,7 +1,7 @@
-"""A file of bearer tokens: one line of JSON each, with the token's SHA-256, its tenant, and until when it holds.
+"""Reads, writes and checks a file of bearer tokens: one line of JSON for each, with its SHA-256, tenant and expiry.
 
-A token is 256 random bits, so its plain hash gives nothing away and needs no salt; the token itself is shown once, when
-it is made, and kept nowhere.
+The file holds no tokens, only their hashes. A token is 256 random bits, so its hash needs no salt. The token itself is
+shown once, when it is made.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from gradrule_server.identity.principal import Principal, check_tenant
-from gradrule_server.identity.watched import WatchedFile
+from gradrule_server.identity.watched_file import WatchedFile
 from gradrule_server.periodic import RepeatedWarning
 
 _log = logging.getLogger(__name__)
@@ -31,17 +31,17 @@ _PREFIX = "gr_"
 _RANDOM_BYTES = 32
 _ID_DIGITS = 12
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_SHOWN = 5
+_MAX_PROBLEMS_SHOWN = 5
 _FIELDS = frozenset({"sha256", "tenant", "admin", "created", "expires"})
 
 
 class TokenFileError(Exception):
-    """A file of tokens that cannot be used; the message says where and why."""
+    """A file of tokens cannot be used; the message says where and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token as it is kept; times in seconds since 1970."""
+    """A token as the file stores it, by its hash. Times are in seconds since 1970; `expires` None: never."""
 
     sha256: str
     tenant: str
@@ -51,11 +51,11 @@ class Token:
 
     @property
     def id(self) -> str:
-        """By which people name it: the first digits of its hash."""
+        """The token's name in commands and logs: the first digits of its hash."""
         return self.sha256[:_ID_DIGITS]
 
     def line(self) -> str:
-        """The token's line in the file."""
+        """Returns the token's line in the file."""
         fields: dict[str, Any] = {"sha256": self.sha256, "tenant": self.tenant}
         if self.is_admin:
             fields["admin"] = True
@@ -66,18 +66,22 @@ class Token:
 
 
 def new_token(tenant: str, *, is_admin: bool = False, expires: float | None = None) -> tuple[str, Token]:
-    """A new token for its bearer, and what is kept of it. `ValueError` for no tenant's name."""
+    """Makes a token: returns its text for the bearer, and its record for the file.
+
+    Raises:
+        ValueError: `tenant` is not a valid name of a tenant.
+    """
     text = _PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
     return text, Token(hash_of(text), check_tenant(tenant), is_admin, float(int(time.time())), expires)
 
 
 def hash_of(text: str) -> str:
-    """What is kept of a token."""
+    """Returns the SHA-256 of a token, in hex."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_tokens(path: Path) -> list[Token]:
-    """All tokens of a file; `TokenFileError`, also where one of its lines is no token."""
+    """Returns all tokens of a file. Raises `TokenFileError`, also if one of its lines is not a valid token."""
     tokens, problems = _read_lines(path)
     if problems:
         raise TokenFileError(problems[0])
@@ -85,45 +89,58 @@ def read_tokens(path: Path) -> list[Token]:
 
 
 def add_token(path: Path, token: Token) -> None:
-    """Adds a token to a file, which is made where missing. `TokenFileError`, `OSError`."""
-    with _changing(path):
+    """Adds a token to a file, which is created if missing. Raises `TokenFileError` or `OSError`."""
+    with _locked(path):
         tokens = read_tokens(path) if path.exists() else []
         _write(path, [*tokens, token])
 
 
 def revoke_tokens(path: Path, wanted: str) -> list[Token]:
-    """Takes tokens out of a file: the one with that id, or all of a tenant's; those that went. `TokenFileError`."""
-    with _changing(path):
+    """Removes tokens from a file, and returns them.
+
+    Args:
+        path: The file.
+        wanted: The id or SHA-256 of one token, or the name of a tenant, all of whose tokens are removed.
+
+    Raises:
+        TokenFileError: The file cannot be used.
+    """
+    with _locked(path):
         tokens = read_tokens(path)
-        gone = [token for token in tokens if token.tenant == wanted or token.id == wanted or token.sha256 == wanted]
-        if gone:
-            _write(path, [token for token in tokens if token not in gone])
-    return gone
+        removed = [token for token in tokens if token.tenant == wanted or token.id == wanted or token.sha256 == wanted]
+        if removed:
+            _write(path, [token for token in tokens if token not in removed])
+    return removed
 
 
 def read_time(text: str) -> float:
-    """Seconds since 1970, from a time like `2030-01-31T00:00:00Z`; UTC unless it says otherwise. `ValueError`."""
+    """Converts a time such as `2030-01-31T00:00:00Z` to seconds since 1970; UTC if it names no time zone.
+
+    Raises:
+        ValueError: The text is not a time.
+    """
     moment = datetime.datetime.fromisoformat(text)
     return (moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.UTC)).timestamp()
 
 
 def show_time(seconds: float) -> str:
-    """The other half of `read_time`, to the second."""
+    """Converts seconds since 1970 to text that `read_time` reads, rounded down to the second."""
     return datetime.datetime.fromtimestamp(int(seconds), datetime.UTC).isoformat().replace("+00:00", "Z")
 
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """What a file holds: tokens by their hash, and which of its lines are none."""
+    """The tokens of a file by their hash, and one sentence for each invalid line."""
 
     tokens: Mapping[bytes, Token]
     problems: Sequence[str] = ()
 
 
-class Tokens:
-    """The tokens of a file, read again by `refresh`. `TokenFileError` where it cannot be used at first.
+class TokenFile:
+    """Finds the principals of tokens in a file; `refresh` reads a changed file again. Safe to use from several threads.
 
-    Later, a line that is no token is logged and costs that line; where the file cannot be read, see `WatchedFile`.
+    The first reading raises `TokenFileError` for an invalid file. Later, invalid lines are logged and ignored; for a
+    file that cannot be read see `WatchedFile`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -134,12 +151,12 @@ class Tokens:
             raise TokenFileError(problems[0])
 
     def find(self, text: str) -> Principal | None:
-        """Whose token it is; None where it is none, or none any more."""
-        # Tables are looked up by a hash of what was sent, so that the time it takes tells nothing about what is kept.
+        """Returns the token's principal; None if the token is unknown, revoked or expired."""
+        # Look up by hash, so that the time of a look-up tells nothing about the stored tokens.
         digest = hashlib.sha256(text.encode("utf-8", "surrogateescape")).digest()
         token = self._file.value().tokens.get(digest)
         if token is None:
-            # It may have been made a moment ago.
+            # The token may have been added a moment ago.
             self._file.refresh_if_small()
             token = self._file.value().tokens.get(digest)
         if token is None:
@@ -148,14 +165,14 @@ class Tokens:
         return None if principal.is_expired else principal
 
     def refresh(self) -> None:
-        """Looks at the file now, and reads it where it changed. Blocking."""
+        """Reads the file if it has changed. Blocks."""
         self._file.refresh()
         problems = self._file.value().problems
-        shown = "; ".join(problems[:_SHOWN])
+        shown = "; ".join(problems[:_MAX_PROBLEMS_SHOWN])
         self._warning.report(f"{len(problems)} lines are no tokens, and none holds: {shown}" if problems else None)
 
-    def still_holds(self, principal: Principal) -> bool:
-        """Whether a principal that `find` gave is one still: the token's tenant, and allowed no less than then."""
+    def is_still_valid(self, principal: Principal) -> bool:
+        """Returns whether the token of a principal is still in the file, unexpired, with the same tenant and rights."""
         token = self._file.value().tokens.get(principal.key)
         return (
             token is not None
@@ -171,14 +188,14 @@ def _read_contents(path: Path) -> _Contents:
 
 
 def _read_lines(path: Path) -> tuple[list[Token], list[str]]:
-    """The tokens of a file, and which lines are none. `TokenFileError` where it cannot be read at all."""
+    """Returns the tokens of a file and one sentence for each invalid line. Raises `TokenFileError`."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as cause:
-        raise TokenFileError(f"the file of tokens {path} cannot be read: {_why(cause)}") from cause
+        raise TokenFileError(f"the file of tokens {path} cannot be read: {_cause_text(cause)}") from cause
     found: dict[str, Token] = {}
     problems = []
-    twice = set()
+    duplicates = set()
     for number, line in enumerate(lines, 1):
         if line.strip() and not line.lstrip().startswith(b"#"):
             try:
@@ -188,10 +205,10 @@ def _read_lines(path: Path) -> tuple[list[Token], list[str]]:
                 continue
             if token.sha256 in found:
                 problems.append(f"{path}, line {number}: the token {token.id} is there twice")
-                twice.add(token.sha256)
+                duplicates.add(token.sha256)
             found[token.sha256] = token
-    # Which of the lines is meant is not known.
-    return [token for token in found.values() if token.sha256 not in twice], problems
+    # Use neither of two lines for one token: they may differ in tenant or rights.
+    return [token for token in found.values() if token.sha256 not in duplicates], problems
 
 
 def _token(fields: Any) -> Token:
@@ -219,13 +236,13 @@ def _time(text: Any) -> float | None:
 
 
 @contextlib.contextmanager
-def _changing(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> Iterator[None]:
     """Lets one process at a time change a file."""
-    # Not the folder's lock: that of a data folder is a server's for as long as it runs.
+    # Use a lock file of its own: a running server holds the lock of its data folder, where the tokens may be.
     try:
         handle = os.open(path.with_name(f".{path.name}.lock"), os.O_CREAT | os.O_RDWR, 0o600)
     except OSError as cause:
-        raise TokenFileError(f"the file of tokens {path} cannot be written: {_why(cause)}") from cause
+        raise TokenFileError(f"the file of tokens {path} cannot be written: {_cause_text(cause)}") from cause
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
@@ -234,7 +251,7 @@ def _changing(path: Path) -> Iterator[None]:
 
 
 def _write(path: Path, tokens: Sequence[Token]) -> None:
-    """Replaces the file as a whole: a server that reads it meanwhile sees the old one or the new one."""
+    """Replaces the file by renaming a new one, so that a server never reads a partly written file."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     handle = os.open(unfinished, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
     with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -242,7 +259,7 @@ def _write(path: Path, tokens: Sequence[Token]) -> None:
         file.flush()
         os.fsync(file.fileno())
     if path.exists():
-        # Whoever may read the old one may read the new one: the server may run as another user.
+        # Keep owner and permissions: the server may run as another user.
         before = path.stat()
         unfinished.chmod(before.st_mode & 0o777)
         if (before.st_uid, before.st_gid) != (os.geteuid(), os.getegid()):
@@ -250,5 +267,5 @@ def _write(path: Path, tokens: Sequence[Token]) -> None:
     unfinished.rename(path)
 
 
-def _why(cause: Exception) -> str:
+def _cause_text(cause: Exception) -> str:
     return (cause.strerror or str(cause)) if isinstance(cause, OSError) else str(cause)
