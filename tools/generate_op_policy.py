@@ -22,8 +22,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 from tensorflow.core.framework import op_def_pb2
 from tensorflow.python.client import pywrap_tf_session
 
-from gradrule_server.policy.categories import REMEDIES
-from gradrule_server.policy.table import NOT_REVIEWED, Ruling, digest_of, read_rows, write_rows
+from gradrule_server.policy.op_table import NOT_REVIEWED, REMEDIES, OpReview, definition_digest, read_rows, write_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "server/gradrule_server/policy/ops.tsv"
@@ -53,23 +52,23 @@ This page is made from `server/gradrule_server/policy/ops.tsv` by `make op-polic
 def definitions() -> dict[str, str]:
     """Digest by op type, for all ops that TensorFlow registers."""
     ops = op_def_pb2.OpList.FromString(pywrap_tf_session.TF_GetBuffer(pywrap_tf_session.TF_GetAllOpList()))
-    return {op.name: digest_of(op.SerializeToString()) for op in ops.op}
+    return {op.name: definition_digest(op.SerializeToString()) for op in ops.op}
 
 
-def current(kept: Mapping[str, Ruling], digests: Mapping[str, str]) -> list[Ruling]:
+def current(kept: Mapping[str, OpReview], digests: Mapping[str, str]) -> list[OpReview]:
     """One row per op: the reviewed one where the definition is the one that was reviewed."""
     rows = []
     for name, digest in digests.items():
         row = kept.get(name)
         if row is None:
-            row = Ruling(name, False, NOT_REVIEWED, digest, "is new")
+            row = OpReview(name, False, NOT_REVIEWED, digest, "is new")
         elif row.digest != digest:
-            row = Ruling(name, False, NOT_REVIEWED, digest, f"is defined otherwise than when it was {row.category!r}")
+            row = OpReview(name, False, NOT_REVIEWED, digest, f"is defined otherwise than when it was {row.category!r}")
         rows.append(row)
     return rows
 
 
-def page(rows: Iterable[Ruling]) -> str:
+def page(rows: Iterable[OpReview]) -> str:
     """docs/ops.md."""
     rows = sorted(rows, key=lambda row: row.op)
     groups: dict[tuple[bool, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))

@@ -33,7 +33,7 @@ def is_about_the_op(finding: Finding) -> bool:
 @pytest.mark.parametrize("place", minimal.PLACES)
 def test_every_op_is_treated_as_the_list_says(place: str) -> None:
     wrong = {}
-    for name, ruling in policy.rulings().items():
+    for name, ruling in policy.op_reviews().items():
         found = findings_of(name, place, trusted=False)
         reasons = {finding.reason for finding in found if is_about_the_op(finding)}
         if not ruling.allowed:

@@ -48,7 +48,7 @@ from gradrule_server.link.turns import TurnsByOwner
 from gradrule_server.operations.audit import note_registration
 from gradrule_server.operations.observer import Observed, Observer
 from gradrule_server.operations.request import Request, note_tenant
-from gradrule_server.policy import SMALL_BYTES, Bounds, check_unpacking
+from gradrule_server.policy import SMALL_BYTES, NodeLimits, check_parsed_size
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 _EMPTY: Any = Empty()
@@ -93,11 +93,11 @@ class Door:
         admission: Admission,
         times: Times,
         observer: Observer | None = None,
-        bounds: Bounds | None = None,
+        bounds: NodeLimits | None = None,
         connections: ConnectionWatch | None = None,
     ) -> None:
         self.observer = observer or Observer()
-        self._bounds = bounds or Bounds()
+        self._bounds = bounds or NodeLimits()
         self._identity = identity
         self._tenants = tenants
         self._admission = admission
@@ -378,8 +378,8 @@ class Door:
             raise error(errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED, f"not done within {seconds:.3g} s") from cause
 
 
-def _parse(request_type: type[RequestT], raw: bytes, bounds: Bounds) -> RequestT:
-    check_unpacking(raw, request_type, bounds)
+def _parse(request_type: type[RequestT], raw: bytes, bounds: NodeLimits) -> RequestT:
+    check_parsed_size(raw, request_type, bounds)
     try:
         return request_type.FromString(raw)
     except DecodeError as cause:

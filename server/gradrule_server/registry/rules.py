@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 
 from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, Resource, did_you_mean, error
-from gradrule_server.policy import Bounds
+from gradrule_server.policy import NodeLimits
 from gradrule_server.quotas import Quota
 from gradrule_server.registry import paging
 from gradrule_server.registry.names import BUILTIN_PREFIX, Names, RuleEntry, by_name
@@ -71,13 +71,13 @@ class RuleRegistry:
         tenant: str = DEFAULT_TENANT,
         quota: Quota | None = None,
         bytes_quota: Quota | None = None,
-        bounds: Bounds | None = None,
+        bounds: NodeLimits | None = None,
     ) -> None:
         self._store = store
         self._tenant = tenant
         self._quota = quota or Quota.unlimited()
         self._bytes_quota = bytes_quota or Quota.unlimited()
-        self._bounds = bounds or Bounds()
+        self._bounds = bounds or NodeLimits()
         self._changing = threading.Lock()
         self._revision = 0
         if not isinstance(shipped, Shipped):

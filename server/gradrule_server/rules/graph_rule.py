@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 from gradrule import _infer, _opdefs
 from gradrule.v1 import errors_pb2, graph_pb2, tensor_pb2
 from gradrule_server.errors import Finding, GradruleError, did_you_mean, error
-from gradrule_server.policy import DROPPED, NOT_TAKEN, Bounds, count_fault, refusal, value_faults
+from gradrule_server.policy import DROPPED_ATTRS, FAKE_PARAM, NodeLimits, attribute_faults, op_fault, output_count_fault
 from gradrule_server.rules import dtypes
 from gradrule_server.rules.dtypes import Dt
 from gradrule_server.rules.graph_builder import type_attr
@@ -80,16 +80,16 @@ def read_graph(serialized: bytes, params: Sequence[str], *, brought: bool = Fals
     return GraphForm(kept, variables, used_params, results)
 
 
-def refused_nodes(form: GraphForm, bounds: Bounds) -> list[Finding]:
+def refused_nodes(form: GraphForm, bounds: NodeLimits) -> list[Finding]:
     """What may not run of a rule's graph, or is too large: the checks that nodes of a program's graph go through."""
     findings = []
     for node in form.graph.node:
         op = _opdefs.find(node.op)
         if op is None:
             raise AssertionError(f"{node.op} passed the checks")
-        faults = [refusal(op, node.attr, bounds), count_fault(op, node.attr, bounds)]
-        faults += value_faults(op, node.attr, bounds)
-        if node.op == NOT_TAKEN:
+        faults = [op_fault(op, node.attr, bounds), output_count_fault(op, node.attr, bounds)]
+        faults += attribute_faults(op, node.attr, bounds)
+        if node.op == FAKE_PARAM:
             # It hands out memory as it was found, which what is around a branch never reads.
             faults.append((errors_pb2.ERROR_REASON_OP_NOT_ALLOWED, "is part of a branch, and a rule's graph has none"))
         for reason, what in filter(None, faults):
@@ -166,7 +166,7 @@ def _check_functions(nodes: Iterable[graph_pb2.Node], functions: Container[str])
 def _drop_notes(nodes: Iterable[graph_pb2.Node]) -> None:
     """Attributes that begin with `_` are notes of TensorFlow's; one of them names gradients of the process."""
     for node in nodes:
-        for name in [name for name in node.attr if name.startswith("_") or name in DROPPED]:
+        for name in [name for name in node.attr if name.startswith("_") or name in DROPPED_ATTRS]:
             del node.attr[name]
 
 

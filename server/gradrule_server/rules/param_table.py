@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server.errors import Finding, GradruleError, did_you_mean
-from gradrule_server.policy import Bounds, tensor_fault
+from gradrule_server.policy import NodeLimits, tensor_fault
 from gradrule_server.rules.params import Param
 
 
@@ -41,7 +41,7 @@ class ParamTable:
     `default_labels`: labels of overrides whose rule is `default`, which has no params.
     """
 
-    bounds: Bounds
+    bounds: NodeLimits
     rules: list[BoundParams] = field(default_factory=list)
     settings: dict[tuple[int, str], rule_pb2.ParamValue] = field(default_factory=dict)
     default_labels: set[str] = field(default_factory=set)

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from gradrule.v1 import errors_pb2, graph_pb2, rule_pb2
 from gradrule_server.errors import Finding, GradruleError, error
-from gradrule_server.policy import Bounds, check_unpacking
+from gradrule_server.policy import NodeLimits, check_parsed_size
 from gradrule_server.rules.graph_rule import GraphForm, bind_graph, read_graph, refused_nodes
 from gradrule_server.rules.language import Formula, lower, parse
 from gradrule_server.rules.language.names import is_function, param_name_problem
@@ -64,13 +64,13 @@ class RuleContent:
         return read_graph(self.graph_bytes, self._own_params, brought=self.brought)
 
     @classmethod
-    def from_definition(cls, definition: rule_pb2.RuleDefinition, bounds: Bounds | None = None) -> RuleContent:
+    def from_definition(cls, definition: rule_pb2.RuleDefinition, bounds: NodeLimits | None = None) -> RuleContent:
         """The content that a caller's message says.
 
         INVALID_RULE, INVALID_EXPRESSION, INVALID_PARAM, LIMIT_EXCEEDED where a graph's bytes would take too much
         memory, or as `read_graph`.
         """
-        return cls._from(definition, bounds or Bounds())
+        return cls._from(definition, bounds or NodeLimits())
 
     @classmethod
     def from_kept(cls, name: str, definition: rule_pb2.RuleDefinition) -> RuleContent:
@@ -84,7 +84,7 @@ class RuleContent:
         return cls._from(definition, None)
 
     @classmethod
-    def _from(cls, definition: rule_pb2.RuleDefinition, bounds: Bounds | None) -> RuleContent:
+    def _from(cls, definition: rule_pb2.RuleDefinition, bounds: NodeLimits | None) -> RuleContent:
         """`bounds`: what a new rule is held to; None: it is a kept one."""
         params = _read_params(definition, names_are_new=bounds is not None)
         gradient = _read_gradient(definition, bounds)
@@ -144,7 +144,7 @@ class RuleContent:
             return self.formula.uses_default
         return self._graph is not None and any(variable.startswith("default") for variable in self._graph.variables)
 
-    def refused(self, bounds: Bounds) -> list[Finding]:
+    def refused(self, bounds: NodeLimits) -> list[Finding]:
         """OP_NOT_ALLOWED, LIMIT_EXCEEDED and INVALID_TENSOR for nodes of the rule's graph that may not run."""
         # What a graph brought along was checked with it.
         found = [] if self._graph is None or self.brought else refused_nodes(self._graph, bounds)
@@ -170,7 +170,7 @@ class RuleContent:
         return lower(self.formula, signature)
 
 
-def _read_gradient(definition: rule_pb2.RuleDefinition, bounds: Bounds | None) -> RuleContent | None:
+def _read_gradient(definition: rule_pb2.RuleDefinition, bounds: NodeLimits | None) -> RuleContent | None:
     if not definition.HasField("gradient"):
         return None
     try:
@@ -256,7 +256,7 @@ def _is_code(name: str) -> bool:
     return name in BUILTINS and BUILTINS[name].code
 
 
-def _graph_bytes(source: rule_pb2.GraphSource, bounds: Bounds | None) -> bytes:
+def _graph_bytes(source: rule_pb2.GraphSource, bounds: NodeLimits | None) -> bytes:
     match source.WhichOneof("source"):
         case "blob_sha256":
             raise error(
@@ -267,7 +267,7 @@ def _graph_bytes(source: rule_pb2.GraphSource, bounds: Bounds | None) -> bytes:
         case "serialized":
             # What is inline was weighed with the message that it came in.
             if bounds is not None:
-                check_unpacking(source.serialized, graph_pb2.Graph, bounds, field="graph")
+                check_parsed_size(source.serialized, graph_pb2.Graph, bounds, field="graph")
             return source.serialized
         case "inline":
             return source.inline.SerializeToString(deterministic=True)

@@ -8,7 +8,7 @@ import pytest
 from gradrule import _tensors
 from gradrule.v1 import graph_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, reason_name
-from gradrule_server.policy import Bounds
+from gradrule_server.policy import NodeLimits
 from gradrule_server.rules import Param, RuleContent, Signature, read_param_value, write_param_value
 from tests.unit.rules.running import number_of
 
@@ -20,7 +20,7 @@ def definition(expression: str, *params: rule_pb2.RuleParam) -> rule_pb2.RuleDef
     return rule_pb2.RuleDefinition(expression=expression, params=params)
 
 
-def refused(message: rule_pb2.RuleDefinition, bounds: Bounds | None = None) -> tuple[str, str]:
+def refused(message: rule_pb2.RuleDefinition, bounds: NodeLimits | None = None) -> tuple[str, str]:
     with pytest.raises(GradruleError) as caught:
         RuleContent.from_definition(message, bounds)
     return reason_name(caught.value.reason), caught.value.message
@@ -251,8 +251,8 @@ def test_a_new_rules_graph_is_held_to_the_bounds_that_are_set_and_a_kept_one_is_
     inner = rule_pb2.RuleDefinition(expression="dy", gradient=heavy)
     for message in (heavy, inner):
         assert refused(message)[0] == "LIMIT_EXCEEDED"
-        assert refused(message, Bounds(unpacking=1000))[0] == "DUPLICATE_NODE"
+        assert refused(message, NodeLimits(unpacking=1000))[0] == "DUPLICATE_NODE"
     kept = RuleContent.from_kept("R", heavy)
     with pytest.raises(GradruleError) as caught:
-        kept.refused(Bounds())
+        kept.refused(NodeLimits())
     assert reason_name(caught.value.reason) == "DUPLICATE_NODE"

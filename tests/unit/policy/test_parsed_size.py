@@ -1,4 +1,4 @@
-"""What messages take is told from their bytes, before they are read."""
+"""Tests the estimate of the memory that a message takes once it is parsed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError, Message
 
 from gradrule.v1 import evaluate_pb2, graph_pb2, program_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, Reason
-from gradrule_server.policy import SMALL_BYTES, Bounds, check_unpacking
+from gradrule_server.policy import SMALL_BYTES, NodeLimits, check_parsed_size
 from tests.service import raw
 
 MIB = 1 << 20
@@ -48,16 +48,16 @@ for module, name, part, times in json.load(sys.stdin):
 """
 
 
-def refused(data: bytes, message: type[Message] = graph_pb2.Graph, bounds: Bounds | None = None) -> str:
+def refused(data: bytes, message: type[Message] = graph_pb2.Graph, bounds: NodeLimits | None = None) -> str:
     with pytest.raises(GradruleError) as refusal:
-        check_unpacking(data, message, bounds or Bounds(), field="graph")
+        check_parsed_size(data, message, bounds or NodeLimits(), field="graph")
     (finding,) = refusal.value.findings
     assert (finding.reason, finding.field) == (Reason.ERROR_REASON_LIMIT_EXCEEDED, "graph")
     return finding.message
 
 
-def accepted(data: bytes, message: type[Message] = graph_pb2.Graph, bounds: Bounds | None = None) -> None:
-    check_unpacking(data, message, bounds or Bounds())
+def accepted(data: bytes, message: type[Message] = graph_pb2.Graph, bounds: NodeLimits | None = None) -> None:
+    check_parsed_size(data, message, bounds or NodeLimits())
 
 
 def most_accepted(message: type[Message], part: bytes) -> int:
@@ -74,7 +74,7 @@ def most_accepted(message: type[Message], part: bytes) -> int:
     return times
 
 
-def test_what_is_accepted_takes_no_more_than_it_may() -> None:
+def test_accepted_messages_take_no_more_memory_than_allowed() -> None:
     asked = [
         (message.__module__, message.__name__, part.hex(), most_accepted(message, part))
         for message, part in SMALLEST.values()
@@ -90,14 +90,14 @@ def test_what_is_accepted_takes_no_more_than_it_may() -> None:
     assert {name: bytes_taken for name, bytes_taken in taken.items() if bytes_taken >= allowed[name]} == {}
 
 
-def test_small_parts_in_great_numbers_are_refused() -> None:
+def test_very_many_small_parts_are_refused() -> None:
     message = refused(b"\x0a\x00" * 2_000_000)
     for words in ("3.8 MiB", "more than 166 MiB", "'node'", "--max-unpacking", "128 MiB and 10 times"):
         assert words in message
-    accepted(b"\x0a\x00" * 2_000_000, bounds=Bounds(unpacking=1000))
+    accepted(b"\x0a\x00" * 2_000_000, bounds=NodeLimits(unpacking=1000))
 
 
-def test_they_are_found_wherever_they_lie() -> None:
+def test_small_parts_are_counted_at_any_depth() -> None:
     spec = b"\x12\x00" * 1_000_000
     inside = b"\x12" + _size(len(spec)) + spec
     assert "'overrides'" in refused(inside, evaluate_pb2.EvaluateRequest)
@@ -108,7 +108,7 @@ def test_they_are_found_wherever_they_lie() -> None:
     assert "'input'" in refused(many_inputs)
 
 
-def test_messages_of_real_kinds_are_not() -> None:
+def test_realistic_messages_are_accepted() -> None:
     nodes = [raw.placeholder("model/block/x"), raw.node("model/block/y", "Sign", "model/block/x")]
     for node in nodes:
         node.attr["T"].type = raw.DT_FLOAT
@@ -119,11 +119,11 @@ def test_messages_of_real_kinds_are_not() -> None:
     accepted(content, tensor_pb2.Tensor)
 
 
-def test_what_is_small_is_never_refused() -> None:
+def test_small_messages_are_never_refused() -> None:
     accepted(b"\x0a\x00" * (SMALL_BYTES // 2))
 
 
-def test_bytes_that_are_no_message_are_left_to_the_parser() -> None:
+def test_malformed_messages_are_left_to_the_parser() -> None:
     for data in (b"\x0a\xff\xff\xff\xff\x0f", b"\x0a" + b"\xff" * 12, b"\x0f" * 8, b"\x0a\x05ab"):
         whole = b"\x22\x00" * SMALL_BYTES + data
         accepted(whole)
@@ -131,7 +131,7 @@ def test_bytes_that_are_no_message_are_left_to_the_parser() -> None:
             graph_pb2.Graph.FromString(whole)
 
 
-def test_what_comes_before_a_broken_field_counts() -> None:
+def test_fields_before_a_broken_field_count() -> None:
     assert "'node'" in refused(b"\x0a\x00" * 2_000_000 + b"\x0a\x05ab")
 
 
