@@ -49,7 +49,7 @@ def _serve(arguments: Sequence[str]) -> int:
     from gradrule_server.identity.token_file import TokenFileError
     from gradrule_server.link.engine import EngineRefused
     from gradrule_server.operations import logs
-    from gradrule_server.operations.tracing import TracingRefused
+    from gradrule_server.operations.tracing import TracingUnavailableError
     from gradrule_server.registry.files import StoreError
 
     logs.configure(settings.log_level, settings.log_format)
@@ -69,7 +69,7 @@ def _serve(arguments: Sequence[str]) -> int:
         TokenFileError,
         JwtKeyError,
         CertificateError,
-        TracingRefused,
+        TracingUnavailableError,
         OSError,
     ) as refusal:
         print(f"gradrule serve: {refusal}", file=sys.stderr)

@@ -72,7 +72,7 @@ async def serve(settings: Settings) -> None:
         front = Front(assembly.connections_of(settings), watch)
         blobs = BlobStore(settings.data_dir / BLOBS, settings.max_blob_bytes, settings.max_blobs)
         pool = assembly.pool_of(settings, blobs, front.set_ready)
-        loaded = assembly.loaded_of(settings, pool, blobs, operations.quarantined)
+        loaded = assembly.loaded_of(settings, pool, blobs, operations.record_quarantine)
         limits = assembly.limits_of(settings, loaded)
         shipped = Shipped.of(_opdefs.gradients())
         tenants = Tenants(assembly.shared_of(settings, store, blobs, loaded, limits), shipped)

@@ -9,7 +9,7 @@ from gradrule_server import __version__
 from gradrule_server.front.admission import Admission, Bound
 from gradrule_server.front.connections import ConnectionLimits, ConnectionWatch
 from gradrule_server.front.server import Connections
-from gradrule_server.front.tenants import KINDS, Shared, Tenants
+from gradrule_server.front.tenants import Shared, Tenants
 from gradrule_server.front.tls import Certificates
 from gradrule_server.identity import Authenticator
 from gradrule_server.identity.certificates import ClientCertificates
@@ -24,6 +24,7 @@ from gradrule_server.operations.sources import Quarantined as QuarantinedStatus
 from gradrule_server.policy import Limits
 from gradrule_server.programs.conduct import Conduct, Quarantined
 from gradrule_server.programs.loaded import LoadedPrograms
+from gradrule_server.quotas import QUOTA_RESOURCES, TENANT_RESOURCES
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.store import Store
 from gradrule_server.settings import Settings
@@ -150,8 +151,8 @@ def shared_of(settings: Settings, store: Store, blobs: BlobStore, loaded: Loaded
         blobs,
         loaded,
         limits,
-        server={kind: getattr(settings, f"max_{kind}") for kind in KINDS},
-        tenant={kind: settings.of_tenant(kind) for kind in KINDS},
+        server={resource.name: getattr(settings, f"max_{resource.name}") for resource in QUOTA_RESOURCES},
+        tenant={resource.name: settings.of_tenant(resource.name) for resource in QUOTA_RESOURCES},
         tenant_blob_bytes=settings.of_tenant("blob_bytes"),
         tenant_blobs=settings.of_tenant("blobs"),
         cache_capacity=settings.program_cache,
@@ -191,8 +192,7 @@ def operations_of(settings: Settings) -> OperationsSettings:
 
 def sources_of(settings: Settings, loaded: LoadedPrograms, tenants: Tenants, admission: Admission) -> Sources:
     """All that there is to watch."""
-    limits = {kind: settings.of_tenant(kind) for kind in (*KINDS, "blob_bytes")}
-    limits["in_flight"] = settings.of_tenant("requests")
+    limits = {resource.name: settings.of_tenant(resource.name) for resource in TENANT_RESOURCES}
 
     def caches() -> Sequence[CacheStatus]:
         entries, held_bytes, most = tenants.cached()

@@ -45,9 +45,9 @@ from gradrule_server.front.stalls import patience
 from gradrule_server.front.tenants import Tenant
 from gradrule_server.identity import Principal
 from gradrule_server.link.turns import TurnsByOwner
-from gradrule_server.operations.audit import note_registration
-from gradrule_server.operations.observer import Observed, Observer
-from gradrule_server.operations.request import Request, note_tenant
+from gradrule_server.operations.audit import record_registration
+from gradrule_server.operations.observer import ObservedRequest, Observer
+from gradrule_server.operations.request_record import RequestRecord, record_tenant
 from gradrule_server.policy import SMALL_BYTES, NodeLimits, check_parsed_size
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
@@ -137,7 +137,7 @@ class Door:
     async def answer(
         self,
         caller: Caller,
-        observed: Observed,
+        observed: ObservedRequest,
         request_type: type[RequestT] | None,
         method: Method[RequestT],
         raw: bytes,
@@ -189,7 +189,7 @@ class Door:
     async def _answer(
         self,
         caller: Caller,
-        request: Request,
+        request: RequestRecord,
         request_type: type[RequestT] | None,
         method: Method[RequestT],
         raw: bytes,
@@ -207,7 +207,7 @@ class Door:
     async def _call(
         self,
         caller: Caller,
-        request: Request,
+        request: RequestRecord,
         request_type: type[RequestT] | None,
         method: Method[RequestT],
         raw: bytes,
@@ -217,7 +217,7 @@ class Door:
             return await method(Call(_EMPTY, raw, request.received_ns, ends_at, caller))
         parsed = await self.read(request_type, raw, caller)
         answer = await method(Call(parsed, raw, request.received_ns, ends_at, caller))
-        note_registration(request.rpc, parsed, answer)
+        record_registration(request.rpc, parsed, answer)
         return answer
 
     async def read(self, request_type: type[RequestT], raw: bytes, caller: Caller) -> RequestT:
@@ -239,7 +239,7 @@ class Door:
         """Who calls, counted in; UNAUTHENTICATED. `known`: who that is, where the metadata told."""
         principal = self._identity.of_connection(context) if known is None else known
         self._connections.of(context.peer()).is_authenticated = True
-        note_tenant(principal.tenant, principal.label)
+        record_tenant(principal.tenant, principal.label)
         tenant = self._tenants.loaded(principal.tenant) or await self._tenants.load(principal.tenant)
         self._tenants.enter(tenant)
         when_done(context, lambda: self._tenants.leave(tenant))
@@ -269,7 +269,7 @@ class Door:
     def _unary(self, rpc: str, request_type: type[RequestT] | None, method: Method[RequestT]) -> Make:
         def make(known: Principal | None) -> Handler:
             async def handle(_: AsyncIterator[bytes], context: Context) -> bytes:
-                async def answer(caller: Caller, request: Request) -> bytes:
+                async def answer(caller: Caller, request: RequestRecord) -> bytes:
                     share, size = caller.tenant.share, 0
 
                     async def run(ends_at: float) -> Message | bytes:
@@ -296,7 +296,7 @@ class Door:
     def _upload(self, rpc: str, request_type: type[RequestT], method: UploadMethod[RequestT]) -> Make:
         def make(known: Principal | None) -> Handler:
             async def handle(pieces: AsyncIterator[bytes], context: Context) -> bytes:
-                async def answer(caller: Caller, request: Request) -> bytes:
+                async def answer(caller: Caller, request: RequestRecord) -> bytes:
                     async def messages() -> AsyncIterator[RequestT]:
                         share = caller.tenant.share
                         async for raw in self._connections.of(context.peer()).messages(pieces):
@@ -309,7 +309,7 @@ class Door:
 
                     async def run(_: float) -> Message | bytes:
                         made = await method(Incoming(messages(), caller.tenant))
-                        note_registration(rpc, request_type(), made)
+                        record_registration(rpc, request_type(), made)
                         return made
 
                     answer = await self.run(caller, run, context.time_remaining(), 0)
@@ -325,7 +325,7 @@ class Door:
     def _stream(self, rpc: str, method: StreamMethod) -> Make:
         def make(known: Principal | None) -> Handler:
             async def handle(requests: AsyncIterator[bytes], context: Context) -> None:
-                async def answer(caller: Caller, request: Request) -> None:
+                async def answer(caller: Caller, request: RequestRecord) -> None:
                     request.is_stream = True
                     streams = caller.tenant.quotas["streams"]
                     streams.reserve()
@@ -343,7 +343,7 @@ class Door:
         rpc: str,
         known: Principal | None,
         context: Context,
-        answer: Callable[[Caller, Request], Awaitable[AnswerT]],
+        answer: Callable[[Caller, RequestRecord], Awaitable[AnswerT]],
     ) -> AnswerT:
         """Lets a caller in; what goes wrong ends the call.
 

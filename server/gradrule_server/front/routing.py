@@ -13,7 +13,7 @@ from gradrule_server.front.identity import Identity
 from gradrule_server.front.outcomes import abort, observed_of
 from gradrule_server.identity import ANONYMOUS, Principal
 from gradrule_server.operations.observer import Observer
-from gradrule_server.operations.request import note_tenant
+from gradrule_server.operations.request_record import record_tenant
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
 Make: TypeAlias = "Callable[[Principal | None], Handler]"
@@ -65,7 +65,7 @@ def _refusing(observer: Observer, path: str, known: Principal | None, cause: Gra
         try:
             with observed:
                 if known is not None:
-                    note_tenant(known.tenant, known.label)
+                    record_tenant(known.tenant, known.label)
                 raise cause
         except GradruleError:
             await abort(context, cause, observed.request)

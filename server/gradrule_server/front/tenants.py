@@ -13,28 +13,17 @@ from dataclasses import dataclass, field
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.front.admission import Share
+from gradrule_server.operations.sources import TenantUsage
 from gradrule_server.policy import Limits
 from gradrule_server.programs.handles import HandleHouse
 from gradrule_server.programs.house import ProgramHouse
 from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.programs.sessions import SessionHouse
-from gradrule_server.quotas import Quota
+from gradrule_server.quotas import QUOTA_RESOURCES, Quota
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.programs import HeldBlobs, ProgramRegistry
 from gradrule_server.registry.rules import RuleRegistry, Shipped
 from gradrule_server.registry.store import DEFAULT_TENANT, Store
-
-KINDS: Mapping[str, str] = {
-    "rules": "rules",
-    "programs": "programs",
-    "registry_bytes": "bytes of rules and programs",
-    "sessions": "sessions",
-    "session_bytes": "bytes of sessions",
-    "handles": "forward handles",
-    "handle_bytes": "bytes of forward handles",
-    "streams": "streams",
-}
-"""What is bounded for each tenant and for all, in people's words. The settings are `max_KIND` and `tenant_KIND`."""
 
 _MAX_IDLE = 128
 _IDLE_S = 60.0
@@ -43,23 +32,8 @@ _TRIM_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class TenantStatus:
-    """What a tenant has by now."""
-
-    name: str
-    in_flight: int
-    programs: int
-    rules: int
-    sessions: int
-    session_bytes: int
-    handles: int
-    handle_bytes: int
-    blob_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Shared:
-    """What all tenants share. `server`: bounds for all; `tenant`: those of each; both by kind, see `KINDS`.
+    """What all tenants share. `server`: bounds for all; `tenant`: those of each; both by name of a quota resource.
 
     `tenant_blob_bytes`, `tenant_blobs`: bytes and number of each tenant's blobs. `cache_bytes`: of programs that are
     kept at hand, of all together.
@@ -94,18 +68,18 @@ class Tenant:
     users: int = 0
     left_at: float = 0.0
 
-    def status(self) -> TenantStatus:
-        """What it has by now."""
-        return TenantStatus(
+    def status(self) -> TenantUsage:
+        """Returns what the tenant uses."""
+        counted = {name: quota.used for name, quota in self.quotas.items()}
+        return TenantUsage(
             self.name,
-            self.share.requests,
-            len(self.programs),
-            len(self.rules),
-            self.quotas["sessions"].used,
-            self.quotas["session_bytes"].used,
-            self.quotas["handles"].used,
-            self.quotas["handle_bytes"].used,
-            self.blobs.held_bytes,
+            counted
+            | {
+                "requests": self.share.requests,
+                "programs": len(self.programs),
+                "rules": len(self.rules),
+                "blob_bytes": self.blobs.held_bytes,
+            },
         )
 
 
@@ -122,16 +96,16 @@ class Tenants:
         used = {"rules": rules, "programs": programs, "registry_bytes": shared.store.kept_bytes()}
         # How many there are on the disk was always bounded for the whole server, and says so as it always did.
         self._quotas = {
-            kind: Quota(
-                shared.server[kind],
-                what,
-                _flag("max", kind),
-                used=used.get(kind, 0),
+            resource.name: Quota(
+                shared.server[resource.name],
+                resource.what,
+                _flag("max", resource.name),
+                used=used.get(resource.name, 0),
                 reason=errors_pb2.ERROR_REASON_LIMIT_EXCEEDED
-                if kind in ("rules", "programs")
+                if resource.name in ("rules", "programs")
                 else errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
             )
-            for kind, what in KINDS.items()
+            for resource in QUOTA_RESOURCES
         }
         self._held = HeldBlobs(shared.store, shared.blobs)
         self._tenants: dict[str, Tenant] = {}
@@ -142,7 +116,7 @@ class Tenants:
         self.default = self._tenants[DEFAULT_TENANT] = self._make(DEFAULT_TENANT)
         """Whose names are those of callers without credentials. Always at hand."""
 
-    def status(self) -> list[TenantStatus]:
+    def status(self) -> list[TenantUsage]:
         """Those at hand, by name."""
         return [tenant.status() for _, tenant in sorted(self._tenants.items())]
 
@@ -204,8 +178,13 @@ class Tenants:
     def _make(self, name: str) -> Tenant:
         shared = self._shared
         quotas = {
-            kind: Quota(shared.tenant[kind], what, _flag("tenant", kind), within=self._quotas[kind])
-            for kind, what in KINDS.items()
+            resource.name: Quota(
+                shared.tenant[resource.name],
+                resource.what,
+                _flag("tenant", resource.name),
+                within=self._quotas[resource.name],
+            )
+            for resource in QUOTA_RESOURCES
         }
         blobs = shared.blobs.of(name, shared.tenant_blob_bytes, shared.tenant_blobs)
         rules = RuleRegistry(
@@ -273,5 +252,5 @@ class Tenants:
             max(caches, key=lambda cache: cache.held_bytes).drop_oldest()
 
 
-def _flag(scope: str, kind: str) -> str:
-    return f"--{scope}-{kind.replace('_', '-')}"
+def _flag(scope: str, resource: str) -> str:
+    return f"--{scope}-{resource.replace('_', '-')}"

@@ -10,7 +10,7 @@ from gradrule_server.link.engine import Engine
 from gradrule_server.link.shape import CallShape
 from gradrule_server.link.turns import TurnsByOwner
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.operations.request import compiling
+from gradrule_server.operations.request_record import timing_compilation
 from gradrule_server.policy import Limits
 from gradrule_server.programs.cache import Runnable
 from gradrule_server.programs.compiled import compiled
@@ -120,7 +120,7 @@ class Compiler:
         A tenant has one large graph at a time compiled, since its bytes wait here for an engine. Few bytes can become a
         large graph: such a program is prepared again when its turn comes.
         """
-        with compiling():
+        with timing_compilation():
             answer = None
             if graph_bytes < _LARGE_BYTES:
                 answer = await prepare()

@@ -12,7 +12,7 @@ from gradrule_server.link.account import Account
 from gradrule_server.link.faults import EngineLost
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.operations.timings import note_pull_back
+from gradrule_server.operations.request_record import record_pull_back
 from gradrule_server.programs.house import ProgramHouse
 from gradrule_server.programs.running import Place
 from gradrule_server.quotas import Quota
@@ -140,7 +140,7 @@ class StreamHandles:
             answer = await handle.place.engine.call(
                 Kind.PULL_BACK, request.SerializeToString(), ends_at, handle.account
             )
-            note_pull_back(answer, received_ns)
+            record_pull_back(answer, received_ns)
             return answer
         except EngineLost as lost:
             handle.account.lost(lost)

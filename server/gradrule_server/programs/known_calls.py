@@ -10,7 +10,7 @@ from gradrule_server.link.connection import EngineGone
 from gradrule_server.link.faults import EngineLost, NotLoaded
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.operations.timings import note_run
+from gradrule_server.operations.request_record import record_run
 from gradrule_server.programs.cache import KnownCall, Named, ProgramCache, Runnable
 from gradrule_server.programs.call_structure import CallStructure
 from gradrule_server.programs.conduct import Charge, suspect_of
@@ -80,5 +80,5 @@ class KnownCalls:
                 self._loaded.forget(load)
                 return None
         self._loaded.conduct.proved(call.account.suspect)
-        note_run(answer, received_ns)
+        record_run(answer, received_ns)
         return answer

@@ -14,7 +14,7 @@ from gradrule_server.link.connection import Work
 from gradrule_server.link.engine import Engine, lost_waiting
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.operations.request import note_lookup
+from gradrule_server.operations.request_record import record_cache_lookup
 from gradrule_server.registry.blobs import BlobStore
 
 # What a node takes in the engine with its gradient, in TensorFlow's graphs before and after optimising: from 25 KiB
@@ -170,7 +170,7 @@ class Shelf:
         """
         self.turn_over()
         load = self._loads.get(program.key)
-        note_lookup("loaded", is_hit=load is not None)
+        record_cache_lookup("loaded", is_hit=load is not None)
         if load is None:
             load = self._start(program, ends_at, account, keeps_blobs=keeps_blobs)
         else:
@@ -191,7 +191,7 @@ class Shelf:
     @contextlib.contextmanager
     def in_use(self, load: Load) -> Iterator[None]:
         """Within this context a loaded program is not dropped."""
-        note_lookup("loaded", is_hit=True)
+        record_cache_lookup("loaded", is_hit=True)
         self._loads.move_to_end(load.program.key)
         load.holders += 1
         try:

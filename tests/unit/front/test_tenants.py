@@ -17,10 +17,11 @@ from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server import graphs
 from gradrule_server.errors import GradruleError
 from gradrule_server.front import tenants as module
-from gradrule_server.front.tenants import KINDS, Shared, Tenant, Tenants
+from gradrule_server.front.tenants import Shared, Tenant, Tenants
 from gradrule_server.link.shape import CallShape
 from gradrule_server.programs.cache import Named, OfSession
 from gradrule_server.programs.loaded import LoadedPrograms
+from gradrule_server.quotas import QUOTA_RESOURCES
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.rules import Shipped
 from gradrule_server.registry.store import Store
@@ -40,8 +41,8 @@ def shared(tmp_path: Path) -> Iterator[Shared]:
             blobs,
             LoadedPrograms(engine, blobs, 10, 1000),
             graphs.Limits(nodes=10, inlined_nodes=10, call_depth=2, graph_bytes=100),
-            server=dict.fromkeys(KINDS, 6) | {"registry_bytes": 60},
-            tenant=dict.fromkeys(KINDS, 4) | {"registry_bytes": 40},
+            server={resource.name: 6 for resource in QUOTA_RESOURCES} | {"registry_bytes": 60},
+            tenant={resource.name: 4 for resource in QUOTA_RESOURCES} | {"registry_bytes": 40},
             tenant_blob_bytes=500,
             tenant_blobs=10,
             cache_capacity=10,
@@ -110,7 +111,7 @@ async def test_who_comes_back_finds_what_was_kept(found: Tenants, shared: Shared
     assert again is not ada
     assert again.rules.get("Mine").formula == "3 * dy"
     status = next(status for status in found.status() if status.name == "ada")
-    assert (status.rules, status.programs, status.in_flight) == (1, 0, 0)
+    assert (status.used["rules"], status.used["programs"], status.used["requests"]) == (1, 0, 0)
     # The whole goes on counting what a tenant left there.
     await fill_up(found)
     assert shared.store.counts() == (6, 0)

@@ -1,4 +1,4 @@
-"""Requests for tests: made as the front makes them."""
+"""Makes request records for tests, as the front end makes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.operations.observer import Observer, Sink
-from gradrule_server.operations.request import Request, note_tenant
+from gradrule_server.operations.request_record import RequestRecord, record_tenant
 
 
 def peer() -> str:
@@ -25,14 +25,14 @@ def make(
     tenant: str | None = "default",
     fails: BaseException | None = None,
     metadata: tuple[tuple[str, str | bytes], ...] = (),
-    within: Callable[[Request], Any] = lambda request: None,
-) -> Request:
+    within: Callable[[RequestRecord], Any] = lambda request: None,
+) -> RequestRecord:
     """One request from begin to end; `within` is called while it is under way. Without a tenant nobody learnt whose."""
     observed = Observer(sinks).rpc(rpc, metadata, peer)
     try:
         with observed:
             if tenant is not None:
-                note_tenant(tenant)
+                record_tenant(tenant)
             within(observed.request)
             if fails is not None:
                 raise fails

@@ -1,4 +1,4 @@
-"""Bounds on lines that callers cause: so many at once, so many a second, and a count of those left out."""
+"""Limits the rate of lines that clients cause in a log, and counts the lines that were dropped."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ _MAX_KEYS = 1000
 class _Bucket:
     tokens: float
     filled_at: float
-    left_out: int = 0
+    dropped: int = 0
 
 
-class RateBound:
-    """Lines by key (a tenant's, say), each key with a budget of its own; at most 1,000 keys are told apart.
+class RateLimiter:
+    """Limits lines by key, a tenant for example, with one token bucket for each; remembers at most 1,000 keys.
 
-    per_second: how fast a budget grows again, up to `burst` lines.
+    Args:
+        per_second: Lines per second in the long run.
+        burst: Lines at once.
+        clock: Returns the time in seconds.
     """
 
     def __init__(self, per_second: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -28,31 +31,31 @@ class RateBound:
         self._burst = burst
         self._clock = clock
         self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
-        self._left_out_of_forgotten = 0
+        self._dropped_of_removed_keys = 0
 
-    def admits(self, key: str = "") -> bool:
-        """Whether a line may be written now; where not, it is counted as left out."""
+    def allow(self, key: str = "") -> bool:
+        """Returns whether a line may be written now; counts it as dropped if not."""
         now = self._clock()
         bucket = self._buckets.get(key)
         if bucket is None:
             if len(self._buckets) >= _MAX_KEYS:
-                _, forgotten = self._buckets.popitem(last=False)
-                self._left_out_of_forgotten += forgotten.left_out
+                _, removed = self._buckets.popitem(last=False)
+                self._dropped_of_removed_keys += removed.dropped
             bucket = self._buckets[key] = _Bucket(self._burst, now)
         else:
             self._buckets.move_to_end(key)
         bucket.tokens = min(self._burst, bucket.tokens + (now - bucket.filled_at) * self._per_second)
         bucket.filled_at = now
         if bucket.tokens < 1:
-            bucket.left_out += 1
+            bucket.dropped += 1
             return False
         bucket.tokens -= 1
         return True
 
-    def take_left_out(self) -> int:
-        """How many lines were left out since this was asked last."""
-        left_out = self._left_out_of_forgotten + sum(bucket.left_out for bucket in self._buckets.values())
-        self._left_out_of_forgotten = 0
+    def take_dropped(self) -> int:
+        """Returns how many lines were dropped since the last call."""
+        dropped = self._dropped_of_removed_keys + sum(bucket.dropped for bucket in self._buckets.values())
+        self._dropped_of_removed_keys = 0
         for bucket in self._buckets.values():
-            bucket.left_out = 0
-        return left_out
+            bucket.dropped = 0
+        return dropped

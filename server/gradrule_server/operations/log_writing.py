@@ -1,4 +1,4 @@
-"""Where lines are written: by a thread of their own, so that a slow disk or a pipe nobody reads stops no caller."""
+"""Writes lines of logs on a separate thread, so that a slow disk or an unread pipe does not block requests."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from logging.handlers import QueueHandler, QueueListener
 from queue import Full, Queue
 from typing import TextIO
 
-# What waits to be written; a line takes a few KiB at most. A disk that stands still for seconds costs no line.
+# Lines that may wait to be written, of a few KiB each at most: enough for a disk that stalls for some seconds.
 _CAPACITY = 10_000
 
 
-class LeftOut:
+class DroppedCount:
     """Counts lines that were not written, from any thread."""
 
     def __init__(self) -> None:
@@ -22,29 +22,29 @@ class LeftOut:
         self._lock = threading.Lock()
 
     def add(self) -> None:
-        """One more."""
+        """Counts a line."""
         with self._lock:
             self._count += 1
 
     def take(self) -> int:
-        """How many there were since this was asked last."""
+        """Returns how many lines were counted since the last call."""
         with self._lock:
             count, self._count = self._count, 0
         return count
 
 
 class LineHandler(logging.StreamHandler[TextIO]):
-    """Writes each record as a line, past Python's buffers and outside of the handler's lock.
+    """Writes each record as a line, without Python's buffers and the handler's lock.
 
-    Both are locked while something is written, and a process cannot end while they are.
+    Buffers and handler are locked during a write, and a process cannot exit while they are locked.
     """
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
-        self.left_out = LeftOut()
-        """Lines that could not be written."""
+        self.dropped = DroppedCount()
+        """Counts lines that could not be written."""
         self.is_failing = False
-        """The last line could not be written."""
+        """Whether the last line could not be written."""
 
     def handle(self, record: logging.LogRecord) -> bool:
         is_wanted = bool(self.filter(record))
@@ -62,16 +62,16 @@ class LineHandler(logging.StreamHandler[TextIO]):
             self.is_failing = False
 
     def write(self, line: str) -> None:
-        """Writes a line; whatever that raises counts as a line that was left out."""
+        """Writes a line; `emit` counts the line as dropped if this raises."""
         write_line(self.stream, line)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Counts it: there is nowhere else to tell it, and it must not cost anybody an answer."""
-        self.left_out.add()
+        """Counts the line as dropped: the failure cannot be logged, and must not fail a request."""
+        self.dropped.add()
 
 
 def write_line(stream: TextIO, line: str) -> None:
-    """Writes a line to a stream's file, or to the stream where it has none."""
+    """Writes a line to the file descriptor of a stream, or to the stream if it has none."""
     try:
         descriptor = stream.fileno()
     except io.UnsupportedOperation:
@@ -82,11 +82,11 @@ def write_line(stream: TextIO, line: str) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-class Background:
-    """Takes the writing of a logger's `LineHandler` to a thread of its own, once it is started.
+class BackgroundWriter:
+    """Moves the writing of a logger's `LineHandler` to a separate thread.
 
-    Lines are made by whoever logs, for they name the request under way, and wait in a queue; what finds no room in it
-    is counted. Without such a handler nothing changes.
+    The thread that logs formats the line, because the line names its current request, and puts it into a queue; lines
+    that do not fit into the queue are counted as dropped. Without a `LineHandler` nothing changes.
     """
 
     def __init__(self, logger: logging.Logger, capacity: int = _CAPACITY) -> None:
@@ -96,38 +96,38 @@ class Background:
         self._target = next((handler for handler in logger.handlers if isinstance(handler, LineHandler)), None)
 
     def start(self) -> None:
-        """From now on nobody who logs waits. The thread ends with the process."""
+        """Starts the thread, which ends with the process. From now on logging does not block."""
         target = self._target
         if target is None:
             return
-        queued = _Queued(self._queue, target)
+        queued = _FormattingQueueHandler(self._queue, target)
         self._logger.handlers[:] = [queued if handler is target else handler for handler in self._logger.handlers]
         target.setFormatter(None)
         QueueListener(self._queue, target).start()
 
     @property
-    def may_tell(self) -> bool:
-        """What is told now is written, as far as one can know."""
+    def can_write(self) -> bool:
+        """Whether a line that is logged now will probably be written."""
         is_failing = self._target is not None and self._target.is_failing
         return not is_failing and self._queue.qsize() <= self._capacity // 2
 
-    def take_left_out(self) -> int:
-        """How many lines were not written since this was asked last: nobody read them, or the disk was full."""
-        return 0 if self._target is None else self._target.left_out.take()
+    def take_dropped(self) -> int:
+        """Returns how many lines could not be written since the last call."""
+        return 0 if self._target is None else self._target.dropped.take()
 
     def drain(self, seconds: float) -> bool:
-        """Waits until all is written, for so long at most; whether it is. Not called on the event loop."""
+        """Waits until all lines are written, at most for this time; returns whether they are. Blocks."""
         done = self._queue.all_tasks_done
         with done:
             return done.wait_for(lambda: not self._queue.unfinished_tasks, seconds)
 
 
-class _Queued(QueueHandler):
-    """Makes lines as the target would, and hands them on while there is room."""
+class _FormattingQueueHandler(QueueHandler):
+    """Formats lines as the target would, and puts them into the queue unless it is full."""
 
     def __init__(self, queue: Queue[logging.LogRecord], target: LineHandler) -> None:
         super().__init__(queue)
-        self._left_out = target.left_out
+        self._dropped = target.dropped
         self.setFormatter(target.formatter)
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
@@ -137,8 +137,8 @@ class _Queued(QueueHandler):
         try:
             super().enqueue(record)
         except Full:
-            self._left_out.add()
+            self._dropped.add()
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """A line that cannot be made is one that is left out."""
-        self._left_out.add()
+        """Counts a line that could not be formatted as dropped."""
+        self._dropped.add()

@@ -1,6 +1,7 @@
-"""The page that Prometheus reads: `GET /metrics` over HTTP/1.1, nothing else.
+"""Serves the metrics for Prometheus: `GET /metrics` over HTTP/1.1, nothing else.
 
-It serves the operator's own network: no TLS, no credentials, bound to a loopback address unless told otherwise.
+The page has neither TLS nor credentials, and is bound to a loopback address by default. prometheus_client's own server
+is not used: it starts a thread for each connection without a limit or a time-out, and serves any path.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ _log = logging.getLogger(__name__)
 
 _MAX_HEAD_BYTES = 16 * 1024
 _MAX_CONNECTIONS = 32
-_PATIENCE_S = 10.0
+_TIMEOUT_S = 10.0
 _TEXT = "text/plain; charset=utf-8"
 
 
 class MetricsPage:
-    """Serves a registry. refresh: called on the loop before each reading."""
+    """Serves the metrics of a registry. `refresh` is called on the event loop before each response."""
 
     def __init__(self, registry: CollectorRegistry, refresh: Callable[[], None]) -> None:
         self._registry = registry
@@ -31,14 +32,14 @@ class MetricsPage:
         self._connections: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str, port: int) -> None:
-        """Binds and serves. `OSError` where the address is taken."""
+        """Binds the address and starts to serve. Raises `OSError` if the address is in use."""
         try:
             self._server = await asyncio.start_server(self._accept, host, port, limit=_MAX_HEAD_BYTES)
         except OSError as cause:
             raise OSError(f"cannot serve metrics on {host}:{port}: {cause}") from cause
 
     async def stop(self) -> None:
-        """Stops serving; what is being read ends."""
+        """Stops serving, and closes open connections."""
         if self._server is not None:
             self._server.close()
             for task in self._connections:
@@ -55,16 +56,16 @@ class MetricsPage:
         task.add_done_callback(self._connections.discard)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One request, one answer."""
+        """Answers one request, and closes the connection."""
         try:
-            async with asyncio.timeout(_PATIENCE_S):
+            async with asyncio.timeout(_TIMEOUT_S):
                 head = await reader.readuntil(b"\r\n\r\n")
                 writer.write(await self._answer(head))
                 await writer.drain()
         except (TimeoutError, ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError) as cause:
-            _log.debug("a reading of the metrics was not finished: %r", cause)
+            _log.debug("a request for the metrics was not finished: %r", cause)
         except Exception:
-            _log.exception("the metrics could not be told")
+            _log.exception("a request for the metrics failed")
             with contextlib.suppress(ConnectionError):
                 writer.write(_response("500 Internal Server Error", _TEXT, b"the server failed\n"))
         finally:
@@ -81,7 +82,7 @@ class MetricsPage:
         accept = next((line.partition(":")[2].strip() for line in lines if line.lower().startswith("accept:")), "")
         encode, content_type = choose_encoder(accept)
         self._refresh()
-        # Thousands of lines take their time, which requests must not wait for.
+        # Encoding thousands of lines takes long, so it must not block the event loop.
         body = await asyncio.to_thread(encode, self._registry)
         return _response("200 OK", content_type, body)
 

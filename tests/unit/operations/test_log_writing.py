@@ -1,4 +1,4 @@
-"""Who logs never waits for what takes the lines, and what is lost is told."""
+"""Tests that writing logs never blocks requests, and that dropped lines are reported."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ import pytest
 
 from gradrule_server.operations import audit, logs
 from gradrule_server.operations.audit import AuditLog
+from gradrule_server.operations.log_writing import BackgroundWriter, LineHandler
 from gradrule_server.operations.logs import JsonFormatter
 from gradrule_server.operations.operations import Operations, OperationsSettings
-from gradrule_server.operations.writing import Background, LineHandler
-from tests.unit.operations.requests import make, refusal
+from tests.unit.operations.records import make, refusal
 from tests.unit.operations.states import sources
 
 PIPE_BYTES = 4096
@@ -96,33 +96,33 @@ def flood(logger: logging.Logger, count: int) -> None:
     assert not flooding.is_alive(), "who logs waits for who reads"
 
 
-def test_a_pipe_that_nobody_reads_stops_nobody_and_what_is_lost_is_counted() -> None:
+def test_unread_pipe_blocks_no_request_and_dropped_lines_are_counted() -> None:
     pipe = Pipe()
     logger = logger_to(pipe)
-    background = Background(logger, capacity=100)
+    background = BackgroundWriter(logger, capacity=100)
     background.start()
     flood(logger, 1000)
-    assert not background.may_tell
+    assert not background.can_write
     assert not background.drain(0.1)
     pipe.read()
     assert background.drain(10)
-    assert background.may_tell
+    assert background.can_write
     logger.info("and on")
     assert background.drain(10)
-    lost = background.take_left_out()
+    lost = background.take_dropped()
     *told, last = [line["message"] for line in pipe.lines()]
     numbers = [int(line.removeprefix("line ")) for line in told]
     assert numbers == sorted(set(numbers))
     assert (len(numbers), last) == (1000 - lost, "and on")
     assert 100 <= len(numbers) < 1000
-    assert background.take_left_out() == 0
+    assert background.take_dropped() == 0
 
 
-def test_lines_still_name_the_request_under_way() -> None:
+def test_lines_written_in_the_background_name_the_current_request() -> None:
     pipe = Pipe()
     pipe.read()
     logger = logger_to(pipe)
-    background = Background(logger)
+    background = BackgroundWriter(logger)
     background.start()
 
     def fails(_: object) -> None:
@@ -139,53 +139,53 @@ def test_lines_still_name_the_request_under_way() -> None:
     assert "so it was" in line["exception"]
 
 
-def test_a_reader_that_is_gone_costs_lines_only() -> None:
+def test_closed_pipe_costs_lines_only() -> None:
     pipe = Pipe()
     logger = logger_to(pipe)
-    background = Background(logger)
+    background = BackgroundWriter(logger)
     background.start()
     pipe.leave()
     flood(logger, 3)
     assert background.drain(10)
-    assert (background.may_tell, background.take_left_out()) == (False, 3)
+    assert (background.can_write, background.take_dropped()) == (False, 3)
     pipe.stream.close()
 
 
 @pytest.mark.usefixtures("loggers")
-def test_the_audit_log_loses_nothing_in_ordinary_operation(tmp_path: Path) -> None:
+def test_audit_log_drops_no_lines_in_normal_operation(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     audit.configure(str(path))
-    background = Background(audit.LOGGER)
+    background = BackgroundWriter(audit.LOGGER)
     background.start()
     log = AuditLog()
     for number in range(5000):
         make(log, fails=refusal("QUOTA_EXCEEDED"), tenant=f"t{number % 100}")
     assert background.drain(20)
-    assert (len(path.read_text().splitlines()), background.take_left_out()) == (5000, 0)
+    assert (len(path.read_text().splitlines()), background.take_dropped()) == (5000, 0)
 
 
 @pytest.mark.usefixtures("loggers")
-def test_an_audit_log_without_its_folder_goes_on_once_it_is_back(tmp_path: Path) -> None:
+def test_audit_log_continues_once_its_missing_folder_is_back(tmp_path: Path) -> None:
     folder, away = tmp_path / "logs", tmp_path / "away"
     folder.mkdir()
     audit.configure(str(folder / "audit.jsonl"))
-    background = Background(audit.LOGGER)
+    background = BackgroundWriter(audit.LOGGER)
     background.start()
     log = AuditLog()
 
     def tell() -> None:
-        log.tell_left_out(background.take_left_out(), may_write=background.may_tell)
+        log.log_dropped(background.take_dropped(), may_write=background.can_write)
         assert background.drain(10)
 
     folder.rename(away)
     for _ in range(3):
-        log.quarantined("unheard")
+        log.log_quarantine("unheard")
     assert background.drain(10)
     tell()
-    assert log.left_out == 3
+    assert log.dropped == 3
     assert not folder.exists()
     folder.mkdir()
-    log.quarantined("heard")
+    log.log_quarantine("heard")
     assert background.drain(10)
     tell()
     told = [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
@@ -193,7 +193,7 @@ def test_an_audit_log_without_its_folder_goes_on_once_it_is_back(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("loggers")
-def test_a_server_that_stops_writes_all_and_tells_what_is_lost(tmp_path: Path) -> None:
+def test_stopping_server_writes_all_lines_and_reports_dropped_ones(tmp_path: Path) -> None:
     pipe = Pipe()
     logs.configure("info", "json", pipe.stream)
     sent = 30_000
@@ -217,7 +217,7 @@ def test_a_server_that_stops_writes_all_and_tells_what_is_lost(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("loggers")
-def test_a_server_that_stops_does_not_wait_for_a_reader(tmp_path: Path) -> None:
+def test_stopping_server_does_not_wait_for_a_blocked_log(tmp_path: Path) -> None:
     pipe = Pipe()
     logs.configure("info", "json", pipe.stream)
 
@@ -235,13 +235,13 @@ def test_a_server_that_stops_does_not_wait_for_a_reader(tmp_path: Path) -> None:
     assert [line["message"] for line in pipe.lines()] == [f"line {number}" for number in range(1000)]
 
 
-def test_a_process_ends_though_nobody_reads() -> None:
+def test_process_exits_although_its_log_is_blocked() -> None:
     script = """
 import logging
 from gradrule_server.operations import logs
-from gradrule_server.operations.writing import Background
+from gradrule_server.operations.log_writing import BackgroundWriter
 logs.configure("info", "json")
-Background(logging.getLogger()).start()
+BackgroundWriter(logging.getLogger()).start()
 for number in range(1000):
     logging.info("x" * 1000)
 print("done", flush=True)
