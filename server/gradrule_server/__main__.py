@@ -50,7 +50,7 @@ def _serve(arguments: Sequence[str]) -> int:
     from gradrule_server.link.engine import EngineRefused
     from gradrule_server.operations import logs
     from gradrule_server.operations.tracing import TracingUnavailableError
-    from gradrule_server.registry.files import StoreError
+    from gradrule_server.registry.data_folder import StoreError
 
     logs.configure(settings.log_level, settings.log_format)
     ignored = service_links(os.environ)

@@ -21,8 +21,8 @@ from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.programs.sessions import SessionHouse
 from gradrule_server.quotas import QUOTA_RESOURCES, Quota
 from gradrule_server.registry.blobs import BlobStore
-from gradrule_server.registry.programs import HeldBlobs, ProgramRegistry
-from gradrule_server.registry.rules import RuleRegistry, Shipped
+from gradrule_server.registry.programs import PinnedBlobs, ProgramRegistry
+from gradrule_server.registry.rules import ReadOnlyRules, RuleRegistry
 from gradrule_server.registry.store import DEFAULT_TENANT, Store
 
 _MAX_IDLE = 128
@@ -89,9 +89,9 @@ class Tenants:
     Made in a thread that may block.
     """
 
-    def __init__(self, shared: Shared, shipped: Shipped) -> None:
+    def __init__(self, shared: Shared, read_only: ReadOnlyRules) -> None:
         self._shared = shared
-        self._shipped = shipped
+        self._read_only = read_only
         rules, programs = shared.store.counts()
         used = {"rules": rules, "programs": programs, "registry_bytes": shared.store.kept_bytes()}
         # How many there are on the disk was always bounded for the whole server, and says so as it always did.
@@ -107,7 +107,7 @@ class Tenants:
             )
             for resource in QUOTA_RESOURCES
         }
-        self._held = HeldBlobs(shared.store, shared.blobs)
+        self._pins = PinnedBlobs(shared.store, shared.blobs)
         self._tenants: dict[str, Tenant] = {}
         self._idle: OrderedDict[str, Tenant] = OrderedDict()
         self._loading: dict[str, asyncio.Task[Tenant]] = {}
@@ -158,18 +158,18 @@ class Tenants:
             self._idle[tenant.name] = tenant
         self._trim()
 
-    def set_shipped(self, shipped: Shipped) -> None:
+    def set_read_only(self, read_only: ReadOnlyRules) -> None:
         """Replaces what lies below every tenant's rules."""
-        self._shipped = shipped
+        self._read_only = read_only
         for tenant in self._tenants.values():
-            tenant.rules.set_shipped(shipped)
+            tenant.rules.set_read_only(read_only)
 
     async def _load(self, name: str) -> Tenant:
         async with self._slots:
-            shipped = self._shipped
+            read_only = self._read_only
             made = await asyncio.to_thread(self._make, name)
-        if shipped is not self._shipped:
-            made.rules.set_shipped(self._shipped)
+        if read_only is not self._read_only:
+            made.rules.set_read_only(self._read_only)
         self._tenants[name] = made
         made.left_at = time.monotonic()
         self._idle[name] = made
@@ -186,10 +186,10 @@ class Tenants:
             )
             for resource in QUOTA_RESOURCES
         }
-        blobs = shared.blobs.of(name, shared.tenant_blob_bytes, shared.tenant_blobs)
+        blobs = shared.blobs.for_tenant(name, shared.tenant_blob_bytes, shared.tenant_blobs)
         rules = RuleRegistry(
             shared.store,
-            self._shipped,
+            self._read_only,
             tenant=name,
             quota=quotas["rules"],
             bytes_quota=quotas["registry_bytes"],
@@ -201,7 +201,7 @@ class Tenants:
             tenant=name,
             quota=quotas["programs"],
             bytes_quota=quotas["registry_bytes"],
-            held=self._held,
+            pins=self._pins,
         )
         # The server has counted these already.
         quotas["rules"].add_initial_usage(len(rules))
@@ -242,7 +242,7 @@ class Tenants:
             if now - tenant.left_at < _IDLE_S:
                 break
             del self._idle[name], self._tenants[name]
-            tenant.blobs.forget()
+            tenant.blobs.forget_limits()
         caches = [tenant.house.cache for tenant in self._tenants.values()]
         # The last program stays, however large it is.
         while (

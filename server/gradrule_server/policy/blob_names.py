@@ -9,14 +9,14 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.errors import Finding, GradruleError, Resource, error
 
 RESOURCE_TYPE = "gradrule.v1.Blob"
-NAME = re.compile(r"[0-9a-f]{64}")
+BLOB_NAME = re.compile(r"[0-9a-f]{64}")
 
 _MAX_SHOWN = 5
 
 
 def check_blob_name(name: str) -> None:
     """Raises MALFORMED_REQUEST unless `name` is a SHA-256 in hex."""
-    if NAME.fullmatch(name) is None:
+    if BLOB_NAME.fullmatch(name) is None:
         raise error(
             errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
             f"{name[:80]!r} is no SHA-256: 64 of 0-9 and a-f",

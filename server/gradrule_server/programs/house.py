@@ -166,7 +166,7 @@ class ProgramHouse:
         if not self._blobs.are_verified(blobs):
             # Reading them takes long, and must not stop the event loop.
             await asyncio.to_thread(self._blobs.verify, blobs)
-        with self._blobs.held(blobs):
+        with self._blobs.pinned(blobs):
             answer, is_loaded_now, place = await retries.run(program.loadable, attempt, undo=how.undo)
         record_run(answer, run.received_ns)
         if known_as is not None:

@@ -122,7 +122,7 @@ class Session:
         if blob:
             # Each kind of step compiles the graph once more.
             await asyncio.to_thread(self._house.blobs.verify, [blob])
-            self._held.enter_context(self._house.blobs.held([blob]))
+            self._held.enter_context(self._house.blobs.pinned([blob]))
         self._variables = await self._house.house.preparer.variables(self._graph, ends_at)
         self._names = {name: item.names[0] for item in self._variables for name in item.names}
         given = await asyncio.to_thread(self._bound, request.variables, "start.variables")
@@ -310,7 +310,7 @@ class Session:
         self, given: Sequence[link_pb2.BoundVariable], ends_at: float, *, opens: bool = False
     ) -> link_pb2.SessionReply:
         held = [item.value.blob.sha256 for item in given if item.value.HasField("blob")]
-        with self._house.blobs.held(held):
+        with self._house.blobs.pinned(held):
             assign = link_pb2.SessionAssign(variables=given, opens=opens)
             async with self._telling_of_loss():
                 return await self.send(link_pb2.SessionRequest(assign=assign), ends_at)

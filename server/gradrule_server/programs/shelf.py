@@ -215,13 +215,13 @@ class Shelf:
         # Concatenating messages merges them: the last key counts.
         own_key = link_pb2.CompileRequest(key=engine_key).SerializeToString()
         store, blobs = program.store or self._blobs, program.blobs if keeps_blobs else ()
-        store.hold(blobs)
+        store.pin(blobs)
         try:
             work = self._engine.submit(Kind.COMPILE, program.request + own_key, account)
         except BaseException:
-            store.let_go(blobs)
+            store.unpin(blobs)
             raise
-        work.answer.add_done_callback(lambda _: store.let_go(blobs))
+        work.answer.add_done_callback(lambda _: store.unpin(blobs))
         load = self._loads[program.key] = Load(
             program, self._engine, self._engine.generation, engine_key, work, ends_at
         )

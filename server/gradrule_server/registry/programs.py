@@ -1,4 +1,4 @@
-"""Programs by id: kept until deleted, found again by their content."""
+"""Registers, finds and lists programs by id; a program with equal content is found again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from gradrule.v1 import errors_pb2, program_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, Resource, did_you_mean, error
 from gradrule_server.quotas import Quota
-from gradrule_server.registry import paging
+from gradrule_server.registry import page_tokens
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.store import DEFAULT_TENANT, ProgramContent, ProgramRow, Store, UnreadableRowError
 
@@ -29,18 +29,18 @@ _LISTING = "programs"
 
 @dataclass(frozen=True, slots=True)
 class StoredProgram:
-    """A kept program. `program` holds its name and the time of its creation; `identity` is equal for equal content."""
+    """A stored program. `program` holds its name and creation time; `identity` is equal for equal content."""
 
     id: str
     identity: str
     program: program_pb2.Program
 
 
-class HeldBlobs:
-    """Keeps the blobs of all kept programs, of every tenant's, from going. Safe to use from several threads."""
+class PinnedBlobs:
+    """Pins the blobs of all stored programs of all tenants. Safe to use from several threads."""
 
     def __init__(self, store: Store, blobs: BlobStore) -> None:
-        self._held: dict[tuple[str, str], list[str]] = {}
+        self._pinned: dict[tuple[str, str], list[str]] = {}
         for tenant, program_id, spec in store.program_specs():
             try:
                 wanted = blobs_of(read_spec(tenant, program_id, spec))
@@ -48,25 +48,25 @@ class HeldBlobs:
                 _tell(tenant, program_id, cause)
                 continue
             if wanted:
-                # A file that somebody took away makes the program ask for it when it is run.
-                blobs.of(tenant).keep(wanted)
-                self._held[tenant, program_id] = wanted
+                # A missing blob is reported when the program is called.
+                blobs.for_tenant(tenant).pin_unchecked(wanted)
+                self._pinned[tenant, program_id] = wanted
 
-    def hold(self, blobs: BlobStore, tenant: str, program_id: str, names: list[str]) -> None:
-        """For a program that is about to be kept; BLOB_NOT_FOUND."""
+    def pin(self, blobs: BlobStore, tenant: str, program_id: str, names: list[str]) -> None:
+        """Pins the blobs of a program that is about to be stored. Raises BLOB_NOT_FOUND."""
         if names:
-            blobs.hold(names)
-            self._held[tenant, program_id] = names
+            blobs.pin(names)
+            self._pinned[tenant, program_id] = names
 
-    def let_go(self, blobs: BlobStore, tenant: str, program_id: str) -> None:
-        """The program is not kept any more."""
-        blobs.let_go(self._held.pop((tenant, program_id), ()))
+    def unpin(self, blobs: BlobStore, tenant: str, program_id: str) -> None:
+        """Unpins the blobs of a deleted program."""
+        blobs.unpin(self._pinned.pop((tenant, program_id), ()))
 
 
 class ProgramRegistry:
-    """A tenant's programs in a store, which hold their blobs. Blocking; safe to use from several threads.
+    """A tenant's programs in a store, which pin their blobs. Blocking; safe to use from several threads.
 
-    quota, bytes_quota: limits on their number and bytes; unlimited if missing. held: what holds the
+    quota, bytes_quota: limits on their number and bytes; unlimited if missing. pins: pins the
     blobs of the store's programs, where several registries share a store.
     """
 
@@ -78,7 +78,7 @@ class ProgramRegistry:
         tenant: str = DEFAULT_TENANT,
         quota: Quota | None = None,
         bytes_quota: Quota | None = None,
-        held: HeldBlobs | None = None,
+        pins: PinnedBlobs | None = None,
     ) -> None:
         self._store = store
         self._blobs = blobs
@@ -92,7 +92,7 @@ class ProgramRegistry:
         }
         self._quota = quota or Quota.unlimited()
         self._bytes_quota = bytes_quota or Quota.unlimited()
-        self._held = held or HeldBlobs(store, blobs)
+        self._pins = pins or PinnedBlobs(store, blobs)
 
     def __len__(self) -> int:
         """How many there are."""
@@ -140,8 +140,8 @@ class ProgramRegistry:
             row = ProgramRow(program_id, identity, kept.SerializeToString(), now_us)
             content = ProgramContent(_without_graph(spec), self._graph_bytes(spec), snapshot)
             with self._quota.reserved(), contextlib.ExitStack() as taken, contextlib.ExitStack() as undo:
-                self._held.hold(self._blobs, self._tenant, program_id, blobs_of(spec))
-                undo.callback(self._held.let_go, self._blobs, self._tenant, program_id)
+                self._pins.pin(self._blobs, self._tenant, program_id, blobs_of(spec))
+                undo.callback(self._pins.unpin, self._blobs, self._tenant, program_id)
                 self._store.add_program(
                     row,
                     content,
@@ -177,11 +177,11 @@ class ProgramRegistry:
     def list(self, page_size: int, page_token: str) -> tuple[list[StoredProgram], str]:
         """A page by id, without overrides and defaulted, and the next page's token; MALFORMED_REQUEST.
 
-        What was kept for a page has at most `paging.MAX_PAGE_BYTES`, whatever its size.
+        What was kept for a page has at most `page_tokens.MAX_PAGE_BYTES`, whatever its size.
         """
-        size = paging.page_size(page_size)
-        after = paging.decode(_LISTING, page_token, _ID)[0] if page_token else ""
-        rows, has_more = self._store.programs_after(after, size, paging.MAX_PAGE_BYTES, self._tenant)
+        size = page_tokens.page_size(page_size)
+        after = page_tokens.decode(_LISTING, page_token, _ID)[0] if page_token else ""
+        rows, has_more = self._store.programs_after(after, size, page_tokens.MAX_PAGE_BYTES, self._tenant)
         page = []
         for row in rows:
             try:
@@ -191,7 +191,7 @@ class ProgramRegistry:
         for item in page:
             item.program.ClearField("overrides")
             item.program.ClearField("defaulted")
-        return page, paging.encode(_LISTING, [rows[-1].id]) if has_more else ""
+        return page, page_tokens.encode(_LISTING, [rows[-1].id]) if has_more else ""
 
     def delete(self, name: str) -> None:
         """Forgets a program; PROGRAM_NOT_FOUND."""
@@ -205,7 +205,7 @@ class ProgramRegistry:
         """Forgets a program, whether its row is still there or not."""
         freed = self._store.remove_program(program_id, self._tenant)
         del self._identities[program_id]
-        self._held.let_go(self._blobs, self._tenant, program_id)
+        self._pins.unpin(self._blobs, self._tenant, program_id)
         self._quota.release()
         self._bytes_quota.release(freed)
 

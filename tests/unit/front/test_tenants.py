@@ -23,11 +23,11 @@ from gradrule_server.programs.cache import Named, OfSession
 from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.quotas import QUOTA_RESOURCES
 from gradrule_server.registry.blobs import BlobStore
-from gradrule_server.registry.rules import Shipped
+from gradrule_server.registry.rules import ReadOnlyRules
 from gradrule_server.registry.store import Store
 
 DEFINITION = rule_pb2.RuleDefinition(expression="3 * dy")
-SHIPPED = Shipped.of(_opdefs.gradients())
+READ_ONLY = ReadOnlyRules.from_op_types(_opdefs.gradients())
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def shared(tmp_path: Path) -> Iterator[Shared]:
 
 @pytest.fixture
 def found(shared: Shared) -> Tenants:
-    return Tenants(shared, SHIPPED)
+    return Tenants(shared, READ_ONLY)
 
 
 def pass_by(found: Tenants, tenant: Tenant) -> None:
@@ -134,7 +134,7 @@ async def test_bytes_of_rules_are_bounded_and_counted_for_who_comes_back(shared:
     size = DEFINITION.ByteSize()
     server, tenant = ({**whole, "registry_bytes": 0} for whole in (shared.server, shared.tenant))
     server["registry_bytes"], tenant["registry_bytes"] = 5 * size, 3 * size
-    found = Tenants(replace(shared, server=server, tenant=tenant), SHIPPED)
+    found = Tenants(replace(shared, server=server, tenant=tenant), READ_ONLY)
     ada = await found.load("ada")
     ada.rules.create("a", DEFINITION, "")
     ada.rules.create("b", DEFINITION, "")
@@ -150,7 +150,7 @@ async def test_bytes_of_rules_are_bounded_and_counted_for_who_comes_back(shared:
     with pytest.raises(GradruleError, match="--max-registry-bytes"):
         other.rules.create("c", DEFINITION, "d" * (size + 1))
     # A server that starts anew has counted the same.
-    anew = Tenants(replace(shared, server={**server, "registry_bytes": 4 * size}), SHIPPED)
+    anew = Tenants(replace(shared, server={**server, "registry_bytes": 4 * size}), READ_ONLY)
     (await anew.load("other")).rules.create("c", DEFINITION, "")
     with pytest.raises(GradruleError, match="--max-registry-bytes"):
         (await anew.load("other")).rules.create("d", DEFINITION, "")
@@ -171,7 +171,7 @@ async def fill_up(found: Tenants) -> None:
 
 async def test_what_ships_is_told_to_those_who_are_there_and_who_come(found: Tenants) -> None:
     ada = await found.load("ada")
-    found.set_shipped(SHIPPED.with_op_rules(["Sign"]))
+    found.set_read_only(READ_ONLY.with_op_rules(["Sign"]))
     grace = await found.load("grace")
     op = rule_pb2.RULE_KIND_OP
     assert len({len(tenant.rules.list(op, 1000, "")[0]) for tenant in (found.default, ada, grace)}) == 1

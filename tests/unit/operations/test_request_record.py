@@ -141,7 +141,7 @@ def test_failing_sink_fails_no_request(caplog: pytest.LogCaptureFixture) -> None
 
     with caplog.at_level(logging.ERROR):
         assert make(broken).reason == "OK"
-    assert "could not be noted" in caplog.text
+    assert "could not be recorded" in caplog.text
     assert current() is None
 
 

@@ -1,4 +1,4 @@
-"""A registry's files beside its tables: what shows that a registry was here, and room for deleting on a full disk."""
+"""Manages the files of a registry beside its database: the marker, the reserve for a full disk, SQLite's logs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from gradrule_server.registry.migrations import sync
-
 FILE_NAME = "gradrule.db"
 MARKER = "gradrule.registry"
 RESERVE = "gradrule.reserve"
 BLOBS = "blobs"
 """Name of the folder of blobs within the data folder."""
 
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""What system calls answer where a disk takes no more."""
+DISK_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Error numbers of system calls on a full disk."""
 
-# Deleting writes a page for each thousand pages that a program frees, and a few more.
+# Deleting a program writes a page for each thousand pages that it frees, and a few more.
 _RESERVE_BYTES = 4 << 20
 
 
@@ -28,14 +26,23 @@ class StoreError(Exception):
     """The registry's files cannot be used; the message says why and what to do."""
 
 
-def logs_of(path: Path) -> list[Path]:
-    """Files beside a database's, from which SQLite takes over what a process that was killed wrote last."""
+def sync_to_disk(path: Path) -> None:
+    """Makes sure that the content of a file, or the names in a folder, survive a power failure."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def find_logs(path: Path) -> list[Path]:
+    """Returns SQLite's logs beside a database, which hold the last writes of a process that was killed."""
     found = (path.with_name(path.name + end) for end in ("-wal", "-shm", "-journal"))
     return [log for log in found if log.exists()]
 
 
 def read_marker(folder: Path) -> str | None:
-    """The id of the registry that is in the folder, or was; empty where the marker cannot be read; None without one."""
+    """Returns the id of the registry that is or was in the folder; empty: an invalid marker; None: no marker."""
     try:
         found = json.loads((folder / MARKER).read_bytes())["registry"]
     except FileNotFoundError:
@@ -46,30 +53,35 @@ def read_marker(folder: Path) -> str | None:
 
 
 def write_marker(folder: Path, registry_id: str) -> None:
-    """Writes the marker; it is on the disk as a whole, or not at all."""
+    """Writes the marker atomically."""
     unfinished = folder / f".{MARKER}.unfinished"
     unfinished.write_text(json.dumps({"registry": registry_id}) + "\n", "utf-8")
     unfinished.chmod(0o600)
-    sync(unfinished)
+    sync_to_disk(unfinished)
     unfinished.rename(folder / MARKER)
-    sync(folder)
+    sync_to_disk(folder)
 
 
-def check_not_lost(folder: Path, what: str) -> None:
-    """Raises `StoreError` where the folder shows that a registry was in it. `what`: what its database is now."""
-    signs = [MARKER] if (folder / MARKER).exists() else []
+def refuse_lost_database(folder: Path, problem: str) -> None:
+    """Raises `StoreError` if other files show that the folder had a registry.
+
+    Args:
+        folder: The data folder.
+        problem: What is wrong with the database: `gone` or `empty`.
+    """
+    traces = [MARKER] if (folder / MARKER).exists() else []
     if _has_blobs(folder / BLOBS):
-        signs.append(f"{BLOBS}/")
-    if signs:
+        traces.append(f"{BLOBS}/")
+    if traces:
         raise StoreError(
-            f"the registry's database {folder / FILE_NAME} is {what}, but {' and '.join(signs)} beside it show that "
-            f"there was one: put the file back, or bring back a copy (`gradrule registry restore COPY --data-dir "
+            f"the registry's database {folder / FILE_NAME} is {problem}, but {' and '.join(traces)} beside it show "
+            f"that there was one: put the file back, or bring back a copy (`gradrule registry restore COPY --data-dir "
             f"{folder}`), or begin with an empty registry (`gradrule registry new --data-dir {folder}`)"
         )
 
 
-def set_aside(paths: Iterable[Path], suffix: str) -> list[Path]:
-    """Renames files that are there by adding a suffix; their new names."""
+def add_suffix(paths: Iterable[Path], suffix: str) -> list[Path]:
+    """Renames those of the files that exist by adding a suffix; returns their new paths."""
     moved = []
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
@@ -78,13 +90,13 @@ def set_aside(paths: Iterable[Path], suffix: str) -> list[Path]:
 
 
 class OpenFiles:
-    """The files that a database was opened as, by which a change behind the server's back is noticed."""
+    """The files of an opened database, by their inodes; detects that they were removed or replaced."""
 
     def __init__(self, path: Path) -> None:
         self._files = {file: _identity(file) for file in (path, *(path.with_name(path.name + e) for e in _KEPT_OPEN))}
 
     def problem(self) -> str | None:
-        """Which of the files is gone or another one by now; None where all are as they were."""
+        """Returns a sentence that names a file that was removed or replaced; None if there is none."""
         for file, opened in self._files.items():
             found = _identity(file)
             if opened is not None and found != opened:
@@ -93,13 +105,13 @@ class OpenFiles:
 
 
 class Reserve:
-    """A file that takes room on the disk, to be given up when a deletion finds the disk full."""
+    """A file that reserves disk space, so that deleting works on a full disk."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / RESERVE
 
-    def make(self) -> bool:
-        """Takes the room; False where there is not enough, or the file system takes none in advance."""
+    def create(self) -> bool:
+        """Reserves the space; returns False if the disk is full or the file system cannot reserve space."""
         handle = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600)
         try:
             os.posix_fallocate(handle, 0, _RESERVE_BYTES)
@@ -111,7 +123,7 @@ class Reserve:
         return True
 
     def release(self) -> bool:
-        """Gives the room up; False where it was given up before."""
+        """Frees the space; returns False if it was free already."""
         try:
             self._path.unlink()
         except FileNotFoundError:
@@ -119,7 +131,7 @@ class Reserve:
         return True
 
 
-# SQLite keeps these open for as long as a connection is, and removes them itself only with the last one.
+# SQLite keeps these files open and removes them only when the last connection is closed.
 _KEPT_OPEN = ("-wal", "-shm")
 
 
@@ -132,7 +144,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _has_blobs(folder: Path) -> bool:
-    """Whether a file lies in the folder of blobs, or in a tenant's below it."""
+    """Returns whether the folder of blobs, or a tenant's folder in it, holds a file."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return any(file for _, _, files in os.walk(folder) for file in files)
     return False

@@ -1,4 +1,4 @@
-"""A registry whose files are gone, empty, of another registry, or change while a server uses them; and a full disk."""
+"""Tests registries whose files are missing, empty, exchanged or changed, and full disks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pytest
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError
-from gradrule_server.registry.backup import backup, begin_anew, check, restore
+from gradrule_server.registry.backup import backup, check, create_empty_registry, restore
 from gradrule_server.registry.blobs import BlobStore
-from gradrule_server.registry.files import MARKER, RESERVE, StoreError
+from gradrule_server.registry.data_folder import MARKER, RESERVE, StoreError
 from gradrule_server.registry.store import RuleRow, Store
 from tests.unit.registry.version_1 import DEFINITION
 
@@ -45,19 +45,19 @@ def kept(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("change", [Path.unlink, lambda path: path.write_bytes(b"")], ids=["removed", "emptied"])
-def test_a_lost_database_is_not_replaced_by_an_empty_one(kept: Path, change: Callable[[Path], object]) -> None:
+def test_lost_database_is_not_replaced_by_an_empty_one(kept: Path, change: Callable[[Path], object]) -> None:
     change(kept / "gradrule.db")
     with pytest.raises(
         StoreError, match=r"gradrule\.db is (gone|empty), but gradrule\.registry .*registry new"
     ) as lost:
         Store(kept)
     assert "\n" not in str(lost.value)
-    begin_anew(kept)
+    create_empty_registry(kept)
     assert names(kept) == []
 
 
-def test_blobs_alone_show_that_a_registry_was_there(tmp_path: Path) -> None:
-    upload = BlobStore(tmp_path / "blobs", 1 << 20).of("ada").upload("0" * 64)
+def test_blobs_alone_show_that_the_folder_had_a_registry(tmp_path: Path) -> None:
+    upload = BlobStore(tmp_path / "blobs", 1 << 20).for_tenant("ada").upload("0" * 64)
     upload.write(b"bytes")
     with pytest.raises(StoreError, match=r"gradrule\.db is gone, but blobs/ beside it"):
         Store(tmp_path)
@@ -65,7 +65,7 @@ def test_blobs_alone_show_that_a_registry_was_there(tmp_path: Path) -> None:
     Store(tmp_path).close()
 
 
-def test_tables_that_were_only_in_the_log_are_missed_too(tmp_path: Path) -> None:
+def test_lost_log_that_held_all_tables_is_detected(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path; from gradrule_server.registry.store import *\n"
         "store = Store(Path(sys.argv[1])); os._exit(0)"
@@ -76,7 +76,7 @@ def test_tables_that_were_only_in_the_log_are_missed_too(tmp_path: Path) -> None
         Store(tmp_path)
 
 
-def test_a_log_that_is_gone_after_a_kill_is_told(kept: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_lost_log_of_a_killed_server_is_logged(kept: Path, caplog: pytest.LogCaptureFixture) -> None:
     code = (
         "import os, sys; from pathlib import Path; from gradrule_server.registry.store import *\n"
         "store = Store(Path(sys.argv[1])); os._exit(0)"
@@ -89,8 +89,8 @@ def test_a_log_that_is_gone_after_a_kill_is_told(kept: Path, caplog: pytest.LogC
     assert "what was written last may be lost" in caplog.text
 
 
-def test_a_new_registry_keeps_the_old_one_aside(kept: Path) -> None:
-    moved = {path.name.partition(".until-")[0] for path in begin_anew(kept)}
+def test_new_registry_keeps_the_renamed_old_one(kept: Path) -> None:
+    moved = {path.name.partition(".until-")[0] for path in create_empty_registry(kept)}
     assert moved == {"gradrule.db", MARKER}
     assert names(kept) == []
     [old] = kept.glob("gradrule.db.until-*")
@@ -102,7 +102,7 @@ def test_a_new_registry_keeps_the_old_one_aside(kept: Path) -> None:
     assert names(kept) == ["Kept"]
 
 
-def test_a_copy_is_brought_back_to_where_the_database_was_lost(kept: Path, tmp_path: Path) -> None:
+def test_backup_can_be_restored_where_the_database_was_lost(kept: Path, tmp_path: Path) -> None:
     backup(kept, tmp_path / "copy")
     (kept / "gradrule.db").write_bytes(b"")
     restore(tmp_path / "copy", kept)
@@ -113,7 +113,7 @@ def test_a_copy_is_brought_back_to_where_the_database_was_lost(kept: Path, tmp_p
 @pytest.mark.parametrize(
     "marker", [None, b"", b"[" * 100_000, b'{"registry": 7}'], ids=["none", "empty", "deep", "odd"]
 )
-def test_a_registry_of_an_older_release_gets_a_marker(kept: Path, marker: bytes | None) -> None:
+def test_registry_of_an_older_release_gets_a_marker(kept: Path, marker: bytes | None) -> None:
     with sqlite3.connect(kept / "gradrule.db") as database:
         database.execute("DELETE FROM meta WHERE key = 'registry_id'")
     database.close()
@@ -126,12 +126,12 @@ def test_a_registry_of_an_older_release_gets_a_marker(kept: Path, marker: bytes 
         Store(kept)
 
 
-def test_a_removed_lock_file_lets_no_second_server_in(kept: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_second_server_is_refused_after_the_lock_file_was_removed(kept: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = Store(kept)
     (kept / "gradrule.lock").unlink()
     with pytest.raises(StoreError, match="in use by another server"):
         Store(kept)
-    store.look()
+    store.check_files()
     assert "lock file" in caplog.text
     with pytest.raises(StoreError, match=rf"in use by another server \(process {os.getpid()}\)"):
         Store(kept)
@@ -141,12 +141,12 @@ def test_a_removed_lock_file_lets_no_second_server_in(kept: Path, caplog: pytest
 
 @pytest.mark.parametrize("name", ["gradrule.db", "gradrule.db-wal", "gradrule.db-shm"])
 @pytest.mark.parametrize("is_replaced", [False, True], ids=["removed", "replaced"])
-def test_nothing_is_acknowledged_into_a_file_that_is_gone(
+def test_writes_to_a_removed_file_are_refused(
     kept: Path, caplog: pytest.LogCaptureFixture, name: str, is_replaced: bool
 ) -> None:
     store = Store(kept)
     store.add_rule(rule("Second"))
-    store.look()
+    store.check_files()
     assert not caplog.messages
     aside = kept / "aside"
     (kept / name).rename(aside)
@@ -159,7 +159,7 @@ def test_nothing_is_acknowledged_into_a_file_that_is_gone(
         # Callers are not told where the server keeps its files.
         assert str(kept) not in refusal.value.message
     for _ in range(3):
-        store.look()
+        store.check_files()
     assert len(caplog.messages) == 1
     assert f"{kept / name} was {'replaced' if is_replaced else 'removed'}" in caplog.text
     aside.rename(kept / name)
@@ -168,7 +168,7 @@ def test_nothing_is_acknowledged_into_a_file_that_is_gone(
     assert names(kept) == ["Kept", "Second", "Third"]
 
 
-def test_what_lost_its_file_while_it_was_written_is_not_acknowledged(kept: Path) -> None:
+def test_write_is_not_acknowledged_if_the_file_is_removed_meanwhile(kept: Path) -> None:
     store = Store(kept)
     with pytest.raises(GradruleError, match="was removed or replaced"), store._database.write():
         (kept / "gradrule.db").unlink()
@@ -200,7 +200,7 @@ def fill(folder: Path) -> None:
             return
 
 
-def test_a_full_disk_does_not_refuse_deletions(tmp_path: Path) -> None:
+def test_deleting_works_on_a_full_disk(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "12m") as disk:
         store = Store(disk)
         for number in range(60):
@@ -224,7 +224,7 @@ def test_a_full_disk_does_not_refuse_deletions(tmp_path: Path) -> None:
         store.close()
 
 
-def test_a_full_disk_does_not_refuse_a_start_after_a_kill(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_start_after_a_kill_works_on_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     code = (
         "import os, sys; from pathlib import Path; from gradrule_server.registry.store import *\n"
         "store = Store(Path(sys.argv[1])); os._exit(0)"

@@ -1,4 +1,4 @@
-"""One server per data folder."""
+"""Locks a data folder, so that only one server uses it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,27 @@ from pathlib import Path
 
 FILE_NAME = "gradrule.lock"
 
-# What a file system answers that cannot lock folders: network file systems emulate these locks on files alone.
+# Errors of file systems that cannot lock folders: network file systems support these locks for files only.
 _NO_FOLDER_LOCKS = frozenset({errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 _IS_RUNNING = "running"
 
 
 class FolderInUseError(Exception):
-    """Another process holds the folder; the message names it."""
+    """Another process has locked the folder; the message names the process."""
 
 
 class FolderLock:
-    """Advisory locks on a folder and on a file in it, from construction to `release`, and no longer than the process.
+    """Holds advisory locks on a folder and on a lock file in it until `release` or the end of the process.
 
-    The folder's lock also holds when somebody removes the file. The file names the process, and older releases lock it
-    alone.
+    The lock on the folder stays valid if the lock file is removed. The lock file names the process; older releases lock
+    only the file.
+
+    Attributes:
+        was_killed: Whether the process before did not release its lock.
+
+    Raises:
+        FolderInUseError: Another process has locked the folder.
+        OSError: The folder cannot be opened.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -37,8 +44,12 @@ class FolderLock:
             self.release()
             raise
 
-    def is_file_removed(self) -> bool:
-        """Whether the lock file was removed or replaced; locks a new one where it was."""
+    def restore_file(self) -> bool:
+        """Creates and locks the lock file again if it was removed or replaced; returns whether it was.
+
+        Raises:
+            FolderInUseError: Another process has locked the new lock file.
+        """
         try:
             found = self._path.stat()
         except FileNotFoundError:
@@ -52,7 +63,7 @@ class FolderLock:
         return True
 
     def release(self) -> None:
-        """Lets other processes use the folder."""
+        """Releases the locks, so that other processes can use the folder."""
         if self._file >= 0:
             os.ftruncate(self._file, 0)
             os.close(self._file)
@@ -68,11 +79,11 @@ class FolderLock:
                 raise
 
     def _lock_file(self) -> bool:
-        """Locks the file and writes the process into it; whether the process before did not release it."""
+        """Locks the file and writes the process id into it; returns whether the process before was killed."""
         file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Older releases leave the process behind when they stop, without this word.
+            # Older releases leave the process id in the file when they stop, without this word.
             was_killed = os.pread(file, 64, 0).decode(errors="replace").split()[1:] == [_IS_RUNNING]
             os.ftruncate(file, 0)
             os.pwrite(file, f"{os.getpid()} {_IS_RUNNING}\n".encode(), 0)
