@@ -76,7 +76,7 @@ class OverrideTable:
             try:
                 if graph_bytes not in contents:
                     check_parsed_size(graph_bytes, graph_pb2.Graph, self.bounds, field="graph")
-                    contents[graph_bytes] = RuleContent(graph_bytes=graph_bytes, brought=True)
+                    contents[graph_bytes] = RuleContent(graph_bytes=graph_bytes, embedded=True)
             except GradruleError as cause:
                 findings = [
                     Finding(item.reason, f"rule {label!r}, which the graph brings along: {item.message}", item.node)
@@ -91,7 +91,7 @@ class OverrideTable:
         return [
             Finding(item.reason, f"rule {rule.name!r}: {item.message}", item.node, item.field)
             for rule in contents.values()
-            for item in (rule.content.refused(self.bounds) if rule.content is not None else ())
+            for item in (rule.content.check_nodes(self.bounds) if rule.content is not None else ())
         ]
 
     def messages(self) -> list[link_pb2.BoundRule]:
@@ -126,7 +126,7 @@ class OverrideTable:
 def _message(rule: ResolvedRule) -> link_pb2.BoundRule:
     if rule.content is None:
         return link_pb2.BoundRule(name=rule.name, op_gradient=rule.name)
-    if rule.content.brought:
+    if rule.content.embedded:
         return link_pb2.BoundRule(name=rule.name, brought=rule.content.graph_bytes or b"")
     if rule.content.code is not None:
         return link_pb2.BoundRule(name=rule.name, code=rule.content.code)

@@ -151,7 +151,7 @@ def _variables(spec: bytes, limits: Limits, blobs: AskedBlobs) -> link_pb2.Graph
 
 def _checked_rule(definition: rule_pb2.RuleDefinition, limits: Limits) -> rule_pb2.RuleDefinition:
     content = RuleContent.from_definition(definition, limits)
-    refused = content.refused(limits)
+    refused = content.check_nodes(limits)
     if refused:
         raise GradruleError(refused)
     return content.to_definition()

@@ -146,10 +146,10 @@ class RuleRegistry:
         name = _valid_name(name)
         _check_size(definition.ByteSize(), description)
         if is_checked:
-            content = RuleContent.from_kept(name, definition)
+            content = RuleContent.from_stored(name, definition)
         else:
             content = RuleContent.from_definition(definition, self._bounds)
-            refused = content.refused(self._bounds)
+            refused = content.check_nodes(self._bounds)
             if refused:
                 raise GradruleError(refused)
         with self._changing:
@@ -318,7 +318,7 @@ def read_rule(row: RuleRow) -> RuleEntry:
         raise UnreadableRowError("its definition is no bytes, or its description no text")
     try:
         row.description.encode()
-        content = RuleContent.from_kept(row.name, rule_pb2.RuleDefinition.FromString(row.definition))
+        content = RuleContent.from_stored(row.name, rule_pb2.RuleDefinition.FromString(row.definition))
         return _user_entry(row, content)
     except GradruleError as cause:
         raise UnreadableRowError(cause.message) from cause

@@ -242,7 +242,7 @@ def damage(path: Path) -> None:
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
-@pytest.mark.parametrize("use", ["hold", "read", "verify"])
+@pytest.mark.parametrize("use", ["pin", "read", "verify"])
 def test_damaged_blob_is_missing_until_it_is_uploaded_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, use: str
 ) -> None:

@@ -1,7 +1,7 @@
-"""Functions that go along axes: reductions, norm, size, softmax, and sum_to.
+"""Adds nodes for functions along axes: reductions, norm, size, softmax and sum_to.
 
-Ranks are not known while a rule becomes a graph, so whole tensors are flattened, and "sample" and "channel" axes are
-computed.
+Ranks are not known when the graph is built, so that whole tensors are flattened, and "sample" and "channel" axes are
+computed when the graph runs.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from gradrule_server.rules import dtypes
 from gradrule_server.rules.dtypes import Dt
 from gradrule_server.rules.graph_builder import GraphBuilder
 from gradrule_server.rules.language.functions import BINARY, REDUCTIONS, SMOOTH, UNARY, Domain, Elementwise
-from gradrule_server.rules.language.tree import Axes
-from gradrule_server.rules.language.values import TypeConflict, Value, coerce, reduced_sources
+from gradrule_server.rules.language.syntax_tree import Axes
+from gradrule_server.rules.language.values import TypeConflictError, Value, coerce, reduced_sources
 
 _INT64 = Dt.DT_INT64
 _INT32 = Dt.DT_INT32
 
-# What TensorFlow says about a scalar here names the node, so the node's name says what is wrong.
+# TensorFlow's error for a scalar shows the name of the node, so that name says what is wrong.
 _AXES_NODES = {"sample": "axis_sample_wants_rank_1_or_more", "channel": "axis_channel_wants_rank_1_or_more"}
 
 
 class Context(Protocol):
-    """What reductions need of the lowering."""
+    """The methods of `Lowering` that are needed here."""
 
     @property
     def builder(self) -> GraphBuilder: ...
@@ -43,11 +43,11 @@ class Context(Protocol):
 
 
 def reduce(context: Context, function: str, axes: Axes, value: Value) -> Value:
-    """A reduction of the table: rank 0 over everything, else the reduced axes stay with size 1."""
+    """Adds a reduction. A reduction of all axes has rank 0; otherwise the reduced axes stay with size 1."""
     op, domain = REDUCTIONS[function]
     if function in ("any", "all"):
         if not value.is_bool:
-            raise TypeConflict(
+            raise TypeConflictError(
                 f"{function!r} wants truth values, such as x > 0, and meets {dtypes.dtype_name(value.dtype)}"
             )
         return _reduced(context, op, axes, value, coerce(value, Dt.DT_BOOL, context.builder), Dt.DT_BOOL)
@@ -58,7 +58,7 @@ def reduce(context: Context, function: str, axes: Axes, value: Value) -> Value:
 
 
 def norm(context: Context, axes: Axes, value: Value) -> Value:
-    """The Euclidean norm; of the 16-bit types by way of float32, whose squares do not overflow."""
+    """Adds the Euclidean norm. 16-bit types are computed in float32, in which squares do not overflow."""
     value = context.numeric(value)
     tensor, dtype = context.strong(value)
     context.require(dtype, SMOOTH, "norm")
@@ -80,7 +80,7 @@ def norm(context: Context, axes: Axes, value: Value) -> Value:
 
 
 def size(context: Context, axes: Axes, value: Value) -> Value:
-    """The number of elements that a reduction along the axes takes together, of rank 0."""
+    """Adds the number of elements that a reduction along the axes combines, of rank 0."""
     builder = context.builder
     tensor, dtype = context.strong(value)
     if axes.kind == "all":
@@ -107,7 +107,7 @@ def size(context: Context, axes: Axes, value: Value) -> Value:
 
 
 def softmax(context: Context, axes: Axes, value: Value) -> Value:
-    """exp(v) over its sum along the axes."""
+    """Adds exp(v) divided by its sum along the axes."""
     return _softmax(context, axes, value, log=False)
 
 
@@ -176,9 +176,9 @@ def _reduced(context: Context, op: str, axes: Axes, value: Value, tensor: str, d
 
 
 def _named_axes(builder: GraphBuilder, kind: str, tensor: str, dtype: int) -> str:
-    """All axes but the first (`sample`) or the last (`channel`).
+    """Adds all axes but the first (`sample`) or the last (`channel`).
 
-    Range refuses to count from 1 to 0 or from 0 to -1, so a scalar is an error.
+    A scalar is an error, because Range refuses to count from 1 to 0 or from 0 to -1.
     """
     rank = builder.add("Rank", tensor, T=dtype)
     zero, one = builder.constant(0, _INT32), builder.constant(1, _INT32)
@@ -190,7 +190,7 @@ def _named_axes(builder: GraphBuilder, kind: str, tensor: str, dtype: int) -> st
 
 
 def _dimension(builder: GraphBuilder, shape: str, axis: int) -> str:
-    """One entry of a shape, counted from the end if negative; TensorFlow refuses an axis that is not there."""
+    """Adds one entry of a shape, counted from the end if negative; TensorFlow refuses an axis that does not exist."""
     begin = builder.constant([axis], _INT32)
     end = builder.constant([axis + 1], _INT32)
     no_mask, shrink = graph_pb2.AttrValue(i=0), graph_pb2.AttrValue(i=1)

@@ -1,4 +1,4 @@
-"""What a rule of the catalogue is, and the catalogue itself: rules by name, each name taken once."""
+"""Declares a rule of the catalogue, and the catalogue, in which names are unique."""
 
 from __future__ import annotations
 
@@ -13,14 +13,21 @@ from gradrule_server.rules.rule import RuleContent
 
 @dataclass(frozen=True, eq=False)
 class BuiltinRule:
-    """A rule that ships with the server: an expression, or (`expression` None) code of the engine under this name.
+    """A rule that is part of the server.
 
-    `description`: what it does, also at kinks and zeros. `reference`: where it is from. `op_types`: ops and groups of
-    ops it is meant for (it works on others too; none: any op). `true_gradient`: it is the gradient of those ops, up to
-    rounding, but for single points that the description names.
-    `formula`: what it computes, for people. Of an expression it is the expression; of code it is written in the same
-    notation, in which `vjp(v)` is the op's own gradient of its input for the upstream gradient v.
-    `per_sample`: stated for code alone, since it is read from an expression.
+    Attributes:
+        name: Its name.
+        expression: An expression; None: the rule is code of the engine with this name.
+        description: What it computes, also at kinks and zeros.
+        reference: Its source, a paper or a library.
+        aliases: Other names.
+        params: Its params.
+        op_types: Ops and groups of ops that it is meant for; it works on others too. Empty: any op.
+        true_gradient: Whether it is the gradient of those ops, up to rounding, except at single points that the
+            description names.
+        formula: What it computes, for people. The formula of code is written like an expression, in which `vjp(v)` is
+            the op's own gradient of its input for the upstream gradient v.
+        per_sample: Whether no example can change another's gradient; given for code only.
     """
 
     name: str
@@ -38,24 +45,24 @@ class BuiltinRule:
         if self.expression is None and not self.formula:
             raise ValueError(f"the rule {self.name!r} is code and lacks a formula for people")
         if self.expression is not None:
-            # Reading it here makes a faulty row an error at start-up, not at its first use.
+            # Parse the expression here, so that an invalid row is an error at the start, not at its first use.
             object.__setattr__(self, "formula", self.expression)
             object.__setattr__(self, "per_sample", self.content.per_sample)
 
     @property
     def code(self) -> bool:
-        """True if the engine computes it; False if it is data."""
+        """Whether the rule is code of the engine."""
         return self.expression is None
 
     @cached_property
     def content(self) -> RuleContent:
-        """The rule as it is bound to ops."""
+        """The content of the rule, which can be bound to ops."""
         code = self.name if self.code else None
         return RuleContent(expression=self.expression, params=self.params, code=code)
 
 
 class Catalogue:
-    """Rules in the order of their families. Iterating gives the rules; `catalogue[name]` takes names and aliases."""
+    """The rules of all families, in order. `catalogue[name]` accepts names and aliases."""
 
     def __init__(self, families: Iterable[tuple[str, Iterable[BuiltinRule]]]) -> None:
         self._rules: list[BuiltinRule] = []
@@ -81,7 +88,7 @@ class Catalogue:
         return rule
 
     def family_of(self, rule: BuiltinRule) -> str:
-        """The family, as its file is named."""
+        """Returns the family of a rule."""
         return self._families[rule.name]
 
     def _add(self, family: str, rule: BuiltinRule) -> None:

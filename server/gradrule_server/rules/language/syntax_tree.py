@@ -1,4 +1,4 @@
-"""What an expression is once it is read: operators and calls are one thing, every name is resolved."""
+"""Declares the syntax tree of the language: operators are calls, and all names are resolved."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """`x1`: family `x`, index 1. `bare`: written without an index, which `each` reads as "of this input"."""
+    """A variable: `x1` has family `x` and index 1. `bare`: written without an index, which `each` sets."""
 
     family: str
     index: int
@@ -30,7 +30,7 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class ParamUse:
-    """A param's value."""
+    """The value of a param."""
 
     name: str
     offset: int
@@ -38,14 +38,14 @@ class ParamUse:
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """What a reduction reduces: `all`, all but axis 0 (`sample`), all but the last axis (`channel`), or a `list`."""
+    """The axes of a reduction: `all`, all but axis 0 (`sample`), all but the last axis (`channel`), or a `list`."""
 
     kind: str
     axes: tuple[int, ...] = ()
 
     @property
     def keeps_samples_apart(self) -> bool:
-        """True if axis 0 is certainly not reduced. A negative axis may be axis 0."""
+        """Whether axis 0 is certainly not reduced. A negative axis may be axis 0."""
         return self.kind == "sample" or (self.kind == "list" and all(axis > 0 for axis in self.axes))
 
 
@@ -54,9 +54,15 @@ EVERYTHING = Axes("all")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A function, or an operator under its symbol, on arguments.
+    """A call of a function, or of an operator by its symbol.
 
-    `dtype`: of `cast(v, "float32")`. `comparisons`: the symbols of a chain, one less than its arguments.
+    Attributes:
+        function: The function or symbol.
+        arguments: The arguments.
+        offset: Position in the text.
+        axes: The axes of a reduction.
+        dtype: The type in `cast(v, "float32")`.
+        comparisons: The symbols of a chain of comparisons, one less than the arguments.
     """
 
     function: str
@@ -72,28 +78,28 @@ Expression = Constant | Variable | ParamUse | Call
 
 @dataclass(frozen=True, slots=True)
 class Single:
-    """One expression for the one differentiable input."""
+    """An expression for an op with one differentiable input."""
 
     expression: Expression
 
 
 @dataclass(frozen=True, slots=True)
 class First:
-    """`first(expr)`: for the first differentiable input, None for the others."""
+    """`first(expr)`: the gradient of the first differentiable input; None for the others."""
 
     expression: Expression
 
 
 @dataclass(frozen=True, slots=True)
 class Each:
-    """`each(expr)`: the same formula for every differentiable input."""
+    """`each(expr)`: the same expression for every differentiable input."""
 
     expression: Expression
 
 
 @dataclass(frozen=True, slots=True)
 class PerInput:
-    """A tuple: an expression or None per input."""
+    """A tuple: an expression or None for each input."""
 
     expressions: tuple[Expression | None, ...]
 
@@ -102,14 +108,14 @@ Form = Single | First | Each | PerInput
 
 
 def expressions_of(form: Form) -> tuple[Expression, ...]:
-    """The expressions in a form."""
+    """Returns the expressions in a form."""
     if isinstance(form, PerInput):
         return tuple(expression for expression in form.expressions if expression is not None)
     return (form.expression,)
 
 
 def walk(expression: Expression) -> Iterator[Expression]:
-    """The expression and all that it is made of."""
+    """Yields the expression and all expressions within it."""
     pending = [expression]
     while pending:
         current = pending.pop()

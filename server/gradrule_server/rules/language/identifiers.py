@@ -1,4 +1,4 @@
-"""Names of the language: variables, and what a param may be called."""
+"""Recognises names of variables and functions, and checks names of params."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ FAMILIES = ("x", "y", "dy", "default")
 _VARIABLE = re.compile(r"(x|y|dy|default)(0|[1-9][0-9]{0,5})?")
 _RESERVED = re.compile(r"(x|y|dy|default)[0-9]*")
 _MAX_LENGTH = 64
-_LISTED = 12
+_MAX_LISTED = 12
 
 
 def split_variable(name: str) -> tuple[str, int, bool] | None:
-    """Family, index, and whether the index was left out; None for a name that is no variable's."""
+    """Returns family, index, and whether the index was omitted; None if the name is not a variable's."""
     match = _VARIABLE.fullmatch(name)
     if match is None:
         return None
@@ -26,7 +26,7 @@ def split_variable(name: str) -> tuple[str, int, bool] | None:
 
 
 def param_name_problem(name: str) -> str | None:
-    """Why a param cannot be called so; None if it can."""
+    """Returns why a param cannot have this name; None if it can."""
     if len(name) > _MAX_LENGTH:
         return f"a param's name has at most {_MAX_LENGTH} characters, this one has {len(name)}: {quoted(name)}"
     if not (name.isidentifier() and name.isascii()):
@@ -41,12 +41,12 @@ def param_name_problem(name: str) -> str | None:
 
 
 def is_function(name: str) -> bool:
-    """True for the name of a function, which only the catalogue's params may carry."""
+    """Returns whether this is the name of a function; only params of the catalogue may have such a name."""
     return name in FUNCTIONS
 
 
-def declared(params: Sequence[str]) -> str:
-    """The declared params, for an error: `the declared params (alpha, beta)`."""
+def declared_params_text(params: Sequence[str]) -> str:
+    """Returns the declared params as text for an error: `the declared params (alpha, beta)`."""
     if not params:
         return "declared params (this rule has none)"
-    return f"the declared params ({', '.join(params[:_LISTED])}{', …' if len(params) > _LISTED else ''})"
+    return f"the declared params ({', '.join(params[:_MAX_LISTED])}{', …' if len(params) > _MAX_LISTED else ''})"

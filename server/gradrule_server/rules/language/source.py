@@ -1,4 +1,4 @@
-"""From text to Python's syntax tree, whatever the text is: too long, too deep and unreadable text is a typed error."""
+"""Parses text to Python's syntax tree; any text that is too long, too deep or invalid is a typed error."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from gradrule_server.errors import GradruleError
 from gradrule_server.rules.language.errors import invalid_expression
 
-# Python 3.11 counts how deep it is in a tree once per process, for all threads: one that stops for garbage makes others
-# refuse what they could read, or fail.
-_PARSING = threading.Lock()
+# Python 3.11 counts the depth of a syntax tree once per process, for all threads. Without the lock, a thread that is
+# interrupted by garbage collection makes the parser of other threads fail.
+_PARSER_LOCK = threading.Lock()
 
 MAX_LENGTH = 4096
 MAX_DEPTH = 64
@@ -40,44 +40,46 @@ _HINTS = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An expression as text with its syntax tree, and the way back from the tree's positions to characters."""
+    """An expression with its syntax tree; converts positions in the tree to offsets in the text.
+
+    Positions in the tree are byte offsets in `_parsed`, the text without its `_shift` leading blanks.
+    """
 
     text: str
     body: ast.expr
-    # Python counts positions in bytes and starts where the text does after leading blanks.
     _parsed: bytes
     _shift: int
 
     def start(self, node: ast.expr | ast.keyword) -> int:
-        """Offset of the node's first character."""
+        """Returns the offset of the node's first character."""
         return self._shift + len(self._parsed[: node.col_offset].decode())
 
     def end(self, node: ast.expr) -> int:
-        """Offset behind the node's last character."""
+        """Returns the offset after the node's last character."""
         return self._shift + len(self._parsed[: node.end_col_offset].decode())
 
 
 def read(expression: str) -> Source:
-    """The syntax tree of `expression`; INVALID_EXPRESSION where there is none."""
+    """Parses an expression. Raises INVALID_EXPRESSION."""
     if len(expression) > MAX_LENGTH:
         raise invalid_expression(
             expression,
             MAX_LENGTH,
             f"an expression has at most {MAX_LENGTH:,} characters, this one has {len(expression):,}",
         )
-    # A line break means nothing: with blanks in its place, offsets stay and everything is one line.
+    # Line breaks have no meaning. Replacing them by blanks keeps offsets and gives Python a single line.
     text = "".join(" " if character in "\n\r\t\f\v" else character for character in expression)
     stripped = text.strip(" ")
     if not stripped:
         raise invalid_expression(text, 0, f"the expression is empty: {ALLOWED}")
-    _screen_characters(text)
+    _check_characters(text)
     shift = len(text) - len(text.lstrip(" "))
     try:
-        with _PARSING:
+        with _PARSER_LOCK:
             body = ast.parse(stripped, mode="eval").body
         return Source(text, body, stripped.encode(), shift)
     except SyntaxError as cause:
-        # At the end of the text Python gives no position.
+        # Python gives no position for an error at the end of the text.
         offset = cause.offset - 1 if cause.offset else len(stripped)
         raise _syntax_error(text, shift + offset, cause.msg) from None
     except (RecursionError, MemoryError):
@@ -86,8 +88,8 @@ def read(expression: str) -> Source:
         raise invalid_expression(text, shift, f"the expression cannot be read: {cause}") from None
 
 
-def _screen_characters(text: str) -> None:
-    """Refuses what the language has no use for, before Python reads it; a quoted word may hold none of it either."""
+def _check_characters(text: str) -> None:
+    """Refuses characters that the language does not use, also in strings, and deep nesting, before Python parses it."""
     depth = 0
     for offset, character in enumerate(text):
         if character == "!" and text[offset + 1 : offset + 2] == "=":

@@ -1,4 +1,4 @@
-"""Random numbers that are a function of their seed: the same call gives the same numbers again."""
+"""Adds nodes for random numbers that depend only on the seed and the op, so that a call can be repeated."""
 
 from __future__ import annotations
 
@@ -11,22 +11,30 @@ from gradrule_server.rules.language.values import Value, coerce
 
 SALT = "salt"
 
-# TensorFlow's number of the Philox generator, which CPU and GPU have alike.
+# TensorFlow's number of the Philox generator, which gives the same numbers on CPU and GPU.
 _PHILOX = 1
-# Odd, so that its multiples are all different; large, so that draws of one op do not meet those of another.
+# Odd, so that all multiples differ modulo 2**64; large, so that the numbers of different ops differ.
 _STRIDE = 0x9E3779B97F4A7C15
 
 
 def salt(builder: GraphBuilder) -> str:
-    """The placeholder of the op's own number."""
+    """Adds the placeholder for the number of the op."""
     return builder.placeholder(SALT, Dt.DT_INT64, scalar=True)
 
 
 def draw(context: Context, op: str, like: Value, seed: Value, salted: str, number: int) -> Value:
-    """Numbers of the shape and type of `like`, seeded with [seed, salt + number * stride] (modulo 2**64).
+    """Adds random numbers of the shape and type of `like`, with the seed [seed, salt + number * stride] modulo 2**64.
 
-    `number` tells the draws of one rule apart. What follows from the seed is TensorFlow's `stateless_uniform` and
-    `stateless_normal`; the older ops of that name give the same numbers, but XLA does not compile them.
+    The numbers are those of TensorFlow's `stateless_uniform` and `stateless_normal`. The older ops of these names give
+    the same numbers, but XLA does not compile them.
+
+    Args:
+        context: The conversion.
+        op: The op that draws the numbers.
+        like: The value whose shape and type the numbers have.
+        seed: The seed.
+        salted: The placeholder of `salt`.
+        number: A number that differs for each draw of a rule.
     """
     builder = context.builder
     like = context.numeric(like)
@@ -34,7 +42,7 @@ def draw(context: Context, op: str, like: Value, seed: Value, salted: str, numbe
     context.require(dtype, FLOAT, "uniform" if "Uniform" in op else "normal")
     offset = (number * _STRIDE + 2**63) % 2**64 - 2**63
     own = builder.add("AddV2", salted, builder.constant(offset, Dt.DT_INT64), T=Dt.DT_INT64) if offset else salted
-    pair = builder.add("Pack", _whole(builder, seed), own, T=Dt.DT_INT64, N=_int(2), axis=_int(0))
+    pair = builder.add("Pack", _seed_as_int64(builder, seed), own, T=Dt.DT_INT64, N=_int(2), axis=_int(0))
     key = builder.add("StatelessRandomGetKeyCounter", pair, Tseed=Dt.DT_INT64)
     shape = builder.add("Shape", tensor, T=dtype, out_type=Dt.DT_INT32)
     algorithm = builder.constant(_PHILOX, Dt.DT_INT32)
@@ -42,8 +50,8 @@ def draw(context: Context, op: str, like: Value, seed: Value, salted: str, numbe
     return Value(dtype, drawn, sources=like.sources)
 
 
-def _whole(builder: GraphBuilder, seed: Value) -> str:
-    """The seed as one int64; a param may be a tensor of one element."""
+def _seed_as_int64(builder: GraphBuilder, seed: Value) -> str:
+    """Returns the seed as an int64 of rank 0. A param may be a tensor of one element."""
     if seed.constant is not None:
         return coerce(seed, Dt.DT_INT64, builder)
     given = builder.add("Cast", seed.tensor or "", SrcT=seed.dtype, DstT=Dt.DT_INT64, Truncate=False)
