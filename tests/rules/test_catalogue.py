@@ -1,4 +1,4 @@
-"""The catalogue as a table: its names and params, what each row must have, and that every rule has a case."""
+"""Tests the catalogue as a table: names, params, required metadata, and a case for every rule."""
 
 from __future__ import annotations
 

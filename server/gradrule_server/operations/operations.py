@@ -143,4 +143,4 @@ class Operations:
 
 def _report_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (cause := task.exception()) is not None:
-        _log.error("what logs leave out is not told any more", exc_info=cause)
+        _log.error("dropped lines of logs are no longer reported", exc_info=cause)

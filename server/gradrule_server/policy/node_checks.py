@@ -36,10 +36,10 @@ def op_fault(op: OpDef, attrs: Mapping[str, AttrValue], bounds: NodeLimits) -> F
     """Returns OP_NOT_ALLOWED for a denied op, or an attribute that reaches outside the graph; None if it may run."""
     if bounds.trusted:
         return None
-    ruling = find_review(op)
-    if not ruling.allowed:
+    review = find_review(op)
+    if not review.allowed:
         return Reason.ERROR_REASON_OP_NOT_ALLOWED, (
-            f"is not allowed here ({ruling.category}: {ruling.reason}); {REMEDIES[ruling.category]}. Whoever runs the "
+            f"is not allowed here ({review.category}: {review.reason}); {REMEDIES[review.category]}. Whoever runs the "
             f"server can trust all callers with it (--trust full)"
         )
     for name in _checked_attrs(op).external:

@@ -109,7 +109,7 @@ def read_rows(text: str) -> dict[str, OpReview]:
         if line and not line.startswith("#"):
             op, decision, category, digest, reason = line.split("\t")
             if decision not in (_ALLOWED, _DENIED) or op in rows:
-                raise ValueError(f"{FILE}: the row of {op} stands there twice, or is neither allowed nor denied")
+                raise ValueError(f"{FILE}: {op} has two rows, or is neither allowed nor denied")
             rows[op] = OpReview(op, decision == _ALLOWED, category, digest, reason)
     return rows
 

@@ -1,4 +1,4 @@
-"""Declares what a rule is bound to (an op's element types) and the result of binding (a graph with inputs and results)."""
+"""Declares what a rule is bound to (element types of an op), and the graph that binding returns."""
 
 from __future__ import annotations
 
