@@ -15,8 +15,8 @@ from gradrule_server.policy import DROPPED_ATTRS, FAKE_PARAM, NodeLimits, attrib
 from gradrule_server.rules import dtypes
 from gradrule_server.rules.dtypes import Dt
 from gradrule_server.rules.graph_builder import type_attr
-from gradrule_server.rules.language.errors import quoted
 from gradrule_server.rules.language.identifiers import FAMILIES, declared_params_text, split_variable
+from gradrule_server.rules.language.source import quoted
 from gradrule_server.rules.signature import RuleGraph, Signature, count_noun, not_differentiable_error, variable_list
 
 _RESULT = re.compile(r"dx(0|[1-9][0-9]{0,5})?")

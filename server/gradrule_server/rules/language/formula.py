@@ -9,9 +9,9 @@ from functools import cached_property
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import error
 from gradrule_server.rules import dtypes
-from gradrule_server.rules.language.errors import invalid_expression
 from gradrule_server.rules.language.functions import LOGIC, MIXING, RANDOM, UNARY
 from gradrule_server.rules.language.parse import parse_form
+from gradrule_server.rules.language.source import invalid_expression
 from gradrule_server.rules.language.syntax_tree import (
     Call,
     Constant,

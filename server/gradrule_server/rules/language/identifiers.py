@@ -6,8 +6,8 @@ import keyword
 import re
 from collections.abc import Sequence
 
-from gradrule_server.rules.language.errors import quoted
 from gradrule_server.rules.language.functions import CONSTANTS, FUNCTIONS
+from gradrule_server.rules.language.source import quoted
 
 FAMILIES = ("x", "y", "dy", "default")
 

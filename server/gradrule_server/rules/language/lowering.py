@@ -12,7 +12,6 @@ from gradrule_server.rules import dtypes
 from gradrule_server.rules.dtypes import Dt
 from gradrule_server.rules.graph_builder import GraphBuilder
 from gradrule_server.rules.language import random_numbers, reductions
-from gradrule_server.rules.language.errors import not_applicable, with_caret
 from gradrule_server.rules.language.formula import Formula
 from gradrule_server.rules.language.functions import (
     BINARY,
@@ -23,6 +22,7 @@ from gradrule_server.rules.language.functions import (
     Domain,
     Elementwise,
 )
+from gradrule_server.rules.language.source import not_applicable, with_caret
 from gradrule_server.rules.language.syntax_tree import (
     Call,
     Constant,

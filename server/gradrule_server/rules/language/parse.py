@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 from gradrule_server.errors import GradruleError, did_you_mean
 from gradrule_server.rules import dtypes
-from gradrule_server.rules.language.errors import invalid_expression, quoted
 from gradrule_server.rules.language.functions import CONSTANTS, FUNCTIONS, SPELLINGS, Function
 from gradrule_server.rules.language.identifiers import FAMILIES, declared_params_text, split_variable
-from gradrule_server.rules.language.source import ALLOWED, MAX_DEPTH, Source, read
+from gradrule_server.rules.language.source import ALLOWED, MAX_DEPTH, Source, invalid_expression, quoted, read
 from gradrule_server.rules.language.syntax_tree import (
     EVERYTHING,
     Axes,

@@ -1,4 +1,4 @@
-"""Parses text to Python's syntax tree; any text that is too long, too deep or invalid is a typed error."""
+"""Parses text to Python's syntax tree, and makes errors that show the text with a caret under the wrong column."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import ast
 import threading
 from dataclasses import dataclass
 
-from gradrule_server.errors import GradruleError
-from gradrule_server.rules.language.errors import invalid_expression
+from gradrule.v1 import errors_pb2
+from gradrule_server.errors import GradruleError, error
 
 # Python 3.11 counts the depth of a syntax tree once per process, for all threads. Without the lock, a thread that is
 # interrupted by garbage collection makes the parser of other threads fail.
@@ -15,6 +15,10 @@ _PARSER_LOCK = threading.Lock()
 
 MAX_LENGTH = 4096
 MAX_DEPTH = 64
+
+# Longer expressions are truncated around the column, so that the error stays small.
+_MAX_SHOWN = 96
+_MAX_NAME_SHOWN = 64
 
 ALLOWED = (
     "allowed are numbers, names, calls such as where(c, a, b), + - * / // % **, comparisons, and/or/not, "
@@ -110,3 +114,29 @@ def _syntax_error(text: str, offset: int, message: str) -> GradruleError:
             text, offset, "there is no assignment in the language; compare with ==, and write only the formula"
         )
     return invalid_expression(text, offset, f"{message}: {ALLOWED}")
+
+
+def with_caret(text: str, offset: int, message: str) -> str:
+    """Returns the message, followed by a line with `text` and a line with a caret under the character at `offset`."""
+    offset = max(0, min(offset, len(text)))
+    first = max(0, offset - _MAX_SHOWN // 2)
+    # Replace line breaks and other unprintable characters, which would shift the caret.
+    shown = "".join(character if character.isprintable() else " " for character in text[first : first + _MAX_SHOWN])
+    before, after = ("…" if first else ""), ("…" if first + _MAX_SHOWN < len(text) else "")
+    caret = " " * (len(before) + offset - first) + "^"
+    return f"{message} (column {offset + 1})\n    {before}{shown}{after}\n    {caret}"
+
+
+def invalid_expression(text: str, offset: int, message: str) -> GradruleError:
+    """Returns INVALID_EXPRESSION for a character of `text`."""
+    return error(errors_pb2.ERROR_REASON_INVALID_EXPRESSION, with_caret(text, offset, message), field="expression")
+
+
+def not_applicable(text: str, offset: int, message: str) -> GradruleError:
+    """Returns RULE_NOT_APPLICABLE: the part at a character of `text` does not fit the op's element types."""
+    return error(errors_pb2.ERROR_REASON_RULE_NOT_APPLICABLE, with_caret(text, offset, message), field="expression")
+
+
+def quoted(name: str) -> str:
+    """Returns a name from a caller in quotes, truncated if it is long."""
+    return repr(name) if len(name) <= _MAX_NAME_SHOWN else f"{name[:_MAX_NAME_SHOWN]!r}…"
