@@ -50,11 +50,11 @@ def test_every_op_of_tensorflow_was_reviewed(generator: ModuleType) -> None:
     digests = generator.definitions()
     assert list(policy.op_reviews()) == sorted(digests) == list(_opdefs.names())
     for name, digest in digests.items():
-        ruling = policy.review_with_digest(name, digest)
-        assert ruling is policy.op_reviews()[name]
-        assert ruling.category != NOT_REVIEWED
-        assert len(ruling.reason) > 5
-        assert ruling.allowed or ruling.category in REMEDIES
+        review = policy.review_with_digest(name, digest)
+        assert review is policy.op_reviews()[name]
+        assert review.category != NOT_REVIEWED
+        assert len(review.reason) > 5
+        assert review.allowed or review.category in REMEDIES
 
 
 def test_new_and_changed_ops_are_denied_until_they_are_reviewed(generator: ModuleType) -> None:
@@ -69,8 +69,8 @@ def test_new_and_changed_ops_are_denied_until_they_are_reviewed(generator: Modul
     assert NOT_REVIEWED in REMEDIES
     # Where the list was not brought up yet, as in an engine with another TensorFlow.
     for name in ("Sign", "Brandnew"):
-        ruling = policy.review_with_digest(name, digests[name])
-        assert not ruling.allowed and ruling.category == NOT_REVIEWED
+        review = policy.review_with_digest(name, digests[name])
+        assert not review.allowed and review.category == NOT_REVIEWED
 
 
 def test_text_and_rows_are_the_same() -> None:
@@ -87,8 +87,8 @@ def test_dangerous_ops_are_denied() -> None:
 
 
 def test_ops_with_a_gradient_run_unless_they_reach_outside_the_graph() -> None:
-    rulings = policy.op_reviews()
-    denied = {name: rulings[name].category for name in _opdefs.gradients() if name in rulings}
+    reviews = policy.op_reviews()
+    denied = {name: reviews[name].category for name in _opdefs.gradients() if name in reviews}
     outside = {"TPU", "code", "compiler", "debug", "distributed", "file write", "internal", "network"}
     earlier = {"control", "tensor array", "variable"}
-    assert {rulings[name].category for name in denied if not rulings[name].allowed} == outside | earlier
+    assert {reviews[name].category for name in denied if not reviews[name].allowed} == outside | earlier

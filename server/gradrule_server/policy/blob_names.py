@@ -19,7 +19,7 @@ def check_blob_name(name: str) -> None:
     if BLOB_NAME.fullmatch(name) is None:
         raise error(
             errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
-            f"{name[:80]!r} is no SHA-256: 64 of 0-9 and a-f",
+            f"{name[:80]!r} is not a SHA-256: 64 characters of 0-9 and a-f",
             field="sha256",
         )
 

@@ -39,8 +39,8 @@ def op_fault(op: OpDef, attrs: Mapping[str, AttrValue], bounds: NodeLimits) -> F
     review = find_review(op)
     if not review.allowed:
         return Reason.ERROR_REASON_OP_NOT_ALLOWED, (
-            f"is not allowed here ({review.category}: {review.reason}); {REMEDIES[review.category]}. Whoever runs the "
-            f"server can trust all callers with it (--trust full)"
+            f"is not allowed here ({review.category}: {review.reason}); {REMEDIES[review.category]}. The "
+            f"server's operator can allow it for all callers (--trust full)"
         )
     for name in _checked_attrs(op).external:
         if name in attrs and _has_text(attrs[name]):

@@ -22,31 +22,31 @@ _DIGEST_LENGTH = 16
 _HEADER = "# op\tdecision\tcategory\tdigest of its definition\treason\n"
 
 
-_FEED = "feed what comes out of it in its place"
-_NONE = "leave it out"
+_FEED = "feed its output instead"
+_REMOVE = "remove it from the graph"
 
 REMEDIES: Mapping[str, str] = {
     "TPU": "trace the model for a CPU or a GPU",
     "across runs": _FEED,
     "code": "write it in TensorFlow's ops, or feed its result",
-    "codec": "decode before sending, and feed what comes out of it in its place",
+    "codec": "decode the data at the client, and feed the result",
     "compiler": "write it in TensorFlow's ops; the compiler needs no ops of its own in the graph",
     "control": "build the graph with control flow of version 2",
     "dataset": _FEED,
-    "debug": _NONE,
+    "debug": _REMOVE,
     "distributed": "trace the model for one device",
-    "file read": "read the file where you are, and feed what is in it",
-    "file write": _NONE,
+    "file read": "read the file at the client, and feed its content",
+    "file write": _REMOVE,
     "internal": "send the graph as it was before TensorFlow optimised it",
     "memory": "use Fill, and ConcatV2 to join tensors",
     "network": _FEED,
     "no kernel": "use another op",
-    "process": _NONE,
+    "process": _REMOVE,
     "queue": _FEED,
     "resource": _FEED,
     "table": _FEED,
     "tensor array": "use TensorArrayV3, or tensor lists",
-    "test": _NONE,
+    "test": _REMOVE,
     "training": "ask for gradients, and train with those",
     "variable": "ask for gradients, and let a session apply them",
     NOT_REVIEWED: "use an op that has been reviewed",

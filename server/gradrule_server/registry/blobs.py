@@ -350,8 +350,8 @@ def _disk_full_as_quota() -> Iterator[None]:
             raise
         raise error(
             errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
-            f"the disk that the server keeps blobs on is full ({cause.strerror}); whoever runs the server makes room "
-            "there, or starts it with a smaller --max-blob-bytes, so that unused blobs go earlier",
+            f"the disk that the server keeps blobs on is full ({cause.strerror}); its operator must free space, "
+            "or start it with a smaller --max-blob-bytes, so that unused blobs are removed earlier",
         ) from cause
 
 

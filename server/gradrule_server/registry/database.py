@@ -241,7 +241,7 @@ class Database:
                 raise
             raise error(
                 errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
-                "the disk that the server keeps rules and programs on is full; whoever runs the server can make room",
+                "the server's disk for rules and programs is full; its operator must free space",
             ) from cause
 
     def delete(self, work: Callable[[Connection], T]) -> T:
