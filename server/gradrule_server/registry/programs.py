@@ -100,7 +100,7 @@ class ProgramRegistry:
         self._pins = pins or PinnedBlobs(store, blobs)
 
     def __len__(self) -> int:
-        """The number of programs."""
+        """Returns the number of programs."""
         return len(self._identities)
 
     def create(

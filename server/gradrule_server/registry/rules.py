@@ -97,7 +97,7 @@ class RuleRegistry:
         )
 
     def __len__(self) -> int:
-        """The number of stored USER rules, including unreadable ones."""
+        """Returns the number of stored USER rules, including unreadable ones."""
         return len(self._names.user) + len(self._unreadable)
 
     @property

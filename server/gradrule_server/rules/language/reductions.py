@@ -112,12 +112,12 @@ def softmax(context: Context, axes: Axes, value: Value) -> Value:
 
 
 def log_softmax(context: Context, axes: Axes, value: Value) -> Value:
-    """The logarithm of softmax, without its rounding to 0."""
+    """Adds the logarithm of softmax, computed so that small values are not rounded to 0."""
     return _softmax(context, axes, value, log=True)
 
 
 def sum_to(context: Context, value: Value, like: Value) -> Value:
-    """`value` summed over the axes along which a tensor of the shape of `like` would be broadcast to it."""
+    """Adds the sum of `value` over the axes along which `like` would be broadcast to the shape of `value`."""
     builder = context.builder
     value = context.numeric(value)
     tensor, dtype = context.strong(value)
@@ -127,7 +127,7 @@ def sum_to(context: Context, value: Value, like: Value) -> Value:
     wanted = builder.add("Shape", like_tensor, T=like_dtype, out_type=_INT32)
     axes = builder.add("BroadcastGradientArgs", wanted, shape, T=_INT32)
     total = builder.add("Sum", tensor, axes, T=dtype, Tidx=_INT32, keep_dims=False)
-    # As with "sample", the node's name is what an error of TensorFlow's shows.
+    # TensorFlow's error shows the name of the node, so that name says what is wrong.
     summed = builder.add("Reshape", total, wanted, name="sum_to_shape_of_like", T=dtype, Tshape=_INT32)
     return Value(dtype, summed, sources=like.sources)
 
@@ -141,7 +141,7 @@ def _softmax(context: Context, axes: Axes, value: Value, *, log: bool) -> Value:
     if axes == Axes("list", (-1,)):
         op = "LogSoftmax" if log else "Softmax"
         return Value(dtype, context.builder.add(op, tensor, T=dtype), sources=value.sources)
-    # Subtracting the largest changes nothing but keeps exp from overflowing.
+    # Subtracting the largest value does not change the result and keeps exp from overflowing.
     largest = _reduced(context, "Max", axes, value, tensor, dtype)
     shifted = context.elementwise(BINARY["-"], [value, largest], function)
     powers = context.elementwise(UNARY["exp"], [shifted], function)
@@ -157,7 +157,7 @@ def _reduced(context: Context, op: str, axes: Axes, value: Value, tensor: str, d
     builder = context.builder
     types: dict[str, Any] = {} if dtype == Dt.DT_BOOL else {"T": dtype}
     if axes.kind == "all":
-        # A flat tensor has one axis whatever the rank was, so the result's rank 0 is known before anything runs.
+        # Flatten the tensor, so that the result has the known rank 0 whatever the rank of the tensor is.
         if value.sources:
             tensor = builder.add("Reshape", tensor, builder.constant([-1], _INT32), T=dtype, Tshape=_INT32)
             indices = builder.constant(0, _INT32)
