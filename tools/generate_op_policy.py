@@ -1,10 +1,10 @@
-"""Brings the list of reviewed ops up to the installed TensorFlow, and writes the page that tells people what it says.
+"""Updates the table of reviewed ops for the installed TensorFlow, and writes the page that documents it.
 
 python tools/generate_op_policy.py            # writes server/gradrule_server/policy/ops.tsv and docs/ops.md
-python tools/generate_op_policy.py --check    # exit code 1 where a committed file differs
+python tools/generate_op_policy.py --check    # exit code 1 if a committed file differs
 
-Rows that were reviewed stay as they are. An op that is new, or that is defined otherwise by now, gets a row that
-denies it as "not reviewed"; rows of ops that are gone go.
+Reviewed rows stay unchanged. An op that is new, or whose definition has changed, gets a row that denies it as "not
+reviewed"; rows of ops that no longer exist are removed.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-# Before TensorFlow's import, which reads it.
+# Set before the import of TensorFlow, which reads it.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 from tensorflow.core.framework import op_def_pb2
 from tensorflow.python.client import pywrap_tf_session
 
-from gradrule_server.policy.categories import REMEDIES
-from gradrule_server.policy.table import NOT_REVIEWED, Ruling, digest_of, read_rows, write_rows
+from gradrule_server.policy.op_table import NOT_REVIEWED, REMEDIES, OpReview, definition_digest, read_rows, write_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "server/gradrule_server/policy/ops.tsv"
@@ -31,46 +30,45 @@ PAGE = ROOT / "docs/ops.md"
 
 _INTRODUCTION = """# Which ops run
 
-A graph is a program of its sender's. A server runs those of TensorFlow's {total} ops that were reviewed and allowed:
-{allowed} of them. The others are refused with `OP_NOT_ALLOWED`, all of a graph at once, each with its node, its
-category and what to do instead; what no result needs is not looked at, so that savers and summaries of exported graphs
-do no harm. The list is closed: an op that a new release of TensorFlow brings, or defines otherwise, is denied until it
-was reviewed. The rule holds wherever an op stands: at the top level, in functions, loops and branches, in gradients
-that a graph brings along, and in rules that are graphs. The engine holds what it is about to run, gradients included,
-against the same list once more.
+A graph is a program from a caller, so a server runs only the ops that were reviewed and allowed: {allowed} of
+TensorFlow's {total} ops. Other ops are refused with `OP_NOT_ALLOWED`; the error lists all of a graph, each with its
+node, its category and what to do instead. Nodes that no result needs are ignored, such as savers and summaries of
+exported graphs. An op that a new release of TensorFlow adds or changes is denied until it is reviewed. This applies to
+ops at the top level, in functions, loops and branches, in gradients that are part of a graph, and in rules that are
+graphs. The engine checks the graph that it is about to run, with its gradients, against the same table again.
 
-`gradrule serve --trust full` takes the list away: whoever runs the server vouches for every caller, who can then read
-and write files as the engine can, and reach the network where it can. What gradrule cannot follow (datasets, tables,
-queues, Python functions) is refused all the same, with `UNSUPPORTED_OP`.
+`gradrule serve --trust full` allows all ops: the operator then trusts every caller, who can read and write files and
+use the network as far as the engine can. Ops that gradrule does not support (datasets, tables, queues, Python
+functions) are still refused, with `UNSUPPORTED_OP`.
 
-Whatever is trusted: devices in a graph are ignored, names of containers and shared names are dropped, and so are
-attributes that begin with `_`, save those that gradrule reads itself.
+With every setting, devices in a graph are ignored, and names of containers, shared names and attributes that begin with
+`_` are removed, except those that gradrule reads itself.
 
-This page is made from `server/gradrule_server/policy/ops.tsv` by `make op-policy`.
+This page is generated from `server/gradrule_server/policy/ops.tsv` by `make op-policy`.
 """
 
 
 def definitions() -> dict[str, str]:
-    """Digest by op type, for all ops that TensorFlow registers."""
+    """Returns the digest of each op that TensorFlow registers, by op type."""
     ops = op_def_pb2.OpList.FromString(pywrap_tf_session.TF_GetBuffer(pywrap_tf_session.TF_GetAllOpList()))
-    return {op.name: digest_of(op.SerializeToString()) for op in ops.op}
+    return {op.name: definition_digest(op.SerializeToString()) for op in ops.op}
 
 
-def current(kept: Mapping[str, Ruling], digests: Mapping[str, str]) -> list[Ruling]:
-    """One row per op: the reviewed one where the definition is the one that was reviewed."""
+def current(kept: Mapping[str, OpReview], digests: Mapping[str, str]) -> list[OpReview]:
+    """Returns one row for each op: the reviewed row, unless the definition has changed."""
     rows = []
     for name, digest in digests.items():
         row = kept.get(name)
         if row is None:
-            row = Ruling(name, False, NOT_REVIEWED, digest, "is new")
+            row = OpReview(name, False, NOT_REVIEWED, digest, "is new")
         elif row.digest != digest:
-            row = Ruling(name, False, NOT_REVIEWED, digest, f"is defined otherwise than when it was {row.category!r}")
+            row = OpReview(name, False, NOT_REVIEWED, digest, f"is defined otherwise than when it was {row.category!r}")
         rows.append(row)
     return rows
 
 
-def page(rows: Iterable[Ruling]) -> str:
-    """docs/ops.md."""
+def page(rows: Iterable[OpReview]) -> str:
+    """Returns the text of docs/ops.md."""
     rows = sorted(rows, key=lambda row: row.op)
     groups: dict[tuple[bool, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
@@ -92,8 +90,8 @@ def page(rows: Iterable[Ruling]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Brings the list of reviewed ops up to the installed TensorFlow.")
-    parser.add_argument("--check", action="store_true", help="only compare with the files that are there")
+    parser = argparse.ArgumentParser(description="Updates the table of reviewed ops for the installed TensorFlow.")
+    parser.add_argument("--check", action="store_true", help="only compare with the committed files")
     options = parser.parse_args()
     rows = current(read_rows(LIST.read_text("utf-8")), definitions())
     wanted = {LIST: write_rows(rows), PAGE: page(rows)}

@@ -45,12 +45,12 @@ def _serve(arguments: Sequence[str]) -> int:
     from gradrule_server.app import EXIT_FAILED, serve
     from gradrule_server.front.server import AcceptLoopEnded
     from gradrule_server.front.tls import CertificateError
-    from gradrule_server.identity.jwts import JwtKeyError
-    from gradrule_server.identity.tokens import TokenFileError
+    from gradrule_server.identity.jwt_verifier import JwtKeyError
+    from gradrule_server.identity.token_file import TokenFileError
     from gradrule_server.link.engine import EngineRefused
     from gradrule_server.operations import logs
-    from gradrule_server.operations.tracing import TracingRefused
-    from gradrule_server.registry.files import StoreError
+    from gradrule_server.operations.tracing import TracingUnavailableError
+    from gradrule_server.registry.data_folder import StoreError
 
     logs.configure(settings.log_level, settings.log_format)
     ignored = service_links(os.environ)
@@ -69,7 +69,7 @@ def _serve(arguments: Sequence[str]) -> int:
         TokenFileError,
         JwtKeyError,
         CertificateError,
-        TracingRefused,
+        TracingUnavailableError,
         OSError,
     ) as refusal:
         print(f"gradrule serve: {refusal}", file=sys.stderr)

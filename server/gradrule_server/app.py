@@ -24,8 +24,8 @@ from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.operations import Operations
 from gradrule_server.periodic import PeriodicChecks
 from gradrule_server.registry.blobs import BlobStore
-from gradrule_server.registry.files import BLOBS
-from gradrule_server.registry.rules import Shipped
+from gradrule_server.registry.data_folder import BLOBS
+from gradrule_server.registry.rules import ReadOnlyRules
 from gradrule_server.registry.store import Store
 from gradrule_server.settings import Settings, is_loopback
 
@@ -66,17 +66,17 @@ async def serve(settings: Settings) -> None:
     async with contextlib.AsyncExitStack() as stops:
         store = Store(settings.data_dir)
         stops.callback(store.close)
-        stops.enter_context(PeriodicChecks(_CHECK_EVERY_S, store.look, read_again))
+        stops.enter_context(PeriodicChecks(_CHECK_EVERY_S, store.check_files, read_again))
         stops.push_async_callback(operations.stop)
         allow_connections(settings.max_connections)
         watch = assembly.watch_of(settings)
         front = Front(assembly.connections_of(settings), watch)
         blobs = BlobStore(settings.data_dir / BLOBS, settings.max_blob_bytes, settings.max_blobs)
         pool = assembly.pool_of(settings, blobs, front.set_ready)
-        loaded = assembly.loaded_of(settings, pool, blobs, operations.quarantined)
+        loaded = assembly.loaded_of(settings, pool, blobs, operations.record_quarantine)
         limits = assembly.limits_of(settings, loaded)
-        shipped = Shipped.of(_opdefs.gradients())
-        tenants = Tenants(assembly.shared_of(settings, store, blobs, loaded, limits), shipped)
+        read_only = ReadOnlyRules.from_op_types(_opdefs.gradients())
+        tenants = Tenants(assembly.shared_of(settings, store, blobs, loaded, limits), read_only)
         admission = assembly.admission_of(settings)
         times = Times(settings.default_deadline_s, settings.max_deadline_s, settings.stall_s)
         door = Door(Identity(credentials), tenants, admission, times, operations.observer, limits, watch)
@@ -95,7 +95,7 @@ async def serve(settings: Settings) -> None:
         stops.callback(door.drain)
         await _start_engines(pool, stopping)
         if not stopping.is_set():
-            tenants.set_shipped(shipped.with_op_rules(pool.greeting.gradients))
+            tenants.set_read_only(read_only.with_op_rules(pool.greeting.gradients))
             _tell_what_is_odd(settings, pool.greeting, tenants)
             _forget_long_lived_objects()
             print(f"gradrule: listening on {settings.host}:{port}", flush=True)

@@ -10,12 +10,12 @@ from gradrule_server import __version__
 from gradrule_server.front.admission import Admission, Bound
 from gradrule_server.front.connections import ConnectionLimits, ConnectionWatch
 from gradrule_server.front.server import Connections
-from gradrule_server.front.tenants import KINDS, Shared, Tenants
+from gradrule_server.front.tenants import Shared, Tenants
 from gradrule_server.front.tls import Certificates
-from gradrule_server.identity import Credentials
+from gradrule_server.identity import Authenticator
 from gradrule_server.identity.certificates import ClientCertificates
-from gradrule_server.identity.jwts import Jwts
-from gradrule_server.identity.tokens import Tokens
+from gradrule_server.identity.jwt_verifier import JwtVerifier
+from gradrule_server.identity.token_file import TokenFile
 from gradrule_server.link.memory import available_memory, share_of_memory
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
@@ -25,6 +25,7 @@ from gradrule_server.operations.sources import Quarantined as QuarantinedStatus
 from gradrule_server.policy import Limits
 from gradrule_server.programs.conduct import Conduct, Quarantined
 from gradrule_server.programs.loaded import LoadedPrograms
+from gradrule_server.quotas import QUOTA_RESOURCES, TENANT_RESOURCES
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.store import Store
 from gradrule_server.settings import Settings
@@ -40,13 +41,13 @@ _LEAST_ENGINES = 4
 _MAX_GPU_ENGINES = 8
 
 
-def credentials_of(settings: Settings) -> Credentials:
+def credentials_of(settings: Settings) -> Authenticator:
     """What callers are asked for."""
     admins = frozenset(name.strip() for name in settings.admin_tenants.split(",") if name.strip())
-    tokens = None if settings.tokens is None else Tokens(settings.tokens)
+    tokens = None if settings.tokens is None else TokenFile(settings.tokens)
     jwts = None
     if settings.takes_jwts:
-        jwts = Jwts(
+        jwts = JwtVerifier(
             key=settings.jwt_key,
             jwks=settings.jwt_jwks,
             issuer=settings.jwt_issuer,
@@ -55,7 +56,7 @@ def credentials_of(settings: Settings) -> Credentials:
             admins=admins,
         )
     by_certificate = None if settings.tls_client_ca is None else ClientCertificates(settings.tls_client_name, admins)
-    return Credentials(tokens, jwts, by_certificate)
+    return Authenticator(tokens, jwts, by_certificate)
 
 
 def certificates_of(settings: Settings) -> Certificates | None:
@@ -154,8 +155,8 @@ def shared_of(settings: Settings, store: Store, blobs: BlobStore, loaded: Loaded
         blobs,
         loaded,
         limits,
-        server={kind: getattr(settings, f"max_{kind}") for kind in KINDS},
-        tenant={kind: settings.of_tenant(kind) for kind in KINDS},
+        server={resource.name: getattr(settings, f"max_{resource.name}") for resource in QUOTA_RESOURCES},
+        tenant={resource.name: settings.of_tenant(resource.name) for resource in QUOTA_RESOURCES},
         tenant_blob_bytes=settings.of_tenant("blob_bytes"),
         tenant_blobs=settings.of_tenant("blobs"),
         cache_capacity=settings.program_cache,
@@ -196,8 +197,7 @@ def operations_of(settings: Settings) -> OperationsSettings:
 
 def sources_of(settings: Settings, loaded: LoadedPrograms, tenants: Tenants, admission: Admission) -> Sources:
     """All that there is to watch."""
-    limits = {kind: settings.of_tenant(kind) for kind in (*KINDS, "blob_bytes")}
-    limits["in_flight"] = settings.of_tenant("requests")
+    limits = {resource.name: settings.of_tenant(resource.name) for resource in TENANT_RESOURCES}
 
     def caches() -> Sequence[CacheStatus]:
         entries, held_bytes, most = tenants.cached()

@@ -1,7 +1,7 @@
-"""The one error type that the server raises.
+"""Defines `GradruleError`, the only error type that the server's own code raises.
 
-Pure: no gRPC, no TensorFlow. Domain code raises `GradruleError`; `front.status` turns it into a `google.rpc.Status`,
-and the engine into a `Fault`.
+`front.status` converts it into a `google.rpc.Status`, and the engine into a `Fault` message. This module imports
+neither gRPC nor TensorFlow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PREFIX = "ERROR_REASON_"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong: reason, sentence, and where, as a node's name or a field of the request."""
+    """One problem: its reason, a sentence, and its place: the name of a node or a field of the request."""
 
     reason: errors_pb2.ErrorReason.ValueType
     message: str
@@ -38,10 +38,13 @@ class Resource:
 
 @dataclass
 class GradruleError(Exception):
-    """A refusal with at least one finding; the first one decides reason and code.
+    """An error with at least one finding; the first finding determines its reason and status code.
 
-    `retry_after_s`: seconds after which the same request may work. `resource`: what the error is about; `resources`:
-    where these are several.
+    Attributes:
+        findings: The problems, the most important first.
+        retry_after_s: Seconds after which the same request may succeed; None: not known.
+        resource: The resource that the error is about.
+        resources: The resources, if there are several.
     """
 
     findings: Sequence[Finding]
@@ -70,34 +73,38 @@ def error(
     retry_after_s: float | None = None,
     resource: Resource | None = None,
 ) -> GradruleError:
-    """A `GradruleError` with one finding."""
+    """Returns a `GradruleError` with one finding; the caller raises it."""
     return GradruleError([Finding(reason, message, node, field)], retry_after_s, resource)
 
 
 def reason_name(reason: errors_pb2.ErrorReason.ValueType) -> str:
-    """The reason without its prefix: `UNKNOWN_RULE`."""
+    """Returns the reason's name without its prefix: `UNKNOWN_RULE`."""
     return errors_pb2.ErrorReason.Name(reason).removeprefix(_PREFIX)
 
 
-# Comparing takes time that grows with the product of the lengths, up to 0.1 µs for each pair of characters: callers
-# choose the names on both sides, and must not choose how long it takes.
-_MAX_COMPARED = 1_000_000
-_MAX_NAME = 128
+# Comparing two names takes up to 0.1 µs for each pair of characters. Callers choose both names, so the time is limited.
+_MAX_CHARACTER_PAIRS = 1_000_000
+_MAX_NAME_LENGTH = 128
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """` Did you mean 'Sign'?` for a near miss, else nothing. The name itself is none: it was just not found."""
-    close = _close(name, known) if len(name) <= _MAX_NAME else []
+    """Returns a hint such as ` Did you mean 'Sign'?` if a known name is similar to `name`, else an empty string.
+
+    `name` itself is never suggested, because a lookup of it has just failed.
+    """
+    close = _similar_names(name, known) if len(name) <= _MAX_NAME_LENGTH else []
     return f" Did you mean {' or '.join(repr(candidate) for candidate in close)}?" if close else ""
 
 
-def _close(name: str, known: Iterable[str]) -> list[str]:
-    candidates = [candidate for candidate in known if len(candidate) <= _MAX_NAME and candidate != name]
-    if len(name) * sum(map(len, candidates)) > _MAX_COMPARED:
-        # The likeliest: those that begin alike, then those of about the same length.
+def _similar_names(name: str, known: Iterable[str]) -> list[str]:
+    candidates = [candidate for candidate in known if len(candidate) <= _MAX_NAME_LENGTH and candidate != name]
+    if len(name) * sum(map(len, candidates)) > _MAX_CHARACTER_PAIRS:
+        # Compare the likeliest candidates only: same first letter first, then similar length.
         first, length = name[:1].lower(), len(name)
         candidates.sort(key=lambda candidate: (candidate[:1].lower() != first, abs(len(candidate) - length)))
-        budget = itertools.accumulate(len(name) * len(candidate) for candidate in candidates)
-        candidates = [candidate for candidate, spent in zip(candidates, budget, strict=True) if spent <= _MAX_COMPARED]
+        pairs = itertools.accumulate(len(name) * len(candidate) for candidate in candidates)
+        candidates = [
+            candidate for candidate, total in zip(candidates, pairs, strict=True) if total <= _MAX_CHARACTER_PAIRS
+        ]
     close = difflib.get_close_matches(name, candidates, n=3, cutoff=0.6)
     return close or [candidate for candidate in candidates if candidate.lower() == name.lower()][:3]

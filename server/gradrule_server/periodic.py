@@ -1,4 +1,4 @@
-"""Checks that are repeated on a thread of their own while the server runs, and warnings that are repeated."""
+"""Runs checks at intervals on a background thread, and repeats warnings while a problem lasts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _REPEAT_S = 60.0
 
 
 class PeriodicChecks:
-    """Calls `checks` one after the other every `every_s` seconds, on a daemon thread, from `with` until its end."""
+    """Context manager that calls `checks` in turn every `every_s` seconds on a daemon thread."""
 
     def __init__(self, every_s: float, *checks: Callable[[], object]) -> None:
         self._every_s = every_s
@@ -36,7 +36,7 @@ class PeriodicChecks:
                 try:
                     check()
                 except Exception:
-                    # The other checks, and later attempts of this one, must go on.
+                    # One failure must not stop the other checks, nor later runs of this one.
                     _log.exception("a periodic check failed")
 
 
@@ -45,13 +45,13 @@ class RepeatedWarning:
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log
-        self._told = ""
-        self._told_at = 0.0
+        self._reported = ""
+        self._reported_at = 0.0
 
     def report(self, problem: str | None) -> None:
-        """Takes the problem as it is now; None: there is none."""
+        """Logs the current problem unless that was done within the last minute; None means that there is none."""
         now = time.monotonic()
-        if problem and (problem != self._told or now - self._told_at >= _REPEAT_S):
+        if problem and (problem != self._reported or now - self._reported_at >= _REPEAT_S):
             self._log.warning("%s", problem)
-            self._told_at = now
-        self._told = problem or ""
+            self._reported_at = now
+        self._reported = problem or ""

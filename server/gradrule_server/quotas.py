@@ -1,4 +1,4 @@
-"""How much of something there may be: for one tenant, within what the server has for all."""
+"""Limits how much of a resource one tenant, or all tenants together, may use."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import error
 
 
-class Allowance:
-    """So much of one thing. Safe to use from several threads.
+class Quota:
+    """Counts how much of one resource is used and refuses what exceeds the limit. Safe to use from several threads.
 
-    limit: the most; what: the thing, in the plural; setting: its flag. `within`: an allowance of the server's for all
-    tenants, from which this one takes too. `used`: what is there already, which `within` has counted.
+    Args:
+        limit: The largest amount that may be in use.
+        what: The resource as a plural noun, for error messages: `bytes of sessions`.
+        setting: The flag that sets the limit: `--max-sessions`.
+        within: The server's quota for all tenants; every amount counts towards that quota too.
+        used: Amount in use at the start. `within` is expected to include it already.
+        reason: Reason of the error that a refusal raises.
     """
 
     def __init__(
@@ -24,7 +30,7 @@ class Allowance:
         what: str,
         setting: str,
         *,
-        within: Allowance | None = None,
+        within: Quota | None = None,
         used: int = 0,
         reason: errors_pb2.ErrorReason.ValueType = errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
     ) -> None:
@@ -37,61 +43,68 @@ class Allowance:
         self._lock = threading.Lock()
 
     @classmethod
-    def without_end(cls) -> Allowance:
-        """One that only counts."""
+    def unlimited(cls) -> Quota:
+        """Returns a quota that counts and never refuses."""
         return cls(sys.maxsize, "", "")
 
     @property
     def used(self) -> int:
-        """What is taken by now."""
+        """The amount in use."""
         return self._used
 
     @property
-    def left(self) -> int:
-        """What can still be taken; never less than 0."""
+    def available(self) -> int:
+        """The amount that can still be reserved; never less than 0."""
         own = max(0, self.limit - self._used)
-        return own if self._within is None else min(own, self._within.left)
+        return own if self._within is None else min(own, self._within.available)
 
     @property
-    def tightest(self) -> str:
-        """Flag of the setting that bounds `left`."""
+    def limiting_setting(self) -> str:
+        """The flag of the limit that determines `available`: this quota's or that of the quota around it."""
         within = self._within
-        return self.setting if within is None or self.limit - self._used < within.left else within.tightest
+        if within is None or self.limit - self._used < within.available:
+            return self.setting
+        return within.limiting_setting
 
-    def begin(self, used: int) -> None:
-        """So much is there already, which the allowance around this one has counted."""
+    def add_initial_usage(self, amount: int) -> None:
+        """Adds an amount that the quota around this one counts already."""
         with self._lock:
-            self._used += used
+            self._used += amount
 
-    def take(self, amount: int = 1) -> None:
-        """Counts in. QUOTA_EXCEEDED (or the allowance's own reason) where that is too much; nothing is counted then."""
-        # Where both are full, the server's bound is the one to name.
+    def reserve(self, amount: int = 1) -> None:
+        """Counts an amount as used.
+
+        Raises:
+            GradruleError: QUOTA_EXCEEDED, or this quota's own reason, if the amount exceeds the limit. Nothing is
+                counted then.
+        """
+        # Ask the server's quota first: if both are full, the error must name the server's limit.
         if self._within is not None:
-            self._within.take(amount)
+            self._within.reserve(amount)
         with self._lock:
             fits = self._used + amount <= self.limit
             self._used += amount if fits else 0
         if not fits:
             if self._within is not None:
-                self._within.give_back(amount)
+                self._within.release(amount)
             raise error(self._reason, self._refusal(amount))
 
     @contextlib.contextmanager
-    def taken(self, amount: int = 1) -> Iterator[None]:
-        """Counts in, and out again where what is done within fails; QUOTA_EXCEEDED as `take`."""
-        self.take(amount)
+    def reserved(self, amount: int = 1) -> Iterator[None]:
+        """Reserves an amount, and releases it if the body of the `with` statement fails. Raises what `reserve` does."""
+        self.reserve(amount)
         try:
             yield
         except BaseException:
-            self.give_back(amount)
+            self.release(amount)
             raise
 
-    def give_back(self, amount: int = 1) -> None:
-        """Counts out."""
+    def release(self, amount: int = 1) -> None:
+        """Counts an amount as no longer used."""
         self.adjust(-amount)
 
     def adjust(self, amount: int) -> None:
-        """Counts what is there whether it may be or not: more, or less where the amount is negative."""
+        """Adds an amount, which may be negative, without checking the limit: it is in use already."""
         with self._lock:
             self._used += amount
         if self._within is not None:
@@ -104,3 +117,49 @@ class Allowance:
             f"there are {self._used} {self._what}{wanted}; {whose} at most {self.limit}. Give up some, or raise "
             f"the server's {self.setting}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class TenantResource:
+    """A resource that is limited for each tenant.
+
+    Attributes:
+        name: Its name in the settings (`tenant_NAME`, `max_NAME`) and in the message `TenantStatus`.
+        what: The resource as a plural noun, for error messages.
+        has_quota: Whether a `Quota` counts it; the others are counted by admission control and the blob store.
+        gauge: Name of its Prometheus gauge, without the prefix; empty if status and metrics do not report it.
+        description: Description of the gauge.
+    """
+
+    name: str
+    what: str
+    has_quota: bool = True
+    gauge: str = ""
+    description: str = ""
+
+
+TENANT_RESOURCES = (
+    TenantResource(
+        "requests",
+        "requests at a time",
+        has_quota=False,
+        gauge="tenant_requests_in_flight",
+        description="Requests of the tenant's in the server.",
+    ),
+    TenantResource("programs", "programs", gauge="programs", description="Programs that are kept."),
+    TenantResource("rules", "rules", gauge="rules", description="USER rules that are kept."),
+    TenantResource("registry_bytes", "bytes of rules and programs"),
+    TenantResource("sessions", "sessions", gauge="sessions", description="Sessions that are open."),
+    TenantResource("session_bytes", "bytes of sessions", gauge="session_bytes", description="Bytes of sessions."),
+    TenantResource("handles", "forward handles", gauge="handles", description="Forward handles that are kept."),
+    TenantResource(
+        "handle_bytes", "bytes of forward handles", gauge="handle_bytes", description="Bytes of forward handles."
+    ),
+    TenantResource("blob_bytes", "bytes of blobs", has_quota=False, gauge="blob_bytes", description="Bytes of blobs."),
+    TenantResource("streams", "streams"),
+    TenantResource("shared_bytes", "bytes of shared memory"),
+)
+"""All resources that are limited for each tenant; settings, quotas, metrics and status follow this table."""
+
+QUOTA_RESOURCES = tuple(resource for resource in TENANT_RESOURCES if resource.has_quota)
+REPORTED_RESOURCES = tuple(resource for resource in TENANT_RESOURCES if resource.gauge)

@@ -25,6 +25,7 @@ from pydantic import (
 )
 
 from gradrule._fast_paths import disabled_paths
+from gradrule_server.limits import Limits
 from gradrule_server.settings_reading import (
     SettingsError,
     environment_name,
@@ -35,6 +36,7 @@ from gradrule_server.settings_reading import (
 )
 
 _MEBIBYTE = 1024 * 1024
+_LIMITS = Limits()
 LEAST_MEMORY = 1024 * _MEBIBYTE
 """Bytes that an engine must be given."""
 
@@ -141,26 +143,35 @@ class Settings(BaseModel):
         ByteSize(4096 * _MEBIBYTE), gt=0, description="Bytes of all sessions: variables and slots of optimisers."
     )
     drain_s: float = Field(20.0, ge=0, description="Seconds that running requests get after SIGTERM.")
-    max_nodes: PositiveInt = Field(200_000, description="Nodes of a graph, its functions included.")
-    max_inlined_nodes: PositiveInt = Field(1_000_000, description="Nodes of a graph after its calls are inlined.")
+    max_nodes: PositiveInt = Field(_LIMITS.nodes, description="Nodes of a graph, its functions included.")
+    max_inlined_nodes: PositiveInt = Field(
+        _LIMITS.inlined_nodes, description="Nodes of a graph after its calls are inlined."
+    )
     max_inlined_bytes: ByteSize = Field(
-        ByteSize(32 * _MEBIBYTE),
+        ByteSize(_LIMITS.inlined_bytes),
         gt=0,
         description="Bytes of names and attributes, constants included, that inlining calls may add to a graph.",
     )
     trust: Literal["sandbox", "full"] = Field(
         "sandbox", description="sandbox: only ops that were reviewed run; full: every caller may run all ops."
     )
-    max_node_outputs: PositiveInt = Field(1024, description="Outputs that a number in an attribute may ask for.")
+    max_node_outputs: PositiveInt = Field(
+        _LIMITS.node_outputs, description="Outputs that a number in an attribute may ask for."
+    )
     max_constant_bytes: ByteSize = Field(
-        ByteSize(256 * _MEBIBYTE), gt=0, description="Bytes of a constant in a graph, as its shape says."
+        ByteSize(_LIMITS.constant_bytes), gt=0, description="Bytes of a constant in a graph, as its shape says."
     )
-    max_rank: PositiveInt = Field(8, description="Rank of shapes and constants in a graph, and of what calls feed.")
+    max_rank: PositiveInt = Field(
+        _LIMITS.rank, description="Rank of shapes and constants in a graph, and of what calls feed."
+    )
     max_unpacking: PositiveInt = Field(
-        10, description="Memory that a message may take once it is read: 128 MiB and so many times its size."
+        _LIMITS.unpacking,
+        description="Memory that a message may take once it is read: 128 MiB and so many times its size.",
     )
-    max_selections: PositiveInt = Field(10_000_000, description="Nodes of a program times its overrides.")
-    max_call_depth: PositiveInt = Field(32, description="Depth of calls, loops and branches within each other.")
+    max_selections: PositiveInt = Field(_LIMITS.selections, description="Nodes of a program times its overrides.")
+    max_call_depth: PositiveInt = Field(
+        _LIMITS.call_depth, description="Depth of calls, loops and branches within each other."
+    )
     max_rules: PositiveInt = Field(10_000, description="USER rules that the registry keeps.")
     max_programs: PositiveInt = Field(10_000, description="Programs that the registry keeps.")
     max_registry_bytes: ByteSize = Field(
@@ -173,7 +184,7 @@ class Settings(BaseModel):
     )
     max_blobs: PositiveInt = Field(100_000, description="Blobs that are kept.")
     max_graph_bytes: ByteSize = Field(
-        ByteSize(1024 * _MEBIBYTE), gt=0, lt=2**31, description="Bytes of a graph that was uploaded as a blob."
+        ByteSize(_LIMITS.graph_bytes), gt=0, lt=2**31, description="Bytes of a graph that was uploaded as a blob."
     )
     max_streams: PositiveInt = Field(1024, description="Streams at a time: persistent ones and sessions.")
     max_bytes_in_flight: ByteSize = Field(

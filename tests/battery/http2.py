@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from gradrule_server.identity.tokens import add_token, new_token
+from gradrule_server.identity.token_file import add_token, new_token
 from tests.battery import wire
 from tests.battery.figures import Clock, Figures, Findings, Scale
 from tests.battery.fuzz import Pulse

@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 import gradrule as gr
-from gradrule_server.identity.tokens import add_token, new_token
+from gradrule_server.identity.token_file import add_token, new_token
 from tests.battery.figures import Clock, Figures, Findings, Scale
 from tests.battery.namesakes import LABEL, PROGRAM, RULE, Caller, difference, graph
 from tests.battery.serving import data_folder, served

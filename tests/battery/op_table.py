@@ -17,7 +17,7 @@ from gradrule import _opdefs
 from gradrule._opdefs import OpDef
 from gradrule.v1 import program_pb2
 from gradrule_server import policy
-from gradrule_server.policy import Ruling
+from gradrule_server.policy import OpReview
 from tests.battery import judging
 from tests.battery.figures import Figures, Findings, Scale
 from tests.battery.fuzzing.sending import channel
@@ -38,7 +38,7 @@ _TOP_ONLY = {"input", "variable"}
 
 def run(scale: Scale) -> Figures:
     """All ops in the long run, a sample of them else."""
-    found = list(policy.rulings().values())
+    found = list(policy.op_reviews().values())
     with served(scale, "op_table") as server:
         return asyncio.run(
             check(server.target, scale, Random(scale.seed).sample(found, sample_size(scale, len(found))))
@@ -50,7 +50,7 @@ def sample_size(scale: Scale, count: int) -> int:
     return min(count, scale.count(10 * count))
 
 
-async def check(target: str, scale: Scale, rulings: Sequence[Ruling]) -> Figures:
+async def check(target: str, scale: Scale, rulings: Sequence[OpReview]) -> Figures:
     """Asks about each op in each place."""
     findings, told, clock, done = Findings(), Counter[str](), scale.clock(), 0
     batches = iter([(batch, place) for batch in _batches(rulings) for place in minimal.PLACES])
@@ -79,13 +79,13 @@ async def check(target: str, scale: Scale, rulings: Sequence[Ruling]) -> Figures
     )
 
 
-def _batches(rulings: Sequence[Ruling]) -> list[list[Ruling]]:
+def _batches(rulings: Sequence[OpReview]) -> list[list[OpReview]]:
     """Ops that go into one graph. One that is refused would keep the others from being built: they are apart."""
     allowed = [[each for each in rulings if each.allowed is kind] for kind in (True, False)]
     return [kind[at : at + _BATCH] for kind in allowed for at in range(0, len(kind), _BATCH)]
 
 
-async def _reasons(own: grpc.aio.Channel, batch: Sequence[Ruling], place: str) -> list[tuple[Ruling, set[str]]]:
+async def _reasons(own: grpc.aio.Channel, batch: Sequence[OpReview], place: str) -> list[tuple[OpReview, set[str]]]:
     """For each op the reasons of the server's findings, or what went wrong, asked for one by one.
 
     About any node for an allowed op, whose graph must run; about its own for one that is denied.
@@ -124,7 +124,7 @@ def told_of(count: int, findings: Iterable[program_pb2.Finding]) -> tuple[list[s
     return found, others
 
 
-async def _one_by_one(own: grpc.aio.Channel, batch: Sequence[Ruling], place: str) -> list[tuple[Ruling, set[str]]]:
+async def _one_by_one(own: grpc.aio.Channel, batch: Sequence[OpReview], place: str) -> list[tuple[OpReview, set[str]]]:
     return [each for ruling in batch for each in await _reasons(own, [ruling], place)]
 
 
@@ -135,7 +135,7 @@ def _definition(name: str) -> OpDef:
     return found
 
 
-def wrong(ruling: Ruling, place: str, reasons: set[str]) -> str:
+def wrong(ruling: OpReview, place: str, reasons: set[str]) -> str:
     """What is wrong with what the server says of an op; empty where nothing is."""
     strange = reasons - _REFUSALS
     if strange:

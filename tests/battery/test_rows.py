@@ -59,7 +59,7 @@ def trusting_server(scale: Scale) -> Iterator[RunningServer]:
 
 
 async def test_op_table(shared_server: RunningServer, scale: Scale) -> None:
-    some = Random(scale.seed).sample(list(policy.rulings().values()), 160)
+    some = Random(scale.seed).sample(list(policy.op_reviews().values()), 160)
     assert_met(await op_table.check(shared_server.target, scale, some))
 
 

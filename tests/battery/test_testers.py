@@ -21,7 +21,7 @@ from gradrule.v1 import evaluate_pb2
 from gradrule.v1.graph_pb2 import Graph
 from gradrule.v1.tensor_pb2 import Dt
 from gradrule_server import policy
-from gradrule_server.policy import Ruling
+from gradrule_server.policy import OpReview
 from tests.battery import (
     amplification,
     bombs,
@@ -417,7 +417,7 @@ def test_a_row_that_shows_nothing_is_missed(row: Any) -> None:
     ],
 )
 def test_op_table(allowed: bool, category: str, place: str, reasons: set[str], right: bool) -> None:
-    ruling = Ruling("Op", allowed, category, "", "")
+    ruling = OpReview("Op", allowed, category, "", "")
     assert (op_table.wrong(ruling, place, reasons) == "") is right
 
 
@@ -435,7 +435,7 @@ async def test_an_allowed_op_in_a_graph_that_is_refused(
             return made
 
         monkeypatch.setattr(minimal, "graph_of", graph_of)
-    some = [policy.rulings()[name] for name in ("Sign", "Tanh", "ReadFile")]
+    some = [policy.op_reviews()[name] for name in ("Sign", "Tanh", "ReadFile")]
     figures = await op_table.check(shared_server.target, scale, some)
     assert figures.met is not denied_beside
     assert all("Sign" in line or "Tanh" in line for line in figures.findings)

@@ -51,7 +51,7 @@ class Answers:
 
 def make_tokens(file: Path, tenants: Sequence[str]) -> list[str]:
     """Writes a file of tokens; returns a token of each tenant."""
-    from gradrule_server.identity.tokens import add_token, new_token
+    from gradrule_server.identity.token_file import add_token, new_token
 
     texts = []
     for tenant in tenants:

@@ -17,7 +17,7 @@ from gradrule_server import graphs
 from gradrule_server.errors import GradruleError, did_you_mean, error
 from gradrule_server.front.status import status_of
 from gradrule_server.graphs import ExpandRequest
-from gradrule_server.policy import Bounds, check_unpacking
+from gradrule_server.policy import NodeLimits, check_parsed_size
 from tests.unit.graphs.helpers import call, expand, function, graph, node, placeholder
 from tests.unit.graphs.test_brought import Places, brings, doubling, knot
 from tests.unit.graphs.test_scale import chain
@@ -113,12 +113,12 @@ def test_what_a_message_takes_is_told_quickly() -> None:
         + bytes([size & 0x7F | 0x80, size >> 7 & 0x7F | 0x80, size >> 14 & 0x7F | 0x80, size >> 21])
         + bytes(size)
     )
-    assert cpu_seconds(lambda: check_unpacking(tensor, tensor_pb2.Tensor, Bounds())) < 0.2
+    assert cpu_seconds(lambda: check_parsed_size(tensor, tensor_pb2.Tensor, NodeLimits())) < 0.2
     many = b"\x20\x00" * (32 * MIB)
 
     def refuse() -> None:
         with pytest.raises(GradruleError, match="fields"):
-            check_unpacking(many, Graph, Bounds(), field="graph")
+            check_parsed_size(many, Graph, NodeLimits(), field="graph")
 
     assert cpu_seconds(refuse) < 10
 

@@ -12,8 +12,7 @@ import pytest
 
 from gradrule import _opdefs
 from gradrule_server import policy
-from gradrule_server.policy.categories import REMEDIES
-from gradrule_server.policy.table import NOT_REVIEWED, read_rows, write_rows
+from gradrule_server.policy.op_table import NOT_REVIEWED, REMEDIES, read_rows, write_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,17 +48,17 @@ def test_committed_list_and_page_are_current(generator: ModuleType, monkeypatch:
 
 def test_every_op_of_tensorflow_was_reviewed(generator: ModuleType) -> None:
     digests = generator.definitions()
-    assert list(policy.rulings()) == sorted(digests) == list(_opdefs.names())
+    assert list(policy.op_reviews()) == sorted(digests) == list(_opdefs.names())
     for name, digest in digests.items():
-        ruling = policy.judged(name, digest)
-        assert ruling is policy.rulings()[name]
-        assert ruling.category != NOT_REVIEWED
-        assert len(ruling.reason) > 5
-        assert ruling.allowed or ruling.category in REMEDIES
+        review = policy.review_with_digest(name, digest)
+        assert review is policy.op_reviews()[name]
+        assert review.category != NOT_REVIEWED
+        assert len(review.reason) > 5
+        assert review.allowed or review.category in REMEDIES
 
 
 def test_new_and_changed_ops_are_denied_until_they_are_reviewed(generator: ModuleType) -> None:
-    kept = dict(policy.rulings())
+    kept = dict(policy.op_reviews())
     digests = {name: row.digest for name, row in kept.items()} | {"Sign": "0" * 16, "Brandnew": "1" * 16}
     del digests["Abs"]
     rows = {row.op: row for row in generator.current(kept, digests)}
@@ -70,26 +69,26 @@ def test_new_and_changed_ops_are_denied_until_they_are_reviewed(generator: Modul
     assert NOT_REVIEWED in REMEDIES
     # Where the list was not brought up yet, as in an engine with another TensorFlow.
     for name in ("Sign", "Brandnew"):
-        ruling = policy.judged(name, digests[name])
-        assert not ruling.allowed and ruling.category == NOT_REVIEWED
+        review = policy.review_with_digest(name, digests[name])
+        assert not review.allowed and review.category == NOT_REVIEWED
 
 
 def test_text_and_rows_are_the_same() -> None:
-    rows = list(policy.rulings().values())
-    assert read_rows(write_rows(rows)) == dict(policy.rulings())
+    rows = list(policy.op_reviews().values())
+    assert read_rows(write_rows(rows)) == dict(policy.op_reviews())
     with pytest.raises(ValueError, match="Sign"):
-        read_rows(write_rows([*rows, replace(policy.rulings()["Sign"], allowed=False)]))
+        read_rows(write_rows([*rows, replace(policy.op_reviews()["Sign"], allowed=False)]))
     with pytest.raises(ValueError, match="neither"):
         read_rows("Sign\tperhaps\tmath\t0\tit depends\n")
 
 
-def test_the_dangerous_ones_are_denied() -> None:
-    assert not {name for name in _DANGEROUS if policy.rulings()[name].allowed}
+def test_dangerous_ops_are_denied() -> None:
+    assert not {name for name in _DANGEROUS if policy.op_reviews()[name].allowed}
 
 
 def test_ops_with_a_gradient_run_unless_they_reach_outside_the_graph() -> None:
-    rulings = policy.rulings()
-    denied = {name: rulings[name].category for name in _opdefs.gradients() if name in rulings}
+    reviews = policy.op_reviews()
+    denied = {name: reviews[name].category for name in _opdefs.gradients() if name in reviews}
     outside = {"TPU", "code", "compiler", "debug", "distributed", "file write", "internal", "network"}
     earlier = {"control", "tensor array", "variable"}
-    assert {rulings[name].category for name in denied if not rulings[name].allowed} == outside | earlier
+    assert {reviews[name].category for name in denied if not reviews[name].allowed} == outside | earlier

@@ -33,14 +33,14 @@ def is_about_the_op(finding: Finding) -> bool:
 @pytest.mark.parametrize("place", minimal.PLACES)
 def test_every_op_is_treated_as_the_list_says(place: str) -> None:
     wrong = {}
-    for name, ruling in policy.rulings().items():
+    for name, review in policy.op_reviews().items():
         found = findings_of(name, place, trusted=False)
         reasons = {finding.reason for finding in found if is_about_the_op(finding)}
-        if not ruling.allowed:
+        if not review.allowed:
             # What gradrule cannot follow it refuses whoever asks; for the rest the list is the only obstacle.
             runs_when_trusted = not findings_of(name, place, trusted=True)
             is_right = reasons == {NOT_ALLOWED if runs_when_trusted else UNSUPPORTED}
-        elif place != "top" and ruling.category in _TOP_ONLY:
+        elif place != "top" and review.category in _TOP_ONLY:
             is_right = {finding.reason for finding in found} <= {UNSUPPORTED}
         else:
             is_right = not found

@@ -1,4 +1,4 @@
-"""Asking a rule that is data: bound for one element type, run on values of any shape, compared with its case."""
+"""Runs rules that are expressions for one element type, and compares the results with their cases."""
 
 from __future__ import annotations
 

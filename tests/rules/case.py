@@ -1,4 +1,4 @@
-"""What a case of a rule is: what the rule's source says, written out slowly, and where it may be asked."""
+"""Declares the case of a rule: its reference computation in NumPy, and the inputs that it is defined for."""
 
 from __future__ import annotations
 

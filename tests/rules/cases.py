@@ -1,4 +1,4 @@
-"""One case per rule of the catalogue that is data, in its order. Rules that are code have theirs in `code_cases`."""
+"""Lists one case for each rule of the catalogue that is an expression; `code_cases` has those of code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of the rules that are code: sites around real ops, and what a rule must give, in slow NumPy.
+"""Lists the cases of rules that are code: sites around real ops, and the expected results in NumPy.
 
 The LRP references know no transposed ops: with the layer as a matrix W, they share R[j] out in proportion to the
 contributions C[j, i] = W[j, i]·x[i].

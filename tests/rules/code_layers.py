@@ -1,4 +1,4 @@
-"""Linear layers around real ops, each with the dense matrix that it stands for, built element by element."""
+"""Makes linear layers around real ops, each with the equal dense matrix, built element by element."""
 
 from __future__ import annotations
 

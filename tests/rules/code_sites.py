@@ -1,4 +1,4 @@
-"""Sites built around real ops, rules evaluated at them, and the comparison with what a case expects."""
+"""Builds sites around real ops, evaluates rules at them, and compares the results with the cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rules give exactly at their kinks, just beyond them, and for NaN: read from the sources, not computed."""
+"""Lists the exact results of rules at kinks, just beyond them, and for NaN, as the sources define them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cases of the families flow and stable that are data, in the order of the catalogue."""
+"""Lists the cases of the families flow and stable that are data, in the order of the catalogue."""
 
 from __future__ import annotations
 

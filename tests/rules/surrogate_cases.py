@@ -1,4 +1,4 @@
-"""Cases of the family surrogate, in the order of the catalogue."""
+"""Lists the cases of the family surrogate, in the order of the catalogue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The catalogue as a table: its names and params, what each row must have, and that every rule has a case."""
+"""Tests the catalogue as a table: names, params, required metadata, and a case for every rule."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def with_floats(line: str) -> str:
 
 
 @pytest.mark.parametrize("family", PROMISED)
-def test_the_catalogue_has_what_it_promises(family: str) -> None:
+def test_catalogue_has_all_promised_rules(family: str) -> None:
     lines = [line_of(rule) for rule in BUILTINS if BUILTINS.family_of(rule) == family]
     promised = [with_floats(line) for line in PROMISED[family].split("\n") if line.strip()]
     assert [line for line in lines if line in promised] == promised
@@ -147,7 +147,7 @@ def test_every_rule_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("rule", list(BUILTINS), ids=lambda rule: rule.name)
-def test_every_rule_says_what_people_ask(rule: BuiltinRule) -> None:
+def test_every_rule_has_all_metadata(rule: BuiltinRule) -> None:
     assert rule.description.endswith(".")
     assert rule.reference
     assert rule.formula
@@ -169,9 +169,9 @@ def test_every_rule_says_what_people_ask(rule: BuiltinRule) -> None:
 
 
 @pytest.mark.parametrize("rule", list(BUILTINS), ids=lambda rule: rule.name)
-def test_a_rule_survives_the_wire(rule: BuiltinRule) -> None:
+def test_rule_round_trip(rule: BuiltinRule) -> None:
     definition = rule.content.to_definition()
-    content = RuleContent.from_kept(rule.name, definition)
+    content = RuleContent.from_stored(rule.name, definition)
     assert content.digest == rule.content.digest
     assert content.code == rule.content.code
     assert content.to_definition() == definition
@@ -203,14 +203,14 @@ def test_names_and_aliases_find_their_rule() -> None:
 
 
 @pytest.mark.parametrize("taken", ["one", "uno"])
-def test_a_name_is_taken_once(taken: str) -> None:
+def test_duplicate_name_is_refused(taken: str) -> None:
     first = BuiltinRule("one", "dy", ".", ".", aliases=("uno",))
     second = BuiltinRule("two", "dy", ".", ".", aliases=(taken,))
     with pytest.raises(ValueError, match=rf"'{taken}' of the rule 'two' \(late\) is taken by the rule 'one' \(early\)"):
         Catalogue([("early", [first]), ("late", [second])])
 
 
-def test_a_faulty_row_is_an_error_at_once() -> None:
+def test_invalid_row_is_an_error_at_once() -> None:
     with pytest.raises(GradruleError, match="unknown name 'alpha'"):
         BuiltinRule("one", "alpha * dy", ".", ".")
     with pytest.raises(ValueError, match="'one' is code and lacks a formula"):
@@ -226,7 +226,7 @@ def test_code_needs_an_op() -> None:
     assert reason_name(caught.value.reason) == "RULE_NOT_APPLICABLE"
 
 
-def test_a_rule_for_one_input_says_so() -> None:
+def test_rule_for_one_input_refuses_ops_with_more() -> None:
     number = number_of("float32")
     with pytest.raises(GradruleError) as caught:
         BUILTINS["gradient_reversal"].content.bind(Signature((number, number), (number,)))

@@ -154,7 +154,7 @@ def test_repeated_ops_ask_for_no_rule() -> None:
 # Where formulas meet
 
 
-def test_gamma_of_0_is_epsilon() -> None:
+def test_gamma_0_equals_epsilon() -> None:
     case = case_of("lrp_gamma", "conv2d_same_strides_biasadd")
     operands, dys = given(case, "float64")
     by_epsilon = evaluate(replace(case, rule="lrp_epsilon"), operands, dys, params={"eps": 0.01})
@@ -162,7 +162,7 @@ def test_gamma_of_0_is_epsilon() -> None:
     np.testing.assert_allclose(only(by_gamma), only(by_epsilon), rtol=1e-9)
 
 
-def test_alpha_of_1_is_zplus() -> None:
+def test_alpha_1_equals_zplus() -> None:
     case = case_of("lrp_alpha_beta", "matmul_bias_first")
     operands, dys = given(case, "float64")
     by_zplus = evaluate(replace(case, rule="lrp_zplus"), operands, dys, params={"eps": 0.01})

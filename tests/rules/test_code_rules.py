@@ -46,7 +46,7 @@ def test_formula(case: Case, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("rule", sorted(CODE_RULES))
-def test_error_of_a_thousandth_is_noticed(rule: str, dtype: str) -> None:
+def test_comparison_detects_an_error_of_a_thousandth(rule: str, dtype: str) -> None:
     case = next(case for case in CASES if case.rule == rule)
     operands, dys = given(case, dtype)
     spoiled = [None if r is None else (r * 1.001).astype(r.dtype) for r in evaluate(case, operands, dys)]

@@ -1,4 +1,4 @@
-"""Presets: what their entries say, and that all of it exists."""
+"""Tests presets: their entries, params and names."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_presets_are_zennits_composites() -> None:
 
 
 @pytest.mark.parametrize("preset", list(PRESETS), ids=lambda preset: preset.name)
-def test_every_entry_means_something(preset: Preset) -> None:
+def test_every_entry_is_valid(preset: Preset) -> None:
     assert preset.description.endswith(".")
     assert preset.reference
     for override in preset.overrides:
@@ -93,13 +93,13 @@ def entry(rule: str, **params: float) -> override_pb2.Override:
     return override_pb2.Override(selector=selector, rule=rule, params=values, optional=True)
 
 
-def test_a_param_with_two_values_is_refused() -> None:
+def test_preset_with_two_values_of_a_param_is_refused() -> None:
     overrides = (entry("builtin/lrp_norm", eps=1e-6), entry("builtin/lrp_zplus", eps=1e-3))
     with pytest.raises(ValueError, match="'mixed' has two values of the param 'eps'"):
         Presets([Preset("mixed", ".", ".", overrides)])
 
 
-def test_names() -> None:
+def test_names_and_aliases_find_their_preset() -> None:
     presets = Presets([Preset("one", ".", ".", (entry("default"),), aliases=("uno",))])
     assert presets["uno"] is presets["one"]
     assert "uno" in presets

@@ -68,7 +68,7 @@ def test_empty_tensors_and_numbers_that_are_not_finite(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_error_of_a_thousandth_is_noticed(name: str) -> None:
+def test_comparison_detects_an_error_of_a_thousandth(name: str) -> None:
     """In every rule, in every gradient that it gives."""
     rule, case = BUILTINS[name], CASES[name]
     params = params_of(rule, case, own=False)
@@ -138,7 +138,7 @@ def test_no_sample_changes_another(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MIXING)
-def test_a_rule_that_denies_it_has_a_sample_that_changes_another(name: str) -> None:
+def test_rule_that_is_not_per_sample_mixes_samples(name: str) -> None:
     rule, case = BUILTINS[name], CASES[name]
     asked = case if case.mixing is None else replace(case, inputs=case.mixing)
     changed = False
@@ -207,7 +207,7 @@ def differences(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_rule_can_be_differentiated_again(name: str) -> None:
+def test_rule_can_be_differentiated_again(name: str) -> None:
     """TensorFlow's gradient of the rule; where the rule works element by element, against differences of its case."""
     rule, case = BUILTINS[name], CASES[name]
     params = params_of(rule, case, own=False)

@@ -143,7 +143,7 @@ def test_weights_of_zeros_have_no_dorefa_gradient() -> None:
     np.testing.assert_array_equal(ask_one("dorefa_weight", {"x0": np.zeros(3), "dy0": np.ones(3)}), np.zeros(3))
 
 
-def test_nan_to_zero_takes_infinities_too() -> None:
+def test_nan_to_zero_replaces_infinities() -> None:
     dy = np.array([np.nan, np.inf, -np.inf, 0.0, 2.0])
     np.testing.assert_array_equal(ask_one("nan_to_zero", {"x0": dy, "dy0": dy}), [0, 0, 0, 0, 2])
 

@@ -68,10 +68,10 @@ def _runs_when_trusted(op: OpDef) -> bool:
 def _samples() -> dict[str, OpDef]:
     """Of each category of denied ops one whose only obstacle is the list."""
     found: dict[str, OpDef] = {}
-    for name, ruling in policy.rulings().items():
+    for name, review in policy.op_reviews().items():
         op = _opdefs.find(name)
-        if not ruling.allowed and ruling.category not in found and op is not None and _runs_when_trusted(op):
-            found[ruling.category] = op
+        if not review.allowed and review.category not in found and op is not None and _runs_when_trusted(op):
+            found[review.category] = op
     return found
 
 

@@ -31,7 +31,7 @@ async def test_the_audit_log_tells_which_program_is_quarantined_and_why(settings
     operations = Operations(assembly.operations_of(settings))
     blobs = BlobStore(settings.data_dir / "blobs", settings.max_blob_bytes)
     pool = assembly.pool_of(settings, blobs, lambda ready: None)
-    loaded = assembly.loaded_of(settings, pool, blobs, operations.quarantined)
+    loaded = assembly.loaded_of(settings, pool, blobs, operations.record_quarantine)
     graph = "0123456789abcdef" * 4
     try:
         loaded.conduct.convict(Suspect("", graph, evaluate_pb2.DERIVATIVE_UNSPECIFIED), "SIGABRT: Check failed: a")

@@ -1,4 +1,4 @@
-"""Checks on a thread of their own, and warnings that are repeated."""
+"""Tests periodic checks and repeated warnings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from gradrule_server.periodic import PeriodicChecks, RepeatedWarning
 
 
-def test_a_check_that_fails_stops_no_other(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_check_does_not_stop_the_others(caplog: pytest.LogCaptureFixture) -> None:
     done = threading.Semaphore(0)
     threads: set[str] = set()
 
@@ -32,7 +32,7 @@ def test_a_check_that_fails_stops_no_other(caplog: pytest.LogCaptureFixture) -> 
     assert not any(thread.name == "periodic-checks" for thread in threading.enumerate())
 
 
-def test_a_warning_is_told_when_it_changes_and_once_a_minute(
+def test_warning_is_logged_when_it_changes_and_once_a_minute(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = [1000.0]

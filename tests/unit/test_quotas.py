@@ -5,76 +5,76 @@ import threading
 import pytest
 
 from gradrule_server.errors import GradruleError, reason_name
-from gradrule_server.quotas import Allowance
+from gradrule_server.quotas import Quota
 
 
-def refusal(allowance: Allowance, amount: int = 1) -> GradruleError:
+def refusal(quota: Quota, amount: int = 1) -> GradruleError:
     with pytest.raises(GradruleError) as caught:
-        allowance.take(amount)
+        quota.reserve(amount)
     return caught.value
 
 
-def test_a_tenant_s_bound_lies_within_the_server_s() -> None:
-    server = Allowance(5, "rules", "--max-rules")
-    one, two = (Allowance(3, "rules", "--tenant-rules", within=server) for _ in range(2))
-    one.take(3)
+def test_tenant_quota_counts_towards_server_quota() -> None:
+    server = Quota(5, "rules", "--max-rules")
+    one, two = (Quota(3, "rules", "--tenant-rules", within=server) for _ in range(2))
+    one.reserve(3)
     found = refusal(one)
     assert reason_name(found.reason) == "QUOTA_EXCEEDED"
     assert "--tenant-rules" in found.message
     assert (one.used, server.used) == (3, 3)
-    two.take(2)
+    two.reserve(2)
     assert "--max-rules" in refusal(two).message
-    assert (two.used, server.used, two.left) == (2, 5, 0)
-    one.give_back(2)
-    assert two.left == 1
-    two.take()
+    assert (two.used, server.used, two.available) == (2, 5, 0)
+    one.release(2)
+    assert two.available == 1
+    two.reserve()
 
 
-def test_where_both_are_full_the_server_s_is_named() -> None:
-    server = Allowance(1, "rules", "--max-rules")
-    one = Allowance(1, "rules", "--tenant-rules", within=server)
-    one.take()
+def test_error_names_server_setting_if_both_quotas_are_full() -> None:
+    server = Quota(1, "rules", "--max-rules")
+    one = Quota(1, "rules", "--tenant-rules", within=server)
+    one.reserve()
     assert "--max-rules" in refusal(one).message
 
 
-def test_what_is_there_already_counts_once() -> None:
-    server = Allowance(10, "rules", "--max-rules", used=4)
-    one = Allowance(5, "rules", "--tenant-rules", within=server)
-    one.begin(4)
-    assert (one.used, server.used, one.left) == (4, 4, 1)
+def test_initial_usage_counts_once() -> None:
+    server = Quota(10, "rules", "--max-rules", used=4)
+    one = Quota(5, "rules", "--tenant-rules", within=server)
+    one.add_initial_usage(4)
+    assert (one.used, server.used, one.available) == (4, 4, 1)
 
 
-def test_what_fails_takes_nothing() -> None:
-    server = Allowance(10, "rules", "--max-rules")
-    one = Allowance(10, "rules", "--tenant-rules", within=server)
-    with pytest.raises(KeyError), one.taken(3):
+def test_failed_reservation_uses_nothing() -> None:
+    server = Quota(10, "rules", "--max-rules")
+    one = Quota(10, "rules", "--tenant-rules", within=server)
+    with pytest.raises(KeyError), one.reserved(3):
         raise KeyError
     assert (one.used, server.used) == (0, 0)
-    with one.taken(3):
+    with one.reserved(3):
         pass
     assert (one.used, server.used) == (3, 3)
-    endless = Allowance.without_end()
-    endless.take(1 << 60)
+    unlimited = Quota.unlimited()
+    unlimited.reserve(1 << 60)
 
 
-def test_what_grows_by_itself_may_pass_the_bound() -> None:
-    server = Allowance(10, "bytes", "--max-bytes")
-    one = Allowance(10, "bytes", "--tenant-bytes", within=server)
+def test_adjust_may_exceed_the_limit() -> None:
+    server = Quota(10, "bytes", "--max-bytes")
+    one = Quota(10, "bytes", "--tenant-bytes", within=server)
     one.adjust(12)
-    assert (one.left, server.used) == (0, 12)
+    assert (one.available, server.used) == (0, 12)
     one.adjust(-12)
-    assert (one.left, server.used) == (10, 0)
+    assert (one.available, server.used) == (10, 0)
 
 
-def test_threads_count_right() -> None:
-    server = Allowance(1000, "rules", "--max-rules")
-    shares = [Allowance(1000, "rules", "--tenant-rules", within=server) for _ in range(4)]
+def test_quota_counts_correctly_from_several_threads() -> None:
+    server = Quota(1000, "rules", "--max-rules")
+    shares = [Quota(1000, "rules", "--tenant-rules", within=server) for _ in range(4)]
     refused: list[int] = []
 
-    def work(share: Allowance) -> None:
+    def work(share: Quota) -> None:
         for _ in range(400):
             try:
-                share.take()
+                share.reserve()
             except GradruleError:
                 refused.append(1)
 

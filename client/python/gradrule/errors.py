@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from gradrule._status_codes import DEFAULT_STATUS_CODE, STATUS_CODES
 from gradrule.v1.errors_pb2 import ErrorReason
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class GradruleError(Exception):
     """
 
     REASON: ClassVar[str] = ""
-    CODE: ClassVar[str] = "INVALID_ARGUMENT"
+    CODE: ClassVar[str] = DEFAULT_STATUS_CODE
 
     def __init__(
         self,
@@ -136,19 +137,13 @@ class InvalidRuleError(GradruleError):
 class UnknownRuleError(GradruleError):
     """No rule has the name. `client.list_rules()` tells them all; names are case-sensitive."""
 
-    CODE = "NOT_FOUND"
-
 
 class RuleExistsError(GradruleError):
     """The name belongs to a rule of other content. Choose another name, or delete that rule first."""
 
-    CODE = "ALREADY_EXISTS"
-
 
 class RuleReadOnlyError(GradruleError):
     """OP and BUILTIN rules can be neither made nor deleted. Choose another name."""
-
-    CODE = "FAILED_PRECONDITION"
 
 
 class UnknownParamError(GradruleError):
@@ -218,79 +213,53 @@ class FeedShapeError(GradruleError):
 class ProgramNotFoundError(GradruleError):
     """No program has the name; it was deleted, or belongs to another server. Compile it again."""
 
-    CODE = "NOT_FOUND"
-
 
 class ProgramExistsError(GradruleError):
     """The wished name belongs to a program of other content. Choose another, or delete that program."""
-
-    CODE = "ALREADY_EXISTS"
 
 
 class ExecutionFailedError(GradruleError):
     """A kernel failed while the program ran. The message is TensorFlow's."""
 
-    CODE = "FAILED_PRECONDITION"
-
 
 class EngineCrashedError(GradruleError):
     """The process that ran the program died. The next call meets a new one; the same graph may kill that too."""
-
-    CODE = "ABORTED"
 
 
 class EngineUnavailableError(GradruleError):
     """No engine is ready yet. Try again after `retry_delay` seconds; `client.wait_ready()` waits for one."""
 
-    CODE = "UNAVAILABLE"
-
 
 class OverloadedError(GradruleError):
     """The server has more requests than it takes. Try again after `retry_delay` seconds, with fewer in flight."""
-
-    CODE = "RESOURCE_EXHAUSTED"
 
 
 class MessageTooLargeError(GradruleError):
     """A message is larger than the server takes. Send less at a time, or raise its `--max-message-bytes`."""
 
-    CODE = "RESOURCE_EXHAUSTED"
-
 
 class DeadlineExceededError(GradruleError):
     """The call took longer than its `timeout`. The first call of a program compiles it and takes longest."""
-
-    CODE = "DEADLINE_EXCEEDED"
 
 
 class CancelledError(GradruleError):
     """The call was cancelled by its caller."""
 
-    CODE = "CANCELLED"
-
 
 class UnavailableError(GradruleError):
     """The server cannot be reached: wrong address, not started, or going away. The client has tried several times."""
-
-    CODE = "UNAVAILABLE"
 
 
 class UnsupportedError(GradruleError):
     """This version of the server, or of the client, does not have the method or option."""
 
-    CODE = "UNIMPLEMENTED"
-
 
 class InternalError(GradruleError):
     """A fault of the server's. The message holds a number to look for in its log."""
 
-    CODE = "INTERNAL"
-
 
 class BlobNotFoundError(GradruleError):
     """The server does not have bytes that the call names by their hash. `client.upload` sends them."""
-
-    CODE = "NOT_FOUND"
 
 
 class BlobMismatchError(GradruleError):
@@ -300,19 +269,13 @@ class BlobMismatchError(GradruleError):
 class HandleExpiredError(GradruleError):
     """A forward handle was closed, lapsed, or lost with its engine. `ForwardHandle` runs forward again by itself."""
 
-    CODE = "FAILED_PRECONDITION"
-
 
 class QuotaExceededError(GradruleError):
     """The server keeps no more of this kind. Give up some of it, or raise the setting that the message names."""
 
-    CODE = "RESOURCE_EXHAUSTED"
-
 
 class SharedMemoryLostError(GradruleError):
     """The server does not have the memory that a call shares with it. Clients then send tensors inline."""
-
-    CODE = "FAILED_PRECONDITION"
 
 
 class InvalidOptimizerError(GradruleError):
@@ -322,37 +285,25 @@ class InvalidOptimizerError(GradruleError):
 class SessionLostError(GradruleError):
     """The engine that held the session died. Start another, from what `read` or `save` gave last."""
 
-    CODE = "ABORTED"
-
 
 class UnauthenticatedError(GradruleError):
     """The server wants a credential, and got none that it knows. `connect(token=…)` takes one, `GRADRULE_TOKEN` too."""
-
-    CODE = "UNAUTHENTICATED"
 
 
 class PermissionDeniedError(GradruleError):
     """The credential is known, but not allowed to do this. Ask whoever runs the server for one that is."""
 
-    CODE = "PERMISSION_DENIED"
-
 
 class OpNotAllowedError(GradruleError):
     """The server does not run this op for strangers; the message says why. Feed what the op would have computed."""
-
-    CODE = "PERMISSION_DENIED"
 
 
 class QuarantinedError(GradruleError):
     """The graph ended two engines. The message says how they ended; change the graph, or wait for `retry_delay`."""
 
-    CODE = "FAILED_PRECONDITION"
-
 
 class MemoryExceededError(GradruleError):
     """The program takes more memory than an engine has. Feed less at a time, or raise the setting that is named."""
-
-    CODE = "RESOURCE_EXHAUSTED"
 
 
 def class_name(reason: str) -> str:
@@ -367,7 +318,7 @@ def _classes() -> dict[str, type[GradruleError]]:
         reason = text.removeprefix(_PREFIX)
         # A reason that a newer proto has and this file lacks is raised as the base class.
         if subclass := by_name.get(class_name(reason)):
-            subclass.REASON = reason
+            subclass.REASON, subclass.CODE = reason, STATUS_CODES.get(reason, DEFAULT_STATUS_CODE)
             found[reason] = subclass
     return found
 

@@ -1,1 +1,1 @@
-"""Commands beside `serve`: for whoever runs a server, on its machine."""
+"""Implements the commands for operators beside `serve`, which run on the server's machine."""

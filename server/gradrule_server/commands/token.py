@@ -1,4 +1,4 @@
-"""`gradrule token`: makes bearer tokens, shows what is known of them, and takes them back."""
+"""Implements `gradrule token`: creates, lists and revokes bearer tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gradrule_server.identity.tokens import (
+from gradrule_server.identity.token_file import (
     Token,
     TokenFileError,
     add_token,
@@ -29,7 +29,7 @@ _SECONDS = {"m": 60, "h": 3600, "d": 86400}
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs one of the commands; its exit code."""
+    """Runs a command and returns its exit code."""
     parser = _parser()
     try:
         options = parser.parse_args(list(arguments))
@@ -40,10 +40,10 @@ def run(arguments: Sequence[str]) -> int:
         return 2
     try:
         return int(options.run(options))
-    except (TokenFileError, ValueError) as refusal:
-        print(f"gradrule token: {refusal}", file=sys.stderr)
-    except OSError as failure:
-        print(f"gradrule token: {options.file} cannot be written: {failure.strerror or failure}", file=sys.stderr)
+    except (TokenFileError, ValueError) as failure:
+        print(f"gradrule token: {failure}", file=sys.stderr)
+    except OSError as cause:
+        print(f"gradrule token: {options.file} cannot be written: {cause.strerror or cause}", file=sys.stderr)
     return 1
 
 
@@ -54,18 +54,18 @@ def _parser() -> argparse.ArgumentParser:
         "of the file within a second or two.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    new = commands.add_parser("new", help="make a token; it is shown once, and only its hash is kept")
-    new.add_argument("--tenant", required=True, help="whose names it means: equal tenants share rules and programs")
-    new.add_argument("--admin", action="store_true", help="an administrator's")
+    new = commands.add_parser("new", help="create a token; it is shown once, and only its hash is stored")
+    new.add_argument("--tenant", required=True, help="tenant of the token; its callers share rules and programs")
+    new.add_argument("--admin", action="store_true", help="whether the token is an administrator's")
     new.add_argument("--expires", metavar="WHEN", type=_when, help="after 90d, 12h or 30m, or at 2030-01-31T00:00:00Z")
     new.set_defaults(run=_new)
-    shown = commands.add_parser("list", help="show the tokens without themselves")
-    shown.add_argument("--json", action="store_true", help="one line of JSON each")
-    shown.set_defaults(run=_list)
-    revoke = commands.add_parser("revoke", help="take tokens back")
-    revoke.add_argument("which", metavar="ID|TENANT", help="the token with this id, or all of this tenant's")
+    listing = commands.add_parser("list", help="show id, tenant and expiry of all tokens")
+    listing.add_argument("--json", action="store_true", help="print one line of JSON for each token")
+    listing.set_defaults(run=_list)
+    revoke = commands.add_parser("revoke", help="revoke tokens")
+    revoke.add_argument("which", metavar="ID|TENANT", help="id of a token, or tenant whose tokens are all revoked")
     revoke.set_defaults(run=_revoke)
-    for command in (new, shown, revoke):
+    for command in (new, listing, revoke):
         given = os.environ.get(_VARIABLE)
         command.add_argument(
             "--file", type=Path, default=Path(given) if given else None, help=f"file of tokens [{_VARIABLE}]"
@@ -92,11 +92,11 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _revoke(options: argparse.Namespace) -> int:
-    gone = revoke_tokens(options.file, options.which)
-    if not gone:
+    revoked = revoke_tokens(options.file, options.which)
+    if not revoked:
         print(f"gradrule token: {options.file} has no token, and no tenant, {options.which!r}", file=sys.stderr)
         return 1
-    for token in gone:
+    for token in revoked:
         print(f"revoked: {_row(token)}")
     return 0
 
@@ -111,7 +111,7 @@ def _row(token: Token) -> str:
 
 
 def _when(text: str) -> float:
-    """Seconds since 1970."""
+    """Converts a period from now, or a time, to seconds since 1970."""
     period = _PERIOD.fullmatch(text)
     if period is not None:
         return float(int(time.time()) + int(period[1]) * _SECONDS[period[2]])

@@ -12,18 +12,18 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.engine import tf_private
 from gradrule_server.engine.names import IMPORT_SCOPE
 from gradrule_server.errors import Finding, GradruleError
-from gradrule_server.policy import Ruling, digest_of, judged
+from gradrule_server.policy import OpReview, definition_digest, review_with_digest
 
 _MAX_FINDINGS = 20
 
-_rulings: dict[str, Ruling] = {}
+_reviews: dict[str, OpReview] = {}
 
 
 def check_ops(graph: tf.Graph) -> None:
     """OP_NOT_ALLOWED, with all op types of the graph and its functions that the list denies."""
     findings: list[Finding] = []
     for op_type, name in _ops_of(graph).items():
-        ruling = _ruling(op_type)
+        ruling = _review(op_type)
         if not ruling.allowed:
             message = (
                 f"Node {name!r} ({op_type}), which the program comes to with its rules and gradients, is not allowed "
@@ -48,8 +48,8 @@ def _ops_of(graph: tf.Graph) -> dict[str, str]:
     return found
 
 
-def _ruling(op_type: str) -> Ruling:
-    found = _rulings.get(op_type)
+def _review(op_type: str) -> OpReview:
+    found = _reviews.get(op_type)
     if found is None:
-        found = _rulings[op_type] = judged(op_type, digest_of(tf_private.op_definition(op_type)))
+        found = _reviews[op_type] = review_with_digest(op_type, definition_digest(tf_private.op_definition(op_type)))
     return found

@@ -175,11 +175,11 @@ def _is_small(graph: tf.Graph) -> bool:
 def _content(rule: link_pb2.BoundRule) -> RuleContent | None:
     match rule.WhichOneof("form"):
         case "definition":
-            return RuleContent.from_kept(rule.name, rule.definition)
+            return RuleContent.from_stored(rule.name, rule.definition)
         case "code":
             return BUILTINS[rule.code].content
         case "brought":
-            return RuleContent(graph_bytes=rule.brought, brought=True)
+            return RuleContent(graph_bytes=rule.brought, embedded=True)
         case _:
             return None
 

@@ -21,7 +21,7 @@ from typing import TypeVar
 from gradrule_server.front.heap import HeapTrimmer
 from gradrule_server.front.sockets import Address, Peer, Socket, Sockets, parsed_peer
 from gradrule_server.front.stalls import patience
-from gradrule_server.operations.rates import RateBound
+from gradrule_server.operations.rate_limiter import RateLimiter
 
 T = TypeVar("T")
 
@@ -195,7 +195,7 @@ class ConnectionWatch:
         self._all: dict[Peer, Connection] = {}
         self._by_name: dict[str, Connection] = {}
         self._heap = HeapTrimmer()
-        self._lines = RateBound(_LINES_PER_SECOND, _LINES_AT_ONCE)
+        self._lines = RateLimiter(_LINES_PER_SECOND, _LINES_AT_ONCE)
         self._watching: asyncio.Task[None] | None = None
 
     def of(self, peer: str) -> Connection:
@@ -314,7 +314,7 @@ class ConnectionWatch:
             for connection in connections:
                 if connection.socket is not None:
                     connection.socket.shut()
-            if self._lines.admits():
+            if self._lines.allow():
                 _log.info("connections of %s that were closed: %d; why: %s", address, len(connections), reason)
 
 

@@ -54,10 +54,10 @@ from gradrule_server.front.stalls import patience
 from gradrule_server.front.tenants import Tenant
 from gradrule_server.identity import Principal
 from gradrule_server.link.turns import TurnsByOwner
-from gradrule_server.operations.audit import note_registration
-from gradrule_server.operations.observer import Observed, Observer
-from gradrule_server.operations.request import Request
-from gradrule_server.policy import SMALL_BYTES, Bounds, check_unpacking
+from gradrule_server.operations.audit import record_registration
+from gradrule_server.operations.observer import ObservedRequest, Observer
+from gradrule_server.operations.request_record import RequestRecord
+from gradrule_server.policy import SMALL_BYTES, NodeLimits, check_parsed_size
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 _EMPTY: Any = Empty()
@@ -102,11 +102,11 @@ class Door:
         admission: Admission,
         times: Times,
         observer: Observer | None = None,
-        bounds: Bounds | None = None,
+        bounds: NodeLimits | None = None,
         connections: ConnectionWatch | None = None,
     ) -> None:
         self.observer = observer or Observer()
-        self._bounds = bounds or Bounds()
+        self._bounds = bounds or NodeLimits()
         self._identity = identity
         self._tenants = tenants
         self._admission = admission
@@ -146,7 +146,7 @@ class Door:
     async def answer(
         self,
         caller: Caller,
-        observed: Observed,
+        observed: ObservedRequest,
         request_type: type[RequestT] | None,
         method: Method[RequestT],
         raw: bytes,
@@ -213,7 +213,7 @@ class Door:
     def _call(
         self,
         caller: Caller,
-        request: Request,
+        request: RequestRecord,
         request_type: type[RequestT] | None,
         method: Method[RequestT],
         raw: bytes,
@@ -226,7 +226,7 @@ class Door:
     async def _parse_and_call(
         self,
         caller: Caller,
-        request: Request,
+        request: RequestRecord,
         request_type: type[RequestT],
         method: Method[RequestT],
         raw: bytes,
@@ -234,7 +234,7 @@ class Door:
     ) -> Message | bytes:
         parsed = await self.read(request_type, raw, caller)
         answer = await method(Call(parsed, raw, request.received_ns, ends_at, caller))
-        note_registration(request.rpc, parsed, answer)
+        record_registration(request.rpc, parsed, answer)
         return answer
 
     async def read(self, request_type: type[RequestT], raw: bytes, caller: Caller) -> RequestT:
@@ -252,7 +252,7 @@ class Door:
         """Streams take no more requests from now on; they end when what is under way is done."""
         self.draining.set()
 
-    async def _arrive(self, known: Principal | None, context: Context, request: Request) -> Caller:
+    async def _arrive(self, known: Principal | None, context: Context, request: RequestRecord) -> Caller:
         """Who calls, counted in; UNAUTHENTICATED. `known`: who that is, where the metadata told."""
         principal = self._identity.of_connection(context) if known is None else known
         self._connections.of(request.peer()).is_authenticated = True
@@ -283,7 +283,7 @@ class Door:
     def _unary(self, rpc: str, request_type: type[RequestT] | None, method: Method[RequestT]) -> Make:
         def make(known: Principal | None) -> Handler:
             async def handle(_: AsyncIterator[bytes], context: Context) -> bytes:
-                async def answer(caller: Caller, request: Request) -> bytes:
+                async def answer(caller: Caller, request: RequestRecord) -> bytes:
                     admission, share, size = self._admission, caller.tenant.share, 0
                     admission.enter(share, 0)
                     try:
@@ -311,7 +311,7 @@ class Door:
     def _upload(self, rpc: str, request_type: type[RequestT], method: UploadMethod[RequestT]) -> Make:
         def make(known: Principal | None) -> Handler:
             async def handle(pieces: AsyncIterator[bytes], context: Context) -> bytes:
-                async def answer(caller: Caller, request: Request) -> bytes:
+                async def answer(caller: Caller, request: RequestRecord) -> bytes:
                     async def messages() -> AsyncIterator[RequestT]:
                         share = caller.tenant.share
                         async for raw in self._connections.of(context.peer()).messages(pieces):
@@ -324,7 +324,7 @@ class Door:
 
                     async def run(_: float) -> Message | bytes:
                         made = await method(Incoming(messages(), caller.tenant))
-                        note_registration(rpc, request_type(), made)
+                        record_registration(rpc, request_type(), made)
                         return made
 
                     answer = await self.run(caller, run, context.time_remaining(), 0)
@@ -340,11 +340,11 @@ class Door:
     def _stream(self, rpc: str, method: StreamMethod) -> Make:
         def make(known: Principal | None) -> Handler:
             async def handle(requests: AsyncIterator[bytes], context: Context) -> None:
-                async def answer(caller: Caller, request: Request) -> None:
+                async def answer(caller: Caller, request: RequestRecord) -> None:
                     request.is_stream = True
-                    streams = caller.tenant.room["streams"]
-                    streams.take()
-                    when_done(context, lambda _: streams.give_back())
+                    streams = caller.tenant.quotas["streams"]
+                    streams.reserve()
+                    when_done(context, lambda _: streams.release())
                     if request.wants_gzip:
                         await compress_answers(context)
                     await self._open_streams.serve(method, caller, requests, context)
@@ -360,7 +360,7 @@ class Door:
         rpc: str,
         known: Principal | None,
         context: Context,
-        answer: Callable[[Caller, Request], Awaitable[AnswerT]],
+        answer: Callable[[Caller, RequestRecord], Awaitable[AnswerT]],
     ) -> AnswerT:
         """Lets a caller in; what goes wrong ends the call.
 
@@ -380,8 +380,8 @@ class Door:
             await abort(context, cause, observed.request)
 
 
-def _parse(request_type: type[RequestT], raw: bytes, bounds: Bounds) -> RequestT:
-    check_unpacking(raw, request_type, bounds)
+def _parse(request_type: type[RequestT], raw: bytes, bounds: NodeLimits) -> RequestT:
+    check_parsed_size(raw, request_type, bounds)
     try:
         return request_type.FromString(raw)
     except DecodeError as cause:

@@ -7,7 +7,7 @@ from typing import Any
 
 from gradrule_server.errors import GradruleError
 from gradrule_server.front.calls import Context
-from gradrule_server.identity import OPEN, Credentials, Principal, unauthenticated
+from gradrule_server.identity import ANONYMOUS, Authenticator, Principal, unauthenticated
 
 _AUTHORIZATION = "authorization"
 # The certificate itself: gRPC gives its names without their types, and ends them at a zero byte.
@@ -17,7 +17,7 @@ _CERTIFICATE = "x509_pem_cert"
 class Identity:
     """Tells who calls, as far as the server asks."""
 
-    def __init__(self, credentials: Credentials) -> None:
+    def __init__(self, credentials: Authenticator) -> None:
         self._credentials = credentials
         self.is_open = credentials.is_open
 
@@ -27,11 +27,11 @@ class Identity:
         UNAUTHENTICATED.
         """
         if self.is_open:
-            return OPEN
+            return ANONYMOUS
         if not self._credentials.takes_tokens:
             return None
         values = [value for key, value in metadata if key == _AUTHORIZATION and isinstance(value, str)]
-        found = self._credentials.of_authorization(values)
+        found = self._credentials.from_authorization(values)
         if found is None:
             raise unauthenticated()
         return found
@@ -40,14 +40,14 @@ class Identity:
         """Whose certificate opened the connection; UNAUTHENTICATED."""
         told: Mapping[str, Iterable[bytes]] = context.auth_context()
         certificates = list(told.get(_CERTIFICATE, ()))
-        found = self._credentials.of_certificate(certificates[0]) if len(certificates) == 1 else None
+        found = self._credentials.from_certificate(certificates[0]) if len(certificates) == 1 else None
         if found is None:
             raise unauthenticated()
         return found
 
     def check(self, principal: Principal) -> None:
         """UNAUTHENTICATED where the credential of one who came before holds no longer."""
-        if not self._credentials.still_holds(principal):
+        if not self._credentials.is_still_valid(principal):
             raise unauthenticated()
 
 

@@ -13,15 +13,15 @@ from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.front.calls import Context
 from gradrule_server.front.status import DETAILS_KEY, code_of, status_of
-from gradrule_server.operations.observer import Observed, Observer
-from gradrule_server.operations.request import REQUEST_ID, Request
+from gradrule_server.operations.observer import ObservedRequest, Observer
+from gradrule_server.operations.request_record import REQUEST_ID, RequestRecord
 
 _log = logging.getLogger(__name__)
 
 _PUSHBACK_KEY = "grpc-retry-pushback-ms"
 
 
-def observed_of(observer: Observer, rpc: str, context: Context) -> Observed:
+def observed_of(observer: Observer, rpc: str, context: Context) -> ObservedRequest:
     """An RPC that begins; its caller learns the id under which the log has it."""
     observed = observer.rpc(rpc, context.invocation_metadata(), context.peer)
     context.set_trailing_metadata(((REQUEST_ID, observed.request.id),))
@@ -57,7 +57,7 @@ def incident() -> GradruleError:
     return error(errors_pb2.ERROR_REASON_INTERNAL, f"the server failed; its log has more under incident {number}")
 
 
-async def abort(context: Context, cause: GradruleError, request: Request) -> NoReturn:
+async def abort(context: Context, cause: GradruleError, request: RequestRecord) -> NoReturn:
     """Ends a call with the status of what went wrong."""
     status = status_of(cause)
     trailers: list[tuple[str, str | bytes]] = [

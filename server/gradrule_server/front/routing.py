@@ -11,7 +11,7 @@ from gradrule_server.errors import GradruleError
 from gradrule_server.front.calls import Context
 from gradrule_server.front.identity import Identity
 from gradrule_server.front.outcomes import abort, observed_of
-from gradrule_server.identity import OPEN, Principal
+from gradrule_server.identity import ANONYMOUS, Principal
 from gradrule_server.operations.observer import Observer
 
 Handler: TypeAlias = "grpc.RpcMethodHandler[bytes, bytes]"
@@ -31,7 +31,7 @@ class Service(grpc.GenericRpcHandler):
         self._identity = identity
         self._observer = observer
         self._makes = makes
-        self._open = {path: make(OPEN) for path, make in makes.items()} if identity.is_open else {}
+        self._open = {path: make(ANONYMOUS) for path, make in makes.items()} if identity.is_open else {}
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
         path = handler_call_details.method

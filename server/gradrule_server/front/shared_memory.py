@@ -121,7 +121,7 @@ class SharedMemories:
             address=self.address,
             client_key=client_key,
             server_key=server_key,
-            max_bytes=min(self._max_bytes, tenant.room["shared_bytes"].limit),
+            max_bytes=min(self._max_bytes, tenant.quotas["shared_bytes"].limit),
         )
 
     @contextlib.contextmanager
@@ -194,8 +194,8 @@ class SharedMemories:
         """
         size = shareable_size(fd, self._max_bytes)
         counted = max(size, _LEAST_COUNTED_BYTES)
-        room = tenant.room["shared_bytes"]
-        room.take(counted)
+        quota = tenant.quotas["shared_bytes"]
+        quota.reserve(counted)
         memory = ClientMemory(secrets.token_bytes(NAME_BYTES), fd, size)
         key = tenant.name, memory.name
         self._tenants.enter(tenant)
@@ -203,7 +203,7 @@ class SharedMemories:
         def closed() -> None:
             del self._memories[key]
             memory.close()
-            room.give_back(counted)
+            quota.release(counted)
             self._tenants.leave(tenant)
 
         self._memories[key] = _Handover(connection, memory, closed)

@@ -9,6 +9,7 @@ from google.protobuf import any_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
+from gradrule._status_codes import DEFAULT_STATUS_CODE, STATUS_CODES
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import Finding, GradruleError, reason_name
 
@@ -23,39 +24,10 @@ _MAX_NAME_BYTES = 256
 # What packing a message into an Any adds.
 _ANY_BYTES = 56
 
-_INVALID = grpc.StatusCode.INVALID_ARGUMENT
-_CODES = {
-    errors_pb2.ERROR_REASON_UNKNOWN_RULE: grpc.StatusCode.NOT_FOUND,
-    errors_pb2.ERROR_REASON_RULE_EXISTS: grpc.StatusCode.ALREADY_EXISTS,
-    errors_pb2.ERROR_REASON_RULE_READ_ONLY: grpc.StatusCode.FAILED_PRECONDITION,
-    errors_pb2.ERROR_REASON_PROGRAM_NOT_FOUND: grpc.StatusCode.NOT_FOUND,
-    errors_pb2.ERROR_REASON_PROGRAM_EXISTS: grpc.StatusCode.ALREADY_EXISTS,
-    errors_pb2.ERROR_REASON_EXECUTION_FAILED: grpc.StatusCode.FAILED_PRECONDITION,
-    errors_pb2.ERROR_REASON_ENGINE_CRASHED: grpc.StatusCode.ABORTED,
-    errors_pb2.ERROR_REASON_ENGINE_UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
-    errors_pb2.ERROR_REASON_OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    errors_pb2.ERROR_REASON_MESSAGE_TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED: grpc.StatusCode.DEADLINE_EXCEEDED,
-    errors_pb2.ERROR_REASON_CANCELLED: grpc.StatusCode.CANCELLED,
-    errors_pb2.ERROR_REASON_UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
-    errors_pb2.ERROR_REASON_UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
-    errors_pb2.ERROR_REASON_INTERNAL: grpc.StatusCode.INTERNAL,
-    errors_pb2.ERROR_REASON_BLOB_NOT_FOUND: grpc.StatusCode.NOT_FOUND,
-    errors_pb2.ERROR_REASON_HANDLE_EXPIRED: grpc.StatusCode.FAILED_PRECONDITION,
-    errors_pb2.ERROR_REASON_QUOTA_EXCEEDED: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    errors_pb2.ERROR_REASON_SESSION_LOST: grpc.StatusCode.ABORTED,
-    errors_pb2.ERROR_REASON_UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
-    errors_pb2.ERROR_REASON_PERMISSION_DENIED: grpc.StatusCode.PERMISSION_DENIED,
-    errors_pb2.ERROR_REASON_OP_NOT_ALLOWED: grpc.StatusCode.PERMISSION_DENIED,
-    errors_pb2.ERROR_REASON_QUARANTINED: grpc.StatusCode.FAILED_PRECONDITION,
-    errors_pb2.ERROR_REASON_MEMORY_EXCEEDED: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    errors_pb2.ERROR_REASON_SHARED_MEMORY_LOST: grpc.StatusCode.FAILED_PRECONDITION,
-}
-
 
 def code_of(reason: errors_pb2.ErrorReason.ValueType) -> grpc.StatusCode:
     """The gRPC code of a reason, as errors.proto documents it."""
-    return _CODES.get(reason, _INVALID)
+    return grpc.StatusCode[STATUS_CODES.get(reason_name(reason), DEFAULT_STATUS_CODE)]
 
 
 def status_of(cause: GradruleError) -> status_pb2.Status:

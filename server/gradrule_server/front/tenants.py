@@ -13,29 +13,17 @@ from dataclasses import dataclass, field
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.front.admission import Share
+from gradrule_server.operations.sources import TenantUsage
 from gradrule_server.policy import Limits
 from gradrule_server.programs.handles import HandleHouse
 from gradrule_server.programs.house import ProgramHouse
 from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.programs.sessions import SessionHouse
-from gradrule_server.quotas import Allowance
+from gradrule_server.quotas import QUOTA_RESOURCES, Quota
 from gradrule_server.registry.blobs import BlobStore
-from gradrule_server.registry.programs import HeldBlobs, ProgramRegistry
-from gradrule_server.registry.rules import RuleRegistry, Shipped
+from gradrule_server.registry.programs import PinnedBlobs, ProgramRegistry
+from gradrule_server.registry.rules import ReadOnlyRules, RuleRegistry
 from gradrule_server.registry.store import DEFAULT_TENANT, Store
-
-KINDS: Mapping[str, str] = {
-    "rules": "rules",
-    "programs": "programs",
-    "registry_bytes": "bytes of rules and programs",
-    "sessions": "sessions",
-    "session_bytes": "bytes of sessions",
-    "handles": "forward handles",
-    "handle_bytes": "bytes of forward handles",
-    "streams": "streams",
-    "shared_bytes": "bytes of shared memory",
-}
-"""What is bounded for each tenant and for all, in people's words. The settings are `max_KIND` and `tenant_KIND`."""
 
 _MAX_IDLE = 128
 _IDLE_S = 60.0
@@ -44,23 +32,8 @@ _TRIM_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class TenantStatus:
-    """What a tenant has by now."""
-
-    name: str
-    in_flight: int
-    programs: int
-    rules: int
-    sessions: int
-    session_bytes: int
-    handles: int
-    handle_bytes: int
-    blob_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Shared:
-    """What all tenants share. `server`: bounds for all; `tenant`: those of each; both by kind, see `KINDS`.
+    """What all tenants share. `server`: bounds for all; `tenant`: those of each; both by name of a quota resource.
 
     `tenant_blob_bytes`, `tenant_blobs`: bytes and number of each tenant's blobs. `cache_bytes`: of programs that are
     kept at hand, of all together.
@@ -82,7 +55,7 @@ class Shared:
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """One tenant. `room`: its quotas by kind; `share`: what it has in flight; `users`: calls and streams under way."""
+    """One tenant. `quotas`: by kind; `share`: what it has in flight; `users`: calls and streams under way."""
 
     name: str
     rules: RuleRegistry
@@ -91,23 +64,23 @@ class Tenant:
     house: ProgramHouse
     handles: HandleHouse
     sessions: SessionHouse
-    room: Mapping[str, Allowance]
+    quotas: Mapping[str, Quota]
     share: Share = field(default_factory=Share)
     users: int = 0
     left_at: float = 0.0
 
-    def status(self) -> TenantStatus:
-        """What it has by now."""
-        return TenantStatus(
+    def status(self) -> TenantUsage:
+        """Returns what the tenant uses."""
+        counted = {name: quota.used for name, quota in self.quotas.items()}
+        return TenantUsage(
             self.name,
-            self.share.requests,
-            len(self.programs),
-            len(self.rules),
-            self.room["sessions"].used,
-            self.room["session_bytes"].used,
-            self.room["handles"].used,
-            self.room["handle_bytes"].used,
-            self.blobs.held_bytes,
+            counted
+            | {
+                "requests": self.share.requests,
+                "programs": len(self.programs),
+                "rules": len(self.rules),
+                "blob_bytes": self.blobs.held_bytes,
+            },
         )
 
 
@@ -117,25 +90,25 @@ class Tenants:
     Made in a thread that may block.
     """
 
-    def __init__(self, shared: Shared, shipped: Shipped) -> None:
+    def __init__(self, shared: Shared, read_only: ReadOnlyRules) -> None:
         self._shared = shared
-        self._shipped = shipped
+        self._read_only = read_only
         rules, programs = shared.store.counts()
         used = {"rules": rules, "programs": programs, "registry_bytes": shared.store.kept_bytes()}
         # How many there are on the disk was always bounded for the whole server, and says so as it always did.
-        self._room = {
-            kind: Allowance(
-                shared.server[kind],
-                what,
-                _flag("max", kind),
-                used=used.get(kind, 0),
+        self._quotas = {
+            resource.name: Quota(
+                shared.server[resource.name],
+                resource.what,
+                _flag("max", resource.name),
+                used=used.get(resource.name, 0),
                 reason=errors_pb2.ERROR_REASON_LIMIT_EXCEEDED
-                if kind in ("rules", "programs")
+                if resource.name in ("rules", "programs")
                 else errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
             )
-            for kind, what in KINDS.items()
+            for resource in QUOTA_RESOURCES
         }
-        self._held = HeldBlobs(shared.store, shared.blobs)
+        self._pins = PinnedBlobs(shared.store, shared.blobs)
         self._tenants: dict[str, Tenant] = {}
         self._idle: OrderedDict[str, Tenant] = OrderedDict()
         self._loading: dict[str, asyncio.Task[Tenant]] = {}
@@ -144,7 +117,7 @@ class Tenants:
         self.default = self._tenants[DEFAULT_TENANT] = self._make(DEFAULT_TENANT)
         """Whose names are those of callers without credentials. Always at hand."""
 
-    def status(self) -> list[TenantStatus]:
+    def status(self) -> list[TenantUsage]:
         """Those at hand, by name."""
         return [tenant.status() for _, tenant in sorted(self._tenants.items())]
 
@@ -188,18 +161,18 @@ class Tenants:
         if time.monotonic() - self._trimmed_at >= _TRIM_EVERY_S:
             self._trim()
 
-    def set_shipped(self, shipped: Shipped) -> None:
+    def set_read_only(self, read_only: ReadOnlyRules) -> None:
         """Replaces what lies below every tenant's rules."""
-        self._shipped = shipped
+        self._read_only = read_only
         for tenant in self._tenants.values():
-            tenant.rules.set_shipped(shipped)
+            tenant.rules.set_read_only(read_only)
 
     async def _load(self, name: str) -> Tenant:
         async with self._slots:
-            shipped = self._shipped
+            read_only = self._read_only
             made = await asyncio.to_thread(self._make, name)
-        if shipped is not self._shipped:
-            made.rules.set_shipped(self._shipped)
+        if read_only is not self._read_only:
+            made.rules.set_read_only(self._read_only)
         self._tenants[name] = made
         made.left_at = time.monotonic()
         self._idle[name] = made
@@ -207,31 +180,36 @@ class Tenants:
 
     def _make(self, name: str) -> Tenant:
         shared = self._shared
-        room = {
-            kind: Allowance(shared.tenant[kind], what, _flag("tenant", kind), within=self._room[kind])
-            for kind, what in KINDS.items()
+        quotas = {
+            resource.name: Quota(
+                shared.tenant[resource.name],
+                resource.what,
+                _flag("tenant", resource.name),
+                within=self._quotas[resource.name],
+            )
+            for resource in QUOTA_RESOURCES
         }
-        blobs = shared.blobs.of(name, shared.tenant_blob_bytes, shared.tenant_blobs)
+        blobs = shared.blobs.for_tenant(name, shared.tenant_blob_bytes, shared.tenant_blobs)
         rules = RuleRegistry(
             shared.store,
-            self._shipped,
+            self._read_only,
             tenant=name,
-            room=room["rules"],
-            bytes_room=room["registry_bytes"],
+            quota=quotas["rules"],
+            bytes_quota=quotas["registry_bytes"],
             bounds=shared.limits,
         )
         programs = ProgramRegistry(
             shared.store,
             blobs,
             tenant=name,
-            room=room["programs"],
-            bytes_room=room["registry_bytes"],
-            held=self._held,
+            quota=quotas["programs"],
+            bytes_quota=quotas["registry_bytes"],
+            pins=self._pins,
         )
         # The server has counted these already.
-        room["rules"].begin(len(rules))
-        room["programs"].begin(len(programs))
-        room["registry_bytes"].begin(shared.store.kept_bytes(name))
+        quotas["rules"].add_initial_usage(len(rules))
+        quotas["programs"].add_initial_usage(len(programs))
+        quotas["registry_bytes"].add_initial_usage(shared.store.kept_bytes(name))
         house = ProgramHouse(
             rules,
             programs,
@@ -246,13 +224,15 @@ class Tenants:
         )
         handles = HandleHouse(
             house,
-            room=room["handles"],
-            bytes_room=room["handle_bytes"],
+            quota=quotas["handles"],
+            bytes_quota=quotas["handle_bytes"],
             ttl_s=shared.handle_ttl_s,
             blob_folder=blobs.folder_name,
         )
-        sessions = SessionHouse(house, blobs, shared.limits, room=room["sessions"], bytes_room=room["session_bytes"])
-        return Tenant(name, rules, programs, blobs, house, handles, sessions, room)
+        sessions = SessionHouse(
+            house, blobs, shared.limits, quota=quotas["sessions"], bytes_quota=quotas["session_bytes"]
+        )
+        return Tenant(name, rules, programs, blobs, house, handles, sessions, quotas)
 
     def _trim(self) -> None:
         """Forgets tenants that have not called for long, and programs where all tenants' together are too many."""
@@ -263,7 +243,7 @@ class Tenants:
             if now - tenant.left_at < _IDLE_S:
                 break
             del self._idle[name], self._tenants[name]
-            tenant.blobs.forget()
+            tenant.blobs.forget_limits()
         caches = [tenant.house.cache for tenant in self._tenants.values()]
         # The last program stays, however large it is.
         while (
@@ -273,5 +253,5 @@ class Tenants:
             max(caches, key=lambda cache: cache.held_bytes).drop_oldest()
 
 
-def _flag(scope: str, kind: str) -> str:
-    return f"--{scope}-{kind.replace('_', '-')}"
+def _flag(scope: str, resource: str) -> str:
+    return f"--{scope}-{resource.replace('_', '-')}"

@@ -11,7 +11,7 @@ import grpc
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
-from gradrule_server.identity.watched import WatchedFile
+from gradrule_server.identity.watched_file import WatchedFile
 
 _log = logging.getLogger(__name__)
 

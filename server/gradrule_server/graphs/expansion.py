@@ -31,7 +31,7 @@ from gradrule_server.graphs.variables import lower_variables
 from gradrule_server.graphs.wishes import Wishes
 from gradrule_server.graphs.write import tensor_name, write_graph
 from gradrule_server.graphs.write_rule import write_rule
-from gradrule_server.policy import Fault, refusal
+from gradrule_server.policy import Fault, op_fault
 
 
 def _no_rule(name: str, _: str) -> int:
@@ -374,7 +374,7 @@ def _check_runnable(roots: Iterable[Body], scopes: Mapping[str, str], limits: Li
             key = (node.op, id(node.attrs))
             if key not in known:
                 op = _opdefs.find(node.op)
-                known[key] = refusal(op, node.attrs, limits) if op else None
+                known[key] = op_fault(op, node.attrs, limits) if op else None
             fault = known[key]
             if fault:
                 reason, why = fault

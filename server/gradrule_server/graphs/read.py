@@ -20,7 +20,7 @@ from gradrule_server import errors
 from gradrule_server.graphs.findings import Findings, Reason, quote
 from gradrule_server.graphs.ir import ARG, GRADIENT_ATTR, Body, Node
 from gradrule_server.graphs.knots import KNOT_NOTES
-from gradrule_server.policy import Bounds, check_unpacking
+from gradrule_server.policy import NodeLimits, check_parsed_size
 
 # Index of the producer, name of its output argument (empty: none, the index counts all outputs), index.
 Source = tuple[int, str, int]
@@ -58,9 +58,9 @@ class Draft:
         return f"Node {quote(node)}" + (f" of function {quote(self.body.name)}" if self.body.name else "")
 
 
-def parse(data: bytes, bounds: Bounds | None = None) -> Graph:
+def parse(data: bytes, bounds: NodeLimits | None = None) -> Graph:
     """The message in the bytes; anything else is INVALID_GRAPH. LIMIT_EXCEEDED where it would take too much memory."""
-    check_unpacking(data, Graph, bounds or Bounds(), field="graph")
+    check_parsed_size(data, Graph, bounds or NodeLimits(), field="graph")
     try:
         return Graph.FromString(data)
     except DecodeError as cause:

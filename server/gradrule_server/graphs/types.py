@@ -13,7 +13,7 @@ from gradrule_server.graphs.ir import ARG, CALLS, CONTAINERS, LOOPS, Body, Limit
 from gradrule_server.graphs.library import Library
 from gradrule_server.graphs.read import Draft, Source
 from gradrule_server.graphs.unsupported import why_unsupported
-from gradrule_server.policy import count_fault, value_faults
+from gradrule_server.policy import attribute_faults, output_count_fault
 
 _KINDS = {
     "TYPE_MISMATCH": Reason.ERROR_REASON_TYPE_MISMATCH,
@@ -64,7 +64,7 @@ class Typing:
             message = f"{where} is of op type {quote(node.op)}, which neither TensorFlow nor the graph has.{hint}"
             findings.add(Reason.ERROR_REASON_UNKNOWN_OP_TYPE, message, node.name)
             return False
-        fault = count_fault(op, node.attrs, self._limits)
+        fault = output_count_fault(op, node.attrs, self._limits)
         if fault:
             findings.add(fault[0], f"{where} {fault[1]}.", node.name)
             return False
@@ -139,7 +139,7 @@ class Typing:
         self._findings.add(Reason.ERROR_REASON_DANGLING_INPUT, message, node.name if node else "")
 
     def _check_values(self, node: Node, op: _opdefs.OpDef, where: str) -> None:
-        faults = list(value_faults(op, node.attrs, self._limits))
+        faults = list(attribute_faults(op, node.attrs, self._limits))
         if node.op == "Const" and not faults and node.attrs["value"].tensor.dtype != node.attrs["dtype"].type:
             said, held = node.attrs["dtype"].type, node.attrs["value"].tensor.dtype
             what = f"says it is {name_of(said)}, but its value is {name_of(held)}"

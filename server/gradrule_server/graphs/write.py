@@ -11,7 +11,7 @@ from gradrule.v1.graph_pb2 import AttrValue, Graph, NameAttrList, Versions
 from gradrule.v1.tensor_pb2 import Dt, Tensor, TensorShape
 from gradrule_server.graphs.ir import ARG, CALLS, GRADIENT_ATTR, LOOPS, Body, Node, Ref, is_call
 from gradrule_server.graphs.prune import bodies_of
-from gradrule_server.policy import DROPPED, NOT_TAKEN
+from gradrule_server.policy import DROPPED_ATTRS, FAKE_PARAM
 
 GRADIENT_NAME = b"gradrule"
 MARK_ATTR = "_gradrule_mark"
@@ -57,12 +57,12 @@ def _top_name(top: Body, ref: Ref) -> str:
 def write_node(node: Node, message: graph_pb2.Node) -> None:
     """A node without its inputs."""
     message.name = node.name
-    if node.op == NOT_TAKEN and _has_zero(node.attrs["dtype"].type):
+    if node.op == FAKE_PARAM and _has_zero(node.attrs["dtype"].type):
         _write_zeros(node, message)
         return
     message.op = node.op
     for name, value in node.attrs.items():
-        if name not in DROPPED and (not name.startswith("_") or _is_valid_note(node, name, value)):
+        if name not in DROPPED_ATTRS and (not name.startswith("_") or _is_valid_note(node, name, value)):
             message.attr[name].CopyFrom(value)
     if node.functions and is_call(node) and node.op not in CALLS:
         _write_call(node, message)

@@ -1,6 +1,13 @@
-"""Who calls: from a credential to a principal. No gRPC."""
+"""Authenticates callers: maps a token or a client certificate to a principal. Imports no gRPC."""
 
-from gradrule_server.identity.credentials import Credentials
-from gradrule_server.identity.principal import OPEN, Principal, check_tenant, denied, require_admin, unauthenticated
+from gradrule_server.identity.authenticator import Authenticator
+from gradrule_server.identity.principal import (
+    ANONYMOUS,
+    Principal,
+    check_tenant,
+    denied,
+    require_admin,
+    unauthenticated,
+)
 
-__all__ = ["OPEN", "Credentials", "Principal", "check_tenant", "denied", "require_admin", "unauthenticated"]
+__all__ = ["ANONYMOUS", "Authenticator", "Principal", "check_tenant", "denied", "require_admin", "unauthenticated"]

@@ -1,16 +1,14 @@
-"""Clients' certificates: which of a certificate's names is a tenant's.
+"""Reads the tenant's name from a client certificate.
 
-A certificate names at most one tenant. Only the types of names that a setting allows count (RFC 5280, section 4.2.1.6),
-each as a whole; where there is none or more than one, the certificate names nobody. The common name counts only where
-there are no alternative names (RFC 9525, section 6.3), or where it is asked for.
+A certificate must hold exactly one name of the types that a setting allows (RFC 5280, section 4.2.1.6); otherwise it
+names no tenant. The common name counts only if the certificate has no alternative names (RFC 9525, section 6.3), or if
+the setting asks for it.
 """
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import logging
-import threading
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
 from cryptography import x509
@@ -20,9 +18,9 @@ from gradrule_server.identity.principal import Principal, check_tenant
 
 _log = logging.getLogger(__name__)
 
-# Certificates that are remembered, so that each is read once and not with each call.
-_MAX_REMEMBERED = 4096
-_SHOWN = 160
+# Number of certificates whose principals are cached, so that calls do not parse the certificate again.
+_CACHE_SIZE = 4096
+_MAX_CAUSE_LENGTH = 160
 
 _TYPES: Mapping[str, type[x509.GeneralName]] = {
     "uri": x509.UniformResourceIdentifier,
@@ -34,30 +32,25 @@ AUTO = "auto"
 
 
 class ClientCertificates:
-    """Finds the tenant of a certificate that TLS has checked. Safe to use from several threads.
+    """Finds the principal of a certificate that TLS has verified. Safe to use from several threads.
 
-    name: the type of name that counts: uri, dns, email, common-name, or auto: any of the first three, and the common
-    name where there are no alternative names. admins: tenants whose certificates are administrators'.
+    Args:
+        name: The type of name that counts: `uri`, `dns`, `email`, `common-name`, or `auto`: any of the first three, or
+            the common name if there are no alternative names.
+        admins: Tenants whose certificates belong to administrators.
     """
 
     def __init__(self, name: str = AUTO, admins: frozenset[str] = frozenset()) -> None:
         self._name = name
         self._admins = admins
-        self._lock = threading.Lock()
-        self._found: OrderedDict[bytes, Principal | None] = OrderedDict()
+        self._read_cached = functools.lru_cache(_CACHE_SIZE)(self._read)
 
     def find(self, pem: bytes) -> Principal | None:
-        """Whose certificate it is; None where it names nobody, or has expired since the connection was opened."""
-        digest = hashlib.sha256(pem).digest()
-        with self._lock:
-            is_known = digest in self._found
-            principal = self._found.get(digest)
-        if not is_known:
-            principal = self._read(pem)
-            with self._lock:
-                self._found[digest] = principal
-                while len(self._found) > _MAX_REMEMBERED:
-                    self._found.popitem(last=False)
+        """Returns the certificate's principal.
+
+        None if the certificate names no tenant, or has expired since the connection was opened.
+        """
+        principal = self._read_cached(pem)
         return None if principal is None or principal.is_expired else principal
 
     def _read(self, pem: bytes) -> Principal | None:
@@ -66,12 +59,12 @@ class ClientCertificates:
             tenant = self._tenant(certificate)
             expires_at = certificate.not_valid_after_utc.timestamp()
         except (ValueError, TypeError, x509.DuplicateExtension, x509.UnsupportedGeneralNameType) as cause:
-            _log.warning("a client's certificate names no tenant: %s", str(cause)[:_SHOWN])
+            _log.warning("a client's certificate names no tenant: %s", str(cause)[:_MAX_CAUSE_LENGTH])
             return None
         return Principal(tenant, tenant in self._admins, expires_at)
 
     def _tenant(self, certificate: x509.Certificate) -> str:
-        """`ValueError` where none of the names counts, or more than one does."""
+        """Returns the tenant's name. Raises `ValueError` unless exactly one name counts."""
         try:
             alternatives = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
         except x509.ExtensionNotFound:
@@ -81,10 +74,10 @@ class ClientCertificates:
         else:
             types = tuple(_TYPES.values()) if self._name == AUTO else (_TYPES[self._name],)
             found = [item.value for item in alternatives or () if isinstance(item, types)]
-        return _only(found, self._name)
+        return _single_name(found, self._name)
 
 
-def _only(names: Sequence[str | bytes], kind: str) -> str:
+def _single_name(names: Sequence[str | bytes], kind: str) -> str:
     what = "uri, dns and email" if kind == AUTO else kind
     if len(names) != 1:
         more = "; --tls-client-name says which type counts" if names and kind == AUTO else ""

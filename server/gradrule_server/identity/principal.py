@@ -1,4 +1,4 @@
-"""Principals, and how those are refused that are none."""
+"""Describes an authenticated caller, and the errors for callers without the rights that they need."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ MAX_TENANT = 128
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who calls. `tenant`: whose names are meant; `expires_at`: seconds since 1970 after which the credential is none.
+    """An authenticated caller.
 
-    `key`: what the credential is known by, where it may be taken back; it tells nothing about the credential. `signer`:
-    fingerprint of the key that signed it, where that one may be taken back.
+    Attributes:
+        tenant: The tenant whose rules, programs and blobs the caller uses.
+        is_admin: Whether the caller is an administrator.
+        expires_at: When the credential expires, in seconds since 1970; None: never.
+        key: SHA-256 of the token, by which a revoked token is recognised; empty for other credentials.
+        signer: Fingerprint of the key that signed a JSON Web Token, by which a removed key is recognised.
     """
 
     tenant: str
@@ -28,7 +32,7 @@ class Principal:
 
     @property
     def label(self) -> str:
-        """What logs call the credential: enough to find it, nothing to use it with."""
+        """The credential's name in logs: the first digits of its hash, with which nobody can authenticate."""
         return self.key[:6].hex()
 
     @property
@@ -36,19 +40,19 @@ class Principal:
         return self.expires_at is not None and time.time() >= self.expires_at
 
 
-OPEN = Principal(DEFAULT_TENANT, is_admin=True)
-"""Everybody, where a server asks for no credentials: whoever reaches it may do what it does."""
+ANONYMOUS = Principal(DEFAULT_TENANT, is_admin=True)
+"""The principal of every caller of a server that asks for no credentials."""
 
 
 def check_tenant(name: str) -> str:
-    """The name of a tenant; `ValueError` for what is none."""
+    """Returns `name` if it is a valid name of a tenant, else raises `ValueError`."""
     if not 1 <= len(name) <= MAX_TENANT or not name.isprintable() or name != name.strip():
         raise ValueError(f"a tenant's name is 1 to {MAX_TENANT} printable characters, not {name[: MAX_TENANT + 1]!r}")
     return name
 
 
 def unauthenticated() -> GradruleError:
-    """UNAUTHENTICATED, always in the same words: whoever tries credentials learns nothing about them."""
+    """Returns UNAUTHENTICATED. The message is always the same, so it tells an attacker nothing about a credential."""
     return error(
         errors_pb2.ERROR_REASON_UNAUTHENTICATED,
         "the server wants a valid credential with each call: a bearer token, or a client certificate, as it is set up",
@@ -56,13 +60,13 @@ def unauthenticated() -> GradruleError:
 
 
 def denied() -> GradruleError:
-    """PERMISSION_DENIED, always in the same words."""
+    """Returns PERMISSION_DENIED, always with the same message."""
     return error(
         errors_pb2.ERROR_REASON_PERMISSION_DENIED, "the credential does not allow this; an administrator's does"
     )
 
 
 def require_admin(principal: Principal) -> None:
-    """PERMISSION_DENIED for all but administrators."""
+    """Raises PERMISSION_DENIED unless the principal is an administrator."""
     if not principal.is_admin:
         raise denied()

@@ -1,5 +1,5 @@
-"""What people who run a server see of it: metrics, traces, logs, the audit log, its status.
+"""Makes a server observable: metrics, traces, logs, the audit log, its status.
 
-`request` notes what is known of the request under way; `observer` hands it, once it has ended, to those who count, log
-or export it; `operations` puts them together. Nothing here imports grpc or TensorFlow.
+`request_record` records what happens in a request; `observer` passes the record of an ended request to the sinks that
+count, log or export it; `operations` creates and runs them all. Nothing here imports grpc or TensorFlow.
 """

@@ -1,7 +1,7 @@
-"""The audit log: one line for each registration and each refusal that concerns what a caller may do.
+"""Writes the audit log: one line for each registration, and for each refusal because of rights, policy or quotas.
 
-Lines are JSON objects with `time`, `event` (`registration`, `refusal`, `quarantine`, `left_out`), who asked (`tenant`,
-`principal`, `peer`, `request_id`, `rpc`), and what about (`action`, `kind`, `name`, `digest`; `reason`, `detail`).
+Lines are JSON objects with `time`, `event` (`registration`, `refusal`, `quarantine`, `left_out`), the caller (`tenant`,
+`principal`, `peer`, `request_id`, `rpc`), and the object (`action`, `kind`, `name`, `digest`; `reason`, `detail`).
 """
 
 from __future__ import annotations
@@ -18,23 +18,21 @@ from pathlib import Path
 from google.protobuf.message import Message
 
 from gradrule.v1 import blob_pb2, program_pb2, rule_pb2
-from gradrule_server.operations.logs import JsonFormatter, fields
-from gradrule_server.operations.rates import RateBound
-from gradrule_server.operations.request import Registration, Request, current
-from gradrule_server.operations.text import bounded
-from gradrule_server.operations.writing import LeftOut, LineHandler
+from gradrule_server.operations.log_writing import DroppedCount, LineHandler
+from gradrule_server.operations.logs import JsonFormatter, fields, truncated
+from gradrule_server.operations.rate_limiter import RateLimiter
+from gradrule_server.operations.request_record import Registration, RequestRecord, current
 
 REFUSALS = frozenset(
     {"UNAUTHENTICATED", "PERMISSION_DENIED", "OP_NOT_ALLOWED", "QUARANTINED", "QUOTA_EXCEEDED", "RULE_READ_ONLY"}
 )
-"""Reasons that say what a caller may not do; other errors are about what it asked for."""
+"""Reasons that are written: the caller lacks a right. Other errors are mistakes in requests."""
 
 STANDARD_OUTPUT = "-"
 
 _FILE_MODE = 0o600
-_MAX_NAME = 256
-# Lines of one tenant's: these at once, then so many a second. Registrations are what the log is for, but repeating one
-# costs its caller little.
+_MAX_NAME_LENGTH = 256
+# Limits per tenant. Registrations have a limit as well, because a caller can repeat them at little cost.
 _REFUSALS_AT_ONCE = 100
 _REFUSALS_PER_SECOND = 1.0
 _REGISTRATIONS_AT_ONCE = 1000
@@ -45,8 +43,14 @@ LOGGER = logging.getLogger("gradrule.audit")
 
 
 def configure(path: str) -> None:
-    """Audit lines go to a file (made readable for its owner alone), to standard output (`-`), or, without a path, to
-    the server's log. A file that was moved away is made anew. `OSError` where it cannot be opened.
+    """Sets where audit lines are written.
+
+    Args:
+        path: A file, which only its owner can read, and which is created again if it is moved away; `-` for standard
+            output; empty for the server's log.
+
+    Raises:
+        OSError: The file cannot be opened.
     """
     for handler in list(LOGGER.handlers):
         LOGGER.removeHandler(handler)
@@ -60,25 +64,25 @@ def configure(path: str) -> None:
 
 
 class _AuditFile(LineHandler, WatchedFileHandler):
-    """Appends to a file that its owner alone may read."""
+    """Appends lines to a file that only its owner can read."""
 
     def __init__(self, path: Path) -> None:
         WatchedFileHandler.__init__(self, str(path), encoding="utf-8")
-        self.left_out, self.is_failing = LeftOut(), False
-        self._failures = RateBound(per_second=0.1, burst=1)
+        self.dropped, self.is_failing = DroppedCount(), False
+        self._failures = RateLimiter(per_second=0.1, burst=1)
 
     def write(self, line: str) -> None:
         self.reopenIfNeeded()
         if self.stream is None:
-            # It could not be made anew before.
+            # An earlier attempt to open the file again failed.
             self.stream = self._open()
             self._statstream()
         super().write(line)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """A full disk must be heard of, but not at each line, and it must not cost anybody an answer."""
-        self.left_out.add()
-        if self._failures.admits():
+        """Counts the line as dropped, and reports the failure at a limited rate; it must not fail a request."""
+        self.dropped.add()
+        if self._failures.allow():
             _log.error("the audit log cannot be written", exc_info=sys.exc_info())
 
     def _open(self) -> TextIOWrapper:
@@ -89,70 +93,72 @@ class _AuditFile(LineHandler, WatchedFileHandler):
 
 
 class AuditLog:
-    """A sink: writes what is to be written of a request, and of engines' quarantines."""
+    """A sink that writes audit lines for ended requests, and lines for quarantines."""
 
-    def __init__(self, refusals: RateBound | None = None, registrations: RateBound | None = None) -> None:
-        self._refusals = refusals or RateBound(_REFUSALS_PER_SECOND, _REFUSALS_AT_ONCE)
-        self._quarantines = RateBound(_REFUSALS_PER_SECOND, _REFUSALS_AT_ONCE)
-        self._registrations = registrations or RateBound(_REGISTRATIONS_PER_SECOND, _REGISTRATIONS_AT_ONCE)
-        self.left_out = 0
-        """Lines that were left out since the start: there were too many, or they could not be written."""
-        self._untold = self._untold_registrations = 0
+    def __init__(self, refusals: RateLimiter | None = None, registrations: RateLimiter | None = None) -> None:
+        self._refusals = refusals or RateLimiter(_REFUSALS_PER_SECOND, _REFUSALS_AT_ONCE)
+        self._quarantines = RateLimiter(_REFUSALS_PER_SECOND, _REFUSALS_AT_ONCE)
+        self._registrations = registrations or RateLimiter(_REGISTRATIONS_PER_SECOND, _REGISTRATIONS_AT_ONCE)
+        self.dropped = 0
+        """Number of lines that were dropped since the start, by the rate limit or a failure to write."""
+        self._unreported = self._unreported_registrations = 0
 
-    def __call__(self, request: Request) -> None:
+    def __call__(self, request: RequestRecord) -> None:
         done = request.registration
         if done is not None:
-            if not self._registrations.admits(request.tenant):
+            if not self._registrations.allow(request.tenant):
                 return
-            what = {"action": done.action, "kind": done.kind, "name": bounded(done.name, _MAX_NAME)}
+            what = {"action": done.action, "kind": done.kind, "name": truncated(done.name, _MAX_NAME_LENGTH)}
             self._write(
-                f"{done.action} {done.kind} {bounded(done.name, _MAX_NAME)}",
+                f"{done.action} {done.kind} {truncated(done.name, _MAX_NAME_LENGTH)}",
                 "registration",
                 request,
                 digest=done.digest,
                 **what,
             )
-        elif _is_refusal(request) and self._refusals.admits(request.tenant):
+        elif _is_refusal(request) and self._refusals.allow(request.tenant):
             self._write(
                 f"{request.rpc} {request.reason}", "refusal", request, reason=request.reason, detail=request.message
             )
 
-    def quarantined(self, detail: str) -> None:
-        """A program is refused from now on, for a while."""
-        if self._quarantines.admits():
+    def log_quarantine(self, detail: str) -> None:
+        """Writes that a program was quarantined."""
+        if self._quarantines.allow():
             LOGGER.info("quarantine", extra=fields(event="quarantine", detail=detail))
 
-    def tell_left_out(self, unwritten: int = 0, *, may_write: bool = True) -> None:
-        """Writes how many lines were left out since this was written last, if any were. Not called within requests.
+    def log_dropped(self, unwritten: int = 0, *, may_write: bool = True) -> None:
+        """Writes how many lines were dropped since the last call, if any. Must not be called within a request.
 
-        unwritten: how many more there were that could not be written. may_write: else this is told later.
+        Args:
+            unwritten: Number of lines that could not be written.
+            may_write: Whether a line would be written now; if not, a later call reports the number.
         """
-        registrations = self._registrations.take_left_out()
-        count = registrations + self._refusals.take_left_out() + self._quarantines.take_left_out() + unwritten
-        self.left_out += count
-        self._untold += count
-        self._untold_registrations += registrations
-        if self._untold and may_write:
-            told = fields(event="left_out", count=self._untold, registrations=self._untold_registrations)
-            LOGGER.info("%d lines were left out", self._untold, extra=told)
-            self._untold = self._untold_registrations = 0
+        registrations = self._registrations.take_dropped()
+        count = registrations + self._refusals.take_dropped() + self._quarantines.take_dropped() + unwritten
+        self.dropped += count
+        self._unreported += count
+        self._unreported_registrations += registrations
+        if self._unreported and may_write:
+            counts = fields(event="left_out", count=self._unreported, registrations=self._unreported_registrations)
+            LOGGER.info("%d lines were left out", self._unreported, extra=counts)
+            self._unreported = self._unreported_registrations = 0
 
-    def _write(self, message: str, event: str, request: Request, **what: str) -> None:
+    def _write(self, message: str, event: str, request: RequestRecord, **what: str) -> None:
         who = {"principal": request.principal, "peer": request.peer()}
         LOGGER.info(message, extra=fields(event=event, **{name: text for name, text in (what | who).items() if text}))
 
 
-def _is_refusal(request: Request) -> bool:
-    # What is refused within a stream and ends it has its line already.
+def _is_refusal(request: RequestRecord) -> bool:
+    # An error within a stream that ends the stream was written with the request within the stream.
     return request.reason in REFUSALS and not request.parts
 
 
-def note_registration(rpc: str, request: Message, answer: object) -> None:
-    """Notes what a good answer has registered, if its RPC registers anything."""
-    registration_of = _REGISTRATIONS.get(rpc)
-    under_way = current()
-    if registration_of is not None and under_way is not None:
-        under_way.registration = registration_of(request, answer)
+def record_registration(rpc: str, request: Message, answer: object) -> None:
+    """Records what a successful RPC has created or deleted, if it does so."""
+    read_registration = _REGISTRATIONS.get(rpc)
+    record = current()
+    if read_registration is not None and record is not None:
+        record.registration = read_registration(request, answer)
 
 
 def _rule_created(_: Message, answer: object) -> Registration | None:
@@ -167,7 +173,7 @@ def _rule_deleted(request: Message, _: object) -> Registration | None:
 
 def _program_compiled(_: Message, answer: object) -> Registration | None:
     if not isinstance(answer, program_pb2.CompileProgramResponse) or not answer.program.name:
-        # It was only checked.
+        # The program was only validated.
         return None
     return Registration("create", "program", answer.program.name, answer.program.digests.program)
 

@@ -1,7 +1,7 @@
-"""Prometheus' metrics: counted as requests end, and read from the sources when somebody asks.
+"""Collects the metrics for Prometheus: counters of ended requests, and gauges that are read from the sources.
 
-Their names and meanings are listed in docs/operations.md; a test compares. Labels have few values: RPCs, reasons,
-engines, caches, and tenants up to a number, beyond which they are `other`.
+docs/operations.md lists all metrics; a test compares. Labels have few values: RPCs, reasons, engines, caches, and a
+limited number of tenants; the others are counted as `other`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,33 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gradrule_server.operations.request import UNKNOWN_TENANT, Request
-from gradrule_server.operations.sources import EngineStatus, Snapshot, WorkerStatus, held
-from gradrule_server.operations.tallies import Spread, Tally
+from gradrule_server.operations.counters import EventLoopCounter, EventLoopHistogram
+from gradrule_server.operations.request_record import UNKNOWN_TENANT, RequestRecord
+from gradrule_server.operations.sources import EngineStatus, Snapshot, WorkerStatus
+from gradrule_server.quotas import REPORTED_RESOURCES
 
 OTHER = "other"
 MAX_TENANTS = 50
 
-_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 600.0)
+_DURATION_BUCKETS_S = (
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    600.0,
+)
 
 _ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineStatus], float]]] = {
     "engine_up": ("1 where the engine is ready.", lambda engine: engine.is_ready),
@@ -34,63 +53,52 @@ _ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineStatus], float]]] = {
     "engine_uptime_seconds": ("Since when the engine's process is ready.", lambda engine: engine.uptime_s),
 }
 
-_TENANT_GAUGES = {
-    "in_flight": ("tenant_requests_in_flight", "Requests of the tenant's in the server."),
-    "programs": ("programs", "Programs that are kept."),
-    "rules": ("rules", "USER rules that are kept."),
-    "sessions": ("sessions", "Sessions that are open."),
-    "session_bytes": ("session_bytes", "Bytes of sessions."),
-    "handles": ("handles", "Forward handles that are kept."),
-    "handle_bytes": ("handle_bytes", "Bytes of forward handles."),
-    "blob_bytes": ("blob_bytes", "Bytes of blobs."),
-}
-
 
 class TenantLabels:
-    """Labels of tenants: a tenant's name for the first so many, `other` for all that come later.
+    """Gives the first tenants their name as a label, and all later ones `other`.
 
-    Callers that are not known have an empty label.
+    Callers that are not authenticated have an empty label.
     """
 
-    def __init__(self, most: int = MAX_TENANTS) -> None:
-        self._most = most
+    def __init__(self, max_tenants: int = MAX_TENANTS) -> None:
+        self._max_tenants = max_tenants
         self._known: set[str] = set()
 
-    def of(self, tenant: str) -> str:
-        """The label of a tenant."""
+    def label(self, tenant: str) -> str:
+        """Returns the label of a tenant."""
         if tenant in self._known or tenant == UNKNOWN_TENANT:
             return tenant
-        if len(self._known) >= self._most:
+        if len(self._known) >= self._max_tenants:
             return OTHER
         self._known.add(tenant)
         return tenant
 
 
 class Metrics:
-    """A sink that counts, and the registry that Prometheus reads."""
+    """A sink that counts ended requests, and the registry that Prometheus reads."""
 
     def __init__(self, tenants: TenantLabels | None = None) -> None:
         self.registry = CollectorRegistry()
         self.tenants = tenants or TenantLabels()
-        self._requests = _tally("requests", "Requests that have ended, by their reason or OK.", "rpc", "reason")
-        self._of_tenants = _tally("tenant_requests", "Requests by tenant and outcome.", "tenant", "outcome")
-        self._received = _tally("received_bytes", "Bytes of requests.", "rpc")
-        self._sent = _tally("sent_bytes", "Bytes of answers.", "rpc")
-        self._hits = _tally("cache_hits", "Lookups that found what they sought.", "cache")
-        self._misses = _tally("cache_misses", "Lookups that found nothing.", "cache")
-        self._quarantines = _tally("quarantines", "Programs that were refused from then on.")
-        self._request_s = _spread("request_seconds", "From a request's first byte to its answer.", "rpc")
-        self._compile_s = _spread("compile_seconds", "Checking and compiling, where there was any.")
-        self._queue_s = _spread("queue_seconds", "From handing on until an engine took a request up.")
-        self._run_s = _spread("run_seconds", "Running in an engine, copies of tensors included.")
-        self._figures = Figures(self.tenants, self._told)
-        self.registry.register(self._figures)
+        self._requests = _counter("requests", "Requests that have ended, by their reason or OK.", "rpc", "reason")
+        self._tenant_requests = _counter("tenant_requests", "Requests by tenant and outcome.", "tenant", "outcome")
+        self._received = _counter("received_bytes", "Bytes of requests.", "rpc")
+        self._sent = _counter("sent_bytes", "Bytes of answers.", "rpc")
+        self._hits = _counter("cache_hits", "Lookups that found what they sought.", "cache")
+        self._misses = _counter("cache_misses", "Lookups that found nothing.", "cache")
+        self._quarantines = _counter("quarantines", "Programs that were refused from then on.")
+        self._request_s = _histogram("request_seconds", "From a request's first byte to its answer.", "rpc")
+        self._compile_s = _histogram("compile_seconds", "Checking and timing_compilation, where there was any.")
+        self._queue_s = _histogram("queue_seconds", "From handing on until an engine took a request up.")
+        self._run_s = _histogram("run_seconds", "Running in an engine, copies of tensors included.")
+        self._collector = StateCollector(self.tenants, self._counted)
+        self.registry.register(self._collector)
         ProcessCollector(registry=self.registry)
 
-    def __call__(self, request: Request) -> None:
+    def __call__(self, request: RequestRecord) -> None:
         rpc = request.rpc
         self._requests.add(rpc, request.reason)
-        self._of_tenants.add(self.tenants.of(request.tenant), "ok" if request.is_ok else "error")
+        self._tenant_requests.add(self.tenants.label(request.tenant), "ok" if request.is_ok else "error")
         self._request_s.add(request.seconds, rpc)
         if request.bytes_in:
             self._received.add(rpc, by=request.bytes_in)
@@ -107,30 +115,30 @@ class Metrics:
         for cache, count in request.misses.items():
             self._misses.add(cache, by=count)
 
-    def quarantined(self) -> None:
+    def count_quarantine(self) -> None:
         """Counts a quarantine."""
         self._quarantines.add()
 
-    def show(self, snapshot: Snapshot, left_out: int) -> None:
-        """What the next reading tells of the server's state. left_out: lines that the audit log left out."""
-        self._figures.snapshot, self._figures.left_out = snapshot, left_out
+    def set_state(self, snapshot: Snapshot, audit_dropped: int) -> None:
+        """Sets the server's state for the next collection. `audit_dropped`: lines that the audit log has dropped."""
+        self._collector.snapshot, self._collector.audit_dropped = snapshot, audit_dropped
 
-    def _told(self) -> Iterator[Metric]:
-        for tally in (self._requests, self._of_tenants, self._received, self._sent, self._hits, self._misses):
-            yield tally.metric()
+    def _counted(self) -> Iterator[Metric]:
+        for counter in (self._requests, self._tenant_requests, self._received, self._sent, self._hits, self._misses):
+            yield counter.metric()
         yield self._quarantines.metric()
-        for spread in (self._request_s, self._compile_s, self._queue_s, self._run_s):
-            yield spread.metric()
+        for histogram in (self._request_s, self._compile_s, self._queue_s, self._run_s):
+            yield histogram.metric()
 
 
-class Figures(Collector):
-    """What was counted, and the server's state as it was told last."""
+class StateCollector(Collector):
+    """Yields all counters, and gauges of the last state that was set."""
 
     def __init__(self, tenants: TenantLabels, counted: Callable[[], Iterator[Metric]]) -> None:
         self._tenants = tenants
         self._counted = counted
         self.snapshot: Snapshot | None = None
-        self.left_out = 0
+        self.audit_dropped = 0
 
     def collect(self) -> Iterable[Metric]:
         yield from self._counted()
@@ -138,24 +146,23 @@ class Figures(Collector):
         if snapshot is not None:
             yield from _engines(snapshot)
             yield from _workers(snapshot.workers)
-            yield from self._of_tenants(snapshot)
+            yield from self._tenants_metrics(snapshot)
             yield from _caches(snapshot)
             yield _gauge("requests_in_flight", "Requests in the server.", snapshot.queue.in_flight)
             yield _gauge("requests_in_flight_limit", "Most requests at a time.", snapshot.queue.max_in_flight)
             yield _gauge("quarantined_programs", "Programs that are refused at the moment.", len(snapshot.quarantined))
             text = "Lines that the audit log left out: there were too many, or they could not be written."
-            yield CounterMetricFamily("gradrule_audit_left_out", text, value=self.left_out)
+            yield CounterMetricFamily("gradrule_audit_left_out", text, value=self.audit_dropped)
 
-    def _of_tenants(self, snapshot: Snapshot) -> Iterator[Metric]:
-        sums: dict[str, dict[str, int]] = {}
-        for tenant in snapshot.tenants:
-            own = sums.setdefault(self._tenants.of(tenant.name), dict.fromkeys(_TENANT_GAUGES, 0))
-            for name in _TENANT_GAUGES:
-                own[name] += held(tenant, name)
-        for name, (metric, text) in _TENANT_GAUGES.items():
-            family = GaugeMetricFamily(f"gradrule_{metric}", text, labels=["tenant"])
-            for label, own in sums.items():
-                family.add_metric([label], own[name])
+    def _tenants_metrics(self, snapshot: Snapshot) -> Iterator[Metric]:
+        labels = [self._tenants.label(tenant.name) for tenant in snapshot.tenants]
+        for resource in REPORTED_RESOURCES:
+            family = GaugeMetricFamily(f"gradrule_{resource.gauge}", resource.description, labels=["tenant"])
+            sums = dict.fromkeys(labels, 0)
+            for label, tenant in zip(labels, snapshot.tenants, strict=True):
+                sums[label] += tenant.used[resource.name]
+            for label, used in sums.items():
+                family.add_metric([label], used)
             yield family
 
 
@@ -197,9 +204,9 @@ def _gauge(name: str, text: str, value: float) -> Metric:
     return GaugeMetricFamily(f"gradrule_{name}", text, value=value)
 
 
-def _tally(name: str, text: str, *labels: str) -> Tally:
-    return Tally(f"gradrule_{name}", text, *labels)
+def _counter(name: str, text: str, *labels: str) -> EventLoopCounter:
+    return EventLoopCounter(f"gradrule_{name}", text, *labels)
 
 
-def _spread(name: str, text: str, *labels: str) -> Spread:
-    return Spread(f"gradrule_{name}", text, _SECONDS, *labels)
+def _histogram(name: str, text: str, *labels: str) -> EventLoopHistogram:
+    return EventLoopHistogram(f"gradrule_{name}", text, _DURATION_BUCKETS_S, *labels)

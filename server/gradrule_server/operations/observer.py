@@ -1,4 +1,4 @@
-"""From requests to those who count, log or export them: each is handed on once, when it has ended."""
+"""Passes the record of each ended request to the sinks that count, log or export it."""
 
 from __future__ import annotations
 
@@ -11,44 +11,57 @@ from types import TracebackType
 from typing import Self
 
 from gradrule_server.errors import GradruleError, reason_name
-from gradrule_server.operations.request import OK, Request, current, enter, leave, of_metadata, part_of
+from gradrule_server.operations.request_record import (
+    OK,
+    RequestRecord,
+    current,
+    from_metadata,
+    part_of_stream,
+    reset_current,
+    set_current,
+)
 
 _log = logging.getLogger(__name__)
 
-Sink = Callable[[Request], None]
+Sink = Callable[[RequestRecord], None]
 
 
 class Observer:
-    """Sees every request of the front. Without sinks it only knows which request is under way."""
+    """Starts the record of every request. Without sinks the record only serves as the current request."""
 
     def __init__(self, sinks: Iterable[Sink] = ()) -> None:
         self._sinks = tuple(sinks)
 
-    def rpc(self, rpc: str, metadata: Iterable[tuple[str, str | bytes]] | None, peer: Callable[[], str]) -> Observed:
-        """An RPC that begins. rpc: `GradientService/Evaluate`."""
-        return Observed(of_metadata(rpc, metadata, peer, time.monotonic_ns()), self._sinks)
+    def rpc(
+        self, rpc: str, metadata: Iterable[tuple[str, str | bytes]] | None, peer: Callable[[], str]
+    ) -> ObservedRequest:
+        """Starts the record of an RPC, `GradientService/Evaluate` for example."""
+        return ObservedRequest(from_metadata(rpc, metadata, peer, time.monotonic_ns()), self._sinks)
 
-    def part(self, kind: str) -> Observed:
-        """A request that begins within the stream under way."""
+    def part(self, kind: str) -> ObservedRequest:
+        """Starts the record of a request within the current stream."""
         received_ns = time.monotonic_ns()
         stream = current()
         if stream is None:
-            return Observed(of_metadata(kind, (), str, received_ns), self._sinks)
-        return Observed(part_of(stream, kind, received_ns), self._sinks)
+            return ObservedRequest(from_metadata(kind, (), str, received_ns), self._sinks)
+        return ObservedRequest(part_of_stream(stream, kind, received_ns), self._sinks)
 
 
-class Observed:
-    """A context manager: within it, its `request` is the one under way; its end is how the request ended."""
+class ObservedRequest:
+    """Context manager that makes `request` the current request, and passes it to the sinks at the end.
+
+    An exception that leaves the context determines the reason that is recorded.
+    """
 
     __slots__ = ("_sinks", "_token", "request")
 
-    def __init__(self, request: Request, sinks: tuple[Sink, ...]) -> None:
+    def __init__(self, request: RequestRecord, sinks: tuple[Sink, ...]) -> None:
         self.request = request
         self._sinks = sinks
-        self._token: Token[Request | None] | None = None
+        self._token: Token[RequestRecord | None] | None = None
 
     def __enter__(self) -> Self:
-        self._token = enter(self.request)
+        self._token = set_current(self.request)
         return self
 
     def __exit__(
@@ -57,26 +70,26 @@ class Observed:
         request = self.request
         request.ended_ns = time.monotonic_ns()
         if cause is not None:
-            request.reason, request.message = _outcome(request, cause)
+            request.reason, request.message = _reason_and_message(request, cause)
         try:
             for sink in self._sinks:
                 sink(request)
         except Exception:
-            # Whoever counts or logs must not cost a caller the answer.
-            _log.exception("a request could not be noted")
+            # The caller must get the response even if a sink fails.
+            _log.exception("a request could not be recorded")
         finally:
-            # It holds the engine's answer, and timers that were set within the request hold the request.
-            request.read_run = None
+            # Free the engine's response: timers that were set during the request still reference the record.
+            request.read_engine_run = None
             if self._token is not None:
-                leave(self._token)
+                reset_current(self._token)
 
 
-def _outcome(request: Request, cause: BaseException) -> tuple[str, str]:
+def _reason_and_message(request: RequestRecord, cause: BaseException) -> tuple[str, str]:
     if isinstance(cause, GradruleError):
         return reason_name(cause.reason), cause.message
     if isinstance(cause, asyncio.CancelledError):
         if request.is_stream:
-            # That is how callers end streams.
+            # Callers end streams by cancelling them.
             return OK, ""
         return "CANCELLED", "the caller gave the request up"
     return "INTERNAL", type(cause).__name__

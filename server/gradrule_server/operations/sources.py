@@ -1,6 +1,6 @@
-"""Where the figures come from: engines, tenants, the door, caches, each as much of it as is needed here.
+"""Declares what metrics and status read from engines, tenants, admission control and caches.
 
-All are asked on the event loop, where what they tell is consistent.
+All sources are read on the event loop, where their values are consistent.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Protocol
 class EngineStatus(Protocol):
     """One engine.
 
-    owner: its tenant; None while it has none. ended: how often one in its place ended, by reason (`crash`, …).
+    Attributes:
+        owner: Its tenant; None: a spare engine.
+        ended: How often an engine with this index has ended, by reason (`crash`, …).
     """
 
     @property
@@ -45,7 +47,7 @@ class EngineStatus(Protocol):
 
 
 class Workers(Protocol):
-    """The compile workers of all tenants: processes that read graphs."""
+    """The compile workers of all tenants: the processes that read graphs."""
 
     @property
     def count(self) -> int: ...
@@ -69,48 +71,33 @@ class Engines(Protocol):
     def spares_ready(self) -> int: ...
     @property
     def ended(self) -> Mapping[int, Mapping[str, int]]:
-        """How often an engine ended, by its index and the reason; engines that are gone too."""
+        """How often an engine has ended, by its index and the reason; includes engines that no longer exist."""
         ...
 
     def status(self) -> Sequence[EngineStatus]:
-        """All engines, in order."""
+        """Returns all engines, by index."""
         ...
 
 
-class TenantStatus(Protocol):
-    """What a tenant holds."""
+@dataclass(frozen=True, slots=True)
+class TenantUsage:
+    """What a tenant uses: amounts by name, at least of the `quotas.REPORTED_RESOURCES`."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def in_flight(self) -> int: ...
-    @property
-    def programs(self) -> int: ...
-    @property
-    def rules(self) -> int: ...
-    @property
-    def sessions(self) -> int: ...
-    @property
-    def session_bytes(self) -> int: ...
-    @property
-    def handles(self) -> int: ...
-    @property
-    def handle_bytes(self) -> int: ...
-    @property
-    def blob_bytes(self) -> int: ...
+    name: str
+    used: Mapping[str, int]
 
 
 class Tenants(Protocol):
-    """The tenants that the server knows at the moment."""
+    """The tenants that are loaded."""
 
-    def status(self) -> Sequence[TenantStatus]:
-        """All tenants, in no order."""
+    def status(self) -> Sequence[TenantUsage]:
+        """Returns the usage of all tenants, in any order."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """Compile workers at one moment. `waiting`: tasks that wait for one."""
+    """The compile workers at one moment. `waiting`: tasks that wait for a worker."""
 
     count: int
     busy: int
@@ -120,7 +107,7 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True)
 class CacheStatus:
-    """One cache. Bytes are rough."""
+    """The content and limits of a cache. Bytes are approximate."""
 
     name: str
     entries: int
@@ -131,16 +118,16 @@ class CacheStatus:
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """A program that is refused for a while, by the beginning of its digest."""
+    """A quarantined program: the start of its digest, the reason, and the remaining time in seconds."""
 
     digest: str
     reason: str
-    left_s: float
+    remaining_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class QueueStatus:
-    """Requests in the server, and how many there may be."""
+    """The number of requests in the server, and its limit."""
 
     in_flight: int
     max_in_flight: int
@@ -148,7 +135,7 @@ class QueueStatus:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """All of them. limits: what each tenant may hold, by the name of a field of `TenantStatus`; missing: no limit."""
+    """All sources. `limits`: the limits of each tenant, by the name of a `quotas.TenantResource`; missing: no limit."""
 
     engines: Engines
     workers: Workers
@@ -163,21 +150,21 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What all sources told at one moment."""
+    """The values of all sources at one moment."""
 
     is_ready: bool
     spares: int
     engines: Sequence[EngineStatus]
     ended: Mapping[int, Mapping[str, int]]
     workers: WorkerStatus
-    tenants: Sequence[TenantStatus]
+    tenants: Sequence[TenantUsage]
     queue: QueueStatus
     caches: Sequence[CacheStatus]
     quarantined: Sequence[Quarantined]
 
 
-def snapshot(sources: Sources) -> Snapshot:
-    """Asks all sources; called on the event loop."""
+def take_snapshot(sources: Sources) -> Snapshot:
+    """Reads all sources. Must be called on the event loop."""
     return Snapshot(
         sources.engines.is_ready,
         sources.engines.spares_ready,
@@ -191,9 +178,3 @@ def snapshot(sources: Sources) -> Snapshot:
         sources.caches(),
         sources.quarantined(),
     )
-
-
-def held(tenant: TenantStatus, name: str) -> int:
-    """How much a tenant holds of something, by the name of a field of `TenantStatus`."""
-    value: int = getattr(tenant, name)
-    return value

@@ -1,4 +1,4 @@
-"""The server's status as `AdminService` tells it."""
+"""Builds the server's status for `AdminService`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from google.protobuf.duration_pb2 import Duration
 
 from gradrule.v1 import admin_pb2
-from gradrule_server.operations.sources import Snapshot, Sources, TenantStatus, held, snapshot
+from gradrule_server.operations.sources import Snapshot, Sources, TenantUsage, take_snapshot
+from gradrule_server.quotas import REPORTED_RESOURCES
 
 MAX_TENANTS = 1000
 MAX_QUARANTINED = 1000
 
 
 def server_status(sources: Sources, uptime_s: float) -> admin_pb2.ServerStatus:
-    """What the sources tell at this moment; called on the event loop."""
-    found = snapshot(sources)
+    """Returns the current status. Must be called on the event loop."""
+    found = take_snapshot(sources)
     status = admin_pb2.ServerStatus(
         version=sources.version,
         tensorflow_version=sources.tensorflow_version(),
@@ -34,18 +35,18 @@ def server_status(sources: Sources, uptime_s: float) -> admin_pb2.ServerStatus:
     _set_seconds(status.uptime, uptime_s)
     _add_engines(status, found)
     _add_caches(status, found)
-    busiest = sorted(found.tenants, key=lambda tenant: (-tenant.in_flight, tenant.name))
+    busiest = sorted(found.tenants, key=lambda tenant: (-tenant.used["requests"], tenant.name))
     for tenant in busiest[:MAX_TENANTS]:
         _add_tenant(status, tenant, sources.limits)
     for program in found.quarantined[:MAX_QUARANTINED]:
-        told = status.quarantined.add(digest=program.digest, reason=program.reason)
-        _set_seconds(told.remaining, program.left_s)
+        message = status.quarantined.add(digest=program.digest, reason=program.reason)
+        _set_seconds(message.remaining, program.remaining_s)
     return status
 
 
 def _add_engines(status: admin_pb2.ServerStatus, found: Snapshot) -> None:
     for engine in found.engines:
-        told = status.engines.add(
+        message = status.engines.add(
             index=engine.index,
             tenant=engine.owner or "",
             holds_sessions=engine.holds_sessions,
@@ -59,7 +60,7 @@ def _add_engines(status: admin_pb2.ServerStatus, found: Snapshot) -> None:
             resident_bytes=engine.resident_bytes,
             ended=engine.ended,
         )
-        _set_seconds(told.uptime, engine.uptime_s)
+        _set_seconds(message.uptime, engine.uptime_s)
 
 
 def _add_caches(status: admin_pb2.ServerStatus, found: Snapshot) -> None:
@@ -71,24 +72,11 @@ def _add_caches(status: admin_pb2.ServerStatus, found: Snapshot) -> None:
         )
 
 
-def _add_tenant(status: admin_pb2.ServerStatus, tenant: TenantStatus, limits: Mapping[str, int]) -> None:
-    told = status.tenants.add(name=tenant.name)
-    for message_field, name in _USAGES.items():
-        usage: admin_pb2.Usage = getattr(told, message_field)
-        usage.used, usage.limit = held(tenant, name), limits.get(name, 0)
-
-
-_USAGES = {
-    "requests": "in_flight",
-    "programs": "programs",
-    "rules": "rules",
-    "sessions": "sessions",
-    "session_bytes": "session_bytes",
-    "handles": "handles",
-    "handle_bytes": "handle_bytes",
-    "blob_bytes": "blob_bytes",
-}
-"""Field of the message by field of `TenantStatus`."""
+def _add_tenant(status: admin_pb2.ServerStatus, tenant: TenantUsage, limits: Mapping[str, int]) -> None:
+    message = status.tenants.add(name=tenant.name)
+    for resource in REPORTED_RESOURCES:
+        usage: admin_pb2.Usage = getattr(message, resource.name)
+        usage.used, usage.limit = tenant.used[resource.name], limits.get(resource.name, 0)
 
 
 def _set_seconds(duration: Duration, seconds: float) -> None:

@@ -1,8 +1,8 @@
-"""OpenTelemetry traces (the extra `otel`): what a request did, in the front end and in the engine, as spans.
+"""Exports OpenTelemetry traces (the extra `otel`): the phases of a request in front end and engine, as spans.
 
-Spans are made when a request has ended, from the times that were noted. The engine has no network: it reports its own
-times, by the clock that all processes of a machine share, and the front end exports them as spans of the service
-`gradrule-engine`. Sampling follows the caller's decision, then OTEL_TRACES_SAMPLER.
+Spans are made from the recorded times when a request has ended. The engine has no network: it reports its times, by the
+clock that all processes of a machine share, and the front end exports them as spans of the service `gradrule-engine`.
+Sampling follows the caller's decision, then OTEL_TRACES_SAMPLER.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from gradrule_server.operations.request import TRACE_PARENT, TRACE_STATE, Request
+from gradrule_server.operations.request_record import TRACE_PARENT, TRACE_STATE, RequestRecord
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -19,23 +19,27 @@ _PACKAGE = "gradrule.v1."
 _FLUSH_MS = 5000
 
 
-class TracingRefused(Exception):
-    """Traces cannot be exported as asked; says why and what to do."""
+class TracingUnavailableError(Exception):
+    """Traces cannot be exported; the message says why and what to do."""
 
 
 def exporter_to(endpoint: str) -> SpanExporter:
-    """An exporter to an OTLP collector at `http://host:4317` (or https). `TracingRefused` without the extra."""
+    """Returns an exporter to an OTLP collector, at `http://host:4317` for example.
+
+    Raises:
+        TracingUnavailableError: The extra `otel` is not installed.
+    """
     try:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     except ModuleNotFoundError as cause:
-        raise TracingRefused(
+        raise TracingUnavailableError(
             f"--otel-endpoint needs OpenTelemetry ({cause.name} is missing); get it with: pip install 'gradrule[otel]'"
         ) from cause
     return OTLPSpanExporter(endpoint, insecure=endpoint.startswith("http:"))
 
 
 class Tracing:
-    """A sink: exports each request that is sampled, in the background."""
+    """A sink that exports each sampled request, in the background."""
 
     def __init__(self, exporter: SpanExporter, version: str) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -53,7 +57,7 @@ class Tracing:
             tracers.append(provider.get_tracer("gradrule", version))
         self._front, self._engine = tracers
 
-    def __call__(self, request: Request) -> None:
+    def __call__(self, request: RequestRecord) -> None:
         from opentelemetry import trace
 
         rpc = self._front.start_span(
@@ -76,34 +80,35 @@ class Tracing:
             )
             if not request.is_ok:
                 rpc.set_status(trace.StatusCode.ERROR, request.reason)
-            self._add_parts(request, trace.set_span_in_context(rpc))
+            self._add_phases(request, trace.set_span_in_context(rpc))
         rpc.end(_wall_ns(request.ended_ns))
 
     def close(self) -> None:
-        """Exports what is left, for a few seconds at most."""
+        """Exports the remaining spans, for a few seconds at most, and stops."""
         self._processor.force_flush(_FLUSH_MS)
         self._processor.shutdown()  # type: ignore[no-untyped-call]  # it takes and returns nothing
 
-    def _add_parts(self, request: Request, parent: object) -> None:
+    def _add_phases(self, request: RequestRecord, parent: object) -> None:
+        """Adds a span for each phase of the request: compiling, waiting and running."""
         from opentelemetry.context import Context
 
         assert isinstance(parent, Context)
-        parts = []
+        phases = []
         run = request.engine_run
         if request.compile_ns:
-            begin_ns = request.compile_started_ns
-            parts.append((self._front, "compile", begin_ns, begin_ns + request.compile_ns))
+            start_ns = request.compile_started_ns
+            phases.append((self._front, "compile", start_ns, start_ns + request.compile_ns))
         if request.has_run:
-            begin_ns = request.taken_up_ns + run.queue_ns
-            parts.append((self._front, "queue", request.taken_up_ns, begin_ns))
-            parts.append((self._engine, "run", begin_ns, begin_ns + run.run_ns))
-        for tracer, name, begin_ns, end_ns in parts:
-            span = tracer.start_span(name, parent, start_time=_wall_ns(begin_ns))
+            start_ns = request.sent_to_engine_ns + run.queue_ns
+            phases.append((self._front, "queue", request.sent_to_engine_ns, start_ns))
+            phases.append((self._engine, "run", start_ns, start_ns + run.run_ns))
+        for tracer, name, start_ns, end_ns in phases:
+            span = tracer.start_span(name, parent, start_time=_wall_ns(start_ns))
             if name == "run" and run.device:
                 span.set_attribute("gradrule.device", run.device)
             span.end(_wall_ns(end_ns))
 
 
 def _wall_ns(monotonic_ns: int) -> int:
-    """A time of CLOCK_MONOTONIC as time since the epoch."""
+    """Converts a time of CLOCK_MONOTONIC to time since the epoch."""
     return time.time_ns() - time.monotonic_ns() + monotonic_ns

@@ -1,36 +1,41 @@
-"""What may run, and how large it may be: the reviewed list of ops, and the checks of one node. Pure, no TensorFlow.
+"""Decides what may run and how large it may be: the table of reviewed ops, and checks of nodes, tensors and messages.
 
-`ops.tsv` is the list; graphs, rules and engines all ask here.
+Used by graphs, rules and engines. Imports no TensorFlow.
 """
 
+from gradrule_server.limits import Limits, NodeLimits
 from gradrule_server.policy.blob_names import check_blob_name, missing_blobs
-from gradrule_server.policy.bounds import Bounds, Limits
-from gradrule_server.policy.checks import DROPPED, NOT_TAKEN, count_fault, refusal, value_faults
-from gradrule_server.policy.table import Ruling, digest_of, judged, ruling_of, rulings
-from gradrule_server.policy.tensors import Fault, shape_fault, tensor_fault
-from gradrule_server.policy.variables import value_fault
-from gradrule_server.policy.wire import FREE_BYTES, SMALL_BYTES, check_unpacking
+from gradrule_server.policy.node_checks import (
+    DROPPED_ATTRS,
+    FAKE_PARAM,
+    attribute_faults,
+    op_fault,
+    output_count_fault,
+)
+from gradrule_server.policy.op_table import OpReview, definition_digest, find_review, op_reviews, review_with_digest
+from gradrule_server.policy.parsed_size import FREE_BYTES, SMALL_BYTES, check_parsed_size
+from gradrule_server.policy.tensors import Fault, shape_fault, tensor_fault, value_fault
 
 __all__ = [
-    "DROPPED",
+    "DROPPED_ATTRS",
+    "FAKE_PARAM",
     "FREE_BYTES",
-    "NOT_TAKEN",
     "SMALL_BYTES",
-    "Bounds",
     "Fault",
     "Limits",
-    "Ruling",
+    "NodeLimits",
+    "OpReview",
+    "attribute_faults",
     "check_blob_name",
-    "check_unpacking",
-    "count_fault",
-    "digest_of",
-    "judged",
+    "check_parsed_size",
+    "definition_digest",
+    "find_review",
     "missing_blobs",
-    "refusal",
-    "ruling_of",
-    "rulings",
+    "op_fault",
+    "op_reviews",
+    "output_count_fault",
+    "review_with_digest",
     "shape_fault",
     "tensor_fault",
     "value_fault",
-    "value_faults",
 ]

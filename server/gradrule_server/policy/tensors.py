@@ -1,17 +1,26 @@
-"""Whether a tensor in a graph holds what its element type and shape say. INVALID_TENSOR, LIMIT_EXCEEDED."""
+"""Checks that shapes, tensors and values of variables are consistent and within the limits.
+
+Each check returns None or a fault (INVALID_TENSOR, LIMIT_EXCEEDED, FEED_DTYPE or FEED_SHAPE) with a clause that follows
+the name of the tensor: `has rank 9; 8 is the most`.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from gradrule import _tensors
 from gradrule._dtypes import name_of
 from gradrule.v1.errors_pb2 import ErrorReason
-from gradrule.v1.tensor_pb2 import Dt, Tensor, TensorShape
+from gradrule.v1.tensor_pb2 import BlobTensor, Dt, Tensor, TensorShape, TensorSource
 from gradrule_server.errors import Reason
-from gradrule_server.policy.bounds import Bounds
+from gradrule_server.limits import NodeLimits
 
 _MAX_ELEMENTS = 2**62
 
-# Element type → bytes of one element in `tensor_content`, field of single values, how many of those make one element.
-_FORMS: dict[int, tuple[int, str, int]] = {
+# Element type → bytes of an element in `tensor_content` (0: varies), field of single values, values per element.
+_ENCODINGS: dict[int, tuple[int, str, int]] = {
     Dt.DT_FLOAT: (4, "float_val", 1),
     Dt.DT_DOUBLE: (8, "double_val", 1),
     Dt.DT_INT32: (4, "int_val", 1),
@@ -46,17 +55,18 @@ _FORMS: dict[int, tuple[int, str, int]] = {
     Dt.DT_UINT2: (1, "int_val", 1),
     Dt.DT_FLOAT4_E2M1FN: (1, "float8_val", 1),
 }
-# Memory that an element of no fixed size takes at least.
+# Least memory of an element without a fixed size.
 _POINTER_BYTES = 16
 
 _INVALID = Reason.ERROR_REASON_INVALID_TENSOR
 _LIMIT = Reason.ERROR_REASON_LIMIT_EXCEEDED
 
 Fault = tuple[ErrorReason.ValueType, str]
+"""A reason, and a clause that follows the name of a node or tensor: `has …`, `is …`."""
 
 
-def shape_fault(shape: TensorShape, bounds: Bounds, *, known: bool) -> Fault | None:
-    """What is wrong with a shape, as a clause (`has …`). `known`: all dimensions must be."""
+def shape_fault(shape: TensorShape, bounds: NodeLimits, *, known: bool) -> Fault | None:
+    """Checks a shape. `known`: whether rank and all dimensions must be known."""
     if shape.unknown_rank:
         if shape.dim:
             return _INVALID, "has a shape that is of unknown rank and yet has dimensions"
@@ -73,13 +83,13 @@ def shape_fault(shape: TensorShape, bounds: Bounds, *, known: bool) -> Fault | N
     return None
 
 
-def tensor_fault(tensor: Tensor, bounds: Bounds) -> Fault | None:
-    """What is wrong with a tensor, as a clause (`has …`); None: nothing."""
+def tensor_fault(tensor: Tensor, bounds: NodeLimits) -> Fault | None:
+    """Checks that a tensor holds as many values as its shape says, of its element type."""
     fault = shape_fault(tensor.tensor_shape, bounds, known=True)
     if fault:
         return fault
-    form = _FORMS.get(tensor.dtype)
-    if form is None:
+    encoding = _ENCODINGS.get(tensor.dtype)
+    if encoding is None:
         if tensor.HasField("packed"):
             return _INVALID, "is packed; only values of calls (feeds, grad_ys, tangents, vectors) may be"
         return _INVALID, f"has the element type {name_of(tensor.dtype)}, which no tensor can have"
@@ -87,8 +97,8 @@ def tensor_fault(tensor: Tensor, bounds: Bounds) -> Fault | None:
         return _INVALID, "holds a resource, which means nothing outside the process that made it"
     if tensor.dtype == Dt.DT_VARIANT and (tensor.variant_val or tensor.tensor_content):
         return _INVALID, "holds variants, which mean something only in the process that made them"
-    size, field, parts = form
-    elements = _count(tensor.tensor_shape)
+    size, field, parts = encoding
+    elements = _element_count(tensor.tensor_shape)
     fault = size_fault(tensor.dtype, tensor.tensor_shape, bounds)
     if fault:
         return fault
@@ -107,10 +117,10 @@ def tensor_fault(tensor: Tensor, bounds: Bounds) -> Fault | None:
     return None
 
 
-def size_fault(dtype: int, shape: TensorShape, bounds: Bounds) -> Fault | None:
-    """What is wrong with the size of a constant, as a clause (`has …`). Dimensions that are not known are 0."""
-    size = _FORMS[dtype][0] if dtype in _FORMS else 0
-    elements = _count(shape)
+def size_fault(dtype: int, shape: TensorShape, bounds: NodeLimits) -> Fault | None:
+    """Checks the size of a constant. Unknown dimensions count as 0."""
+    size = _ENCODINGS[dtype][0] if dtype in _ENCODINGS else 0
+    elements = _element_count(shape)
     if elements * (size or _POINTER_BYTES) > bounds.constant_bytes:
         return (
             _LIMIT,
@@ -119,7 +129,7 @@ def size_fault(dtype: int, shape: TensorShape, bounds: Bounds) -> Fault | None:
     return None
 
 
-def _count(shape: TensorShape) -> int:
+def _element_count(shape: TensorShape) -> int:
     elements = 1
     for dim in shape.dim:
         elements *= max(dim.size, 0)
@@ -127,7 +137,7 @@ def _count(shape: TensorShape) -> int:
 
 
 def _strings_fit(content: bytes, count: int) -> bool:
-    """Whether the bytes are `count` lengths as varints, then strings of these lengths."""
+    """Returns whether the bytes are `count` lengths as varints, followed by strings of these lengths."""
     position = total = 0
     for _ in range(count):
         length = shift = 0
@@ -142,3 +152,68 @@ def _strings_fit(content: bytes, count: int) -> bool:
                 break
         total += length
     return position + total == len(content)
+
+
+class Variable(Protocol):
+    """A variable's element type and shape."""
+
+    @property
+    def dtype(self) -> Dt.ValueType: ...
+
+    @property
+    def shape(self) -> TensorShape: ...
+
+
+def value_fault(
+    value: TensorSource,
+    variable: Variable,
+    blob_size: Callable[[str], int],
+    bounds: NodeLimits,
+) -> Fault | None:
+    """Checks the value of a variable. `blob_size`: returns the bytes of a blob by its SHA-256."""
+    source = value.WhichOneof("source")
+    if source not in ("inline", "blob"):
+        return _INVALID, "holds no tensor, inline or as a blob"
+    if source == "inline":
+        dtype, shape = value.inline.dtype, value.inline.tensor_shape
+        fault = tensor_fault(value.inline, bounds)
+    else:
+        dtype, shape = value.blob.dtype, value.blob.shape
+        fault = blob_fault(value.blob, blob_size(value.blob.sha256), bounds)
+    if fault is not None:
+        return fault
+    if dtype != variable.dtype:
+        return Reason.ERROR_REASON_FEED_DTYPE, f"is {name_of(dtype)}, but the variable is {name_of(variable.dtype)}"
+    got, wanted = _tensors.shape_tuple(shape), _tensors.shape_tuple(variable.shape)
+    if wanted is not None and not _is_compatible(got or (), wanted):
+        shapes = f"has shape {_shape_text(got or ())}, but the variable has {_shape_text(wanted)}"
+        return Reason.ERROR_REASON_FEED_SHAPE, shapes
+    return None
+
+
+def blob_fault(blob: BlobTensor, size: int, bounds: NodeLimits) -> Fault | None:
+    """Checks a tensor that is stored in a blob of `size` bytes."""
+    fault = shape_fault(blob.shape, bounds, known=True)
+    if fault is not None:
+        return fault
+    try:
+        dtype = _tensors.numpy_dtype(blob.dtype)
+    except ValueError as cause:
+        return _INVALID, f"cannot be a blob: {cause}"
+    if dtype.hasobject:
+        return _INVALID, "is a blob of strings; strings travel inline"
+    shape = [dim.size for dim in blob.shape.dim]
+    wanted = math.prod(shape) * dtype.itemsize
+    if size != wanted:
+        what = f"{name_of(blob.dtype)} of shape {shape}"
+        return _INVALID, f"is a blob of {size} bytes, but {what} takes {wanted}"
+    return None
+
+
+def _is_compatible(got: Iterable[int | None], wanted: tuple[int | None, ...]) -> bool:
+    sizes = tuple(got)
+    return len(sizes) == len(wanted) and all(b is None or a == b for a, b in zip(sizes, wanted, strict=True))
+
+
+def _shape_text(shape: Iterable[int | None]) -> str:
+    return f"({', '.join('?' if size is None else str(size) for size in shape)})"

@@ -9,7 +9,7 @@ from gradrule.v1 import errors_pb2, graph_pb2, override_pb2
 from gradrule_server.errors import Finding, GradruleError, did_you_mean
 from gradrule_server.graphs import DEFAULT_RULE, OWN_GRADIENT, OverrideSpec
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.policy import Bounds, check_unpacking
+from gradrule_server.policy import NodeLimits, check_parsed_size
 from gradrule_server.preparation.rule_lookup import ResolvedRule, RuleLookup
 from gradrule_server.rules import RuleContent, write_param, write_param_value
 from gradrule_server.rules.catalogue.presets import PRESETS
@@ -35,7 +35,7 @@ class OverrideTable:
     `bounds`: what rules and params are held to.
     """
 
-    bounds: Bounds
+    bounds: NodeLimits
     specs: list[OverrideSpec] = field(default_factory=list)
     bound: list[BoundOverride] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
@@ -75,8 +75,8 @@ class OverrideTable:
             label = self.bound[index].label
             try:
                 if graph_bytes not in contents:
-                    check_unpacking(graph_bytes, graph_pb2.Graph, self.bounds, field="graph")
-                    contents[graph_bytes] = RuleContent(graph_bytes=graph_bytes, brought=True)
+                    check_parsed_size(graph_bytes, graph_pb2.Graph, self.bounds, field="graph")
+                    contents[graph_bytes] = RuleContent(graph_bytes=graph_bytes, embedded=True)
             except GradruleError as cause:
                 findings = [
                     Finding(item.reason, f"rule {label!r}, which the graph brings along: {item.message}", item.node)
@@ -91,7 +91,7 @@ class OverrideTable:
         return [
             Finding(item.reason, f"rule {rule.name!r}: {item.message}", item.node, item.field)
             for rule in contents.values()
-            for item in (rule.content.refused(self.bounds) if rule.content is not None else ())
+            for item in (rule.content.check_nodes(self.bounds) if rule.content is not None else ())
         ]
 
     def messages(self) -> list[link_pb2.BoundRule]:
@@ -126,7 +126,7 @@ class OverrideTable:
 def _message(rule: ResolvedRule) -> link_pb2.BoundRule:
     if rule.content is None:
         return link_pb2.BoundRule(name=rule.name, op_gradient=rule.name)
-    if rule.content.brought:
+    if rule.content.embedded:
         return link_pb2.BoundRule(name=rule.name, brought=rule.content.graph_bytes or b"")
     if rule.content.code is not None:
         return link_pb2.BoundRule(name=rule.name, code=rule.content.code)
@@ -145,7 +145,7 @@ def rule_names(overrides: Iterable[override_pb2.Override]) -> list[str]:
     return [name for name in names if name not in ("", DEFAULT_RULE)]
 
 
-def read_overrides(overrides: Sequence[override_pb2.Override], lookup: RuleLookup, bounds: Bounds) -> OverrideTable:
+def read_overrides(overrides: Sequence[override_pb2.Override], lookup: RuleLookup, bounds: NodeLimits) -> OverrideTable:
     """Resolves every override's rule and params; what is wrong is collected in `findings`."""
     table = OverrideTable(bounds)
     # Many overrides may bring the same rule along, which is read once.
@@ -260,7 +260,11 @@ def _default_label(selector: override_pb2.Selector) -> str:
 
 
 def _rule_of(
-    override: override_pb2.Override, lookup: RuleLookup, bounds: Bounds, inline: dict[bytes, RuleContent], where: str
+    override: override_pb2.Override,
+    lookup: RuleLookup,
+    bounds: NodeLimits,
+    inline: dict[bytes, RuleContent],
+    where: str,
 ) -> ResolvedRule | None:
     """The rule; None for `default`. `inline`: by their bytes, the rules that were read; one that is new is added."""
     choice = override.WhichOneof("choice")

@@ -46,7 +46,7 @@ class SnapshotLookup:
                 rule.name,
                 None
                 if rule.kind == rule_pb2.RULE_KIND_OP
-                else RuleContent.from_kept(rule.name.removeprefix(BUILTIN_PREFIX), rule.definition),
+                else RuleContent.from_stored(rule.name.removeprefix(BUILTIN_PREFIX), rule.definition),
             )
             for rule in rule_pb2.ListRulesResponse.FromString(snapshot).rules
         }
@@ -72,4 +72,4 @@ def read_rule(rule: rule_pb2.Rule) -> ResolvedRule:
     name = rule.name.removeprefix(BUILTIN_PREFIX)
     if rule.kind == rule_pb2.RULE_KIND_BUILTIN:
         return ResolvedRule(rule.name, BUILTINS[name].content)
-    return ResolvedRule(rule.name, RuleContent.from_kept(name, rule.definition))
+    return ResolvedRule(rule.name, RuleContent.from_stored(name, rule.definition))

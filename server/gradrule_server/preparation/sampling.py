@@ -15,7 +15,7 @@ from gradrule import _infer, _opdefs, _tensors
 from gradrule.v1 import errors_pb2, evaluate_pb2, graph_pb2, override_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, did_you_mean, error
 from gradrule_server.link.shape import sampled_gradient
-from gradrule_server.policy import Bounds, tensor_fault
+from gradrule_server.policy import NodeLimits, tensor_fault
 from gradrule_server.preparation.overrides import INLINE_RULE, OverrideTable
 from gradrule_server.preparation.rule_lookup import ResolvedRule, RuleLookup
 from gradrule_server.rules import RuleContent, Signature, read_param_value
@@ -26,7 +26,7 @@ _SALT = "salt"
 
 
 def sample_call(
-    request: rule_pb2.SampleRuleRequest, lookup: RuleLookup, bounds: Bounds
+    request: rule_pb2.SampleRuleRequest, lookup: RuleLookup, bounds: NodeLimits
 ) -> evaluate_pb2.EvaluateRequest:
     """Returns the call. MISSING_FEED where a value that the rule needs is neither given nor computed by `op_type`."""
     source = request.WhichOneof("source")
@@ -57,7 +57,7 @@ def sample_call(
     return _by_itself(request, content, xs, values, bounds)
 
 
-def _values(request: rule_pb2.SampleRuleRequest, bounds: Bounds) -> dict[str, tensor_pb2.Tensor]:
+def _values(request: rule_pb2.SampleRuleRequest, bounds: NodeLimits) -> dict[str, tensor_pb2.Tensor]:
     values: dict[str, tensor_pb2.Tensor] = {}
     for item in request.values:
         match = _VARIABLE.fullmatch(item.name)
@@ -74,7 +74,7 @@ def _values(request: rule_pb2.SampleRuleRequest, bounds: Bounds) -> dict[str, te
     return values
 
 
-def _checked(source: tensor_pb2.TensorSource, name: str, bounds: Bounds) -> tensor_pb2.Tensor:
+def _checked(source: tensor_pb2.TensorSource, name: str, bounds: NodeLimits) -> tensor_pb2.Tensor:
     """The tensor; INVALID_TENSOR or LIMIT_EXCEEDED where it cannot be read."""
     fault = tensor_fault(source.inline, bounds)
     if source.WhichOneof("source") is None:
@@ -126,7 +126,7 @@ def _by_itself(
     content: RuleContent,
     xs: list[tensor_pb2.Tensor],
     values: dict[str, tensor_pb2.Tensor],
-    bounds: Bounds,
+    bounds: NodeLimits,
 ) -> evaluate_pb2.EvaluateRequest:
     """The rule's own graph as a forward program."""
     outputs = _outputs(values, xs)
@@ -163,7 +163,7 @@ def _by_itself(
 
 
 def _param_values(
-    request: rule_pb2.SampleRuleRequest, content: RuleContent, bounds: Bounds
+    request: rule_pb2.SampleRuleRequest, content: RuleContent, bounds: NodeLimits
 ) -> dict[str, tensor_pb2.Tensor]:
     table = OverrideTable(bounds)
     name = request.name.removeprefix("rules/") or INLINE_RULE
@@ -181,7 +181,7 @@ def _param_values(
     return values
 
 
-def _bounded(value: rule_pb2.ParamValue, bounds: Bounds) -> rule_pb2.ParamValue:
+def _bounded(value: rule_pb2.ParamValue, bounds: NodeLimits) -> rule_pb2.ParamValue:
     """The value; INVALID_PARAM where a few bytes stand for a tensor that has no room here."""
     fault = tensor_fault(value.tensor, bounds) if value.HasField("tensor") else None
     if fault is not None:

@@ -17,7 +17,7 @@ from gradrule_server.errors import GradruleError, error
 from gradrule_server.link.framing import Frame, FrameSocket, Kind
 from gradrule_server.link.shape import canonical, read_shape
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.policy import Limits, check_unpacking
+from gradrule_server.policy import Limits, check_parsed_size
 from gradrule_server.preparation.asking import Ask, AskedBlobs, AskedRules
 from gradrule_server.preparation.finish import finish, plan_of
 from gradrule_server.preparation.prepare import Prepared, graph_of, override_values, prepare
@@ -151,14 +151,14 @@ def _variables(spec: bytes, limits: Limits, blobs: AskedBlobs) -> link_pb2.Graph
 
 def _checked_rule(definition: rule_pb2.RuleDefinition, limits: Limits) -> rule_pb2.RuleDefinition:
     content = RuleContent.from_definition(definition, limits)
-    refused = content.refused(limits)
+    refused = content.check_nodes(limits)
     if refused:
         raise GradruleError(refused)
     return content.to_definition()
 
 
 def _parsed(data: bytes, message: type[MessageT], limits: Limits) -> MessageT:
-    check_unpacking(data, message, limits)
+    check_parsed_size(data, message, limits)
     try:
         return message.FromString(data)
     except DecodeError as cause:

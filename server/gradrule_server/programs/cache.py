@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 from gradrule_server.link.batching import BatchKey
 from gradrule_server.link.shape import CallShape
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.operations.request import note_lookup
+from gradrule_server.operations.request_record import record_cache_lookup
 from gradrule_server.programs.call_structure import CallStructure
 from gradrule_server.programs.compiled import Compiled
 from gradrule_server.programs.conduct import Charge
@@ -114,7 +114,7 @@ class ProgramCache:
         """The program, if it is there. `is_counted`: whether the look-up counts in metrics."""
         found = self._programs.get(key)
         if is_counted:
-            note_lookup("programs", is_hit=found is not None)
+            record_cache_lookup("programs", is_hit=found is not None)
         if found is None:
             return None
         self._programs.move_to_end(key)

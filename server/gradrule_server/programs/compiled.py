@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gradrule.v1 import evaluate_pb2, program_pb2, rule_pb2
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.policy import Bounds
+from gradrule_server.policy import NodeLimits
 from gradrule_server.rules import Param
 from gradrule_server.rules.param_table import BoundParams, ParamTable
 
@@ -42,7 +42,7 @@ class Compiled:
         ]
 
 
-def compiled(prepared: link_pb2.PreparedProgram, finished: link_pb2.FinishedProgram, bounds: Bounds) -> Compiled:
+def compiled(prepared: link_pb2.PreparedProgram, finished: link_pb2.FinishedProgram, bounds: NodeLimits) -> Compiled:
     """Puts together what a compile worker answered, before and after an engine compiled the program."""
     digests = program_pb2.Digests(graph=prepared.graph_digest, program=prepared.key)
     return Compiled(
@@ -56,7 +56,7 @@ def compiled(prepared: link_pb2.PreparedProgram, finished: link_pb2.FinishedProg
     )
 
 
-def _param_table(message: link_pb2.ParamTable, bounds: Bounds) -> ParamTable:
+def _param_table(message: link_pb2.ParamTable, bounds: NodeLimits) -> ParamTable:
     return ParamTable(
         bounds,
         [

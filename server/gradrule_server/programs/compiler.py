@@ -11,7 +11,7 @@ from gradrule_server.link.engine import Engine
 from gradrule_server.link.shape import CallShape
 from gradrule_server.link.turns import TurnsByOwner
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.operations.request import compiling
+from gradrule_server.operations.request_record import timing_compilation
 from gradrule_server.policy import Limits
 from gradrule_server.programs.cache import Runnable
 from gradrule_server.programs.compiled import Compiled, compiled
@@ -73,7 +73,7 @@ class Compiler:
         No call runs it: where no engine holds it, none will, and it is built only as far as telling of it needs.
         """
         call = CallShape()
-        with compiling():
+        with timing_compilation():
             async with self._prepared(
                 self._preparer.graph_bytes(spec), lambda: self._preparer.program(spec, call, rules, retries.ends_at)
             ) as answer:
@@ -137,7 +137,7 @@ class Compiler:
         A tenant has one large graph at a time compiled, since its bytes wait here for an engine. Few bytes can become a
         large graph: such a program is prepared again when its turn comes.
         """
-        with compiling():
+        with timing_compilation():
             async with self._prepared(graph_bytes, prepare) as answer:
                 return answer.message, await self._load(answer, retries)
 

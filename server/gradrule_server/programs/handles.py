@@ -12,10 +12,10 @@ from gradrule_server.link.account import Account
 from gradrule_server.link.faults import EngineLost
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.operations.timings import note_pull_back
+from gradrule_server.operations.request_record import record_pull_back
 from gradrule_server.programs.house import ProgramHouse
 from gradrule_server.programs.running import Place
-from gradrule_server.quotas import Allowance
+from gradrule_server.quotas import Quota
 
 
 @dataclass(slots=True, eq=False)
@@ -41,36 +41,36 @@ class HandleHouse:
         self,
         house: ProgramHouse,
         *,
-        room: Allowance,
-        bytes_room: Allowance,
+        quota: Quota,
+        bytes_quota: Quota,
         ttl_s: float,
         blob_folder: str = "",
     ) -> None:
         self.house = house
         self.ttl_s = ttl_s
         self.blob_folder = blob_folder
-        self._room = room
-        self._bytes_room = bytes_room
+        self._quota = quota
+        self._bytes_quota = bytes_quota
 
     def new_name(self) -> str:
         """A name that no handle had, counted in. QUOTA_EXCEEDED where there are too many handles."""
-        self._room.take()
+        self._quota.reserve()
         # Names that nobody can guess.
         return f"h{secrets.token_hex(8)}"
 
     def give_up(self) -> None:
         """Nothing is kept under a new name after all."""
-        self._room.give_back()
+        self._quota.release()
 
     def add(self, handle: _Handle) -> None:
         """Counts a handle's bytes in. QUOTA_EXCEEDED where they are too many."""
-        self._bytes_room.take(handle.kept_bytes)
+        self._bytes_quota.reserve(handle.kept_bytes)
         handle.place.engine.keeps(handle.place.generation, 1)
 
     def remove(self, handle: _Handle) -> None:
         """Counts a handle out."""
-        self._room.give_back()
-        self._bytes_room.give_back(handle.kept_bytes)
+        self._quota.release()
+        self._bytes_quota.release(handle.kept_bytes)
         handle.place.engine.keeps(handle.place.generation, -1)
 
     def release(self, name: str, place: Place | None) -> None:
@@ -140,7 +140,7 @@ class StreamHandles:
             answer = await handle.place.engine.call(
                 Kind.PULL_BACK, request.SerializeToString(), ends_at, handle.account
             )
-            note_pull_back(answer, received_ns)
+            record_pull_back(answer, received_ns)
             return answer
         except EngineLost as lost:
             handle.account.lost(lost)

@@ -23,8 +23,7 @@ from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.shape import CallShape, canonical
 from gradrule_server.link.shared_memory import ClientMemory
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.operations.request import compiling
-from gradrule_server.operations.timings import note_run
+from gradrule_server.operations.request_record import record_run, timing_compilation
 from gradrule_server.policy import Limits
 from gradrule_server.programs.cache import Inline, Named, ProgramCache, Runnable, SpecDigests
 from gradrule_server.programs.call_structure import USES_MEMORY, CallStructure, memory_use, structure_of
@@ -200,9 +199,9 @@ class ProgramHouse:
         if not self._blobs.are_verified(blobs):
             # Reading them takes long, and must not stop the event loop.
             await asyncio.to_thread(self._blobs.verify, blobs)
-        with self._blobs.held(blobs):
+        with self._blobs.pinned(blobs):
             answer, is_loaded_now, place = await retries.run(program.loadable, attempt, undo=how.undo)
-        note_run(answer, run.received_ns)
+        record_run(answer, run.received_ns)
         if known_as is not None:
             self._known.note(*known_as, program, run)
         # Concatenating messages merges them, so an answer of any size is not parsed again here.
@@ -304,10 +303,10 @@ class ProgramHouse:
         account = retries.account(program.loadable)
         with self._loaded.held(program.loadable, engine, how.ends_at, account) as load:
             is_loaded_now = not load.is_over
-            with compiling() if is_loaded_now else contextlib.nullcontext():
+            with timing_compilation() if is_loaded_now else contextlib.nullcontext():
                 await self._loaded.wait(load, may_move=engine is None)
             run.key = load.engine_key
-            # Queueing is counted from here: what came before is compiling.
+            # Queueing is counted from here: what came before counts as compiling.
             run.received_ns = received_ns + time.monotonic_ns() - compile_started_ns
             place = Place(load.engine, load.generation)
             try:

@@ -10,7 +10,7 @@ from gradrule_server.link.framing import Kind
 from gradrule_server.link.shared_memory import ClientMemory
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.link.work import EngineGone
-from gradrule_server.operations.timings import note_known
+from gradrule_server.operations.request_record import record_known_call
 from gradrule_server.programs.cache import KnownCall, Named, ProgramCache, Runnable
 from gradrule_server.programs.call_structure import CallStructure
 from gradrule_server.programs.conduct import Charge, suspect_of
@@ -91,7 +91,7 @@ class KnownCalls:
             load.holders -= 1
         if now >= call.used_at + _NOTE_EVERY_S:
             self._note_use(structure, call, load, now)
-        note_known(answer, received_ns)
+        record_known_call(answer, received_ns)
         return answer
 
     def _note_use(self, structure: CallStructure, call: KnownCall, load: Load, now: float) -> None:

@@ -238,7 +238,7 @@ class _Asked:
         with self._holding:
             self._is_closed = True
         for name in self._held:
-            self._blobs.let_go([name])
+            self._blobs.unpin([name])
 
     def read_program(self, answer: bytes) -> Prepared:
         """Returns a prepared program, whose request is as large as its graph and is not parsed. `DecodeError`."""
@@ -285,12 +285,12 @@ class _Asked:
                 raise error(errors_pb2.ERROR_REASON_INTERNAL, f"a compile worker asked for {kind} out of place")
 
     def _hold(self, name: str) -> None:
-        self._blobs.hold([name])
+        self._blobs.pin([name])
         with self._holding:
             if not self._is_closed and name not in self._held:
                 self._held.add(name)
                 return
-        self._blobs.let_go([name])
+        self._blobs.unpin([name])
 
     def _sizes(self, names: list[str]) -> list[int]:
         missing = set(self._blobs.missing(names))

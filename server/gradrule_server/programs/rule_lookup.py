@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from gradrule.v1 import rule_pb2
 from gradrule_server.errors import GradruleError
-from gradrule_server.registry.names import RuleEntry
+from gradrule_server.registry.rule_names import RuleEntry
 from gradrule_server.registry.rules import RuleRegistry
 
 # An answer is made on the event loop, and copied several times. One rule has at most 1 MiB.

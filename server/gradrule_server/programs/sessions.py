@@ -24,7 +24,7 @@ from gradrule_server.policy import Limits, value_fault
 from gradrule_server.programs.cache import OfSession, Runnable
 from gradrule_server.programs.house import ProgramHouse, call_shape
 from gradrule_server.programs.running import InSession, Place
-from gradrule_server.quotas import Allowance
+from gradrule_server.quotas import Quota
 from gradrule_server.registry.blobs import BlobStore
 
 # Slots of an optimiser, as many times the bytes of what it updates.
@@ -40,19 +40,19 @@ class SessionHouse:
         blobs: BlobStore,
         limits: Limits,
         *,
-        room: Allowance,
-        bytes_room: Allowance,
+        quota: Quota,
+        bytes_quota: Quota,
     ) -> None:
         self.house = house
         self.blobs = blobs
         self.limits = limits
-        self._room = room
-        self._bytes_room = bytes_room
+        self._quota = quota
+        self._bytes_quota = bytes_quota
         self._bytes: dict[str, int] = {}
 
     def open(self) -> str:
         """Counts a session in; its name. QUOTA_EXCEEDED where there are too many."""
-        self._room.take()
+        self._quota.reserve()
         # Engines know sessions of all tenants by these names.
         name = f"s{secrets.token_hex(8)}"
         self._bytes[name] = 0
@@ -60,12 +60,12 @@ class SessionHouse:
 
     def left_for(self, name: str) -> int:
         """Bytes that a session may take."""
-        return self._bytes_room.left + self._bytes.get(name, 0)
+        return self._bytes_quota.available + self._bytes.get(name, 0)
 
     @property
     def tightest(self) -> str:
         """Flag of the setting that bounds what is left."""
-        return self._bytes_room.tightest
+        return self._bytes_quota.limiting_setting
 
     @contextlib.contextmanager
     def growing(self, name: str, more: int) -> Iterator[None]:
@@ -81,7 +81,7 @@ class SessionHouse:
     def takes(self, name: str, size: int) -> None:
         """Notes what a session takes."""
         if name in self._bytes:
-            self._bytes_room.adjust(size - self._bytes[name])
+            self._bytes_quota.adjust(size - self._bytes[name])
             self._bytes[name] = size
 
     def close(self, name: str) -> None:
@@ -89,7 +89,7 @@ class SessionHouse:
         if name in self._bytes:
             self.takes(name, 0)
             del self._bytes[name]
-            self._room.give_back()
+            self._quota.release()
 
 
 class Session:
@@ -122,7 +122,7 @@ class Session:
         if blob:
             # Each kind of step compiles the graph once more.
             await asyncio.to_thread(self._house.blobs.verify, [blob])
-            self._held.enter_context(self._house.blobs.held([blob]))
+            self._held.enter_context(self._house.blobs.pinned([blob]))
         self._variables = await self._house.house.preparer.variables(self._graph, ends_at)
         self._names = {name: item.names[0] for item in self._variables for name in item.names}
         given = await asyncio.to_thread(self._bound, request.variables, "start.variables")
@@ -318,7 +318,7 @@ class Session:
         self, given: Sequence[link_pb2.BoundVariable], ends_at: float, *, opens: bool = False
     ) -> link_pb2.SessionReply:
         held = [item.value.blob.sha256 for item in given if item.value.HasField("blob")]
-        with self._house.blobs.held(held):
+        with self._house.blobs.pinned(held):
             assign = link_pb2.SessionAssign(variables=given, opens=opens)
             async with self._telling_of_loss():
                 return await self.send(link_pb2.SessionRequest(assign=assign), ends_at)

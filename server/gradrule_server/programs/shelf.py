@@ -14,7 +14,7 @@ from gradrule_server.link.engine import Engine, lost_waiting
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.link.work import Work
-from gradrule_server.operations.request import note_lookup
+from gradrule_server.operations.request_record import record_cache_lookup
 from gradrule_server.registry.blobs import BlobStore
 
 # What a node takes in the engine with its gradient, in TensorFlow's graphs before and after optimising: from 25 KiB
@@ -170,7 +170,7 @@ class Shelf:
         """
         self.turn_over()
         load = self._loads.get(program.key)
-        note_lookup("loaded", is_hit=load is not None)
+        record_cache_lookup("loaded", is_hit=load is not None)
         if load is None:
             load = self._start(program, ends_at, account, keeps_blobs=keeps_blobs)
         else:
@@ -208,13 +208,13 @@ class Shelf:
         # Concatenating messages merges them: the last key counts.
         own_key = link_pb2.CompileRequest(key=engine_key).SerializeToString()
         store, blobs = program.store or self._blobs, program.blobs if keeps_blobs else ()
-        store.hold(blobs)
+        store.pin(blobs)
         try:
             work = self._engine.submit(Kind.COMPILE, program.request + own_key, account)
         except BaseException:
-            store.let_go(blobs)
+            store.unpin(blobs)
             raise
-        work.answer.add_done_callback(lambda _: store.let_go(blobs))
+        work.answer.add_done_callback(lambda _: store.unpin(blobs))
         load = self._loads[program.key] = Load(
             program, self._engine, self._engine.generation, engine_key, work, ends_at
         )

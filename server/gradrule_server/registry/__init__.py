@@ -1,1 +1,1 @@
-"""Rules and programs by name, kept in SQLite."""
+"""Stores rules and programs by name in SQLite, and blobs by their hash in files."""

@@ -1,7 +1,7 @@
-"""Copies of a registry: made while a server works on it, checked, and brought back.
+"""Checks, backs up and restores registries; a server may use a registry while it is checked or backed up.
 
-A backup is a folder with the database as it was at one moment, the blobs that its programs need, and `backup.json`,
-which says what belongs to it. It is complete or not there.
+A backup is a folder with a consistent copy of the database, the blobs that its programs need, and the manifest
+`backup.json`. It is created atomically.
 """
 
 from __future__ import annotations
@@ -20,10 +20,18 @@ from pathlib import Path
 
 from gradrule_server.registry.blob_index import UPLOADING
 from gradrule_server.registry.blobs import DAMAGED, folder_name
-from gradrule_server.registry.database import text_of
-from gradrule_server.registry.files import BLOBS, FILE_NAME, MARKER, StoreError, logs_of, set_aside
-from gradrule_server.registry.lock import FolderInUseError, FolderLock
-from gradrule_server.registry.migrations import copy_database, show_as_current, sync
+from gradrule_server.registry.data_folder import (
+    BLOBS,
+    FILE_NAME,
+    MARKER,
+    StoreError,
+    add_suffix,
+    find_logs,
+    sync_to_disk,
+)
+from gradrule_server.registry.database import decode_text
+from gradrule_server.registry.folder_lock import FolderInUseError, FolderLock
+from gradrule_server.registry.migrations import add_current_views, copy_database
 from gradrule_server.registry.programs import blobs_of, read_spec, read_summary
 from gradrule_server.registry.rules import read_rule
 from gradrule_server.registry.schema import SCHEMA_VERSION
@@ -33,31 +41,31 @@ MANIFEST = "backup.json"
 
 _FORMAT = 1
 _ATTEMPTS = 5
-_PIECE = 1 << 20
+_CHUNK_BYTES = 1 << 20
 
 
 class BackupError(Exception):
-    """What cannot be copied, or brought back; the message says why and what to do."""
+    """A registry cannot be backed up or restored; the message says why and what to do."""
 
 
 @dataclass(slots=True)
 class Report:
-    """What a registry holds, and what is wrong with it, one sentence each."""
+    """The content of a registry, and its problems."""
 
     tenants: set[str] = field(default_factory=set)
     rules: int = 0
     programs: int = 0
     blobs: set[str] = field(default_factory=set)
-    """Paths, below the folder of blobs, of those that programs need."""
+    """Paths of the blobs that programs need, relative to the folder of blobs."""
     missing: set[str] = field(default_factory=set)
-    """Those of them that are not there; programs ask for them when they are run."""
+    """Paths of needed blobs that are missing; calls of their programs raise BLOB_NOT_FOUND."""
     schema_version: int = SCHEMA_VERSION
     unreadable: list[str] = field(default_factory=list)
-    """Rules and programs that this release cannot read, one sentence each; they are copied as they are."""
-    set_aside: int = 0
-    """Blobs that were found damaged, and kept aside."""
+    """One sentence for each rule or program that this release cannot read; backups include them unchanged."""
+    damaged_blobs: int = 0
+    """Number of files of damaged blobs, which were renamed."""
     problems: list[str] = field(default_factory=list)
-    """What is damaged: nothing that could be copied."""
+    """One sentence for each damage; a damaged registry is not backed up."""
 
     def __str__(self) -> str:
         return (
@@ -67,7 +75,7 @@ class Report:
 
 
 def check(data_dir: Path) -> Report:
-    """Reads all that a registry holds; a server may work on it meanwhile. `BackupError` where there is none."""
+    """Reads and checks everything in a registry, also while a server uses it. Raises `BackupError` if there is none."""
     file = data_dir / FILE_NAME
     if not file.is_file():
         raise BackupError(f"there is no registry in {data_dir}: it has no {FILE_NAME}")
@@ -77,7 +85,7 @@ def check(data_dir: Path) -> Report:
             _check_database(database, report)
     except sqlite3.Error as cause:
         report.problems.append(f"the database cannot be read: {cause}")
-    report.set_aside = sum(1 for _ in (data_dir / BLOBS).rglob(f"{DAMAGED}*"))
+    report.damaged_blobs = sum(1 for _ in (data_dir / BLOBS).rglob(f"{DAMAGED}*"))
     for path in sorted(report.blobs):
         blob = data_dir / BLOBS / path
         if not blob.is_file():
@@ -88,7 +96,7 @@ def check(data_dir: Path) -> Report:
 
 
 def backup(data_dir: Path, to: Path) -> Report:
-    """Copies a registry to a new folder; a server may work on it meanwhile. `BackupError`."""
+    """Backs up a registry to a new folder, also while a server uses it. Raises `BackupError`."""
     if to.exists():
         raise BackupError(f"{to} is there already; give a folder that is not")
     unfinished = to.with_name(f".{to.name}.unfinished")
@@ -100,7 +108,7 @@ def backup(data_dir: Path, to: Path) -> Report:
             report = _copy(data_dir, unfinished)
             if report is not None:
                 unfinished.rename(to)
-                sync(to.parent)
+                sync_to_disk(to.parent)
                 return report
             shutil.rmtree(unfinished)
     except OSError as cause:
@@ -109,7 +117,7 @@ def backup(data_dir: Path, to: Path) -> Report:
 
 
 def restore(folder: Path, data_dir: Path) -> Report:
-    """Brings a backup back as the registry of a data folder that has none, as this release has it. `BackupError`."""
+    """Restores a backup into a data folder without a registry, and migrates it. Raises `BackupError`."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
     except (OSError, ValueError) as cause:
@@ -118,16 +126,16 @@ def restore(folder: Path, data_dir: Path) -> Report:
         raise BackupError(f"{folder} was made by another release, whose backups this one does not read")
     if manifest.get("database_sha256") != _hash(folder / FILE_NAME):
         raise BackupError(f"{folder} is damaged: its {FILE_NAME} is not what was copied")
-    leftovers = logs_of(folder / FILE_NAME)
+    leftovers = find_logs(folder / FILE_NAME)
     if leftovers:
         raise BackupError(
             f"{folder} is no backup as it was made: {_names(leftovers)} would change what is brought back"
         )
     report = check(folder)
-    # What was not there when the backup was made is asked for when it is needed.
-    gone = report.missing - set(manifest.get("missing", ()))
-    if report.problems or gone:
-        problems = [*report.problems, *(f"the blob {path} is gone" for path in sorted(gone))]
+    # Blobs that were missing when the backup was made may be missing.
+    lost = report.missing - set(manifest.get("missing", ()))
+    if report.problems or lost:
+        problems = [*report.problems, *(f"the blob {path} is gone" for path in sorted(lost))]
         raise BackupError(f"{folder} is damaged: {'; '.join(problems)}")
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -135,39 +143,39 @@ def restore(folder: Path, data_dir: Path) -> Report:
             _check_empty(data_dir)
             for path in sorted(report.blobs - report.missing):
                 _copy_blob(folder / BLOBS / path, data_dir / BLOBS / path)
-            # What was in the folder before is another registry, or this one, which writes its marker anew.
+            # The marker may be of another registry; the server creates it again.
             (data_dir / MARKER).unlink(missing_ok=True)
-            with _of_this_release(folder / FILE_NAME, data_dir) as database:
-                # Last of all: without a database there is no registry.
+            with _migrated(folder / FILE_NAME, data_dir) as database:
+                # Copy the database last: a folder without a database is not a registry.
                 copy_database(database, data_dir / FILE_NAME)
     except (OSError, sqlite3.Error, StoreError) as cause:
         raise BackupError(f"{data_dir} cannot be written: {cause}") from cause
     return report
 
 
-def begin_anew(data_dir: Path) -> list[Path]:
-    """Makes an empty registry; where the database that was there lies now, if there was one. `BackupError`.
+def create_empty_registry(data_dir: Path) -> list[Path]:
+    """Creates an empty registry; renames the files of an existing database and returns their new paths.
 
-    Blobs stay where they are: they are found by their hashes.
+    Blobs stay, because they are found by their hashes. Raises `BackupError`.
     """
     database = data_dir / FILE_NAME
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _locked(data_dir):
-            moment = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
-            kept = set_aside([*logs_of(database), database, data_dir / MARKER], f".until-{moment}")
+            now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
+            renamed = add_suffix([*find_logs(database), database, data_dir / MARKER], f".until-{now}")
         Store(data_dir, is_new=True).close()
     except (OSError, StoreError) as cause:
         raise BackupError(f"{data_dir} cannot be written: {cause}") from cause
-    return kept
+    return renamed
 
 
 def _check_empty(data_dir: Path) -> None:
-    """`BackupError` where something lies in a data folder that is a registry's, or would become part of one."""
+    """Raises `BackupError` if a data folder holds a database, or logs that SQLite would add to a new one."""
     database = data_dir / FILE_NAME
     if database.exists() and database.stat().st_size:
         raise BackupError(f"{data_dir} has a registry already; move its {FILE_NAME}* files and {BLOBS} away")
-    leftovers = logs_of(data_dir / FILE_NAME)
+    leftovers = find_logs(data_dir / FILE_NAME)
     if leftovers:
         raise BackupError(
             f"{data_dir} has no {FILE_NAME}, but {_names(leftovers)} of one that was there, which would bring the old "
@@ -176,8 +184,8 @@ def _check_empty(data_dir: Path) -> None:
 
 
 @contextlib.contextmanager
-def _of_this_release(database: Path, folder: Path) -> Iterator[Path]:
-    """The database with this release's tables: itself, or a copy for as long as this lasts."""
+def _migrated(database: Path, folder: Path) -> Iterator[Path]:
+    """Returns the path of a database of the current version: of the database itself, or of a temporary copy."""
     with contextlib.closing(_open(database)) as opened:
         if _version(opened) == str(SCHEMA_VERSION):
             yield database
@@ -189,7 +197,7 @@ def _of_this_release(database: Path, folder: Path) -> Iterator[Path]:
 
 
 def _copy(data_dir: Path, to: Path) -> Report | None:
-    """A complete copy; None where a program's blob went while it was made."""
+    """Copies a registry; returns None if a program's blob was removed meanwhile."""
     if not (data_dir / FILE_NAME).is_file():
         raise BackupError(f"there is no registry in {data_dir}: it has no {FILE_NAME}")
     missing_before = check(data_dir).missing
@@ -217,8 +225,8 @@ def _copy(data_dir: Path, to: Path) -> Report | None:
         "missing": sorted(missing),
     }
     (to / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", "utf-8")
-    sync(to / MANIFEST)
-    sync(to)
+    sync_to_disk(to / MANIFEST)
+    sync_to_disk(to)
     needed.missing = missing
     return needed
 
@@ -232,7 +240,7 @@ def _check_database(database: sqlite3.Connection, report: Report) -> None:
     for table, *_ in database.execute("PRAGMA foreign_key_check"):
         report.problems.append(f"a row of {table} refers to what is not there")
     version = _version(database)
-    if not show_as_current(database, version):
+    if not add_current_views(database, version):
         report.problems.append(
             f"the schema version is {version or 'unknown'}, which this release does not read; use the release that "
             "wrote it"
@@ -268,14 +276,14 @@ def _check_database(database: sqlite3.Connection, report: Report) -> None:
 
 
 def _open(file: Path) -> sqlite3.Connection:
-    # Not read-only: where a server was killed, what it wrote last is still to be taken over from its log.
+    # Not read-only: SQLite must be able to apply the log of a server that was killed.
     database = sqlite3.connect(f"{file.resolve().as_uri()}?mode=rw", uri=True)
-    database.text_factory = text_of
+    database.text_factory = decode_text
     return database
 
 
 def _version(database: sqlite3.Connection) -> str:
-    """Version of the tables; empty where there is none."""
+    """Returns the schema version; empty if there is none."""
     row = database.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
     return row[0] if row else ""
 
@@ -285,22 +293,22 @@ def _names(paths: Sequence[Path]) -> str:
 
 
 def _copy_blob(path: Path, to: Path) -> None:
-    """Copies a blob, whose name is its hash. `BackupError` where the bytes are not those."""
+    """Copies a blob and verifies its hash, which is its name. Raises `BackupError` if it differs."""
     digest = hashlib.sha256()
     with path.open("rb") as source:
         to.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         unfinished = to.with_name(UPLOADING + to.name)
         with unfinished.open("wb") as copy:
-            while piece := source.read(_PIECE):
-                digest.update(piece)
-                copy.write(piece)
+            while chunk := source.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                copy.write(chunk)
             copy.flush()
             os.fsync(copy.fileno())
     if digest.hexdigest() != to.name:
         unfinished.unlink()
-        raise BackupError(f"the blob {path} is not what was stored; take it away, and whoever needs it sends it again")
+        raise BackupError(f"the blob {path} is not what was stored; remove it, and clients will upload it again")
     unfinished.rename(to)
-    sync(to.parent)
+    sync_to_disk(to.parent)
 
 
 def _hash(path: Path) -> str:

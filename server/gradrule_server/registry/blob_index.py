@@ -1,4 +1,4 @@
-"""What blobs there are, of each tenant and of all: how much they take, how they are bounded, which goes first."""
+"""Indexes the blobs of all tenants: their sizes, limits, and the order in which unused blobs are removed."""
 
 from __future__ import annotations
 
@@ -11,154 +11,169 @@ from pathlib import Path
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
-from gradrule_server.registry.migrations import sync
+from gradrule_server.policy.blob_names import BLOB_NAME
+from gradrule_server.registry.data_folder import sync_to_disk
 
 UPLOADING = ".upload-"
-"""How names of files begin that are not complete yet; what is left of them goes at the next start."""
-NAME = re.compile(r"[0-9a-f]{64}")
+"""Prefix of the names of incomplete files, which are removed at the next start."""
 
 _FOLDER = re.compile(r"tenant-[0-9a-f]{32}")
 _STAT_BLOCK = 512
 
-Stamp = tuple[int, int, int]
-"""By which a file that was written is known: inode, size, time of the last change."""
+FileStamp = tuple[int, int, int]
+"""Identifies the content of a file: inode, size, time of the last change."""
 
 
 @dataclass(slots=True)
 class BlobFile:
-    """A blob. `length`: its bytes; `taken`: those it takes on the disk; `verified`: the stamp its hash was right at.
+    """The file of a blob.
 
-    `noted_ns`: the time of its last use as the disk has it.
+    Attributes:
+        length: Its size in bytes.
+        disk_bytes: The bytes that it takes on the disk.
+        verified: Its stamp when its hash was last verified.
+        stored_use_ns: The time of its last use that is stored in the file's metadata.
     """
 
     length: int
-    taken: int
-    verified: Stamp | None = None
-    noted_ns: int = 0
+    disk_bytes: int
+    verified: FileStamp | None = None
+    stored_use_ns: int = 0
 
 
 @dataclass(slots=True)
-class Amount:
-    """How much there is, or may be: `size` is bytes on the disk, `count` files. Uploads under way count."""
+class BlobAmount:
+    """An amount of blobs: `size` in bytes on the disk, and `count` of files. Running uploads count."""
 
     size: int = 0
     count: int = 0
 
-    def exceeds(self, most: Amount) -> bool:
-        return self.size > most.size or self.count > most.count
+    def exceeds(self, limit: BlobAmount) -> bool:
+        return self.size > limit.size or self.count > limit.count
 
-    def plus(self, size: int, count: int) -> Amount:
-        return Amount(self.size + size, self.count + count)
+    def plus(self, size: int, count: int) -> BlobAmount:
+        return BlobAmount(self.size + size, self.count + count)
 
 
 @dataclass(slots=True)
 class TenantBlobs:
-    """What one tenant has. `files`: least recently used first; `most`: None while the tenant is not known."""
+    """The blobs of one tenant.
+
+    Attributes:
+        files: The files by name, least recently used first.
+        pins: How often a blob is pinned, by name; pinned blobs are not removed.
+        used: The amount of the tenant's blobs.
+        limit: The tenant's limit; None: not known, because the tenant is not loaded.
+    """
 
     files: OrderedDict[str, BlobFile] = field(default_factory=OrderedDict)
-    holders: dict[str, int] = field(default_factory=dict)
-    used: Amount = field(default_factory=Amount)
-    most: Amount | None = None
+    pins: dict[str, int] = field(default_factory=dict)
+    used: BlobAmount = field(default_factory=BlobAmount)
+    limit: BlobAmount | None = None
 
-    def oldest(self) -> str | None:
-        """What would go next."""
-        return next((name for name in self.files if name not in self.holders), None)
+    def next_removable(self) -> str | None:
+        """Returns the least recently used blob that is not pinned; None if there is none."""
+        return next((name for name in self.files if name not in self.pins), None)
 
 
 class BlobIndex:
-    """All tenants' blobs, by the names of their folders."""
+    """The blobs of all tenants, by the name of the tenant's folder. Callers hold `lock` during each method."""
 
-    def __init__(self, folder: Path, most: Amount) -> None:
+    def __init__(self, folder: Path, limit: BlobAmount) -> None:
         self.folder = folder
-        self.most = most
+        self.limit = limit
         self.lock = threading.Lock()
-        self.used = Amount()
+        self.used = BlobAmount()
         self.tenants: dict[str, TenantBlobs] = {"": TenantBlobs()}
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        sync(folder.parent)
-        for name in self._read(""):
-            self._read(name)
+        sync_to_disk(folder.parent)
+        for name in self._scan_folder(""):
+            self._scan_folder(name)
 
-    def own(self, name: str) -> TenantBlobs:
-        """What lies in a folder."""
-        return self.tenants.setdefault(name, TenantBlobs())
+    def tenant(self, folder: str) -> TenantBlobs:
+        """Returns the blobs in a tenant's folder."""
+        return self.tenants.setdefault(folder, TenantBlobs())
 
-    def reserve(self, name: str, size: int, count: int) -> None:
-        """Makes room in a folder; QUOTA_EXCEEDED."""
-        own = self.own(name)
-        most = self.most
-        if own.most is not None:
-            most = Amount(min(own.most.size, most.size), min(own.most.count, most.count))
-        while own.used.plus(size, count).exceeds(most) and (oldest := own.oldest()) is not None:
-            self.remove(name, oldest)
+    def reserve(self, folder: str, size: int, count: int) -> None:
+        """Reserves an amount for a tenant, and removes unused blobs if that exceeds a limit.
+
+        Raises:
+            GradruleError: QUOTA_EXCEEDED, if all blobs are pinned.
+        """
+        own = self.tenant(folder)
+        limit = self.limit
+        if own.limit is not None:
+            limit = BlobAmount(min(own.limit.size, limit.size), min(own.limit.count, limit.count))
+        while own.used.plus(size, count).exceeds(limit) and (removable := own.next_removable()) is not None:
+            self.remove(folder, removable)
         wanted = own.used.plus(size, count)
-        if wanted.exceeds(most):
-            raise _full("one tenant may have", wanted, most, self.most)
-        # The tenant that has most gives first.
-        while (wanted := self.used.plus(size, count)).exceeds(self.most):
-            by_count = wanted.size <= self.most.size
-            able = [
-                (item.used.count if by_count else item.used.size, folder)
-                for folder, item in self.tenants.items()
-                if item.oldest() is not None
+        if wanted.exceeds(limit):
+            raise _quota_exceeded("one tenant may have", wanted, limit, self.limit)
+        # Remove blobs of the tenant with the largest amount first.
+        while (wanted := self.used.plus(size, count)).exceeds(self.limit):
+            by_count = wanted.size <= self.limit.size
+            candidates = [
+                (item.used.count if by_count else item.used.size, name)
+                for name, item in self.tenants.items()
+                if item.next_removable() is not None
             ]
-            if not able:
-                raise _full("the server keeps", wanted, self.most, self.most)
-            _, folder = max(able)
-            self.remove(folder, self.own(folder).oldest() or "")
-        self.adjust(name, size, count)
+            if not candidates:
+                raise _quota_exceeded("the server keeps", wanted, self.limit, self.limit)
+            _, largest = max(candidates)
+            self.remove(largest, self.tenant(largest).next_removable() or "")
+        self.adjust(folder, size, count)
 
-    def adjust(self, name: str, size: int, count: int) -> None:
-        """Counts bytes and files in, or out."""
-        own = self.own(name)
+    def adjust(self, folder: str, size: int, count: int) -> None:
+        """Adds an amount, which may be negative, to what a tenant uses."""
+        own = self.tenant(folder)
         own.used, self.used = own.used.plus(size, count), self.used.plus(size, count)
 
-    def remove(self, name: str, blob: str) -> None:
-        """Removes a blob."""
-        (self.folder / name / blob).unlink(missing_ok=True)
-        self.forget(name, blob)
+    def remove(self, folder: str, blob: str) -> None:
+        """Removes a blob and its file."""
+        (self.folder / folder / blob).unlink(missing_ok=True)
+        self.forget(folder, blob)
 
-    def forget(self, name: str, blob: str) -> None:
-        """Counts a blob out whose file is gone."""
-        self.adjust(name, -self.own(name).files.pop(blob).taken, -1)
+    def forget(self, folder: str, blob: str) -> None:
+        """Removes a blob whose file is gone from the index."""
+        self.adjust(folder, -self.tenant(folder).files.pop(blob).disk_bytes, -1)
 
-    def _read(self, name: str) -> list[str]:
-        """Reads what lies in a folder; the names of tenants' folders in it."""
+    def _scan_folder(self, folder: str) -> list[str]:
+        """Indexes the blobs in a folder, removes incomplete files, and returns the names of tenants' folders in it."""
         found, folders = [], []
-        with os.scandir(self.folder / name) as entries:
+        with os.scandir(self.folder / folder) as entries:
             for entry in entries:
                 if entry.name.startswith(UPLOADING):
                     os.unlink(entry.path)
-                elif NAME.fullmatch(entry.name):
+                elif BLOB_NAME.fullmatch(entry.name):
                     stat = entry.stat()
-                    # Older releases kept the time of the last use as that of the last change.
+                    # Older releases stored the time of the last use as the time of the last change.
                     found.append((max(stat.st_atime_ns, stat.st_mtime_ns), entry.name, stat))
                 elif _FOLDER.fullmatch(entry.name) and entry.is_dir():
                     folders.append(entry.name)
-        files = self.own(name).files
+        files = self.tenant(folder).files
         for _, blob, stat in sorted(found, key=lambda item: item[:2]):
-            files[blob] = BlobFile(stat.st_size, taken_on_disk(stat))
-        self.adjust(name, sum(file.taken for file in files.values()), len(files))
+            files[blob] = BlobFile(stat.st_size, disk_bytes(stat))
+        self.adjust(folder, sum(file.disk_bytes for file in files.values()), len(files))
         return folders
 
 
-def taken_on_disk(stat: os.stat_result) -> int:
-    """Bytes that a file takes on the disk; no fewer than it has, where the disk stores them smaller."""
+def disk_bytes(stat: os.stat_result) -> int:
+    """Returns the bytes that a file takes on the disk, at least its size (some file systems compress)."""
     return max(stat.st_size, stat.st_blocks * _STAT_BLOCK)
 
 
-def stamp_of(stat: os.stat_result) -> Stamp:
-    """A file's stamp."""
+def file_stamp(stat: os.stat_result) -> FileStamp:
+    """Returns the stamp of a file."""
     return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
-def _full(who: str, wanted: Amount, most: Amount, of_server: Amount) -> GradruleError:
-    if wanted.count > most.count:
-        setting = "--max-blobs" if most.count == of_server.count else "--tenant-blobs"
-        bound = f"{most.count} blobs"
+def _quota_exceeded(who: str, wanted: BlobAmount, limit: BlobAmount, server_limit: BlobAmount) -> GradruleError:
+    if wanted.count > limit.count:
+        setting = "--max-blobs" if limit.count == server_limit.count else "--tenant-blobs"
+        bound = f"{limit.count} blobs"
     else:
-        setting = "--max-blob-bytes" if most.size == of_server.size else "--tenant-blob-bytes"
-        bound = f"{most.size} bytes of blobs"
+        setting = "--max-blob-bytes" if limit.size == server_limit.size else "--tenant-blob-bytes"
+        bound = f"{limit.size} bytes of blobs"
     return error(
         errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
         f"{who} at most {bound}, and what is there is in use; delete programs, or start the server with a larger "

@@ -1,8 +1,8 @@
-"""Bytes by their SHA-256, one file each: bounded, the least recently used ones go, those that are held stay.
+"""Stores blobs as one file each, named by their SHA-256; removes the least recently used ones that are not pinned.
 
-Each tenant has blobs of its own, in a folder of its own; the first tenant's lie in the common folder itself. A file's
-time of access is that of its last use, so that a restart knows the order. Its hash is checked when it is first used
-after a start, and again where the file was written since: a file with a wrong one is set aside, and asked for anew.
+Each tenant has a folder of its own; the blobs of the default tenant are in the common folder itself. A file's time of
+access is the time of its last use, so that the order survives a restart. The hash of a file is verified at first use
+after a start, and again if the file has changed; a damaged file is renamed, and the blob must be uploaded again.
 """
 
 from __future__ import annotations
@@ -24,91 +24,99 @@ from gradrule_server.errors import error
 from gradrule_server.policy import check_blob_name, missing_blobs
 from gradrule_server.registry.blob_index import (
     UPLOADING,
-    Amount,
+    BlobAmount,
     BlobFile,
     BlobIndex,
-    Stamp,
-    stamp_of,
-    taken_on_disk,
+    FileStamp,
+    disk_bytes,
+    file_stamp,
 )
-from gradrule_server.registry.files import FULL
-from gradrule_server.registry.migrations import sync
+from gradrule_server.registry.data_folder import DISK_FULL_ERRORS, sync_to_disk
 from gradrule_server.registry.store import DEFAULT_TENANT
 
 _log = logging.getLogger(__name__)
 
 DAMAGED = ".damaged-"
-"""How names of files begin whose bytes are not what their names say."""
+"""Prefix of the names of damaged files: their bytes do not have the hash in their name."""
 
-# What file systems give to a file at least, and by what it grows, as far as is known before it is written.
+# Assumed block size of the file system, for the space of a file that is not yet written.
 _BLOCK = 4096
-# The order of uses need not be known to the second after a restart.
-_NOTE_EVERY_NS = 60 * 10**9
+# The time of the last use is stored at most once in this time.
+_STORE_USE_EVERY_NS = 60 * 10**9
 
 
 def folder_name(tenant: str) -> str:
-    """The folder of a tenant's blobs within the common one; empty: the common one."""
-    # Tenants' names come from tokens and certificates, and may hold what no file's name may.
+    """Returns the name of a tenant's folder within the common folder; empty: the common folder."""
+    # Hash the name, because names of tenants may contain characters that are invalid in names of files.
     return "" if tenant == DEFAULT_TENANT else f"tenant-{hashlib.sha256(tenant.encode()).hexdigest()[:32]}"
 
 
 class BlobStore:
-    """The first tenant's blobs, and by `of` those of others, all below `folder`, which is made where missing.
+    """The blobs of the default tenant; `for_tenant` returns those of others. All methods block; thread-safe.
 
-    Blocking; safe to use from several threads. `capacity`: bytes that all may take on the disk; `count`: how many.
+    Args:
+        folder: The common folder, which is created if missing.
+        capacity: Bytes that the blobs of all tenants may take on the disk.
+        count: Number of blobs that all tenants may have.
     """
 
     def __init__(self, folder: Path, capacity: int, count: int = sys.maxsize) -> None:
-        self._index = BlobIndex(folder, Amount(capacity, count))
-        self._own = self._index.own("")
+        self._index = BlobIndex(folder, BlobAmount(capacity, count))
+        self._own = self._index.tenant("")
         self._folder = folder
         self.folder_name = ""
-        """Name of the tenant's folder within the common one, by which an engine finds it; empty: the common one."""
+        """Name of the tenant's folder within the common folder, for engines; empty: the common folder."""
 
-    def of(self, tenant: str, capacity: int | None = None, count: int = sys.maxsize) -> BlobStore:
-        """A tenant's blobs. `capacity`, `count`: what the tenant may have; all that the server keeps, unless given."""
+    def for_tenant(self, tenant: str, capacity: int | None = None, count: int = sys.maxsize) -> BlobStore:
+        """Returns the blobs of a tenant.
+
+        Args:
+            tenant: The tenant.
+            capacity: Bytes that its blobs may take on the disk; None: only the server's limits apply.
+            count: Number of blobs that it may have, if `capacity` is given.
+        """
         view = copy.copy(self)
         view.folder_name = folder_name(tenant)
         view._folder = self._index.folder / view.folder_name
         with self._index.lock:
-            view._own = self._index.own(view.folder_name)
+            view._own = self._index.tenant(view.folder_name)
             if capacity is not None:
-                view._own.most = Amount(capacity, count)
+                view._own.limit = BlobAmount(capacity, count)
         return view
 
-    def forget(self) -> None:
-        """Forgets the tenant's limits; its blobs stay."""
+    def forget_limits(self) -> None:
+        """Forgets the limits of a tenant that is unloaded; its blobs stay."""
         with self._index.lock:
             own = self._own
-            own.most = None
-            if not (own.files or own.used.count or own.holders):
+            own.limit = None
+            if not (own.files or own.used.count or own.pins):
                 self._index.tenants.pop(self.folder_name, None)
 
     @property
     def root(self) -> Path:
-        """The common folder."""
+        """The common folder of all tenants."""
         return self._index.folder
 
     @property
     def folder(self) -> Path:
-        """The tenant's folder; it may not be there yet."""
+        """The tenant's folder, which may not exist yet."""
         return self._folder
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that all blobs of the tenant take on the disk, uploads under way included."""
+        """Bytes that the tenant's blobs take on the disk, including running uploads."""
         return self._own.used.size
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        """Those of the blobs that are not there, each once; the others count as used. MALFORMED_REQUEST for no hash.
+        """Returns the blobs that are missing, each once; marks the others as used. Raises MALFORMED_REQUEST.
 
-        A blob that was not used since the start is there if its file is; it is checked when it is used.
+        The hash of a blob that was not used since the start is not verified here, but at its first use.
         """
-        wanted = _checked(names)
-        return [name for name in wanted if not self._is_there(name)]
+        wanted = _valid_names(names)
+        return [name for name in wanted if not self._is_present(name)]
 
     def size(self, name: str) -> int:
-        """Number of bytes; BLOB_NOT_FOUND."""
+        """Returns the size of a blob in bytes. Raises BLOB_NOT_FOUND."""
         check_blob_name(name)
         with self._index.lock:
             file = self._own.files.get(name)
@@ -117,97 +125,104 @@ class BlobStore:
         return file.length
 
     def read(self, name: str) -> bytes:
-        """The bytes; BLOB_NOT_FOUND."""
-        with self.held([name]):
+        """Returns the content of a blob. Raises BLOB_NOT_FOUND."""
+        with self.pinned([name]):
             return (self.folder / name).read_bytes()
 
     def are_verified(self, names: Iterable[str]) -> bool:
-        """Whether holding the blobs takes no reading of them: all are there, and unchanged since they were checked."""
+        """Returns whether all blobs are present and unchanged since they were verified, so that `pin` is fast."""
         return all(
             (file := self._own.files.get(name)) is not None
             and file.verified is not None
-            and file.verified == _stamp(f"{self.folder}/{name}")
+            and file.verified == _read_stamp(f"{self.folder}/{name}")
             for name in names
         )
 
     def verify(self, names: Iterable[str]) -> None:
-        """Reads those of the blobs that were not checked yet; BLOB_NOT_FOUND."""
-        with self.held(names):
+        """Verifies the hashes of blobs that were not verified yet. Raises BLOB_NOT_FOUND."""
+        with self.pinned(names):
             pass
 
-    def keep(self, names: Iterable[str]) -> None:
-        """Keeps blobs from going until they are let go as often, whether they are there or come later."""
+    def pin_unchecked(self, names: Iterable[str]) -> None:
+        """Protects blobs from removal until `unpin`, whether they are present or are uploaded later."""
         with self._index.lock:
             for name in dict.fromkeys(names):
-                self._own.holders[name] = self._own.holders.get(name, 0) + 1
+                self._own.pins[name] = self._own.pins.get(name, 0) + 1
 
-    def hold(self, names: Iterable[str]) -> None:
-        """Keeps blobs from going until they are let go as often; BLOB_NOT_FOUND, then holding none.
+    def pin(self, names: Iterable[str]) -> None:
+        """Protects blobs from removal until `unpin`, and verifies those that were not verified yet.
 
-        Reads those that were not checked yet; see `are_verified`.
+        Raises:
+            GradruleError: BLOB_NOT_FOUND, if a blob is missing or damaged; no blob is pinned then.
         """
-        wanted = _checked(names)
-        self.keep(wanted)
+        wanted = _valid_names(names)
+        self.pin_unchecked(wanted)
         try:
-            gone = [name for name in wanted if not self._is_there(name, is_used=True)]
-            if gone:
-                raise missing_blobs(gone)
+            missing = [name for name in wanted if not self._is_present(name, is_used=True)]
+            if missing:
+                raise missing_blobs(missing)
         except BaseException:
-            self.let_go(wanted)
+            self.unpin(wanted)
             raise
 
-    def let_go(self, names: Iterable[str]) -> None:
-        """The other half of `hold` and `keep`."""
-        own = self._own
+    def unpin(self, names: Iterable[str]) -> None:
+        """Ends one `pin` or `pin_unchecked` of each blob."""
+        pins = self._own.pins
         with self._index.lock:
             for name in dict.fromkeys(names):
-                own.holders[name] -= 1
-                if not own.holders[name]:
-                    del own.holders[name]
+                pins[name] -= 1
+                if not pins[name]:
+                    del pins[name]
 
     @contextlib.contextmanager
-    def held(self, names: Iterable[str]) -> Iterator[None]:
-        """Within this context the blobs stay; BLOB_NOT_FOUND."""
+    def pinned(self, names: Iterable[str]) -> Iterator[None]:
+        """Pins blobs for the body of a `with` statement. Raises BLOB_NOT_FOUND."""
         wanted = list(names)
-        self.hold(wanted)
+        self.pin(wanted)
         try:
             yield
         finally:
-            self.let_go(wanted)
+            self.unpin(wanted)
 
     def upload(self, name: str) -> Upload:
-        """Room for the bytes of a blob; MALFORMED_REQUEST for no hash."""
+        """Starts the upload of a blob. Raises MALFORMED_REQUEST unless `name` is a SHA-256, and QUOTA_EXCEEDED."""
         check_blob_name(name)
-        with _room_on_disk(), contextlib.suppress(FileExistsError):
+        with _disk_full_as_quota(), contextlib.suppress(FileExistsError):
             self.folder.mkdir(mode=0o700)
-            sync(self.root)
+            sync_to_disk(self.root)
         return Upload(self, name)
 
     def reserve(self, size: int, count: int = 0) -> None:
-        """Makes room for what is about to come; QUOTA_EXCEEDED where all that is there is held."""
+        """Reserves disk space, and removes unused blobs if necessary. Raises QUOTA_EXCEEDED if all are pinned."""
         with self._index.lock:
             self._index.reserve(self.folder_name, size, count)
 
     def release(self, size: int, count: int) -> None:
-        """Counts out what was reserved and did not come."""
+        """Releases reserved disk space that was not used."""
         with self._index.lock:
             self._index.adjust(self.folder_name, -size, -count)
 
     def add(self, name: str, file: Path, reserved: int) -> int:
-        """Takes over a complete file whose hash is right, and for which room was reserved; its number of bytes."""
+        """Renames a complete, verified file to the blob's name, and returns its size.
+
+        Args:
+            name: The blob's name.
+            file: The file.
+            reserved: The disk space that was reserved for it, in bytes.
+        """
         path = self.folder / name
         with self._index.lock:
-            # The file that is there may be damaged without anybody having noticed yet.
+            # Replace an existing file: it may be damaged.
             file.rename(path)
             stat = path.stat()
             if name in self._own.files:
                 self._index.forget(self.folder_name, name)
-            self._own.files[name] = BlobFile(stat.st_size, taken_on_disk(stat), stamp_of(stat))
-            self._index.adjust(self.folder_name, taken_on_disk(stat) - reserved, 0)
+            self._own.files[name] = BlobFile(stat.st_size, disk_bytes(stat), file_stamp(stat))
+            self._index.adjust(self.folder_name, disk_bytes(stat) - reserved, 0)
         return stat.st_size
 
-    def _is_there(self, name: str, *, is_used: bool = False) -> bool:
-        """Whether a blob's file is there and, where it `is_used` or was before, has the bytes that its name says."""
+    def _is_present(self, name: str, *, is_used: bool = False) -> bool:
+        """Returns whether a blob is present; verifies its hash if it `is_used` now or was used before."""
         with self._index.lock:
             file = self._own.files.get(name)
         if file is None:
@@ -216,13 +231,13 @@ class BlobStore:
         try:
             stat = os.stat(path)
             now_ns = time.time_ns()
-            if now_ns - file.noted_ns > _NOTE_EVERY_NS:
+            if now_ns - file.stored_use_ns > _STORE_USE_EVERY_NS:
                 os.utime(path, ns=(now_ns, stat.st_mtime_ns))
-                file.noted_ns = now_ns
-            stamp = stamp_of(stat)
+                file.stored_use_ns = now_ns
+            stamp = file_stamp(stat)
             if (is_used or file.verified is not None) and file.verified != stamp:
                 if _hash(path) != name:
-                    self._set_aside(name, file)
+                    self._rename_damaged(name, file)
                     return False
                 file.verified = stamp
         except FileNotFoundError:
@@ -233,24 +248,26 @@ class BlobStore:
                 self._own.files.move_to_end(name)
         return True
 
-    def _set_aside(self, name: str, file: BlobFile) -> None:
+    def _rename_damaged(self, name: str, file: BlobFile) -> None:
         path = self.folder / name
-        aside = path.with_name(DAMAGED + name)
-        path.rename(aside)
+        renamed = path.with_name(DAMAGED + name)
+        path.rename(renamed)
         self._forget(name, file)
-        _log.warning("the blob %s is not what was stored; it is kept as %s and asked for anew when needed", path, aside)
+        _log.warning(
+            "the blob %s is not what was stored; it is kept as %s and asked for anew when needed", path, renamed
+        )
 
     def _forget(self, name: str, file: BlobFile) -> None:
         with self._index.lock:
-            # Another may have come meanwhile.
+            # Another upload may have replaced the file meanwhile.
             if self._own.files.get(name) is file:
                 self._index.forget(self.folder_name, name)
 
 
 class Upload:
-    """A blob on its way in; `close` before `finish` leaves nothing behind. Safe to use from several threads.
+    """Receives the content of a blob. `close` discards what was not finished. Safe to use from several threads.
 
-    QUOTA_EXCEEDED where the disk is full, or there are too many blobs.
+    Methods raise QUOTA_EXCEEDED if the disk is full or a limit is reached.
     """
 
     def __init__(self, store: BlobStore, name: str) -> None:
@@ -262,17 +279,17 @@ class Upload:
         self._reserved = 0
         store.reserve(0, 1)
         try:
-            with _room_on_disk():
+            with _disk_full_as_quota():
                 handle, path = tempfile.mkstemp(prefix=UPLOADING, dir=store.folder)
         except BaseException:
             store.release(0, 1)
             raise
         self._path: Path | None = Path(path)
-        # Not buffered: what a full disk did not take would be written again by `close`.
+        # Unbuffered: otherwise `close` would write again what a full disk did not take.
         self._file = os.fdopen(handle, "wb", buffering=0)
 
     def write(self, data: bytes) -> None:
-        """The next bytes; QUOTA_EXCEEDED. After `close` they go nowhere."""
+        """Appends bytes. Does nothing after `close`."""
         with self._lock:
             if self._path is None:
                 return
@@ -281,13 +298,13 @@ class Upload:
             self._reserved = wanted
             self._size += len(data)
             self._hash.update(data)
-            with _room_on_disk():
-                left = memoryview(data)
-                while left:
-                    left = left[self._file.write(left) :]
+            with _disk_full_as_quota():
+                rest = memoryview(data)
+                while rest:
+                    rest = rest[self._file.write(rest) :]
 
     def finish(self) -> int:
-        """Keeps the blob; its number of bytes. BLOB_MISMATCH where the bytes have another hash."""
+        """Stores the blob and returns its size. Raises BLOB_MISMATCH if the bytes have another hash."""
         with self._lock:
             self._finish()
         return self._size
@@ -301,15 +318,15 @@ class Upload:
                 f"the {self._size} bytes that came have the SHA-256 {self._hash.hexdigest()}, not {self._name}",
                 field="sha256",
             )
-        with _room_on_disk():
+        with _disk_full_as_quota():
             os.fsync(self._file.fileno())
             self._file.close()
             self._store.add(self._name, self._path, self._reserved)
             self._path = None
-            sync(self._store.folder)
+            sync_to_disk(self._store.folder)
 
     def close(self) -> None:
-        """Takes back what was not finished."""
+        """Discards the upload, unless it is finished."""
         with self._lock:
             path, self._path = self._path, None
             if path is None:
@@ -324,23 +341,23 @@ class Upload:
 
 
 @contextlib.contextmanager
-def _room_on_disk() -> Iterator[None]:
-    """QUOTA_EXCEEDED where the disk takes no more."""
+def _disk_full_as_quota() -> Iterator[None]:
+    """Raises QUOTA_EXCEEDED in place of the operating system's error for a full disk."""
     try:
         yield
     except OSError as cause:
-        if cause.errno not in FULL:
+        if cause.errno not in DISK_FULL_ERRORS:
             raise
         raise error(
             errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
-            f"the disk that the server keeps blobs on is full ({cause.strerror}); whoever runs the server makes room "
-            "there, or starts it with a smaller --max-blob-bytes, so that unused blobs go earlier",
+            f"the disk that the server keeps blobs on is full ({cause.strerror}); its operator must free space, "
+            "or start it with a smaller --max-blob-bytes, so that unused blobs are removed earlier",
         ) from cause
 
 
-def _stamp(path: str) -> Stamp | None:
+def _read_stamp(path: str) -> FileStamp | None:
     try:
-        return stamp_of(os.stat(path))
+        return file_stamp(os.stat(path))
     except FileNotFoundError:
         return None
 
@@ -350,8 +367,8 @@ def _hash(path: str) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _checked(names: Iterable[str]) -> list[str]:
-    """The names, each once; MALFORMED_REQUEST for what is no hash."""
+def _valid_names(names: Iterable[str]) -> list[str]:
+    """Returns the names, each once. Raises MALFORMED_REQUEST unless all are SHA-256 in hex."""
     wanted = list(dict.fromkeys(names))
     for name in wanted:
         check_blob_name(name)

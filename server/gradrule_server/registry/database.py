@@ -1,4 +1,8 @@
-"""The registry's database: opened by one server, checked, watched, and written so that nothing is lost silently."""
+"""Opens, checks and writes the registry's SQLite database.
+
+One server at a time uses it. Writes are on the disk when they are acknowledged, and are refused if the file was removed
+or replaced.
+"""
 
 from __future__ import annotations
 
@@ -19,38 +23,43 @@ from sqlalchemy.pool import ConnectionPoolEntry
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.periodic import RepeatedWarning
-from gradrule_server.registry.files import (
+from gradrule_server.registry.data_folder import (
+    DISK_FULL_ERRORS,
     FILE_NAME,
-    FULL,
     MARKER,
     OpenFiles,
     Reserve,
     StoreError,
-    check_not_lost,
-    logs_of,
+    find_logs,
     read_marker,
+    refuse_lost_database,
+    sync_to_disk,
     write_marker,
 )
-from gradrule_server.registry.lock import FolderInUseError, FolderLock
-from gradrule_server.registry.migrations import migrate, sync
+from gradrule_server.registry.folder_lock import FolderInUseError, FolderLock
+from gradrule_server.registry.migrations import migrate
 from gradrule_server.registry.schema import SCHEMA_VERSION, meta, metadata
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_NEW = "begin with an empty registry (`gradrule registry new`)"
+_NEW_HINT = "begin with an empty registry (`gradrule registry new`)"
 
 
 class Database:
-    """The registry's database in `folder`, which is made where missing. Blocking; safe to use from several threads.
+    """The registry's database. All methods block; safe to use from several threads.
 
-    Adding raises QUOTA_EXCEEDED where the disk is full, and adds nothing then. Reading and writing raise UNAVAILABLE
-    where the file was removed or replaced after it was opened. `is_new`: whether an empty registry may begin where
-    there was one before.
+    Writing raises QUOTA_EXCEEDED if the disk is full, and changes nothing then. Reading and writing raise UNAVAILABLE
+    if the file was removed or replaced after it was opened.
 
-    Raises `StoreError` where the folder cannot be used, another server holds it, or its file is gone, damaged, or of
-    another version.
+    Args:
+        folder: The data folder, which is created if missing.
+        is_new: Whether an empty database may be created in a folder that had a registry before.
+
+    Raises:
+        StoreError: The folder cannot be used, another server uses it, or its database is gone, damaged or of another
+            version.
     """
 
     def __init__(self, folder: Path, *, is_new: bool = False) -> None:
@@ -59,19 +68,22 @@ class Database:
         self._reserve = Reserve(folder)
         self._warning = RepeatedWarning(_log)
         self._files: OpenFiles | None = None
-        # SQLite lets one writer in at a time; waiting here is fair, waiting in SQLite is polling.
+        # SQLite allows one writer at a time. Waiting for this lock is fair; SQLite would poll.
         self._writing = threading.Lock()
         try:
-            self._start()
-        except StoreError as refusal:
-            if not (_is_full(refusal.__cause__) and self._reserve.release()):
+            self._lock_and_open()
+        except StoreError as failure:
+            if not (_is_full(failure.__cause__) and self._reserve.release()):
                 raise
-            _log.warning("the disk of %s is full; what was reserved for deleting was used to open it", self.path)
-            self._start()
-        if not self._reserve.make():
-            _log.warning("no room could be reserved beside %s: deleting may fail when the disk is full", self.path)
+            _log.warning("the disk of %s is full; the space reserved for deleting was used to open it", self.path)
+            self._lock_and_open()
+        self._renew_reserve()
 
-    def _start(self) -> None:
+    def _renew_reserve(self) -> None:
+        if not self._reserve.create():
+            _log.warning("no space could be reserved beside %s: deleting may fail when the disk is full", self.path)
+
+    def _lock_and_open(self) -> None:
         folder = self.path.parent
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -86,7 +98,7 @@ class Database:
         self._pinned: Connection | None = None
         try:
             self._create_file()
-            # SQLite removes its log with the last connection: one stays open, so that the log's file stays the same.
+            # Keep one connection open: SQLite removes its log with the last one, and the log must stay the same file.
             self._pinned = self._engine.connect()
             self._open()
             self._files = OpenFiles(self.path)
@@ -99,18 +111,18 @@ class Database:
             raise
 
     def close(self) -> None:
-        """Closes the file and lets other servers have the folder."""
+        """Closes the database and unlocks the folder."""
         if self._pinned is not None:
             self._pinned.close()
         self._engine.dispose()
         self._lock.release()
 
-    def look(self) -> None:
-        """Logs where the registry's files were removed or replaced behind the server's back."""
+    def check_files(self) -> None:
+        """Logs a warning if the registry's files were removed or replaced; called at intervals."""
         problem = None if self._files is None else self._files.problem()
         try:
-            if self._lock.is_file_removed():
-                _log.warning("the lock file of %s was removed, and was made anew", self.path.parent)
+            if self._lock.restore_file():
+                _log.warning("the lock file of %s was removed, and was created again", self.path.parent)
         except FolderInUseError as other:
             problem = problem or str(other)
         if problem:
@@ -121,8 +133,8 @@ class Database:
         self._warning.report(problem)
 
     def _create_file(self) -> None:
-        """Makes an empty file that only its owner reads, whose name outlives a power failure, where there is none."""
-        # SQLite syncs only contents.
+        """Creates an empty file if there is none, readable for its owner only, and syncs the folder."""
+        # SQLite syncs the content of files, not the names in a folder.
         path, folder = self.path, self.path.parent
         if path.exists():
             if self._lock.was_killed and not path.with_name(path.name + "-wal").exists():
@@ -131,26 +143,26 @@ class Database:
                     path,
                 )
             return
-        leftovers = " and ".join(log.name for log in logs_of(path))
+        leftovers = " and ".join(log.name for log in find_logs(path))
         if leftovers:
             raise StoreError(
                 f"{path} is gone, but {leftovers} of it is there, which belongs to it and not to a new one; bring "
-                f"{path.name} back beside it, or {_NEW}"
+                f"{path.name} back beside it, or {_NEW_HINT}"
             )
         if not self._is_new:
-            check_not_lost(folder, "gone")
+            refuse_lost_database(folder, "gone")
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-        sync(folder)
+        sync_to_disk(folder)
 
     def _open(self) -> None:
-        """Checks the file, or makes the tables where it is new."""
+        """Checks the database, or creates the tables in a new one."""
         folder = self.path.parent
         marker = read_marker(folder)
         with self.write() as connection:
             tables = set(inspect(connection).get_table_names())
             if not tables:
                 if not self._is_new:
-                    check_not_lost(folder, "empty")
+                    refuse_lost_database(folder, "empty")
                 metadata.create_all(connection)
                 connection.execute(insert(meta).values(key="schema_version", value=str(SCHEMA_VERSION)))
             elif "meta" not in tables:
@@ -162,9 +174,9 @@ class Database:
             write_marker(folder, registry_id)
 
     def _check_tables(self, connection: Connection, tables: set[str]) -> None:
-        """Checks what is read at each start, and brings tables of an older version to this one's.
+        """Checks the tables that are read at each start, and migrates those of an older version.
 
-        Graphs are much larger than all else: their hashes are checked when they are read.
+        Graphs are not checked, because they are large: their hashes are checked when they are read.
         """
         for table in sorted(tables & {"meta", "rules", "programs"}):
             report = connection.exec_driver_sql(f"PRAGMA quick_check({table})").scalar_one()
@@ -177,15 +189,19 @@ class Database:
         elif version != str(SCHEMA_VERSION):
             raise StoreError(
                 f"{self.path} has schema version {version}, and this server reads version {SCHEMA_VERSION}; start "
-                f"the server that wrote it, or {_NEW}"
+                f"the server that wrote it, or {_NEW_HINT}"
             )
 
     def _identify(self, connection: Connection, marker: str | None) -> str:
-        """The registry's id. `StoreError` where the marker has another: the file came from another folder."""
+        """Returns the registry's id, which is created if missing.
+
+        Raises:
+            StoreError: The marker has another id: the file came from another folder.
+        """
         query = select(meta.c.value).where(meta.c.key == "registry_id")
         found = connection.execute(query).scalar_one_or_none()
         if found is None:
-            # New, or of a release that gave no ids.
+            # The registry is new, or of a release without ids.
             found = marker or uuid.uuid4().hex
             connection.execute(insert(meta).values(key="registry_id", value=found))
         elif marker and marker != found:
@@ -196,7 +212,7 @@ class Database:
         return str(found)
 
     def _check_files(self) -> None:
-        """UNAVAILABLE where the files are no longer those that were opened: what is written to them would be lost."""
+        """Raises UNAVAILABLE if the files were removed or replaced: writes to them would be lost."""
         if self._files is not None and self._files.problem() is not None:
             raise error(
                 errors_pb2.ERROR_REASON_UNAVAILABLE,
@@ -206,83 +222,82 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
-        """A transaction that reads."""
+        """Opens a transaction that reads."""
         self._check_files()
         with self._engine.begin() as connection:
             yield connection
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """A transaction that writes; it is on the disk when this ends without an error."""
+        """Opens a transaction that writes; its changes are on the disk when the context ends without an error."""
         try:
             with self._writing, self._engine.begin() as connection:
                 self._check_files()
                 yield connection
-            # The files may have gone just before they were written: nothing is acknowledged then.
+            # Check again: the files may have been removed just before the commit.
             self._check_files()
         except OperationalError as cause:
             if not _is_full(cause):
                 raise
             raise error(
                 errors_pb2.ERROR_REASON_QUOTA_EXCEEDED,
-                "the disk that the server keeps rules and programs on is full; whoever runs the server can make room",
+                "the server's disk for rules and programs is full; its operator must free space",
             ) from cause
 
     def delete(self, work: Callable[[Connection], T]) -> T:
-        """Does what frees room, with the room that is reserved for it where the disk is full."""
+        """Runs a transaction that frees space; uses the reserved space if the disk is full."""
         try:
             with self.write() as connection:
                 return work(connection)
-        except GradruleError as refusal:
-            if not (_is_full(refusal.__cause__) and self._reserve.release()):
+        except GradruleError as failure:
+            if not (_is_full(failure.__cause__) and self._reserve.release()):
                 raise
         with self.write() as connection:
-            done = work(connection)
-        # SQLite keeps its log at the size it had; what it takes is needed for the reserve.
+            result = work(connection)
+        # Truncate the log, which SQLite never shrinks: the reserve needs its space.
         with self._writing:
-            connection_of_pool = self._engine.raw_connection()
+            raw_connection = self._engine.raw_connection()
             try:
-                connection_of_pool.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                raw_connection.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)")
             finally:
-                connection_of_pool.close()
-        if not self._reserve.make():
-            _log.warning("no room could be reserved beside %s: deleting may fail when the disk is full", self.path)
-        return done
+                raw_connection.close()
+        self._renew_reserve()
+        return result
 
 
 def _damaged(path: Path, what: str) -> StoreError:
     return StoreError(
-        f"{path} is damaged ({what}): move it away and bring a copy back (`gradrule registry restore`), or {_NEW}"
+        f"{path} is damaged ({what}): move it away and bring a copy back (`gradrule registry restore`), or {_NEW_HINT}"
     )
 
 
 def _is_full(cause: BaseException | None) -> bool:
-    """Whether an error says that the disk takes no more."""
+    """Returns whether an error was caused by a full disk."""
     if isinstance(cause, OSError):
-        return cause.errno in FULL
+        return cause.errno in DISK_FULL_ERRORS
     original = getattr(cause, "orig", None) or cause
     if isinstance(original, sqlite3.OperationalError):
         return original.sqlite_errorcode in _FULL_CODES
     return isinstance(cause, GradruleError) and _is_full(cause.__cause__)
 
 
-# The second and third: the memory that connections share about the log is a file too.
+# The last two: the memory that connections share about the log is a file too.
 _FULL_CODES = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE, sqlite3.SQLITE_IOERR_SHMOPEN})
 
 
 def _engine(path: Path, check: Callable[[], None]) -> Engine:
-    # Not made where it is missing: an empty file would take the place of one that was removed.
+    # Mode rw does not create a missing file: an empty one would replace a file that was removed.
     url = URL.create("sqlite", database=path.absolute().as_uri(), query={"mode": "rw", "uri": "true"})
     engine = create_engine(url, max_overflow=-1)
 
     @event.listens_for(engine, "connect")
     def configure(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
-        # Python's sqlite3 begins transactions on its own, and not around reads or tables; with None it leaves them
-        # to `begin`.
         check()
+        # Python's sqlite3 starts transactions itself, but not for reads and changes of tables; None leaves this to
+        # `begin`.
         connection.isolation_level = None
-        # One damaged text must not hide all the rows that are read with it.
-        connection.text_factory = text_of
+        # Decode any bytes: one damaged text must not make other rows unreadable.
+        connection.text_factory = decode_text
         for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
             connection.execute(f"PRAGMA {pragma}")
 
@@ -293,8 +308,8 @@ def _engine(path: Path, check: Callable[[], None]) -> Engine:
     return engine
 
 
-def text_of(raw: bytes) -> str:
-    """A text of a row, whatever bytes it has: no name and no description that is valid has such characters."""
+def decode_text(raw: bytes) -> str:
+    """Decodes a text of a row, whatever its bytes; invalid bytes become characters that no valid text has."""
     return raw.decode("utf-8", "surrogateescape")
 
 

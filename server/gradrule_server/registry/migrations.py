@@ -1,6 +1,6 @@
-"""From the tables of older releases to those of this one: one step per version, all in one transaction.
+"""Migrates the tables of older releases to the current version, in one transaction, and copies databases.
 
-What was there is kept beside the file, as `gradrule.db.v1` for example, so that an older server can go on from it.
+A copy of the old database is kept beside the file, as `gradrule.db.v1` for example, for an older server to use.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
+from gradrule_server.registry.data_folder import sync_to_disk
 from gradrule_server.registry.schema import SCHEMA_VERSION
 
 
 def migrate(connection: Connection, version: str | None, path: Path) -> bool:
-    """Brings tables of an older version to this one's; False where there is no way from `version`.
+    """Migrates tables from an older version; returns False if `version` is unknown or current.
 
-    The connection is in a transaction and has written nothing yet, so what is kept is what was there before.
-    `OSError`, `sqlite3.Error` where it cannot be kept.
+    The connection must be in a transaction that has written nothing yet, so that the copy holds the old content.
+
+    Raises:
+        OSError, sqlite3.Error: The copy of the old database cannot be written.
     """
     if version is None or not version.isdecimal() or int(version) not in _STEPS:
         return False
-    copy_database(path, kept_name(path, int(version)))
+    copy_database(path, old_version_path(path, int(version)))
     for number in range(int(version), SCHEMA_VERSION):
         for statement in _STEPS[number]:
             connection.exec_driver_sql(statement)
@@ -32,29 +35,31 @@ def migrate(connection: Connection, version: str | None, path: Path) -> bool:
     return True
 
 
-def show_as_current(database: sqlite3.Connection, version: str) -> bool:
-    """Lets a connection read tables of an older version as it reads this one's; False where there is no way."""
+def add_current_views(database: sqlite3.Connection, version: str) -> bool:
+    """Makes tables of an older version readable like the current ones; returns False if `version` is unknown."""
     if version == str(SCHEMA_VERSION):
         return True
     if not version.isdecimal() or int(version) not in _VIEWS:
         return False
     for name, query in _VIEWS[int(version)].items():
-        # Of one connection's alone: nothing is written to the database.
+        # Temporary views belong to the connection; nothing is written to the database.
         database.execute(f"CREATE TEMP VIEW {name} AS {query}")
     return True
 
 
-def kept_name(path: Path, version: int) -> Path:
-    """Where the database as `version` had it is kept."""
+def old_version_path(path: Path, version: int) -> Path:
+    """Returns the path of the copy of a database of an older version."""
     return path.with_name(f"{path.name}.v{version}")
 
 
 def copy_database(path: Path, to: Path) -> None:
-    """A complete copy of a database as it is at one moment, whoever writes to it meanwhile; there or not there at all.
+    """Writes a consistent copy of a database, atomically; other processes may write to the database meanwhile.
 
-    `sqlite3.Error` where it is none, `OSError` where the copy cannot be written.
+    Raises:
+        sqlite3.Error: `path` is not a valid database.
+        OSError: The copy cannot be written.
     """
-    # A database in use is more than its file: what was written last lies in a log beside it.
+    # Do not copy the file: the last writes to a database in use are in a log beside it.
     unfinished = to.with_name(f".{to.name}.unfinished")
     unfinished.unlink(missing_ok=True)
     os.close(os.open(unfinished, os.O_CREAT | os.O_RDWR, 0o600))
@@ -64,27 +69,18 @@ def copy_database(path: Path, to: Path) -> None:
             contextlib.closing(sqlite3.connect(unfinished)) as copy,
         ):
             source.backup(copy)
-            # What is copied says that it has a log; a copy that is put away is one file.
+            # The copied database is in WAL mode; without a log the copy is a single file.
             copy.execute("PRAGMA journal_mode=DELETE")
-        sync(unfinished)
+        sync_to_disk(unfinished)
         unfinished.rename(to)
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
-    sync(to.parent)
-
-
-def sync(path: Path) -> None:
-    """Sees to it that a file's content, or a folder's names, outlive a power failure."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync_to_disk(to.parent)
 
 
 _STEPS: Mapping[int, tuple[str, ...]] = {
-    # Names belong to tenants: what was there belongs to `default`.
+    # Version 2 has tenants; all existing rows belong to `default`.
     1: (
         "DROP INDEX ix_programs_graph_digest",
         "ALTER TABLE rules RENAME TO rules_1",
@@ -112,4 +108,4 @@ _STEPS: Mapping[int, tuple[str, ...]] = {
 _VIEWS: Mapping[int, Mapping[str, str]] = {
     1: {name: f"SELECT 'default' AS tenant, * FROM main.{name}" for name in ("rules", "blobs", "programs")},
 }
-"""The tables that have changed since, by name."""
+"""For each older version, queries that show its changed tables like the current ones."""

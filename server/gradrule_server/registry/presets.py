@@ -1,4 +1,4 @@
-"""Presets as clients see them."""
+"""Converts presets to messages for clients."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from gradrule_server.rules.catalogue.presets import BUILTIN_PREFIX, Preset
 
 
 def to_proto(preset: Preset) -> rule_pb2.Preset:
-    """The preset with a line for each override: `@convolution+@bias → lrp_zplus(eps=1e-06)`."""
+    """Returns the message, with a line of text for each override: `@convolution+@bias → lrp_zplus(eps=1e-06)`."""
     return rule_pb2.Preset(
         name=preset.name,
         description=preset.description,
         reference=preset.reference,
-        overrides=map(_line, preset.overrides),
+        overrides=map(_describe, preset.overrides),
         params=map(write_param, preset.params),
     )
 
 
-def _line(override: override_pb2.Override) -> str:
+def _describe(override: override_pb2.Override) -> str:
     selector = override.selector
-    meant = selector.op_type or "+".join(selector.pattern)
+    selected = selector.op_type or "+".join(selector.pattern)
     if selector.position.nearest == override_pb2.POSITION_NEAREST_XS:
-        meant += " nearest the xs"
+        selected += " nearest the xs"
     values = ", ".join(f"{name}={value.number:g}" for name, value in sorted(override.params.items()))
-    return f"{meant} → {override.rule.removeprefix(BUILTIN_PREFIX)}{f'({values})' if values else ''}"
+    return f"{selected} → {override.rule.removeprefix(BUILTIN_PREFIX)}{f'({values})' if values else ''}"

@@ -1,4 +1,4 @@
-"""Programs by id: kept until deleted, found again by their content."""
+"""Registers, finds and lists programs by id; a program with equal content is found again."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from google.protobuf.message import DecodeError
 
 from gradrule.v1 import errors_pb2, program_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, Resource, did_you_mean, error
-from gradrule_server.quotas import Allowance
-from gradrule_server.registry import paging
+from gradrule_server.quotas import Quota
+from gradrule_server.registry import page_tokens
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.store import DEFAULT_TENANT, ProgramContent, ProgramRow, Store, UnreadableRowError
 
@@ -29,45 +29,50 @@ _LISTING = "programs"
 
 @dataclass(frozen=True, slots=True)
 class StoredProgram:
-    """A kept program. `program` holds its name and the time of its creation; `identity` is equal for equal content."""
+    """A stored program. `program` holds its name and creation time; `identity` is equal for equal content."""
 
     id: str
     identity: str
     program: program_pb2.Program
 
 
-class HeldBlobs:
-    """Keeps the blobs of all kept programs, of every tenant's, from going. Safe to use from several threads."""
+class PinnedBlobs:
+    """Pins the blobs of all stored programs of all tenants. Safe to use from several threads."""
 
     def __init__(self, store: Store, blobs: BlobStore) -> None:
-        self._held: dict[tuple[str, str], list[str]] = {}
+        self._pinned: dict[tuple[str, str], list[str]] = {}
         for tenant, program_id, spec in store.program_specs():
             try:
                 wanted = blobs_of(read_spec(tenant, program_id, spec))
             except UnreadableRowError as cause:
-                _tell(tenant, program_id, cause)
+                _log_unreadable(tenant, program_id, cause)
                 continue
             if wanted:
-                # A file that somebody took away makes the program ask for it when it is run.
-                blobs.of(tenant).keep(wanted)
-                self._held[tenant, program_id] = wanted
+                # A missing blob is reported when the program is called.
+                blobs.for_tenant(tenant).pin_unchecked(wanted)
+                self._pinned[tenant, program_id] = wanted
 
-    def hold(self, blobs: BlobStore, tenant: str, program_id: str, names: list[str]) -> None:
-        """For a program that is about to be kept; BLOB_NOT_FOUND."""
+    def pin(self, blobs: BlobStore, tenant: str, program_id: str, names: list[str]) -> None:
+        """Pins the blobs of a program that is about to be stored. Raises BLOB_NOT_FOUND."""
         if names:
-            blobs.hold(names)
-            self._held[tenant, program_id] = names
+            blobs.pin(names)
+            self._pinned[tenant, program_id] = names
 
-    def let_go(self, blobs: BlobStore, tenant: str, program_id: str) -> None:
-        """The program is not kept any more."""
-        blobs.let_go(self._held.pop((tenant, program_id), ()))
+    def unpin(self, blobs: BlobStore, tenant: str, program_id: str) -> None:
+        """Unpins the blobs of a deleted program."""
+        blobs.unpin(self._pinned.pop((tenant, program_id), ()))
 
 
 class ProgramRegistry:
-    """A tenant's programs in a store, which hold their blobs. Blocking; safe to use from several threads.
+    """A tenant's programs in a store, which pin their blobs. All methods block; safe to use from several threads.
 
-    room, bytes_room: for how many there is room, and for how many bytes; without it, without end. held: what holds the
-    blobs of the store's programs, where several registries share a store.
+    Args:
+        store: The store.
+        blobs: The tenant's blobs.
+        tenant: The tenant.
+        quota: Limits the number of programs; None: unlimited.
+        bytes_quota: Limits the bytes of programs; None: unlimited.
+        pins: The pins of all programs, if several registries share the store.
     """
 
     def __init__(
@@ -76,26 +81,26 @@ class ProgramRegistry:
         blobs: BlobStore,
         *,
         tenant: str = DEFAULT_TENANT,
-        room: Allowance | None = None,
-        bytes_room: Allowance | None = None,
-        held: HeldBlobs | None = None,
+        quota: Quota | None = None,
+        bytes_quota: Quota | None = None,
+        pins: PinnedBlobs | None = None,
     ) -> None:
         self._store = store
         self._blobs = blobs
         self._tenant = tenant
         self._changing = threading.Lock()
-        # A row that has no name that clients can say is nobody's.
+        # Ignore rows with an invalid id: no request can name them.
         self._identities = {
             program_id: identity
             for program_id, identity in store.program_identities(tenant).items()
             if isinstance(program_id, str) and _ID.fullmatch(program_id)
         }
-        self._room = room or Allowance.without_end()
-        self._bytes_room = bytes_room or Allowance.without_end()
-        self._held = held or HeldBlobs(store, blobs)
+        self._quota = quota or Quota.unlimited()
+        self._bytes_quota = bytes_quota or Quota.unlimited()
+        self._pins = pins or PinnedBlobs(store, blobs)
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Returns the number of programs."""
         return len(self._identities)
 
     def create(
@@ -106,19 +111,24 @@ class ProgramRegistry:
         program: program_pb2.Program,
         override_values: bytes,
     ) -> StoredProgram:
-        """Keeps a program, or returns the one that is there where id and content are equal.
+        """Stores a program, or returns the existing one if id and content are equal.
 
-        `snapshot`: the rules as they are now, in bytes that are equal for equal rules. `override_values`: the
-        overrides' param values, likewise; `program.digests.program` does not cover them. Without an id, one is made
-        from the content.
+        Args:
+            program_id: The id; None: an id is derived from the content.
+            spec: The program's spec.
+            snapshot: The current rules, in bytes that are equal for equal rules.
+            program: The program's metadata.
+            override_values: The values of the overrides' params, which `program.digests.program` does not cover, in
+                bytes that are equal for equal values.
 
-        Raises MALFORMED_REQUEST (the id), PROGRAM_EXISTS, LIMIT_EXCEEDED, QUOTA_EXCEEDED, BLOB_NOT_FOUND.
+        Raises:
+            GradruleError: MALFORMED_REQUEST (the id), PROGRAM_EXISTS, LIMIT_EXCEEDED, QUOTA_EXCEEDED, BLOB_NOT_FOUND.
         """
-        # What is told of a program is part of it; without aliases the identity is what it was before there were any.
+        # Aliases are part of the identity; without aliases it is that of releases that had none.
         aliases = [_without_graph(program_pb2.ProgramSpec(aliases=spec.aliases))] if spec.aliases else []
         identity = _identity(program.digests.program, snapshot, override_values, *aliases)
         if program_id is None:
-            # An id starts with a letter, so that it may also be asked for.
+            # Start with a letter, as ids must.
             program_id = f"p{identity[:32]}"
         elif _ID.fullmatch(program_id) is None:
             raise error(
@@ -139,21 +149,21 @@ class ProgramRegistry:
             kept.create_time.FromMicroseconds(now_us)
             row = ProgramRow(program_id, identity, kept.SerializeToString(), now_us)
             content = ProgramContent(_without_graph(spec), self._graph_bytes(spec), snapshot)
-            with self._room.taken(), contextlib.ExitStack() as taken, contextlib.ExitStack() as undo:
-                self._held.hold(self._blobs, self._tenant, program_id, blobs_of(spec))
-                undo.callback(self._held.let_go, self._blobs, self._tenant, program_id)
+            with self._quota.reserved(), contextlib.ExitStack() as taken, contextlib.ExitStack() as undo:
+                self._pins.pin(self._blobs, self._tenant, program_id, blobs_of(spec))
+                undo.callback(self._pins.unpin, self._blobs, self._tenant, program_id)
                 self._store.add_program(
                     row,
                     content,
                     self._tenant,
-                    before=lambda size: taken.enter_context(self._bytes_room.taken(size)),
+                    before=lambda size: taken.enter_context(self._bytes_quota.reserved(size)),
                 )
                 undo.pop_all()
             self._identities[program_id] = identity
         return StoredProgram(program_id, identity, kept)
 
     def get(self, name: str) -> StoredProgram:
-        """The program of that name, `programs/ID` or bare; PROGRAM_NOT_FOUND."""
+        """Returns a program by its id, with or without `programs/`. Raises PROGRAM_NOT_FOUND."""
         program_id = name.removeprefix(_PREFIX)
         row = self._store.program(program_id, self._tenant)
         if row is None:
@@ -162,7 +172,7 @@ class ProgramRegistry:
             return _stored(row)
 
     def content(self, stored: StoredProgram) -> tuple[program_pb2.ProgramSpec, bytes]:
-        """The spec with its graph's bytes, and the snapshot of its rules; PROGRAM_NOT_FOUND where it is gone by now."""
+        """Returns the spec with the graph's bytes, and the snapshot of the rules. Raises PROGRAM_NOT_FOUND."""
         with self._unreadable_is_not_found(stored.id):
             found = self._content(stored)
         if found is None:
@@ -170,31 +180,32 @@ class ProgramRegistry:
         return found
 
     def graph_bytes(self, stored: StoredProgram) -> int:
-        """Returns the size of the program's graph; 0 where the program is gone by now. PROGRAM_NOT_FOUND."""
+        """Returns the size of the graph; 0 if the program was deleted. Raises PROGRAM_NOT_FOUND if it is unreadable."""
         with self._unreadable_is_not_found(stored.id):
             return self._store.program_graph_bytes(stored.id, stored.identity, self._tenant)
 
     def list(self, page_size: int, page_token: str) -> tuple[list[StoredProgram], str]:
-        """A page by id, without overrides and defaulted, and the next page's token; MALFORMED_REQUEST.
+        """Returns a page of programs by id, without `overrides` and `defaulted`, and the token of the next page.
 
-        What was kept for a page has at most `paging.MAX_PAGE_BYTES`, whatever its size.
+        The stored metadata of a page has at most `page_tokens.MAX_PAGE_BYTES`, whatever its size. Raises
+        MALFORMED_REQUEST.
         """
-        size = paging.page_size(page_size)
-        after = paging.decode(_LISTING, page_token, _ID)[0] if page_token else ""
-        rows, has_more = self._store.programs_after(after, size, paging.MAX_PAGE_BYTES, self._tenant)
+        size = page_tokens.page_size(page_size)
+        after = page_tokens.decode(_LISTING, page_token, _ID)[0] if page_token else ""
+        rows, has_more = self._store.programs_after(after, size, page_tokens.MAX_PAGE_BYTES, self._tenant)
         page = []
         for row in rows:
             try:
                 page.append(_stored(row))
             except UnreadableRowError as cause:
-                _tell(self._tenant, row.id, cause)
+                _log_unreadable(self._tenant, row.id, cause)
         for item in page:
             item.program.ClearField("overrides")
             item.program.ClearField("defaulted")
-        return page, paging.encode(_LISTING, [rows[-1].id]) if has_more else ""
+        return page, page_tokens.encode(_LISTING, [rows[-1].id]) if has_more else ""
 
     def delete(self, name: str) -> None:
-        """Forgets a program; PROGRAM_NOT_FOUND."""
+        """Deletes a program. Raises PROGRAM_NOT_FOUND."""
         program_id = name.removeprefix(_PREFIX)
         with self._changing:
             if program_id not in self._identities:
@@ -202,31 +213,31 @@ class ProgramRegistry:
             self._remove(program_id)
 
     def _remove(self, program_id: str) -> None:
-        """Forgets a program, whether its row is still there or not."""
+        """Deletes a program, whether its row exists or not."""
         freed = self._store.remove_program(program_id, self._tenant)
         del self._identities[program_id]
-        self._held.let_go(self._blobs, self._tenant, program_id)
-        self._room.give_back()
-        self._bytes_room.give_back(freed)
+        self._pins.unpin(self._blobs, self._tenant, program_id)
+        self._quota.release()
+        self._bytes_quota.release(freed)
 
     def _content(self, stored: StoredProgram) -> tuple[program_pb2.ProgramSpec, bytes] | None:
-        """The spec with its graph's bytes, and the snapshot; None where the row is gone. `UnreadableRowError`."""
+        """Returns the spec with the graph's bytes, and the snapshot; None if the row is gone. `UnreadableRowError`."""
         content = self._store.program_content(stored.id, stored.identity, self._tenant)
         if content is None:
             return None
         spec = read_spec(self._tenant, stored.id, content.spec)
-        with _reading():
+        with _decoding():
             rule_pb2.ListRulesResponse.FromString(content.snapshot)
         spec.graph.serialized = content.graph
         return spec, content.snapshot
 
     @contextlib.contextmanager
     def _unreadable_is_not_found(self, program_id: str) -> Iterator[None]:
-        """PROGRAM_NOT_FOUND where the program's row cannot be read."""
+        """Raises PROGRAM_NOT_FOUND in place of `UnreadableRowError`, which is logged."""
         try:
             yield
         except UnreadableRowError as cause:
-            _tell(self._tenant, program_id, cause)
+            _log_unreadable(self._tenant, program_id, cause)
             raise error(
                 errors_pb2.ERROR_REASON_PROGRAM_NOT_FOUND,
                 f"the kept program {program_id!r} cannot be read: {cause}; compile it anew, or delete it",
@@ -244,7 +255,7 @@ class ProgramRegistry:
                 return spec.graph.serialized
 
     def _existing(self, program_id: str, identity: str) -> StoredProgram | None:
-        """The program of that id, if its row is there and can be read; PROGRAM_EXISTS where it has other content."""
+        """Returns a program if its row is readable, else None. Raises PROGRAM_EXISTS if it has other content."""
         row = self._store.program(program_id, self._tenant)
         if row is None:
             return None
@@ -253,7 +264,7 @@ class ProgramRegistry:
             if self._content(stored) is None:
                 return None
         except UnreadableRowError as cause:
-            _tell(self._tenant, program_id, cause)
+            _log_unreadable(self._tenant, program_id, cause)
             return None
         if stored.identity != identity:
             since = stored.program.create_time.ToJsonString()
@@ -277,29 +288,29 @@ class ProgramRegistry:
 
 
 def read_spec(tenant: str, program_id: str, spec: bytes) -> program_pb2.ProgramSpec:
-    """A kept program's spec, without its graph; `UnreadableRowError`. Whatever a damaged file holds, no other error."""
+    """Parses a stored spec. Raises `UnreadableRowError`, and no other error, for a damaged row."""
     for name, text in (("tenant", tenant), ("id", program_id)):
         if not isinstance(text, str) or not text.isprintable():
             raise UnreadableRowError(f"its {name} {text!r} is no name")
-    with _reading():
+    with _decoding():
         return program_pb2.ProgramSpec.FromString(spec)
 
 
 def read_summary(summary: bytes) -> program_pb2.Program:
-    """What is told of a kept program; `UnreadableRowError`."""
-    with _reading():
+    """Parses the stored metadata of a program. Raises `UnreadableRowError`."""
+    with _decoding():
         return program_pb2.Program.FromString(summary)
 
 
 @contextlib.contextmanager
-def _reading() -> Iterator[None]:
+def _decoding() -> Iterator[None]:
     try:
         yield
     except (DecodeError, TypeError, ValueError) as cause:
         raise UnreadableRowError(str(cause)) from cause
 
 
-def _tell(tenant: str, program_id: str, cause: UnreadableRowError) -> None:
+def _log_unreadable(tenant: str, program_id: str, cause: UnreadableRowError) -> None:
     _log.warning(
         "the kept program %r of tenant %r cannot be read and is left out (`gradrule registry check` shows all): %s",
         program_id,
@@ -313,7 +324,7 @@ def _stored(row: ProgramRow) -> StoredProgram:
 
 
 def _identity(*parts: str | bytes) -> str:
-    """SHA-256 over the hashes of the parts, so that no two lists of parts run into one."""
+    """Returns the SHA-256 of the hashes of the parts, so that different lists of parts have different identities."""
     hashes = (hashlib.sha256(part.encode() if isinstance(part, str) else part).digest() for part in parts)
     return hashlib.sha256(b"".join(hashes)).hexdigest()
 
@@ -326,6 +337,6 @@ def _without_graph(spec: program_pb2.ProgramSpec) -> bytes:
 
 
 def blobs_of(spec: program_pb2.ProgramSpec) -> list[str]:
-    """Blobs that the values of a program's variables are."""
+    """Returns the blobs that hold values of a program's variables."""
     found = (item.value.blob.sha256 for item in spec.variables if item.value.HasField("blob"))
     return list(dict.fromkeys(found))

@@ -1,4 +1,4 @@
-"""Rules by name: OP and BUILTIN ones as they come with TensorFlow and the server, USER ones kept in the store."""
+"""Registers, finds and lists rules by name: USER rules of a tenant in the store, above the read-only rules."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from google.protobuf.message import DecodeError
 
 from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server.errors import GradruleError, Resource, did_you_mean, error
-from gradrule_server.policy import Bounds
-from gradrule_server.quotas import Allowance
-from gradrule_server.registry import paging
-from gradrule_server.registry.names import BUILTIN_PREFIX, Names, RuleEntry, by_name
+from gradrule_server.policy import NodeLimits
+from gradrule_server.quotas import Quota
+from gradrule_server.registry import page_tokens
+from gradrule_server.registry.rule_names import BUILTIN_PREFIX, RuleEntry, RuleNames, index_by_name
 from gradrule_server.registry.store import DEFAULT_TENANT, RuleRow, Store, UnreadableRowError, size_of
 from gradrule_server.rules import RuleContent, write_param
 from gradrule_server.rules.catalogue import BUILTINS, BuiltinRule
@@ -28,88 +28,95 @@ _log = logging.getLogger(__name__)
 
 _PREFIX = "rules/"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
-_PLACE = (re.compile("[012]"), re.compile(".*", re.DOTALL))
+_POSITION = (re.compile("[012]"), re.compile(".*", re.DOTALL))
 _RESERVED = frozenset({"default", "inline"})
-_SHOWN_EXPRESSION = 120
-_SHOWN_UNREADABLE = 5
-# Rules stay in memory: they are for reading, not for data.
-_MAX_DESCRIPTION = 8 * 1024
-_MAX_DEFINITION = 1024 * 1024
+_MAX_EXPRESSION_SHOWN = 120
+_MAX_UNREADABLE_SHOWN = 5
+# All rules of a loaded tenant are in memory, so their size is limited.
+_MAX_DESCRIPTION_BYTES = 8 * 1024
+_MAX_DEFINITION_BYTES = 1024 * 1024
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 
 
 @dataclass(frozen=True)
-class Shipped:
-    """The rules that come with the server and with TensorFlow: one layer below every tenant's own."""
+class ReadOnlyRules:
+    """The BUILTIN rules of the server and the OP rules of TensorFlow, which all tenants share."""
 
     builtin: Mapping[str, RuleEntry]
     op: Mapping[str, RuleEntry]
 
     @classmethod
-    def of(cls, op_gradients: Iterable[str], builtins: Iterable[BuiltinRule] = BUILTINS) -> Shipped:
-        """From op types with a registered gradient, and the catalogue."""
-        return cls(by_name(map(_builtin_entry, builtins)), _op_entries(op_gradients))
+    def from_op_types(cls, op_gradients: Iterable[str], builtins: Iterable[BuiltinRule] = BUILTINS) -> ReadOnlyRules:
+        """Makes OP rules of op types with a registered gradient, and BUILTIN rules of the catalogue."""
+        return cls(index_by_name(map(_builtin_entry, builtins)), _op_entries(op_gradients))
 
-    def with_op_rules(self, op_gradients: Iterable[str]) -> Shipped:
-        """The same with other OP rules."""
+    def with_op_rules(self, op_gradients: Iterable[str]) -> ReadOnlyRules:
+        """Returns a copy with other OP rules."""
         return replace(self, op=_op_entries(op_gradients))
 
 
 class RuleRegistry:
-    """A tenant's rules. Safe to use from several threads; only `create` and `delete` block, on the disk.
+    """A tenant's rules. Safe to use from several threads; only `create` and `delete` access the disk.
 
-    shipped: what lies below; op types alone mean the catalogue too. room, bytes_room: for how many rules there is room,
-    and for how many bytes of them; without it, without end. A kept rule that cannot be read is left out and told; it
-    stays in the store until a rule is created or deleted under its name.
+    A stored rule that cannot be read is logged and ignored; it stays in the store until a rule is created or deleted
+    under its name.
+
+    Args:
+        store: The store of the USER rules.
+        read_only: BUILTIN and OP rules, or op types whose OP rules are added to the catalogue.
+        tenant: The tenant.
+        quota: Limits the number of rules; None: unlimited.
+        bytes_quota: Limits the bytes of rules; None: unlimited.
+        bounds: Limits for graphs of rules.
     """
 
     def __init__(
         self,
         store: Store,
-        shipped: Shipped | Iterable[str],
+        read_only: ReadOnlyRules | Iterable[str],
         *,
         tenant: str = DEFAULT_TENANT,
-        room: Allowance | None = None,
-        bytes_room: Allowance | None = None,
-        bounds: Bounds | None = None,
+        quota: Quota | None = None,
+        bytes_quota: Quota | None = None,
+        bounds: NodeLimits | None = None,
     ) -> None:
         self._store = store
         self._tenant = tenant
-        self._room = room or Allowance.without_end()
-        self._bytes_room = bytes_room or Allowance.without_end()
-        self._bounds = bounds or Bounds()
+        self._quota = quota or Quota.unlimited()
+        self._bytes_quota = bytes_quota or Quota.unlimited()
+        self._bounds = bounds or NodeLimits()
         self._changing = threading.Lock()
         self._revision = 0
-        if not isinstance(shipped, Shipped):
-            shipped = Shipped.of(shipped)
-        kept, self._unreadable = _read_rules(store, tenant)
-        self._names = Names(
-            user={entry.name: _hiding(entry, shipped.builtin) for entry in kept},
-            builtin=shipped.builtin,
-            op=shipped.op,
+        if not isinstance(read_only, ReadOnlyRules):
+            read_only = ReadOnlyRules.from_op_types(read_only)
+        stored, self._unreadable = _read_rules(store, tenant)
+        self._names = RuleNames(
+            user={entry.name: _mark_hiding(entry, read_only.builtin) for entry in stored},
+            builtin=read_only.builtin,
+            op=read_only.op,
         )
 
     def __len__(self) -> int:
-        """How many USER rules are kept, those included that cannot be read."""
+        """Returns the number of stored USER rules, including unreadable ones."""
         return len(self._names.user) + len(self._unreadable)
 
     @property
     def revision(self) -> int:
-        """A number that grows whenever a name may have got another meaning."""
+        """A number that increases whenever the meaning of a name may have changed."""
         return self._revision
 
     @property
     def clashes(self) -> tuple[str, ...]:
-        """Names of USER rules that hide a BUILTIN or OP rule which arrived later, with an upgrade."""
+        """Names of USER rules that hide a BUILTIN or OP rule, which an upgrade has added."""
         return self._names.clashes
 
-    def set_shipped(self, shipped: Shipped) -> None:
-        """Replaces what lies below the tenant's own rules."""
+    def set_read_only(self, read_only: ReadOnlyRules) -> None:
+        """Replaces the BUILTIN and OP rules."""
         with self._changing:
-            self._replace(replace(self._names, builtin=shipped.builtin, op=shipped.op))
+            self._replace(replace(self._names, builtin=read_only.builtin, op=read_only.op))
 
     def read_definition(self, name: str, definition: bytes, description: str) -> rule_pb2.RuleDefinition:
-        """Reads the definition of a rule that is to be registered; its graphs are not looked into.
+        """Decodes the definition of a rule that is to be registered, without parsing its graphs.
 
         Raises INVALID_RULE (the name), LIMIT_EXCEEDED, MALFORMED_REQUEST.
         """
@@ -124,20 +131,25 @@ class RuleRegistry:
     def create(
         self, name: str, definition: rule_pb2.RuleDefinition, description: str, *, is_checked: bool = False
     ) -> RuleEntry:
-        """Registers a USER rule, `rules/NAME` or bare; equal content (form, params with ranges) returns what is there.
+        """Registers a USER rule; returns the existing rule if that has equal content (form, params with ranges).
 
-        `is_checked`: a compile worker has checked the definition, whose graphs stay bytes here.
+        Args:
+            name: The name, with or without `rules/`.
+            definition: The definition.
+            description: Text for people.
+            is_checked: Whether a compile worker has checked the definition; its graphs are not parsed here then.
 
-        Raises INVALID_RULE (the name), RULE_EXISTS, LIMIT_EXCEEDED, QUOTA_EXCEEDED, and what reading the definition
-        raises.
+        Raises:
+            GradruleError: INVALID_RULE (the name), RULE_EXISTS, LIMIT_EXCEEDED, QUOTA_EXCEEDED, or an error of
+                `RuleContent.from_definition`.
         """
         name = _valid_name(name)
         _check_size(definition.ByteSize(), description)
         if is_checked:
-            content = RuleContent.from_kept(name, definition)
+            content = RuleContent.from_stored(name, definition)
         else:
             content = RuleContent.from_definition(definition, self._bounds)
-            refused = content.refused(self._bounds)
+            refused = content.check_nodes(self._bounds)
             if refused:
                 raise GradruleError(refused)
         with self._changing:
@@ -146,7 +158,7 @@ class RuleRegistry:
             if holder is not None:
                 if holder.kind == rule_pb2.RULE_KIND_USER and _equal(holder.content, content):
                     return holder
-                raise _taken(name, holder)
+                raise _rule_exists(name, holder)
             row = RuleRow(
                 name,
                 definition.SerializeToString(deterministic=True),
@@ -154,96 +166,96 @@ class RuleRegistry:
                 time.time_ns() // 1000,
             )
             entry = _user_entry(row, content)
-            broken = self._unreadable.get(name)
-            room = contextlib.nullcontext() if broken else self._room.taken()
-            with room, self._bytes_room.taken(entry.size):
-                self._store.add_rule(row, self._tenant, replaces=broken is not None)
-            if broken is not None:
-                self._bytes_room.give_back(self._unreadable.pop(name).size)
+            unreadable = self._unreadable.get(name)
+            quota = contextlib.nullcontext() if unreadable else self._quota.reserved()
+            with quota, self._bytes_quota.reserved(entry.size):
+                self._store.add_rule(row, self._tenant, replaces=unreadable is not None)
+            if unreadable is not None:
+                self._bytes_quota.release(self._unreadable.pop(name).size)
             self._replace(replace(names, user={**names.user, name: entry}))
         return entry
 
     def find(self, name: str) -> RuleEntry | None:
-        """Returns the rule of that name, `rules/NAME` or bare, aliases included; None if there is none."""
+        """Returns the rule of a name or alias, with or without `rules/`; None if there is none."""
         return self._names.find(name.removeprefix(_PREFIX))
 
     def get(self, name: str) -> RuleEntry:
-        """The rule of that name, `rules/NAME` or bare, aliases included; UNKNOWN_RULE."""
+        """Returns the rule of a name or alias, with or without `rules/`. Raises UNKNOWN_RULE."""
         found = self.find(name)
         if found is None:
             raise self.unknown(name)
         return found
 
     def delete(self, name: str) -> None:
-        """Forgets a USER rule; RULE_READ_ONLY for others, UNKNOWN_RULE."""
+        """Deletes a USER rule. Raises RULE_READ_ONLY for other rules, and UNKNOWN_RULE."""
         bare = name.removeprefix(_PREFIX)
         with self._changing:
             if bare in self._unreadable:
                 self._store.remove_rule(bare, self._tenant)
-                self._room.give_back()
-                self._bytes_room.give_back(self._unreadable.pop(bare).size)
+                self._quota.release()
+                self._bytes_quota.release(self._unreadable.pop(bare).size)
                 return
             entry = self.get(name)
             if entry.kind != rule_pb2.RULE_KIND_USER:
                 raise error(
                     errors_pb2.ERROR_REASON_RULE_READ_ONLY,
-                    f"{bare!r} is {_what(entry)}; only USER rules can be deleted",
+                    f"{bare!r} is {_describe(entry)}; only USER rules can be deleted",
                     field="name",
                     resource=_resource(entry.name),
                 )
             self._store.remove_rule(entry.name, self._tenant)
-            self._room.give_back()
-            self._bytes_room.give_back(entry.size)
-            user = {key: kept for key, kept in self._names.user.items() if key != entry.name}
+            self._quota.release()
+            self._bytes_quota.release(entry.size)
+            user = {key: stored for key, stored in self._names.user.items() if key != entry.name}
             self._replace(replace(self._names, user=user))
 
     def list(self, kind: rule_pb2.RuleKind.ValueType, page_size: int, page_token: str) -> tuple[list[RuleEntry], str]:
-        """A page in the order of kind (USER, BUILTIN, OP), then name, and the next page's token; MALFORMED_REQUEST.
+        """Returns a page of rules, ordered by kind (USER, BUILTIN, OP) and name, and the token of the next page.
 
-        A page has at most `paging.MAX_PAGE_BYTES`, whatever its size.
+        A page has at most about `page_tokens.MAX_PAGE_BYTES`, whatever its size. Raises MALFORMED_REQUEST.
         """
-        size = paging.page_size(page_size)
+        size = page_tokens.page_size(page_size)
         listing = f"rules/{kind}"
-        order, name = paging.decode(listing, page_token, *_PLACE) if page_token else ("0", "")
-        found = self._names.after(kind, (int(order), name), size + 1)
-        ends = itertools.accumulate(entry.size for _, entry in found[:size])
-        size = max(1, sum(end <= paging.MAX_PAGE_BYTES for end in ends))
+        order, name = page_tokens.decode(listing, page_token, *_POSITION) if page_token else ("0", "")
+        found = self._names.list_after(kind, (int(order), name), size + 1)
+        total_bytes = itertools.accumulate(entry.size for _, entry in found[:size])
+        size = max(1, sum(total <= page_tokens.MAX_PAGE_BYTES for total in total_bytes))
         page = [entry for _, entry in found[:size]]
         if len(found) <= size:
             return page, ""
         last_order, last_name = found[size - 1][0]
-        return page, paging.encode(listing, [str(last_order), last_name])
+        return page, page_tokens.encode(listing, [str(last_order), last_name])
 
-    def _replace(self, names: Names) -> None:
-        # The names first: a reader that sees the new revision must see the new names too.
+    def _replace(self, names: RuleNames) -> None:
+        # Set the names first: a reader that sees the new revision must see the new names.
         self._names = names
         self._revision += 1
 
     def unknown(self, name: str) -> GradruleError:
-        """Returns UNKNOWN_RULE for a name, with names that are close to it."""
+        """Returns UNKNOWN_RULE for a name, with similar names."""
         bare = name.removeprefix(_PREFIX)
-        broken = self._unreadable.get(bare)
-        if broken is not None:
+        unreadable = self._unreadable.get(bare)
+        if unreadable is not None:
             return error(
                 errors_pb2.ERROR_REASON_UNKNOWN_RULE,
-                f"the kept rule {bare!r} cannot be read: {broken.why}; create it anew, or delete it",
+                f"the kept rule {bare!r} cannot be read: {unreadable.why}; create it anew, or delete it",
                 field="name",
                 resource=_resource(bare),
             )
-        names, name_of_user = set(self._names.all()), bare.removeprefix(BUILTIN_PREFIX)
-        # There may be a USER rule of the name that was asked for as a BUILTIN one.
-        is_users = name_of_user != bare and name_of_user in names
-        near = f" Did you mean {name_of_user!r}?" if is_users else did_you_mean(name_of_user, names)
+        names, unprefixed = set(self._names.all_names()), bare.removeprefix(BUILTIN_PREFIX)
+        # `builtin/NAME` was requested, and NAME is a USER rule.
+        exists_unprefixed = unprefixed != bare and unprefixed in names
+        hint = f" Did you mean {unprefixed!r}?" if exists_unprefixed else did_you_mean(unprefixed, names)
         return error(
             errors_pb2.ERROR_REASON_UNKNOWN_RULE,
-            f"there is no rule {bare!r}.{near}",
+            f"there is no rule {bare!r}.{hint}",
             field="name",
             resource=_resource(bare),
         )
 
 
 def to_proto(entry: RuleEntry) -> rule_pb2.Rule:
-    """The entry as clients see it."""
+    """Returns the message that clients receive for a rule."""
     rule = rule_pb2.Rule(
         name=_PREFIX + entry.name,
         kind=entry.kind,
@@ -275,38 +287,38 @@ def _valid_name(name: str) -> str:
     raise error(errors_pb2.ERROR_REASON_INVALID_RULE, problem, field="rule.name")
 
 
-def _check_size(definition: int, description: str) -> None:
-    """LIMIT_EXCEEDED for what is too large to be kept."""
+def _check_size(definition_bytes: int, description: str) -> None:
+    """Raises LIMIT_EXCEEDED if a rule is too large."""
     sizes = (
-        ("description", len(description.encode()), _MAX_DESCRIPTION),
-        ("definition", definition, _MAX_DEFINITION),
+        ("description", len(description.encode()), _MAX_DESCRIPTION_BYTES),
+        ("definition", definition_bytes, _MAX_DEFINITION_BYTES),
     )
-    for part, size, most in sizes:
-        if size > most:
+    for part, size, limit in sizes:
+        if size > limit:
             raise error(
                 errors_pb2.ERROR_REASON_LIMIT_EXCEEDED,
-                f"the rule's {part} has {size} bytes; a rule that is kept has at most {most}",
+                f"the rule's {part} has {size} bytes; a rule that is kept has at most {limit}",
                 field=f"rule.{part}",
             )
 
 
 @dataclass(frozen=True, slots=True)
 class _Unreadable:
-    """A kept rule that cannot be read. `size`: bytes that count of it."""
+    """A stored rule that cannot be read. `size`: its bytes that count towards the quota."""
 
     why: str
     size: int
 
 
 def read_rule(row: RuleRow) -> RuleEntry:
-    """The rule of a row; `UnreadableRowError`. Whatever a damaged file may hold, no other error."""
+    """Returns the rule of a row. Raises `UnreadableRowError`, and no other error, for a damaged row."""
     if not isinstance(row.name, str) or _NAME.fullmatch(row.name) is None:
         raise UnreadableRowError(f"{row.name!r} is no rule name")
     if not (isinstance(row.definition, bytes) and isinstance(row.description, str)):
         raise UnreadableRowError("its definition is no bytes, or its description no text")
     try:
         row.description.encode()
-        content = RuleContent.from_kept(row.name, rule_pb2.RuleDefinition.FromString(row.definition))
+        content = RuleContent.from_stored(row.name, rule_pb2.RuleDefinition.FromString(row.definition))
         return _user_entry(row, content)
     except GradruleError as cause:
         raise UnreadableRowError(cause.message) from cause
@@ -315,7 +327,7 @@ def read_rule(row: RuleRow) -> RuleEntry:
 
 
 def _read_rules(store: Store, tenant: str) -> tuple[list[RuleEntry], dict[str, _Unreadable]]:
-    """A tenant's rules, and those that cannot be read, which are told."""
+    """Returns a tenant's rules, and those that cannot be read, which are logged."""
     found: list[RuleEntry] = []
     unreadable: dict[str, _Unreadable] = {}
     for row in store.rules(tenant):
@@ -325,7 +337,7 @@ def _read_rules(store: Store, tenant: str) -> tuple[list[RuleEntry], dict[str, _
             size = size_of(row) if isinstance(row.definition, bytes) and isinstance(row.description, str) else 0
             unreadable[row.name] = _Unreadable(str(cause), size)
     if unreadable:
-        shown = [f"{name!r} ({row.why})" for name, row in list(unreadable.items())[:_SHOWN_UNREADABLE]]
+        shown = [f"{name!r} ({row.why})" for name, row in list(unreadable.items())[:_MAX_UNREADABLE_SHOWN]]
         _log.warning(
             "%d kept rules of tenant %r cannot be read and are left out (`gradrule registry check` shows all): %s",
             len(unreadable),
@@ -349,8 +361,8 @@ def _user_entry(row: RuleRow, content: RuleContent) -> RuleEntry:
     )
 
 
-def _hiding(entry: RuleEntry, builtin: Mapping[str, RuleEntry]) -> RuleEntry:
-    """The USER rule's entry, which says so where a BUILTIN of its name arrived later."""
+def _mark_hiding(entry: RuleEntry, builtin: Mapping[str, RuleEntry]) -> RuleEntry:
+    """Sets `hides_builtin` of a USER rule if a BUILTIN rule has its name."""
     return replace(entry, hides_builtin=True) if entry.name in builtin else entry
 
 
@@ -384,36 +396,36 @@ def _op_entries(op_types: Iterable[str]) -> dict[str, RuleEntry]:
     }
 
 
-def _equal(kept: RuleContent | None, new: RuleContent) -> bool:
-    """Same form and params, with their defaults and ranges; what is written for people does not count."""
-    return kept is not None and kept.digest == new.digest and _declared(kept) == _declared(new)
+def _equal(stored: RuleContent | None, new: RuleContent) -> bool:
+    """Returns whether form and params, with defaults and ranges, are equal; descriptions do not count."""
+    return stored is not None and stored.digest == new.digest and _encoded_params(stored) == _encoded_params(new)
 
 
-def _declared(content: RuleContent) -> list[bytes]:
+def _encoded_params(content: RuleContent) -> list[bytes]:
     entries = [write_param(replace(param, description="")) for param in content.params]
     return [entry.SerializeToString(deterministic=True) for entry in entries]
 
 
-def _taken(name: str, holder: RuleEntry) -> GradruleError:
+def _rule_exists(name: str, holder: RuleEntry) -> GradruleError:
     remedy = (
         "delete it first, or choose another name" if holder.kind == rule_pb2.RULE_KIND_USER else "choose another name"
     )
     return error(
         errors_pb2.ERROR_REASON_RULE_EXISTS,
-        f"the name {name!r} is taken by {_what(holder)}; {remedy}",
+        f"the name {name!r} is taken by {_describe(holder)}; {remedy}",
         field="rule.name",
         resource=_resource(holder.name),
     )
 
 
-def _what(entry: RuleEntry) -> str:
-    """`the BUILTIN rule 'ste': where(...)`."""
+def _describe(entry: RuleEntry) -> str:
+    """Returns a description such as `the BUILTIN rule 'ste' (dy)`."""
     if entry.content is None:
         return f"the OP rule {entry.name!r}, TensorFlow's gradient of {entry.op_type}"
     definition = entry.content.to_definition()
     form = definition.expression or ("a graph" if entry.content.code is None else entry.formula)
-    if len(form) > _SHOWN_EXPRESSION:
-        form = form[:_SHOWN_EXPRESSION] + "…"
+    if len(form) > _MAX_EXPRESSION_SHOWN:
+        form = form[:_MAX_EXPRESSION_SHOWN] + "…"
     kind = rule_pb2.RuleKind.Name(entry.kind).removeprefix("RULE_KIND_")
     since = "" if entry.create_time is None else f", registered {entry.create_time.isoformat(timespec='seconds')}"
     return f"the {kind} rule {entry.name!r} ({form}{since})"

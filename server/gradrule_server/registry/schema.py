@@ -1,4 +1,4 @@
-"""The tables of the registry's database."""
+"""Declares the tables of the registry's database."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ meta = Table(
     Column("value", String, nullable=False),
 )
 
-# Names belong to a tenant: two tenants' rules and programs of one name are two.
+# Names belong to a tenant: two tenants can have different rules and programs of one name.
 rules = Table(
     "rules",
     metadata,
@@ -26,8 +26,8 @@ rules = Table(
     Column("create_time_us", Integer, nullable=False),
 )
 
-# Graphs by the SHA-256 of their bytes, so that a tenant's programs over one graph share it. Tenants share none: the
-# time that keeping a graph takes would tell whether another has it.
+# Graphs by their SHA-256, so that programs of a tenant share a graph. Tenants do not share graphs: the time of storing
+# one would tell whether another tenant has it.
 blobs = Table(
     "blobs",
     metadata,
@@ -36,7 +36,7 @@ blobs = Table(
     Column("content", LargeBinary, nullable=False),
 )
 
-# `identity` is the hash that tells whether two programs are one; `spec` lacks the graph, which is a blob.
+# Programs with equal `identity` have equal content. `spec` lacks the graph, which is in `blobs`.
 programs = Table(
     "programs",
     metadata,

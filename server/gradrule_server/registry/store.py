@@ -1,7 +1,6 @@
-"""Rows on disk: rules, programs and their graphs in one SQLite file.
+"""Stores rules, programs and their graphs as rows of one SQLite file.
 
-Every write is one transaction that is on the disk before the method returns. Names, limits and meaning are the
-registries'.
+Every write is one transaction, which is on the disk before the method returns. The registries check names and limits.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from gradrule_server.registry.database import Database
 from gradrule_server.registry.schema import blobs, programs, rules
 
 DEFAULT_TENANT = "default"
-"""Whose names are those that callers without credentials make; the owner of what is older than tenants."""
+"""The tenant of callers without credentials, and of rows that are older than tenants."""
 
 
 class UnreadableRowError(Exception):
-    """A kept rule or program that this server cannot read; the message says why."""
+    """A stored rule or program cannot be read by this release; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class RuleRow:
 
 @dataclass(frozen=True, slots=True)
 class ProgramRow:
-    """What is told of a program. `summary`: bytes of a `Program`; time in microseconds since 1970, UTC."""
+    """The metadata of a program. `summary`: bytes of a `Program`; time in microseconds since 1970, UTC."""
 
     id: str
     identity: str
@@ -61,7 +60,7 @@ class ProgramRow:
 
 @dataclass(frozen=True, slots=True)
 class ProgramContent:
-    """What a program is compiled from. `spec`: bytes of a `ProgramSpec` without its graph."""
+    """The source of a program. `spec`: bytes of a `ProgramSpec` without its graph; `snapshot`: its rules."""
 
     spec: bytes
     graph: bytes
@@ -69,14 +68,11 @@ class ProgramContent:
 
 
 class Store:
-    """The rows of the registry in `folder`, which is made where missing. Blocking; safe to use from several threads.
+    """The rows of a registry. All methods block; safe to use from several threads.
 
-    Adding raises QUOTA_EXCEEDED where the disk is full, and adds nothing then. All methods raise UNAVAILABLE where the
-    registry's files were removed or replaced after they were opened. `is_new`: whether an empty registry may begin
-    where there was one before.
-
-    Raises `StoreError` where the folder cannot be used, another server holds it, or its file is gone, damaged, or of
-    another version.
+    Adding raises QUOTA_EXCEEDED if the disk is full, and adds nothing then. All methods raise UNAVAILABLE if the
+    registry's files were removed or replaced after they were opened. Arguments and errors of the constructor are those
+    of `Database`.
     """
 
     def __init__(self, folder: Path, *, is_new: bool = False) -> None:
@@ -84,22 +80,22 @@ class Store:
         self.path = self._database.path
 
     def close(self) -> None:
-        """Closes the file and lets other servers have the folder."""
+        """Closes the database and unlocks the folder."""
         self._database.close()
 
-    def look(self) -> None:
-        """Logs where the registry's files were removed or replaced behind the server's back."""
-        self._database.look()
+    def check_files(self) -> None:
+        """Logs a warning if the registry's files were removed or replaced; called at intervals."""
+        self._database.check_files()
 
     def rules(self, tenant: str = DEFAULT_TENANT) -> list[RuleRow]:
-        """All rules of a tenant, by name."""
+        """Returns all rules of a tenant, ordered by name."""
         columns = (rules.c.name, rules.c.definition, rules.c.description, rules.c.create_time_us)
         query = select(*columns).where(rules.c.tenant == tenant).order_by(rules.c.name)
         with self._database.read() as connection:
             return [RuleRow(**row._mapping) for row in connection.execute(query)]
 
     def add_rule(self, row: RuleRow, tenant: str = DEFAULT_TENANT, *, replaces: bool = False) -> None:
-        """Adds a rule under a name that is free. `replaces`: whether one of that name is removed first."""
+        """Adds a rule under an unused name. `replaces`: whether a rule of that name is removed first."""
         with self._database.write() as connection:
             if replaces:
                 connection.execute(_delete_rule(row.name, tenant))
@@ -110,7 +106,7 @@ class Store:
         self._database.delete(lambda connection: connection.execute(_delete_rule(name, tenant)))
 
     def counts(self) -> tuple[int, int]:
-        """Rules and programs, of all tenants."""
+        """Returns the numbers of rules and of programs of all tenants."""
         with self._database.read() as connection:
             return (
                 connection.execute(select(func.count()).select_from(rules)).scalar_one(),
@@ -118,24 +114,24 @@ class Store:
             )
 
     def kept_bytes(self, tenant: str | None = None) -> int:
-        """Bytes of rules and programs, of one tenant or of all; see `size_of`."""
+        """Returns the bytes of rules and programs of one tenant, or of all (None). `size_of` says which bytes count."""
         with self._database.read() as connection:
             return sum(connection.execute(_kept_bytes(*columns, tenant)).scalar_one() for columns in _COUNTED)
 
     def program_identities(self, tenant: str = DEFAULT_TENANT) -> dict[str, str]:
-        """The identity of every program of a tenant by its id."""
+        """Returns the identity of every program of a tenant, by id."""
         query = select(programs.c.id, programs.c.identity).where(programs.c.tenant == tenant)
         with self._database.read() as connection:
             return {row.id: row.identity for row in connection.execute(query)}
 
     def program(self, program_id: str, tenant: str = DEFAULT_TENANT) -> ProgramRow | None:
-        """One program, if there is one."""
+        """Returns the metadata of a program; None if there is none."""
         with self._database.read() as connection:
             row = connection.execute(_program_rows(tenant).where(programs.c.id == program_id)).one_or_none()
             return None if row is None else ProgramRow(**row._mapping)
 
     def program_specs(self) -> list[tuple[str, str, bytes]]:
-        """Tenant, id and spec of every program."""
+        """Returns tenant, id and spec of every program."""
         query = select(programs.c.tenant, programs.c.id, programs.c.spec)
         with self._database.read() as connection:
             return [(row.tenant, row.id, row.spec) for row in connection.execute(query)]
@@ -143,14 +139,18 @@ class Store:
     def programs_after(
         self, program_id: str, count: int, max_bytes: int, tenant: str = DEFAULT_TENANT
     ) -> tuple[list[ProgramRow], bool]:
-        """Programs of a tenant whose ids come after `program_id`, by id, and whether there are more.
+        """Returns the next programs of a tenant after `program_id`, by id, and whether there are more.
 
-        At most `count`, and so many that their summaries have at most `max_bytes`; one has any number.
+        Args:
+            program_id: The id before the first program.
+            count: Most programs to return.
+            max_bytes: Most bytes of their summaries; the first program may have more.
+            tenant: The tenant.
         """
         is_meant = (programs.c.id > program_id) & _IS_PROGRAM_ID
         query = _program_rows(tenant).where(is_meant).order_by(programs.c.id).limit(count + 1)
         found: list[ProgramRow] = []
-        # Row by row: what does not fit is not read.
+        # Read row by row, so that summaries that do not fit are not read.
         with self._database.read() as connection, connection.execute(query) as rows:
             for row in rows:
                 max_bytes -= len(row.summary) if isinstance(row.summary, bytes) else 0
@@ -160,7 +160,11 @@ class Store:
         return found, False
 
     def program_content(self, program_id: str, identity: str, tenant: str = DEFAULT_TENANT) -> ProgramContent | None:
-        """What a program is compiled from. `UnreadableRowError` where its graph is not what was stored."""
+        """Returns the source of a program; None if there is no program of this id and identity.
+
+        Raises:
+            UnreadableRowError: The graph is damaged.
+        """
         query = (
             select(programs.c.spec, programs.c.snapshot, programs.c.graph_digest, blobs.c.content)
             .join(blobs)
@@ -175,7 +179,7 @@ class Store:
         return ProgramContent(row.spec, row.content, row.snapshot)
 
     def program_graph_bytes(self, program_id: str, identity: str, tenant: str = DEFAULT_TENANT) -> int:
-        """Returns the size of a program's graph; 0 where the program is gone. `UnreadableRowError`."""
+        """Returns the size of a program's graph; 0 if the program is gone. Raises `UnreadableRowError`."""
         query = (
             select(func.length(blobs.c.content))
             .select_from(programs.join(blobs))
@@ -192,14 +196,18 @@ class Store:
         *,
         before: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Adds a program under an id that is free, and its graph where it is new to the tenant.
+        """Adds a program under an unused id, and its graph unless the tenant has it already.
 
-        `before` is told how many bytes that takes, and may raise, so that nothing is added.
+        Args:
+            row: The program's metadata.
+            content: Its source.
+            tenant: The tenant.
+            before: Called with the number of added bytes; if it raises, nothing is added.
         """
         digest = hashlib.sha256(content.graph).hexdigest()
-        is_there = select(blobs.c.digest).where(blobs.c.tenant == tenant, blobs.c.digest == digest)
+        same_graph = select(blobs.c.digest).where(blobs.c.tenant == tenant, blobs.c.digest == digest)
         with self._database.write() as connection:
-            is_new = connection.execute(is_there).one_or_none() is None
+            is_new = connection.execute(same_graph).one_or_none() is None
             before(len(row.summary) + len(content.spec) + len(content.snapshot) + (len(content.graph) if is_new else 0))
             if is_new:
                 connection.execute(insert(blobs).values(tenant=tenant, digest=digest, content=content.graph))
@@ -211,7 +219,7 @@ class Store:
             )
 
     def remove_program(self, program_id: str, tenant: str = DEFAULT_TENANT) -> int:
-        """Removes a program, and its graph where no other program of the tenant has it; how many bytes that frees."""
+        """Removes a program, and its graph unless another program of the tenant has it; returns the freed bytes."""
 
         def remove(connection: Connection) -> int:
             is_meant = (programs.c.tenant == tenant) & (programs.c.id == program_id)
@@ -231,7 +239,7 @@ class Store:
 
 @contextlib.contextmanager
 def _damage_is_unreadable() -> Iterator[None]:
-    """Raises `UnreadableRowError` where a graph's part of the file is damaged."""
+    """Raises `UnreadableRowError` if the part of the file with the graph is damaged."""
     try:
         yield
     except DatabaseError as cause:
@@ -241,11 +249,14 @@ def _damage_is_unreadable() -> Iterator[None]:
 
 
 def size_of(row: RuleRow) -> int:
-    """Bytes that count of a rule; of a program its summary, spec and snapshot do, and its graph, once for a tenant."""
+    """Returns the bytes of a rule that count towards the quota.
+
+    Of a program its summary, spec and snapshot count, and its graph once for each tenant.
+    """
     return len(row.definition) + len(row.description.encode(errors="surrogateescape"))
 
 
-# Of bytes the length is known without reading them, of text it is not.
+# Cast text to bytes: the length in bytes is then known without reading the text.
 _RULE_BYTES = func.length(rules.c.definition) + func.length(cast(rules.c.description, LargeBinary))
 _PROGRAM_BYTES = func.length(programs.c.summary) + func.length(programs.c.spec) + func.length(programs.c.snapshot)
 _COUNTED = ((rules, _RULE_BYTES), (programs, _PROGRAM_BYTES), (blobs, func.length(blobs.c.content)))
@@ -256,7 +267,7 @@ def _kept_bytes(table: Table, size: ColumnElement[int], tenant: str | None) -> S
     return query if tenant is None else query.where(table.c.tenant == tenant)
 
 
-# What a damaged file may hold in the place of an id would neither be a name, nor sort among names.
+# Exclude values of damaged rows, which are no valid ids and do not sort among ids.
 _IS_PROGRAM_ID = (
     (func.typeof(programs.c.id) == "text")
     & programs.c.id.bool_op("GLOB")("[a-z]*")

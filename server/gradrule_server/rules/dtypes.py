@@ -1,4 +1,4 @@
-"""Element types as rules see them: which are differentiable, their names and NumPy types. A type is a `Dt` number."""
+"""Lists the element types (`Dt` numbers) that rules support: differentiable types, names and NumPy types."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLOATS = frozenset({Dt.DT_HALF, Dt.DT_BFLOAT16, Dt.DT_FLOAT, Dt.DT_DOUBLE})
 COMPLEX = frozenset({Dt.DT_COMPLEX64, Dt.DT_COMPLEX128})
 DIFFERENTIABLE: frozenset[int] = frozenset(FLOATS | COMPLEX)
 
-# The integer types that have kernels for arithmetic; others must be cast first.
+# Integer types with kernels for arithmetic. Other integers must be cast first.
 INTEGERS = frozenset({Dt.DT_INT32, Dt.DT_INT64})
 
 REAL_PART: Mapping[int, int] = {Dt.DT_COMPLEX64: Dt.DT_FLOAT, Dt.DT_COMPLEX128: Dt.DT_DOUBLE}
@@ -41,7 +41,7 @@ _NAMES: Mapping[int, str] = {
 
 dtype_name = _dtypes.name_of
 
-# Types that the language can name, by their names.
+# Types that expressions can name.
 BY_NAME: Mapping[str, int] = {name: dtype for dtype, name in _NAMES.items()}
 
 NUMPY: Mapping[int, np.dtype[np.generic]] = {

@@ -1,4 +1,4 @@
-"""Rules given as graphs: the variables are placeholders, the results are nodes named `dx`, `dx1`, …"""
+"""Parses, checks and binds rules given as graphs: variables are placeholders, results are nodes named `dx`, `dx1`, …"""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from google.protobuf.message import DecodeError
 from gradrule import _infer, _opdefs
 from gradrule.v1 import errors_pb2, graph_pb2, tensor_pb2
 from gradrule_server.errors import Finding, GradruleError, did_you_mean, error
-from gradrule_server.policy import DROPPED, NOT_TAKEN, Bounds, count_fault, refusal, value_faults
+from gradrule_server.policy import DROPPED_ATTRS, FAKE_PARAM, NodeLimits, attribute_faults, op_fault, output_count_fault
 from gradrule_server.rules import dtypes
 from gradrule_server.rules.dtypes import Dt
 from gradrule_server.rules.graph_builder import type_attr
-from gradrule_server.rules.language.errors import quoted
-from gradrule_server.rules.language.names import FAMILIES, declared, split_variable
-from gradrule_server.rules.signature import RuleGraph, Signature, count, listed, not_differentiable
+from gradrule_server.rules.language.identifiers import FAMILIES, declared_params_text, split_variable
+from gradrule_server.rules.language.source import quoted
+from gradrule_server.rules.signature import RuleGraph, Signature, count_noun, not_differentiable_error, variable_list
 
 _RESULT = re.compile(r"dx(0|[1-9][0-9]{0,5})?")
 _UNBOUND = ("PlaceholderV2", "PlaceholderWithDefault")
@@ -26,11 +26,14 @@ _SHAPE_NOT_KNOWN = frozenset({"graph"})
 
 
 @dataclass(frozen=True, slots=True)
-class GraphForm:
-    """A rule's graph, read and checked, without what no result needs.
+class CheckedGraph:
+    """A rule's graph after parsing and checking, without nodes that no result needs.
 
-    `variables`: `x0` → its placeholder's node name; `params` likewise; `results`: input index → result node. Nodes of
-    the graph come after those that they take.
+    Attributes:
+        graph: The nodes, each after its inputs.
+        variables: Names of placeholders by variable (`x0`).
+        params: Names of placeholders by param.
+        results: Names of result nodes by index of the op's input.
     """
 
     graph: graph_pb2.Graph
@@ -39,14 +42,18 @@ class GraphForm:
     results: Mapping[int, str]
 
 
-def read_graph(serialized: bytes, params: Sequence[str], *, brought: bool = False) -> GraphForm:
-    """The rule that a graph's bytes say.
+def parse_graph(serialized: bytes, params: Sequence[str], *, embedded: bool = False) -> CheckedGraph:
+    """Parses and checks the graph of a rule.
 
-    INVALID_GRAPH, DUPLICATE_NODE, DANGLING_INPUT, GRAPH_CYCLE, UNKNOWN_OP_TYPE where it is no graph; INVALID_RULE where
-    it has no results, one of them twice, a function, or a placeholder that is neither a variable nor a declared param.
+    Args:
+        serialized: The encoded graph.
+        params: Names of the declared params.
+        embedded: Whether this is the expanded gradient of a function that a program's graph holds. Such a graph may be
+            constant or empty, call functions of the program, and have attributes that name gradients.
 
-    `brought`: it is the expanded gradient of a function, which a graph brought along: it may be a constant or nothing,
-    run functions of the program that it is part of, and say which gradients its nodes have.
+    Raises:
+        GradruleError: INVALID_GRAPH, DUPLICATE_NODE, DANGLING_INPUT, GRAPH_CYCLE or UNKNOWN_OP_TYPE for an invalid
+            graph; INVALID_RULE for missing or duplicate results, functions, or unknown placeholders.
     """
     graph = graph_pb2.Graph()
     try:
@@ -62,46 +69,47 @@ def read_graph(serialized: bytes, params: Sequence[str], *, brought: bool = Fals
                 errors_pb2.ERROR_REASON_DUPLICATE_NODE, "the rule's graph has two nodes of this name", node.name
             )
         nodes[node.name] = node
-    results = _results(nodes, required=not brought)
-    reached = _reached(nodes, results.values())
-    needed = set(reached)
-    kept = graph_pb2.Graph(versions=graph.versions, node=[nodes[name] for name in reached])
-    if not brought:
+    results = _results(nodes, required=not embedded)
+    order = _topological_order(nodes, results.values())
+    needed = set(order)
+    kept = graph_pb2.Graph(versions=graph.versions, node=[nodes[name] for name in order])
+    if not embedded:
         _check_functions(kept.node, {function.signature.name for function in graph.library.function})
-        _drop_notes(kept.node)
+        _drop_attrs(kept.node)
     _check_ops(kept.node)
     variables, used_params = _placeholders([node for name, node in nodes.items() if name in needed], params)
-    if not variables and not brought:
+    if not variables and not embedded:
         raise _refused(
             errors_pb2.ERROR_REASON_INVALID_RULE,
             "the rule's graph is only a constant: no result depends on a placeholder x, y, dy or default. "
             "ZerosLike(x) is a gradient of zeros",
         )
-    return GraphForm(kept, variables, used_params, results)
+    return CheckedGraph(kept, variables, used_params, results)
 
 
-def refused_nodes(form: GraphForm, bounds: Bounds) -> list[Finding]:
-    """What may not run of a rule's graph, or is too large: the checks that nodes of a program's graph go through."""
+def check_nodes(form: CheckedGraph, bounds: NodeLimits) -> list[Finding]:
+    """Returns findings for denied or too large nodes of a rule's graph; programs' nodes have the same checks."""
     findings = []
     for node in form.graph.node:
         op = _opdefs.find(node.op)
         if op is None:
             raise AssertionError(f"{node.op} passed the checks")
-        faults = [refusal(op, node.attr, bounds), count_fault(op, node.attr, bounds)]
-        faults += value_faults(op, node.attr, bounds)
-        if node.op == NOT_TAKEN:
-            # It hands out memory as it was found, which what is around a branch never reads.
+        faults = [op_fault(op, node.attr, bounds), output_count_fault(op, node.attr, bounds)]
+        faults += attribute_faults(op, node.attr, bounds)
+        if node.op == FAKE_PARAM:
+            # Its output is uninitialised memory, which is never read in a branch but could be read in a rule.
             faults.append((errors_pb2.ERROR_REASON_OP_NOT_ALLOWED, "is part of a branch, and a rule's graph has none"))
         for reason, what in filter(None, faults):
             findings.append(Finding(reason, f"node {quoted(node.name)} ({node.op}) {what}", node.name, "graph"))
     return findings[:_MAX_FINDINGS]
 
 
-def bind_graph(form: GraphForm, signature: Signature) -> RuleGraph:
-    """The rule for an op of these element types.
+def bind_graph(form: CheckedGraph, signature: Signature) -> RuleGraph:
+    """Binds a rule to an op of these element types.
 
-    RULE_ARITY where the op lacks a variable or an input that the rule gives a gradient for, RULE_NOT_APPLICABLE where a
-    placeholder has another type than the op's tensor.
+    Raises:
+        GradruleError: RULE_ARITY if the op lacks a variable of the rule, or an input that the rule has a gradient for;
+            RULE_NOT_APPLICABLE if a placeholder has another type than the op's tensor.
     """
     graph = graph_pb2.Graph()
     graph.CopyFrom(form.graph)
@@ -112,17 +120,17 @@ def bind_graph(form: GraphForm, signature: Signature) -> RuleGraph:
         _set_type(nodes[name], signature.dtype_of(family, index), variable)
         inputs[variable] = name
     for param, name in form.params.items():
-        inputs[f"param/{param}"] = _feed_as_double(graph, nodes, name)
-    _complete(graph)
+        inputs[f"param/{param}"] = _add_param_cast(graph, nodes, name)
+    _complete_attrs(graph)
     for index in form.results:
         if index >= len(signature.inputs):
             raise _refused(
                 errors_pb2.ERROR_REASON_RULE_ARITY,
-                f"the rule gives a gradient dx{index}, but the op has {count(len(signature.inputs), 'input')}"
-                f"{listed('x', len(signature.inputs))}",
+                f"the rule gives a gradient dx{index}, but the op has {count_noun(len(signature.inputs), 'input')}"
+                f"{variable_list('x', len(signature.inputs))}",
             )
         if index not in signature.differentiable:
-            raise not_differentiable(signature, index)
+            raise not_differentiable_error(signature, index)
     results = tuple(
         f"{form.results[index]}:0" if index in form.results else None for index in range(len(signature.inputs))
     )
@@ -158,15 +166,15 @@ def _check_functions(nodes: Iterable[graph_pb2.Node], functions: Container[str])
         called = [value.func.name for value in node.attr.values() if value.WhichOneof("value") == "func"]
         called += [function.name for value in node.attr.values() for function in value.list.func]
         if node.op in functions or called:
-            # Functions have names for a whole process, in which other callers' rules run too.
+            # Functions are registered by name for the whole process, which runs other callers' rules too.
             message = f"it runs the function {quoted(called[0] if called else node.op)}, and a rule's graph has none"
             raise _refused(errors_pb2.ERROR_REASON_INVALID_RULE, message, node.name)
 
 
-def _drop_notes(nodes: Iterable[graph_pb2.Node]) -> None:
-    """Attributes that begin with `_` are notes of TensorFlow's; one of them names gradients of the process."""
+def _drop_attrs(nodes: Iterable[graph_pb2.Node]) -> None:
+    """Removes attributes that begin with `_`, which TensorFlow uses internally: one names registered gradients."""
     for node in nodes:
-        for name in [name for name in node.attr if name.startswith("_") or name in DROPPED]:
+        for name in [name for name in node.attr if name.startswith("_") or name in DROPPED_ATTRS]:
             del node.attr[name]
 
 
@@ -177,10 +185,10 @@ def _check_ops(nodes: Iterable[graph_pb2.Node]) -> None:
             raise _refused(errors_pb2.ERROR_REASON_UNKNOWN_OP_TYPE, message, node.name)
 
 
-def _complete(graph: graph_pb2.Graph) -> None:
-    """Fills in attributes that follow from the inputs, now that the inputs have types."""
+def _complete_attrs(graph: graph_pb2.Graph) -> None:
+    """Adds type attributes that follow from the types of the inputs."""
     outputs: dict[str, tuple[int, ...]] = {}
-    # Placeholders of params were added last; all else is in order.
+    # The placeholders of params are the last nodes, but must come first.
     for node in sorted(graph.node, key=lambda item: item.op != "Placeholder"):
         op = _opdefs.find(node.op)
         if op is None:
@@ -201,8 +209,8 @@ def _complete(graph: graph_pb2.Graph) -> None:
         outputs[node.name] = completed.outputs
 
 
-def _reached(nodes: Mapping[str, graph_pb2.Node], roots: Iterable[str]) -> list[str]:
-    """Names of the nodes that the roots depend on, in order; refuses inputs that are not there and circles."""
+def _topological_order(nodes: Mapping[str, graph_pb2.Node], roots: Iterable[str]) -> list[str]:
+    """Returns the nodes that the roots need, each after its inputs. Raises DANGLING_INPUT and GRAPH_CYCLE."""
     done: dict[str, None] = {}
     open_nodes: set[str] = set()
     pending = [(name, False) for name in roots]
@@ -251,7 +259,7 @@ def _placeholders(nodes: Sequence[graph_pb2.Node], params: Sequence[str]) -> tup
                 errors_pb2.ERROR_REASON_INVALID_RULE,
                 f"placeholder {quoted(node.name)} is unknown.{did_you_mean(node.name, [*FAMILIES, *params])} "
                 f"A rule's placeholders are "
-                f"x, y, dy and default, with an index or without, and {declared(params)}",
+                f"x, y, dy and default, with an index or without, and {declared_params_text(params)}",
                 node.name,
             )
         else:
@@ -267,7 +275,7 @@ def _placeholders(nodes: Sequence[graph_pb2.Node], params: Sequence[str]) -> tup
 
 
 def _set_type(node: graph_pb2.Node, dtype: int, variable: str) -> None:
-    """Gives a placeholder its type where it is left out; any shape may come, whatever the graph says."""
+    """Sets the type of a variable's placeholder if missing; raises RULE_NOT_APPLICABLE if it has another type."""
     stated = node.attr["dtype"].type if "dtype" in node.attr else dtype
     if stated != dtype:
         raise _refused(
@@ -281,8 +289,8 @@ def _set_type(node: graph_pb2.Node, dtype: int, variable: str) -> None:
         node.attr["shape"].CopyFrom(graph_pb2.AttrValue(shape=tensor_pb2.TensorShape(unknown_rank=True)))
 
 
-def _feed_as_double(graph: graph_pb2.Graph, nodes: Mapping[str, graph_pb2.Node], name: str) -> str:
-    """Puts a float64 placeholder in front of a param's node, which becomes a Cast; returns the placeholder's name."""
+def _add_param_cast(graph: graph_pb2.Graph, nodes: Mapping[str, graph_pb2.Node], name: str) -> str:
+    """Adds a float64 placeholder for a param, and makes its node a cast from it; returns the placeholder's name."""
     node = nodes[name]
     dtype = node.attr["dtype"].type if "dtype" in node.attr else Dt.DT_DOUBLE
     if dtype not in dtypes.NUMPY:

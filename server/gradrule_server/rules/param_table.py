@@ -1,4 +1,4 @@
-"""The params of a program's bound rules: values of overrides and defaults, and those that a call sets."""
+"""Resolves the params of a program's bound rules: defaults, values of overrides, and values of a call."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server.errors import Finding, GradruleError, did_you_mean
-from gradrule_server.policy import Bounds, tensor_fault
+from gradrule_server.policy import NodeLimits, tensor_fault
 from gradrule_server.rules.params import Param
 
 
 class Setting(NamedTuple):
-    """The value of one param of one bound rule. `rule`: the rule's index."""
+    """The value of one param of one bound rule; `rule` is the rule's index."""
 
     rule: int
     name: str
@@ -22,7 +22,7 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BoundParams:
-    """The declared params of one bound rule. `name`: the rule's; `label`: the override's."""
+    """The declared params of one bound rule; `name` is the rule's name, `label` the override's label."""
 
     name: str
     label: str
@@ -36,12 +36,16 @@ class BoundParams:
 
 @dataclass(slots=True)
 class ParamTable:
-    """Sets and returns the params of a program's bound rules. A bound rule's index is its place in `rules`.
+    """Sets and returns the params of a program's bound rules.
 
-    `default_labels`: labels of overrides whose rule is `default`, which has no params.
+    Attributes:
+        bounds: Limits for tensors.
+        rules: The bound rules; other attributes refer to them by index.
+        settings: The values that do not depend on a call, by index of the rule and name of the param.
+        default_labels: Labels of overrides whose rule is `default`, which has no params.
     """
 
-    bounds: Bounds
+    bounds: NodeLimits
     rules: list[BoundParams] = field(default_factory=list)
     settings: dict[tuple[int, str], rule_pb2.ParamValue] = field(default_factory=dict)
     default_labels: set[str] = field(default_factory=set)
@@ -83,7 +87,14 @@ class ParamTable:
         values: Mapping[str, rule_pb2.ParamValue],
         field: str,
     ) -> list[Finding]:
-        """Sets params of one bound rule; returns what is wrong with them."""
+        """Sets params of one bound rule; returns findings for invalid ones.
+
+        Args:
+            settings: The values, which are updated.
+            index: Index of the bound rule.
+            values: New values by name of the param.
+            field: The field of the request that holds the values.
+        """
         bound = self.rules[index]
         declared = bound.declared
         findings: list[Finding] = []
@@ -98,7 +109,7 @@ class ParamTable:
                     )
                 )
                 continue
-            # A few bytes can stand for a tensor of any size.
+            # Check the size first: a few bytes can declare a tensor of any size.
             fault = tensor_fault(value.tensor, self.bounds) if value.WhichOneof("value") == "tensor" else None
             if fault:
                 message = f"param {name!r} {fault[1]}"
@@ -126,7 +137,7 @@ class ParamTable:
             else:
                 message = _unknown_label(label, {bound.label for bound in self.rules})
             return [Finding(errors_pb2.ERROR_REASON_UNKNOWN_PARAM, message, field=where)]
-        # Overrides may share a label, and a rule that lacks the param is not the one that is meant.
+        # Overrides may share a label; a value is set for all their rules that have the param.
         declared = {index: self.rules[index].declared for index in indices}
         findings: list[Finding] = []
         for name, value in values.items():

@@ -1,4 +1,4 @@
-"""Params of rules: their declaration, and their values to and from messages."""
+"""Declares params of rules, checks their values, and converts them from and to messages."""
 
 from __future__ import annotations
 
@@ -17,10 +17,16 @@ ParamNumber = float | NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Param:
-    """A param of a rule. `default` None: every use must give a value. An array broadcasts against x as NumPy does.
+    """A param of a rule.
 
-    `range`: conditions that every element must meet (`> 0, integer`); empty: all values. ValueError where the range
-    cannot be read or the default is outside.
+    Attributes:
+        name: Its name.
+        default: Its default value; None: every use must give a value. An array broadcasts against x as in NumPy.
+        description: Text for people.
+        range: Conditions that every element must meet, `> 0, integer` for example; empty: no conditions.
+
+    Raises:
+        ValueError: The range is invalid, or the default is outside of it.
     """
 
     name: str
@@ -36,19 +42,19 @@ class Param:
             raise ValueError(problem)
 
     def problem(self, value: ParamNumber) -> str | None:
-        """Why the param does not take the value; None if it does."""
+        """Returns why a value is outside the range; None if it is inside."""
         outside = self._range.problem(value)
         return None if outside is None else f"param {self.name!r}: {outside}"
 
     def check(self, value: rule_pb2.ParamValue, field: str) -> None:
-        """INVALID_PARAM where the message holds no value, one that is no real number, or one outside the range."""
+        """Raises INVALID_PARAM if the message holds no value, no real numbers, or a value outside the range."""
         outside = self.problem(read_param_value(value, self.name, field))
         if outside is not None:
             raise error(errors_pb2.ERROR_REASON_INVALID_PARAM, outside, field=field)
 
 
 def write_param(param: Param) -> rule_pb2.RuleParam:
-    """The message that declares the param."""
+    """Returns the message that declares a param."""
     entry = rule_pb2.RuleParam(name=param.name, description=param.description, range=param.range)
     if param.default is not None:
         entry.default_value.CopyFrom(write_param_value(param.default))
@@ -56,7 +62,7 @@ def write_param(param: Param) -> rule_pb2.RuleParam:
 
 
 def read_param_value(value: rule_pb2.ParamValue, name: str, field: str) -> ParamNumber:
-    """The number, or the tensor as float64. INVALID_PARAM where there is none, or no tensor of real numbers."""
+    """Returns a number, or a tensor as float64. Raises INVALID_PARAM for no value or a tensor without real numbers."""
     kind = value.WhichOneof("value")
     if kind == "number":
         return value.number
@@ -78,7 +84,7 @@ def read_param_value(value: rule_pb2.ParamValue, name: str, field: str) -> Param
 
 
 def write_param_value(value: ParamNumber) -> rule_pb2.ParamValue:
-    """The message that `read_param_value` reads."""
+    """Returns the message that `read_param_value` reads."""
     if isinstance(value, np.ndarray):
         return rule_pb2.ParamValue(tensor=_tensors.to_message(value))
     return rule_pb2.ParamValue(number=value)

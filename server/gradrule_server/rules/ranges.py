@@ -1,4 +1,4 @@
-"""Ranges of params: which values a rule takes, as text for people and as conditions that a value must meet."""
+"""Parses ranges of params, such as `> 0, integer`, and checks values against them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,12 @@ _USAGE = "a range is made of the conditions '> 0', '>= 0', '< 1', '<= 1' and 'in
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Conditions that every element of a value must meet; none: every value is in it, NaN too.
+    """Conditions that every element of a value must meet; without conditions every value is in the range, even NaN.
 
-    `text`: as written. `bounds`: comparisons with a number. `integer`: whole numbers alone, so no infinity.
+    Attributes:
+        text: The range as written.
+        bounds: Comparisons: operator and number.
+        integer: Whether elements must be whole numbers, which excludes infinity.
     """
 
     text: str = ""
@@ -36,9 +39,9 @@ class Range:
     integer: bool = False
 
     def problem(self, value: float | NDArray[np.float64]) -> str | None:
-        """Why the value is outside; None if it is inside. NaN meets no condition."""
+        """Returns why a value is outside the range; None if it is inside. NaN meets no condition."""
         if not isinstance(value, np.ndarray):
-            return None if self._holds(value) else f"{value:g} is outside its range: {self.text}"
+            return None if self._contains(value) else f"{value:g} is outside its range: {self.text}"
         numbers = value.ravel()
         inside = np.ones(numbers.shape, bool)
         for symbol, bound in self.bounds:
@@ -50,15 +53,15 @@ class Range:
         first = int(np.argmin(inside))
         return f"{numbers[first]:g} (element {first} of the tensor) is outside its range: {self.text}"
 
-    def _holds(self, number: float) -> bool:
-        """The same for one number, without NumPy: this is on the way of every call with params."""
+    def _contains(self, number: float) -> bool:
+        """Returns whether a number is in the range. Does not use NumPy, because every call with params does this."""
         return all(_OPERATORS[symbol](number, bound) for symbol, bound in self.bounds) and (
             not self.integer or (math.isfinite(number) and math.floor(number) == number)
         )
 
 
 def parse_range(text: str) -> Range:
-    """The range that `text` says: `> 0, integer`. ValueError where it says none, or one that no number is in."""
+    """Parses a range. Raises `ValueError` for invalid text, or a range that contains no number."""
     if len(text) > _MAX_LENGTH:
         raise ValueError(f"a range has at most {_MAX_LENGTH} characters, this one has {len(text)}: {_USAGE}")
     if not text.strip():
@@ -83,12 +86,12 @@ def parse_range(text: str) -> Range:
     return found
 
 
-def _is_empty(asked: Range) -> bool:
-    """True if the bounds contradict each other."""
-    lows = [bound for symbol, bound in asked.bounds if symbol.startswith(">")]
-    highs = [bound for symbol, bound in asked.bounds if symbol.startswith("<")]
+def _is_empty(range_: Range) -> bool:
+    """Returns whether no number is in the range."""
+    lows = [bound for symbol, bound in range_.bounds if symbol.startswith(">")]
+    highs = [bound for symbol, bound in range_.bounds if symbol.startswith("<")]
     if not lows or not highs:
         return False
     low, high = max(lows), min(highs)
-    tried = (math.floor(low), math.floor(low) + 1.0) if asked.integer else (low, high, low + (high - low) / 2)
-    return all(asked.problem(number) is not None for number in tried)
+    candidates = (math.floor(low), math.floor(low) + 1.0) if range_.integer else (low, high, low + (high - low) / 2)
+    return all(range_.problem(number) is not None for number in candidates)

@@ -1,4 +1,4 @@
-"""What a rule is: a formula, a graph or code of the engine, with its params; checked once, bound as often as needed."""
+"""Holds the content of a rule (an expression, a graph or code of the engine, with params), and binds it to ops."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from functools import cached_property
 
 from gradrule.v1 import errors_pb2, graph_pb2, rule_pb2
 from gradrule_server.errors import Finding, GradruleError, error
-from gradrule_server.policy import Bounds, check_unpacking
-from gradrule_server.rules.graph_rule import GraphForm, bind_graph, read_graph, refused_nodes
+from gradrule_server.policy import NodeLimits, check_parsed_size
+from gradrule_server.rules.graph_rule import CheckedGraph, bind_graph, check_nodes, parse_graph
 from gradrule_server.rules.language import Formula, lower, parse
-from gradrule_server.rules.language.names import is_function, param_name_problem
+from gradrule_server.rules.language.identifiers import is_function, param_name_problem
 from gradrule_server.rules.params import Param, read_param_value, write_param
 from gradrule_server.rules.signature import RuleGraph, Signature
 
@@ -21,19 +21,28 @@ _DIGEST_VERSION = b"gradrule.rule.v1"
 
 @dataclass(frozen=True, eq=False)
 class RuleContent:
-    """A rule's content: one form, and params. Making one checks it: INVALID_EXPRESSION, …
+    """The content of a rule: one of `expression`, `graph_bytes` and `code`, with its params.
 
-    The forms are an expression, a graph's bytes, and (of the catalogue alone) `code`, the name by which the engine
-    has the rule. `brought`: the graph is one that a program's graph brought along, as `read_graph` says. `gradient`:
-    the rule for this one's own gradient; its params are among these, and those of one name are one. `checked`: the
-    graph was checked before, and is read only where its nodes are needed.
+    Attributes:
+        expression: The text of an expression.
+        graph_bytes: An encoded graph.
+        params: The params, including those of `gradient`; params with one name are one.
+        code: The name of a rule that is code of the engine; only rules of the catalogue are.
+        embedded: Whether the graph is part of a program's graph; see `parse_graph`.
+        gradient: The rule for the gradient of this rule.
+        formula: The parsed expression.
+
+    The constructor argument `checked` says that the graph was checked before; it is parsed when it is needed then.
+
+    Raises:
+        GradruleError: INVALID_RULE, INVALID_EXPRESSION, or an error of `parse_graph`.
     """
 
     expression: str | None = None
     graph_bytes: bytes | None = None
     params: tuple[Param, ...] = ()
     code: str | None = None
-    brought: bool = False
+    embedded: bool = False
     gradient: RuleContent | None = None
     checked: InitVar[bool] = False
     formula: Formula | None = field(init=False, repr=False)
@@ -52,40 +61,43 @@ class RuleContent:
             object.__setattr__(self, "params", self.params + added)
         object.__setattr__(self, "_own_params", names)
         object.__setattr__(self, "formula", formula)
-        # A graph that was checked before stays bytes until its nodes are needed: they take ten times as much memory.
+        # Parse a checked graph only when it is needed: the nodes take ten times the memory of the bytes.
         if not checked:
             _ = self._graph
 
     @cached_property
-    def _graph(self) -> GraphForm | None:
-        """The rule's graph, read at its first use."""
+    def _graph(self) -> CheckedGraph | None:
+        """The rule's parsed graph."""
         if self.graph_bytes is None:
             return None
-        return read_graph(self.graph_bytes, self._own_params, brought=self.brought)
+        return parse_graph(self.graph_bytes, self._own_params, embedded=self.embedded)
 
     @classmethod
-    def from_definition(cls, definition: rule_pb2.RuleDefinition, bounds: Bounds | None = None) -> RuleContent:
-        """The content that a caller's message says.
+    def from_definition(cls, definition: rule_pb2.RuleDefinition, bounds: NodeLimits | None = None) -> RuleContent:
+        """Parses and checks a definition from a caller.
 
-        INVALID_RULE, INVALID_EXPRESSION, INVALID_PARAM, LIMIT_EXCEEDED where a graph's bytes would take too much
-        memory, or as `read_graph`.
+        Raises:
+            GradruleError: INVALID_RULE, INVALID_EXPRESSION, INVALID_PARAM, an error of `parse_graph`, or LIMIT_EXCEEDED
+                if the parsed graph would take too much memory.
         """
-        return cls._from(definition, bounds or Bounds())
+        return cls._from(definition, bounds or NodeLimits())
 
     @classmethod
-    def from_kept(cls, name: str, definition: rule_pb2.RuleDefinition) -> RuleContent:
-        """The content of the rule `name` as `to_definition` wrote it; without a form it is code of the engine.
+    def from_stored(cls, name: str, definition: rule_pb2.RuleDefinition) -> RuleContent:
+        """Parses a definition that `to_definition` wrote; without a form the rule `name` is code of the engine.
 
-        A function that the language got since then takes no param's name away, and a graph is not checked again.
-        INVALID_RULE where there is no such code.
+        Graphs are not checked again, and params may have the names of functions that were added to the language later.
+
+        Raises:
+            GradruleError: INVALID_RULE, if the engine has no code for the rule.
         """
         if definition.WhichOneof("form") is None and _is_code(name):
             return cls(code=name, params=_read_params(definition, names_are_new=False))
         return cls._from(definition, None)
 
     @classmethod
-    def _from(cls, definition: rule_pb2.RuleDefinition, bounds: Bounds | None) -> RuleContent:
-        """`bounds`: what a new rule is held to; None: it is a kept one."""
+    def _from(cls, definition: rule_pb2.RuleDefinition, bounds: NodeLimits | None) -> RuleContent:
+        """Parses a definition. `bounds`: the limits for a new rule; None: the definition was stored before."""
         params = _read_params(definition, names_are_new=bounds is not None)
         gradient = _read_gradient(definition, bounds)
         match definition.WhichOneof("form"):
@@ -102,7 +114,7 @@ class RuleContent:
                 )
 
     def to_definition(self) -> rule_pb2.RuleDefinition:
-        """The message that `from_definition` reads; code has no form in it, and `from_kept` reads it."""
+        """Returns the message that `from_definition` reads, or, for code, a message for `from_stored`."""
         definition = rule_pb2.RuleDefinition()
         if self.expression is not None:
             definition.expression = self.expression
@@ -115,7 +127,7 @@ class RuleContent:
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of the form, the params' names and the gradient; default values and ranges do not count."""
+        """SHA-256 (hex) of form, names of params, and gradient. Default values and ranges do not count."""
         if self.graph_bytes is not None:
             form = [b"graph", self.graph_bytes]
         elif self.code is not None:
@@ -124,40 +136,40 @@ class RuleContent:
             form = [b"expression", (self.expression or "").strip().encode()]
         parts = [_DIGEST_VERSION, *form, *(param.name.encode() for param in self.params)]
         if self.gradient is not None:
-            # No param has such a name.
+            # No param can have this name, so it separates the gradient from the params.
             parts += [b"gradient of it", self.gradient.digest.encode()]
         hashed = hashlib.sha256()
         for part in parts:
-            # With its length in front no part can run into the next.
+            # Prefix each part with its length, so that different lists of parts have different hashes.
             hashed.update(len(part).to_bytes(8, "little") + part)
         return hashed.hexdigest()
 
     @property
     def per_sample(self) -> bool | None:
-        """True if no example along axis 0 changes another's gradient; None for graphs and code, which are not read."""
+        """Whether no example along axis 0 changes another's gradient; None: not known, for graphs and code."""
         return None if self.formula is None else self.formula.per_sample
 
     @property
     def uses_default(self) -> bool:
-        """True if the rule needs the op's own gradient as a variable; code asks for it where it needs it."""
+        """Whether the rule has the op's own gradient as a variable. Code computes that gradient itself if needed."""
         if self.formula is not None:
             return self.formula.uses_default
         return self._graph is not None and any(variable.startswith("default") for variable in self._graph.variables)
 
-    def refused(self, bounds: Bounds) -> list[Finding]:
-        """OP_NOT_ALLOWED, LIMIT_EXCEEDED and INVALID_TENSOR for nodes of the rule's graph that may not run."""
-        # What a graph brought along was checked with it.
-        found = [] if self._graph is None or self.brought else refused_nodes(self._graph, bounds)
-        return found if self.gradient is None else [*found, *self.gradient.refused(bounds)]
+    def check_nodes(self, bounds: NodeLimits) -> list[Finding]:
+        """Returns OP_NOT_ALLOWED, LIMIT_EXCEEDED and INVALID_TENSOR for nodes of the rule's graph that may not run."""
+        # Embedded graphs are checked with the program's graph.
+        found = [] if self._graph is None or self.embedded else check_nodes(self._graph, bounds)
+        return found if self.gradient is None else [*found, *self.gradient.check_nodes(bounds)]
 
     @property
     def size(self) -> int:
-        """How many nodes it adds where it is used, at least; 1 for what is not a graph."""
+        """The least number of nodes that each use of the rule adds; 1 for expressions and code."""
         own = 1 if self._graph is None else len(self._graph.graph.node)
         return own if self.gradient is None else own + self.gradient.size
 
     def bind(self, signature: Signature) -> RuleGraph:
-        """The rule as a graph for an op of these types; RULE_ARITY, RULE_NOT_APPLICABLE, RULE_OUTPUT if it is none."""
+        """Returns the rule as a graph for an op of these types. Raises RULE_ARITY, RULE_NOT_APPLICABLE, RULE_OUTPUT."""
         if self.code is not None:
             raise error(
                 errors_pb2.ERROR_REASON_RULE_NOT_APPLICABLE,
@@ -170,7 +182,7 @@ class RuleContent:
         return lower(self.formula, signature)
 
 
-def _read_gradient(definition: rule_pb2.RuleDefinition, bounds: Bounds | None) -> RuleContent | None:
+def _read_gradient(definition: rule_pb2.RuleDefinition, bounds: NodeLimits | None) -> RuleContent | None:
     if not definition.HasField("gradient"):
         return None
     try:
@@ -189,11 +201,6 @@ def has_graph(definition: rule_pb2.RuleDefinition) -> bool:
     if definition.WhichOneof("form") == "graph":
         return True
     return definition.HasField("gradient") and has_graph(definition.gradient)
-
-
-def graph_rule(definition: rule_pb2.RuleDefinition, signature: Signature) -> RuleGraph:
-    """A rule given as a graph, for an op of these element types."""
-    return RuleContent.from_definition(definition).bind(signature)
 
 
 def _read_params(definition: rule_pb2.RuleDefinition, *, names_are_new: bool) -> tuple[Param, ...]:
@@ -237,10 +244,10 @@ def _read_param(entry: rule_pb2.RuleParam, where: str) -> Param:
 
 
 def _is_function_of_others(param: str, definition: rule_pb2.RuleDefinition) -> bool:
-    """True for a function's name, except in the catalogue: `clip` of ste_sign is the name that people know."""
+    """Returns whether a param has the name of a function; the catalogue may do so, as `clip` of ste_sign."""
     if not is_function(param):
         return False
-    # The catalogue is made of RuleContents, so it can be imported only once this module is.
+    # Import late: the catalogue imports this module.
     from gradrule_server.rules.catalogue import BUILTINS
 
     return not any(
@@ -256,7 +263,7 @@ def _is_code(name: str) -> bool:
     return name in BUILTINS and BUILTINS[name].code
 
 
-def _graph_bytes(source: rule_pb2.GraphSource, bounds: Bounds | None) -> bytes:
+def _graph_bytes(source: rule_pb2.GraphSource, bounds: NodeLimits | None) -> bytes:
     match source.WhichOneof("source"):
         case "blob_sha256":
             raise error(
@@ -265,9 +272,9 @@ def _graph_bytes(source: rule_pb2.GraphSource, bounds: Bounds | None) -> bytes:
                 field="definition.graph",
             )
         case "serialized":
-            # What is inline was weighed with the message that it came in.
+            # The size of an inline graph was checked with the request that holds it.
             if bounds is not None:
-                check_unpacking(source.serialized, graph_pb2.Graph, bounds, field="graph")
+                check_parsed_size(source.serialized, graph_pb2.Graph, bounds, field="graph")
             return source.serialized
         case "inline":
             return source.inline.SerializeToString(deterministic=True)

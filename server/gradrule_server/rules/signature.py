@@ -1,4 +1,4 @@
-"""What a rule is bound to, and what binding gives: an op's element types in, a graph with inputs and results out."""
+"""Declares what a rule is bound to (element types of an op), and the graph that binding returns."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ class Signature:
 
     @cached_property
     def differentiable(self) -> tuple[int, ...]:
-        """Indices of the inputs of floating or complex type."""
+        """Indices of the inputs of floating-point or complex type."""
         return tuple(index for index, dtype in enumerate(self.inputs) if dtype in dtypes.DIFFERENTIABLE)
 
     @property
     def x_dtype(self) -> int:
-        """The type that literals and params take: that of the first differentiable input, else of `dy0`."""
+        """The type of literals and params: that of the first differentiable input, else of `dy0`."""
         if self.differentiable:
             return self.inputs[self.differentiable[0]]
         return self.outputs[0] if self.outputs else dtypes.Dt.DT_FLOAT
 
     def dtype_of(self, family: str, index: int) -> int:
-        """Type of variable `x0`, `y0`, `dy0` or `default0`, by family and index. RULE_ARITY if the op lacks it."""
-        of_inputs = family in ("x", "default")
-        held = self.inputs if of_inputs else self.outputs
-        if index < len(held):
-            return held[index]
+        """Returns the type of a variable (`x0`, `y0`, `dy0`, `default0`). Raises RULE_ARITY if the op lacks it."""
+        is_input = family in ("x", "default")
+        dtypes_of_family = self.inputs if is_input else self.outputs
+        if index < len(dtypes_of_family):
+            return dtypes_of_family[index]
         raise error(
             errors_pb2.ERROR_REASON_RULE_ARITY,
-            f"the rule uses {family}{index}, but the op has {count(len(held), 'input' if of_inputs else 'output')}"
-            f"{listed(family, len(held))}",
+            f"the rule uses {family}{index}, but the op has "
+            f"{count_noun(len(dtypes_of_family), 'input' if is_input else 'output')}"
+            f"{variable_list(family, len(dtypes_of_family))}",
         )
 
 
@@ -47,14 +48,15 @@ class Signature:
 class RuleGraph:
     """A rule bound to a signature.
 
-    `graph`: nodes of plain TensorFlow ops with all attributes.
-    `inputs`: variable (`x0`, `dy1`, `default0`) or `param/NAME` → the placeholder that takes it; only those used.
-    A param's placeholder is DT_DOUBLE of any shape. `salt` is there where the rule draws random numbers: DT_INT64 of
-    rank 0, a number of the op's own, so that two ops draw different ones.
-    `results`: per op input the tensor's name, None for "not connected".
-    `shape_sources`: per op input what the result's shape is broadcast from: variables (`default0` counts as x0),
-    `param/NAME`, `reduced/x0` (x0 with axes of size 1), `graph` (not known). A result whose sources are its own input
-    alone has that input's shape, one without sources has rank 0.
+    Attributes:
+        graph: Nodes of TensorFlow ops with all attributes.
+        inputs: Names of placeholders by variable (`x0`, `dy1`, `default0`) or `param/NAME`; only used ones. A param is
+            DT_DOUBLE of any shape. `salt`, DT_INT64 of rank 0, exists if the rule draws random numbers; it is a number
+            of the op, so that two ops draw different numbers.
+        results: For each input of the op the name of the gradient's tensor; None: not connected.
+        shape_sources: For each input of the op, from what the shape of the gradient is broadcast: variables (`default0`
+            counts as x0), `param/NAME`, `reduced/x0` (x0 with axes of size 1), `graph` (not known). A gradient whose
+            only source is its own input has that input's shape; one without sources has rank 0.
     """
 
     graph: graph_pb2.Graph
@@ -63,21 +65,21 @@ class RuleGraph:
     shape_sources: tuple[frozenset[str], ...]
 
 
-def count(number: int, noun: str) -> str:
-    """`1 input`, `2 inputs`, `no inputs`."""
+def count_noun(number: int, noun: str) -> str:
+    """Returns a number with a noun: `1 input`, `2 inputs`, `no inputs`."""
     return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
 
 
-def listed(family: str, number: int) -> str:
-    """` (x0, x1)`; nothing where there is none."""
+def variable_list(family: str, number: int) -> str:
+    """Returns the variables of a family in parentheses, ` (x0, x1)`; empty if there are none."""
     if number == 0:
         return ""
     names = [f"{family}{index}" for index in range(min(number, 8))]
     return f" ({', '.join(names)}{', …' if number > 8 else ''})"
 
 
-def not_differentiable(signature: Signature, index: int) -> GradruleError:
-    """RULE_ARITY: the rule gives a gradient for an input whose type has none."""
+def not_differentiable_error(signature: Signature, index: int) -> GradruleError:
+    """Returns RULE_ARITY for a rule with a gradient for an input that is not differentiable."""
     return error(
         errors_pb2.ERROR_REASON_RULE_ARITY,
         f"the rule gives a gradient for input {index}, which is {dtypes.dtype_name(signature.inputs[index])} "

@@ -15,8 +15,8 @@ from gradrule_server.front.admission import Admission, Bound, Share
 from gradrule_server.front.calls import Method, StreamMethod
 from gradrule_server.front.handlers import Door, Times
 from gradrule_server.front.identity import Identity
-from gradrule_server.identity import Credentials
-from gradrule_server.quotas import Allowance
+from gradrule_server.identity import Authenticator
+from gradrule_server.quotas import Quota
 
 
 class Aborted(Exception):
@@ -35,8 +35,8 @@ class Hosts:
         return self.tenants.get(name)
 
     async def load(self, name: str) -> Any:
-        room = {"streams": Allowance(self._streams, "streams", "--tenant-streams")}
-        return self.tenants.setdefault(name, SimpleNamespace(name=name, share=Share(), room=room, sessions=None))
+        quotas = {"streams": Quota(self._streams, "streams", "--tenant-streams")}
+        return self.tenants.setdefault(name, SimpleNamespace(name=name, share=Share(), quotas=quotas, sessions=None))
 
     def enter(self, _: Any) -> None:
         self.inside += 1
@@ -51,10 +51,10 @@ def door_of(
     max_deadline_s: float = 10.0,
     stall_s: float = 10.0,
     recheck_s: float = 10.0,
-    credentials: Credentials | None = None,
+    credentials: Authenticator | None = None,
 ) -> Door:
     times = Times(default_deadline_s, max_deadline_s, stall_s, recheck_s)
-    return Door(Identity(credentials or Credentials()), Hosts(), admission_of(max_requests), times)
+    return Door(Identity(credentials or Authenticator()), Hosts(), admission_of(max_requests), times)
 
 
 def admission_of(max_requests: int) -> Admission:

@@ -19,7 +19,7 @@ from gradrule_server.front.identity import Identity
 from gradrule_server.front.server import Connections, Front
 from gradrule_server.front.shared_memory import SharedMemories
 from gradrule_server.front.sockets import Peer
-from gradrule_server.identity import Credentials
+from gradrule_server.identity import Authenticator
 from tests.battery import wire
 from tests.battery.unfinished import send_unfinished
 from tests.unit.front.doors import Hosts, admission_of
@@ -194,7 +194,7 @@ async def serving(limits: ConnectionLimits) -> AsyncIterator[str]:
     """A front end with a stream that reads and says nothing."""
     watch = ConnectionWatch(limits)
     front = Front(Connections(64 * MIB, 8192, limits.connections, 100, 10.0, 30.0, 20.0, 0.0, 1.0), watch)
-    door = Door(Identity(Credentials()), Hosts(streams=100), admission_of(9), Times(10, 10, 10), connections=watch)
+    door = Door(Identity(Authenticator()), Hosts(streams=100), admission_of(9), Times(10, 10, 10), connections=watch)
 
     async def swallow(_: Any, requests: AsyncIterator[bytes], __: Any) -> None:
         async for _message in requests:

@@ -11,14 +11,14 @@ import pytest
 
 from gradrule_server.front.calls import Call, Caller
 from gradrule_server.front.session_service import SessionServicer
-from gradrule_server.identity import Credentials, Principal
+from gradrule_server.identity import Authenticator, Principal
 from tests.unit.front.doors import Aborted, Context, call, door_of, stream
 
 
-class Withdrawn(Credentials):
-    """Credentials that let everybody in, and hold no longer."""
+class Withdrawn(Authenticator):
+    """Authenticator that let everybody in, and hold no longer."""
 
-    def still_holds(self, _: Principal) -> bool:
+    def is_still_valid(self, _: Principal) -> bool:
         return False
 
 

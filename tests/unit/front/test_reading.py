@@ -20,7 +20,7 @@ from gradrule_server.front.handlers import Door, Times
 from gradrule_server.front.identity import Identity
 from gradrule_server.front.reading import Arrivals
 from gradrule_server.front.status import DETAILS_KEY
-from gradrule_server.identity import Credentials
+from gradrule_server.identity import Authenticator
 from tests.battery import wire
 
 MESSAGE = 1_000_000
@@ -30,7 +30,7 @@ class Hosts:
     """One tenant that has nothing."""
 
     def __init__(self) -> None:
-        self.tenant: Any = SimpleNamespace(name="default", share=Share(), room={})
+        self.tenant: Any = SimpleNamespace(name="default", share=Share(), quotas={})
 
     def loaded(self, _: str) -> Any:
         return self.tenant
@@ -54,7 +54,7 @@ class Served:
         bound = Bound(requests, 3 * MESSAGE // 2)
         self.admission = Admission(bound, bound, MESSAGE)
         self.hosts = Hosts()
-        self.door = Door(Identity(Credentials()), self.hosts, self.admission, Times(deadline_s, 60.0, stall_s))
+        self.door = Door(Identity(Authenticator()), self.hosts, self.admission, Times(deadline_s, 60.0, stall_s))
         self.target = ""
 
     @asynccontextmanager

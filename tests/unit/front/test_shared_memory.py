@@ -17,7 +17,7 @@ from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.front.calls import Caller
 from gradrule_server.front.shared_memory import SharedMemories
-from gradrule_server.quotas import Allowance
+from gradrule_server.quotas import Quota
 
 _MEBIBYTE = 1 << 20
 
@@ -43,8 +43,8 @@ class Around:
 
 
 def caller_of(name: str) -> Caller:
-    room = {"shared_bytes": Allowance(1 << 30, "bytes of shared memory", "--tenant-shared-bytes")}
-    return cast(Caller, SimpleNamespace(tenant=SimpleNamespace(name=name, room=room)))
+    quotas = {"shared_bytes": Quota(1 << 30, "bytes of shared memory", "--tenant-shared-bytes")}
+    return cast(Caller, SimpleNamespace(tenant=SimpleNamespace(name=name, quotas=quotas)))
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def test_memory_counts_while_it_is_there_and_calls_count_while_they_run() -> Non
             with memories.used(use, caller, around) as memory:
                 assert (memory.size, around.in_flight) == (4 * _MEBIBYTE, 15)
             assert around.in_flight == 0
-            assert caller.tenant.room["shared_bytes"].used == 64 * _MEBIBYTE
+            assert caller.tenant.quotas["shared_bytes"].used == 64 * _MEBIBYTE
             with pytest.raises(GradruleError), memories.used(use, caller_of("b"), around):
                 pass
             connection.close()
@@ -97,7 +97,7 @@ def test_memory_counts_while_it_is_there_and_calls_count_while_they_run() -> Non
             with pytest.raises(GradruleError) as caught, memories.used(use, caller, around):
                 pass
             assert caught.value.reason == errors_pb2.ERROR_REASON_SHARED_MEMORY_LOST
-            assert (caller.tenant.room["shared_bytes"].used, around.entered) == (0, 0)
+            assert (caller.tenant.quotas["shared_bytes"].used, around.entered) == (0, 0)
 
     asyncio.run(run())
 

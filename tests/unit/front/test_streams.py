@@ -22,7 +22,7 @@ from gradrule_server.front.calls import Call, Caller, Write
 from gradrule_server.front.request_chunks import RequestChunks
 from gradrule_server.front.streams import Multiplexed
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.operations.request import NOT_RUN, EngineRun, current
+from gradrule_server.operations.request_record import NOT_RUN, EngineRun, current
 from tests.unit.front.doors import Aborted, Context, door_of, stream
 
 # Three fit into what doors have room for.
@@ -172,7 +172,7 @@ async def test_an_answer_that_waits_holds_nothing_else_of_its_request() -> None:
     async def noted(_: Call[Any]) -> bytes:
         found, request = EngineAnswer(), current()
         assert request is not None
-        request.ran(1, partial(_no_run, found))
+        request.record_engine_run(1, partial(_no_run, found))
         held.append(weakref.ref(found))
         return bytes(SIZE)
 

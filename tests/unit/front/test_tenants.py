@@ -17,16 +17,17 @@ from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server import graphs
 from gradrule_server.errors import GradruleError
 from gradrule_server.front import tenants as module
-from gradrule_server.front.tenants import KINDS, Shared, Tenant, Tenants
+from gradrule_server.front.tenants import Shared, Tenant, Tenants
 from gradrule_server.link.shape import CallShape
 from gradrule_server.programs.cache import Named, OfSession
 from gradrule_server.programs.loaded import LoadedPrograms
+from gradrule_server.quotas import QUOTA_RESOURCES
 from gradrule_server.registry.blobs import BlobStore
-from gradrule_server.registry.rules import Shipped
+from gradrule_server.registry.rules import ReadOnlyRules
 from gradrule_server.registry.store import Store
 
 DEFINITION = rule_pb2.RuleDefinition(expression="3 * dy")
-SHIPPED = Shipped.of(_opdefs.gradients())
+READ_ONLY = ReadOnlyRules.from_op_types(_opdefs.gradients())
 
 
 @pytest.fixture
@@ -40,8 +41,8 @@ def shared(tmp_path: Path) -> Iterator[Shared]:
             blobs,
             LoadedPrograms(engine, blobs, 10, 1000),
             graphs.Limits(nodes=10, inlined_nodes=10, call_depth=2, graph_bytes=100),
-            server=dict.fromkeys(KINDS, 6) | {"registry_bytes": 60},
-            tenant=dict.fromkeys(KINDS, 4) | {"registry_bytes": 40},
+            server={resource.name: 6 for resource in QUOTA_RESOURCES} | {"registry_bytes": 60},
+            tenant={resource.name: 4 for resource in QUOTA_RESOURCES} | {"registry_bytes": 40},
             tenant_blob_bytes=500,
             tenant_blobs=10,
             cache_capacity=10,
@@ -52,7 +53,7 @@ def shared(tmp_path: Path) -> Iterator[Shared]:
 
 @pytest.fixture
 def found(shared: Shared) -> Tenants:
-    return Tenants(shared, SHIPPED)
+    return Tenants(shared, READ_ONLY)
 
 
 def pass_by(found: Tenants, tenant: Tenant) -> None:
@@ -100,8 +101,8 @@ async def test_a_thousand_tenants_are_not_kept_for_ever(found: Tenants) -> None:
 async def test_who_comes_back_finds_what_was_kept(found: Tenants, shared: Shared) -> None:
     ada = await found.load("ada")
     ada.rules.create("Mine", DEFINITION, "")
-    ada.room["rules"].take(2)
-    ada.room["rules"].give_back(2)
+    ada.quotas["rules"].reserve(2)
+    ada.quotas["rules"].release(2)
     pass_by(found, ada)
     for number in range(10):
         pass_by(found, await found.load(f"t{number}"))
@@ -110,7 +111,7 @@ async def test_who_comes_back_finds_what_was_kept(found: Tenants, shared: Shared
     assert again is not ada
     assert again.rules.get("Mine").formula == "3 * dy"
     status = next(status for status in found.status() if status.name == "ada")
-    assert (status.rules, status.programs, status.in_flight) == (1, 0, 0)
+    assert (status.used["rules"], status.used["programs"], status.used["requests"]) == (1, 0, 0)
     # The whole goes on counting what a tenant left there.
     await fill_up(found)
     assert shared.store.counts() == (6, 0)
@@ -133,7 +134,7 @@ async def test_bytes_of_rules_are_bounded_and_counted_for_who_comes_back(shared:
     size = DEFINITION.ByteSize()
     server, tenant = ({**whole, "registry_bytes": 0} for whole in (shared.server, shared.tenant))
     server["registry_bytes"], tenant["registry_bytes"] = 5 * size, 3 * size
-    found = Tenants(replace(shared, server=server, tenant=tenant), SHIPPED)
+    found = Tenants(replace(shared, server=server, tenant=tenant), READ_ONLY)
     ada = await found.load("ada")
     ada.rules.create("a", DEFINITION, "")
     ada.rules.create("b", DEFINITION, "")
@@ -142,14 +143,14 @@ async def test_bytes_of_rules_are_bounded_and_counted_for_who_comes_back(shared:
         pass_by(found, await found.load(f"t{number}"))
     assert found.loaded("ada") is None
     again, other = await found.load("ada"), await found.load("other")
-    assert again.room["registry_bytes"].used == 2 * size
+    assert again.quotas["registry_bytes"].used == 2 * size
     with pytest.raises(GradruleError, match="--tenant-registry-bytes"):
         again.rules.create("c", DEFINITION, "d" * (size + 1))
     again.rules.create("c", DEFINITION, "")
     with pytest.raises(GradruleError, match="--max-registry-bytes"):
         other.rules.create("c", DEFINITION, "d" * (size + 1))
     # A server that starts anew has counted the same.
-    anew = Tenants(replace(shared, server={**server, "registry_bytes": 4 * size}), SHIPPED)
+    anew = Tenants(replace(shared, server={**server, "registry_bytes": 4 * size}), READ_ONLY)
     (await anew.load("other")).rules.create("c", DEFINITION, "")
     with pytest.raises(GradruleError, match="--max-registry-bytes"):
         (await anew.load("other")).rules.create("d", DEFINITION, "")
@@ -170,7 +171,7 @@ async def fill_up(found: Tenants) -> None:
 
 async def test_what_ships_is_told_to_those_who_are_there_and_who_come(found: Tenants) -> None:
     ada = await found.load("ada")
-    found.set_shipped(SHIPPED.with_op_rules(["Sign"]))
+    found.set_read_only(READ_ONLY.with_op_rules(["Sign"]))
     grace = await found.load("grace")
     op = rule_pb2.RULE_KIND_OP
     assert len({len(tenant.rules.list(op, 1000, "")[0]) for tenant in (found.default, ada, grace)}) == 1

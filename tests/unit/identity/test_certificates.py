@@ -1,4 +1,4 @@
-"""Which of a client certificate's names is its tenant, and which certificates name nobody."""
+"""Tests which name of a client certificate is its tenant, and which certificates name no tenant."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def tenant(pem: bytes, name: str = "auto") -> str | None:
     ],
     ids=str,
 )  # fmt: skip
-def test_a_certificate_names_one_tenant_or_none(
+def test_certificate_names_one_tenant_or_none(
     common: Sequence[str], alternatives: Sequence[x509.GeneralName] | None, found: str | None
 ) -> None:
     assert tenant(certificate(common, alternatives)) == found
@@ -93,12 +93,12 @@ def test_a_certificate_names_one_tenant_or_none(
     ("name", "found"),
     [("uri", "spiffe://example/ada"), ("dns", "ada.example"), ("email", None), ("common-name", "ada"), ("auto", None)],
 )
-def test_the_type_of_name_may_be_chosen(name: str, found: str | None) -> None:
+def test_setting_chooses_the_type_of_name(name: str, found: str | None) -> None:
     alternatives = [URI("spiffe://example/ada"), DNS("ada.example"), EMAIL("a@example.org"), EMAIL("b@example.org")]
     assert tenant(certificate(["ada"], alternatives), name) == found
 
 
-def test_what_is_no_certificate_names_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_invalid_certificate_names_no_tenant(caplog: pytest.LogCaptureFixture) -> None:
     certificates = ClientCertificates()
     for pem in (b"", b"junk", certificate(["ada"], None)[:-100]):
         for _ in range(3):
@@ -107,14 +107,14 @@ def test_what_is_no_certificate_names_nobody(caplog: pytest.LogCaptureFixture) -
     assert len(caplog.messages) == 3
 
 
-def test_a_certificate_names_nobody_once_it_has_expired() -> None:
+def test_expired_certificate_names_no_tenant() -> None:
     assert tenant(certificate(["ada"], None, hours=-1)) is None
     found = ClientCertificates().find(certificate(["ada"], None))
     assert found is not None
     assert found.expires_at is not None
 
 
-def test_whose_certificates_are_administrators() -> None:
+def test_certificates_of_admin_tenants_are_administrators() -> None:
     certificates = ClientCertificates(admins=frozenset({"ops"}))
     found = [certificates.find(certificate([name], None)) for name in ("ops", "ada")]
     assert [principal.is_admin for principal in found if principal is not None] == [True, False]

@@ -1,4 +1,4 @@
-"""JSON Web Tokens that are none: whatever a stranger sends, or a signer signs by mistake, raises nothing."""
+"""Tests that malformed JSON Web Tokens, from strangers or by an issuer's mistake, raise nothing."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from gradrule_server.identity.jwts import Jwts
+from gradrule_server.identity.jwt_verifier import JwtVerifier
 
 
-def keys(folder: Path, key: ec.EllipticCurvePrivateKey) -> Jwts:
+def keys(folder: Path, key: ec.EllipticCurvePrivateKey) -> JwtVerifier:
     """Takes tokens that this key signed."""
     (folder / "key").write_bytes(key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
-    return Jwts(key=folder / "key", jwks=None, issuer="i", audience="a", claim="sub")
+    return JwtVerifier(key=folder / "key", jwks=None, issuer="i", audience="a", claim="sub")
 
 
 def encoded(part: bytes) -> str:
@@ -54,7 +54,7 @@ TIMES = [
 
 @pytest.mark.parametrize("claim", ["exp", "nbf", "iat"])
 @pytest.mark.parametrize("value", TIMES, ids=lambda value: str(value)[:8])
-def test_a_time_that_is_none_makes_no_token(tmp_path: Path, claim: str, value: str) -> None:
+def test_invalid_time_makes_the_token_invalid(tmp_path: Path, claim: str, value: str) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
     found = keys(tmp_path, key)
     now = int(time.time())
@@ -86,7 +86,7 @@ _HEADERS = [
 ]
 
 
-def test_no_bytes_of_a_stranger_s_token_raise(tmp_path: Path) -> None:
+def test_malformed_tokens_raise_nothing(tmp_path: Path) -> None:
     key = ec.generate_private_key(ec.SECP256R1())
     found = keys(tmp_path, key)
     random = Random(7)

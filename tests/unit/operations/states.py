@@ -1,11 +1,11 @@
-"""What engines and tenants tell in tests."""
+"""Sources of metrics and status for tests."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gradrule_server.operations.sources import CacheStatus, Quarantined, QueueStatus, Sources
+from gradrule_server.operations.sources import CacheStatus, Quarantined, QueueStatus, Sources, TenantUsage
 
 
 @dataclass(frozen=True)
@@ -44,29 +44,31 @@ class Workers:
     resident_bytes: int = 1 << 20
 
 
-@dataclass(frozen=True)
-class Tenant:
-    name: str = "default"
-    in_flight: int = 4
-    programs: int = 5
-    rules: int = 6
-    sessions: int = 7
-    session_bytes: int = 8
-    handles: int = 9
-    handle_bytes: int = 10
-    blob_bytes: int = 11
+def tenant(name: str = "default", **used: int) -> TenantUsage:
+    """The usage of a tenant; amounts that are not given differ from each other."""
+    defaults = {
+        "requests": 4,
+        "programs": 5,
+        "rules": 6,
+        "sessions": 7,
+        "session_bytes": 8,
+        "handles": 9,
+        "handle_bytes": 10,
+        "blob_bytes": 11,
+    }
+    return TenantUsage(name, defaults | used)
 
 
 @dataclass(frozen=True)
 class Tenants:
-    tenants: Sequence[Tenant] = (Tenant(),)
+    tenants: Sequence[TenantUsage]
 
-    def status(self) -> Sequence[Tenant]:
+    def status(self) -> Sequence[TenantUsage]:
         return self.tenants
 
 
 def sources(
-    tenants: Sequence[Tenant] = (Tenant(),),
+    tenants: Sequence[TenantUsage] = (tenant(),),
     quarantined: Sequence[Quarantined] = (),
     limits: Mapping[str, int] | None = None,
 ) -> Sources:

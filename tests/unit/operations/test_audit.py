@@ -1,4 +1,4 @@
-"""What the audit log holds of requests, and where it is written."""
+"""Tests what the audit log writes, and where."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import pytest
 from gradrule.v1 import blob_pb2, program_pb2, rule_pb2
 from gradrule_server.errors import GradruleError
 from gradrule_server.operations import audit
-from gradrule_server.operations.audit import AuditLog, note_registration
+from gradrule_server.operations.audit import AuditLog, record_registration
 from gradrule_server.operations.observer import Observer
-from gradrule_server.operations.rates import RateBound
-from tests.unit.operations.requests import make, peer, refusal
+from gradrule_server.operations.rate_limiter import RateLimiter
+from tests.unit.operations.records import make, peer, refusal
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def answered(rpc: str, request: Any, answer: Any, log: AuditLog) -> None:
-    make(log, rpc=rpc, tenant="ada", within=lambda _: note_registration(rpc, request, answer))
+    make(log, rpc=rpc, tenant="ada", within=lambda _: record_registration(rpc, request, answer))
 
 
 RULE = rule_pb2.Rule(name="rules/Q", digest="d1")
@@ -77,7 +77,7 @@ def test_each_registration_is_a_line(file: Path, made: tuple[str, Any, Any], wha
     assert line["request_id"]
 
 
-def test_checking_and_reading_register_nothing(file: Path) -> None:
+def test_validating_and_reading_write_no_registration(file: Path) -> None:
     log = AuditLog()
     checking = program_pb2.CompileProgramRequest(validate_only=True)
     # A program that is not kept has no name.
@@ -95,7 +95,7 @@ def test_each_refusal_is_a_line(file: Path, reason: str) -> None:
     assert (line["event"], line["reason"], line["detail"], line["tenant"]) == ("refusal", reason, "because\n", "bob")
 
 
-def test_strangers_are_nobody_s_tenant_and_use_up_nobody_s_budget(file: Path) -> None:
+def test_unauthenticated_callers_have_a_limit_of_their_own(file: Path) -> None:
     log = AuditLog()
     for _ in range(150):
         make(log, fails=refusal("UNAUTHENTICATED"), tenant=None)
@@ -103,11 +103,11 @@ def test_strangers_are_nobody_s_tenant_and_use_up_nobody_s_budget(file: Path) ->
     assert 100 <= len(strangers) < 150
     assert not any("tenant" in line for line in strangers)
     make(log, fails=refusal("PERMISSION_DENIED"), tenant="default")
-    log.quarantined("0f1e2d: signal 6, twice")
+    log.log_quarantine("0f1e2d: signal 6, twice")
     assert [line["event"] for line in lines(file)[len(strangers) :]] == ["refusal", "quarantine"]
 
 
-def test_a_refusal_within_a_stream_is_one_line(file: Path) -> None:
+def test_refusal_within_a_stream_is_one_line(file: Path) -> None:
     observer, cause = Observer([AuditLog()]), refusal("QUOTA_EXCEEDED")
 
     def stream() -> None:
@@ -124,42 +124,42 @@ def test_a_refusal_within_a_stream_is_one_line(file: Path) -> None:
     assert len(lines(file)) == 2
 
 
-def test_refusals_cannot_fill_the_disk(file: Path) -> None:
+def test_rate_of_refusal_lines_is_limited(file: Path) -> None:
     now = [0.0]
-    log = AuditLog(RateBound(1, 3, lambda: now[0]))
+    log = AuditLog(RateLimiter(1, 3, lambda: now[0]))
     for _ in range(50):
         make(log, fails=refusal("PERMISSION_DENIED"), tenant="greedy")
     make(log, fails=refusal("PERMISSION_DENIED"), tenant="other")
-    log.tell_left_out()
+    log.log_dropped()
     assert [(line["event"], line.get("tenant"), line.get("count")) for line in lines(file)] == [
         *[("refusal", "greedy", None)] * 3,
         ("refusal", "other", None),
         ("left_out", None, 47),
     ]
-    assert log.left_out == 47
-    log.tell_left_out()
+    assert log.dropped == 47
+    log.log_dropped()
     assert len(lines(file)) == 5
 
 
-def test_registrations_cannot_fill_the_disk_either(file: Path) -> None:
+def test_rate_of_registration_lines_is_limited(file: Path) -> None:
     now = [0.0]
-    log = AuditLog(registrations=RateBound(10, 4, lambda: now[0]))
+    log = AuditLog(registrations=RateLimiter(10, 4, lambda: now[0]))
     rpc, request, answer = MADE[0]
 
     def register(tenant: str, times: int) -> list[str]:
         before = len(lines(file))
         for _ in range(times):
-            make(log, rpc=rpc, tenant=tenant, within=lambda _: note_registration(rpc, request, answer))
+            make(log, rpc=rpc, tenant=tenant, within=lambda _: record_registration(rpc, request, answer))
         return [line["event"] for line in lines(file)[before:]]
 
     assert register("greedy", 50) == ["registration"] * 4
     assert register("other", 1) == ["registration"]
     # Refusals have a budget of their own.
     make(log, fails=refusal("QUOTA_EXCEEDED"), tenant="greedy")
-    log.tell_left_out()
+    log.log_dropped()
     refused, told = lines(file)[-2:]
     assert (refused["event"], told["event"]) == ("refusal", "left_out")
-    assert (told["count"], told["registrations"], log.left_out) == (46, 46, 46)
+    assert (told["count"], told["registrations"], log.dropped) == (46, 46, 46)
     now[0] = 0.2
     assert register("greedy", 3) == ["registration"] * 2
 
@@ -171,41 +171,41 @@ def test_a_thousand_registrations_at_once_are_all_written(file: Path) -> None:
     assert 1000 <= len(lines(file)) < 1500
 
 
-def test_quarantines_are_lines(file: Path) -> None:
-    AuditLog().quarantined("0f1e2d: signal 6, twice")
+def test_each_quarantine_is_a_line(file: Path) -> None:
+    AuditLog().log_quarantine("0f1e2d: signal 6, twice")
     (line,) = lines(file)
     assert (line["event"], line["detail"]) == ("quarantine", "0f1e2d: signal 6, twice")
 
 
-def test_only_its_owner_reads_the_file(file: Path) -> None:
-    AuditLog().quarantined("x")
+def test_only_the_owner_can_read_the_file(file: Path) -> None:
+    AuditLog().log_quarantine("x")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
-def test_the_file_may_be_moved_away(file: Path) -> None:
+def test_file_is_created_again_after_it_was_moved(file: Path) -> None:
     log = AuditLog()
-    log.quarantined("first")
+    log.log_quarantine("first")
     file.rename(file.with_suffix(".1"))
-    log.quarantined("second")
+    log.log_quarantine("second")
     assert [line["detail"] for line in lines(file.with_suffix(".1"))] == ["first"]
     assert [line["detail"] for line in lines(file)] == ["second"]
 
 
 def test_lines_are_appended(file: Path) -> None:
-    AuditLog().quarantined("first")
+    AuditLog().log_quarantine("first")
     audit.configure(str(file))
-    AuditLog().quarantined("second")
+    AuditLog().log_quarantine("second")
     assert [line["detail"] for line in lines(file)] == ["first", "second"]
 
 
-def test_a_file_that_cannot_be_opened_is_told_at_start(tmp_path: Path) -> None:
+def test_file_that_cannot_be_opened_is_an_error_at_start(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="no/audit"):
         audit.configure(str(tmp_path / "no" / "audit"))
     audit.configure("")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
-def test_a_full_disk_is_heard_of_once_and_costs_nobody_an_answer(caplog: pytest.LogCaptureFixture) -> None:
+def test_full_disk_is_reported_once_and_fails_no_request(caplog: pytest.LogCaptureFixture) -> None:
     audit.configure("/dev/full")
     try:
         for _ in range(5):
@@ -218,14 +218,14 @@ def test_a_full_disk_is_heard_of_once_and_costs_nobody_an_answer(caplog: pytest.
 def test_without_a_file_lines_go_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
     audit.configure("")
     with caplog.at_level(logging.INFO):
-        AuditLog().quarantined("x")
+        AuditLog().log_quarantine("x")
     assert "quarantine" in caplog.text
 
 
 def test_standard_output(capsys: pytest.CaptureFixture[str]) -> None:
     audit.configure("-")
     try:
-        AuditLog().quarantined("x")
+        AuditLog().log_quarantine("x")
         assert json.loads(capsys.readouterr().out)["event"] == "quarantine"
     finally:
         audit.configure("")

@@ -1,4 +1,4 @@
-"""Lines of the log: whose they are, and that nobody can forge one."""
+"""Tests the lines of the log: their fields and limits, and that clients cannot forge lines."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from gradrule_server.operations import logs
-from gradrule_server.operations.rates import RateBound
-from gradrule_server.operations.request import EngineRun
-from gradrule_server.operations.text import bounded, one_line_json, plain
-from tests.unit.operations.requests import make, refusal
+from gradrule_server.operations.logs import escaped, one_line_json, truncated
+from gradrule_server.operations.rate_limiter import RateLimiter
+from gradrule_server.operations.request_record import EngineRun
+from tests.unit.operations.records import make, refusal
 
 HOSTILE = 'a\nINFO forged: line\r\x1b[2J\x9b31m\u202e\u2028\x7f\x00"\\ ä\ud800 and so on'
 
@@ -61,7 +61,7 @@ def log_to(form: logs.Format, level: str = "info", *, is_terminal: bool = False)
     [("auto", True, False), ("auto", False, True), ("json", True, True), ("text", False, False)],
 )
 @pytest.mark.usefixtures("root")
-def test_json_for_programs_text_for_people(form: logs.Format, is_terminal: bool, is_json: bool) -> None:
+def test_format_is_text_on_a_terminal_and_json_elsewhere(form: logs.Format, is_terminal: bool, is_json: bool) -> None:
     stream = log_to(form, is_terminal=is_terminal)
     logging.getLogger("a.b").info("so %d", 3)
     logging.getLogger("a.b").debug("not this")
@@ -73,7 +73,7 @@ def test_json_for_programs_text_for_people(form: logs.Format, is_terminal: bool,
 
 
 @pytest.mark.usefixtures("root")
-def test_lines_of_a_request_name_it() -> None:
+def test_lines_of_a_request_name_the_request() -> None:
     stream = log_to("json")
     trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     make(
@@ -88,7 +88,7 @@ def test_lines_of_a_request_name_it() -> None:
 
 @pytest.mark.parametrize("form", ["json", "text"])
 @pytest.mark.usefixtures("root")
-def test_no_line_can_be_forged(form: logs.Format) -> None:
+def test_clients_cannot_forge_lines(form: logs.Format) -> None:
     stream = log_to(form)
     logging.getLogger("a").info("got %s", HOSTILE, extra=logs.fields(name=HOSTILE))
     make(tenant=HOSTILE, within=lambda _: logging.getLogger("a").info("tenant"))
@@ -102,7 +102,7 @@ def test_no_line_can_be_forged(form: logs.Format) -> None:
 
 @pytest.mark.parametrize("form", ["json", "text"])
 @pytest.mark.usefixtures("root")
-def test_a_traceback_cannot_forge_a_line_either(form: logs.Format) -> None:
+def test_tracebacks_cannot_forge_lines(form: logs.Format) -> None:
     stream = log_to(form)
     try:
         raise ValueError(HOSTILE)
@@ -116,18 +116,18 @@ def test_a_traceback_cannot_forge_a_line_either(form: logs.Format) -> None:
 
 @pytest.mark.parametrize("form", ["json", "text"])
 @pytest.mark.usefixtures("root")
-def test_lines_are_bounded(form: logs.Format) -> None:
+def test_lines_are_truncated(form: logs.Format) -> None:
     stream = log_to(form)
     logging.getLogger("a").info("x" * 10**6, extra=logs.fields(name="y" * 10**6))
     assert 4000 < len(stream.getvalue()) < 5000
     assert f"({10**6 - 2048} characters more)" in stream.getvalue()
 
 
-def test_text() -> None:
-    assert bounded("abc", 3) == "abc"
-    assert bounded("abcd", 3) == "abc… (1 characters more)"
-    assert plain("ä 日本 ok") == "ä 日本 ok"
-    assert plain("a\n\x1b\u202e\ud800") == r"a\n\x1b\u202e\ud800"
+def test_text_is_truncated_and_escaped() -> None:
+    assert truncated("abc", 3) == "abc"
+    assert truncated("abcd", 3) == "abc… (1 characters more)"
+    assert escaped("ä 日本 ok") == "ä 日本 ok"
+    assert escaped("a\n\x1b\u202e\ud800") == r"a\n\x1b\u202e\ud800"
     for value in (HOSTILE, {"k\n": [HOSTILE, 1, None]}):
         assert json.loads(one_line_json(value)) == value
         assert one_line_json(value).isprintable()
@@ -141,7 +141,7 @@ def access_lines(log: logs.AccessLog, stream: Stream, **request: Any) -> list[di
 
 
 @pytest.mark.usefixtures("root")
-def test_good_calls_that_are_many_are_for_debugging() -> None:
+def test_successful_frequent_rpcs_are_logged_at_debug_level() -> None:
     log, stream = logs.AccessLog(), log_to("json")
     assert access_lines(log, stream, rpc="GradientService/Evaluate") == []
     assert access_lines(log, stream, rpc="GradientService/StreamEvaluate/evaluate") == []
@@ -152,29 +152,31 @@ def test_good_calls_that_are_many_are_for_debugging() -> None:
     assert made["seconds"] >= 0
     debugged = log_to("json", "debug")
     run = EngineRun(10**6, 10**9, "CPU:0")
-    (good,) = access_lines(log, debugged, rpc="GradientService/Evaluate", within=lambda r: r.ran(5, lambda: run))
+    (good,) = access_lines(
+        log, debugged, rpc="GradientService/Evaluate", within=lambda r: r.record_engine_run(5, lambda: run)
+    )
     assert (good["level"], good["queue_seconds"], good["run_seconds"]) == ("debug", 0.001, 1.0)
 
 
 @pytest.mark.usefixtures("root")
-def test_refusals_cannot_fill_a_disk() -> None:
+def test_rate_of_access_lines_is_limited() -> None:
     now = [0.0]
-    log, stream = logs.AccessLog(RateBound(1, 5, lambda: now[0])), log_to("json")
+    log, stream = logs.AccessLog(RateLimiter(1, 5, lambda: now[0])), log_to("json")
     for _ in range(100):
         make(log, fails=refusal("UNKNOWN_RULE"))
     assert len(stream.lines) == 5
-    log.tell_left_out()
+    log.log_dropped()
     assert json.loads(stream.lines[-1])["message"] == "95 lines of requests were left out"
     now[0] = 1.0
     (refused,) = access_lines(log, stream, fails=refusal("UNKNOWN_RULE"))
     assert refused["reason"] == "UNKNOWN_RULE"
-    log.tell_left_out()
+    log.log_dropped()
     assert len(stream.lines) == 7
 
 
 @pytest.mark.usefixtures("root")
-def test_nobody_s_refusals_hide_another_s() -> None:
-    log, stream = logs.AccessLog(RateBound(1, 5, lambda: 0.0)), log_to("json")
+def test_tenants_have_separate_rate_limits() -> None:
+    log, stream = logs.AccessLog(RateLimiter(1, 5, lambda: 0.0)), log_to("json")
     for tenant, told in (("greedy", 5), (None, 5), ("default", 5)):
         before = len(stream.lines)
         for _ in range(100):
@@ -182,23 +184,23 @@ def test_nobody_s_refusals_hide_another_s() -> None:
         assert [json.loads(line).get("tenant") for line in stream.lines[before:]] == [tenant] * told
 
 
-def test_budgets_are_a_key_s_own_and_grow_again() -> None:
+def test_rate_limiter_limits_each_key() -> None:
     now = [0.0]
-    bound = RateBound(2, 3, lambda: now[0])
-    assert [bound.admits("a") for _ in range(5)] == [True] * 3 + [False] * 2
-    assert bound.admits("b")
+    bound = RateLimiter(2, 3, lambda: now[0])
+    assert [bound.allow("a") for _ in range(5)] == [True] * 3 + [False] * 2
+    assert bound.allow("b")
     now[0] = 1.0
-    assert [bound.admits("a") for _ in range(3)] == [True, True, False]
-    assert (bound.take_left_out(), bound.take_left_out()) == (3, 0)
+    assert [bound.allow("a") for _ in range(3)] == [True, True, False]
+    assert (bound.take_dropped(), bound.take_dropped()) == (3, 0)
     now[0] = 100.0
-    assert [bound.admits("a") for _ in range(4)] == [True] * 3 + [False]
+    assert [bound.allow("a") for _ in range(4)] == [True] * 3 + [False]
     for number in range(3000):
-        bound.admits(f"k{number}")
-    assert bound.take_left_out() == 1
+        bound.allow(f"k{number}")
+    assert bound.take_dropped() == 1
 
 
 @pytest.mark.usefixtures("root")
-def test_lines_of_grpc_hold_no_values_and_are_few() -> None:
+def test_grpc_lines_hold_no_values_and_are_limited() -> None:
     stream = log_to("json")
     of_grpc = logging.getLogger("grpc._cython.cygrpc")
     for _ in range(500):
@@ -215,7 +217,7 @@ def test_lines_of_grpc_hold_no_values_and_are_few() -> None:
 
 
 @pytest.mark.usefixtures("root")
-def test_what_is_printed_to_standard_error_is_logged_line_by_line() -> None:
+def test_standard_error_is_logged_line_by_line() -> None:
     stream, before = log_to("json"), sys.stderr
     with logs.standard_error_as_lines():
         print("first\x1b[2J", "and more", file=sys.stderr)

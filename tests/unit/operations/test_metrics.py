@@ -1,4 +1,4 @@
-"""Figures for Prometheus: counted right, named as documented, bounded in number."""
+"""Tests the metrics: their values, their documented names, and the page that serves them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gradrule_server.operations.exposition import MetricsPage
 from gradrule_server.operations.metrics import Metrics, TenantLabels
-from gradrule_server.operations.request import EngineRun, Request
-from gradrule_server.operations.sources import Quarantined, snapshot
-from tests.unit.operations.requests import make, refusal
-from tests.unit.operations.states import Tenant, sources
+from gradrule_server.operations.metrics_page import MetricsPage
+from gradrule_server.operations.request_record import EngineRun, RequestRecord
+from gradrule_server.operations.sources import Quarantined, take_snapshot
+from tests.unit.operations.records import make, refusal
+from tests.unit.operations.states import sources, tenant
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "operations.md"
 
@@ -25,10 +25,10 @@ def value(metrics: Metrics, name: str, **labels: str) -> float | None:
     return metrics.registry.get_sample_value(f"gradrule_{name}", labels)
 
 
-def busy(request: Request) -> None:
+def busy(request: RequestRecord) -> None:
     request.bytes_in, request.bytes_out = 100, 20
     request.compile_ns = 10**9
-    request.ran(1, lambda: EngineRun(2 * 10**9, 3 * 10**9, "CPU:0"))
+    request.record_engine_run(1, lambda: EngineRun(2 * 10**9, 3 * 10**9, "CPU:0"))
     request.hits = {"programs": 2}
     request.misses = {"loaded": 1}
 
@@ -52,11 +52,11 @@ def test_requests_are_counted_by_rpc_and_reason() -> None:
     assert value(metrics, "cache_misses_total", cache="loaded") == 1
 
 
-def test_the_state_is_shown_as_it_was_told_last() -> None:
+def test_gauges_show_the_last_state() -> None:
     metrics = Metrics()
     assert value(metrics, "requests_in_flight") is None
-    metrics.quarantined()
-    metrics.show(snapshot(sources(quarantined=[Quarantined("0f", "signal 6", 3.0)])), left_out=7)
+    metrics.count_quarantine()
+    metrics.set_state(take_snapshot(sources(quarantined=[Quarantined("0f", "signal 6", 3.0)])), audit_dropped=7)
     assert value(metrics, "engine_up", engine="0", device="CPU:0") == 1
     assert value(metrics, "engine_up", engine="1", device="GPU:0") == 0
     assert value(metrics, "engine_restarts_total", engine="1", reason="crash") == 2
@@ -72,7 +72,7 @@ def test_the_state_is_shown_as_it_was_told_last() -> None:
     assert value(metrics, "audit_left_out_total") == 7
 
 
-def test_callers_that_are_not_known_are_no_tenant_s() -> None:
+def test_unauthenticated_callers_have_an_empty_tenant_label() -> None:
     metrics = Metrics(TenantLabels(1))
     make(metrics, tenant=None, fails=refusal("UNAUTHENTICATED"))
     make(metrics, tenant="default")
@@ -81,21 +81,21 @@ def test_callers_that_are_not_known_are_no_tenant_s() -> None:
     assert value(metrics, "tenant_requests_total", tenant="default", outcome="ok") == 1
 
 
-def test_tenants_beyond_a_number_are_one() -> None:
+def test_tenants_beyond_the_limit_share_one_label() -> None:
     metrics = Metrics(TenantLabels(2))
     for name in ("a", "b", "c", "d", "a"):
         make(metrics, tenant=name)
-    metrics.show(snapshot(sources([Tenant(name) for name in "abcd"])), left_out=0)
+    metrics.set_state(take_snapshot(sources([tenant(name) for name in "abcd"])), audit_dropped=0)
     assert value(metrics, "tenant_requests_total", tenant="a", outcome="ok") == 2
     assert value(metrics, "tenant_requests_total", tenant="other", outcome="ok") == 2
     assert value(metrics, "tenant_requests_total", tenant="c", outcome="ok") is None
     assert (value(metrics, "rules", tenant="b"), value(metrics, "rules", tenant="other")) == (6, 12)
 
 
-def test_what_is_told_is_documented_and_the_other_way_round() -> None:
+def test_all_metrics_are_documented_and_exist() -> None:
     metrics = Metrics()
     make(metrics, within=busy, fails=refusal("UNKNOWN_RULE"))
-    metrics.show(snapshot(sources()), left_out=0)
+    metrics.set_state(take_snapshot(sources()), audit_dropped=0)
     told = {
         family.name + ("_total" if family.type == "counter" else "")
         for family in metrics.registry.collect()
@@ -109,7 +109,7 @@ def test_what_is_told_is_documented_and_the_other_way_round() -> None:
 async def page() -> AsyncIterator[tuple[Metrics, int]]:
     """Metrics and the port that they are served on."""
     metrics = Metrics()
-    served = MetricsPage(metrics.registry, lambda: metrics.show(snapshot(sources()), left_out=0))
+    served = MetricsPage(metrics.registry, lambda: metrics.set_state(take_snapshot(sources()), audit_dropped=0))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
@@ -129,7 +129,7 @@ async def ask(port: int, request: bytes) -> tuple[str, str, str]:
     return status, rest, body
 
 
-async def test_the_page(page: tuple[Metrics, int]) -> None:
+async def test_metrics_are_served_as_text(page: tuple[Metrics, int]) -> None:
     make(page[0], rpc="A/B")
     status, head, body = await ask(page[1], b"GET /metrics HTTP/1.1\r\nHost: x\r\nAccept: text/plain\r\n\r\n")
     assert status == "HTTP/1.1 200 OK"
@@ -138,7 +138,7 @@ async def test_the_page(page: tuple[Metrics, int]) -> None:
     assert {"gradrule_requests", "gradrule_engine_up", "process_resident_memory_bytes"} <= families
 
 
-async def test_the_page_in_openmetrics(page: tuple[Metrics, int]) -> None:
+async def test_metrics_are_served_as_openmetrics(page: tuple[Metrics, int]) -> None:
     accept = b"Accept: application/openmetrics-text; version=1.0.0\r\n"
     status, head, body = await ask(page[1], b"GET /metrics HTTP/1.1\r\n" + accept + b"\r\n")
     assert status.endswith("200 OK")
@@ -156,7 +156,7 @@ async def test_the_page_in_openmetrics(page: tuple[Metrics, int]) -> None:
         (b"x" * 100_000, ""),
     ],
 )
-async def test_other_requests(page: tuple[Metrics, int], request_: bytes, status: str) -> None:
+async def test_other_http_requests_are_refused(page: tuple[Metrics, int], request_: bytes, status: str) -> None:
     try:
         answered = (await ask(page[1], request_))[0]
     except ConnectionError:
@@ -165,7 +165,7 @@ async def test_other_requests(page: tuple[Metrics, int], request_: bytes, status
     assert (await ask(page[1], b"GET /metrics HTTP/1.0\r\n\r\n"))[0].endswith("200 OK")
 
 
-async def test_no_more_connections_than_so_many(page: tuple[Metrics, int]) -> None:
+async def test_number_of_connections_is_limited(page: tuple[Metrics, int]) -> None:
     silent = [await asyncio.open_connection("127.0.0.1", page[1]) for _ in range(40)]
     await asyncio.sleep(0.05)
     reader, _ = silent[-1]

@@ -1,4 +1,4 @@
-"""The life of what watches a server."""
+"""Tests starting and stopping metrics, traces and logs."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from gradrule_server.operations.operations import Operations, OperationsSettings
 from tests.unit.operations.states import sources
 
 
-async def test_what_died_meanwhile_is_told_and_stops_nothing_half_way(
+async def test_failed_background_task_is_logged_and_does_not_prevent_stopping(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "audit.jsonl"
     watching = Operations(OperationsSettings("1.2.3", audit_log=str(file)))
-    tell, died = watching._tell, asyncio.Event()
+    report, died = watching._report_dropped, asyncio.Event()
 
     def fail() -> None:
-        monkeypatch.setattr(watching, "_tell", tell)
+        monkeypatch.setattr(watching, "_report_dropped", report)
         died.set()
         raise ValueError("unforeseen")
 
-    monkeypatch.setattr(operations, "_TELL_LEFT_OUT_S", 0.0)
-    monkeypatch.setattr(watching, "_tell", fail)
+    monkeypatch.setattr(operations, "_REPORT_DROPPED_S", 0.0)
+    monkeypatch.setattr(watching, "_report_dropped", fail)
     try:
         await watching.start(sources())
         await died.wait()
-        watching._audit.quarantined("0f1e: SIGABRT")
+        watching._audit.log_quarantine("0f1e: SIGABRT")
         await watching.stop()
         assert [json.loads(line)["event"] for line in file.read_text().splitlines()] == ["quarantine"]
     finally:
         audit.configure("")
-    assert "not told any more" in caplog.text
+    assert "no longer reported" in caplog.text

@@ -1,4 +1,4 @@
-"""The status as it is told and drawn."""
+"""Tests the status message and how the command line shows it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from gradrule.cli.status import bytes_text, drawn, duration_text, size_text, usa
 from gradrule_server import __version__
 from gradrule_server.operations import status
 from gradrule_server.operations.sources import Quarantined
-from tests.unit.operations.states import Tenant, sources
+from tests.unit.operations.states import sources, tenant
 
 
-def test_versions_are_one() -> None:
+def test_server_and_client_versions_are_equal() -> None:
     assert __version__ == gr.__version__
 
 
-def test_everything_reaches_the_client() -> None:
+def test_client_reads_the_whole_status() -> None:
     quarantined = [Quarantined("0f1e", "signal 6, twice", 41.5)]
     found = server_status(status.server_status(sources(quarantined=quarantined, limits={"rules": 60}), 90.5))
     assert (found.version, found.tensorflow_version, found.uptime, found.ready) == ("1.2.3", "2.21.0", 90.5, True)
@@ -45,15 +45,15 @@ def test_everything_reaches_the_client() -> None:
     assert (program.digest, program.reason, program.remaining) == ("0f1e", "signal 6, twice", 41.5)
 
 
-def test_many_tenants_are_told_of_but_not_all() -> None:
-    tenants = [Tenant(f"t{number}", in_flight=number) for number in range(1500)]
+def test_number_of_tenants_in_status_is_limited() -> None:
+    tenants = [tenant(f"t{number}", requests=number) for number in range(1500)]
     found = server_status(status.server_status(sources(tenants), 0))
     assert found.tenant_count == 1500
     assert [tenant.name for tenant in found.tenants] == [f"t{number}" for number in range(1499, 499, -1)]
 
 
-def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
-    tenants = [Tenant(f"t{number}") for number in range(21)] + [Tenant("[red]evil\x1b[2J\n", in_flight=99)]
+def test_status_is_shown_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    tenants = [tenant(f"t{number}") for number in range(21)] + [tenant("[red]evil\x1b[2J\n", requests=99)]
     quarantined = [Quarantined("0f1e", "signal 6", 41.5)]
     found = server_status(status.server_status(sources(tenants, quarantined, {"blob_bytes": 1 << 30}), 3700))
     output.console().print(drawn(found, "host:1"))
@@ -77,11 +77,11 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     ("seconds", "text"),
     [(0.9, "0 s"), (59.9, "59 s"), (200, "3 min 20 s"), (18180, "5 h 3 min"), (176400, "2 d 1 h")],
 )
-def test_durations(seconds: float, text: str) -> None:
+def test_durations_are_shown_in_words(seconds: float, text: str) -> None:
     assert duration_text(seconds) == text
 
 
-def test_sizes() -> None:
+def test_sizes_are_shown_with_units() -> None:
     assert [size_text(size) for size in (0, 1023, 1024, 1536, 1 << 50)] == [
         "0 B",
         "1023 B",

@@ -1,4 +1,4 @@
-"""Spans of a request, as an exporter gets them."""
+"""Tests the spans of a request."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from gradrule_server.operations.request import EngineRun, Request
-from gradrule_server.operations.tracing import Tracing, TracingRefused, exporter_to
-from tests.unit.operations.requests import make, refusal
+from gradrule_server.operations.request_record import EngineRun, RequestRecord
+from gradrule_server.operations.tracing import Tracing, TracingUnavailableError, exporter_to
+from tests.unit.operations.records import make, refusal
 
 TRACE_ID, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = (("traceparent", f"00-{TRACE_ID}-{CALLER}-01"), ("tracestate", "a=b"))
@@ -26,10 +26,10 @@ def spans_of(**request: Any) -> dict[str, ReadableSpan]:
     return {span.name: span for span in exporter.get_finished_spans()}
 
 
-def in_engine(request: Request) -> None:
+def in_engine(request: RequestRecord) -> None:
     now = time.monotonic_ns()
     request.compile_started_ns, request.compile_ns = now, 10**6
-    request.ran(now + 10**6, lambda: EngineRun(2 * 10**6, 3 * 10**6, "CPU:0"))
+    request.record_engine_run(now + 10**6, lambda: EngineRun(2 * 10**6, 3 * 10**6, "CPU:0"))
 
 
 def service(span: ReadableSpan) -> object:
@@ -70,24 +70,24 @@ def test_one_trace_covers_front_end_and_engine() -> None:
     assert rpc.attributes["gradrule.reason"] == "OK"
 
 
-def test_failures_say_why() -> None:
+def test_span_of_a_failed_request_has_the_reason() -> None:
     (span,) = spans_of(fails=refusal("UNKNOWN_RULE", "there is no rule 'secret'")).values()
     assert span.status.description == "UNKNOWN_RULE"
     assert not span.status.is_ok
     assert "secret" not in span.to_json()
 
 
-def test_without_a_caller_s_trace_there_is_a_new_one() -> None:
+def test_request_without_trace_starts_a_new_trace() -> None:
     (span,) = spans_of().values()
     assert span.parent is None
 
 
-def test_the_caller_s_decision_is_followed() -> None:
+def test_sampling_follows_the_caller() -> None:
     unsampled = (("traceparent", f"00-{TRACE_ID}-{CALLER}-00"),)
     assert spans_of(metadata=unsampled, within=in_engine) == {}
 
 
-def test_without_the_extra_it_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracing_without_the_extra_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", None)
-    with pytest.raises(TracingRefused, match=r"gradrule\[otel\]"):
+    with pytest.raises(TracingUnavailableError, match=r"gradrule\[otel\]"):
         exporter_to("http://localhost:4317")

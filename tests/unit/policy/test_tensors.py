@@ -33,7 +33,7 @@ def shape(*sizes: int) -> TensorShape:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: np.dtype(dtype).name)
 @pytest.mark.parametrize("sizes", SHAPES)
-def test_what_tensorflow_writes(dtype: type, sizes: tuple[int, ...]) -> None:
+def test_tensors_that_tensorflow_writes_are_accepted(dtype: type, sizes: tuple[int, ...]) -> None:
     value: Any = np.ones(sizes, np.float32).astype(dtype)
     for made in (tf.make_tensor_proto(value), tf.make_tensor_proto(1 if dtype != np.bool_ else True, dtype, sizes)):
         tensor = Tensor.FromString(made.SerializeToString())
@@ -46,7 +46,7 @@ def test_what_tensorflow_writes(dtype: type, sizes: tuple[int, ...]) -> None:
                 assert reason_of(tensor) == "INVALID_TENSOR"
 
 
-def test_strings() -> None:
+def test_encoded_strings_are_checked() -> None:
     tensor = Tensor.FromString(tf.make_tensor_proto([b"a", b"", b"ccc"]).SerializeToString())
     assert reason_of(tensor) is None
     tensor.string_val.append(b"d")
@@ -57,18 +57,18 @@ def test_strings() -> None:
         assert reason_of(Tensor(dtype=Dt.DT_STRING, tensor_shape=shape(2), tensor_content=wrong)) == "INVALID_TENSOR"
 
 
-def test_too_many_values() -> None:
+def test_too_many_values_are_refused() -> None:
     assert reason_of(Tensor(dtype=Dt.DT_FLOAT, tensor_shape=shape(2), float_val=[1, 2, 3])) == "INVALID_TENSOR"
     assert reason_of(Tensor(dtype=Dt.DT_COMPLEX64, tensor_shape=shape(2), scomplex_val=[1, 2, 3])) == "INVALID_TENSOR"
     assert reason_of(Tensor(dtype=Dt.DT_COMPLEX64, tensor_shape=shape(2), scomplex_val=[1, 2])) is None
 
 
 @pytest.mark.parametrize("dtype", [Dt.DT_UNSPECIFIED, Dt.DT_FLOAT_REF, Dt.DT_RESOURCE, 999])
-def test_types_that_no_constant_has(dtype: Dt.ValueType) -> None:
+def test_element_types_without_constants_are_refused(dtype: Dt.ValueType) -> None:
     assert reason_of(Tensor(dtype=dtype)) == "INVALID_TENSOR"
 
 
-def test_shapes() -> None:
+def test_shapes_are_checked() -> None:
     def reason(value: TensorShape, *, known: bool) -> str | None:
         fault = shape_fault(value, Limits(), known=known)
         return reason_name(fault[0]) if fault else None

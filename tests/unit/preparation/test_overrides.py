@@ -8,7 +8,7 @@ import pytest
 
 from gradrule.v1 import errors_pb2, override_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, error, reason_name
-from gradrule_server.policy import Bounds
+from gradrule_server.policy import NodeLimits
 from gradrule_server.preparation.overrides import OverrideTable, read_overrides
 from gradrule_server.preparation.rule_lookup import ResolvedRule
 
@@ -31,7 +31,7 @@ def test_overrides_that_are_wrong_are_told_up_to_a_number(given: int, looked_at:
     """Each is a few bytes of a request; what is said of it is not."""
     rules = NoRules()
     wrong = override_pb2.Override(selector=override_pb2.Selector(op_type="Sign"), rule="Nothing")
-    table = read_overrides([wrong] * given, rules, Bounds())
+    table = read_overrides([wrong] * given, rules, NodeLimits())
     assert len(table.findings) == rules.asked == looked_at
     assert not table.specs
 
@@ -53,13 +53,13 @@ def value(*sizes: int) -> rule_pb2.ParamValue:
 @pytest.mark.parametrize(
     ("given", "bounds", "fault"),
     [
-        (value(*[1] * 9), Bounds(), "has rank 9; 8 is the most (--max-rank)"),
-        (value(*[1] * 9), Bounds(rank=9), ""),
-        (value(3), Bounds(constant_bytes=8), "take more than 8 bytes (--max-constant-bytes)"),
-        (value(3), Bounds(constant_bytes=12), ""),
+        (value(*[1] * 9), NodeLimits(), "has rank 9; 8 is the most (--max-rank)"),
+        (value(*[1] * 9), NodeLimits(rank=9), ""),
+        (value(3), NodeLimits(constant_bytes=8), "take more than 8 bytes (--max-constant-bytes)"),
+        (value(3), NodeLimits(constant_bytes=12), ""),
     ],
 )
-def test_params_are_held_to_the_bounds_that_are_set(given: rule_pb2.ParamValue, bounds: Bounds, fault: str) -> None:
+def test_params_are_held_to_the_bounds_that_are_set(given: rule_pb2.ParamValue, bounds: NodeLimits, fault: str) -> None:
     override = overriding()
     table = read_overrides([override], NoRules(), bounds)
     override.params["a"].CopyFrom(given)
@@ -78,7 +78,7 @@ def test_graphs_of_rules_are_held_to_the_bounds_that_are_set() -> None:
     empty_nodes = b"\x0a\x00" * 600_000
     override = override_pb2.Override(selector=override_pb2.Selector(op_type="Sign"))
     override.definition.graph.serialized = empty_nodes
-    for bounds, reason in ((Bounds(), "LIMIT_EXCEEDED"), (Bounds(unpacking=1000), "DUPLICATE_NODE")):
+    for bounds, reason in ((NodeLimits(), "LIMIT_EXCEEDED"), (NodeLimits(unpacking=1000), "DUPLICATE_NODE")):
         (finding,) = read_overrides([override], NoRules(), bounds).findings
         assert reason_name(finding.reason) == reason
         table = OverrideTable(bounds)

@@ -1,4 +1,4 @@
-"""Copies of a registry: made while it is in use, brought back, and not taken where they are damaged."""
+"""Tests backing up, restoring and checking registries."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def store(data: Path) -> Iterator[Store]:
     opened.add_rule(RuleRow("Q", DEFINITION, "", 1))
     opened.add_rule(RuleRow("Q", DEFINITION, "", 1), "ada")
     spec = program_pb2.ProgramSpec()
-    name = put(blobs.of("ada"), b"weights")
-    put(blobs.of("ada"), b"nobody's")
+    name = put(blobs.for_tenant("ada"), b"weights")
+    put(blobs.for_tenant("ada"), b"nobody's")
     spec.variables.add(name="w", value={"blob": tensor_pb2.BlobTensor(sha256=name)})
     content = ProgramContent(spec.SerializeToString(), b"graph", b"")
     opened.add_program(ProgramRow("p", "same", b"", 5), content, "ada")
@@ -60,7 +60,7 @@ def store(data: Path) -> Iterator[Store]:
     opened.close()
 
 
-def test_what_was_copied_comes_back(store: Store, data: Path, tmp_path: Path) -> None:
+def test_backup_can_be_restored(store: Store, data: Path, tmp_path: Path) -> None:
     report = backup(data, tmp_path / "copy")
     assert (report.rules, report.programs, report.tenants, len(report.blobs)) == (2, 1, {"default", "ada"}, 1)
     assert not report.missing
@@ -75,7 +75,7 @@ def test_what_was_copied_comes_back(store: Store, data: Path, tmp_path: Path) ->
     assert content is not None
     assert content.graph == b"graph"
     blobs = BlobStore(tmp_path / "again" / "blobs", 1 << 20)
-    assert blobs.of("ada").read(hashlib.sha256(b"weights").hexdigest()) == b"weights"
+    assert blobs.for_tenant("ada").read(hashlib.sha256(b"weights").hexdigest()) == b"weights"
     again.close()
     assert not check(tmp_path / "again").problems
 
@@ -94,9 +94,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_what_a_killed_server_left_does_not_replace_what_is_brought_back(
-    store: Store, data: Path, tmp_path: Path
-) -> None:
+def test_log_of_a_killed_server_does_not_change_a_restored_registry(store: Store, data: Path, tmp_path: Path) -> None:
     backup(data, tmp_path / "copy")
     again = tmp_path / "again"
     child = subprocess.run([sys.executable, "-c", _KILLED, str(again)], check=False)
@@ -117,7 +115,7 @@ def test_what_a_killed_server_left_does_not_replace_what_is_brought_back(
 
 
 @pytest.mark.parametrize("name", LEFTOVERS)
-def test_nothing_is_brought_back_beside_a_log(store: Store, data: Path, tmp_path: Path, name: str) -> None:
+def test_restore_beside_a_log_is_refused(store: Store, data: Path, tmp_path: Path, name: str) -> None:
     backup(data, tmp_path / "copy")
     again = tmp_path / "again"
     again.mkdir()
@@ -132,7 +130,7 @@ def test_nothing_is_brought_back_beside_a_log(store: Store, data: Path, tmp_path
     restore(tmp_path / "copy", again)
 
 
-def test_a_copy_is_one_moment_of_a_registry_in_use(store: Store, data: Path, tmp_path: Path) -> None:
+def test_backup_of_a_used_registry_is_consistent(store: Store, data: Path, tmp_path: Path) -> None:
     stop, written = threading.Event(), threading.Semaphore(0)
 
     def work() -> None:
@@ -165,7 +163,7 @@ def test_a_copy_is_one_moment_of_a_registry_in_use(store: Store, data: Path, tmp
         writer.join()
 
 
-def test_a_copy_is_never_written_over_anything(store: Store, data: Path, tmp_path: Path) -> None:
+def test_backup_and_restore_overwrite_nothing(store: Store, data: Path, tmp_path: Path) -> None:
     backup(data, tmp_path / "copy")
     with pytest.raises(BackupError, match="there already"):
         backup(data, tmp_path / "copy")
@@ -177,7 +175,7 @@ def test_a_copy_is_never_written_over_anything(store: Store, data: Path, tmp_pat
     Store(data)
 
 
-def test_a_damaged_copy_is_not_brought_back(store: Store, data: Path, tmp_path: Path) -> None:
+def test_damaged_backup_is_not_restored(store: Store, data: Path, tmp_path: Path) -> None:
     copy, to = tmp_path / "copy", tmp_path / "to"
     backup(data, copy)
     blob = next(path for path in (copy / "blobs").rglob("*") if path.is_file())
@@ -203,13 +201,13 @@ def test_a_damaged_copy_is_not_brought_back(store: Store, data: Path, tmp_path: 
     assert not to.exists()
 
 
-def test_a_blob_that_was_gone_before_is_told_and_does_not_hinder(store: Store, data: Path, tmp_path: Path) -> None:
+def test_missing_blob_is_reported_and_does_not_prevent_a_backup(store: Store, data: Path, tmp_path: Path) -> None:
     next(path for path in (data / "blobs").rglob("*") if path.is_file() and path.read_bytes() == b"weights").unlink()
     assert len(backup(data, tmp_path / "copy").missing) == 1
     assert len(restore(tmp_path / "copy", tmp_path / "again").missing) == 1
 
 
-def test_what_is_wrong_with_a_registry(store: Store, data: Path) -> None:
+def test_check_reports_all_problems(store: Store, data: Path) -> None:
     assert not check(data).problems
     store.add_rule(RuleRow("broken", b"\xff\xff", "", 1), "ada")
     for path in (data / "blobs").rglob("*"):
@@ -219,16 +217,16 @@ def test_what_is_wrong_with_a_registry(store: Store, data: Path) -> None:
     assert len(report.problems) == len(report.unreadable) == 1
     assert "'broken' of tenant 'ada'" in report.unreadable[0]
     damaged = next(path for path in (data / "blobs").rglob("*") if path.is_file() and path.read_bytes() == b"changed")
-    ada = BlobStore(data / "blobs", 1 << 20).of("ada")
+    ada = BlobStore(data / "blobs", 1 << 20).for_tenant("ada")
     assert ada.folder == damaged.parent
     with pytest.raises(GradruleError):
         ada.verify([damaged.name])
-    assert (check(data).set_aside, len(check(data).missing)) == (1, 1)
+    assert (check(data).damaged_blobs, len(check(data).missing)) == (1, 1)
     with pytest.raises(BackupError, match="there is no registry"):
         check(data / "nowhere")
 
 
-def test_what_the_server_opens_is_in_order(store: Store, data: Path, tmp_path: Path) -> None:
+def test_check_accepts_what_the_server_opens(store: Store, data: Path, tmp_path: Path) -> None:
     # Kept before the language got a function of that name.
     definition = rule_pb2.RuleDefinition(expression="dy * exp")
     definition.params.add(name="exp").default_value.number = 2
@@ -240,7 +238,7 @@ def test_what_the_server_opens_is_in_order(store: Store, data: Path, tmp_path: P
         assert (report.rules, report.unreadable, report.problems) == (3, [], [])
 
 
-def test_what_cannot_be_read_is_told_and_copied(store: Store, data: Path, tmp_path: Path) -> None:
+def test_unreadable_rows_are_reported_and_copied(store: Store, data: Path, tmp_path: Path) -> None:
     store.add_rule(RuleRow("later", rule_pb2.RuleDefinition(expression="dy ** ** x").SerializeToString(), "", 1))
     content = ProgramContent(b"\xff\xff", b"graph", b"")
     store.add_program(ProgramRow("q", "same", b"", 5), content)
@@ -251,7 +249,7 @@ def test_what_cannot_be_read_is_told_and_copied(store: Store, data: Path, tmp_pa
         assert again.program_content("q", "same") == content
 
 
-def test_a_registry_of_the_first_schema_is_copied_as_it_is_and_brought_back_as_it_is_now(tmp_path: Path) -> None:
+def test_registry_of_schema_1_is_copied_unchanged_and_migrated_by_restore(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
     spec = program_pb2.ProgramSpec()
@@ -280,7 +278,7 @@ def test_a_registry_of_the_first_schema_is_copied_as_it_is_and_brought_back_as_i
         assert (kept.graph, kept.spec) == (b"graph", spec.SerializeToString())
 
 
-def test_a_later_schema_is_not_copied(store: Store, data: Path, tmp_path: Path) -> None:
+def test_registry_of_a_later_schema_is_not_copied(store: Store, data: Path, tmp_path: Path) -> None:
     with contextlib.closing(sqlite3.connect(store.path)) as database:
         database.execute("UPDATE meta SET value = '3'")
         database.commit()

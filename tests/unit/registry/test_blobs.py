@@ -1,4 +1,4 @@
-"""The store of blobs: bounded, least recently used go first, held ones stay, a restart knows them."""
+"""Tests the store of blobs: limits, order of removal, pins, restarts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def files(store: BlobStore) -> set[str]:
     return {path.name for path in store.folder.iterdir()}
 
 
-def test_what_was_put_in_is_there(tmp_path: Path) -> None:
+def test_uploaded_blob_is_present(tmp_path: Path) -> None:
     store = BlobStore(tmp_path / "blobs", 3 * PAGE)
     name = put(store, b"abc")
     assert (store.read(name), store.size(name), store.held_bytes) == (b"abc", 3, PAGE)
@@ -52,7 +52,7 @@ def test_what_was_put_in_is_there(tmp_path: Path) -> None:
     assert (store.held_bytes, files(store)) == (PAGE, {name})
 
 
-def test_the_least_recently_used_go(tmp_path: Path) -> None:
+def test_least_recently_used_blobs_are_removed(tmp_path: Path) -> None:
     store = BlobStore(tmp_path, 3 * PAGE)
     a, b, c = (put(store, bytes([letter]) * PAGE) for letter in b"abc")
     store.missing([a])
@@ -61,26 +61,26 @@ def test_the_least_recently_used_go(tmp_path: Path) -> None:
     assert files(store) == {a, c, d}
 
 
-def test_held_ones_stay(tmp_path: Path) -> None:
+def test_pinned_blobs_are_not_removed(tmp_path: Path) -> None:
     store = BlobStore(tmp_path, 2 * PAGE)
     a, b = put(store, b"a" * PAGE), put(store, b"b" * PAGE)
-    store.hold([a])
-    with store.held([a, b, b]):
+    store.pin([a])
+    with store.pinned([a, b, b]):
         error = refusal(put, store, b"c" * PAGE)
         assert reason_name(error.reason) == "QUOTA_EXCEEDED"
         assert "--max-blob-bytes" in error.message
     put(store, b"c" * PAGE)
     assert store.missing([a, b]) == [b]
-    store.let_go([a])
+    store.unpin([a])
     put(store, b"d" * (2 * PAGE))
     assert store.missing([a]) == [a]
     assert (store.held_bytes, len(files(store))) == (2 * PAGE, 1)
 
 
-def test_holding_is_all_or_nothing(tmp_path: Path) -> None:
+def test_pin_pins_all_blobs_or_none(tmp_path: Path) -> None:
     store = BlobStore(tmp_path, 2 * PAGE)
     a = put(store, b"a" * PAGE)
-    error = refusal(store.hold, [a, "1" * 64, "2" * 64])
+    error = refusal(store.pin, [a, "1" * 64, "2" * 64])
     assert reason_name(error.reason) == "BLOB_NOT_FOUND"
     assert [item.name for item in error.resources] == ["1" * 64, "2" * 64]
     put(store, b"b" * (2 * PAGE))
@@ -88,14 +88,14 @@ def test_holding_is_all_or_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "abc", "A" * 64, "0" * 63 + "/", "../" + "0" * 61])
-def test_names_are_hashes(tmp_path: Path, name: str) -> None:
+def test_names_of_blobs_must_be_hashes(tmp_path: Path, name: str) -> None:
     store = BlobStore(tmp_path, 2 * PAGE)
     for call in (store.size, store.upload, store.read):
         assert reason_name(refusal(call, name).reason) == "MALFORMED_REQUEST"
     assert reason_name(refusal(store.missing, [name]).reason) == "MALFORMED_REQUEST"
 
 
-def test_what_is_not_finished_leaves_nothing(tmp_path: Path) -> None:
+def test_unfinished_upload_leaves_nothing(tmp_path: Path) -> None:
     store = BlobStore(tmp_path, 2 * PAGE)
     wrong = store.upload("0" * 64)
     wrong.write(b"abc")
@@ -142,13 +142,13 @@ assert store.held_bytes == 13 * 4096, store.held_bytes
 """
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path) -> None:
+def test_upload_to_a_full_disk_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", _DISK, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("step", ["fsync", "rename"])
-def test_a_disk_that_is_found_full_at_the_end_is_told_too(
+def test_disk_that_is_full_at_the_end_of_an_upload_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     store = BlobStore(tmp_path, 2 * PAGE)
@@ -168,8 +168,8 @@ def test_a_disk_that_is_found_full_at_the_end_is_told_too(
     put(store, b"abc")
 
 
-def test_a_blob_s_name_is_on_the_disk_when_it_is_acknowledged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = BlobStore(tmp_path / "blobs", 2 * PAGE).of("ada")
+def test_name_of_an_acknowledged_blob_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = BlobStore(tmp_path / "blobs", 2 * PAGE).for_tenant("ada")
     synced: list[tuple[Path, bool]] = []
     fsync = os.fsync
 
@@ -184,7 +184,7 @@ def test_a_blob_s_name_is_on_the_disk_when_it_is_acknowledged(tmp_path: Path, mo
     assert synced[-1] == (store.folder, True)
 
 
-def test_a_restart_knows_what_is_there_and_in_which_order(tmp_path: Path) -> None:
+def test_restart_keeps_blobs_and_their_order(tmp_path: Path) -> None:
     store = BlobStore(tmp_path, 3 * PAGE)
     a, b = put(store, b"a" * PAGE), put(store, b"b" * PAGE)
     os.utime(tmp_path / b, ns=(1, 1))
@@ -198,7 +198,7 @@ def test_a_restart_knows_what_is_there_and_in_which_order(tmp_path: Path) -> Non
     assert ".upload-left-behind" not in files(store)
 
 
-def test_many_small_blobs_count_as_what_they_take(tmp_path: Path) -> None:
+def test_small_blobs_count_with_their_disk_space(tmp_path: Path) -> None:
     store = BlobStore(tmp_path, 10 * PAGE)
     first = [put(store, bytes([number]) * 5) for number in range(10)]
     assert store.held_bytes == 10 * PAGE
@@ -208,13 +208,13 @@ def test_many_small_blobs_count_as_what_they_take(tmp_path: Path) -> None:
     assert again.held_bytes == 10 * PAGE
 
 
-def test_the_number_of_blobs_is_bounded(tmp_path: Path) -> None:
+def test_number_of_blobs_is_limited(tmp_path: Path) -> None:
     store = BlobStore(tmp_path, 1 << 30, 4)
-    ada, grace = store.of("ada", 1 << 20, 2), store.of("grace", 1 << 20, 3)
+    ada, grace = store.for_tenant("ada", 1 << 20, 2), store.for_tenant("grace", 1 << 20, 3)
     first, second = put(ada, b""), put(ada, b"2")
     third = put(ada, b"3")
     assert ada.missing([first, second, third]) == [first]
-    with ada.held([second, third]):
+    with ada.pinned([second, third]):
         found = refusal(ada.upload, "0" * 64)
         assert reason_name(found.reason) == "QUOTA_EXCEEDED"
         assert "at most 2 blobs" in found.message
@@ -242,8 +242,8 @@ def damage(path: Path) -> None:
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
-@pytest.mark.parametrize("use", ["hold", "read", "verify"])
-def test_a_blob_that_is_not_what_was_stored_is_asked_for_anew(
+@pytest.mark.parametrize("use", ["pin", "read", "verify"])
+def test_damaged_blob_is_missing_until_it_is_uploaded_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, use: str
 ) -> None:
     name = put(BlobStore(tmp_path, 1 << 20), b"weights")
@@ -263,7 +263,7 @@ def test_a_blob_that_is_not_what_was_stored_is_asked_for_anew(
     assert store.are_verified([name])
 
 
-def test_a_change_is_noticed_while_the_server_runs(tmp_path: Path) -> None:
+def test_change_of_a_file_is_detected_while_the_server_runs(tmp_path: Path) -> None:
     store = BlobStore(tmp_path, 1 << 20)
     name, other = put(store, b"weights"), put(store, b"other")
     (tmp_path / name).write_bytes(b"changed")
@@ -272,7 +272,7 @@ def test_a_change_is_noticed_while_the_server_runs(tmp_path: Path) -> None:
     assert store.missing([name, other]) == [name]
     put(store, b"weights")
     (tmp_path / name).unlink()
-    assert reason_name(refusal(store.hold, [name]).reason) == "BLOB_NOT_FOUND"
+    assert reason_name(refusal(store.pin, [name]).reason) == "BLOB_NOT_FOUND"
     put(store, b"weights")
     (tmp_path / name).unlink()
     assert store.missing([name]) == [name]
@@ -284,7 +284,7 @@ def test_a_change_is_noticed_while_the_server_runs(tmp_path: Path) -> None:
     assert store.are_verified([name])
 
 
-def test_a_blob_is_read_once_for_each_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blob_is_verified_once_for_each_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = put(BlobStore(tmp_path, 1 << 20), b"weights")
     store = BlobStore(tmp_path, 1 << 20)
     read: list[str] = []
@@ -306,7 +306,7 @@ def test_a_blob_is_read_once_for_each_start(tmp_path: Path, monkeypatch: pytest.
     assert read == [name]
 
 
-def test_an_upload_replaces_a_file_whose_damage_nobody_noticed(tmp_path: Path) -> None:
+def test_upload_replaces_a_damaged_file(tmp_path: Path) -> None:
     store = BlobStore(tmp_path, 1 << 20)
     name = put(store, b"weights")
     damage(tmp_path / name)
@@ -315,14 +315,14 @@ def test_an_upload_replaces_a_file_whose_damage_nobody_noticed(tmp_path: Path) -
     assert store.held_bytes == PAGE
 
 
-def test_what_is_kept_stays_when_it_comes_later(tmp_path: Path) -> None:
+def test_blob_pinned_before_its_upload_is_not_removed(tmp_path: Path) -> None:
     store = BlobStore(tmp_path, 2 * PAGE)
-    store.keep([name_of(b"late")])
+    store.pin_unchecked([name_of(b"late")])
     put(store, b"late")
     put(store, b"1")
     put(store, b"2")
     assert store.missing([name_of(b"late")]) == []
-    store.let_go([name_of(b"late")])
+    store.unpin([name_of(b"late")])
     put(store, b"3")
     put(store, b"4")
     assert store.missing([name_of(b"late")]) == [name_of(b"late")]

@@ -9,8 +9,8 @@ import pytest
 
 from gradrule.v1 import errors_pb2, graph_pb2, override_pb2, program_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError
-from gradrule_server.quotas import Allowance
-from gradrule_server.registry import paging
+from gradrule_server.quotas import Quota
+from gradrule_server.registry import page_tokens
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.programs import ProgramRegistry, StoredProgram
 from gradrule_server.registry.store import Store
@@ -60,7 +60,7 @@ def refusal_of(registry: ProgramRegistry, program_id: str | None, digest: str = 
     return refusal.value
 
 
-def test_a_program_is_kept_with_name_time_and_content(tmp_path: Path) -> None:
+def test_stored_program_has_name_time_and_content(tmp_path: Path) -> None:
     store = Store(tmp_path)
     made = create(registry_of(store), "mnist-v1")
     assert made.program.name == "programs/mnist-v1"
@@ -76,7 +76,7 @@ def test_a_program_is_kept_with_name_time_and_content(tmp_path: Path) -> None:
     store.close()
 
 
-def test_an_inline_graph_comes_back_as_bytes(store: Store) -> None:
+def test_inline_graph_is_stored_as_bytes(store: Store) -> None:
     registry = registry_of(store)
     inline = spec()
     inline.graph.inline.CopyFrom(GRAPH)
@@ -86,7 +86,7 @@ def test_an_inline_graph_comes_back_as_bytes(store: Store) -> None:
     assert inline.graph.WhichOneof("source") == "inline"
 
 
-def test_the_default_id_is_made_from_the_content(store: Store) -> None:
+def test_default_id_is_derived_from_the_content(store: Store) -> None:
     registry = registry_of(store)
     made = create(registry)
     parts = b"".join(hashlib.sha256(part).digest() for part in (b"d1", SNAPSHOT, b""))
@@ -103,7 +103,7 @@ def test_the_default_id_is_made_from_the_content(store: Store) -> None:
     assert create(registry, made.id) == made
 
 
-def test_other_content_under_a_taken_id_names_the_holder(store: Store) -> None:
+def test_id_of_another_program_is_refused(store: Store) -> None:
     registry = registry_of(store)
     made = create(registry, "p", "d1" * 32)
     refusal = refusal_of(registry, "p", "d2")
@@ -115,18 +115,18 @@ def test_other_content_under_a_taken_id_names_the_holder(store: Store) -> None:
 
 
 @pytest.mark.parametrize("program_id", ["a", "a" * 63, "a-b_c.9"])
-def test_ids_that_are_taken(store: Store, program_id: str) -> None:
+def test_valid_ids_are_accepted(store: Store, program_id: str) -> None:
     assert create(registry_of(store), program_id).id == program_id
 
 
 @pytest.mark.parametrize("program_id", ["", "A", "9a", "-a", "a" * 64, "a/b", "programs/a", "a\n", "é"])
-def test_ids_that_are_refused(store: Store, program_id: str) -> None:
+def test_invalid_ids_are_refused(store: Store, program_id: str) -> None:
     refusal = refusal_of(registry_of(store), program_id)
     assert refusal.reason == errors_pb2.ERROR_REASON_MALFORMED_REQUEST
     assert refusal.findings[0].field == "program_id"
 
 
-def test_a_missing_program_suggests_near_names(store: Store) -> None:
+def test_error_for_an_unknown_program_suggests_similar_names(store: Store) -> None:
     registry = registry_of(store)
     create(registry, "mnist")
     for call in (registry.get, registry.delete):
@@ -136,7 +136,7 @@ def test_a_missing_program_suggests_near_names(store: Store) -> None:
         assert "Did you mean 'mnist'?" in refusal.value.message
 
 
-def test_a_deleted_program_is_gone_and_its_id_free(tmp_path: Path) -> None:
+def test_id_of_a_deleted_program_can_be_used_again(tmp_path: Path) -> None:
     store = Store(tmp_path)
     registry = registry_of(store)
     made = create(registry, "p")
@@ -153,9 +153,9 @@ def test_a_deleted_program_is_gone_and_its_id_free(tmp_path: Path) -> None:
     store.close()
 
 
-def test_the_limit_stops_new_programs_only(store: Store) -> None:
+def test_limit_refuses_only_new_programs(store: Store) -> None:
     registry = registry_of(
-        store, room=Allowance(2, "programs", "--max-programs", reason=errors_pb2.ERROR_REASON_LIMIT_EXCEEDED)
+        store, quota=Quota(2, "programs", "--max-programs", reason=errors_pb2.ERROR_REASON_LIMIT_EXCEEDED)
     )
     create(registry, "a")
     create(registry, "b")
@@ -165,7 +165,7 @@ def test_the_limit_stops_new_programs_only(store: Store) -> None:
     create(registry, "c")
 
 
-def test_pages_are_by_id_without_overrides(store: Store) -> None:
+def test_pages_are_ordered_by_id_and_lack_overrides(store: Store) -> None:
     registry = registry_of(store)
     for program_id in ("c", "a", "e", "b", "d"):
         create(registry, program_id)
@@ -188,37 +188,37 @@ def test_pages_are_by_id_without_overrides(store: Store) -> None:
     assert refusal.value.reason == errors_pb2.ERROR_REASON_MALFORMED_REQUEST
 
 
-def test_bytes_are_counted_as_programs_come_and_go(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_of_programs_are_counted(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     # The time of creation is part of what is kept, and does not always take as many bytes.
     monkeypatch.setattr("time.time_ns", lambda: 1_700_000_000_123_456_789)
-    room = Allowance(10_000, "bytes of rules and programs", "--tenant-registry-bytes")
-    registry = registry_of(store, bytes_room=room)
+    quota = Quota(10_000, "bytes of rules and programs", "--tenant-registry-bytes")
+    registry = registry_of(store, bytes_quota=quota)
     create(registry, "a")
-    one = room.used
+    one = quota.used
     assert one == store.kept_bytes()
     create(registry, "a")
     create(registry, "b")
     # The graph is there already.
-    assert room.used == store.kept_bytes() == 2 * one - len(GRAPH.SerializeToString())
+    assert quota.used == store.kept_bytes() == 2 * one - len(GRAPH.SerializeToString())
     large = spec()
     large.graph.serialized += bytes(10_000)
     with pytest.raises(GradruleError, match="--tenant-registry-bytes") as refusal:
         registry.create("c", large, b"", compiled(), b"")
     assert refusal.value.reason == errors_pb2.ERROR_REASON_QUOTA_EXCEEDED
-    assert (len(registry), room.used) == (2, store.kept_bytes())
+    assert (len(registry), quota.used) == (2, store.kept_bytes())
     registry.delete("a")
     registry.delete("b")
-    assert room.used == store.kept_bytes() == 0
+    assert quota.used == store.kept_bytes() == 0
 
 
-def test_a_page_ends_where_its_programs_are_large(store: Store) -> None:
+def test_page_of_large_programs_ends_early(store: Store) -> None:
     registry = registry_of(store)
     large = compiled()
-    large.defaulted.append("z" * (paging.MAX_PAGE_BYTES // 3))
+    large.defaulted.append("z" * (page_tokens.MAX_PAGE_BYTES // 3))
     for number in range(7):
         registry.create(f"p{number}", spec(), b"", large, b"")
     huge = compiled()
-    huge.defaulted.append("z" * (paging.MAX_PAGE_BYTES + 1))
+    huge.defaulted.append("z" * (page_tokens.MAX_PAGE_BYTES + 1))
     registry.create("p1-huge", spec(), b"", huge, b"")
     pages: list[list[str]] = []
     token = ""
@@ -242,10 +242,10 @@ JUNK = [("summary", b"\xff\xff"), ("summary", 7), ("spec", b"\xff\xff"), ("snaps
 
 
 @pytest.mark.parametrize(("column", "value"), JUNK)
-def test_a_row_that_cannot_be_read_costs_that_program(
+def test_unreadable_row_affects_only_its_program(
     store: Store, caplog: pytest.LogCaptureFixture, column: str, value: Any
 ) -> None:
-    room, bytes_room = (Allowance(1 << 20, "", "") for _ in range(2))
+    quota, bytes_quota = (Quota(1 << 20, "", "") for _ in range(2))
     create(registry_of(store), "other", "d2")
     create(registry_of(store), "p")
     if column == "content":
@@ -253,7 +253,7 @@ def test_a_row_that_cannot_be_read_costs_that_program(
         registry_of(store).delete("other")
     change(store, column, value)
     # A start, and the first call of the tenant.
-    registry = registry_of(store, room=room, bytes_room=bytes_room)
+    registry = registry_of(store, quota=quota, bytes_quota=bytes_quota)
     listed = [item.id for item in registry.list(0, "")[0]]
     assert ("p" in listed) == (column != "summary")
     assert ("other" in listed) == (column != "content")
@@ -264,16 +264,16 @@ def test_a_row_that_cannot_be_read_costs_that_program(
     if column != "content":
         assert registry.content(registry.get("other"))[0] == spec()
     # Compiling it once more heals it, and no count is wrong then.
-    room.begin(len(registry))
-    bytes_room.begin(store.kept_bytes())
+    quota.add_initial_usage(len(registry))
+    bytes_quota.add_initial_usage(store.kept_bytes())
     made = create(registry, "p")
     assert registry.content(registry.get("p")) == (spec(), SNAPSHOT)
     assert create(registry, "p") == made
-    assert (room.used, bytes_room.used) == (len(registry), store.kept_bytes())
+    assert (quota.used, bytes_quota.used) == (len(registry), store.kept_bytes())
 
 
 @pytest.mark.parametrize(("column", "value"), JUNK)
-def test_a_program_that_cannot_be_read_can_be_deleted(store: Store, column: str, value: Any) -> None:
+def test_unreadable_program_can_be_deleted(store: Store, column: str, value: Any) -> None:
     create(registry_of(store), "p")
     change(store, column, value)
     registry = registry_of(store)
@@ -283,7 +283,7 @@ def test_a_program_that_cannot_be_read_can_be_deleted(store: Store, column: str,
 
 
 @pytest.mark.parametrize("name", ["Bad Name", b"\xff", 7, "", "\N{BEL}"])
-def test_a_row_of_no_name_hides_no_other(store: Store, name: Any) -> None:
+def test_row_with_an_invalid_name_hides_no_other_row(store: Store, name: Any) -> None:
     create(registry_of(store), "a")
     create(registry_of(store), "zz", "d2")
     create(registry_of(store), "p", "d3")
@@ -294,7 +294,7 @@ def test_a_row_of_no_name_hides_no_other(store: Store, name: Any) -> None:
     assert [item.id for item in first + registry.list(2, token)[0]] == ["a", "zz"]
 
 
-def test_a_text_that_is_not_utf_8_hides_no_other(store: Store) -> None:
+def test_row_with_invalid_utf_8_hides_no_other_row(store: Store) -> None:
     create(registry_of(store), "a")
     create(registry_of(store), "p", "d2")
     with sqlite3.connect(store.path) as connection:
@@ -303,7 +303,7 @@ def test_a_text_that_is_not_utf_8_hides_no_other(store: Store) -> None:
     assert [item.id for item in registry_of(store).list(0, "")[0]] == ["a"]
 
 
-def test_a_row_that_somebody_took_away_is_made_anew(store: Store) -> None:
+def test_removed_row_can_be_created_again(store: Store) -> None:
     registry = registry_of(store)
     create(registry, "p")
     with sqlite3.connect(store.path) as connection:

@@ -13,9 +13,9 @@ import pytest
 
 from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server.errors import GradruleError
-from gradrule_server.quotas import Allowance
+from gradrule_server.quotas import Quota
 from gradrule_server.registry.backup import check
-from gradrule_server.registry.rules import RuleRegistry, Shipped, to_proto
+from gradrule_server.registry.rules import ReadOnlyRules, RuleRegistry, to_proto
 from gradrule_server.registry.store import Store
 from gradrule_server.rules.catalogue import BUILTINS, BuiltinRule
 
@@ -46,7 +46,7 @@ def ranged(text: str, range_: str, **params: float | None) -> rule_pb2.RuleDefin
     return definition
 
 
-def test_the_gradient_of_a_rule_is_kept_and_distinguishes_it(store: Store) -> None:
+def test_gradient_of_a_rule_is_stored_and_part_of_its_digest(store: Store) -> None:
     definition = expression("dy * exp(x)")
     definition.gradient.CopyFrom(expression("(dy * x2, None, b * dy * y)", b=2.0))
     created = RuleRegistry(store, OPS).create("Soft", definition, "")
@@ -63,7 +63,7 @@ def test_the_gradient_of_a_rule_is_kept_and_distinguishes_it(store: Store) -> No
 
 @pytest.fixture
 def registry(store: Store) -> RuleRegistry:
-    return RuleRegistry(store, Shipped.of(OPS, (ALIASED,)))
+    return RuleRegistry(store, ReadOnlyRules.from_op_types(OPS, (ALIASED,)))
 
 
 def names_of(registry: RuleRegistry, kind: rule_pb2.RuleKind.ValueType, size: int) -> list[list[str]]:
@@ -75,7 +75,7 @@ def names_of(registry: RuleRegistry, kind: rule_pb2.RuleKind.ValueType, size: in
             return pages
 
 
-def test_a_user_rule_outlives_the_server(tmp_path: Path) -> None:
+def test_user_rule_survives_a_restart(tmp_path: Path) -> None:
     store = Store(tmp_path)
     definition = expression("where(abs(x) <= w, dy, 0)", w=1.0)
     made = RuleRegistry(store, OPS).create("rules/QuantizeGrad", definition, "Clipped.")
@@ -102,7 +102,7 @@ def test_per_sample_is_read_from_the_expression(registry: RuleRegistry) -> None:
     assert not to_proto(registry.get("Sign")).HasField("per_sample")
 
 
-def test_equal_content_returns_the_rule_that_is_there(registry: RuleRegistry) -> None:
+def test_equal_content_returns_the_existing_rule(registry: RuleRegistry) -> None:
     made = registry.create("Q", expression(QUANTIZE), "first")
     revision = registry.revision
     assert registry.create("Q", expression(QUANTIZE), "second") is made
@@ -119,9 +119,7 @@ def test_equal_content_returns_the_rule_that_is_there(registry: RuleRegistry) ->
         ranged("a * dy", "> 0", a=1.0),
     ],
 )
-def test_other_content_under_a_taken_name_names_the_holder(
-    registry: RuleRegistry, other: rule_pb2.RuleDefinition
-) -> None:
+def test_name_of_another_rule_is_refused(registry: RuleRegistry, other: rule_pb2.RuleDefinition) -> None:
     made = registry.create("Q", expression("a * dy", a=1.0), "")
     with pytest.raises(GradruleError) as refusal:
         registry.create("Q", other, "")
@@ -142,7 +140,7 @@ def test_other_content_under_a_taken_name_names_the_holder(
         ("Sign", ["OP rule 'Sign'", "TensorFlow's gradient of Sign"]),
     ],
 )
-def test_names_that_come_with_the_server_are_taken(registry: RuleRegistry, name: str, parts: list[str]) -> None:
+def test_names_of_read_only_rules_are_refused(registry: RuleRegistry, name: str, parts: list[str]) -> None:
     with pytest.raises(GradruleError) as refusal:
         registry.create(name, STE_SIGN.content.to_definition(), "")
     assert refusal.value.reason == errors_pb2.ERROR_REASON_RULE_EXISTS
@@ -154,7 +152,7 @@ def test_names_that_come_with_the_server_are_taken(registry: RuleRegistry, name:
 
 
 @pytest.mark.parametrize("name", ["a", "_", "A.b-c_9", "a" * 128, "rules/a"])
-def test_names_that_are_taken_up(registry: RuleRegistry, name: str) -> None:
+def test_valid_names_are_accepted(registry: RuleRegistry, name: str) -> None:
     assert registry.create(name, expression(QUANTIZE), "").name == name.removeprefix("rules/")
 
 
@@ -162,14 +160,14 @@ def test_names_that_are_taken_up(registry: RuleRegistry, name: str) -> None:
     "name",
     ["", "9a", "-a", ".a", "a" * 129, "a/b", "builtin/a", "a b", "a\n", "é", "default", "rules/inline"],
 )
-def test_names_that_are_refused(registry: RuleRegistry, name: str) -> None:
+def test_invalid_names_are_refused(registry: RuleRegistry, name: str) -> None:
     with pytest.raises(GradruleError) as refusal:
         registry.create(name, expression(QUANTIZE), "")
     assert refusal.value.reason == errors_pb2.ERROR_REASON_INVALID_RULE
     assert refusal.value.findings[0].field == "rule.name"
 
 
-def test_a_bad_definition_leaves_nothing_behind(registry: RuleRegistry) -> None:
+def test_invalid_definition_leaves_nothing(registry: RuleRegistry) -> None:
     with pytest.raises(GradruleError) as refusal:
         registry.create("Q", expression("where(abs(x) <= 1, dy"), "")
     assert refusal.value.reason == errors_pb2.ERROR_REASON_INVALID_EXPRESSION
@@ -177,7 +175,7 @@ def test_a_bad_definition_leaves_nothing_behind(registry: RuleRegistry) -> None:
         registry.get("Q")
 
 
-def test_builtins_have_all_that_a_person_asks_for(registry: RuleRegistry) -> None:
+def test_builtin_rules_have_all_metadata(registry: RuleRegistry) -> None:
     for name in ("ste_sign", "builtin/ste_sign", "hard_tanh_ste", "builtin/hard_tanh_ste", "rules/builtin/ste_sign"):
         rule = to_proto(registry.get(name))
         assert rule.name == "rules/ste_sign"
@@ -194,7 +192,7 @@ def test_builtins_have_all_that_a_person_asks_for(registry: RuleRegistry) -> Non
     assert [param.range for param in rule.definition.params] == ["> 0"]
 
 
-def test_all_builtins_are_told_with_formula_and_family(store: Store) -> None:
+def test_all_builtin_rules_are_listed_with_formula_and_family(store: Store) -> None:
     registry = RuleRegistry(store, OPS)
     told = [to_proto(entry) for entry in registry.list(BUILTIN, 1000, "")[0]]
     assert len(told) == len(BUILTINS)
@@ -212,7 +210,7 @@ def test_all_builtins_are_told_with_formula_and_family(store: Store) -> None:
         registry.create("lrp_epsilon", expression("dy"), "")
 
 
-def test_ranges_of_user_rules_are_kept(tmp_path: Path) -> None:
+def test_ranges_of_user_rules_are_stored(tmp_path: Path) -> None:
     store = Store(tmp_path)
     definition = ranged("a * dy", "> 0, integer", a=2.0)
     made = RuleRegistry(store, OPS).create("Q", definition, "")
@@ -240,13 +238,13 @@ def test_rules_of_an_earlier_server_are_read(tmp_path: Path) -> None:
     store.close()
 
 
-def test_op_rules_are_those_of_the_engine(registry: RuleRegistry) -> None:
+def test_op_rules_follow_the_engine(registry: RuleRegistry) -> None:
     rule = to_proto(registry.get("Relu"))
     assert (rule.name, rule.kind, list(rule.op_types)) == ("rules/Relu", OP, ["Relu"])
     assert not rule.HasField("definition")
     assert registry.get("Relu").op_type == "Relu"
     revision = registry.revision
-    registry.set_shipped(Shipped.of(["Sign", "Floor"]))
+    registry.set_read_only(ReadOnlyRules.from_op_types(["Sign", "Floor"]))
     assert registry.revision > revision
     assert registry.get("Floor").kind == OP
     with pytest.raises(GradruleError):
@@ -264,7 +262,7 @@ def test_op_rules_are_those_of_the_engine(registry: RuleRegistry) -> None:
         ("", "there is no rule ''."),
     ],
 )
-def test_an_unknown_rule_suggests_near_names(registry: RuleRegistry, name: str, hint: str) -> None:
+def test_error_for_an_unknown_rule_suggests_similar_names(registry: RuleRegistry, name: str, hint: str) -> None:
     registry.create("QuantizeGrad", expression(QUANTIZE), "")
     for call in (registry.get, registry.delete):
         with pytest.raises(GradruleError) as refusal:
@@ -273,7 +271,7 @@ def test_an_unknown_rule_suggests_near_names(registry: RuleRegistry, name: str, 
         assert hint in refusal.value.message
 
 
-def test_a_deleted_rule_is_gone_for_good(tmp_path: Path) -> None:
+def test_deleted_rule_stays_deleted(tmp_path: Path) -> None:
     store = Store(tmp_path)
     registry = RuleRegistry(store, OPS)
     registry.create("Q", expression(QUANTIZE), "")
@@ -291,9 +289,9 @@ def test_a_deleted_rule_is_gone_for_good(tmp_path: Path) -> None:
     store.close()
 
 
-def test_the_limit_stops_new_rules_only(store: Store) -> None:
+def test_limit_refuses_only_new_rules(store: Store) -> None:
     registry = RuleRegistry(
-        store, OPS, room=Allowance(2, "rules", "--max-rules", reason=errors_pb2.ERROR_REASON_LIMIT_EXCEEDED)
+        store, OPS, quota=Quota(2, "rules", "--max-rules", reason=errors_pb2.ERROR_REASON_LIMIT_EXCEEDED)
     )
     registry.create("a", expression(QUANTIZE), "")
     registry.create("b", expression(QUANTIZE), "")
@@ -307,13 +305,13 @@ def test_the_limit_stops_new_rules_only(store: Store) -> None:
 
 def upgraded(store: Store, builtins: Iterable[BuiltinRule], ops: Iterable[str]) -> RuleRegistry:
     """A server without built-ins and ops makes rules; one that has them starts on its data."""
-    before = RuleRegistry(store, Shipped.of([], ()))
+    before = RuleRegistry(store, ReadOnlyRules.from_op_types([], ()))
     for name in ("ste_sign", "Sign", "mine"):
         before.create(name, expression("7 * dy"), "")
-    return RuleRegistry(store, Shipped.of(ops, builtins))
+    return RuleRegistry(store, ReadOnlyRules.from_op_types(ops, builtins))
 
 
-def test_a_rule_keeps_its_name_when_an_upgrade_brings_the_same(store: Store) -> None:
+def test_user_rule_keeps_its_name_if_an_upgrade_adds_a_rule_of_that_name(store: Store) -> None:
     registry = upgraded(store, (ALIASED,), OPS)
     hidden = registry.clashes
     assert hidden == ("Sign", "ste_sign")
@@ -337,7 +335,7 @@ def test_a_rule_keeps_its_name_when_an_upgrade_brings_the_same(store: Store) -> 
     assert registry.get("Sign").kind == OP
 
 
-def test_pages_are_by_kind_and_then_name(registry: RuleRegistry) -> None:
+def test_pages_are_ordered_by_kind_and_name(registry: RuleRegistry) -> None:
     for name in ("c", "A", "b"):
         registry.create(name, expression(QUANTIZE), "")
     everything = ["A", "b", "c", "ste_sign", "Identity", "Relu", "Sign"]
@@ -351,7 +349,7 @@ def test_pages_are_by_kind_and_then_name(registry: RuleRegistry) -> None:
     assert names_of(registry, OP, 2) == [["Identity", "Relu"], ["Sign"]]
 
 
-def test_pages_are_stable_while_rules_come_and_go(registry: RuleRegistry) -> None:
+def test_pages_neither_repeat_nor_skip_rules_during_changes(registry: RuleRegistry) -> None:
     for name in ("b", "d", "f"):
         registry.create(name, expression(QUANTIZE), "")
     first, token = registry.list(ANY, 2, "")
@@ -363,7 +361,7 @@ def test_pages_are_stable_while_rules_come_and_go(registry: RuleRegistry) -> Non
     assert [entry.name for entry in second] == ["e", "f", "ste_sign"]
 
 
-def test_a_token_of_another_list_is_refused(registry: RuleRegistry) -> None:
+def test_rules_refuse_a_token_of_another_list(registry: RuleRegistry) -> None:
     _, token = registry.list(ANY, 1, "")
     for kind, foreign in ((OP, token), (ANY, "nonsense")):
         with pytest.raises(GradruleError) as refusal:
@@ -371,7 +369,7 @@ def test_a_token_of_another_list_is_refused(registry: RuleRegistry) -> None:
         assert refusal.value.reason == errors_pb2.ERROR_REASON_MALFORMED_REQUEST
 
 
-def test_many_create_one_name_and_one_of_them_wins(store: Store) -> None:
+def test_one_of_several_concurrent_creations_of_a_name_succeeds(store: Store) -> None:
     registry = RuleRegistry(store, OPS)
     outcomes: list[str] = []
 
@@ -395,7 +393,7 @@ def test_many_create_one_name_and_one_of_them_wins(store: Store) -> None:
 LATER = expression("word_of_a_later_version(x)").SerializeToString()
 
 
-def test_a_rule_that_this_server_cannot_read_costs_that_rule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unreadable_row_affects_only_its_rule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = Store(tmp_path)
     RuleRegistry(store, OPS).create("Q", expression(QUANTIZE), "")
     junk: dict[str, dict[str, Any]] = {
@@ -419,14 +417,14 @@ def test_a_rule_that_this_server_cannot_read_costs_that_rule(tmp_path: Path, cap
         connection.execute("UPDATE rules SET description = CAST(x'ff' AS TEXT) WHERE name = 'none'")
     connection.close()
     caplog.clear()
-    room, bytes_room = (Allowance(100, "", ""), Allowance(10_000, "", ""))
-    registry = RuleRegistry(store, OPS, room=room, bytes_room=bytes_room)
+    quota, bytes_quota = (Quota(100, "", ""), Quota(10_000, "", ""))
+    registry = RuleRegistry(store, OPS, quota=quota, bytes_quota=bytes_quota)
     assert [line for line in caplog.messages if "'later'" in line] == caplog.messages
     assert "9 kept rules of tenant 'default' cannot be read" in caplog.text
     assert [entry.name for entry in registry.list(USER, 0, "")[0]] == ["Q"]
-    room.begin(len(registry))
-    bytes_room.begin(store.kept_bytes())
-    assert room.used == 10
+    quota.add_initial_usage(len(registry))
+    bytes_quota.add_initial_usage(store.kept_bytes())
+    assert quota.used == 10
     with pytest.raises(GradruleError, match=r"'wire' cannot be read: .*; create it anew, or delete it") as refusal:
         registry.get("rules/wire")
     assert refusal.value.reason == errors_pb2.ERROR_REASON_UNKNOWN_RULE
@@ -434,7 +432,7 @@ def test_a_rule_that_this_server_cannot_read_costs_that_rule(tmp_path: Path, cap
     assert registry.create("wire", expression(QUANTIZE), "").name == "wire"
     for name in junk.keys() - {"wire", "moved"}:
         registry.delete(name)
-    assert (room.used, len(registry)) == (3, 3)
+    assert (quota.used, len(registry)) == (3, 3)
     assert [entry.name for entry in RuleRegistry(store, OPS).list(USER, 0, "")[0]] == ["Q", "wire"]
     assert len(check(tmp_path).unreadable) == 1
     store.close()
@@ -449,7 +447,7 @@ def test_a_rule_that_this_server_cannot_read_costs_that_rule(tmp_path: Path, cap
         (rule_pb2.RuleDefinition(graph=rule_pb2.GraphSource(serialized=bytes(1 << 20))), "", "rule.definition"),
     ],
 )
-def test_what_is_too_large_is_not_kept(
+def test_too_large_rules_are_refused(
     registry: RuleRegistry, definition: rule_pb2.RuleDefinition, description: str, field: str
 ) -> None:
     with pytest.raises(GradruleError, match="has at most") as refusal:
@@ -460,22 +458,22 @@ def test_what_is_too_large_is_not_kept(
     registry.create("Q", expression("dy"), "d" * (8 * 1024))
 
 
-def test_bytes_are_counted_as_rules_come_and_go(store: Store) -> None:
-    room = Allowance(200, "bytes of rules and programs", "--tenant-registry-bytes")
-    registry = RuleRegistry(store, OPS, bytes_room=room)
+def test_bytes_of_rules_are_counted(store: Store) -> None:
+    quota = Quota(200, "bytes of rules and programs", "--tenant-registry-bytes")
+    registry = RuleRegistry(store, OPS, bytes_quota=quota)
     registry.create("a", expression("dy"), "d" * 100)
     registry.create("a", expression("dy"), "d" * 100)
-    assert 100 < room.used == store.kept_bytes() < 110
+    assert 100 < quota.used == store.kept_bytes() < 110
     with pytest.raises(GradruleError, match="--tenant-registry-bytes"):
         registry.create("b", expression("dy"), "d" * 100)
-    assert room.used == store.kept_bytes()
+    assert quota.used == store.kept_bytes()
     registry.delete("a")
-    assert room.used == store.kept_bytes() == 0
+    assert quota.used == store.kept_bytes() == 0
 
 
-def test_bytes_given_back_are_those_of_the_rule_that_goes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    room = Allowance(1000, "bytes of rules and programs", "--tenant-registry-bytes")
-    registry = RuleRegistry(store, OPS, bytes_room=room)
+def test_deleting_releases_the_bytes_of_the_rule(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    quota = Quota(1000, "bytes of rules and programs", "--tenant-registry-bytes")
+    registry = RuleRegistry(store, OPS, bytes_quota=quota)
     registry.create("a", expression("dy"), "d" * 100)
     lock = registry._changing
 
@@ -490,10 +488,10 @@ def test_bytes_given_back_are_those_of_the_rule_that_goes(store: Store, monkeypa
 
     monkeypatch.setattr(registry, "_changing", after_another())
     registry.delete("a")
-    assert room.used == store.kept_bytes() == 0
+    assert quota.used == store.kept_bytes() == 0
 
 
-def test_a_page_ends_where_its_rules_are_large(store: Store) -> None:
+def test_page_of_large_rules_ends_early(store: Store) -> None:
     registry = RuleRegistry(store, OPS)
     large = expression("dy", a=1.0)
     large.params[0].description = "d" * 1_000_000

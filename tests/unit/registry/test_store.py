@@ -14,7 +14,7 @@ from sqlalchemy import event
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError
-from gradrule_server.registry.files import StoreError
+from gradrule_server.registry.data_folder import StoreError
 from gradrule_server.registry.store import ProgramContent, ProgramRow, RuleRow, Store, UnreadableRowError, size_of
 
 
@@ -35,7 +35,7 @@ def blob_count(store: Store) -> int:
         return int(connection.execute("SELECT count(*) FROM blobs").fetchone()[0])
 
 
-def test_folder_and_file_are_made_for_their_owner_alone(tmp_path: Path) -> None:
+def test_only_the_owner_can_access_folder_and_file(tmp_path: Path) -> None:
     store = Store(tmp_path / "a" / "b")
     assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
     assert stat.S_IMODE(store.path.stat().st_mode) == 0o600
@@ -50,7 +50,7 @@ def test_every_connection_is_durable_and_checks_foreign_keys(store: Store) -> No
             assert connection.exec_driver_sql("PRAGMA foreign_keys").scalar_one() == 1
 
 
-def test_rows_outlive_the_process(tmp_path: Path) -> None:
+def test_rows_survive_the_process(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.add_rule(rule("b"))
     store.add_rule(rule("a"))
@@ -68,7 +68,7 @@ def test_rows_outlive_the_process(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_write_that_fails_leaves_nothing_behind(store: Store) -> None:
+def test_failed_write_leaves_nothing(store: Store) -> None:
     store.add_program(program("p"), content(b"one"))
     with pytest.raises(Exception, match="UNIQUE"):
         store.add_program(program("p"), content(b"two"))
@@ -76,7 +76,7 @@ def test_a_write_that_fails_leaves_nothing_behind(store: Store) -> None:
     store.add_program(program("q"), content(b"two"))
 
 
-def test_programs_share_a_graph_until_the_last_is_gone(store: Store) -> None:
+def test_programs_share_a_graph_until_the_last_is_deleted(store: Store) -> None:
     store.add_program(program("p"), content())
     store.add_program(program("q"), content())
     assert blob_count(store) == 1
@@ -86,7 +86,7 @@ def test_programs_share_a_graph_until_the_last_is_gone(store: Store) -> None:
     assert blob_count(store) == 0
 
 
-def test_keeping_a_graph_costs_the_same_whoever_has_it(store: Store) -> None:
+def test_storing_a_graph_does_not_depend_on_other_tenants(store: Store) -> None:
     graph = b"graph" * 1_000_000
 
     def added(tenant: str) -> int:
@@ -106,7 +106,7 @@ def test_keeping_a_graph_costs_the_same_whoever_has_it(store: Store) -> None:
     assert store.program_content("p", "same", "grace") == content(graph)
 
 
-def test_what_is_counted_is_what_adding_and_removing_tell(store: Store) -> None:
+def test_counted_bytes_match_added_and_freed_bytes(store: Store) -> None:
     told: list[int] = []
     kept = [("p", b"graph", "ada"), ("q", b"graph", "ada"), ("r", b"another", "ada"), ("p", b"graph", "grace")]
     for name, graph, tenant in kept:
@@ -125,7 +125,7 @@ def test_what_is_counted_is_what_adding_and_removing_tell(store: Store) -> None:
     assert store.kept_bytes() == store.kept_bytes("ada") == 0
 
 
-def test_a_full_disk_is_told_and_nothing_is_added(tmp_path: Path) -> None:
+def test_full_disk_is_an_error_and_adds_nothing(tmp_path: Path) -> None:
     Store(tmp_path).close()
     store = Store(tmp_path)
 
@@ -146,7 +146,7 @@ def test_a_full_disk_is_told_and_nothing_is_added(tmp_path: Path) -> None:
     store.close()
 
 
-def test_what_is_refused_before_it_is_added_is_not_there(store: Store) -> None:
+def test_refused_program_is_not_added(store: Store) -> None:
     def refuse(_: int) -> None:
         raise ValueError("too much")
 
@@ -219,7 +219,7 @@ def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
     assert len(acknowledged) >= 43
 
 
-def test_a_second_server_is_told_who_holds_the_folder(tmp_path: Path) -> None:
+def test_second_server_on_same_folder_is_refused(tmp_path: Path) -> None:
     store = Store(tmp_path)
     with pytest.raises(StoreError, match=rf"in use by another server \(process {os.getpid()}\)"):
         Store(tmp_path)
@@ -227,7 +227,7 @@ def test_a_second_server_is_told_who_holds_the_folder(tmp_path: Path) -> None:
     Store(tmp_path).close()
 
 
-def test_garbage_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_invalid_file_is_refused_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "gradrule.db").write_bytes(b"this is no database" * 500)
     with pytest.raises(StoreError, match=r"damaged.*not a database.*move it away and bring a copy back"):
         Store(tmp_path)
@@ -236,7 +236,7 @@ def test_garbage_is_refused_with_the_way_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gradrule.db-wal", "gradrule.db-shm", "gradrule.db-journal"])
-def test_a_new_file_is_not_made_beside_the_log_of_one_that_is_gone(tmp_path: Path, name: str) -> None:
+def test_no_new_database_is_created_beside_the_log_of_a_lost_one(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"")
     with pytest.raises(
         StoreError, match=rf"is gone, but {name} of it is there.*bring gradrule\.db back.*gradrule registry new"
@@ -247,7 +247,7 @@ def test_a_new_file_is_not_made_beside_the_log_of_one_that_is_gone(tmp_path: Pat
     Store(tmp_path).close()
 
 
-def test_a_broken_page_is_found_at_the_start(tmp_path: Path) -> None:
+def test_damaged_page_is_detected_at_the_start(tmp_path: Path) -> None:
     store = Store(tmp_path)
     for number in range(100):
         store.add_rule(rule(f"r{number}"))
@@ -260,7 +260,7 @@ def test_a_broken_page_is_found_at_the_start(tmp_path: Path) -> None:
         Store(tmp_path)
 
 
-def test_a_changed_graph_is_found_when_it_is_read(tmp_path: Path) -> None:
+def test_changed_graph_is_detected_when_it_is_read(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.add_program(program("p"), content(b"graph"))
     with sqlite3.connect(store.path) as connection:
@@ -270,7 +270,7 @@ def test_a_changed_graph_is_found_when_it_is_read(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_damaged_graph_costs_its_program_and_no_start(tmp_path: Path) -> None:
+def test_damaged_graph_affects_only_its_program(tmp_path: Path) -> None:
     store = Store(tmp_path)
     graphs = {"p": b"first graph" * 10_000, "q": b"other graph" * 10_000}
     for name, graph in graphs.items():
@@ -289,7 +289,7 @@ def test_a_damaged_graph_costs_its_program_and_no_start(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
+def test_newer_schema_is_refused(tmp_path: Path) -> None:
     Store(tmp_path).close()
     with sqlite3.connect(tmp_path / "gradrule.db") as connection:
         connection.execute("UPDATE meta SET value = '3' WHERE key = 'schema_version'")
@@ -297,7 +297,7 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
         Store(tmp_path)
 
 
-def test_another_database_is_left_alone(tmp_path: Path) -> None:
+def test_database_of_another_program_is_refused_unchanged(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "gradrule.db") as connection:
         connection.execute("CREATE TABLE photographs (id INTEGER)")
     with pytest.raises(StoreError, match="database of something else"):
@@ -306,13 +306,13 @@ def test_another_database_is_left_alone(tmp_path: Path) -> None:
         assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("photographs",)]
 
 
-def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+def test_error_names_an_unusable_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match=r"file/data cannot be used: Not a directory; give another --data-dir"):
         Store(tmp_path / "file" / "data")
 
 
-def test_a_path_that_is_no_file_is_named(tmp_path: Path) -> None:
+def test_error_names_a_path_that_is_not_a_file(tmp_path: Path) -> None:
     (tmp_path / "gradrule.db").mkdir()
     with pytest.raises(StoreError, match=r"gradrule\.db cannot be opened"):
         Store(tmp_path)

@@ -1,4 +1,4 @@
-"""The tables of docs/expression-language.md, read as test cases."""
+"""Reads the tables of docs/expression-language.md as test cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rule graphs run by local TensorFlow, and values to run them on."""
+"""Runs rule graphs with local TensorFlow, and makes values for them."""
 
 from __future__ import annotations
 

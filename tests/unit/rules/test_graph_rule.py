@@ -1,4 +1,4 @@
-"""Rules given as graphs, made and run by TensorFlow."""
+"""Tests rules that are given as graphs, made and run by TensorFlow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gradrule.v1 import graph_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, reason_name
-from gradrule_server.rules import Param, RuleContent, Signature, graph_rule
+from gradrule_server.rules import Param, RuleContent, Signature
 from tests.unit.rules.running import number_of, run
 
 FLOAT, DOUBLE, INT = (number_of(name) for name in ("float32", "float64", "int32"))
@@ -54,16 +54,16 @@ def refused(content: Callable[[], object]) -> tuple[str, GradruleError]:
     return reason_name(caught.value.reason), caught.value
 
 
-def test_a_graph_is_run() -> None:
+def test_graph_rule_runs() -> None:
     definition = rule_pb2.RuleDefinition(graph=rule_pb2.GraphSource(serialized=made(quantize_grad)))
-    graph = graph_rule(definition, ONE)
+    graph = RuleContent.from_definition(definition).bind(ONE)
     assert set(graph.inputs) == {"x0", "dy0"}
     assert graph.shape_sources == (frozenset({"graph"}),)
     (result,) = run(graph, {"x0": X, "dy0": DY})
     np.testing.assert_array_equal(np.asarray(result), [1, 2, 0])
 
 
-def test_an_inline_graph_is_the_same_rule() -> None:
+def test_inline_graph_is_the_same_rule() -> None:
     serialized = made(quantize_grad)
     inline = graph_pb2.Graph.FromString(serialized)
     content = RuleContent.from_definition(rule_pb2.RuleDefinition(graph=rule_pb2.GraphSource(inline=inline)))
@@ -84,7 +84,7 @@ def test_params_are_fed_as_float64() -> None:
     np.testing.assert_allclose(np.asarray(result), [1.5, 2, 2.5])
 
 
-def test_two_inputs_and_one_that_is_not_connected() -> None:
+def test_input_without_a_result_is_not_connected() -> None:
     def both(variable: Callable[..., tf.Tensor]) -> None:
         dy = variable("dy0")
         named(dy * variable("x1"), "dx0")
@@ -101,7 +101,7 @@ def test_two_inputs_and_one_that_is_not_connected() -> None:
     assert content.bind(TWO).results == (None, "dx1:0")
 
 
-def test_types_left_out_follow_the_op() -> None:
+def test_missing_types_follow_the_op() -> None:
     graph = graph_pb2.Graph()
     graph.node.add(name="dy", op="Placeholder")
     graph.node.add(name="dx", op="Identity", input=["dy"]).attr["T"].type = tensor_pb2.DT_DOUBLE
@@ -110,7 +110,7 @@ def test_types_left_out_follow_the_op() -> None:
     np.testing.assert_array_equal(np.asarray(result), DY)
 
 
-def test_what_no_result_needs_is_left_out() -> None:
+def test_unneeded_nodes_are_removed() -> None:
     def with_more(variable: Callable[..., tf.Tensor]) -> None:
         quantize_grad(variable)
         named(variable("something_else") * 2.0, "unused")
@@ -119,7 +119,7 @@ def test_what_no_result_needs_is_left_out() -> None:
     assert not [node for node in graph.graph.node if node.name in ("unused", "something_else")]
 
 
-def test_a_param_whose_placeholder_name_is_taken() -> None:
+def test_placeholder_of_a_param_gets_an_unused_name() -> None:
     def taken(variable: Callable[..., tf.Tensor]) -> None:
         named(tf.identity(variable("dy"), name="param/alpha") * variable("alpha"), "dx")
 
@@ -143,13 +143,13 @@ def test_a_param_whose_placeholder_name_is_taken() -> None:
         ),
     ],
 )
-def test_a_faulty_graph_is_refused(reason: str, words: str, build: Callable[..., None]) -> None:
+def test_invalid_graph_is_refused(reason: str, words: str, build: Callable[..., None]) -> None:
     found, error = refused(lambda: RuleContent(graph_bytes=made(build), params=(Param("alpha"),)))
     assert found == reason
     assert words in error.message
 
 
-def test_what_is_no_graph_is_refused() -> None:
+def test_malformed_bytes_are_refused() -> None:
     assert refused(lambda: RuleContent(graph_bytes=b"\xff\xff\xff"))[0] == "INVALID_GRAPH"
     assert refused(lambda: RuleContent(graph_bytes=b""))[0] == "INVALID_RULE"
     graph = graph_pb2.Graph()
@@ -163,7 +163,7 @@ def test_what_is_no_graph_is_refused() -> None:
     assert refused(lambda: RuleContent(graph_bytes=graph.SerializeToString()))[0] == "DUPLICATE_NODE"
 
 
-def test_a_deep_graph_is_read() -> None:
+def test_deep_graph_is_accepted() -> None:
     graph = graph_pb2.Graph()
     graph.node.add(name="dy", op="Placeholder")
     for number in range(5000):
@@ -172,7 +172,7 @@ def test_a_deep_graph_is_read() -> None:
     assert len(RuleContent(graph_bytes=graph.SerializeToString()).bind(ONE).graph.node) == 5002
 
 
-def test_a_graph_that_does_not_fit_the_op() -> None:
+def test_graph_that_does_not_fit_the_op_is_refused() -> None:
     content = RuleContent(graph_bytes=made(quantize_grad))
     reason, error = refused(lambda: content.bind(Signature((DOUBLE,), (DOUBLE,))))
     assert reason == "RULE_NOT_APPLICABLE"
@@ -202,7 +202,7 @@ def test_any_bytes_are_a_rule_or_a_typed_error(noise: bytes, changes: list[tuple
             assert error.message
 
 
-def test_attributes_that_follow_from_the_inputs_may_be_left_out() -> None:
+def test_missing_attributes_follow_from_the_inputs() -> None:
     graph = graph_pb2.Graph.FromString(made(quantize_grad))
     for node in graph.node:
         if node.op in ("Abs", "LessEqual", "SelectV2", "Identity"):
@@ -228,7 +228,7 @@ def test_ops_that_do_not_exist_and_functions_are_refused() -> None:
     assert "inner" in error.message
 
 
-def test_inputs_that_do_not_fit_are_told_at_their_node() -> None:
+def test_error_for_incompatible_inputs_names_the_node() -> None:
     graph = graph_pb2.Graph.FromString(made(quantize_grad))
     next(node for node in graph.node if node.op == "Abs").input[0] = "x:3"
     reason, error = refused(lambda: RuleContent(graph_bytes=graph.SerializeToString()).bind(ONE))

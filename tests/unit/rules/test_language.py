@@ -1,4 +1,4 @@
-"""Every row of docs/expression-language.md, against TensorFlow and NumPy."""
+"""Tests every row of docs/expression-language.md against TensorFlow and NumPy."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def check_refusal(wanted: Refusal, error: GradruleError) -> None:
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if isinstance(row.gives, str)], ids=lambda row: row.id)
-def test_row_gives_what_numpy_gives(row: Row) -> None:
+def test_row_equals_numpy(row: Row) -> None:
     check(row)
 
 
@@ -120,7 +120,7 @@ SIGN = "np.where(x == 0, 0, x / np.where(x == 0, 1, np.abs(x)))"
 
 
 @pytest.mark.parametrize("cells", rows("id, param, gives"), ids=lambda cells: cells[1][0])
-def test_param_name(cells: tuple[str, list[str]]) -> None:
+def test_names_of_params_are_checked(cells: tuple[str, list[str]]) -> None:
     name = code(cells[1][1]).strip()
     definition = rule_pb2.RuleDefinition(expression="dy", params=[rule_pb2.RuleParam(name=name)])
     wanted = refusal(cells[1][2])
@@ -133,7 +133,7 @@ def test_param_name(cells: tuple[str, list[str]]) -> None:
 
 
 @pytest.mark.parametrize("cells", rows("id, expression, per sample"), ids=lambda cells: cells[1][0])
-def test_per_sample(cells: tuple[str, list[str]]) -> None:
+def test_per_sample_is_derived_from_axes(cells: tuple[str, list[str]]) -> None:
     formula = parse(code(cells[1][1]), ["alpha"])
     assert formula.per_sample is {"yes": True, "no": False}[cells[1][2]]
 
@@ -154,13 +154,13 @@ def test_every_function_and_operator_has_a_row() -> None:
     assert missing == []
 
 
-def test_a_wrong_formula_is_noticed() -> None:
+def test_comparison_detects_a_wrong_formula() -> None:
     wrong = Row("planted", "", "dy * 1.001 + x", "dy + x")
     with pytest.raises(AssertionError):
         check(wrong, "float32")
 
 
-def test_what_can_be_read_from_a_formula() -> None:
+def test_properties_of_a_formula() -> None:
     formula: Formula = parse("where(x > alpha, default, dy1 * y)", ["alpha", "beta"])
     assert formula.variables == {"x0", "default0", "dy1", "y0"}
     assert formula.params_used == {"alpha"}

@@ -1,4 +1,4 @@
-"""Text of any kind: what is no formula is a typed error, what is one gives what NumPy gives."""
+"""Tests that any text is a typed error or a formula that computes what NumPy computes."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ FORMULAS = st.recursive(NUMBERS, lambda inner: numbers(inner, masks_of(inner)), 
 
 @given(FORMULAS)
 @settings(max_examples=150, deadline=None)
-def test_a_formula_gives_what_numpy_gives(formula: Pair) -> None:
+def test_generated_formula_equals_numpy(formula: Pair) -> None:
     text = f"({formula.ours}) + 0 * x"
     random = np.random.default_rng(3)
     x, y, dy = (random.integers(-8, 9, (2, 3)) / 4 for _ in range(3))

@@ -1,4 +1,4 @@
-"""Many threads read expressions at once: none disturbs another."""
+"""Tests that several threads can parse expressions at the same time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from gradrule_server.errors import GradruleError
-from gradrule_server.rules.language import screen
+from gradrule_server.rules.language import source
 
 DEEP = "-" * 3000 + "dy"
 GOOD = ("x" + " + dy * x" * 200, "sin(" * 50 + "dy" + ")" * 50)
@@ -42,14 +42,14 @@ def restless() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("restless")
-def test_threads_that_read_at_the_same_time() -> None:
+def test_several_threads_can_parse_at_once() -> None:
     wrong: list[str] = []
 
     def read(text: str) -> None:
         for _ in range(120):
             Cycle()
             try:
-                screen.read(text)
+                source.read(text)
             except GradruleError as refusal:
                 if text is not DEEP:
                     wrong.append(str(refusal))

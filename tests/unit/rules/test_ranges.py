@@ -1,4 +1,4 @@
-"""Ranges of params: the text, the numbers that are in, and what declares and checks them."""
+"""Tests ranges of params: parsing, checking, and their place in definitions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NUMBERS = [-math.inf, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, math.inf, math.nan]
         ("< 1e300", [-math.inf, -2, -1, -0.5, 0, 0.5, 1, 2]),
     ],
 )
-def test_what_is_inside(text: str, inside: list[float]) -> None:
+def test_numbers_inside_a_range(text: str, inside: list[float]) -> None:
     found = parse_range(text)
     kept = [number for number in NUMBERS if found.problem(number) is None]
     np.testing.assert_array_equal(kept, inside)
@@ -45,7 +45,7 @@ def test_what_is_inside(text: str, inside: list[float]) -> None:
         assert (alone is None) == (among is None) == (found.problem(number) is None)
 
 
-def test_a_problem_names_number_place_and_range() -> None:
+def test_error_names_number_element_and_range() -> None:
     found = parse_range(" > 0, integer ")
     assert found.problem(0.5) == "0.5 is outside its range: > 0, integer"
     tensor = np.array([[1.0, 2.0], [3.0, -1.0]])
@@ -72,7 +72,7 @@ def test_a_problem_names_number_place_and_range() -> None:
         ("> 0, " * 60, "at most 256 characters"),
     ],
 )
-def test_what_is_no_range(text: str, words: str) -> None:
+def test_invalid_range_is_refused(text: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         parse_range(text)
 
@@ -82,7 +82,7 @@ def declaring(range_: str, default: rule_pb2.ParamValue | None = None) -> rule_p
     return rule_pb2.RuleDefinition(expression="alpha * dy", params=[param])
 
 
-def test_a_range_goes_with_the_definition() -> None:
+def test_range_is_part_of_the_definition() -> None:
     content = RuleContent.from_definition(declaring("> 0", write_param_value(2.0)))
     assert content.params[0].range == "> 0"
     assert content.to_definition() == declaring("> 0", write_param_value(2.0))
@@ -96,7 +96,7 @@ def refused(definition: rule_pb2.RuleDefinition) -> tuple[str, str, str]:
     return reason_name(finding.reason), finding.field, finding.message
 
 
-def test_a_faulty_declaration_is_refused() -> None:
+def test_invalid_declaration_is_refused() -> None:
     reason, field, message = refused(declaring("above 0"))
     assert (reason, field) == ("INVALID_RULE", "params[0].range")
     assert "param 'alpha': 'above 0' is no condition" in message
@@ -105,7 +105,7 @@ def test_a_faulty_declaration_is_refused() -> None:
     assert message == "param 'alpha': -1 is outside its range: > 0 (its default value)"
 
 
-def test_every_faulty_param_is_told() -> None:
+def test_all_invalid_params_are_reported() -> None:
     definition = rule_pb2.RuleDefinition(
         expression="dy",
         params=[
@@ -136,7 +136,7 @@ def test_values_are_checked() -> None:
         assert caught.value.findings[0].field == "here"
 
 
-def test_without_a_range_everything_is_inside() -> None:
+def test_without_a_range_all_values_are_accepted() -> None:
     Param("alpha").check(write_param_value(math.nan), "here")
     with pytest.raises(GradruleError):
         Param("alpha").check(rule_pb2.ParamValue(), "here")

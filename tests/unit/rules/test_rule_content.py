@@ -1,4 +1,4 @@
-"""Rules as content: what definitions are read, what they become, and what their digests hold."""
+"""Tests the content of rules: parsing of definitions, binding, digests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from gradrule import _tensors
 from gradrule.v1 import graph_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, reason_name
-from gradrule_server.policy import Bounds
+from gradrule_server.policy import NodeLimits
 from gradrule_server.rules import Param, RuleContent, Signature, read_param_value, write_param_value
 from tests.unit.rules.running import number_of
 
@@ -20,7 +20,7 @@ def definition(expression: str, *params: rule_pb2.RuleParam) -> rule_pb2.RuleDef
     return rule_pb2.RuleDefinition(expression=expression, params=params)
 
 
-def refused(message: rule_pb2.RuleDefinition, bounds: Bounds | None = None) -> tuple[str, str]:
+def refused(message: rule_pb2.RuleDefinition, bounds: NodeLimits | None = None) -> tuple[str, str]:
     with pytest.raises(GradruleError) as caught:
         RuleContent.from_definition(message, bounds)
     return reason_name(caught.value.reason), caught.value.message
@@ -30,7 +30,7 @@ def ops(content: RuleContent, signature: Signature = ONE) -> list[str]:
     return [node.op for node in content.bind(signature).graph.node]
 
 
-def test_a_rule_with_the_rule_for_its_own_gradient() -> None:
+def test_rule_with_a_rule_for_its_own_gradient() -> None:
     message = definition("a * dy", rule_pb2.RuleParam(name="a", default_value=rule_pb2.ParamValue(number=2.0)))
     plain = RuleContent.from_definition(message)
     message.gradient.CopyFrom(definition("(b * dy, None, a * dy)", rule_pb2.RuleParam(name="a")))
@@ -40,14 +40,14 @@ def test_a_rule_with_the_rule_for_its_own_gradient() -> None:
     assert (content.gradient.expression, content.expression) == ("(b * dy, None, a * dy)", "a * dy")
     # Params are those of both; of one name, the outer one.
     assert [(param.name, param.default) for param in content.params] == [("a", 2.0), ("b", None)]
-    again = RuleContent.from_kept("kept", content.to_definition())
+    again = RuleContent.from_stored("kept", content.to_definition())
     assert again.to_definition() == content.to_definition()
     assert again.digest == content.digest
     message.gradient.expression = "(b * dy, None, 2 * a * dy)"
     assert len({plain.digest, content.digest, RuleContent.from_definition(message).digest}) == 3
 
 
-def test_a_faulty_gradient_of_a_rule_is_told_as_such() -> None:
+def test_error_in_the_gradient_of_a_rule_says_so() -> None:
     message = definition("2 * dy")
     message.gradient.expression = "(dy, c * x)"
     reason, text = refused(message)
@@ -57,7 +57,7 @@ def test_a_faulty_gradient_of_a_rule_is_told_as_such() -> None:
     assert refused(message)[0] == "INVALID_RULE"
 
 
-def test_notes_of_a_graph_do_not_reach_tensorflow() -> None:
+def test_internal_attributes_of_a_graph_are_removed() -> None:
     graph = graph_pb2.Graph()
     graph.node.add(name="dy", op="Placeholder")
     node = graph.node.add(name="dx", op="Neg", input=["dy"])
@@ -67,7 +67,7 @@ def test_notes_of_a_graph_do_not_reach_tensorflow() -> None:
     assert not [name for item in bound.graph.node for name in item.attr if name.startswith("_")]
 
 
-def test_definition_and_back() -> None:
+def test_definition_round_trip() -> None:
     tensor = rule_pb2.ParamValue(tensor=_tensors.to_message(np.array([1, 2], np.int32)))
     message = definition(
         "a * dy + b + c",
@@ -86,7 +86,7 @@ def test_definition_and_back() -> None:
     assert again.digest == content.digest
 
 
-def test_digest_holds_the_form_and_the_names_of_params() -> None:
+def test_digest_depends_on_form_and_names_of_params() -> None:
     def digest(expression: str, **params: float | None) -> str:
         return RuleContent(expression=expression, params=tuple(Param(*item) for item in params.items())).digest
 
@@ -97,14 +97,14 @@ def test_digest_holds_the_form_and_the_names_of_params() -> None:
     assert len(same) == 64
 
 
-def test_a_definition_needs_one_form() -> None:
+def test_definition_needs_exactly_one_form() -> None:
     assert refused(rule_pb2.RuleDefinition())[0] == "INVALID_RULE"
     assert refused(rule_pb2.RuleDefinition(graph=rule_pb2.GraphSource()))[0] == "INVALID_RULE"
     with pytest.raises(GradruleError):
         RuleContent()
 
 
-def test_every_faulty_param_name_is_told() -> None:
+def test_all_invalid_names_of_params_are_reported() -> None:
     names = [rule_pb2.RuleParam(name=name) for name in ("x", "ok", "ok", "exp", "lambda")]
     with pytest.raises(GradruleError) as caught:
         RuleContent.from_definition(definition("dy", *names))
@@ -112,7 +112,7 @@ def test_every_faulty_param_name_is_told() -> None:
     assert "declared twice" in caught.value.findings[1].message
 
 
-def test_only_the_catalogue_names_a_param_after_a_function() -> None:
+def test_only_the_catalogue_may_name_a_param_like_a_function() -> None:
     clip = rule_pb2.RuleParam(name="clip")
     assert refused(definition("where(abs(x) < clip, dy, 0)", clip))[0] == "INVALID_RULE"
     copied = RuleContent.from_definition(definition("where(abs(x) <= clip, dy, 0)", clip))
@@ -127,7 +127,7 @@ def test_only_the_catalogue_names_a_param_after_a_function() -> None:
         (tensor_pb2.Tensor(dtype=tensor_pb2.DT_FLOAT, tensor_content=b"123"), "3 bytes"),
     ],
 )
-def test_a_default_is_made_of_real_numbers(tensor: tensor_pb2.Tensor, words: str) -> None:
+def test_default_value_must_hold_real_numbers(tensor: tensor_pb2.Tensor, words: str) -> None:
     param = rule_pb2.RuleParam(name="a", default_value=rule_pb2.ParamValue(tensor=tensor))
     reason, message = refused(definition("a * dy", param))
     assert reason == "INVALID_PARAM"
@@ -136,13 +136,13 @@ def test_a_default_is_made_of_real_numbers(tensor: tensor_pb2.Tensor, words: str
     assert refused(definition("a * dy", empty))[0] == "INVALID_PARAM"
 
 
-def test_param_values_to_messages_and_back() -> None:
+def test_param_value_round_trip() -> None:
     assert read_param_value(write_param_value(0.1), "a", "") == 0.1
     array = np.array([[1.0], [np.inf]])
     np.testing.assert_array_equal(np.asarray(read_param_value(write_param_value(array), "a", "")), array)
 
 
-def test_graphs_are_lean() -> None:
+def test_graph_has_no_unneeded_nodes() -> None:
     assert ops(RuleContent(expression="dy")) == ["Placeholder"]
     assert ops(RuleContent(expression="where(abs(x) <= 1, dy, 0)")) == [
         "Placeholder", "Abs", "Const", "LessEqual", "Placeholder", "Const", "SelectV2",
@@ -157,7 +157,7 @@ def test_graphs_are_lean() -> None:
     assert ops(RuleContent(expression="cast(2 * dy, x)")) == ["Placeholder", "Const", "Mul"]
 
 
-def test_only_what_is_used_is_an_input() -> None:
+def test_only_used_variables_are_inputs() -> None:
     content = RuleContent(expression="where(a > 0, dy, cast(0, x))", params=(Param("a"), Param("unused")))
     graph = content.bind(ONE)
     assert set(graph.inputs) == {"param/a", "dy0"}
@@ -183,12 +183,12 @@ def test_only_what_is_used_is_an_input() -> None:
         ("zeros_like(dy)", {"dy0"}),
     ],
 )
-def test_where_a_shape_comes_from(expression: str, sources: set[str]) -> None:
+def test_sources_of_shapes(expression: str, sources: set[str]) -> None:
     content = RuleContent(expression=expression, params=(Param("a"),))
     assert content.bind(ONE).shape_sources == (frozenset(sources),)
 
 
-def test_what_is_known_of_a_rule() -> None:
+def test_properties_of_a_rule() -> None:
     assert RuleContent(expression="dy").per_sample is True
     assert RuleContent(expression="dy / norm(dy)").per_sample is False
     assert RuleContent(expression="default").uses_default
@@ -203,7 +203,7 @@ def test_code_is_a_name_and_params() -> None:
     written = content.to_definition()
     assert written.WhichOneof("form") is None
     assert [param.name for param in written.params] == ["eps"]
-    again = RuleContent.from_kept("lrp_epsilon", written)
+    again = RuleContent.from_stored("lrp_epsilon", written)
     assert again.code == "lrp_epsilon"
     assert again.digest == content.digest
     others = [
@@ -220,22 +220,22 @@ def test_code_is_a_name_and_params() -> None:
 
 
 @pytest.mark.parametrize("name", ["ste", "no_such_rule", "builtin/lrp_epsilon", ""])
-def test_only_the_names_of_code_are_read_without_a_form(name: str) -> None:
+def test_only_code_can_be_stored_without_a_form(name: str) -> None:
     with pytest.raises(GradruleError) as caught:
-        RuleContent.from_kept(name, rule_pb2.RuleDefinition())
+        RuleContent.from_stored(name, rule_pb2.RuleDefinition())
     assert reason_name(caught.value.reason) == "INVALID_RULE"
 
 
-def test_what_is_kept_keeps_its_names_of_params() -> None:
+def test_stored_rule_keeps_names_of_params_that_became_functions() -> None:
     """A function that the language got later takes none away; all else is checked."""
     message = definition("normal * dy", rule_pb2.RuleParam(name="normal"))
     assert refused(message)[0] == "INVALID_RULE"
-    assert ops(RuleContent.from_kept("mine", message)) == ["Placeholder", "Placeholder", "Cast", "Mul"]
+    assert ops(RuleContent.from_stored("mine", message)) == ["Placeholder", "Placeholder", "Cast", "Mul"]
     with pytest.raises(GradruleError):
-        RuleContent.from_kept("mine", definition("dy", rule_pb2.RuleParam(name="x")))
+        RuleContent.from_stored("mine", definition("dy", rule_pb2.RuleParam(name="x")))
 
 
-def test_a_rule_that_draws_asks_for_salt() -> None:
+def test_rule_with_random_numbers_has_the_input_salt() -> None:
     graph = RuleContent(expression="dy + normal(x, seed)", params=(Param("seed"),)).bind(ONE)
     assert set(graph.inputs) == {"dy0", "x0", "param/seed", "salt"}
     (salt,) = [node for node in graph.graph.node if node.name == graph.inputs["salt"]]
@@ -245,14 +245,14 @@ def test_a_rule_that_draws_asks_for_salt() -> None:
     assert graph.shape_sources == (frozenset({"dy0", "x0"}),)
 
 
-def test_a_new_rules_graph_is_held_to_the_bounds_that_are_set_and_a_kept_one_is_not_read() -> None:
+def test_limits_apply_to_new_graphs_and_stored_graphs_are_not_parsed() -> None:
     """What is in bounds is read, and found to have two nodes of one name."""
     heavy = rule_pb2.RuleDefinition(graph=rule_pb2.GraphSource(serialized=b"\x0a\x00" * 600_000))
     inner = rule_pb2.RuleDefinition(expression="dy", gradient=heavy)
     for message in (heavy, inner):
         assert refused(message)[0] == "LIMIT_EXCEEDED"
-        assert refused(message, Bounds(unpacking=1000))[0] == "DUPLICATE_NODE"
-    kept = RuleContent.from_kept("R", heavy)
+        assert refused(message, NodeLimits(unpacking=1000))[0] == "DUPLICATE_NODE"
+    kept = RuleContent.from_stored("R", heavy)
     with pytest.raises(GradruleError) as caught:
-        kept.refused(Bounds())
+        kept.check_nodes(NodeLimits())
     assert reason_name(caught.value.reason) == "DUPLICATE_NODE"

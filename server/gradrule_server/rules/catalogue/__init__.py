@@ -1,8 +1,8 @@
-"""The rules that ship with the server, one file per family."""
+"""Lists the rules that are part of the server, one file for each family."""
 
 from gradrule_server.rules.catalogue import attribution, flow, lrp, quantisers, stable, straight_through, surrogate
-from gradrule_server.rules.catalogue.table import BuiltinRule as BuiltinRule
-from gradrule_server.rules.catalogue.table import Catalogue as Catalogue
+from gradrule_server.rules.catalogue.builtin_rules import BuiltinRule as BuiltinRule
+from gradrule_server.rules.catalogue.builtin_rules import Catalogue as Catalogue
 
 BUILTINS = Catalogue(
     [

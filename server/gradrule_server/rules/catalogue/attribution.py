@@ -1,8 +1,8 @@
-"""Rules that explain models: what flows back is a relevance or a saliency, not a gradient."""
+"""Lists rules that explain models: they propagate a relevance or saliency instead of a gradient."""
 
 from __future__ import annotations
 
-from gradrule_server.rules.catalogue.table import BuiltinRule
+from gradrule_server.rules.catalogue.builtin_rules import BuiltinRule
 from gradrule_server.rules.params import Param
 
 _RELUS = ("Relu", "Relu6", "LeakyRelu", "Elu", "Selu")
@@ -13,7 +13,7 @@ _WARMUP = (
 
 
 def _redirected(passed: str, against: str) -> str:
-    """What the op passes on, except for samples of which it passes nothing during the warm-up."""
+    """Returns the expression for the op's own gradient, replaced during the warm-up in samples where it is all zero."""
     own = f"where({passed}, dy, 0)"
     return f"where(step > warmup or any({own} != 0, axis='sample'), {own}, where({against}, 0, dy))"
 

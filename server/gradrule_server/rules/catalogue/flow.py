@@ -1,8 +1,8 @@
-"""Rules that steer the flow of gradients: reversal, scaling, clipping, cutting. Usually put on an Identity."""
+"""Lists rules that change the upstream gradient (reversal, scaling, clipping, zeroing), usually for Identity ops."""
 
 from __future__ import annotations
 
-from gradrule_server.rules.catalogue.table import BuiltinRule
+from gradrule_server.rules.catalogue.builtin_rules import BuiltinRule
 from gradrule_server.rules.params import Param
 
 _IDENTITY = ("Identity",)

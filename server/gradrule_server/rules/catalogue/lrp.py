@@ -1,4 +1,4 @@
-"""Layer-wise relevance propagation: dy is the relevance of an op's outputs, dx that of its data input.
+"""Lists rules of layer-wise relevance propagation: dy is the relevance of an op's outputs, dx that of its data input.
 
 In the formulas, `vjp(v)` is Wᵀv, the linear op's own gradient of x; with other weights it is `vjp(v; weights)`, and
 `op(v; weights)` is the op applied to v. `st(z)` is z kept off 0: z + eps where z >= 0, else z - eps. `pos` and `neg`
@@ -7,7 +7,7 @@ are the parts above and below 0. A layer is a linear op, or the pair of it and t
 
 from __future__ import annotations
 
-from gradrule_server.rules.catalogue.table import BuiltinRule
+from gradrule_server.rules.catalogue.builtin_rules import BuiltinRule
 from gradrule_server.rules.params import Param
 
 _EPS = Param("eps", 1e-6, "keeps divisors off 0, with their sign (+ at 0)", "> 0")
@@ -18,7 +18,7 @@ _NOTHING = "Weights and bias get no gradient."
 def _layer_rule(
     name: str, formula: str, description: str, reference: str, *params: Param, op_types: tuple[str, ...] = ("@linear",)
 ) -> BuiltinRule:
-    """A rule for a linear op, alone or with its bias."""
+    """Returns a rule for a linear op, alone or with its bias."""
     return BuiltinRule(
         name,
         None,

@@ -1,7 +1,7 @@
-"""Named lists of overrides that make one method of a whole model: what zennit calls composites.
+"""Lists presets: named lists of overrides that apply a method to a whole model (zennit's composites).
 
-Presets have names of their own: `guided_backprop` is a rule and a preset. Each entry is optional, since no model has
-all kinds of layers. Entries name their rules `builtin/NAME`, so that no rule of a user's gets in.
+Presets and rules have separate names: `guided_backprop` is a rule and a preset. Each override is optional, because no
+model has all kinds of layers. Overrides name their rules `builtin/NAME`, so that a USER rule cannot replace them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ _EPS_NOTE = (
 
 @dataclass(frozen=True, eq=False)
 class Preset:
-    """Overrides in order, under a name. ValueError where two of its rules have one param with different values."""
+    """A named list of overrides.
+
+    Raises:
+        ValueError: Two of its rules have a param of one name with different values.
+    """
 
     name: str
     description: str
@@ -37,7 +41,7 @@ class Preset:
 
     @cached_property
     def params(self) -> tuple[Param, ...]:
-        """Params of its rules, each name once, with the preset's values as defaults; None where one must be given."""
+        """The params of its rules, each name once, with the preset's values as defaults; None: no default."""
         found: dict[str, Param] = {}
         for override in self.overrides:
             if override.rule == OWN_GRADIENT:
@@ -53,7 +57,7 @@ class Preset:
 
 
 class Presets:
-    """Presets in the order of their names. `presets[name]` takes aliases too; KeyError suggests near names."""
+    """Presets, ordered by name. `presets[name]` accepts aliases too; its KeyError suggests similar names."""
 
     def __init__(self, presets: Iterable[Preset]) -> None:
         self._by_name: dict[str, Preset] = {}
@@ -62,7 +66,7 @@ class Presets:
                 if name in self._by_name:
                     raise ValueError(f"the name {name!r} of the preset {preset.name!r} is taken")
                 self._by_name[name] = preset
-            # Reading the params here makes a faulty preset an error at start-up, not at its first use.
+            # Compute the params here, so that an invalid preset is an error at the start, not at its first use.
             _ = preset.params
 
     def __iter__(self) -> Iterator[Preset]:
@@ -91,21 +95,21 @@ def _ops(op_type: str, rule: str, **params: float) -> override_pb2.Override:
 
 
 def _layers(group: str, rule: str, **params: float) -> tuple[override_pb2.Override, ...]:
-    """A layer with its bias as one, since the bias is part of what its output is made of; then layers without one."""
+    """Returns overrides for layers with a bias, as pairs of op and addition, and for layers without a bias."""
     return (_entry(override_pb2.Selector(pattern=[group, "@bias"]), rule, **params), _ops(group, rule, **params))
 
 
 def _first(group: str, rule: str, **params: float) -> override_pb2.Override:
-    """The first layers. Only for rules in which the bias has no part: a pair could be a later layer."""
+    """Returns an override for the first layers. Only for rules that ignore the bias: a pair could be a later layer."""
     position = override_pb2.Position(nearest=override_pb2.POSITION_NEAREST_XS)
     return _entry(override_pb2.Selector(op_type=group, position=position), rule, **params)
 
 
 _SUMS = (_ops("@sum", "lrp_norm", eps=_EPS), _ops("@pool", "lrp_norm", eps=_EPS))
 
-# Behind the layers, because the addition of a bias may be an op of @sum.
+# Must follow the overrides for layers, because the addition of a bias may be an op of @sum.
 _BASE = (
-    # Softmax is an @activation, but zennit leaves it its own gradient.
+    # Softmax is an @activation, but keeps its own gradient in zennit.
     override_pb2.Override(selector=override_pb2.Selector(op_type="Softmax"), rule=OWN_GRADIENT, optional=True),
     _ops("@activation", "lrp_pass"),
     *_SUMS,

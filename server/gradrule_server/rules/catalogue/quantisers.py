@@ -1,8 +1,8 @@
-"""Whole quantisers: rules for regions, and for ops whose bounds are inputs with gradients of their own."""
+"""Lists rules for whole quantisers: for regions, and for ops whose bounds are inputs with gradients."""
 
 from __future__ import annotations
 
-from gradrule_server.rules.catalogue.table import BuiltinRule
+from gradrule_server.rules.catalogue.builtin_rules import BuiltinRule
 from gradrule_server.rules.params import Param
 
 _SEED = Param("seed", None, "another one for every call gives other noise", "integer")
@@ -10,16 +10,16 @@ _TAU = Param("tau", 1.0, "temperature", "> 0")
 
 
 def _softmax_slope(logits: str) -> str:
-    """What softmax(logits / tau) passes back."""
+    """Returns the expression for the gradient of softmax(logits / tau)."""
     p = f"softmax(({logits}) / tau)"
     return f"{p} * (dy - sum(dy * {p}, axis=-1)) / tau"
 
 
 def _fake_quant() -> str:
-    """TensorFlow's gradient: bounds moved so that 0 is a level, and what they cut off goes to them."""
+    """Returns TensorFlow's gradient: 0 is a level of the moved bounds, which get the gradient outside of them."""
     lowest, highest = "narrow_range", "(2 ** num_bits - 1)"
     step = f"((x2 - x1) / ({highest} - {lowest}))"
-    # TensorFlow rounds halves up here; `round` would round them to even.
+    # TensorFlow rounds half up here; `round` rounds half to even.
     zero = f"clip(floor({lowest} - x1 / {step} + 0.5), {lowest}, {highest})"
     low, high = f"({lowest} - {zero}) * {step}", f"({highest} - {zero}) * {step}"
     return (

@@ -1,8 +1,8 @@
-"""Gradients that stay finite where the plain formula does not."""
+"""Lists rules that are the op's gradient, but stay finite where the usual formula does not."""
 
 from __future__ import annotations
 
-from gradrule_server.rules.catalogue.table import BuiltinRule
+from gradrule_server.rules.catalogue.builtin_rules import BuiltinRule
 from gradrule_server.rules.params import Param
 
 RULES = (

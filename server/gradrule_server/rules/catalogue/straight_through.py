@@ -1,11 +1,11 @@
-"""Straight-through estimators: gradients for quantisers and roundings, whose own gradient is zero almost everywhere.
+"""Lists straight-through estimators, for ops such as Round whose own gradient is zero almost everywhere.
 
-Whole quantisers, as regions, are in `quantisers`.
+Rules for whole quantisers are in `quantisers`.
 """
 
 from __future__ import annotations
 
-from gradrule_server.rules.catalogue.table import BuiltinRule
+from gradrule_server.rules.catalogue.builtin_rules import BuiltinRule
 from gradrule_server.rules.params import Param
 
 _QUANTISERS = ("Sign", "Round", "Rint", "Floor", "Ceil", "ClipByValue", "Minimum", "Maximum")

@@ -1,11 +1,11 @@
-"""Surrogate gradients of spiking networks: the forward op is a step at 0, x is potential minus threshold.
+"""Lists surrogate gradients of spiking networks: the forward op is a step at 0, x is potential minus threshold.
 
-dx is dy times a factor. What the step is at 0 is the forward op's business, not the rule's.
+dx is dy times a factor. The forward op, not the rule, determines the value of the step at 0.
 """
 
 from __future__ import annotations
 
-from gradrule_server.rules.catalogue.table import BuiltinRule
+from gradrule_server.rules.catalogue.builtin_rules import BuiltinRule
 from gradrule_server.rules.params import Param
 
 _STEPS = ("@step", "Sign", "Ceil", "Floor")
@@ -20,10 +20,10 @@ def _factor(
 
 
 def _cosines() -> str:
-    """(4/T)·sum of cos((2i−1)·πu) for i = 1 … m, u = 2x/T, m = n−1: sin(2mπu) / (2 sin(πu)).
+    """Returns (4/T)·sum of cos((2i−1)·πu) for i = 1 … m, with u = 2x/T, m = n−1: sin(2mπu) / (2 sin(πu)).
 
-    With u = k + f, k whole and abs(f) <= 1/2, it is (−1)^k·sin(2mπf) / (2 sin(πf)), which loses no digits far from 0
-    and is m·(−1)^k where f is 0. The inner `where` keeps a gradient of this gradient finite there.
+    With u = k + f, k an integer and abs(f) <= 1/2, this is (−1)^k·sin(2mπf) / (2 sin(πf)), which is precise far from 0
+    and equals m·(−1)^k where f is 0. The inner `where` keeps the second derivative finite there.
     """
     u = "(2 * x / period)"
     f = f"({u} - round{u})"

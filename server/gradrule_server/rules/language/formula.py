@@ -1,4 +1,4 @@
-"""A formula: a checked expression and what can be read from it before it meets an op."""
+"""Parses and checks an expression, and derives its properties that do not depend on an op."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from functools import cached_property
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import error
 from gradrule_server.rules import dtypes
-from gradrule_server.rules.language.errors import invalid_expression
 from gradrule_server.rules.language.functions import LOGIC, MIXING, RANDOM, UNARY
 from gradrule_server.rules.language.parse import parse_form
-from gradrule_server.rules.language.tree import (
+from gradrule_server.rules.language.source import invalid_expression
+from gradrule_server.rules.language.syntax_tree import (
     Call,
     Constant,
     Expression,
@@ -26,7 +26,13 @@ from gradrule_server.rules.language.tree import (
 
 @dataclass(frozen=True)
 class Formula:
-    """An expression of the language. `text`: as written, line breaks as blanks. `params`: all that it may use."""
+    """A checked expression.
+
+    Attributes:
+        text: The expression as written, with blanks in place of line breaks.
+        form: Its syntax tree.
+        params: Names of the declared params.
+    """
 
     text: str
     form: Form
@@ -34,22 +40,22 @@ class Formula:
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """Variables that it names, with their index: `x` is `x0`."""
+        """The variables in the expression, with their index: `x` is `x0`."""
         return frozenset(part.name for part in self._parts if isinstance(part, Variable))
 
     @cached_property
     def params_used(self) -> frozenset[str]:
-        """Params that it names."""
+        """The params in the expression."""
         return frozenset(part.name for part in self._parts if isinstance(part, ParamUse))
 
     @cached_property
     def uses_default(self) -> bool:
-        """True if it needs the op's own gradient."""
+        """Whether the expression needs the op's own gradient."""
         return any(isinstance(part, Variable) and part.family == "default" for part in self._parts)
 
     @cached_property
     def per_sample(self) -> bool:
-        """True if no example along axis 0 can change another's gradient. A negative axis counts as axis 0."""
+        """Whether no example along axis 0 can change another's gradient. A negative axis counts as axis 0."""
         return not any(isinstance(part, Call) and _mixes_samples(part) for part in self._parts)
 
     @cached_property
@@ -58,10 +64,11 @@ class Formula:
 
 
 def parse(expression: str, params: Sequence[str] = ()) -> Formula:
-    """The formula that `expression` says, over the variables and `params`.
+    """Parses and checks an expression over the variables and `params`.
 
-    INVALID_EXPRESSION where it cannot be read or a number stands where a truth value must; INVALID_RULE where it is
-    only a constant.
+    Raises:
+        GradruleError: INVALID_EXPRESSION for a syntax error, or a number in place of a truth value; INVALID_RULE for an
+            expression that is only a constant.
     """
     text, form = parse_form(expression, params)
     formula = Formula(text, form, tuple(params))
@@ -88,7 +95,7 @@ def _mixes_samples(call: Call) -> bool:
 
 
 def _check_truth_values(text: str, call: Call) -> None:
-    """Refuses a number where only a truth value can stand, as far as that is known without the op."""
+    """Refuses numbers in place of truth values, as far as that is known without an op."""
     if call.function in LOGIC or call.function in ("any", "all"):
         wanted = call.arguments
     elif call.function == "where":
@@ -105,7 +112,7 @@ def _check_truth_values(text: str, call: Call) -> None:
 
 
 def _check_seed(text: str, call: Call) -> None:
-    """Refuses a seed that is made of more than literals and params: it must be one number, known to the caller."""
+    """Refuses a seed that depends on variables: it must be one number, which the caller knows."""
     if call.function not in RANDOM:
         return
     seed = call.arguments[1]
@@ -119,7 +126,7 @@ def _check_seed(text: str, call: Call) -> None:
 
 
 def _is_number(expression: Expression) -> bool:
-    """True if it is a number whatever the op is; x and y may be bool."""
+    """Returns whether an expression is a number for every op; x and y may be bool."""
     match expression:
         case Constant(value=value):
             return not isinstance(value, bool)

@@ -1,6 +1,6 @@
-"""The table of the language's functions and operators: what each takes, gives, and is made of.
+"""Lists the functions and operators of the language with their ops, arguments and element types.
 
-An operator stands under its symbol, unary minus under `-v`, a chain of comparisons under `compare`.
+The key of an operator is its symbol, of unary minus `-v`, of a chain of comparisons `compare`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Fold = Callable[..., Any]
 
 
 class Domain(Flag):
-    """Element types that a function takes."""
+    """Kinds of element types that a function accepts."""
 
     FLOAT = auto()
     COMPLEX = auto()
@@ -32,10 +32,14 @@ NUMBER = Domain.FLOAT | Domain.COMPLEX | Domain.INT
 
 @dataclass(frozen=True, slots=True)
 class Elementwise:
-    """One op of TensorFlow's, element by element.
+    """An elementwise function, which is one TensorFlow op.
 
-    `fold` computes it on float64 constants (None: it is left to TensorFlow). `gives_bool`: the result is bool.
-    `wide`: there is no kernel for bfloat16, so that type goes through float32.
+    Attributes:
+        op: The op type.
+        domain: Accepted element types.
+        fold: Computes the function of float64 constants; None: TensorFlow computes it.
+        gives_bool: Whether the result is bool.
+        wide: Whether there is no kernel for bfloat16, which is then computed in float32.
     """
 
     op: str
@@ -47,9 +51,14 @@ class Elementwise:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A name that can be called. `usage` is what errors show; `most` None: any number of arguments from `least` on.
+    """The signature of a function.
 
-    `axis`: None where there is no axis; else whether the axis may also be the second positional argument.
+    Attributes:
+        name: Its name.
+        usage: A call, which errors show.
+        least: Least number of positional arguments.
+        most: Most positional arguments; None: any number.
+        axis: Whether `axis` may be the second positional argument; None: there is no axis.
     """
 
     name: str
@@ -137,7 +146,7 @@ COMPARISONS: Mapping[str, Elementwise] = {
 
 LOGIC = frozenset({"and", "or", "not"})
 
-# Functions that are another spelling of an operator.
+# Functions that have the meaning of an operator.
 SPELLINGS: Mapping[str, str] = {"pow": "**", "mod": "%", "floordiv": "//"}
 
 # Reductions: op, element types; `any` and `all` take bool.
@@ -151,10 +160,10 @@ REDUCTIONS: Mapping[str, tuple[str, Domain]] = {
     "all": ("All", NUMBER),
 }
 
-# Calls that mix elements along axes; whether a rule is per sample is read from their axes.
+# Functions that combine elements along axes; their axes determine whether a rule is per sample.
 MIXING = frozenset(REDUCTIONS) | {"norm", "size", "softmax", "log_softmax"}
 
-# Random numbers: the op; both take the shape of `v` and a seed.
+# Ops of random numbers; both functions take a value, for the shape, and a seed.
 RANDOM: Mapping[str, str] = {"uniform": "StatelessRandomUniformV2", "normal": "StatelessRandomNormalV2"}
 
 CONSTANTS: Mapping[str, float | bool] = {"pi": math.pi, "inf": math.inf, "nan": math.nan, "True": True, "False": False}
@@ -170,7 +179,7 @@ def _functions() -> dict[str, Function]:
     functions += [
         Function(name, f"{name}(v, axis=None)", 1, 1, axis=True) for name in ("sum", "mean", "prod", "any", "all")
     ]
-    # max(v, 0) is what somebody writes who means maximum(v, 0), so the axis of these two must be named.
+    # The axis of these two must be named, because max(v, 0) could be meant as maximum(v, 0).
     functions += [Function(name, f"{name}(v, axis=None)", 1, 1, axis=False) for name in ("max", "min")]
     functions += [Function(name, f"{name}(v, axis=None)", 1, 1, axis=True) for name in ("norm", "size")]
     functions += [Function(name, f"{name}(v, axis=-1)", 1, 1, axis=True) for name in ("softmax", "log_softmax")]

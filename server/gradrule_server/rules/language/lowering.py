@@ -1,4 +1,4 @@
-"""From a formula and an op's element types to a graph."""
+"""Converts a formula to a graph for an op's element types."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from gradrule_server.errors import GradruleError, error
 from gradrule_server.rules import dtypes
 from gradrule_server.rules.dtypes import Dt
 from gradrule_server.rules.graph_builder import GraphBuilder
-from gradrule_server.rules.language import noise, reductions
-from gradrule_server.rules.language.errors import not_applicable, pointed
+from gradrule_server.rules.language import random_numbers, reductions
 from gradrule_server.rules.language.formula import Formula
 from gradrule_server.rules.language.functions import (
     BINARY,
@@ -23,9 +22,19 @@ from gradrule_server.rules.language.functions import (
     Domain,
     Elementwise,
 )
-from gradrule_server.rules.language.tree import Call, Constant, Each, Expression, First, ParamUse, PerInput, Variable
+from gradrule_server.rules.language.source import not_applicable, with_caret
+from gradrule_server.rules.language.syntax_tree import (
+    Call,
+    Constant,
+    Each,
+    Expression,
+    First,
+    ParamUse,
+    PerInput,
+    Variable,
+)
 from gradrule_server.rules.language.values import (
-    TypeConflict,
+    TypeConflictError,
     Value,
     broadcast_sources,
     coerce,
@@ -33,14 +42,15 @@ from gradrule_server.rules.language.values import (
     number,
     truth,
 )
-from gradrule_server.rules.signature import RuleGraph, Signature, count, listed, not_differentiable
+from gradrule_server.rules.signature import RuleGraph, Signature, count_noun, not_differentiable_error, variable_list
 
 
 def lower(formula: Formula, signature: Signature) -> RuleGraph:
-    """The formula for an op of these element types.
+    """Converts a formula to a graph for an op of these element types.
 
-    RULE_ARITY where its variables or its number of gradients do not fit the op, RULE_NOT_APPLICABLE where types do not
-    meet, RULE_OUTPUT where a gradient's type is not its input's.
+    Raises:
+        GradruleError: RULE_ARITY if its variables or number of gradients do not fit the op; RULE_NOT_APPLICABLE if
+            types within the formula conflict; RULE_OUTPUT if the type of a gradient is not that of its input.
     """
     lowering = Lowering(formula.text, signature)
     results: list[str | None] = []
@@ -57,17 +67,18 @@ def lower(formula: Formula, signature: Signature) -> RuleGraph:
 
 
 def _per_input(formula: Formula, signature: Signature) -> Sequence[Expression | None]:
-    """Which expression gives the gradient of which input."""
+    """Returns the expression for the gradient of each input; None: no gradient."""
     form, differentiable, number_of_inputs = formula.form, signature.differentiable, len(signature.inputs)
     if isinstance(form, PerInput):
         if len(form.expressions) != number_of_inputs:
             raise _arity(
-                f"the rule gives {count(len(form.expressions), 'gradient')}, but the op has "
-                f"{count(number_of_inputs, 'input')}{listed('x', number_of_inputs)}: a tuple has one entry per input"
+                f"the rule gives {count_noun(len(form.expressions), 'gradient')}, but the op has "
+                f"{count_noun(number_of_inputs, 'input')}{variable_list('x', number_of_inputs)}: "
+                "a tuple has one entry per input"
             )
         for index, expression in enumerate(form.expressions):
             if expression is not None and index not in differentiable:
-                raise not_differentiable(signature, index)
+                raise not_differentiable_error(signature, index)
         return form.expressions
     if not differentiable:
         raise _arity("the op has no input of a floating or complex type, so the rule has no gradient to give")
@@ -78,7 +89,7 @@ def _per_input(formula: Formula, signature: Signature) -> Sequence[Expression | 
         raise _arity(
             f"a single expression serves an op with one differentiable input, and this op has {len(differentiable)} "
             f"({', '.join(names)}{', …' if len(differentiable) > 8 else ''}): say first(…) for the first one alone, "
-            f"each(…) for all, or a tuple with one entry for each of the op's {count(number_of_inputs, 'input')}"
+            f"each(…) for all, or a tuple with one entry for each of the op's {count_noun(number_of_inputs, 'input')}"
         )
     return [form.expression if index == differentiable[0] else None for index in range(number_of_inputs)]
 
@@ -88,7 +99,7 @@ def _arity(message: str) -> GradruleError:
 
 
 class Lowering:
-    """A graph in the making, with the values it is made of."""
+    """Converts expressions to nodes of a graph."""
 
     def __init__(self, text: str, signature: Signature) -> None:
         self.builder = GraphBuilder()
@@ -100,14 +111,14 @@ class Lowering:
         self._draws: dict[tuple[object, ...], int] = {}
 
     def at_input(self, index: int | None) -> Lowering:
-        """Within `each`: bare names mean this input from here on, and its type is "x's type"."""
+        """Sets the input that names without an index mean, within `each`; its type becomes the type of literals."""
         self._each = index
         if index is not None:
             self.x_dtype = self._signature.inputs[index]
         return self
 
     def value(self, expression: Expression) -> Value:
-        """The expression's value."""
+        """Adds the nodes of an expression; returns its value."""
         match expression:
             case Constant(value=bool() as flag):
                 return truth(flag)
@@ -120,7 +131,7 @@ class Lowering:
             case Variable():
                 family, index, dtype = self._resolve(expression)
                 name = f"{family}{index}"
-                # The op's own gradient has its input's shape.
+                # The op's own gradient has the shape of its input.
                 shape_of = f"x{index}" if family == "default" else name
                 self.inputs[name] = self.builder.placeholder(name, dtype)
                 return Value(dtype, self.inputs[name], sources=frozenset({shape_of}))
@@ -128,7 +139,7 @@ class Lowering:
                 return self._call(expression)
 
     def result(self, value: Value, expression: Expression, index: int) -> str:
-        """The tensor that is the gradient of input `index`. RULE_OUTPUT if it has another type."""
+        """Returns the tensor of the gradient of input `index`. Raises RULE_OUTPUT if it has another type."""
         wanted = self._signature.inputs[index]
         if value.weak or value.dtype == wanted:
             return coerce(value, wanted, self.builder)
@@ -139,7 +150,7 @@ class Lowering:
         )
         raise error(
             errors_pb2.ERROR_REASON_RULE_OUTPUT,
-            pointed(
+            with_caret(
                 self._text,
                 expression.offset,
                 f"the gradient of input {index} must be {dtypes.dtype_name(wanted)} as the input is; this is {given}",
@@ -148,26 +159,26 @@ class Lowering:
         )
 
     def strong(self, value: Value) -> tuple[str, int]:
-        """The value's tensor and type, of x's type if it is made of literals and params alone."""
+        """Returns tensor and type of a value; literals and params get the type of x."""
         dtype = self.x_dtype if value.weak else value.dtype
         return coerce(value, dtype, self.builder), dtype
 
     def numeric(self, value: Value) -> Value:
-        """A truth value as a number of x's type, all else as it is."""
+        """Returns a truth value as a number of the type of x, and other values unchanged."""
         if not value.is_bool:
             return value
         return Value(self.x_dtype, coerce(value, self.x_dtype, self.builder), sources=value.sources)
 
     def require(self, dtype: int, domain: Domain, function: str) -> None:
-        """Refuses element types that the function does not take."""
+        """Raises `TypeConflictError` for element types that a function does not accept."""
         if dtype in dtypes.FLOATS or (dtype in dtypes.COMPLEX and domain & Domain.COMPLEX):
             return
         if dtype in dtypes.INTEGERS and domain & Domain.INT:
             return
         name = dtypes.dtype_name(dtype)
         if dtype in dtypes.COMPLEX:
-            raise TypeConflict(f"{function!r} has no meaning for {name}: abs(v), real(v) and imag(v) are real")
-        raise TypeConflict(f"{function!r} does not take {name}: cast it first, for example cast(v, dy)")
+            raise TypeConflictError(f"{function!r} has no meaning for {name}: abs(v), real(v) and imag(v) are real")
+        raise TypeConflictError(f"{function!r} does not take {name}: cast it first, for example cast(v, dy)")
 
     def _resolve(self, variable: Variable) -> tuple[str, int, int]:
         index = variable.index
@@ -178,16 +189,17 @@ class Lowering:
 
     def _call(self, call: Call) -> Value:
         if call.function == "cast" and call.dtype is None:
-            return self._pointing(
+            return self._locating_errors(
                 call, lambda: self._cast(self.value(call.arguments[0]), self._type_like(call.arguments[1]))
             )
         arguments = [self.value(argument) for argument in call.arguments]
-        return self._pointing(call, lambda: self._apply(call, arguments))
+        return self._locating_errors(call, lambda: self._apply(call, arguments))
 
-    def _pointing(self, call: Call, compute: Callable[[], Value]) -> Value:
+    def _locating_errors(self, call: Call, compute: Callable[[], Value]) -> Value:
+        """Calls a function, and adds the position of a call in the text to its type conflicts."""
         try:
             return compute()
-        except TypeConflict as conflict:
+        except TypeConflictError as conflict:
             raise not_applicable(self._text, call.offset, str(conflict)) from None
 
     def _apply(self, call: Call, arguments: list[Value]) -> Value:
@@ -213,10 +225,10 @@ class Lowering:
         return _SPECIAL[function](self, arguments)
 
     def elementwise(self, row: Elementwise, values: Sequence[Value], function: str) -> Value:
-        """One op on values of one type; on constants alone, the number itself."""
+        """Adds an elementwise op; of constants alone returns the computed constant."""
         constants = [value.constant for value in values]
         if row.fold is not None and all(constant is not None for constant in constants):
-            # inf and nan are what TensorFlow would give as well, without a word.
+            # TensorFlow returns inf and nan without a warning, so NumPy must not warn either.
             with np.errstate(all="ignore"):
                 folded = row.fold(*(np.float64(constant) for constant in constants if constant is not None))
             return truth(bool(folded)) if row.gives_bool else number(float(folded))
@@ -261,7 +273,7 @@ class Lowering:
     def _logic(self, function: str, values: Sequence[Value]) -> Value:
         for value in values:
             if not value.is_bool:
-                raise TypeConflict(
+                raise TypeConflictError(
                     f"{function!r} wants truth values, such as x > 0, and meets {dtypes.dtype_name(value.dtype)}"
                 )
         if function == "not":
@@ -278,12 +290,12 @@ class Lowering:
     def _where(self, values: list[Value]) -> Value:
         condition, *branches = values
         if not condition.is_bool:
-            raise TypeConflict(
+            raise TypeConflictError(
                 f"'where' wants a truth value first, such as x > 0, and meets {dtypes.dtype_name(condition.dtype)}"
             )
         common = common_dtype(branches, self.x_dtype, keep_bool=True)
         dtype = Dt.DT_DOUBLE if common is None else common
-        # Between two literals the choice is x's type at once: nothing is gained by float64.
+        # A choice between two literals gets the type of x at once, because float64 would not be more precise.
         weak = common is None
         if weak and any(not source.startswith("param/") for source in condition.sources):
             dtype, weak = self.x_dtype, False
@@ -296,14 +308,14 @@ class Lowering:
         return self._binary("minimum", [self._binary("maximum", [value, low]), high])
 
     def _draw(self, op: str, values: Sequence[Value]) -> Value:
-        """Equal calls are one call here as everywhere, so that a formula can use its noise twice."""
-        salt = self.inputs[noise.SALT] = noise.salt(self.builder)
+        """Adds random numbers; equal calls give the same numbers, so that a formula can use its noise twice."""
+        salt = self.inputs[random_numbers.SALT] = random_numbers.salt(self.builder)
         number = self._draws.setdefault((op, self._each, *values), len(self._draws))
-        return noise.draw(self, op, values[0], values[1], salt, number)
+        return random_numbers.draw(self, op, values[0], values[1], salt, number)
 
     def _cast(self, value: Value, dtype: int) -> Value:
         if value.dtype in dtypes.COMPLEX and dtype not in dtypes.COMPLEX:
-            raise TypeConflict(
+            raise TypeConflictError(
                 f"a cast from {dtypes.dtype_name(value.dtype)} would drop the imaginary part: say real(v) or abs(v)"
             )
         if value.constant is not None:
@@ -314,7 +326,7 @@ class Lowering:
         return Value(dtype, tensor, sources=value.sources)
 
     def _type_like(self, like: Expression) -> int:
-        """The type of `like`, without computing it where it is a variable."""
+        """Returns the type of `like`, without adding nodes if it is a variable."""
         if isinstance(like, Variable):
             return self._resolve(like)[2]
         value = self.value(like)
@@ -338,7 +350,7 @@ class Lowering:
         return Value(real, self.builder.add(op, value.tensor or "", T=value.dtype, Tout=real), sources=value.sources)
 
     def _part(self, op: str, value: Value) -> Value:
-        """`real` or `imag`; of a real value itself and zeros."""
+        """Adds the real or imaginary part; of a real value these are the value itself and zeros."""
         value = self.numeric(value)
         if value.dtype in dtypes.COMPLEX:
             return self._of_complex(op, value)

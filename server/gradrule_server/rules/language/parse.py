@@ -1,4 +1,4 @@
-"""From Python's syntax tree to the language's: only what the language has gets through, every name is looked up."""
+"""Converts Python's syntax tree to that of the language; refuses everything else, and resolves all names."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 from gradrule_server.errors import GradruleError, did_you_mean
 from gradrule_server.rules import dtypes
-from gradrule_server.rules.language.errors import invalid_expression, quoted
 from gradrule_server.rules.language.functions import CONSTANTS, FUNCTIONS, SPELLINGS, Function
-from gradrule_server.rules.language.names import FAMILIES, declared, split_variable
-from gradrule_server.rules.language.screen import ALLOWED, MAX_DEPTH, Source, read
-from gradrule_server.rules.language.tree import (
+from gradrule_server.rules.language.identifiers import FAMILIES, declared_params_text, split_variable
+from gradrule_server.rules.language.source import ALLOWED, MAX_DEPTH, Source, invalid_expression, quoted, read
+from gradrule_server.rules.language.syntax_tree import (
     EVERYTHING,
     Axes,
     Call,
@@ -48,7 +47,7 @@ _AXES = 'an axis is None, an integer, a tuple of integers, "sample" or "channel"
 
 
 def parse_form(expression: str, params: Sequence[str]) -> tuple[str, Form]:
-    """The text (line breaks made blanks) and what it says. INVALID_EXPRESSION where it says nothing."""
+    """Returns the text, with blanks in place of line breaks, and its syntax tree. Raises INVALID_EXPRESSION."""
     source = read(expression)
     return source.text, _Reader(source, params).form(source.body)
 
@@ -151,7 +150,7 @@ class _Reader:
             node,
             f"unknown name {quoted(name)}.{did_you_mean(name, known)} "
             "Names are x, y, dy, default, with or without an index, "
-            f"pi, inf, nan, and {declared(self._params)}",
+            f"pi, inf, nan, and {declared_params_text(self._params)}",
         )
 
     def _compare(self, node: ast.Compare, depth: int) -> Call:
@@ -188,7 +187,7 @@ class _Reader:
         return Call(SPELLINGS.get(name, name), arguments, offset, axes=axes)
 
     def _signature(self, node: ast.Call, function: Function) -> tuple[Axes | None, list[ast.expr]]:
-        """The axes and the positional arguments of a call, checked against the function's usage."""
+        """Returns the axes and the positional arguments of a call; refuses calls that do not fit the function."""
         positional = list(node.args)
         for argument in positional:
             if isinstance(argument, ast.Starred):
@@ -256,7 +255,7 @@ class _Reader:
         return dtype
 
     def _between(self, left: ast.expr, symbol: str) -> int:
-        """Offset of the operator behind `left`; parentheses may stand between."""
+        """Returns the offset of the operator after `left`; parentheses may be between them."""
         end = self._source.end(left)
         found = self._source.text.find(symbol, end)
         return end if found < 0 else found

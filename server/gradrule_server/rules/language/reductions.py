@@ -1,7 +1,7 @@
-"""Functions that go along axes: reductions, norm, size, softmax, and sum_to.
+"""Adds nodes for functions along axes: reductions, norm, size, softmax and sum_to.
 
-Ranks are not known while a rule becomes a graph, so whole tensors are flattened, and "sample" and "channel" axes are
-computed.
+Ranks are not known when the graph is built, so that whole tensors are flattened, and "sample" and "channel" axes are
+computed when the graph runs.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from gradrule_server.rules import dtypes
 from gradrule_server.rules.dtypes import Dt
 from gradrule_server.rules.graph_builder import GraphBuilder
 from gradrule_server.rules.language.functions import BINARY, REDUCTIONS, SMOOTH, UNARY, Domain, Elementwise
-from gradrule_server.rules.language.tree import Axes
-from gradrule_server.rules.language.values import TypeConflict, Value, coerce, reduced_sources
+from gradrule_server.rules.language.syntax_tree import Axes
+from gradrule_server.rules.language.values import TypeConflictError, Value, coerce, reduced_sources
 
 _INT64 = Dt.DT_INT64
 _INT32 = Dt.DT_INT32
 
-# What TensorFlow says about a scalar here names the node, so the node's name says what is wrong.
+# TensorFlow's error for a scalar shows the name of the node, so that name says what is wrong.
 _AXES_NODES = {"sample": "axis_sample_wants_rank_1_or_more", "channel": "axis_channel_wants_rank_1_or_more"}
 
 
 class Context(Protocol):
-    """What reductions need of the lowering."""
+    """The methods of `Lowering` that are needed here."""
 
     @property
     def builder(self) -> GraphBuilder: ...
@@ -43,11 +43,11 @@ class Context(Protocol):
 
 
 def reduce(context: Context, function: str, axes: Axes, value: Value) -> Value:
-    """A reduction of the table: rank 0 over everything, else the reduced axes stay with size 1."""
+    """Adds a reduction. A reduction of all axes has rank 0; otherwise the reduced axes stay with size 1."""
     op, domain = REDUCTIONS[function]
     if function in ("any", "all"):
         if not value.is_bool:
-            raise TypeConflict(
+            raise TypeConflictError(
                 f"{function!r} wants truth values, such as x > 0, and meets {dtypes.dtype_name(value.dtype)}"
             )
         return _reduced(context, op, axes, value, coerce(value, Dt.DT_BOOL, context.builder), Dt.DT_BOOL)
@@ -58,7 +58,7 @@ def reduce(context: Context, function: str, axes: Axes, value: Value) -> Value:
 
 
 def norm(context: Context, axes: Axes, value: Value) -> Value:
-    """The Euclidean norm; of the 16-bit types by way of float32, whose squares do not overflow."""
+    """Adds the Euclidean norm. 16-bit types are computed in float32, in which squares do not overflow."""
     value = context.numeric(value)
     tensor, dtype = context.strong(value)
     context.require(dtype, SMOOTH, "norm")
@@ -80,7 +80,7 @@ def norm(context: Context, axes: Axes, value: Value) -> Value:
 
 
 def size(context: Context, axes: Axes, value: Value) -> Value:
-    """The number of elements that a reduction along the axes takes together, of rank 0."""
+    """Adds the number of elements that a reduction along the axes combines, of rank 0."""
     builder = context.builder
     tensor, dtype = context.strong(value)
     if axes.kind == "all":
@@ -107,17 +107,17 @@ def size(context: Context, axes: Axes, value: Value) -> Value:
 
 
 def softmax(context: Context, axes: Axes, value: Value) -> Value:
-    """exp(v) over its sum along the axes."""
+    """Adds exp(v) divided by its sum along the axes."""
     return _softmax(context, axes, value, log=False)
 
 
 def log_softmax(context: Context, axes: Axes, value: Value) -> Value:
-    """The logarithm of softmax, without its rounding to 0."""
+    """Adds the logarithm of softmax, computed so that small values are not rounded to 0."""
     return _softmax(context, axes, value, log=True)
 
 
 def sum_to(context: Context, value: Value, like: Value) -> Value:
-    """`value` summed over the axes along which a tensor of the shape of `like` would be broadcast to it."""
+    """Adds the sum of `value` over the axes along which `like` would be broadcast to the shape of `value`."""
     builder = context.builder
     value = context.numeric(value)
     tensor, dtype = context.strong(value)
@@ -127,7 +127,7 @@ def sum_to(context: Context, value: Value, like: Value) -> Value:
     wanted = builder.add("Shape", like_tensor, T=like_dtype, out_type=_INT32)
     axes = builder.add("BroadcastGradientArgs", wanted, shape, T=_INT32)
     total = builder.add("Sum", tensor, axes, T=dtype, Tidx=_INT32, keep_dims=False)
-    # As with "sample", the node's name is what an error of TensorFlow's shows.
+    # TensorFlow's error shows the name of the node, so that name says what is wrong.
     summed = builder.add("Reshape", total, wanted, name="sum_to_shape_of_like", T=dtype, Tshape=_INT32)
     return Value(dtype, summed, sources=like.sources)
 
@@ -141,7 +141,7 @@ def _softmax(context: Context, axes: Axes, value: Value, *, log: bool) -> Value:
     if axes == Axes("list", (-1,)):
         op = "LogSoftmax" if log else "Softmax"
         return Value(dtype, context.builder.add(op, tensor, T=dtype), sources=value.sources)
-    # Subtracting the largest changes nothing but keeps exp from overflowing.
+    # Subtracting the largest value does not change the result and keeps exp from overflowing.
     largest = _reduced(context, "Max", axes, value, tensor, dtype)
     shifted = context.elementwise(BINARY["-"], [value, largest], function)
     powers = context.elementwise(UNARY["exp"], [shifted], function)
@@ -157,7 +157,7 @@ def _reduced(context: Context, op: str, axes: Axes, value: Value, tensor: str, d
     builder = context.builder
     types: dict[str, Any] = {} if dtype == Dt.DT_BOOL else {"T": dtype}
     if axes.kind == "all":
-        # A flat tensor has one axis whatever the rank was, so the result's rank 0 is known before anything runs.
+        # Flatten the tensor, so that the result has the known rank 0 whatever the rank of the tensor is.
         if value.sources:
             tensor = builder.add("Reshape", tensor, builder.constant([-1], _INT32), T=dtype, Tshape=_INT32)
             indices = builder.constant(0, _INT32)
@@ -176,9 +176,9 @@ def _reduced(context: Context, op: str, axes: Axes, value: Value, tensor: str, d
 
 
 def _named_axes(builder: GraphBuilder, kind: str, tensor: str, dtype: int) -> str:
-    """All axes but the first (`sample`) or the last (`channel`).
+    """Adds all axes but the first (`sample`) or the last (`channel`).
 
-    Range refuses to count from 1 to 0 or from 0 to -1, so a scalar is an error.
+    A scalar is an error, because Range refuses to count from 1 to 0 or from 0 to -1.
     """
     rank = builder.add("Rank", tensor, T=dtype)
     zero, one = builder.constant(0, _INT32), builder.constant(1, _INT32)
@@ -190,7 +190,7 @@ def _named_axes(builder: GraphBuilder, kind: str, tensor: str, dtype: int) -> st
 
 
 def _dimension(builder: GraphBuilder, shape: str, axis: int) -> str:
-    """One entry of a shape, counted from the end if negative; TensorFlow refuses an axis that is not there."""
+    """Adds one entry of a shape, counted from the end if negative; TensorFlow refuses an axis that does not exist."""
     begin = builder.constant([axis], _INT32)
     end = builder.constant([axis + 1], _INT32)
     no_mask, shrink = graph_pb2.AttrValue(i=0), graph_pb2.AttrValue(i=1)

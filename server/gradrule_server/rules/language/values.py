@@ -1,4 +1,4 @@
-"""Values while a formula becomes a graph: their types, whether these may still change, where their shapes come from."""
+"""Tracks the types and shapes of values while a formula is converted to a graph."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ _REDUCED = "reduced/"
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A constant (`tensor` None), or a tensor of the graph.
+    """A constant, or a tensor of the graph.
 
-    `weak`: made of literals and params alone; it takes the type of what it meets. `sources`: what the shape is
-    broadcast from, none for rank 0; `reduced/x0` stands for a shape that broadcasts to that of x0.
+    Attributes:
+        dtype: Its element type.
+        tensor: The tensor; None for a constant.
+        constant: The constant.
+        weak: Whether it is made of literals and params only, and so takes the type of values that it is combined with.
+        sources: From what the shape is broadcast; empty for rank 0. `reduced/x0` is a shape that broadcasts to x0's.
     """
 
     dtype: int
@@ -31,22 +35,22 @@ class Value:
         return self.dtype == Dt.DT_BOOL
 
 
-class TypeConflict(Exception):
-    """Values that cannot meet; the text says why and what to write."""
+class TypeConflictError(Exception):
+    """Values cannot be combined; the text says why and what to write."""
 
 
 def number(value: float) -> Value:
-    """A literal: float64 until it meets a tensor."""
+    """Returns the value of a literal, which is float64 until it is combined with a tensor."""
     return Value(Dt.DT_DOUBLE, None, float(value), weak=True)
 
 
 def truth(value: bool) -> Value:
-    """True or False."""
+    """Returns the value of True or False."""
     return Value(Dt.DT_BOOL, None, bool(value))
 
 
 def broadcast_sources(values: Iterable[Value]) -> frozenset[str]:
-    """Sources of the shape that the values broadcast to: x0 itself outdoes a reduced x0."""
+    """Returns the sources of the shape that the values broadcast to; x0 replaces reduced/x0."""
     joined = frozenset[str]().union(*(value.sources for value in values))
     return frozenset(
         source
@@ -56,19 +60,22 @@ def broadcast_sources(values: Iterable[Value]) -> frozenset[str]:
 
 
 def reduced_sources(value: Value) -> frozenset[str]:
-    """Sources of the shape of `value` with some axes made 1."""
+    """Returns the sources of the shape of `value` with some axes reduced to size 1."""
     return frozenset(source if source.startswith(_REDUCED) else _REDUCED + source for source in value.sources)
 
 
 def common_dtype(values: Sequence[Value], x_dtype: int, *, keep_bool: bool = False) -> int | None:
-    """The type in which values compute together; None if all are weak and so stay (in float64).
+    """Returns the common type of values; None if all are weak and stay float64.
 
-    One type among the tensors wins, literals and params follow it, bool is cast to it. Only bools: x's type, or bool
-    with `keep_bool`.
+    All tensors must have one type, which literals, params and bools are converted to. For bools alone it is the type of
+    x, or bool with `keep_bool`.
+
+    Raises:
+        TypeConflictError: Tensors have different types.
     """
     strong = {value.dtype for value in values if not value.weak and not value.is_bool}
     if len(strong) > 1:
-        raise TypeConflict(_conflict(sorted(strong)))
+        raise TypeConflictError(_conflict(sorted(strong)))
     if strong:
         return strong.pop()
     bools = [value for value in values if value.is_bool]
@@ -80,7 +87,7 @@ def common_dtype(values: Sequence[Value], x_dtype: int, *, keep_bool: bool = Fal
 
 
 def coerce(value: Value, dtype: int, builder: GraphBuilder) -> str:
-    """The tensor of `value` in `dtype`, by one Cast at most."""
+    """Returns the tensor of a value in `dtype`, with at most one Cast. Raises `TypeConflictError`."""
     if value.constant is not None:
         if dtype not in dtypes.DIFFERENTIABLE and dtype != Dt.DT_BOOL:
             _require_integral(value.constant, dtype)
@@ -89,7 +96,7 @@ def coerce(value: Value, dtype: int, builder: GraphBuilder) -> str:
     if value.dtype == dtype:
         return value.tensor
     if value.weak and dtype not in dtypes.DIFFERENTIABLE:
-        raise TypeConflict(
+        raise TypeConflictError(
             f"a param is a number of a float type and meets {dtypes.dtype_name(dtype)}: cast the integers, cast(v, dy)"
         )
     return builder.add("Cast", value.tensor, SrcT=value.dtype, DstT=dtype, Truncate=False)
@@ -98,10 +105,10 @@ def coerce(value: Value, dtype: int, builder: GraphBuilder) -> str:
 def _require_integral(constant: float | bool, dtype: int) -> None:
     name = dtypes.dtype_name(dtype)
     if not float(constant).is_integer():
-        raise TypeConflict(f"{constant!r} meets {name}: cast the integers to a float type, cast(v, dy)")
+        raise TypeConflictError(f"{constant!r} meets {name}: cast the integers to a float type, cast(v, dy)")
     bits = dtypes.NUMPY[dtype].itemsize * 8 if dtype in dtypes.INTEGERS else None
     if bits is None or abs(float(constant)) >= 2.0 ** (bits - 1):
-        raise TypeConflict(f"{constant!r} does not fit {name}: cast the integers first, cast(v, dy)")
+        raise TypeConflictError(f"{constant!r} does not fit {name}: cast the integers first, cast(v, dy)")
 
 
 def _conflict(found: Sequence[int]) -> str:

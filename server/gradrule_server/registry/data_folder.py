@@ -1,0 +1,150 @@
+"""Manages the files of a registry beside its database: the marker, the reserve for a full disk, SQLite's logs."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+FILE_NAME = "gradrule.db"
+MARKER = "gradrule.registry"
+RESERVE = "gradrule.reserve"
+BLOBS = "blobs"
+"""Name of the folder of blobs within the data folder."""
+
+DISK_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Error numbers of system calls on a full disk."""
+
+# Deleting a program writes a page for each thousand pages that it frees, and a few more.
+_RESERVE_BYTES = 4 << 20
+
+
+class StoreError(Exception):
+    """The registry's files cannot be used; the message says why and what to do."""
+
+
+def sync_to_disk(path: Path) -> None:
+    """Makes sure that the content of a file, or the names in a folder, survive a power failure."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def find_logs(path: Path) -> list[Path]:
+    """Returns SQLite's logs beside a database, which hold the last writes of a process that was killed."""
+    found = (path.with_name(path.name + end) for end in ("-wal", "-shm", "-journal"))
+    return [log for log in found if log.exists()]
+
+
+def read_marker(folder: Path) -> str | None:
+    """Returns the id of the registry that is or was in the folder; empty: an invalid marker; None: no marker."""
+    try:
+        found = json.loads((folder / MARKER).read_bytes())["registry"]
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
+    return found if isinstance(found, str) else ""
+
+
+def write_marker(folder: Path, registry_id: str) -> None:
+    """Writes the marker atomically."""
+    unfinished = folder / f".{MARKER}.unfinished"
+    unfinished.write_text(json.dumps({"registry": registry_id}) + "\n", "utf-8")
+    unfinished.chmod(0o600)
+    sync_to_disk(unfinished)
+    unfinished.rename(folder / MARKER)
+    sync_to_disk(folder)
+
+
+def refuse_lost_database(folder: Path, problem: str) -> None:
+    """Raises `StoreError` if other files show that the folder had a registry.
+
+    Args:
+        folder: The data folder.
+        problem: What is wrong with the database: `gone` or `empty`.
+    """
+    traces = [MARKER] if (folder / MARKER).exists() else []
+    if _has_blobs(folder / BLOBS):
+        traces.append(f"{BLOBS}/")
+    if traces:
+        raise StoreError(
+            f"the registry's database {folder / FILE_NAME} is {problem}, but {' and '.join(traces)} beside it show "
+            f"that there was one: put the file back, or bring back a copy (`gradrule registry restore COPY --data-dir "
+            f"{folder}`), or begin with an empty registry (`gradrule registry new --data-dir {folder}`)"
+        )
+
+
+def add_suffix(paths: Iterable[Path], suffix: str) -> list[Path]:
+    """Renames those of the files that exist by adding a suffix; returns their new paths."""
+    moved = []
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            moved.append(path.rename(path.with_name(path.name + suffix)))
+    return moved
+
+
+class OpenFiles:
+    """The files of an opened database, by their inodes; detects that they were removed or replaced."""
+
+    def __init__(self, path: Path) -> None:
+        self._files = {file: _identity(file) for file in (path, *(path.with_name(path.name + e) for e in _KEPT_OPEN))}
+
+    def problem(self) -> str | None:
+        """Returns a sentence that names a file that was removed or replaced; None if there is none."""
+        for file, opened in self._files.items():
+            found = _identity(file)
+            if opened is not None and found != opened:
+                return f"{file} was {'removed' if found is None else 'replaced'} while the server uses it"
+        return None
+
+
+class Reserve:
+    """A file that reserves disk space, so that deleting works on a full disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / RESERVE
+
+    def create(self) -> bool:
+        """Reserves the space; returns False if the disk is full or the file system cannot reserve space."""
+        handle = os.open(self._path, os.O_CREAT | os.O_RDWR, 0o600)
+        try:
+            os.posix_fallocate(handle, 0, _RESERVE_BYTES)
+        except OSError:
+            self._path.unlink()
+            return False
+        finally:
+            os.close(handle)
+        return True
+
+    def release(self) -> bool:
+        """Frees the space; returns False if it was free already."""
+        try:
+            self._path.unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+
+# SQLite keeps these files open and removes them only when the last connection is closed.
+_KEPT_OPEN = ("-wal", "-shm")
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _has_blobs(folder: Path) -> bool:
+    """Returns whether the folder of blobs, or a tenant's folder in it, holds a file."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return any(file for _, _, files in os.walk(folder) for file in files)
+    return False

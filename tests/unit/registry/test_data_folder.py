@@ -1,0 +1,242 @@
+"""Tests registries whose files are missing, empty, exchanged or changed, and full disks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from gradrule.v1 import errors_pb2
+from gradrule_server.errors import GradruleError
+from gradrule_server.registry.backup import backup, check, create_empty_registry, restore
+from gradrule_server.registry.blobs import BlobStore
+from gradrule_server.registry.data_folder import MARKER, RESERVE, StoreError
+from gradrule_server.registry.store import RuleRow, Store
+from tests.unit.registry.version_1 import DEFINITION
+
+RULE = DEFINITION.SerializeToString()
+
+
+def rule(name: str, size: int = 0) -> RuleRow:
+    return RuleRow(name, RULE, "d" * size, 1)
+
+
+def names(folder: Path) -> list[str]:
+    store = Store(folder)
+    found = [row.name for row in store.rules()]
+    store.close()
+    return found
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """A folder whose registry has one rule."""
+    store = Store(tmp_path / "data")
+    store.add_rule(rule("Kept"))
+    store.close()
+    return tmp_path / "data"
+
+
+@pytest.mark.parametrize("change", [Path.unlink, lambda path: path.write_bytes(b"")], ids=["removed", "emptied"])
+def test_lost_database_is_not_replaced_by_an_empty_one(kept: Path, change: Callable[[Path], object]) -> None:
+    change(kept / "gradrule.db")
+    with pytest.raises(
+        StoreError, match=r"gradrule\.db is (gone|empty), but gradrule\.registry .*registry new"
+    ) as lost:
+        Store(kept)
+    assert "\n" not in str(lost.value)
+    create_empty_registry(kept)
+    assert names(kept) == []
+
+
+def test_blobs_alone_show_that_the_folder_had_a_registry(tmp_path: Path) -> None:
+    upload = BlobStore(tmp_path / "blobs", 1 << 20).for_tenant("ada").upload("0" * 64)
+    upload.write(b"bytes")
+    with pytest.raises(StoreError, match=r"gradrule\.db is gone, but blobs/ beside it"):
+        Store(tmp_path)
+    upload.close()
+    Store(tmp_path).close()
+
+
+def test_lost_log_that_held_all_tables_is_detected(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from gradrule_server.registry.store import *\n"
+        "store = Store(Path(sys.argv[1])); os._exit(0)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    (tmp_path / "gradrule.db-wal").unlink()
+    with pytest.raises(StoreError, match=r"gradrule\.db is empty, but"):
+        Store(tmp_path)
+
+
+def test_lost_log_of_a_killed_server_is_logged(kept: Path, caplog: pytest.LogCaptureFixture) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from gradrule_server.registry.store import *\n"
+        "store = Store(Path(sys.argv[1])); os._exit(0)"
+    )
+    assert names(kept) == ["Kept"]
+    assert not caplog.messages
+    subprocess.run([sys.executable, "-c", code, str(kept)], check=True)
+    (kept / "gradrule.db-wal").unlink()
+    assert names(kept) == ["Kept"]
+    assert "what was written last may be lost" in caplog.text
+
+
+def test_new_registry_keeps_the_renamed_old_one(kept: Path) -> None:
+    moved = {path.name.partition(".until-")[0] for path in create_empty_registry(kept)}
+    assert moved == {"gradrule.db", MARKER}
+    assert names(kept) == []
+    [old] = kept.glob("gradrule.db.until-*")
+    old.rename(kept / "gradrule.db")
+    # It is not the registry that began meanwhile.
+    with pytest.raises(StoreError, match=r"belongs to another registry .* remove gradrule\.registry"):
+        Store(kept)
+    (kept / MARKER).unlink()
+    assert names(kept) == ["Kept"]
+
+
+def test_backup_can_be_restored_where_the_database_was_lost(kept: Path, tmp_path: Path) -> None:
+    backup(kept, tmp_path / "copy")
+    (kept / "gradrule.db").write_bytes(b"")
+    restore(tmp_path / "copy", kept)
+    assert names(kept) == ["Kept"]
+    assert "1 rules" in str(check(kept))
+
+
+@pytest.mark.parametrize(
+    "marker", [None, b"", b"[" * 100_000, b'{"registry": 7}'], ids=["none", "empty", "deep", "odd"]
+)
+def test_registry_of_an_older_release_gets_a_marker(kept: Path, marker: bytes | None) -> None:
+    with sqlite3.connect(kept / "gradrule.db") as database:
+        database.execute("DELETE FROM meta WHERE key = 'registry_id'")
+    database.close()
+    (kept / MARKER).unlink()
+    if marker is not None:
+        (kept / MARKER).write_bytes(marker)
+    assert names(kept) == ["Kept"]
+    (kept / "gradrule.db").unlink()
+    with pytest.raises(StoreError, match="is gone"):
+        Store(kept)
+
+
+def test_second_server_is_refused_after_the_lock_file_was_removed(kept: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = Store(kept)
+    (kept / "gradrule.lock").unlink()
+    with pytest.raises(StoreError, match="in use by another server"):
+        Store(kept)
+    store.check_files()
+    assert "lock file" in caplog.text
+    with pytest.raises(StoreError, match=rf"in use by another server \(process {os.getpid()}\)"):
+        Store(kept)
+    store.close()
+    assert names(kept) == ["Kept"]
+
+
+@pytest.mark.parametrize("name", ["gradrule.db", "gradrule.db-wal", "gradrule.db-shm"])
+@pytest.mark.parametrize("is_replaced", [False, True], ids=["removed", "replaced"])
+def test_writes_to_a_removed_file_are_refused(
+    kept: Path, caplog: pytest.LogCaptureFixture, name: str, is_replaced: bool
+) -> None:
+    store = Store(kept)
+    store.add_rule(rule("Second"))
+    store.check_files()
+    assert not caplog.messages
+    aside = kept / "aside"
+    (kept / name).rename(aside)
+    if is_replaced:
+        shutil.copy(aside, kept / name)
+    for call in (lambda: store.add_rule(rule("Third")), store.rules, lambda: store.remove_rule("Kept")):
+        with pytest.raises(GradruleError) as refusal:
+            call()
+        assert refusal.value.reason == errors_pb2.ERROR_REASON_UNAVAILABLE
+        # Callers are not told where the server keeps its files.
+        assert str(kept) not in refusal.value.message
+    for _ in range(3):
+        store.check_files()
+    assert len(caplog.messages) == 1
+    assert f"{kept / name} was {'replaced' if is_replaced else 'removed'}" in caplog.text
+    aside.rename(kept / name)
+    store.add_rule(rule("Third"))
+    store.close()
+    assert names(kept) == ["Kept", "Second", "Third"]
+
+
+def test_write_is_not_acknowledged_if_the_file_is_removed_meanwhile(kept: Path) -> None:
+    store = Store(kept)
+    with pytest.raises(GradruleError, match="was removed or replaced"), store._database.write():
+        (kept / "gradrule.db").unlink()
+    store.close()
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A file system of that size; skips where none can be mounted."""
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill(folder: Path) -> None:
+    """Takes all the room that is left."""
+    with (folder / "ballast").open("ab", buffering=0) as file:
+        try:
+            while file.write(b"x" * 4096):
+                pass
+        except OSError:
+            return
+
+
+def test_deleting_works_on_a_full_disk(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "12m") as disk:
+        store = Store(disk)
+        for number in range(60):
+            store.add_rule(rule(f"R{number:02}", 8000))
+        fill(disk)
+
+        def add_more() -> None:
+            for number in range(1000):
+                store.add_rule(rule(f"S{number:03}", 8000))
+
+        with pytest.raises(GradruleError, match=r"disk .* is full"):
+            add_more()
+        fill(disk)
+        for number in range(60):
+            store.remove_rule(f"R{number:02}")
+        store.close()
+        # Nor does it refuse a start.
+        fill(disk)
+        store = Store(disk)
+        assert not [row for row in store.rules() if row.name.startswith("R")]
+        store.close()
+
+
+def test_start_after_a_kill_works_on_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from gradrule_server.registry.store import *\n"
+        "store = Store(Path(sys.argv[1])); os._exit(0)"
+    )
+    with small_disk(tmp_path / "disk", "6m") as disk:
+        subprocess.run([sys.executable, "-c", code, str(disk)], check=True)
+        for name in ("gradrule.db-shm", "gradrule.lock"):
+            (disk / name).unlink()
+        fill(disk)
+        store = Store(disk)
+        store.close()
+        assert "was used to open it" in caplog.text
+        (disk / "ballast").unlink()
+        Store(disk).close()
+        assert (disk / RESERVE).stat().st_size == 4 << 20
