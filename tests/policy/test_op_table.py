@@ -53,7 +53,7 @@ def test_what_a_refusal_says() -> None:
     (finding,) = findings_of("ReadFile", "nested_function", trusted=False)
     assert finding.reason == NOT_ALLOWED
     assert finding.node == "y0/y0/under_test0"
-    for words in ("'y0/y0/under_test0' (ReadFile)", "file read", "reads a file", "feed what is in it", "--trust full"):
+    for words in ("'y0/y0/under_test0' (ReadFile)", "file read", "reads a file", "feed its content", "--trust full"):
         assert words in finding.message
 
 

@@ -39,6 +39,7 @@ def test_every_reason_has_a_test() -> None:
         "bad_rules",
         "blobs",
         "bombs",
+        "client_memory",
         "door",
         "forward",
         "policy",
@@ -121,7 +122,7 @@ def test_deadline(small: RunningServer, small_channel: grpc.Channel) -> None:
 
 @provokes("MESSAGE_TOO_LARGE")
 def test_message_that_is_too_large(small: RunningServer, small_channel: grpc.Channel) -> None:
-    with gr.connect(small.target) as client, refused("MESSAGE_TOO_LARGE"):
+    with gr.connect(small.target, shared_memory=False) as client, refused("MESSAGE_TOO_LARGE"):
         client.evaluate(sign(), feeds={"x": np.zeros(600_000, np.float32)}, fetches=["y"])
     raw.assert_healthy(small_channel)
 

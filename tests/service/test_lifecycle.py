@@ -91,7 +91,7 @@ def test_flag_wins_over_environment(tmp_path: Path) -> None:
     environment = {"GRADRULE_MAX_MESSAGE_BYTES": "4KiB", "GRADRULE_REFLECTION": "false"}
     with (
         running_server(tmp_path, ["--max-message-bytes", "1MiB"], environment) as running,
-        gr.connect(running.target) as client,
+        gr.connect(running.target, shared_memory=False) as client,
     ):
         g = gr.Graph()
         g.op("Neg", g.placeholder("x", "float32", [None]), name="y")

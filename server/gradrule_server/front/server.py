@@ -31,7 +31,7 @@ from gradrule_server.front.tls import Certificates
 
 # Calls that gRPC has read and the event loop has not taken yet, each of 7 to 23 KiB. Beyond the first number gRPC
 # cancels some that come, beyond the second all. A client can begin and reset thousands in a second.
-_MANY_PENDING, _MOST_PENDING = 5_000, 10_000
+_MANY_PENDING, _MOST_PENDING = 20_000, 40_000
 _UNLIMITED = -1
 # grpc.aio keeps the task that accepts calls to itself.
 _ACCEPT_LOOP = "AioServer._server_main_loop"

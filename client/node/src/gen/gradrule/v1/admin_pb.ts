@@ -14,7 +14,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file gradrule/v1/admin.proto.
  */
 export const file_gradrule_v1_admin: GenFile = /*@__PURE__*/
-  fileDesc("ChdncmFkcnVsZS92MS9hZG1pbi5wcm90bxILZ3JhZHJ1bGUudjEiGAoWR2V0U2VydmVyU3RhdHVzUmVxdWVzdCJEChdHZXRTZXJ2ZXJTdGF0dXNSZXNwb25zZRIpCgZzdGF0dXMYASABKAsyGS5ncmFkcnVsZS52MS5TZXJ2ZXJTdGF0dXMimwMKDFNlcnZlclN0YXR1cxIPCgd2ZXJzaW9uGAEgASgJEhoKEnRlbnNvcmZsb3dfdmVyc2lvbhgCIAEoCRIpCgZ1cHRpbWUYAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SDQoFcmVhZHkYBCABKAgSKgoHZW5naW5lcxgFIAMoCzIZLmdyYWRydWxlLnYxLkVuZ2luZVN0YXR1cxIVCg1zcGFyZV9lbmdpbmVzGAYgASgFEiQKCHJlcXVlc3RzGAcgASgLMhIuZ3JhZHJ1bGUudjEuVXNhZ2USKAoGY2FjaGVzGAggAygLMhguZ3JhZHJ1bGUudjEuQ2FjaGVTdGF0dXMSKgoHdGVuYW50cxgJIAMoCzIZLmdyYWRydWxlLnYxLlRlbmFudFN0YXR1cxIUCgx0ZW5hbnRfY291bnQYCiABKAUSNAoLcXVhcmFudGluZWQYCyADKAsyHy5ncmFkcnVsZS52MS5RdWFyYW50aW5lZFByb2dyYW0SGQoRcXVhcmFudGluZWRfY291bnQYDCABKAUiJAoFVXNhZ2USDAoEdXNlZBgBIAEoAxINCgVsaW1pdBgCIAEoAyLhAgoMRW5naW5lU3RhdHVzEg0KBWluZGV4GAEgASgFEg4KBmRldmljZRgCIAEoCRILCgNwaWQYAyABKAMSDQoFcmVhZHkYBCABKAgSDwoHcnVubmluZxgFIAEoBRIPCgd3YWl0aW5nGAYgASgFEhAKCHByb2dyYW1zGAcgASgFEhYKDnJlc2lkZW50X2J5dGVzGAggASgDEikKBnVwdGltZRgJIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIzCgVlbmRlZBgKIAMoCzIkLmdyYWRydWxlLnYxLkVuZ2luZVN0YXR1cy5FbmRlZEVudHJ5Eg4KBnRlbmFudBgLIAEoCRIWCg5ob2xkc19zZXNzaW9ucxgMIAEoCBIUCgxqaXRfcHJvZ3JhbXMYDSABKAUaLAoKRW5kZWRFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAM6AjgBImMKC0NhY2hlU3RhdHVzEgwKBG5hbWUYASABKAkSIwoHZW50cmllcxgCIAEoCzISLmdyYWRydWxlLnYxLlVzYWdlEiEKBWJ5dGVzGAMgASgLMhIuZ3JhZHJ1bGUudjEuVXNhZ2Ui0wIKDFRlbmFudFN0YXR1cxIMCgRuYW1lGAEgASgJEiQKCHJlcXVlc3RzGAIgASgLMhIuZ3JhZHJ1bGUudjEuVXNhZ2USJAoIcHJvZ3JhbXMYAyABKAsyEi5ncmFkcnVsZS52MS5Vc2FnZRIhCgVydWxlcxgEIAEoCzISLmdyYWRydWxlLnYxLlVzYWdlEiQKCHNlc3Npb25zGAUgASgLMhIuZ3JhZHJ1bGUudjEuVXNhZ2USKQoNc2Vzc2lvbl9ieXRlcxgGIAEoCzISLmdyYWRydWxlLnYxLlVzYWdlEiMKB2hhbmRsZXMYByABKAsyEi5ncmFkcnVsZS52MS5Vc2FnZRIoCgxoYW5kbGVfYnl0ZXMYCCABKAsyEi5ncmFkcnVsZS52MS5Vc2FnZRImCgpibG9iX2J5dGVzGAkgASgLMhIuZ3JhZHJ1bGUudjEuVXNhZ2UiYgoSUXVhcmFudGluZWRQcm9ncmFtEg4KBmRpZ2VzdBgBIAEoCRIOCgZyZWFzb24YAiABKAkSLAoJcmVtYWluaW5nGAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uMmwKDEFkbWluU2VydmljZRJcCg9HZXRTZXJ2ZXJTdGF0dXMSIy5ncmFkcnVsZS52MS5HZXRTZXJ2ZXJTdGF0dXNSZXF1ZXN0GiQuZ3JhZHJ1bGUudjEuR2V0U2VydmVyU3RhdHVzUmVzcG9uc2ViBnByb3RvMw", [file_google_protobuf_duration]);
+  fileDesc("ChdncmFkcnVsZS92MS9hZG1pbi5wcm90bxILZ3JhZHJ1bGUudjEiGAoWR2V0U2VydmVyU3RhdHVzUmVxdWVzdCJEChdHZXRTZXJ2ZXJTdGF0dXNSZXNwb25zZRIpCgZzdGF0dXMYASABKAsyGS5ncmFkcnVsZS52MS5TZXJ2ZXJTdGF0dXMi1wMKDFNlcnZlclN0YXR1cxIPCgd2ZXJzaW9uGAEgASgJEhoKEnRlbnNvcmZsb3dfdmVyc2lvbhgCIAEoCRIpCgZ1cHRpbWUYAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SDQoFcmVhZHkYBCABKAgSKgoHZW5naW5lcxgFIAMoCzIZLmdyYWRydWxlLnYxLkVuZ2luZVN0YXR1cxIVCg1zcGFyZV9lbmdpbmVzGAYgASgFEiQKCHJlcXVlc3RzGAcgASgLMhIuZ3JhZHJ1bGUudjEuVXNhZ2USKAoGY2FjaGVzGAggAygLMhguZ3JhZHJ1bGUudjEuQ2FjaGVTdGF0dXMSKgoHdGVuYW50cxgJIAMoCzIZLmdyYWRydWxlLnYxLlRlbmFudFN0YXR1cxIUCgx0ZW5hbnRfY291bnQYCiABKAUSNAoLcXVhcmFudGluZWQYCyADKAsyHy5ncmFkcnVsZS52MS5RdWFyYW50aW5lZFByb2dyYW0SGQoRcXVhcmFudGluZWRfY291bnQYDCABKAUSOgoPY29tcGlsZV93b3JrZXJzGA0gASgLMiEuZ3JhZHJ1bGUudjEuQ29tcGlsZVdvcmtlcnNTdGF0dXMiXAoUQ29tcGlsZVdvcmtlcnNTdGF0dXMSDQoFY291bnQYASABKAUSDAoEYnVzeRgCIAEoBRIPCgd3YWl0aW5nGAMgASgFEhYKDnJlc2lkZW50X2J5dGVzGAQgASgDIiQKBVVzYWdlEgwKBHVzZWQYASABKAMSDQoFbGltaXQYAiABKAMi4QIKDEVuZ2luZVN0YXR1cxINCgVpbmRleBgBIAEoBRIOCgZkZXZpY2UYAiABKAkSCwoDcGlkGAMgASgDEg0KBXJlYWR5GAQgASgIEg8KB3J1bm5pbmcYBSABKAUSDwoHd2FpdGluZxgGIAEoBRIQCghwcm9ncmFtcxgHIAEoBRIWCg5yZXNpZGVudF9ieXRlcxgIIAEoAxIpCgZ1cHRpbWUYCSABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SMwoFZW5kZWQYCiADKAsyJC5ncmFkcnVsZS52MS5FbmdpbmVTdGF0dXMuRW5kZWRFbnRyeRIOCgZ0ZW5hbnQYCyABKAkSFgoOaG9sZHNfc2Vzc2lvbnMYDCABKAgSFAoMaml0X3Byb2dyYW1zGA0gASgFGiwKCkVuZGVkRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgDOgI4ASJjCgtDYWNoZVN0YXR1cxIMCgRuYW1lGAEgASgJEiMKB2VudHJpZXMYAiABKAsyEi5ncmFkcnVsZS52MS5Vc2FnZRIhCgVieXRlcxgDIAEoCzISLmdyYWRydWxlLnYxLlVzYWdlItMCCgxUZW5hbnRTdGF0dXMSDAoEbmFtZRgBIAEoCRIkCghyZXF1ZXN0cxgCIAEoCzISLmdyYWRydWxlLnYxLlVzYWdlEiQKCHByb2dyYW1zGAMgASgLMhIuZ3JhZHJ1bGUudjEuVXNhZ2USIQoFcnVsZXMYBCABKAsyEi5ncmFkcnVsZS52MS5Vc2FnZRIkCghzZXNzaW9ucxgFIAEoCzISLmdyYWRydWxlLnYxLlVzYWdlEikKDXNlc3Npb25fYnl0ZXMYBiABKAsyEi5ncmFkcnVsZS52MS5Vc2FnZRIjCgdoYW5kbGVzGAcgASgLMhIuZ3JhZHJ1bGUudjEuVXNhZ2USKAoMaGFuZGxlX2J5dGVzGAggASgLMhIuZ3JhZHJ1bGUudjEuVXNhZ2USJgoKYmxvYl9ieXRlcxgJIAEoCzISLmdyYWRydWxlLnYxLlVzYWdlImIKElF1YXJhbnRpbmVkUHJvZ3JhbRIOCgZkaWdlc3QYASABKAkSDgoGcmVhc29uGAIgASgJEiwKCXJlbWFpbmluZxgDIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbjJsCgxBZG1pblNlcnZpY2USXAoPR2V0U2VydmVyU3RhdHVzEiMuZ3JhZHJ1bGUudjEuR2V0U2VydmVyU3RhdHVzUmVxdWVzdBokLmdyYWRydWxlLnYxLkdldFNlcnZlclN0YXR1c1Jlc3BvbnNlYgZwcm90bzM", [file_google_protobuf_duration]);
 
 /**
  * Request of GetServerStatus.
@@ -141,6 +141,13 @@ export type ServerStatus = Message<"gradrule.v1.ServerStatus"> & {
    * @generated from field: int32 quarantined_count = 12;
    */
   quarantinedCount: number;
+
+  /**
+   * Compile workers of all tenants: processes that read graphs.
+   *
+   * @generated from field: gradrule.v1.CompileWorkersStatus compile_workers = 13;
+   */
+  compileWorkers?: CompileWorkersStatus | undefined;
 };
 
 /**
@@ -149,6 +156,48 @@ export type ServerStatus = Message<"gradrule.v1.ServerStatus"> & {
  */
 export const ServerStatusSchema: GenMessage<ServerStatus> = /*@__PURE__*/
   messageDesc(file_gradrule_v1_admin, 2);
+
+/**
+ * The processes that read graphs, before engines compile them.
+ *
+ * @generated from message gradrule.v1.CompileWorkersStatus
+ */
+export type CompileWorkersStatus = Message<"gradrule.v1.CompileWorkersStatus"> & {
+  /**
+   * How many there are.
+   *
+   * @generated from field: int32 count = 1;
+   */
+  count: number;
+
+  /**
+   * How many of them are at a task.
+   *
+   * @generated from field: int32 busy = 2;
+   */
+  busy: number;
+
+  /**
+   * Tasks that wait for one.
+   *
+   * @generated from field: int32 waiting = 3;
+   */
+  waiting: number;
+
+  /**
+   * Memory of all of them, in bytes.
+   *
+   * @generated from field: int64 resident_bytes = 4;
+   */
+  residentBytes: bigint;
+};
+
+/**
+ * Describes the message gradrule.v1.CompileWorkersStatus.
+ * Use `create(CompileWorkersStatusSchema)` to create a new message.
+ */
+export const CompileWorkersStatusSchema: GenMessage<CompileWorkersStatus> = /*@__PURE__*/
+  messageDesc(file_gradrule_v1_admin, 3);
 
 /**
  * How much there is of something, and how much there may be.
@@ -176,7 +225,7 @@ export type Usage = Message<"gradrule.v1.Usage"> & {
  * Use `create(UsageSchema)` to create a new message.
  */
 export const UsageSchema: GenMessage<Usage> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_admin, 3);
+  messageDesc(file_gradrule_v1_admin, 4);
 
 /**
  * One engine: a process that runs programs.
@@ -281,7 +330,7 @@ export type EngineStatus = Message<"gradrule.v1.EngineStatus"> & {
  * Use `create(EngineStatusSchema)` to create a new message.
  */
 export const EngineStatusSchema: GenMessage<EngineStatus> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_admin, 4);
+  messageDesc(file_gradrule_v1_admin, 5);
 
 /**
  * One cache.
@@ -316,7 +365,7 @@ export type CacheStatus = Message<"gradrule.v1.CacheStatus"> & {
  * Use `create(CacheStatusSchema)` to create a new message.
  */
 export const CacheStatusSchema: GenMessage<CacheStatus> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_admin, 5);
+  messageDesc(file_gradrule_v1_admin, 6);
 
 /**
  * What a tenant holds.
@@ -393,7 +442,7 @@ export type TenantStatus = Message<"gradrule.v1.TenantStatus"> & {
  * Use `create(TenantStatusSchema)` to create a new message.
  */
 export const TenantStatusSchema: GenMessage<TenantStatus> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_admin, 6);
+  messageDesc(file_gradrule_v1_admin, 7);
 
 /**
  * A program that is refused for a while.
@@ -428,7 +477,7 @@ export type QuarantinedProgram = Message<"gradrule.v1.QuarantinedProgram"> & {
  * Use `create(QuarantinedProgramSchema)` to create a new message.
  */
 export const QuarantinedProgramSchema: GenMessage<QuarantinedProgram> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_admin, 7);
+  messageDesc(file_gradrule_v1_admin, 8);
 
 /**
  * For those who run the server. Callers that may not use it get PERMISSION_DENIED; it can be switched off.

@@ -14,7 +14,7 @@ import type { Batching, Digests, ProgramSpec } from "./program_pb.js";
 import { file_gradrule_v1_program } from "./program_pb.js";
 import type { ParamValue } from "./rule_pb.js";
 import { file_gradrule_v1_rule } from "./rule_pb.js";
-import type { NamedTensor, SparseTensor, Tensor } from "./tensor_pb.js";
+import type { NamedTensor, Packing, SharedMemoryTensor, SparseTensor, Tensor } from "./tensor_pb.js";
 import { file_gradrule_v1_tensor } from "./tensor_pb.js";
 import type { Message } from "@bufbuild/protobuf";
 
@@ -22,7 +22,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file gradrule/v1/evaluate.proto.
  */
 export const file_gradrule_v1_evaluate: GenFile = /*@__PURE__*/
-  fileDesc("ChpncmFkcnVsZS92MS9ldmFsdWF0ZS5wcm90bxILZ3JhZHJ1bGUudjEiiwEKC1BhcmFtVmFsdWVzEjQKBnZhbHVlcxgBIAMoCzIkLmdyYWRydWxlLnYxLlBhcmFtVmFsdWVzLlZhbHVlc0VudHJ5GkYKC1ZhbHVlc0VudHJ5EgsKA2tleRgBIAEoCRImCgV2YWx1ZRgCIAEoCzIXLmdyYWRydWxlLnYxLlBhcmFtVmFsdWU6AjgBIvUDCg9FdmFsdWF0ZVJlcXVlc3QSEQoHcHJvZ3JhbRgBIAEoCUgAEigKBHNwZWMYAiABKAsyGC5ncmFkcnVsZS52MS5Qcm9ncmFtU3BlY0gAEicKBWZlZWRzGAMgAygLMhguZ3JhZHJ1bGUudjEuTmFtZWRUZW5zb3ISKQoHZ3JhZF95cxgEIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yEjgKBnBhcmFtcxgFIAMoCzIoLmdyYWRydWxlLnYxLkV2YWx1YXRlUmVxdWVzdC5QYXJhbXNFbnRyeRIrCgpkZXJpdmF0aXZlGAYgASgOMhcuZ3JhZHJ1bGUudjEuRGVyaXZhdGl2ZRIqCgh0YW5nZW50cxgHIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yEikKB3ZlY3RvcnMYCCADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvchIXCg9zdGFja2VkX2dyYWRfeXMYCSABKAgSJwoIYmF0Y2hpbmcYCiABKAsyFS5ncmFkcnVsZS52MS5CYXRjaGluZxpHCgtQYXJhbXNFbnRyeRILCgNrZXkYASABKAkSJwoFdmFsdWUYAiABKAsyGC5ncmFkcnVsZS52MS5QYXJhbVZhbHVlczoCOAFCCAoGdGFyZ2V0Ig0KC1VuY29ubmVjdGVkIhMKEU5vdERpZmZlcmVudGlhYmxlIuABCghHcmFkaWVudBIJCgF4GAEgASgJEiQKBWRlbnNlGAIgASgLMhMuZ3JhZHJ1bGUudjEuVGVuc29ySAASKwoGc3BhcnNlGAMgASgLMhkuZ3JhZHJ1bGUudjEuU3BhcnNlVGVuc29ySAASLwoLdW5jb25uZWN0ZWQYBCABKAsyGC5ncmFkcnVsZS52MS5VbmNvbm5lY3RlZEgAEjwKEm5vdF9kaWZmZXJlbnRpYWJsZRgFIAEoCzIeLmdyYWRydWxlLnYxLk5vdERpZmZlcmVudGlhYmxlSABCBwoFdmFsdWUiwwEKDUphY29iaWFuQmxvY2sSCQoBeRgBIAEoCRIJCgF4GAIgASgJEiQKBWRlbnNlGAMgASgLMhMuZ3JhZHJ1bGUudjEuVGVuc29ySAASLwoLdW5jb25uZWN0ZWQYBCABKAsyGC5ncmFkcnVsZS52MS5VbmNvbm5lY3RlZEgAEjwKEm5vdF9kaWZmZXJlbnRpYWJsZRgFIAEoCzIeLmdyYWRydWxlLnYxLk5vdERpZmZlcmVudGlhYmxlSABCBwoFdmFsdWUihwEKB1RpbWluZ3MSKAoFcXVldWUYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SKgoHY29tcGlsZRgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhImCgNydW4YAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24imgMKEEV2YWx1YXRlUmVzcG9uc2USKQoHb3V0cHV0cxgBIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yEigKCWdyYWRpZW50cxgCIAMoCzIVLmdyYWRydWxlLnYxLkdyYWRpZW50EioKCW92ZXJyaWRlcxgDIAMoCzIXLmdyYWRydWxlLnYxLlJlc29sdXRpb24SEQoJZGVmYXVsdGVkGAQgAygJEiUKB3RpbWluZ3MYBSABKAsyFC5ncmFkcnVsZS52MS5UaW1pbmdzEg4KBmRldmljZRgGIAEoCRIlCgdkaWdlc3RzGAcgASgLMhQuZ3JhZHJ1bGUudjEuRGlnZXN0cxIRCglyZXdyaXR0ZW4YCCADKAkSMQoPb3V0cHV0X3RhbmdlbnRzGAkgAygLMhguZ3JhZHJ1bGUudjEuTmFtZWRUZW5zb3ISLQoJamFjb2JpYW5zGAogAygLMhouZ3JhZHJ1bGUudjEuSmFjb2JpYW5CbG9jaxISCgpiYXRjaF9zaXplGAsgASgDEgsKA2ppdBgOIAEoCCJoCg5Gb3J3YXJkUmVxdWVzdBIuCghldmFsdWF0ZRgBIAEoCzIcLmdyYWRydWxlLnYxLkV2YWx1YXRlUmVxdWVzdBImCgN0dGwYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iiQEKD0ZvcndhcmRSZXNwb25zZRIvCghldmFsdWF0ZRgBIAEoCzIdLmdyYWRydWxlLnYxLkV2YWx1YXRlUmVzcG9uc2USDgoGaGFuZGxlGAIgASgJEg0KBWJ5dGVzGAMgASgDEiYKA3R0bBgEIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiJlCg9QdWxsQmFja1JlcXVlc3QSDgoGaGFuZGxlGAEgASgJEikKB2dyYWRfeXMYAiADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvchIXCg9zdGFja2VkX2dyYWRfeXMYAyABKAgiYwoQUHVsbEJhY2tSZXNwb25zZRIoCglncmFkaWVudHMYASADKAsyFS5ncmFkcnVsZS52MS5HcmFkaWVudBIlCgd0aW1pbmdzGAIgASgLMhQuZ3JhZHJ1bGUudjEuVGltaW5ncyIkChJDbG9zZUhhbmRsZVJlcXVlc3QSDgoGaGFuZGxlGAEgASgJIhUKE0Nsb3NlSGFuZGxlUmVzcG9uc2UiIwoNQ2FuY2VsUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgEIqADChVTdHJlYW1FdmFsdWF0ZVJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoBBIwCghldmFsdWF0ZRgCIAEoCzIcLmdyYWRydWxlLnYxLkV2YWx1YXRlUmVxdWVzdEgAEi4KB2ZvcndhcmQYAyABKAsyGy5ncmFkcnVsZS52MS5Gb3J3YXJkUmVxdWVzdEgAEjEKCXB1bGxfYmFjaxgEIAEoCzIcLmdyYWRydWxlLnYxLlB1bGxCYWNrUmVxdWVzdEgAEjcKDGNsb3NlX2hhbmRsZRgFIAEoCzIfLmdyYWRydWxlLnYxLkNsb3NlSGFuZGxlUmVxdWVzdEgAEiwKBmNhbmNlbBgGIAEoCzIaLmdyYWRydWxlLnYxLkNhbmNlbFJlcXVlc3RIABIPCgVjaHVuaxgIIAEoDEgAEioKB3RpbWVvdXQYByABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SGgoSYW5zd2VyX2NodW5rX2J5dGVzGAkgASgNEhMKC2NodW5rX2J5dGVzGAogASgEQgkKB3JlcXVlc3QirQIKFlN0cmVhbUV2YWx1YXRlUmVzcG9uc2USEgoKcmVxdWVzdF9pZBgBIAEoBBIxCghldmFsdWF0ZRgCIAEoCzIdLmdyYWRydWxlLnYxLkV2YWx1YXRlUmVzcG9uc2VIABIvCgdmb3J3YXJkGAMgASgLMhwuZ3JhZHJ1bGUudjEuRm9yd2FyZFJlc3BvbnNlSAASMgoJcHVsbF9iYWNrGAQgASgLMh0uZ3JhZHJ1bGUudjEuUHVsbEJhY2tSZXNwb25zZUgAEjgKDGNsb3NlX2hhbmRsZRgFIAEoCzIgLmdyYWRydWxlLnYxLkNsb3NlSGFuZGxlUmVzcG9uc2VIABIPCgVjaHVuaxgGIAEoDEgAEhAKBnN0YXR1cxgPIAEoDEgAQgoKCHJlc3BvbnNlKpwBCgpEZXJpdmF0aXZlEhoKFkRFUklWQVRJVkVfVU5TUEVDSUZJRUQQABISCg5ERVJJVkFUSVZFX1ZKUBABEhIKDkRFUklWQVRJVkVfSlZQEAISFwoTREVSSVZBVElWRV9KQUNPQklBThADEh0KGURFUklWQVRJVkVfQkFUQ0hfSkFDT0JJQU4QBBISCg5ERVJJVkFUSVZFX0hWUBAFMrkBCg9HcmFkaWVudFNlcnZpY2USRwoIRXZhbHVhdGUSHC5ncmFkcnVsZS52MS5FdmFsdWF0ZVJlcXVlc3QaHS5ncmFkcnVsZS52MS5FdmFsdWF0ZVJlc3BvbnNlEl0KDlN0cmVhbUV2YWx1YXRlEiIuZ3JhZHJ1bGUudjEuU3RyZWFtRXZhbHVhdGVSZXF1ZXN0GiMuZ3JhZHJ1bGUudjEuU3RyZWFtRXZhbHVhdGVSZXNwb25zZSgBMAFiBnByb3RvMw", [file_google_protobuf_duration, file_gradrule_v1_override, file_gradrule_v1_program, file_gradrule_v1_rule, file_gradrule_v1_tensor]);
+  fileDesc("ChpncmFkcnVsZS92MS9ldmFsdWF0ZS5wcm90bxILZ3JhZHJ1bGUudjEiiwEKC1BhcmFtVmFsdWVzEjQKBnZhbHVlcxgBIAMoCzIkLmdyYWRydWxlLnYxLlBhcmFtVmFsdWVzLlZhbHVlc0VudHJ5GkYKC1ZhbHVlc0VudHJ5EgsKA2tleRgBIAEoCRImCgV2YWx1ZRgCIAEoCzIXLmdyYWRydWxlLnYxLlBhcmFtVmFsdWU6AjgBItgECg9FdmFsdWF0ZVJlcXVlc3QSEQoHcHJvZ3JhbRgBIAEoCUgAEigKBHNwZWMYAiABKAsyGC5ncmFkcnVsZS52MS5Qcm9ncmFtU3BlY0gAEicKBWZlZWRzGAMgAygLMhguZ3JhZHJ1bGUudjEuTmFtZWRUZW5zb3ISKQoHZ3JhZF95cxgEIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yEjgKBnBhcmFtcxgFIAMoCzIoLmdyYWRydWxlLnYxLkV2YWx1YXRlUmVxdWVzdC5QYXJhbXNFbnRyeRIrCgpkZXJpdmF0aXZlGAYgASgOMhcuZ3JhZHJ1bGUudjEuRGVyaXZhdGl2ZRIqCgh0YW5nZW50cxgHIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yEikKB3ZlY3RvcnMYCCADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvchIXCg9zdGFja2VkX2dyYWRfeXMYCSABKAgSJwoIYmF0Y2hpbmcYCiABKAsyFS5ncmFkcnVsZS52MS5CYXRjaGluZxIzCg1zaGFyZWRfbWVtb3J5GAsgASgLMhwuZ3JhZHJ1bGUudjEuU2hhcmVkTWVtb3J5VXNlEiwKDmFuc3dlcl9wYWNraW5nGAwgASgLMhQuZ3JhZHJ1bGUudjEuUGFja2luZxpHCgtQYXJhbXNFbnRyeRILCgNrZXkYASABKAkSJwoFdmFsdWUYAiABKAsyGC5ncmFkcnVsZS52MS5QYXJhbVZhbHVlczoCOAFCCAoGdGFyZ2V0ImUKD1NoYXJlZE1lbW9yeVVzZRIOCgZtZW1vcnkYASABKAwSFQoNcmVxdWVzdF9ieXRlcxgCIAEoBBIVCg1hbnN3ZXJfb2Zmc2V0GAMgASgEEhQKDGFuc3dlcl9ieXRlcxgEIAEoBCIUChJTaGFyZU1lbW9yeVJlcXVlc3QiYQoTU2hhcmVNZW1vcnlSZXNwb25zZRIPCgdhZGRyZXNzGAEgASgJEhIKCmNsaWVudF9rZXkYAiABKAwSEgoKc2VydmVyX2tleRgDIAEoDBIRCgltYXhfYnl0ZXMYBCABKAQiDQoLVW5jb25uZWN0ZWQiEwoRTm90RGlmZmVyZW50aWFibGUimgIKCEdyYWRpZW50EgkKAXgYASABKAkSJAoFZGVuc2UYAiABKAsyEy5ncmFkcnVsZS52MS5UZW5zb3JIABIrCgZzcGFyc2UYAyABKAsyGS5ncmFkcnVsZS52MS5TcGFyc2VUZW5zb3JIABIvCgt1bmNvbm5lY3RlZBgEIAEoCzIYLmdyYWRydWxlLnYxLlVuY29ubmVjdGVkSAASPAoSbm90X2RpZmZlcmVudGlhYmxlGAUgASgLMh4uZ3JhZHJ1bGUudjEuTm90RGlmZmVyZW50aWFibGVIABI4Cg1zaGFyZWRfbWVtb3J5GAYgASgLMh8uZ3JhZHJ1bGUudjEuU2hhcmVkTWVtb3J5VGVuc29ySABCBwoFdmFsdWUi/QEKDUphY29iaWFuQmxvY2sSCQoBeRgBIAEoCRIJCgF4GAIgASgJEiQKBWRlbnNlGAMgASgLMhMuZ3JhZHJ1bGUudjEuVGVuc29ySAASLwoLdW5jb25uZWN0ZWQYBCABKAsyGC5ncmFkcnVsZS52MS5VbmNvbm5lY3RlZEgAEjwKEm5vdF9kaWZmZXJlbnRpYWJsZRgFIAEoCzIeLmdyYWRydWxlLnYxLk5vdERpZmZlcmVudGlhYmxlSAASOAoNc2hhcmVkX21lbW9yeRgGIAEoCzIfLmdyYWRydWxlLnYxLlNoYXJlZE1lbW9yeVRlbnNvckgAQgcKBXZhbHVlIocBCgdUaW1pbmdzEigKBXF1ZXVlGAEgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEioKB2NvbXBpbGUYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SJgoDcnVuGAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIpoDChBFdmFsdWF0ZVJlc3BvbnNlEikKB291dHB1dHMYASADKAsyGC5ncmFkcnVsZS52MS5OYW1lZFRlbnNvchIoCglncmFkaWVudHMYAiADKAsyFS5ncmFkcnVsZS52MS5HcmFkaWVudBIqCglvdmVycmlkZXMYAyADKAsyFy5ncmFkcnVsZS52MS5SZXNvbHV0aW9uEhEKCWRlZmF1bHRlZBgEIAMoCRIlCgd0aW1pbmdzGAUgASgLMhQuZ3JhZHJ1bGUudjEuVGltaW5ncxIOCgZkZXZpY2UYBiABKAkSJQoHZGlnZXN0cxgHIAEoCzIULmdyYWRydWxlLnYxLkRpZ2VzdHMSEQoJcmV3cml0dGVuGAggAygJEjEKD291dHB1dF90YW5nZW50cxgJIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yEi0KCWphY29iaWFucxgKIAMoCzIaLmdyYWRydWxlLnYxLkphY29iaWFuQmxvY2sSEgoKYmF0Y2hfc2l6ZRgLIAEoAxILCgNqaXQYDiABKAgiaAoORm9yd2FyZFJlcXVlc3QSLgoIZXZhbHVhdGUYASABKAsyHC5ncmFkcnVsZS52MS5FdmFsdWF0ZVJlcXVlc3QSJgoDdHRsGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIokBCg9Gb3J3YXJkUmVzcG9uc2USLwoIZXZhbHVhdGUYASABKAsyHS5ncmFkcnVsZS52MS5FdmFsdWF0ZVJlc3BvbnNlEg4KBmhhbmRsZRgCIAEoCRINCgVieXRlcxgDIAEoAxImCgN0dGwYBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24ikwEKD1B1bGxCYWNrUmVxdWVzdBIOCgZoYW5kbGUYASABKAkSKQoHZ3JhZF95cxgCIAMoCzIYLmdyYWRydWxlLnYxLk5hbWVkVGVuc29yEhcKD3N0YWNrZWRfZ3JhZF95cxgDIAEoCBIsCg5hbnN3ZXJfcGFja2luZxgFIAEoCzIULmdyYWRydWxlLnYxLlBhY2tpbmciYwoQUHVsbEJhY2tSZXNwb25zZRIoCglncmFkaWVudHMYASADKAsyFS5ncmFkcnVsZS52MS5HcmFkaWVudBIlCgd0aW1pbmdzGAIgASgLMhQuZ3JhZHJ1bGUudjEuVGltaW5ncyIkChJDbG9zZUhhbmRsZVJlcXVlc3QSDgoGaGFuZGxlGAEgASgJIhUKE0Nsb3NlSGFuZGxlUmVzcG9uc2UiIwoNQ2FuY2VsUmVxdWVzdBISCgpyZXF1ZXN0X2lkGAEgASgEIqADChVTdHJlYW1FdmFsdWF0ZVJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoBBIwCghldmFsdWF0ZRgCIAEoCzIcLmdyYWRydWxlLnYxLkV2YWx1YXRlUmVxdWVzdEgAEi4KB2ZvcndhcmQYAyABKAsyGy5ncmFkcnVsZS52MS5Gb3J3YXJkUmVxdWVzdEgAEjEKCXB1bGxfYmFjaxgEIAEoCzIcLmdyYWRydWxlLnYxLlB1bGxCYWNrUmVxdWVzdEgAEjcKDGNsb3NlX2hhbmRsZRgFIAEoCzIfLmdyYWRydWxlLnYxLkNsb3NlSGFuZGxlUmVxdWVzdEgAEiwKBmNhbmNlbBgGIAEoCzIaLmdyYWRydWxlLnYxLkNhbmNlbFJlcXVlc3RIABIPCgVjaHVuaxgIIAEoDEgAEioKB3RpbWVvdXQYByABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SGgoSYW5zd2VyX2NodW5rX2J5dGVzGAkgASgNEhMKC2NodW5rX2J5dGVzGAogASgEQgkKB3JlcXVlc3QirQIKFlN0cmVhbUV2YWx1YXRlUmVzcG9uc2USEgoKcmVxdWVzdF9pZBgBIAEoBBIxCghldmFsdWF0ZRgCIAEoCzIdLmdyYWRydWxlLnYxLkV2YWx1YXRlUmVzcG9uc2VIABIvCgdmb3J3YXJkGAMgASgLMhwuZ3JhZHJ1bGUudjEuRm9yd2FyZFJlc3BvbnNlSAASMgoJcHVsbF9iYWNrGAQgASgLMh0uZ3JhZHJ1bGUudjEuUHVsbEJhY2tSZXNwb25zZUgAEjgKDGNsb3NlX2hhbmRsZRgFIAEoCzIgLmdyYWRydWxlLnYxLkNsb3NlSGFuZGxlUmVzcG9uc2VIABIPCgVjaHVuaxgGIAEoDEgAEhAKBnN0YXR1cxgPIAEoDEgAQgoKCHJlc3BvbnNlKpwBCgpEZXJpdmF0aXZlEhoKFkRFUklWQVRJVkVfVU5TUEVDSUZJRUQQABISCg5ERVJJVkFUSVZFX1ZKUBABEhIKDkRFUklWQVRJVkVfSlZQEAISFwoTREVSSVZBVElWRV9KQUNPQklBThADEh0KGURFUklWQVRJVkVfQkFUQ0hfSkFDT0JJQU4QBBISCg5ERVJJVkFUSVZFX0hWUBAFMosCCg9HcmFkaWVudFNlcnZpY2USRwoIRXZhbHVhdGUSHC5ncmFkcnVsZS52MS5FdmFsdWF0ZVJlcXVlc3QaHS5ncmFkcnVsZS52MS5FdmFsdWF0ZVJlc3BvbnNlEl0KDlN0cmVhbUV2YWx1YXRlEiIuZ3JhZHJ1bGUudjEuU3RyZWFtRXZhbHVhdGVSZXF1ZXN0GiMuZ3JhZHJ1bGUudjEuU3RyZWFtRXZhbHVhdGVSZXNwb25zZSgBMAESUAoLU2hhcmVNZW1vcnkSHy5ncmFkcnVsZS52MS5TaGFyZU1lbW9yeVJlcXVlc3QaIC5ncmFkcnVsZS52MS5TaGFyZU1lbW9yeVJlc3BvbnNlYgZwcm90bzM", [file_google_protobuf_duration, file_gradrule_v1_override, file_gradrule_v1_program, file_gradrule_v1_rule, file_gradrule_v1_tensor]);
 
 /**
  * Param values for one override.
@@ -130,6 +130,20 @@ export type EvaluateRequest = Message<"gradrule.v1.EvaluateRequest"> & {
    * @generated from field: gradrule.v1.Batching batching = 10;
    */
   batching?: Batching | undefined;
+
+  /**
+   * Memory of the client in which tensors of the request lie, and tensors of the answer may be written. Default: none.
+   *
+   * @generated from field: gradrule.v1.SharedMemoryUse shared_memory = 11;
+   */
+  sharedMemory?: SharedMemoryUse | undefined;
+
+  /**
+   * How the tensors of the answer are packed. Default: not.
+   *
+   * @generated from field: gradrule.v1.Packing answer_packing = 12;
+   */
+  answerPacking?: Packing | undefined;
 };
 
 /**
@@ -138,6 +152,106 @@ export type EvaluateRequest = Message<"gradrule.v1.EvaluateRequest"> & {
  */
 export const EvaluateRequestSchema: GenMessage<EvaluateRequest> = /*@__PURE__*/
   messageDesc(file_gradrule_v1_evaluate, 1);
+
+/**
+ * What of a client's memory one request uses. Until its answer has come, nothing else may use that. Where a request has failed with
+ * DEADLINE_EXCEEDED, CANCELLED, ABORTED or UNAVAILABLE, it may be used later still: the client then closes the memory.
+ *
+ * @generated from message gradrule.v1.SharedMemoryUse
+ */
+export type SharedMemoryUse = Message<"gradrule.v1.SharedMemoryUse"> & {
+  /**
+   * Name of the memory, as the server gave it. SHARED_MEMORY_LOST where the server does not have it.
+   *
+   * @generated from field: bytes memory = 1;
+   */
+  memory: Uint8Array;
+
+  /**
+   * Bytes of all tensors of the request that lie in it; they count as bytes in flight. INVALID_TENSOR where it is less than that.
+   *
+   * @generated from field: uint64 request_bytes = 2;
+   */
+  requestBytes: bigint;
+
+  /**
+   * Where in it the answer's tensors may be written.
+   *
+   * @generated from field: uint64 answer_offset = 3;
+   */
+  answerOffset: bigint;
+
+  /**
+   * How many bytes there are for them; they count as bytes in flight too. What has no room there comes inline. 0: all tensors come inline.
+   *
+   * @generated from field: uint64 answer_bytes = 4;
+   */
+  answerBytes: bigint;
+};
+
+/**
+ * Describes the message gradrule.v1.SharedMemoryUse.
+ * Use `create(SharedMemoryUseSchema)` to create a new message.
+ */
+export const SharedMemoryUseSchema: GenMessage<SharedMemoryUse> = /*@__PURE__*/
+  messageDesc(file_gradrule_v1_evaluate, 2);
+
+/**
+ * Request of ShareMemory.
+ *
+ * @generated from message gradrule.v1.ShareMemoryRequest
+ */
+export type ShareMemoryRequest = Message<"gradrule.v1.ShareMemoryRequest"> & {
+};
+
+/**
+ * Describes the message gradrule.v1.ShareMemoryRequest.
+ * Use `create(ShareMemoryRequestSchema)` to create a new message.
+ */
+export const ShareMemoryRequestSchema: GenMessage<ShareMemoryRequest> = /*@__PURE__*/
+  messageDesc(file_gradrule_v1_evaluate, 3);
+
+/**
+ * Answer of ShareMemory: where memory is handed over, once, within ten seconds.
+ *
+ * @generated from message gradrule.v1.ShareMemoryResponse
+ */
+export type ShareMemoryResponse = Message<"gradrule.v1.ShareMemoryResponse"> & {
+  /**
+   * Name of an abstract Unix socket (SOCK_SEQPACKET) of the server's, without the zero byte before it.
+   *
+   * @generated from field: string address = 1;
+   */
+  address: string;
+
+  /**
+   * What the client sends there first.
+   *
+   * @generated from field: bytes client_key = 2;
+   */
+  clientKey: Uint8Array;
+
+  /**
+   * What the server answers. A client that is sent anything else has not reached the server, and closes the socket.
+   *
+   * @generated from field: bytes server_key = 3;
+   */
+  serverKey: Uint8Array;
+
+  /**
+   * Most bytes that the memory may have.
+   *
+   * @generated from field: uint64 max_bytes = 4;
+   */
+  maxBytes: bigint;
+};
+
+/**
+ * Describes the message gradrule.v1.ShareMemoryResponse.
+ * Use `create(ShareMemoryResponseSchema)` to create a new message.
+ */
+export const ShareMemoryResponseSchema: GenMessage<ShareMemoryResponse> = /*@__PURE__*/
+  messageDesc(file_gradrule_v1_evaluate, 4);
 
 /**
  * y does not depend on x.
@@ -152,7 +266,7 @@ export type Unconnected = Message<"gradrule.v1.Unconnected"> & {
  * Use `create(UnconnectedSchema)` to create a new message.
  */
 export const UnconnectedSchema: GenMessage<Unconnected> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 2);
+  messageDesc(file_gradrule_v1_evaluate, 5);
 
 /**
  * x is of a type that has no gradient (integer, bool, string).
@@ -167,7 +281,7 @@ export type NotDifferentiable = Message<"gradrule.v1.NotDifferentiable"> & {
  * Use `create(NotDifferentiableSchema)` to create a new message.
  */
 export const NotDifferentiableSchema: GenMessage<NotDifferentiable> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 3);
+  messageDesc(file_gradrule_v1_evaluate, 6);
 
 /**
  * The gradient with respect to one x.
@@ -219,6 +333,14 @@ export type Gradient = Message<"gradrule.v1.Gradient"> & {
      */
     value: NotDifferentiable;
     case: "notDifferentiable";
+  } | {
+    /**
+     * A tensor of x's type and shape in the memory that the request named.
+     *
+     * @generated from field: gradrule.v1.SharedMemoryTensor shared_memory = 6;
+     */
+    value: SharedMemoryTensor;
+    case: "sharedMemory";
   } | { case: undefined; value?: undefined };
 };
 
@@ -227,7 +349,7 @@ export type Gradient = Message<"gradrule.v1.Gradient"> & {
  * Use `create(GradientSchema)` to create a new message.
  */
 export const GradientSchema: GenMessage<Gradient> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 4);
+  messageDesc(file_gradrule_v1_evaluate, 7);
 
 /**
  * The Jacobian of one y with respect to one x.
@@ -278,6 +400,14 @@ export type JacobianBlock = Message<"gradrule.v1.JacobianBlock"> & {
      */
     value: NotDifferentiable;
     case: "notDifferentiable";
+  } | {
+    /**
+     * A tensor of x's type in the memory that the request named.
+     *
+     * @generated from field: gradrule.v1.SharedMemoryTensor shared_memory = 6;
+     */
+    value: SharedMemoryTensor;
+    case: "sharedMemory";
   } | { case: undefined; value?: undefined };
 };
 
@@ -286,7 +416,7 @@ export type JacobianBlock = Message<"gradrule.v1.JacobianBlock"> & {
  * Use `create(JacobianBlockSchema)` to create a new message.
  */
 export const JacobianBlockSchema: GenMessage<JacobianBlock> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 5);
+  messageDesc(file_gradrule_v1_evaluate, 8);
 
 /**
  * Where the time went.
@@ -321,7 +451,7 @@ export type Timings = Message<"gradrule.v1.Timings"> & {
  * Use `create(TimingsSchema)` to create a new message.
  */
 export const TimingsSchema: GenMessage<Timings> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 6);
+  messageDesc(file_gradrule_v1_evaluate, 9);
 
 /**
  * Answer of Evaluate.
@@ -420,7 +550,7 @@ export type EvaluateResponse = Message<"gradrule.v1.EvaluateResponse"> & {
  * Use `create(EvaluateResponseSchema)` to create a new message.
  */
 export const EvaluateResponseSchema: GenMessage<EvaluateResponse> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 7);
+  messageDesc(file_gradrule_v1_evaluate, 10);
 
 /**
  * Runs the forward part of a program once and keeps what pulling back needs.
@@ -448,7 +578,7 @@ export type ForwardRequest = Message<"gradrule.v1.ForwardRequest"> & {
  * Use `create(ForwardRequestSchema)` to create a new message.
  */
 export const ForwardRequestSchema: GenMessage<ForwardRequest> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 8);
+  messageDesc(file_gradrule_v1_evaluate, 11);
 
 /**
  * Answer to a ForwardRequest.
@@ -490,7 +620,7 @@ export type ForwardResponse = Message<"gradrule.v1.ForwardResponse"> & {
  * Use `create(ForwardResponseSchema)` to create a new message.
  */
 export const ForwardResponseSchema: GenMessage<ForwardResponse> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 9);
+  messageDesc(file_gradrule_v1_evaluate, 12);
 
 /**
  * Pulls gradients back through what a ForwardRequest kept. Fails with HANDLE_EXPIRED where the handle is gone.
@@ -518,6 +648,13 @@ export type PullBackRequest = Message<"gradrule.v1.PullBackRequest"> & {
    * @generated from field: bool stacked_grad_ys = 3;
    */
   stackedGradYs: boolean;
+
+  /**
+   * As in EvaluateRequest.
+   *
+   * @generated from field: gradrule.v1.Packing answer_packing = 5;
+   */
+  answerPacking?: Packing | undefined;
 };
 
 /**
@@ -525,7 +662,7 @@ export type PullBackRequest = Message<"gradrule.v1.PullBackRequest"> & {
  * Use `create(PullBackRequestSchema)` to create a new message.
  */
 export const PullBackRequestSchema: GenMessage<PullBackRequest> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 10);
+  messageDesc(file_gradrule_v1_evaluate, 13);
 
 /**
  * Answer to a PullBackRequest.
@@ -553,7 +690,7 @@ export type PullBackResponse = Message<"gradrule.v1.PullBackResponse"> & {
  * Use `create(PullBackResponseSchema)` to create a new message.
  */
 export const PullBackResponseSchema: GenMessage<PullBackResponse> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 11);
+  messageDesc(file_gradrule_v1_evaluate, 14);
 
 /**
  * Lets a handle go; no error if it is gone.
@@ -574,7 +711,7 @@ export type CloseHandleRequest = Message<"gradrule.v1.CloseHandleRequest"> & {
  * Use `create(CloseHandleRequestSchema)` to create a new message.
  */
 export const CloseHandleRequestSchema: GenMessage<CloseHandleRequest> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 12);
+  messageDesc(file_gradrule_v1_evaluate, 15);
 
 /**
  * Answer to a CloseHandleRequest.
@@ -589,7 +726,7 @@ export type CloseHandleResponse = Message<"gradrule.v1.CloseHandleResponse"> & {
  * Use `create(CloseHandleResponseSchema)` to create a new message.
  */
 export const CloseHandleResponseSchema: GenMessage<CloseHandleResponse> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 13);
+  messageDesc(file_gradrule_v1_evaluate, 16);
 
 /**
  * Gives up a request of this stream that is under way; its answer is then a status CANCELLED, or the answer if that was faster.
@@ -610,7 +747,7 @@ export type CancelRequest = Message<"gradrule.v1.CancelRequest"> & {
  * Use `create(CancelRequestSchema)` to create a new message.
  */
 export const CancelRequestSchema: GenMessage<CancelRequest> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 14);
+  messageDesc(file_gradrule_v1_evaluate, 17);
 
 /**
  * One message of a client's on a stream.
@@ -709,7 +846,7 @@ export type StreamEvaluateRequest = Message<"gradrule.v1.StreamEvaluateRequest">
  * Use `create(StreamEvaluateRequestSchema)` to create a new message.
  */
 export const StreamEvaluateRequestSchema: GenMessage<StreamEvaluateRequest> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 15);
+  messageDesc(file_gradrule_v1_evaluate, 18);
 
 /**
  * One message of the server's on a stream. Answers come as they are ready, not in the order of the requests.
@@ -786,7 +923,7 @@ export type StreamEvaluateResponse = Message<"gradrule.v1.StreamEvaluateResponse
  * Use `create(StreamEvaluateResponseSchema)` to create a new message.
  */
 export const StreamEvaluateResponseSchema: GenMessage<StreamEvaluateResponse> = /*@__PURE__*/
-  messageDesc(file_gradrule_v1_evaluate, 16);
+  messageDesc(file_gradrule_v1_evaluate, 19);
 
 /**
  * What to compute of a program's ys and xs.
@@ -871,6 +1008,17 @@ export const GradientService: GenService<{
     methodKind: "bidi_streaming";
     input: typeof StreamEvaluateRequestSchema;
     output: typeof StreamEvaluateResponseSchema;
+  },
+  /**
+   * Lets a client on the same host share memory with the server, so that large tensors need not travel. The answer says where the client hands
+   * its memory over; docs/shared-memory.md has the steps. UNSUPPORTED where the server shares no memory.
+   *
+   * @generated from rpc gradrule.v1.GradientService.ShareMemory
+   */
+  shareMemory: {
+    methodKind: "unary";
+    input: typeof ShareMemoryRequestSchema;
+    output: typeof ShareMemoryResponseSchema;
   },
 }> = /*@__PURE__*/
   serviceDesc(file_gradrule_v1_evaluate, 0);
