@@ -11,7 +11,7 @@ from gradrule_server.graphs.groups import BIAS, PLAIN_ADDS, STEP, op_types_of
 from gradrule_server.graphs.ir import ARG, DIFFERENTIABLE, Body, Node
 from gradrule_server.graphs.paths import consumers_of
 from gradrule_server.graphs.regions import Changes
-from gradrule_server.graphs.scene import Scene
+from gradrule_server.graphs.resolution_context import ResolutionContext
 from gradrule_server.graphs.subgraphs import Subgraph
 
 Words = tuple[str, ...]
@@ -28,7 +28,7 @@ class Chains:
     its op type fits the word, and a producer that only it uses has the bit of the word before.
     """
 
-    def __init__(self, patterns: Iterable[Words], scene: Scene) -> None:
+    def __init__(self, patterns: Iterable[Words], scene: ResolutionContext) -> None:
         self._scene = scene
         self._places = places = scene.places
         self._first: dict[Words, int] = {}

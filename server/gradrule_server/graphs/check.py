@@ -10,14 +10,14 @@ from collections.abc import Iterable, Sequence
 
 from gradrule.v1.graph_pb2 import AttrValue, Graph
 from gradrule.v1.graph_pb2 import Node as NodeMessage
+from gradrule_server.graphs.custom_gradients import OUTPUTS_ATTR
 from gradrule_server.graphs.findings import Findings, Reason, quote
 from gradrule_server.graphs.growth import count_inlined
 from gradrule_server.graphs.ir import GRADIENT_ATTR, Body, Limits, Node, is_call
-from gradrule_server.graphs.knots import OUTPUTS_NOTE
 from gradrule_server.graphs.library import Library
 from gradrule_server.graphs.order import chain_text, find_cycles, sort_nodes
 from gradrule_server.graphs.read import Draft, read_top
-from gradrule_server.graphs.types import Typing
+from gradrule_server.graphs.type_inference import TypeInference
 from gradrule_server.graphs.unsupported import CONTROL_FLOW_V1, LOOP_OPS
 
 # An inlined call may add nodes of its own: one before, one after it.
@@ -48,7 +48,7 @@ def check(graph: Graph, limits: Limits, findings: Findings) -> tuple[Body, Libra
 
 def _check_body(draft: Draft, library: Library, limits: Limits, findings: Findings) -> None:
     sort_nodes(draft, findings)
-    Typing(draft, library, limits, findings).run()
+    TypeInference(draft, library, limits, findings).run()
     for node in draft.body.nodes:
         if GRADIENT_ATTR in node.attrs:
             wish = node.attrs[GRADIENT_ATTR].s.decode(errors="replace")
@@ -66,8 +66,8 @@ def _check_knots(draft: Draft, findings: Findings) -> None:
     nodes = draft.body.nodes
     results: dict[int, int] = {}
     for position, node in enumerate(nodes):
-        if OUTPUTS_NOTE in node.attrs:
-            results[position] = node.attrs[OUTPUTS_NOTE].i
+        if OUTPUTS_ATTR in node.attrs:
+            results[position] = node.attrs[OUTPUTS_ATTR].i
     for node in nodes if results else ():
         for producer, output in node.inputs:
             if output >= results.get(producer, output + 1):

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from gradrule._dtypes import as_dt
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule.v1.tensor_pb2 import Dt, TensorShape
+from gradrule_server.graphs.custom_gradients import OUTPUTS_ATTR
 from gradrule_server.graphs.ir import ARG, BRANCHES, DIFFERENTIABLE, GRADIENT_ATTR, Body, Node, Ref, is_call, replaced
-from gradrule_server.graphs.knots import OUTPUTS_NOTE
+from gradrule_server.graphs.resolution_context import ForeignGradient, Match, Resolved
 from gradrule_server.graphs.resolve import Resolver
-from gradrule_server.graphs.scene import Foreign, Match, Resolved
-from gradrule_server.graphs.selectors import OWN_GRADIENT, Place
+from gradrule_server.graphs.selectors import OWN_GRADIENT, CandidateNode
 
 UNKNOWN_SHAPE = AttrValue(shape=TensorShape(unknown_rank=True))
 
@@ -73,7 +73,7 @@ class Copy:
     # Public name of the container by name of the new function.
     scopes: dict[str, str]
     # Nodes that overrides may take; those that say nothing of their gradient only if there are overrides.
-    places: list[Place]
+    places: list[CandidateNode]
     # What was resolved for calls, by the identity of the nodes that stand for them.
     resolved: dict[int, Resolved]
     # Gives free names in a body.
@@ -118,7 +118,7 @@ class _Copier:
         for node, output in apart:
             self._apart.setdefault(node, set()).add(output)
         self.scopes: dict[str, str] = {}
-        self.places: list[Place] = []
+        self.places: list[CandidateNode] = []
         self.resolved: dict[int, Resolved] = {}
         self._destinations: dict[int, Destination] = {}
 
@@ -192,8 +192,8 @@ class _Copier:
                 placed.nodes[position] = into.add(copy)
                 if resolved is not None:
                     self.resolved[id(copy)] = [resolved]
-                elif self._resolver.choosers or GRADIENT_ATTR in node.attrs or OUTPUTS_NOTE in node.attrs:
-                    place = Place(
+                elif self._resolver.matchers or GRADIENT_ATTR in node.attrs or OUTPUTS_ATTR in node.attrs:
+                    place = CandidateNode(
                         into.public(public), source.name, into.body, placed.nodes[position], live, None, around
                     )
                     self.places.append(place)
@@ -204,7 +204,7 @@ class _Copier:
                 self._feed(node, public, sorted(fed), into, position, placed)
         return placed
 
-    def _call(self, node: Node, public: str, source: Body, *, live: bool) -> Match | Foreign | None:
+    def _call(self, node: Node, public: str, source: Body, *, live: bool) -> Match | ForeignGradient | None:
         """Which rule a call as a whole gets, if gradients are asked node by node where it lies."""
         types = [_type(source, ref) for ref in node.inputs]
         resolved = self._resolver.whole(node, public, types, source.name)
@@ -218,7 +218,7 @@ class _Copier:
         position: int,
         placed: _Placed,
         apart: AbstractSet[int],
-        resolved: Match | Foreign | None,
+        resolved: Match | ForeignGradient | None,
         *,
         live: bool,
         around: str | None,

@@ -11,24 +11,24 @@ from gradrule._dtypes import as_dt
 from gradrule.v1.graph_pb2 import Graph, Versions
 from gradrule.v1.tensor_pb2 import Dt, TensorShape
 from gradrule_server.errors import error
-from gradrule_server.graphs.brought import expand_rules
 from gradrule_server.graphs.check import check
-from gradrule_server.graphs.collector import paused_collection
 from gradrule_server.graphs.copying import UNKNOWN_SHAPE, Copy, copy_graph
+from gradrule_server.graphs.embedded_rules import expand_embedded_rules
 from gradrule_server.graphs.findings import Findings, Reason, quote
+from gradrule_server.graphs.gc_pause import paused_collection
 from gradrule_server.graphs.ir import PLACEHOLDER_WITH_DEFAULT, PLACEHOLDERS, Body, Limits, Node, Ref, is_call
 from gradrule_server.graphs.marks import Mark, mark
-from gradrule_server.graphs.names import TensorNames, canonical, parse_tensor_name
+from gradrule_server.graphs.node_gradients import NodeGradients
 from gradrule_server.graphs.prune import bodies_of, nodes_of, prune
+from gradrule_server.graphs.resolution_context import Match, RequestTensors, ResolutionContext
 from gradrule_server.graphs.resolve import Resolver
 from gradrule_server.graphs.rewrites import check_rewrites, rewrite
-from gradrule_server.graphs.scene import Asked, Match, Scene
-from gradrule_server.graphs.selectors import OverrideSpec, choosers
-from gradrule_server.graphs.subgraphs import weave
+from gradrule_server.graphs.selectors import OverrideSpec, matchers
+from gradrule_server.graphs.subgraphs import insert_custom_gradient_nodes
+from gradrule_server.graphs.tensor_names import TensorNames, canonical, parse_tensor_name
 from gradrule_server.graphs.variable_ops import SOURCES
 from gradrule_server.graphs.variable_table import Variable, VariableTable, fed_in_place
 from gradrule_server.graphs.variables import lower_variables
-from gradrule_server.graphs.wishes import Wishes
 from gradrule_server.graphs.write import tensor_name, write_graph
 from gradrule_server.graphs.write_rule import write_rule
 from gradrule_server.policy import Fault, op_fault
@@ -58,9 +58,9 @@ class ExpandRequest:
     rewrites: Sequence[str] = ()
     # The field of the request that asks for derivatives, and whether gradients are differentiated again.
     derivative: str = "vjp"
-    again: bool = False
+    second_order: bool = False
     known_rule: Callable[[str, str], int] = _no_rule
-    bring: Callable[[str], int] = _no_place
+    add_embedded_rule: Callable[[str], int] = _no_place
     # Starts the names of all functions: those of other programs in the same process must differ.
     namespace: str = "gr"
     # Names of variables that have values, and whether what the graph assigns to variables is wanted too.
@@ -140,13 +140,15 @@ def _expand(graph: Graph, request: ExpandRequest, limits: Limits) -> Expanded:
     names = TensorNames(top, findings, {alias: item.name for alias, item in table.names.items()})
     asked = _asked(request, names)
     fed = _fed(request, names, findings)
-    wishes = Wishes(request.known_rule, request.bring, library.gradients, library.foreign, bool(request.ys), findings)
+    wishes = NodeGradients(
+        request.known_rule, request.add_embedded_rule, library.gradients, library.foreign, bool(request.ys), findings
+    )
     resolver = Resolver(
-        choosers(request.overrides, library, findings),
+        matchers(request.overrides, library, findings),
         wishes,
         bool(request.ys),
         findings,
-        request.again,
+        request.second_order,
         limits.inlined_nodes,
     )
     check_rewrites(request.rewrites, findings)
@@ -178,7 +180,7 @@ def _expand(graph: Graph, request: ExpandRequest, limits: Limits) -> Expanded:
     findings.all += resolver.unmatched(scene) if request.ys else []
     # What only stop_gradients name is on no path: it stops nothing, and needs no feed.
     places = _prune(copy, set(roots))
-    rules = expand_rules(wishes, request.namespace)
+    rules = expand_embedded_rules(wishes, request.namespace)
     bodies = [copy.body, *rules.bodies.values()]
     _check_runnable(bodies, {**copy.scopes, **rules.scopes}, limits, findings)
     findings.raise_if_any()
@@ -296,7 +298,7 @@ def _resolve(
     named: Mapping[str, Ref],
     limits: Limits,
     findings: Findings,
-) -> Scene:
+) -> ResolutionContext:
     """Decides which node of the copy gets which rule, and ties up subgraphs that get one. LIMIT_EXCEEDED."""
     inner: dict[str, tuple[Body, int]] = {}
 
@@ -326,29 +328,29 @@ def _resolve(
     def moved(texts: Iterable[str]) -> frozenset[Ref]:
         return frozenset(copy.tensors[asked[text]] for text in texts)
 
-    scene = Scene(
+    scene = ResolutionContext(
         copy.body,
         copy.places,
         copy.scopes,
-        Asked(moved(request.xs), moved(request.ys), moved(request.stop_gradients)),
+        RequestTensors(moved(request.xs), moved(request.ys), moved(request.stop_gradients)),
         look_up,
         find,
     )
-    looks = len(resolver.choosers) * len(copy.places)
+    looks = len(resolver.matchers) * len(copy.places)
     if looks > limits.selections:
-        for chooser in resolver.choosers:
-            chooser.faulty = True
+        for matcher in resolver.matchers:
+            matcher.faulty = True
         message = (
-            f"{len(resolver.choosers)} overrides would look at {len(copy.places)} nodes each, {looks} in all; "
+            f"{len(resolver.matchers)} overrides would look at {len(copy.places)} nodes each, {looks} in all; "
             f"{limits.selections} is the most (--max-selections). Select more nodes with fewer overrides."
         )
         findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message, field="spec.overrides")
     elif request.ys:
         resolver.resolve(scene)
     subgraphs = scene.subgraphs
-    knots, moves = weave([(subgraph, match.node) for subgraph, match in subgraphs], copy.unique)
-    for knot, (_, match) in zip(knots, subgraphs, strict=True):
-        scene.resolved[id(knot)] = [match]
+    knots, moves = insert_custom_gradient_nodes([(subgraph, match.node) for subgraph, match in subgraphs], copy.unique)
+    for custom_gradient, (_, match) in zip(knots, subgraphs, strict=True):
+        scene.resolved[id(custom_gradient)] = [match]
     gone = moves.get(id(copy.body), {})
     copy.tensors = {ref: gone.get(place, place) for ref, place in copy.tensors.items()}
     return scene

@@ -50,7 +50,7 @@ class Findings:
 
     def near(self, name: str, known: Iterable[str]) -> str:
         """` Did you mean …?` from names of nodes, of which there may be very many."""
-        return self.suggest(lambda: near_name(name, known))
+        return self.suggest(lambda: similar_name_hint(name, known))
 
     def raise_if_any(self) -> None:
         """Raises `GradruleError` with all findings, if there are any."""
@@ -58,7 +58,7 @@ class Findings:
             raise GradruleError(self.all)
 
 
-def near_name(name: str, known: Iterable[str]) -> str:
+def similar_name_hint(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'a/b'?`: names with the same last part first, then names of similar length and spelling."""
     last, folded = name.rsplit("/", 1)[-1], name.lower()
     same_part: list[str] = []
@@ -74,4 +74,4 @@ def near_name(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(quote(candidate) for candidate in close)}?" if close else ""
 
 
-__all__ = ["Finding", "Findings", "GradruleError", "Reason", "near_name", "quote"]
+__all__ = ["Finding", "Findings", "GradruleError", "Reason", "similar_name_hint", "quote"]

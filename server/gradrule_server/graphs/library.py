@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from gradrule import _opdefs
 from gradrule.v1 import graph_pb2
 from gradrule.v1.graph_pb2 import AttrValue, Graph
-from gradrule_server.graphs.findings import Findings, Reason, near_name, quote
+from gradrule_server.graphs.custom_gradients import is_rule
+from gradrule_server.graphs.findings import Findings, Reason, quote, similar_name_hint
 from gradrule_server.graphs.ir import Body, Limits
-from gradrule_server.graphs.knots import is_rule
 from gradrule_server.graphs.read import Draft, Substitute, add_arg, add_result, read_function_body
 
 _Key = tuple[str, tuple[tuple[str, bytes], ...]]
@@ -67,7 +67,7 @@ class Library:
         """The function's body under the attributes of a call; its nodes come later (`drafts`). None after an error."""
         function = self._functions.get(name)
         if function is None:
-            hint = self._findings.suggest(lambda: near_name(name, self._functions))
+            hint = self._findings.suggest(lambda: similar_name_hint(name, self._functions))
             message = f"{where} uses the function {quote(name)}, which the graph does not have.{hint}"
             self._findings.add(Reason.ERROR_REASON_INVALID_ATTR, message)
             return None
@@ -99,7 +99,7 @@ class Library:
         if function is None or name in self.gradients:
             return
         if function not in self._functions:
-            hint = self._findings.suggest(lambda: near_name(function, self._functions))
+            hint = self._findings.suggest(lambda: similar_name_hint(function, self._functions))
             message = (
                 f"{where} has the gradient {quote(name)}, which the graph registers as its function "
                 f"{quote(function)}; it has no such function.{hint}"

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from gradrule_server.graphs.ir import Body
 from gradrule_server.graphs.prune import nodes_of
+from gradrule_server.graphs.resolution_context import ForeignGradient, Resolved
 from gradrule_server.graphs.resolve import FOREIGN_GRADIENT
-from gradrule_server.graphs.scene import Foreign, Resolved
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ def mark(roots: Iterable[Body], resolved: Mapping[int, Resolved]) -> list[Mark]:
             last = len(marks) + len(found) - 1
             for item in found:
                 number = len(marks)
-                if isinstance(item, Foreign):
+                if isinstance(item, ForeignGradient):
                     marks.append(Mark(FOREIGN_GRADIENT, item.node, item.name))
                 else:
                     item.mark = number

@@ -17,9 +17,9 @@ from gradrule import _infer
 from gradrule.v1 import graph_pb2
 from gradrule.v1.graph_pb2 import AttrValue, Graph
 from gradrule_server import errors
+from gradrule_server.graphs.custom_gradients import CUSTOM_GRADIENT_ATTRS
 from gradrule_server.graphs.findings import Findings, Reason, quote
 from gradrule_server.graphs.ir import ARG, GRADIENT_ATTR, Body, Node
-from gradrule_server.graphs.knots import KNOT_NOTES
 from gradrule_server.policy import NodeLimits, check_parsed_size
 
 # Index of the producer, name of its output argument (empty: none, the index counts all outputs), index.
@@ -33,7 +33,7 @@ _MAX_INDEX_DIGITS = 9
 _MAX_NAME = 1024
 
 # Attributes beginning with `_` are notes of TensorFlow's to itself. These decide what runs, or who gives the gradient.
-_KEPT_NOTES = KNOT_NOTES | {"_num_original_outputs", "_lower_using_switch_merge", GRADIENT_ATTR}
+_KEPT_NOTES = CUSTOM_GRADIENT_ATTRS | {"_num_original_outputs", "_lower_using_switch_merge", GRADIENT_ATTR}
 
 
 # Kinds of attributes of which many nodes have the same values.

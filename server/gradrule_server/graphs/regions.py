@@ -19,7 +19,7 @@ Changes = Callable[[Body, Ref], bool]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Border:
+class RegionBorder:
     """What cuts a region out of a body. Its nodes depend on an input, and an output depends on them."""
 
     body: Body
@@ -28,7 +28,7 @@ class Border:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Surroundings:
+class RegionContext:
     """What decides whether a region may be. `before_ys`: nodes (by id) that the ys depend on. `kept`: tensors of a
     body that must stay."""
 
@@ -41,7 +41,7 @@ class Surroundings:
 class Regions:
     """The regions of one body, by number. Each has a bit, and each node the bits of the regions that it lies in."""
 
-    def __init__(self, borders: Sequence[Border], around: Surroundings, orders: Orders) -> None:
+    def __init__(self, borders: Sequence[RegionBorder], around: RegionContext, orders: Orders) -> None:
         self._borders = borders
         self._body = borders[0].body
         self._around = around

@@ -15,13 +15,13 @@ import numpy as np
 
 from gradrule_server.graphs.findings import MAX_FINDINGS, Finding, Findings, Reason, quote
 from gradrule_server.graphs.ir import GRADIENT_ATTR, Limits, Node
-from gradrule_server.graphs.scene import Foreign, Match, Scene, is_differentiable
+from gradrule_server.graphs.node_gradients import NodeGradients
+from gradrule_server.graphs.resolution_context import ForeignGradient, Match, ResolutionContext, is_differentiable
 from gradrule_server.graphs.selection import Selected, Selection
 from gradrule_server.graphs.selector_index import SelectorIndex
-from gradrule_server.graphs.selectors import OWN_GRADIENT, Chooser, OverrideSpec, Place
+from gradrule_server.graphs.selectors import OWN_GRADIENT, CandidateNode, OverrideMatcher, OverrideSpec
 from gradrule_server.graphs.subgraphs import Subgraph
-from gradrule_server.graphs.unmatched import Seen, Unmatched
-from gradrule_server.graphs.wishes import Wishes
+from gradrule_server.graphs.unmatched import NodeInfo, Unmatched
 
 FOREIGN_GRADIENT = -2
 
@@ -30,20 +30,20 @@ FOREIGN_GRADIENT = -2
 class Resolver:
     """Decides."""
 
-    choosers: Sequence[Chooser]
-    wishes: Wishes
+    matchers: Sequence[OverrideMatcher]
+    wishes: NodeGradients
     differentiates: bool
     findings: Findings
     # Whether gradients are differentiated again, so that overrides may meet nodes that gradients make.
-    again: bool = False
+    second_order: bool = False
     most_matches: int = Limits().inlined_nodes
-    _calls: list[tuple[Seen, Match | None]] = field(default_factory=list)
+    _calls: list[tuple[NodeInfo, Match | None]] = field(default_factory=list)
 
     @cached_property
-    def _stages(self) -> tuple[list[Chooser], list[Chooser], list[Chooser]]:
+    def _stages(self) -> tuple[list[OverrideMatcher], list[OverrideMatcher], list[OverrideMatcher]]:
         """Regions, other overrides of the request, presets."""
-        regions = [item for item in self.choosers if item.is_region]
-        plain = [item for item in self.choosers if not item.is_region]
+        regions = [item for item in self.matchers if item.is_region]
+        plain = [item for item in self.matchers if not item.is_region]
         return (
             regions,
             [item for item in plain if not item.spec.is_preset],
@@ -51,55 +51,55 @@ class Resolver:
         )
 
     @cached_property
-    def _calls_index(self) -> tuple[SelectorIndex, list[Chooser], int]:
+    def _calls_index(self) -> tuple[SelectorIndex, list[OverrideMatcher], int]:
         """Choosers that are asked about calls, and how many of them are no presets."""
         _, plain, presets = self._stages
         return SelectorIndex([*plain, *presets]), [*plain, *presets], len(plain)
 
     # Calls, while the graph is copied.
 
-    def whole(self, node: Node, name: str, types: Sequence[int], function: str) -> Match | Foreign | None:
+    def whole(self, node: Node, name: str, types: Sequence[int], function: str) -> Match | ForeignGradient | None:
         """What a call as a whole gets."""
         differentiable = is_differentiable(node, types)
-        index, choosers, plain = self._calls_index
-        meant = index.call(node.op, name) if choosers else 0
+        index, matchers, plain = self._calls_index
+        meant = index.call(node.op, name) if matchers else 0
         # The first override that means the call; a preset comes after what the call says itself.
         first = (meant & -meant).bit_length() - 1
         match = self.wishes.match(node, name, function, differentiable) if not 0 <= first < plain else None
         if match is None and meant:
-            choosers[first].taken += 1
-            match = _match(choosers[first].spec, name, node.op, function, differentiable)
+            matchers[first].taken += 1
+            match = _match(matchers[first].spec, name, node.op, function, differentiable)
         if match is None:
             foreign = self.wishes.foreign_at(node, name)
             if foreign is not None:
                 return foreign
-        if self.choosers or match is not None:
-            self._calls.append((Seen(node.op, name), match))
+        if self.matchers or match is not None:
+            self._calls.append((NodeInfo(node.op, name), match))
         return match
 
     # All other nodes, on the copy.
 
-    def resolve(self, scene: Scene) -> None:
+    def resolve(self, scene: ResolutionContext) -> None:
         """Decides for all places of the scene: fills in what was resolved, and its subgraphs."""
         regions, plain, presets = self._stages
         for number, place in enumerate(scene.places):
-            knot = self.wishes.knot(place.node, place.name)
-            if knot is not None:
-                scene.knots.setdefault(knot.region, []).append(number)
-                scene.flows[id(place.node)] = knot.arguments
+            custom_gradient = self.wishes.custom_gradient(place.node, place.name)
+            if custom_gradient is not None:
+                scene.knots.setdefault(custom_gradient.region, []).append(number)
+                scene.flows[id(place.node)] = custom_gradient.arguments
         self._take_regions(regions, scene)
         for number, place in enumerate(scene.places):
             if place.label is None and place.around is not None:
                 scene.hold(number, place.around)
         selected = Selection(scene, [*plain, *presets]).selected() if plain or presets else None
-        for chooser in plain:
-            self._take(chooser, scene, selected)
+        for matcher in plain:
+            self._take(matcher, scene, selected)
         asking = [number for number, place in enumerate(scene.places) if GRADIENT_ATTR in place.node.attrs]
         for number in asking:
             if scene.places[number].label is None:
                 self._take_wish(number, scene)
-        for chooser in presets:
-            self._take(chooser, scene, selected)
+        for matcher in presets:
+            self._take(matcher, scene, selected)
         for number in asking:
             place = scene.places[number]
             if place.label is None:
@@ -107,53 +107,53 @@ class Resolver:
                 if foreign is not None and place.live:
                     scene.note(number, foreign)
 
-    def matches(self, scene: Scene) -> list[Match]:
+    def matches(self, scene: ResolutionContext) -> list[Match]:
         """All matches: those of calls, then those of nodes in their order."""
         return [*(match for _, match in self._calls if match is not None), *scene.matches()]
 
-    def unmatched(self, scene: Scene) -> list[Finding]:
+    def unmatched(self, scene: ResolutionContext) -> list[Finding]:
         """UNMATCHED_OVERRIDE for overrides that took no node and are not optional, for the first of them only."""
-        by_index: dict[int, list[Chooser]] = {}
-        for chooser in self.choosers:
-            by_index.setdefault(chooser.spec.index, []).append(chooser)
+        by_index: dict[int, list[OverrideMatcher]] = {}
+        for matcher in self.matchers:
+            by_index.setdefault(matcher.spec.index, []).append(matcher)
         idle = [
             group
             for group in by_index.values()
-            if not any(chooser.taken or chooser.faulty for chooser in group)
+            if not any(matcher.taken or matcher.faulty for matcher in group)
             and not group[0].spec.optional
-            and not (self.again and any(chooser.spec.made_op_types for chooser in group))
+            and not (self.second_order and any(matcher.spec.made_op_types for matcher in group))
         ][:MAX_FINDINGS]
         if not idle:
             return []
-        seen = [seen for seen, _ in self._calls] + [Seen(place.node.op_type, place.name) for place in scene.places]
+        seen = [seen for seen, _ in self._calls] + [NodeInfo(place.node.op_type, place.name) for place in scene.places]
         regions = sorted(name for name in scene.knots if name)
         unmatched = Unmatched([group[0] for group in idle], seen, regions, self.findings)
         return [_nothing_of_preset(group) if group[0].spec.is_preset else unmatched.finding(group[0]) for group in idle]
 
-    def _take(self, chooser: Chooser, scene: Scene, selected: Selected | None) -> None:
+    def _take(self, matcher: OverrideMatcher, scene: ResolutionContext, selected: Selected | None) -> None:
         """Gives the chooser's rule to all places that it means and that nothing took before."""
-        spec = chooser.spec
-        scene.check_depends_on(chooser)
+        spec = matcher.spec
+        scene.check_depends_on(matcher)
         if selected is None:
             return
-        rows = selected.members(chooser)
+        rows = selected.members(matcher)
         free = rows[(scene.holders[rows] < 0).all(axis=1)].tolist()
         has_rank = spec.selector.HasField("rank")
         if has_rank:
-            self._check_count(chooser, scene.match_count + len(free))
+            self._check_count(matcher, scene.match_count + len(free))
         for members in free:
             places = [scene.places[member] for member in members]
             # Something that this override took just now may hold a node of it.
             if any(place.label is not None for place in places):
                 continue
             number, place = members[-1], places[-1]
-            chain = selected.subgraph(chooser, members)
-            if chain is not None and not self._check_ranks(chooser, places):
+            chain = selected.subgraph(matcher, members)
+            if chain is not None and not self._check_ranks(matcher, places):
                 continue
-            chooser.taken += 1
+            matcher.taken += 1
             differentiable = scene.is_differentiable(number, chain)
             match = _match(spec, place.name, place.node.op_type, place.function, differentiable)
-            match.tie(self.wishes.knot(place.node, place.name) if chain is None else None)
+            match.tie(self.wishes.custom_gradient(place.node, place.name) if chain is None else None)
             if has_rank:
                 match.rank = spec.selector.rank
                 place.by_rank = spec.label
@@ -164,73 +164,75 @@ class Resolver:
                 scene.note(number, match)
             else:
                 self._note_subgraph(match, chain, members, scene)
-        if not chooser.taken and len(rows):
-            chooser.shadowed_by = scene.shadows(rows)
+        if not matcher.taken and len(rows):
+            matcher.shadowed_by = scene.shadows(rows)
 
-    def _check_count(self, chooser: Chooser, count: int) -> None:
+    def _check_count(self, matcher: OverrideMatcher, count: int) -> None:
         """LIMIT_EXCEEDED for too many matches: a node can be matched by any number of overrides with a rank."""
         if count <= self.most_matches:
             return
         message = (
-            f"Overrides with a rank leave nodes to later ones: with {quote(chooser.spec.label)} there are {count} "
+            f"Overrides with a rank leave nodes to later ones: with {quote(matcher.spec.label)} there are {count} "
             f"matches; {self.most_matches} is the most (--max-inlined-nodes)."
         )
-        self.findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message, field=chooser.spec.field)
+        self.findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message, field=matcher.spec.field)
         self.findings.raise_if_any()
 
-    def _check_ranks(self, chooser: Chooser, places: Sequence[Place]) -> bool:
+    def _check_ranks(self, matcher: OverrideMatcher, places: Sequence[CandidateNode]) -> bool:
         """INVALID_OVERRIDE where a node of a chain may belong to an earlier override, if its rank is the right one."""
         open_member = next((place for place in places if place.by_rank), None)
         if open_member is None:
             return True
-        chooser.faulty = True
+        matcher.faulty = True
         message = (
-            f"Override {quote(chooser.spec.label)}: node {quote(open_member.name)} of its chain belongs to the earlier "
+            f"Override {quote(matcher.spec.label)}: node {quote(open_member.name)} of its chain belongs to the earlier "
             f"override {quote(open_member.by_rank)} if its rank is the right one, which is known only later; "
             f"put the chain first, or select without rank."
         )
         reason = Reason.ERROR_REASON_INVALID_OVERRIDE
-        self.findings.add(reason, message, open_member.name, chooser.spec.field)
+        self.findings.add(reason, message, open_member.name, matcher.spec.field)
         return False
 
-    def _take_regions(self, choosers: Sequence[Chooser], scene: Scene) -> None:
-        pending = deque(choosers)
+    def _take_regions(self, matchers: Sequence[OverrideMatcher], scene: ResolutionContext) -> None:
+        pending = deque(matchers)
         while pending:
             # A named region that keeps its own gradient changes where gradients flow, and so what the next may be.
-            together: list[Chooser] = []
+            together: list[OverrideMatcher] = []
             while pending and not (together and _changes_flows(together[-1])):
                 together.append(pending.popleft())
-            found = scene.regions([chooser.spec for chooser in together if not chooser.spec.selector.region_name])
-            for chooser in together:
-                if chooser.spec.selector.region_name:
-                    self._take_named(chooser, scene)
-                elif not self._take_region(chooser, scene, found.get(id(chooser.spec))):
-                    chooser.faulty = True
+            found = scene.regions([matcher.spec for matcher in together if not matcher.spec.selector.region_name])
+            for matcher in together:
+                if matcher.spec.selector.region_name:
+                    self._take_named(matcher, scene)
+                elif not self._take_region(matcher, scene, found.get(id(matcher.spec))):
+                    matcher.faulty = True
 
-    def _take_named(self, chooser: Chooser, scene: Scene) -> None:
+    def _take_named(self, matcher: OverrideMatcher, scene: ResolutionContext) -> None:
         """Gives the chooser's rule to the regions of its name that the graph brings along."""
-        spec = chooser.spec
+        spec = matcher.spec
         shadowed: list[int] = []
         for number in scene.knots.get(spec.selector.region_name, ()):
             place = scene.places[number]
             if place.label is not None:
                 shadowed.append(number)
                 continue
-            chooser.taken += 1
+            matcher.taken += 1
             scene.hold(number, spec.label)
             differentiable = scene.is_differentiable(number, None)
             match = _match(spec, place.name, place.node.op, place.function, differentiable)
-            knot = self.wishes.knot(place.node, place.name)
-            match.tie(knot)
-            if match.rule == OWN_GRADIENT and knot is not None:
-                scene.flows[id(place.node)] = knot.results
+            custom_gradient = self.wishes.custom_gradient(place.node, place.name)
+            match.tie(custom_gradient)
+            if match.rule == OWN_GRADIENT and custom_gradient is not None:
+                scene.flows[id(place.node)] = custom_gradient.results
             scene.note(number, match)
-        if shadowed and not chooser.taken:
-            chooser.shadowed_by = scene.shadows(np.array(shadowed)[:, np.newaxis])
+        if shadowed and not matcher.taken:
+            matcher.shadowed_by = scene.shadows(np.array(shadowed)[:, np.newaxis])
 
-    def _take_region(self, chooser: Chooser, scene: Scene, found: tuple[Subgraph, str] | None) -> bool:
+    def _take_region(
+        self, matcher: OverrideMatcher, scene: ResolutionContext, found: tuple[Subgraph, str] | None
+    ) -> bool:
         """Gives the chooser's rule to its region; False after noting why not."""
-        spec = chooser.spec
+        spec = matcher.spec
         problem = scene.border_problem(spec) if found is None else found[1]
         if found is None or problem:
             if problem:
@@ -247,7 +249,7 @@ class Resolver:
             )
             self.findings.add(Reason.ERROR_REASON_INVALID_OVERRIDE, message, overlap.name, spec.field)
             return False
-        chooser.taken += 1
+        matcher.taken += 1
         for number in taken:
             scene.hold(number, spec.label)
         number = scene.number(found[0].body, found[0].outputs[0][0])
@@ -257,7 +259,9 @@ class Resolver:
         self._note_subgraph(match, found[0], members, scene)
         return True
 
-    def _note_subgraph(self, match: Match, subgraph: Subgraph, members: Sequence[int], scene: Scene) -> None:
+    def _note_subgraph(
+        self, match: Match, subgraph: Subgraph, members: Sequence[int], scene: ResolutionContext
+    ) -> None:
         places = [scene.places[member] for member in members]
         match.nodes = tuple(place.name for place in places)
         if len(places) <= _NAMED_OPS:
@@ -268,7 +272,7 @@ class Resolver:
         match.outputs, match.is_step = len(subgraph.outputs), subgraph.is_step
         scene.note_subgraph(members[-1], match, subgraph)
 
-    def _take_wish(self, number: int, scene: Scene) -> None:
+    def _take_wish(self, number: int, scene: ResolutionContext) -> None:
         """Gives a place the rule that its node asks for."""
         place = scene.places[number]
         differentiable = scene.is_differentiable(number, None)
@@ -296,13 +300,13 @@ def _match(spec: OverrideSpec, name: str, op_type: str, function: str, different
     )
 
 
-def _changes_flows(chooser: Chooser) -> bool:
+def _changes_flows(matcher: OverrideMatcher) -> bool:
     """Whether it makes gradients flow through the inside of regions that the graph brings along."""
-    return bool(chooser.spec.selector.region_name) and chooser.spec.rule_index == OWN_GRADIENT
+    return bool(matcher.spec.selector.region_name) and matcher.spec.rule_index == OWN_GRADIENT
 
 
-def _nothing_of_preset(group: Sequence[Chooser]) -> Finding:
+def _nothing_of_preset(group: Sequence[OverrideMatcher]) -> Finding:
     spec = group[0].spec
-    wanted = sorted({word for chooser in group for word in chooser.words})
+    wanted = sorted({word for matcher in group for word in matcher.words})
     message = f"Preset {quote(spec.label)} matches no node of the graph: it is for {', '.join(wanted)}."
     return Finding(Reason.ERROR_REASON_UNMATCHED_OVERRIDE, message, field=spec.field)

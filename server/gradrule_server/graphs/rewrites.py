@@ -16,7 +16,7 @@ from gradrule_server.graphs.findings import Findings, Reason, quote
 from gradrule_server.graphs.groups import GROUPS, PLAIN_ADDS
 from gradrule_server.graphs.ir import PLACEHOLDERS, Body, Node, Ref
 from gradrule_server.graphs.prune import bodies_of
-from gradrule_server.graphs.selectors import Place
+from gradrule_server.graphs.selectors import CandidateNode
 
 FOLD_BATCH_NORM = "fold_batch_norm"
 _REWRITES = (FOLD_BATCH_NORM,)
@@ -168,7 +168,7 @@ class _Folding:
     def _is_alone(self, producer: int, consumer: int) -> bool:
         return self._consumers[producer] == [consumer] and producer not in self._kept
 
-    def _fold(self, found: _Found, places: dict[int, Place]) -> None:
+    def _fold(self, found: _Found, places: dict[int, CandidateNode]) -> None:
         nodes = self._body.nodes
         linear = nodes[found.linear]
         dtype = (linear.outputs or ())[0]
@@ -266,7 +266,7 @@ class _Folding:
         full = self._copy.unique(self._body, f"{FOLD_BATCH_NORM}/{name}")
         return self._append(Node(full, op, inputs, [], attrs, (dtype,)), None, {})
 
-    def _append(self, node: Node, stands_for: int | None, places: dict[int, Place]) -> Ref:
+    def _append(self, node: Node, stands_for: int | None, places: dict[int, CandidateNode]) -> Ref:
         """Adds a node; one that stands for another takes over its public name."""
         self._body.nodes.append(node)
         index = len(self._body.nodes) - 1

@@ -18,9 +18,9 @@ from gradrule_server.graphs import paths
 from gradrule_server.graphs.chains import Chains, is_bias
 from gradrule_server.graphs.groups import BIAS, SUM
 from gradrule_server.graphs.ir import Ref
-from gradrule_server.graphs.scene import Scene
+from gradrule_server.graphs.resolution_context import ResolutionContext
 from gradrule_server.graphs.selector_index import SelectorIndex, columns
-from gradrule_server.graphs.selectors import Chooser
+from gradrule_server.graphs.selectors import OverrideMatcher
 from gradrule_server.graphs.subgraphs import Subgraph
 
 Flags = NDArray[np.bool_]
@@ -37,53 +37,53 @@ class Selected:
     _flags: Mapping[int, Flags]
     _chains: Chains | None
 
-    def members(self, chooser: Chooser) -> Numbers:
+    def members(self, matcher: OverrideMatcher) -> Numbers:
         """Numbers of places: a row for each node, or chain of nodes, that the chooser means; rows by their last."""
-        ends = np.flatnonzero(self._flags[id(chooser)])
-        if self._chains is None or not chooser.is_chain:
+        ends = np.flatnonzero(self._flags[id(matcher)])
+        if self._chains is None or not matcher.is_chain:
             return ends[:, np.newaxis]
-        return self._chains.members(chooser.words, ends)
+        return self._chains.members(matcher.words, ends)
 
-    def subgraph(self, chooser: Chooser, members: Sequence[int]) -> Subgraph | None:
+    def subgraph(self, matcher: OverrideMatcher, members: Sequence[int]) -> Subgraph | None:
         """What the nodes of a row are together; None for a single node."""
-        if self._chains is None or not chooser.is_chain:
+        if self._chains is None or not matcher.is_chain:
             return None
-        return self._chains.subgraph(chooser.words, members)
+        return self._chains.subgraph(matcher.words, members)
 
 
 class Selection:
     """Works out which places of a scene choosers mean. `_meant`: per chooser, a flag for each place."""
 
-    def __init__(self, scene: Scene, choosers: Sequence[Chooser]) -> None:
+    def __init__(self, scene: ResolutionContext, matchers: Sequence[OverrideMatcher]) -> None:
         self._scene = scene
         self._places = scene.places
-        self._choosers = choosers
-        index = SelectorIndex(choosers)
-        self._meant = columns([index.node(place.node, place.name) for place in self._places], len(choosers))
+        self._choosers = matchers
+        index = SelectorIndex(matchers)
+        self._meant = columns([index.node(place.node, place.name) for place in self._places], len(matchers))
 
     def selected(self) -> Selected:
         """Looks at all conditions."""
         self._limit_to_dependents()
-        scene, choosers = self._scene, self._choosers
-        patterns = [chooser.words for chooser in choosers if chooser.is_chain]
+        scene, matchers = self._scene, self._choosers
+        patterns = [matcher.words for matcher in matchers if matcher.is_chain]
         chains = Chains(patterns, scene) if patterns else None
-        for number, chooser in enumerate(choosers):
-            if chains is not None and chooser.is_chain:
-                self._meant[number] &= chains.ends(chooser.words)
-            elif chooser.words and chooser.words[0] in (BIAS, SUM):
+        for number, matcher in enumerate(matchers):
+            if chains is not None and matcher.is_chain:
+                self._meant[number] &= chains.ends(matcher.words)
+            elif matcher.words and matcher.words[0] in (BIAS, SUM):
                 # A group may ask more than the op type: an add is either a bias's or a sum.
-                self._meant[number] &= self._biases if chooser.words[0] == BIAS else ~self._biases
-        placed = [number for number, chooser in enumerate(choosers) if chooser.spec.selector.HasField("position")]
+                self._meant[number] &= self._biases if matcher.words[0] == BIAS else ~self._biases
+        placed = [number for number, matcher in enumerate(matchers) if matcher.spec.selector.HasField("position")]
         for start in range(0, len(placed), _RANKED_AT_ONCE):
             self._limit_to_positions(placed[start : start + _RANKED_AT_ONCE])
-        return Selected({id(chooser): row for chooser, row in zip(choosers, self._meant, strict=True)}, chains)
+        return Selected({id(matcher): row for matcher, row in zip(matchers, self._meant, strict=True)}, chains)
 
     def _limit_to_dependents(self) -> None:
         """Leaves, of choosers with depends_on, places that depend on one of the tensors that they name."""
         sets: dict[tuple[str, ...], list[int]] = {}
-        for number, chooser in enumerate(self._choosers):
-            if chooser.spec.selector.depends_on:
-                sets.setdefault(tuple(chooser.spec.selector.depends_on), []).append(number)
+        for number, matcher in enumerate(self._choosers):
+            if matcher.spec.selector.depends_on:
+                sets.setdefault(tuple(matcher.spec.selector.depends_on), []).append(number)
         if not sets:
             return
         seeds: dict[int, dict[Ref, int]] = {}

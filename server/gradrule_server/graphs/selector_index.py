@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradrule.v1.graph_pb2 import AttrValue
-from gradrule_server.graphs.globs import PatternSet
 from gradrule_server.graphs.ir import Node
-from gradrule_server.graphs.selectors import Chooser
+from gradrule_server.graphs.name_patterns import PatternSet
+from gradrule_server.graphs.selectors import OverrideMatcher
 
 # Answers that are kept for combinations of patterns; graphs have few, and hostile ones must not fill the memory.
 _MAX_KEPT = 4096
@@ -19,14 +19,14 @@ _MAX_KEPT = 4096
 class SelectorIndex:
     """Answers are bits: bit i is that of the i-th chooser. Each condition adds bits by looking one value up."""
 
-    def __init__(self, choosers: Sequence[Chooser]) -> None:
-        selectors = [chooser.spec.selector for chooser in choosers]
-        self._calls = _bits(number for number, chooser in enumerate(choosers) if chooser.takes_calls)
+    def __init__(self, matchers: Sequence[OverrideMatcher]) -> None:
+        selectors = [matcher.spec.selector for matcher in matchers]
+        self._calls = _bits(number for number, matcher in enumerate(matchers) if matcher.takes_calls)
         self._op_types = _Lookup()
         self._dtypes = _Lookup()
-        self.names = NameIndex(choosers)
-        for number, (chooser, selector) in enumerate(zip(choosers, selectors, strict=True)):
-            self._op_types.add(number, chooser.op_types)
+        self.names = NameIndex(matchers)
+        for number, (matcher, selector) in enumerate(zip(matchers, selectors, strict=True)):
+            self._op_types.add(number, matcher.op_types)
             self._dtypes.add(number, (selector.dtype,) if selector.dtype else None)
         asked = sorted({name for selector in selectors for name in selector.attrs})
         self._attrs = {name: _Lookup() for name in asked}
@@ -62,26 +62,26 @@ class SelectorIndex:
 class NameIndex:
     """Tells which selectors mean a public name, by scope, node and node_regex."""
 
-    def __init__(self, choosers: Sequence[Chooser]) -> None:
+    def __init__(self, matchers: Sequence[OverrideMatcher]) -> None:
         self._scopes = _Lookup()
         self._exact = _Lookup()
         numbers: dict[str, int] = {}
         asking: list[list[int]] = [[], []]
-        for number, chooser in enumerate(choosers):
-            self._scopes.add(number, (chooser.prefix,) if chooser.prefix else None)
-            self._exact.add(number, (chooser.exact,) if chooser.exact else None)
-            for place, pattern in enumerate((chooser.glob, chooser.regex)):
+        for number, matcher in enumerate(matchers):
+            self._scopes.add(number, (matcher.prefix,) if matcher.prefix else None)
+            self._exact.add(number, (matcher.exact,) if matcher.exact else None)
+            for place, pattern in enumerate((matcher.glob, matcher.regex)):
                 if pattern:
                     numbers.setdefault(pattern, len(numbers))
                     asking[place].append(number)
-        self._longest_scope = max((len(chooser.prefix) for chooser in choosers), default=0)
+        self._longest_scope = max((len(matcher.prefix) for matcher in matchers), default=0)
         self._patterns = PatternSet(list(numbers)) if numbers else None
         # Selectors without a glob, and without a node_regex; by pattern, those that have it as glob and as node_regex.
-        everyone = (1 << len(choosers)) - 1
+        everyone = (1 << len(matchers)) - 1
         self._free = (everyone & ~_bits(asking[0]), everyone & ~_bits(asking[1]))
         self._by_pattern = [[0, 0] for _ in numbers]
-        for number, chooser in enumerate(choosers):
-            for place, pattern in enumerate((chooser.glob, chooser.regex)):
+        for number, matcher in enumerate(matchers):
+            for place, pattern in enumerate((matcher.glob, matcher.regex)):
                 if pattern:
                     self._by_pattern[numbers[pattern]][place] |= 1 << number
         self._kept: dict[tuple[int, ...], tuple[int, int]] = {}

@@ -9,10 +9,10 @@ from gradrule import _opdefs
 from gradrule.v1 import override_pb2
 from gradrule_server.errors import did_you_mean
 from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.globs import MAX_PATTERN, compile_regex, glob_regex, is_glob
 from gradrule_server.graphs.groups import BIAS, GROUPS, STEP, SUM, op_types_of
 from gradrule_server.graphs.ir import Body, Node
 from gradrule_server.graphs.library import Library
+from gradrule_server.graphs.name_patterns import MAX_PATTERN, compile_regex, glob_regex, is_glob
 
 DEFAULT_RULE = "default"
 OWN_GRADIENT = -1
@@ -55,7 +55,7 @@ class OverrideSpec:
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class CandidateNode:
     """A node of the expanded graph, as selectors see it.
 
     `name`: its public name. `function`: where in the uploaded graph it lies. `live`: whether gradients are asked node
@@ -87,7 +87,7 @@ class Place:
 
 
 @dataclass(slots=True, eq=False)
-class Chooser:
+class OverrideMatcher:
     """A selector made ready: what it asks of a node. `SelectorIndex` answers for all selectors of a program at once.
 
     `words`: of its pattern, or its op type; `op_types`: of the node, or of a chain's last node. `exact`: the whole
@@ -123,18 +123,18 @@ class Chooser:
         return len(self.words) > 1
 
 
-def choosers(specs: Sequence[OverrideSpec], library: Library, findings: Findings) -> list[Chooser]:
+def matchers(specs: Sequence[OverrideSpec], library: Library, findings: Findings) -> list[OverrideMatcher]:
     """The selectors made ready; what is wrong with them is noted."""
     made = []
     for spec in specs:
         before = len(findings.all)
-        chooser = _chooser(spec, library, findings)
-        if chooser is not None and len(findings.all) == before:
-            made.append(chooser)
+        matcher = _chooser(spec, library, findings)
+        if matcher is not None and len(findings.all) == before:
+            made.append(matcher)
     return made
 
 
-def _chooser(spec: OverrideSpec, library: Library, findings: Findings) -> Chooser | None:
+def _chooser(spec: OverrideSpec, library: Library, findings: Findings) -> OverrideMatcher | None:
     selector = spec.selector
 
     def invalid(message: str) -> None:
@@ -174,7 +174,7 @@ def _chooser(spec: OverrideSpec, library: Library, findings: Findings) -> Choose
     prefix = selector.scope.rstrip("/") + "/" if selector.scope else ""
     op_types = op_types_of(words[-1]) if words else None
     exact, glob = ("", glob_regex(selector.node)) if is_glob(selector.node) else (selector.node, "")
-    return Chooser(spec, words, op_types, prefix, exact, glob, regex)
+    return OverrideMatcher(spec, words, op_types, prefix, exact, glob, regex)
 
 
 def _is_place(position: override_pb2.Position) -> bool:

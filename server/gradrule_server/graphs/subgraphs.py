@@ -26,11 +26,13 @@ class Subgraph:
     is_step: bool = False
 
 
-def weave(subgraphs: Iterable[tuple[Subgraph, str]], unique: Callable[[Body, str], str]) -> tuple[list[Node], Moves]:
+def insert_custom_gradient_nodes(
+    subgraphs: Iterable[tuple[Subgraph, str]], unique: Callable[[Body, str], str]
+) -> tuple[list[Node], Moves]:
     """Puts an IdentityN behind each subgraph (given with a name for it); returns these nodes and where outputs went."""
     moves: dict[int, dict[Ref, tuple[Ref, frozenset[int]]]] = {}
     bodies: dict[int, Body] = {}
-    woven = []
+    inserted = []
     for subgraph, name in subgraphs:
         body = bodies.setdefault(id(subgraph.body), subgraph.body)
         inputs = (_difference(subgraph, unique(body, f"{name}/step_input")),) if subgraph.is_step else subgraph.inputs
@@ -38,18 +40,18 @@ def weave(subgraphs: Iterable[tuple[Subgraph, str]], unique: Callable[[Body, str
         types = tuple((body.nodes[producer].outputs or ())[output] for producer, output in refs)
         attrs = {"T": AttrValue(list=AttrValue.ListValue(type=map(as_dt, types)))}
         body.nodes.append(Node(unique(body, f"{name}/subgraph"), "IdentityN", refs, [], attrs, types, watched=True))
-        woven.append(body.nodes[-1])
-        knot = len(body.nodes) - 1
-        inside = frozenset({*subgraph.members, knot})
+        inserted.append(body.nodes[-1])
+        custom_gradient = len(body.nodes) - 1
+        inside = frozenset({*subgraph.members, custom_gradient})
         for number, ref in enumerate(subgraph.outputs):
-            moves.setdefault(id(body), {})[ref] = ((knot, number), inside)
+            moves.setdefault(id(body), {})[ref] = ((custom_gradient, number), inside)
     for key, moved in moves.items():
         body = bodies[key]
         for position, node in enumerate(body.nodes):
             if any(ref in moved for ref in node.inputs):
                 node.inputs = [_moved(ref, position, moved) for ref in node.inputs]
         body.results = [_moved(ref, -1, moved) for ref in body.results]
-    return woven, {key: {ref: target for ref, (target, _) in moved.items()} for key, moved in moves.items()}
+    return inserted, {key: {ref: target for ref, (target, _) in moved.items()} for key, moved in moves.items()}
 
 
 Moves = Mapping[int, Mapping[Ref, Ref]]

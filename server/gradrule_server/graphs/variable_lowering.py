@@ -11,8 +11,8 @@ from gradrule.v1.tensor_pb2 import Dt, Tensor, TensorShape
 from gradrule_server.graphs.copying import Copy
 from gradrule_server.graphs.findings import Findings, Reason, quote
 from gradrule_server.graphs.ir import ARG, DIFFERENTIABLE, GRADIENT_ATTR, Body, Node, Ref
-from gradrule_server.graphs.selectors import Place
-from gradrule_server.graphs.variable_ops import QUESTIONS, READS, WRITES
+from gradrule_server.graphs.selectors import CandidateNode
+from gradrule_server.graphs.variable_ops import INITIALIZED_CHECKS, READS, WRITES
 from gradrule_server.graphs.variable_table import Variable
 
 _INT32 = AttrValue(type=Dt.DT_INT32)
@@ -30,7 +30,7 @@ class Lowering:
         """A node whose first input is the variable's present value by now; returns what it writes."""
         node, first = body.nodes[index], len(body.nodes)
         self._check_type(body, node, variable)
-        if node.op in QUESTIONS:
+        if node.op in INITIALIZED_CHECKS:
             value = Tensor(dtype=Dt.DT_BOOL, bool_val=[True])
             attrs = {"dtype": AttrValue(type=Dt.DT_BOOL), "value": AttrValue(tensor=value)}
             self.become(node, "Const", [], attrs, (Dt.DT_BOOL,))
@@ -95,7 +95,7 @@ class Lowering:
 
     def _check_type(self, body: Body, node: Node, variable: Variable) -> None:
         said = node.attrs.get("dtype") or node.attrs.get("T")
-        if said is not None and node.op not in QUESTIONS and said.type != variable.dtype:
+        if said is not None and node.op not in INITIALIZED_CHECKS and said.type != variable.dtype:
             name = f"{self._copy.scopes[body.name]}/{node.name}" if body.name else node.name
             message = (
                 f"Node {quote(name)} ({node.op}) takes the variable {quote(variable.name)} for {name_of(said.type)}, "
@@ -187,6 +187,6 @@ class Lowering:
         place = self._places.get((id(body), index))
         if place is not None:
             full = f"{place.name}/{suffix}"
-            part = Place(full, place.function, body, len(body.nodes) - 1, place.live, None, place.around)
+            part = CandidateNode(full, place.function, body, len(body.nodes) - 1, place.live, None, place.around)
             self._copy.places.append(part)
         return len(body.nodes) - 1, 0

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 SOURCES = frozenset({"VarHandleOp", "VariableV2", "Variable"})
 
 # Ops that hand a variable on, as they hand on anything.
-PASSES = frozenset({"Identity", "IdentityN"})
+FORWARDING_OPS = frozenset({"Identity", "IdentityN"})
 
 # Ops that ask whether a variable has a value; each has.
-QUESTIONS = frozenset({"VarIsInitializedOp", "IsVariableInitialized"})
+INITIALIZED_CHECKS = frozenset({"VarIsInitializedOp", "IsVariableInitialized"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,4 +88,4 @@ ASSIGNMENTS = frozenset({"AssignVariableOp", "Assign"})
 INITIALISER = "Assign"
 
 # All ops that may take a handle or a reference.
-KNOWN = SOURCES | PASSES | QUESTIONS | READS.keys() | WRITES.keys()
+KNOWN = SOURCES | FORWARDING_OPS | INITIALIZED_CHECKS | READS.keys() | WRITES.keys()

@@ -11,8 +11,8 @@ from gradrule.v1.graph_pb2 import AttrValue, Graph
 from gradrule.v1.tensor_pb2 import Dt, TensorShape
 from gradrule_server.graphs.findings import Findings, Reason, quote
 from gradrule_server.graphs.ir import Body, Node
-from gradrule_server.graphs.names import canonical, parse_tensor_name
 from gradrule_server.graphs.prune import bodies_of
+from gradrule_server.graphs.tensor_names import canonical, parse_tensor_name
 from gradrule_server.graphs.variable_ops import ASSIGNMENTS, INITIALISER, SOURCES
 
 # What TensorFlow makes up for variables that have no name.

@@ -13,11 +13,11 @@ from gradrule._dtypes import as_dt
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule_server.graphs.copying import Copy
 from gradrule_server.graphs.findings import Findings
-from gradrule_server.graphs.handles import Handles
 from gradrule_server.graphs.ir import LOOPS, Body, Node, Ref, is_call, replaced
 from gradrule_server.graphs.order import find_cycles
+from gradrule_server.graphs.variable_handles import VariableHandles
 from gradrule_server.graphs.variable_lowering import Lowering
-from gradrule_server.graphs.variable_ops import PASSES, QUESTIONS, READS, SOURCES, WRITES
+from gradrule_server.graphs.variable_ops import FORWARDING_OPS, INITIALIZED_CHECKS, READS, SOURCES, WRITES
 from gradrule_server.graphs.variable_table import Variable, VariableTable
 from gradrule_server.graphs.versions import Versions
 
@@ -39,7 +39,7 @@ class _Pass:
     def __init__(self, copy: Copy, table: VariableTable, given: Collection[Variable], findings: Findings) -> None:
         self._copy = copy
         self._findings = findings
-        self._handles = Handles(copy.body, table)
+        self._handles = VariableHandles(copy.body, table)
         self._lowering = Lowering(copy, findings)
         nodes = copy.body.nodes
         index = {node.name: position for position, node in enumerate(nodes)}
@@ -147,19 +147,19 @@ class _Pass:
         self, body: Body, index: int, versions: Versions, before: int, live: bool
     ) -> list[tuple[Variable, Ref]]:
         node, handles = body.nodes[index], self._handles.of(body)
-        takers = READS.keys() | WRITES.keys() | QUESTIONS
+        takers = READS.keys() | WRITES.keys() | INITIALIZED_CHECKS
         target = handles.get(node.inputs[0]) if node.op in takers else None
         variables = [handles.get(ref) for ref in node.inputs]
         for number, variable in enumerate(variables):
             if variable is None:
                 continue
             is_value = self._handles.is_reference(body, node.inputs[number])
-            if node.op not in PASSES and not is_value and not (number == 0 and target is not None):
+            if node.op not in FORWARDING_OPS and not is_value and not (number == 0 and target is not None):
                 node.unsupported = _HANDLE
                 return []
             self._take(body, node, number, versions.at(variable, before))
         if target is None:
-            if node.op in PASSES:
+            if node.op in FORWARDING_OPS:
                 types = zip(node.outputs or (), variables, strict=True)
                 self._lowering.retype_pass(node, [kept if item is None else item.dtype for kept, item in types])
             return []
@@ -170,7 +170,7 @@ class _Pass:
         """Puts a value in a handle's place; what had to run before the handle was handed on must still run before."""
         producer = node.inputs[number][0]
         node.inputs = replaced(node.inputs, number, value)
-        if body.nodes[producer].op in PASSES and producer != value[0] and producer not in node.controls:
+        if body.nodes[producer].op in FORWARDING_OPS and producer != value[0] and producer not in node.controls:
             node.controls = [*node.controls, producer]
 
     def _lower_container(

@@ -37,7 +37,7 @@ _NONE_MADE = " (the graph has none, and through none that a gradient makes)"
 _Matched = tuple[link_pb2.PlannedMatch, override_pb2.ResolutionStatus.ValueType]
 
 
-def plan_of(prepared: Prepared) -> link_pb2.ProgramPlan:
+def make_plan(prepared: Prepared) -> link_pb2.ProgramPlan:
     """Returns what `finish` needs of a prepared program."""
     expanded, request = prepared.expanded, prepared.request
     return link_pb2.ProgramPlan(

@@ -64,7 +64,7 @@ class OverrideTable:
         if spec.rule_index == OWN_GRADIENT:
             self.params.default_labels.add(spec.label)
 
-    def bring(self, label: str) -> int:
+    def add_embedded_rule(self, label: str) -> int:
         """A place for a rule that the graph brings along; returns its index."""
         return self.bind(ResolvedRule(label, None, brought=True), label)
 

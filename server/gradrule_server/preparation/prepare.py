@@ -15,7 +15,7 @@ from gradrule_server.link.shape import CallShape, canonical
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits
 from gradrule_server.preparation.blobs import Blobs
-from gradrule_server.preparation.derivative import Wish, wish_of
+from gradrule_server.preparation.derivative_spec import DerivativeSpec, read_derivative_spec
 from gradrule_server.preparation.overrides import OverrideTable, read_overrides, rule_names
 from gradrule_server.preparation.rule_lookup import ResolvedRule, RuleLookup
 from gradrule_server.preparation.values import Values, bind
@@ -57,13 +57,13 @@ def prepare(
     `namespace`: begins the names of the program's functions. TensorFlow's functions have names for the whole process,
     so no two programs of one engine may share one.
     """
-    graph_bytes, graph = graph_of(spec, limits, store)
+    graph_bytes, graph = load_graph(spec, limits, store)
     graph_digest = hashlib.sha256(graph_bytes).hexdigest()
     likeness = hashlib.sha256(graph.SerializeToString(deterministic=True)).hexdigest()
     variables = [item.name for item in spec.variables]
     # Feeding a placeholder is what placeholders are for: it makes no other program.
     call = replace(call, feeds=call.feeds - graphs.placeholders(graph, variables))
-    wish, findings = wish_of(spec, call)
+    wish, findings = read_derivative_spec(spec, call)
     lookup.fetch([*rule_names(spec.overrides), *_named_gradients(graph)])
     table = read_overrides(spec.overrides, lookup, limits)
     findings += [*_check_wishes(spec, wish), *table.findings]
@@ -85,9 +85,9 @@ def prepare(
                 overrides=table.specs,
                 rewrites=list(spec.rewrites),
                 derivative=wish.part,
-                again=wish.again,
+                second_order=wish.second_order,
                 known_rule=known_rule,
-                bring=table.bring,
+                add_embedded_rule=table.add_embedded_rule,
                 namespace=namespace,
                 variables=variables,
                 with_updates=call.session,
@@ -137,7 +137,7 @@ def prepare(
         split=call.split,
         dense_gradients=wish.dense,
         directions=wish.directed(expanded),
-        made=_made(table) if wish.again else (),
+        made=_made(table) if wish.second_order else (),
         variables=values.bound,
         updates=[link_pb2.Endpoint(name=name, tensor=tensor) for name, tensor in expanded.updates.items()],
         input_aliases={alias: item.name for item in expanded.inputs for alias in item.aliases},
@@ -186,7 +186,7 @@ def _with_aliases(finding: Finding, spec: program_pb2.ProgramSpec) -> Finding:
     return replace(finding, message=f"{finding.message} Aliases: {shown}{more}.")
 
 
-def graph_of(spec: program_pb2.ProgramSpec, limits: Limits, store: Blobs) -> tuple[bytes, graph_pb2.Graph]:
+def load_graph(spec: program_pb2.ProgramSpec, limits: Limits, store: Blobs) -> tuple[bytes, graph_pb2.Graph]:
     """The graph's bytes, and the graph. BLOB_NOT_FOUND, LIMIT_EXCEEDED, INVALID_GRAPH."""
     source = spec.graph.WhichOneof("source")
     if source == "blob_sha256":
@@ -207,7 +207,7 @@ def graph_of(spec: program_pb2.ProgramSpec, limits: Limits, store: Blobs) -> tup
     raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the program has no graph", field="spec.graph")
 
 
-def _check_wishes(spec: program_pb2.ProgramSpec, wish: Wish) -> list[Finding]:
+def _check_wishes(spec: program_pb2.ProgramSpec, wish: DerivativeSpec) -> list[Finding]:
     findings = []
 
     def add(reason: errors_pb2.ErrorReason.ValueType, message: str, field: str) -> None:
@@ -258,7 +258,7 @@ def _endpoints(names: Sequence[str], expanded: graphs.Expanded) -> list[link_pb2
     return [link_pb2.Endpoint(name=name, tensor=expanded.tensor_names[name]) for name in names]
 
 
-def _upstream(y: str, wish: Wish, expanded: graphs.Expanded) -> link_pb2.Upstream:
+def _upstream(y: str, wish: DerivativeSpec, expanded: graphs.Expanded) -> link_pb2.Upstream:
     name = canonical(y)
     if name in wish.grad_ys_fed:
         return link_pb2.Upstream(fed=True)
@@ -271,7 +271,7 @@ def _digest(
     graph_digest: str,
     spec: program_pb2.ProgramSpec,
     call: CallShape,
-    wish: Wish,
+    wish: DerivativeSpec,
     request: link_pb2.CompileRequest,
     table: OverrideTable,
     values: Values,

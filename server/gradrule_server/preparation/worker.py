@@ -18,9 +18,9 @@ from gradrule_server.link.framing import Frame, FrameSocket, Kind
 from gradrule_server.link.shape import canonical, read_shape
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits, check_parsed_size
-from gradrule_server.preparation.asking import Ask, AskedBlobs, AskedRules
-from gradrule_server.preparation.finish import finish, plan_of
-from gradrule_server.preparation.prepare import Prepared, graph_of, override_values, prepare
+from gradrule_server.preparation.finish import finish, make_plan
+from gradrule_server.preparation.front_end_lookup import Ask, FrontEndBlobs, FrontEndRules
+from gradrule_server.preparation.prepare import Prepared, load_graph, override_values, prepare
 from gradrule_server.preparation.rule_lookup import SnapshotLookup
 from gradrule_server.preparation.sampling import sample_call
 from gradrule_server.rules import RuleContent
@@ -63,7 +63,7 @@ class PreparationService:
 
     def _work(self, request: link_pb2.PrepareRequest, ask: Ask) -> bytes:
         limits = read_limits(request.limits)
-        blobs = AskedBlobs(ask, lambda name: self._read_blob(request.blob_folder, name))
+        blobs = FrontEndBlobs(ask, lambda name: self._read_blob(request.blob_folder, name))
         reply: Message
         match request.WhichOneof("task"):
             case "program":
@@ -81,7 +81,7 @@ class PreparationService:
                 reply = link_pb2.CheckedRule(definition=_checked_rule(request.rule, limits))
             case "sample":
                 sample = _parsed(request.sample, rule_pb2.SampleRuleRequest, limits)
-                reply = sample_call(sample, AskedRules(ask), limits)
+                reply = sample_call(sample, FrontEndRules(ask), limits)
             case None:
                 raise DecodeError("a PREPARE without a task")
         return reply.SerializeToString()
@@ -95,14 +95,14 @@ def read_limits(message: link_pb2.Limits) -> Limits:
 _Answer: TypeAlias = tuple[link_pb2.PreparedProgram, link_pb2.CompileRequest | None]
 
 
-def _program(task: link_pb2.ProgramTask, limits: Limits, ask: Ask, blobs: AskedBlobs) -> _Answer:
+def _program(task: link_pb2.ProgramTask, limits: Limits, ask: Ask, blobs: FrontEndBlobs) -> _Answer:
     spec = _parsed(task.spec, program_pb2.ProgramSpec, limits)
     if task.may_be_known:
         digest = hashlib.sha256(spec.SerializeToString(deterministic=True)).digest()
         if ask(link_pb2.Question(spec_digest=digest)).is_known:
             return link_pb2.PreparedProgram(is_known=True), None
     call = read_shape(task.call)
-    asked = AskedRules(ask)
+    asked = FrontEndRules(ask)
     if task.HasField("snapshot"):
         prepared = prepare(spec, call, SnapshotLookup(task.snapshot), limits, blobs, task.namespace)
     else:
@@ -126,15 +126,15 @@ def _prepared_message(prepared: Prepared) -> link_pb2.PreparedProgram:
         nodes=prepared.expanded.nodes,
         blobs=prepared.blobs,
         derivative=prepared.request.derivative,
-        plan=plan_of(prepared).SerializeToString(),
+        plan=make_plan(prepared).SerializeToString(),
         # Negative ones are the op's own gradient and those of another process.
         params=prepared.table.param_message(rule for rule in used if rule >= 0),
         placeholders=map(canonical, prepared.expanded.placeholders),
     )
 
 
-def _variables(spec: bytes, limits: Limits, blobs: AskedBlobs) -> link_pb2.GraphVariables:
-    _, graph = graph_of(_parsed(spec, program_pb2.ProgramSpec, limits), limits, blobs)
+def _variables(spec: bytes, limits: Limits, blobs: FrontEndBlobs) -> link_pb2.GraphVariables:
+    _, graph = load_graph(_parsed(spec, program_pb2.ProgramSpec, limits), limits, blobs)
     return link_pb2.GraphVariables(
         variables=[
             link_pb2.GraphVariable(

@@ -15,7 +15,7 @@ from gradrule_server.link.framing import Buffer, Frame, FrameSocket, Kind
 from gradrule_server.link.shape import CallShape, read_shape, shape_message
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits
-from gradrule_server.preparation.asking import AskedBlobs, AskedRules
+from gradrule_server.preparation.front_end_lookup import FrontEndBlobs, FrontEndRules
 from gradrule_server.preparation.worker import PreparationService, read_limits
 from tests.service import raw
 
@@ -121,7 +121,7 @@ def test_only_the_first_of_many_unknown_rules_are_explained() -> None:
         asked.append(question)
         return told(question)
 
-    rules = AskedRules(ask)
+    rules = FrontEndRules(ask)
     rules.fetch(f"R{index}" for index in range(1200))
     for index in range(1200):
         with pytest.raises(GradruleError, match="there is no rule"):
@@ -159,7 +159,7 @@ def test_a_blob_is_read_once_the_front_end_has_checked_it() -> None:
         events.append(f"read {name}")
         return b"bytes"
 
-    assert AskedBlobs(ask, read).read(_HASH) == b"bytes"
+    assert FrontEndBlobs(ask, read).read(_HASH) == b"bytes"
     assert events == [f"checked {_HASH}", f"read {_HASH}"]
 
 
@@ -189,7 +189,7 @@ def test_a_rule_whose_definition_had_no_room_is_asked_for_again() -> None:
             ]
         )
 
-    rules = AskedRules(ask)
+    rules = FrontEndRules(ask)
     rules.fetch(["A", "B", "C"])
     assert asked == [["A", "B", "C"], ["B", "C"], ["C"]]
     assert [rules.resolve(name).name for name in "ABC"] == ["A", "B", "C"]
@@ -197,7 +197,7 @@ def test_a_rule_whose_definition_had_no_room_is_asked_for_again() -> None:
 
 
 def test_what_is_too_long_for_a_name_is_not_asked_for() -> None:
-    rules = AskedRules(lambda question: pytest.fail("it asked"))
+    rules = FrontEndRules(lambda question: pytest.fail("it asked"))
     with pytest.raises(GradruleError) as caught:
         rules.resolve("x" * 10_000)
     assert reason_name(caught.value.reason) == "UNKNOWN_RULE"
@@ -211,7 +211,7 @@ def test_sizes_of_many_blobs_are_asked_for_in_parts() -> None:
         return link_pb2.Told(sizes=[7] * asked[-1])
 
     names = [f"{number:064x}" for number in range(1200)]
-    blobs = AskedBlobs(ask, lambda name: b"")
+    blobs = FrontEndBlobs(ask, lambda name: b"")
     assert blobs.missing(names) == []
     assert blobs.size(names[-1]) == 7
     assert asked == [500, 500, 200]

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 
 from gradrule_server.graphs.copying import copy_function
 from gradrule_server.graphs.ir import ARG, Body
+from gradrule_server.graphs.node_gradients import NodeGradients
 from gradrule_server.graphs.prune import prune
+from gradrule_server.graphs.resolution_context import Resolved, is_differentiable
 from gradrule_server.graphs.resolve import Resolver
-from gradrule_server.graphs.scene import Resolved, is_differentiable
-from gradrule_server.graphs.wishes import Wishes
 
 
 @dataclass(slots=True, eq=False)
-class BroughtRules:
+class EmbeddedRules:
     """Expanded gradients by name, what was resolved for their nodes, and the scopes of the functions inside."""
 
     bodies: dict[str, Body] = field(default_factory=dict)
@@ -21,12 +21,12 @@ class BroughtRules:
     scopes: dict[str, str] = field(default_factory=dict)
 
 
-def expand_rules(wishes: Wishes, namespace: str) -> BroughtRules:
+def expand_embedded_rules(wishes: NodeGradients, namespace: str) -> EmbeddedRules:
     """Expands every gradient of the graph's own that a node asks for, a node of such a gradient included.
 
     No override reaches them: overrides mean nodes of the graph, not those of gradients.
     """
-    rules = BroughtRules()
+    rules = EmbeddedRules()
     # Grows meanwhile.
     for name in wishes.asked:
         resolver = Resolver((), wishes, wishes.differentiates, wishes.findings)

@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradrule_server.graphs import paths
+from gradrule_server.graphs.custom_gradients import CustomGradientNode
 from gradrule_server.graphs.findings import quote
 from gradrule_server.graphs.ir import DIFFERENTIABLE, Body, Node, Ref
-from gradrule_server.graphs.knots import Knot
 from gradrule_server.graphs.prune import bodies_of
-from gradrule_server.graphs.regions import Border, Regions, Surroundings
-from gradrule_server.graphs.selectors import OWN_GRADIENT, Chooser, OverrideSpec, Place
+from gradrule_server.graphs.regions import RegionBorder, RegionContext, Regions
+from gradrule_server.graphs.selectors import OWN_GRADIENT, CandidateNode, OverrideMatcher, OverrideSpec
 from gradrule_server.graphs.subgraphs import Subgraph
 
 Tensor = tuple[Body, Ref]
@@ -50,26 +50,26 @@ class Match:
     every_order: bool = False
     mark: int | None = None
 
-    def tie(self, knot: Knot | None) -> None:
+    def tie(self, custom_gradient: CustomGradientNode | None) -> None:
         """The node is a knot: the rule sees the region. The op's own gradient goes through the inside by itself."""
-        if knot is not None and self.rule != OWN_GRADIENT:
-            self.outputs, self.inputs = knot.outputs, knot.inputs
+        if custom_gradient is not None and self.rule != OWN_GRADIENT:
+            self.outputs, self.inputs = custom_gradient.outputs, custom_gradient.inputs
 
 
 @dataclass(slots=True, eq=False)
-class Foreign:
+class ForeignGradient:
     """A node that names a gradient of another process, and that no override took."""
 
     node: str
     name: str
 
 
-Resolved = list[Match | Foreign]
+Resolved = list[Match | ForeignGradient]
 """What was resolved for a node: matches that hold for one rank only, then at most one that holds for all."""
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class RequestTensors:
     """What of the request path-dependent selectors need, as tensors of the copy's top level."""
 
     xs: AbstractSet[Ref]
@@ -77,7 +77,7 @@ class Asked:
     stop_gradients: AbstractSet[Ref]
 
 
-class Scene:
+class ResolutionContext:
     """The expanded graph as overrides are resolved on it, and what comes of it.
 
     `look_up`: the tensor of a name, and its body, if there is one; `find` notes what is wrong under the field given.
@@ -86,9 +86,9 @@ class Scene:
     def __init__(
         self,
         top: Body,
-        places: Sequence[Place],
+        places: Sequence[CandidateNode],
         scopes: Mapping[str, str],
-        asked: Asked,
+        asked: RequestTensors,
         look_up: Callable[[str], Tensor | None],
         find: Callable[[str, str], Tensor | None],
     ) -> None:
@@ -139,7 +139,7 @@ class Scene:
         labels = list(self._labels)
         return {labels[found[item]]: int(counts[item]) for item in np.argsort(first) if found[item] >= 0}
 
-    def note(self, number: int, what: Match | Foreign) -> None:
+    def note(self, number: int, what: Match | ForeignGradient) -> None:
         """Keeps what was resolved for a place."""
         place = self.places[number]
         if isinstance(what, Match):
@@ -193,22 +193,22 @@ class Scene:
         )
         return all(not DIFFERENTIABLE.isdisjoint(types) for types in borders)
 
-    def check_depends_on(self, chooser: Chooser) -> None:
+    def check_depends_on(self, matcher: OverrideMatcher) -> None:
         """UNKNOWN_TENSOR where the chooser names a tensor that is not there."""
-        for number, name in enumerate(chooser.spec.selector.depends_on):
-            if self._find(name, f"{chooser.spec.field}.selector.depends_on[{number}]") is None:
-                chooser.faulty = True
+        for number, name in enumerate(matcher.spec.selector.depends_on):
+            if self._find(name, f"{matcher.spec.field}.selector.depends_on[{number}]") is None:
+                matcher.faulty = True
 
     def regions(self, specs: Sequence[OverrideSpec]) -> Mapping[int, tuple[Subgraph, str]]:
         """The regions of those specs (by id) whose tensors are there, each with what is wrong with it."""
-        borders: dict[int, list[tuple[OverrideSpec, Border]]] = {}
+        borders: dict[int, list[tuple[OverrideSpec, RegionBorder]]] = {}
         for spec in specs:
             border = self._border(spec)
             if border is not None:
                 borders.setdefault(id(border.body), []).append((spec, border))
         found = {}
         for same_body in borders.values():
-            around = Surroundings(self.changes, self._before_ys, self.flows, self._kept)
+            around = RegionContext(self.changes, self._before_ys, self.flows, self._kept)
             regions = Regions([border for _, border in same_body], around, self.orders)
             for number, (spec, _) in enumerate(same_body):
                 subgraph, problem = regions.subgraph(number), regions.problem(number, self._text)
@@ -232,7 +232,7 @@ class Scene:
         twice = _twice([*wanted.inputs, *wanted.outputs])
         return f"{quote(twice)} is named twice" if twice else ""
 
-    def _border(self, spec: OverrideSpec) -> Border | None:
+    def _border(self, spec: OverrideSpec) -> RegionBorder | None:
         wanted = spec.selector.region
         inputs, outputs = ([self.look_up(name) for name in names] for names in (wanted.inputs, wanted.outputs))
         there = [tensor for tensor in (*inputs, *outputs) if tensor is not None]
@@ -240,7 +240,7 @@ class Scene:
         if not is_whole or _twice([*wanted.inputs, *wanted.outputs]):
             return None
         refs = [ref for _, ref in there]
-        return Border(there[0][0], refs[: len(inputs)], refs[len(inputs) :])
+        return RegionBorder(there[0][0], refs[: len(inputs)], refs[len(inputs) :])
 
     def _kept(self, body: Body) -> AbstractSet[Ref]:
         """Tensors of a body that the request names."""

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from gradrule.v1 import graph_pb2
 from gradrule_server.graphs.ir import Node
 
-OUTPUTS_NOTE = "_gradrule_outputs"
-INPUTS_NOTE = "_gradrule_inputs"
-REGION_NOTE = "_gradrule_region"
-KNOT_NOTES = frozenset({OUTPUTS_NOTE, INPUTS_NOTE, REGION_NOTE})
+OUTPUTS_ATTR = "_gradrule_outputs"
+INPUTS_ATTR = "_gradrule_inputs"
+REGION_ATTR = "_gradrule_region"
+CUSTOM_GRADIENT_ATTRS = frozenset({OUTPUTS_ATTR, INPUTS_ATTR, REGION_ATTR})
 
 _ARGUMENT = re.compile(r"(x|y|dy)(0|[1-9][0-9]{0,5})?")
 _RESULT = re.compile(r"dx(0|[1-9][0-9]{0,5})?")
 
 
 @dataclass(frozen=True, slots=True)
-class Knot:
+class CustomGradientNode:
     """How an IdentityN's inputs are laid out: so many results, so many inputs of the region, the rest."""
 
     outputs: int
@@ -40,23 +40,25 @@ class Knot:
         return range(self.outputs, self.outputs + self.inputs)
 
 
-def knot_of(node: Node) -> Knot | None:
+def read_custom_gradient(node: Node) -> CustomGradientNode | None:
     """What the notes say; None for a node without. ValueError, which says why, where they do not fit the node."""
-    if KNOT_NOTES.isdisjoint(node.attrs):
+    if CUSTOM_GRADIENT_ATTRS.isdisjoint(node.attrs):
         return None
     if node.op != "IdentityN":
-        raise ValueError(f"{', '.join(sorted(KNOT_NOTES & node.attrs.keys()))} can stand on an IdentityN only")
+        raise ValueError(
+            f"{', '.join(sorted(CUSTOM_GRADIENT_ATTRS & node.attrs.keys()))} can stand on an IdentityN only"
+        )
     counts = []
-    for note, least in ((OUTPUTS_NOTE, 1), (INPUTS_NOTE, 0)):
+    for note, least in ((OUTPUTS_ATTR, 1), (INPUTS_ATTR, 0)):
         value = node.attrs.get(note)
         if value is None or value.WhichOneof("value") != "i" or value.i < least:
             raise ValueError(f"{note} is a number from {least} on")
         counts.append(value.i)
     outputs, inputs = counts
     if outputs + inputs > len(node.inputs):
-        raise ValueError(f"{OUTPUTS_NOTE} and {INPUTS_NOTE} count {outputs + inputs} inputs; it has {len(node.inputs)}")
-    region = node.attrs.get(REGION_NOTE)
-    return Knot(outputs, inputs, "" if region is None else region.s.decode(errors="replace"))
+        raise ValueError(f"{OUTPUTS_ATTR} and {INPUTS_ATTR} count {outputs + inputs} inputs; it has {len(node.inputs)}")
+    region = node.attrs.get(REGION_ATTR)
+    return CustomGradientNode(outputs, inputs, "" if region is None else region.s.decode(errors="replace"))
 
 
 def is_rule(signature: graph_pb2.OpSignature) -> bool:

@@ -33,7 +33,7 @@ _CARRIERS = frozenset({Dt.DT_RESOURCE, Dt.DT_VARIANT})
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class DerivativeSpec:
     """What is differentiated, and how. `part`: the field of the spec that asks.
 
     `grad_ys`: tensors of the graph by canonical y; `grad_ys_fed`: canonical ys whose grad_y each call gives.
@@ -53,7 +53,7 @@ class Wish:
     dense: bool = False
 
     @property
-    def again(self) -> bool:
+    def second_order(self) -> bool:
         """Whether gradients are differentiated again."""
         return self.kind == Kind.DERIVATIVE_HVP
 
@@ -98,7 +98,7 @@ class Wish:
         }
 
 
-def wish_of(spec: program_pb2.ProgramSpec, call: CallShape) -> tuple[Wish, list[Finding]]:
+def read_derivative_spec(spec: program_pb2.ProgramSpec, call: CallShape) -> tuple[DerivativeSpec, list[Finding]]:
     """What is to be computed, and what is wrong with that."""
     findings: list[Finding] = []
 
@@ -108,7 +108,7 @@ def wish_of(spec: program_pb2.ProgramSpec, call: CallShape) -> tuple[Wish, list[
     if call.derivative not in Kind.values():
         known = ", ".join(Kind.keys()[1:])
         wrong(f"there is no value {call.derivative}; there are {known}", "derivative", _MALFORMED)
-        return Wish(), findings
+        return DerivativeSpec(), findings
     part = spec.WhichOneof("derivative")
     if part is None and call.split:
         wrong("there are no ys, so there is nothing to pull back", "evaluate.spec.vjp.ys")
@@ -116,14 +116,14 @@ def wish_of(spec: program_pb2.ProgramSpec, call: CallShape) -> tuple[Wish, list[
         for word in ("derivative", "stacked_grad_ys", *_TAKES):
             if getattr(call, word):
                 wrong(f"{word} asks for derivatives, but the program has no ys", word)
-        return Wish(), findings
+        return DerivativeSpec(), findings
     asked = getattr(spec, part)
     where = f"spec.{part}"
     own = _KINDS[part]
     if part == "jacobian" and spec.jacobian.batched:
         own = Kind.DERIVATIVE_BATCH_JACOBIAN
     kind = call.derivative or own
-    wish = Wish(
+    wish = DerivativeSpec(
         kind=kind,
         part=part,
         ys=list(asked.ys),
@@ -164,7 +164,7 @@ _INVALID = errors_pb2.ERROR_REASON_INVALID_DERIVATIVE
 _MALFORMED = errors_pb2.ERROR_REASON_MALFORMED_REQUEST
 
 
-def _check_call(wish: Wish, call: CallShape, wrong: Callable[[str, str], None]) -> None:
+def _check_call(wish: DerivativeSpec, call: CallShape, wrong: Callable[[str, str], None]) -> None:
     """What a call gives must be what the kind takes."""
     for word, kind in _TAKES.items():
         if getattr(call, word) and wish.kind != kind:
@@ -180,7 +180,7 @@ def _check_call(wish: Wish, call: CallShape, wrong: Callable[[str, str], None]) 
         )
 
 
-def _check_split(wish: Wish, wrong: Callable[[str, str], None]) -> None:
+def _check_split(wish: DerivativeSpec, wrong: Callable[[str, str], None]) -> None:
     """What can be pulled back later."""
     if wish.kind != Kind.DERIVATIVE_VJP:
         wrong(f"what can be pulled back is {_NAMES[Kind.DERIVATIVE_VJP]}, and this is {_NAMES[wish.kind]}", "evaluate")

@@ -21,7 +21,7 @@ _KINDS = {
 }
 
 
-class Typing:
+class TypeInference:
     """Types one body; all findings go to one list."""
 
     def __init__(self, draft: Draft, library: Library, limits: Limits, findings: Findings) -> None:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from gradrule._dtypes import REF_OFFSET
 from gradrule.v1.tensor_pb2 import Dt
 from gradrule_server.graphs.ir import LOOPS, Body, Node, Ref, is_call
-from gradrule_server.graphs.variable_ops import PASSES, SOURCES, WRITES
+from gradrule_server.graphs.variable_ops import FORWARDING_OPS, SOURCES, WRITES
 from gradrule_server.graphs.variable_table import Variable, VariableTable
 
 _MIXED = "gives out handles that stand for different variables, or for none that gradrule knows"
 
 
-class Handles:
+class VariableHandles:
     """Followed once from the nodes that make variables, through calls, loops and branches. Nodes must be in order."""
 
     def __init__(self, top: Body, table: VariableTable) -> None:
@@ -74,7 +74,7 @@ class Handles:
                     handles[index, 0] = variable
             elif node.functions:
                 self._trace_container(node, index, handles)
-            elif node.op in PASSES:
+            elif node.op in FORWARDING_OPS:
                 for number, ref in enumerate(node.inputs):
                     if ref in handles and outputs[number] == Dt.DT_RESOURCE:
                         handles[index, number] = handles[ref]

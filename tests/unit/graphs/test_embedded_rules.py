@@ -29,7 +29,7 @@ def identity_n(name: str, *inputs: str, **notes: Any) -> Node:
     return made
 
 
-def knot(name: str, *inputs: str, gradient: str = "G", region: str = "f") -> Node:
+def custom_gradient(name: str, *inputs: str, gradient: str = "G", region: str = "f") -> Node:
     """A knot of one result and one input."""
     return identity_n(name, *inputs, gradient=gradient, region=region, outputs=1, inputs=1)
 
@@ -47,7 +47,7 @@ def brings(made: Graph, **gradients: str) -> Graph:
 
 def simple(*functions: Function, **gradients: str) -> Graph:
     """y = f(x), where f is Sign, tied by a knot."""
-    nodes = [placeholder(), node("s", "Sign", "x"), knot("y", "s", "x")]
+    nodes = [placeholder(), node("s", "Sign", "x"), custom_gradient("y", "s", "x")]
     return brings(graph(*nodes, functions=functions), **gradients)
 
 
@@ -57,14 +57,14 @@ class Places:
     def __init__(self) -> None:
         self.labels: list[str] = []
 
-    def bring(self, label: str) -> int:
+    def add_embedded_rule(self, label: str) -> int:
         self.labels.append(label)
         return len(self.labels) - 1
 
 
 def expanded(made: Graph, *specs: OverrideSpec, ys: str = "y", limits: Limits | None = None) -> tuple[Expanded, Places]:
     places = Places()
-    request = ExpandRequest(ys=[ys], xs=["x"], overrides=specs, bring=places.bring)
+    request = ExpandRequest(ys=[ys], xs=["x"], overrides=specs, add_embedded_rule=places.add_embedded_rule)
     return expand(made, request, limits), places
 
 
@@ -94,7 +94,13 @@ def test_a_gradient_becomes_the_graph_of_a_rule() -> None:
 
 
 def test_a_gradient_is_expanded_once_however_often_it_is_asked_for() -> None:
-    nodes = [placeholder(), node("a", "Sign", "x"), knot("b", "a", "x"), node("c", "Sign", "b"), knot("y", "c", "b")]
+    nodes = [
+        placeholder(),
+        node("a", "Sign", "x"),
+        custom_gradient("b", "a", "x"),
+        node("c", "Sign", "b"),
+        custom_gradient("y", "c", "b"),
+    ]
     found, places = expanded(brings(graph(*nodes, functions=[doubling()]), G="grad_f"))
     assert places.labels == ["f"]
     assert [match.node for match in found.matches] == ["b", "y"]
@@ -108,7 +114,7 @@ def test_calls_in_a_gradient_are_inlined() -> None:
 
 
 def test_a_gradient_may_use_the_function_whose_gradient_it_is() -> None:
-    again = knot("again", "dy", "dy")
+    again = custom_gradient("again", "dy", "dy")
     gradient = function("grad_f", ["dy"], {"dx": "again:output:0"}, [again])
     found, places = expanded(simple(gradient, G="grad_f"))
     assert places.labels == ["f"]
@@ -116,7 +122,9 @@ def test_a_gradient_may_use_the_function_whose_gradient_it_is() -> None:
 
 
 def test_a_gradient_of_a_gradient() -> None:
-    outer = function("grad_f", ["dy"], {"dx": "inner:output:0"}, [knot("inner", "dy", "dy", gradient="H", region="h")])
+    outer = function(
+        "grad_f", ["dy"], {"dx": "inner:output:0"}, [custom_gradient("inner", "dy", "dy", gradient="H", region="h")]
+    )
     found, places = expanded(simple(outer, doubling("grad_h"), G="grad_f", H="grad_h"))
     assert places.labels == ["f", "h"]
     assert [(mark.node, mark.rule, mark.outputs) for mark in found.marks] == [("y", 0, 1), ("G/inner", 1, 1)]

@@ -23,7 +23,7 @@ _MOST_NAMES = 20_000
 _MOST_NAME_CHARS = 200
 
 
-class AskedRules:
+class FrontEndRules:
     """Rules as the front end's registry has them now."""
 
     def __init__(self, ask: Ask) -> None:
@@ -68,7 +68,7 @@ class AskedRules:
         )
 
 
-class AskedBlobs:
+class FrontEndBlobs:
     """The caller's blobs: the front end knows their sizes and checks their bytes, which are read here.
 
     Args:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule_server.errors import GradruleError
+from gradrule_server.graphs.custom_gradients import CustomGradientNode, gradient_index, read_custom_gradient
 from gradrule_server.graphs.findings import Findings, Reason, quote
 from gradrule_server.graphs.ir import GRADIENT_ATTR, Body, Node, is_call
-from gradrule_server.graphs.knots import Knot, gradient_index, knot_of
-from gradrule_server.graphs.scene import Foreign, Match
+from gradrule_server.graphs.resolution_context import ForeignGradient, Match
 from gradrule_server.graphs.selectors import DEFAULT_RULE, OWN_GRADIENT
 
 _FOREIGN = re.compile(r"CustomGradient-\d+")
@@ -20,7 +20,7 @@ _CALL_NOTE = re.compile(r"(Stateful)?PartitionedCall-\d+")
 
 
 @dataclass(eq=False)
-class Wishes:
+class NodeGradients:
     """Answers what a node's own attributes ask for.
 
     `known_rule`: index of the rule of a name, for an op type; UNKNOWN_RULE if there is none. `bring`: a new index for a
@@ -29,7 +29,7 @@ class Wishes:
     """
 
     known_rule: Callable[[str, str], int]
-    bring: Callable[[str], int]
+    add_embedded_rule: Callable[[str], int]
     gradients: Mapping[str, Body]
     foreign: frozenset[str]
     differentiates: bool
@@ -41,13 +41,13 @@ class Wishes:
     _seen: set[str] = field(default_factory=set)
     _rules: dict[tuple[str, str], int | GradruleError] = field(default_factory=dict)
     _unknown: set[str] = field(default_factory=set)
-    _knots: dict[int, Knot | None] = field(default_factory=dict)
+    _knots: dict[int, CustomGradientNode | None] = field(default_factory=dict)
 
-    def knot(self, node: Node, name: str) -> Knot | None:
+    def custom_gradient(self, node: Node, name: str) -> CustomGradientNode | None:
         """How the inputs of a knot are laid out; None for other nodes, and after noting what is wrong with it."""
         if id(node) not in self._knots:
             try:
-                self._knots[id(node)] = knot_of(node)
+                self._knots[id(node)] = read_custom_gradient(node)
             except ValueError as cause:
                 self._knots[id(node)] = None
                 message = f"Node {quote(name)} ({node.op}): {cause}."
@@ -59,12 +59,12 @@ class Wishes:
         wish = _wish(node)
         if not wish:
             return None
-        knot = self.knot(node, name)
+        custom_gradient = self.custom_gradient(node, name)
         if wish in self.gradients:
-            self._check_results(wish, node, name, knot)
-            label = knot.region if knot is not None and knot.region else wish
+            self._check_results(wish, node, name, custom_gradient)
+            label = custom_gradient.region if custom_gradient is not None and custom_gradient.region else wish
             rule = self._brought(wish, label)
-            outputs = 0 if knot is None else knot.outputs
+            outputs = 0 if custom_gradient is None else custom_gradient.outputs
             return Match(
                 rule, name, node.op, function, label, label, -1, differentiable, outputs=outputs, every_order=True
             )
@@ -76,10 +76,10 @@ class Wishes:
                 self.findings.add(Reason.ERROR_REASON_UNKNOWN_RULE, message, name)
             return None
         match = Match(known, name, node.op, function, wish, node.op, -1, differentiable)
-        match.tie(knot)
+        match.tie(custom_gradient)
         return match
 
-    def foreign_at(self, node: Node, name: str) -> Foreign | None:
+    def foreign_at(self, node: Node, name: str) -> ForeignGradient | None:
         """The gradient of another process that the node names, if it does."""
         wish = _wish(node)
         is_foreign = (
@@ -87,25 +87,25 @@ class Wishes:
             and wish not in self.gradients
             and isinstance(self._rule(wish, node.op), GradruleError)
         )
-        return Foreign(name, wish) if is_foreign else None
+        return ForeignGradient(name, wish) if is_foreign else None
 
     def _is_foreign(self, wish: str) -> bool:
         return wish in self.foreign or _FOREIGN.fullmatch(wish) is not None
 
     def _brought(self, wish: str, label: str) -> int:
         if (wish, label) not in self.brought:
-            self.brought[wish, label] = self.bring(label)
+            self.brought[wish, label] = self.add_embedded_rule(label)
             if wish not in self._seen:
                 self._seen.add(wish)
                 self.asked.append(wish)
         return self.brought[wish, label]
 
-    def _check_results(self, wish: str, node: Node, name: str, knot: Knot | None) -> None:
+    def _check_results(self, wish: str, node: Node, name: str, custom_gradient: CustomGradientNode | None) -> None:
         """RULE_ARITY where the gradient gives something for an input that it cannot be for."""
-        count = len(node.inputs) if knot is None else knot.inputs
+        count = len(node.inputs) if custom_gradient is None else custom_gradient.inputs
         beyond = [result for result in self.gradients[wish].result_names if gradient_index(result) >= count]
         if beyond:
-            what = "inputs" if knot is None else "inputs of its region"
+            what = "inputs" if custom_gradient is None else "inputs of its region"
             message = (
                 f"Node {quote(name)} ({node.op}): its gradient {quote(wish)} gives {beyond[0]}, but it has {count}"
             )
