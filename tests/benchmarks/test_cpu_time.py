@@ -19,7 +19,7 @@ from gradrule_server.front.status import status_of
 from gradrule_server.graphs import ExpandRequest
 from gradrule_server.policy import NodeLimits, check_parsed_size
 from tests.unit.graphs.helpers import call, expand, function, graph, node, placeholder
-from tests.unit.graphs.test_embedded_rules import Places, brings, custom_gradient, doubling
+from tests.unit.graphs.test_embedded_rules import RuleIndices, brings, custom_gradient, doubling
 from tests.unit.graphs.test_scale import chain
 from tests.unit.graphs.test_variables import _read, _variable
 from tests.unit.rules.test_language_fuzz import PATHOLOGICAL, try_everything
@@ -87,7 +87,7 @@ def test_many_gradients_take_linear_time() -> None:
     def seconds(made: Graph) -> float:
         return cpu_seconds(
             lambda: graphs.expand(
-                made, ExpandRequest(ys=["y"], xs=["x"], add_embedded_rule=Places().add_embedded_rule)
+                made, ExpandRequest(ys=["y"], xs=["x"], add_embedded_rule=RuleIndices().add_embedded_rule)
             ),
             times=3,
         )

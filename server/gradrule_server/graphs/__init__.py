@@ -1,4 +1,4 @@
-"""Reading, checking, selecting and expanding graphs: from a message to what an engine compiles. No TensorFlow here.
+"""Reads, checks and expands graphs into the form that an engine compiles. Does not import TensorFlow.
 
 bytes → `parse` → message → `expand` (check, resolve overrides, inline calls, prune) → `Expanded`.
 """

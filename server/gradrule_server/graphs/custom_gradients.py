@@ -1,7 +1,7 @@
-"""Knots that a graph brings along: an IdentityN that passes on what a function with a gradient of its own computed.
+"""Reads custom-gradient nodes: the IdentityN that `tf.custom_gradient` adds behind a function with its own gradient.
 
-`tf.custom_gradient` leaves one behind. Notes on it say how many of its inputs are the function's results, how many are
-what the function was given (its inputs), and the function's name; further inputs are what its gradient needs besides.
+Attributes of the node give the number of the function's results among its inputs, the number of the function's own
+inputs that follow them, and the region's name; further inputs are other tensors that the gradient needs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _RESULT = re.compile(r"dx(0|[1-9][0-9]{0,5})?")
 
 @dataclass(frozen=True, slots=True)
 class CustomGradientNode:
-    """How an IdentityN's inputs are laid out: so many results, so many inputs of the region, the rest."""
+    """The input layout of a custom-gradient node: results of the region, then inputs of the region, then the rest."""
 
     outputs: int
     inputs: int
@@ -31,17 +31,17 @@ class CustomGradientNode:
 
     @property
     def results(self) -> range:
-        """Its inputs to which gradients go that pass through the inside."""
+        """Indices of the inputs that receive gradients if gradients flow through the region's nodes."""
         return range(self.outputs)
 
     @property
     def arguments(self) -> range:
-        """Its inputs to which a rule gives gradients."""
+        """Indices of the inputs that receive gradients from a rule for the region."""
         return range(self.outputs, self.outputs + self.inputs)
 
 
 def read_custom_gradient(node: Node) -> CustomGradientNode | None:
-    """What the notes say; None for a node without. ValueError, which says why, where they do not fit the node."""
+    """Returns the input layout; None for a node without these attributes. ValueError if they do not fit the node."""
     if CUSTOM_GRADIENT_ATTRS.isdisjoint(node.attrs):
         return None
     if node.op != "IdentityN":
@@ -62,12 +62,12 @@ def read_custom_gradient(node: Node) -> CustomGradientNode | None:
 
 
 def is_rule(signature: graph_pb2.OpSignature) -> bool:
-    """Whether a function is a rule: its arguments are named as a rule's variables, its results `dx`, `dx1`, …"""
+    """Returns whether a function has a rule's signature: arguments `x`, `y`, `dy` (numbered), results `dx`, `dx1`, …."""
     return all(_ARGUMENT.fullmatch(arg.name) for arg in signature.input_arg) and all(
         _RESULT.fullmatch(arg.name) for arg in signature.output_arg
     )
 
 
 def gradient_index(result: str) -> int:
-    """Which input the result `dx`, `dx1`, … of a rule is for."""
+    """Returns the index of the input that the result `dx`, `dx1`, … of a rule belongs to."""
     return int(result.removeprefix("dx") or 0)

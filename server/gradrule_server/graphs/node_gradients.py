@@ -35,93 +35,95 @@ class NodeGradients:
     differentiates: bool
     findings: Findings
     # Index by name and label of a gradient of the graph's own.
-    brought: dict[tuple[str, str], int] = field(default_factory=dict)
+    embedded_indices: dict[tuple[str, str], int] = field(default_factory=dict)
     # Names of those, each once; it grows while these are looked into.
-    asked: list[str] = field(default_factory=list)
-    _seen: set[str] = field(default_factory=set)
+    requested: list[str] = field(default_factory=list)
+    _known_names: set[str] = field(default_factory=set)
     _rules: dict[tuple[str, str], int | GradruleError] = field(default_factory=dict)
     _unknown: set[str] = field(default_factory=set)
-    _knots: dict[int, CustomGradientNode | None] = field(default_factory=dict)
+    _custom_gradients: dict[int, CustomGradientNode | None] = field(default_factory=dict)
 
-    def custom_gradient(self, node: Node, name: str) -> CustomGradientNode | None:
+    def find_custom_gradient(self, node: Node, name: str) -> CustomGradientNode | None:
         """How the inputs of a knot are laid out; None for other nodes, and after noting what is wrong with it."""
-        if id(node) not in self._knots:
+        if id(node) not in self._custom_gradients:
             try:
-                self._knots[id(node)] = read_custom_gradient(node)
+                self._custom_gradients[id(node)] = read_custom_gradient(node)
             except ValueError as cause:
-                self._knots[id(node)] = None
+                self._custom_gradients[id(node)] = None
                 message = f"Node {quote(name)} ({node.op}): {cause}."
                 self.findings.add(Reason.ERROR_REASON_INVALID_GRAPH, message, name)
-        return self._knots[id(node)]
+        return self._custom_gradients[id(node)]
 
-    def match(self, node: Node, name: str, function: str, differentiable: bool) -> Match | None:
+    def find_match(self, node: Node, name: str, function: str, differentiable: bool) -> Match | None:
         """The rule that the node asks for, if there is one; UNKNOWN_RULE is noted."""
-        wish = _wish(node)
-        if not wish:
+        gradient_name = _read_gradient_name(node)
+        if not gradient_name:
             return None
-        custom_gradient = self.custom_gradient(node, name)
-        if wish in self.gradients:
-            self._check_results(wish, node, name, custom_gradient)
-            label = custom_gradient.region if custom_gradient is not None and custom_gradient.region else wish
-            rule = self._brought(wish, label)
+        custom_gradient = self.find_custom_gradient(node, name)
+        if gradient_name in self.gradients:
+            self._check_results(gradient_name, node, name, custom_gradient)
+            label = custom_gradient.region if custom_gradient is not None and custom_gradient.region else gradient_name
+            rule = self._embedded_index(gradient_name, label)
             outputs = 0 if custom_gradient is None else custom_gradient.outputs
             return Match(
                 rule, name, node.op, function, label, label, -1, differentiable, outputs=outputs, every_order=True
             )
-        known = self._rule(wish, node.op)
+        known = self._rule(gradient_name, node.op)
         if isinstance(known, GradruleError):
-            if not self._is_foreign(wish) and self.differentiates and wish not in self._unknown:
-                self._unknown.add(wish)
-                message = f"Node {quote(name)} wants the rule {quote(wish)} ({GRADIENT_ATTR}): {known.message}"
+            if not self._is_foreign(gradient_name) and self.differentiates and gradient_name not in self._unknown:
+                self._unknown.add(gradient_name)
+                message = f"Node {quote(name)} wants the rule {quote(gradient_name)} ({GRADIENT_ATTR}): {known.message}"
                 self.findings.add(Reason.ERROR_REASON_UNKNOWN_RULE, message, name)
             return None
-        match = Match(known, name, node.op, function, wish, node.op, -1, differentiable)
-        match.tie(custom_gradient)
+        match = Match(known, name, node.op, function, gradient_name, node.op, -1, differentiable)
+        match.set_custom_gradient(custom_gradient)
         return match
 
-    def foreign_at(self, node: Node, name: str) -> ForeignGradient | None:
+    def find_foreign(self, node: Node, name: str) -> ForeignGradient | None:
         """The gradient of another process that the node names, if it does."""
-        wish = _wish(node)
+        gradient_name = _read_gradient_name(node)
         is_foreign = (
-            self._is_foreign(wish)
-            and wish not in self.gradients
-            and isinstance(self._rule(wish, node.op), GradruleError)
+            self._is_foreign(gradient_name)
+            and gradient_name not in self.gradients
+            and isinstance(self._rule(gradient_name, node.op), GradruleError)
         )
-        return ForeignGradient(name, wish) if is_foreign else None
+        return ForeignGradient(name, gradient_name) if is_foreign else None
 
-    def _is_foreign(self, wish: str) -> bool:
-        return wish in self.foreign or _FOREIGN.fullmatch(wish) is not None
+    def _is_foreign(self, gradient_name: str) -> bool:
+        return gradient_name in self.foreign or _FOREIGN.fullmatch(gradient_name) is not None
 
-    def _brought(self, wish: str, label: str) -> int:
-        if (wish, label) not in self.brought:
-            self.brought[wish, label] = self.add_embedded_rule(label)
-            if wish not in self._seen:
-                self._seen.add(wish)
-                self.asked.append(wish)
-        return self.brought[wish, label]
+    def _embedded_index(self, gradient_name: str, label: str) -> int:
+        if (gradient_name, label) not in self.embedded_indices:
+            self.embedded_indices[gradient_name, label] = self.add_embedded_rule(label)
+            if gradient_name not in self._known_names:
+                self._known_names.add(gradient_name)
+                self.requested.append(gradient_name)
+        return self.embedded_indices[gradient_name, label]
 
-    def _check_results(self, wish: str, node: Node, name: str, custom_gradient: CustomGradientNode | None) -> None:
+    def _check_results(
+        self, gradient_name: str, node: Node, name: str, custom_gradient: CustomGradientNode | None
+    ) -> None:
         """RULE_ARITY where the gradient gives something for an input that it cannot be for."""
         count = len(node.inputs) if custom_gradient is None else custom_gradient.inputs
-        beyond = [result for result in self.gradients[wish].result_names if gradient_index(result) >= count]
+        beyond = [result for result in self.gradients[gradient_name].result_names if gradient_index(result) >= count]
         if beyond:
             what = "inputs" if custom_gradient is None else "inputs of its region"
-            message = (
-                f"Node {quote(name)} ({node.op}): its gradient {quote(wish)} gives {beyond[0]}, but it has {count}"
-            )
+            message = f"Node {quote(name)} ({node.op}): its gradient {quote(gradient_name)} gives {beyond[0]}, but it has {count}"
             message += f" {what}."
             self.findings.add(Reason.ERROR_REASON_RULE_ARITY, message, name)
 
-    def _rule(self, wish: str, op_type: str) -> int | GradruleError:
-        if (wish, op_type) not in self._rules:
+    def _rule(self, gradient_name: str, op_type: str) -> int | GradruleError:
+        if (gradient_name, op_type) not in self._rules:
             try:
-                self._rules[wish, op_type] = OWN_GRADIENT if wish == DEFAULT_RULE else self.known_rule(wish, op_type)
+                self._rules[gradient_name, op_type] = (
+                    OWN_GRADIENT if gradient_name == DEFAULT_RULE else self.known_rule(gradient_name, op_type)
+                )
             except GradruleError as cause:
-                self._rules[wish, op_type] = cause
-        return self._rules[wish, op_type]
+                self._rules[gradient_name, op_type] = cause
+        return self._rules[gradient_name, op_type]
 
 
-def _wish(node: Node) -> str:
+def _read_gradient_name(node: Node) -> str:
     value: AttrValue | None = node.attrs.get(GRADIENT_ATTR)
-    wish = "" if value is None else value.s.decode(errors="replace")
-    return "" if is_call(node) and _CALL_NOTE.fullmatch(wish) else wish
+    gradient_name = "" if value is None else value.s.decode(errors="replace")
+    return "" if is_call(node) and _CALL_NOTE.fullmatch(gradient_name) else gradient_name

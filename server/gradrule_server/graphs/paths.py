@@ -60,7 +60,7 @@ class Orders:
     def __init__(self) -> None:
         self._known: dict[int, list[int]] = {}
 
-    def of(self, body: Body) -> list[int]:
+    def get(self, body: Body) -> list[int]:
         """The same as `in_order`."""
         order = self._known.get(id(body))
         if order is None:
@@ -145,7 +145,7 @@ class Ranking:
         zero: Counts = np.zeros_like(self.wanted)
         behind = [zero] * len(nodes)
         behind[: len(args)] = args
-        for position in self.orders.of(body):
+        for position in self.orders.get(body):
             node = nodes[position]
             key = id(node)
             if position < len(args) or key not in self.path:
@@ -168,7 +168,7 @@ class Ranking:
         arguments."""
         nodes, members = body.nodes, self.members
         ahead = [base] * len(nodes)
-        for position in reversed(self.orders.of(body)):
+        for position in reversed(self.orders.get(body)):
             node = nodes[position]
             key = id(node)
             if key not in self.path:
@@ -223,7 +223,7 @@ class _Forward:
         if reached is None:
             reached = self._bodies[id(body)] = _Reached(body, [0] * len(body.nodes))
             reached.bits[: len(args)] = args
-            for position in self._orders.of(body):
+            for position in self._orders.get(body):
                 self._visit(reached, position)
             changed: deque[int] = deque()
         else:
@@ -303,7 +303,7 @@ class _Reached:
 def _backward(body: Body, roots: Container[int], cut: Cut | None, found: set[int], orders: Orders) -> None:
     nodes, needed = body.nodes, bytearray(len(body.nodes))
     constants = cut.constants if cut is not None and not body.name else frozenset()
-    for position in reversed(orders.of(body)):
+    for position in reversed(orders.get(body)):
         node = nodes[position]
         if (not needed[position] and position not in roots) or (cut is not None and not cut.passes(node)):
             continue

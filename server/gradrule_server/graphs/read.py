@@ -123,7 +123,7 @@ def read_function_body(draft: Draft, function: graph_pb2.Function, substitute: S
             draft.body.control_results.append((name, draft.index[node]))
         else:
             message = f"Control output {quote(name)} {where} is {quote(node)}, which is not there."
-            findings.add(Reason.ERROR_REASON_DANGLING_INPUT, message + findings.near(node, draft.index))
+            findings.add(Reason.ERROR_REASON_DANGLING_INPUT, message + findings.suggest_similar(node, draft.index))
 
 
 def check_name(name: str, draft: Draft, findings: Findings) -> None:
@@ -181,7 +181,11 @@ def _read_nodes(draft: Draft, messages: Sequence[graph_pb2.Node], substitute: Su
             was_control = False
             source = read_source(text, draft)
             if source is None:
-                hint = _inner_hint(text, draft, findings) if body.name else findings.near(text.partition(":")[0], index)
+                hint = (
+                    _inner_hint(text, draft, findings)
+                    if body.name
+                    else findings.suggest_similar(text.partition(":")[0], index)
+                )
                 message = f"{draft.where(node.name)}: its input {position} is {quote(text)}, which is not there.{hint}"
                 findings.add(Reason.ERROR_REASON_DANGLING_INPUT, message, node.name)
                 # A type that is not known (0) keeps the count of inputs right, so that one fault is told once.
@@ -222,7 +226,9 @@ def _control(node: Node, name: str, draft: Draft, findings: Findings) -> tuple[i
         return (draft.index[name],)
     if name not in draft.args:
         message = f"{draft.where(node.name)}: its control input {quote('^' + name)} is not there."
-        findings.add(Reason.ERROR_REASON_DANGLING_INPUT, message + findings.near(name, draft.index), node.name)
+        findings.add(
+            Reason.ERROR_REASON_DANGLING_INPUT, message + findings.suggest_similar(name, draft.index), node.name
+        )
     return ()
 
 
@@ -256,7 +262,7 @@ def _inner_hint(text: str, draft: Draft, findings: Findings) -> str:
     name = text.partition(":")[0]
     if name in draft.index:
         return " In a function an output is written 'node:output_name:index'."
-    return findings.near(name, [*draft.args, *draft.index])
+    return findings.suggest_similar(name, [*draft.args, *draft.index])
 
 
 def _spread(source: Source | None, count: int) -> list[Source | None]:

@@ -41,11 +41,11 @@ class RegionContext:
 class Regions:
     """The regions of one body, by number. Each has a bit, and each node the bits of the regions that it lies in."""
 
-    def __init__(self, borders: Sequence[RegionBorder], around: RegionContext, orders: Orders) -> None:
+    def __init__(self, borders: Sequence[RegionBorder], context: RegionContext, orders: Orders) -> None:
         self._borders = borders
         self._body = borders[0].body
-        self._around = around
-        self._order = orders.of(self._body)
+        self._context = context
+        self._order = orders.get(self._body)
         self._inputs: dict[Ref, int] = {}
         self._outputs: dict[Ref, int] = {}
         for number, border in enumerate(borders):
@@ -55,7 +55,7 @@ class Regions:
         self._inside = self._find_members()
         self._columns: NDArray[np.bool_] = columns([self._inside[position] for position in self._order], len(borders))
         # By region: the first tensor from outside that depends on the xs.
-        self._foreign: dict[int, Ref] = {}
+        self._entries: dict[int, Ref] = {}
         # By region: the first tensor inside that something outside uses, and what.
         self._exits: dict[int, tuple[Ref, str]] = {}
         self._find_problems()
@@ -71,8 +71,8 @@ class Regions:
         for ref in self._borders[number].outputs:
             if not self._inside[ref[0]] >> number & 1:
                 return f"its output {text(self._body, ref)} does not depend on its inputs"
-        if number in self._foreign:
-            name = text(self._body, self._foreign[number])
+        if number in self._entries:
+            name = text(self._body, self._entries[number])
             return f"{name} goes into it from outside and depends on the xs; make it one of the inputs"
         if number in self._exits:
             ref, user = self._exits[number]
@@ -96,22 +96,22 @@ class Regions:
         return inside
 
     def _find_problems(self) -> None:
-        body, inside, around = self._body, self._inside, self._around
+        body, inside, context = self._body, self._inside, self._context
         seen = 0
         for position in self._order:
             for ref in body.nodes[position].inputs if inside[position] else ():
                 enters = inside[position] & ~inside[ref[0]] & ~self._inputs.get(ref, 0) & ~seen
-                if enters and around.changes(body, ref):
-                    self._foreign.update(dict.fromkeys(_numbers(enters), ref))
+                if enters and context.changes(body, ref):
+                    self._entries.update(dict.fromkeys(_numbers(enters), ref))
                     seen |= enters
         seen = 0
         for position, node in enumerate(body.nodes):
             for index, ref in enumerate(node.inputs):
                 leaves = inside[ref[0]] & ~inside[position] & ~self._outputs.get(ref, 0) & ~seen
-                if leaves and id(node) in around.before_ys and flows_to(node, index, around.flows):
+                if leaves and id(node) in context.before_ys and flows_to(node, index, context.flows):
                     self._exits.update(dict.fromkeys(_numbers(leaves), (ref, node.name)))
                     seen |= leaves
-        for ref in (*body.results, *sorted(around.kept(body))):
+        for ref in (*body.results, *sorted(context.kept(body))):
             leaves = inside[ref[0]] & ~self._outputs.get(ref, 0) & ~seen
             self._exits.update(dict.fromkeys(_numbers(leaves), (ref, "the results")))
             seen |= leaves

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from gradrule_server.graphs import paths
 from gradrule_server.graphs.custom_gradients import CustomGradientNode
 from gradrule_server.graphs.findings import quote
-from gradrule_server.graphs.ir import DIFFERENTIABLE, Body, Node, Ref
-from gradrule_server.graphs.prune import bodies_of
+from gradrule_server.graphs.ir import DIFFERENTIABLE, Body, Node, Ref, bodies_of
 from gradrule_server.graphs.regions import RegionBorder, RegionContext, Regions
 from gradrule_server.graphs.selectors import OWN_GRADIENT, CandidateNode, OverrideMatcher, OverrideSpec
 from gradrule_server.graphs.subgraphs import Subgraph
@@ -50,7 +49,7 @@ class Match:
     every_order: bool = False
     mark: int | None = None
 
-    def tie(self, custom_gradient: CustomGradientNode | None) -> None:
+    def set_custom_gradient(self, custom_gradient: CustomGradientNode | None) -> None:
         """The node is a knot: the rule sees the region. The op's own gradient goes through the inside by itself."""
         if custom_gradient is not None and self.rule != OWN_GRADIENT:
             self.outputs, self.inputs = custom_gradient.outputs, custom_gradient.inputs
@@ -86,7 +85,7 @@ class ResolutionContext:
     def __init__(
         self,
         top: Body,
-        places: Sequence[CandidateNode],
+        candidates: Sequence[CandidateNode],
         scopes: Mapping[str, str],
         asked: RequestTensors,
         look_up: Callable[[str], Tensor | None],
@@ -94,78 +93,80 @@ class ResolutionContext:
     ) -> None:
         self.top = top
         self._scopes = scopes
-        self.places = places
+        self.candidates = candidates
         self.subgraphs: list[tuple[Subgraph, Match]] = []
         self.resolved: dict[int, Resolved] = {}
         # Places of knots that the graph brought along, by region; per knot (by id) the inputs that gradients go to.
-        self.knots: dict[str, list[int]] = {}
+        self.custom_gradients: dict[str, list[int]] = {}
         self.flows: dict[int, range] = {}
         # Matches by the number of the place that they are told for: of nodes, of subgraphs without and with a rule.
-        self._noted: list[tuple[int, Match]] = []
-        self._idle: list[tuple[int, Match]] = []
-        self._tied: list[tuple[int, Match]] = []
+        self._node_matches: list[tuple[int, Match]] = []
+        self._inactive_matches: list[tuple[int, Match]] = []
+        self._subgraph_matches: list[tuple[int, Match]] = []
         self._asked = asked
         self.look_up = look_up
         self._find = find
         self.orders = paths.Orders()
         # Per body (by id) and node, the number of its place; -1 where it has none.
         self.numbers: dict[int, list[int]] = {}
-        for number, place in enumerate(places):
-            own = self.numbers.get(id(place.body))
+        for number, candidate in enumerate(candidates):
+            own = self.numbers.get(id(candidate.body))
             if own is None:
-                own = self.numbers[id(place.body)] = [-1] * len(place.body.nodes)
-            own[place.index] = number
+                own = self.numbers[id(candidate.body)] = [-1] * len(candidate.body.nodes)
+            own[candidate.index] = number
         # Per place, the number of the label of the override that holds it; -1: none does.
-        self.holders: Numbers = np.full(len(places), -1, np.intp)
+        self.assigned_labels: Numbers = np.full(len(candidates), -1, np.intp)
         self._labels: dict[str, int] = {}
 
-    def hold(self, number: int, label: str) -> None:
+    def assign(self, number: int, label: str) -> None:
         """Gives a place to an override, by its label."""
-        self.places[number].label = label
-        self.holders[number] = self._labels.setdefault(label, len(self._labels))
+        self.candidates[number].label = label
+        self.assigned_labels[number] = self._labels.setdefault(label, len(self._labels))
 
-    def hold_whole(self, number: int, label: str) -> None:
+    def assign_with_functions(self, number: int, label: str) -> None:
         """Gives a place to an override; of a loop or branch also what is free in its functions."""
-        self.hold(number, label)
+        self.assign(number, label)
         for item in self.inside(number):
-            if self.places[item].label is None:
-                self.hold(item, label)
+            if self.candidates[item].label is None:
+                self.assign(item, label)
 
-    def shadows(self, members: Numbers) -> dict[str, int]:
+    def count_assigned(self, members: Numbers) -> dict[str, int]:
         """How many rows of places are held by an override, by the label of the first of each row that is held."""
-        holders = self.holders[members]
-        held = (holders >= 0).argmax(axis=1)
-        found, first, counts = np.unique(holders[np.arange(len(held)), held], return_index=True, return_counts=True)
+        assigned_labels = self.assigned_labels[members]
+        held = (assigned_labels >= 0).argmax(axis=1)
+        found, first, counts = np.unique(
+            assigned_labels[np.arange(len(held)), held], return_index=True, return_counts=True
+        )
         labels = list(self._labels)
         return {labels[found[item]]: int(counts[item]) for item in np.argsort(first) if found[item] >= 0}
 
-    def note(self, number: int, what: Match | ForeignGradient) -> None:
+    def record(self, number: int, what: Match | ForeignGradient) -> None:
         """Keeps what was resolved for a place."""
-        place = self.places[number]
+        candidate = self.candidates[number]
         if isinstance(what, Match):
-            self._noted.append((number, what))
-        if place.live:
-            self.resolved.setdefault(id(place.node), []).append(what)
+            self._node_matches.append((number, what))
+        if candidate.live:
+            self.resolved.setdefault(id(candidate.node), []).append(what)
 
-    def note_subgraph(self, number: int, match: Match, subgraph: Subgraph | None) -> None:
+    def record_subgraph(self, number: int, match: Match, subgraph: Subgraph | None) -> None:
         """Keeps what was resolved for a subgraph whose last place this is; None: there is no rule to run for it."""
         if subgraph is None:
-            self._idle.append((number, match))
+            self._inactive_matches.append((number, match))
         else:
-            self._tied.append((number, match))
+            self._subgraph_matches.append((number, match))
             self.subgraphs.append((subgraph, match))
 
     @property
     def match_count(self) -> int:
         """How many matches there are so far."""
-        return len(self._noted) + len(self._idle) + len(self._tied)
+        return len(self._node_matches) + len(self._inactive_matches) + len(self._subgraph_matches)
 
     def matches(self) -> list[Match]:
         """All matches, in the order of places."""
-        found = [*self._noted, *self._idle, *self._tied]
+        found = [*self._node_matches, *self._inactive_matches, *self._subgraph_matches]
         return [match for _, match in sorted(found, key=lambda item: item[0])]
 
-    def place_numbers(self, subgraph: Subgraph) -> list[int]:
+    def candidate_numbers(self, subgraph: Subgraph) -> list[int]:
         """Numbers of the places of a subgraph's nodes."""
         numbers = (self.number(subgraph.body, member) for member in subgraph.members)
         return [number for number in numbers if number >= 0]
@@ -176,7 +177,7 @@ class ResolutionContext:
 
     def inside(self, number: int) -> list[int]:
         """All places in the functions of a loop or branch."""
-        functions = self.places[number].node.functions
+        functions = self.candidates[number].node.functions
         if not functions:
             return []
         bodies = [id(inner) for _, own in functions for body in own for inner in bodies_of(body)]
@@ -185,8 +186,8 @@ class ResolutionContext:
     def is_differentiable(self, number: int, subgraph: Subgraph | None) -> bool:
         """Whether gradients can pass through the node, or the subgraph."""
         if subgraph is None:
-            place = self.places[number]
-            return is_differentiable(place.node, place.input_types)
+            candidate = self.candidates[number]
+            return is_differentiable(candidate.node, candidate.input_types)
         nodes = subgraph.body.nodes
         borders = (
             [(nodes[ref[0]].outputs or ())[ref[1]] for ref in refs] for refs in (subgraph.inputs, subgraph.outputs)
@@ -212,12 +213,12 @@ class ResolutionContext:
             regions = Regions([border for _, border in same_body], around, self.orders)
             for number, (spec, _) in enumerate(same_body):
                 subgraph, problem = regions.subgraph(number), regions.problem(number, self._text)
-                if not problem and not self.place_numbers(subgraph):
+                if not problem and not self.candidate_numbers(subgraph):
                     problem = "the function between its tensors passes them on as they are: there is no node in it"
                 found[id(spec)] = subgraph, problem
         return found
 
-    def border_problem(self, spec: OverrideSpec) -> str | None:
+    def find_border_problem(self, spec: OverrideSpec) -> str | None:
         """What is wrong with the tensors that a region is given by; None after noting that some are not there."""
         wanted = spec.selector.region
         found = [
@@ -229,15 +230,15 @@ class ResolutionContext:
             return None
         if len({id(tensor[0]) for tensor in found if tensor is not None}) > 1:
             return "its tensors lie in different functions, loops or branches"
-        twice = _twice([*wanted.inputs, *wanted.outputs])
-        return f"{quote(twice)} is named twice" if twice else ""
+        duplicate = _first_duplicate([*wanted.inputs, *wanted.outputs])
+        return f"{quote(duplicate)} is named twice" if duplicate else ""
 
     def _border(self, spec: OverrideSpec) -> RegionBorder | None:
         wanted = spec.selector.region
         inputs, outputs = ([self.look_up(name) for name in names] for names in (wanted.inputs, wanted.outputs))
         there = [tensor for tensor in (*inputs, *outputs) if tensor is not None]
         is_whole = len(there) == len(inputs) + len(outputs) and len({id(body) for body, _ in there}) == 1
-        if not is_whole or _twice([*wanted.inputs, *wanted.outputs]):
+        if not is_whole or _first_duplicate([*wanted.inputs, *wanted.outputs]):
             return None
         refs = [ref for _, ref in there]
         return RegionBorder(there[0][0], refs[: len(inputs)], refs[len(inputs) :])
@@ -260,7 +261,7 @@ class ResolutionContext:
         number = self.number(body, ref[0])
         own = body.nodes[ref[0]].name
         # Arguments of loops and branches have no place.
-        name = self.places[number].name if number >= 0 else f"{self._scopes[body.name]}/{own}" if body.name else own
+        name = self.candidates[number].name if number >= 0 else f"{self._scopes[body.name]}/{own}" if body.name else own
         return quote(f"{name}:{ref[1]}" if ref[1] else name)
 
     @cached_property
@@ -280,7 +281,7 @@ class ResolutionContext:
         return paths.dependencies(self.top, self._asked.ys, orders=self.orders)
 
 
-def _twice(names: Sequence[str]) -> str:
+def _first_duplicate(names: Sequence[str]) -> str:
     """The first name that is there twice, or nothing."""
     seen: set[str] = set()
     repeated = {name for name in names if name in seen or seen.add(name)}  # type: ignore[func-returns-value]

@@ -31,7 +31,7 @@ class Resolver:
     """Decides."""
 
     matchers: Sequence[OverrideMatcher]
-    wishes: NodeGradients
+    node_gradients: NodeGradients
     differentiates: bool
     findings: Findings
     # Whether gradients are differentiated again, so that overrides may meet nodes that gradients make.
@@ -58,19 +58,19 @@ class Resolver:
 
     # Calls, while the graph is copied.
 
-    def whole(self, node: Node, name: str, types: Sequence[int], function: str) -> Match | ForeignGradient | None:
+    def match_call(self, node: Node, name: str, types: Sequence[int], function: str) -> Match | ForeignGradient | None:
         """What a call as a whole gets."""
         differentiable = is_differentiable(node, types)
         index, matchers, plain = self._calls_index
         meant = index.call(node.op, name) if matchers else 0
         # The first override that means the call; a preset comes after what the call says itself.
         first = (meant & -meant).bit_length() - 1
-        match = self.wishes.match(node, name, function, differentiable) if not 0 <= first < plain else None
+        match = self.node_gradients.find_match(node, name, function, differentiable) if not 0 <= first < plain else None
         if match is None and meant:
-            matchers[first].taken += 1
+            matchers[first].match_count += 1
             match = _match(matchers[first].spec, name, node.op, function, differentiable)
         if match is None:
-            foreign = self.wishes.foreign_at(node, name)
+            foreign = self.node_gradients.find_foreign(node, name)
             if foreign is not None:
                 return foreign
         if self.matchers or match is not None:
@@ -79,93 +79,101 @@ class Resolver:
 
     # All other nodes, on the copy.
 
-    def resolve(self, scene: ResolutionContext) -> None:
+    def resolve(self, context: ResolutionContext) -> None:
         """Decides for all places of the scene: fills in what was resolved, and its subgraphs."""
         regions, plain, presets = self._stages
-        for number, place in enumerate(scene.places):
-            custom_gradient = self.wishes.custom_gradient(place.node, place.name)
+        for number, candidate in enumerate(context.candidates):
+            custom_gradient = self.node_gradients.find_custom_gradient(candidate.node, candidate.name)
             if custom_gradient is not None:
-                scene.knots.setdefault(custom_gradient.region, []).append(number)
-                scene.flows[id(place.node)] = custom_gradient.arguments
-        self._take_regions(regions, scene)
-        for number, place in enumerate(scene.places):
-            if place.label is None and place.around is not None:
-                scene.hold(number, place.around)
-        selected = Selection(scene, [*plain, *presets]).selected() if plain or presets else None
+                context.custom_gradients.setdefault(custom_gradient.region, []).append(number)
+                context.flows[id(candidate.node)] = custom_gradient.arguments
+        self._apply_regions(regions, context)
+        for number, candidate in enumerate(context.candidates):
+            if candidate.label is None and candidate.around is not None:
+                context.assign(number, candidate.around)
+        selected = Selection(context, [*plain, *presets]).selected() if plain or presets else None
         for matcher in plain:
-            self._take(matcher, scene, selected)
-        asking = [number for number, place in enumerate(scene.places) if GRADIENT_ATTR in place.node.attrs]
-        for number in asking:
-            if scene.places[number].label is None:
-                self._take_wish(number, scene)
+            self._apply(matcher, context, selected)
+        with_gradient_attr = [
+            number for number, candidate in enumerate(context.candidates) if GRADIENT_ATTR in candidate.node.attrs
+        ]
+        for number in with_gradient_attr:
+            if context.candidates[number].label is None:
+                self._apply_node_gradient(number, context)
         for matcher in presets:
-            self._take(matcher, scene, selected)
-        for number in asking:
-            place = scene.places[number]
-            if place.label is None:
-                foreign = self.wishes.foreign_at(place.node, place.name)
-                if foreign is not None and place.live:
-                    scene.note(number, foreign)
+            self._apply(matcher, context, selected)
+        for number in with_gradient_attr:
+            candidate = context.candidates[number]
+            if candidate.label is None:
+                foreign = self.node_gradients.find_foreign(candidate.node, candidate.name)
+                if foreign is not None and candidate.live:
+                    context.record(number, foreign)
 
-    def matches(self, scene: ResolutionContext) -> list[Match]:
+    def matches(self, context: ResolutionContext) -> list[Match]:
         """All matches: those of calls, then those of nodes in their order."""
-        return [*(match for _, match in self._calls if match is not None), *scene.matches()]
+        return [*(match for _, match in self._calls if match is not None), *context.matches()]
 
-    def unmatched(self, scene: ResolutionContext) -> list[Finding]:
+    def unmatched(self, context: ResolutionContext) -> list[Finding]:
         """UNMATCHED_OVERRIDE for overrides that took no node and are not optional, for the first of them only."""
         by_index: dict[int, list[OverrideMatcher]] = {}
         for matcher in self.matchers:
             by_index.setdefault(matcher.spec.index, []).append(matcher)
-        idle = [
+        unused = [
             group
             for group in by_index.values()
-            if not any(matcher.taken or matcher.faulty for matcher in group)
+            if not any(matcher.match_count or matcher.faulty for matcher in group)
             and not group[0].spec.optional
             and not (self.second_order and any(matcher.spec.made_op_types for matcher in group))
         ][:MAX_FINDINGS]
-        if not idle:
+        if not unused:
             return []
-        seen = [seen for seen, _ in self._calls] + [NodeInfo(place.node.op_type, place.name) for place in scene.places]
-        regions = sorted(name for name in scene.knots if name)
-        unmatched = Unmatched([group[0] for group in idle], seen, regions, self.findings)
-        return [_nothing_of_preset(group) if group[0].spec.is_preset else unmatched.finding(group[0]) for group in idle]
+        nodes = [node for node, _ in self._calls] + [
+            NodeInfo(candidate.node.op_type, candidate.name) for candidate in context.candidates
+        ]
+        regions = sorted(name for name in context.custom_gradients if name)
+        unmatched = Unmatched([group[0] for group in unused], nodes, regions, self.findings)
+        return [
+            _nothing_of_preset(group) if group[0].spec.is_preset else unmatched.finding(group[0]) for group in unused
+        ]
 
-    def _take(self, matcher: OverrideMatcher, scene: ResolutionContext, selected: Selected | None) -> None:
+    def _apply(self, matcher: OverrideMatcher, context: ResolutionContext, selected: Selected | None) -> None:
         """Gives the chooser's rule to all places that it means and that nothing took before."""
         spec = matcher.spec
-        scene.check_depends_on(matcher)
+        context.check_depends_on(matcher)
         if selected is None:
             return
         rows = selected.members(matcher)
-        free = rows[(scene.holders[rows] < 0).all(axis=1)].tolist()
+        free = rows[(context.assigned_labels[rows] < 0).all(axis=1)].tolist()
         has_rank = spec.selector.HasField("rank")
         if has_rank:
-            self._check_count(matcher, scene.match_count + len(free))
+            self._check_count(matcher, context.match_count + len(free))
         for members in free:
-            places = [scene.places[member] for member in members]
+            candidates = [context.candidates[member] for member in members]
             # Something that this override took just now may hold a node of it.
-            if any(place.label is not None for place in places):
+            if any(candidate.label is not None for candidate in candidates):
                 continue
-            number, place = members[-1], places[-1]
+            number, candidate = members[-1], candidates[-1]
             chain = selected.subgraph(matcher, members)
-            if chain is not None and not self._check_ranks(matcher, places):
+            if chain is not None and not self._check_ranks(matcher, candidates):
                 continue
-            matcher.taken += 1
-            differentiable = scene.is_differentiable(number, chain)
-            match = _match(spec, place.name, place.node.op_type, place.function, differentiable)
-            match.tie(self.wishes.custom_gradient(place.node, place.name) if chain is None else None)
+            matcher.match_count += 1
+            differentiable = context.is_differentiable(number, chain)
+            match = _match(spec, candidate.name, candidate.node.op_type, candidate.function, differentiable)
+            match.set_custom_gradient(
+                self.node_gradients.find_custom_gradient(candidate.node, candidate.name) if chain is None else None
+            )
             if has_rank:
                 match.rank = spec.selector.rank
-                place.by_rank = spec.label
+                candidate.by_rank = spec.label
             else:
                 for member in members:
-                    scene.hold_whole(member, spec.label)
+                    context.assign_with_functions(member, spec.label)
             if chain is None:
-                scene.note(number, match)
+                context.record(number, match)
             else:
-                self._note_subgraph(match, chain, members, scene)
-        if not matcher.taken and len(rows):
-            matcher.shadowed_by = scene.shadows(rows)
+                self._record_subgraph(match, chain, members, context)
+        if not matcher.match_count and len(rows):
+            matcher.shadowed_by = context.count_assigned(rows)
 
     def _check_count(self, matcher: OverrideMatcher, count: int) -> None:
         """LIMIT_EXCEEDED for too many matches: a node can be matched by any number of overrides with a rank."""
@@ -178,9 +186,9 @@ class Resolver:
         self.findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message, field=matcher.spec.field)
         self.findings.raise_if_any()
 
-    def _check_ranks(self, matcher: OverrideMatcher, places: Sequence[CandidateNode]) -> bool:
+    def _check_ranks(self, matcher: OverrideMatcher, candidates: Sequence[CandidateNode]) -> bool:
         """INVALID_OVERRIDE where a node of a chain may belong to an earlier override, if its rank is the right one."""
-        open_member = next((place for place in places if place.by_rank), None)
+        open_member = next((candidate for candidate in candidates if candidate.by_rank), None)
         if open_member is None:
             return True
         matcher.faulty = True
@@ -193,55 +201,57 @@ class Resolver:
         self.findings.add(reason, message, open_member.name, matcher.spec.field)
         return False
 
-    def _take_regions(self, matchers: Sequence[OverrideMatcher], scene: ResolutionContext) -> None:
+    def _apply_regions(self, matchers: Sequence[OverrideMatcher], context: ResolutionContext) -> None:
         pending = deque(matchers)
         while pending:
             # A named region that keeps its own gradient changes where gradients flow, and so what the next may be.
             together: list[OverrideMatcher] = []
             while pending and not (together and _changes_flows(together[-1])):
                 together.append(pending.popleft())
-            found = scene.regions([matcher.spec for matcher in together if not matcher.spec.selector.region_name])
+            found = context.regions([matcher.spec for matcher in together if not matcher.spec.selector.region_name])
             for matcher in together:
                 if matcher.spec.selector.region_name:
-                    self._take_named(matcher, scene)
-                elif not self._take_region(matcher, scene, found.get(id(matcher.spec))):
+                    self._apply_named_region(matcher, context)
+                elif not self._apply_region(matcher, context, found.get(id(matcher.spec))):
                     matcher.faulty = True
 
-    def _take_named(self, matcher: OverrideMatcher, scene: ResolutionContext) -> None:
+    def _apply_named_region(self, matcher: OverrideMatcher, context: ResolutionContext) -> None:
         """Gives the chooser's rule to the regions of its name that the graph brings along."""
         spec = matcher.spec
         shadowed: list[int] = []
-        for number in scene.knots.get(spec.selector.region_name, ()):
-            place = scene.places[number]
-            if place.label is not None:
+        for number in context.custom_gradients.get(spec.selector.region_name, ()):
+            candidate = context.candidates[number]
+            if candidate.label is not None:
                 shadowed.append(number)
                 continue
-            matcher.taken += 1
-            scene.hold(number, spec.label)
-            differentiable = scene.is_differentiable(number, None)
-            match = _match(spec, place.name, place.node.op, place.function, differentiable)
-            custom_gradient = self.wishes.custom_gradient(place.node, place.name)
-            match.tie(custom_gradient)
+            matcher.match_count += 1
+            context.assign(number, spec.label)
+            differentiable = context.is_differentiable(number, None)
+            match = _match(spec, candidate.name, candidate.node.op, candidate.function, differentiable)
+            custom_gradient = self.node_gradients.find_custom_gradient(candidate.node, candidate.name)
+            match.set_custom_gradient(custom_gradient)
             if match.rule == OWN_GRADIENT and custom_gradient is not None:
-                scene.flows[id(place.node)] = custom_gradient.results
-            scene.note(number, match)
-        if shadowed and not matcher.taken:
-            matcher.shadowed_by = scene.shadows(np.array(shadowed)[:, np.newaxis])
+                context.flows[id(candidate.node)] = custom_gradient.results
+            context.record(number, match)
+        if shadowed and not matcher.match_count:
+            matcher.shadowed_by = context.count_assigned(np.array(shadowed)[:, np.newaxis])
 
-    def _take_region(
-        self, matcher: OverrideMatcher, scene: ResolutionContext, found: tuple[Subgraph, str] | None
+    def _apply_region(
+        self, matcher: OverrideMatcher, context: ResolutionContext, found: tuple[Subgraph, str] | None
     ) -> bool:
         """Gives the chooser's rule to its region; False after noting why not."""
         spec = matcher.spec
-        problem = scene.border_problem(spec) if found is None else found[1]
+        problem = context.find_border_problem(spec) if found is None else found[1]
         if found is None or problem:
             if problem:
                 message = f"Override {quote(spec.label)}: the region cannot be: {problem}."
                 self.findings.add(Reason.ERROR_REASON_INVALID_OVERRIDE, message, field=spec.field)
             return False
-        members = scene.place_numbers(found[0])
-        taken = [*members, *(inner for member in members for inner in scene.inside(member))]
-        overlap = next((scene.places[number] for number in taken if scene.places[number].label is not None), None)
+        members = context.candidate_numbers(found[0])
+        taken = [*members, *(inner for member in members for inner in context.inside(member))]
+        overlap = next(
+            (context.candidates[number] for number in taken if context.candidates[number].label is not None), None
+        )
         if overlap is not None:
             message = (
                 f"Regions overlap: node {quote(overlap.name)} lies in {quote(overlap.label or '')} and in "
@@ -249,37 +259,37 @@ class Resolver:
             )
             self.findings.add(Reason.ERROR_REASON_INVALID_OVERRIDE, message, overlap.name, spec.field)
             return False
-        matcher.taken += 1
+        matcher.match_count += 1
         for number in taken:
-            scene.hold(number, spec.label)
-        number = scene.number(found[0].body, found[0].outputs[0][0])
-        last = scene.places[number if number >= 0 else members[-1]]
-        differentiable = scene.is_differentiable(members[-1], found[0])
+            context.assign(number, spec.label)
+        number = context.number(found[0].body, found[0].outputs[0][0])
+        last = context.candidates[number if number >= 0 else members[-1]]
+        differentiable = context.is_differentiable(members[-1], found[0])
         match = _match(spec, last.name, last.node.op_type, last.function, differentiable)
-        self._note_subgraph(match, found[0], members, scene)
+        self._record_subgraph(match, found[0], members, context)
         return True
 
-    def _note_subgraph(
-        self, match: Match, subgraph: Subgraph, members: Sequence[int], scene: ResolutionContext
+    def _record_subgraph(
+        self, match: Match, subgraph: Subgraph, members: Sequence[int], context: ResolutionContext
     ) -> None:
-        places = [scene.places[member] for member in members]
-        match.nodes = tuple(place.name for place in places)
-        if len(places) <= _NAMED_OPS:
-            match.op_type = "+".join(place.node.op_type for place in places)
-        if match.rule == OWN_GRADIENT or not all(place.live for place in places):
-            scene.note_subgraph(members[-1], match, None)
+        candidates = [context.candidates[member] for member in members]
+        match.nodes = tuple(candidate.name for candidate in candidates)
+        if len(candidates) <= _NAMED_OPS:
+            match.op_type = "+".join(candidate.node.op_type for candidate in candidates)
+        if match.rule == OWN_GRADIENT or not all(candidate.live for candidate in candidates):
+            context.record_subgraph(members[-1], match, None)
             return
         match.outputs, match.is_step = len(subgraph.outputs), subgraph.is_step
-        scene.note_subgraph(members[-1], match, subgraph)
+        context.record_subgraph(members[-1], match, subgraph)
 
-    def _take_wish(self, number: int, scene: ResolutionContext) -> None:
+    def _apply_node_gradient(self, number: int, context: ResolutionContext) -> None:
         """Gives a place the rule that its node asks for."""
-        place = scene.places[number]
-        differentiable = scene.is_differentiable(number, None)
-        match = self.wishes.match(place.node, place.name, place.function, differentiable)
+        candidate = context.candidates[number]
+        differentiable = context.is_differentiable(number, None)
+        match = self.node_gradients.find_match(candidate.node, candidate.name, candidate.function, differentiable)
         if match is not None:
-            scene.hold(number, match.label)
-            scene.note(number, match)
+            context.assign(number, match.label)
+            context.record(number, match)
 
 
 _NAMED_OPS = 4

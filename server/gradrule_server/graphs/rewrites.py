@@ -13,10 +13,8 @@ from gradrule_server.errors import did_you_mean
 from gradrule_server.graphs import paths
 from gradrule_server.graphs.copying import Copy
 from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.groups import GROUPS, PLAIN_ADDS
-from gradrule_server.graphs.ir import PLACEHOLDERS, Body, Node, Ref
-from gradrule_server.graphs.prune import bodies_of
-from gradrule_server.graphs.selectors import CandidateNode
+from gradrule_server.graphs.ir import PLACEHOLDERS, Body, Node, Ref, bodies_of
+from gradrule_server.graphs.selectors import GROUPS, PLAIN_ADDS, CandidateNode
 
 FOLD_BATCH_NORM = "fold_batch_norm"
 _REWRITES = (FOLD_BATCH_NORM,)
@@ -85,21 +83,23 @@ class _Folding:
         """Folds all there are; returns their public names."""
         nodes = self._body.nodes
         names = []
-        places = {place.index: place for place in self._copy.places if place.body is self._body}
+        candidates = {candidate.index: candidate for candidate in self._copy.candidates if candidate.body is self._body}
         for last in range(len(nodes)):
             found = self._find(last)
             if found is not None:
-                names.append(places[last].name if last in places else nodes[last].name)
-                self._fold(found, places)
+                names.append(candidates[last].name if last in candidates else nodes[last].name)
+                self._fold(found, candidates)
         if self._moves:
             for node in nodes:
                 node.inputs = [self._moves.get(ref, ref) for ref in node.inputs]
             self._body.results = [self._moves.get(ref, ref) for ref in self._body.results]
             if self._body is self._copy.body:
                 tensors = self._copy.tensors
-                self._copy.tensors = {ref: self._moves.get(place, place) for ref, place in tensors.items()}
+                self._copy.tensors = {ref: self._moves.get(target, target) for ref, target in tensors.items()}
             # It leads nowhere any more, and is no selector's business.
-            self._copy.places = [place for place in self._copy.places if id(place) not in self._left_behind]
+            self._copy.candidates = [
+                candidate for candidate in self._copy.candidates if id(candidate) not in self._left_behind
+            ]
         return names
 
     def _find(self, last: int) -> _Found | None:
@@ -168,7 +168,7 @@ class _Folding:
     def _is_alone(self, producer: int, consumer: int) -> bool:
         return self._consumers[producer] == [consumer] and producer not in self._kept
 
-    def _fold(self, found: _Found, places: dict[int, CandidateNode]) -> None:
+    def _fold(self, found: _Found, candidates: dict[int, CandidateNode]) -> None:
         nodes = self._body.nodes
         linear = nodes[found.linear]
         dtype = (linear.outputs or ())[0]
@@ -186,16 +186,16 @@ class _Folding:
             linear.outputs,
             watched=linear.watched,
         )
-        value = self._append(folded, found.linear, places)
+        value = self._append(folded, found.linear, candidates)
         attrs = {"T": AttrValue(type=as_dt(dtype))}
         data_format = linear.attrs.get("data_format")
         spatial = data_format is not None and data_format.s.startswith(b"NC")
         attrs["data_format"] = AttrValue(s=b"NCHW" if spatial else b"NHWC")
         name = self._copy.unique(self._body, f"{nodes[found.last].name}/folded")
         added = Node(name, "BiasAdd", [value, shift], [], attrs, (dtype,), watched=linear.watched)
-        self._moves[found.last, 0] = self._append(added, found.last, places)
+        self._moves[found.last, 0] = self._append(added, found.last, candidates)
         self._left_behind |= {
-            id(places[index]) for index in (found.bias, found.mul) if index is not None and index in places
+            id(candidates[index]) for index in (found.bias, found.mul) if index is not None and index in candidates
         }
 
     def _affine(self, found: _Found, dtype: int) -> tuple[Ref, Ref]:
@@ -266,11 +266,11 @@ class _Folding:
         full = self._copy.unique(self._body, f"{FOLD_BATCH_NORM}/{name}")
         return self._append(Node(full, op, inputs, [], attrs, (dtype,)), None, {})
 
-    def _append(self, node: Node, stands_for: int | None, places: dict[int, CandidateNode]) -> Ref:
+    def _append(self, node: Node, stands_for: int | None, candidates: dict[int, CandidateNode]) -> Ref:
         """Adds a node; one that stands for another takes over its public name."""
         self._body.nodes.append(node)
         index = len(self._body.nodes) - 1
-        old = places.get(stands_for) if stands_for is not None else None
+        old = candidates.get(stands_for) if stands_for is not None else None
         if old is not None:
             old.index = index
         return index, 0

@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 from gradrule.v1 import override_pb2
 from gradrule_server.graphs import paths
 from gradrule_server.graphs.chains import Chains, is_bias
-from gradrule_server.graphs.groups import BIAS, SUM
 from gradrule_server.graphs.ir import Ref
 from gradrule_server.graphs.resolution_context import ResolutionContext
 from gradrule_server.graphs.selector_index import SelectorIndex, columns
-from gradrule_server.graphs.selectors import OverrideMatcher
+from gradrule_server.graphs.selectors import BIAS, SUM, OverrideMatcher
 from gradrule_server.graphs.subgraphs import Subgraph
 
 Flags = NDArray[np.bool_]
@@ -54,19 +53,21 @@ class Selected:
 class Selection:
     """Works out which places of a scene choosers mean. `_meant`: per chooser, a flag for each place."""
 
-    def __init__(self, scene: ResolutionContext, matchers: Sequence[OverrideMatcher]) -> None:
-        self._scene = scene
-        self._places = scene.places
+    def __init__(self, context: ResolutionContext, matchers: Sequence[OverrideMatcher]) -> None:
+        self._context = context
+        self._candidates = context.candidates
         self._choosers = matchers
         index = SelectorIndex(matchers)
-        self._meant = columns([index.node(place.node, place.name) for place in self._places], len(matchers))
+        self._meant = columns(
+            [index.node(candidate.node, candidate.name) for candidate in self._candidates], len(matchers)
+        )
 
     def selected(self) -> Selected:
         """Looks at all conditions."""
         self._limit_to_dependents()
-        scene, matchers = self._scene, self._choosers
+        context, matchers = self._context, self._choosers
         patterns = [matcher.words for matcher in matchers if matcher.is_chain]
-        chains = Chains(patterns, scene) if patterns else None
+        chains = Chains(patterns, context) if patterns else None
         for number, matcher in enumerate(matchers):
             if chains is not None and matcher.is_chain:
                 self._meant[number] &= chains.ends(matcher.words)
@@ -89,12 +90,12 @@ class Selection:
         seeds: dict[int, dict[Ref, int]] = {}
         for bit, names in enumerate(sets):
             for name in names:
-                found = self._scene.look_up(name)
+                found = self._context.look_up(name)
                 if found is not None:
                     own = seeds.setdefault(id(found[0]), {})
                     own[found[1]] = own.get(found[1], 0) | 1 << bit
-        bits = paths.dependents_of_sets(self._scene.top, seeds, self._scene.orders)
-        depends = columns([bits[id(place.body)][place.index] for place in self._places], len(sets))
+        bits = paths.dependents_of_sets(self._context.top, seeds, self._context.orders)
+        depends = columns([bits[id(candidate.body)][candidate.index] for candidate in self._candidates], len(sets))
         for row, numbers in zip(depends, sets.values(), strict=True):
             self._meant[numbers] &= row
 
@@ -110,27 +111,29 @@ class Selection:
                 self._limit_to_ranks(rows[asked], np.array(wanted, np.int32), is_from_xs=is_from_xs)
 
     def _limit_to_ranks(self, rows: Numbers, wanted: paths.Counts, *, is_from_xs: bool) -> None:
-        scene = self._scene
+        context = self._context
         by_place = np.ascontiguousarray(self._meant[rows].T)
         met = np.flatnonzero(by_place.any(axis=1)).tolist()
-        members = {id(self._places[place].node): by_place[place] for place in met}
-        ranking = paths.Ranking(members, wanted, scene.path, scene.flows, scene.orders)
-        at_place = ranking.from_xs(scene.top) if is_from_xs else ranking.from_ys(scene.top)
+        members = {id(self._candidates[candidate].node): by_place[candidate] for candidate in met}
+        ranking = paths.Ranking(members, wanted, context.path, context.flows, context.orders)
+        at_place = ranking.from_xs(context.top) if is_from_xs else ranking.from_ys(context.top)
         found = np.zeros_like(by_place)
-        for place in met:
-            found[place] = at_place.get(id(self._places[place].node), False)
+        for candidate in met:
+            found[candidate] = at_place.get(id(self._candidates[candidate].node), False)
         self._meant[rows] = found.T
 
     @cached_property
     def _on_path(self) -> Flags:
-        path = self._scene.path
-        return np.fromiter((id(place.node) in path for place in self._places), np.bool_, len(self._places))
+        path = self._context.path
+        return np.fromiter(
+            (id(candidate.node) in path for candidate in self._candidates), np.bool_, len(self._candidates)
+        )
 
     @cached_property
     def _biases(self) -> Flags:
         """Which places are no sums of what depends on the xs."""
-        flags = (is_bias(place.node, place.body, self._scene.changes) for place in self._places)
-        return np.fromiter(flags, np.bool_, len(self._places))
+        flags = (is_bias(candidate.node, candidate.body, self._context.changes) for candidate in self._candidates)
+        return np.fromiter(flags, np.bool_, len(self._candidates))
 
 
 def _index(position: override_pb2.Position) -> int:

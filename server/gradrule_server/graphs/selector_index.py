@@ -21,32 +21,32 @@ class SelectorIndex:
 
     def __init__(self, matchers: Sequence[OverrideMatcher]) -> None:
         selectors = [matcher.spec.selector for matcher in matchers]
-        self._calls = _bits(number for number, matcher in enumerate(matchers) if matcher.takes_calls)
+        self._calls = _bits(number for number, matcher in enumerate(matchers) if matcher.accepts_calls)
         self._op_types = _Lookup()
         self._dtypes = _Lookup()
         self.names = NameIndex(matchers)
         for number, (matcher, selector) in enumerate(zip(matchers, selectors, strict=True)):
             self._op_types.add(number, matcher.op_types)
             self._dtypes.add(number, (selector.dtype,) if selector.dtype else None)
-        asked = sorted({name for selector in selectors for name in selector.attrs})
-        self._attrs = {name: _Lookup() for name in asked}
+        attr_names = sorted({name for selector in selectors for name in selector.attrs})
+        self._attrs = {name: _Lookup() for name in attr_names}
         for number, selector in enumerate(selectors):
-            for name in asked:
+            for name in attr_names:
                 given = (attr_key(selector.attrs[name]),) if name in selector.attrs else None
                 self._attrs[name].add(number, given)
         self._attr_bits: dict[int, tuple[Mapping[str, AttrValue], int]] = {}
 
     def call(self, op_type: str, name: str) -> int:
         """Selectors that mean a call as a whole."""
-        found = self._calls & self._op_types.of(op_type)
-        return found and found & self.names.of(name)
+        found = self._calls & self._op_types.matching(op_type)
+        return found and found & self.names.match(name)
 
     def node(self, node: Node, name: str) -> int:
         """Selectors whose conditions on op type, element type, attributes and public name a node meets."""
-        found = self._op_types.of(node.op_type) & self._dtypes.of(node.outputs[0] if node.outputs else 0)
+        found = self._op_types.matching(node.op_type) & self._dtypes.matching(node.outputs[0] if node.outputs else 0)
         if found and self._attrs:
             found &= self._attrs_of(node.attrs)
-        return found and found & self.names.of(name)
+        return found and found & self.names.match(name)
 
     def _attrs_of(self, attrs: Mapping[str, AttrValue]) -> int:
         # Nodes share their attributes.
@@ -54,7 +54,7 @@ class SelectorIndex:
         if known is None:
             found = -1
             for name, lookup in self._attrs.items():
-                found &= lookup.of(attr_key(attrs[name])) if name in attrs else lookup.indifferent
+                found &= lookup.matching(attr_key(attrs[name])) if name in attrs else lookup.unconditional
             known = self._attr_bits[id(attrs)] = (attrs, found)
         return known[1]
 
@@ -66,19 +66,19 @@ class NameIndex:
         self._scopes = _Lookup()
         self._exact = _Lookup()
         numbers: dict[str, int] = {}
-        asking: list[list[int]] = [[], []]
+        with_pattern: list[list[int]] = [[], []]
         for number, matcher in enumerate(matchers):
             self._scopes.add(number, (matcher.prefix,) if matcher.prefix else None)
             self._exact.add(number, (matcher.exact,) if matcher.exact else None)
             for place, pattern in enumerate((matcher.glob, matcher.regex)):
                 if pattern:
                     numbers.setdefault(pattern, len(numbers))
-                    asking[place].append(number)
+                    with_pattern[place].append(number)
         self._longest_scope = max((len(matcher.prefix) for matcher in matchers), default=0)
         self._patterns = PatternSet(list(numbers)) if numbers else None
         # Selectors without a glob, and without a node_regex; by pattern, those that have it as glob and as node_regex.
-        everyone = (1 << len(matchers)) - 1
-        self._free = (everyone & ~_bits(asking[0]), everyone & ~_bits(asking[1]))
+        all_selectors = (1 << len(matchers)) - 1
+        self._free = (all_selectors & ~_bits(with_pattern[0]), all_selectors & ~_bits(with_pattern[1]))
         self._by_pattern = [[0, 0] for _ in numbers]
         for number, matcher in enumerate(matchers):
             for place, pattern in enumerate((matcher.glob, matcher.regex)):
@@ -86,23 +86,23 @@ class NameIndex:
                     self._by_pattern[numbers[pattern]][place] |= 1 << number
         self._kept: dict[tuple[int, ...], tuple[int, int]] = {}
 
-    def of(self, name: str) -> int:
+    def match(self, name: str) -> int:
         """Selectors that mean the name."""
         first, second = self._matching(name)
-        return self._scope(name) & self._exact.of(name) & first & second
+        return self._scope(name) & self._exact.matching(name) & first & second
 
     def conditions(self, name: str) -> tuple[int, int, int]:
         """Selectors whose scope the name lies in, those whose `node` it is, and those that mean it in all."""
         scope, (first, second) = self._scope(name), self._matching(name)
-        node = self._exact.of(name) & first
+        node = self._exact.matching(name) & first
         return scope, node, scope & node & second
 
     def _scope(self, name: str) -> int:
         """Selectors whose scope the name lies in."""
-        found = self._scopes.indifferent
+        found = self._scopes.unconditional
         slash = name.find("/") if self._longest_scope else -1
         while 0 <= slash < self._longest_scope:
-            found |= self._scopes.only(name[: slash + 1])
+            found |= self._scopes.requiring(name[: slash + 1])
             slash = name.find("/", slash + 1)
         return found
 
@@ -124,24 +124,24 @@ class NameIndex:
 
 
 class _Lookup:
-    """Selectors by the values of one condition; those without the condition are indifferent to it."""
+    """Selectors by the values of one condition; those without the condition are unconditional to it."""
 
     def __init__(self) -> None:
-        self.indifferent = 0
+        self.unconditional = 0
         self._by_value: dict[Hashable, int] = {}
 
     def add(self, number: int, values: Sequence[Hashable] | frozenset[str] | None) -> None:
         """Adds a selector that asks for one of the values; None: for any."""
         if values is None:
-            self.indifferent |= 1 << number
+            self.unconditional |= 1 << number
         for value in values or ():
             self._by_value[value] = self._by_value.get(value, 0) | 1 << number
 
-    def of(self, value: Hashable) -> int:
+    def matching(self, value: Hashable) -> int:
         """Selectors that are content with a value."""
-        return self.indifferent | self._by_value.get(value, 0)
+        return self.unconditional | self._by_value.get(value, 0)
 
-    def only(self, value: Hashable) -> int:
+    def requiring(self, value: Hashable) -> int:
         """Selectors that ask for this value."""
         return self._by_value.get(value, 0)
 

@@ -9,16 +9,40 @@ from gradrule import _opdefs
 from gradrule.v1 import override_pb2
 from gradrule_server.errors import did_you_mean
 from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.groups import BIAS, GROUPS, STEP, SUM, op_types_of
 from gradrule_server.graphs.ir import Body, Node
 from gradrule_server.graphs.library import Library
 from gradrule_server.graphs.name_patterns import MAX_PATTERN, compile_regex, glob_regex, is_glob
+
+STEP = "@step"
+BIAS = "@bias"
+SUM = "@sum"
+
+_CONVOLUTION = frozenset({"Conv2D", "Conv3D", "DepthwiseConv2dNative"})
+_DENSE = frozenset({"MatMul", "BatchMatMul", "BatchMatMulV2"})
+
+GROUPS: Mapping[str, frozenset[str]] = {
+    "@activation": frozenset(
+        {"Relu", "Relu6", "LeakyRelu", "Elu", "Selu", "Sigmoid", "Tanh", "Softplus", "Softsign", "Softmax"}
+    ),
+    "@convolution": _CONVOLUTION,
+    "@dense": _DENSE,
+    "@linear": _CONVOLUTION | _DENSE,
+    "@pool": frozenset({"AvgPool", "AvgPool3D", "Mean"}),
+    # An add counts only where all sides depend on the xs,
+    SUM: frozenset({"Add", "AddV2", "AddN"}),
+    # and here only where one side does not.
+    BIAS: frozenset({"BiasAdd", "BiasAddV1", "Add", "AddV2"}),
+    # The first op of a pattern: the comparison, whose truth values the Cast after it makes numbers of.
+    STEP: frozenset({"Greater", "GreaterEqual"}),
+}
+
+PLAIN_ADDS = frozenset({"Add", "AddV2"})
 
 DEFAULT_RULE = "default"
 OWN_GRADIENT = -1
 
 # Groups that ask for more than an op type.
-_PLACED = frozenset({STEP, BIAS, SUM})
+_PATH_DEPENDENT = frozenset({STEP, BIAS, SUM})
 _LOCAL = frozenset({"op_type", "node", "scope", "node_regex"})
 _ALONE = frozenset({"region", "region_name"})
 _MAX_PATTERN = 32
@@ -46,7 +70,11 @@ class OverrideSpec:
         """Op types of nodes made by gradients that it means too: it holds in every order and asks for nothing else."""
         asked = [field.name for field, _ in self.selector.ListFields()]
         word = self.selector.op_type
-        return op_types_of(word) if self.every_order and asked == ["op_type"] and word not in _PLACED else frozenset()
+        return (
+            op_types_of(word)
+            if self.every_order and asked == ["op_type"] and word not in _PATH_DEPENDENT
+            else frozenset()
+        )
 
     @property
     def field(self) -> str:
@@ -101,7 +129,7 @@ class OverrideMatcher:
     exact: str
     glob: str
     regex: str
-    taken: int = 0
+    match_count: int = 0
     # Something is wrong with it that has been noted already.
     faulty: bool = False
     # How many of its nodes earlier overrides hold, by their labels, if it takes none.
@@ -113,7 +141,7 @@ class OverrideMatcher:
         return self.spec.selector.HasField("region") or bool(self.spec.selector.region_name)
 
     @property
-    def takes_calls(self) -> bool:
+    def accepts_calls(self) -> bool:
         """Whether calls as a whole are asked: only names and op types are known of them before they are inlined."""
         return all(entry.name in _LOCAL for entry, _ in self.spec.selector.ListFields())
 
@@ -202,3 +230,8 @@ def _check_word(word: str, spec: OverrideSpec, library: Library, findings: Findi
         hint = findings.suggest(lambda: _opdefs.suggest(word, library.names()))
         message = f"Override {quote(spec.label)} is for op type {quote(word)}, which does not exist.{hint}"
         findings.add(Reason.ERROR_REASON_UNKNOWN_OP_TYPE, message, field=spec.field)
+
+
+def op_types_of(word: str) -> frozenset[str]:
+    """The op types that a word of a selector means: those of a group, or the one it names."""
+    return GROUPS.get(word) or frozenset({word})

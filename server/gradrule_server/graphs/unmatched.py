@@ -9,9 +9,8 @@ from functools import cached_property
 from gradrule._dtypes import name_of
 from gradrule_server.errors import did_you_mean
 from gradrule_server.graphs.findings import Finding, Findings, Reason, quote, similar_name_hint
-from gradrule_server.graphs.groups import op_types_of
 from gradrule_server.graphs.selector_index import NameIndex
-from gradrule_server.graphs.selectors import OverrideMatcher
+from gradrule_server.graphs.selectors import OverrideMatcher, op_types_of
 
 _SHOWN_REGIONS = 12
 
@@ -31,11 +30,11 @@ class Unmatched:
     """
 
     def __init__(
-        self, idle: Sequence[OverrideMatcher], seen: Sequence[NodeInfo], regions: Sequence[str], findings: Findings
+        self, unused: Sequence[OverrideMatcher], nodes: Sequence[NodeInfo], regions: Sequence[str], findings: Findings
     ) -> None:
-        self._idle = {id(matcher): number for number, matcher in enumerate(idle)}
-        self._names = NameIndex(idle)
-        self._seen = seen
+        self._numbers = {id(matcher): number for number, matcher in enumerate(unused)}
+        self._names = NameIndex(unused)
+        self._nodes = nodes
         self._regions = regions
         self._findings = findings
         self._by_op_types: dict[frozenset[str] | None, list[str]] = {}
@@ -70,7 +69,7 @@ class Unmatched:
                 hint = suggest(lambda word=word: did_you_mean(word, self._op_types))  # type: ignore[misc]
                 return f"there is no {word}{members}.{hint}"
         kind = f"of op type {matcher.words[-1]} " if matcher.words else ""
-        in_scope, named, meant = self._met(matcher)
+        in_scope, named, meant = self._met_conditions(matcher)
         if selector.scope and not in_scope:
             hint = suggest(lambda: similar_name_hint(selector.scope, self._scopes(matcher)))
             return f"no node {kind}has a name that starts with {quote(matcher.prefix)}.{hint}"
@@ -99,33 +98,33 @@ class Unmatched:
             return f"no node {kind}is one: what an add is depends on which of its sides depend on the xs."
         return f"no node {kind}with such a name has {' and '.join(reasons)}."
 
-    def _met(self, matcher: OverrideMatcher) -> tuple[bool, bool, bool]:
+    def _met_conditions(self, matcher: OverrideMatcher) -> tuple[bool, bool, bool]:
         """Whether a node of the right op type meets the scope, the node's name, and all conditions on names."""
-        bit = 1 << self._idle[id(matcher)]
-        op_types: Iterable[str] = self._met_by_op if matcher.op_types is None else matcher.op_types
-        found = [self._met_by_op[op_type] for op_type in op_types if op_type in self._met_by_op]
+        bit = 1 << self._numbers[id(matcher)]
+        op_types: Iterable[str] = self._conditions_by_op if matcher.op_types is None else matcher.op_types
+        found = [self._conditions_by_op[op_type] for op_type in op_types if op_type in self._conditions_by_op]
         in_scope, named, meant = (any(bits[condition] & bit for bits in found) for condition in range(3))
         return in_scope, named, meant
 
     @cached_property
-    def _met_by_op(self) -> dict[str, list[int]]:
+    def _conditions_by_op(self) -> dict[str, list[int]]:
         """By op type: the overrides whose conditions on scope, on the node's name, on names a node of it meets."""
         met: dict[str, list[int]] = {}
-        for seen in self._seen:
-            bits = met.setdefault(seen.op_type, [0, 0, 0])
-            for condition, found in enumerate(self._names.conditions(seen.name)):
+        for node in self._nodes:
+            bits = met.setdefault(node.op_type, [0, 0, 0])
+            for condition, found in enumerate(self._names.conditions(node.name)):
                 bits[condition] |= found
         return met
 
     @cached_property
     def _op_types(self) -> list[str]:
-        return sorted({item.op_type for item in self._seen})
+        return sorted({item.op_type for item in self._nodes})
 
     def _names_of(self, matcher: OverrideMatcher) -> list[str]:
         """Names of the nodes of the op types that the override asks for."""
         wanted = matcher.op_types
         if wanted not in self._by_op_types:
-            self._by_op_types[wanted] = [item.name for item in self._seen if wanted is None or item.op_type in wanted]
+            self._by_op_types[wanted] = [item.name for item in self._nodes if wanted is None or item.op_type in wanted]
         return self._by_op_types[wanted]
 
     def _scopes(self, matcher: OverrideMatcher) -> list[str]:

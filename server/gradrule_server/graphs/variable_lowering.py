@@ -24,7 +24,7 @@ class Lowering:
     def __init__(self, copy: Copy, findings: Findings) -> None:
         self._copy = copy
         self._findings = findings
-        self._places = {(id(place.body), place.index): place for place in copy.places}
+        self._candidates = {(id(candidate.body), candidate.index): candidate for candidate in copy.candidates}
 
     def lower(self, body: Body, index: int, variable: Variable, live: bool) -> list[tuple[Variable, Ref]]:
         """A node whose first input is the variable's present value by now; returns what it writes."""
@@ -54,8 +54,8 @@ class Lowering:
     ) -> None:
         """Makes another op of a node."""
         node.uploaded_op = node.uploaded_op or node.op
-        wish = {GRADIENT_ATTR: node.attrs[GRADIENT_ATTR]} if GRADIENT_ATTR in node.attrs else {}
-        node.op, node.inputs, node.attrs, node.outputs = op, list(inputs), {**attrs, **wish}, outputs
+        gradient = {GRADIENT_ATTR: node.attrs[GRADIENT_ATTR]} if GRADIENT_ATTR in node.attrs else {}
+        node.op, node.inputs, node.attrs, node.outputs = op, list(inputs), {**attrs, **gradient}, outputs
 
     def become_checked(self, node: Node, value: Ref, variable: Variable) -> None:
         """Makes a node pass on a value, which must have the variable's shape as far as that is known."""
@@ -89,9 +89,9 @@ class Lowering:
         body.control_results = [(name, moved(control)) for name, control in body.control_results]
         body.nodes[first:first] = made
         body.arg_count += count
-        for place in [place for (owner, _), place in self._places.items() if owner == id(body)]:
-            place.index = moved(place.index)
-        self._places = {(id(place.body), place.index): place for place in self._copy.places}
+        for candidate in [candidate for (owner, _), candidate in self._candidates.items() if owner == id(body)]:
+            candidate.index = moved(candidate.index)
+        self._candidates = {(id(candidate.body), candidate.index): candidate for candidate in self._copy.candidates}
 
     def _check_type(self, body: Body, node: Node, variable: Variable) -> None:
         said = node.attrs.get("dtype") or node.attrs.get("T")
@@ -184,9 +184,11 @@ class Lowering:
         name = self._copy.unique(body, f"{main.name}/{suffix}")
         node = Node(name, op, list(inputs), [], dict(attrs), (dtype,), uploaded_op=main.uploaded_op or main.op)
         body.nodes.append(node)
-        place = self._places.get((id(body), index))
-        if place is not None:
-            full = f"{place.name}/{suffix}"
-            part = CandidateNode(full, place.function, body, len(body.nodes) - 1, place.live, None, place.around)
-            self._copy.places.append(part)
+        candidate = self._candidates.get((id(body), index))
+        if candidate is not None:
+            full = f"{candidate.name}/{suffix}"
+            part = CandidateNode(
+                full, candidate.function, body, len(body.nodes) - 1, candidate.live, None, candidate.around
+            )
+            self._copy.candidates.append(part)
         return len(body.nodes) - 1, 0

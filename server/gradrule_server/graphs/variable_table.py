@@ -10,8 +10,7 @@ from gradrule._dtypes import as_dt
 from gradrule.v1.graph_pb2 import AttrValue, Graph
 from gradrule.v1.tensor_pb2 import Dt, TensorShape
 from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.ir import Body, Node
-from gradrule_server.graphs.prune import bodies_of
+from gradrule_server.graphs.ir import Body, Node, bodies_of
 from gradrule_server.graphs.tensor_names import canonical, parse_tensor_name
 from gradrule_server.graphs.variable_ops import ASSIGNMENTS, INITIALISER, SOURCES
 
@@ -74,7 +73,7 @@ class VariableTable:
         """Variables by all names that requests may use."""
         return self._names
 
-    def of(self, node: Node, *, at_top: bool) -> Variable | None:
+    def find(self, node: Node, *, at_top: bool) -> Variable | None:
         """The variable that a copied node stands for; None for one that only functions know and nobody can name."""
         key = _key(node)
         if key is not None:
@@ -88,7 +87,7 @@ class VariableTable:
             node, output = parse_tensor_name(text) or (text, 0)
             variable = self._names.get(canonical(node, output))
             if variable is None:
-                hint = findings.near(text, self._names)
+                hint = findings.suggest_similar(text, self._names)
                 message = f"The graph has no variable {quote(text)}.{hint}"
                 findings.add(Reason.ERROR_REASON_UNKNOWN_TENSOR, message, field=f"{field}[{position}]")
             elif variable in found.values():

@@ -7,19 +7,21 @@ them out. So gradients, overrides and everything behind see only tensors.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from gradrule._dtypes import as_dt
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule_server.graphs.copying import Copy
-from gradrule_server.graphs.findings import Findings
+from gradrule_server.graphs.findings import Findings, Reason
 from gradrule_server.graphs.ir import LOOPS, Body, Node, Ref, is_call, replaced
 from gradrule_server.graphs.order import find_cycles
 from gradrule_server.graphs.variable_handles import VariableHandles
 from gradrule_server.graphs.variable_lowering import Lowering
 from gradrule_server.graphs.variable_ops import FORWARDING_OPS, INITIALIZED_CHECKS, READS, SOURCES, WRITES
 from gradrule_server.graphs.variable_table import Variable, VariableTable
-from gradrule_server.graphs.versions import Versions
+
+# Each node remembers its last writes as bits of a number; more of them would cost memory in the square.
+_MAX_WRITES = 10_000
 
 _HANDLE = "hands the handle of a variable on in a way that gradrule does not follow; read the variable before"
 
@@ -33,6 +35,51 @@ def lower_variables(
     Returns the last values of variables that were written, as tensors of the copy's top level.
     """
     return _Pass(copy, table, given, findings).run({producer for producer, _ in roots})
+
+
+class _VariableVersions:
+    """The writes of one body, numbered producers before consumers. `initial`: where a variable's value comes in."""
+
+    def __init__(self, count: int, initial: Callable[[Variable], Ref], findings: Findings) -> None:
+        self._masks = [0] * count
+        self._initial = initial
+        self._findings = findings
+        self._refs: list[Ref] = []
+        # Per variable the bits of its writes.
+        self._writes: dict[Variable, int] = {}
+
+    def reach(self, index: int, node: Node) -> int:
+        """Takes a node up, after all that it depends on; returns the writes that it depends on."""
+        masks, before = self._masks, 0
+        for producer, _ in node.inputs:
+            before |= masks[producer]
+        for control in node.controls:
+            before |= masks[control]
+        masks[index] = before
+        return before
+
+    def at(self, variable: Variable, before: int) -> Ref:
+        """The variable's value behind these writes."""
+        own = before & self._writes.get(variable, 0)
+        return self._refs[own.bit_length() - 1] if own else self._initial(variable)
+
+    def write(self, index: int, written: Iterable[tuple[Variable, Ref]]) -> None:
+        """A node gives variables new values."""
+        for variable, ref in written:
+            if len(self._refs) >= _MAX_WRITES:
+                message = f"The graph assigns to variables more than {_MAX_WRITES} times."
+                self._findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message)
+                self._findings.raise_if_any()
+            bit = 1 << len(self._refs)
+            self._refs.append(ref)
+            known = self._writes.get(variable, 0)
+            # An earlier write of the variable can be seen by nothing behind this one.
+            self._masks[index] = (self._masks[index] & ~known) | bit
+            self._writes[variable] = known | bit
+
+    def last(self) -> dict[Variable, Ref]:
+        """The last value of each variable that was written."""
+        return {variable: self._refs[bits.bit_length() - 1] for variable, bits in self._writes.items()}
 
 
 class _Pass:
@@ -65,7 +112,7 @@ class _Pass:
                 self._computed = {
                     variable: ref for variable, ref in self._computed.items() if self._sources[variable] not in on_cycle
                 }
-        body, handles = self._copy.body, self._handles.of(self._copy.body)
+        body, handles = self._copy.body, self._handles.get(self._copy.body)
         places = {
             asked: (self._sources[handles[place]], 0) if self._is_source(body, place, handles) else place
             for asked, place in self._copy.tensors.items()
@@ -123,10 +170,10 @@ class _Pass:
         self, body: Body, initial: Mapping[Variable, Ref], live: bool, needed: bytearray | None
     ) -> dict[Variable, Ref]:
         """Lowers a body's nodes, all of them unless `needed` says which; returns the last values of what it writes."""
-        handles = self._handles.of(body)
+        handles = self._handles.get(body)
         at_top = not body.name
         count = len(body.nodes)
-        versions = Versions(count, initial.__getitem__, self._findings)
+        versions = _VariableVersions(count, initial.__getitem__, self._findings)
         for index in range(body.arg_count, count):
             if needed is not None and not needed[index]:
                 continue
@@ -144,9 +191,9 @@ class _Pass:
         return versions.last()
 
     def _lower_node(
-        self, body: Body, index: int, versions: Versions, before: int, live: bool
+        self, body: Body, index: int, versions: _VariableVersions, before: int, live: bool
     ) -> list[tuple[Variable, Ref]]:
-        node, handles = body.nodes[index], self._handles.of(body)
+        node, handles = body.nodes[index], self._handles.get(body)
         takers = READS.keys() | WRITES.keys() | INITIALIZED_CHECKS
         target = handles.get(node.inputs[0]) if node.op in takers else None
         variables = [handles.get(ref) for ref in node.inputs]
@@ -157,7 +204,7 @@ class _Pass:
             if node.op not in FORWARDING_OPS and not is_value and not (number == 0 and target is not None):
                 node.unsupported = _HANDLE
                 return []
-            self._take(body, node, number, versions.at(variable, before))
+            self._replace_handle(body, node, number, versions.at(variable, before))
         if target is None:
             if node.op in FORWARDING_OPS:
                 types = zip(node.outputs or (), variables, strict=True)
@@ -166,7 +213,7 @@ class _Pass:
         return self._lowering.lower(body, index, target, live)
 
     @staticmethod
-    def _take(body: Body, node: Node, number: int, value: Ref) -> None:
+    def _replace_handle(body: Body, node: Node, number: int, value: Ref) -> None:
         """Puts a value in a handle's place; what had to run before the handle was handed on must still run before."""
         producer = node.inputs[number][0]
         node.inputs = replaced(node.inputs, number, value)
@@ -174,14 +221,14 @@ class _Pass:
             node.controls = [*node.controls, producer]
 
     def _lower_container(
-        self, body: Body, index: int, versions: Versions, before: int, live: bool
+        self, body: Body, index: int, versions: _VariableVersions, before: int, live: bool
     ) -> list[tuple[Variable, Ref]]:
         """A loop, branch or call: takes values in place of handles, and gives new values out."""
-        node, handles = body.nodes[index], self._handles.of(body)
+        node, handles = body.nodes[index], self._handles.get(body)
         is_loop, whole = node.op in LOOPS, is_call(node)
         offset = 0 if is_loop or whole else 1
         if offset and node.inputs[0] in handles:
-            self._take(body, node, 0, versions.at(handles[node.inputs[0]], before))
+            self._replace_handle(body, node, 0, versions.at(handles[node.inputs[0]], before))
         passed = [handles.get(ref) for ref in node.inputs[offset:]]
         inner_bodies = [(attr, inner) for attr, bodies in node.functions for inner in bodies]
         used = dict.fromkeys(variable for variable in passed if variable is not None)
@@ -193,7 +240,7 @@ class _Pass:
         outs = [handles.get((index, number)) for number in range(len(node.outputs or ()))]
         ends = []
         for attr, inner in inner_bodies:
-            results = [self._handles.of(inner).get(ref) for ref in inner.results]
+            results = [self._handles.get(inner).get(ref) for ref in inner.results]
             args = self._give_args(inner, passed, extra)
             last = self._lower(inner, args, live and not whole, None)
             ends.append((attr, inner, results, {**args, **last}, last))
@@ -204,7 +251,7 @@ class _Pass:
                 _give_results(inner, results, handed_out, end)
         for number, variable in enumerate(passed):
             if variable is not None:
-                self._take(body, node, number + offset, versions.at(variable, before))
+                self._replace_handle(body, node, number + offset, versions.at(variable, before))
         node.inputs = [*node.inputs, *(versions.at(variable, before) for variable in extra)]
         first = len(outs)
         _retype(node, passed, extra, outs, handed_out)

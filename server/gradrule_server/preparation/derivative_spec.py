@@ -27,8 +27,8 @@ _NAMES = {
     Kind.DERIVATIVE_HVP: "a Hessian-vector product",
 }
 # What a call gives besides feeds, by the only kind that takes it.
-_TAKES = {"grad_ys": Kind.DERIVATIVE_VJP, "tangents": Kind.DERIVATIVE_JVP, "vectors": Kind.DERIVATIVE_HVP}
-_MOVED = {Kind.DERIVATIVE_JVP: "tangents", Kind.DERIVATIVE_HVP: "vectors"}
+_CALL_FIELDS = {"grad_ys": Kind.DERIVATIVE_VJP, "tangents": Kind.DERIVATIVE_JVP, "vectors": Kind.DERIVATIVE_HVP}
+_DIRECTION_FIELDS = {Kind.DERIVATIVE_JVP: "tangents", Kind.DERIVATIVE_HVP: "vectors"}
 _CARRIERS = frozenset({Dt.DT_RESOURCE, Dt.DT_VARIANT})
 
 
@@ -57,22 +57,22 @@ class DerivativeSpec:
         """Whether gradients are differentiated again."""
         return self.kind == Kind.DERIVATIVE_HVP
 
-    def directed(self, expanded: Expanded) -> list[bool]:
+    def direction_flags(self, expanded: Expanded) -> list[bool]:
         """For each x whether calls give a direction; empty for kinds without. An x that stands there twice has one."""
-        if self.kind not in _MOVED:
+        if self.kind not in _DIRECTION_FIELDS:
             return []
         seen: set[str] = set()
         found = []
         for x in self.xs:
             name = canonical(x)
-            wanted = _can_move(expanded, x) if self.directions is None else name in self.directions
+            wanted = _has_derivatives(expanded, x) if self.directions is None else name in self.directions
             found.append(wanted and name not in seen)
             seen.add(name)
         return found
 
-    def undirected(self, expanded: Expanded) -> list[Finding]:
+    def check_directions(self, expanded: Expanded) -> list[Finding]:
         """INVALID_DERIVATIVE for each x with a direction whose type has no gradient."""
-        word = _MOVED.get(self.kind, "")
+        word = _DIRECTION_FIELDS.get(self.kind, "")
         return [
             Finding(
                 errors_pb2.ERROR_REASON_INVALID_DERIVATIVE,
@@ -80,10 +80,10 @@ class DerivativeSpec:
                 field=word,
             )
             for x in self.xs
-            if canonical(x) in (self.directions or ()) and not _can_move(expanded, x)
+            if canonical(x) in (self.directions or ()) and not _has_derivatives(expanded, x)
         ]
 
-    def content(self) -> dict[str, object]:
+    def digest_content(self) -> dict[str, object]:
         """What of it goes into a program's digest."""
         return {
             "kind": int(self.kind),
@@ -99,102 +99,116 @@ class DerivativeSpec:
 
 
 def read_derivative_spec(spec: program_pb2.ProgramSpec, call: CallShape) -> tuple[DerivativeSpec, list[Finding]]:
-    """What is to be computed, and what is wrong with that."""
+    """What is to be computed, and what is add_finding with that."""
     findings: list[Finding] = []
 
-    def wrong(message: str, where: str, reason: errors_pb2.ErrorReason.ValueType = _INVALID) -> None:
+    def add_finding(message: str, where: str, reason: errors_pb2.ErrorReason.ValueType = _INVALID) -> None:
         findings.append(Finding(reason, message, field=where))
 
     if call.derivative not in Kind.values():
         known = ", ".join(Kind.keys()[1:])
-        wrong(f"there is no value {call.derivative}; there are {known}", "derivative", _MALFORMED)
+        add_finding(f"there is no value {call.derivative}; there are {known}", "derivative", _MALFORMED)
         return DerivativeSpec(), findings
     part = spec.WhichOneof("derivative")
     if part is None and call.split:
-        wrong("there are no ys, so there is nothing to pull back", "evaluate.spec.vjp.ys")
+        add_finding("there are no ys, so there is nothing to pull back", "evaluate.spec.vjp.ys")
     if part is None:
-        for word in ("derivative", "stacked_grad_ys", *_TAKES):
+        for word in ("derivative", "stacked_grad_ys", *_CALL_FIELDS):
             if getattr(call, word):
-                wrong(f"{word} asks for derivatives, but the program has no ys", word)
+                add_finding(f"{word} asks for derivatives, but the program has no ys", word)
         return DerivativeSpec(), findings
-    asked = getattr(spec, part)
+    requested = getattr(spec, part)
     where = f"spec.{part}"
     own = _KINDS[part]
     if part == "jacobian" and spec.jacobian.batched:
         own = Kind.DERIVATIVE_BATCH_JACOBIAN
     kind = call.derivative or own
-    wish = DerivativeSpec(
+    derivative = DerivativeSpec(
         kind=kind,
         part=part,
-        ys=list(asked.ys),
-        xs=list(asked.xs),
-        grad_ys={canonical(item.y): item.tensor for item in spec.vjp.grad_ys} if kind == _TAKES["grad_ys"] else {},
+        ys=list(requested.ys),
+        xs=list(requested.xs),
+        grad_ys={canonical(item.y): item.tensor for item in spec.vjp.grad_ys}
+        if kind == _CALL_FIELDS["grad_ys"]
+        else {},
         grad_ys_fed=call.grad_ys,
-        stop_gradients=list(asked.stop_gradients),
-        unconnected_gradients=getattr(asked, "unconnected_gradients", program_pb2.UNCONNECTED_GRADIENTS_UNSPECIFIED),
-        directions=(getattr(call, _MOVED[kind]) or None) if kind in _MOVED else None,
+        stop_gradients=list(requested.stop_gradients),
+        unconnected_gradients=getattr(
+            requested, "unconnected_gradients", program_pb2.UNCONNECTED_GRADIENTS_UNSPECIFIED
+        ),
+        directions=(getattr(call, _DIRECTION_FIELDS[kind]) or None) if kind in _DIRECTION_FIELDS else None,
         stacked=call.stacked_grad_ys,
-        dense=part == "vjp" and asked.dense_gradients,
+        dense=part == "vjp" and requested.dense_gradients,
     )
     # A derivative that names nothing is that of a program that differentiates nothing.
-    if bool(wish.ys) != bool(wish.xs) or not (wish.ys or part == "vjp"):
-        missing = "ys" if not wish.ys else "xs"
-        given = f"there are {'xs' if wish.xs else 'ys'} but no {missing}" if wish.ys or wish.xs else "there are no ys"
-        wrong(given, f"{where}.{missing}")
-    if wish.unconnected_gradients not in program_pb2.UnconnectedGradients.values():
+    if bool(derivative.ys) != bool(derivative.xs) or not (derivative.ys or part == "vjp"):
+        missing = "ys" if not derivative.ys else "xs"
+        given = (
+            f"there are {'xs' if derivative.xs else 'ys'} but no {missing}"
+            if derivative.ys or derivative.xs
+            else "there are no ys"
+        )
+        add_finding(given, f"{where}.{missing}")
+    if derivative.unconnected_gradients not in program_pb2.UnconnectedGradients.values():
         known = ", ".join(program_pb2.UnconnectedGradients.keys()[1:])
-        message = f"there is no value {wish.unconnected_gradients}; there are {known}"
-        wrong(message, f"{where}.unconnected_gradients", _MALFORMED)
-    _check_call(wish, call, wrong)
+        message = f"there is no value {derivative.unconnected_gradients}; there are {known}"
+        add_finding(message, f"{where}.unconnected_gradients", _MALFORMED)
+    _check_call(derivative, call, add_finding)
     if call.split:
-        _check_split(wish, wrong)
+        _check_split(derivative, add_finding)
     named = [canonical(item.y) for item in spec.vjp.grad_ys]
     for name in sorted({name for name in named if named.count(name) > 1}):
-        wrong(f"grad_ys names {name!r} twice", "spec.vjp.grad_ys")
-    known_ys, known_xs = ({canonical(name) for name in names} for names in (wish.ys, wish.xs))
+        add_finding(f"grad_ys names {name!r} twice", "spec.vjp.grad_ys")
+    known_ys, known_xs = ({canonical(name) for name in names} for names in (derivative.ys, derivative.xs))
     for name in sorted({*named, *call.grad_ys} - known_ys):
-        wrong(f"grad_ys names {name!r}, which is none of the ys", "grad_ys")
-    for name in sorted((wish.directions or frozenset()) - known_xs):
-        word = _MOVED[kind]
-        wrong(f"{word} names {name!r}, which is none of the xs: {', '.join(wish.xs)}", word)
-    return wish, findings
+        add_finding(f"grad_ys names {name!r}, which is none of the ys", "grad_ys")
+    for name in sorted((derivative.directions or frozenset()) - known_xs):
+        word = _DIRECTION_FIELDS[kind]
+        add_finding(f"{word} names {name!r}, which is none of the xs: {', '.join(derivative.xs)}", word)
+    return derivative, findings
 
 
 _INVALID = errors_pb2.ERROR_REASON_INVALID_DERIVATIVE
 _MALFORMED = errors_pb2.ERROR_REASON_MALFORMED_REQUEST
 
 
-def _check_call(wish: DerivativeSpec, call: CallShape, wrong: Callable[[str, str], None]) -> None:
+def _check_call(derivative: DerivativeSpec, call: CallShape, add_finding: Callable[[str, str], None]) -> None:
     """What a call gives must be what the kind takes."""
-    for word, kind in _TAKES.items():
-        if getattr(call, word) and wish.kind != kind:
-            wrong(f"{word} belong to {_NAMES[kind]}, and this is {_NAMES[wish.kind]}{_instead(wish.kind)}", word)
-    if call.stacked_grad_ys and wish.kind != Kind.DERIVATIVE_VJP:
-        wrong(
-            f"stacked_grad_ys belongs to {_NAMES[Kind.DERIVATIVE_VJP]}, and this is {_NAMES[wish.kind]}",
+    for word, kind in _CALL_FIELDS.items():
+        if getattr(call, word) and derivative.kind != kind:
+            add_finding(
+                f"{word} belong to {_NAMES[kind]}, and this is {_NAMES[derivative.kind]}{_direction_hint(derivative.kind)}",
+                word,
+            )
+    if call.stacked_grad_ys and derivative.kind != Kind.DERIVATIVE_VJP:
+        add_finding(
+            f"stacked_grad_ys belongs to {_NAMES[Kind.DERIVATIVE_VJP]}, and this is {_NAMES[derivative.kind]}",
             "stacked_grad_ys",
         )
     elif call.stacked_grad_ys and not call.grad_ys:
-        wrong(
+        add_finding(
             "stacked_grad_ys says that grad_ys hold many upstream gradients each, but none is given", "stacked_grad_ys"
         )
 
 
-def _check_split(wish: DerivativeSpec, wrong: Callable[[str, str], None]) -> None:
+def _check_split(derivative: DerivativeSpec, add_finding: Callable[[str, str], None]) -> None:
     """What can be pulled back later."""
-    if wish.kind != Kind.DERIVATIVE_VJP:
-        wrong(f"what can be pulled back is {_NAMES[Kind.DERIVATIVE_VJP]}, and this is {_NAMES[wish.kind]}", "evaluate")
-    for word, given in (("grad_ys", wish.grad_ys_fed), ("stacked_grad_ys", wish.stacked)):
+    if derivative.kind != Kind.DERIVATIVE_VJP:
+        add_finding(
+            f"what can be pulled back is {_NAMES[Kind.DERIVATIVE_VJP]}, and this is {_NAMES[derivative.kind]}",
+            "evaluate",
+        )
+    for word, given in (("grad_ys", derivative.grad_ys_fed), ("stacked_grad_ys", derivative.stacked)):
         if given:
-            wrong(f"{word} come with each pull-back, not with the forward run", f"evaluate.{word}")
-    if wish.grad_ys:
+            add_finding(f"{word} come with each pull-back, not with the forward run", f"evaluate.{word}")
+    if derivative.grad_ys:
         message = "grad_ys that are tensors of the graph are part of its forward run; give them with each pull-back"
-        wrong(message, "evaluate.spec.vjp.grad_ys")
+        add_finding(message, "evaluate.spec.vjp.grad_ys")
 
 
-def _instead(kind: Kind.ValueType) -> str:
-    return f", which takes {_MOVED[kind]}" if kind in _MOVED else ""
+def _direction_hint(kind: Kind.ValueType) -> str:
+    return f", which takes {_DIRECTION_FIELDS[kind]}" if kind in _DIRECTION_FIELDS else ""
 
 
-def _can_move(expanded: Expanded, x: str) -> bool:
+def _has_derivatives(expanded: Expanded, x: str) -> bool:
     return expanded.dtype_of(x) in DIFFERENTIABLE - _CARRIERS

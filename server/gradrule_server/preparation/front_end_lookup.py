@@ -14,13 +14,13 @@ from gradrule_server.preparation.rule_lookup import ResolvedRule, read_rule
 Ask = Callable[[link_pb2.Question], link_pb2.Told]
 """Asks the front end, and waits for the answer."""
 
-_NAMES_AT_ONCE = 500
+_BATCH_NAMES = 500
 # What is wrong with a name that is close to another takes the front end milliseconds to say.
-_MOST_EXPLAINED = 20
+_MAX_EXPLAINED = 20
 # More names than there are rules; those beyond have none.
-_MOST_NAMES = 20_000
+_MAX_NAMES = 20_000
 # Longer than names of rules can be, prefixes included: no such rule needs to be asked for.
-_MOST_NAME_CHARS = 200
+_MAX_NAME_CHARS = 200
 
 
 class FrontEndRules:
@@ -35,15 +35,15 @@ class FrontEndRules:
 
     def fetch(self, names: Iterable[str]) -> None:
         """Asks for rules that are likely to be resolved, many at a time."""
-        wanted = [name for name in dict.fromkeys(names) if name not in self._known and len(name) <= _MOST_NAME_CHARS]
-        wanted = wanted[: max(0, _MOST_NAMES - len(self._known))]
+        wanted = [name for name in dict.fromkeys(names) if name not in self._known and len(name) <= _MAX_NAME_CHARS]
+        wanted = wanted[: max(0, _MAX_NAMES - len(self._known))]
         while wanted:
-            batch = wanted[:_NAMES_AT_ONCE]
-            told = _checked(self._ask(link_pb2.Question(rules=link_pb2.Names(names=batch))))
+            batch = wanted[:_BATCH_NAMES]
+            answer = _raise_fault(self._ask(link_pb2.Question(rules=link_pb2.Names(names=batch))))
             self._known.update(dict.fromkeys(batch))
-            complete = [rule for rule in told.rules if not _is_left_out(rule)]
+            complete = [rule for rule in answer.rules if not _lacks_definition(rule)]
             self._known.update((rule.aliases[0], read_rule(rule)) for rule in complete)
-            wanted = [rule.aliases[0] for rule in told.rules if _is_left_out(rule)] + wanted[_NAMES_AT_ONCE:]
+            wanted = [rule.aliases[0] for rule in answer.rules if _lacks_definition(rule)] + wanted[_BATCH_NAMES:]
 
     def resolve(self, name: str) -> ResolvedRule:
         """Returns the rule of that name. UNKNOWN_RULE if there is none."""
@@ -57,7 +57,7 @@ class FrontEndRules:
 
     def _unknown(self, name: str) -> GradruleError:
         self._explained += 1
-        if self._explained <= _MOST_EXPLAINED and len(name) <= _MOST_NAME_CHARS:
+        if self._explained <= _MAX_EXPLAINED and len(name) <= _MAX_NAME_CHARS:
             return error_of(self._ask(link_pb2.Question(unknown_rule=name)).fault)
         bare = name.removeprefix("rules/")
         return error(
@@ -86,10 +86,10 @@ class FrontEndBlobs:
         wanted = list(dict.fromkeys(names))
         for name in wanted:
             check_blob_name(name)
-        for start in range(0, len(wanted), _NAMES_AT_ONCE):
-            batch = wanted[start : start + _NAMES_AT_ONCE]
-            told = _checked(self._ask(link_pb2.Question(blob_sizes=link_pb2.Names(names=batch))))
-            self._sizes.update(zip(batch, told.sizes, strict=True))
+        for start in range(0, len(wanted), _BATCH_NAMES):
+            batch = wanted[start : start + _BATCH_NAMES]
+            answer = _raise_fault(self._ask(link_pb2.Question(blob_sizes=link_pb2.Names(names=batch))))
+            self._sizes.update(zip(batch, answer.sizes, strict=True))
         return [name for name in wanted if self._sizes[name] < 0]
 
     def size(self, name: str) -> int:
@@ -103,17 +103,17 @@ class FrontEndBlobs:
 
     def read(self, name: str) -> bytes:
         """Returns the bytes. BLOB_NOT_FOUND."""
-        _checked(self._ask(link_pb2.Question(blob=name)))
+        _raise_fault(self._ask(link_pb2.Question(blob=name)))
         return self._read(name)
 
 
-def _is_left_out(rule: rule_pb2.Rule) -> bool:
+def _lacks_definition(rule: rule_pb2.Rule) -> bool:
     """Returns whether the definition of a rule is to be asked for again: it had no room in the answer."""
     return rule.kind == rule_pb2.RULE_KIND_USER and not rule.HasField("definition")
 
 
-def _checked(told: link_pb2.Told) -> link_pb2.Told:
-    """Raises the error that the front end told."""
-    if told.HasField("fault"):
-        raise error_of(told.fault)
-    return told
+def _raise_fault(answer: link_pb2.Told) -> link_pb2.Told:
+    """Raises the error that the front end answer."""
+    if answer.HasField("fault"):
+        raise error_of(answer.fault)
+    return answer

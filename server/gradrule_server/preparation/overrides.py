@@ -17,7 +17,7 @@ from gradrule_server.rules.param_table import BoundParams, ParamTable
 
 INLINE_RULE = "inline"
 # Two bytes are a wrong override, and what is wrong with it takes hundreds: nothing is looked at after so many.
-_ENOUGH_FINDINGS = 500
+_MAX_FINDINGS = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +66,12 @@ class OverrideTable:
 
     def add_embedded_rule(self, label: str) -> int:
         """A place for a rule that the graph brings along; returns its index."""
-        return self.bind(ResolvedRule(label, None, brought=True), label)
+        return self.bind(ResolvedRule(label, None, embedded=True), label)
 
-    def fill(self, brought: Mapping[int, bytes]) -> None:
+    def set_embedded_contents(self, rules: Mapping[int, bytes]) -> None:
         """Gives rules that the graph brings along their content, by index."""
         contents: dict[bytes, RuleContent] = {}
-        for index, graph_bytes in brought.items():
+        for index, graph_bytes in rules.items():
             label = self.bound[index].label
             try:
                 if graph_bytes not in contents:
@@ -83,9 +83,9 @@ class OverrideTable:
                     for item in cause.findings
                 ]
                 raise GradruleError(findings) from cause
-            self.bound[index] = BoundOverride(ResolvedRule(label, contents[graph_bytes], brought=True), label)
+            self.bound[index] = BoundOverride(ResolvedRule(label, contents[graph_bytes], embedded=True), label)
 
-    def refused(self) -> list[Finding]:
+    def check_rules(self) -> list[Finding]:
         """What may not run of the bound rules' graphs, each rule once."""
         contents = {id(bound.rule.content): bound.rule for bound in self.bound if bound.rule.content is not None}
         return [
@@ -94,7 +94,7 @@ class OverrideTable:
             for item in (rule.content.check_nodes(self.bounds) if rule.content is not None else ())
         ]
 
-    def messages(self) -> list[link_pb2.BoundRule]:
+    def rule_messages(self) -> list[link_pb2.BoundRule]:
         """The bound rules as the engine takes them."""
         return [_message(bound.rule) for bound in self.bound]
 
@@ -151,14 +151,14 @@ def read_overrides(overrides: Sequence[override_pb2.Override], lookup: RuleLooku
     # Many overrides may bring the same rule along, which is read once.
     inline: dict[bytes, RuleContent] = {}
     for index, override in enumerate(overrides):
-        if len(table.findings) >= _ENOUGH_FINDINGS:
+        if len(table.findings) >= _MAX_FINDINGS:
             break
         where = f"overrides[{index}]"
         if override.WhichOneof("choice") == "preset":
             _add_preset(table, override, index, lookup)
             continue
         try:
-            rule = _rule_of(override, lookup, bounds, inline, where)
+            rule = _read_rule(override, lookup, bounds, inline, where)
         except GradruleError as cause:
             table.findings += [
                 Finding(item.reason, item.message, item.node, f"{where}.rule") for item in cause.findings
@@ -182,7 +182,7 @@ def read_overrides(overrides: Sequence[override_pb2.Override], lookup: RuleLooku
                 label,
                 override.optional,
                 index,
-                every_order=_holds_always(override),
+                every_order=_applies_to_every_order(override),
             )
         )
     return table
@@ -223,7 +223,7 @@ def _add_preset(table: OverrideTable, override: override_pb2.Override, index: in
                 override.optional,
                 index,
                 is_preset=True,
-                every_order=_holds_always(override),
+                every_order=_applies_to_every_order(override),
             )
         )
     for name, value in choice.params.items():
@@ -239,7 +239,7 @@ def _add_preset(table: OverrideTable, override: override_pb2.Override, index: in
             table.findings += table.params.set(table.params.settings, bound, {name: value}, f"{where}.preset.params")
 
 
-def _holds_always(override: override_pb2.Override) -> bool:
+def _applies_to_every_order(override: override_pb2.Override) -> bool:
     return override.order == override_pb2.OVERRIDE_ORDER_ALL
 
 
@@ -259,7 +259,7 @@ def _default_label(selector: override_pb2.Selector) -> str:
     )
 
 
-def _rule_of(
+def _read_rule(
     override: override_pb2.Override,
     lookup: RuleLookup,
     bounds: NodeLimits,

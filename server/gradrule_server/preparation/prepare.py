@@ -14,17 +14,16 @@ from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.shape import CallShape, canonical
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits
-from gradrule_server.preparation.blobs import Blobs
 from gradrule_server.preparation.derivative_spec import DerivativeSpec, read_derivative_spec
 from gradrule_server.preparation.overrides import OverrideTable, read_overrides, rule_names
 from gradrule_server.preparation.rule_lookup import ResolvedRule, RuleLookup
-from gradrule_server.preparation.values import Values, bind
+from gradrule_server.preparation.values import Blobs, Values, bind
 
 FORMAT_VERSION = 3
 """Goes into every digest: programs of another format are other programs."""
 
 _GRADIENT_ATTR = "_gradient_op_type"
-_ABOUT_NAMES = (errors_pb2.ERROR_REASON_UNKNOWN_TENSOR, errors_pb2.ERROR_REASON_UNKNOWN_FEED)
+_NAME_REASONS = (errors_pb2.ERROR_REASON_UNKNOWN_TENSOR, errors_pb2.ERROR_REASON_UNKNOWN_FEED)
 _SHOWN_ALIASES = 20
 
 
@@ -63,10 +62,10 @@ def prepare(
     variables = [item.name for item in spec.variables]
     # Feeding a placeholder is what placeholders are for: it makes no other program.
     call = replace(call, feeds=call.feeds - graphs.placeholders(graph, variables))
-    wish, findings = read_derivative_spec(spec, call)
+    derivative, findings = read_derivative_spec(spec, call)
     lookup.fetch([*rule_names(spec.overrides), *_named_gradients(graph)])
     table = read_overrides(spec.overrides, lookup, limits)
-    findings += [*_check_wishes(spec, wish), *table.findings]
+    findings += [*_check_spec(spec, derivative), *table.findings]
 
     def known_rule(name: str, op_type: str) -> int:
         # Labelled as the entry `{op_type: name}` of a map would be.
@@ -77,15 +76,15 @@ def prepare(
             graph,
             graphs.ExpandRequest(
                 fetches=list(spec.fetches),
-                ys=wish.ys,
-                xs=wish.xs,
-                grad_y_tensors=list(wish.grad_ys.values()),
-                stop_gradients=wish.stop_gradients,
+                ys=derivative.ys,
+                xs=derivative.xs,
+                grad_y_tensors=list(derivative.grad_ys.values()),
+                stop_gradients=derivative.stop_gradients,
                 fed=sorted(call.feeds),
                 overrides=table.specs,
                 rewrites=list(spec.rewrites),
-                derivative=wish.part,
-                second_order=wish.second_order,
+                derivative=derivative.part,
+                second_order=derivative.second_order,
                 known_rule=known_rule,
                 add_embedded_rule=table.add_embedded_rule,
                 namespace=namespace,
@@ -96,12 +95,12 @@ def prepare(
             limits,
         )
     except GradruleError as cause:
-        found = [_with_aliases(item, spec) for item in cause.findings]
-        raise GradruleError([*found, *findings, *table.refused()]) from None
-    findings += [*wish.undirected(expanded), *table.refused(), *_check_size(expanded, table, limits)]
+        found = [_mention_aliases(item, spec) for item in cause.findings]
+        raise GradruleError([*found, *findings, *table.check_rules()]) from None
+    findings += [*derivative.check_directions(expanded), *table.check_rules(), *_check_size(expanded, table, limits)]
     if findings:
         raise GradruleError(findings)
-    table.fill(expanded.brought)
+    table.set_embedded_contents(expanded.embedded_rules)
     values = bind(spec, expanded, store, limits)
 
     request = link_pb2.CompileRequest(
@@ -121,23 +120,25 @@ def prepare(
             )
             for mark in expanded.marks
         ],
-        rules=table.messages(),
+        rules=table.rule_messages(),
         scopes=expanded.scopes,
         inputs=[input_spec(item) for item in expanded.inputs if not item.optional],
         fetches=_endpoints(spec.fetches, expanded),
-        ys=_endpoints(wish.ys, expanded),
-        xs=_endpoints(wish.xs, expanded),
-        grad_ys=[_upstream(y, wish, expanded) for y in wish.ys],
+        ys=_endpoints(derivative.ys, expanded),
+        xs=_endpoints(derivative.xs, expanded),
+        grad_ys=[_upstream_gradient(y, derivative, expanded) for y in derivative.ys],
         # One that nothing asked for depends on is not in the expanded graph.
-        stop_gradients=[expanded.tensor_names[name] for name in wish.stop_gradients if name in expanded.tensor_names],
-        unconnected_gradients=wish.unconnected_gradients,
+        stop_gradients=[
+            expanded.tensor_names[name] for name in derivative.stop_gradients if name in expanded.tensor_names
+        ],
+        unconnected_gradients=derivative.unconnected_gradients,
         no_gradient=spec.no_gradient,
-        derivative=wish.kind,
-        stacked_grad_ys=wish.stacked,
+        derivative=derivative.kind,
+        stacked_grad_ys=derivative.stacked,
         split=call.split,
-        dense_gradients=wish.dense,
-        directions=wish.directed(expanded),
-        made=_made(table) if wish.second_order else (),
+        dense_gradients=derivative.dense,
+        directions=derivative.direction_flags(expanded),
+        made=_derived_node_rules(table) if derivative.second_order else (),
         variables=values.bound,
         updates=[link_pb2.Endpoint(name=name, tensor=tensor) for name, tensor in expanded.updates.items()],
         input_aliases={alias: item.name for item in expanded.inputs for alias in item.aliases},
@@ -148,7 +149,7 @@ def prepare(
         unbatched=not _may_batch(spec.batching),
         jit=spec.jit,
     )
-    key = _digest(graph_digest, spec, call, wish, request, table, values)
+    key = _digest(graph_digest, spec, call, derivative, request, table, values)
     request.key = key
     return Prepared(key, graph_digest, request, table, expanded, dict(spec.aliases), values.blobs, likeness)
 
@@ -164,7 +165,7 @@ def _check_size(expanded: graphs.Expanded, table: OverrideTable, limits: Limits)
     """LIMIT_EXCEEDED where rules that are graphs, copied for each node that has one, make the program too large."""
     # Those that the graph brings along have no content yet.
     sizes = [
-        expanded.brought_nodes.get(index, 1) if bound.rule.content is None else bound.rule.content.size
+        expanded.embedded_rule_nodes.get(index, 1) if bound.rule.content is None else bound.rule.content.size
         for index, bound in enumerate(table.bound)
     ]
     added = sum(sizes[mark.rule] for mark in expanded.marks if mark.rule >= 0)
@@ -177,9 +178,9 @@ def _check_size(expanded: graphs.Expanded, table: OverrideTable, limits: Limits)
     return [Finding(errors_pb2.ERROR_REASON_LIMIT_EXCEEDED, message, field="spec.overrides")]
 
 
-def _with_aliases(finding: Finding, spec: program_pb2.ProgramSpec) -> Finding:
+def _mention_aliases(finding: Finding, spec: program_pb2.ProgramSpec) -> Finding:
     """A client puts names in the places of aliases; whoever misspells one is told those that there are."""
-    if not spec.aliases or finding.reason not in _ABOUT_NAMES:
+    if not spec.aliases or finding.reason not in _NAME_REASONS:
         return finding
     shown = ", ".join(f"{alias!r}" for alias in itertools.islice(sorted(spec.aliases), _SHOWN_ALIASES))
     more = f" and {len(spec.aliases) - _SHOWN_ALIASES} more" if len(spec.aliases) > _SHOWN_ALIASES else ""
@@ -207,19 +208,19 @@ def load_graph(spec: program_pb2.ProgramSpec, limits: Limits, store: Blobs) -> t
     raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the program has no graph", field="spec.graph")
 
 
-def _check_wishes(spec: program_pb2.ProgramSpec, wish: DerivativeSpec) -> list[Finding]:
+def _check_spec(spec: program_pb2.ProgramSpec, derivative: DerivativeSpec) -> list[Finding]:
     findings = []
 
     def add(reason: errors_pb2.ErrorReason.ValueType, message: str, field: str) -> None:
         findings.append(Finding(reason, message, field=field))
 
-    if not spec.fetches and not wish.ys:
+    if not spec.fetches and not derivative.ys:
         add(
             errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
             "nothing is asked for: name fetches, or ys and xs",
             "spec.fetches",
         )
-    if spec.overrides and not wish.ys:
+    if spec.overrides and not derivative.ys:
         add(
             errors_pb2.ERROR_REASON_INVALID_OVERRIDE,
             "there are overrides but no ys: overrides change gradients, and none is asked for",
@@ -240,7 +241,7 @@ def _check_wishes(spec: program_pb2.ProgramSpec, wish: DerivativeSpec) -> list[F
     return findings
 
 
-def _made(table: OverrideTable) -> list[link_pb2.MadeNode]:
+def _derived_node_rules(table: OverrideTable) -> list[link_pb2.MadeNode]:
     """Rules for nodes that gradients make: those of overrides for every order that ask for an op type alone."""
     return [
         link_pb2.MadeNode(op_type=op_type, rule=item.rule_index)
@@ -258,12 +259,12 @@ def _endpoints(names: Sequence[str], expanded: graphs.Expanded) -> list[link_pb2
     return [link_pb2.Endpoint(name=name, tensor=expanded.tensor_names[name]) for name in names]
 
 
-def _upstream(y: str, wish: DerivativeSpec, expanded: graphs.Expanded) -> link_pb2.Upstream:
+def _upstream_gradient(y: str, derivative: DerivativeSpec, expanded: graphs.Expanded) -> link_pb2.Upstream:
     name = canonical(y)
-    if name in wish.grad_ys_fed:
+    if name in derivative.grad_ys_fed:
         return link_pb2.Upstream(fed=True)
-    if name in wish.grad_ys:
-        return link_pb2.Upstream(tensor=expanded.tensor_names[wish.grad_ys[name]])
+    if name in derivative.grad_ys:
+        return link_pb2.Upstream(tensor=expanded.tensor_names[derivative.grad_ys[name]])
     return link_pb2.Upstream(ones=True)
 
 
@@ -271,7 +272,7 @@ def _digest(
     graph_digest: str,
     spec: program_pb2.ProgramSpec,
     call: CallShape,
-    wish: DerivativeSpec,
+    derivative: DerivativeSpec,
     request: link_pb2.CompileRequest,
     table: OverrideTable,
     values: Values,
@@ -297,7 +298,7 @@ def _digest(
         "overrides": overrides,
         "fetches": list(spec.fetches),
         "feeds": sorted(call.feeds),
-        "derivative": wish.content(),
+        "derivative": derivative.digest_content(),
         "directions": list(request.directions),
         "split": request.split,
         "session": call.session,
@@ -317,7 +318,7 @@ def _may_batch(batching: program_pb2.Batching) -> bool:
 
 
 def _identity(rule: ResolvedRule) -> list[str]:
-    if rule.brought:
+    if rule.embedded:
         # Its content is part of the graph; expanded, it has names of functions that differ each time.
         return ["brought", rule.name]
     return ["op", rule.name] if rule.content is None else ["content", rule.content.digest, rule.name]

@@ -17,12 +17,12 @@ from gradrule_server.rules.catalogue.presets import BUILTIN_PREFIX
 class ResolvedRule:
     """A rule by content: an expression or graph, or (None) the gradient that TensorFlow registers for `name`.
 
-    `brought`: the graph brings it along; its content is known once the graph is expanded.
+    `embedded`: the graph brings it along; its content is known once the graph is expanded.
     """
 
     name: str
     content: RuleContent | None
-    brought: bool = False
+    embedded: bool = False
 
 
 class RuleLookup(Protocol):

@@ -47,14 +47,14 @@ def sample_call(
         content = rule.content
         op_type = op_type or (rule.name if content is None else "")
     if op_type:
-        return _through_op(request, op_type, xs, values)
+        return _op_graph_call(request, op_type, xs, values)
     if content is None:
         raise error(
             errors_pb2.ERROR_REASON_MISSING_FEED, "an OP rule needs an op to run on: give op_type", field="op_type"
         )
     if request.attrs:
         raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "attrs are an op's: give op_type too", field="attrs")
-    return _by_itself(request, content, xs, values, bounds)
+    return _rule_graph_call(request, content, xs, values, bounds)
 
 
 def _values(request: rule_pb2.SampleRuleRequest, bounds: NodeLimits) -> dict[str, tensor_pb2.Tensor]:
@@ -121,7 +121,7 @@ def _outputs(values: Mapping[str, tensor_pb2.Tensor], xs: list[tensor_pb2.Tensor
     return found
 
 
-def _by_itself(
+def _rule_graph_call(
     request: rule_pb2.SampleRuleRequest,
     content: RuleContent,
     xs: list[tensor_pb2.Tensor],
@@ -189,7 +189,7 @@ def _bounded(value: rule_pb2.ParamValue, bounds: NodeLimits) -> rule_pb2.ParamVa
     return value
 
 
-def _through_op(
+def _op_graph_call(
     request: rule_pb2.SampleRuleRequest,
     op_type: str,
     xs: list[tensor_pb2.Tensor],

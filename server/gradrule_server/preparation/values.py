@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from gradrule import _tensors
 from gradrule.v1 import program_pb2, tensor_pb2
@@ -12,7 +13,22 @@ from gradrule_server import graphs
 from gradrule_server.errors import Finding, GradruleError
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits, check_blob_name, missing_blobs, value_fault
-from gradrule_server.preparation.blobs import Blobs
+
+
+class Blobs(Protocol):
+    """Blobs by their SHA-256."""
+
+    def missing(self, names: Iterable[str]) -> list[str]:
+        """Returns those that are not there, each once. MALFORMED_REQUEST for what is no hash."""
+        ...
+
+    def size(self, name: str) -> int:
+        """Returns the number of bytes. BLOB_NOT_FOUND."""
+        ...
+
+    def read(self, name: str) -> bytes:
+        """Returns the bytes. BLOB_NOT_FOUND."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,47 +40,47 @@ class PreparationService:
     def __init__(self, frames: FrameSocket, read_blob: ReadBlob) -> None:
         self._frames = frames
         self._read_blob = read_blob
-        self._told: dict[int, queue.SimpleQueue[bytes]] = {}
+        self._answers: dict[int, queue.SimpleQueue[bytes]] = {}
 
     def prepare(self, frame: Frame) -> bytes:
         """Returns the payload of the PREPARED frame. `GradruleError` with all that is wrong."""
-        told = self._told[frame.request_id] = queue.SimpleQueue()
+        answers = self._answers[frame.request_id] = queue.SimpleQueue()
 
         def ask(question: link_pb2.Question) -> link_pb2.Told:
             self._frames.send(Kind.ASK, frame.request_id, question.SerializeToString())
-            return link_pb2.Told.FromString(told.get())
+            return link_pb2.Told.FromString(answers.get())
 
         try:
-            return self._work(link_pb2.PrepareRequest.FromString(bytes(frame.payload)), ask)
+            return self._run_task(link_pb2.PrepareRequest.FromString(bytes(frame.payload)), ask)
         finally:
-            del self._told[frame.request_id]
+            del self._answers[frame.request_id]
 
-    def tell(self, frame: Frame) -> None:
-        """Hands an answer of the front end to the task that asked."""
-        told = self._told.get(frame.request_id)
-        if told is not None:
-            told.put(bytes(frame.payload))
+    def deliver_answer(self, frame: Frame) -> None:
+        """Hands an answer of the front end to the task that rules."""
+        answers = self._answers.get(frame.request_id)
+        if answers is not None:
+            answers.put(bytes(frame.payload))
 
-    def _work(self, request: link_pb2.PrepareRequest, ask: Ask) -> bytes:
+    def _run_task(self, request: link_pb2.PrepareRequest, ask: Ask) -> bytes:
         limits = read_limits(request.limits)
         blobs = FrontEndBlobs(ask, lambda name: self._read_blob(request.blob_folder, name))
         reply: Message
         match request.WhichOneof("task"):
             case "program":
-                reply, compiling = _program(request.program, limits, ask, blobs)
+                reply, compiling = _prepare_program(request.program, limits, ask, blobs)
                 if compiling is not None:
                     compiling.blob_folder = request.blob_folder
-                told, large = reply.SerializeToString(), b"" if compiling is None else compiling.SerializeToString()
-                return b"".join([_LENGTH.pack(len(told)), told, large])
+                answers, large = reply.SerializeToString(), b"" if compiling is None else compiling.SerializeToString()
+                return b"".join([_LENGTH.pack(len(answers)), answers, large])
             case "finish":
                 plan = link_pb2.ProgramPlan.FromString(request.finish.plan)
                 reply = finish(plan, link_pb2.CompileReply.FromString(request.finish.reply), request.finish.device)
             case "variables":
-                reply = _variables(request.variables.spec, limits, blobs)
+                reply = _list_variables(request.variables.spec, limits, blobs)
             case "rule":
-                reply = link_pb2.CheckedRule(definition=_checked_rule(request.rule, limits))
+                reply = link_pb2.CheckedRule(definition=_check_rule(request.rule, limits))
             case "sample":
-                sample = _parsed(request.sample, rule_pb2.SampleRuleRequest, limits)
+                sample = _parse(request.sample, rule_pb2.SampleRuleRequest, limits)
                 reply = sample_call(sample, FrontEndRules(ask), limits)
             case None:
                 raise DecodeError("a PREPARE without a task")
@@ -95,20 +95,20 @@ def read_limits(message: link_pb2.Limits) -> Limits:
 _Answer: TypeAlias = tuple[link_pb2.PreparedProgram, link_pb2.CompileRequest | None]
 
 
-def _program(task: link_pb2.ProgramTask, limits: Limits, ask: Ask, blobs: FrontEndBlobs) -> _Answer:
-    spec = _parsed(task.spec, program_pb2.ProgramSpec, limits)
+def _prepare_program(task: link_pb2.ProgramTask, limits: Limits, ask: Ask, blobs: FrontEndBlobs) -> _Answer:
+    spec = _parse(task.spec, program_pb2.ProgramSpec, limits)
     if task.may_be_known:
         digest = hashlib.sha256(spec.SerializeToString(deterministic=True)).digest()
         if ask(link_pb2.Question(spec_digest=digest)).is_known:
             return link_pb2.PreparedProgram(is_known=True), None
     call = read_shape(task.call)
-    asked = FrontEndRules(ask)
+    rules = FrontEndRules(ask)
     if task.HasField("snapshot"):
         prepared = prepare(spec, call, SnapshotLookup(task.snapshot), limits, blobs, task.namespace)
     else:
-        prepared = prepare(spec, call, asked, limits, blobs, task.namespace)
+        prepared = prepare(spec, call, rules, limits, blobs, task.namespace)
     reply = _prepared_message(prepared)
-    reply.rule_names.extend(asked.used)
+    reply.rule_names.extend(rules.used)
     if task.is_kept:
         reply.override_values = override_values(prepared.table)
         if spec.graph.HasField("inline"):
@@ -133,8 +133,8 @@ def _prepared_message(prepared: Prepared) -> link_pb2.PreparedProgram:
     )
 
 
-def _variables(spec: bytes, limits: Limits, blobs: FrontEndBlobs) -> link_pb2.GraphVariables:
-    _, graph = load_graph(_parsed(spec, program_pb2.ProgramSpec, limits), limits, blobs)
+def _list_variables(spec: bytes, limits: Limits, blobs: FrontEndBlobs) -> link_pb2.GraphVariables:
+    _, graph = load_graph(_parse(spec, program_pb2.ProgramSpec, limits), limits, blobs)
     return link_pb2.GraphVariables(
         variables=[
             link_pb2.GraphVariable(
@@ -149,7 +149,7 @@ def _variables(spec: bytes, limits: Limits, blobs: FrontEndBlobs) -> link_pb2.Gr
     )
 
 
-def _checked_rule(definition: rule_pb2.RuleDefinition, limits: Limits) -> rule_pb2.RuleDefinition:
+def _check_rule(definition: rule_pb2.RuleDefinition, limits: Limits) -> rule_pb2.RuleDefinition:
     content = RuleContent.from_definition(definition, limits)
     refused = content.check_nodes(limits)
     if refused:
@@ -157,7 +157,7 @@ def _checked_rule(definition: rule_pb2.RuleDefinition, limits: Limits) -> rule_p
     return content.to_definition()
 
 
-def _parsed(data: bytes, message: type[MessageT], limits: Limits) -> MessageT:
+def _parse(data: bytes, message: type[MessageT], limits: Limits) -> MessageT:
     check_parsed_size(data, message, limits)
     try:
         return message.FromString(data)

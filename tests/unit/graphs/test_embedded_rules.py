@@ -51,7 +51,7 @@ def simple(*functions: Function, **gradients: str) -> Graph:
     return brings(graph(*nodes, functions=functions), **gradients)
 
 
-class Places:
+class RuleIndices:
     """Hands out indices as a table of rules does."""
 
     def __init__(self) -> None:
@@ -62,10 +62,12 @@ class Places:
         return len(self.labels) - 1
 
 
-def expanded(made: Graph, *specs: OverrideSpec, ys: str = "y", limits: Limits | None = None) -> tuple[Expanded, Places]:
-    places = Places()
-    request = ExpandRequest(ys=[ys], xs=["x"], overrides=specs, add_embedded_rule=places.add_embedded_rule)
-    return expand(made, request, limits), places
+def expanded(
+    made: Graph, *specs: OverrideSpec, ys: str = "y", limits: Limits | None = None
+) -> tuple[Expanded, RuleIndices]:
+    indices = RuleIndices()
+    request = ExpandRequest(ys=[ys], xs=["x"], overrides=specs, add_embedded_rule=indices.add_embedded_rule)
+    return expand(made, request, limits), indices
 
 
 def refused(made: Graph, **more: Any) -> dict[str, str]:
@@ -76,13 +78,13 @@ def refused(made: Graph, **more: Any) -> dict[str, str]:
 
 
 def test_a_gradient_becomes_the_graph_of_a_rule() -> None:
-    found, places = expanded(simple(doubling(), G="grad_f"))
-    assert places.labels == ["f"]
+    found, indices = expanded(simple(doubling(), G="grad_f"))
+    assert indices.labels == ["f"]
     (match,) = found.matches
     assert (match.node, match.rule_name, match.label, match.rule) == ("y", "f", "f", 0)
     (mark,) = found.marks
     assert (mark.outputs, mark.inputs, mark.every_order, mark.op_type) == (1, None, True, "IdentityN")
-    rule = graphs.parse(found.brought[0])
+    rule = graphs.parse(found.embedded_rules[0])
     assert [(item.name, item.op) for item in rule.node] == [
         ("dy", "Placeholder"),
         ("inside/twice", "AddV2"),
@@ -101,8 +103,8 @@ def test_a_gradient_is_expanded_once_however_often_it_is_asked_for() -> None:
         node("c", "Sign", "b"),
         custom_gradient("y", "c", "b"),
     ]
-    found, places = expanded(brings(graph(*nodes, functions=[doubling()]), G="grad_f"))
-    assert places.labels == ["f"]
+    found, indices = expanded(brings(graph(*nodes, functions=[doubling()]), G="grad_f"))
+    assert indices.labels == ["f"]
     assert [match.node for match in found.matches] == ["b", "y"]
 
 
@@ -110,14 +112,14 @@ def test_calls_in_a_gradient_are_inlined() -> None:
     inner = function("inner", ["a"], {"r": "n:y:0"}, [node("n", "Neg", "a")])
     gradient = function("grad_f", ["dy"], {"dx": "c:output:0"}, [call("c", "inner", "dy")])
     found, _ = expanded(simple(gradient, inner, G="grad_f"))
-    assert [item.op for item in graphs.parse(found.brought[0]).node] == ["Placeholder", "Neg", "Identity"]
+    assert [item.op for item in graphs.parse(found.embedded_rules[0]).node] == ["Placeholder", "Neg", "Identity"]
 
 
 def test_a_gradient_may_use_the_function_whose_gradient_it_is() -> None:
     again = custom_gradient("again", "dy", "dy")
     gradient = function("grad_f", ["dy"], {"dx": "again:output:0"}, [again])
-    found, places = expanded(simple(gradient, G="grad_f"))
-    assert places.labels == ["f"]
+    found, indices = expanded(simple(gradient, G="grad_f"))
+    assert indices.labels == ["f"]
     assert [(mark.node, mark.rule) for mark in found.marks] == [("y", 0), ("G/again", 0)]
 
 
@@ -125,8 +127,8 @@ def test_a_gradient_of_a_gradient() -> None:
     outer = function(
         "grad_f", ["dy"], {"dx": "inner:output:0"}, [custom_gradient("inner", "dy", "dy", gradient="H", region="h")]
     )
-    found, places = expanded(simple(outer, doubling("grad_h"), G="grad_f", H="grad_h"))
-    assert places.labels == ["f", "h"]
+    found, indices = expanded(simple(outer, doubling("grad_h"), G="grad_f", H="grad_h"))
+    assert indices.labels == ["f", "h"]
     assert [(mark.node, mark.rule, mark.outputs) for mark in found.marks] == [("y", 0, 1), ("G/inner", 1, 1)]
     # Only what the uploaded graph says itself is told.
     assert [match.node for match in found.matches] == ["y"]
@@ -143,8 +145,8 @@ def test_overrides_do_not_reach_into_gradients() -> None:
 
 def test_a_region_by_name_comes_before_what_the_graph_says() -> None:
     spec = OverrideSpec(selector(region="f"), 7, "r", "mine")
-    found, places = expanded(simple(doubling(), G="grad_f"), spec)
-    assert places.labels == []
+    found, indices = expanded(simple(doubling(), G="grad_f"), spec)
+    assert indices.labels == []
     (mark,) = found.marks
     assert (mark.rule, mark.outputs, mark.inputs, mark.every_order) == (7, 1, 1, False)
 
@@ -159,7 +161,7 @@ def test_control_results_run_before_what_they_belong_to() -> None:
     check = node("check", "Assert", "true:output:0", "dy", T=AttrValue(list=AttrValue.ListValue(type=[FLOAT.type])))
     true = node("true", "Const", dtype=AttrValue(type=10), value=AttrValue(tensor={"dtype": 10, "bool_val": [True]}))
     gradient = function("grad_f", ["dy"], {"dx": "dy"}, [true, check], done="check")
-    rule = graphs.parse(expanded(simple(gradient, G="grad_f"))[0].brought[0])
+    rule = graphs.parse(expanded(simple(gradient, G="grad_f"))[0].embedded_rules[0])
     (result,) = (item for item in rule.node if item.name == "dx")
     assert list(result.input) == ["dy:0", "^inside/check"]
 
@@ -211,8 +213,8 @@ def test_nothing_takes_what_a_knot_passes_on_besides_results() -> None:
 def test_a_plain_op_gets_a_gradient_by_name() -> None:
     made = brings(graph(placeholder(), node("y", "Sign", "x"), functions=[doubling()]), G="grad_f")
     made.node[1].attr[GRADIENT].s = b"G"
-    found, places = expanded(made)
-    assert (places.labels, found.matches[0].label, found.marks[0].outputs) == (["G"], "G", 0)
+    found, indices = expanded(made)
+    assert (indices.labels, found.matches[0].label, found.marks[0].outputs) == (["G"], "G", 0)
 
 
 def test_a_call_gets_a_gradient_by_name() -> None:

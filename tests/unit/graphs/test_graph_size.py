@@ -81,9 +81,9 @@ def many_regions(regions: int, nodes: int) -> Graph:
 
 def test_a_gradient_is_written_once_for_all_regions() -> None:
     found, _ = expanded(many_regions(20, 10))
-    assert len(found.brought) == 20
-    assert len({id(data) for data in found.brought.values()}) == 1
-    assert set(found.brought_nodes.values()) == {11}
+    assert len(found.embedded_rules) == 20
+    assert len({id(data) for data in found.embedded_rules.values()}) == 1
+    assert set(found.embedded_rule_nodes.values()) == {11}
 
 
 @pytest.mark.parametrize("limits", [Limits(inlined_nodes=20_000), Limits(inlined_bytes=100_000)])

@@ -36,10 +36,10 @@ class Frames(FrameSocket):
         assert isinstance(payload, bytes)
         question = link_pb2.Question.FromString(payload)
         self.asked.append(question)
-        self.service.tell(Frame(Kind.TOLD, request_id, self._answer(question).SerializeToString()))
+        self.service.deliver_answer(Frame(Kind.TOLD, request_id, self._answer(question).SerializeToString()))
 
 
-def told(question: link_pb2.Question) -> link_pb2.Told:
+def answer(question: link_pb2.Question) -> link_pb2.Told:
     """Knows one rule, and no blob."""
     match question.WhichOneof("question"):
         case "rules":
@@ -65,7 +65,7 @@ def told(question: link_pb2.Question) -> link_pb2.Told:
 
 def worked(request: link_pb2.PrepareRequest) -> tuple[bytes, Frames]:
     request.limits.CopyFrom(link_pb2.Limits(**dataclasses.asdict(Limits())))
-    frames = Frames(told)
+    frames = Frames(answer)
     frames.service = PreparationService(frames, lambda folder, name: b"")
     return frames.service.prepare(Frame(Kind.PREPARE, 7, request.SerializeToString())), frames
 
@@ -119,7 +119,7 @@ def test_only_the_first_of_many_unknown_rules_are_explained() -> None:
 
     def ask(question: link_pb2.Question) -> link_pb2.Told:
         asked.append(question)
-        return told(question)
+        return answer(question)
 
     rules = FrontEndRules(ask)
     rules.fetch(f"R{index}" for index in range(1200))
