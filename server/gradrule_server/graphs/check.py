@@ -82,7 +82,7 @@ def _check_custom_gradients(draft: Draft, findings: Findings) -> None:
 
 
 def _check_recursion(graph: Graph, library: Library, findings: Findings) -> bool:
-    """Adds GRAPH_CYCLE for functions that call themselves, directly or through others; returns whether there are any."""
+    """Adds GRAPH_CYCLE for functions that call themselves, also through others; returns whether there are any."""
     names = library.names()
     if not names:
         return False

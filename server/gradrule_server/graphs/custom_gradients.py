@@ -62,7 +62,7 @@ def read_custom_gradient(node: Node) -> CustomGradientNode | None:
 
 
 def is_rule(signature: graph_pb2.OpSignature) -> bool:
-    """Returns whether a function has a rule's signature: arguments `x`, `y`, `dy` (numbered), results `dx`, `dx1`, …."""
+    """Returns whether a function has a rule's signature: arguments `x`, `y`, `dy`, results `dx`, `dx1`, …."""
     return all(_ARGUMENT.fullmatch(arg.name) for arg in signature.input_arg) and all(
         _RESULT.fullmatch(arg.name) for arg in signature.output_arg
     )

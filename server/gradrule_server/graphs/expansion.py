@@ -1,4 +1,4 @@
-"""What is requested of a graph, and what expanding it answers."""
+"""Expands a graph for one program: checks it, resolves overrides, inlines calls and removes unneeded nodes."""
 
 from __future__ import annotations
 
@@ -119,11 +119,11 @@ class Expanded:
     placeholders: list[str] = field(default_factory=list)
     # Variables by the name under which the request gives their values, needed or not.
     variables: dict[str, GraphInput] = field(default_factory=dict)
-    # Tensor with the new value by name of variable, if requested.
+    # Tensor with the new value by variable name, if `with_updates` was set.
     updates: dict[str, str] = field(default_factory=dict)
 
     def dtype_of(self, name: str) -> Dt.ValueType:
-        """Element type of an requested tensor."""
+        """Returns the element type of a requested tensor."""
         return self.dtypes[name]
 
 
@@ -136,7 +136,7 @@ def placeholders(graph: Graph, variables: Iterable[str] = ()) -> frozenset[str]:
 
 
 def expand(graph: Graph, request: ExpandRequest, limits: Limits | None = None) -> Expanded:
-    """Checks the graph and the request, resolves overrides, inlines calls, and leaves what the requested tensors need.
+    """Checks graph and request, resolves overrides, inlines calls and keeps only nodes that requested tensors need.
 
     Raises `GradruleError` with all findings.
     """

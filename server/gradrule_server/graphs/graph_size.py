@@ -39,7 +39,7 @@ def count_inlined(graph: Graph) -> int:
 
 
 def check_size(roots: Sequence[Body], limits: Limits, findings: Findings) -> None:
-    """Adds LIMIT_EXCEEDED if the graph with all functions copied per use has too many nodes or bytes, or nests too deep.
+    """Adds LIMIT_EXCEEDED if the graph, with all functions copied per use, is too large or nests too deep.
 
     `roots`: the top level and the embedded gradients, each of which is copied once.
     """

@@ -1,4 +1,4 @@
-"""What nodes themselves say of their gradient: the name of a rule, or of a gradient that the graph brings along."""
+"""Reads the gradient that a node requests by attribute: a rule, an embedded gradient or a foreign gradient."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from gradrule_server.graphs.resolution_context import ForeignGradient, Match
 from gradrule_server.graphs.selectors import DEFAULT_RULE, OWN_GRADIENT
 
 _FOREIGN = re.compile(r"CustomGradient-\d+")
-# TensorFlow's own note on calls for which it had a gradient function at hand: it means the call's own gradient.
+# TensorFlow sets this on calls with a precomputed gradient function; it means the call's own gradient.
 _CALL_NOTE = re.compile(r"(Stateful)?PartitionedCall-\d+")
 
 
 @dataclass(eq=False)
 class NodeGradients:
-    """Answers what a node's own attributes ask for.
+    """Finds the gradients that nodes request by attribute.
 
-    `known_rule`: index of the rule of a name, for an op type; UNKNOWN_RULE if there is none. `bring`: a new index for a
-    gradient of the graph's own, under a label. `gradients`: these, by name. `foreign`: names of gradients that the
-    graph registers in a form that is no rule.
+    `known_rule`: returns the rule index for a name and an op type; raises UNKNOWN_RULE. `add_embedded_rule`: returns a
+    new index for an embedded gradient, under a label. `gradients`: embedded gradients by name. `foreign`: names of
+    gradients that the graph registers without the signature of a rule.
     """
 
     known_rule: Callable[[str, str], int]
@@ -34,9 +34,9 @@ class NodeGradients:
     foreign: frozenset[str]
     differentiates: bool
     findings: Findings
-    # Index by name and label of a gradient of the graph's own.
+    # Rule index by name and label of an embedded gradient.
     embedded_indices: dict[tuple[str, str], int] = field(default_factory=dict)
-    # Names of those, each once; it grows while these are looked into.
+    # Names of requested embedded gradients, each once; grows while they are expanded.
     requested: list[str] = field(default_factory=list)
     _known_names: set[str] = field(default_factory=set)
     _rules: dict[tuple[str, str], int | GradruleError] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class NodeGradients:
     _custom_gradients: dict[int, CustomGradientNode | None] = field(default_factory=dict)
 
     def find_custom_gradient(self, node: Node, name: str) -> CustomGradientNode | None:
-        """How the inputs of a knot are laid out; None for other nodes, and after noting what is wrong with it."""
+        """Returns the layout of a custom-gradient node; None for other nodes and after adding a finding."""
         if id(node) not in self._custom_gradients:
             try:
                 self._custom_gradients[id(node)] = read_custom_gradient(node)
@@ -55,7 +55,7 @@ class NodeGradients:
         return self._custom_gradients[id(node)]
 
     def find_match(self, node: Node, name: str, function: str, differentiable: bool) -> Match | None:
-        """The rule that the node asks for, if there is one; UNKNOWN_RULE is noted."""
+        """Returns the match with the rule that the node requests; None if there is none. Adds UNKNOWN_RULE."""
         gradient_name = _read_gradient_name(node)
         if not gradient_name:
             return None
@@ -80,7 +80,7 @@ class NodeGradients:
         return match
 
     def find_foreign(self, node: Node, name: str) -> ForeignGradient | None:
-        """The gradient of another process that the node names, if it does."""
+        """Returns the foreign gradient that the node names; None if it names none."""
         gradient_name = _read_gradient_name(node)
         is_foreign = (
             self._is_foreign(gradient_name)
@@ -103,13 +103,13 @@ class NodeGradients:
     def _check_results(
         self, gradient_name: str, node: Node, name: str, custom_gradient: CustomGradientNode | None
     ) -> None:
-        """RULE_ARITY where the gradient gives something for an input that it cannot be for."""
+        """Adds RULE_ARITY if the gradient has a result for an input that does not exist."""
         count = len(node.inputs) if custom_gradient is None else custom_gradient.inputs
         beyond = [result for result in self.gradients[gradient_name].result_names if gradient_index(result) >= count]
         if beyond:
             what = "inputs" if custom_gradient is None else "inputs of its region"
-            message = f"Node {quote(name)} ({node.op}): its gradient {quote(gradient_name)} gives {beyond[0]}, but it has {count}"
-            message += f" {what}."
+            message = f"Node {quote(name)} ({node.op}): its gradient {quote(gradient_name)} gives {beyond[0]}, "
+            message += f"but it has {count} {what}."
             self.findings.add(Reason.ERROR_REASON_RULE_ARITY, message, name)
 
     def _rule(self, gradient_name: str, op_type: str) -> int | GradruleError:

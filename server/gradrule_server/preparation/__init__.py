@@ -1,1 +1,1 @@
-"""Reads graphs of callers: checks, expands, resolves overrides. Runs in compile workers, never in the front end."""
+"""Prepares programs: reads callers' graphs, checks and expands them. Runs in compile workers, never in the front end."""

@@ -1,4 +1,4 @@
-"""What a program, or one call of it, wants differentiated: every kind of derivative in one form."""
+"""Reads what a program or call differentiates; one form serves all kinds of derivatives."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NAMES = {
     Kind.DERIVATIVE_BATCH_JACOBIAN: "a batched Jacobian",
     Kind.DERIVATIVE_HVP: "a Hessian-vector product",
 }
-# What a call gives besides feeds, by the only kind that takes it.
+# Fields of a call besides feeds, with the only kind of derivative that uses each.
 _CALL_FIELDS = {"grad_ys": Kind.DERIVATIVE_VJP, "tangents": Kind.DERIVATIVE_JVP, "vectors": Kind.DERIVATIVE_HVP}
 _DIRECTION_FIELDS = {Kind.DERIVATIVE_JVP: "tangents", Kind.DERIVATIVE_HVP: "vectors"}
 _CARRIERS = frozenset({Dt.DT_RESOURCE, Dt.DT_VARIANT})
@@ -34,10 +34,10 @@ _CARRIERS = frozenset({Dt.DT_RESOURCE, Dt.DT_VARIANT})
 
 @dataclass(frozen=True, slots=True)
 class DerivativeSpec:
-    """What is differentiated, and how. `part`: the field of the spec that asks.
+    """The requested derivative. `part`: the field of the spec that requests it.
 
-    `grad_ys`: tensors of the graph by canonical y; `grad_ys_fed`: canonical ys whose grad_y each call gives.
-    `directions`: canonical xs for which calls give a tangent or a vector; None: all that can have one.
+    `grad_ys`: tensors of the graph by canonical y. `grad_ys_fed`: canonical ys whose grad_y each call feeds.
+    `directions`: canonical xs for which calls give a tangent or a vector; None: all xs of differentiable types.
     """
 
     kind: Kind.ValueType = Kind.DERIVATIVE_UNSPECIFIED
@@ -54,11 +54,11 @@ class DerivativeSpec:
 
     @property
     def second_order(self) -> bool:
-        """Whether gradients are differentiated again."""
+        """Whether gradients are themselves differentiated."""
         return self.kind == Kind.DERIVATIVE_HVP
 
     def direction_flags(self, expanded: Expanded) -> list[bool]:
-        """For each x whether calls give a direction; empty for kinds without. An x that stands there twice has one."""
+        """Returns, per x, whether calls give a direction; empty for kinds without. A repeated x has one direction."""
         if self.kind not in _DIRECTION_FIELDS:
             return []
         seen: set[str] = set()
@@ -71,7 +71,7 @@ class DerivativeSpec:
         return found
 
     def check_directions(self, expanded: Expanded) -> list[Finding]:
-        """INVALID_DERIVATIVE for each x with a direction whose type has no gradient."""
+        """Returns INVALID_DERIVATIVE for each x with a direction whose type has no gradient."""
         word = _DIRECTION_FIELDS.get(self.kind, "")
         return [
             Finding(
@@ -84,7 +84,7 @@ class DerivativeSpec:
         ]
 
     def digest_content(self) -> dict[str, object]:
-        """What of it goes into a program's digest."""
+        """Returns the content that a program's digest covers."""
         return {
             "kind": int(self.kind),
             "ys": list(self.ys),
@@ -140,7 +140,7 @@ def read_derivative_spec(spec: program_pb2.ProgramSpec, call: CallShape) -> tupl
         stacked=call.stacked_grad_ys,
         dense=part == "vjp" and requested.dense_gradients,
     )
-    # A derivative that names nothing is that of a program that differentiates nothing.
+    # An empty vjp is that of a program without derivatives.
     if bool(derivative.ys) != bool(derivative.xs) or not (derivative.ys or part == "vjp"):
         missing = "ys" if not derivative.ys else "xs"
         given = (
@@ -173,11 +173,12 @@ _MALFORMED = errors_pb2.ERROR_REASON_MALFORMED_REQUEST
 
 
 def _check_call(derivative: DerivativeSpec, call: CallShape, add_finding: Callable[[str, str], None]) -> None:
-    """What a call gives must be what the kind takes."""
+    """Adds findings for call fields that the kind of derivative does not use."""
     for word, kind in _CALL_FIELDS.items():
         if getattr(call, word) and derivative.kind != kind:
             add_finding(
-                f"{word} belong to {_NAMES[kind]}, and this is {_NAMES[derivative.kind]}{_direction_hint(derivative.kind)}",
+                f"{word} belong to {_NAMES[kind]}, and this is {_NAMES[derivative.kind]}"
+                f"{_direction_hint(derivative.kind)}",
                 word,
             )
     if call.stacked_grad_ys and derivative.kind != Kind.DERIVATIVE_VJP:
@@ -192,7 +193,7 @@ def _check_call(derivative: DerivativeSpec, call: CallShape, add_finding: Callab
 
 
 def _check_split(derivative: DerivativeSpec, add_finding: Callable[[str, str], None]) -> None:
-    """What can be pulled back later."""
+    """Adds findings if the derivative cannot be split into a forward run and pull-backs."""
     if derivative.kind != Kind.DERIVATIVE_VJP:
         add_finding(
             f"what can be pulled back is {_NAMES[Kind.DERIVATIVE_VJP]}, and this is {_NAMES[derivative.kind]}",

@@ -1,4 +1,4 @@
-"""What a compile worker asks the front end for: rules by name, and blobs."""
+"""Fetches rules and blobs from the front end while a compile worker prepares a program."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from gradrule_server.policy import check_blob_name, missing_blobs
 from gradrule_server.preparation.rule_lookup import ResolvedRule, read_rule
 
 Ask = Callable[[link_pb2.Question], link_pb2.Told]
-"""Asks the front end, and waits for the answer."""
+"""Sends a question to the front end and returns its answer."""
 
 _BATCH_NAMES = 500
-# What is wrong with a name that is close to another takes the front end milliseconds to say.
+# The front end needs milliseconds to suggest names for an unknown one.
 _MAX_EXPLAINED = 20
-# More names than there are rules; those beyond have none.
+# More than any registry has rules; names beyond this limit count as unknown.
 _MAX_NAMES = 20_000
-# Longer than names of rules can be, prefixes included: no such rule needs to be asked for.
+# Longer than rule names with prefixes can be, so longer names are unknown without a request.
 _MAX_NAME_CHARS = 200
 
 
 class FrontEndRules:
-    """Rules as the front end's registry has them now."""
+    """Looks up rules in the front end's registry."""
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
@@ -34,7 +34,7 @@ class FrontEndRules:
         """Names of rules that were resolved, in the order of their first use."""
 
     def fetch(self, names: Iterable[str]) -> None:
-        """Asks for rules that are likely to be resolved, many at a time."""
+        """Fetches rules that are likely to be resolved, in batches."""
         wanted = [name for name in dict.fromkeys(names) if name not in self._known and len(name) <= _MAX_NAME_CHARS]
         wanted = wanted[: max(0, _MAX_NAMES - len(self._known))]
         while wanted:
@@ -69,10 +69,10 @@ class FrontEndRules:
 
 
 class FrontEndBlobs:
-    """The caller's blobs: the front end knows their sizes and checks their bytes, which are read here.
+    """Reads the caller's blobs; the front end gives their sizes and verifies their bytes.
 
     Args:
-        ask: Asks the front end.
+        ask: Sends a question to the front end.
         read: Returns the bytes of a blob that the front end has checked.
     """
 
@@ -108,12 +108,12 @@ class FrontEndBlobs:
 
 
 def _lacks_definition(rule: rule_pb2.Rule) -> bool:
-    """Returns whether the definition of a rule is to be asked for again: it had no room in the answer."""
+    """Returns whether the answer had no room for the rule's definition, so that it must be requested again."""
     return rule.kind == rule_pb2.RULE_KIND_USER and not rule.HasField("definition")
 
 
 def _raise_fault(answer: link_pb2.Told) -> link_pb2.Told:
-    """Raises the error that the front end answer."""
+    """Returns the answer, or raises the error in it."""
     if answer.HasField("fault"):
         raise error_of(answer.fault)
     return answer

@@ -1,4 +1,4 @@
-"""From a `ProgramSpec` to a checked, expanded program that an engine can compile. No engine is asked here."""
+"""Checks and expands a `ProgramSpec` into a request that an engine can compile. Does not call an engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gradrule_server.preparation.rule_lookup import ResolvedRule, RuleLookup
 from gradrule_server.preparation.values import Blobs, Values, bind
 
 FORMAT_VERSION = 3
-"""Goes into every digest: programs of another format are other programs."""
+"""Part of every digest, so that programs of different formats are different programs."""
 
 _GRADIENT_ATTR = "_gradient_op_type"
 _NAME_REASONS = (errors_pb2.ERROR_REASON_UNKNOWN_TENSOR, errors_pb2.ERROR_REASON_UNKNOWN_FEED)
@@ -37,10 +37,10 @@ class Prepared:
     table: OverrideTable
     expanded: graphs.Expanded
     aliases: dict[str, str]
-    # Blobs that an engine reads when it loads the program.
+    # Blobs that the engine reads when it loads the program.
     blobs: tuple[str, ...] = ()
     likeness: str = ""
-    """A digest of the graph that is the same however its bytes are ordered."""
+    """A digest of the graph that does not depend on the order of its serialized fields."""
 
 
 def prepare(
@@ -51,16 +51,16 @@ def prepare(
     store: Blobs,
     namespace: str = "gr",
 ) -> Prepared:
-    """Checks and expands; raises `GradruleError` with all that is wrong.
+    """Checks and expands a program. Raises `GradruleError` with all findings.
 
-    `namespace`: begins the names of the program's functions. TensorFlow's functions have names for the whole process,
-    so no two programs of one engine may share one.
+    `namespace`: prefix of the program's function names; must be unique per engine process, because TensorFlow
+    registers functions by name for the whole process.
     """
     graph_bytes, graph = load_graph(spec, limits, store)
     graph_digest = hashlib.sha256(graph_bytes).hexdigest()
     likeness = hashlib.sha256(graph.SerializeToString(deterministic=True)).hexdigest()
     variables = [item.name for item in spec.variables]
-    # Feeding a placeholder is what placeholders are for: it makes no other program.
+    # Feeding a placeholder does not change the program, so such feeds are not part of its key.
     call = replace(call, feeds=call.feeds - graphs.placeholders(graph, variables))
     derivative, findings = read_derivative_spec(spec, call)
     lookup.fetch([*rule_names(spec.overrides), *_named_gradients(graph)])
@@ -127,7 +127,7 @@ def prepare(
         ys=_endpoints(derivative.ys, expanded),
         xs=_endpoints(derivative.xs, expanded),
         grad_ys=[_upstream_gradient(y, derivative, expanded) for y in derivative.ys],
-        # One that nothing asked for depends on is not in the expanded graph.
+        # stop_gradients that no result depends on are not in the expanded graph.
         stop_gradients=[
             expanded.tensor_names[name] for name in derivative.stop_gradients if name in expanded.tensor_names
         ],
@@ -155,15 +155,15 @@ def prepare(
 
 
 def _named_gradients(graph: graph_pb2.Graph) -> list[str]:
-    """Returns the names of rules, or of gradients of another process, that nodes name as theirs."""
+    """Returns the gradient names that nodes request by attribute: rules or foreign gradients."""
     bodies = (graph.node, *(function.node_def for function in graph.library.function))
     names = (node.attr[_GRADIENT_ATTR].s for body in bodies for node in body if _GRADIENT_ATTR in node.attr)
     return [name.decode(errors="replace") for name in dict.fromkeys(names)]
 
 
 def _check_size(expanded: graphs.Expanded, table: OverrideTable, limits: Limits) -> list[Finding]:
-    """LIMIT_EXCEEDED where rules that are graphs, copied for each node that has one, make the program too large."""
-    # Those that the graph brings along have no content yet.
+    """Returns LIMIT_EXCEEDED if graph rules, copied once per node, make the program too large."""
+    # Embedded rules have no content yet.
     sizes = [
         expanded.embedded_rule_nodes.get(index, 1) if bound.rule.content is None else bound.rule.content.size
         for index, bound in enumerate(table.bound)
@@ -179,7 +179,7 @@ def _check_size(expanded: graphs.Expanded, table: OverrideTable, limits: Limits)
 
 
 def _mention_aliases(finding: Finding, spec: program_pb2.ProgramSpec) -> Finding:
-    """A client puts names in the places of aliases; whoever misspells one is told those that there are."""
+    """Adds the known aliases to a finding about an unknown name, because it may be a misspelled alias."""
     if not spec.aliases or finding.reason not in _NAME_REASONS:
         return finding
     shown = ", ".join(f"{alias!r}" for alias in itertools.islice(sorted(spec.aliases), _SHOWN_ALIASES))
@@ -188,7 +188,7 @@ def _mention_aliases(finding: Finding, spec: program_pb2.ProgramSpec) -> Finding
 
 
 def load_graph(spec: program_pb2.ProgramSpec, limits: Limits, store: Blobs) -> tuple[bytes, graph_pb2.Graph]:
-    """The graph's bytes, and the graph. BLOB_NOT_FOUND, LIMIT_EXCEEDED, INVALID_GRAPH."""
+    """Returns the graph's bytes and the parsed graph. Raises BLOB_NOT_FOUND, LIMIT_EXCEEDED, INVALID_GRAPH."""
     source = spec.graph.WhichOneof("source")
     if source == "blob_sha256":
         size = store.size(spec.graph.blob_sha256)
@@ -242,7 +242,7 @@ def _check_spec(spec: program_pb2.ProgramSpec, derivative: DerivativeSpec) -> li
 
 
 def _derived_node_rules(table: OverrideTable) -> list[link_pb2.MadeNode]:
-    """Rules for nodes that gradients make: those of overrides for every order that ask for an op type alone."""
+    """Returns rules for nodes that gradients create: overrides for every order that select by op type alone."""
     return [
         link_pb2.MadeNode(op_type=op_type, rule=item.rule_index)
         for item in table.specs
@@ -251,7 +251,7 @@ def _derived_node_rules(table: OverrideTable) -> list[link_pb2.MadeNode]:
 
 
 def input_spec(item: graphs.GraphInput) -> tensor_pb2.TensorSpec:
-    """Returns the message that tells of an input."""
+    """Returns the message that describes an input."""
     return tensor_pb2.TensorSpec(name=item.name, dtype=item.dtype, shape=item.shape)
 
 
@@ -277,7 +277,7 @@ def _digest(
     table: OverrideTable,
     values: Values,
 ) -> str:
-    """SHA-256 over all that decides what is computed; param values are not part of it."""
+    """Returns the SHA-256 of everything that determines the computation, except param values."""
     rules = [_identity(bound.rule) for bound in table.bound]
     overrides = [
         [
@@ -319,13 +319,13 @@ def _may_batch(batching: program_pb2.Batching) -> bool:
 
 def _identity(rule: ResolvedRule) -> list[str]:
     if rule.embedded:
-        # Its content is part of the graph; expanded, it has names of functions that differ each time.
+        # The graph digest covers its content; the expanded form has function names that differ each time.
         return ["brought", rule.name]
     return ["op", rule.name] if rule.content is None else ["content", rule.content.digest, rule.name]
 
 
 def override_values(table: OverrideTable) -> bytes:
-    """The overrides' param values, which distinguish programs of one digest from each other."""
+    """Returns the serialized param values of overrides, which distinguish programs of equal digests."""
     items = sorted(table.params.settings.items())
     return b"".join(
         override_pb2.Override(

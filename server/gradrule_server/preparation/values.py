@@ -1,4 +1,4 @@
-"""Values of variables: checked against the graph, named by their content, made ready for an engine."""
+"""Checks the values of variables against the graph and binds them for an engine."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from gradrule_server.policy import Limits, check_blob_name, missing_blobs, value
 
 
 class Blobs(Protocol):
-    """Blobs by their SHA-256."""
+    """Reads the caller's blobs by SHA-256."""
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        """Returns those that are not there, each once. MALFORMED_REQUEST for what is no hash."""
+        """Returns the missing blobs, each once. Raises MALFORMED_REQUEST for a name that is no hash."""
         ...
 
     def size(self, name: str) -> int:
-        """Returns the number of bytes. BLOB_NOT_FOUND."""
+        """Returns the number of bytes. Raises BLOB_NOT_FOUND."""
         ...
 
     def read(self, name: str) -> bytes:
-        """Returns the bytes. BLOB_NOT_FOUND."""
+        """Returns the bytes. Raises BLOB_NOT_FOUND."""
         ...
 
 
@@ -35,7 +35,7 @@ class Blobs(Protocol):
 class Values:
     """Values of the variables that a program needs.
 
-    `content`: name, type, shape and hash of each, for the program's digest: equal whichever way the bytes came.
+    `content`: name, type, shape and hash of each, for the program's digest; the same for blobs and inline values.
     """
 
     bound: list[link_pb2.BoundVariable] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Values:
 
 
 def bind(spec: program_pb2.ProgramSpec, expanded: graphs.Expanded, store: Blobs, limits: Limits) -> Values:
-    """The values that are needed; all that are given are checked.
+    """Checks all given values and returns those that the program needs.
 
     Raises FEED_DTYPE, FEED_SHAPE, INVALID_TENSOR, LIMIT_EXCEEDED, BLOB_NOT_FOUND.
     """
@@ -82,7 +82,7 @@ def _content(value: tensor_pb2.TensorSource) -> list[object]:
     else:
         dtype, shape = value.inline.dtype, value.inline.tensor_shape
         array = _tensors.to_numpy(value.inline)
-        # Strings have no fixed size; what tells them apart is the message.
+        # String arrays hold pointers, so their message is hashed in place of their memory.
         data = value.inline.SerializeToString(deterministic=True) if array.dtype.hasobject else array.tobytes()
         digest = hashlib.sha256(data).hexdigest()
     return [dtype, [dim.size for dim in shape.dim], digest]

@@ -1,4 +1,4 @@
-"""Works on the tasks of a compile worker: everything that looks into a graph of a caller's."""
+"""Runs the tasks of a compile worker: all processing of callers' graphs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from gradrule_server.preparation.rule_lookup import SnapshotLookup
 from gradrule_server.preparation.sampling import sample_call
 from gradrule_server.rules import RuleContent
 
-# Bytes of the PreparedProgram, before it and the CompileRequest.
+# Length prefix: bytes of the PreparedProgram; the CompileRequest follows it.
 _LENGTH = struct.Struct("<Q")
 
 MessageT = TypeVar("MessageT", bound=Message)
@@ -35,7 +35,7 @@ ReadBlob = Callable[[str, str], bytes]
 
 
 class PreparationService:
-    """Works on PREPARE frames. A task asks the front end with ASK frames and waits for TOLD ones. Thread-safe."""
+    """Handles PREPARE frames. Tasks query the front end by ASK frames and wait for TOLD frames. Thread-safe."""
 
     def __init__(self, frames: FrameSocket, read_blob: ReadBlob) -> None:
         self._frames = frames
@@ -43,7 +43,7 @@ class PreparationService:
         self._answers: dict[int, queue.SimpleQueue[bytes]] = {}
 
     def prepare(self, frame: Frame) -> bytes:
-        """Returns the payload of the PREPARED frame. `GradruleError` with all that is wrong."""
+        """Runs a task and returns the payload of the PREPARED frame. Raises `GradruleError` with all findings."""
         answers = self._answers[frame.request_id] = queue.SimpleQueue()
 
         def ask(question: link_pb2.Question) -> link_pb2.Told:
@@ -56,7 +56,7 @@ class PreparationService:
             del self._answers[frame.request_id]
 
     def deliver_answer(self, frame: Frame) -> None:
-        """Hands an answer of the front end to the task that rules."""
+        """Passes an answer of the front end to the task that requested it."""
         answers = self._answers.get(frame.request_id)
         if answers is not None:
             answers.put(bytes(frame.payload))
@@ -88,7 +88,7 @@ class PreparationService:
 
 
 def read_limits(message: link_pb2.Limits) -> Limits:
-    """Returns what graphs may be."""
+    """Reads the limits for graphs and rules."""
     return Limits(**{field.name: getattr(message, field.name) for field in dataclasses.fields(Limits)})
 
 
@@ -127,7 +127,7 @@ def _prepared_message(prepared: Prepared) -> link_pb2.PreparedProgram:
         blobs=prepared.blobs,
         derivative=prepared.request.derivative,
         plan=make_plan(prepared).SerializeToString(),
-        # Negative ones are the op's own gradient and those of another process.
+        # Negative indices are `default` and foreign gradients.
         params=prepared.table.param_message(rule for rule in used if rule >= 0),
         placeholders=map(canonical, prepared.expanded.placeholders),
     )
