@@ -167,7 +167,7 @@ class Ranking:
         return _largest([behind[ref[0]] for ref in body.results], zero)
 
     def _backward(self, body: Body, base: Counts, found: dict[int, Flags]) -> Counts:
-        """Ranks the members of a body with `base` counts at its results; returns the largest counts of its arguments."""
+        """Ranks the members of a body with `base` counts at its results; returns the largest at the arguments."""
         nodes, members = body.nodes, self.members
         ahead = [base] * len(nodes)
         for position in reversed(self.orders.get(body)):

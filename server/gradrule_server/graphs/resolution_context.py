@@ -1,4 +1,4 @@
-"""The expanded graph as overrides are resolved on it: where nodes lie, what depends on what, what was resolved."""
+"""Holds the state of override resolution: candidate nodes, dependence between nodes, and the matches found."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Numbers = NDArray[np.intp]
 
 @dataclass(slots=True, eq=False)
 class Match:
-    """A node that an override took.
+    """A node or subgraph with the rule that was assigned to it.
 
-    `mark` is None where no gradient can pass: the node is pruned. `override`: the spec's `index`, -1 for the node's own
-    attribute. `function`: where in the uploaded graph the node lies. `differentiable`: whether its types have
-    gradients. `rank`: it holds only for outputs of this rank. `nodes`: all nodes of a subgraph, `outputs`: how many
-    tensors come out of it; 0 for a single node; `inputs`: how many of those that follow the rule sees; None: all.
-    `is_step`: as in `Subgraph`. `every_order`: it holds wherever gradients are differentiated again, too.
+    `mark` is None if the node was pruned. `override`: the spec's `index`; -1 for the node's own attribute. `function`:
+    the function of the uploaded graph that contains the node. `differentiable`: whether its types have gradients.
+    `rank`: applies only to outputs of this rank. `nodes`: all nodes of a subgraph. `outputs`: number of outputs of a
+    subgraph; 0 for a single node. `inputs`: number of inputs that the rule gets; None: all. `is_step`: as in
+    `Subgraph`. `every_order`: applies to gradients of gradients too.
     """
 
     rule: int
@@ -50,26 +50,26 @@ class Match:
     mark: int | None = None
 
     def set_custom_gradient(self, custom_gradient: CustomGradientNode | None) -> None:
-        """The node is a knot: the rule sees the region. The op's own gradient goes through the inside by itself."""
+        """Applies the rule to the region of a custom-gradient node; `default` needs nothing, as it uses the inner nodes."""
         if custom_gradient is not None and self.rule != OWN_GRADIENT:
             self.outputs, self.inputs = custom_gradient.outputs, custom_gradient.inputs
 
 
 @dataclass(slots=True, eq=False)
 class ForeignGradient:
-    """A node that names a gradient of another process, and that no override took."""
+    """A node that names a gradient registered in another process, and that no override matched."""
 
     node: str
     name: str
 
 
 Resolved = list[Match | ForeignGradient]
-"""What was resolved for a node: matches that hold for one rank only, then at most one that holds for all."""
+"""Matches of a node: those for one rank first, then at most one for all ranks."""
 
 
 @dataclass(slots=True, eq=False)
 class RequestTensors:
-    """What of the request path-dependent selectors need, as tensors of the copy's top level."""
+    """The request's tensors that path-dependent selectors need, as tensors of the copy's top level."""
 
     xs: AbstractSet[Ref]
     ys: AbstractSet[Ref]
@@ -77,9 +77,9 @@ class RequestTensors:
 
 
 class ResolutionContext:
-    """The expanded graph as overrides are resolved on it, and what comes of it.
+    """The expanded graph during override resolution, with the matches found so far.
 
-    `look_up`: the tensor of a name, and its body, if there is one; `find` notes what is wrong under the field given.
+    `look_up`: returns the body and tensor of a name, or None. `find`: the same, and adds a finding for the given field.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class ResolutionContext:
         self.candidates = candidates
         self.subgraphs: list[tuple[Subgraph, Match]] = []
         self.resolved: dict[int, Resolved] = {}
-        # Places of knots that the graph brought along, by region; per knot (by id) the inputs that gradients go to.
+        # Candidates that are custom-gradient nodes, by region; per such node (by id) the inputs that receive gradients.
         self.custom_gradients: dict[str, list[int]] = {}
         self.flows: dict[int, range] = {}
-        # Matches by the number of the place that they are told for: of nodes, of subgraphs without and with a rule.
+        # Matches with their candidate number: of nodes, of subgraphs without a rule, of subgraphs with a rule.
         self._node_matches: list[tuple[int, Match]] = []
         self._inactive_matches: list[tuple[int, Match]] = []
         self._subgraph_matches: list[tuple[int, Match]] = []
@@ -107,31 +107,31 @@ class ResolutionContext:
         self.look_up = look_up
         self._find = find
         self.orders = paths.Orders()
-        # Per body (by id) and node, the number of its place; -1 where it has none.
+        # Per body (by id) and node: its candidate number; -1 for nodes that are no candidates.
         self.numbers: dict[int, list[int]] = {}
         for number, candidate in enumerate(candidates):
             own = self.numbers.get(id(candidate.body))
             if own is None:
                 own = self.numbers[id(candidate.body)] = [-1] * len(candidate.body.nodes)
             own[candidate.index] = number
-        # Per place, the number of the label of the override that holds it; -1: none does.
+        # Per candidate: the number of the label of the override assigned to it; -1: none.
         self.assigned_labels: Numbers = np.full(len(candidates), -1, np.intp)
         self._labels: dict[str, int] = {}
 
     def assign(self, number: int, label: str) -> None:
-        """Gives a place to an override, by its label."""
+        """Assigns a candidate to an override, by its label."""
         self.candidates[number].label = label
         self.assigned_labels[number] = self._labels.setdefault(label, len(self._labels))
 
     def assign_with_functions(self, number: int, label: str) -> None:
-        """Gives a place to an override; of a loop or branch also what is free in its functions."""
+        """Assigns a candidate, and unassigned candidates in its functions, to an override."""
         self.assign(number, label)
         for item in self.inside(number):
             if self.candidates[item].label is None:
                 self.assign(item, label)
 
     def count_assigned(self, members: Numbers) -> dict[str, int]:
-        """How many rows of places are held by an override, by the label of the first of each row that is held."""
+        """Counts rows of candidates with an assigned member, by the label of the first such member of each row."""
         assigned_labels = self.assigned_labels[members]
         held = (assigned_labels >= 0).argmax(axis=1)
         found, first, counts = np.unique(
@@ -141,7 +141,7 @@ class ResolutionContext:
         return {labels[found[item]]: int(counts[item]) for item in np.argsort(first) if found[item] >= 0}
 
     def record(self, number: int, what: Match | ForeignGradient) -> None:
-        """Keeps what was resolved for a place."""
+        """Records a match of a candidate."""
         candidate = self.candidates[number]
         if isinstance(what, Match):
             self._node_matches.append((number, what))
@@ -149,7 +149,7 @@ class ResolutionContext:
             self.resolved.setdefault(id(candidate.node), []).append(what)
 
     def record_subgraph(self, number: int, match: Match, subgraph: Subgraph | None) -> None:
-        """Keeps what was resolved for a subgraph whose last place this is; None: there is no rule to run for it."""
+        """Records a match of the subgraph that ends at this candidate; None: no rule runs for it."""
         if subgraph is None:
             self._inactive_matches.append((number, match))
         else:
@@ -158,25 +158,25 @@ class ResolutionContext:
 
     @property
     def match_count(self) -> int:
-        """How many matches there are so far."""
+        """Number of matches recorded so far."""
         return len(self._node_matches) + len(self._inactive_matches) + len(self._subgraph_matches)
 
     def matches(self) -> list[Match]:
-        """All matches, in the order of places."""
+        """Returns all matches in candidate order."""
         found = [*self._node_matches, *self._inactive_matches, *self._subgraph_matches]
         return [match for _, match in sorted(found, key=lambda item: item[0])]
 
     def candidate_numbers(self, subgraph: Subgraph) -> list[int]:
-        """Numbers of the places of a subgraph's nodes."""
+        """Returns the candidate numbers of a subgraph's nodes."""
         numbers = (self.number(subgraph.body, member) for member in subgraph.members)
         return [number for number in numbers if number >= 0]
 
     def number(self, body: Body, index: int) -> int:
-        """Number of a node's place; -1 for nodes that have none, because expanding added them."""
+        """Returns the candidate number of a node; -1 for nodes that expansion added."""
         return self.numbers[id(body)][index] if id(body) in self.numbers else -1
 
     def inside(self, number: int) -> list[int]:
-        """All places in the functions of a loop or branch."""
+        """Returns all candidates in the functions of a loop or branch."""
         functions = self.candidates[number].node.functions
         if not functions:
             return []
@@ -184,7 +184,7 @@ class ResolutionContext:
         return [item for body in bodies for item in self.numbers.get(body, ()) if item >= 0]
 
     def is_differentiable(self, number: int, subgraph: Subgraph | None) -> bool:
-        """Whether gradients can pass through the node, or the subgraph."""
+        """Returns whether gradients can pass through the node or subgraph."""
         if subgraph is None:
             candidate = self.candidates[number]
             return is_differentiable(candidate.node, candidate.input_types)
@@ -195,13 +195,13 @@ class ResolutionContext:
         return all(not DIFFERENTIABLE.isdisjoint(types) for types in borders)
 
     def check_depends_on(self, matcher: OverrideMatcher) -> None:
-        """UNKNOWN_TENSOR where the chooser names a tensor that is not there."""
+        """Adds UNKNOWN_TENSOR if the selector names a tensor that does not exist."""
         for number, name in enumerate(matcher.spec.selector.depends_on):
             if self._find(name, f"{matcher.spec.field}.selector.depends_on[{number}]") is None:
                 matcher.faulty = True
 
     def regions(self, specs: Sequence[OverrideSpec]) -> Mapping[int, tuple[Subgraph, str]]:
-        """The regions of those specs (by id) whose tensors are there, each with what is wrong with it."""
+        """Returns the regions of specs (by id) whose tensors exist, each with its problem or an empty string."""
         borders: dict[int, list[tuple[OverrideSpec, RegionBorder]]] = {}
         for spec in specs:
             border = self._border(spec)
@@ -219,7 +219,7 @@ class ResolutionContext:
         return found
 
     def find_border_problem(self, spec: OverrideSpec) -> str | None:
-        """What is wrong with the tensors that a region is given by; None after noting that some are not there."""
+        """Returns the problem with the tensors that define a region; None after adding findings for missing ones."""
         wanted = spec.selector.region
         found = [
             self._find(name, f"{spec.field}.selector.region.{kind}[{number}]")
@@ -244,7 +244,7 @@ class ResolutionContext:
         return RegionBorder(there[0][0], refs[: len(inputs)], refs[len(inputs) :])
 
     def _kept(self, body: Body) -> AbstractSet[Ref]:
-        """Tensors of a body that the request names."""
+        """Returns the tensors of a body that the request names."""
         if body is not self.top:
             return frozenset()
         return self._asked.xs | self._asked.ys | self._asked.stop_gradients
@@ -254,13 +254,13 @@ class ResolutionContext:
         return {(id(self.top), ref[0]) for ref in self._kept(self.top)}
 
     def changes(self, body: Body, ref: Ref) -> bool:
-        """Whether a tensor is one of the xs or depends on one."""
+        """Returns whether a tensor is one of the xs or depends on one."""
         return id(body.nodes[ref[0]]) in self._behind_xs or (body is self.top and ref in self._asked.xs)
 
     def _text(self, body: Body, ref: Ref) -> str:
         number = self.number(body, ref[0])
         own = body.nodes[ref[0]].name
-        # Arguments of loops and branches have no place.
+        # Arguments of loops and branches are no candidates.
         name = self.candidates[number].name if number >= 0 else f"{self._scopes[body.name]}/{own}" if body.name else own
         return quote(f"{name}:{ref[1]}" if ref[1] else name)
 
@@ -270,7 +270,7 @@ class ResolutionContext:
 
     @cached_property
     def path(self) -> AbstractSet[int]:
-        """Nodes that gradients pass on their way from the ys to the xs."""
+        """Nodes (by id) on the path of gradients from the ys to the xs."""
         cut = paths.Cut(self._asked.stop_gradients, self.flows)
         return paths.dependents(self.top, self.top, self._asked.xs, cut, self.orders) & paths.dependencies(
             self.top, self._asked.ys, cut, self.orders
@@ -282,13 +282,13 @@ class ResolutionContext:
 
 
 def _first_duplicate(names: Sequence[str]) -> str:
-    """The first name that is there twice, or nothing."""
+    """Returns the first repeated name, or an empty string."""
     seen: set[str] = set()
     repeated = {name for name in names if name in seen or seen.add(name)}  # type: ignore[func-returns-value]
     return next((name for name in names if name in repeated), "")
 
 
 def is_differentiable(node: Node, input_types: Sequence[int]) -> bool:
-    """Whether gradients can pass through a node: some output, and some input if there are any, is of such a type."""
+    """Returns whether gradients can pass through a node: an output, and an input if any, has a differentiable type."""
     takes = not input_types or any(dtype in DIFFERENTIABLE for dtype in input_types)
     return takes and any(dtype in DIFFERENTIABLE for dtype in node.outputs or ())

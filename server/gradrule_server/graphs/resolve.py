@@ -1,7 +1,7 @@
-"""Which node gets which rule: regions, the request's overrides, what nodes themselves say, presets; first match wins.
+"""Assigns a rule to each node; the first match wins: regions, overrides, attributes of the node, presets.
 
-Calls are decided while the graph is copied, because a call that an override takes is not inlined. All other nodes are
-decided on the copy, where every node that runs has one place and dependence can be followed.
+Calls are resolved while the graph is copied, because a call with a rule is not inlined. All other nodes are resolved on
+the copy, where each node that runs exists once and dependence can be followed.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ FOREIGN_GRADIENT = -2
 
 @dataclass(eq=False)
 class Resolver:
-    """Decides."""
+    """Assigns rules to calls (`match_call`) and to the nodes of the copy (`resolve`)."""
 
     matchers: Sequence[OverrideMatcher]
     node_gradients: NodeGradients
     differentiates: bool
     findings: Findings
-    # Whether gradients are differentiated again, so that overrides may meet nodes that gradients make.
+    # Whether gradients are differentiated, so that overrides may match nodes that gradients create.
     second_order: bool = False
     most_matches: int = Limits().inlined_nodes
     _calls: list[tuple[NodeInfo, Match | None]] = field(default_factory=list)
 
     @cached_property
     def _stages(self) -> tuple[list[OverrideMatcher], list[OverrideMatcher], list[OverrideMatcher]]:
-        """Regions, other overrides of the request, presets."""
+        """Matchers of regions, of other overrides of the request, and of presets."""
         regions = [item for item in self.matchers if item.is_region]
         plain = [item for item in self.matchers if not item.is_region]
         return (
@@ -52,18 +52,16 @@ class Resolver:
 
     @cached_property
     def _calls_index(self) -> tuple[SelectorIndex, list[OverrideMatcher], int]:
-        """Choosers that are asked about calls, and how many of them are no presets."""
+        """Index and list of the matchers for calls, and the number of those that are no presets."""
         _, plain, presets = self._stages
         return SelectorIndex([*plain, *presets]), [*plain, *presets], len(plain)
 
-    # Calls, while the graph is copied.
-
     def match_call(self, node: Node, name: str, types: Sequence[int], function: str) -> Match | ForeignGradient | None:
-        """What a call as a whole gets."""
+        """Returns the match of a whole call; None if it has none."""
         differentiable = is_differentiable(node, types)
         index, matchers, plain = self._calls_index
         meant = index.call(node.op, name) if matchers else 0
-        # The first override that means the call; a preset comes after what the call says itself.
+        # The first override that matches the call; presets come after the call's own attribute.
         first = (meant & -meant).bit_length() - 1
         match = self.node_gradients.find_match(node, name, function, differentiable) if not 0 <= first < plain else None
         if match is None and meant:
@@ -77,10 +75,8 @@ class Resolver:
             self._calls.append((NodeInfo(node.op, name), match))
         return match
 
-    # All other nodes, on the copy.
-
     def resolve(self, context: ResolutionContext) -> None:
-        """Decides for all places of the scene: fills in what was resolved, and its subgraphs."""
+        """Assigns rules to all candidates of the context and records matches and subgraphs in it."""
         regions, plain, presets = self._stages
         for number, candidate in enumerate(context.candidates):
             custom_gradient = self.node_gradients.find_custom_gradient(candidate.node, candidate.name)
@@ -110,11 +106,11 @@ class Resolver:
                     context.record(number, foreign)
 
     def matches(self, context: ResolutionContext) -> list[Match]:
-        """All matches: those of calls, then those of nodes in their order."""
+        """Returns all matches: of calls, then of nodes in candidate order."""
         return [*(match for _, match in self._calls if match is not None), *context.matches()]
 
     def unmatched(self, context: ResolutionContext) -> list[Finding]:
-        """UNMATCHED_OVERRIDE for overrides that took no node and are not optional, for the first of them only."""
+        """Returns UNMATCHED_OVERRIDE for the first overrides that are not optional and matched no node."""
         by_index: dict[int, list[OverrideMatcher]] = {}
         for matcher in self.matchers:
             by_index.setdefault(matcher.spec.index, []).append(matcher)
@@ -137,7 +133,7 @@ class Resolver:
         ]
 
     def _apply(self, matcher: OverrideMatcher, context: ResolutionContext, selected: Selected | None) -> None:
-        """Gives the chooser's rule to all places that it means and that nothing took before."""
+        """Assigns an override's rule to all candidates that it selects and that are unassigned."""
         spec = matcher.spec
         context.check_depends_on(matcher)
         if selected is None:
@@ -149,7 +145,7 @@ class Resolver:
             self._check_count(matcher, context.match_count + len(free))
         for members in free:
             candidates = [context.candidates[member] for member in members]
-            # Something that this override took just now may hold a node of it.
+            # An earlier match of this same override may have been assigned a member.
             if any(candidate.label is not None for candidate in candidates):
                 continue
             number, candidate = members[-1], candidates[-1]
@@ -176,7 +172,7 @@ class Resolver:
             matcher.shadowed_by = context.count_assigned(rows)
 
     def _check_count(self, matcher: OverrideMatcher, count: int) -> None:
-        """LIMIT_EXCEEDED for too many matches: a node can be matched by any number of overrides with a rank."""
+        """Raises LIMIT_EXCEEDED for too many matches: several overrides with a rank may match one node."""
         if count <= self.most_matches:
             return
         message = (
@@ -187,7 +183,7 @@ class Resolver:
         self.findings.raise_if_any()
 
     def _check_ranks(self, matcher: OverrideMatcher, candidates: Sequence[CandidateNode]) -> bool:
-        """INVALID_OVERRIDE where a node of a chain may belong to an earlier override, if its rank is the right one."""
+        """Adds INVALID_OVERRIDE if a node of a chain may belong to an earlier override, depending on its rank."""
         open_member = next((candidate for candidate in candidates if candidate.by_rank), None)
         if open_member is None:
             return True
@@ -204,7 +200,7 @@ class Resolver:
     def _apply_regions(self, matchers: Sequence[OverrideMatcher], context: ResolutionContext) -> None:
         pending = deque(matchers)
         while pending:
-            # A named region that keeps its own gradient changes where gradients flow, and so what the next may be.
+            # A named region with its own gradient changes gradient flow, which later region checks depend on.
             together: list[OverrideMatcher] = []
             while pending and not (together and _changes_flows(together[-1])):
                 together.append(pending.popleft())
@@ -216,7 +212,7 @@ class Resolver:
                     matcher.faulty = True
 
     def _apply_named_region(self, matcher: OverrideMatcher, context: ResolutionContext) -> None:
-        """Gives the chooser's rule to the regions of its name that the graph brings along."""
+        """Assigns an override's rule to the custom-gradient regions of its name."""
         spec = matcher.spec
         shadowed: list[int] = []
         for number in context.custom_gradients.get(spec.selector.region_name, ()):
@@ -239,7 +235,7 @@ class Resolver:
     def _apply_region(
         self, matcher: OverrideMatcher, context: ResolutionContext, found: tuple[Subgraph, str] | None
     ) -> bool:
-        """Gives the chooser's rule to its region; False after noting why not."""
+        """Assigns an override's rule to its region; returns False after adding a finding."""
         spec = matcher.spec
         problem = context.find_border_problem(spec) if found is None else found[1]
         if found is None or problem:
@@ -283,7 +279,7 @@ class Resolver:
         context.record_subgraph(members[-1], match, subgraph)
 
     def _apply_node_gradient(self, number: int, context: ResolutionContext) -> None:
-        """Gives a place the rule that its node asks for."""
+        """Assigns a candidate the rule that its node requests by attribute."""
         candidate = context.candidates[number]
         differentiable = context.is_differentiable(number, None)
         match = self.node_gradients.find_match(candidate.node, candidate.name, candidate.function, differentiable)
@@ -293,7 +289,7 @@ class Resolver:
 
 
 _NAMED_OPS = 4
-"""Up to so many ops a subgraph is told by all of them."""
+"""Largest subgraph whose `op_type` lists all of its ops."""
 
 
 def _match(spec: OverrideSpec, name: str, op_type: str, function: str, differentiable: bool) -> Match:
@@ -311,7 +307,7 @@ def _match(spec: OverrideSpec, name: str, op_type: str, function: str, different
 
 
 def _changes_flows(matcher: OverrideMatcher) -> bool:
-    """Whether it makes gradients flow through the inside of regions that the graph brings along."""
+    """Returns whether an override makes gradients flow through the inner nodes of custom-gradient regions."""
     return bool(matcher.spec.selector.region_name) and matcher.spec.rule_index == OWN_GRADIENT
 
 

@@ -1,7 +1,7 @@
-"""Finds the nodes that the overrides of a program mean, for all of them at once.
+"""Finds the nodes that the overrides of a program select, for all overrides at once.
 
-Each condition is looked at once for the whole graph: what a node itself tells in one look at the node, dependence,
-chains and places on the path in one walk each. So the cost grows with nodes and overrides, not with their product.
+Conditions on a node itself take one lookup per node; dependence, chains and positions on the path take one walk of the
+graph each. So the cost grows with nodes plus overrides, not with their product.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ from gradrule_server.graphs.subgraphs import Subgraph
 Flags = NDArray[np.bool_]
 Numbers = NDArray[np.intp]
 
-# Sets of nodes whose ranks are counted in one walk: each takes four bytes for each node.
+# Node sets ranked in one walk; each needs four bytes per node.
 _RANKED_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selected:
-    """The places that choosers mean, taken or not: a flag for each place, by chooser (by id)."""
+    """The candidates that overrides select, assigned or not: a flag per candidate, by matcher (by id)."""
 
     _flags: Mapping[int, Flags]
     _chains: Chains | None
 
     def members(self, matcher: OverrideMatcher) -> Numbers:
-        """Numbers of places: a row for each node, or chain of nodes, that the chooser means; rows by their last."""
+        """Returns candidate numbers: a row per selected node or chain, ordered by the last node."""
         ends = np.flatnonzero(self._flags[id(matcher)])
         if self._chains is None or not matcher.is_chain:
             return ends[:, np.newaxis]
         return self._chains.members(matcher.words, ends)
 
     def subgraph(self, matcher: OverrideMatcher, members: Sequence[int]) -> Subgraph | None:
-        """What the nodes of a row are together; None for a single node."""
+        """Returns the subgraph of a row; None for a single node."""
         if self._chains is None or not matcher.is_chain:
             return None
         return self._chains.subgraph(matcher.words, members)
 
 
 class Selection:
-    """Works out which places of a scene choosers mean. `_meant`: per chooser, a flag for each place."""
+    """Computes which candidates the matchers select. `_meant`: per matcher, a flag per candidate."""
 
     def __init__(self, context: ResolutionContext, matchers: Sequence[OverrideMatcher]) -> None:
         self._context = context
@@ -63,7 +63,7 @@ class Selection:
         )
 
     def selected(self) -> Selected:
-        """Looks at all conditions."""
+        """Evaluates all conditions."""
         self._limit_to_dependents()
         context, matchers = self._context, self._choosers
         patterns = [matcher.words for matcher in matchers if matcher.is_chain]
@@ -72,7 +72,7 @@ class Selection:
             if chains is not None and matcher.is_chain:
                 self._meant[number] &= chains.ends(matcher.words)
             elif matcher.words and matcher.words[0] in (BIAS, SUM):
-                # A group may ask more than the op type: an add is either a bias's or a sum.
+                # These groups need more than the op type: an add is either a bias add or a sum.
                 self._meant[number] &= self._biases if matcher.words[0] == BIAS else ~self._biases
         placed = [number for number, matcher in enumerate(matchers) if matcher.spec.selector.HasField("position")]
         for start in range(0, len(placed), _RANKED_AT_ONCE):
@@ -80,7 +80,7 @@ class Selection:
         return Selected({id(matcher): row for matcher, row in zip(matchers, self._meant, strict=True)}, chains)
 
     def _limit_to_dependents(self) -> None:
-        """Leaves, of choosers with depends_on, places that depend on one of the tensors that they name."""
+        """Applies depends_on: keeps candidates that depend on one of the named tensors."""
         sets: dict[tuple[str, ...], list[int]] = {}
         for number, matcher in enumerate(self._choosers):
             if matcher.spec.selector.depends_on:
@@ -100,7 +100,7 @@ class Selection:
             self._meant[numbers] &= row
 
     def _limit_to_positions(self, numbers: Sequence[int]) -> None:
-        """Leaves, of choosers with a position, places on the path that are at it."""
+        """Applies position: keeps candidates at that position on the path."""
         rows = np.array(numbers)
         self._meant[rows] &= self._on_path
         indices = [_index(self._choosers[number].spec.selector.position) for number in numbers]
@@ -131,13 +131,13 @@ class Selection:
 
     @cached_property
     def _biases(self) -> Flags:
-        """Which places are no sums of what depends on the xs."""
+        """Flags of the candidates that are bias adds."""
         flags = (is_bias(candidate.node, candidate.body, self._context.changes) for candidate in self._candidates)
         return np.fromiter(flags, np.bool_, len(self._candidates))
 
 
 def _index(position: override_pb2.Position) -> int:
-    """Which place on the path is meant: from 0 on as counted from the xs, from -1 down as counted from the ys."""
+    """Returns the index on the path: 0, 1, … counted from the xs; -1, -2, … counted from the ys."""
     if position.WhichOneof("place") == "nearest":
         return 0 if position.nearest == override_pb2.POSITION_NEAREST_XS else -1
     return position.index

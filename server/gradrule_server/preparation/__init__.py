@@ -1,1 +1,1 @@
-"""Prepares programs: reads callers' graphs, checks and expands them. Runs in compile workers, never in the front end."""
+"""Prepares programs: reads, checks and expands callers' graphs. Runs in compile workers, not in the front end."""

@@ -99,7 +99,7 @@ class DerivativeSpec:
 
 
 def read_derivative_spec(spec: program_pb2.ProgramSpec, call: CallShape) -> tuple[DerivativeSpec, list[Finding]]:
-    """What is to be computed, and what is add_finding with that."""
+    """Reads the derivative of a program and call; returns it with the findings about it."""
     findings: list[Finding] = []
 
     def add_finding(message: str, where: str, reason: errors_pb2.ErrorReason.ValueType = _INVALID) -> None:

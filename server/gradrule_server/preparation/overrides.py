@@ -266,7 +266,7 @@ def _read_rule(
     inline: dict[bytes, RuleContent],
     where: str,
 ) -> ResolvedRule | None:
-    """Returns the rule of an override; None for `default`. `inline`: inline rules by their bytes; new ones are added."""
+    """Returns the rule of an override; None for `default`. `inline`: inline rules by bytes; new ones are added."""
     choice = override.WhichOneof("choice")
     if choice == "definition":
         key = override.definition.SerializeToString(deterministic=True)

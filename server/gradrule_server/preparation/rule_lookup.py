@@ -17,7 +17,7 @@ from gradrule_server.rules.catalogue.presets import BUILTIN_PREFIX
 class ResolvedRule:
     """A rule by content: an expression or graph, or (None) the gradient that TensorFlow registers for `name`.
 
-    `embedded`: the graph brings it along; its content is known once the graph is expanded.
+    `embedded`: it is part of the graph; its content is known once the graph is expanded.
     """
 
     name: str

@@ -70,8 +70,8 @@ class PreparationService:
                 reply, compiling = _prepare_program(request.program, limits, ask, blobs)
                 if compiling is not None:
                     compiling.blob_folder = request.blob_folder
-                answers, large = reply.SerializeToString(), b"" if compiling is None else compiling.SerializeToString()
-                return b"".join([_LENGTH.pack(len(answers)), answers, large])
+                prepared, large = reply.SerializeToString(), b"" if compiling is None else compiling.SerializeToString()
+                return b"".join([_LENGTH.pack(len(prepared)), prepared, large])
             case "finish":
                 plan = link_pb2.ProgramPlan.FromString(request.finish.plan)
                 reply = finish(plan, link_pb2.CompileReply.FromString(request.finish.reply), request.finish.device)
