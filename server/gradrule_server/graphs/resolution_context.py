@@ -50,7 +50,7 @@ class Match:
     mark: int | None = None
 
     def set_custom_gradient(self, custom_gradient: CustomGradientNode | None) -> None:
-        """Applies the rule to the region of a custom-gradient node; `default` needs nothing, as it uses the inner nodes."""
+        """Applies the rule to a custom-gradient node's region; `default` uses the gradients of the inner nodes."""
         if custom_gradient is not None and self.rule != OWN_GRADIENT:
             self.outputs, self.inputs = custom_gradient.outputs, custom_gradient.inputs
 

@@ -277,7 +277,7 @@ class _Folding:
 
 
 def static_shape(body: Body, ref: Ref, depth: int = 12) -> tuple[int, ...] | None:
-    """Infers the shape of a tensor from constants and placeholders through up to `depth` elementwise ops; None: unknown."""
+    """Infers a tensor's shape from constants and placeholders through `depth` elementwise ops; None: unknown."""
     node = body.nodes[ref[0]]
     if node.op == "Const":
         return tuple(dim.size for dim in node.attrs["value"].tensor.tensor_shape.dim)

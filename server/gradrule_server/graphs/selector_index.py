@@ -1,4 +1,4 @@
-"""Tells which selectors mean a node by what the node itself tells, for all selectors in one look at the node."""
+"""Finds the selectors that match a node by its own properties; one lookup per property serves all selectors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from gradrule_server.graphs.ir import Node
 from gradrule_server.graphs.name_patterns import PatternSet
 from gradrule_server.graphs.selectors import OverrideMatcher
 
-# Answers that are kept for combinations of patterns; graphs have few, and hostile ones must not fill the memory.
+# Cached pattern combinations; the limit keeps hostile graphs from filling the memory.
 _MAX_KEPT = 4096
 
 
 class SelectorIndex:
-    """Answers are bits: bit i is that of the i-th chooser. Each condition adds bits by looking one value up."""
+    """Matches nodes against all selectors; bit i of a result is the i-th matcher."""
 
     def __init__(self, matchers: Sequence[OverrideMatcher]) -> None:
         selectors = [matcher.spec.selector for matcher in matchers]
@@ -37,19 +37,19 @@ class SelectorIndex:
         self._attr_bits: dict[int, tuple[Mapping[str, AttrValue], int]] = {}
 
     def call(self, op_type: str, name: str) -> int:
-        """Selectors that mean a call as a whole."""
+        """Returns the selectors that match a whole call."""
         found = self._calls & self._op_types.matching(op_type)
         return found and found & self.names.match(name)
 
     def node(self, node: Node, name: str) -> int:
-        """Selectors whose conditions on op type, element type, attributes and public name a node meets."""
+        """Returns the selectors whose conditions on op type, element type, attributes and name a node meets."""
         found = self._op_types.matching(node.op_type) & self._dtypes.matching(node.outputs[0] if node.outputs else 0)
         if found and self._attrs:
             found &= self._attrs_of(node.attrs)
         return found and found & self.names.match(name)
 
     def _attrs_of(self, attrs: Mapping[str, AttrValue]) -> int:
-        # Nodes share their attributes.
+        # Cached by id(), because nodes share attribute objects.
         known = self._attr_bits.get(id(attrs))
         if known is None:
             found = -1
@@ -60,7 +60,7 @@ class SelectorIndex:
 
 
 class NameIndex:
-    """Tells which selectors mean a public name, by scope, node and node_regex."""
+    """Matches public names against the scope, node and node_regex of all selectors."""
 
     def __init__(self, matchers: Sequence[OverrideMatcher]) -> None:
         self._scopes = _Lookup()
@@ -76,7 +76,7 @@ class NameIndex:
                     with_pattern[place].append(number)
         self._longest_scope = max((len(matcher.prefix) for matcher in matchers), default=0)
         self._patterns = PatternSet(list(numbers)) if numbers else None
-        # Selectors without a glob, and without a node_regex; by pattern, those that have it as glob and as node_regex.
+        # Selectors without glob and without node_regex; per pattern, selectors with it as glob and as node_regex.
         all_selectors = (1 << len(matchers)) - 1
         self._free = (all_selectors & ~_bits(with_pattern[0]), all_selectors & ~_bits(with_pattern[1]))
         self._by_pattern = [[0, 0] for _ in numbers]
@@ -87,18 +87,18 @@ class NameIndex:
         self._kept: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def match(self, name: str) -> int:
-        """Selectors that mean the name."""
+        """Returns the selectors that match the name."""
         first, second = self._matching(name)
         return self._scope(name) & self._exact.matching(name) & first & second
 
     def conditions(self, name: str) -> tuple[int, int, int]:
-        """Selectors whose scope the name lies in, those whose `node` it is, and those that mean it in all."""
+        """Returns the selectors whose scope, whose `node`, and whose name conditions together match the name."""
         scope, (first, second) = self._scope(name), self._matching(name)
         node = self._exact.matching(name) & first
         return scope, node, scope & node & second
 
     def _scope(self, name: str) -> int:
-        """Selectors whose scope the name lies in."""
+        """Returns the selectors whose scope contains the name."""
         found = self._scopes.unconditional
         slash = name.find("/") if self._longest_scope else -1
         while 0 <= slash < self._longest_scope:
@@ -107,7 +107,7 @@ class NameIndex:
         return found
 
     def _matching(self, name: str) -> tuple[int, int]:
-        """Selectors whose glob, and selectors whose node_regex, the name does not fail."""
+        """Returns the selectors whose glob, and those whose node_regex, match the name or are absent."""
         if self._patterns is None:
             return -1, -1
         matching = self._patterns.matching(name)
@@ -124,35 +124,35 @@ class NameIndex:
 
 
 class _Lookup:
-    """Selectors by the values of one condition; those without the condition are unconditional to it."""
+    """Selectors by the value of one condition; selectors without the condition match every value."""
 
     def __init__(self) -> None:
         self.unconditional = 0
         self._by_value: dict[Hashable, int] = {}
 
     def add(self, number: int, values: Sequence[Hashable] | frozenset[str] | None) -> None:
-        """Adds a selector that asks for one of the values; None: for any."""
+        """Adds a selector that requires one of the values; None: any value."""
         if values is None:
             self.unconditional |= 1 << number
         for value in values or ():
             self._by_value[value] = self._by_value.get(value, 0) | 1 << number
 
     def matching(self, value: Hashable) -> int:
-        """Selectors that are content with a value."""
+        """Returns the selectors that match a value."""
         return self.unconditional | self._by_value.get(value, 0)
 
     def requiring(self, value: Hashable) -> int:
-        """Selectors that ask for this value."""
+        """Returns the selectors that require this value."""
         return self._by_value.get(value, 0)
 
 
 def attr_key(value: AttrValue) -> bytes:
-    """A key that equal attributes share: messages are equal where their bytes are."""
+    """Returns a key that equal attributes share."""
     return value.SerializeToString(deterministic=True)
 
 
 def columns(masks: Sequence[int], count: int) -> NDArray[np.bool_]:
-    """Row c tells of which masks bit c is set. Masks that are negative have all bits."""
+    """Returns a matrix whose entry [c, m] is bit c of mask m. Negative masks have all bits set."""
     size = (count + 7) // 8
     everything = (1 << count) - 1
     data = b"".join([(mask & everything).to_bytes(size, "little") for mask in masks])

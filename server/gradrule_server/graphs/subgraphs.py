@@ -1,7 +1,7 @@
-"""Subgraphs that get one rule: chains of ops, regions. Each becomes one node that gradients meet.
+"""Inserts a custom-gradient node for each subgraph (chain or region) that has one rule.
 
-As `tf.custom_gradient` does it, an IdentityN passes on the subgraph's outputs, and takes its inputs too: what uses the
-outputs uses the IdentityN's from then on, so that all gradients meet it and nothing flows through the inside.
+Like `tf.custom_gradient`, it adds an IdentityN that takes the subgraph's outputs and inputs. Consumers of the outputs
+use the IdentityN in their place, so all gradients reach it and none flow through the inner nodes.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from gradrule_server.graphs.ir import Body, Node, Ref
 
 @dataclass(slots=True, eq=False)
 class Subgraph:
-    """Nodes of one body that count as one op. `inputs`, `outputs`: tensors of the body."""
+    """Nodes of one body that get one rule together. `inputs`, `outputs`: tensors of the body."""
 
     body: Body
     members: tuple[int, ...]
     inputs: tuple[Ref, ...]
     outputs: tuple[Ref, ...]
-    # The op's input is the first input less the second: a step.
+    # A step function: the rule's input is the first input minus the second.
     is_step: bool = False
 
 
 def insert_custom_gradient_nodes(
     subgraphs: Iterable[tuple[Subgraph, str]], unique: Callable[[Body, str], str]
 ) -> tuple[list[Node], Moves]:
-    """Puts an IdentityN behind each subgraph (given with a name for it); returns these nodes and where outputs went."""
+    """Adds an IdentityN for each subgraph, given with its name; returns these nodes and the new output positions."""
     moves: dict[int, dict[Ref, tuple[Ref, frozenset[int]]]] = {}
     bodies: dict[int, Body] = {}
     inserted = []
@@ -55,7 +55,7 @@ def insert_custom_gradient_nodes(
 
 
 Moves = Mapping[int, Mapping[Ref, Ref]]
-"""Per body (by id): where tensors went."""
+"""Per body (by id): new tensors by old."""
 
 
 def _moved(ref: Ref, position: int, moved: Mapping[Ref, tuple[Ref, frozenset[int]]]) -> Ref:
@@ -64,7 +64,7 @@ def _moved(ref: Ref, position: int, moved: Mapping[Ref, tuple[Ref, frozenset[int
 
 
 def _difference(subgraph: Subgraph, name: str) -> Ref:
-    """Adds left - right, through which the rule's gradient goes to both sides, summed where one was broadcast."""
+    """Adds left - right, so that the rule's gradient flows to both inputs, summed over broadcast axes."""
     body = subgraph.body
     producer, output = subgraph.inputs[0]
     dtype = (body.nodes[producer].outputs or ())[output]

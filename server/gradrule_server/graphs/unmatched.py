@@ -1,4 +1,4 @@
-"""Says why an override takes no node, and what there is instead."""
+"""Explains why an override matches no node, with suggestions."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _SHOWN_REGIONS = 12
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """A node that selectors were asked about."""
+    """Op type and public name of a node that selectors were tested on."""
 
     op_type: str
     name: str
 
 
 class Unmatched:
-    """Makes findings for overrides that took nothing; all nodes are looked at once, not once for each override.
+    """Creates findings for overrides without matches; one pass over the nodes serves all overrides.
 
-    `regions`: names of the regions that the graph brings along.
+    `regions`: names of the custom-gradient regions in the graph.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Unmatched:
         self._by_op_types: dict[frozenset[str] | None, list[str]] = {}
 
     def finding(self, matcher: OverrideMatcher) -> Finding:
-        """UNMATCHED_OVERRIDE: which condition fails, and what there is instead."""
+        """Returns UNMATCHED_OVERRIDE with the failing condition and suggestions."""
         spec = matcher.spec
         if matcher.shadowed_by:
             count = sum(matcher.shadowed_by.values())
@@ -99,7 +99,7 @@ class Unmatched:
         return f"no node {kind}with such a name has {' and '.join(reasons)}."
 
     def _met_conditions(self, matcher: OverrideMatcher) -> tuple[bool, bool, bool]:
-        """Whether a node of the right op type meets the scope, the node's name, and all conditions on names."""
+        """Returns whether nodes of the op type meet the scope, the `node` condition, and all name conditions."""
         bit = 1 << self._numbers[id(matcher)]
         op_types: Iterable[str] = self._conditions_by_op if matcher.op_types is None else matcher.op_types
         found = [self._conditions_by_op[op_type] for op_type in op_types if op_type in self._conditions_by_op]
@@ -108,7 +108,7 @@ class Unmatched:
 
     @cached_property
     def _conditions_by_op(self) -> dict[str, list[int]]:
-        """By op type: the overrides whose conditions on scope, on the node's name, on names a node of it meets."""
+        """Per op type: bits of the overrides whose scope, `node` and name conditions a node of that type meets."""
         met: dict[str, list[int]] = {}
         for node in self._nodes:
             bits = met.setdefault(node.op_type, [0, 0, 0])
@@ -121,7 +121,7 @@ class Unmatched:
         return sorted({item.op_type for item in self._nodes})
 
     def _names_of(self, matcher: OverrideMatcher) -> list[str]:
-        """Names of the nodes of the op types that the override asks for."""
+        """Returns the names of the nodes of the override's op types."""
         wanted = matcher.op_types
         if wanted not in self._by_op_types:
             self._by_op_types[wanted] = [item.name for item in self._nodes if wanted is None or item.op_type in wanted]

@@ -1,8 +1,8 @@
-"""Variables become values: a handle's edge becomes an edge of the variable's element type.
+"""Replaces variables by values: edges that carry handles become edges of the variable's element type.
 
-A read is what the variable is at that place: what the last write among its ancestors made, else its value at the start,
-which comes in as through a placeholder. A write makes a new value. Loops hand values round, branches and calls hand
-them out. So gradients, overrides and everything behind see only tensors.
+A read becomes the value of the last write among its ancestors, or else the initial value, an input like a placeholder.
+A write becomes a new value. Loops carry values as loop variables; branches and calls return them. So later stages, such
+as overrides and gradients, handle only tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gradrule_server.graphs.variable_lowering import Lowering
 from gradrule_server.graphs.variable_ops import FORWARDING_OPS, INITIALIZED_CHECKS, READS, SOURCES, WRITES
 from gradrule_server.graphs.variable_table import Variable, VariableTable
 
-# Each node remembers its last writes as bits of a number; more of them would cost memory in the square.
+# Each node stores its last writes as bits, so memory grows with the square of this number.
 _MAX_WRITES = 10_000
 
 _HANDLE = "hands the handle of a variable on in a way that gradrule does not follow; read the variable before"
@@ -29,16 +29,16 @@ _HANDLE = "hands the handle of a variable on in a way that gradrule does not fol
 def lower_variables(
     copy: Copy, table: VariableTable, roots: Iterable[Ref], given: Collection[Variable], findings: Findings
 ) -> dict[Variable, Ref]:
-    """Changes, in place, what the roots need of the copy.
+    """Lowers, in place, the nodes of the copy that the roots need.
 
-    `given`: variables whose value comes from outside. The others have that of their initialiser, or become inputs too.
-    Returns the last values of variables that were written, as tensors of the copy's top level.
+    `given`: variables whose value is an input. Others get the value of their initialiser, or become inputs too. Returns
+    the final values of written variables, as tensors of the copy's top level.
     """
     return _Pass(copy, table, given, findings).run({producer for producer, _ in roots})
 
 
 class _VariableVersions:
-    """The writes of one body, numbered producers before consumers. `initial`: where a variable's value comes in."""
+    """Tracks the writes of one body, in topological order. `initial`: returns a variable's initial value."""
 
     def __init__(self, count: int, initial: Callable[[Variable], Ref], findings: Findings) -> None:
         self._masks = [0] * count
@@ -49,7 +49,7 @@ class _VariableVersions:
         self._writes: dict[Variable, int] = {}
 
     def reach(self, index: int, node: Node) -> int:
-        """Takes a node up, after all that it depends on; returns the writes that it depends on."""
+        """Visits a node after its ancestors; returns the bits of the writes that it depends on."""
         masks, before = self._masks, 0
         for producer, _ in node.inputs:
             before |= masks[producer]
@@ -59,12 +59,12 @@ class _VariableVersions:
         return before
 
     def at(self, variable: Variable, before: int) -> Ref:
-        """The variable's value behind these writes."""
+        """Returns the variable's value after these writes."""
         own = before & self._writes.get(variable, 0)
         return self._refs[own.bit_length() - 1] if own else self._initial(variable)
 
     def write(self, index: int, written: Iterable[tuple[Variable, Ref]]) -> None:
-        """A node gives variables new values."""
+        """Records that a node writes variables. Raises LIMIT_EXCEEDED for too many writes."""
         for variable, ref in written:
             if len(self._refs) >= _MAX_WRITES:
                 message = f"The graph assigns to variables more than {_MAX_WRITES} times."
@@ -73,12 +73,12 @@ class _VariableVersions:
             bit = 1 << len(self._refs)
             self._refs.append(ref)
             known = self._writes.get(variable, 0)
-            # An earlier write of the variable can be seen by nothing behind this one.
+            # This write hides earlier writes of the same variable from its descendants.
             self._masks[index] = (self._masks[index] & ~known) | bit
             self._writes[variable] = known | bit
 
     def last(self) -> dict[Variable, Ref]:
-        """The last value of each variable that was written."""
+        """Returns the final value of each written variable."""
         return {variable: self._refs[bits.bit_length() - 1] for variable, bits in self._writes.items()}
 
 
@@ -96,7 +96,7 @@ class _Pass:
             position = index.get(variable.initialiser)
             if position is not None:
                 self._initialisers[position] = variable
-        # Where the value at the start is computed, if nothing gives it.
+        # The tensor that computes the initial value, for variables that are not given.
         self._computed = {
             variable: nodes[position].inputs[1]
             for position, variable in self._initialisers.items()
@@ -104,7 +104,7 @@ class _Pass:
         }
 
     def run(self, roots: Collection[int]) -> dict[Variable, Ref]:
-        """Lowers what the roots need; returns the last values of variables that were written."""
+        """Lowers the nodes that the roots need; returns the final values of written variables."""
         needed = self._needed(roots)
         while cycles := self._cycles(needed):
             for cycle in cycles:
@@ -130,7 +130,7 @@ class _Pass:
         return place in handles and body.nodes[place[0]].op in SOURCES
 
     def _needed(self, roots: Collection[int]) -> bytearray:
-        """Which nodes of the top level the roots need, those included that compute values of variables."""
+        """Returns flags of the top-level nodes that the roots need, including those that compute initial values."""
         body = self._copy.body
         needed = bytearray(len(body.nodes))
         sought: set[Variable] = set()
@@ -152,7 +152,7 @@ class _Pass:
         return needed
 
     def _cycles(self, needed: bytearray) -> list[list[int]]:
-        """Values at the start that depend on themselves: these are no initialisers."""
+        """Returns cycles of initial values that depend on themselves; such assignments are no initialisers."""
         if not self._computed:
             return []
         nodes = self._copy.body.nodes
@@ -169,7 +169,7 @@ class _Pass:
     def _lower(
         self, body: Body, initial: Mapping[Variable, Ref], live: bool, needed: bytearray | None
     ) -> dict[Variable, Ref]:
-        """Lowers a body's nodes, all of them unless `needed` says which; returns the last values of what it writes."""
+        """Lowers the nodes of a body (only `needed` ones, if given); returns the final values of written variables."""
         handles = self._handles.get(body)
         at_top = not body.name
         count = len(body.nodes)
@@ -214,7 +214,7 @@ class _Pass:
 
     @staticmethod
     def _replace_handle(body: Body, node: Node, number: int, value: Ref) -> None:
-        """Puts a value in a handle's place; what had to run before the handle was handed on must still run before."""
+        """Replaces a handle by a value; a node that forwarded it becomes a control input, to keep the ordering."""
         producer = node.inputs[number][0]
         node.inputs = replaced(node.inputs, number, value)
         if body.nodes[producer].op in FORWARDING_OPS and producer != value[0] and producer not in node.controls:
@@ -223,7 +223,7 @@ class _Pass:
     def _lower_container(
         self, body: Body, index: int, versions: _VariableVersions, before: int, live: bool
     ) -> list[tuple[Variable, Ref]]:
-        """A loop, branch or call: takes values in place of handles, and gives new values out."""
+        """Lowers a loop, branch or call: its handles become values, and written variables become outputs."""
         node, handles = body.nodes[index], self._handles.get(body)
         is_loop, whole = node.op in LOOPS, is_call(node)
         offset = 0 if is_loop or whole else 1
@@ -264,7 +264,7 @@ class _Pass:
     def _give_args(
         self, body: Body, passed: Sequence[Variable | None], extra: Sequence[Variable]
     ) -> dict[Variable, Ref]:
-        """Makes the arguments of a function carry values; `extra` ones get arguments behind the others."""
+        """Turns handle arguments of a function into values and appends arguments for `extra` variables."""
         body.arg_notes = [dict(notes) for notes in body.arg_notes]
         args: dict[Variable, Ref] = {}
         for number, variable in enumerate(passed):
@@ -281,7 +281,7 @@ class _Pass:
         return args
 
     def _lower_source(self, position: int, node: Node, variable: Variable) -> None:
-        """The node that stands for a variable at top level becomes its value at the start."""
+        """Turns a top-level variable node into the variable's initial value."""
         source = self._sources[variable]
         if position != source:
             self._lowering.become(node, "Identity", [(source, 0)], {"T": _type(variable)}, (variable.dtype,))
@@ -309,7 +309,7 @@ def _note(variable: Variable) -> dict[str, AttrValue]:
 def _give_results(
     body: Body, results: Sequence[Variable | None], handed_out: Sequence[Variable], end: Mapping[Variable, Ref]
 ) -> None:
-    """Makes a function's results the last values: in place of handles, and of `handed_out` behind the others."""
+    """Sets a function's results to final values: in place of handles, and appended for `handed_out`."""
     types = list(body.result_types)
     for number, variable in enumerate(results):
         if variable is not None:
@@ -326,7 +326,7 @@ def _retype(
     outs: Sequence[Variable | None],
     handed_out: Sequence[Variable],
 ) -> None:
-    """Tells the node the types of what goes in and comes out by now."""
+    """Updates the type attributes of a node to its new inputs and outputs."""
     outputs = [
         dtype if variable is None else variable.dtype for dtype, variable in zip(node.outputs or (), outs, strict=True)
     ]
@@ -352,6 +352,6 @@ def _retype(
         shapes += [variable.shape for variable in handed_out]
         attrs["output_shapes"] = AttrValue(list=AttrValue.ListValue(shape=shapes))
     if "_num_original_outputs" in attrs and handed_out:
-        # TensorFlow gives outputs beyond these no gradient.
+        # TensorFlow computes no gradients for outputs beyond this number.
         attrs["_num_original_outputs"] = AttrValue(i=len(node.outputs))
     node.attrs = attrs
