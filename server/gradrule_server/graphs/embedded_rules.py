@@ -75,7 +75,7 @@ def write_embedded_rules(
     if nodes > limits.inlined_nodes:
         raise error(
             Reason.ERROR_REASON_LIMIT_EXCEEDED,
-            f"gradients that the graph brings along have {nodes} nodes, once for each region that they belong to; "
+            f"embedded gradients of the graph have {nodes} nodes, once for each region that they belong to; "
             f"{limits.inlined_nodes} is the most (--max-inlined-nodes)",
         )
     written = {name: _write_rule(body, versions) for name, body in bodies.items()}
@@ -83,7 +83,7 @@ def write_embedded_rules(
     if added > limits.inlined_bytes:
         raise error(
             Reason.ERROR_REASON_LIMIT_EXCEEDED,
-            f"gradients that the graph brings along belong to so many regions that they take {added} bytes more; "
+            f"embedded gradients of the graph belong to so many regions that they take {added} bytes more; "
             f"{limits.inlined_bytes} is the most (--max-inlined-bytes)",
         )
     return {index: written[name] for (name, _), index in labels.items()}

@@ -79,7 +79,7 @@ class OverrideTable:
                     contents[graph_bytes] = RuleContent(graph_bytes=graph_bytes, embedded=True)
             except GradruleError as cause:
                 findings = [
-                    Finding(item.reason, f"rule {label!r}, which the graph brings along: {item.message}", item.node)
+                    Finding(item.reason, f"rule {label!r}, which is embedded in the graph: {item.message}", item.node)
                     for item in cause.findings
                 ]
                 raise GradruleError(findings) from cause

@@ -1,4 +1,4 @@
-"""Gradients that a graph brings along: how they are read, checked and expanded."""
+"""Tests how gradients that a graph contains are read, checked and expanded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def identity_n(name: str, *inputs: str, **notes: Any) -> Node:
 
 
 def custom_gradient(name: str, *inputs: str, gradient: str = "G", region: str = "f") -> Node:
-    """A knot of one result and one input."""
+    """A custom-gradient node of one result and one input."""
     return identity_n(name, *inputs, gradient=gradient, region=region, outputs=1, inputs=1)
 
 
@@ -46,13 +46,13 @@ def brings(made: Graph, **gradients: str) -> Graph:
 
 
 def simple(*functions: Function, **gradients: str) -> Graph:
-    """y = f(x), where f is Sign, tied by a knot."""
+    """y = f(x), where f is Sign with a custom-gradient node."""
     nodes = [placeholder(), node("s", "Sign", "x"), custom_gradient("y", "s", "x")]
     return brings(graph(*nodes, functions=functions), **gradients)
 
 
 class RuleIndices:
-    """Hands out indices as a table of rules does."""
+    """Returns new rule indices, like a table of rules."""
 
     def __init__(self) -> None:
         self.labels: list[str] = []
@@ -90,12 +90,12 @@ def test_a_gradient_becomes_the_graph_of_a_rule() -> None:
         ("inside/twice", "AddV2"),
         ("dx", "Identity"),
     ]
-    # The engine gets a mark, and none of what the client noted.
+    # The engine gets a mark and none of the client attributes.
     (tied,) = (item for item in graphs.parse(found.graph_bytes).node if item.op == "IdentityN")
     assert {name for name in tied.attr if name.startswith("_")} == {GRADIENT, "_gradrule_mark"}
 
 
-def test_a_gradient_is_expanded_once_however_often_it_is_asked_for() -> None:
+def test_a_gradient_requested_twice_is_expanded_once() -> None:
     nodes = [
         placeholder(),
         node("a", "Sign", "x"),
@@ -130,7 +130,7 @@ def test_a_gradient_of_a_gradient() -> None:
     found, indices = expanded(simple(outer, doubling("grad_h"), G="grad_f", H="grad_h"))
     assert indices.labels == ["f", "h"]
     assert [(mark.node, mark.rule, mark.outputs) for mark in found.marks] == [("y", 0, 1), ("G/inner", 1, 1)]
-    # Only what the uploaded graph says itself is told.
+    # Matches list only nodes of the uploaded graph.
     assert [match.node for match in found.matches] == ["y"]
 
 
@@ -151,7 +151,7 @@ def test_a_region_by_name_comes_before_what_the_graph_says() -> None:
     assert (mark.rule, mark.outputs, mark.inputs, mark.every_order) == (7, 1, 1, False)
 
 
-def test_default_on_a_region_is_the_knots_own_gradient() -> None:
+def test_default_on_a_region_is_its_own_gradient() -> None:
     spec = OverrideSpec(selector(region="f"), label="mine")
     (mark,) = expanded(simple(doubling(), G="grad_f"), spec)[0].marks
     assert (mark.rule, mark.outputs) == (graphs.OWN_GRADIENT, 0)
@@ -198,13 +198,13 @@ def test_two_functions_for_one_name() -> None:
         ({"region": "f"}, "_gradrule_outputs"),
     ],
 )
-def test_notes_that_do_not_fit(notes: dict[str, Any], word: str) -> None:
+def test_attributes_that_do_not_fit_are_refused(notes: dict[str, Any], word: str) -> None:
     nodes = [placeholder(), node("s", "Sign", "x"), identity_n("y", "s", "x", gradient="G", **notes)]
     made = brings(graph(*nodes, functions=[doubling()]), G="grad_f")
     assert word in refused(made)["INVALID_GRAPH"]
 
 
-def test_nothing_takes_what_a_knot_passes_on_besides_results() -> None:
+def test_only_results_of_a_custom_gradient_node_may_be_used() -> None:
     made = simple(doubling(), G="grad_f")
     made.node.append(node("z", "Neg", "y:1"))
     assert "'z' takes output 1 of 'y'" in refused(made)["INVALID_GRAPH"]

@@ -1,4 +1,4 @@
-"""Tasks of a compile worker, and what it asks while it works on them."""
+"""Tests tasks of a compile worker and its questions to the front end."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_limits_and_structures_of_calls_are_the_same_on_the_other_side() -> None
     assert read_shape(shape_message(call)) == call
 
 
-def test_a_rule_is_asked_for_once_and_told_with_the_program() -> None:
+def test_a_rule_is_requested_once_and_listed_with_the_program() -> None:
     message, request, frames = prepared(spec("Mine"))
     assert [list(question.rules.names) for question in frames.asked] == [["Mine"]]
     assert list(message.rule_names) == ["Mine"]
@@ -107,7 +107,7 @@ def test_a_rule_is_asked_for_once_and_told_with_the_program() -> None:
     assert b"Sign" in request.graph
 
 
-def test_why_there_is_no_rule_is_said_by_the_front_end() -> None:
+def test_the_front_end_explains_an_unknown_rule() -> None:
     with pytest.raises(GradruleError) as caught:
         prepared(spec("Yours"))
     assert reason_name(caught.value.reason) == "UNKNOWN_RULE"
@@ -139,7 +139,7 @@ def test_a_program_that_is_known_is_not_prepared() -> None:
     assert len(frames.asked) == 1
 
 
-def test_a_graph_that_is_a_blob_that_is_not_there() -> None:
+def test_a_missing_graph_blob_is_refused() -> None:
     found = program_pb2.ProgramSpec(fetches=["y"])
     found.graph.blob_sha256 = _HASH
     with pytest.raises(GradruleError) as caught:
@@ -163,14 +163,14 @@ def test_a_blob_is_read_once_the_front_end_has_checked_it() -> None:
     assert events == [f"checked {_HASH}", f"read {_HASH}"]
 
 
-def test_bytes_that_are_no_spec() -> None:
+def test_invalid_spec_bytes_are_refused() -> None:
     with pytest.raises(GradruleError) as caught:
         worked(link_pb2.PrepareRequest(program=link_pb2.ProgramTask(spec=b"\xff")))
     assert reason_name(caught.value.reason) == "MALFORMED_REQUEST"
     assert "gradrule.v1.ProgramSpec" in caught.value.message
 
 
-def test_a_rule_whose_definition_had_no_room_is_asked_for_again() -> None:
+def test_a_rule_without_its_definition_is_requested_again() -> None:
     asked: list[list[str]] = []
 
     def ask(question: link_pb2.Question) -> link_pb2.Told:
@@ -196,14 +196,14 @@ def test_a_rule_whose_definition_had_no_room_is_asked_for_again() -> None:
     assert len(asked) == 3
 
 
-def test_what_is_too_long_for_a_name_is_not_asked_for() -> None:
+def test_too_long_names_are_not_requested() -> None:
     rules = FrontEndRules(lambda question: pytest.fail("it asked"))
     with pytest.raises(GradruleError) as caught:
         rules.resolve("x" * 10_000)
     assert reason_name(caught.value.reason) == "UNKNOWN_RULE"
 
 
-def test_sizes_of_many_blobs_are_asked_for_in_parts() -> None:
+def test_sizes_of_many_blobs_are_requested_in_batches() -> None:
     asked: list[int] = []
 
     def ask(question: link_pb2.Question) -> link_pb2.Told:
