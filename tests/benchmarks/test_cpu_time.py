@@ -19,7 +19,7 @@ from gradrule_server.front.status import status_of
 from gradrule_server.graphs import ExpandRequest
 from gradrule_server.policy import NodeLimits, check_parsed_size
 from tests.unit.graphs.helpers import call, expand, function, graph, node, placeholder
-from tests.unit.graphs.test_brought import Places, brings, doubling, knot
+from tests.unit.graphs.test_embedded_rules import RuleIndices, brings, custom_gradient, doubling
 from tests.unit.graphs.test_scale import chain
 from tests.unit.graphs.test_variables import _read, _variable
 from tests.unit.rules.test_language_fuzz import PATHOLOGICAL, try_everything
@@ -72,19 +72,24 @@ def chained(count: int) -> Graph:
             f"grad{i}",
             ["dy"],
             {"dx": "again:output:0"},
-            [knot("again", "dy", "dy", gradient=f"G{i + 1}", region=f"r{i + 1}")],
+            [custom_gradient("again", "dy", "dy", gradient=f"G{i + 1}", region=f"r{i + 1}")],
         )
         for i in range(count)
     ]
     functions.append(doubling(f"grad{count}"))
-    made = graph(placeholder(), node("s", "Sign", "x"), knot("y", "s", "x", gradient="G0"), functions=functions)
+    made = graph(
+        placeholder(), node("s", "Sign", "x"), custom_gradient("y", "s", "x", gradient="G0"), functions=functions
+    )
     return brings(made, **{f"G{i}": f"grad{i}" for i in range(count + 1)})
 
 
 def test_many_gradients_take_linear_time() -> None:
     def seconds(made: Graph) -> float:
         return cpu_seconds(
-            lambda: graphs.expand(made, ExpandRequest(ys=["y"], xs=["x"], bring=Places().bring)), times=3
+            lambda: graphs.expand(
+                made, ExpandRequest(ys=["y"], xs=["x"], add_embedded_rule=RuleIndices().add_embedded_rule)
+            ),
+            times=3,
         )
 
     small, large = seconds(chained(250)), seconds(chained(2_000))

@@ -9,7 +9,7 @@ import pytest
 from gradrule import _opdefs
 from gradrule_server.engine.code_rules import CODE_RULES
 from gradrule_server.errors import GradruleError, reason_name
-from gradrule_server.graphs.groups import GROUPS
+from gradrule_server.graphs.selectors import GROUPS
 from gradrule_server.rules import Param, RuleContent, Signature
 from gradrule_server.rules.catalogue import BUILTINS, BuiltinRule, Catalogue
 from tests.rules.cases import CASES

@@ -6,7 +6,7 @@ import pytest
 
 from gradrule import _opdefs
 from gradrule.v1 import override_pb2, rule_pb2
-from gradrule_server.graphs.groups import GROUPS
+from gradrule_server.graphs.selectors import GROUPS
 from gradrule_server.registry.presets import to_proto
 from gradrule_server.rules import write_param_value
 from gradrule_server.rules.catalogue import BUILTINS

@@ -107,7 +107,7 @@ class EngineService:
             self._frames.send(Kind.PREPARED, frame.request_id, self._preparation.prepare(frame))
             return
         if frame.kind is Kind.TOLD:
-            self._preparation.tell(frame)
+            self._preparation.deliver_answer(frame)
             return
         payload, contents = open_payload(frame.kind, frame.payload)
         if frame.kind is Kind.RUN:

@@ -1,4 +1,4 @@
-"""Reading, checking, selecting and expanding graphs: from a message to what an engine compiles. No TensorFlow here.
+"""Reads, checks and expands graphs into the form that an engine compiles. Does not import TensorFlow.
 
 bytes → `parse` → message → `expand` (check, resolve overrides, inline calls, prune) → `Expanded`.
 """
@@ -15,7 +15,7 @@ from gradrule_server.graphs.expansion import (
 from gradrule_server.graphs.ir import DIFFERENTIABLE, Limits
 from gradrule_server.graphs.marks import Mark
 from gradrule_server.graphs.read import parse
-from gradrule_server.graphs.scene import Match
+from gradrule_server.graphs.resolution_context import Match
 from gradrule_server.graphs.selectors import DEFAULT_RULE, OWN_GRADIENT, OverrideSpec
 from gradrule_server.policy import shape_fault, tensor_fault
 

@@ -1,4 +1,4 @@
-"""Finds chains of ops: all patterns of a program in one walk over the nodes."""
+"""Finds chains of ops that match patterns; one walk over the nodes serves all patterns."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from gradrule_server.graphs.groups import BIAS, PLAIN_ADDS, STEP, op_types_of
 from gradrule_server.graphs.ir import ARG, DIFFERENTIABLE, Body, Node
 from gradrule_server.graphs.paths import consumers_of
 from gradrule_server.graphs.regions import Changes
-from gradrule_server.graphs.scene import Scene
+from gradrule_server.graphs.resolution_context import ResolutionContext
+from gradrule_server.graphs.selectors import BIAS, PLAIN_ADDS, STEP, op_types_of
 from gradrule_server.graphs.subgraphs import Subgraph
 
 Words = tuple[str, ...]
@@ -22,15 +22,15 @@ _SEVERAL = -2
 
 
 class Chains:
-    """Chains of op types or groups, each node of which takes the output of the one before and is alone in doing so.
+    """Finds chains of nodes in which each node is the only consumer of the node before it.
 
-    Each word of each pattern has a bit. A node has the bits of the words at which a chain may have arrived with it:
-    its op type fits the word, and a producer that only it uses has the bit of the word before.
+    Each word of each pattern has a bit. A node has a word's bit if its op type fits the word and a producer that only
+    this node uses has the bit of the previous word (or the word is the first of its pattern).
     """
 
-    def __init__(self, patterns: Iterable[Words], scene: Scene) -> None:
-        self._scene = scene
-        self._places = places = scene.places
+    def __init__(self, patterns: Iterable[Words], context: ResolutionContext) -> None:
+        self._context = context
+        self._candidates = candidates = context.candidates
         self._first: dict[Words, int] = {}
         self._starts = self._biases = bits = 0
         self._fitting: dict[str, int] = {}
@@ -43,18 +43,18 @@ class Chains:
                     self._fitting[op_type] = self._fitting.get(op_type, 0) | 1 << bits
                 bits += 1
         self._ends: dict[Words, NDArray[np.bool_]] = {}
-        self._arrived = [0] * len(places)
-        # Per place: its only producer that a chain may come from, -1 for none, or -2: several, which follow.
-        self._before: Numbers = np.full(len(places), -1, np.intp)
+        self._arrived = [0] * len(candidates)
+        # Per candidate: the only producer that can continue a chain; -1 for none, -2 for several (see `_several`).
+        self._before: Numbers = np.full(len(candidates), -1, np.intp)
         self._several: dict[int, list[int]] = {}
-        for body in {id(place.body): place.body for place in places}.values():
+        for body in {id(candidate.body): candidate.body for candidate in candidates}.values():
             self._walk(body)
         size = (bits + 7) // 8
         data = b"".join([arrived.to_bytes(size, "little") for arrived in self._arrived])
-        self._bytes = np.frombuffer(data, np.uint8).reshape(len(places), size)
+        self._bytes = np.frombuffer(data, np.uint8).reshape(len(candidates), size)
 
     def ends(self, words: Words) -> NDArray[np.bool_]:
-        """At which places a chain of these words ends."""
+        """Returns a flag per candidate: whether a chain of these words ends there."""
         if words not in self._ends:
             byte, bit = divmod(self._first[words] + len(words) - 1, 8)
             found: NDArray[np.bool_] = (self._bytes[:, byte] >> bit & 1).astype(np.bool_)
@@ -65,7 +65,7 @@ class Chains:
         return self._ends[words]
 
     def members(self, words: Words, ends: Numbers) -> Numbers:
-        """The numbers of the places of the chains with these ends, a row for each."""
+        """Returns the candidate numbers of the chains with these ends, one row per chain."""
         levels = [ends]
         for word in range(len(words) - 2, -1, -1):
             bit = 1 << (self._first[words] + word)
@@ -77,10 +77,10 @@ class Chains:
         return np.stack(levels[::-1], axis=1)
 
     def subgraph(self, words: Words, members: Sequence[int]) -> Subgraph:
-        """The chain of these places."""
-        body = self._places[members[0]].body
+        """Returns the subgraph of a chain, given the candidate numbers of its nodes."""
+        body = self._candidates[members[0]].body
         nodes = body.nodes
-        indices = tuple(self._places[member].index for member in members)
+        indices = tuple(self._candidates[member].index for member in members)
         last = indices[-1]
         outputs = tuple((last, number) for number in range(len(nodes[last].outputs or ())))
         if words[0] == STEP:
@@ -88,28 +88,27 @@ class Chains:
         inside = set(indices)
         inputs = [
             ref
-            for place, index in enumerate(indices)
+            for position, index in enumerate(indices)
             for ref in nodes[index].inputs
-            if place == 0 or ref[0] not in inside
+            if position == 0 or ref[0] not in inside
         ]
         return Subgraph(body, indices, tuple(inputs), outputs)
 
     def _passes_gradients(self, members: Sequence[int]) -> bool:
-        """Whether gradients can pass through a step: both sides of its comparison, and what comes out, have types for
-        them."""
-        first, last = self._places[members[0]], self._places[members[-1]]
+        """Returns whether a step is differentiable: the comparison's inputs and the last output have such types."""
+        first, last = self._candidates[members[0]], self._candidates[members[-1]]
         nodes = first.body.nodes
         dtypes = {(nodes[producer].outputs or (0,))[output] for producer, output in first.node.inputs}
         return dtypes <= DIFFERENTIABLE and (last.node.outputs or (0,))[0] in DIFFERENTIABLE
 
     def _walk(self, body: Body) -> None:
-        scene = self._scene
-        nodes, numbers = body.nodes, scene.numbers[id(body)]
-        consumers, kept = consumers_of(body, scene.flows), scene.kept_nodes
+        context = self._context
+        nodes, numbers = body.nodes, context.numbers[id(body)]
+        consumers, kept = consumers_of(body, context.flows), context.kept_nodes
         results = {producer for producer, _ in body.results}
 
         def is_alone(producer: int, consumer: int) -> bool:
-            """Whether nothing else takes the producer's outputs."""
+            """Returns whether `consumer` is the only user of the producer's outputs."""
             return (
                 len(consumers[producer]) == 1
                 and consumers[producer][0] == consumer
@@ -117,12 +116,12 @@ class Chains:
                 and (id(body), producer) not in kept
             )
 
-        for position in scene.orders.of(body):
+        for position in context.orders.get(body):
             node, number = nodes[position], numbers[position]
             fitting = self._fitting.get(node.op, 0)
             if number < 0 or not fitting:
                 continue
-            if fitting & self._biases and not is_bias(node, body, scene.changes):
+            if fitting & self._biases and not is_bias(node, body, context.changes):
                 fitting &= ~self._biases
             producers = []
             arrived = 0
@@ -140,5 +139,5 @@ class Chains:
 
 
 def is_bias(node: Node, body: Body, changes: Changes) -> bool:
-    """Whether an op adds something that does not depend on the xs."""
+    """Returns whether an op adds a tensor that does not depend on the xs."""
     return node.op not in _ADDS or not all(changes(body, ref) for ref in node.inputs)

@@ -1,7 +1,7 @@
-"""Copies a graph once, so that every node that runs has one place and one name.
+"""Copies a graph with all calls inlined, so that every node that runs exists once and has a unique name.
 
-There is one routine, `_copy`: it puts the nodes of a body into a destination. A call's body goes into the call's
-destination, under its name; that of a loop or branch goes into a destination of its own, a new function per use.
+`_copy` copies the nodes of a body into a destination. The body of a call goes into the destination of the call, with
+the call's name as prefix; the body of a loop or branch becomes a new function per use.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from dataclasses import dataclass, field
 from gradrule._dtypes import as_dt
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule.v1.tensor_pb2 import Dt, TensorShape
+from gradrule_server.graphs.custom_gradients import OUTPUTS_ATTR
 from gradrule_server.graphs.ir import ARG, BRANCHES, DIFFERENTIABLE, GRADIENT_ATTR, Body, Node, Ref, is_call, replaced
-from gradrule_server.graphs.knots import OUTPUTS_NOTE
+from gradrule_server.graphs.resolution_context import ForeignGradient, Match, Resolved
 from gradrule_server.graphs.resolve import Resolver
-from gradrule_server.graphs.scene import Foreign, Match, Resolved
-from gradrule_server.graphs.selectors import OWN_GRADIENT, Place
+from gradrule_server.graphs.selectors import OWN_GRADIENT, CandidateNode
 
 UNKNOWN_SHAPE = AttrValue(shape=TensorShape(unknown_rank=True))
 
 
 @dataclass(slots=True)
 class Destination:
-    """A body that nodes are put into. `scope`: public name of the container that it belongs to."""
+    """A body that nodes are copied into. `scope`: public name of the loop or branch that contains it."""
 
     body: Body
     scope: str
     taken: set[str] = field(default_factory=set)
-    # How often a name was taken already, so that finding a free one stays linear.
+    # Uses per name, so that finding a free name takes constant time.
     counts: dict[str, int] = field(default_factory=dict)
 
     def unique(self, name: str) -> str:
-        """The name, or the first of `name_1`, `name_2`, … that is free."""
+        """Reserves and returns the name, or the first free one of `name_1`, `name_2`, …."""
         free = name
         while free in self.taken:
             self.counts[name] = self.counts.get(name, 0) + 1
@@ -42,19 +42,22 @@ class Destination:
         return free
 
     def public(self, name: str) -> str:
-        """The full path of a node of this destination."""
+        """Returns the public name of a node of this destination."""
         return f"{self.scope}/{name}" if self.scope else name
 
     def add(self, node: Node) -> int:
-        """Appends a node; returns its index."""
+        """Appends a node and returns its index."""
         self.body.nodes.append(node)
         return len(self.body.nodes) - 1
 
 
 @dataclass(slots=True)
 class _Placed:
-    """Where the nodes of a source body went: the node that stands for each in control inputs; its outputs where they
-    are not that node's."""
+    """Maps nodes of a source body to the copy.
+
+    `nodes`: the copied node, used in control inputs. `outputs`: the copied output tensors where they belong to other
+    nodes.
+    """
 
     nodes: list[int]
     outputs: dict[int, list[Ref]] = field(default_factory=dict)
@@ -66,17 +69,17 @@ class _Placed:
 
 @dataclass(slots=True)
 class Copy:
-    """A copied graph: its top level (containers lead to their functions), where asked tensors went, what was found."""
+    """A copied graph: its top level, the new positions of requested tensors, and the matches found while copying."""
 
     body: Body
     tensors: dict[Ref, Ref]
-    # Public name of the container by name of the new function.
+    # Public name of the containing loop, branch or call, by name of the new function.
     scopes: dict[str, str]
-    # Nodes that overrides may take; those that say nothing of their gradient only if there are overrides.
-    places: list[Place]
-    # What was resolved for calls, by the identity of the nodes that stand for them.
+    # Nodes that overrides can match. Without overrides: only nodes with attributes about their gradient.
+    candidates: list[CandidateNode]
+    # Matches of calls, by id() of the node that replaces the call.
     resolved: dict[int, Resolved]
-    # Gives free names in a body.
+    # Returns a free name in a body.
     unique: Callable[[Body, str], str]
 
 
@@ -84,41 +87,41 @@ def copy_graph(
     top: Body,
     resolver: Resolver,
     fed: Mapping[int, AbstractSet[int]],
-    asked: AbstractSet[Ref],
-    apart: AbstractSet[Ref],
+    requested: AbstractSet[Ref],
+    separate: AbstractSet[Ref],
     namespace: str,
 ) -> Copy:
-    """Copies everything that `top` leads to.
+    """Copies the top level and all functions that it uses.
 
-    `fed`: outputs by node that requests give. `asked`: tensors whose new places are told. `apart`: outputs of calls
-    that must be tensors of their own: a gradient with respect to them must not pass through what uses them inside.
+    `fed`: fed outputs by node. `requested`: tensors whose new positions are returned. `separate`: outputs of calls that
+    need an own tensor, because a gradient with respect to them must not include uses inside the call.
     """
-    copier = _Copier(resolver, fed, apart, namespace)
+    copier = _Copier(resolver, fed, separate, namespace)
     destination = Destination(Body(""), "")
     placed = copier.copy(top, destination)
-    tensors = {ref: placed.ref(ref) for ref in asked}
-    return Copy(destination.body, tensors, copier.scopes, copier.places, copier.resolved, copier.unique)
+    tensors = {ref: placed.ref(ref) for ref in requested}
+    return Copy(destination.body, tensors, copier.scopes, copier.candidates, copier.resolved, copier.unique)
 
 
 def copy_function(source: Body, scope: str, resolver: Resolver, namespace: str) -> Copy:
-    """Copies a function and everything that it leads to; its nodes are named under `scope`."""
+    """Copies a function and all functions that it uses; public names of its nodes start with `scope`."""
     copier = _Copier(resolver, {}, frozenset(), namespace)
     body = copier.copy_function(source, "rule", scope, live=True, around=None)
-    return Copy(body, {}, copier.scopes, copier.places, copier.resolved, copier.unique)
+    return Copy(body, {}, copier.scopes, copier.candidates, copier.resolved, copier.unique)
 
 
 class _Copier:
     def __init__(
-        self, resolver: Resolver, fed: Mapping[int, AbstractSet[int]], apart: AbstractSet[Ref], namespace: str
+        self, resolver: Resolver, fed: Mapping[int, AbstractSet[int]], separate: AbstractSet[Ref], namespace: str
     ) -> None:
         self._resolver = resolver
         self._namespace = namespace
         self._fed = fed
-        self._apart: dict[int, set[int]] = {}
-        for node, output in apart:
-            self._apart.setdefault(node, set()).add(output)
+        self._separate: dict[int, set[int]] = {}
+        for node, output in separate:
+            self._separate.setdefault(node, set()).add(output)
         self.scopes: dict[str, str] = {}
-        self.places: list[Place] = []
+        self.candidates: list[CandidateNode] = []
         self.resolved: dict[int, Resolved] = {}
         self._destinations: dict[int, Destination] = {}
 
@@ -128,7 +131,7 @@ class _Copier:
         return self._copy(top, into, "", [], None, live=True, around=None)
 
     def unique(self, body: Body, name: str) -> str:
-        """A free name in a body that was made here."""
+        """Returns a free name in a body of the copy."""
         return self._destinations[id(body)].unique(name)
 
     def _copy(
@@ -142,9 +145,11 @@ class _Copier:
         live: bool,
         around: str | None,
     ) -> _Placed:
-        """Puts the nodes of `source` into `into`. `args`: what its arguments are there. `gate`: a node that all must
-        wait for. `live`: whether gradients are asked node by node here. `around`: label of an override that took a call
-        around this."""
+        """Copies the nodes of `source` into `into`.
+
+        `args`: tensors for the arguments. `gate`: node that all copied nodes must wait for. `live`: whether gradients
+        are computed node by node here. `around`: label of the override that matched an enclosing call.
+        """
         nodes, is_top = source.nodes, not source.name
         names = [into.unique(prefix + node.name) for node in nodes[source.arg_count :]]
         placed = _Placed([-1] * len(nodes))
@@ -170,17 +175,17 @@ class _Copier:
             asks = calls and around is None
             resolved = self._call(node, into.public(public), source, live=live) if asks else None
             label = resolved.label if isinstance(resolved, Match) else around
-            # A rule for a call replaces the gradient of the whole call, so the call must still be there.
+            # A rule for a call replaces the gradient of the whole call, so the call is not inlined.
             whole = isinstance(resolved, Match) and resolved.rule != OWN_GRADIENT
             if calls and not whole:
-                apart = self._apart.get(position, set()) if is_top else set()
+                separate = self._separate.get(position, set()) if is_top else set()
                 self._inline(
                     node,
                     copy,
                     into,
                     position,
                     placed,
-                    apart,
+                    separate,
                     resolved,
                     live=live,
                     around=label,
@@ -188,15 +193,15 @@ class _Copier:
                 )
             else:
                 if node.op in BRANCHES:
-                    _part(copy, [_type(source, ref) for ref in node.inputs], into)
+                    _separate_inputs(copy, [_type(source, ref) for ref in node.inputs], into)
                 placed.nodes[position] = into.add(copy)
                 if resolved is not None:
                     self.resolved[id(copy)] = [resolved]
-                elif self._resolver.choosers or GRADIENT_ATTR in node.attrs or OUTPUTS_NOTE in node.attrs:
-                    place = Place(
+                elif self._resolver.matchers or GRADIENT_ATTR in node.attrs or OUTPUTS_ATTR in node.attrs:
+                    candidate = CandidateNode(
                         into.public(public), source.name, into.body, placed.nodes[position], live, None, around
                     )
-                    self.places.append(place)
+                    self.candidates.append(candidate)
                 copy.watched = live and bool(inputs) and any(dtype in DIFFERENTIABLE for dtype in node.outputs or ())
                 if node.functions:
                     self._copy_functions(node, copy, into.public(name), live=live and not calls, around=label)
@@ -204,10 +209,10 @@ class _Copier:
                 self._feed(node, public, sorted(fed), into, position, placed)
         return placed
 
-    def _call(self, node: Node, public: str, source: Body, *, live: bool) -> Match | Foreign | None:
-        """Which rule a call as a whole gets, if gradients are asked node by node where it lies."""
+    def _call(self, node: Node, public: str, source: Body, *, live: bool) -> Match | ForeignGradient | None:
+        """Returns the match of a whole call; None where gradients are not computed node by node."""
         types = [_type(source, ref) for ref in node.inputs]
-        resolved = self._resolver.whole(node, public, types, source.name)
+        resolved = self._resolver.match_call(node, public, types, source.name)
         return resolved if live else None
 
     def _inline(
@@ -217,14 +222,14 @@ class _Copier:
         into: Destination,
         position: int,
         placed: _Placed,
-        apart: AbstractSet[int],
-        resolved: Match | Foreign | None,
+        separate: AbstractSet[int],
+        resolved: Match | ForeignGradient | None,
         *,
         live: bool,
         around: str | None,
         awaited: bool,
     ) -> None:
-        """Puts the body of a call where the call is."""
+        """Inlines a call: copies the nodes of its function into the body that contains the call."""
         body = node.functions[0][1][0]
         gate = None
         if len(call.controls) == 1:
@@ -236,11 +241,11 @@ class _Copier:
         outputs = []
         for number, ref in enumerate(body.results):
             output = inner.ref(ref)
-            # An argument that is handed back must still wait; an asked tensor must not be one that the inside uses
-            # too; what was resolved for the call itself needs a node that gradients pass through.
+            # An Identity is needed if the output is an argument that must wait for the gate, if a requested tensor must
+            # not be shared with uses inside, and to carry the mark of the call's own match.
             waits = [] if gate is None or ref[0] >= body.arg_count else [gate]
             waits += _not_behind(into.body, output[0], ends)
-            if number in apart or resolved is not None or waits:
+            if number in separate or resolved is not None or waits:
                 result = _identity(into, call.name, number, output, body.result_types[number], waits)
                 output = (into.add(result), 0)
                 if resolved is not None:
@@ -255,7 +260,7 @@ class _Copier:
             placed.nodes[position] = into.add(Node(call.name, "NoOp", [], sorted(after), {}, ()))
 
     def _copy_functions(self, node: Node, copy: Node, public: str, *, live: bool, around: str | None) -> None:
-        """Gives a container, or a call that stays one, functions of its own."""
+        """Copies the functions of a loop, a branch or a call that is not inlined."""
         functions = []
         for attr, bodies in node.functions:
             copies = (self.copy_function(body, attr, public, live=live, around=around) for body in bodies)
@@ -263,7 +268,7 @@ class _Copier:
         copy.functions = tuple(functions)
 
     def copy_function(self, source: Body, attr: str, public: str, *, live: bool, around: str | None) -> Body:
-        """A copy of a function, under a name of its own."""
+        """Returns a copy of a function under a new name."""
         name = f"{self._namespace}_{len(self.scopes):04d}_{attr}"
         self.scopes[name] = public
         body = Body(
@@ -286,7 +291,7 @@ class _Copier:
     def _feed(
         self, node: Node, name: str, fed: Sequence[int], into: Destination, position: int, placed: _Placed
     ) -> None:
-        """Gives the consumers of fed outputs placeholders, under the name that calls know."""
+        """Replaces fed outputs by placeholders under the node's public name."""
         outputs = [placed.ref((position, output)) for output in range(len(node.outputs or ()))]
         types = node.outputs or ()
         if fed == [0]:
@@ -296,7 +301,7 @@ class _Copier:
             feeds = {}
             for output in fed:
                 feeds[output] = into.add(_placeholder(into.unique(f"{name}/fed_{output}"), types[output], None))
-            # Below the last fed output there must be as many inputs, whichever: nobody asks for those.
+            # IdentityN needs an input for each output up to the last fed one; the unused ones repeat the first.
             filled = [feeds.get(output, feeds[fed[0]]) for output in range(fed[-1] + 1)]
             inner_types = [types[output] if output in feeds else types[fed[0]] for output in range(fed[-1] + 1)]
             attrs = {"T": AttrValue(list=AttrValue.ListValue(type=map(as_dt, inner_types)))}
@@ -308,11 +313,11 @@ class _Copier:
 
 
 def _not_behind(body: Body, result: int, ends: Sequence[int]) -> list[int]:
-    """Those of the nodes that the result does not wait for already."""
+    """Returns the nodes of `ends` that the result does not already depend on."""
     missing = dict.fromkeys(ends)
     if not missing:
         return []
-    # Nodes are added producers first, so nothing before the first of them waits for one of them.
+    # Nodes are in topological order, so nodes before the first of `ends` cannot depend on any of them.
     first = min(missing)
     seen: set[int] = set()
     pending = [result]
@@ -335,13 +340,13 @@ def _identity(into: Destination, call: str, number: int, ref: Ref, dtype: int, c
     return Node(into.unique(f"{call}/result_{number}"), "Identity", [ref], controls, attrs, (dtype,))
 
 
-def _part(branch: Node, types: Sequence[int], into: Destination) -> None:
-    """Gives the functions of a branch different tensors: one that comes twice comes the second time by an Identity.
+def _separate_inputs(branch: Node, types: Sequence[int], into: Destination) -> None:
+    """Makes the inputs of a branch distinct tensors by adding an Identity for each repeated one.
 
-    TensorFlow's gradient of a branch knows inputs by the tensor outside, and of two that are one forgets the first.
+    TensorFlow's gradient of a branch keys inputs by the outer tensor, and would drop the gradient of a repeated one.
     """
     seen: set[Ref] = set()
-    # The first is the predicate, or the branch's number: no function sees it.
+    # The first input is the predicate or branch index, which is not passed to the functions.
     for number, ref in enumerate(branch.inputs[1:], start=1):
         if ref in seen and types[number] not in (0, Dt.DT_RESOURCE):
             attrs = {"T": AttrValue(type=as_dt(types[number]))}

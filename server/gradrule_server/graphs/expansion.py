@@ -1,4 +1,4 @@
-"""What is asked of a graph, and what expanding it answers."""
+"""Expands a graph for one program: checks it, resolves overrides, inlines calls and removes unneeded nodes."""
 
 from __future__ import annotations
 
@@ -8,45 +8,56 @@ from dataclasses import dataclass, field
 
 from gradrule import _opdefs
 from gradrule._dtypes import as_dt
-from gradrule.v1.graph_pb2 import Graph, Versions
+from gradrule.v1.graph_pb2 import Graph
 from gradrule.v1.tensor_pb2 import Dt, TensorShape
 from gradrule_server.errors import error
-from gradrule_server.graphs.brought import expand_rules
 from gradrule_server.graphs.check import check
-from gradrule_server.graphs.collector import paused_collection
 from gradrule_server.graphs.copying import UNKNOWN_SHAPE, Copy, copy_graph
+from gradrule_server.graphs.embedded_rules import expand_embedded_rules, write_embedded_rules
 from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.ir import PLACEHOLDER_WITH_DEFAULT, PLACEHOLDERS, Body, Limits, Node, Ref, is_call
+from gradrule_server.graphs.gc_pause import paused_collection
+from gradrule_server.graphs.ir import (
+    PLACEHOLDER_WITH_DEFAULT,
+    PLACEHOLDERS,
+    Body,
+    Limits,
+    Node,
+    Ref,
+    bodies_of,
+    is_call,
+    nodes_of,
+    prune,
+)
 from gradrule_server.graphs.marks import Mark, mark
-from gradrule_server.graphs.names import TensorNames, canonical, parse_tensor_name
-from gradrule_server.graphs.prune import bodies_of, nodes_of, prune
+from gradrule_server.graphs.node_gradients import NodeGradients
+from gradrule_server.graphs.resolution_context import Match, RequestTensors, ResolutionContext
 from gradrule_server.graphs.resolve import Resolver
 from gradrule_server.graphs.rewrites import check_rewrites, rewrite
-from gradrule_server.graphs.scene import Asked, Match, Scene
-from gradrule_server.graphs.selectors import OverrideSpec, choosers
-from gradrule_server.graphs.subgraphs import weave
+from gradrule_server.graphs.selectors import OverrideSpec, matchers
+from gradrule_server.graphs.subgraphs import insert_custom_gradient_nodes
+from gradrule_server.graphs.tensor_names import TensorNames, canonical, parse_tensor_name
 from gradrule_server.graphs.variable_ops import SOURCES
 from gradrule_server.graphs.variable_table import Variable, VariableTable, fed_in_place
 from gradrule_server.graphs.variables import lower_variables
-from gradrule_server.graphs.wishes import Wishes
 from gradrule_server.graphs.write import tensor_name, write_graph
-from gradrule_server.graphs.write_rule import write_rule
 from gradrule_server.policy import Fault, op_fault
 
 
-def _no_rule(name: str, _: str) -> int:
+def _refuse_rule(name: str, _: str) -> int:
     raise error(Reason.ERROR_REASON_UNKNOWN_RULE, f"there is no rule {quote(name)}")
 
 
-def _no_place(label: str) -> int:
+def _refuse_embedded_rule(label: str) -> int:
     raise error(Reason.ERROR_REASON_UNSUPPORTED, f"there is no place for {quote(label)}, a rule of the graph's own")
 
 
 @dataclass(frozen=True, slots=True)
 class ExpandRequest:
-    """Names of tensors as requests write them. `known_rule`: index of the rule that an attribute of an op of some
-    type names; UNKNOWN_RULE if there is none. `bring`: a new index, under a label, for a rule that the graph brings
-    along."""
+    """What a program computes from a graph; tensors are named as in requests.
+
+    `known_rule`: returns the rule index for a name in a node's attribute and the node's op type; raises UNKNOWN_RULE.
+    `add_embedded_rule`: adds a rule that the graph contains, under a label, and returns its index.
+    """
 
     fetches: Sequence[str] = ()
     ys: Sequence[str] = ()
@@ -56,25 +67,25 @@ class ExpandRequest:
     fed: Sequence[str] = ()
     overrides: Sequence[OverrideSpec] = ()
     rewrites: Sequence[str] = ()
-    # The field of the request that asks for derivatives, and whether gradients are differentiated again.
+    # Request field of the derivative, and whether gradients are themselves differentiated.
     derivative: str = "vjp"
-    again: bool = False
-    known_rule: Callable[[str, str], int] = _no_rule
-    bring: Callable[[str], int] = _no_place
-    # Starts the names of all functions: those of other programs in the same process must differ.
+    second_order: bool = False
+    known_rule: Callable[[str, str], int] = _refuse_rule
+    add_embedded_rule: Callable[[str], int] = _refuse_embedded_rule
+    # Prefix of all function names: names must be unique among the programs of one engine process.
     namespace: str = "gr"
-    # Names of variables that have values, and whether what the graph assigns to variables is wanted too.
+    # Variables that have values, and whether the values that the graph assigns to variables are returned.
     variables: Sequence[str] = ()
     with_updates: bool = False
-    # Whether all variables have values outside: those of a session.
+    # Whether all variables get their values from a session.
     stateful: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class GraphInput:
-    """A placeholder, a variable, or another fed tensor, of the expanded graph: `x` or `h:1`.
+    """An input of the expanded graph: a placeholder, a variable or another fed tensor (`x` or `h:1`).
 
-    `optional`: it has a default, or a value. `aliases`: further names that calls may use.
+    `optional`: it has a default or a bound value. `aliases`: other names that calls may use.
     """
 
     name: str
@@ -86,46 +97,46 @@ class GraphInput:
 
 @dataclass(slots=True)
 class Expanded:
-    """A graph as the engine takes it."""
+    """A graph in the form that the engine compiles."""
 
     graph_bytes: bytes
-    # How many there are, in functions and rules too.
+    # Number of nodes, including those in functions and embedded rules.
     nodes: int
     marks: list[Mark]
-    # Public name of its container by name of function.
+    # Public name of the containing loop, branch or call by function name.
     scopes: dict[str, str]
     matches: list[Match]
     inputs: list[GraphInput]
     # Public names of the nodes that rewrites replaced.
     rewritten: list[str]
-    # Name in the expanded graph, and element type, by the name asked; a stop_gradient off the path has no such name.
+    # Name in the expanded graph and element type by requested name; stop_gradients off the path have no name.
     tensor_names: dict[str, str]
     dtypes: dict[str, Dt.ValueType]
-    # Graphs of the rules that the graph brings along, by index: variables are placeholders, results `dx`, `dx1`, …
-    brought: dict[int, bytes]
-    brought_nodes: dict[int, int]
-    # Names of the uploaded graph's placeholders and variables that a call may feed as they are, needed or not.
+    # Serialized graphs of embedded rules by index: arguments are placeholders, results `dx`, `dx1`, …
+    embedded_rules: dict[int, bytes]
+    embedded_rule_nodes: dict[int, int]
+    # Placeholders and variables of the uploaded graph that calls may feed without a new program, needed or not.
     placeholders: list[str] = field(default_factory=list)
-    # Variables by the name that the request gives them values under, needed or not.
+    # Variables by the name under which the request gives their values, needed or not.
     variables: dict[str, GraphInput] = field(default_factory=dict)
-    # Tensor with the new value by name of variable, if asked.
+    # Tensor with the new value by variable name, if `with_updates` was set.
     updates: dict[str, str] = field(default_factory=dict)
 
     def dtype_of(self, name: str) -> Dt.ValueType:
-        """Element type of an asked tensor."""
+        """Returns the element type of a requested tensor."""
         return self.dtypes[name]
 
 
 def placeholders(graph: Graph, variables: Iterable[str] = ()) -> frozenset[str]:
-    """Names of the top level's placeholders and variables that a call may feed as they are.
+    """Returns the names of top-level placeholders and variables that a call may feed without a new program.
 
-    `variables`: names of those that have values.
+    `variables`: names of the variables that have values.
     """
     return frozenset(node.name for node in graph.node if node.op in PLACEHOLDERS) | fed_in_place(graph, variables)
 
 
 def expand(graph: Graph, request: ExpandRequest, limits: Limits | None = None) -> Expanded:
-    """Checks the graph and the request, resolves overrides, inlines calls, and leaves what the asked tensors need.
+    """Checks graph and request, resolves overrides, inlines calls and keeps only nodes that requested tensors need.
 
     Raises `GradruleError` with all findings.
     """
@@ -138,15 +149,17 @@ def _expand(graph: Graph, request: ExpandRequest, limits: Limits) -> Expanded:
     top, library = check(graph, limits, findings)
     table = VariableTable(top)
     names = TensorNames(top, findings, {alias: item.name for alias, item in table.names.items()})
-    asked = _asked(request, names)
+    requested = _requested(request, names)
     fed = _fed(request, names, findings)
-    wishes = Wishes(request.known_rule, request.bring, library.gradients, library.foreign, bool(request.ys), findings)
+    node_gradients = NodeGradients(
+        request.known_rule, request.add_embedded_rule, library.gradients, library.foreign, bool(request.ys), findings
+    )
     resolver = Resolver(
-        choosers(request.overrides, library, findings),
-        wishes,
+        matchers(request.overrides, library, findings),
+        node_gradients,
         bool(request.ys),
         findings,
-        request.again,
+        request.second_order,
         limits.inlined_nodes,
     )
     check_rewrites(request.rewrites, findings)
@@ -157,10 +170,12 @@ def _expand(graph: Graph, request: ExpandRequest, limits: Limits) -> Expanded:
     for position, output in fed.values():
         if top.nodes[position].op not in PLACEHOLDERS | SOURCES:
             cut.setdefault(position, set()).add(output)
-    apart = {asked[name] for name in (*request.xs, *request.stop_gradients)}
-    named = _selected(request.overrides, names)
-    copy = copy_graph(top, resolver, cut, {*asked.values(), *fed.values(), *named.values()}, apart, request.namespace)
-    roots = [*(asked[name] for name in _computed(request)), *fed.values()]
+    separate = {requested[name] for name in (*request.xs, *request.stop_gradients)}
+    named = _find_selected(request.overrides, names)
+    copy = copy_graph(
+        top, resolver, cut, {*requested.values(), *fed.values(), *named.values()}, separate, request.namespace
+    )
+    roots = [*(requested[name] for name in _result_names(request)), *fed.values()]
     updates: dict[Variable, Ref] = {}
     if table:
         outside = {
@@ -171,20 +186,20 @@ def _expand(graph: Graph, request: ExpandRequest, limits: Limits) -> Expanded:
         updates = lower_variables(copy, table, [copy.tensors[root] for root in roots], outside, findings)
     if request.with_updates:
         roots += _keep_updates(copy, updates)
-    dtypes = {name: _copied_dtype(copy, ref) for name, ref in asked.items()}
-    rewritten = rewrite(copy, request.rewrites, {copy.tensors[asked[name]] for name in request.xs})
-    scene = _resolve(copy, resolver, request, asked, named, limits, findings)
-    matches = resolver.matches(scene)
-    findings.all += resolver.unmatched(scene) if request.ys else []
-    # What only stop_gradients name is on no path: it stops nothing, and needs no feed.
-    places = _prune(copy, set(roots))
-    rules = expand_rules(wishes, request.namespace)
+    dtypes = {name: _copied_dtype(copy, ref) for name, ref in requested.items()}
+    rewritten = rewrite(copy, request.rewrites, {copy.tensors[requested[name]] for name in request.xs})
+    context = _resolve(copy, resolver, request, requested, named, limits, findings)
+    matches = resolver.matches(context)
+    findings.all += resolver.unmatched(context) if request.ys else []
+    # stop_gradients are no roots: one that nothing else needs has no effect and needs no feed.
+    moved = _prune(copy, set(roots))
+    rules = expand_embedded_rules(node_gradients, request.namespace)
     bodies = [copy.body, *rules.bodies.values()]
     _check_runnable(bodies, {**copy.scopes, **rules.scopes}, limits, findings)
     findings.raise_if_any()
-    marks = mark(bodies, {**copy.resolved, **scene.resolved, **rules.resolved})
-    # Marks are written onto nodes: those within gradients, too, for gradients of gradients.
-    brought = _write_brought(rules.bodies, wishes.brought, graph.versions, limits)
+    marks = mark(bodies, {**copy.resolved, **context.resolved, **rules.resolved})
+    # Write the rules after marking: their nodes carry marks too, for gradients of gradients.
+    embedded_rules = write_embedded_rules(rules.bodies, node_gradients.embedded_indices, graph.versions, limits)
     return Expanded(
         graph_bytes=write_graph(copy.body, rules.bodies.values(), graph.versions),
         nodes=sum(len(body.nodes) for root in bodies for body in bodies_of(root)),
@@ -192,10 +207,12 @@ def _expand(graph: Graph, request: ExpandRequest, limits: Limits) -> Expanded:
         scopes={body.name: copy.scopes[body.name] for body in bodies_of(copy.body) if body.name},
         matches=matches,
         rewritten=rewritten,
-        brought=brought,
-        brought_nodes={index: len(rules.bodies[name].nodes) for (name, _), index in wishes.brought.items()},
+        embedded_rules=embedded_rules,
+        embedded_rule_nodes={
+            index: len(rules.bodies[name].nodes) for (name, _), index in node_gradients.embedded_indices.items()
+        },
         inputs=_inputs(top, copy.body, cut, fed, table, set(given.values())),
-        tensor_names={name: tensor_name(copy.body, places[ref]) for name, ref in asked.items() if ref in places},
+        tensor_names={name: tensor_name(copy.body, moved[ref]) for name, ref in requested.items() if ref in moved},
         dtypes=dtypes,
         placeholders=[
             *(node.name for node in top.nodes if node.op in PLACEHOLDERS),
@@ -203,9 +220,9 @@ def _expand(graph: Graph, request: ExpandRequest, limits: Limits) -> Expanded:
         ],
         variables={name: _variable_input(item, optional=True) for name, item in given.items()},
         updates={
-            variable.name: tensor_name(copy.body, places[ref])
+            variable.name: tensor_name(copy.body, moved[ref])
             for variable, ref in zip(updates, _update_keys(updates), strict=True)
-            if ref in places
+            if ref in moved
         },
     )
 
@@ -214,7 +231,7 @@ def _expand(graph: Graph, request: ExpandRequest, limits: Limits) -> Expanded:
 class VariableInfo:
     """A variable of a graph.
 
-    `names`: all by which requests may call it, its own first. `initialised`: the graph computes its first value.
+    `names`: all names that requests may use, its own first. `initialised`: the graph computes its initial value.
     """
 
     names: tuple[str, ...]
@@ -224,7 +241,7 @@ class VariableInfo:
 
 
 def variables(graph: Graph, limits: Limits | None = None) -> list[VariableInfo]:
-    """The variables of a graph, which is checked. Raises `GradruleError` with all findings."""
+    """Checks a graph and returns its variables. Raises `GradruleError` with all findings."""
     with paused_collection():
         findings = Findings()
         top, _ = check(graph, limits or Limits(), findings)
@@ -236,7 +253,7 @@ def variables(graph: Graph, limits: Limits | None = None) -> list[VariableInfo]:
 
 
 def _update_keys(updates: Mapping[Variable, Ref]) -> list[Ref]:
-    """Keys under which new values are kept among the copy's tensors: no tensor of the uploaded graph has these."""
+    """Returns keys for new variable values in `Copy.tensors`; negative, so no tensor of the uploaded graph has them."""
     return [(-1 - number, 0) for number in range(len(updates))]
 
 
@@ -246,7 +263,7 @@ def _keep_updates(copy: Copy, updates: Mapping[Variable, Ref]) -> list[Ref]:
     return keys
 
 
-def _asked(request: ExpandRequest, names: TensorNames) -> dict[str, Ref]:
+def _requested(request: ExpandRequest, names: TensorNames) -> dict[str, Ref]:
     groups = (
         ("fetches", request.fetches),
         (f"{request.derivative}.ys", request.ys),
@@ -254,13 +271,13 @@ def _asked(request: ExpandRequest, names: TensorNames) -> dict[str, Ref]:
         (f"{request.derivative}.grad_ys", request.grad_y_tensors),
         (f"{request.derivative}.stop_gradients", request.stop_gradients),
     )
-    asked: dict[str, Ref] = {}
+    requested: dict[str, Ref] = {}
     for group, texts in groups:
         for position, text in enumerate(texts):
             ref = names.find(text, f"spec.{group}[{position}]")
             if ref is not None:
-                asked[text] = ref
-    return asked
+                requested[text] = ref
+    return requested
 
 
 def _fed(request: ExpandRequest, names: TensorNames, findings: Findings) -> dict[str, Ref]:
@@ -277,8 +294,8 @@ def _fed(request: ExpandRequest, names: TensorNames, findings: Findings) -> dict
     return fed
 
 
-def _selected(overrides: Iterable[OverrideSpec], names: TensorNames) -> dict[str, Ref]:
-    """Tensors of the top level that selectors name, by name; those in functions are found in the copy."""
+def _find_selected(overrides: Iterable[OverrideSpec], names: TensorNames) -> dict[str, Ref]:
+    """Returns the top-level tensors that selectors name; tensors in functions are looked up in the copy later."""
     texts = {
         text
         for spec in overrides
@@ -292,12 +309,15 @@ def _resolve(
     copy: Copy,
     resolver: Resolver,
     request: ExpandRequest,
-    asked: Mapping[str, Ref],
+    requested: Mapping[str, Ref],
     named: Mapping[str, Ref],
     limits: Limits,
     findings: Findings,
-) -> Scene:
-    """Decides which node of the copy gets which rule, and ties up subgraphs that get one. LIMIT_EXCEEDED."""
+) -> ResolutionContext:
+    """Assigns rules to nodes of the copy and adds custom-gradient nodes for subgraphs with rules.
+
+    Adds LIMIT_EXCEEDED for too many overrides times nodes.
+    """
     inner: dict[str, tuple[Body, int]] = {}
 
     def look_up(text: str) -> tuple[Body, Ref] | None:
@@ -308,7 +328,7 @@ def _resolve(
                 if body.name:
                     args = enumerate(body.nodes[: body.arg_count])
                     inner.update({f"{copy.scopes[body.name]}/{arg.name}": (body, index) for index, arg in args})
-            inner.update({place.name: (place.body, place.index) for place in copy.places})
+            inner.update({candidate.name: (candidate.body, candidate.index) for candidate in copy.candidates})
         name, output = parse_tensor_name(text) or ("", 0)
         found = inner.get(name)
         if found is None or output >= len(found[0].nodes[found[1]].outputs or ()):
@@ -319,54 +339,57 @@ def _resolve(
         found = look_up(text)
         if found is None:
             name, _ = parse_tensor_name(text) or ("", 0)
-            message = f"There is no tensor {quote(text)}.{findings.near(name, inner)}"
+            message = f"There is no tensor {quote(text)}.{findings.suggest_similar(name, inner)}"
             findings.add(Reason.ERROR_REASON_UNKNOWN_TENSOR, message, field=field)
         return found
 
     def moved(texts: Iterable[str]) -> frozenset[Ref]:
-        return frozenset(copy.tensors[asked[text]] for text in texts)
+        return frozenset(copy.tensors[requested[text]] for text in texts)
 
-    scene = Scene(
+    context = ResolutionContext(
         copy.body,
-        copy.places,
+        copy.candidates,
         copy.scopes,
-        Asked(moved(request.xs), moved(request.ys), moved(request.stop_gradients)),
+        RequestTensors(moved(request.xs), moved(request.ys), moved(request.stop_gradients)),
         look_up,
         find,
     )
-    looks = len(resolver.choosers) * len(copy.places)
-    if looks > limits.selections:
-        for chooser in resolver.choosers:
-            chooser.faulty = True
+    checks = len(resolver.matchers) * len(copy.candidates)
+    if checks > limits.selections:
+        for matcher in resolver.matchers:
+            matcher.faulty = True
         message = (
-            f"{len(resolver.choosers)} overrides would look at {len(copy.places)} nodes each, {looks} in all; "
+            f"{len(resolver.matchers)} overrides would each be checked against {len(copy.candidates)} nodes, "
+            f"{checks} checks in all; "
             f"{limits.selections} is the most (--max-selections). Select more nodes with fewer overrides."
         )
         findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message, field="spec.overrides")
     elif request.ys:
-        resolver.resolve(scene)
-    subgraphs = scene.subgraphs
-    knots, moves = weave([(subgraph, match.node) for subgraph, match in subgraphs], copy.unique)
-    for knot, (_, match) in zip(knots, subgraphs, strict=True):
-        scene.resolved[id(knot)] = [match]
+        resolver.resolve(context)
+    subgraphs = context.subgraphs
+    custom_gradients, moves = insert_custom_gradient_nodes(
+        [(subgraph, match.node) for subgraph, match in subgraphs], copy.unique
+    )
+    for custom_gradient, (_, match) in zip(custom_gradients, subgraphs, strict=True):
+        context.resolved[id(custom_gradient)] = [match]
     gone = moves.get(id(copy.body), {})
-    copy.tensors = {ref: gone.get(place, place) for ref, place in copy.tensors.items()}
-    return scene
+    copy.tensors = {ref: gone.get(target, target) for ref, target in copy.tensors.items()}
+    return context
 
 
-def _computed(request: ExpandRequest) -> list[str]:
+def _result_names(request: ExpandRequest) -> list[str]:
     return [*request.fetches, *request.ys, *request.xs, *request.grad_y_tensors]
 
 
 def _prune(copy: Copy, roots: Iterable[Ref]) -> dict[Ref, Ref]:
-    """Leaves what the roots need; returns where tensors went that are left."""
+    """Removes nodes that no root needs; returns the new positions of the remaining tensors."""
     moved = prune(copy.body, {copy.tensors[root][0] for root in roots})
-    return {asked: (moved[node], output) for asked, (node, output) in copy.tensors.items() if node in moved}
+    return {requested: (moved[node], output) for requested, (node, output) in copy.tensors.items() if node in moved}
 
 
 def _check_runnable(roots: Iterable[Body], scopes: Mapping[str, str], limits: Limits, findings: Findings) -> None:
-    """UNSUPPORTED_OP and OP_NOT_ALLOWED for nodes that are needed; what is not needed reaches no engine."""
-    # Nodes share their attributes, and most are of few op types.
+    """Adds UNSUPPORTED_OP and OP_NOT_ALLOWED for the remaining nodes; removed nodes do not reach an engine."""
+    # Cached, because nodes share attribute objects and most have one of few op types.
     known: dict[tuple[str, int], Fault | None] = {}
     for body, node in itertools.chain.from_iterable(map(nodes_of, roots)):
         reason, why = Reason.ERROR_REASON_UNSUPPORTED_OP, node.unsupported
@@ -383,31 +406,6 @@ def _check_runnable(roots: Iterable[Body], scopes: Mapping[str, str], limits: Li
             findings.add(reason, f"Node {quote(name)} ({node.op}) {why}.", name)
 
 
-def _write_brought(
-    bodies: Mapping[str, Body], labels: Mapping[tuple[str, str], int], versions: Versions, limits: Limits
-) -> dict[int, bytes]:
-    """Graphs of the gradients that the graph brings along, by index; those of one gradient are the same object.
-
-    LIMIT_EXCEEDED for too many nodes or bytes: the engine gets them once per label.
-    """
-    nodes = sum(len(bodies[name].nodes) for name, _ in labels)
-    if nodes > limits.inlined_nodes:
-        raise error(
-            Reason.ERROR_REASON_LIMIT_EXCEEDED,
-            f"gradients that the graph brings along have {nodes} nodes, once for each region that they belong to; "
-            f"{limits.inlined_nodes} is the most (--max-inlined-nodes)",
-        )
-    written = {name: write_rule(body, versions) for name, body in bodies.items()}
-    added = sum(len(written[name]) for name, _ in labels) - sum(map(len, written.values()))
-    if added > limits.inlined_bytes:
-        raise error(
-            Reason.ERROR_REASON_LIMIT_EXCEEDED,
-            f"gradients that the graph brings along belong to so many regions that they take {added} bytes more; "
-            f"{limits.inlined_bytes} is the most (--max-inlined-bytes)",
-        )
-    return {index: written[name] for (name, _), index in labels.items()}
-
-
 def _inputs(
     top: Body,
     body: Body,
@@ -416,8 +414,8 @@ def _inputs(
     table: VariableTable,
     given: Container[Variable],
 ) -> list[GraphInput]:
-    """What calls give: placeholders and variables that are needed, then other tensors that are fed."""
-    # Nodes of the top level keep their names, so a name tells whether one is still there.
+    """Returns the inputs of calls: needed placeholders and variables, then other fed tensors."""
+    # Top-level nodes keep their names, so a name shows whether a node remains.
     kept = {node.name for node in body.nodes if node.op in PLACEHOLDERS or node.op == PLACEHOLDER_WITH_DEFAULT}
     inputs = []
     for position, node in enumerate(top.nodes):

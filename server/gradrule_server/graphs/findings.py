@@ -1,4 +1,4 @@
-"""Collecting everything that is wrong with a graph before refusing it."""
+"""Collects all findings about a graph, so that one error reports them together."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterable
 from gradrule.v1.errors_pb2 import ErrorReason
 from gradrule_server.errors import Finding, GradruleError, Reason
 
-# Answers hold at most 4 KiB of findings; what goes beyond serves nobody and costs time with hostile graphs.
+# Responses hold at most 4 KiB of findings, so more would only cost time with hostile graphs.
 MAX_FINDINGS = 500
-# Suggestions compare a name with many others, so only the first wrong names get one.
+# Each suggestion compares a name with many others, so only the first unknown names get one.
 MAX_SUGGESTIONS = 20
 MAX_CANDIDATES = 2000
 MAX_QUOTED = 200
 
 
 def quote(name: str) -> str:
-    """The name in quotes, cut where it is absurdly long."""
+    """Returns the name in quotes, shortened to `MAX_QUOTED` characters."""
     return repr(name) if len(name) <= MAX_QUOTED else f"{name[:MAX_QUOTED]!r}… ({len(name)} characters)"
 
 
@@ -33,24 +33,24 @@ class Findings:
 
     @property
     def full(self) -> bool:
-        """Whether no more findings are kept."""
+        """Whether the limit is reached, so that further findings are dropped."""
         return len(self.all) >= MAX_FINDINGS
 
     def add(self, reason: ErrorReason.ValueType, message: str, node: str = "", field: str = "") -> None:
-        """Notes one finding."""
+        """Adds one finding, unless the limit is reached."""
         if len(self.all) < MAX_FINDINGS:
             self.all.append(Finding(reason, message, node[:MAX_QUOTED], field))
 
     def suggest(self, make: Callable[[], str]) -> str:
-        """What `make` suggests (` Did you mean …?`), for the first wrong names only."""
+        """Returns the suggestion of `make` (` Did you mean …?`), for the first `MAX_SUGGESTIONS` names only."""
         if self._suggestions >= MAX_SUGGESTIONS:
             return ""
         self._suggestions += 1
         return make()
 
-    def near(self, name: str, known: Iterable[str]) -> str:
-        """` Did you mean …?` from names of nodes, of which there may be very many."""
-        return self.suggest(lambda: near_name(name, known))
+    def suggest_similar(self, name: str, known: Iterable[str]) -> str:
+        """Returns ` Did you mean …?` with similar node names, or nothing; counts toward `MAX_SUGGESTIONS`."""
+        return self.suggest(lambda: similar_name_hint(name, known))
 
     def raise_if_any(self) -> None:
         """Raises `GradruleError` with all findings, if there are any."""
@@ -58,8 +58,8 @@ class Findings:
             raise GradruleError(self.all)
 
 
-def near_name(name: str, known: Iterable[str]) -> str:
-    """` Did you mean 'a/b'?`: names with the same last part first, then names of similar length and spelling."""
+def similar_name_hint(name: str, known: Iterable[str]) -> str:
+    """Returns ` Did you mean 'a/b'?`: names with the same last part, or else names of similar length and spelling."""
     last, folded = name.rsplit("/", 1)[-1], name.lower()
     same_part: list[str] = []
     similar: list[str] = []
@@ -74,4 +74,4 @@ def near_name(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {' or '.join(quote(candidate) for candidate in close)}?" if close else ""
 
 
-__all__ = ["Finding", "Findings", "GradruleError", "Reason", "near_name", "quote"]
+__all__ = ["Finding", "Findings", "GradruleError", "Reason", "similar_name_hint", "quote"]

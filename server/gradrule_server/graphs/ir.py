@@ -1,11 +1,11 @@
-"""The form in which graphs are worked on: nodes that refer to one another by index, bodies that hold them.
+"""Defines the intermediate representation of graphs: bodies of nodes that refer to each other by index.
 
-The top level of a graph and every function are a `Body`. Checking fills bodies in; copying makes new ones.
+The top level of a graph and each function are a `Body`. Checking fills bodies in; copying creates new ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradrule.v1.graph_pb2 import AttrValue
@@ -19,12 +19,12 @@ Ref = tuple[int, int]
 
 ARG = "_Arg"
 
-# Names the rule, or the gradient of another process, that gives the node's gradient.
+# Attribute with the name of the rule, or of a gradient registered in another process, for the node.
 GRADIENT_ATTR = "_gradient_op_type"
 
 CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 
-# Ops that run functions as parts of themselves, with their attributes that hold one.
+# Control-flow ops, with their attributes that hold functions.
 CONTAINERS: dict[str, tuple[str, ...]] = {
     "If": ("then_branch", "else_branch"),
     "StatelessIf": ("then_branch", "else_branch"),
@@ -36,7 +36,7 @@ CONTAINERS: dict[str, tuple[str, ...]] = {
 LOOPS = frozenset({"While", "StatelessWhile"})
 BRANCHES = frozenset(CONTAINERS) - LOOPS
 
-# Nodes whose value a call must give.
+# Ops whose value each call must feed.
 PLACEHOLDERS = frozenset({"Placeholder", "PlaceholderV2"})
 PLACEHOLDER_WITH_DEFAULT = "PlaceholderWithDefault"
 
@@ -51,28 +51,28 @@ DIFFERENTIABLE = frozenset(
 
 @dataclass(slots=True)
 class Node:
-    """One operation. `outputs`: element types (`Dt` numbers; 0: not known); None where an error hides their number."""
+    """One operation. `outputs`: element types (`Dt` numbers; 0: unknown); None if an error leaves their number open."""
 
     name: str
     op: str
-    # What is the same for many nodes is shared by them: none of these is changed in place.
+    # Nodes share equal values of these fields, so they must not be changed in place.
     inputs: Sequence[Ref]
     controls: Sequence[int]
     attrs: Mapping[str, AttrValue]
     outputs: tuple[int, ...] | None = None
-    # Functions that the node calls or runs: per attribute (`f` for calls) its bodies.
+    # Functions that the node calls: bodies per attribute (`f` for calls).
     functions: tuple[tuple[str, tuple[Body, ...]], ...] = ()
-    # Why gradrule does not run this node; it matters only if the node is needed.
+    # Why gradrule cannot run this node; reported only if a result needs the node.
     unsupported: str = ""
-    # In expanded bodies: index into the marks, and whether its gradient passes through gradrule's hands.
+    # In expanded bodies: index into the marks, and whether gradrule computes its gradient.
     mark: int | None = None
     watched: bool = False
-    # In expanded bodies: the op type in the uploaded graph, where it is another by now.
+    # In expanded bodies: the op type in the uploaded graph, if it was changed.
     uploaded_op: str = ""
 
     @property
     def op_type(self) -> str:
-        """The op type as selectors and people know it."""
+        """The op type in the uploaded graph, which selectors match."""
         return self.uploaded_op or self.op
 
 
@@ -83,13 +83,13 @@ class Body:
     name: str
     nodes: list[Node] = field(default_factory=list)
     arg_count: int = 0
-    # Notes on arguments (`_output_shapes`), in their order.
+    # Attributes of arguments (`_output_shapes`), in order.
     arg_notes: list[dict[str, AttrValue]] = field(default_factory=list)
     result_names: list[str] = field(default_factory=list)
     result_types: list[int] = field(default_factory=list)
     results: list[Ref] = field(default_factory=list)
     control_results: list[tuple[str, int]] = field(default_factory=list)
-    # Indices of nodes, producers before consumers.
+    # Indices of nodes in topological order.
     order: list[int] = field(default_factory=list)
     is_stateful: bool = False
 
@@ -100,10 +100,50 @@ class Body:
 
 
 def replaced(inputs: Sequence[Ref], number: int, by: Ref) -> Sequence[Ref]:
-    """Inputs of which one is another."""
+    """Returns the inputs with input `number` replaced."""
     return (*inputs[:number], by, *inputs[number + 1 :])
 
 
 def is_call(node: Node) -> bool:
-    """Whether the node calls a function and does nothing else."""
+    """Returns whether the node is a function call, not a loop or branch."""
     return bool(node.functions) and node.op not in CONTAINERS
+
+
+def prune(body: Body, roots: Iterable[int]) -> dict[int, int]:
+    """Removes, in place, nodes that no root depends on; returns new indices by old."""
+    nodes = body.nodes
+    needed = bytearray(len(nodes))
+    pending = list(roots)
+    while pending:
+        position = pending.pop()
+        if not needed[position]:
+            needed[position] = 1
+            node = nodes[position]
+            pending += [producer for producer, _ in node.inputs]
+            pending += node.controls
+    moved = {old: new for new, old in enumerate(old for old in range(len(nodes)) if needed[old])}
+    body.nodes = [nodes[old] for old in moved]
+    for node in body.nodes:
+        node.inputs = tuple([(moved[producer], output) for producer, output in node.inputs])
+        node.controls = [moved[control] for control in node.controls] if node.controls else ()
+    return moved
+
+
+def bodies_of(top: Body, seen: set[int] | None = None) -> Iterator[Body]:
+    """Yields the body and all functions that it uses; skips bodies in `seen` (by id) and adds those it yields."""
+    pending = [top]
+    while pending:
+        body = pending.pop()
+        if seen is not None:
+            if id(body) in seen:
+                continue
+            seen.add(id(body))
+        yield body
+        pending += [inner for node in body.nodes for _, bodies in node.functions for inner in bodies]
+
+
+def nodes_of(top: Body) -> Iterator[tuple[Body, Node]]:
+    """Yields all nodes except arguments, each with its body."""
+    for body in bodies_of(top):
+        for node in body.nodes[body.arg_count :]:
+            yield body, node

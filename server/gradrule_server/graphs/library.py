@@ -1,6 +1,6 @@
-"""The functions of a graph, as their calls make use of them.
+"""Instantiates the functions of a graph.
 
-A function may have attributes (`T`) that each call gives; then each set of values is a body of its own.
+A function may have attributes (`T`) that each call sets; each set of values gives a separate body.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Iterator, Mapping
 from gradrule import _opdefs
 from gradrule.v1 import graph_pb2
 from gradrule.v1.graph_pb2 import AttrValue, Graph
-from gradrule_server.graphs.findings import Findings, Reason, near_name, quote
+from gradrule_server.graphs.custom_gradients import is_rule
+from gradrule_server.graphs.findings import Findings, Reason, quote, similar_name_hint
 from gradrule_server.graphs.ir import Body, Limits
-from gradrule_server.graphs.knots import is_rule
 from gradrule_server.graphs.read import Draft, Substitute, add_arg, add_result, read_function_body
 
 _Key = tuple[str, tuple[tuple[str, bytes], ...]]
 
 
 class Library:
-    """All functions by name, and the bodies made of them so far."""
+    """All functions of a graph by name, and the bodies instantiated so far."""
 
     def __init__(self, graph: Graph, limits: Limits, findings: Findings) -> None:
         self._limits = limits
@@ -41,22 +41,22 @@ class Library:
                 continue
             self._functions.setdefault(name, function)
         self._gradients = self._registered(graph)
-        # Bodies of the gradients that nodes ask for, by name.
+        # Bodies of the embedded gradients that nodes request, by gradient name.
         self.gradients: dict[str, Body] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._functions
 
     def names(self) -> list[str]:
-        """Names of all functions."""
+        """Returns the names of all functions."""
         return list(self._functions)
 
     def message(self, name: str) -> graph_pb2.Function:
-        """The function as it was sent."""
+        """Returns the message of a function."""
         return self._functions[name]
 
     def find_op(self, op_type: str) -> _opdefs.OpDef | None:
-        """The definition of a function, or else of one of TensorFlow's op types."""
+        """Returns the op definition of a function or of a TensorFlow op type; None if neither exists."""
         if op_type not in self._functions:
             return _opdefs.find(op_type)
         if op_type not in self._op_defs:
@@ -64,10 +64,10 @@ class Library:
         return self._op_defs[op_type]
 
     def body(self, name: str, attrs: Mapping[str, AttrValue], where: str) -> Body | None:
-        """The function's body under the attributes of a call; its nodes come later (`drafts`). None after an error."""
+        """Returns the function's body for a call's attributes; `drafts` reads its nodes later. None after an error."""
         function = self._functions.get(name)
         if function is None:
-            hint = self._findings.suggest(lambda: near_name(name, self._functions))
+            hint = self._findings.suggest(lambda: similar_name_hint(name, self._functions))
             message = f"{where} uses the function {quote(name)}, which the graph does not have.{hint}"
             self._findings.add(Reason.ERROR_REASON_INVALID_ATTR, message)
             return None
@@ -86,20 +86,20 @@ class Library:
 
     @property
     def foreign(self) -> frozenset[str]:
-        """Names of gradients that the graph registers in a form that is no rule."""
+        """Names of gradients that the graph registers without the signature of a rule."""
         return frozenset(name for name, function in self._gradients.items() if not self._is_rule(function))
 
     def rules(self) -> list[str]:
-        """Names of the functions that are gradients which the graph brings along."""
+        """Returns the names of functions that are embedded gradients."""
         return [function for function in self._gradients.values() if self._is_rule(function)]
 
-    def ask_gradient(self, name: str, where: str, node: str) -> None:
-        """Adds the body of the gradient of that name, if the graph registers one; its nodes come later (`drafts`)."""
+    def add_gradient(self, name: str, where: str, node: str) -> None:
+        """Instantiates the embedded gradient of that name, if there is one; `drafts` reads its nodes later."""
         function = self._gradients.get(name)
         if function is None or name in self.gradients:
             return
         if function not in self._functions:
-            hint = self._findings.suggest(lambda: near_name(function, self._functions))
+            hint = self._findings.suggest(lambda: similar_name_hint(function, self._functions))
             message = (
                 f"{where} has the gradient {quote(name)}, which the graph registers as its function "
                 f"{quote(function)}; it has no such function.{hint}"
@@ -111,7 +111,7 @@ class Library:
                 self.gradients[name] = body
 
     def drafts(self) -> Iterator[Draft]:
-        """Drafts of all bodies asked for; asking for more meanwhile is fine."""
+        """Reads and yields the drafts of all instantiated bodies, including those instantiated during the iteration."""
         while self._unread:
             draft, function, given = self._unread.popleft()
             self._node_count += len(function.node_def)
@@ -123,7 +123,7 @@ class Library:
             yield draft
 
     def _registered(self, graph: Graph) -> dict[str, str]:
-        """Name of the function by name of the gradient."""
+        """Returns the registered gradients: function name by gradient name."""
         found: dict[str, str] = {}
         for entry in graph.library.registered_gradients:
             if found.setdefault(entry.registered_op_type, entry.gradient_func) != entry.gradient_func:
@@ -135,7 +135,7 @@ class Library:
         return function in self._functions and is_rule(self._functions[function].signature)
 
     def _refuse_size(self, message: str) -> None:
-        """Going on would only take longer, so this finding ends the check."""
+        """Adds LIMIT_EXCEEDED and raises at once, because continuing would only take longer."""
         self._findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message)
         self._findings.raise_if_any()
 

@@ -1,4 +1,4 @@
-"""Numbers the nodes that run and that an override took, for the engine."""
+"""Numbers the matched nodes for the engine."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from gradrule_server.graphs.ir import Body
-from gradrule_server.graphs.prune import nodes_of
+from gradrule_server.graphs.ir import Body, nodes_of
+from gradrule_server.graphs.resolution_context import ForeignGradient, Resolved
 from gradrule_server.graphs.resolve import FOREIGN_GRADIENT
-from gradrule_server.graphs.scene import Foreign, Resolved
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What a node's `_gradrule_mark` counts: index of the rule (-1 `default`, -2 foreign), public name of the node.
+    """The entry that a node's `_gradrule_mark` refers to.
 
-    `outputs`: of a subgraph, how many tensors come out; 0 for a single node; `inputs`: how many go in that the rule
-    sees; None: all. `rank`: the mark holds only for outputs of this rank, else the mark numbered `otherwise`.
-    `op_type`: a subgraph's, for people; `is_step`: as in `Subgraph`; `every_order`: as in `Match`.
+    `rule`: index of the rule (-1: `default`, -2: foreign gradient). `node`: public name. `outputs`: number of outputs
+    of a subgraph; 0 for a single node. `inputs`: number of inputs that the rule gets; None: all. `rank`: the mark
+    applies only to outputs of this rank; for others, mark number `otherwise` applies. `op_type`: of a subgraph, for
+    messages. `is_step`: as in `Subgraph`. `every_order`: as in `Match`.
     """
 
     rule: int
@@ -34,7 +34,7 @@ class Mark:
 
 
 def mark(roots: Iterable[Body], resolved: Mapping[int, Resolved]) -> list[Mark]:
-    """Numbers what was resolved for the nodes (by id) that are there; a match that several nodes stand for once."""
+    """Sets `mark` on nodes with matches (by id) and returns the marks; nodes that share a match share its mark."""
     marks: list[Mark] = []
     numbers: dict[int, int] = {}
     for _, node in itertools.chain.from_iterable(map(nodes_of, roots)):
@@ -46,7 +46,7 @@ def mark(roots: Iterable[Body], resolved: Mapping[int, Resolved]) -> list[Mark]:
             last = len(marks) + len(found) - 1
             for item in found:
                 number = len(marks)
-                if isinstance(item, Foreign):
+                if isinstance(item, ForeignGradient):
                     marks.append(Mark(FOREIGN_GRADIENT, item.node, item.name))
                 else:
                     item.mark = number

@@ -1,4 +1,4 @@
-"""Producers before consumers, and which nodes or functions depend on themselves. Linear, and no recursion."""
+"""Sorts nodes topologically and finds cycles, in linear time and without recursion."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SHOWN = 12
 
 
 def sort_nodes(draft: Draft, findings: Findings) -> None:
-    """Sets the body's `order`. Nodes on a cycle, and what depends on them, are left out; GRAPH_CYCLE names them."""
+    """Sets the body's `order`; leaves out nodes on cycles and their dependents, and adds GRAPH_CYCLE for the cycles."""
     nodes = draft.body.nodes
     producers: list[list[int]] = []
     consumers: list[list[int]] = [[] for _ in nodes]
@@ -20,7 +20,7 @@ def sort_nodes(draft: Draft, findings: Findings) -> None:
     for position, (node, sources) in enumerate(zip(nodes, draft.sources, strict=True)):
         needs = [source[0] for source in sources if source[0] >= 0]
         if node.op == "Merge":
-            # Loops of version 1 go round through here; they are refused as what they are, not as cycles.
+            # Version 1 loops close their cycle here; they are reported as unsupported, not as cycles.
             needs = [producer for producer in needs if nodes[producer].op != "NextIteration"]
         needs += node.controls
         producers.append(needs)
@@ -46,7 +46,7 @@ def sort_nodes(draft: Draft, findings: Findings) -> None:
 
 
 def find_cycles(edges: Mapping[int, Sequence[int]]) -> list[list[int]]:
-    """Disjoint cycles, at least one if there is any; each follows the edges."""
+    """Returns disjoint cycles, at least one if the graph has any; each list follows the edges."""
     state: dict[int, int] = {}
     cycles: list[list[int]] = []
     for walk, start in enumerate(edges):
@@ -72,7 +72,7 @@ def find_cycles(edges: Mapping[int, Sequence[int]]) -> list[list[int]]:
 
 
 def chain_text(names: Sequence[str]) -> str:
-    """`'a' → 'b' → 'a'`, cut in the middle where it is long."""
+    """Returns `'a' → 'b' → 'a'`, shortened in the middle if it is long."""
     shown = [quote(name) for name in names]
     if len(shown) > _SHOWN:
         shown = [*shown[: _SHOWN - 2], f"… {len(shown) - _SHOWN + 1} more …", shown[-1]]

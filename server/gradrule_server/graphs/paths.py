@@ -1,6 +1,6 @@
-"""What depends on what in an expanded graph, loop bodies and branches included.
+"""Computes dependence between nodes of an expanded graph, including loop bodies and branches.
 
-Nodes are told apart by identity. A loop's or branch's node counts as one: what goes into it reaches all that comes out.
+Nodes are identified by id(). All outputs of a loop or branch node depend on all of its inputs.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from numpy.typing import NDArray
 from gradrule_server.graphs.ir import DIFFERENTIABLE, LOOPS, Body, Node, Ref, is_call
 
 Flows = Mapping[int, range]
-"""Per node (by id) the inputs that gradients go to; for a node that is not there, all."""
+"""Per node (by id): the inputs that receive gradients; all inputs for nodes that are missing here."""
 
 Seeds = Mapping[int, Mapping[Ref, int]]
-"""Per body (by id) tensors from which dependence starts, each with the bits of the sets that it belongs to."""
+"""Per body (by id): tensors where dependence starts, each with the bits of the sets that contain it."""
 
 Flags = NDArray[np.bool_]
 Counts = NDArray[np.int32]
 
 
 def in_order(body: Body) -> list[int]:
-    """Indices of the body's nodes, producers before consumers. Control inputs do not count: no gradient goes there."""
+    """Returns the node indices in topological order. Ignores control inputs, which carry no gradients."""
     nodes = body.nodes
     waits = [len(node.inputs) for node in nodes]
     consumers = consumers_of(body)
@@ -40,7 +40,7 @@ def in_order(body: Body) -> list[int]:
 
 
 def consumers_of(body: Body, flows: Flows | None = None) -> list[list[int]]:
-    """Per node the nodes that take its outputs, one entry per input; with `flows`, those that gradients come from."""
+    """Returns the consumers of each node, one entry per input; with `flows`, only those that send gradients back."""
     consumers: list[list[int]] = [[] for _ in body.nodes]
     for position, node in enumerate(body.nodes):
         for index, (producer, _) in enumerate(node.inputs):
@@ -50,18 +50,18 @@ def consumers_of(body: Body, flows: Flows | None = None) -> list[list[int]]:
 
 
 def flows_to(node: Node, index: int, flows: Flows) -> bool:
-    """Whether gradients of the node go to one of its inputs."""
+    """Returns whether gradients of the node flow to the input `index`."""
     return id(node) not in flows or index in flows[id(node)]
 
 
 class Orders:
-    """Computes the order of each body once. The bodies must not change and must outlive this."""
+    """Caches the topological order of each body. Bodies must not change and must outlive this object."""
 
     def __init__(self) -> None:
         self._known: dict[int, list[int]] = {}
 
-    def of(self, body: Body) -> list[int]:
-        """The same as `in_order`."""
+    def get(self, body: Body) -> list[int]:
+        """Returns `in_order` of the body, computed once."""
         order = self._known.get(id(body))
         if order is None:
             order = self._known[id(body)] = in_order(body)
@@ -70,23 +70,24 @@ class Orders:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What gradients do not follow: tensors of the top level that count as constants, inputs that get no gradient."""
+    """Where gradients stop: top-level tensors that count as constants, and inputs that receive no gradients."""
 
     constants: AbstractSet[Ref] = frozenset()
     flows: Flows = field(default_factory=dict)
 
     @staticmethod
     def passes(node: Node) -> bool:
-        """Whether gradients can pass through a node at all."""
+        """Returns whether gradients can pass through a node."""
         return node.op != "StopGradient" and any(dtype in DIFFERENTIABLE for dtype in node.outputs or ())
 
 
 def dependents(
     top: Body, home: Body, seeds: Collection[Ref], cut: Cut | None = None, orders: Orders | None = None
 ) -> set[int]:
-    """Nodes (by id) that depend on one of the tensors of `home`; their own producers only if they depend on another.
+    """Returns the nodes (by id) that depend on one of the tensors `seeds` of the body `home`.
 
-    `cut`: dependence that gradients follow, not any.
+    `cut`: follows only dependence that gradients follow. Producers of seeds are included only if they depend on
+    another seed.
     """
     walk = _Forward({id(home): dict.fromkeys(seeds, 1)}, cut, orders or Orders())
     walk.run(top, (), goes_round=False)
@@ -97,9 +98,9 @@ def dependents(
 
 
 def dependents_of_sets(top: Body, seeds: Seeds, orders: Orders) -> Mapping[int, Sequence[int]]:
-    """Per body (by id) and node: the bits of the sets of tensors of which the node depends on at least one.
+    """Returns, per body (by id) and node, the bits of the tensor sets that the node depends on.
 
-    All sets are followed in one walk.
+    One walk serves all sets.
     """
     walk = _Forward(seeds, None, orders)
     walk.run(top, (), goes_round=False)
@@ -107,7 +108,7 @@ def dependents_of_sets(top: Body, seeds: Seeds, orders: Orders) -> Mapping[int, 
 
 
 def dependencies(top: Body, targets: Collection[Ref], cut: Cut | None = None, orders: Orders | None = None) -> set[int]:
-    """Nodes (by id) that one of the tensors depends on, their producers included. `cut`: as for `dependents`."""
+    """Returns the nodes (by id) that a target depends on, including its producer. `cut`: as in `dependents`."""
     found: set[int] = set()
     _backward(top, {producer for producer, _ in targets}, cut, found, orders or Orders())
     return found
@@ -115,9 +116,9 @@ def dependencies(top: Body, targets: Collection[Ref], cut: Cut | None = None, or
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """Counts, for several sets of nodes at once, members of the set on the way along the path.
+    """Ranks the members of several node sets along the path, all sets at once.
 
-    `members`: by node (by id), in which sets it is. `wanted`: per set, the count that is looked for.
+    `members`: per node (by id), the sets that contain it. `wanted`: the requested rank per set.
     """
 
     members: Mapping[int, Flags]
@@ -127,25 +128,27 @@ class Ranking:
     orders: Orders
 
     def from_xs(self, top: Body) -> dict[int, Flags]:
-        """Per member (by id): in which of its sets the largest number of other members on one way that leads to it is
-        the one wanted."""
+        """Returns, per member (by id), in which of its sets its rank from the xs is the wanted one.
+
+        The rank is the largest number of other members on one path that leads to the node.
+        """
         found: dict[int, Flags] = {}
         self._forward(top, (), found)
         return found
 
     def from_ys(self, top: Body) -> dict[int, Flags]:
-        """The same for ways that lead on from each member."""
+        """Returns the same for ranks from the ys: members on paths that lead from the node to the ys."""
         found: dict[int, Flags] = {}
         self._backward(top, np.zeros_like(self.wanted), found)
         return found
 
     def _forward(self, body: Body, args: Sequence[Counts], found: dict[int, Flags]) -> Counts:
-        """Ranks a body's members; returns the largest counts behind its results. Nodes share arrays of counts."""
+        """Ranks the members of a body; returns the largest counts at its results. Nodes share count arrays."""
         nodes, members = body.nodes, self.members
         zero: Counts = np.zeros_like(self.wanted)
         behind = [zero] * len(nodes)
         behind[: len(args)] = args
-        for position in self.orders.of(body):
+        for position in self.orders.get(body):
             node = nodes[position]
             key = id(node)
             if position < len(args) or key not in self.path:
@@ -164,11 +167,10 @@ class Ranking:
         return _largest([behind[ref[0]] for ref in body.results], zero)
 
     def _backward(self, body: Body, base: Counts, found: dict[int, Flags]) -> Counts:
-        """Ranks a body's members, `base` of which lie behind its results; returns the largest counts of its
-        arguments."""
+        """Ranks the members of a body with `base` counts at its results; returns the largest at the arguments."""
         nodes, members = body.nodes, self.members
         ahead = [base] * len(nodes)
-        for position in reversed(self.orders.of(body)):
+        for position in reversed(self.orders.get(body)):
             node = nodes[position]
             key = id(node)
             if key not in self.path:
@@ -186,7 +188,7 @@ class Ranking:
 
 
 def _largest(counts: Iterable[Counts], least: Counts) -> Counts:
-    """The largest count per set; none is below `least`. Nodes on one way share arrays, which need no comparison."""
+    """Returns the largest count per set, at least `least`. Skips comparing arrays that are the same object."""
     largest = least
     for item in counts:
         if item is not least and item is not largest:
@@ -195,7 +197,7 @@ def _largest(counts: Iterable[Counts], least: Counts) -> Counts:
 
 
 def _inner(node: Node) -> Iterator[tuple[Body, int, bool]]:
-    """Bodies of a loop, branch or call; how many inputs come before the arguments; whether results go round."""
+    """Yields the bodies of a loop, branch or call, the index of the first argument, and whether results feed back."""
     for attr, bodies in node.functions:
         for body in bodies:
             is_loop = node.op in LOOPS
@@ -203,10 +205,10 @@ def _inner(node: Node) -> Iterator[tuple[Body, int, bool]]:
 
 
 class _Forward:
-    """Follows dependence from several sets of tensors at once: each node gets the bits of the sets it depends on.
+    """Propagates dependence from several tensor sets: each node gets the bits of the sets it depends on.
 
-    A body is walked once; when more comes in later, only nodes that it reaches are looked at again. So a loop costs
-    what changes in it, not its size times its rounds.
+    A body is walked fully once; later changes of its arguments are propagated only to the nodes they reach. So a loop
+    does not cost its size per iteration to the fixed point.
     """
 
     def __init__(self, seeds: Seeds, cut: Cut | None, orders: Orders) -> None:
@@ -214,16 +216,16 @@ class _Forward:
         self._bodies: dict[int, _Reached] = {}
 
     def found(self) -> Iterator[tuple[Body, list[int]]]:
-        """Each body that was walked, with the bits of its nodes."""
+        """Yields each visited body with the bits of its nodes."""
         return ((reached.body, reached.bits) for reached in self._bodies.values())
 
     def run(self, body: Body, args: Sequence[int], *, goes_round: bool) -> int:
-        """Gives the arguments these bits; returns the bits of all results. `goes_round`: results become arguments."""
+        """Adds bits to the arguments; returns the bits of all results. `goes_round`: results feed back as arguments."""
         reached = self._bodies.get(id(body))
         if reached is None:
             reached = self._bodies[id(body)] = _Reached(body, [0] * len(body.nodes))
             reached.bits[: len(args)] = args
-            for position in self._orders.of(body):
+            for position in self._orders.get(body):
                 self._visit(reached, position)
             changed: deque[int] = deque()
         else:
@@ -249,7 +251,7 @@ class _Forward:
         return results
 
     def _visit(self, reached: _Reached, position: int) -> bool:
-        """Gives a node the bits of its inputs; returns whether it got more than it had."""
+        """Adds the bits of its inputs to a node; returns whether its bits changed."""
         body = reached.body
         node, bits = body.nodes[position], reached.bits
         seeds = self._seeds.get(id(body), {})
@@ -275,14 +277,14 @@ class _Forward:
 
 @dataclass(slots=True, eq=False)
 class _Reached:
-    """The bits of the nodes of a body."""
+    """The bits of the nodes of a body, with its cached consumers."""
 
     body: Body
     bits: list[int]
     _consumers: list[list[int]] | None = None
 
     def give(self, position: int, bits: int) -> bool:
-        """Adds bits to a node; returns whether that changed anything."""
+        """Adds bits to a node; returns whether its bits changed."""
         changed = bool(bits & ~self.bits[position])
         self.bits[position] |= bits
         return changed
@@ -293,7 +295,7 @@ class _Reached:
         return self._consumers
 
     def rounds(self) -> dict[int, list[int]]:
-        """By producer of a result: the arguments that the result becomes in the next round."""
+        """Returns, per producer of a result, the arguments that the result becomes in the next iteration."""
         back: dict[int, list[int]] = {}
         for arg, (producer, _) in enumerate(self.body.results):
             back.setdefault(producer, []).append(arg)
@@ -303,7 +305,7 @@ class _Reached:
 def _backward(body: Body, roots: Container[int], cut: Cut | None, found: set[int], orders: Orders) -> None:
     nodes, needed = body.nodes, bytearray(len(body.nodes))
     constants = cut.constants if cut is not None and not body.name else frozenset()
-    for position in reversed(orders.of(body)):
+    for position in reversed(orders.get(body)):
         node = nodes[position]
         if (not needed[position] and position not in roots) or (cut is not None and not cut.passes(node)):
             continue

@@ -1,7 +1,7 @@
-"""From messages to bodies: names become indices.
+"""Reads graph messages into bodies, with node indices in place of names.
 
-Inputs at top level are `node`, `node:output`, `^node`; in functions `arg`, `arg:i`, `node:output_name:i`, `^node`. What
-an output name stands for is known only once its node's attributes are, so it stays a name here (`Source`).
+Inputs at top level are `node`, `node:output`, `^node`; in functions `arg`, `arg:i`, `node:output_name:i`, `^node`.
+Resolving an output name needs the node's inferred attributes, so it stays a name in the draft (`Source`).
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from gradrule import _infer
 from gradrule.v1 import graph_pb2
 from gradrule.v1.graph_pb2 import AttrValue, Graph
 from gradrule_server import errors
+from gradrule_server.graphs.custom_gradients import CUSTOM_GRADIENT_ATTRS
 from gradrule_server.graphs.findings import Findings, Reason, quote
 from gradrule_server.graphs.ir import ARG, GRADIENT_ATTR, Body, Node
-from gradrule_server.graphs.knots import KNOT_NOTES
 from gradrule_server.policy import NodeLimits, check_parsed_size
 
 # Index of the producer, name of its output argument (empty: none, the index counts all outputs), index.
 Source = tuple[int, str, int]
-# Puts the attributes of a function's call into those of a node.
+# Substitutes the attributes of a function's call into those of a node.
 Substitute = Callable[[str, dict[str, AttrValue]], dict[str, AttrValue]]
 
 _NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*")
 _MAX_INDEX_DIGITS = 9
-# Inlining writes the name of a call before the name of each node inside.
+# Inlining prefixes the name of each inner node with the name of the call.
 _MAX_NAME = 1024
 
-# Attributes beginning with `_` are notes of TensorFlow's to itself. These decide what runs, or who gives the gradient.
-_KEPT_NOTES = KNOT_NOTES | {"_num_original_outputs", "_lower_using_switch_merge", GRADIENT_ATTR}
+# Attributes with a leading `_` are internal to TensorFlow; only these affect execution or gradients.
+_KEPT_NOTES = CUSTOM_GRADIENT_ATTRS | {"_num_original_outputs", "_lower_using_switch_merge", GRADIENT_ATTR}
 
 
-# Kinds of attributes of which many nodes have the same values.
+# Attribute kinds whose values are often equal among nodes.
 _SMALL_KINDS = frozenset({"b", "i", "f", "s", "shape"})
 
 
 @dataclass(slots=True)
 class Draft:
-    """A body whose inputs are not yet indices of outputs."""
+    """A body whose inputs are not resolved to output indices yet."""
 
     body: Body
     # Per node (arguments included) its data inputs.
@@ -54,12 +54,12 @@ class Draft:
     results: list[tuple[str, int]] = field(default_factory=list)
 
     def where(self, node: str) -> str:
-        """How a message names a node."""
+        """Returns the node's name as error messages show it."""
         return f"Node {quote(node)}" + (f" of function {quote(self.body.name)}" if self.body.name else "")
 
 
 def parse(data: bytes, bounds: NodeLimits | None = None) -> Graph:
-    """The message in the bytes; anything else is INVALID_GRAPH. LIMIT_EXCEEDED where it would take too much memory."""
+    """Parses a serialized graph. Raises INVALID_GRAPH, or LIMIT_EXCEEDED if parsing would need too much memory."""
     check_parsed_size(data, Graph, bounds or NodeLimits(), field="graph")
     try:
         return Graph.FromString(data)
@@ -72,7 +72,7 @@ def parse(data: bytes, bounds: NodeLimits | None = None) -> Graph:
 
 
 def read_top(graph: Graph, findings: Findings) -> Draft:
-    """The top level of a graph."""
+    """Reads the top level of a graph."""
     draft = Draft(Body(""))
     _read_nodes(draft, graph.node, _no_substitution(findings), findings)
     return draft
@@ -95,7 +95,7 @@ def add_arg(draft: Draft, name: str, types: Iterable[int], notes: Mapping[str, A
 
 
 def add_result(draft: Draft, name: str, types: Iterable[int]) -> None:
-    """Adds one result of a function, which may stand for several tensors."""
+    """Adds one result of a function, which may be a list of tensors."""
     count = 0
     for dtype in types:
         draft.body.result_names.append(name if count == 0 else f"{name}_{count}")
@@ -105,7 +105,7 @@ def add_result(draft: Draft, name: str, types: Iterable[int]) -> None:
 
 
 def read_function_body(draft: Draft, function: graph_pb2.Function, substitute: Substitute, findings: Findings) -> None:
-    """Fills in the nodes of a function, and where its results come from."""
+    """Reads the nodes of a function and the sources of its results."""
     _read_nodes(draft, function.node_def, substitute, findings)
     where = f"of function {quote(draft.body.name)}"
     for name, count in draft.results:
@@ -123,11 +123,11 @@ def read_function_body(draft: Draft, function: graph_pb2.Function, substitute: S
             draft.body.control_results.append((name, draft.index[node]))
         else:
             message = f"Control output {quote(name)} {where} is {quote(node)}, which is not there."
-            findings.add(Reason.ERROR_REASON_DANGLING_INPUT, message + findings.near(node, draft.index))
+            findings.add(Reason.ERROR_REASON_DANGLING_INPUT, message + findings.suggest_similar(node, draft.index))
 
 
 def check_name(name: str, draft: Draft, findings: Findings) -> None:
-    """INVALID_GRAPH for a name that TensorFlow does not take, LIMIT_EXCEEDED for one that is too long."""
+    """Adds INVALID_GRAPH for a name that TensorFlow rejects, LIMIT_EXCEEDED for one that is too long."""
     if len(name) > _MAX_NAME:
         message = f"{draft.where(name)} has a name of {len(name)} characters; {_MAX_NAME} is the most."
         findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message, name[:_MAX_NAME])
@@ -181,10 +181,14 @@ def _read_nodes(draft: Draft, messages: Sequence[graph_pb2.Node], substitute: Su
             was_control = False
             source = read_source(text, draft)
             if source is None:
-                hint = _inner_hint(text, draft, findings) if body.name else findings.near(text.partition(":")[0], index)
+                hint = (
+                    _inner_hint(text, draft, findings)
+                    if body.name
+                    else findings.suggest_similar(text.partition(":")[0], index)
+                )
                 message = f"{draft.where(node.name)}: its input {position} is {quote(text)}, which is not there.{hint}"
                 findings.add(Reason.ERROR_REASON_DANGLING_INPUT, message, node.name)
-                # A type that is not known (0) keeps the count of inputs right, so that one fault is told once.
+                # A placeholder of unknown type (0) keeps the input count right, so that one fault gives one finding.
                 source = (-1, "", 0)
             sources.append(source)
         node.controls = controls or ()
@@ -194,9 +198,9 @@ def _read_nodes(draft: Draft, messages: Sequence[graph_pb2.Node], substitute: Su
 def _attrs(
     node: graph_pb2.Node, shared: dict[tuple[str | int | bytes, ...], dict[str, AttrValue]]
 ) -> tuple[dict[str, AttrValue], bool]:
-    """What a node carries, less TensorFlow's notes to itself, and whether a call's attributes cannot change it.
+    """Returns a node's attributes without TensorFlow's internal ones, and whether substitution leaves them unchanged.
 
-    Nodes that carry the same types and small values have one object.
+    Nodes with equal types and small values share one object.
     """
     attrs: dict[str, AttrValue] = {}
     key: list[str | int | bytes] = []
@@ -211,7 +215,7 @@ def _attrs(
         elif kind in _SMALL_KINDS:
             key += (name, value.SerializeToString())
         elif kind != "tensor":
-            # Lists, functions and placeholders may stand for what a call gives.
+            # Lists, functions and placeholders may contain attributes that a call sets.
             is_final = False
         attrs[name] = value
     return (shared.setdefault(tuple(key), attrs) if len(key) == 2 * len(attrs) else attrs), is_final
@@ -222,7 +226,9 @@ def _control(node: Node, name: str, draft: Draft, findings: Findings) -> tuple[i
         return (draft.index[name],)
     if name not in draft.args:
         message = f"{draft.where(node.name)}: its control input {quote('^' + name)} is not there."
-        findings.add(Reason.ERROR_REASON_DANGLING_INPUT, message + findings.near(name, draft.index), node.name)
+        findings.add(
+            Reason.ERROR_REASON_DANGLING_INPUT, message + findings.suggest_similar(name, draft.index), node.name
+        )
     return ()
 
 
@@ -256,11 +262,11 @@ def _inner_hint(text: str, draft: Draft, findings: Findings) -> str:
     name = text.partition(":")[0]
     if name in draft.index:
         return " In a function an output is written 'node:output_name:index'."
-    return findings.near(name, [*draft.args, *draft.index])
+    return findings.suggest_similar(name, [*draft.args, *draft.index])
 
 
 def _spread(source: Source | None, count: int) -> list[Source | None]:
-    """Where each tensor of a result comes from: outputs of one node, or arguments, which are one node each."""
+    """Returns the source of each tensor of a result: consecutive outputs of a node, or consecutive arguments."""
     if source is None:
         return [None] * count
     node, arg, index = source

@@ -1,4 +1,4 @@
-"""Finds the nodes of regions, and what is wrong with them: all regions of one body in one walk over its nodes."""
+"""Finds the nodes of regions and checks the regions; one walk over a body serves all of its regions."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from gradrule_server.graphs.selector_index import columns
 from gradrule_server.graphs.subgraphs import Subgraph
 
 Changes = Callable[[Body, Ref], bool]
-"""Whether a tensor of a body is one of the xs or depends on one."""
+"""Returns whether a tensor of a body is one of the xs or depends on one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Border:
-    """What cuts a region out of a body. Its nodes depend on an input, and an output depends on them."""
+class RegionBorder:
+    """The inputs and outputs that define a region: nodes that depend on an input and that an output depends on."""
 
     body: Body
     inputs: Sequence[Ref]
@@ -28,9 +28,11 @@ class Border:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Surroundings:
-    """What decides whether a region may be. `before_ys`: nodes (by id) that the ys depend on. `kept`: tensors of a
-    body that must stay."""
+class RegionContext:
+    """What the validity of a region depends on.
+
+    `before_ys`: nodes (by id) that the ys depend on. `kept`: returns the tensors of a body that requests name.
+    """
 
     changes: Changes
     before_ys: AbstractSet[int]
@@ -39,13 +41,13 @@ class Surroundings:
 
 
 class Regions:
-    """The regions of one body, by number. Each has a bit, and each node the bits of the regions that it lies in."""
+    """The regions of one body, by number. Each node has a bit per region that contains it."""
 
-    def __init__(self, borders: Sequence[Border], around: Surroundings, orders: Orders) -> None:
+    def __init__(self, borders: Sequence[RegionBorder], context: RegionContext, orders: Orders) -> None:
         self._borders = borders
         self._body = borders[0].body
-        self._around = around
-        self._order = orders.of(self._body)
+        self._context = context
+        self._order = orders.get(self._body)
         self._inputs: dict[Ref, int] = {}
         self._outputs: dict[Ref, int] = {}
         for number, border in enumerate(borders):
@@ -54,25 +56,25 @@ class Regions:
                     bits[ref] = bits.get(ref, 0) | 1 << number
         self._inside = self._find_members()
         self._columns: NDArray[np.bool_] = columns([self._inside[position] for position in self._order], len(borders))
-        # By region: the first tensor from outside that depends on the xs.
-        self._foreign: dict[int, Ref] = {}
-        # By region: the first tensor inside that something outside uses, and what.
+        # Per region: the first outside tensor that enters it and depends on the xs.
+        self._entries: dict[int, Ref] = {}
+        # Per region: the first inner tensor that is used outside, and the name of its user.
         self._exits: dict[int, tuple[Ref, str]] = {}
         self._find_problems()
 
     def subgraph(self, number: int) -> Subgraph:
-        """A region's nodes, producers before consumers."""
+        """Returns the subgraph of a region, nodes in topological order."""
         border = self._borders[number]
         members = tuple(self._order[place] for place in np.flatnonzero(self._columns[number]))
         return Subgraph(self._body, members, tuple(border.inputs), tuple(border.outputs))
 
     def problem(self, number: int, text: Callable[[Body, Ref], str]) -> str:
-        """What is wrong with a region, or nothing. `text`: how a tensor is named."""
+        """Returns what makes a region invalid, or an empty string. `text`: formats a tensor's name."""
         for ref in self._borders[number].outputs:
             if not self._inside[ref[0]] >> number & 1:
                 return f"its output {text(self._body, ref)} does not depend on its inputs"
-        if number in self._foreign:
-            name = text(self._body, self._foreign[number])
+        if number in self._entries:
+            name = text(self._body, self._entries[number])
             return f"{name} goes into it from outside and depends on the xs; make it one of the inputs"
         if number in self._exits:
             ref, user = self._exits[number]
@@ -96,27 +98,27 @@ class Regions:
         return inside
 
     def _find_problems(self) -> None:
-        body, inside, around = self._body, self._inside, self._around
+        body, inside, context = self._body, self._inside, self._context
         seen = 0
         for position in self._order:
             for ref in body.nodes[position].inputs if inside[position] else ():
                 enters = inside[position] & ~inside[ref[0]] & ~self._inputs.get(ref, 0) & ~seen
-                if enters and around.changes(body, ref):
-                    self._foreign.update(dict.fromkeys(_numbers(enters), ref))
+                if enters and context.changes(body, ref):
+                    self._entries.update(dict.fromkeys(_numbers(enters), ref))
                     seen |= enters
         seen = 0
         for position, node in enumerate(body.nodes):
             for index, ref in enumerate(node.inputs):
                 leaves = inside[ref[0]] & ~inside[position] & ~self._outputs.get(ref, 0) & ~seen
-                if leaves and id(node) in around.before_ys and flows_to(node, index, around.flows):
+                if leaves and id(node) in context.before_ys and flows_to(node, index, context.flows):
                     self._exits.update(dict.fromkeys(_numbers(leaves), (ref, node.name)))
                     seen |= leaves
-        for ref in (*body.results, *sorted(around.kept(body))):
+        for ref in (*body.results, *sorted(context.kept(body))):
             leaves = inside[ref[0]] & ~self._outputs.get(ref, 0) & ~seen
             self._exits.update(dict.fromkeys(_numbers(leaves), (ref, "the results")))
             seen |= leaves
 
 
 def _numbers(bits: int) -> list[int]:
-    """Numbers of the bits that are set."""
+    """Returns the positions of the set bits."""
     return [number for number in range(bits.bit_length()) if bits >> number & 1]

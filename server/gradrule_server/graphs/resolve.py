@@ -1,7 +1,7 @@
-"""Which node gets which rule: regions, the request's overrides, what nodes themselves say, presets; first match wins.
+"""Assigns a rule to each node; the first match wins: regions, overrides, attributes of the node, presets.
 
-Calls are decided while the graph is copied, because a call that an override takes is not inlined. All other nodes are
-decided on the copy, where every node that runs has one place and dependence can be followed.
+Calls are resolved while the graph is copied, because a call with a rule is not inlined. All other nodes are resolved on
+the copy, where each node that runs exists once and dependence can be followed.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ import numpy as np
 
 from gradrule_server.graphs.findings import MAX_FINDINGS, Finding, Findings, Reason, quote
 from gradrule_server.graphs.ir import GRADIENT_ATTR, Limits, Node
-from gradrule_server.graphs.scene import Foreign, Match, Scene, is_differentiable
+from gradrule_server.graphs.node_gradients import NodeGradients
+from gradrule_server.graphs.resolution_context import ForeignGradient, Match, ResolutionContext, is_differentiable
 from gradrule_server.graphs.selection import Selected, Selection
 from gradrule_server.graphs.selector_index import SelectorIndex
-from gradrule_server.graphs.selectors import OWN_GRADIENT, Chooser, OverrideSpec, Place
+from gradrule_server.graphs.selectors import OWN_GRADIENT, CandidateNode, OverrideMatcher, OverrideSpec
 from gradrule_server.graphs.subgraphs import Subgraph
-from gradrule_server.graphs.unmatched import Seen, Unmatched
-from gradrule_server.graphs.wishes import Wishes
+from gradrule_server.graphs.unmatched import NodeInfo, Unmatched
 
 FOREIGN_GRADIENT = -2
 
 
 @dataclass(eq=False)
 class Resolver:
-    """Decides."""
+    """Assigns rules to calls (`match_call`) and to the nodes of the copy (`resolve`)."""
 
-    choosers: Sequence[Chooser]
-    wishes: Wishes
+    matchers: Sequence[OverrideMatcher]
+    node_gradients: NodeGradients
     differentiates: bool
     findings: Findings
-    # Whether gradients are differentiated again, so that overrides may meet nodes that gradients make.
-    again: bool = False
+    # Whether gradients are differentiated, so that overrides may match nodes that gradients create.
+    second_order: bool = False
     most_matches: int = Limits().inlined_nodes
-    _calls: list[tuple[Seen, Match | None]] = field(default_factory=list)
+    _calls: list[tuple[NodeInfo, Match | None]] = field(default_factory=list)
 
     @cached_property
-    def _stages(self) -> tuple[list[Chooser], list[Chooser], list[Chooser]]:
-        """Regions, other overrides of the request, presets."""
-        regions = [item for item in self.choosers if item.is_region]
-        plain = [item for item in self.choosers if not item.is_region]
+    def _stages(self) -> tuple[list[OverrideMatcher], list[OverrideMatcher], list[OverrideMatcher]]:
+        """Matchers of regions, of other overrides of the request, and of presets."""
+        regions = [item for item in self.matchers if item.is_region]
+        plain = [item for item in self.matchers if not item.is_region]
         return (
             regions,
             [item for item in plain if not item.spec.is_preset],
@@ -51,195 +51,203 @@ class Resolver:
         )
 
     @cached_property
-    def _calls_index(self) -> tuple[SelectorIndex, list[Chooser], int]:
-        """Choosers that are asked about calls, and how many of them are no presets."""
+    def _calls_index(self) -> tuple[SelectorIndex, list[OverrideMatcher], int]:
+        """Index and list of the matchers for calls, and the number of those that are no presets."""
         _, plain, presets = self._stages
         return SelectorIndex([*plain, *presets]), [*plain, *presets], len(plain)
 
-    # Calls, while the graph is copied.
-
-    def whole(self, node: Node, name: str, types: Sequence[int], function: str) -> Match | Foreign | None:
-        """What a call as a whole gets."""
+    def match_call(self, node: Node, name: str, types: Sequence[int], function: str) -> Match | ForeignGradient | None:
+        """Returns the match of a whole call; None if it has none."""
         differentiable = is_differentiable(node, types)
-        index, choosers, plain = self._calls_index
-        meant = index.call(node.op, name) if choosers else 0
-        # The first override that means the call; a preset comes after what the call says itself.
+        index, matchers, plain = self._calls_index
+        meant = index.call(node.op, name) if matchers else 0
+        # The first override that matches the call; presets come after the call's own attribute.
         first = (meant & -meant).bit_length() - 1
-        match = self.wishes.match(node, name, function, differentiable) if not 0 <= first < plain else None
+        match = self.node_gradients.find_match(node, name, function, differentiable) if not 0 <= first < plain else None
         if match is None and meant:
-            choosers[first].taken += 1
-            match = _match(choosers[first].spec, name, node.op, function, differentiable)
+            matchers[first].match_count += 1
+            match = _match(matchers[first].spec, name, node.op, function, differentiable)
         if match is None:
-            foreign = self.wishes.foreign_at(node, name)
+            foreign = self.node_gradients.find_foreign(node, name)
             if foreign is not None:
                 return foreign
-        if self.choosers or match is not None:
-            self._calls.append((Seen(node.op, name), match))
+        if self.matchers or match is not None:
+            self._calls.append((NodeInfo(node.op, name), match))
         return match
 
-    # All other nodes, on the copy.
-
-    def resolve(self, scene: Scene) -> None:
-        """Decides for all places of the scene: fills in what was resolved, and its subgraphs."""
+    def resolve(self, context: ResolutionContext) -> None:
+        """Assigns rules to all candidates of the context and records matches and subgraphs in it."""
         regions, plain, presets = self._stages
-        for number, place in enumerate(scene.places):
-            knot = self.wishes.knot(place.node, place.name)
-            if knot is not None:
-                scene.knots.setdefault(knot.region, []).append(number)
-                scene.flows[id(place.node)] = knot.arguments
-        self._take_regions(regions, scene)
-        for number, place in enumerate(scene.places):
-            if place.label is None and place.around is not None:
-                scene.hold(number, place.around)
-        selected = Selection(scene, [*plain, *presets]).selected() if plain or presets else None
-        for chooser in plain:
-            self._take(chooser, scene, selected)
-        asking = [number for number, place in enumerate(scene.places) if GRADIENT_ATTR in place.node.attrs]
-        for number in asking:
-            if scene.places[number].label is None:
-                self._take_wish(number, scene)
-        for chooser in presets:
-            self._take(chooser, scene, selected)
-        for number in asking:
-            place = scene.places[number]
-            if place.label is None:
-                foreign = self.wishes.foreign_at(place.node, place.name)
-                if foreign is not None and place.live:
-                    scene.note(number, foreign)
+        for number, candidate in enumerate(context.candidates):
+            custom_gradient = self.node_gradients.find_custom_gradient(candidate.node, candidate.name)
+            if custom_gradient is not None:
+                context.custom_gradients.setdefault(custom_gradient.region, []).append(number)
+                context.flows[id(candidate.node)] = custom_gradient.arguments
+        self._apply_regions(regions, context)
+        for number, candidate in enumerate(context.candidates):
+            if candidate.label is None and candidate.around is not None:
+                context.assign(number, candidate.around)
+        selected = Selection(context, [*plain, *presets]).selected() if plain or presets else None
+        for matcher in plain:
+            self._apply(matcher, context, selected)
+        with_gradient_attr = [
+            number for number, candidate in enumerate(context.candidates) if GRADIENT_ATTR in candidate.node.attrs
+        ]
+        for number in with_gradient_attr:
+            if context.candidates[number].label is None:
+                self._apply_node_gradient(number, context)
+        for matcher in presets:
+            self._apply(matcher, context, selected)
+        for number in with_gradient_attr:
+            candidate = context.candidates[number]
+            if candidate.label is None:
+                foreign = self.node_gradients.find_foreign(candidate.node, candidate.name)
+                if foreign is not None and candidate.live:
+                    context.record(number, foreign)
 
-    def matches(self, scene: Scene) -> list[Match]:
-        """All matches: those of calls, then those of nodes in their order."""
-        return [*(match for _, match in self._calls if match is not None), *scene.matches()]
+    def matches(self, context: ResolutionContext) -> list[Match]:
+        """Returns all matches: of calls, then of nodes in candidate order."""
+        return [*(match for _, match in self._calls if match is not None), *context.matches()]
 
-    def unmatched(self, scene: Scene) -> list[Finding]:
-        """UNMATCHED_OVERRIDE for overrides that took no node and are not optional, for the first of them only."""
-        by_index: dict[int, list[Chooser]] = {}
-        for chooser in self.choosers:
-            by_index.setdefault(chooser.spec.index, []).append(chooser)
-        idle = [
+    def unmatched(self, context: ResolutionContext) -> list[Finding]:
+        """Returns UNMATCHED_OVERRIDE for the first overrides that are not optional and matched no node."""
+        by_index: dict[int, list[OverrideMatcher]] = {}
+        for matcher in self.matchers:
+            by_index.setdefault(matcher.spec.index, []).append(matcher)
+        unused = [
             group
             for group in by_index.values()
-            if not any(chooser.taken or chooser.faulty for chooser in group)
+            if not any(matcher.match_count or matcher.faulty for matcher in group)
             and not group[0].spec.optional
-            and not (self.again and any(chooser.spec.made_op_types for chooser in group))
+            and not (self.second_order and any(matcher.spec.made_op_types for matcher in group))
         ][:MAX_FINDINGS]
-        if not idle:
+        if not unused:
             return []
-        seen = [seen for seen, _ in self._calls] + [Seen(place.node.op_type, place.name) for place in scene.places]
-        regions = sorted(name for name in scene.knots if name)
-        unmatched = Unmatched([group[0] for group in idle], seen, regions, self.findings)
-        return [_nothing_of_preset(group) if group[0].spec.is_preset else unmatched.finding(group[0]) for group in idle]
+        nodes = [node for node, _ in self._calls] + [
+            NodeInfo(candidate.node.op_type, candidate.name) for candidate in context.candidates
+        ]
+        regions = sorted(name for name in context.custom_gradients if name)
+        unmatched = Unmatched([group[0] for group in unused], nodes, regions, self.findings)
+        return [
+            _nothing_of_preset(group) if group[0].spec.is_preset else unmatched.finding(group[0]) for group in unused
+        ]
 
-    def _take(self, chooser: Chooser, scene: Scene, selected: Selected | None) -> None:
-        """Gives the chooser's rule to all places that it means and that nothing took before."""
-        spec = chooser.spec
-        scene.check_depends_on(chooser)
+    def _apply(self, matcher: OverrideMatcher, context: ResolutionContext, selected: Selected | None) -> None:
+        """Assigns an override's rule to all candidates that it selects and that are unassigned."""
+        spec = matcher.spec
+        context.check_depends_on(matcher)
         if selected is None:
             return
-        rows = selected.members(chooser)
-        free = rows[(scene.holders[rows] < 0).all(axis=1)].tolist()
+        rows = selected.members(matcher)
+        free = rows[(context.assigned_labels[rows] < 0).all(axis=1)].tolist()
         has_rank = spec.selector.HasField("rank")
         if has_rank:
-            self._check_count(chooser, scene.match_count + len(free))
+            self._check_count(matcher, context.match_count + len(free))
         for members in free:
-            places = [scene.places[member] for member in members]
-            # Something that this override took just now may hold a node of it.
-            if any(place.label is not None for place in places):
+            candidates = [context.candidates[member] for member in members]
+            # An earlier match of this same override may have been assigned a member.
+            if any(candidate.label is not None for candidate in candidates):
                 continue
-            number, place = members[-1], places[-1]
-            chain = selected.subgraph(chooser, members)
-            if chain is not None and not self._check_ranks(chooser, places):
+            number, candidate = members[-1], candidates[-1]
+            chain = selected.subgraph(matcher, members)
+            if chain is not None and not self._check_ranks(matcher, candidates):
                 continue
-            chooser.taken += 1
-            differentiable = scene.is_differentiable(number, chain)
-            match = _match(spec, place.name, place.node.op_type, place.function, differentiable)
-            match.tie(self.wishes.knot(place.node, place.name) if chain is None else None)
+            matcher.match_count += 1
+            differentiable = context.is_differentiable(number, chain)
+            match = _match(spec, candidate.name, candidate.node.op_type, candidate.function, differentiable)
+            match.set_custom_gradient(
+                self.node_gradients.find_custom_gradient(candidate.node, candidate.name) if chain is None else None
+            )
             if has_rank:
                 match.rank = spec.selector.rank
-                place.by_rank = spec.label
+                candidate.by_rank = spec.label
             else:
                 for member in members:
-                    scene.hold_whole(member, spec.label)
+                    context.assign_with_functions(member, spec.label)
             if chain is None:
-                scene.note(number, match)
+                context.record(number, match)
             else:
-                self._note_subgraph(match, chain, members, scene)
-        if not chooser.taken and len(rows):
-            chooser.shadowed_by = scene.shadows(rows)
+                self._record_subgraph(match, chain, members, context)
+        if not matcher.match_count and len(rows):
+            matcher.shadowed_by = context.count_assigned(rows)
 
-    def _check_count(self, chooser: Chooser, count: int) -> None:
-        """LIMIT_EXCEEDED for too many matches: a node can be matched by any number of overrides with a rank."""
+    def _check_count(self, matcher: OverrideMatcher, count: int) -> None:
+        """Raises LIMIT_EXCEEDED for too many matches: several overrides with a rank may match one node."""
         if count <= self.most_matches:
             return
         message = (
-            f"Overrides with a rank leave nodes to later ones: with {quote(chooser.spec.label)} there are {count} "
+            f"Overrides with a rank leave nodes to later ones: with {quote(matcher.spec.label)} there are {count} "
             f"matches; {self.most_matches} is the most (--max-inlined-nodes)."
         )
-        self.findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message, field=chooser.spec.field)
+        self.findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message, field=matcher.spec.field)
         self.findings.raise_if_any()
 
-    def _check_ranks(self, chooser: Chooser, places: Sequence[Place]) -> bool:
-        """INVALID_OVERRIDE where a node of a chain may belong to an earlier override, if its rank is the right one."""
-        open_member = next((place for place in places if place.by_rank), None)
+    def _check_ranks(self, matcher: OverrideMatcher, candidates: Sequence[CandidateNode]) -> bool:
+        """Adds INVALID_OVERRIDE if a node of a chain may belong to an earlier override, depending on its rank."""
+        open_member = next((candidate for candidate in candidates if candidate.by_rank), None)
         if open_member is None:
             return True
-        chooser.faulty = True
+        matcher.faulty = True
         message = (
-            f"Override {quote(chooser.spec.label)}: node {quote(open_member.name)} of its chain belongs to the earlier "
+            f"Override {quote(matcher.spec.label)}: node {quote(open_member.name)} of its chain belongs to the earlier "
             f"override {quote(open_member.by_rank)} if its rank is the right one, which is known only later; "
             f"put the chain first, or select without rank."
         )
         reason = Reason.ERROR_REASON_INVALID_OVERRIDE
-        self.findings.add(reason, message, open_member.name, chooser.spec.field)
+        self.findings.add(reason, message, open_member.name, matcher.spec.field)
         return False
 
-    def _take_regions(self, choosers: Sequence[Chooser], scene: Scene) -> None:
-        pending = deque(choosers)
+    def _apply_regions(self, matchers: Sequence[OverrideMatcher], context: ResolutionContext) -> None:
+        pending = deque(matchers)
         while pending:
-            # A named region that keeps its own gradient changes where gradients flow, and so what the next may be.
-            together: list[Chooser] = []
+            # A named region with its own gradient changes gradient flow, which later region checks depend on.
+            together: list[OverrideMatcher] = []
             while pending and not (together and _changes_flows(together[-1])):
                 together.append(pending.popleft())
-            found = scene.regions([chooser.spec for chooser in together if not chooser.spec.selector.region_name])
-            for chooser in together:
-                if chooser.spec.selector.region_name:
-                    self._take_named(chooser, scene)
-                elif not self._take_region(chooser, scene, found.get(id(chooser.spec))):
-                    chooser.faulty = True
+            found = context.regions([matcher.spec for matcher in together if not matcher.spec.selector.region_name])
+            for matcher in together:
+                if matcher.spec.selector.region_name:
+                    self._apply_named_region(matcher, context)
+                elif not self._apply_region(matcher, context, found.get(id(matcher.spec))):
+                    matcher.faulty = True
 
-    def _take_named(self, chooser: Chooser, scene: Scene) -> None:
-        """Gives the chooser's rule to the regions of its name that the graph brings along."""
-        spec = chooser.spec
+    def _apply_named_region(self, matcher: OverrideMatcher, context: ResolutionContext) -> None:
+        """Assigns an override's rule to the custom-gradient regions of its name."""
+        spec = matcher.spec
         shadowed: list[int] = []
-        for number in scene.knots.get(spec.selector.region_name, ()):
-            place = scene.places[number]
-            if place.label is not None:
+        for number in context.custom_gradients.get(spec.selector.region_name, ()):
+            candidate = context.candidates[number]
+            if candidate.label is not None:
                 shadowed.append(number)
                 continue
-            chooser.taken += 1
-            scene.hold(number, spec.label)
-            differentiable = scene.is_differentiable(number, None)
-            match = _match(spec, place.name, place.node.op, place.function, differentiable)
-            knot = self.wishes.knot(place.node, place.name)
-            match.tie(knot)
-            if match.rule == OWN_GRADIENT and knot is not None:
-                scene.flows[id(place.node)] = knot.results
-            scene.note(number, match)
-        if shadowed and not chooser.taken:
-            chooser.shadowed_by = scene.shadows(np.array(shadowed)[:, np.newaxis])
+            matcher.match_count += 1
+            context.assign(number, spec.label)
+            differentiable = context.is_differentiable(number, None)
+            match = _match(spec, candidate.name, candidate.node.op, candidate.function, differentiable)
+            custom_gradient = self.node_gradients.find_custom_gradient(candidate.node, candidate.name)
+            match.set_custom_gradient(custom_gradient)
+            if match.rule == OWN_GRADIENT and custom_gradient is not None:
+                context.flows[id(candidate.node)] = custom_gradient.results
+            context.record(number, match)
+        if shadowed and not matcher.match_count:
+            matcher.shadowed_by = context.count_assigned(np.array(shadowed)[:, np.newaxis])
 
-    def _take_region(self, chooser: Chooser, scene: Scene, found: tuple[Subgraph, str] | None) -> bool:
-        """Gives the chooser's rule to its region; False after noting why not."""
-        spec = chooser.spec
-        problem = scene.border_problem(spec) if found is None else found[1]
+    def _apply_region(
+        self, matcher: OverrideMatcher, context: ResolutionContext, found: tuple[Subgraph, str] | None
+    ) -> bool:
+        """Assigns an override's rule to its region; returns False after adding a finding."""
+        spec = matcher.spec
+        problem = context.find_border_problem(spec) if found is None else found[1]
         if found is None or problem:
             if problem:
                 message = f"Override {quote(spec.label)}: the region cannot be: {problem}."
                 self.findings.add(Reason.ERROR_REASON_INVALID_OVERRIDE, message, field=spec.field)
             return False
-        members = scene.place_numbers(found[0])
-        taken = [*members, *(inner for member in members for inner in scene.inside(member))]
-        overlap = next((scene.places[number] for number in taken if scene.places[number].label is not None), None)
+        members = context.candidate_numbers(found[0])
+        taken = [*members, *(inner for member in members for inner in context.inside(member))]
+        overlap = next(
+            (context.candidates[number] for number in taken if context.candidates[number].label is not None), None
+        )
         if overlap is not None:
             message = (
                 f"Regions overlap: node {quote(overlap.name)} lies in {quote(overlap.label or '')} and in "
@@ -247,39 +255,41 @@ class Resolver:
             )
             self.findings.add(Reason.ERROR_REASON_INVALID_OVERRIDE, message, overlap.name, spec.field)
             return False
-        chooser.taken += 1
+        matcher.match_count += 1
         for number in taken:
-            scene.hold(number, spec.label)
-        number = scene.number(found[0].body, found[0].outputs[0][0])
-        last = scene.places[number if number >= 0 else members[-1]]
-        differentiable = scene.is_differentiable(members[-1], found[0])
+            context.assign(number, spec.label)
+        number = context.number(found[0].body, found[0].outputs[0][0])
+        last = context.candidates[number if number >= 0 else members[-1]]
+        differentiable = context.is_differentiable(members[-1], found[0])
         match = _match(spec, last.name, last.node.op_type, last.function, differentiable)
-        self._note_subgraph(match, found[0], members, scene)
+        self._record_subgraph(match, found[0], members, context)
         return True
 
-    def _note_subgraph(self, match: Match, subgraph: Subgraph, members: Sequence[int], scene: Scene) -> None:
-        places = [scene.places[member] for member in members]
-        match.nodes = tuple(place.name for place in places)
-        if len(places) <= _NAMED_OPS:
-            match.op_type = "+".join(place.node.op_type for place in places)
-        if match.rule == OWN_GRADIENT or not all(place.live for place in places):
-            scene.note_subgraph(members[-1], match, None)
+    def _record_subgraph(
+        self, match: Match, subgraph: Subgraph, members: Sequence[int], context: ResolutionContext
+    ) -> None:
+        candidates = [context.candidates[member] for member in members]
+        match.nodes = tuple(candidate.name for candidate in candidates)
+        if len(candidates) <= _NAMED_OPS:
+            match.op_type = "+".join(candidate.node.op_type for candidate in candidates)
+        if match.rule == OWN_GRADIENT or not all(candidate.live for candidate in candidates):
+            context.record_subgraph(members[-1], match, None)
             return
         match.outputs, match.is_step = len(subgraph.outputs), subgraph.is_step
-        scene.note_subgraph(members[-1], match, subgraph)
+        context.record_subgraph(members[-1], match, subgraph)
 
-    def _take_wish(self, number: int, scene: Scene) -> None:
-        """Gives a place the rule that its node asks for."""
-        place = scene.places[number]
-        differentiable = scene.is_differentiable(number, None)
-        match = self.wishes.match(place.node, place.name, place.function, differentiable)
+    def _apply_node_gradient(self, number: int, context: ResolutionContext) -> None:
+        """Assigns a candidate the rule that its node requests by attribute."""
+        candidate = context.candidates[number]
+        differentiable = context.is_differentiable(number, None)
+        match = self.node_gradients.find_match(candidate.node, candidate.name, candidate.function, differentiable)
         if match is not None:
-            scene.hold(number, match.label)
-            scene.note(number, match)
+            context.assign(number, match.label)
+            context.record(number, match)
 
 
 _NAMED_OPS = 4
-"""Up to so many ops a subgraph is told by all of them."""
+"""Largest subgraph whose `op_type` lists all of its ops."""
 
 
 def _match(spec: OverrideSpec, name: str, op_type: str, function: str, differentiable: bool) -> Match:
@@ -296,13 +306,13 @@ def _match(spec: OverrideSpec, name: str, op_type: str, function: str, different
     )
 
 
-def _changes_flows(chooser: Chooser) -> bool:
-    """Whether it makes gradients flow through the inside of regions that the graph brings along."""
-    return bool(chooser.spec.selector.region_name) and chooser.spec.rule_index == OWN_GRADIENT
+def _changes_flows(matcher: OverrideMatcher) -> bool:
+    """Returns whether an override makes gradients flow through the inner nodes of custom-gradient regions."""
+    return bool(matcher.spec.selector.region_name) and matcher.spec.rule_index == OWN_GRADIENT
 
 
-def _nothing_of_preset(group: Sequence[Chooser]) -> Finding:
+def _nothing_of_preset(group: Sequence[OverrideMatcher]) -> Finding:
     spec = group[0].spec
-    wanted = sorted({word for chooser in group for word in chooser.words})
+    wanted = sorted({word for matcher in group for word in matcher.words})
     message = f"Preset {quote(spec.label)} matches no node of the graph: it is for {', '.join(wanted)}."
     return Finding(Reason.ERROR_REASON_UNMATCHED_OVERRIDE, message, field=spec.field)

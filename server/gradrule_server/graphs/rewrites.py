@@ -1,4 +1,4 @@
-"""Changes to the expanded graph before overrides are resolved."""
+"""Rewrites the expanded graph before overrides are resolved."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from gradrule_server.errors import did_you_mean
 from gradrule_server.graphs import paths
 from gradrule_server.graphs.copying import Copy
 from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.groups import GROUPS, PLAIN_ADDS
-from gradrule_server.graphs.ir import PLACEHOLDERS, Body, Node, Ref
-from gradrule_server.graphs.prune import bodies_of
-from gradrule_server.graphs.selectors import Place
+from gradrule_server.graphs.ir import PLACEHOLDERS, Body, Node, Ref, bodies_of
+from gradrule_server.graphs.selectors import GROUPS, PLAIN_ADDS, CandidateNode
 
 FOLD_BATCH_NORM = "fold_batch_norm"
 _REWRITES = (FOLD_BATCH_NORM,)
 
 _BATCH_NORMS = frozenset({"FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"})
 _LINEAR = GROUPS["@linear"]
-# What the weights of a normalisation are computed by.
+# Ops that compute the parameters of a normalisation.
 _ELEMENTWISE = frozenset(
     {"Identity", "Cast", "Neg", "Rsqrt", "Sqrt", "Square", "Reciprocal", "StopGradient"}
     | {"Add", "AddV2", "Sub", "Mul", "RealDiv", "Maximum"}
@@ -31,7 +29,7 @@ _ELEMENTWISE = frozenset(
 
 
 def check_rewrites(names: Sequence[str], findings: Findings) -> None:
-    """UNSUPPORTED for a rewrite that does not exist."""
+    """Adds UNSUPPORTED for unknown rewrites."""
     for number, name in enumerate(names):
         if name not in _REWRITES:
             message = (
@@ -41,7 +39,7 @@ def check_rewrites(names: Sequence[str], findings: Findings) -> None:
 
 
 def rewrite(copy: Copy, names: Sequence[str], xs: Collection[Ref]) -> list[str]:
-    """Makes the changes in place; returns the public names of the nodes that were replaced."""
+    """Applies rewrites in place; returns the public names of the replaced nodes."""
     rewritten: list[str] = []
     if FOLD_BATCH_NORM in names:
         reached = paths.dependents(copy.body, copy.body, xs)
@@ -82,24 +80,26 @@ class _Folding:
         self._left_behind: set[int] = set()
 
     def run(self) -> list[str]:
-        """Folds all there are; returns their public names."""
+        """Folds all batch normalisations of the body; returns their public names."""
         nodes = self._body.nodes
         names = []
-        places = {place.index: place for place in self._copy.places if place.body is self._body}
+        candidates = {candidate.index: candidate for candidate in self._copy.candidates if candidate.body is self._body}
         for last in range(len(nodes)):
             found = self._find(last)
             if found is not None:
-                names.append(places[last].name if last in places else nodes[last].name)
-                self._fold(found, places)
+                names.append(candidates[last].name if last in candidates else nodes[last].name)
+                self._fold(found, candidates)
         if self._moves:
             for node in nodes:
                 node.inputs = [self._moves.get(ref, ref) for ref in node.inputs]
             self._body.results = [self._moves.get(ref, ref) for ref in self._body.results]
             if self._body is self._copy.body:
                 tensors = self._copy.tensors
-                self._copy.tensors = {ref: self._moves.get(place, place) for ref, place in tensors.items()}
-            # It leads nowhere any more, and is no selector's business.
-            self._copy.places = [place for place in self._copy.places if id(place) not in self._left_behind]
+                self._copy.tensors = {ref: self._moves.get(target, target) for ref, target in tensors.items()}
+            # Replaced nodes have no consumers, so selectors must not match them.
+            self._copy.candidates = [
+                candidate for candidate in self._copy.candidates if id(candidate) not in self._left_behind
+            ]
         return names
 
     def _find(self, last: int) -> _Found | None:
@@ -108,7 +108,7 @@ class _Folding:
             found = self._behind_linear(node.inputs[0], last, None)
             return found if found is not None and self._has_format(found.linear, node.attrs["data_format"].s) else None
         if node.op in PLAIN_ADDS:
-            # What tf.nn.batch_normalization makes: v · scale + shift.
+            # The form of tf.nn.batch_normalization: v · scale + shift.
             value = self._changing(node)
             if value is not None and self._body.nodes[value[0]].op == "Mul" and self._is_alone(value[0], last):
                 inner = self._changing(self._body.nodes[value[0]])
@@ -122,11 +122,11 @@ class _Folding:
         return own is not None and own.s == data_format
 
     def _is_per_channel(self, ref: Ref, found: _Found) -> bool:
-        """Whether an operand is known to hold one number per output channel of the linear op, and nothing else."""
+        """Returns whether an operand is known to hold exactly one number per output channel of the linear op."""
         linear = self._body.nodes[found.linear]
         channels, shape = self._channels(linear), static_shape(self._body, ref)
         data_format = linear.attrs.get("data_format")
-        # Behind the channels come the spatial axes, if there are any.
+        # Spatial axes follow the channel axis in NC formats.
         behind = len(data_format.s) - 2 if data_format is not None and data_format.s.startswith(b"NC") else 0
         if channels is None or shape is None or len(shape) <= behind:
             return False
@@ -161,14 +161,14 @@ class _Folding:
         return None if id(producer_of_weights) in self._reached else _Found(value[0], bias, last, mul)
 
     def _changing(self, node: Node) -> Ref | None:
-        """The one of two operands that depends on the xs."""
+        """Returns the operand that depends on the xs; None unless exactly one does."""
         live = [ref for ref in node.inputs if id(self._body.nodes[ref[0]]) in self._reached or ref in self._xs]
         return live[0] if len(live) == 1 else None
 
     def _is_alone(self, producer: int, consumer: int) -> bool:
         return self._consumers[producer] == [consumer] and producer not in self._kept
 
-    def _fold(self, found: _Found, places: dict[int, Place]) -> None:
+    def _fold(self, found: _Found, candidates: dict[int, CandidateNode]) -> None:
         nodes = self._body.nodes
         linear = nodes[found.linear]
         dtype = (linear.outputs or ())[0]
@@ -186,20 +186,20 @@ class _Folding:
             linear.outputs,
             watched=linear.watched,
         )
-        value = self._append(folded, found.linear, places)
+        value = self._append(folded, found.linear, candidates)
         attrs = {"T": AttrValue(type=as_dt(dtype))}
         data_format = linear.attrs.get("data_format")
         spatial = data_format is not None and data_format.s.startswith(b"NC")
         attrs["data_format"] = AttrValue(s=b"NCHW" if spatial else b"NHWC")
         name = self._copy.unique(self._body, f"{nodes[found.last].name}/folded")
         added = Node(name, "BiasAdd", [value, shift], [], attrs, (dtype,), watched=linear.watched)
-        self._moves[found.last, 0] = self._append(added, found.last, places)
+        self._moves[found.last, 0] = self._append(added, found.last, candidates)
         self._left_behind |= {
-            id(places[index]) for index in (found.bias, found.mul) if index is not None and index in places
+            id(candidates[index]) for index in (found.bias, found.mul) if index is not None and index in candidates
         }
 
     def _affine(self, found: _Found, dtype: int) -> tuple[Ref, Ref]:
-        """Scale and shift per output channel, of the linear op's element type."""
+        """Returns scale and shift per output channel, in the linear op's element type."""
         node = self._body.nodes[found.last]
         if found.mul is not None:
             return self._flat(self._other(found.mul), dtype), self._flat(self._other(found.last), dtype)
@@ -212,7 +212,7 @@ class _Folding:
         return self._cast(scale, own, dtype), self._cast(shift, own, dtype)
 
     def _other(self, position: int) -> Ref:
-        """The operand that does not depend on the xs."""
+        """Returns the operand that does not depend on the xs."""
         node = self._body.nodes[position]
         if node.op == "BiasAdd":
             return node.inputs[1]
@@ -220,11 +220,11 @@ class _Folding:
         return next(ref for ref in node.inputs if ref != changing)
 
     def _flat(self, ref: Ref, dtype: int) -> Ref:
-        """One entry per channel, whatever axes of size 1 stand around them."""
+        """Returns the operand as a vector with one entry per channel."""
         return self._add("Reshape", [ref, self._int_list([-1])], dtype, "flat", Tshape=Dt.DT_INT32)
 
     def _shaped(self, scale: Ref, linear: Node) -> Ref:
-        """The scale in the shape that broadcasts over the linear op's weights."""
+        """Returns the scale in a shape that broadcasts over the linear op's weights."""
         dtype = (linear.outputs or ())[0]
         transposed = linear.attrs.get("transpose_b") or linear.attrs.get("adj_y")
         if transposed is not None and transposed.b:
@@ -266,18 +266,18 @@ class _Folding:
         full = self._copy.unique(self._body, f"{FOLD_BATCH_NORM}/{name}")
         return self._append(Node(full, op, inputs, [], attrs, (dtype,)), None, {})
 
-    def _append(self, node: Node, stands_for: int | None, places: dict[int, Place]) -> Ref:
-        """Adds a node; one that stands for another takes over its public name."""
+    def _append(self, node: Node, stands_for: int | None, candidates: dict[int, CandidateNode]) -> Ref:
+        """Adds a node; with `stands_for`, it takes over that node's public name."""
         self._body.nodes.append(node)
         index = len(self._body.nodes) - 1
-        old = places.get(stands_for) if stands_for is not None else None
+        old = candidates.get(stands_for) if stands_for is not None else None
         if old is not None:
             old.index = index
         return index, 0
 
 
 def static_shape(body: Body, ref: Ref, depth: int = 12) -> tuple[int, ...] | None:
-    """The shape of a tensor made of constants and placeholders by at most `depth` elementwise ops; None: not known."""
+    """Infers a tensor's shape from constants and placeholders through `depth` elementwise ops; None: unknown."""
     node = body.nodes[ref[0]]
     if node.op == "Const":
         return tuple(dim.size for dim in node.attrs["value"].tensor.tensor_shape.dim)

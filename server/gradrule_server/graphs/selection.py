@@ -1,7 +1,7 @@
-"""Finds the nodes that the overrides of a program mean, for all of them at once.
+"""Finds the nodes that the overrides of a program select, for all overrides at once.
 
-Each condition is looked at once for the whole graph: what a node itself tells in one look at the node, dependence,
-chains and places on the path in one walk each. So the cost grows with nodes and overrides, not with their product.
+Conditions on a node itself take one lookup per node; dependence, chains and positions on the path take one walk of the
+graph each. So the cost grows with nodes plus overrides, not with their product.
 """
 
 from __future__ import annotations
@@ -16,90 +16,91 @@ from numpy.typing import NDArray
 from gradrule.v1 import override_pb2
 from gradrule_server.graphs import paths
 from gradrule_server.graphs.chains import Chains, is_bias
-from gradrule_server.graphs.groups import BIAS, SUM
 from gradrule_server.graphs.ir import Ref
-from gradrule_server.graphs.scene import Scene
+from gradrule_server.graphs.resolution_context import ResolutionContext
 from gradrule_server.graphs.selector_index import SelectorIndex, columns
-from gradrule_server.graphs.selectors import Chooser
+from gradrule_server.graphs.selectors import BIAS, SUM, OverrideMatcher
 from gradrule_server.graphs.subgraphs import Subgraph
 
 Flags = NDArray[np.bool_]
 Numbers = NDArray[np.intp]
 
-# Sets of nodes whose ranks are counted in one walk: each takes four bytes for each node.
+# Node sets ranked in one walk; each needs four bytes per node.
 _RANKED_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Selected:
-    """The places that choosers mean, taken or not: a flag for each place, by chooser (by id)."""
+    """The candidates that overrides select, assigned or not: a flag per candidate, by matcher (by id)."""
 
     _flags: Mapping[int, Flags]
     _chains: Chains | None
 
-    def members(self, chooser: Chooser) -> Numbers:
-        """Numbers of places: a row for each node, or chain of nodes, that the chooser means; rows by their last."""
-        ends = np.flatnonzero(self._flags[id(chooser)])
-        if self._chains is None or not chooser.is_chain:
+    def members(self, matcher: OverrideMatcher) -> Numbers:
+        """Returns candidate numbers: a row per selected node or chain, ordered by the last node."""
+        ends = np.flatnonzero(self._flags[id(matcher)])
+        if self._chains is None or not matcher.is_chain:
             return ends[:, np.newaxis]
-        return self._chains.members(chooser.words, ends)
+        return self._chains.members(matcher.words, ends)
 
-    def subgraph(self, chooser: Chooser, members: Sequence[int]) -> Subgraph | None:
-        """What the nodes of a row are together; None for a single node."""
-        if self._chains is None or not chooser.is_chain:
+    def subgraph(self, matcher: OverrideMatcher, members: Sequence[int]) -> Subgraph | None:
+        """Returns the subgraph of a row; None for a single node."""
+        if self._chains is None or not matcher.is_chain:
             return None
-        return self._chains.subgraph(chooser.words, members)
+        return self._chains.subgraph(matcher.words, members)
 
 
 class Selection:
-    """Works out which places of a scene choosers mean. `_meant`: per chooser, a flag for each place."""
+    """Computes which candidates the matchers select. `_meant`: per matcher, a flag per candidate."""
 
-    def __init__(self, scene: Scene, choosers: Sequence[Chooser]) -> None:
-        self._scene = scene
-        self._places = scene.places
-        self._choosers = choosers
-        index = SelectorIndex(choosers)
-        self._meant = columns([index.node(place.node, place.name) for place in self._places], len(choosers))
+    def __init__(self, context: ResolutionContext, matchers: Sequence[OverrideMatcher]) -> None:
+        self._context = context
+        self._candidates = context.candidates
+        self._choosers = matchers
+        index = SelectorIndex(matchers)
+        self._meant = columns(
+            [index.node(candidate.node, candidate.name) for candidate in self._candidates], len(matchers)
+        )
 
     def selected(self) -> Selected:
-        """Looks at all conditions."""
+        """Evaluates all conditions."""
         self._limit_to_dependents()
-        scene, choosers = self._scene, self._choosers
-        patterns = [chooser.words for chooser in choosers if chooser.is_chain]
-        chains = Chains(patterns, scene) if patterns else None
-        for number, chooser in enumerate(choosers):
-            if chains is not None and chooser.is_chain:
-                self._meant[number] &= chains.ends(chooser.words)
-            elif chooser.words and chooser.words[0] in (BIAS, SUM):
-                # A group may ask more than the op type: an add is either a bias's or a sum.
-                self._meant[number] &= self._biases if chooser.words[0] == BIAS else ~self._biases
-        placed = [number for number, chooser in enumerate(choosers) if chooser.spec.selector.HasField("position")]
+        context, matchers = self._context, self._choosers
+        patterns = [matcher.words for matcher in matchers if matcher.is_chain]
+        chains = Chains(patterns, context) if patterns else None
+        for number, matcher in enumerate(matchers):
+            if chains is not None and matcher.is_chain:
+                self._meant[number] &= chains.ends(matcher.words)
+            elif matcher.words and matcher.words[0] in (BIAS, SUM):
+                # These groups need more than the op type: an add is either a bias add or a sum.
+                self._meant[number] &= self._biases if matcher.words[0] == BIAS else ~self._biases
+        placed = [number for number, matcher in enumerate(matchers) if matcher.spec.selector.HasField("position")]
         for start in range(0, len(placed), _RANKED_AT_ONCE):
             self._limit_to_positions(placed[start : start + _RANKED_AT_ONCE])
-        return Selected({id(chooser): row for chooser, row in zip(choosers, self._meant, strict=True)}, chains)
+        return Selected({id(matcher): row for matcher, row in zip(matchers, self._meant, strict=True)}, chains)
 
     def _limit_to_dependents(self) -> None:
-        """Leaves, of choosers with depends_on, places that depend on one of the tensors that they name."""
+        """Applies depends_on: keeps candidates that depend on one of the named tensors."""
         sets: dict[tuple[str, ...], list[int]] = {}
-        for number, chooser in enumerate(self._choosers):
-            if chooser.spec.selector.depends_on:
-                sets.setdefault(tuple(chooser.spec.selector.depends_on), []).append(number)
+        for number, matcher in enumerate(self._choosers):
+            if matcher.spec.selector.depends_on:
+                sets.setdefault(tuple(matcher.spec.selector.depends_on), []).append(number)
         if not sets:
             return
         seeds: dict[int, dict[Ref, int]] = {}
         for bit, names in enumerate(sets):
             for name in names:
-                found = self._scene.look_up(name)
+                found = self._context.look_up(name)
                 if found is not None:
                     own = seeds.setdefault(id(found[0]), {})
                     own[found[1]] = own.get(found[1], 0) | 1 << bit
-        bits = paths.dependents_of_sets(self._scene.top, seeds, self._scene.orders)
-        depends = columns([bits[id(place.body)][place.index] for place in self._places], len(sets))
+        bits = paths.dependents_of_sets(self._context.top, seeds, self._context.orders)
+        depends = columns([bits[id(candidate.body)][candidate.index] for candidate in self._candidates], len(sets))
         for row, numbers in zip(depends, sets.values(), strict=True):
             self._meant[numbers] &= row
 
     def _limit_to_positions(self, numbers: Sequence[int]) -> None:
-        """Leaves, of choosers with a position, places on the path that are at it."""
+        """Applies position: keeps candidates at that position on the path."""
         rows = np.array(numbers)
         self._meant[rows] &= self._on_path
         indices = [_index(self._choosers[number].spec.selector.position) for number in numbers]
@@ -110,31 +111,33 @@ class Selection:
                 self._limit_to_ranks(rows[asked], np.array(wanted, np.int32), is_from_xs=is_from_xs)
 
     def _limit_to_ranks(self, rows: Numbers, wanted: paths.Counts, *, is_from_xs: bool) -> None:
-        scene = self._scene
+        context = self._context
         by_place = np.ascontiguousarray(self._meant[rows].T)
         met = np.flatnonzero(by_place.any(axis=1)).tolist()
-        members = {id(self._places[place].node): by_place[place] for place in met}
-        ranking = paths.Ranking(members, wanted, scene.path, scene.flows, scene.orders)
-        at_place = ranking.from_xs(scene.top) if is_from_xs else ranking.from_ys(scene.top)
+        members = {id(self._candidates[candidate].node): by_place[candidate] for candidate in met}
+        ranking = paths.Ranking(members, wanted, context.path, context.flows, context.orders)
+        at_place = ranking.from_xs(context.top) if is_from_xs else ranking.from_ys(context.top)
         found = np.zeros_like(by_place)
-        for place in met:
-            found[place] = at_place.get(id(self._places[place].node), False)
+        for candidate in met:
+            found[candidate] = at_place.get(id(self._candidates[candidate].node), False)
         self._meant[rows] = found.T
 
     @cached_property
     def _on_path(self) -> Flags:
-        path = self._scene.path
-        return np.fromiter((id(place.node) in path for place in self._places), np.bool_, len(self._places))
+        path = self._context.path
+        return np.fromiter(
+            (id(candidate.node) in path for candidate in self._candidates), np.bool_, len(self._candidates)
+        )
 
     @cached_property
     def _biases(self) -> Flags:
-        """Which places are no sums of what depends on the xs."""
-        flags = (is_bias(place.node, place.body, self._scene.changes) for place in self._places)
-        return np.fromiter(flags, np.bool_, len(self._places))
+        """Flags of the candidates that are bias adds."""
+        flags = (is_bias(candidate.node, candidate.body, self._context.changes) for candidate in self._candidates)
+        return np.fromiter(flags, np.bool_, len(self._candidates))
 
 
 def _index(position: override_pb2.Position) -> int:
-    """Which place on the path is meant: from 0 on as counted from the xs, from -1 down as counted from the ys."""
+    """Returns the index on the path: 0, 1, … counted from the xs; -1, -2, … counted from the ys."""
     if position.WhichOneof("place") == "nearest":
         return 0 if position.nearest == override_pb2.POSITION_NEAREST_XS else -1
     return position.index

@@ -1,4 +1,4 @@
-"""Tells which selectors mean a node by what the node itself tells, for all selectors in one look at the node."""
+"""Finds the selectors that match a node by its own properties; one lookup per property serves all selectors."""
 
 from __future__ import annotations
 
@@ -8,106 +8,106 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradrule.v1.graph_pb2 import AttrValue
-from gradrule_server.graphs.globs import PatternSet
 from gradrule_server.graphs.ir import Node
-from gradrule_server.graphs.selectors import Chooser
+from gradrule_server.graphs.name_patterns import PatternSet
+from gradrule_server.graphs.selectors import OverrideMatcher
 
-# Answers that are kept for combinations of patterns; graphs have few, and hostile ones must not fill the memory.
+# Cached pattern combinations; the limit keeps hostile graphs from filling the memory.
 _MAX_KEPT = 4096
 
 
 class SelectorIndex:
-    """Answers are bits: bit i is that of the i-th chooser. Each condition adds bits by looking one value up."""
+    """Matches nodes against all selectors; bit i of a result is the i-th matcher."""
 
-    def __init__(self, choosers: Sequence[Chooser]) -> None:
-        selectors = [chooser.spec.selector for chooser in choosers]
-        self._calls = _bits(number for number, chooser in enumerate(choosers) if chooser.takes_calls)
+    def __init__(self, matchers: Sequence[OverrideMatcher]) -> None:
+        selectors = [matcher.spec.selector for matcher in matchers]
+        self._calls = _bits(number for number, matcher in enumerate(matchers) if matcher.accepts_calls)
         self._op_types = _Lookup()
         self._dtypes = _Lookup()
-        self.names = NameIndex(choosers)
-        for number, (chooser, selector) in enumerate(zip(choosers, selectors, strict=True)):
-            self._op_types.add(number, chooser.op_types)
+        self.names = NameIndex(matchers)
+        for number, (matcher, selector) in enumerate(zip(matchers, selectors, strict=True)):
+            self._op_types.add(number, matcher.op_types)
             self._dtypes.add(number, (selector.dtype,) if selector.dtype else None)
-        asked = sorted({name for selector in selectors for name in selector.attrs})
-        self._attrs = {name: _Lookup() for name in asked}
+        attr_names = sorted({name for selector in selectors for name in selector.attrs})
+        self._attrs = {name: _Lookup() for name in attr_names}
         for number, selector in enumerate(selectors):
-            for name in asked:
+            for name in attr_names:
                 given = (attr_key(selector.attrs[name]),) if name in selector.attrs else None
                 self._attrs[name].add(number, given)
         self._attr_bits: dict[int, tuple[Mapping[str, AttrValue], int]] = {}
 
     def call(self, op_type: str, name: str) -> int:
-        """Selectors that mean a call as a whole."""
-        found = self._calls & self._op_types.of(op_type)
-        return found and found & self.names.of(name)
+        """Returns the selectors that match a whole call."""
+        found = self._calls & self._op_types.matching(op_type)
+        return found and found & self.names.match(name)
 
     def node(self, node: Node, name: str) -> int:
-        """Selectors whose conditions on op type, element type, attributes and public name a node meets."""
-        found = self._op_types.of(node.op_type) & self._dtypes.of(node.outputs[0] if node.outputs else 0)
+        """Returns the selectors whose conditions on op type, element type, attributes and name a node meets."""
+        found = self._op_types.matching(node.op_type) & self._dtypes.matching(node.outputs[0] if node.outputs else 0)
         if found and self._attrs:
             found &= self._attrs_of(node.attrs)
-        return found and found & self.names.of(name)
+        return found and found & self.names.match(name)
 
     def _attrs_of(self, attrs: Mapping[str, AttrValue]) -> int:
-        # Nodes share their attributes.
+        # Cached by id(), because nodes share attribute objects.
         known = self._attr_bits.get(id(attrs))
         if known is None:
             found = -1
             for name, lookup in self._attrs.items():
-                found &= lookup.of(attr_key(attrs[name])) if name in attrs else lookup.indifferent
+                found &= lookup.matching(attr_key(attrs[name])) if name in attrs else lookup.unconditional
             known = self._attr_bits[id(attrs)] = (attrs, found)
         return known[1]
 
 
 class NameIndex:
-    """Tells which selectors mean a public name, by scope, node and node_regex."""
+    """Matches public names against the scope, node and node_regex of all selectors."""
 
-    def __init__(self, choosers: Sequence[Chooser]) -> None:
+    def __init__(self, matchers: Sequence[OverrideMatcher]) -> None:
         self._scopes = _Lookup()
         self._exact = _Lookup()
         numbers: dict[str, int] = {}
-        asking: list[list[int]] = [[], []]
-        for number, chooser in enumerate(choosers):
-            self._scopes.add(number, (chooser.prefix,) if chooser.prefix else None)
-            self._exact.add(number, (chooser.exact,) if chooser.exact else None)
-            for place, pattern in enumerate((chooser.glob, chooser.regex)):
+        with_pattern: list[list[int]] = [[], []]
+        for number, matcher in enumerate(matchers):
+            self._scopes.add(number, (matcher.prefix,) if matcher.prefix else None)
+            self._exact.add(number, (matcher.exact,) if matcher.exact else None)
+            for place, pattern in enumerate((matcher.glob, matcher.regex)):
                 if pattern:
                     numbers.setdefault(pattern, len(numbers))
-                    asking[place].append(number)
-        self._longest_scope = max((len(chooser.prefix) for chooser in choosers), default=0)
+                    with_pattern[place].append(number)
+        self._longest_scope = max((len(matcher.prefix) for matcher in matchers), default=0)
         self._patterns = PatternSet(list(numbers)) if numbers else None
-        # Selectors without a glob, and without a node_regex; by pattern, those that have it as glob and as node_regex.
-        everyone = (1 << len(choosers)) - 1
-        self._free = (everyone & ~_bits(asking[0]), everyone & ~_bits(asking[1]))
+        # Selectors without glob and without node_regex; per pattern, selectors with it as glob and as node_regex.
+        all_selectors = (1 << len(matchers)) - 1
+        self._free = (all_selectors & ~_bits(with_pattern[0]), all_selectors & ~_bits(with_pattern[1]))
         self._by_pattern = [[0, 0] for _ in numbers]
-        for number, chooser in enumerate(choosers):
-            for place, pattern in enumerate((chooser.glob, chooser.regex)):
+        for number, matcher in enumerate(matchers):
+            for place, pattern in enumerate((matcher.glob, matcher.regex)):
                 if pattern:
                     self._by_pattern[numbers[pattern]][place] |= 1 << number
         self._kept: dict[tuple[int, ...], tuple[int, int]] = {}
 
-    def of(self, name: str) -> int:
-        """Selectors that mean the name."""
+    def match(self, name: str) -> int:
+        """Returns the selectors that match the name."""
         first, second = self._matching(name)
-        return self._scope(name) & self._exact.of(name) & first & second
+        return self._scope(name) & self._exact.matching(name) & first & second
 
     def conditions(self, name: str) -> tuple[int, int, int]:
-        """Selectors whose scope the name lies in, those whose `node` it is, and those that mean it in all."""
+        """Returns the selectors whose scope, whose `node`, and whose name conditions together match the name."""
         scope, (first, second) = self._scope(name), self._matching(name)
-        node = self._exact.of(name) & first
+        node = self._exact.matching(name) & first
         return scope, node, scope & node & second
 
     def _scope(self, name: str) -> int:
-        """Selectors whose scope the name lies in."""
-        found = self._scopes.indifferent
+        """Returns the selectors whose scope contains the name."""
+        found = self._scopes.unconditional
         slash = name.find("/") if self._longest_scope else -1
         while 0 <= slash < self._longest_scope:
-            found |= self._scopes.only(name[: slash + 1])
+            found |= self._scopes.requiring(name[: slash + 1])
             slash = name.find("/", slash + 1)
         return found
 
     def _matching(self, name: str) -> tuple[int, int]:
-        """Selectors whose glob, and selectors whose node_regex, the name does not fail."""
+        """Returns the selectors whose glob, and those whose node_regex, match the name or are absent."""
         if self._patterns is None:
             return -1, -1
         matching = self._patterns.matching(name)
@@ -124,35 +124,35 @@ class NameIndex:
 
 
 class _Lookup:
-    """Selectors by the values of one condition; those without the condition are indifferent to it."""
+    """Selectors by the value of one condition; selectors without the condition match every value."""
 
     def __init__(self) -> None:
-        self.indifferent = 0
+        self.unconditional = 0
         self._by_value: dict[Hashable, int] = {}
 
     def add(self, number: int, values: Sequence[Hashable] | frozenset[str] | None) -> None:
-        """Adds a selector that asks for one of the values; None: for any."""
+        """Adds a selector that requires one of the values; None: any value."""
         if values is None:
-            self.indifferent |= 1 << number
+            self.unconditional |= 1 << number
         for value in values or ():
             self._by_value[value] = self._by_value.get(value, 0) | 1 << number
 
-    def of(self, value: Hashable) -> int:
-        """Selectors that are content with a value."""
-        return self.indifferent | self._by_value.get(value, 0)
+    def matching(self, value: Hashable) -> int:
+        """Returns the selectors that match a value."""
+        return self.unconditional | self._by_value.get(value, 0)
 
-    def only(self, value: Hashable) -> int:
-        """Selectors that ask for this value."""
+    def requiring(self, value: Hashable) -> int:
+        """Returns the selectors that require this value."""
         return self._by_value.get(value, 0)
 
 
 def attr_key(value: AttrValue) -> bytes:
-    """A key that equal attributes share: messages are equal where their bytes are."""
+    """Returns a key that equal attributes share."""
     return value.SerializeToString(deterministic=True)
 
 
 def columns(masks: Sequence[int], count: int) -> NDArray[np.bool_]:
-    """Row c tells of which masks bit c is set. Masks that are negative have all bits."""
+    """Returns a matrix whose entry [c, m] is bit c of mask m. Negative masks have all bits set."""
     size = (count + 7) // 8
     everything = (1 << count) - 1
     data = b"".join([(mask & everything).to_bytes(size, "little") for mask in masks])

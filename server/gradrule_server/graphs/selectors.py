@@ -1,4 +1,4 @@
-"""Selectors: which nodes an override means, one condition after the other."""
+"""Validates selectors of overrides and compiles them for matching."""
 
 from __future__ import annotations
 
@@ -9,16 +9,40 @@ from gradrule import _opdefs
 from gradrule.v1 import override_pb2
 from gradrule_server.errors import did_you_mean
 from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.globs import MAX_PATTERN, compile_regex, glob_regex, is_glob
-from gradrule_server.graphs.groups import BIAS, GROUPS, STEP, SUM, op_types_of
 from gradrule_server.graphs.ir import Body, Node
 from gradrule_server.graphs.library import Library
+from gradrule_server.graphs.name_patterns import MAX_PATTERN, compile_regex, glob_regex, is_glob
+
+STEP = "@step"
+BIAS = "@bias"
+SUM = "@sum"
+
+_CONVOLUTION = frozenset({"Conv2D", "Conv3D", "DepthwiseConv2dNative"})
+_DENSE = frozenset({"MatMul", "BatchMatMul", "BatchMatMulV2"})
+
+GROUPS: Mapping[str, frozenset[str]] = {
+    "@activation": frozenset(
+        {"Relu", "Relu6", "LeakyRelu", "Elu", "Selu", "Sigmoid", "Tanh", "Softplus", "Softsign", "Softmax"}
+    ),
+    "@convolution": _CONVOLUTION,
+    "@dense": _DENSE,
+    "@linear": _CONVOLUTION | _DENSE,
+    "@pool": frozenset({"AvgPool", "AvgPool3D", "Mean"}),
+    # Adds are sums only if all inputs depend on the xs,
+    SUM: frozenset({"Add", "AddV2", "AddN"}),
+    # and bias adds only if one input does not.
+    BIAS: frozenset({"BiasAdd", "BiasAddV1", "Add", "AddV2"}),
+    # The comparison of a step function; a Cast of its result follows.
+    STEP: frozenset({"Greater", "GreaterEqual"}),
+}
+
+PLAIN_ADDS = frozenset({"Add", "AddV2"})
 
 DEFAULT_RULE = "default"
 OWN_GRADIENT = -1
 
-# Groups that ask for more than an op type.
-_PLACED = frozenset({STEP, BIAS, SUM})
+# Groups with conditions beyond the op type.
+_PATH_DEPENDENT = frozenset({STEP, BIAS, SUM})
 _LOCAL = frozenset({"op_type", "node", "scope", "node_regex"})
 _ALONE = frozenset({"region", "region_name"})
 _MAX_PATTERN = 32
@@ -26,10 +50,10 @@ _MAX_PATTERN = 32
 
 @dataclass(frozen=True, slots=True)
 class OverrideSpec:
-    """One override: which nodes, which rule (-1: `default`). `index`: its place in the request.
+    """One override: selector and rule index (-1: `default`). `index`: its position in the request.
 
-    `is_preset`: it is part of a preset, and comes after what nodes themselves say. `every_order`: it holds in every
-    differentiation, not only in the first.
+    `is_preset`: it is part of a preset, so attributes of nodes take precedence. `every_order`: it applies to gradients
+    of gradients too.
     """
 
     selector: override_pb2.Selector
@@ -43,24 +67,28 @@ class OverrideSpec:
 
     @property
     def made_op_types(self) -> frozenset[str]:
-        """Op types of nodes made by gradients that it means too: it holds in every order and asks for nothing else."""
+        """Op types of gradient-created nodes that it selects: only for overrides of every order by op type alone."""
         asked = [field.name for field, _ in self.selector.ListFields()]
         word = self.selector.op_type
-        return op_types_of(word) if self.every_order and asked == ["op_type"] and word not in _PLACED else frozenset()
+        return (
+            op_types_of(word)
+            if self.every_order and asked == ["op_type"] and word not in _PATH_DEPENDENT
+            else frozenset()
+        )
 
     @property
     def field(self) -> str:
-        """Where the request says it."""
+        """The request field of this override."""
         return f"overrides[{self.index}]"
 
 
 @dataclass(slots=True, eq=False)
-class Place:
-    """A node of the expanded graph, as selectors see it.
+class CandidateNode:
+    """A node of the expanded graph that overrides can match.
 
-    `name`: its public name. `function`: where in the uploaded graph it lies. `live`: whether gradients are asked node
-    by node here. `label`: of the override that took it; `around`: of one that took a call around it as a whole;
-    `by_rank`: of one that takes it if it has the right rank.
+    `name`: public name. `function`: the function of the uploaded graph that contains it. `live`: whether gradients are
+    computed node by node here. Labels of overrides: `label`: the one it is assigned to; `around`: the one that matched
+    an enclosing call; `by_rank`: the one that matches if the node has its rank.
     """
 
     name: str
@@ -78,7 +106,7 @@ class Place:
 
     @property
     def input_types(self) -> list[int]:
-        """Element types of its inputs; 0 where not known."""
+        """Element types of its inputs; 0: unknown."""
         found = []
         for producer, output in self.node.inputs:
             outputs = self.body.nodes[producer].outputs
@@ -87,11 +115,11 @@ class Place:
 
 
 @dataclass(slots=True, eq=False)
-class Chooser:
-    """A selector made ready: what it asks of a node. `SelectorIndex` answers for all selectors of a program at once.
+class OverrideMatcher:
+    """A compiled selector. `SelectorIndex` evaluates all matchers of a program together.
 
-    `words`: of its pattern, or its op type; `op_types`: of the node, or of a chain's last node. `exact`: the whole
-    name; `glob`, `regex`: RE2 expressions that must match the whole name.
+    `words`: words of its pattern, or its op type. `op_types`: op types of the node, or of a chain's last node. `exact`:
+    the full name. `glob`, `regex`: RE2 expressions for the full name.
     """
 
     spec: OverrideSpec
@@ -101,40 +129,40 @@ class Chooser:
     exact: str
     glob: str
     regex: str
-    taken: int = 0
-    # Something is wrong with it that has been noted already.
+    match_count: int = 0
+    # A finding about it has been added already.
     faulty: bool = False
-    # How many of its nodes earlier overrides hold, by their labels, if it takes none.
+    # Number of its nodes that earlier overrides matched, by label, if it matched none.
     shadowed_by: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def is_region(self) -> bool:
-        """Whether it means a region, given by its border or by name."""
+        """Whether it selects a region, by tensors or by name."""
         return self.spec.selector.HasField("region") or bool(self.spec.selector.region_name)
 
     @property
-    def takes_calls(self) -> bool:
-        """Whether calls as a whole are asked: only names and op types are known of them before they are inlined."""
+    def accepts_calls(self) -> bool:
+        """Whether it can match whole calls: only their names and op types are known before inlining."""
         return all(entry.name in _LOCAL for entry, _ in self.spec.selector.ListFields())
 
     @property
     def is_chain(self) -> bool:
-        """Whether it means chains of nodes."""
+        """Whether it selects chains of nodes."""
         return len(self.words) > 1
 
 
-def choosers(specs: Sequence[OverrideSpec], library: Library, findings: Findings) -> list[Chooser]:
-    """The selectors made ready; what is wrong with them is noted."""
+def matchers(specs: Sequence[OverrideSpec], library: Library, findings: Findings) -> list[OverrideMatcher]:
+    """Compiles the selectors of overrides; adds findings for invalid ones and leaves them out."""
     made = []
     for spec in specs:
         before = len(findings.all)
-        chooser = _chooser(spec, library, findings)
-        if chooser is not None and len(findings.all) == before:
-            made.append(chooser)
+        matcher = _chooser(spec, library, findings)
+        if matcher is not None and len(findings.all) == before:
+            made.append(matcher)
     return made
 
 
-def _chooser(spec: OverrideSpec, library: Library, findings: Findings) -> Chooser | None:
+def _chooser(spec: OverrideSpec, library: Library, findings: Findings) -> OverrideMatcher | None:
     selector = spec.selector
 
     def invalid(message: str) -> None:
@@ -174,7 +202,7 @@ def _chooser(spec: OverrideSpec, library: Library, findings: Findings) -> Choose
     prefix = selector.scope.rstrip("/") + "/" if selector.scope else ""
     op_types = op_types_of(words[-1]) if words else None
     exact, glob = ("", glob_regex(selector.node)) if is_glob(selector.node) else (selector.node, "")
-    return Chooser(spec, words, op_types, prefix, exact, glob, regex)
+    return OverrideMatcher(spec, words, op_types, prefix, exact, glob, regex)
 
 
 def _is_place(position: override_pb2.Position) -> bool:
@@ -202,3 +230,8 @@ def _check_word(word: str, spec: OverrideSpec, library: Library, findings: Findi
         hint = findings.suggest(lambda: _opdefs.suggest(word, library.names()))
         message = f"Override {quote(spec.label)} is for op type {quote(word)}, which does not exist.{hint}"
         findings.add(Reason.ERROR_REASON_UNKNOWN_OP_TYPE, message, field=spec.field)
+
+
+def op_types_of(word: str) -> frozenset[str]:
+    """Returns the op types for a word of a selector: those of the group, or the named one."""
+    return GROUPS.get(word) or frozenset({word})

@@ -1,4 +1,4 @@
-"""Says why an override takes no node, and what there is instead."""
+"""Explains why an override matches no node, with suggestions."""
 
 from __future__ import annotations
 
@@ -8,50 +8,49 @@ from functools import cached_property
 
 from gradrule._dtypes import name_of
 from gradrule_server.errors import did_you_mean
-from gradrule_server.graphs.findings import Finding, Findings, Reason, near_name, quote
-from gradrule_server.graphs.groups import op_types_of
+from gradrule_server.graphs.findings import Finding, Findings, Reason, quote, similar_name_hint
 from gradrule_server.graphs.selector_index import NameIndex
-from gradrule_server.graphs.selectors import Chooser
+from gradrule_server.graphs.selectors import OverrideMatcher, op_types_of
 
 _SHOWN_REGIONS = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """A node that selectors were asked about."""
+class NodeInfo:
+    """Op type and public name of a node that selectors were tested on."""
 
     op_type: str
     name: str
 
 
 class Unmatched:
-    """Makes findings for overrides that took nothing; all nodes are looked at once, not once for each override.
+    """Creates findings for overrides without matches; one pass over the nodes serves all overrides.
 
-    `regions`: names of the regions that the graph brings along.
+    `regions`: names of the custom-gradient regions in the graph.
     """
 
     def __init__(
-        self, idle: Sequence[Chooser], seen: Sequence[Seen], regions: Sequence[str], findings: Findings
+        self, unused: Sequence[OverrideMatcher], nodes: Sequence[NodeInfo], regions: Sequence[str], findings: Findings
     ) -> None:
-        self._idle = {id(chooser): number for number, chooser in enumerate(idle)}
-        self._names = NameIndex(idle)
-        self._seen = seen
+        self._numbers = {id(matcher): number for number, matcher in enumerate(unused)}
+        self._names = NameIndex(unused)
+        self._nodes = nodes
         self._regions = regions
         self._findings = findings
         self._by_op_types: dict[frozenset[str] | None, list[str]] = {}
 
-    def finding(self, chooser: Chooser) -> Finding:
-        """UNMATCHED_OVERRIDE: which condition fails, and what there is instead."""
-        spec = chooser.spec
-        if chooser.shadowed_by:
-            count = sum(chooser.shadowed_by.values())
+    def finding(self, matcher: OverrideMatcher) -> Finding:
+        """Returns UNMATCHED_OVERRIDE with the failing condition and suggestions."""
+        spec = matcher.spec
+        if matcher.shadowed_by:
+            count = sum(matcher.shadowed_by.values())
             nodes = f"all {count} nodes that it matches are" if count > 1 else "the only node that it matches is"
-            by = ", ".join(quote(label) for label in chooser.shadowed_by)
+            by = ", ".join(quote(label) for label in matcher.shadowed_by)
             message = f"Override {quote(spec.label)} takes no node: {nodes} taken by an earlier override ({by})."
         elif spec.selector.region_name:
             message = f"Override {quote(spec.label)}: {self._no_region(spec.selector.region_name)}"
         else:
-            message = f"Override {quote(spec.label)} matches no node of the graph: {self._missing(chooser)}"
+            message = f"Override {quote(spec.label)} matches no node of the graph: {self._missing(matcher)}"
         return Finding(Reason.ERROR_REASON_UNMATCHED_OVERRIDE, message, field=spec.field)
 
     def _no_region(self, name: str) -> str:
@@ -61,30 +60,30 @@ class Unmatched:
         more = f" and {len(regions) - _SHOWN_REGIONS} more" if len(regions) > _SHOWN_REGIONS else ""
         return f"the graph brings no region {quote(name)} along.{hint} Its regions: {known}{more}."
 
-    def _missing(self, chooser: Chooser) -> str:
-        selector = chooser.spec.selector
+    def _missing(self, matcher: OverrideMatcher) -> str:
+        selector = matcher.spec.selector
         suggest = self._findings.suggest
-        for word in chooser.words:
+        for word in matcher.words:
             if op_types_of(word).isdisjoint(self._op_types):
                 members = f" ({', '.join(sorted(op_types_of(word)))})" if word.startswith("@") else ""
                 hint = suggest(lambda word=word: did_you_mean(word, self._op_types))  # type: ignore[misc]
                 return f"there is no {word}{members}.{hint}"
-        kind = f"of op type {chooser.words[-1]} " if chooser.words else ""
-        in_scope, named, meant = self._met(chooser)
+        kind = f"of op type {matcher.words[-1]} " if matcher.words else ""
+        in_scope, named, meant = self._met_conditions(matcher)
         if selector.scope and not in_scope:
-            hint = suggest(lambda: near_name(selector.scope, self._scopes(chooser)))
-            return f"no node {kind}has a name that starts with {quote(chooser.prefix)}.{hint}"
+            hint = suggest(lambda: similar_name_hint(selector.scope, self._scopes(matcher)))
+            return f"no node {kind}has a name that starts with {quote(matcher.prefix)}.{hint}"
         if selector.node and not named:
-            hint = suggest(lambda: near_name(selector.node, self._names_of(chooser)))
+            hint = suggest(lambda: similar_name_hint(selector.node, self._names_of(matcher)))
             return f"no node {kind}is named {quote(selector.node)}.{hint}"
         if not meant:
             if selector.node_regex:
                 return f"no node {kind}has a name that {quote(selector.node_regex)} matches as a whole."
-            return "the graph has no nodes." if not self._names_of(chooser) else f"no node {kind}has such a name."
+            return "the graph has no nodes." if not self._names_of(matcher) else f"no node {kind}has such a name."
         reasons = []
-        if chooser.is_chain:
+        if matcher.is_chain:
             reasons.append(
-                f"no chain {' → '.join(chooser.words)} in which each takes the output of the one before and is alone "
+                f"no chain {' → '.join(matcher.words)} in which each takes the output of the one before and is alone "
                 f"in doing so"
             )
         if selector.dtype:
@@ -99,37 +98,37 @@ class Unmatched:
             return f"no node {kind}is one: what an add is depends on which of its sides depend on the xs."
         return f"no node {kind}with such a name has {' and '.join(reasons)}."
 
-    def _met(self, chooser: Chooser) -> tuple[bool, bool, bool]:
-        """Whether a node of the right op type meets the scope, the node's name, and all conditions on names."""
-        bit = 1 << self._idle[id(chooser)]
-        op_types: Iterable[str] = self._met_by_op if chooser.op_types is None else chooser.op_types
-        found = [self._met_by_op[op_type] for op_type in op_types if op_type in self._met_by_op]
+    def _met_conditions(self, matcher: OverrideMatcher) -> tuple[bool, bool, bool]:
+        """Returns whether nodes of the op type meet the scope, the `node` condition, and all name conditions."""
+        bit = 1 << self._numbers[id(matcher)]
+        op_types: Iterable[str] = self._conditions_by_op if matcher.op_types is None else matcher.op_types
+        found = [self._conditions_by_op[op_type] for op_type in op_types if op_type in self._conditions_by_op]
         in_scope, named, meant = (any(bits[condition] & bit for bits in found) for condition in range(3))
         return in_scope, named, meant
 
     @cached_property
-    def _met_by_op(self) -> dict[str, list[int]]:
-        """By op type: the overrides whose conditions on scope, on the node's name, on names a node of it meets."""
+    def _conditions_by_op(self) -> dict[str, list[int]]:
+        """Per op type: bits of the overrides whose scope, `node` and name conditions a node of that type meets."""
         met: dict[str, list[int]] = {}
-        for seen in self._seen:
-            bits = met.setdefault(seen.op_type, [0, 0, 0])
-            for condition, found in enumerate(self._names.conditions(seen.name)):
+        for node in self._nodes:
+            bits = met.setdefault(node.op_type, [0, 0, 0])
+            for condition, found in enumerate(self._names.conditions(node.name)):
                 bits[condition] |= found
         return met
 
     @cached_property
     def _op_types(self) -> list[str]:
-        return sorted({item.op_type for item in self._seen})
+        return sorted({item.op_type for item in self._nodes})
 
-    def _names_of(self, chooser: Chooser) -> list[str]:
-        """Names of the nodes of the op types that the override asks for."""
-        wanted = chooser.op_types
+    def _names_of(self, matcher: OverrideMatcher) -> list[str]:
+        """Returns the names of the nodes of the override's op types."""
+        wanted = matcher.op_types
         if wanted not in self._by_op_types:
-            self._by_op_types[wanted] = [item.name for item in self._seen if wanted is None or item.op_type in wanted]
+            self._by_op_types[wanted] = [item.name for item in self._nodes if wanted is None or item.op_type in wanted]
         return self._by_op_types[wanted]
 
-    def _scopes(self, chooser: Chooser) -> list[str]:
-        return sorted({name[:slash] for name in self._names_of(chooser) for slash in _slashes(name)})
+    def _scopes(self, matcher: OverrideMatcher) -> list[str]:
+        return sorted({name[:slash] for name in self._names_of(matcher) for slash in _slashes(name)})
 
 
 def _slashes(name: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Ops that exist but that gradrule does not run, and what to do instead. UNSUPPORTED_OP, if such a node is needed."""
+"""Lists ops that gradrule does not run, with the reason and the alternative (UNSUPPORTED_OP if a result needs one)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _DATASET = "is part of a dataset's pipeline, which gradrule does not run; feed w
 _PYTHON = "calls a Python function of the process that made the graph; write it in TensorFlow's ops, or feed its result"
 
 _PYTHON_OPS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
-# Resources that live within one run only.
+# Resources that live for one run only.
 _TENSOR_ARRAYS = ("TensorArray",)
 
 _OPS: dict[str, str] = {
@@ -37,12 +37,12 @@ _OPS: dict[str, str] = {
     **dict.fromkeys(_PYTHON_OPS, _PYTHON),
 }
 
-# The ops that make a loop of version 1; types cannot be followed round one.
+# Ops of version 1 loops; types cannot be inferred around their cycles.
 LOOP_OPS = frozenset({"Enter", "Exit", "NextIteration", "LoopCond", "RefEnter", "RefExit", "RefNextIteration"})
 
 
 def why_unsupported(node: Node, op: OpDef, *, in_function: bool) -> str:
-    """A clause after the node's name (`is …`), or nothing."""
+    """Returns the reason as a clause after the node's name (`is …`), or an empty string."""
     if node.op in _OPS:
         return _OPS[node.op]
     if node.op in PLACEHOLDERS:
@@ -62,7 +62,7 @@ def why_unsupported(node: Node, op: OpDef, *, in_function: bool) -> str:
 
 
 def _why_not_on_resources(node: Node, op: OpDef) -> str:
-    """What is wrong with an op that takes or makes references and resources other than variables."""
+    """Returns the reason for ops on references or resources that are no variables, or an empty string."""
     args = (*op.inputs, *op.outputs)
     is_reference = any(arg.is_ref for arg in args) or any(dtype > REF_OFFSET for dtype in node.outputs or ())
     touches = is_reference or any(arg.type == Dt.DT_RESOURCE for arg in args)

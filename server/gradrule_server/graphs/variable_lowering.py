@@ -1,4 +1,4 @@
-"""Turns single nodes that read and write variables into nodes on values."""
+"""Replaces single nodes that read or write variables by nodes on values."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from gradrule.v1.tensor_pb2 import Dt, Tensor, TensorShape
 from gradrule_server.graphs.copying import Copy
 from gradrule_server.graphs.findings import Findings, Reason, quote
 from gradrule_server.graphs.ir import ARG, DIFFERENTIABLE, GRADIENT_ATTR, Body, Node, Ref
-from gradrule_server.graphs.selectors import Place
-from gradrule_server.graphs.variable_ops import QUESTIONS, READS, WRITES
+from gradrule_server.graphs.selectors import CandidateNode
+from gradrule_server.graphs.variable_ops import INITIALIZED_CHECKS, READS, WRITES
 from gradrule_server.graphs.variable_table import Variable
 
 _INT32 = AttrValue(type=Dt.DT_INT32)
 
 
 class Lowering:
-    """Changes nodes in place; what a node cannot say alone goes into further nodes of its body, under its name."""
+    """Changes nodes in place; adds helper nodes to the body, named after the changed node."""
 
     def __init__(self, copy: Copy, findings: Findings) -> None:
         self._copy = copy
         self._findings = findings
-        self._places = {(id(place.body), place.index): place for place in copy.places}
+        self._candidates = {(id(candidate.body), candidate.index): candidate for candidate in copy.candidates}
 
     def lower(self, body: Body, index: int, variable: Variable, live: bool) -> list[tuple[Variable, Ref]]:
-        """A node whose first input is the variable's present value by now; returns what it writes."""
+        """Lowers a node whose first input is already the variable's current value; returns the written values."""
         node, first = body.nodes[index], len(body.nodes)
         self._check_type(body, node, variable)
-        if node.op in QUESTIONS:
+        if node.op in INITIALIZED_CHECKS:
             value = Tensor(dtype=Dt.DT_BOOL, bool_val=[True])
             attrs = {"dtype": AttrValue(type=Dt.DT_BOOL), "value": AttrValue(tensor=value)}
             self.become(node, "Const", [], attrs, (Dt.DT_BOOL,))
@@ -45,20 +45,20 @@ class Lowering:
 
     @staticmethod
     def is_differentiable(node: Node) -> bool:
-        """Whether some output is of a type with gradients."""
+        """Returns whether an output has a differentiable type."""
         return any(dtype in DIFFERENTIABLE for dtype in node.outputs or ())
 
     @staticmethod
     def become(
         node: Node, op: str, inputs: Sequence[Ref], attrs: Mapping[str, AttrValue], outputs: tuple[int, ...]
     ) -> None:
-        """Makes another op of a node."""
+        """Turns a node into another op."""
         node.uploaded_op = node.uploaded_op or node.op
-        wish = {GRADIENT_ATTR: node.attrs[GRADIENT_ATTR]} if GRADIENT_ATTR in node.attrs else {}
-        node.op, node.inputs, node.attrs, node.outputs = op, list(inputs), {**attrs, **wish}, outputs
+        gradient = {GRADIENT_ATTR: node.attrs[GRADIENT_ATTR]} if GRADIENT_ATTR in node.attrs else {}
+        node.op, node.inputs, node.attrs, node.outputs = op, list(inputs), {**attrs, **gradient}, outputs
 
     def become_checked(self, node: Node, value: Ref, variable: Variable) -> None:
-        """Makes a node pass on a value, which must have the variable's shape as far as that is known."""
+        """Turns a node into an identity of a value; checks the value against the variable's known shape."""
         attrs = {"T": AttrValue(type=variable.dtype)}
         if variable.shape.unknown_rank:
             self.become(node, "Identity", [value], attrs, (variable.dtype,))
@@ -68,14 +68,14 @@ class Lowering:
 
     @staticmethod
     def retype_pass(node: Node, types: Sequence[int]) -> None:
-        """Makes an Identity or IdentityN one of these types."""
+        """Sets the types of an Identity or IdentityN."""
         dtypes = [as_dt(dtype) for dtype in types]
         is_list = node.op == "IdentityN"
         value = AttrValue(list=AttrValue.ListValue(type=dtypes)) if is_list else AttrValue(type=dtypes[0])
         node.attrs, node.outputs = {**node.attrs, "T": value}, tuple(types)
 
     def insert_args(self, body: Body, variables: Sequence[Variable]) -> None:
-        """Adds arguments behind the others; all other nodes move on."""
+        """Appends arguments to a body and shifts the indices of its other nodes."""
         first, count = body.arg_count, len(variables)
         made = [Node(self._copy.unique(body, "variable"), ARG, [], [], {}, (item.dtype,)) for item in variables]
 
@@ -89,13 +89,13 @@ class Lowering:
         body.control_results = [(name, moved(control)) for name, control in body.control_results]
         body.nodes[first:first] = made
         body.arg_count += count
-        for place in [place for (owner, _), place in self._places.items() if owner == id(body)]:
-            place.index = moved(place.index)
-        self._places = {(id(place.body), place.index): place for place in self._copy.places}
+        for candidate in [candidate for (owner, _), candidate in self._candidates.items() if owner == id(body)]:
+            candidate.index = moved(candidate.index)
+        self._candidates = {(id(candidate.body), candidate.index): candidate for candidate in self._copy.candidates}
 
     def _check_type(self, body: Body, node: Node, variable: Variable) -> None:
         said = node.attrs.get("dtype") or node.attrs.get("T")
-        if said is not None and node.op not in QUESTIONS and said.type != variable.dtype:
+        if said is not None and node.op not in INITIALIZED_CHECKS and said.type != variable.dtype:
             name = f"{self._copy.scopes[body.name]}/{node.name}" if body.name else node.name
             message = (
                 f"Node {quote(name)} ({node.op}) takes the variable {quote(variable.name)} for {name_of(said.type)}, "
@@ -135,7 +135,7 @@ class Lowering:
         self.become_checked(node, value, variable)
 
     def _by_rows(self, body: Body, index: int, inputs: list[Ref], attrs: Mapping[str, AttrValue]) -> list[Ref]:
-        """Indices of rows as indices of a TensorScatter op, and updates in full size where one scalar is given."""
+        """Converts row indices for a TensorScatter op and broadcasts a scalar update to full size."""
         old, rows, updates = inputs
         kind, dtype = attrs["Tindices"], attrs["T"].type
         last = self._constant(body, index, "last", -1)
@@ -179,14 +179,16 @@ class Lowering:
         attrs: Mapping[str, AttrValue],
         dtype: int,
     ) -> Ref:
-        """A node that is part of what another says."""
+        """Adds a helper node, named after the node at `index`."""
         main = body.nodes[index]
         name = self._copy.unique(body, f"{main.name}/{suffix}")
         node = Node(name, op, list(inputs), [], dict(attrs), (dtype,), uploaded_op=main.uploaded_op or main.op)
         body.nodes.append(node)
-        place = self._places.get((id(body), index))
-        if place is not None:
-            full = f"{place.name}/{suffix}"
-            part = Place(full, place.function, body, len(body.nodes) - 1, place.live, None, place.around)
-            self._copy.places.append(part)
+        candidate = self._candidates.get((id(body), index))
+        if candidate is not None:
+            full = f"{candidate.name}/{suffix}"
+            part = CandidateNode(
+                full, candidate.function, body, len(body.nodes) - 1, candidate.live, None, candidate.around
+            )
+            self._copy.candidates.append(part)
         return len(body.nodes) - 1, 0

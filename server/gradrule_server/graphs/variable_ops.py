@@ -1,6 +1,6 @@
-"""Ops that make, read and write variables, as data: what each becomes once a variable is a value.
+"""Lists the ops that create, read and write variables, with the op on values that replaces each.
 
-An op's first input is the variable, given by a resource handle or by a reference; the others are as they were.
+The first input of each op is the variable (resource handle or reference); the other inputs are unchanged.
 """
 
 from __future__ import annotations
@@ -11,40 +11,40 @@ from dataclasses import dataclass
 # Ops whose output stands for a variable.
 SOURCES = frozenset({"VarHandleOp", "VariableV2", "Variable"})
 
-# Ops that hand a variable on, as they hand on anything.
-PASSES = frozenset({"Identity", "IdentityN"})
+# Ops that forward handles and references.
+FORWARDING_OPS = frozenset({"Identity", "IdentityN"})
 
-# Ops that ask whether a variable has a value; each has.
-QUESTIONS = frozenset({"VarIsInitializedOp", "IsVariableInitialized"})
+# Ops that check for a value; every variable has one.
+INITIALIZED_CHECKS = frozenset({"VarIsInitializedOp", "IsVariableInitialized"})
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """A read: the op that takes the value in the variable's place.
+    """A read: the op that replaces it.
 
-    `type_attr`: its attribute for the value's element type. `attrs`: attributes that go over.
+    `type_attr`: its attribute for the value's element type. `attrs`: attributes that are copied.
     """
 
     op: str
     type_attr: str
     attrs: tuple[str, ...] = ()
-    # The op takes the axis to gather along as a third input: the number of batch dimensions.
+    # The op takes the gather axis, equal to the number of batch dimensions, as third input.
     takes_axis: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """A write: the op that makes the new value.
+    """A write: the op that computes the new value.
 
-    `takes_old`: its first input is the old value; otherwise the new value is the other input. `rows`: the indices are
-    those of rows, and a scalar update stands for all that it updates.
+    `takes_old`: its first input is the old value; otherwise the other input is the new value. `rows`: indices are row
+    indices, and a scalar update is broadcast.
     """
 
     op: str
     takes_old: bool = True
     rows: bool = False
     attrs: tuple[str, ...] = ()
-    # The op would let a value of another shape through.
+    # Whether the op preserves the variable's shape; if not, the shape is checked.
     keeps_shape: bool = True
 
 
@@ -83,9 +83,9 @@ WRITES: Mapping[str, Write] = {
     ),
 }
 
-# An initialiser is such a node under the variable's name and this one.
+# An initialiser is an assignment named `<variable>/Assign`.
 ASSIGNMENTS = frozenset({"AssignVariableOp", "Assign"})
 INITIALISER = "Assign"
 
-# All ops that may take a handle or a reference.
-KNOWN = SOURCES | PASSES | QUESTIONS | READS.keys() | WRITES.keys()
+# All ops that may take or create a handle or a reference.
+KNOWN = SOURCES | FORWARDING_OPS | INITIALIZED_CHECKS | READS.keys() | WRITES.keys()

@@ -1,4 +1,4 @@
-"""The variables of an uploaded graph: their names, types, and where their first values come from."""
+"""Finds the variables of an uploaded graph: names, types and initialisers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from gradrule._dtypes import as_dt
 from gradrule.v1.graph_pb2 import AttrValue, Graph
 from gradrule.v1.tensor_pb2 import Dt, TensorShape
 from gradrule_server.graphs.findings import Findings, Reason, quote
-from gradrule_server.graphs.ir import Body, Node
-from gradrule_server.graphs.names import canonical, parse_tensor_name
-from gradrule_server.graphs.prune import bodies_of
+from gradrule_server.graphs.ir import Body, Node, bodies_of
+from gradrule_server.graphs.tensor_names import canonical, parse_tensor_name
 from gradrule_server.graphs.variable_ops import ASSIGNMENTS, INITIALISER, SOURCES
 
-# What TensorFlow makes up for variables that have no name.
+# Names that TensorFlow generates for unnamed variables.
 _MADE_UP = re.compile(r"[0-9a-f]{8}-([0-9a-f]{4}-){3}[0-9a-f]{12}")
 
 _UNNAMED = "is a variable without a shared name inside a function, where no request can name it; give it one, or hand "
@@ -26,9 +25,9 @@ Key = tuple[str, str]
 
 @dataclass(slots=True, eq=False)
 class Variable:
-    """A variable. `name`: of the first top level node that stands for it; `aliases`: all others that requests may use.
+    """A variable. `name`: name of its first top-level node. `aliases`: other names that requests may use.
 
-    `initialiser`: the top level node that assigns its first value, if there is one.
+    `initialiser`: the top-level node that assigns its initial value, or an empty string.
     """
 
     name: str
@@ -39,7 +38,7 @@ class Variable:
 
 
 class VariableTable:
-    """All variables that a checked graph leads to. Nodes of one container and shared name are one variable."""
+    """All variables of a checked graph. Nodes with equal container and shared name are one variable."""
 
     def __init__(self, top: Body) -> None:
         self._by_key: dict[Key, Variable] = {}
@@ -58,7 +57,7 @@ class VariableTable:
                 self._names.setdefault(name, variable)
         for node in top.nodes:
             owner = self._by_node.get(node.name.removesuffix(f"/{INITIALISER}"))
-            # A node on a cycle, which is an error already, has no inputs here.
+            # Nodes on a cycle, reported elsewhere, have no inputs here.
             if owner is not None and node.op in ASSIGNMENTS and node.inputs and not owner.initialiser:
                 owner.initialiser = node.name if top.nodes[node.inputs[0][0]].op in SOURCES else ""
 
@@ -66,29 +65,29 @@ class VariableTable:
         return bool(self._by_node)
 
     def all(self) -> list[Variable]:
-        """All variables, in the order of their first nodes."""
+        """Returns all variables, in the order of their first nodes."""
         return list(dict.fromkeys(self._by_node.values()))
 
     @property
     def names(self) -> Mapping[str, Variable]:
-        """Variables by all names that requests may use."""
+        """Variables by each name that requests may use."""
         return self._names
 
-    def of(self, node: Node, *, at_top: bool) -> Variable | None:
-        """The variable that a copied node stands for; None for one that only functions know and nobody can name."""
+    def find(self, node: Node, *, at_top: bool) -> Variable | None:
+        """Returns the variable of a copied node; None for an unnamed variable inside a function."""
         key = _key(node)
         if key is not None:
             return self._by_key.get(key)
         return self._by_node.get(node.name) if at_top else None
 
     def given(self, texts: Sequence[str], field: str, findings: Findings) -> dict[str, Variable]:
-        """Variables by the names that a request gives values under; UNKNOWN_TENSOR, UNKNOWN_FEED for one twice."""
+        """Returns the variables that a request gives values for. Adds UNKNOWN_TENSOR; UNKNOWN_FEED if repeated."""
         found: dict[str, Variable] = {}
         for position, text in enumerate(texts):
             node, output = parse_tensor_name(text) or (text, 0)
             variable = self._names.get(canonical(node, output))
             if variable is None:
-                hint = findings.near(text, self._names)
+                hint = findings.suggest_similar(text, self._names)
                 message = f"The graph has no variable {quote(text)}.{hint}"
                 findings.add(Reason.ERROR_REASON_UNKNOWN_TENSOR, message, field=f"{field}[{position}]")
             elif variable in found.values():
@@ -109,7 +108,7 @@ class VariableTable:
             variable.aliases.add(key[1])
 
     def _hoist(self, top: Body) -> None:
-        """Gives variables that only functions make a node of their own at top level, under their shared name."""
+        """Adds top-level nodes, under the shared name, for variables that only functions create."""
         taken = {node.name for node in top.nodes}
         seen: set[int] = set()
         for body in bodies_of(top, seen):
@@ -127,14 +126,16 @@ class VariableTable:
 
 
 def fed_in_place(graph: Graph, given: Iterable[str]) -> set[str]:
-    """Names of variables that a call may feed without making another program of it: feeding one that has an initialiser
-    and no value does away with what computes it."""
+    """Returns the names of variables that a call may feed without a new program.
+
+    Feeding a variable with an initialiser and no value removes the initialiser, which is another program.
+    """
     names = set()
     with_value = set(given)
     nodes = {node.name for node in graph.node}
     for node in graph.node:
         if node.op in SOURCES:
-            # Looking up what is not there would add it to the message.
+            # Protobuf maps add missing keys on lookup, so test first.
             shared = node.attr["shared_name"].s.decode(errors="replace") if "shared_name" in node.attr else ""
             own = {node.name, shared} - {""}
             if own & with_value or f"{node.name}/{INITIALISER}" not in nodes:
@@ -153,7 +154,7 @@ def _key(node: Node) -> Key | None:
 
 def _shape(node: Node) -> TensorShape:
     value: AttrValue | None = node.attrs.get("shape")
-    # The oldest op cannot tell a scalar's shape from an unknown one.
+    # The op `Variable` uses the same shape for scalar and unknown.
     if value is None or (node.op == "Variable" and not value.shape.dim):
         return TensorShape(unknown_rank=True)
     return value.shape

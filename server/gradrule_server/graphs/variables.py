@@ -1,25 +1,27 @@
-"""Variables become values: a handle's edge becomes an edge of the variable's element type.
+"""Replaces variables by values: edges that carry handles become edges of the variable's element type.
 
-A read is what the variable is at that place: what the last write among its ancestors made, else its value at the start,
-which comes in as through a placeholder. A write makes a new value. Loops hand values round, branches and calls hand
-them out. So gradients, overrides and everything behind see only tensors.
+A read becomes the value of the last write among its ancestors, or else the initial value, an input like a placeholder.
+A write becomes a new value. Loops carry values as loop variables; branches and calls return them. So later stages, such
+as overrides and gradients, handle only tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from gradrule._dtypes import as_dt
 from gradrule.v1.graph_pb2 import AttrValue
 from gradrule_server.graphs.copying import Copy
-from gradrule_server.graphs.findings import Findings
-from gradrule_server.graphs.handles import Handles
+from gradrule_server.graphs.findings import Findings, Reason
 from gradrule_server.graphs.ir import LOOPS, Body, Node, Ref, is_call, replaced
 from gradrule_server.graphs.order import find_cycles
+from gradrule_server.graphs.variable_handles import VariableHandles
 from gradrule_server.graphs.variable_lowering import Lowering
-from gradrule_server.graphs.variable_ops import PASSES, QUESTIONS, READS, SOURCES, WRITES
+from gradrule_server.graphs.variable_ops import FORWARDING_OPS, INITIALIZED_CHECKS, READS, SOURCES, WRITES
 from gradrule_server.graphs.variable_table import Variable, VariableTable
-from gradrule_server.graphs.versions import Versions
+
+# Each node stores its last writes as bits, so memory grows with the square of this number.
+_MAX_WRITES = 10_000
 
 _HANDLE = "hands the handle of a variable on in a way that gradrule does not follow; read the variable before"
 
@@ -27,19 +29,64 @@ _HANDLE = "hands the handle of a variable on in a way that gradrule does not fol
 def lower_variables(
     copy: Copy, table: VariableTable, roots: Iterable[Ref], given: Collection[Variable], findings: Findings
 ) -> dict[Variable, Ref]:
-    """Changes, in place, what the roots need of the copy.
+    """Lowers, in place, the nodes of the copy that the roots need.
 
-    `given`: variables whose value comes from outside. The others have that of their initialiser, or become inputs too.
-    Returns the last values of variables that were written, as tensors of the copy's top level.
+    `given`: variables whose value is an input. Others get the value of their initialiser, or become inputs too. Returns
+    the final values of written variables, as tensors of the copy's top level.
     """
     return _Pass(copy, table, given, findings).run({producer for producer, _ in roots})
+
+
+class _VariableVersions:
+    """Tracks the writes of one body, in topological order. `initial`: returns a variable's initial value."""
+
+    def __init__(self, count: int, initial: Callable[[Variable], Ref], findings: Findings) -> None:
+        self._masks = [0] * count
+        self._initial = initial
+        self._findings = findings
+        self._refs: list[Ref] = []
+        # Per variable the bits of its writes.
+        self._writes: dict[Variable, int] = {}
+
+    def reach(self, index: int, node: Node) -> int:
+        """Visits a node after its ancestors; returns the bits of the writes that it depends on."""
+        masks, before = self._masks, 0
+        for producer, _ in node.inputs:
+            before |= masks[producer]
+        for control in node.controls:
+            before |= masks[control]
+        masks[index] = before
+        return before
+
+    def at(self, variable: Variable, before: int) -> Ref:
+        """Returns the variable's value after these writes."""
+        own = before & self._writes.get(variable, 0)
+        return self._refs[own.bit_length() - 1] if own else self._initial(variable)
+
+    def write(self, index: int, written: Iterable[tuple[Variable, Ref]]) -> None:
+        """Records that a node writes variables. Raises LIMIT_EXCEEDED for too many writes."""
+        for variable, ref in written:
+            if len(self._refs) >= _MAX_WRITES:
+                message = f"The graph assigns to variables more than {_MAX_WRITES} times."
+                self._findings.add(Reason.ERROR_REASON_LIMIT_EXCEEDED, message)
+                self._findings.raise_if_any()
+            bit = 1 << len(self._refs)
+            self._refs.append(ref)
+            known = self._writes.get(variable, 0)
+            # This write hides earlier writes of the same variable from its descendants.
+            self._masks[index] = (self._masks[index] & ~known) | bit
+            self._writes[variable] = known | bit
+
+    def last(self) -> dict[Variable, Ref]:
+        """Returns the final value of each written variable."""
+        return {variable: self._refs[bits.bit_length() - 1] for variable, bits in self._writes.items()}
 
 
 class _Pass:
     def __init__(self, copy: Copy, table: VariableTable, given: Collection[Variable], findings: Findings) -> None:
         self._copy = copy
         self._findings = findings
-        self._handles = Handles(copy.body, table)
+        self._handles = VariableHandles(copy.body, table)
         self._lowering = Lowering(copy, findings)
         nodes = copy.body.nodes
         index = {node.name: position for position, node in enumerate(nodes)}
@@ -49,7 +96,7 @@ class _Pass:
             position = index.get(variable.initialiser)
             if position is not None:
                 self._initialisers[position] = variable
-        # Where the value at the start is computed, if nothing gives it.
+        # The tensor that computes the initial value, for variables that are not given.
         self._computed = {
             variable: nodes[position].inputs[1]
             for position, variable in self._initialisers.items()
@@ -57,7 +104,7 @@ class _Pass:
         }
 
     def run(self, roots: Collection[int]) -> dict[Variable, Ref]:
-        """Lowers what the roots need; returns the last values of variables that were written."""
+        """Lowers the nodes that the roots need; returns the final values of written variables."""
         needed = self._needed(roots)
         while cycles := self._cycles(needed):
             for cycle in cycles:
@@ -65,7 +112,7 @@ class _Pass:
                 self._computed = {
                     variable: ref for variable, ref in self._computed.items() if self._sources[variable] not in on_cycle
                 }
-        body, handles = self._copy.body, self._handles.of(self._copy.body)
+        body, handles = self._copy.body, self._handles.get(self._copy.body)
         places = {
             asked: (self._sources[handles[place]], 0) if self._is_source(body, place, handles) else place
             for asked, place in self._copy.tensors.items()
@@ -83,7 +130,7 @@ class _Pass:
         return place in handles and body.nodes[place[0]].op in SOURCES
 
     def _needed(self, roots: Collection[int]) -> bytearray:
-        """Which nodes of the top level the roots need, those included that compute values of variables."""
+        """Returns flags of the top-level nodes that the roots need, including those that compute initial values."""
         body = self._copy.body
         needed = bytearray(len(body.nodes))
         sought: set[Variable] = set()
@@ -105,7 +152,7 @@ class _Pass:
         return needed
 
     def _cycles(self, needed: bytearray) -> list[list[int]]:
-        """Values at the start that depend on themselves: these are no initialisers."""
+        """Returns cycles of initial values that depend on themselves; such assignments are no initialisers."""
         if not self._computed:
             return []
         nodes = self._copy.body.nodes
@@ -122,11 +169,11 @@ class _Pass:
     def _lower(
         self, body: Body, initial: Mapping[Variable, Ref], live: bool, needed: bytearray | None
     ) -> dict[Variable, Ref]:
-        """Lowers a body's nodes, all of them unless `needed` says which; returns the last values of what it writes."""
-        handles = self._handles.of(body)
+        """Lowers the nodes of a body (only `needed` ones, if given); returns the final values of written variables."""
+        handles = self._handles.get(body)
         at_top = not body.name
         count = len(body.nodes)
-        versions = Versions(count, initial.__getitem__, self._findings)
+        versions = _VariableVersions(count, initial.__getitem__, self._findings)
         for index in range(body.arg_count, count):
             if needed is not None and not needed[index]:
                 continue
@@ -144,44 +191,44 @@ class _Pass:
         return versions.last()
 
     def _lower_node(
-        self, body: Body, index: int, versions: Versions, before: int, live: bool
+        self, body: Body, index: int, versions: _VariableVersions, before: int, live: bool
     ) -> list[tuple[Variable, Ref]]:
-        node, handles = body.nodes[index], self._handles.of(body)
-        takers = READS.keys() | WRITES.keys() | QUESTIONS
+        node, handles = body.nodes[index], self._handles.get(body)
+        takers = READS.keys() | WRITES.keys() | INITIALIZED_CHECKS
         target = handles.get(node.inputs[0]) if node.op in takers else None
         variables = [handles.get(ref) for ref in node.inputs]
         for number, variable in enumerate(variables):
             if variable is None:
                 continue
             is_value = self._handles.is_reference(body, node.inputs[number])
-            if node.op not in PASSES and not is_value and not (number == 0 and target is not None):
+            if node.op not in FORWARDING_OPS and not is_value and not (number == 0 and target is not None):
                 node.unsupported = _HANDLE
                 return []
-            self._take(body, node, number, versions.at(variable, before))
+            self._replace_handle(body, node, number, versions.at(variable, before))
         if target is None:
-            if node.op in PASSES:
+            if node.op in FORWARDING_OPS:
                 types = zip(node.outputs or (), variables, strict=True)
                 self._lowering.retype_pass(node, [kept if item is None else item.dtype for kept, item in types])
             return []
         return self._lowering.lower(body, index, target, live)
 
     @staticmethod
-    def _take(body: Body, node: Node, number: int, value: Ref) -> None:
-        """Puts a value in a handle's place; what had to run before the handle was handed on must still run before."""
+    def _replace_handle(body: Body, node: Node, number: int, value: Ref) -> None:
+        """Replaces a handle by a value; a node that forwarded it becomes a control input, to keep the ordering."""
         producer = node.inputs[number][0]
         node.inputs = replaced(node.inputs, number, value)
-        if body.nodes[producer].op in PASSES and producer != value[0] and producer not in node.controls:
+        if body.nodes[producer].op in FORWARDING_OPS and producer != value[0] and producer not in node.controls:
             node.controls = [*node.controls, producer]
 
     def _lower_container(
-        self, body: Body, index: int, versions: Versions, before: int, live: bool
+        self, body: Body, index: int, versions: _VariableVersions, before: int, live: bool
     ) -> list[tuple[Variable, Ref]]:
-        """A loop, branch or call: takes values in place of handles, and gives new values out."""
-        node, handles = body.nodes[index], self._handles.of(body)
+        """Lowers a loop, branch or call: its handles become values, and written variables become outputs."""
+        node, handles = body.nodes[index], self._handles.get(body)
         is_loop, whole = node.op in LOOPS, is_call(node)
         offset = 0 if is_loop or whole else 1
         if offset and node.inputs[0] in handles:
-            self._take(body, node, 0, versions.at(handles[node.inputs[0]], before))
+            self._replace_handle(body, node, 0, versions.at(handles[node.inputs[0]], before))
         passed = [handles.get(ref) for ref in node.inputs[offset:]]
         inner_bodies = [(attr, inner) for attr, bodies in node.functions for inner in bodies]
         used = dict.fromkeys(variable for variable in passed if variable is not None)
@@ -193,7 +240,7 @@ class _Pass:
         outs = [handles.get((index, number)) for number in range(len(node.outputs or ()))]
         ends = []
         for attr, inner in inner_bodies:
-            results = [self._handles.of(inner).get(ref) for ref in inner.results]
+            results = [self._handles.get(inner).get(ref) for ref in inner.results]
             args = self._give_args(inner, passed, extra)
             last = self._lower(inner, args, live and not whole, None)
             ends.append((attr, inner, results, {**args, **last}, last))
@@ -204,7 +251,7 @@ class _Pass:
                 _give_results(inner, results, handed_out, end)
         for number, variable in enumerate(passed):
             if variable is not None:
-                self._take(body, node, number + offset, versions.at(variable, before))
+                self._replace_handle(body, node, number + offset, versions.at(variable, before))
         node.inputs = [*node.inputs, *(versions.at(variable, before) for variable in extra)]
         first = len(outs)
         _retype(node, passed, extra, outs, handed_out)
@@ -217,7 +264,7 @@ class _Pass:
     def _give_args(
         self, body: Body, passed: Sequence[Variable | None], extra: Sequence[Variable]
     ) -> dict[Variable, Ref]:
-        """Makes the arguments of a function carry values; `extra` ones get arguments behind the others."""
+        """Turns handle arguments of a function into values and appends arguments for `extra` variables."""
         body.arg_notes = [dict(notes) for notes in body.arg_notes]
         args: dict[Variable, Ref] = {}
         for number, variable in enumerate(passed):
@@ -234,7 +281,7 @@ class _Pass:
         return args
 
     def _lower_source(self, position: int, node: Node, variable: Variable) -> None:
-        """The node that stands for a variable at top level becomes its value at the start."""
+        """Turns a top-level variable node into the variable's initial value."""
         source = self._sources[variable]
         if position != source:
             self._lowering.become(node, "Identity", [(source, 0)], {"T": _type(variable)}, (variable.dtype,))
@@ -262,7 +309,7 @@ def _note(variable: Variable) -> dict[str, AttrValue]:
 def _give_results(
     body: Body, results: Sequence[Variable | None], handed_out: Sequence[Variable], end: Mapping[Variable, Ref]
 ) -> None:
-    """Makes a function's results the last values: in place of handles, and of `handed_out` behind the others."""
+    """Sets a function's results to final values: in place of handles, and appended for `handed_out`."""
     types = list(body.result_types)
     for number, variable in enumerate(results):
         if variable is not None:
@@ -279,7 +326,7 @@ def _retype(
     outs: Sequence[Variable | None],
     handed_out: Sequence[Variable],
 ) -> None:
-    """Tells the node the types of what goes in and comes out by now."""
+    """Updates the type attributes of a node to its new inputs and outputs."""
     outputs = [
         dtype if variable is None else variable.dtype for dtype, variable in zip(node.outputs or (), outs, strict=True)
     ]
@@ -305,6 +352,6 @@ def _retype(
         shapes += [variable.shape for variable in handed_out]
         attrs["output_shapes"] = AttrValue(list=AttrValue.ListValue(shape=shapes))
     if "_num_original_outputs" in attrs and handed_out:
-        # TensorFlow gives outputs beyond these no gradient.
+        # TensorFlow computes no gradients for outputs beyond this number.
         attrs["_num_original_outputs"] = AttrValue(i=len(node.outputs))
     node.attrs = attrs

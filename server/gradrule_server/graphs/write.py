@@ -1,4 +1,4 @@
-"""From an expanded graph to a `Graph` message, the bytes of which are a GraphDef."""
+"""Serializes an expanded graph as a `Graph` message, which is wire-compatible with GraphDef."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from gradrule._dtypes import as_dt
 from gradrule.v1 import graph_pb2
 from gradrule.v1.graph_pb2 import AttrValue, Graph, NameAttrList, Versions
 from gradrule.v1.tensor_pb2 import Dt, Tensor, TensorShape
-from gradrule_server.graphs.ir import ARG, CALLS, GRADIENT_ATTR, LOOPS, Body, Node, Ref, is_call
-from gradrule_server.graphs.prune import bodies_of
+from gradrule_server.graphs.ir import ARG, CALLS, GRADIENT_ATTR, LOOPS, Body, Node, Ref, bodies_of, is_call
 from gradrule_server.policy import DROPPED_ATTRS, FAKE_PARAM
 
 GRADIENT_NAME = b"gradrule"
@@ -18,7 +17,7 @@ MARK_ATTR = "_gradrule_mark"
 
 
 def write_graph(top: Body, rules: Iterable[Body], versions: Versions) -> bytes:
-    """The message's bytes; functions in the order in which they are met, those that `rules` use included."""
+    """Returns the serialized graph, with all functions that the top level and `rules` use."""
     graph = Graph(versions=written_versions(versions))
     for root in (top, *rules):
         for body in bodies_of(root):
@@ -35,17 +34,17 @@ def write_graph(top: Body, rules: Iterable[Body], versions: Versions) -> bytes:
 
 
 def written_versions(versions: Versions) -> Versions:
-    """The versions of a graph that is written."""
+    """Returns the versions message for a written graph."""
     written = Versions()
     written.CopyFrom(versions)
-    # A graph that names no version was made by a builder of today. Below 24 TensorFlow would take a placeholder's shape
-    # () for unknown, and it would let ops through that it has deprecated since.
+    # Graphs without a version get the current one: below version 24, TensorFlow reads a placeholder's shape () as
+    # unknown and accepts ops that were deprecated later.
     written.producer = written.producer or _opdefs.graph_version()
     return written
 
 
 def tensor_name(body: Body, ref: Ref) -> str:
-    """`node:output`."""
+    """Returns `node:output`."""
     return f"{body.nodes[ref[0]].name}:{ref[1]}"
 
 
@@ -55,7 +54,7 @@ def _top_name(top: Body, ref: Ref) -> str:
 
 
 def write_node(node: Node, message: graph_pb2.Node) -> None:
-    """A node without its inputs."""
+    """Writes a node without its inputs."""
     message.name = node.name
     if node.op == FAKE_PARAM and _has_zero(node.attrs["dtype"].type):
         _write_zeros(node, message)
@@ -82,7 +81,7 @@ def _has_zero(dtype: int) -> bool:
 
 
 def _write_zeros(node: Node, message: graph_pb2.Node) -> None:
-    """Zeros for what a branch that was not taken gives: TensorFlow's is memory as it was found, with others' values."""
+    """Writes zeros for FakeParam, whose kernel returns uninitialised memory that may hold data of other callers."""
     shape = node.attrs["shape"].shape
     dtype = node.attrs["dtype"].type
     known = TensorShape(dim=[TensorShape.Dim(size=max(dim.size, 0)) for dim in shape.dim])
@@ -92,7 +91,7 @@ def _write_zeros(node: Node, message: graph_pb2.Node) -> None:
 
 
 def _write_call(node: Node, message: graph_pb2.Node) -> None:
-    """A call by the function's name as op becomes a call by attribute, because functions have new names."""
+    """Writes a call whose op is a function name as PartitionedCall, because functions have new names."""
     body = node.functions[0][1][0]
     message.op = "StatefulPartitionedCall" if body.is_stateful else "PartitionedCall"
     message.ClearField("attr")
@@ -122,7 +121,7 @@ def _write_function(body: Body, message: graph_pb2.Function) -> None:
         target.input.extend(
             f"^{body.nodes[control].name}" for control in node.controls if body.nodes[control].op != ARG
         )
-    # Results get new names: nothing outside refers to them, and TensorFlow makes node names of them.
+    # Results get new valid names: TensorFlow derives node names from them, and nothing refers to the old names.
     for number, (dtype, ref) in enumerate(zip(body.result_types, body.results, strict=True)):
         name = f"result_{number}"
         signature.output_arg.add(name=name, type=as_dt(dtype))
@@ -135,7 +134,7 @@ def _write_function(body: Body, message: graph_pb2.Function) -> None:
 
 
 def _inner_name(body: Body, ref: Ref, layouts: dict[int, list[str]]) -> str:
-    """`arg` or `node:output_name:index`."""
+    """Returns `arg` or `node:output_name:index`."""
     node = body.nodes[ref[0]]
     if node.op == ARG:
         return node.name

@@ -1,1 +1,1 @@
-"""Reads graphs of callers: checks, expands, resolves overrides. Runs in compile workers, never in the front end."""
+"""Prepares programs: reads, checks and expands callers' graphs. Runs in compile workers, not in the front end."""

@@ -1,4 +1,4 @@
-"""Puts together what a compiled program is, from its plan and what the engine found."""
+"""Builds the description of a compiled program from its plan and the engine's reply."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ACTIVE = override_pb2.RESOLUTION_STATUS_ACTIVE
 _OFF_PATH = override_pb2.RESOLUTION_STATUS_OFF_PATH
 _NOT_DIFFERENTIABLE = override_pb2.RESOLUTION_STATUS_NOT_DIFFERENTIABLE
 
-# Met at a node of another rank than the override's: no match after all.
+# The node's rank differs from the override's rank, so it is no match.
 _NO_MATCH = override_pb2.RESOLUTION_STATUS_UNSPECIFIED
 
 NO_GRADIENT_LABEL = "no_gradient"
@@ -37,8 +37,8 @@ _NONE_MADE = " (the graph has none, and through none that a gradient makes)"
 _Matched = tuple[link_pb2.PlannedMatch, override_pb2.ResolutionStatus.ValueType]
 
 
-def plan_of(prepared: Prepared) -> link_pb2.ProgramPlan:
-    """Returns what `finish` needs of a prepared program."""
+def make_plan(prepared: Prepared) -> link_pb2.ProgramPlan:
+    """Returns the plan that `finish` needs of a prepared program."""
     expanded, request = prepared.expanded, prepared.request
     return link_pb2.ProgramPlan(
         key=prepared.key,
@@ -144,13 +144,13 @@ def _check_effect(
     matches: Sequence[_Matched],
     made: AbstractSet[int],
 ) -> None:
-    """`made`: rules that nodes made by gradients asked for."""
+    """Raises INACTIVE_OVERRIDE for overrides without effect. `made`: rules that nodes created by gradients use."""
     findings: list[Finding] = []
     by_override: dict[int, list[_Matched]] = {}
     for match, status in matches:
         by_override.setdefault(match.override, []).append((match, status))
     asked = {item.index for item in plan.overrides if item.has_made_nodes and item.rule in made}
-    # A preset is many overrides under one index, and has an effect if one of them has.
+    # A preset has several overrides under one index; it has an effect if one of them has.
     for item in {item.index: item for item in plan.overrides if not item.optional}.values():
         hits = by_override.get(item.index, [])
         if item.index in asked or any(status == _ACTIVE for _, status in hits):

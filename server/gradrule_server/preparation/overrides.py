@@ -1,4 +1,4 @@
-"""From a request's override list to bound rules, selectors and param settings."""
+"""Reads a request's override list: binds rules and params, and prepares selectors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from gradrule_server.rules.catalogue.presets import PRESETS
 from gradrule_server.rules.param_table import BoundParams, ParamTable
 
 INLINE_RULE = "inline"
-# Two bytes are a wrong override, and what is wrong with it takes hundreds: nothing is looked at after so many.
-_ENOUGH_FINDINGS = 500
+# An invalid override of two bytes gives a finding of hundreds, so reading stops after this many.
+_MAX_FINDINGS = 500
 
 
 @dataclass(frozen=True, slots=True)
 class BoundOverride:
-    """A rule as one override uses it."""
+    """A rule with the label of the override that uses it."""
 
     rule: ResolvedRule
     label: str
@@ -30,9 +30,9 @@ class BoundOverride:
 
 @dataclass(slots=True)
 class OverrideTable:
-    """All that a program's overrides come to. A bound rule's index is its place in `bound`.
+    """The overrides of a program with their bound rules and params. A bound rule's index is its position in `bound`.
 
-    `bounds`: what rules and params are held to.
+    `bounds`: limits for rules and params.
     """
 
     bounds: NodeLimits
@@ -45,9 +45,9 @@ class OverrideTable:
         self.params = ParamTable(self.bounds)
 
     def bind(self, rule: ResolvedRule, label: str) -> int:
-        """Adds a rule for an override; returns its index.
+        """Adds a rule for an override and returns its index.
 
-        Defaults are settings like any others: programs that differ only in values share one compiled form.
+        Defaults are stored as settings, so that programs that differ only in param values share one compiled form.
         """
         index = len(self.bound)
         self.bound.append(BoundOverride(rule, label))
@@ -64,14 +64,14 @@ class OverrideTable:
         if spec.rule_index == OWN_GRADIENT:
             self.params.default_labels.add(spec.label)
 
-    def bring(self, label: str) -> int:
-        """A place for a rule that the graph brings along; returns its index."""
-        return self.bind(ResolvedRule(label, None, brought=True), label)
+    def add_embedded_rule(self, label: str) -> int:
+        """Adds an embedded rule, whose content is set later, and returns its index."""
+        return self.bind(ResolvedRule(label, None, embedded=True), label)
 
-    def fill(self, brought: Mapping[int, bytes]) -> None:
-        """Gives rules that the graph brings along their content, by index."""
+    def set_embedded_contents(self, rules: Mapping[int, bytes]) -> None:
+        """Sets the content of embedded rules, by index."""
         contents: dict[bytes, RuleContent] = {}
-        for index, graph_bytes in brought.items():
+        for index, graph_bytes in rules.items():
             label = self.bound[index].label
             try:
                 if graph_bytes not in contents:
@@ -79,14 +79,14 @@ class OverrideTable:
                     contents[graph_bytes] = RuleContent(graph_bytes=graph_bytes, embedded=True)
             except GradruleError as cause:
                 findings = [
-                    Finding(item.reason, f"rule {label!r}, which the graph brings along: {item.message}", item.node)
+                    Finding(item.reason, f"rule {label!r}, which is embedded in the graph: {item.message}", item.node)
                     for item in cause.findings
                 ]
                 raise GradruleError(findings) from cause
-            self.bound[index] = BoundOverride(ResolvedRule(label, contents[graph_bytes], brought=True), label)
+            self.bound[index] = BoundOverride(ResolvedRule(label, contents[graph_bytes], embedded=True), label)
 
-    def refused(self) -> list[Finding]:
-        """What may not run of the bound rules' graphs, each rule once."""
+    def check_rules(self) -> list[Finding]:
+        """Returns findings for nodes of the bound rules' graphs that may not run; checks each rule once."""
         contents = {id(bound.rule.content): bound.rule for bound in self.bound if bound.rule.content is not None}
         return [
             Finding(item.reason, f"rule {rule.name!r}: {item.message}", item.node, item.field)
@@ -94,16 +94,16 @@ class OverrideTable:
             for item in (rule.content.check_nodes(self.bounds) if rule.content is not None else ())
         ]
 
-    def messages(self) -> list[link_pb2.BoundRule]:
-        """The bound rules as the engine takes them."""
+    def rule_messages(self) -> list[link_pb2.BoundRule]:
+        """Returns the messages of the bound rules for the engine."""
         return [_message(bound.rule) for bound in self.bound]
 
     def declared(self, index: int) -> list[str]:
-        """Names of the params of one bound rule."""
+        """Returns the param names of one bound rule."""
         return list(self.params.rules[index].declared)
 
     def param_message(self, used: Iterable[int]) -> link_pb2.ParamTable:
-        """Returns what the front end needs for the params of calls. `used`: rules that some node carries."""
+        """Returns what the front end needs to read params of calls. `used`: rules that some node has."""
         return link_pb2.ParamTable(
             rules=[
                 link_pb2.BoundParams(
@@ -146,19 +146,19 @@ def rule_names(overrides: Iterable[override_pb2.Override]) -> list[str]:
 
 
 def read_overrides(overrides: Sequence[override_pb2.Override], lookup: RuleLookup, bounds: NodeLimits) -> OverrideTable:
-    """Resolves every override's rule and params; what is wrong is collected in `findings`."""
+    """Resolves the rule and params of each override; the result's `findings` list all errors."""
     table = OverrideTable(bounds)
-    # Many overrides may bring the same rule along, which is read once.
+    # Equal inline rules of several overrides are read once.
     inline: dict[bytes, RuleContent] = {}
     for index, override in enumerate(overrides):
-        if len(table.findings) >= _ENOUGH_FINDINGS:
+        if len(table.findings) >= _MAX_FINDINGS:
             break
         where = f"overrides[{index}]"
         if override.WhichOneof("choice") == "preset":
             _add_preset(table, override, index, lookup)
             continue
         try:
-            rule = _rule_of(override, lookup, bounds, inline, where)
+            rule = _read_rule(override, lookup, bounds, inline, where)
         except GradruleError as cause:
             table.findings += [
                 Finding(item.reason, item.message, item.node, f"{where}.rule") for item in cause.findings
@@ -182,14 +182,14 @@ def read_overrides(overrides: Sequence[override_pb2.Override], lookup: RuleLooku
                 label,
                 override.optional,
                 index,
-                every_order=_holds_always(override),
+                every_order=_applies_to_every_order(override),
             )
         )
     return table
 
 
 def _add_preset(table: OverrideTable, override: override_pb2.Override, index: int, lookup: RuleLookup) -> None:
-    """Adds a preset's overrides; its params go to all of its rules that have them."""
+    """Adds a preset's overrides; sets its params on all of its rules that declare them."""
     choice, where = override.preset, f"overrides[{index}]"
     if choice.name not in PRESETS:
         known = sorted(preset.name for preset in PRESETS)
@@ -223,7 +223,7 @@ def _add_preset(table: OverrideTable, override: override_pb2.Override, index: in
                 override.optional,
                 index,
                 is_preset=True,
-                every_order=_holds_always(override),
+                every_order=_applies_to_every_order(override),
             )
         )
     for name, value in choice.params.items():
@@ -239,7 +239,7 @@ def _add_preset(table: OverrideTable, override: override_pb2.Override, index: in
             table.findings += table.params.set(table.params.settings, bound, {name: value}, f"{where}.preset.params")
 
 
-def _holds_always(override: override_pb2.Override) -> bool:
+def _applies_to_every_order(override: override_pb2.Override) -> bool:
     return override.order == override_pb2.OVERRIDE_ORDER_ALL
 
 
@@ -259,14 +259,14 @@ def _default_label(selector: override_pb2.Selector) -> str:
     )
 
 
-def _rule_of(
+def _read_rule(
     override: override_pb2.Override,
     lookup: RuleLookup,
     bounds: NodeLimits,
     inline: dict[bytes, RuleContent],
     where: str,
 ) -> ResolvedRule | None:
-    """The rule; None for `default`. `inline`: by their bytes, the rules that were read; one that is new is added."""
+    """Returns the rule of an override; None for `default`. `inline`: inline rules by bytes; new ones are added."""
     choice = override.WhichOneof("choice")
     if choice == "definition":
         key = override.definition.SerializeToString(deterministic=True)

@@ -1,4 +1,4 @@
-"""From a `ProgramSpec` to a checked, expanded program that an engine can compile. No engine is asked here."""
+"""Checks and expands a `ProgramSpec` into a request that an engine can compile. Does not call an engine."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.shape import CallShape, canonical
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits
-from gradrule_server.preparation.blobs import Blobs
-from gradrule_server.preparation.derivative import Wish, wish_of
+from gradrule_server.preparation.derivative_spec import DerivativeSpec, read_derivative_spec
 from gradrule_server.preparation.overrides import OverrideTable, read_overrides, rule_names
 from gradrule_server.preparation.rule_lookup import ResolvedRule, RuleLookup
-from gradrule_server.preparation.values import Values, bind
+from gradrule_server.preparation.values import Blobs, Values, bind
 
 FORMAT_VERSION = 3
-"""Goes into every digest: programs of another format are other programs."""
+"""Part of every digest, so that programs of different formats are different programs."""
 
 _GRADIENT_ATTR = "_gradient_op_type"
-_ABOUT_NAMES = (errors_pb2.ERROR_REASON_UNKNOWN_TENSOR, errors_pb2.ERROR_REASON_UNKNOWN_FEED)
+_NAME_REASONS = (errors_pb2.ERROR_REASON_UNKNOWN_TENSOR, errors_pb2.ERROR_REASON_UNKNOWN_FEED)
 _SHOWN_ALIASES = 20
 
 
@@ -38,10 +37,10 @@ class Prepared:
     table: OverrideTable
     expanded: graphs.Expanded
     aliases: dict[str, str]
-    # Blobs that an engine reads when it loads the program.
+    # Blobs that the engine reads when it loads the program.
     blobs: tuple[str, ...] = ()
     likeness: str = ""
-    """A digest of the graph that is the same however its bytes are ordered."""
+    """A digest of the graph that does not depend on the order of its serialized fields."""
 
 
 def prepare(
@@ -52,21 +51,21 @@ def prepare(
     store: Blobs,
     namespace: str = "gr",
 ) -> Prepared:
-    """Checks and expands; raises `GradruleError` with all that is wrong.
+    """Checks and expands a program. Raises `GradruleError` with all findings.
 
-    `namespace`: begins the names of the program's functions. TensorFlow's functions have names for the whole process,
-    so no two programs of one engine may share one.
+    `namespace`: prefix of the program's function names; must be unique per engine process, because TensorFlow
+    registers functions by name for the whole process.
     """
-    graph_bytes, graph = graph_of(spec, limits, store)
+    graph_bytes, graph = load_graph(spec, limits, store)
     graph_digest = hashlib.sha256(graph_bytes).hexdigest()
     likeness = hashlib.sha256(graph.SerializeToString(deterministic=True)).hexdigest()
     variables = [item.name for item in spec.variables]
-    # Feeding a placeholder is what placeholders are for: it makes no other program.
+    # Feeding a placeholder does not change the program, so such feeds are not part of its key.
     call = replace(call, feeds=call.feeds - graphs.placeholders(graph, variables))
-    wish, findings = wish_of(spec, call)
+    derivative, findings = read_derivative_spec(spec, call)
     lookup.fetch([*rule_names(spec.overrides), *_named_gradients(graph)])
     table = read_overrides(spec.overrides, lookup, limits)
-    findings += [*_check_wishes(spec, wish), *table.findings]
+    findings += [*_check_spec(spec, derivative), *table.findings]
 
     def known_rule(name: str, op_type: str) -> int:
         # Labelled as the entry `{op_type: name}` of a map would be.
@@ -77,17 +76,17 @@ def prepare(
             graph,
             graphs.ExpandRequest(
                 fetches=list(spec.fetches),
-                ys=wish.ys,
-                xs=wish.xs,
-                grad_y_tensors=list(wish.grad_ys.values()),
-                stop_gradients=wish.stop_gradients,
+                ys=derivative.ys,
+                xs=derivative.xs,
+                grad_y_tensors=list(derivative.grad_ys.values()),
+                stop_gradients=derivative.stop_gradients,
                 fed=sorted(call.feeds),
                 overrides=table.specs,
                 rewrites=list(spec.rewrites),
-                derivative=wish.part,
-                again=wish.again,
+                derivative=derivative.part,
+                second_order=derivative.second_order,
                 known_rule=known_rule,
-                bring=table.bring,
+                add_embedded_rule=table.add_embedded_rule,
                 namespace=namespace,
                 variables=variables,
                 with_updates=call.session,
@@ -96,12 +95,12 @@ def prepare(
             limits,
         )
     except GradruleError as cause:
-        found = [_with_aliases(item, spec) for item in cause.findings]
-        raise GradruleError([*found, *findings, *table.refused()]) from None
-    findings += [*wish.undirected(expanded), *table.refused(), *_check_size(expanded, table, limits)]
+        found = [_mention_aliases(item, spec) for item in cause.findings]
+        raise GradruleError([*found, *findings, *table.check_rules()]) from None
+    findings += [*derivative.check_directions(expanded), *table.check_rules(), *_check_size(expanded, table, limits)]
     if findings:
         raise GradruleError(findings)
-    table.fill(expanded.brought)
+    table.set_embedded_contents(expanded.embedded_rules)
     values = bind(spec, expanded, store, limits)
 
     request = link_pb2.CompileRequest(
@@ -121,23 +120,25 @@ def prepare(
             )
             for mark in expanded.marks
         ],
-        rules=table.messages(),
+        rules=table.rule_messages(),
         scopes=expanded.scopes,
         inputs=[input_spec(item) for item in expanded.inputs if not item.optional],
         fetches=_endpoints(spec.fetches, expanded),
-        ys=_endpoints(wish.ys, expanded),
-        xs=_endpoints(wish.xs, expanded),
-        grad_ys=[_upstream(y, wish, expanded) for y in wish.ys],
-        # One that nothing asked for depends on is not in the expanded graph.
-        stop_gradients=[expanded.tensor_names[name] for name in wish.stop_gradients if name in expanded.tensor_names],
-        unconnected_gradients=wish.unconnected_gradients,
+        ys=_endpoints(derivative.ys, expanded),
+        xs=_endpoints(derivative.xs, expanded),
+        grad_ys=[_upstream_gradient(y, derivative, expanded) for y in derivative.ys],
+        # stop_gradients that no result depends on are not in the expanded graph.
+        stop_gradients=[
+            expanded.tensor_names[name] for name in derivative.stop_gradients if name in expanded.tensor_names
+        ],
+        unconnected_gradients=derivative.unconnected_gradients,
         no_gradient=spec.no_gradient,
-        derivative=wish.kind,
-        stacked_grad_ys=wish.stacked,
+        derivative=derivative.kind,
+        stacked_grad_ys=derivative.stacked,
         split=call.split,
-        dense_gradients=wish.dense,
-        directions=wish.directed(expanded),
-        made=_made(table) if wish.again else (),
+        dense_gradients=derivative.dense,
+        directions=derivative.direction_flags(expanded),
+        made=_derived_node_rules(table) if derivative.second_order else (),
         variables=values.bound,
         updates=[link_pb2.Endpoint(name=name, tensor=tensor) for name, tensor in expanded.updates.items()],
         input_aliases={alias: item.name for item in expanded.inputs for alias in item.aliases},
@@ -148,23 +149,23 @@ def prepare(
         unbatched=not _may_batch(spec.batching),
         jit=spec.jit,
     )
-    key = _digest(graph_digest, spec, call, wish, request, table, values)
+    key = _digest(graph_digest, spec, call, derivative, request, table, values)
     request.key = key
     return Prepared(key, graph_digest, request, table, expanded, dict(spec.aliases), values.blobs, likeness)
 
 
 def _named_gradients(graph: graph_pb2.Graph) -> list[str]:
-    """Returns the names of rules, or of gradients of another process, that nodes name as theirs."""
+    """Returns the gradient names that nodes request by attribute: rules or foreign gradients."""
     bodies = (graph.node, *(function.node_def for function in graph.library.function))
     names = (node.attr[_GRADIENT_ATTR].s for body in bodies for node in body if _GRADIENT_ATTR in node.attr)
     return [name.decode(errors="replace") for name in dict.fromkeys(names)]
 
 
 def _check_size(expanded: graphs.Expanded, table: OverrideTable, limits: Limits) -> list[Finding]:
-    """LIMIT_EXCEEDED where rules that are graphs, copied for each node that has one, make the program too large."""
-    # Those that the graph brings along have no content yet.
+    """Returns LIMIT_EXCEEDED if graph rules, copied once per node, make the program too large."""
+    # Embedded rules have no content yet.
     sizes = [
-        expanded.brought_nodes.get(index, 1) if bound.rule.content is None else bound.rule.content.size
+        expanded.embedded_rule_nodes.get(index, 1) if bound.rule.content is None else bound.rule.content.size
         for index, bound in enumerate(table.bound)
     ]
     added = sum(sizes[mark.rule] for mark in expanded.marks if mark.rule >= 0)
@@ -177,17 +178,17 @@ def _check_size(expanded: graphs.Expanded, table: OverrideTable, limits: Limits)
     return [Finding(errors_pb2.ERROR_REASON_LIMIT_EXCEEDED, message, field="spec.overrides")]
 
 
-def _with_aliases(finding: Finding, spec: program_pb2.ProgramSpec) -> Finding:
-    """A client puts names in the places of aliases; whoever misspells one is told those that there are."""
-    if not spec.aliases or finding.reason not in _ABOUT_NAMES:
+def _mention_aliases(finding: Finding, spec: program_pb2.ProgramSpec) -> Finding:
+    """Adds the known aliases to a finding about an unknown name, because it may be a misspelled alias."""
+    if not spec.aliases or finding.reason not in _NAME_REASONS:
         return finding
     shown = ", ".join(f"{alias!r}" for alias in itertools.islice(sorted(spec.aliases), _SHOWN_ALIASES))
     more = f" and {len(spec.aliases) - _SHOWN_ALIASES} more" if len(spec.aliases) > _SHOWN_ALIASES else ""
     return replace(finding, message=f"{finding.message} Aliases: {shown}{more}.")
 
 
-def graph_of(spec: program_pb2.ProgramSpec, limits: Limits, store: Blobs) -> tuple[bytes, graph_pb2.Graph]:
-    """The graph's bytes, and the graph. BLOB_NOT_FOUND, LIMIT_EXCEEDED, INVALID_GRAPH."""
+def load_graph(spec: program_pb2.ProgramSpec, limits: Limits, store: Blobs) -> tuple[bytes, graph_pb2.Graph]:
+    """Returns the graph's bytes and the parsed graph. Raises BLOB_NOT_FOUND, LIMIT_EXCEEDED, INVALID_GRAPH."""
     source = spec.graph.WhichOneof("source")
     if source == "blob_sha256":
         size = store.size(spec.graph.blob_sha256)
@@ -207,19 +208,19 @@ def graph_of(spec: program_pb2.ProgramSpec, limits: Limits, store: Blobs) -> tup
     raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the program has no graph", field="spec.graph")
 
 
-def _check_wishes(spec: program_pb2.ProgramSpec, wish: Wish) -> list[Finding]:
+def _check_spec(spec: program_pb2.ProgramSpec, derivative: DerivativeSpec) -> list[Finding]:
     findings = []
 
     def add(reason: errors_pb2.ErrorReason.ValueType, message: str, field: str) -> None:
         findings.append(Finding(reason, message, field=field))
 
-    if not spec.fetches and not wish.ys:
+    if not spec.fetches and not derivative.ys:
         add(
             errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
             "nothing is asked for: name fetches, or ys and xs",
             "spec.fetches",
         )
-    if spec.overrides and not wish.ys:
+    if spec.overrides and not derivative.ys:
         add(
             errors_pb2.ERROR_REASON_INVALID_OVERRIDE,
             "there are overrides but no ys: overrides change gradients, and none is asked for",
@@ -240,8 +241,8 @@ def _check_wishes(spec: program_pb2.ProgramSpec, wish: Wish) -> list[Finding]:
     return findings
 
 
-def _made(table: OverrideTable) -> list[link_pb2.MadeNode]:
-    """Rules for nodes that gradients make: those of overrides for every order that ask for an op type alone."""
+def _derived_node_rules(table: OverrideTable) -> list[link_pb2.MadeNode]:
+    """Returns rules for nodes that gradients create: overrides for every order that select by op type alone."""
     return [
         link_pb2.MadeNode(op_type=op_type, rule=item.rule_index)
         for item in table.specs
@@ -250,7 +251,7 @@ def _made(table: OverrideTable) -> list[link_pb2.MadeNode]:
 
 
 def input_spec(item: graphs.GraphInput) -> tensor_pb2.TensorSpec:
-    """Returns the message that tells of an input."""
+    """Returns the message that describes an input."""
     return tensor_pb2.TensorSpec(name=item.name, dtype=item.dtype, shape=item.shape)
 
 
@@ -258,12 +259,12 @@ def _endpoints(names: Sequence[str], expanded: graphs.Expanded) -> list[link_pb2
     return [link_pb2.Endpoint(name=name, tensor=expanded.tensor_names[name]) for name in names]
 
 
-def _upstream(y: str, wish: Wish, expanded: graphs.Expanded) -> link_pb2.Upstream:
+def _upstream_gradient(y: str, derivative: DerivativeSpec, expanded: graphs.Expanded) -> link_pb2.Upstream:
     name = canonical(y)
-    if name in wish.grad_ys_fed:
+    if name in derivative.grad_ys_fed:
         return link_pb2.Upstream(fed=True)
-    if name in wish.grad_ys:
-        return link_pb2.Upstream(tensor=expanded.tensor_names[wish.grad_ys[name]])
+    if name in derivative.grad_ys:
+        return link_pb2.Upstream(tensor=expanded.tensor_names[derivative.grad_ys[name]])
     return link_pb2.Upstream(ones=True)
 
 
@@ -271,12 +272,12 @@ def _digest(
     graph_digest: str,
     spec: program_pb2.ProgramSpec,
     call: CallShape,
-    wish: Wish,
+    derivative: DerivativeSpec,
     request: link_pb2.CompileRequest,
     table: OverrideTable,
     values: Values,
 ) -> str:
-    """SHA-256 over all that decides what is computed; param values are not part of it."""
+    """Returns the SHA-256 of everything that determines the computation, except param values."""
     rules = [_identity(bound.rule) for bound in table.bound]
     overrides = [
         [
@@ -297,7 +298,7 @@ def _digest(
         "overrides": overrides,
         "fetches": list(spec.fetches),
         "feeds": sorted(call.feeds),
-        "derivative": wish.content(),
+        "derivative": derivative.digest_content(),
         "directions": list(request.directions),
         "split": request.split,
         "session": call.session,
@@ -317,14 +318,14 @@ def _may_batch(batching: program_pb2.Batching) -> bool:
 
 
 def _identity(rule: ResolvedRule) -> list[str]:
-    if rule.brought:
-        # Its content is part of the graph; expanded, it has names of functions that differ each time.
+    if rule.embedded:
+        # The graph digest covers its content; the expanded form has function names that differ each time.
         return ["brought", rule.name]
     return ["op", rule.name] if rule.content is None else ["content", rule.content.digest, rule.name]
 
 
 def override_values(table: OverrideTable) -> bytes:
-    """The overrides' param values, which distinguish programs of one digest from each other."""
+    """Returns the serialized param values of overrides, which distinguish programs of equal digests."""
     items = sorted(table.params.settings.items())
     return b"".join(
         override_pb2.Override(

@@ -1,4 +1,4 @@
-"""Where a program's rules come from: the front end when the program is new, its own snapshot ever after."""
+"""Resolves a program's rules by name: from the front end for new programs, else from the program's snapshot."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from gradrule_server.rules.catalogue.presets import BUILTIN_PREFIX
 class ResolvedRule:
     """A rule by content: an expression or graph, or (None) the gradient that TensorFlow registers for `name`.
 
-    `brought`: the graph brings it along; its content is known once the graph is expanded.
+    `embedded`: it is part of the graph; its content is known once the graph is expanded.
     """
 
     name: str
     content: RuleContent | None
-    brought: bool = False
+    embedded: bool = False
 
 
 class RuleLookup(Protocol):
-    """Rules by name."""
+    """Resolves rules by name."""
 
     def fetch(self, names: Iterable[str]) -> None:
-        """Announces names that are likely to be resolved, so that they are looked up together."""
+        """Fetches rules that are likely to be resolved, in one request."""
         ...
 
     def resolve(self, name: str) -> ResolvedRule:
@@ -38,7 +38,7 @@ class RuleLookup(Protocol):
 
 
 class SnapshotLookup:
-    """Rules as they were when a program was compiled, whatever happened to their names since."""
+    """Resolves rules as they were when a program was compiled, regardless of later registry changes."""
 
     def __init__(self, snapshot: bytes) -> None:
         self._rules = {
@@ -52,7 +52,7 @@ class SnapshotLookup:
         }
 
     def fetch(self, names: Iterable[str]) -> None:
-        """Does nothing: all rules are there."""
+        """Does nothing, because the snapshot holds all rules."""
 
     def resolve(self, name: str) -> ResolvedRule:
         rule = self._rules.get(name)
@@ -66,7 +66,7 @@ class SnapshotLookup:
 
 
 def read_rule(rule: rule_pb2.Rule) -> ResolvedRule:
-    """Returns the rule that the front end sent. One of the catalogue comes without its content."""
+    """Reads a rule that the front end sent. Content of built-in rules comes from the catalogue."""
     if rule.kind == rule_pb2.RULE_KIND_OP:
         return ResolvedRule(rule.name, None)
     name = rule.name.removeprefix(BUILTIN_PREFIX)

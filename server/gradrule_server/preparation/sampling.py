@@ -1,7 +1,7 @@
-"""Writes the call that samples a rule: the rule's own graph, or a graph of one op with the rule on it.
+"""Builds the call that samples a rule.
 
-A rule with a form of its own is run as the graph that it is compiled to. Where the rule needs an op (its outputs, its
-own gradient, or because it *is* an op's gradient), a graph of that one op is differentiated with the rule on it.
+An expression or graph rule runs as its own graph. If the rule needs an op (for its outputs or its gradient, or because
+the rule is an op's gradient), a graph of that one op is differentiated with the rule as override.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def sample_call(
         content = rule.content
         op_type = op_type or (rule.name if content is None else "")
     if op_type:
-        return _through_op(request, op_type, xs, values)
+        return _op_graph_call(request, op_type, xs, values)
     if content is None:
         raise error(
             errors_pb2.ERROR_REASON_MISSING_FEED, "an OP rule needs an op to run on: give op_type", field="op_type"
         )
     if request.attrs:
         raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "attrs are an op's: give op_type too", field="attrs")
-    return _by_itself(request, content, xs, values, bounds)
+    return _rule_graph_call(request, content, xs, values, bounds)
 
 
 def _values(request: rule_pb2.SampleRuleRequest, bounds: NodeLimits) -> dict[str, tensor_pb2.Tensor]:
@@ -75,7 +75,7 @@ def _values(request: rule_pb2.SampleRuleRequest, bounds: NodeLimits) -> dict[str
 
 
 def _checked(source: tensor_pb2.TensorSource, name: str, bounds: NodeLimits) -> tensor_pb2.Tensor:
-    """The tensor; INVALID_TENSOR or LIMIT_EXCEEDED where it cannot be read."""
+    """Returns the tensor. Raises INVALID_TENSOR or LIMIT_EXCEEDED if it cannot be read."""
     fault = tensor_fault(source.inline, bounds)
     if source.WhichOneof("source") is None:
         fault = errors_pb2.ERROR_REASON_INVALID_TENSOR, "holds no tensor"
@@ -93,7 +93,7 @@ def _indices(values: Iterable[str], prefix: str) -> list[int]:
 
 
 def _count(values: Iterable[str], prefix: str) -> int:
-    """How many there are; MISSING_FEED where one is left out."""
+    """Returns the number of values with the prefix. Raises MISSING_FEED if the numbering has a gap."""
     indices = _indices(values, prefix)
     for index, found in enumerate(indices):
         if index != found:
@@ -106,7 +106,7 @@ def _count(values: Iterable[str], prefix: str) -> int:
 
 
 def _outputs(values: Mapping[str, tensor_pb2.Tensor], xs: list[tensor_pb2.Tensor]) -> list[tensor_pb2.Tensor]:
-    """A tensor like each output: the y, else its dy, else, of the first one, x."""
+    """Returns, per output, a tensor of its type and shape: y, else dy, else x for the first output."""
     count = max([0, *_indices(values, "y"), *_indices(values, "dy")]) + 1
     outputs = [values.get(f"y{index}") or values.get(f"dy{index}") for index in range(count)]
     outputs[0] = outputs[0] or xs[0]
@@ -121,14 +121,14 @@ def _outputs(values: Mapping[str, tensor_pb2.Tensor], xs: list[tensor_pb2.Tensor
     return found
 
 
-def _by_itself(
+def _rule_graph_call(
     request: rule_pb2.SampleRuleRequest,
     content: RuleContent,
     xs: list[tensor_pb2.Tensor],
     values: dict[str, tensor_pb2.Tensor],
     bounds: NodeLimits,
 ) -> evaluate_pb2.EvaluateRequest:
-    """The rule's own graph as a forward program."""
+    """Returns a call that runs the rule's own graph as a forward program."""
     outputs = _outputs(values, xs)
     rule_graph = content.bind(Signature(tuple(x.dtype for x in xs), tuple(y.dtype for y in outputs)))
     missing = [
@@ -146,14 +146,14 @@ def _by_itself(
     evaluation.spec.graph.inline.CopyFrom(rule_graph.graph)
     for index, result in enumerate(rule_graph.results):
         if result is not None:
-            # Under names of its own, so that two inputs may share one result and an input may be a result.
+            # New names, because two inputs may share one result and an input may be a result.
             node = evaluation.spec.graph.inline.node.add(name=sampled_gradient(index), op="Identity", input=[result])
             evaluation.spec.fetches.append(node.name)
     params = _param_values(request, content, bounds)
     for variable, placeholder in rule_graph.inputs.items():
         feed = evaluation.feeds.add(name=placeholder)
         if variable == _SALT:
-            # Made of a node's name elsewhere, and here there is no node.
+            # The salt is derived from a node's name, and there is no node here.
             feed.value.inline.CopyFrom(_tensors.to_message(np.int64(0)))
         elif variable.startswith(_PARAM_PREFIX):
             feed.value.inline.CopyFrom(params[variable.removeprefix(_PARAM_PREFIX)])
@@ -182,20 +182,20 @@ def _param_values(
 
 
 def _bounded(value: rule_pb2.ParamValue, bounds: NodeLimits) -> rule_pb2.ParamValue:
-    """The value; INVALID_PARAM where a few bytes stand for a tensor that has no room here."""
+    """Returns the value. Raises INVALID_PARAM if it stands for a tensor that is too large."""
     fault = tensor_fault(value.tensor, bounds) if value.HasField("tensor") else None
     if fault is not None:
         raise error(errors_pb2.ERROR_REASON_INVALID_PARAM, f"the param {fault[1]}", field="params")
     return value
 
 
-def _through_op(
+def _op_graph_call(
     request: rule_pb2.SampleRuleRequest,
     op_type: str,
     xs: list[tensor_pb2.Tensor],
     values: dict[str, tensor_pb2.Tensor],
 ) -> evaluate_pb2.EvaluateRequest:
-    """A graph of one op, differentiated with the rule as its override."""
+    """Returns a call that differentiates a graph of one op with the rule as its override."""
     computed = [name for name in values if name.startswith(("y", "default"))]
     if computed:
         raise error(

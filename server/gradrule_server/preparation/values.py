@@ -1,10 +1,11 @@
-"""Values of variables: checked against the graph, named by their content, made ready for an engine."""
+"""Checks the values of variables against the graph and binds them for an engine."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from gradrule import _tensors
 from gradrule.v1 import program_pb2, tensor_pb2
@@ -12,14 +13,29 @@ from gradrule_server import graphs
 from gradrule_server.errors import Finding, GradruleError
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits, check_blob_name, missing_blobs, value_fault
-from gradrule_server.preparation.blobs import Blobs
+
+
+class Blobs(Protocol):
+    """Reads the caller's blobs by SHA-256."""
+
+    def missing(self, names: Iterable[str]) -> list[str]:
+        """Returns the missing blobs, each once. Raises MALFORMED_REQUEST for a name that is no hash."""
+        ...
+
+    def size(self, name: str) -> int:
+        """Returns the number of bytes. Raises BLOB_NOT_FOUND."""
+        ...
+
+    def read(self, name: str) -> bytes:
+        """Returns the bytes. Raises BLOB_NOT_FOUND."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Values:
     """Values of the variables that a program needs.
 
-    `content`: name, type, shape and hash of each, for the program's digest: equal whichever way the bytes came.
+    `content`: name, type, shape and hash of each, for the program's digest; the same for blobs and inline values.
     """
 
     bound: list[link_pb2.BoundVariable] = field(default_factory=list)
@@ -28,7 +44,7 @@ class Values:
 
 
 def bind(spec: program_pb2.ProgramSpec, expanded: graphs.Expanded, store: Blobs, limits: Limits) -> Values:
-    """The values that are needed; all that are given are checked.
+    """Checks all given values and returns those that the program needs.
 
     Raises FEED_DTYPE, FEED_SHAPE, INVALID_TENSOR, LIMIT_EXCEEDED, BLOB_NOT_FOUND.
     """
@@ -66,7 +82,7 @@ def _content(value: tensor_pb2.TensorSource) -> list[object]:
     else:
         dtype, shape = value.inline.dtype, value.inline.tensor_shape
         array = _tensors.to_numpy(value.inline)
-        # Strings have no fixed size; what tells them apart is the message.
+        # String arrays hold pointers, so their message is hashed in place of their memory.
         data = value.inline.SerializeToString(deterministic=True) if array.dtype.hasobject else array.tobytes()
         digest = hashlib.sha256(data).hexdigest()
     return [dtype, [dim.size for dim in shape.dim], digest]

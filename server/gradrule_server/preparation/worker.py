@@ -1,4 +1,4 @@
-"""Works on the tasks of a compile worker: everything that looks into a graph of a caller's."""
+"""Runs the tasks of a compile worker: all processing of callers' graphs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from gradrule_server.link.framing import Frame, FrameSocket, Kind
 from gradrule_server.link.shape import canonical, read_shape
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits, check_parsed_size
-from gradrule_server.preparation.asking import Ask, AskedBlobs, AskedRules
-from gradrule_server.preparation.finish import finish, plan_of
-from gradrule_server.preparation.prepare import Prepared, graph_of, override_values, prepare
+from gradrule_server.preparation.finish import finish, make_plan
+from gradrule_server.preparation.front_end_lookup import Ask, FrontEndBlobs, FrontEndRules
+from gradrule_server.preparation.prepare import Prepared, load_graph, override_values, prepare
 from gradrule_server.preparation.rule_lookup import SnapshotLookup
 from gradrule_server.preparation.sampling import sample_call
 from gradrule_server.rules import RuleContent
 
-# Bytes of the PreparedProgram, before it and the CompileRequest.
+# Length prefix: bytes of the PreparedProgram; the CompileRequest follows it.
 _LENGTH = struct.Struct("<Q")
 
 MessageT = TypeVar("MessageT", bound=Message)
@@ -35,80 +35,80 @@ ReadBlob = Callable[[str, str], bytes]
 
 
 class PreparationService:
-    """Works on PREPARE frames. A task asks the front end with ASK frames and waits for TOLD ones. Thread-safe."""
+    """Handles PREPARE frames. Tasks query the front end by ASK frames and wait for TOLD frames. Thread-safe."""
 
     def __init__(self, frames: FrameSocket, read_blob: ReadBlob) -> None:
         self._frames = frames
         self._read_blob = read_blob
-        self._told: dict[int, queue.SimpleQueue[bytes]] = {}
+        self._answers: dict[int, queue.SimpleQueue[bytes]] = {}
 
     def prepare(self, frame: Frame) -> bytes:
-        """Returns the payload of the PREPARED frame. `GradruleError` with all that is wrong."""
-        told = self._told[frame.request_id] = queue.SimpleQueue()
+        """Runs a task and returns the payload of the PREPARED frame. Raises `GradruleError` with all findings."""
+        answers = self._answers[frame.request_id] = queue.SimpleQueue()
 
         def ask(question: link_pb2.Question) -> link_pb2.Told:
             self._frames.send(Kind.ASK, frame.request_id, question.SerializeToString())
-            return link_pb2.Told.FromString(told.get())
+            return link_pb2.Told.FromString(answers.get())
 
         try:
-            return self._work(link_pb2.PrepareRequest.FromString(bytes(frame.payload)), ask)
+            return self._run_task(link_pb2.PrepareRequest.FromString(bytes(frame.payload)), ask)
         finally:
-            del self._told[frame.request_id]
+            del self._answers[frame.request_id]
 
-    def tell(self, frame: Frame) -> None:
-        """Hands an answer of the front end to the task that asked."""
-        told = self._told.get(frame.request_id)
-        if told is not None:
-            told.put(bytes(frame.payload))
+    def deliver_answer(self, frame: Frame) -> None:
+        """Passes an answer of the front end to the task that requested it."""
+        answers = self._answers.get(frame.request_id)
+        if answers is not None:
+            answers.put(bytes(frame.payload))
 
-    def _work(self, request: link_pb2.PrepareRequest, ask: Ask) -> bytes:
+    def _run_task(self, request: link_pb2.PrepareRequest, ask: Ask) -> bytes:
         limits = read_limits(request.limits)
-        blobs = AskedBlobs(ask, lambda name: self._read_blob(request.blob_folder, name))
+        blobs = FrontEndBlobs(ask, lambda name: self._read_blob(request.blob_folder, name))
         reply: Message
         match request.WhichOneof("task"):
             case "program":
-                reply, compiling = _program(request.program, limits, ask, blobs)
+                reply, compiling = _prepare_program(request.program, limits, ask, blobs)
                 if compiling is not None:
                     compiling.blob_folder = request.blob_folder
-                told, large = reply.SerializeToString(), b"" if compiling is None else compiling.SerializeToString()
-                return b"".join([_LENGTH.pack(len(told)), told, large])
+                prepared, large = reply.SerializeToString(), b"" if compiling is None else compiling.SerializeToString()
+                return b"".join([_LENGTH.pack(len(prepared)), prepared, large])
             case "finish":
                 plan = link_pb2.ProgramPlan.FromString(request.finish.plan)
                 reply = finish(plan, link_pb2.CompileReply.FromString(request.finish.reply), request.finish.device)
             case "variables":
-                reply = _variables(request.variables.spec, limits, blobs)
+                reply = _list_variables(request.variables.spec, limits, blobs)
             case "rule":
-                reply = link_pb2.CheckedRule(definition=_checked_rule(request.rule, limits))
+                reply = link_pb2.CheckedRule(definition=_check_rule(request.rule, limits))
             case "sample":
-                sample = _parsed(request.sample, rule_pb2.SampleRuleRequest, limits)
-                reply = sample_call(sample, AskedRules(ask), limits)
+                sample = _parse(request.sample, rule_pb2.SampleRuleRequest, limits)
+                reply = sample_call(sample, FrontEndRules(ask), limits)
             case None:
                 raise DecodeError("a PREPARE without a task")
         return reply.SerializeToString()
 
 
 def read_limits(message: link_pb2.Limits) -> Limits:
-    """Returns what graphs may be."""
+    """Reads the limits for graphs and rules."""
     return Limits(**{field.name: getattr(message, field.name) for field in dataclasses.fields(Limits)})
 
 
 _Answer: TypeAlias = tuple[link_pb2.PreparedProgram, link_pb2.CompileRequest | None]
 
 
-def _program(task: link_pb2.ProgramTask, limits: Limits, ask: Ask, blobs: AskedBlobs) -> _Answer:
-    spec = _parsed(task.spec, program_pb2.ProgramSpec, limits)
+def _prepare_program(task: link_pb2.ProgramTask, limits: Limits, ask: Ask, blobs: FrontEndBlobs) -> _Answer:
+    spec = _parse(task.spec, program_pb2.ProgramSpec, limits)
     if task.may_be_known:
         digest = hashlib.sha256(spec.SerializeToString(deterministic=True)).digest()
         if ask(link_pb2.Question(spec_digest=digest)).is_known:
             return link_pb2.PreparedProgram(is_known=True), None
     call = read_shape(task.call)
-    asked = AskedRules(ask)
+    rules = FrontEndRules(ask)
     if task.HasField("snapshot"):
         prepared = prepare(spec, call, SnapshotLookup(task.snapshot), limits, blobs, task.namespace)
     else:
-        prepared = prepare(spec, call, asked, limits, blobs, task.namespace)
+        prepared = prepare(spec, call, rules, limits, blobs, task.namespace)
     reply = _prepared_message(prepared)
-    reply.rule_names.extend(asked.used)
+    reply.rule_names.extend(rules.used)
     if task.is_kept:
         reply.override_values = override_values(prepared.table)
         if spec.graph.HasField("inline"):
@@ -126,15 +126,15 @@ def _prepared_message(prepared: Prepared) -> link_pb2.PreparedProgram:
         nodes=prepared.expanded.nodes,
         blobs=prepared.blobs,
         derivative=prepared.request.derivative,
-        plan=plan_of(prepared).SerializeToString(),
-        # Negative ones are the op's own gradient and those of another process.
+        plan=make_plan(prepared).SerializeToString(),
+        # Negative indices are `default` and foreign gradients.
         params=prepared.table.param_message(rule for rule in used if rule >= 0),
         placeholders=map(canonical, prepared.expanded.placeholders),
     )
 
 
-def _variables(spec: bytes, limits: Limits, blobs: AskedBlobs) -> link_pb2.GraphVariables:
-    _, graph = graph_of(_parsed(spec, program_pb2.ProgramSpec, limits), limits, blobs)
+def _list_variables(spec: bytes, limits: Limits, blobs: FrontEndBlobs) -> link_pb2.GraphVariables:
+    _, graph = load_graph(_parse(spec, program_pb2.ProgramSpec, limits), limits, blobs)
     return link_pb2.GraphVariables(
         variables=[
             link_pb2.GraphVariable(
@@ -149,7 +149,7 @@ def _variables(spec: bytes, limits: Limits, blobs: AskedBlobs) -> link_pb2.Graph
     )
 
 
-def _checked_rule(definition: rule_pb2.RuleDefinition, limits: Limits) -> rule_pb2.RuleDefinition:
+def _check_rule(definition: rule_pb2.RuleDefinition, limits: Limits) -> rule_pb2.RuleDefinition:
     content = RuleContent.from_definition(definition, limits)
     refused = content.check_nodes(limits)
     if refused:
@@ -157,7 +157,7 @@ def _checked_rule(definition: rule_pb2.RuleDefinition, limits: Limits) -> rule_p
     return content.to_definition()
 
 
-def _parsed(data: bytes, message: type[MessageT], limits: Limits) -> MessageT:
+def _parse(data: bytes, message: type[MessageT], limits: Limits) -> MessageT:
     check_parsed_size(data, message, limits)
     try:
         return message.FromString(data)

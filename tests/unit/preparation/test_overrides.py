@@ -83,5 +83,5 @@ def test_graphs_of_rules_are_held_to_the_bounds_that_are_set() -> None:
         assert reason_name(finding.reason) == reason
         table = OverrideTable(bounds)
         with pytest.raises(GradruleError) as caught:
-            table.fill({table.bring("G"): empty_nodes})
+            table.set_embedded_contents({table.add_embedded_rule("G"): empty_nodes})
         assert reason_name(caught.value.reason) == reason

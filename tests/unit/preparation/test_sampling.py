@@ -13,7 +13,7 @@ from gradrule.v1 import evaluate_pb2, graph_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import GradruleError, reason_name
 from gradrule_server.graphs import Limits
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.preparation.asking import AskedRules
+from gradrule_server.preparation.front_end_lookup import FrontEndRules
 from gradrule_server.preparation.sampling import sample_call
 from gradrule_server.programs.rule_lookup import RegistryLookup
 from gradrule_server.registry.rules import RuleRegistry
@@ -45,7 +45,9 @@ def asked(
         message = value if isinstance(value, tensor_pb2.Tensor) else _tensors.to_message(np.float32(value))
         request.values.add(name=name).value.inline.CopyFrom(message)
     lookup = RegistryLookup(rules)
-    return sample_call(request, AskedRules(lambda asked: link_pb2.Told(rules=lookup.find(asked.rules.names))), limits)
+    return sample_call(
+        request, FrontEndRules(lambda asked: link_pb2.Told(rules=lookup.find(asked.rules.names))), limits
+    )
 
 
 def refusal(

@@ -1,4 +1,4 @@
-"""Tasks of a compile worker, and what it asks while it works on them."""
+"""Tests tasks of a compile worker and its questions to the front end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradrule_server.link.framing import Buffer, Frame, FrameSocket, Kind
 from gradrule_server.link.shape import CallShape, read_shape, shape_message
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.policy import Limits
-from gradrule_server.preparation.asking import AskedBlobs, AskedRules
+from gradrule_server.preparation.front_end_lookup import FrontEndBlobs, FrontEndRules
 from gradrule_server.preparation.worker import PreparationService, read_limits
 from tests.service import raw
 
@@ -36,10 +36,10 @@ class Frames(FrameSocket):
         assert isinstance(payload, bytes)
         question = link_pb2.Question.FromString(payload)
         self.asked.append(question)
-        self.service.tell(Frame(Kind.TOLD, request_id, self._answer(question).SerializeToString()))
+        self.service.deliver_answer(Frame(Kind.TOLD, request_id, self._answer(question).SerializeToString()))
 
 
-def told(question: link_pb2.Question) -> link_pb2.Told:
+def answer(question: link_pb2.Question) -> link_pb2.Told:
     """Knows one rule, and no blob."""
     match question.WhichOneof("question"):
         case "rules":
@@ -65,7 +65,7 @@ def told(question: link_pb2.Question) -> link_pb2.Told:
 
 def worked(request: link_pb2.PrepareRequest) -> tuple[bytes, Frames]:
     request.limits.CopyFrom(link_pb2.Limits(**dataclasses.asdict(Limits())))
-    frames = Frames(told)
+    frames = Frames(answer)
     frames.service = PreparationService(frames, lambda folder, name: b"")
     return frames.service.prepare(Frame(Kind.PREPARE, 7, request.SerializeToString())), frames
 
@@ -98,7 +98,7 @@ def test_limits_and_structures_of_calls_are_the_same_on_the_other_side() -> None
     assert read_shape(shape_message(call)) == call
 
 
-def test_a_rule_is_asked_for_once_and_told_with_the_program() -> None:
+def test_a_rule_is_requested_once_and_listed_with_the_program() -> None:
     message, request, frames = prepared(spec("Mine"))
     assert [list(question.rules.names) for question in frames.asked] == [["Mine"]]
     assert list(message.rule_names) == ["Mine"]
@@ -107,7 +107,7 @@ def test_a_rule_is_asked_for_once_and_told_with_the_program() -> None:
     assert b"Sign" in request.graph
 
 
-def test_why_there_is_no_rule_is_said_by_the_front_end() -> None:
+def test_the_front_end_explains_an_unknown_rule() -> None:
     with pytest.raises(GradruleError) as caught:
         prepared(spec("Yours"))
     assert reason_name(caught.value.reason) == "UNKNOWN_RULE"
@@ -119,9 +119,9 @@ def test_only_the_first_of_many_unknown_rules_are_explained() -> None:
 
     def ask(question: link_pb2.Question) -> link_pb2.Told:
         asked.append(question)
-        return told(question)
+        return answer(question)
 
-    rules = AskedRules(ask)
+    rules = FrontEndRules(ask)
     rules.fetch(f"R{index}" for index in range(1200))
     for index in range(1200):
         with pytest.raises(GradruleError, match="there is no rule"):
@@ -139,7 +139,7 @@ def test_a_program_that_is_known_is_not_prepared() -> None:
     assert len(frames.asked) == 1
 
 
-def test_a_graph_that_is_a_blob_that_is_not_there() -> None:
+def test_a_missing_graph_blob_is_refused() -> None:
     found = program_pb2.ProgramSpec(fetches=["y"])
     found.graph.blob_sha256 = _HASH
     with pytest.raises(GradruleError) as caught:
@@ -159,18 +159,18 @@ def test_a_blob_is_read_once_the_front_end_has_checked_it() -> None:
         events.append(f"read {name}")
         return b"bytes"
 
-    assert AskedBlobs(ask, read).read(_HASH) == b"bytes"
+    assert FrontEndBlobs(ask, read).read(_HASH) == b"bytes"
     assert events == [f"checked {_HASH}", f"read {_HASH}"]
 
 
-def test_bytes_that_are_no_spec() -> None:
+def test_invalid_spec_bytes_are_refused() -> None:
     with pytest.raises(GradruleError) as caught:
         worked(link_pb2.PrepareRequest(program=link_pb2.ProgramTask(spec=b"\xff")))
     assert reason_name(caught.value.reason) == "MALFORMED_REQUEST"
     assert "gradrule.v1.ProgramSpec" in caught.value.message
 
 
-def test_a_rule_whose_definition_had_no_room_is_asked_for_again() -> None:
+def test_a_rule_without_its_definition_is_requested_again() -> None:
     asked: list[list[str]] = []
 
     def ask(question: link_pb2.Question) -> link_pb2.Told:
@@ -189,21 +189,21 @@ def test_a_rule_whose_definition_had_no_room_is_asked_for_again() -> None:
             ]
         )
 
-    rules = AskedRules(ask)
+    rules = FrontEndRules(ask)
     rules.fetch(["A", "B", "C"])
     assert asked == [["A", "B", "C"], ["B", "C"], ["C"]]
     assert [rules.resolve(name).name for name in "ABC"] == ["A", "B", "C"]
     assert len(asked) == 3
 
 
-def test_what_is_too_long_for_a_name_is_not_asked_for() -> None:
-    rules = AskedRules(lambda question: pytest.fail("it asked"))
+def test_too_long_names_are_not_requested() -> None:
+    rules = FrontEndRules(lambda question: pytest.fail("it asked"))
     with pytest.raises(GradruleError) as caught:
         rules.resolve("x" * 10_000)
     assert reason_name(caught.value.reason) == "UNKNOWN_RULE"
 
 
-def test_sizes_of_many_blobs_are_asked_for_in_parts() -> None:
+def test_sizes_of_many_blobs_are_requested_in_batches() -> None:
     asked: list[int] = []
 
     def ask(question: link_pb2.Question) -> link_pb2.Told:
@@ -211,7 +211,7 @@ def test_sizes_of_many_blobs_are_asked_for_in_parts() -> None:
         return link_pb2.Told(sizes=[7] * asked[-1])
 
     names = [f"{number:064x}" for number in range(1200)]
-    blobs = AskedBlobs(ask, lambda name: b"")
+    blobs = FrontEndBlobs(ask, lambda name: b"")
     assert blobs.missing(names) == []
     assert blobs.size(names[-1]) == 7
     assert asked == [500, 500, 200]

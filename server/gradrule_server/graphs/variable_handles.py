@@ -1,4 +1,4 @@
-"""Which variable each handle and reference of an expanded graph stands for."""
+"""Finds the variable behind each resource handle and reference of an expanded graph."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from collections.abc import Sequence
 from gradrule._dtypes import REF_OFFSET
 from gradrule.v1.tensor_pb2 import Dt
 from gradrule_server.graphs.ir import LOOPS, Body, Node, Ref, is_call
-from gradrule_server.graphs.variable_ops import PASSES, SOURCES, WRITES
+from gradrule_server.graphs.variable_ops import FORWARDING_OPS, SOURCES, WRITES
 from gradrule_server.graphs.variable_table import Variable, VariableTable
 
 _MIXED = "gives out handles that stand for different variables, or for none that gradrule knows"
 
 
-class Handles:
-    """Followed once from the nodes that make variables, through calls, loops and branches. Nodes must be in order."""
+class VariableHandles:
+    """Maps handles and references to variables, followed through calls, loops and branches.
+
+    Nodes must be in topological order.
+    """
 
     def __init__(self, top: Body, table: VariableTable) -> None:
         self._table = table
@@ -23,27 +26,27 @@ class Handles:
         self._used: dict[int, list[Variable]] = {}
         self._trace(top, [])
 
-    def of(self, body: Body) -> dict[Ref, Variable]:
-        """The variables by tensors of a body."""
+    def get(self, body: Body) -> dict[Ref, Variable]:
+        """Returns the variables of a body's handle and reference tensors."""
         return self._by_body[id(body)]
 
     def is_reference(self, body: Body, ref: Ref) -> bool:
-        """Whether a tensor is a reference, which stands for the value wherever a value is wanted; a handle does not."""
+        """Returns whether a tensor is a reference, which ops can read as the value, unlike a handle."""
         return ref in self._references[id(body)]
 
     def used_in(self, body: Body) -> list[Variable]:
-        """Variables that the nodes of a body use, those of functions inside included."""
+        """Returns the variables that the nodes of a body and its inner functions use."""
         if id(body) not in self._used:
             found: dict[Variable, None] = {}
             for index in range(body.arg_count, len(body.nodes)):
                 found.update(dict.fromkeys(self.used_by(body, index)))
-            found.update(dict.fromkeys(self.of(body)[ref] for ref in body.results if ref in self.of(body)))
+            found.update(dict.fromkeys(self.get(body)[ref] for ref in body.results if ref in self.get(body)))
             self._used[id(body)] = list(found)
         return self._used[id(body)]
 
     def used_by(self, body: Body, index: int) -> list[Variable]:
-        """Variables that a node makes, takes, or uses in its functions."""
-        node, handles = body.nodes[index], self.of(body)
+        """Returns the variables that a node creates, takes as input, or uses in its functions."""
+        node, handles = body.nodes[index], self.get(body)
         found = [handles[ref] for ref in node.inputs if ref in handles]
         if node.op in SOURCES and (index, 0) in handles:
             found.append(handles[index, 0])
@@ -53,12 +56,12 @@ class Handles:
         return found
 
     def shift(self, body: Body, first: int, count: int) -> None:
-        """The nodes of a body from `first` on have moved on by `count`."""
+        """Updates indices after `count` nodes were inserted into a body before `first`."""
 
         def moved(ref: Ref) -> Ref:
             return (ref[0] + count if ref[0] >= first else ref[0], ref[1])
 
-        self._by_body[id(body)] = {moved(ref): variable for ref, variable in self.of(body).items()}
+        self._by_body[id(body)] = {moved(ref): variable for ref, variable in self.get(body).items()}
         self._references[id(body)] = {moved(ref) for ref in self._references[id(body)]}
 
     def _trace(self, body: Body, args: Sequence[Variable | None]) -> None:
@@ -69,12 +72,12 @@ class Handles:
             node = body.nodes[index]
             outputs = node.outputs or ()
             if node.op in SOURCES:
-                variable = self._table.of(node, at_top=not body.name)
+                variable = self._table.find(node, at_top=not body.name)
                 if variable is not None:
                     handles[index, 0] = variable
             elif node.functions:
                 self._trace_container(node, index, handles)
-            elif node.op in PASSES:
+            elif node.op in FORWARDING_OPS:
                 for number, ref in enumerate(node.inputs):
                     if ref in handles and outputs[number] == Dt.DT_RESOURCE:
                         handles[index, number] = handles[ref]
@@ -93,7 +96,7 @@ class Handles:
             for inner in bodies:
                 self._trace(inner, passed)
                 if attr != "cond":
-                    results.append([self.of(inner).get(ref) for ref in inner.results])
+                    results.append([self.get(inner).get(ref) for ref in inner.results])
         for number, dtype in enumerate(node.outputs or ()):
             if dtype != Dt.DT_RESOURCE:
                 continue

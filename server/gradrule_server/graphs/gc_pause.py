@@ -1,7 +1,7 @@
-"""Keeps Python's garbage collector away from graphs while they are worked on.
+"""Pauses Python's cyclic garbage collector while graphs are processed.
 
-Bodies and nodes form no reference cycles, so nothing is lost. The collector would look at millions of them again and
-again: twice the time for 100,000 nodes, and more than linear.
+Bodies and nodes form no reference cycles, so reference counting frees them. The collector would scan all of them
+repeatedly, which doubles the time for 100,000 nodes and grows faster than linearly.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _resumes = False
 
 @contextmanager
 def paused_collection() -> Iterator[None]:
-    """No automatic collection within; contexts of several threads may overlap, the last one out turns it on again."""
-    global _pauses, _resumes  # noqa: PLW0603  # the collector is one per process, and so is this
+    """Disables automatic collection within the context. Contexts may overlap; the last one to exit enables it again."""
+    global _pauses, _resumes  # noqa: PLW0603  # the collector's state is per process
     with _lock:
         if not _pauses:
             _resumes = gc.isenabled()

@@ -1,4 +1,4 @@
-"""Names of tensors as requests write them: `y` is `y:0`. UNKNOWN_TENSOR and UNKNOWN_FEED, with what would be right."""
+"""Looks up tensors by the names that requests use: `y` is `y:0`. Reports UNKNOWN_TENSOR and UNKNOWN_FEED with hints."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _TENSOR = re.compile(r"([^:^]+)(?::([0-9]{1,9}))?")
 
 
 def parse_tensor_name(text: str) -> tuple[str, int] | None:
-    """Node and output of `node` or `node:output`; None for anything else."""
+    """Returns node and output of `node` or `node:output`; None for other text."""
     match = _TENSOR.fullmatch(text)
     return (match[1], int(match[2] or 0)) if match else None
 
 
 def canonical(node: str, output: int) -> str:
-    """`y` for output 0, else `y:1`."""
+    """Returns `y` for output 0, else `y:1`."""
     return f"{node}:{output}" if output else node
 
 
 class TensorNames:
-    """Looks names up among the tensors of a graph's top level."""
+    """Looks up tensors of a graph's top level by name."""
 
     def __init__(self, top: Body, findings: Findings, aliases: Mapping[str, str] | None = None) -> None:
-        """`aliases`: nodes by further names that they go by."""
+        """`aliases`: node names by alias."""
         self._top = top
         self._findings = findings
         self.index = {node.name: position for position, node in enumerate(top.nodes)}
@@ -35,7 +35,7 @@ class TensorNames:
             self.index.setdefault(alias, self.index[name])
 
     def look_up(self, text: str) -> Ref | None:
-        """The tensor, if there is one."""
+        """Returns the tensor; None if there is none."""
         name, output = parse_tensor_name(text) or ("", 0)
         position = self.index.get(name)
         if position is None:
@@ -44,7 +44,7 @@ class TensorNames:
         return None if outputs is None or output >= len(outputs) else (position, output)
 
     def find(self, text: str, field: str, *, is_feed: bool = False) -> Ref | None:
-        """The tensor; None after noting what is wrong. `field`: where the request says it."""
+        """Returns the tensor; None after adding a finding. `field`: the request field with the name."""
         reason = Reason.ERROR_REASON_UNKNOWN_FEED if is_feed else Reason.ERROR_REASON_UNKNOWN_TENSOR
         parsed = parse_tensor_name(text)
         if parsed is None:
@@ -67,7 +67,7 @@ class TensorNames:
         return position, output
 
     def node(self, ref: Ref) -> str:
-        """Name of the node that a tensor belongs to."""
+        """Returns the name of the node that computes a tensor."""
         return self._top.nodes[ref[0]].name
 
     def _placeholders(self) -> str:
@@ -84,4 +84,4 @@ class TensorNames:
             node = self._top.nodes[position]
             what = "loop or branch" if node.op in CONTAINERS else "function call"
             return f" What lies inside the {what} {quote(node.name)} cannot be asked for; its outputs can."
-        return self._findings.near(name, self.index)
+        return self._findings.suggest_similar(name, self.index)

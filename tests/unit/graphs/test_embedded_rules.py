@@ -1,4 +1,4 @@
-"""Gradients that a graph brings along: how they are read, checked and expanded."""
+"""Tests how gradients that a graph contains are read, checked and expanded."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def identity_n(name: str, *inputs: str, **notes: Any) -> Node:
     return made
 
 
-def knot(name: str, *inputs: str, gradient: str = "G", region: str = "f") -> Node:
-    """A knot of one result and one input."""
+def custom_gradient(name: str, *inputs: str, gradient: str = "G", region: str = "f") -> Node:
+    """A custom-gradient node of one result and one input."""
     return identity_n(name, *inputs, gradient=gradient, region=region, outputs=1, inputs=1)
 
 
@@ -46,26 +46,28 @@ def brings(made: Graph, **gradients: str) -> Graph:
 
 
 def simple(*functions: Function, **gradients: str) -> Graph:
-    """y = f(x), where f is Sign, tied by a knot."""
-    nodes = [placeholder(), node("s", "Sign", "x"), knot("y", "s", "x")]
+    """y = f(x), where f is Sign with a custom-gradient node."""
+    nodes = [placeholder(), node("s", "Sign", "x"), custom_gradient("y", "s", "x")]
     return brings(graph(*nodes, functions=functions), **gradients)
 
 
-class Places:
-    """Hands out indices as a table of rules does."""
+class RuleIndices:
+    """Returns new rule indices, like a table of rules."""
 
     def __init__(self) -> None:
         self.labels: list[str] = []
 
-    def bring(self, label: str) -> int:
+    def add_embedded_rule(self, label: str) -> int:
         self.labels.append(label)
         return len(self.labels) - 1
 
 
-def expanded(made: Graph, *specs: OverrideSpec, ys: str = "y", limits: Limits | None = None) -> tuple[Expanded, Places]:
-    places = Places()
-    request = ExpandRequest(ys=[ys], xs=["x"], overrides=specs, bring=places.bring)
-    return expand(made, request, limits), places
+def expanded(
+    made: Graph, *specs: OverrideSpec, ys: str = "y", limits: Limits | None = None
+) -> tuple[Expanded, RuleIndices]:
+    indices = RuleIndices()
+    request = ExpandRequest(ys=[ys], xs=["x"], overrides=specs, add_embedded_rule=indices.add_embedded_rule)
+    return expand(made, request, limits), indices
 
 
 def refused(made: Graph, **more: Any) -> dict[str, str]:
@@ -76,27 +78,33 @@ def refused(made: Graph, **more: Any) -> dict[str, str]:
 
 
 def test_a_gradient_becomes_the_graph_of_a_rule() -> None:
-    found, places = expanded(simple(doubling(), G="grad_f"))
-    assert places.labels == ["f"]
+    found, indices = expanded(simple(doubling(), G="grad_f"))
+    assert indices.labels == ["f"]
     (match,) = found.matches
     assert (match.node, match.rule_name, match.label, match.rule) == ("y", "f", "f", 0)
     (mark,) = found.marks
     assert (mark.outputs, mark.inputs, mark.every_order, mark.op_type) == (1, None, True, "IdentityN")
-    rule = graphs.parse(found.brought[0])
+    rule = graphs.parse(found.embedded_rules[0])
     assert [(item.name, item.op) for item in rule.node] == [
         ("dy", "Placeholder"),
         ("inside/twice", "AddV2"),
         ("dx", "Identity"),
     ]
-    # The engine gets a mark, and none of what the client noted.
+    # The engine gets a mark and none of the client attributes.
     (tied,) = (item for item in graphs.parse(found.graph_bytes).node if item.op == "IdentityN")
     assert {name for name in tied.attr if name.startswith("_")} == {GRADIENT, "_gradrule_mark"}
 
 
-def test_a_gradient_is_expanded_once_however_often_it_is_asked_for() -> None:
-    nodes = [placeholder(), node("a", "Sign", "x"), knot("b", "a", "x"), node("c", "Sign", "b"), knot("y", "c", "b")]
-    found, places = expanded(brings(graph(*nodes, functions=[doubling()]), G="grad_f"))
-    assert places.labels == ["f"]
+def test_a_gradient_requested_twice_is_expanded_once() -> None:
+    nodes = [
+        placeholder(),
+        node("a", "Sign", "x"),
+        custom_gradient("b", "a", "x"),
+        node("c", "Sign", "b"),
+        custom_gradient("y", "c", "b"),
+    ]
+    found, indices = expanded(brings(graph(*nodes, functions=[doubling()]), G="grad_f"))
+    assert indices.labels == ["f"]
     assert [match.node for match in found.matches] == ["b", "y"]
 
 
@@ -104,23 +112,25 @@ def test_calls_in_a_gradient_are_inlined() -> None:
     inner = function("inner", ["a"], {"r": "n:y:0"}, [node("n", "Neg", "a")])
     gradient = function("grad_f", ["dy"], {"dx": "c:output:0"}, [call("c", "inner", "dy")])
     found, _ = expanded(simple(gradient, inner, G="grad_f"))
-    assert [item.op for item in graphs.parse(found.brought[0]).node] == ["Placeholder", "Neg", "Identity"]
+    assert [item.op for item in graphs.parse(found.embedded_rules[0]).node] == ["Placeholder", "Neg", "Identity"]
 
 
 def test_a_gradient_may_use_the_function_whose_gradient_it_is() -> None:
-    again = knot("again", "dy", "dy")
+    again = custom_gradient("again", "dy", "dy")
     gradient = function("grad_f", ["dy"], {"dx": "again:output:0"}, [again])
-    found, places = expanded(simple(gradient, G="grad_f"))
-    assert places.labels == ["f"]
+    found, indices = expanded(simple(gradient, G="grad_f"))
+    assert indices.labels == ["f"]
     assert [(mark.node, mark.rule) for mark in found.marks] == [("y", 0), ("G/again", 0)]
 
 
 def test_a_gradient_of_a_gradient() -> None:
-    outer = function("grad_f", ["dy"], {"dx": "inner:output:0"}, [knot("inner", "dy", "dy", gradient="H", region="h")])
-    found, places = expanded(simple(outer, doubling("grad_h"), G="grad_f", H="grad_h"))
-    assert places.labels == ["f", "h"]
+    outer = function(
+        "grad_f", ["dy"], {"dx": "inner:output:0"}, [custom_gradient("inner", "dy", "dy", gradient="H", region="h")]
+    )
+    found, indices = expanded(simple(outer, doubling("grad_h"), G="grad_f", H="grad_h"))
+    assert indices.labels == ["f", "h"]
     assert [(mark.node, mark.rule, mark.outputs) for mark in found.marks] == [("y", 0, 1), ("G/inner", 1, 1)]
-    # Only what the uploaded graph says itself is told.
+    # Matches list only nodes of the uploaded graph.
     assert [match.node for match in found.matches] == ["y"]
 
 
@@ -135,13 +145,13 @@ def test_overrides_do_not_reach_into_gradients() -> None:
 
 def test_a_region_by_name_comes_before_what_the_graph_says() -> None:
     spec = OverrideSpec(selector(region="f"), 7, "r", "mine")
-    found, places = expanded(simple(doubling(), G="grad_f"), spec)
-    assert places.labels == []
+    found, indices = expanded(simple(doubling(), G="grad_f"), spec)
+    assert indices.labels == []
     (mark,) = found.marks
     assert (mark.rule, mark.outputs, mark.inputs, mark.every_order) == (7, 1, 1, False)
 
 
-def test_default_on_a_region_is_the_knots_own_gradient() -> None:
+def test_default_on_a_region_is_its_own_gradient() -> None:
     spec = OverrideSpec(selector(region="f"), label="mine")
     (mark,) = expanded(simple(doubling(), G="grad_f"), spec)[0].marks
     assert (mark.rule, mark.outputs) == (graphs.OWN_GRADIENT, 0)
@@ -151,7 +161,7 @@ def test_control_results_run_before_what_they_belong_to() -> None:
     check = node("check", "Assert", "true:output:0", "dy", T=AttrValue(list=AttrValue.ListValue(type=[FLOAT.type])))
     true = node("true", "Const", dtype=AttrValue(type=10), value=AttrValue(tensor={"dtype": 10, "bool_val": [True]}))
     gradient = function("grad_f", ["dy"], {"dx": "dy"}, [true, check], done="check")
-    rule = graphs.parse(expanded(simple(gradient, G="grad_f"))[0].brought[0])
+    rule = graphs.parse(expanded(simple(gradient, G="grad_f"))[0].embedded_rules[0])
     (result,) = (item for item in rule.node if item.name == "dx")
     assert list(result.input) == ["dy:0", "^inside/check"]
 
@@ -188,13 +198,13 @@ def test_two_functions_for_one_name() -> None:
         ({"region": "f"}, "_gradrule_outputs"),
     ],
 )
-def test_notes_that_do_not_fit(notes: dict[str, Any], word: str) -> None:
+def test_attributes_that_do_not_fit_are_refused(notes: dict[str, Any], word: str) -> None:
     nodes = [placeholder(), node("s", "Sign", "x"), identity_n("y", "s", "x", gradient="G", **notes)]
     made = brings(graph(*nodes, functions=[doubling()]), G="grad_f")
     assert word in refused(made)["INVALID_GRAPH"]
 
 
-def test_nothing_takes_what_a_knot_passes_on_besides_results() -> None:
+def test_only_results_of_a_custom_gradient_node_may_be_used() -> None:
     made = simple(doubling(), G="grad_f")
     made.node.append(node("z", "Neg", "y:1"))
     assert "'z' takes output 1 of 'y'" in refused(made)["INVALID_GRAPH"]
@@ -203,8 +213,8 @@ def test_nothing_takes_what_a_knot_passes_on_besides_results() -> None:
 def test_a_plain_op_gets_a_gradient_by_name() -> None:
     made = brings(graph(placeholder(), node("y", "Sign", "x"), functions=[doubling()]), G="grad_f")
     made.node[1].attr[GRADIENT].s = b"G"
-    found, places = expanded(made)
-    assert (places.labels, found.matches[0].label, found.marks[0].outputs) == (["G"], "G", 0)
+    found, indices = expanded(made)
+    assert (indices.labels, found.matches[0].label, found.marks[0].outputs) == (["G"], "G", 0)
 
 
 def test_a_call_gets_a_gradient_by_name() -> None:

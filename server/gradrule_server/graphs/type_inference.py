@@ -1,4 +1,4 @@
-"""Follows element types from producers to consumers: fills in attributes left out, output types and flat inputs."""
+"""Infers element types: fills in missing attributes, output types and input indices of nodes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _KINDS = {
 }
 
 
-class Typing:
-    """Types one body; all findings go to one list."""
+class TypeInference:
+    """Infers the types of one body and adds findings."""
 
     def __init__(self, draft: Draft, library: Library, limits: Limits, findings: Findings) -> None:
         self._draft = draft
@@ -35,7 +35,7 @@ class Typing:
         self._alike: dict[tuple[str, int, tuple[int, ...]], tuple[Mapping[str, AttrValue], Node]] = {}
 
     def run(self) -> None:
-        """Types all nodes in order, then the results."""
+        """Infers the types of all nodes in topological order, then of the results."""
         nodes = self._body.nodes
         for position in self._body.order:
             node = nodes[position]
@@ -45,7 +45,7 @@ class Typing:
 
     def _type_node(self, position: int, node: Node) -> None:
         node.inputs, types = self._inputs(node, self._draft.sources[position])
-        # Nodes that share their attributes before share them afterwards, and their types.
+        # Nodes with the same attribute object and input types share the result.
         given = node.attrs
         key = (node.op, id(given), tuple(types))
         known = self._alike.get(key)
@@ -55,7 +55,7 @@ class Typing:
             self._alike[key] = given, node
 
     def _complete(self, node: Node, types: list[int]) -> bool:
-        """Types one node; returns whether what was found holds for all nodes that are like it."""
+        """Infers the types of one node; returns whether nodes with equal attributes and inputs can share the result."""
         findings, where = self._findings, self._draft.where(node.name)
         found = len(findings.all)
         op = self._library.find_op(node.op)
@@ -77,17 +77,17 @@ class Typing:
         node.unsupported = why_unsupported(node, op, in_function=bool(self._body.name))
         self._check_values(node, op, where)
         self._find_functions(node, types, where)
-        # Findings stop growing at a limit, behind which none can be told from none.
+        # When the list of findings is full, new findings cannot be detected.
         return not node.functions and node.op not in self._library and not findings.all[found:] and not findings.full
 
     def _shared(self, node: Node, completed: _infer.Completed) -> Mapping[str, AttrValue]:
-        """One object for all nodes of an op that carry nothing but types and come to the same attributes."""
+        """Returns one shared object for all nodes of an op with equal attributes that are types only."""
         key: list[str | int] = [node.op]
         for name, value in node.attrs.items():
             if value.WhichOneof("value") != "type":
                 return completed.attrs
             key += (name, value.type)
-        # What is known by its identity stays alive with the object that is kept here.
+        # The cached value keeps the objects alive whose id() is in the key.
         key += map(id, completed.added.values())
         return self._attrs.setdefault(tuple(key), completed.attrs)
 
@@ -114,7 +114,7 @@ class Typing:
         return tuple(refs), types
 
     def _flat(self, producer: int, arg: str, index: int, node: Node | None) -> int | None:
-        """Where output `arg:index` lies among all outputs; None after an error."""
+        """Returns the flat index of output `arg:index`; None after adding a finding."""
         layout = self._layout(producer)
         if arg not in layout:
             names = ", ".join(layout) or "none"
@@ -174,7 +174,7 @@ class Typing:
         for attr, bodies in node.functions:
             for body in bodies:
                 name = f"the function {quote(body.name)}, its {attr}"
-                # A reference is handed on as its value.
+                # References are passed by value.
                 given = [base(dtype) for dtype in args]
                 self._same(node, where, f"the arguments of {name},", body.arg_types, given, "what the node passes on")
                 if attr == "cond":
@@ -184,7 +184,7 @@ class Typing:
                 else:
                     self._same(node, where, f"the results of {name},", body.result_types, outputs, "the node's outputs")
         if node.op in LOOPS and not node.attrs["output_shapes"].list.shape:
-            # TensorFlow's gradient of a loop reads one shape per value that goes round.
+            # TensorFlow's gradient of a loop needs one shape per loop variable.
             unknown = AttrValue.ListValue(shape=[TensorShape(unknown_rank=True)] * len(outputs))
             node.attrs = {**node.attrs, "output_shapes": AttrValue(list=unknown)}
 

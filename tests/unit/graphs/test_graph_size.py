@@ -10,7 +10,7 @@ from gradrule.v1.tensor_pb2 import Dt, Tensor, TensorShape
 from gradrule_server.errors import GradruleError
 from gradrule_server.graphs import Limits
 from tests.unit.graphs.helpers import FLOAT, call, expand, findings_of, function, graph, node, only_finding, placeholder
-from tests.unit.graphs.test_brought import brings, expanded, knot
+from tests.unit.graphs.test_embedded_rules import brings, custom_gradient, expanded
 
 LIMIT = ErrorReason.ERROR_REASON_LIMIT_EXCEEDED
 
@@ -73,16 +73,17 @@ def many_regions(regions: int, nodes: int) -> Graph:
     chain = [node(f"n{i}", "Neg", f"n{i - 1}:y:0" if i else "dy", T=FLOAT) for i in range(nodes)]
     gradient = function("grad_f", ["dy"], {"dx": f"n{nodes - 1}:y:0"}, chain)
     knots = [
-        knot(f"k{i}", f"k{i - 1}" if i else "x", f"k{i - 1}" if i else "x", region=f"f{i}") for i in range(regions)
+        custom_gradient(f"k{i}", f"k{i - 1}" if i else "x", f"k{i - 1}" if i else "x", region=f"f{i}")
+        for i in range(regions)
     ]
     return brings(graph(placeholder(), *knots, node("y", "Neg", f"k{regions - 1}"), functions=[gradient]), G="grad_f")
 
 
 def test_a_gradient_is_written_once_for_all_regions() -> None:
     found, _ = expanded(many_regions(20, 10))
-    assert len(found.brought) == 20
-    assert len({id(data) for data in found.brought.values()}) == 1
-    assert set(found.brought_nodes.values()) == {11}
+    assert len(found.embedded_rules) == 20
+    assert len({id(data) for data in found.embedded_rules.values()}) == 1
+    assert set(found.embedded_rule_nodes.values()) == {11}
 
 
 @pytest.mark.parametrize("limits", [Limits(inlined_nodes=20_000), Limits(inlined_bytes=100_000)])

@@ -1,4 +1,4 @@
-"""What a compile worker asks the front end for: rules by name, and blobs."""
+"""Fetches rules and blobs from the front end while a compile worker prepares a program."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from gradrule_server.policy import check_blob_name, missing_blobs
 from gradrule_server.preparation.rule_lookup import ResolvedRule, read_rule
 
 Ask = Callable[[link_pb2.Question], link_pb2.Told]
-"""Asks the front end, and waits for the answer."""
+"""Sends a question to the front end and returns its answer."""
 
-_NAMES_AT_ONCE = 500
-# What is wrong with a name that is close to another takes the front end milliseconds to say.
-_MOST_EXPLAINED = 20
-# More names than there are rules; those beyond have none.
-_MOST_NAMES = 20_000
-# Longer than names of rules can be, prefixes included: no such rule needs to be asked for.
-_MOST_NAME_CHARS = 200
+_BATCH_NAMES = 500
+# The front end needs milliseconds to suggest names for an unknown one.
+_MAX_EXPLAINED = 20
+# More than any registry has rules; names beyond this limit count as unknown.
+_MAX_NAMES = 20_000
+# Longer than rule names with prefixes can be, so longer names are unknown without a request.
+_MAX_NAME_CHARS = 200
 
 
-class AskedRules:
-    """Rules as the front end's registry has them now."""
+class FrontEndRules:
+    """Looks up rules in the front end's registry."""
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
@@ -34,16 +34,16 @@ class AskedRules:
         """Names of rules that were resolved, in the order of their first use."""
 
     def fetch(self, names: Iterable[str]) -> None:
-        """Asks for rules that are likely to be resolved, many at a time."""
-        wanted = [name for name in dict.fromkeys(names) if name not in self._known and len(name) <= _MOST_NAME_CHARS]
-        wanted = wanted[: max(0, _MOST_NAMES - len(self._known))]
+        """Fetches rules that are likely to be resolved, in batches."""
+        wanted = [name for name in dict.fromkeys(names) if name not in self._known and len(name) <= _MAX_NAME_CHARS]
+        wanted = wanted[: max(0, _MAX_NAMES - len(self._known))]
         while wanted:
-            batch = wanted[:_NAMES_AT_ONCE]
-            told = _checked(self._ask(link_pb2.Question(rules=link_pb2.Names(names=batch))))
+            batch = wanted[:_BATCH_NAMES]
+            answer = _raise_fault(self._ask(link_pb2.Question(rules=link_pb2.Names(names=batch))))
             self._known.update(dict.fromkeys(batch))
-            complete = [rule for rule in told.rules if not _is_left_out(rule)]
+            complete = [rule for rule in answer.rules if not _lacks_definition(rule)]
             self._known.update((rule.aliases[0], read_rule(rule)) for rule in complete)
-            wanted = [rule.aliases[0] for rule in told.rules if _is_left_out(rule)] + wanted[_NAMES_AT_ONCE:]
+            wanted = [rule.aliases[0] for rule in answer.rules if _lacks_definition(rule)] + wanted[_BATCH_NAMES:]
 
     def resolve(self, name: str) -> ResolvedRule:
         """Returns the rule of that name. UNKNOWN_RULE if there is none."""
@@ -57,7 +57,7 @@ class AskedRules:
 
     def _unknown(self, name: str) -> GradruleError:
         self._explained += 1
-        if self._explained <= _MOST_EXPLAINED and len(name) <= _MOST_NAME_CHARS:
+        if self._explained <= _MAX_EXPLAINED and len(name) <= _MAX_NAME_CHARS:
             return error_of(self._ask(link_pb2.Question(unknown_rule=name)).fault)
         bare = name.removeprefix("rules/")
         return error(
@@ -68,11 +68,11 @@ class AskedRules:
         )
 
 
-class AskedBlobs:
-    """The caller's blobs: the front end knows their sizes and checks their bytes, which are read here.
+class FrontEndBlobs:
+    """Reads the caller's blobs; the front end gives their sizes and verifies their bytes.
 
     Args:
-        ask: Asks the front end.
+        ask: Sends a question to the front end.
         read: Returns the bytes of a blob that the front end has checked.
     """
 
@@ -86,10 +86,10 @@ class AskedBlobs:
         wanted = list(dict.fromkeys(names))
         for name in wanted:
             check_blob_name(name)
-        for start in range(0, len(wanted), _NAMES_AT_ONCE):
-            batch = wanted[start : start + _NAMES_AT_ONCE]
-            told = _checked(self._ask(link_pb2.Question(blob_sizes=link_pb2.Names(names=batch))))
-            self._sizes.update(zip(batch, told.sizes, strict=True))
+        for start in range(0, len(wanted), _BATCH_NAMES):
+            batch = wanted[start : start + _BATCH_NAMES]
+            answer = _raise_fault(self._ask(link_pb2.Question(blob_sizes=link_pb2.Names(names=batch))))
+            self._sizes.update(zip(batch, answer.sizes, strict=True))
         return [name for name in wanted if self._sizes[name] < 0]
 
     def size(self, name: str) -> int:
@@ -103,17 +103,17 @@ class AskedBlobs:
 
     def read(self, name: str) -> bytes:
         """Returns the bytes. BLOB_NOT_FOUND."""
-        _checked(self._ask(link_pb2.Question(blob=name)))
+        _raise_fault(self._ask(link_pb2.Question(blob=name)))
         return self._read(name)
 
 
-def _is_left_out(rule: rule_pb2.Rule) -> bool:
-    """Returns whether the definition of a rule is to be asked for again: it had no room in the answer."""
+def _lacks_definition(rule: rule_pb2.Rule) -> bool:
+    """Returns whether the answer had no room for the rule's definition, so that it must be requested again."""
     return rule.kind == rule_pb2.RULE_KIND_USER and not rule.HasField("definition")
 
 
-def _checked(told: link_pb2.Told) -> link_pb2.Told:
-    """Raises the error that the front end told."""
-    if told.HasField("fault"):
-        raise error_of(told.fault)
-    return told
+def _raise_fault(answer: link_pb2.Told) -> link_pb2.Told:
+    """Returns the answer, or raises the error in it."""
+    if answer.HasField("fault"):
+        raise error_of(answer.fault)
+    return answer

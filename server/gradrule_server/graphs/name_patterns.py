@@ -1,4 +1,4 @@
-"""Node names by glob and by regular expression, many expressions at once."""
+"""Matches node names against many globs and regular expressions at once."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _SET_SIZE = 128
 
 
 def is_glob(text: str) -> bool:
-    """Whether a name has characters that stand for others."""
+    """Returns whether a name contains wildcards."""
     return _MAGIC.search(text) is not None
 
 
 def compile_regex(regex: str) -> re2._Regexp:
-    """Compiles an RE2 expression, which takes linear time to match. `ValueError` if it is faulty."""
+    """Compiles an RE2 expression (linear matching time). Raises `ValueError` if it is invalid."""
     try:
         return re2.compile(regex, _options())
     except re2.error as cause:
@@ -32,7 +32,7 @@ def compile_regex(regex: str) -> re2._Regexp:
 
 
 def glob_regex(glob: str) -> str:
-    """The RE2 expression of a glob: `?` and `*` stay within a part between slashes, `**` crosses them."""
+    """Returns the RE2 expression of a glob: `?` and `*` do not match slashes, `**` does."""
     pieces, start = [], 0
     for part in _GLOB_PARTS.finditer(glob):
         pieces += [re2.escape(glob[start : part.start()]), _GLOB_MEANS.get(part[0], _ANYTHING)]
@@ -41,13 +41,13 @@ def glob_regex(glob: str) -> str:
 
 
 class PatternSet:
-    """Matches whole names with many RE2 expressions, those of up to `_SET_SIZE` in one pass over the name."""
+    """Matches whole names against many RE2 expressions; one pass over the name serves up to `_SET_SIZE` of them."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self._sets = [_Set(patterns[start : start + _SET_SIZE], start) for start in range(0, len(patterns), _SET_SIZE)]
 
     def matching(self, name: str) -> tuple[int, ...]:
-        """Numbers of the expressions that match."""
+        """Returns the indices of the matching expressions."""
         return tuple([number for item in self._sets for number in item.matching(name)])
 
 
@@ -59,7 +59,7 @@ class _Set:
         self._set: re2.Set | None = re2.Set.FullMatchSet(_options())
         for pattern in patterns:
             self._set.Add(pattern)
-        # Matches everything: an answer without it means that the set ran out of memory.
+        # This pattern always matches: a result without it means that the set ran out of memory.
         self._anything = self._set.Add(_ANYTHING)
         try:
             self._set.Compile()

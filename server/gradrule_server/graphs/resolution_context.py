@@ -1,0 +1,294 @@
+"""Holds the state of override resolution: candidate nodes, dependence between nodes, and the matches found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradrule_server.graphs import paths
+from gradrule_server.graphs.custom_gradients import CustomGradientNode
+from gradrule_server.graphs.findings import quote
+from gradrule_server.graphs.ir import DIFFERENTIABLE, Body, Node, Ref, bodies_of
+from gradrule_server.graphs.regions import RegionBorder, RegionContext, Regions
+from gradrule_server.graphs.selectors import OWN_GRADIENT, CandidateNode, OverrideMatcher, OverrideSpec
+from gradrule_server.graphs.subgraphs import Subgraph
+
+Tensor = tuple[Body, Ref]
+Numbers = NDArray[np.intp]
+
+
+@dataclass(slots=True, eq=False)
+class Match:
+    """A node or subgraph with the rule that was assigned to it.
+
+    `mark` is None if the node was pruned. `override`: the spec's `index`; -1 for the node's own attribute. `function`:
+    the function of the uploaded graph that contains the node. `differentiable`: whether its types have gradients.
+    `rank`: applies only to outputs of this rank. `nodes`: all nodes of a subgraph. `outputs`: number of outputs of a
+    subgraph; 0 for a single node. `inputs`: number of inputs that the rule gets; None: all. `is_step`: as in
+    `Subgraph`. `every_order`: applies to gradients of gradients too.
+    """
+
+    rule: int
+    node: str
+    op_type: str
+    function: str
+    rule_name: str
+    label: str
+    override: int
+    differentiable: bool
+    rank: int | None = None
+    nodes: tuple[str, ...] = ()
+    outputs: int = 0
+    inputs: int | None = None
+    is_step: bool = False
+    every_order: bool = False
+    mark: int | None = None
+
+    def set_custom_gradient(self, custom_gradient: CustomGradientNode | None) -> None:
+        """Applies the rule to a custom-gradient node's region; `default` uses the gradients of the inner nodes."""
+        if custom_gradient is not None and self.rule != OWN_GRADIENT:
+            self.outputs, self.inputs = custom_gradient.outputs, custom_gradient.inputs
+
+
+@dataclass(slots=True, eq=False)
+class ForeignGradient:
+    """A node that names a gradient registered in another process, and that no override matched."""
+
+    node: str
+    name: str
+
+
+Resolved = list[Match | ForeignGradient]
+"""Matches of a node: those for one rank first, then at most one for all ranks."""
+
+
+@dataclass(slots=True, eq=False)
+class RequestTensors:
+    """The request's tensors that path-dependent selectors need, as tensors of the copy's top level."""
+
+    xs: AbstractSet[Ref]
+    ys: AbstractSet[Ref]
+    stop_gradients: AbstractSet[Ref]
+
+
+class ResolutionContext:
+    """The expanded graph during override resolution, with the matches found so far.
+
+    `look_up`: returns the body and tensor of a name, or None. `find`: the same, and adds a finding for the given field.
+    """
+
+    def __init__(
+        self,
+        top: Body,
+        candidates: Sequence[CandidateNode],
+        scopes: Mapping[str, str],
+        asked: RequestTensors,
+        look_up: Callable[[str], Tensor | None],
+        find: Callable[[str, str], Tensor | None],
+    ) -> None:
+        self.top = top
+        self._scopes = scopes
+        self.candidates = candidates
+        self.subgraphs: list[tuple[Subgraph, Match]] = []
+        self.resolved: dict[int, Resolved] = {}
+        # Candidates that are custom-gradient nodes, by region; per such node (by id) the inputs that receive gradients.
+        self.custom_gradients: dict[str, list[int]] = {}
+        self.flows: dict[int, range] = {}
+        # Matches with their candidate number: of nodes, of subgraphs without a rule, of subgraphs with a rule.
+        self._node_matches: list[tuple[int, Match]] = []
+        self._inactive_matches: list[tuple[int, Match]] = []
+        self._subgraph_matches: list[tuple[int, Match]] = []
+        self._asked = asked
+        self.look_up = look_up
+        self._find = find
+        self.orders = paths.Orders()
+        # Per body (by id) and node: its candidate number; -1 for nodes that are no candidates.
+        self.numbers: dict[int, list[int]] = {}
+        for number, candidate in enumerate(candidates):
+            own = self.numbers.get(id(candidate.body))
+            if own is None:
+                own = self.numbers[id(candidate.body)] = [-1] * len(candidate.body.nodes)
+            own[candidate.index] = number
+        # Per candidate: the number of the label of the override assigned to it; -1: none.
+        self.assigned_labels: Numbers = np.full(len(candidates), -1, np.intp)
+        self._labels: dict[str, int] = {}
+
+    def assign(self, number: int, label: str) -> None:
+        """Assigns a candidate to an override, by its label."""
+        self.candidates[number].label = label
+        self.assigned_labels[number] = self._labels.setdefault(label, len(self._labels))
+
+    def assign_with_functions(self, number: int, label: str) -> None:
+        """Assigns a candidate, and unassigned candidates in its functions, to an override."""
+        self.assign(number, label)
+        for item in self.inside(number):
+            if self.candidates[item].label is None:
+                self.assign(item, label)
+
+    def count_assigned(self, members: Numbers) -> dict[str, int]:
+        """Counts rows of candidates with an assigned member, by the label of the first such member of each row."""
+        assigned_labels = self.assigned_labels[members]
+        held = (assigned_labels >= 0).argmax(axis=1)
+        found, first, counts = np.unique(
+            assigned_labels[np.arange(len(held)), held], return_index=True, return_counts=True
+        )
+        labels = list(self._labels)
+        return {labels[found[item]]: int(counts[item]) for item in np.argsort(first) if found[item] >= 0}
+
+    def record(self, number: int, what: Match | ForeignGradient) -> None:
+        """Records a match of a candidate."""
+        candidate = self.candidates[number]
+        if isinstance(what, Match):
+            self._node_matches.append((number, what))
+        if candidate.live:
+            self.resolved.setdefault(id(candidate.node), []).append(what)
+
+    def record_subgraph(self, number: int, match: Match, subgraph: Subgraph | None) -> None:
+        """Records a match of the subgraph that ends at this candidate; None: no rule runs for it."""
+        if subgraph is None:
+            self._inactive_matches.append((number, match))
+        else:
+            self._subgraph_matches.append((number, match))
+            self.subgraphs.append((subgraph, match))
+
+    @property
+    def match_count(self) -> int:
+        """Number of matches recorded so far."""
+        return len(self._node_matches) + len(self._inactive_matches) + len(self._subgraph_matches)
+
+    def matches(self) -> list[Match]:
+        """Returns all matches in candidate order."""
+        found = [*self._node_matches, *self._inactive_matches, *self._subgraph_matches]
+        return [match for _, match in sorted(found, key=lambda item: item[0])]
+
+    def candidate_numbers(self, subgraph: Subgraph) -> list[int]:
+        """Returns the candidate numbers of a subgraph's nodes."""
+        numbers = (self.number(subgraph.body, member) for member in subgraph.members)
+        return [number for number in numbers if number >= 0]
+
+    def number(self, body: Body, index: int) -> int:
+        """Returns the candidate number of a node; -1 for nodes that expansion added."""
+        return self.numbers[id(body)][index] if id(body) in self.numbers else -1
+
+    def inside(self, number: int) -> list[int]:
+        """Returns all candidates in the functions of a loop or branch."""
+        functions = self.candidates[number].node.functions
+        if not functions:
+            return []
+        bodies = [id(inner) for _, own in functions for body in own for inner in bodies_of(body)]
+        return [item for body in bodies for item in self.numbers.get(body, ()) if item >= 0]
+
+    def is_differentiable(self, number: int, subgraph: Subgraph | None) -> bool:
+        """Returns whether gradients can pass through the node or subgraph."""
+        if subgraph is None:
+            candidate = self.candidates[number]
+            return is_differentiable(candidate.node, candidate.input_types)
+        nodes = subgraph.body.nodes
+        borders = (
+            [(nodes[ref[0]].outputs or ())[ref[1]] for ref in refs] for refs in (subgraph.inputs, subgraph.outputs)
+        )
+        return all(not DIFFERENTIABLE.isdisjoint(types) for types in borders)
+
+    def check_depends_on(self, matcher: OverrideMatcher) -> None:
+        """Adds UNKNOWN_TENSOR if the selector names a tensor that does not exist."""
+        for number, name in enumerate(matcher.spec.selector.depends_on):
+            if self._find(name, f"{matcher.spec.field}.selector.depends_on[{number}]") is None:
+                matcher.faulty = True
+
+    def regions(self, specs: Sequence[OverrideSpec]) -> Mapping[int, tuple[Subgraph, str]]:
+        """Returns the regions of specs (by id) whose tensors exist, each with its problem or an empty string."""
+        borders: dict[int, list[tuple[OverrideSpec, RegionBorder]]] = {}
+        for spec in specs:
+            border = self._border(spec)
+            if border is not None:
+                borders.setdefault(id(border.body), []).append((spec, border))
+        found = {}
+        for same_body in borders.values():
+            around = RegionContext(self.changes, self._before_ys, self.flows, self._kept)
+            regions = Regions([border for _, border in same_body], around, self.orders)
+            for number, (spec, _) in enumerate(same_body):
+                subgraph, problem = regions.subgraph(number), regions.problem(number, self._text)
+                if not problem and not self.candidate_numbers(subgraph):
+                    problem = "the function between its tensors passes them on as they are: there is no node in it"
+                found[id(spec)] = subgraph, problem
+        return found
+
+    def find_border_problem(self, spec: OverrideSpec) -> str | None:
+        """Returns the problem with the tensors that define a region; None after adding findings for missing ones."""
+        wanted = spec.selector.region
+        found = [
+            self._find(name, f"{spec.field}.selector.region.{kind}[{number}]")
+            for kind, names in (("inputs", wanted.inputs), ("outputs", wanted.outputs))
+            for number, name in enumerate(names)
+        ]
+        if None in found:
+            return None
+        if len({id(tensor[0]) for tensor in found if tensor is not None}) > 1:
+            return "its tensors lie in different functions, loops or branches"
+        duplicate = _first_duplicate([*wanted.inputs, *wanted.outputs])
+        return f"{quote(duplicate)} is named twice" if duplicate else ""
+
+    def _border(self, spec: OverrideSpec) -> RegionBorder | None:
+        wanted = spec.selector.region
+        inputs, outputs = ([self.look_up(name) for name in names] for names in (wanted.inputs, wanted.outputs))
+        there = [tensor for tensor in (*inputs, *outputs) if tensor is not None]
+        is_whole = len(there) == len(inputs) + len(outputs) and len({id(body) for body, _ in there}) == 1
+        if not is_whole or _first_duplicate([*wanted.inputs, *wanted.outputs]):
+            return None
+        refs = [ref for _, ref in there]
+        return RegionBorder(there[0][0], refs[: len(inputs)], refs[len(inputs) :])
+
+    def _kept(self, body: Body) -> AbstractSet[Ref]:
+        """Returns the tensors of a body that the request names."""
+        if body is not self.top:
+            return frozenset()
+        return self._asked.xs | self._asked.ys | self._asked.stop_gradients
+
+    @property
+    def kept_nodes(self) -> AbstractSet[tuple[int, int]]:
+        return {(id(self.top), ref[0]) for ref in self._kept(self.top)}
+
+    def changes(self, body: Body, ref: Ref) -> bool:
+        """Returns whether a tensor is one of the xs or depends on one."""
+        return id(body.nodes[ref[0]]) in self._behind_xs or (body is self.top and ref in self._asked.xs)
+
+    def _text(self, body: Body, ref: Ref) -> str:
+        number = self.number(body, ref[0])
+        own = body.nodes[ref[0]].name
+        # Arguments of loops and branches are no candidates.
+        name = self.candidates[number].name if number >= 0 else f"{self._scopes[body.name]}/{own}" if body.name else own
+        return quote(f"{name}:{ref[1]}" if ref[1] else name)
+
+    @cached_property
+    def _behind_xs(self) -> AbstractSet[int]:
+        return paths.dependents(self.top, self.top, self._asked.xs, orders=self.orders)
+
+    @cached_property
+    def path(self) -> AbstractSet[int]:
+        """Nodes (by id) on the path of gradients from the ys to the xs."""
+        cut = paths.Cut(self._asked.stop_gradients, self.flows)
+        return paths.dependents(self.top, self.top, self._asked.xs, cut, self.orders) & paths.dependencies(
+            self.top, self._asked.ys, cut, self.orders
+        )
+
+    @cached_property
+    def _before_ys(self) -> AbstractSet[int]:
+        return paths.dependencies(self.top, self._asked.ys, orders=self.orders)
+
+
+def _first_duplicate(names: Sequence[str]) -> str:
+    """Returns the first repeated name, or an empty string."""
+    seen: set[str] = set()
+    repeated = {name for name in names if name in seen or seen.add(name)}  # type: ignore[func-returns-value]
+    return next((name for name in names if name in repeated), "")
+
+
+def is_differentiable(node: Node, input_types: Sequence[int]) -> bool:
+    """Returns whether gradients can pass through a node: an output, and an input if any, has a differentiable type."""
+    takes = not input_types or any(dtype in DIFFERENTIABLE for dtype in input_types)
+    return takes and any(dtype in DIFFERENTIABLE for dtype in node.outputs or ())

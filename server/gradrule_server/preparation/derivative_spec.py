@@ -1,0 +1,215 @@
+"""Reads what a program or call differentiates; one form serves all kinds of derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
+from gradrule.v1.tensor_pb2 import Dt
+from gradrule_server.errors import Finding
+from gradrule_server.graphs import DIFFERENTIABLE, Expanded
+from gradrule_server.link.shape import CallShape, canonical
+
+Kind = evaluate_pb2.Derivative
+
+_KINDS = {
+    "vjp": Kind.DERIVATIVE_VJP,
+    "jvp": Kind.DERIVATIVE_JVP,
+    "jacobian": Kind.DERIVATIVE_JACOBIAN,
+    "hvp": Kind.DERIVATIVE_HVP,
+}
+_NAMES = {
+    Kind.DERIVATIVE_VJP: "a vector-Jacobian product",
+    Kind.DERIVATIVE_JVP: "a Jacobian-vector product",
+    Kind.DERIVATIVE_JACOBIAN: "a Jacobian",
+    Kind.DERIVATIVE_BATCH_JACOBIAN: "a batched Jacobian",
+    Kind.DERIVATIVE_HVP: "a Hessian-vector product",
+}
+# Fields of a call besides feeds, with the only kind of derivative that uses each.
+_CALL_FIELDS = {"grad_ys": Kind.DERIVATIVE_VJP, "tangents": Kind.DERIVATIVE_JVP, "vectors": Kind.DERIVATIVE_HVP}
+_DIRECTION_FIELDS = {Kind.DERIVATIVE_JVP: "tangents", Kind.DERIVATIVE_HVP: "vectors"}
+_CARRIERS = frozenset({Dt.DT_RESOURCE, Dt.DT_VARIANT})
+
+
+@dataclass(frozen=True, slots=True)
+class DerivativeSpec:
+    """The requested derivative. `part`: the field of the spec that requests it.
+
+    `grad_ys`: tensors of the graph by canonical y. `grad_ys_fed`: canonical ys whose grad_y each call feeds.
+    `directions`: canonical xs for which calls give a tangent or a vector; None: all xs of differentiable types.
+    """
+
+    kind: Kind.ValueType = Kind.DERIVATIVE_UNSPECIFIED
+    part: str = "vjp"
+    ys: Sequence[str] = ()
+    xs: Sequence[str] = ()
+    grad_ys: Mapping[str, str] = field(default_factory=dict)
+    grad_ys_fed: frozenset[str] = frozenset()
+    stop_gradients: Sequence[str] = ()
+    unconnected_gradients: program_pb2.UnconnectedGradients.ValueType = program_pb2.UNCONNECTED_GRADIENTS_UNSPECIFIED
+    directions: frozenset[str] | None = None
+    stacked: bool = False
+    dense: bool = False
+
+    @property
+    def second_order(self) -> bool:
+        """Whether gradients are themselves differentiated."""
+        return self.kind == Kind.DERIVATIVE_HVP
+
+    def direction_flags(self, expanded: Expanded) -> list[bool]:
+        """Returns, per x, whether calls give a direction; empty for kinds without. A repeated x has one direction."""
+        if self.kind not in _DIRECTION_FIELDS:
+            return []
+        seen: set[str] = set()
+        found = []
+        for x in self.xs:
+            name = canonical(x)
+            wanted = _has_derivatives(expanded, x) if self.directions is None else name in self.directions
+            found.append(wanted and name not in seen)
+            seen.add(name)
+        return found
+
+    def check_directions(self, expanded: Expanded) -> list[Finding]:
+        """Returns INVALID_DERIVATIVE for each x with a direction whose type has no gradient."""
+        word = _DIRECTION_FIELDS.get(self.kind, "")
+        return [
+            Finding(
+                errors_pb2.ERROR_REASON_INVALID_DERIVATIVE,
+                f"{word} name {x!r}, whose type has no derivatives: leave it out",
+                field=word,
+            )
+            for x in self.xs
+            if canonical(x) in (self.directions or ()) and not _has_derivatives(expanded, x)
+        ]
+
+    def digest_content(self) -> dict[str, object]:
+        """Returns the content that a program's digest covers."""
+        return {
+            "kind": int(self.kind),
+            "ys": list(self.ys),
+            "xs": list(self.xs),
+            "grad_ys": sorted(self.grad_ys.items()),
+            "grad_ys_fed": sorted(self.grad_ys_fed),
+            "stop_gradients": list(self.stop_gradients),
+            "unconnected_gradients": self.unconnected_gradients,
+            "stacked": self.stacked,
+            "dense": self.dense,
+        }
+
+
+def read_derivative_spec(spec: program_pb2.ProgramSpec, call: CallShape) -> tuple[DerivativeSpec, list[Finding]]:
+    """Reads the derivative of a program and call; returns it with the findings about it."""
+    findings: list[Finding] = []
+
+    def add_finding(message: str, where: str, reason: errors_pb2.ErrorReason.ValueType = _INVALID) -> None:
+        findings.append(Finding(reason, message, field=where))
+
+    if call.derivative not in Kind.values():
+        known = ", ".join(Kind.keys()[1:])
+        add_finding(f"there is no value {call.derivative}; there are {known}", "derivative", _MALFORMED)
+        return DerivativeSpec(), findings
+    part = spec.WhichOneof("derivative")
+    if part is None and call.split:
+        add_finding("there are no ys, so there is nothing to pull back", "evaluate.spec.vjp.ys")
+    if part is None:
+        for word in ("derivative", "stacked_grad_ys", *_CALL_FIELDS):
+            if getattr(call, word):
+                add_finding(f"{word} asks for derivatives, but the program has no ys", word)
+        return DerivativeSpec(), findings
+    requested = getattr(spec, part)
+    where = f"spec.{part}"
+    own = _KINDS[part]
+    if part == "jacobian" and spec.jacobian.batched:
+        own = Kind.DERIVATIVE_BATCH_JACOBIAN
+    kind = call.derivative or own
+    derivative = DerivativeSpec(
+        kind=kind,
+        part=part,
+        ys=list(requested.ys),
+        xs=list(requested.xs),
+        grad_ys={canonical(item.y): item.tensor for item in spec.vjp.grad_ys}
+        if kind == _CALL_FIELDS["grad_ys"]
+        else {},
+        grad_ys_fed=call.grad_ys,
+        stop_gradients=list(requested.stop_gradients),
+        unconnected_gradients=getattr(
+            requested, "unconnected_gradients", program_pb2.UNCONNECTED_GRADIENTS_UNSPECIFIED
+        ),
+        directions=(getattr(call, _DIRECTION_FIELDS[kind]) or None) if kind in _DIRECTION_FIELDS else None,
+        stacked=call.stacked_grad_ys,
+        dense=part == "vjp" and requested.dense_gradients,
+    )
+    # An empty vjp is that of a program without derivatives.
+    if bool(derivative.ys) != bool(derivative.xs) or not (derivative.ys or part == "vjp"):
+        missing = "ys" if not derivative.ys else "xs"
+        given = (
+            f"there are {'xs' if derivative.xs else 'ys'} but no {missing}"
+            if derivative.ys or derivative.xs
+            else "there are no ys"
+        )
+        add_finding(given, f"{where}.{missing}")
+    if derivative.unconnected_gradients not in program_pb2.UnconnectedGradients.values():
+        known = ", ".join(program_pb2.UnconnectedGradients.keys()[1:])
+        message = f"there is no value {derivative.unconnected_gradients}; there are {known}"
+        add_finding(message, f"{where}.unconnected_gradients", _MALFORMED)
+    _check_call(derivative, call, add_finding)
+    if call.split:
+        _check_split(derivative, add_finding)
+    named = [canonical(item.y) for item in spec.vjp.grad_ys]
+    for name in sorted({name for name in named if named.count(name) > 1}):
+        add_finding(f"grad_ys names {name!r} twice", "spec.vjp.grad_ys")
+    known_ys, known_xs = ({canonical(name) for name in names} for names in (derivative.ys, derivative.xs))
+    for name in sorted({*named, *call.grad_ys} - known_ys):
+        add_finding(f"grad_ys names {name!r}, which is none of the ys", "grad_ys")
+    for name in sorted((derivative.directions or frozenset()) - known_xs):
+        word = _DIRECTION_FIELDS[kind]
+        add_finding(f"{word} names {name!r}, which is none of the xs: {', '.join(derivative.xs)}", word)
+    return derivative, findings
+
+
+_INVALID = errors_pb2.ERROR_REASON_INVALID_DERIVATIVE
+_MALFORMED = errors_pb2.ERROR_REASON_MALFORMED_REQUEST
+
+
+def _check_call(derivative: DerivativeSpec, call: CallShape, add_finding: Callable[[str, str], None]) -> None:
+    """Adds findings for call fields that the kind of derivative does not use."""
+    for word, kind in _CALL_FIELDS.items():
+        if getattr(call, word) and derivative.kind != kind:
+            add_finding(
+                f"{word} belong to {_NAMES[kind]}, and this is {_NAMES[derivative.kind]}"
+                f"{_direction_hint(derivative.kind)}",
+                word,
+            )
+    if call.stacked_grad_ys and derivative.kind != Kind.DERIVATIVE_VJP:
+        add_finding(
+            f"stacked_grad_ys belongs to {_NAMES[Kind.DERIVATIVE_VJP]}, and this is {_NAMES[derivative.kind]}",
+            "stacked_grad_ys",
+        )
+    elif call.stacked_grad_ys and not call.grad_ys:
+        add_finding(
+            "stacked_grad_ys says that grad_ys hold many upstream gradients each, but none is given", "stacked_grad_ys"
+        )
+
+
+def _check_split(derivative: DerivativeSpec, add_finding: Callable[[str, str], None]) -> None:
+    """Adds findings if the derivative cannot be split into a forward run and pull-backs."""
+    if derivative.kind != Kind.DERIVATIVE_VJP:
+        add_finding(
+            f"what can be pulled back is {_NAMES[Kind.DERIVATIVE_VJP]}, and this is {_NAMES[derivative.kind]}",
+            "evaluate",
+        )
+    for word, given in (("grad_ys", derivative.grad_ys_fed), ("stacked_grad_ys", derivative.stacked)):
+        if given:
+            add_finding(f"{word} come with each pull-back, not with the forward run", f"evaluate.{word}")
+    if derivative.grad_ys:
+        message = "grad_ys that are tensors of the graph are part of its forward run; give them with each pull-back"
+        add_finding(message, "evaluate.spec.vjp.grad_ys")
+
+
+def _direction_hint(kind: Kind.ValueType) -> str:
+    return f", which takes {_DIRECTION_FIELDS[kind]}" if kind in _DIRECTION_FIELDS else ""
+
+
+def _has_derivatives(expanded: Expanded, x: str) -> bool:
+    return expanded.dtype_of(x) in DIFFERENTIABLE - _CARRIERS
