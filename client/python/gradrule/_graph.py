@@ -125,7 +125,7 @@ class Graph(GraphOps):
 
     def placeholder(self, name: str, dtype: _tensors.DtypeLike, shape: Any = None) -> TensorHandle:
         """A tensor to feed. shape: sizes, None for an unknown one; None as a whole: unknown rank."""
-        return self.one("Placeholder", name=name, dtype=dtype, shape=shape)
+        return self.op_output("Placeholder", name=name, dtype=dtype, shape=shape)
 
     def constant(self, value: Any, name: str | None = None, dtype: _tensors.DtypeLike = None) -> TensorHandle:
         """A constant. Unless dtype says other, Python's floats are float32 and ints int32; arrays keep their type."""
@@ -211,8 +211,15 @@ class Graph(GraphOps):
         )
         return handles[0] if single else handles
 
-    def one(self, op_type: str, *inputs: Any, name: str | None = None, **attrs: Any) -> TensorHandle:
-        """`op` for op types with one output."""
+    def op_output(self, op_type: str, *inputs: Any, name: str | None = None, **attrs: Any) -> TensorHandle:
+        """Adds a node of an op type that has exactly one output; takes what `op` takes.
+
+        Returns:
+            The handle of the output.
+
+        Raises:
+            UnknownOpTypeError, TypeMismatchError, InvalidAttrError, InvalidTensorError: as `op`.
+        """
         handle = self.op(op_type, *inputs, name=name, **attrs)
         assert isinstance(handle, TensorHandle)
         return handle

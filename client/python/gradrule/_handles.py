@@ -57,46 +57,46 @@ class TensorHandle:
         raise TypeError(f"{self.name!r} is one tensor and cannot be iterated over; use `unstack`")
 
     def __add__(self, other: Any) -> TensorHandle:
-        return self.graph.one("AddV2", self, other)
+        return self.graph.op_output("AddV2", self, other)
 
     def __radd__(self, other: Any) -> TensorHandle:
-        return self.graph.one("AddV2", other, self)
+        return self.graph.op_output("AddV2", other, self)
 
     def __sub__(self, other: Any) -> TensorHandle:
-        return self.graph.one("Sub", self, other)
+        return self.graph.op_output("Sub", self, other)
 
     def __rsub__(self, other: Any) -> TensorHandle:
-        return self.graph.one("Sub", other, self)
+        return self.graph.op_output("Sub", other, self)
 
     def __mul__(self, other: Any) -> TensorHandle:
-        return self.graph.one("Mul", self, other)
+        return self.graph.op_output("Mul", self, other)
 
     def __rmul__(self, other: Any) -> TensorHandle:
-        return self.graph.one("Mul", other, self)
+        return self.graph.op_output("Mul", other, self)
 
     def __truediv__(self, other: Any) -> TensorHandle:
-        return self.graph.one("RealDiv", self, other)
+        return self.graph.op_output("RealDiv", self, other)
 
     def __rtruediv__(self, other: Any) -> TensorHandle:
-        return self.graph.one("RealDiv", other, self)
+        return self.graph.op_output("RealDiv", other, self)
 
     def __floordiv__(self, other: Any) -> TensorHandle:
-        return self.graph.one("FloorDiv", self, other)
+        return self.graph.op_output("FloorDiv", self, other)
 
     def __rfloordiv__(self, other: Any) -> TensorHandle:
-        return self.graph.one("FloorDiv", other, self)
+        return self.graph.op_output("FloorDiv", other, self)
 
     def __mod__(self, other: Any) -> TensorHandle:
-        return self.graph.one("FloorMod", self, other)
+        return self.graph.op_output("FloorMod", self, other)
 
     def __rmod__(self, other: Any) -> TensorHandle:
-        return self.graph.one("FloorMod", other, self)
+        return self.graph.op_output("FloorMod", other, self)
 
     def __pow__(self, other: Any) -> TensorHandle:
-        return self.graph.one("Pow", self, other)
+        return self.graph.op_output("Pow", self, other)
 
     def __rpow__(self, other: Any) -> TensorHandle:
-        return self.graph.one("Pow", other, self)
+        return self.graph.op_output("Pow", other, self)
 
     def __matmul__(self, other: Any) -> TensorHandle:
         return self.graph.matmul(self, other)
@@ -105,25 +105,25 @@ class TensorHandle:
         return self.graph.matmul(other, self)
 
     def __neg__(self) -> TensorHandle:
-        return self.graph.one("Neg", self)
+        return self.graph.op_output("Neg", self)
 
     def __pos__(self) -> TensorHandle:
         return self
 
     def __invert__(self) -> TensorHandle:
-        return self.graph.one("Invert" if self._is_integer() else "LogicalNot", self)
+        return self.graph.op_output("Invert" if self._is_integer() else "LogicalNot", self)
 
     def __and__(self, other: Any) -> TensorHandle:
-        return self.graph.one("BitwiseAnd" if self._is_integer() else "LogicalAnd", self, other)
+        return self.graph.op_output("BitwiseAnd" if self._is_integer() else "LogicalAnd", self, other)
 
     def __rand__(self, other: Any) -> TensorHandle:
-        return self.graph.one("BitwiseAnd" if self._is_integer() else "LogicalAnd", other, self)
+        return self.graph.op_output("BitwiseAnd" if self._is_integer() else "LogicalAnd", other, self)
 
     def __or__(self, other: Any) -> TensorHandle:
-        return self.graph.one("BitwiseOr" if self._is_integer() else "LogicalOr", self, other)
+        return self.graph.op_output("BitwiseOr" if self._is_integer() else "LogicalOr", self, other)
 
     def __ror__(self, other: Any) -> TensorHandle:
-        return self.graph.one("BitwiseOr" if self._is_integer() else "LogicalOr", other, self)
+        return self.graph.op_output("BitwiseOr" if self._is_integer() else "LogicalOr", other, self)
 
     def __xor__(self, other: Any) -> TensorHandle:
         return self._xor(self, other)
@@ -137,28 +137,28 @@ class TensorHandle:
         return index(self, key)
 
     def __abs__(self) -> TensorHandle:
-        return self.graph.one("Abs", self)
+        return self.graph.op_output("Abs", self)
 
     def __lt__(self, other: Any) -> TensorHandle:
-        return self.graph.one("Less", self, other)
+        return self.graph.op_output("Less", self, other)
 
     def __le__(self, other: Any) -> TensorHandle:
-        return self.graph.one("LessEqual", self, other)
+        return self.graph.op_output("LessEqual", self, other)
 
     def __gt__(self, other: Any) -> TensorHandle:
-        return self.graph.one("Greater", self, other)
+        return self.graph.op_output("Greater", self, other)
 
     def __ge__(self, other: Any) -> TensorHandle:
-        return self.graph.one("GreaterEqual", self, other)
+        return self.graph.op_output("GreaterEqual", self, other)
 
     def _is_integer(self) -> bool:
         return name_of(base(self.number)).startswith(("int", "uint"))
 
     def _xor(self, left: Any, right: Any) -> TensorHandle:
         if self._is_integer():
-            return self.graph.one("BitwiseXor", left, right)
+            return self.graph.op_output("BitwiseXor", left, right)
         # NotEqual takes any type; stating the one that is meant refuses the others.
-        return self.graph.one("NotEqual", left, right, T=Dt.DT_BOOL)
+        return self.graph.op_output("NotEqual", left, right, T=Dt.DT_BOOL)
 
 
 class Node:

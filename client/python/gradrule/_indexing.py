@@ -28,7 +28,7 @@ def index(tensor: TensorHandle, key: Any) -> TensorHandle:
     """
     key = as_tensor(key)
     if _is_mask(key):
-        return tensor.graph.one("GatherNd", tensor, tensor.graph.op("Where", key))
+        return tensor.graph.op_output("GatherNd", tensor, tensor.graph.op("Where", key))
     spec = _Spec(tensor)
     for part in key if isinstance(key, tuple) else (key,):
         spec.add(as_tensor(part))
@@ -76,7 +76,7 @@ class _Spec:
         number = Dt.DT_INT64 if any(_is_wide(entry) for part in parts for entry in part) else Dt.DT_INT32
         graph = self._tensor.graph
         masks: dict[str, Any] = {f"{name}_mask": bits for name, bits in self._masks.items()}
-        return graph.one("StridedSlice", self._tensor, *(_vector(graph, part, number) for part in parts), **masks)
+        return graph.op_output("StridedSlice", self._tensor, *(_vector(graph, part, number) for part in parts), **masks)
 
     def _append(self, begin: Any, end: Any, stride: Any, *masks: str) -> None:
         for mask in masks:
@@ -116,7 +116,7 @@ def _vector(graph: Graph, entries: list[Any], number: int) -> Any:
     if not any(isinstance(entry, TensorHandle) for entry in entries):
         # The end of the largest index is one beyond what fits, and counts for nothing.
         return np.array([min(entry, _INT64.max) for entry in entries], _tensors.numpy_dtype(number))
-    return graph.one("Pack", [_typed(graph, entry, number) for entry in entries])
+    return graph.op_output("Pack", [_typed(graph, entry, number) for entry in entries])
 
 
 def _typed(graph: Graph, entry: Any, number: int) -> Any:

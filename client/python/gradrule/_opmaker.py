@@ -19,7 +19,7 @@ class OpMaker(ABC):
         """Adds a node."""
 
     @abstractmethod
-    def one(self, op_type: str, *inputs: Any, name: str | None = None, **attrs: Any) -> TensorHandle:
+    def op_output(self, op_type: str, *inputs: Any, name: str | None = None, **attrs: Any) -> TensorHandle:
         """Adds a node of an op type with one output."""
 
     def __getattr__(self, method: str) -> Callable[..., Any]:

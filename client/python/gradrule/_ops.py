@@ -29,37 +29,37 @@ class GraphOps(Makers, Reductions):
         """`a @ b` of matrices, or of batches of them where an operand states a rank above 2; see `batch_matmul`."""
         shapes = [operand.shape for operand in map(as_tensor, (a, b)) if isinstance(operand, TensorHandle)]
         if any(shape is not None and len(shape) > 2 for shape in shapes):
-            return self.one("BatchMatMulV2", a, b, adj_x=transpose_a, adj_y=transpose_b, name=name)
-        return self.one("MatMul", a, b, transpose_a=transpose_a, transpose_b=transpose_b, name=name)
+            return self.op_output("BatchMatMulV2", a, b, adj_x=transpose_a, adj_y=transpose_b, name=name)
+        return self.op_output("MatMul", a, b, transpose_a=transpose_a, transpose_b=transpose_b, name=name)
 
     def einsum(self, equation: str, *inputs: Any, name: str | None = None) -> TensorHandle:
         """Sums of products by index, `einsum("ij,jk->ik", a, b)`."""
         tensors = inputs[0] if len(inputs) == 1 and isinstance(inputs[0], list | tuple) else inputs
-        return self.one("Einsum", list(tensors), equation=equation, name=name)
+        return self.op_output("Einsum", list(tensors), equation=equation, name=name)
 
     def cast(self, x: Any, dtype: DtypeLike, name: str | None = None) -> TensorHandle:
         """`x` in another element type."""
-        return self.one("Cast", x, DstT=dtype, name=name)
+        return self.op_output("Cast", x, DstT=dtype, name=name)
 
     def where(self, condition: Any, x: Any = None, y: Any = None, name: str | None = None) -> TensorHandle:
         """`x` where the condition holds, else `y`; all three broadcast. Without both, the places where it holds."""
         if (x is None) != (y is None):
             raise InvalidAttrError("where takes both x and y, or neither")
         if x is None:
-            return self.one("Where", condition, name=name)
-        return self.one("SelectV2", condition, x, y, name=name)
+            return self.op_output("Where", condition, name=name)
+        return self.op_output("SelectV2", condition, x, y, name=name)
 
     def boolean_mask(self, tensor: Any, mask: Any, name: str | None = None) -> TensorHandle:
         """The entries along the first axes where a mask of bools holds, in one row."""
-        return self.one("GatherNd", tensor, self.one("Where", mask), name=name)
+        return self.op_output("GatherNd", tensor, self.op_output("Where", mask), name=name)
 
     def concat(self, values: Sequence[Any], axis: int = 0, name: str | None = None) -> TensorHandle:
         """The tensors one after the other along an axis."""
-        return self.one("ConcatV2", list(values), axis, name=name)
+        return self.op_output("ConcatV2", list(values), axis, name=name)
 
     def stack(self, values: Sequence[Any], axis: int = 0, name: str | None = None) -> TensorHandle:
         """The tensors beside each other along a new axis."""
-        return self.one("Pack", list(values), axis=axis, name=name)
+        return self.op_output("Pack", list(values), axis=axis, name=name)
 
     def unstack(self, value: Any, num: int | None = None, axis: int = 0, name: str | None = None) -> Any:
         """The slices along an axis, a tuple. num: how many, where the tensor's shape is not stated."""
@@ -78,23 +78,23 @@ class GraphOps(Makers, Reductions):
         self, params: Any, indices: Any, axis: int = 0, batch_dims: int = 0, name: str | None = None
     ) -> TensorHandle:
         """Slices of `params` along an axis. Its gradient is sparse along axis 0."""
-        return self.one("GatherV2", params, indices, axis, batch_dims=batch_dims, name=name)
+        return self.op_output("GatherV2", params, indices, axis, batch_dims=batch_dims, name=name)
 
     def transpose(self, a: Any, perm: Any = None, conjugate: bool = False, name: str | None = None) -> TensorHandle:
         """`a` with its axes in another order; without one, in reverse."""
         if perm is None:
-            rank = self.one("Rank", a)
-            perm = self.one("Range", self.one("Sub", rank, 1), -1, -1)
-        return self.one("ConjugateTranspose" if conjugate else "Transpose", a, perm, name=name)
+            rank = self.op_output("Rank", a)
+            perm = self.op_output("Range", self.op_output("Sub", rank, 1), -1, -1)
+        return self.op_output("ConjugateTranspose" if conjugate else "Transpose", a, perm, name=name)
 
     def expand_dims(self, input: Any, axis: Any, name: str | None = None) -> TensorHandle:
         """A tensor with one more axis, of size 1."""
-        return self.one("ExpandDims", input, axis, name=name)
+        return self.op_output("ExpandDims", input, axis, name=name)
 
     def squeeze(self, input: Any, axis: int | Sequence[int] | None = None, name: str | None = None) -> TensorHandle:
         """A tensor without axes of size 1: all of them, or those given."""
         axes = [] if axis is None else [axis] if isinstance(axis, int) else list(axis)
-        return self.one("Squeeze", input, squeeze_dims=axes, name=name)
+        return self.op_output("Squeeze", input, squeeze_dims=axes, name=name)
 
     def pad(
         self, tensor: Any, paddings: Any, mode: str = "CONSTANT", constant_values: Any = 0, name: str | None = None
@@ -104,10 +104,10 @@ class GraphOps(Makers, Reductions):
         if kind not in _PAD_MODES:
             raise InvalidAttrError(f"the mode of pad is one of {', '.join(_PAD_MODES)}, not {mode!r}")
         if kind != "CONSTANT":
-            return self.one("MirrorPad", tensor, paddings, mode=kind, name=name)
+            return self.op_output("MirrorPad", tensor, paddings, mode=kind, name=name)
         if isinstance(constant_values, int | float) and constant_values == 0:
-            return self.one("Pad", tensor, paddings, name=name)
-        return self.one("PadV2", tensor, paddings, constant_values, name=name)
+            return self.op_output("Pad", tensor, paddings, name=name)
+        return self.op_output("PadV2", tensor, paddings, constant_values, name=name)
 
     def one_hot(
         self,
@@ -121,7 +121,7 @@ class GraphOps(Makers, Reductions):
     ) -> TensorHandle:
         """Ones at the indices along a new axis of size `depth`. dtype: that of the values unless given."""
         attrs = {"axis": axis} if dtype is None else {"axis": axis, "T": dtype}
-        return self.one("OneHot", indices, depth, on_value, off_value, name=name, **attrs)
+        return self.op_output("OneHot", indices, depth, on_value, off_value, name=name, **attrs)
 
 
 def _size(value: Any, axis: int) -> int:

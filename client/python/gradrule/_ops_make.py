@@ -30,18 +30,18 @@ class Makers(OpMaker):
     def zeros_like(self, input: Any, dtype: _tensors.DtypeLike = None, name: str | None = None) -> TensorHandle:
         """Zeros in the shape of a tensor, and of its element type unless another is given."""
         if dtype is None:
-            return self.one("ZerosLike", input, name=name)
-        return self._filled(self.one("Shape", input), 0, dtype, name)
+            return self.op_output("ZerosLike", input, name=name)
+        return self._filled(self.op_output("Shape", input), 0, dtype, name)
 
     def ones_like(self, input: Any, dtype: _tensors.DtypeLike = None, name: str | None = None) -> TensorHandle:
         """Ones in the shape of a tensor, and of its element type unless another is given."""
         if dtype is None:
-            return self.one("OnesLike", input, name=name)
-        return self._filled(self.one("Shape", input), 1, dtype, name)
+            return self.op_output("OnesLike", input, name=name)
+        return self._filled(self.op_output("Shape", input), 1, dtype, name)
 
     def fill(self, dims: Any, value: Any, name: str | None = None) -> TensorHandle:
         """A shape filled with one value."""
-        return self.one("Fill", self._shape(dims), value, name=name)
+        return self.op_output("Fill", self._shape(dims), value, name=name)
 
     def range(self, start: Any, limit: Any = None, delta: Any = 1, name: str | None = None) -> TensorHandle:
         """Numbers from `start` up to `limit` without it; with one argument, from 0 up to it."""
@@ -49,7 +49,7 @@ class Makers(OpMaker):
             start, limit = 0, start
         # Python's integers beside floats are floats; among themselves they take the op's default.
         attrs = {"Tidx": "float32"} if _are_floats(start, limit, delta) else {}
-        return self.one("Range", start, limit, delta, name=name, **attrs)
+        return self.op_output("Range", start, limit, delta, name=name, **attrs)
 
     def random_uniform(
         self,
@@ -65,15 +65,15 @@ class Makers(OpMaker):
         if np.issubdtype(_tensors.numpy_dtype(number), np.integer):
             if maxval is None:
                 raise InvalidAttrError("random_uniform of integers needs maxval")
-            return self.one(
+            return self.op_output(
                 "RandomUniformInt", self._shape(shape), minval, maxval, Tout=number, name=name, **_seeds(seed)
             )
         low_is_zero = isinstance(minval, int | float) and minval == 0
         if low_is_zero and maxval is None:
-            return self.one("RandomUniform", self._shape(shape), dtype=number, name=name, **_seeds(seed))
-        drawn = self.one("RandomUniform", self._shape(shape), dtype=number, **_seeds(seed))
+            return self.op_output("RandomUniform", self._shape(shape), dtype=number, name=name, **_seeds(seed))
+        drawn = self.op_output("RandomUniform", self._shape(shape), dtype=number, **_seeds(seed))
         width = (1 if maxval is None else as_tensor(maxval)) - as_tensor(minval)
-        return self.one("AddV2", self.one("Mul", drawn, width), minval, name=name)
+        return self.op_output("AddV2", self.op_output("Mul", drawn, width), minval, name=name)
 
     def random_normal(
         self,
@@ -102,8 +102,8 @@ class Makers(OpMaker):
     def _normal(
         self, op_type: str, shape: Any, mean: Any, stddev: Any, dtype: Any, seed: int | None, name: str | None
     ) -> TensorHandle:
-        drawn = self.one(op_type, self._shape(shape), dtype=_number(dtype, op_type), **_seeds(seed))
-        return self.one("AddV2", self.one("Mul", drawn, stddev), mean, name=name)
+        drawn = self.op_output(op_type, self._shape(shape), dtype=_number(dtype, op_type), **_seeds(seed))
+        return self.op_output("AddV2", self.op_output("Mul", drawn, stddev), mean, name=name)
 
     def _filled(self, shape: Any, value: int, dtype: Any, name: str | None) -> TensorHandle:
         number = _number(dtype, name or "Fill")
@@ -113,7 +113,7 @@ class Makers(OpMaker):
             array = _tensors.from_value("" if number == Dt.DT_STRING else value, number)
         except ValueError as cause:
             raise InvalidTensorError(f"{name or 'Fill'}: {cause}") from None
-        return self.one("Fill", self._shape(shape), array, name=name)
+        return self.op_output("Fill", self._shape(shape), array, name=name)
 
     def _shape(self, shape: Any) -> Any:
         """A shape as an op's input. Sizes have a type even where there are none of them."""
@@ -122,7 +122,7 @@ class Makers(OpMaker):
             return shape
         sizes = [as_tensor(size) for size in ([shape] if isinstance(shape, int) else shape)]
         if any(isinstance(size, TensorHandle | Node) for size in sizes):
-            return self.one("Pack", sizes)
+            return self.op_output("Pack", sizes)
         try:
             return _tensors.from_value(sizes, Dt.DT_INT32)
         except ValueError:
