@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from gradrule import _calls, _differences
-from gradrule._comparison import DEFAULT, FINITE_DIFFERENCES, ComparedRow, Comparison, Parting
+from gradrule._comparison import DEFAULT, FINITE_DIFFERENCES, ComparedRow, Comparison, FirstDifference
 from gradrule._differences import FiniteDifferences
 from gradrule._dtypes import base, name_of
 from gradrule._graph import Graph
@@ -215,10 +215,10 @@ def _comparison(
     # Without a default the first map is what the others are compared with.
     reference = runs[0] if runs else None
     rows: list[ComparedRow] = []
-    partings: dict[str, Parting | None] = {}
+    first_differences: dict[str, FirstDifference | None] = {}
     kept = [name for name in tensors if any(run.gradients.get(name) is not None for run in runs)]
     for run in runs:
-        parting: Parting | None = None
+        first: FirstDifference | None = None
         for name in [*kept, *question.xs]:
             gradient = run.gradients.get(name)
             node = question.read.node(split(name)[0])
@@ -238,10 +238,10 @@ def _comparison(
                     from_finite_differences=measured.distance(name, gradient) if is_x and measured else None,
                 )
             )
-            if parting is None and run is not reference and difference is not None and difference > _PARTS_AT:
-                parting = Parting(bare(name), node.op_type, difference, _rules_behind(question.read, run, name))
+            if first is None and run is not reference and difference is not None and difference > _PARTS_AT:
+                first = FirstDifference(bare(name), node.op_type, difference, _rules_behind(question.read, run, name))
         if run is not reference:
-            partings[run.label] = parting
+            first_differences[run.label] = first
     if measured is not None:
         rows += [
             ComparedRow(bare(x), question.read.node(split(x)[0]).op_type, True, FINITE_DIFFERENCES, norm, None, None)
@@ -252,7 +252,7 @@ def _comparison(
         reference=reference.label if reference else None,
         gradients={run.label: ByName({x: run.gradients.get(x) for x in question.xs}) for run in runs},
         rows=tuple(rows),
-        partings=partings,
+        first_differences=first_differences,
         overrides={run.label: run.resolutions for run in runs},
         finite_differences=measured,
         notes=tuple(dict.fromkeys(notes)),
