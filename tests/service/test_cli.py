@@ -190,7 +190,7 @@ def test_explain_tells_before_anything_runs(shell: Shell) -> None:
     assert done.rows("y", "Mul", "its own")
     told = shell("explain", "graph.pb", "--y", "y", "--x", "x", "--override", "Sign=ste_sign", "--json").json
     assert told["findings"] == []
-    assert told["defaulted"] == ["y"]
+    assert told["default_gradient_nodes"] == ["y"]
 
 
 def test_explain_lists_all_that_is_wrong(shell: Shell) -> None:

@@ -355,7 +355,7 @@ class Client(Derivatives):
         return Program(self, self._run(_calls.get_program(name), timeout))
 
     def list_programs(self, *, timeout: float | None = None) -> list[Program]:
-        """All programs, without their overrides and defaulted nodes, which `program` tells."""
+        """All programs, without their `overrides` and `default_gradient_nodes`; `program` returns these."""
         messages, token = self._run(_calls.list_programs(""), timeout)
         while token:
             more, token = self._run(_calls.list_programs(token), timeout)

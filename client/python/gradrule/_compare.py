@@ -120,7 +120,7 @@ def _read(run: _Run, explained: Explanation, label: str) -> None:
         first = explained.findings[0]
         raise of_reason(first.reason, f"overrides[{label!r}]: {first.message}", details=explained.findings)
     run.resolutions = explained.overrides
-    run.path.update(explained.defaulted)
+    run.path.update(explained.default_gradient_nodes)
     for item in explained.overrides:
         if item.status == "active":
             run.path.update(item.nodes or (item.node,))

@@ -66,7 +66,7 @@ def facts_of(structure: Structure, explanation: Explanation) -> Facts:
                 setattr(facts[place], role, True)
     rules: dict[str, int] = {}
     asked: set[int] = set()
-    sure = {found[0] for name in explanation.defaulted if len(found := places.get(name, [])) == 1}
+    sure = {found[0] for name in explanation.default_gradient_nodes if len(found := places.get(name, [])) == 1}
     for item in explanation.overrides:
         rule = rules.setdefault(rule_text(item), len(rules))
         found = [index for name in item.nodes or (item.node,) for index in _at(structure, places, name, item.function)]
@@ -78,7 +78,7 @@ def facts_of(structure: Structure, explanation: Explanation) -> Facts:
         if not found:
             notes.append(f"{item.node} ({item.status.replace('_', ' ')}, {rule_text(item)}) is not in the picture")
     asked.update(_inside(structure, [index for index in asked if structure.leaves[index].calls]))
-    reported = {index for name in explanation.defaulted for index in places.get(name, ())}
+    reported = {index for name in explanation.default_gradient_nodes for index in places.get(name, ())}
     rewritten = {index for name in explanation.rewritten for index in places.get(name, ())}
     for index in rewritten:
         facts[index].rewritten = True

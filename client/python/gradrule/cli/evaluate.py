@@ -69,8 +69,8 @@ def _show(result: Result) -> None:
     gradients = [output.array_row(name, value, result.gradient_kinds[name]) for name, value in result.gradients.items()]
     output.table(screen, "gradients", output.ARRAY_COLUMNS, gradients)
     output.table(screen, "overrides", output.RESOLUTION_COLUMNS, output.resolution_rows(result.overrides))
-    if result.defaulted:
-        screen.print(f"own gradient: {', '.join(result.defaulted)}")
+    if result.default_gradient_nodes:
+        screen.print(f"own gradient: {', '.join(result.default_gradient_nodes)}")
     if result.rewritten:
         screen.print(f"rewritten: {', '.join(result.rewritten)}")
     times = result.timings
@@ -87,7 +87,7 @@ def _json(result: Result) -> dict[str, object]:
             name: output.array_json(value, result.gradient_kinds[name]) for name, value in result.gradients.items()
         },
         "overrides": [asdict(item) for item in result.overrides],
-        "defaulted": result.defaulted,
+        "default_gradient_nodes": result.default_gradient_nodes,
         "rewritten": result.rewritten,
         "device": result.device,
         "timings": asdict(result.timings),

@@ -70,7 +70,7 @@ def _show(found: Explanation, op_types: dict[str, str]) -> None:
     ]
     output.table(screen, "tensors", ("", "name", "type", "shape", ""), specs)
     # Nodes inside functions are named `call/inner` and are not among the graph's own.
-    own = [[node, op_types.get(node, ""), "its own", "", "active"] for node in found.defaulted]
+    own = [[node, op_types.get(node, ""), "its own", "", "active"] for node in found.default_gradient_nodes]
     rows = [*output.resolution_rows(found.overrides), *own]
     output.table(screen, "rules", output.RESOLUTION_COLUMNS, rows)
     if found.rewritten:
@@ -80,7 +80,7 @@ def _show(found: Explanation, op_types: dict[str, str]) -> None:
 def _json(found: Explanation) -> dict[str, object]:
     return {
         "overrides": [asdict(item) for item in found.overrides],
-        "defaulted": found.defaulted,
+        "default_gradient_nodes": found.default_gradient_nodes,
         "rewritten": found.rewritten,
         "findings": [asdict(item) for item in found.findings],
         **{

@@ -108,8 +108,8 @@ def _show(program: Program, as_json: bool) -> None:
     ]
     output.table(screen, program.name, ("", ""), [row for row in rows if row[1]])
     output.table(screen, "overrides", output.RESOLUTION_COLUMNS, output.resolution_rows(program.overrides))
-    if program.defaulted:
-        screen.print(f"own gradient: {', '.join(program.defaulted)}")
+    if program.default_gradient_nodes:
+        screen.print(f"own gradient: {', '.join(program.default_gradient_nodes)}")
     if program.rewritten:
         screen.print(f"rewritten: {', '.join(program.rewritten)}")
 
@@ -131,7 +131,7 @@ def _json(program: Program) -> dict[str, object]:
         "ys": [asdict(spec) for spec in program.ys.values()],
         "xs": [asdict(spec) for spec in program.xs.values()],
         "overrides": [asdict(item) for item in program.overrides],
-        "defaulted": program.defaulted,
+        "default_gradient_nodes": program.default_gradient_nodes,
         "rewritten": program.rewritten,
         "device": program.device,
         "create_time": program.create_time,
