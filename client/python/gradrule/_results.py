@@ -137,8 +137,8 @@ class Result:
     outputs: arrays by fetch. gradients: by x (by group and x, where xs were given in groups) an array, a `Sparse`, or
     None where there is none; `gradient_kinds` tells why, by x: `dense`, `sparse`, `unconnected`, `not_differentiable`.
     overrides: which node got which rule. default_gradient_nodes: nodes on the path that no override took; they keep
-    TensorFlow's gradient. rewritten: nodes that rewrites replaced. batch_size: examples of all calls that the server ran
-    together, this one's included; 0: it ran alone. jit: whether XLA computed it.
+    TensorFlow's gradient. rewritten: nodes that rewrites replaced. batch_size: examples of all calls that the server
+    ran together, this one's included; 0: it ran alone. jit: whether XLA computed it.
     """
 
     def __init__(self, answer: Answer, details: ProgramDetails, groups: Groups = None) -> None:

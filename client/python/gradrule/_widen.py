@@ -12,7 +12,7 @@ from gradrule.v1.tensor_pb2 import Dt, Tensor
 
 def widened(graph: Graph) -> Graph:
     """The graph with float64 for every float32, in constants and variables too. It may be one that cannot run."""
-    message = graph_pb2.Graph.FromString(graph.plain_bytes())
+    message = graph_pb2.Graph.FromString(graph.to_bytes_without_overrides())
     for node in message.node:
         _widen_node(node)
     for function in message.library.function:

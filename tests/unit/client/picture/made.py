@@ -46,8 +46,8 @@ def explained(
     specs = [{name: gr.TensorSpec(name, "float32", None) for name in names} for names in (ys, xs)]
     words: dict[str, Any] = {"findings": [], "rewritten": [], **more}
     return gr.Explanation(
-        overrides=list(overrides), default_gradient_nodes=list(default_gradient_nodes), inputs={}, outputs={}, ys=specs[0], xs=specs[1],
-        graph=of, **words,
+        overrides=list(overrides), default_gradient_nodes=list(default_gradient_nodes), inputs={}, outputs={},
+        ys=specs[0], xs=specs[1], graph=of, **words,
     )  # fmt: skip
 
 
