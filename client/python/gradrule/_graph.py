@@ -249,7 +249,7 @@ class Graph(GraphOps):
             for arg, entries in assign_arguments(definition, inputs, by_name, where)
         ]
         conversion = Conversion(definition, messages, where)
-        conversion.learn(arguments)
+        conversion.set_types(arguments)
         tensors = [
             entry if isinstance(entry, TensorHandle) else self._constant_input(full_name, arg, entry, conversion)
             for arg, entries in arguments
@@ -301,7 +301,7 @@ class Graph(GraphOps):
         return definition
 
     def _constant_input(self, node: str, arg: _opdefs.ArgDef, value: Any, conversion: Conversion) -> TensorHandle:
-        message = conversion.message(arg, value)
+        message = conversion.to_message(arg, value)
         attrs = {"dtype": AttrValue(type=message.dtype), "value": AttrValue(tensor=message)}
         return self._add("Const", self._names.make(f"{node}/{arg.name}"), [], attrs)[0]
 

@@ -1,4 +1,4 @@
-"""Handles of a graph's nodes and tensors: what the builder takes and gives."""
+"""Defines handles of a graph's tensors and nodes, which the builder takes and returns."""
 
 from __future__ import annotations
 
@@ -16,12 +16,19 @@ if TYPE_CHECKING:
 
 
 class TensorHandle:
-    """An output of a node. Operators build nodes; `==` compares identity, so that handles can be keys.
+    """Refers to one output of a node. Operators add nodes to the graph.
 
-    `& | ^ ~` are logical on bools and bitwise on integers. `h[1:, ..., None, -1]` is TensorFlow's strided slice.
+    `==` compares identity, so that handles can be dict keys. `& | ^ ~` are logical on bools and bitwise on integers.
+    `h[1:, ..., None, -1]` is TensorFlow's strided slice.
+
+    Attributes:
+        graph: the graph of the tensor.
+        name: `node:index`.
+        index: position among the node's outputs.
+        number: element type as the number of TensorFlow's `DataType`; 0: unknown.
     """
 
-    # NumPy arrays on the left leave the operator to the handle.
+    # Without these, `array + handle` would call NumPy's operator.
     __array_priority__ = 100
     __array_ufunc__ = None
     __slots__ = ("graph", "index", "name", "number")
@@ -34,17 +41,17 @@ class TensorHandle:
 
     @property
     def node(self) -> Node:
-        """The node that puts this tensor out."""
+        """The node that computes this tensor."""
         return self.graph.node(self.name.rpartition(":")[0])
 
     @property
     def dtype(self) -> str:
-        """Name of the element type, `float32` for example."""
+        """Name of the element type, for example `float32`."""
         return name_of(self.number)
 
     @property
     def shape(self) -> tuple[int | None, ...] | None:
-        """Shape where the node states it (placeholders, constants); None where it is not known here."""
+        """Sizes, None for an unknown size; None if the node holds no shape; placeholders and constants do."""
         return self.graph.stated_shape(self.name)
 
     def __repr__(self) -> str:
@@ -157,12 +164,12 @@ class TensorHandle:
     def _xor(self, left: Any, right: Any) -> TensorHandle:
         if self._is_integer():
             return self.graph.op_output("BitwiseXor", left, right)
-        # NotEqual takes any type; stating the one that is meant refuses the others.
+        # NotEqual accepts any type; T limits it to bools.
         return self.graph.op_output("NotEqual", left, right, T=Dt.DT_BOOL)
 
 
 class Node:
-    """A node of a graph."""
+    """Refers to a node of a graph. Nodes are equal if their graph and name are."""
 
     __slots__ = ("graph", "message")
 
@@ -172,27 +179,27 @@ class Node:
 
     @property
     def name(self) -> str:
-        """Its unique name."""
+        """Unique name of the node."""
         return self.message.name
 
     @property
     def op_type(self) -> str:
-        """Its op type, `MatMul` for example."""
+        """Op type, for example `MatMul`."""
         return self.message.op
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the tensors it takes, control inputs (`^node`) last."""
+        """Names of the input tensors, followed by control inputs (`^node`)."""
         return tuple(self.message.input)
 
     @property
     def attrs(self) -> Mapping[str, AttrValue]:
-        """Its attributes as messages."""
+        """Attributes by name, as protobuf messages."""
         return dict(self.message.attr)
 
     @property
     def outputs(self) -> tuple[TensorHandle, ...]:
-        """Handles of the tensors it puts out."""
+        """Handles of the outputs."""
         return self.graph.outputs_of(self.name)
 
     def __repr__(self) -> str:
@@ -206,7 +213,11 @@ class Node:
 
 
 def as_tensor(value: Any) -> Any:
-    """A node's only output; anything else as it is. Raises `UnknownTensorError` for a node with several or none."""
+    """Returns a node's only output, or any other value unchanged.
+
+    Raises:
+        UnknownTensorError: the node has several outputs or none.
+    """
     if not isinstance(value, Node):
         return value
     outputs = value.outputs

@@ -123,7 +123,7 @@ def test_constant_takes_value_and_dtype_in_tensorflows_order() -> None:
     half = g.constant(0.5, "float64")
     assert (half.name, half.dtype) == ("Const:0", "float64")
     with pytest.raises(TypeError, match="positional"):
-        g.constant(0.5, "float64", "half")  # type: ignore[misc]  # names are keyword-only
+        g.constant(0.5, "float64", "half")  # type: ignore[call-arg]  # names are keyword-only
     assert g.constant([1, 2], "bfloat16", name="pair").name == "pair:0"
 
 
