@@ -152,7 +152,7 @@ def test_upstream_gradients_weigh(either: Any) -> None:
 
 
 def test_large_xs_are_measured_along_directions(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_differences, "MOST_ELEMENTS", 10)
+    monkeypatch.setattr(_differences, "MAX_ELEMENTS", 10)
     found = compared(client, {"half": {"BiasAdd": gr.Rule("(0.5 * default0, default1)")}})
     measured = found.finite_differences
     assert measured.gradients["x"] is None and measured.gradients["b"] is not None
