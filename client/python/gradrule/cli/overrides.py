@@ -12,7 +12,7 @@ from typing import Any
 
 from gradrule._dtypes import NUMBERS
 from gradrule._overrides import Override, Preset, Region
-from gradrule.cli.values import EXPRESSION, assignment, literal, rule_of
+from gradrule.cli.values import EXPRESSION, assignment, literal, parse_rule
 from gradrule.errors import GradruleError
 
 PRESET = "preset:"
@@ -36,7 +36,7 @@ def override(text: str) -> Override:
             conditions[field] = {**conditions.get(field, {}), **value} if field == "attrs" else value
     rule, params = _with_params(right)
     try:
-        return Override(rule_of(rule), params=params or None, **conditions)
+        return Override(parse_rule(rule), params=params or None, **conditions)
     except GradruleError as refusal:
         raise ArgumentTypeError(f"{refusal.message} in {text!r}") from None
 
