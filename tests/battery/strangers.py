@@ -153,7 +153,7 @@ def _filling(client: gr.Client) -> Requests:
     """Makes a tensor of 600 MiB, and tells its sum."""
     g = gr.Graph()
     sizes = g.constant(np.array([_HELD_BYTES // 4], np.int32))
-    filled = g.one("Fill", sizes, g.placeholder("x", "float32", []))
+    filled = g.op_output("Fill", sizes, g.placeholder("x", "float32", []))
     g.reduce_sum(filled, axis=[0], name="y")
     request = evaluate_pb2.EvaluateRequest()
     request.spec.graph.serialized = g.to_bytes()
@@ -167,8 +167,8 @@ def _large_rules(client: gr.Client) -> Requests:
     g = gr.Graph()
     last = g.placeholder("dy", "float32", None)
     for _ in range(_RULE_NODES):
-        last = g.one("Tanh", last)
-    g.one("Identity", last, name="dx")
+        last = g.op_output("Tanh", last)
+    g.op_output("Identity", last, name="dx")
     definition = rule_pb2.RuleDefinition(graph=rule_pb2.GraphSource(serialized=g.to_bytes()))
     for number in range(100):
         rule = rule_pb2.Rule(name=f"rules/large{number}", definition=definition)

@@ -49,7 +49,7 @@ def _by_rule(rule: str) -> Callable[[tf.Tensor], Any]:
     from tests.stores import no_blobs
 
     g = gr.Graph()
-    sign = g.one("Sign", g.placeholder("x", "float32", [ELEMENTS]))
+    sign = g.op_output("Sign", g.placeholder("x", "float32", [ELEMENTS]))
     g.reduce_sum(sign * 2.0, axis=[0], name="y")
     spec = program_pb2.ProgramSpec(fetches=["y"], vjp=program_pb2.Vjp(ys=["y"], xs=["x"]))
     spec.graph.serialized = g.to_bytes()

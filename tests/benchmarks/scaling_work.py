@@ -47,9 +47,9 @@ def _mlp(layers: int) -> bytes:
     g = gr.Graph()
     last = g.placeholder("x", "float32", [None, WIDTH])
     for number in range(layers):
-        total = g.one("AddV2", g.matmul(last, g.constant(weights)), g.constant(bias))
-        last = g.one("Sign" if number % 10 == 5 else "Tanh", total)
-    g.one("Identity", last, name="y")
+        total = g.op_output("AddV2", g.matmul(last, g.constant(weights)), g.constant(bias))
+        last = g.op_output("Sign" if number % 10 == 5 else "Tanh", total)
+    g.op_output("Identity", last, name="y")
     return g.to_bytes()
 
 

@@ -61,7 +61,7 @@ def tiny() -> Work:
     """(2, 4) by (4, 3), sign, sum: forward and two gradients."""
     g = gr.Graph()
     x, w = g.placeholder("x", "float32", [2, 4]), g.placeholder("w", "float32", [4, 3])
-    g.reduce_sum(g.one("Sign", g.matmul(x, w)), axis=[0, 1], name="loss")
+    g.reduce_sum(g.op_output("Sign", g.matmul(x, w)), axis=[0, 1], name="loss")
     rng = np.random.default_rng(0)
     feeds = {"x": rng.normal(size=(2, 4)).astype(np.float32), "w": rng.normal(size=(4, 3)).astype(np.float32)}
     return Work(g, ["loss"], ["loss"], ["x", "w"], feeds)
@@ -70,7 +70,7 @@ def tiny() -> Work:
 def large(size: int) -> Work:
     """A float32 vector in, its gradient of the same size out, nothing fetched."""
     g = gr.Graph()
-    g.one("Sign", g.placeholder("x", "float32", [None]), name="y")
+    g.op_output("Sign", g.placeholder("x", "float32", [None]), name="y")
     return Work(g, [], ["y"], ["x"], {"x": np.random.default_rng(0).normal(size=size).astype(np.float32)})
 
 
@@ -80,8 +80,8 @@ def chain(nodes: int, *, on_path: bool) -> Work:
     x = g.placeholder("x", "float32", [4])
     last = x
     for _ in range(nodes - 2):
-        last = g.one("Tanh", last)
-    g.one("Sign", last if on_path else x, name="y")
+        last = g.op_output("Tanh", last)
+    g.op_output("Sign", last if on_path else x, name="y")
     return Work(g, ["y"], ["y"], ["x"], {"x": np.linspace(-0.9, 0.9, 4, dtype=np.float32)})
 
 
@@ -90,9 +90,9 @@ def compute(size: int, layers: int) -> Work:
     g = gr.Graph()
     rng = np.random.default_rng(0)
     weights = g.constant((rng.normal(size=(size, size)) / np.sqrt(size)).astype(np.float32))
-    last = g.one("Mul", g.placeholder("x", "float32", [size]), weights)
+    last = g.op_output("Mul", g.placeholder("x", "float32", [size]), weights)
     for number in range(layers):
-        last = g.one("Sign" if number == layers // 2 else "Tanh", g.matmul(last, weights))
+        last = g.op_output("Sign" if number == layers // 2 else "Tanh", g.matmul(last, weights))
     g.reduce_sum(last, axis=[0, 1], name="loss")
     return Work(g, ["loss"], ["loss"], ["x"], {"x": rng.normal(size=size).astype(np.float32)})
 
@@ -104,9 +104,9 @@ def layers(nodes: int, seed: int) -> Work:
     last = g.placeholder("x", "float32", [None, 4])
     for number in range(max(1, nodes // 5)):
         weights, bias = (rng.normal(size=shape).astype(np.float32) / 4 for shape in ((4, 4), 4))
-        total = g.one("AddV2", g.matmul(last, g.constant(weights)), g.constant(bias))
-        last = g.one("Sign" if number % 10 == 5 else "Tanh", total)
-    g.one("Identity", last, name="y")
+        total = g.op_output("AddV2", g.matmul(last, g.constant(weights)), g.constant(bias))
+        last = g.op_output("Sign" if number % 10 == 5 else "Tanh", total)
+    g.op_output("Identity", last, name="y")
     return Work(g, ["y"], ["y"], ["x"], {"x": np.ones((1, 4), np.float32)})
 
 
@@ -117,7 +117,7 @@ def recurrent(width: int, steps: int) -> Work:
     weights = g.constant((rng.normal(size=(width, width)) / np.sqrt(width)).astype(np.float32))
     state = x = g.placeholder("x", "float32", [None, width])
     for _ in range(steps):
-        state = g.one("Sign", g.one("AddV2", g.matmul(state, weights), x))
+        state = g.op_output("Sign", g.op_output("AddV2", g.matmul(state, weights), x))
     g.reduce_sum(state, axis=[1], name="y")
     return Work(g, ["y"], ["y"], ["x"], {"x": rng.normal(size=(1, width)).astype(np.float32)})
 
@@ -129,7 +129,7 @@ def perceptron(width: int) -> Work:
     last = g.placeholder("x", "float32", [None, _PIXELS])
     for inputs, outputs in ((_PIXELS, width), (width, width)):
         weights = (rng.normal(size=(inputs, outputs)) / np.sqrt(inputs)).astype(np.float32)
-        last = g.one("Sign", g.matmul(last, g.constant(weights)))
+        last = g.op_output("Sign", g.matmul(last, g.constant(weights)))
     g.reduce_sum(last, axis=[1], name="y")
     return Work(g, ["y"], ["y"], ["x"], {"x": rng.normal(size=(1, _PIXELS)).astype(np.float32)})
 

@@ -135,10 +135,10 @@ def test_compare_says_where_they_part(explained: Explained) -> None:
     found = explained.client.compare(
         explained.network.graph, explained.feeds, "score", "x", {"guided": saliency.GUIDED}, finite_differences=False
     )
-    parting = found.partings["guided"]
+    first = found.first_differences["guided"]
     last = explained.network.graph.node(explained.relus[-1])
-    assert parting.tensor == last.inputs[0]
-    assert [item.node for item in parting.rules] == [last.name]
+    assert first.tensor == last.inputs[0]
+    assert [item.node for item in first.rules] == [last.name]
 
 
 def test_the_picture(explained: Explained, tmp_path: Path) -> None:

@@ -62,11 +62,11 @@ def test_a_graph_computes_each_op_as_it_is_written(client: gr.Client) -> None:
     x = g.placeholder("x", "float32", [None])
     words = {
         "x": x,
-        "maximum": lambda a, b: g.one("Maximum", a, b),
-        "minimum": lambda a, b: g.one("Minimum", a, b),
+        "maximum": lambda a, b: g.op_output("Maximum", a, b),
+        "minimum": lambda a, b: g.op_output("Minimum", a, b),
     }
     for index, expression in enumerate(EXPRESSIONS):
-        g.one("Identity", eval(expression, words), name=f"y{index}")
+        g.op_output("Identity", eval(expression, words), name=f"y{index}")
     names = [f"y{index}" for index in range(len(EXPRESSIONS))]
     found = client.evaluate(g, feeds={"x": X}, fetches=names).outputs
     assert_same_bits(
@@ -103,10 +103,10 @@ def test_ops_with_constants_are_not_merged(client: gr.Client, *, as_handle: bool
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None, 4])
     large = g.constant(np.full(4, 1e8, np.float32))
-    image = g.one("Reshape", x, g.constant(np.array([-1, 2, 2, 1], np.int32)))
+    image = g.op_output("Reshape", x, g.constant(np.array([-1, 2, 2, 1], np.int32)))
     one = g.constant(np.full((1, 1, 1, 1), 1e30, np.float32))
-    g.op("AddN", g.one("AddV2", x, large), g.one("Neg", large * g.one("OnesLike", x)), name="sum")
-    g.op("Mul", g.one("Conv2D", image, one, strides=[1, 1, 1, 1], padding="SAME"), 1e-30, name="convolved")
+    g.op("AddN", g.op_output("AddV2", x, large), g.op_output("Neg", large * g.op_output("OnesLike", x)), name="sum")
+    g.op("Mul", g.op_output("Conv2D", image, one, strides=[1, 1, 1, 1], padding="SAME"), 1e-30, name="convolved")
     g.op("MatMul", x * 1e30, g.constant(np.eye(4, dtype=np.float32) * np.float32(1e-30)), name="product")
     value = np.array([[0.1, -0.7, 2.5, 3e10]], np.float32)
     with np.errstate(all="ignore"):

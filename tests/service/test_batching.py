@@ -26,7 +26,7 @@ def perceptron(*, rows: int | None = None) -> gr.Graph:
     g = gr.Graph()
     h: Any = g.placeholder("x", "float32", [rows, 64])
     for weights in _LAYERS[:-1]:
-        h = g.one("Relu", g.matmul(h, g.constant(weights)))
+        h = g.op_output("Relu", g.matmul(h, g.constant(weights)))
     g.matmul(h, g.constant(_LAYERS[-1]), name="y")
     return g
 
@@ -171,7 +171,7 @@ def test_a_call_that_asks_for_it_runs_alone(client: Any, channel: Any, threads: 
 def test_what_mixes_examples_is_never_run_together(client: Any, threads: ThreadPoolExecutor) -> None:
     g = perceptron()
     y = g.tensor("y")
-    g.one("Sub", y, g.one("Mean", y, g.constant(np.array([0], np.int32)), keep_dims=True), name="centred")
+    g.op_output("Sub", y, g.op_output("Mean", y, g.constant(np.array([0], np.int32)), keep_dims=True), name="centred")
     program = client.compile(g, fetches=["centred"], ys=["centred"], xs=["x"])
     for _ in range(3):
         for result in answers(threads, lambda x: program(x=x), examples(rows=2)):

@@ -27,11 +27,11 @@ def shell(
     run = shell_in(tmp_path, server, monkeypatch, capsys)
     g = gr.Graph()
     x, w = g.placeholder("x", "float32", [None]), g.placeholder("w", "float32", [None])
-    y = g.one("Mul", g.one("Sign", x, name="layer/sign"), w, name="y")
+    y = g.op_output("Mul", g.op_output("Sign", x, name="layer/sign"), w, name="y")
     g.cast(x, "int32", name="i")
     g.cast(y, "bfloat16", name="narrow")
-    g.one("AsString", x, name="text")
-    g.one("Square", w, name="aside")
+    g.op_output("AsString", x, name="text")
+    g.op_output("Square", w, name="aside")
     g.placeholder("upstream", "float32", [None])
     Path("graph.pb").write_bytes(g.to_bytes())
     np.save("x.npy", np.float32([-2, 0.5, 3]))
@@ -74,7 +74,7 @@ def test_rules_of_all_kinds_are_listed(shell: Shell, half: str) -> None:
 
 def test_a_rule_from_a_graph(shell: Shell) -> None:
     g = gr.Graph()
-    g.one("Mul", g.placeholder("dy", "float32"), 7.0, name="dx")
+    g.op_output("Mul", g.placeholder("dy", "float32"), 7.0, name="dx")
     Path("rule.pb").write_bytes(g.to_bytes())
     assert shell("rules", "create", "CliGraphRule", "--graph", "rule.pb").code == 0
     try:
@@ -190,7 +190,7 @@ def test_explain_tells_before_anything_runs(shell: Shell) -> None:
     assert done.rows("y", "Mul", "its own")
     told = shell("explain", "graph.pb", "--y", "y", "--x", "x", "--override", "Sign=ste_sign", "--json").json
     assert told["findings"] == []
-    assert told["defaulted"] == ["y"]
+    assert told["default_gradient_nodes"] == ["y"]
 
 
 def test_explain_lists_all_that_is_wrong(shell: Shell) -> None:

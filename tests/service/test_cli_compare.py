@@ -92,7 +92,7 @@ def test_a_rewrite_is_told(shell: Shell) -> None:
 COMPARE = ("compare", "graph.pb", "--feed", "values.npz", "--y", "y", "--x", "x", "--x", "w")
 
 
-def test_compare_prints_norms_and_where_maps_part(shell: Shell) -> None:
+def test_compare_prints_norms_and_first_differences(shell: Shell) -> None:
     done = shell(
         *COMPARE, "--map", "half=BiasAdd=expr:(0.5 * default0, default1)", "--map", "guided=Relu=guided_relu",
         "--preset", "lrp=epsilon_plus:eps=1e-4",
@@ -100,9 +100,9 @@ def test_compare_prints_norms_and_where_maps_part(shell: Shell) -> None:
     assert done.code == 0, done.err
     assert done.rows("tensor", "op type", "default", "half", "guided", "lrp")
     assert done.rows("layer/add", "BiasAdd") and done.rows("layer/mm", "MatMul", "(50.0%)")
-    assert done.rows("half: parts from default at layer/mm (50.0%), behind it inline at layer/add")
-    assert done.rows("guided: never parts from default")
-    assert done.rows("lrp: parts from default")
+    assert done.rows("half: differs from default first at layer/mm (50.0%), because of inline at layer/add")
+    assert done.rows("guided: same gradients as default")
+    assert done.rows("lrp: differs from default")
     assert done.rows("finite differences: central differences in float64, along every element")
 
 
@@ -115,7 +115,7 @@ def test_compare_draws_and_tells_in_json(shell: Shell) -> None:
     told = done.json
     assert told["labels"] == ["default", "both"]
     assert told["finite_differences"] is None
-    assert told["partings"]["both"]["tensor"] == "x"
+    assert told["first_differences"]["both"]["tensor"] == "x"
     assert {item["rule"] for item in told["overrides"]["both"]} == {"guided_relu", "inline"}
     (row,) = [row for row in told["rows"] if row["tensor"] == "w" and row["label"] == "both"]
     assert row["difference"] == pytest.approx(1)

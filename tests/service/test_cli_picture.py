@@ -83,7 +83,9 @@ def test_explain_draws_nodes_wherever_they_lie(shell: Shell) -> None:
 
 def test_every_node_that_has_a_gradient_is_on_the_path_and_no_other(shell: Shell) -> None:
     answer = shell(*WORDS, "--svg", "out.svg", "--json").json
-    asked = set(answer["defaulted"]) | {item["node"] for item in answer["overrides"] if item["status"] == "active"}
+    asked = set(answer["default_gradient_nodes"]) | {
+        item["node"] for item in answer["overrides"] if item["status"] == "active"
+    }
     path = {name for name, classes in told(Path("out.svg").read_text()).items() if "path" in classes}
     calls = {"block/PartitionedCall", "block/PartitionedCall/PartitionedCall"}
     assert path == asked | calls | {"x"}

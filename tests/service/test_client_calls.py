@@ -84,8 +84,8 @@ def test_a_program_tells_what_it_is(program: Any, either: Any) -> None:
     assert (again.name, again.digests) == (program.name, program.digests)
     assert program.name in [listed.name for listed in either.list_programs()]
     r = program({"x": [3.0]})
-    assert (r.gradients["x"].tolist(), r.defaulted) == ([6.0], program.defaulted)
-    assert program.defaulted == ["y"]
+    assert (r.gradients["x"].tolist(), r.default_gradient_nodes) == ([6.0], program.default_gradient_nodes)
+    assert program.default_gradient_nodes == ["y"]
 
 
 def test_lists_take_the_programs_types_and_arrays_must_have_them(program: Any) -> None:

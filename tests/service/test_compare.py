@@ -1,4 +1,4 @@
-"""`client.compare`: one graph under several override maps, and where they part."""
+"""Tests `client.compare`: one graph under several override maps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_own_gradient_and_finite_differences_agree(either: Any) -> None:
     found = compared(either, {"same": {"Tanh": gr.Rule("dy * (1 - y * y)")}})
     assert found.labels == ("default", "same", "finite_differences")
     assert found.reference == "default"
-    assert found.partings == {"same": None}
+    assert found.first_differences == {"same": None}
     assert "float64" in found.finite_differences.how and found.notes == ()
     for row in found.rows:
         if row.is_x and row.label != "finite_differences":
@@ -78,10 +78,10 @@ def test_where_maps_part_and_what_is_behind_it(either: Any) -> None:
         },
         finite_differences=False,
     )
-    early, late = found.partings["early"], found.partings["late"]
+    early, late = found.first_differences["early"], found.first_differences["late"]
     assert (early.tensor, [item.node for item in early.rules]) == ("m", ["r2"])
     assert (late.tensor, [item.node for item in late.rules]) == ("ba", ["r"])
-    assert found.partings["never"] is None
+    assert found.first_differences["never"] is None
     assert found.finite_differences is None
     assert [item.node for item in found.overrides["late"]] == ["r"]
 
@@ -96,8 +96,8 @@ def test_tensors_inside_a_chain_or_a_region_are_left_out(client: Any) -> None:
     )
     assert found.notes == ()
     assert found.norms("chain")["mm"] is None and found.norms("region")["r"] is None
-    assert found.partings["chain"].tensor == "x"
-    assert found.partings["region"].tensor == "ba"
+    assert found.first_differences["chain"].tensor == "x"
+    assert found.first_differences["region"].tensor == "ba"
     own = found.gradients["default"]
     # The layer's x gets twice its share, and once what passes by; all that w gets comes through the region.
     arriving = client.evaluate(network(), FEEDS, ys=["loss"], xs=["mm"]).gradients["mm"]
@@ -125,7 +125,7 @@ def test_without_a_gradient_of_its_own_the_first_map_is_the_reference(either: An
     maps = {"one": {"RandomShuffle": "ste"}, "two": {"RandomShuffle": gr.Rule("2 * dy")}}
     found = either.compare(g, {"x": np.arange(1, 30, dtype=np.float32)}, "y", "x", maps)
     assert (found.labels, found.reference) == (("one", "two"), "one")
-    assert found.partings.keys() == {"two"} and found.partings["two"].tensor == "s"
+    assert found.first_differences.keys() == {"two"} and found.first_differences["two"].tensor == "s"
     assert any("no default" in note and "RandomShuffle" in note for note in found.notes)
     assert any("each time" in note for note in found.notes)
 
@@ -138,7 +138,7 @@ def test_surrogates_part_from_finite_differences(client: Any) -> None:
     assert by_label["default"].from_finite_differences == 0
     assert by_label["ste"].from_finite_differences == float("inf")
     assert by_label["ste"].norm == pytest.approx(3)
-    assert found.partings["ste"].tensor == "x"
+    assert found.first_differences["ste"].tensor == "x"
 
 
 def test_upstream_gradients_weigh(either: Any) -> None:
@@ -152,7 +152,7 @@ def test_upstream_gradients_weigh(either: Any) -> None:
 
 
 def test_large_xs_are_measured_along_directions(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_differences, "MOST_ELEMENTS", 10)
+    monkeypatch.setattr(_differences, "MAX_ELEMENTS", 10)
     found = compared(client, {"half": {"BiasAdd": gr.Rule("(0.5 * default0, default1)")}})
     measured = found.finite_differences
     assert measured.gradients["x"] is None and measured.gradients["b"] is not None
@@ -205,7 +205,7 @@ def test_xs_inside_the_graph_and_nodes_inside_functions(client: Any) -> None:
     by_label = {row.label: row for row in found.rows if row.is_x}
     assert by_label["default"].from_finite_differences < 1e-6
     assert by_label["linear"].difference > 0.1
-    assert found.partings["linear"].tensor == "middle"
+    assert found.first_differences["linear"].tensor == "middle"
     assert client.compare(g.to_bytes(), {"x": [0.5]}, "y", "x", {"linear": {"Relu": "linearize"}}).labels[1] == "linear"
 
 

@@ -22,7 +22,7 @@ def sign_graph() -> gr.Graph:
     """y = sign(x)² · x."""
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])
-    g.multiply(g.square(g.one("Sign", x, name="s")), x, name="y")
+    g.multiply(g.square(g.op_output("Sign", x, name="s")), x, name="y")
     return g
 
 
@@ -30,7 +30,7 @@ def abs_graph() -> gr.Graph:
     """y = |x| · x, with no Sign but the one that the gradient of Abs makes."""
     g = gr.Graph()
     x = g.placeholder("x", "float32", [None])
-    g.multiply(g.one("Abs", x), x, name="y")
+    g.multiply(g.op_output("Abs", x), x, name="y")
     return g
 
 

@@ -40,8 +40,8 @@ def chain() -> gr.Graph:
     g = gr.Graph()
     h: Any = g.placeholder("x", "float32", [None])
     for _ in range(_LAYERS):
-        h = g.one("Sign", h) * 0.5 + g.one("ClipByValue", h * 1.25, -1.0, 1.0) * 0.75
-    g.one("Identity", h, name="y")
+        h = g.op_output("Sign", h) * 0.5 + g.op_output("ClipByValue", h * 1.25, -1.0, 1.0) * 0.75
+    g.op_output("Identity", h, name="y")
     return g
 
 
@@ -137,10 +137,10 @@ def test_what_xla_computes_otherwise_is_not_compiled(client: gr.Client, server: 
     x = g.placeholder("x", "float32", [None])
     index = g.placeholder("index", "int32", [None])
     zero = g.constant(np.int32(0))
-    h: Any = g.one("GatherV2", x, index, zero)
+    h: Any = g.op_output("GatherV2", x, index, zero)
     for _ in range(_LAYERS):
         h = h * 0.5 + 1.0
-    g.one("Identity", h, name="y")
+    g.op_output("Identity", h, name="y")
     program = client.compile(g, fetches=["y"], jit="auto")
     feeds: dict[Any, Any] = {"x": feed(), "index": np.arange(_SIZE, dtype=np.int32)}
     assert not any(program.evaluate(feeds).jit for _ in range(60))
@@ -162,7 +162,7 @@ def test_xla_does_not_regroup(client: gr.Client) -> None:
     x = g.placeholder("x", "float32", [None])
     parts = {"sum": (x + 1e8) - 1e8, "product": (x * 1e-30) * 1e30, "chain": ((x - 1e8) + 1e8) * 0.5}
     for name, part in parts.items():
-        g.one("Identity", part, name=name)
+        g.op_output("Identity", part, name=name)
     program = client.compile(g, fetches=list(parts), jit="auto")
     value = feed(4 * _SIZE) * np.float32(100)
     found = called_until(lambda: program(x=value), lambda answer: answer.jit).outputs

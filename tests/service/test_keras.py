@@ -334,7 +334,7 @@ def test_state_that_keras_does_not_know_is_refused(client: Any) -> None:
         def call(self, x: Any) -> Any:
             return x * self.hidden
 
-    with pytest.raises(gr.errors.UnsupportedError, match=r"none of its Keras variables.*hidden"):
+    with pytest.raises(gr.errors.UnsupportedError, match=r"not Keras variables.*hidden"):
         gr.keras.RemoteLayer(Counting(), client)(X)
 
 

@@ -24,7 +24,7 @@ def program(client: Any) -> gr.Program:
     """x (2, n) times a constant, and its gradient."""
     g = gr.Graph()
     x = g.placeholder("x", "float32", [2, None])
-    g.multiply(g.one("Sign", x), g.constant(np.float32(3)), name="y")
+    g.multiply(g.op_output("Sign", x), g.constant(np.float32(3)), name="y")
     return client.compile(g, fetches=["y"], ys=["y"], xs=["x"], overrides={"Sign": "ste_sign"})
 
 
@@ -92,7 +92,7 @@ def test_a_tensor_that_is_no_message(channel: grpc.Channel, program: gr.Program)
 def test_a_program_that_was_deleted_is_gone(client: Any, channel: grpc.Channel) -> None:
     """No call finds it, however often its like was made."""
     g = gr.Graph()
-    g.one("Tanh", g.placeholder("x", "float32", None), name="y")
+    g.op_output("Tanh", g.placeholder("x", "float32", None), name="y")
     program = client.compile(g, fetches=["y"])
     for _ in range(3):
         assert isinstance(outcome(channel, request_of(program)), bytes)

@@ -33,7 +33,7 @@ def test_policies(either: Any, policy: str, wanted: float) -> None:
     assert_close(r.gradients["x"], np.full(2, wanted, np.float32))
     (told,) = r.overrides
     assert (told.node, told.op_type, told.rule, told.label) == ("inner", REGISTERED, policy, "no_gradient")
-    assert "inner" not in r.defaulted
+    assert "inner" not in r.default_gradient_nodes
     kinds = {"default": "unconnected", "zero": "dense", "pass": "dense"}
     assert r.gradient_kinds["twice"] == kinds[policy]
     explained = either.explain(graph(REGISTERED), ys=["y"], xs=["x"], no_gradient=policy)

@@ -90,8 +90,8 @@ def test_answers_tell_what_happened(either: Any) -> None:
     r = ask(either, g, [gr.Override("ste", op_type="Sign", label="quantise")])
     assert statuses(r) == {"a/s1": "active", "a/b/s2": "active", "c/s3": "active", "aside": "off_path"}
     assert {(item.op_type, item.rule, item.label) for item in r.overrides} == {("Sign", "ste", "quantise")}
-    assert "y" in r.defaulted
-    assert not set(r.defaulted) & {"a/s1", "a/b/s2", "c/s3", "aside", "x"}
+    assert "y" in r.default_gradient_nodes
+    assert not set(r.default_gradient_nodes) & {"a/s1", "a/b/s2", "c/s3", "aside", "x"}
 
 
 def test_optional(either: Any) -> None:
@@ -211,7 +211,7 @@ def test_explain_runs_nothing_and_tells_the_same(either: Any) -> None:
     r = ask(either, tower(), overrides)
     assert not explained.findings
     assert explained.overrides == r.overrides
-    assert explained.defaulted == r.defaulted
+    assert explained.default_gradient_nodes == r.default_gradient_nodes
 
 
 def test_nested_names_are_selectable(client: Any) -> None:

@@ -73,7 +73,7 @@ def test_a_region_wins_over_nodes_inside_and_can_use_its_own_gradient(either: An
     r = either.evaluate(g, {"x": [0.5, -1.0]}, ys=["y"], xs=["x"], overrides=[inner, region])
     assert_close(r.gradients["x"], np.float32([2 * (1 - np.tanh(0.5) ** 2), 0]))
     assert statuses(r) == {"y": "active"}
-    assert r.defaulted == []
+    assert r.default_gradient_nodes == []
 
 
 def test_an_op_rule_on_a_region(client: Any) -> None:
@@ -112,12 +112,12 @@ def test_inside_functions_and_loops(client: Any) -> None:
         g = loaded(drawn(build))
         plain = client.evaluate(g, {"x": [0.5, -1.0]}, ys=["y"], xs=["x"])
         # TensorFlow numbers the nodes of a loop's body: l_0.
-        by_name = {name.rpartition("/")[2].split("_")[0]: name for name in plain.defaulted}
+        by_name = {name.rpartition("/")[2].split("_")[0]: name for name in plain.default_gradient_nodes}
         overrides = [gr.Override("log1pexp", region=gr.Region([by_name.get("v", "x")], [by_name["l"]]))]
         r = client.evaluate(g, {"x": [0.5, -1.0]}, ys=["y"], xs=["x"], overrides=overrides)
         assert_close(r.gradients["x"], plain.gradients["x"])
         assert by_name["l"] in statuses(r)
-        assert by_name["e"] not in r.defaulted
+        assert by_name["e"] not in r.default_gradient_nodes
         large = client.evaluate(g, {"x": [200.0]}, ys=["y"], xs=["x"], overrides=overrides)
         assert_close(large.gradients["x"], np.float32([1]))
 
@@ -218,7 +218,7 @@ def test_arguments_of_a_branch_depend_on_the_xs_too(client: Any) -> None:
     words: dict[str, Any] = {"ys": ["y"], "xs": ["x", "z"]}
     feeds = {"x": np.float32([1, 2]), "z": np.float32([3, 4])}
     plain = client.evaluate(branches(), feeds, **words)
-    inner = {name.rpartition("/")[2].split("_")[0]: name for name in plain.defaulted if "/" in name}
+    inner = {name.rpartition("/")[2].split("_")[0]: name for name in plain.default_gradient_nodes if "/" in name}
     override = gr.Override(gr.Rule("dy"), region=gr.Region([inner["h"]], [inner["o"]]))
     with refused("INVALID_OVERRIDE") as refusal:
         client.evaluate(branches(), feeds, overrides=[override], **words)

@@ -155,7 +155,7 @@ def test_a_chain_sees_all_its_inputs(either: Any) -> None:
     assert (resolution.node, resolution.nodes) == ("y", ("mm", "add", "y"))
     assert resolution.op_type == "MatMul+BiasAdd+Relu"
     assert resolution.label == "MatMul+BiasAdd+Relu"
-    assert r.defaulted == []
+    assert r.default_gradient_nodes == []
 
 
 def test_default_of_a_chain_is_its_own_gradient(either: Any) -> None:

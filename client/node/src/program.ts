@@ -36,7 +36,7 @@ class Signature {
   /** Which node got which rule. */
   readonly overrides: readonly Resolution[];
   /** Nodes on the path that no override took. */
-  readonly defaulted: readonly string[];
+  readonly defaultGradientNodes: readonly string[];
   /** Nodes that rewrites replaced. */
   readonly rewritten: readonly string[];
 
@@ -46,7 +46,7 @@ class Signature {
     this.ys = specsOf(message?.ys ?? []);
     this.xs = specsOf(message?.xs ?? []);
     this.overrides = (message?.overrides ?? []).map(resolutionOf);
-    this.defaulted = message?.defaulted ?? [];
+    this.defaultGradientNodes = message?.defaulted ?? [];
     this.rewritten = message?.rewritten ?? [];
   }
 }

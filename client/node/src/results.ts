@@ -45,7 +45,7 @@ export interface Evaluation {
   /** Which node got which rule; empty for a program, which tells it itself. */
   readonly overrides: readonly Resolution[];
   /** Nodes on the path that no override took; empty for a program. */
-  readonly defaulted: readonly string[];
+  readonly defaultGradientNodes: readonly string[];
   /** Seconds spent waiting, compiling and running. */
   readonly timings: { readonly queue: number; readonly compile: number; readonly run: number };
   /** Where it ran, `CPU:0` for example. */
@@ -86,7 +86,7 @@ export function evaluationOf(message: EvaluateResponse): Evaluation {
     gradients: Object.fromEntries(gradients.map(([x, { value }]) => [x, value])),
     gradientKinds: Object.fromEntries(gradients.map(([x, { kind }]) => [x, kind])),
     overrides: message.overrides.map(resolutionOf),
-    defaulted: message.defaulted,
+    defaultGradientNodes: message.defaulted,
     timings: { queue: seconds(queue), compile: seconds(compile), run: seconds(run) },
     device: message.device,
     digests: digestsOf(message.digests),

@@ -97,7 +97,7 @@ test("a pattern is a chain that gets one rule", async () => {
   assert.equal(resolution?.node, "y");
   assert.deepEqual(resolution?.nodes, ["product", "sum", "y"]);
   assert.equal(resolution?.label, "MatMul+@bias+Relu");
-  assert.deepEqual(result.defaulted, []);
+  assert.deepEqual(result.defaultGradientNodes, []);
   const once = await client.evaluate(layer(), { ...ask, overrides, params: { "MatMul+@bias+Relu": { k: 7 } } });
   assert.deepEqual(dense(once).toArray(), [[7, 14]]);
 });

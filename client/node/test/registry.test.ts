@@ -141,7 +141,7 @@ test("a program is compiled once, run, found again and deleted", async () => {
     program.overrides.map(({ node, status }) => [node, status]),
     [["sign", "active"]],
   );
-  assert.ok(program.defaulted.includes("y"));
+  assert.ok(program.defaultGradientNodes.includes("y"));
   for (const run of [program, await client.program(id)]) {
     const result = await run.evaluate({ x: [-2, 0.5, 3], w: 4 });
     assert.equal(result.outputs["loss"]?.toArray(), 4);

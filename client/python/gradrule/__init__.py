@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gradrule import aio, errors, keras, optimizers
     from gradrule._blobs import Blob
     from gradrule._client import Client, Program, connect
-    from gradrule._comparison import ComparedRow, Comparison, Parting
+    from gradrule._comparison import ComparedRow, Comparison, FirstDifference
     from gradrule._differences import FiniteDifferences
     from gradrule._forward import AsyncForwardHandle, ForwardHandle
     from gradrule._graph import Graph
@@ -55,7 +55,7 @@ __all__ = [
     "Graph", "TensorHandle", "Node", "load", "trace", "from_keras", "Blob",
     "Rule", "Override", "Region", "Preset",
     "Result", "Explanation", "SampleResult", "RuleInfo", "PresetInfo", "ParamInfo",
-    "Comparison", "ComparedRow", "Parting", "FiniteDifferences",
+    "Comparison", "ComparedRow", "FirstDifference", "FiniteDifferences",
     "Resolution", "Timings", "Digests", "Sparse", "TensorSpec", "ServerStatus",
     "Transfer", "errors", "GradruleError", "keras",
     "__version__",
@@ -85,7 +85,7 @@ _HOMES = {
     "Region": "_overrides",
     "Comparison": "_comparison",
     "ComparedRow": "_comparison",
-    "Parting": "_comparison",
+    "FirstDifference": "_comparison",
     "FiniteDifferences": "_differences",
     "Result": "_results",
     "Explanation": "_results",

@@ -1,11 +1,9 @@
-"""What the builder is given for an op's inputs, matched with the op's arguments and made into tensors."""
+"""Assigns the values given to the builder to an op's input arguments, and converts numbers and arrays to tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from gradrule import _tensors
 from gradrule._attrs import natural
@@ -20,11 +18,11 @@ Arguments = list[tuple[ArgDef, list[Any]]]
 
 
 def assign_arguments(op: OpDef, given: Sequence[Any], by_name: Mapping[str, Any], where: str) -> Arguments:
-    """Per argument of the op the values for it. Raises `TypeMismatchError` where their number does not fit."""
+    """Returns the values of each input argument. Raises `TypeMismatchError` if the number of values does not fit."""
     rest = [arg for arg in op.inputs if arg.name not in by_name]
     lists = [arg for arg in rest if _is_list(arg)]
     assigned = dict(by_name)
-    if len(given) == len(rest) and (len(lists) != 1 or _takes_whole(given[rest.index(lists[0])])):
+    if len(given) == len(rest) and (len(lists) != 1 or _is_sequence(given[rest.index(lists[0])])):
         assigned.update({arg.name: value for arg, value in zip(rest, given, strict=True)})
     elif len(lists) == 1 and len(given) >= len(rest) - 1:
         before = rest.index(lists[0])
@@ -45,19 +43,19 @@ def _is_list(arg: ArgDef) -> bool:
     return bool(arg.number_attr or arg.type_list_attr)
 
 
-def _takes_whole(value: Any) -> bool:
-    """Whether a value given for a list argument is the list itself and not its only entry."""
+def _is_sequence(value: Any) -> bool:
+    """Returns whether a value given for a list argument is the whole list rather than its only entry."""
     return isinstance(value, list | tuple)
 
 
 def _entries(arg: ArgDef, value: Any) -> list[Any]:
     if not _is_list(arg):
         return [value]
-    return list(value) if isinstance(value, list | tuple) else [value]
+    return list(value) if _is_sequence(value) else [value]
 
 
 class Conversion:
-    """Which element type a number or array takes as an input: that of what it stands beside."""
+    """Converts numbers and arrays to tensors of the element types that a node's other inputs and attributes need."""
 
     def __init__(self, op: OpDef, attrs: Mapping[str, AttrValue], where: str) -> None:
         self._where = where
@@ -68,8 +66,8 @@ class Conversion:
             attr.name: attr.default.type for attr in op.attrs if attr.type == "type" and attr.default is not None
         }
 
-    def learn(self, arguments: Arguments) -> None:
-        """Fixes the type of each type attribute: as given, else the handles', else the default, else the values'."""
+    def set_types(self, arguments: Arguments) -> None:
+        """Sets the type of each type attribute: as given, else the handles' type, the default, or the values' type."""
         values: dict[str, list[Any]] = {}
         for arg, entries in arguments:
             for entry in entries if arg.type_attr else ():
@@ -83,17 +81,17 @@ class Conversion:
             arrays = [self._natural(entry) for entry in entries]
             typed = [array for array, entry in zip(arrays, entries, strict=True) if hasattr(entry, "dtype")]
             if typed:
-                self._types[name] = as_number(typed[0])
+                self._types[name] = _tensors.number_of_array(typed[0])
             elif name in self._defaults:
                 self._types[name] = self._defaults[name]
             elif len({array.dtype for array in arrays}) == 1:
-                self._types[name] = as_number(arrays[0])
+                self._types[name] = _tensors.number_of_array(arrays[0])
             else:
                 floats = any(array.dtype.kind == "f" for array in arrays)
                 self._types[name] = _tensors.dtype_number("float32" if floats else "int32")
 
-    def message(self, arg: ArgDef, value: Any) -> Tensor:
-        """The constant for a value. Raises `InvalidTensorError` where it cannot have the type that is wanted."""
+    def to_message(self, arg: ArgDef, value: Any) -> Tensor:
+        """Returns the tensor for a value. Raises `InvalidTensorError` if the value cannot have the needed type."""
         number = arg.type or self._types.get(arg.type_attr, 0)
         try:
             if not number:
@@ -107,8 +105,3 @@ class Conversion:
             return natural(value)
         except ValueError as cause:
             raise InvalidTensorError(f"{self._where}: {cause}") from None
-
-
-def as_number(array: np.ndarray[Any, Any]) -> int:
-    """The element type of an array that is known to have one."""
-    return _tensors.number_of_array(array)

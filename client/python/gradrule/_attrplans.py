@@ -1,4 +1,4 @@
-"""One attribute of an op: whether a value is of its kind and among what it allows."""
+"""Checks a value of an op's attribute for its kind, minimum and allowed values."""
 
 from __future__ import annotations
 
@@ -25,9 +25,11 @@ _LIST_FIELDS = tuple(_FIELD.values())
 
 
 class InferError(Exception):
-    """A node does not fit its op's definition.
+    """Reports that a node does not fit its op's definition.
 
-    `kind` is the reason's name, `message` a sentence without the node's name.
+    Attributes:
+        kind: name of the error's reason.
+        message: a sentence without the node's name.
     """
 
     def __init__(self, kind: Kind, message: str) -> None:
@@ -37,7 +39,7 @@ class InferError(Exception):
 
 
 class AttrPlan:
-    """One attribute, with what checks need."""
+    """Holds an attribute's definition in the form that checks need."""
 
     __slots__ = ("allowed", "attr", "field", "is_list", "name")
 
@@ -51,6 +53,7 @@ class AttrPlan:
             self.allowed = frozenset(getattr(attr.allowed.list, self.field))
 
     def check(self, value: AttrValue) -> None:
+        """Raises `InferError` if the value does not fit the attribute."""
         field = value.WhichOneof("value")
         if field == "placeholder":
             return
@@ -73,7 +76,7 @@ class AttrPlan:
             size, what = (value.i, "") if self.field == "i" else (0, "")
         minimum = self.attr.minimum
         if minimum is not None and size < minimum:
-            raise InferError("INVALID_ATTR", f"attribute {self.name!r} has {what}{size}; the least is {minimum}")
+            raise InferError("INVALID_ATTR", f"attribute {self.name!r} has {what}{size}; the minimum is {minimum}")
         if self.field == "type" and any(entry not in NAMES for entry in entries):
             raise InferError("INVALID_ATTR", f"attribute {self.name!r} holds an element type that is not set")
         if self.allowed is not None:
@@ -84,7 +87,7 @@ class AttrPlan:
                     )
 
     def choices(self) -> str:
-        """`allowed: float32, float64`."""
+        """Returns the allowed values as `allowed: float32, float64`."""
         shown = sorted(_shown(entry) for entry in self.allowed or ())
         return f"allowed: {', '.join(shown)}"
 

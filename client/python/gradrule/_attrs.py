@@ -1,4 +1,4 @@
-"""Python values to attribute values, by the type that an op's definition gives the attribute."""
+"""Converts Python values to attribute values of the types that an op's definition declares."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradrule.v1.tensor_pb2 import Tensor, TensorShape
 
 
 def attr_value(attr: AttrDef, value: Any, where: str) -> AttrValue:
-    """The message for one attribute. `where` names node and op in errors. Raises `InvalidAttrError`."""
+    """Returns the message for one attribute; `where` starts error messages. Raises `InvalidAttrError`."""
     if isinstance(value, AttrValue):
         return value
     try:
@@ -32,9 +32,12 @@ def attr_value(attr: AttrDef, value: Any, where: str) -> AttrValue:
 
 
 def attr_of_op(op_type: str, name: str, value: Any, where: str) -> AttrValue:
-    """The message for an attribute of an op type; where that is a group or not given, as some op type declares it.
+    """Returns the message for an attribute of an op type.
 
-    Raises `InvalidAttrError`.
+    If the op type is a group or empty, the first op type that declares the attribute decides its type.
+
+    Raises:
+        InvalidAttrError: no op type declares the attribute, or the value does not fit.
     """
     own = _opdefs.find(op_type)
     known = [own] if own is not None else [op for op in map(_opdefs.find, _opdefs.names()) if op is not None]
@@ -45,7 +48,7 @@ def attr_of_op(op_type: str, name: str, value: Any, where: str) -> AttrValue:
 
 
 def free_value(name: str, value: Any, where: str) -> AttrValue:
-    """The message for an attribute that no definition knows (`_name`): a message, bool, int, float or string."""
+    """Returns the message for an undeclared attribute (`_name`): a message, bool, int, float, bytes or string."""
     if isinstance(value, AttrValue):
         return value
     for python_type, field in ((bool, "b"), (int, "i"), (float, "f"), (bytes, "s")):
@@ -68,7 +71,7 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _truth(value: Any) -> bool:
+def _boolean(value: Any) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{value!r} is no bool")
     return bool(value)
@@ -108,7 +111,7 @@ def _function(value: Any) -> NameAttrList:
 
 
 def natural(value: Any) -> _tensors.Array:
-    """An array as TensorFlow makes one of a value: Python floats are float32, ints int32, arrays keep their type."""
+    """Converts a value to an array as TensorFlow does: floats to float32, ints to int32; arrays keep their type."""
     if hasattr(value, "dtype") or hasattr(value, "__array__"):
         return np.asarray(value)
     array = _tensors.natural_array(value)
@@ -125,7 +128,7 @@ def natural(value: Any) -> _tensors.Array:
 _CONVERTERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "int": ("i", _integer),
     "float": ("f", _number),
-    "bool": ("b", _truth),
+    "bool": ("b", _boolean),
     "string": ("s", _string),
     "type": ("type", _type),
     "shape": ("shape", _shape),

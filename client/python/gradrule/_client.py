@@ -275,7 +275,7 @@ class Client(Derivatives):
         """The gradients of one graph under several override maps, its own, and finite differences.
 
         overrides: by a label, what `evaluate` takes. The comparison tells norms of the upstream gradients of all
-        tensors on the path, and where each label parts from the default. finite_differences: False spares the
+        tensors on the path, and where each label first differs from the default. finite_differences: False spares the
         evaluations that they take, two for each element of a small x. timeout: of each call.
         """
         steps = _compare.plan(graph, feeds, ys, xs, overrides, grad_ys, finite_differences, rewrites)
@@ -355,7 +355,7 @@ class Client(Derivatives):
         return Program(self, self._run(_calls.get_program(name), timeout))
 
     def list_programs(self, *, timeout: float | None = None) -> list[Program]:
-        """All programs, without their overrides and defaulted nodes, which `program` tells."""
+        """All programs, without their `overrides` and `default_gradient_nodes`; `program` returns these."""
         messages, token = self._run(_calls.list_programs(""), timeout)
         while token:
             more, token = self._run(_calls.list_programs(token), timeout)

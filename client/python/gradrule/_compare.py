@@ -1,6 +1,6 @@
-"""One graph under several override maps: what the gradients are, and where they part.
+"""Compares the gradients of one graph under several override maps.
 
-The comparison is a plan: a generator that yields calls and is sent their answers, so that both clients can run it.
+The comparison is a generator that yields calls and receives their answers, so that both clients can run it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from gradrule import _calls, _differences
-from gradrule._comparison import DEFAULT, FINITE_DIFFERENCES, ComparedRow, Comparison, Parting
+from gradrule._comparison import DEFAULT, FINITE_DIFFERENCES, ComparedRow, Comparison, FirstDifference
 from gradrule._differences import FiniteDifferences
 from gradrule._dtypes import base, name_of
 from gradrule._graph import Graph
@@ -27,25 +27,27 @@ from gradrule.errors import GradruleError, InvalidDerivativeError, InvalidOverri
 Plan: TypeAlias = "Generator[_calls.Call[Any], Any, Comparison]"
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
-_MOST_TENSORS = 512
-# Two upstream gradients of one tensor are told apart from here on; what rules compute in float32 agrees far better.
-_PARTS_AT = 1e-4
+_MAX_TENSORS = 512
+# Relative difference from which two gradients count as different; rounding in float32 is far below it.
+_MIN_DIFFERENCE = 1e-4
 
 
 @dataclass
 class _Run:
-    """One override map: its upstream gradients by tensor, and which node got which rule."""
+    """Collects the results of one override map."""
 
     label: str
     overrides: Overrides | None
     path: set[str] = field(default_factory=set)
-    hidden: set[str] = field(default_factory=set)
+    inside: set[str] = field(default_factory=set)
     resolutions: list[Resolution] = field(default_factory=list)
     gradients: dict[str, Array | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class _Question:
+class _Target:
+    """Holds what every call of a comparison shares."""
+
     graph: GraphLike
     read: Graph
     feeds: Feeds | None
@@ -74,17 +76,23 @@ def plan(
     finite_differences: bool,
     rewrites: Sequence[str],
 ) -> Plan:
-    """The calls of a comparison. Raises what the calls raise, the label of the override map in the message."""
+    """Yields the calls of a comparison and returns the `Comparison`.
+
+    Raises:
+        InvalidDerivativeError: ys or xs are empty.
+        InvalidOverrideError: a label is not a string or is reserved.
+        GradruleError: a call failed; the message names the label of the override map.
+    """
     _check_labels(overrides)
     read = graph if isinstance(graph, Graph) else Graph.from_bytes(graph_bytes(graph))
-    question = _Question(graph, read, feeds, names_of(ys, graph), names_of(xs, graph), grad_ys, rewrites)
-    if not (question.ys and question.xs):
+    target = _Target(graph, read, feeds, names_of(ys, graph), names_of(xs, graph), grad_ys, rewrites)
+    if not (target.ys and target.xs):
         raise InvalidDerivativeError("a comparison differentiates: give ys and xs")
     notes: list[str] = []
     runs: list[_Run] = []
     for label, chosen in {DEFAULT: None, **overrides}.items():
         run = _Run(label, chosen)
-        explained: Explanation = yield _calls.explain(graph, feeds, None, question.words(chosen))
+        explained: Explanation = yield _calls.explain(graph, feeds, None, target.words(chosen))
         try:
             _read(run, explained, label)
         except NoGradientError as refusal:
@@ -93,13 +101,13 @@ def plan(
             notes.append(f"there is no default to compare with: {refusal.message}")
         else:
             runs.append(run)
-    tensors = _tensors_of_interest(question, runs, notes)
+    tensors = _compared_tensors(target, runs, notes)
     for run in runs:
-        yield from _gradients(question, run, tensors, notes)
+        yield from _gradients(target, run, tensors, notes)
     measured = None
     if finite_differences:
-        measured = yield from _differences.measure(graph, read, feeds, question.ys, question.xs, grad_ys, notes)
-    return _comparison(question, runs, tensors, measured, notes)
+        measured = yield from _differences.measure(graph, read, feeds, target.ys, target.xs, grad_ys, notes)
+    return _comparison(target, runs, tensors, measured, notes)
 
 
 def _check_labels(overrides: Mapping[str, Overrides | None]) -> None:
@@ -109,69 +117,67 @@ def _check_labels(overrides: Mapping[str, Overrides | None]) -> None:
         )
     for label in overrides:
         if not isinstance(label, str) or label in (DEFAULT, FINITE_DIFFERENCES):
-            raise InvalidOverrideError(
-                f"{label!r} is no label; {DEFAULT!r} and {FINITE_DIFFERENCES!r} are always there"
-            )
+            raise InvalidOverrideError(f"{label!r} is no label; {DEFAULT!r} and {FINITE_DIFFERENCES!r} are reserved")
 
 
 def _read(run: _Run, explained: Explanation, label: str) -> None:
-    """Which nodes of the top level are on the path, and which of them lie within a pattern or a region."""
+    """Stores which top-level nodes are on the path, and which of them are inside a pattern or a region."""
     if explained.findings:
         first = explained.findings[0]
         raise of_reason(first.reason, f"overrides[{label!r}]: {first.message}", details=explained.findings)
     run.resolutions = explained.overrides
-    run.path.update(explained.defaulted)
+    run.path.update(explained.default_gradient_nodes)
     for item in explained.overrides:
         if item.status == "active":
             run.path.update(item.nodes or (item.node,))
-            run.hidden.update(set(item.nodes) - {item.node})
-    run.hidden.update(explained.rewritten)
+            run.inside.update(set(item.nodes) - {item.node})
+    run.inside.update(explained.rewritten)
 
 
-def _tensors_of_interest(question: _Question, runs: Sequence[_Run], notes: list[str]) -> list[str]:
-    """Floating outputs of the nodes on some path, from the ys to the xs; the xs are not among them."""
-    asked = {f"{node}:{index}" for node, index in map(split, question.xs)}
+def _compared_tensors(target: _Target, runs: Sequence[_Run], notes: list[str]) -> list[str]:
+    """Returns the floating-point outputs of the nodes on a path, from the ys to the xs; xs are excluded."""
+    asked = {f"{node}:{index}" for node, index in map(split, target.xs)}
     wanted = set[str]().union(*(run.path for run in runs))
     found = [
         handle.name
-        for node in reversed(_in_order(question.read))
+        for node in reversed(_in_order(target.read))
         if node in wanted
-        for handle in question.read.outputs_of(node)
+        for handle in target.read.outputs_of(node)
         if name_of(base(handle.number)) in _FLOATS and handle.name not in asked
     ]
-    if len(found) > _MOST_TENSORS:
-        notes.append(f"of {len(found)} tensors on the path the {_MOST_TENSORS} nearest to the ys are compared")
-    return found[:_MOST_TENSORS]
+    if len(found) > _MAX_TENSORS:
+        notes.append(f"of {len(found)} tensors on the path the {_MAX_TENSORS} nearest to the ys are compared")
+    return found[:_MAX_TENSORS]
 
 
 def _in_order(graph: Graph) -> list[str]:
-    """Names of the nodes, producers before consumers; nodes of a cycle are left out."""
+    """Returns the names of the nodes, producers before consumers; nodes of a cycle are left out."""
     nodes = graph.find()
-    takers: dict[str, list[str]] = {node.name: [] for node in nodes}
+    consumers: dict[str, list[str]] = {node.name: [] for node in nodes}
     waits: dict[str, int] = {}
     for node in nodes:
-        producers = {split(name)[0] for name in node.inputs if not name.startswith("^")} & takers.keys()
+        producers = {split(name)[0] for name in node.inputs if not name.startswith("^")} & consumers.keys()
         waits[node.name] = len(producers)
         for producer in producers:
-            takers[producer].append(node.name)
+            consumers[producer].append(node.name)
     order = [name for name, count in waits.items() if not count]
     for name in order:
-        for taker in takers[name]:
-            waits[taker] -= 1
-            if not waits[taker]:
-                order.append(taker)
+        for consumer in consumers[name]:
+            waits[consumer] -= 1
+            if not waits[consumer]:
+                order.append(consumer)
     return order
 
 
 def _gradients(
-    question: _Question, run: _Run, tensors: Sequence[str], notes: list[str]
+    target: _Target, run: _Run, tensors: Sequence[str], notes: list[str]
 ) -> Generator[_calls.Call[Any], Any, None]:
-    """One evaluation; a second one without the tensors between where these would change what is computed."""
-    between = [name for name in tensors if split(name)[0] in run.path - run.hidden]
+    """Evaluates the gradients; evaluates again without inner tensors if asking for these fails or changes overrides."""
+    between = [name for name in tensors if split(name)[0] in run.path - run.inside]
     result: Result | None = None
     if between:
         try:
-            result = yield _evaluate(question, run, between)
+            result = yield _evaluate(target, run, between)
         except GradruleError as refusal:
             notes.append(f"{run.label}: only the gradients of the xs can be compared: {refusal.message}")
         if result is not None and _active(result.overrides) != _active(run.resolutions):
@@ -181,7 +187,7 @@ def _gradients(
             result = None
     if result is None:
         try:
-            result = yield _evaluate(question, run, [])
+            result = yield _evaluate(target, run, [])
         except GradruleError as refusal:
             raise of_reason(
                 refusal.reason, f"overrides[{run.label!r}]: {refusal.message}", details=refusal.details
@@ -189,8 +195,8 @@ def _gradients(
     run.gradients = {name: _dense(value) for name, value in result.gradients.items()}
 
 
-def _evaluate(question: _Question, run: _Run, between: Sequence[str]) -> _calls.Call[Result]:
-    return _calls.evaluate(question.graph, question.feeds, None, question.words(run.overrides, between))
+def _evaluate(target: _Target, run: _Run, between: Sequence[str]) -> _calls.Call[Result]:
+    return _calls.evaluate(target.graph, target.feeds, None, target.words(run.overrides, between))
 
 
 def _active(resolutions: Sequence[Resolution]) -> set[tuple[str, str, str]]:
@@ -198,7 +204,7 @@ def _active(resolutions: Sequence[Resolution]) -> set[tuple[str, str, str]]:
 
 
 def _dense(value: Array | Sparse | None) -> Array | None:
-    """In float64, in which norms of float16 do not overflow."""
+    """Returns a dense float64 array; norms of float16 arrays would overflow."""
     if value is None:
         return None
     dense = value.to_dense() if isinstance(value, Sparse) else value
@@ -206,27 +212,27 @@ def _dense(value: Array | Sparse | None) -> Array | None:
 
 
 def _comparison(
-    question: _Question,
+    target: _Target,
     runs: Sequence[_Run],
     tensors: Sequence[str],
     measured: FiniteDifferences | None,
     notes: Sequence[str],
 ) -> Comparison:
-    # Without a default the first map is what the others are compared with.
+    # The first run is the default; without a default it is the first map.
     reference = runs[0] if runs else None
     rows: list[ComparedRow] = []
-    partings: dict[str, Parting | None] = {}
+    first_differences: dict[str, FirstDifference | None] = {}
     kept = [name for name in tensors if any(run.gradients.get(name) is not None for run in runs)]
     for run in runs:
-        parting: Parting | None = None
-        for name in [*kept, *question.xs]:
+        first: FirstDifference | None = None
+        for name in [*kept, *target.xs]:
             gradient = run.gradients.get(name)
-            node = question.read.node(split(name)[0])
+            node = target.read.node(split(name)[0])
             standard = None if reference is None else reference.gradients.get(name)
-            # Tensors inside a pattern or a region were not asked for, and differ in nothing.
+            # Tensors inside a pattern or a region were not requested and have no gradient to compare.
             is_asked = name in run.gradients and reference is not None and name in reference.gradients
             difference = _difference(gradient, standard) if is_asked else None
-            is_x = name in question.xs
+            is_x = name in target.xs
             rows.append(
                 ComparedRow(
                     tensor=bare(name),
@@ -238,21 +244,23 @@ def _comparison(
                     from_finite_differences=measured.distance(name, gradient) if is_x and measured else None,
                 )
             )
-            if parting is None and run is not reference and difference is not None and difference > _PARTS_AT:
-                parting = Parting(bare(name), node.op_type, difference, _rules_behind(question.read, run, name))
+            if first is None and run is not reference and difference is not None and difference > _MIN_DIFFERENCE:
+                first = FirstDifference(
+                    bare(name), node.op_type, difference, _rules_of_consumers(target.read, run, name)
+                )
         if run is not reference:
-            partings[run.label] = parting
+            first_differences[run.label] = first
     if measured is not None:
         rows += [
-            ComparedRow(bare(x), question.read.node(split(x)[0]).op_type, True, FINITE_DIFFERENCES, norm, None, None)
+            ComparedRow(bare(x), target.read.node(split(x)[0]).op_type, True, FINITE_DIFFERENCES, norm, None, None)
             for x, norm in measured.norms.items()
         ]
     return Comparison(
         labels=tuple([run.label for run in runs] + ([FINITE_DIFFERENCES] if measured else [])),
         reference=reference.label if reference else None,
-        gradients={run.label: ByName({x: run.gradients.get(x) for x in question.xs}) for run in runs},
+        gradients={run.label: ByName({x: run.gradients.get(x) for x in target.xs}) for run in runs},
         rows=tuple(rows),
-        partings=partings,
+        first_differences=first_differences,
         overrides={run.label: run.resolutions for run in runs},
         finite_differences=measured,
         notes=tuple(dict.fromkeys(notes)),
@@ -264,7 +272,7 @@ def _norm(gradient: Array) -> float:
 
 
 def _difference(gradient: Array | None, standard: Array | None) -> float | None:
-    """Relative to the norm of the standard; infinite where that is zero or only one of the two is there."""
+    """Returns the difference relative to the standard's norm; infinite if that is zero or one of them is missing."""
     if gradient is None and standard is None:
         return None
     if gradient is None or standard is None or gradient.shape != standard.shape:
@@ -272,10 +280,10 @@ def _difference(gradient: Array | None, standard: Array | None) -> float | None:
     return _differences.relative(gradient, standard)
 
 
-def _rules_behind(graph: Graph, run: _Run, tensor: str) -> tuple[Resolution, ...]:
-    """The rules of the nodes that take the tensor: what made the difference."""
-    takers = {node.name for node in graph.find() if any(_is_tensor(name, tensor) for name in node.inputs)}
-    return tuple(item for item in run.resolutions if item.status == "active" and takers & {item.node, *item.nodes})
+def _rules_of_consumers(graph: Graph, run: _Run, tensor: str) -> tuple[Resolution, ...]:
+    """Returns the active overrides of the nodes that consume the tensor; they cause the difference."""
+    consumers = {node.name for node in graph.find() if any(_is_tensor(name, tensor) for name in node.inputs)}
+    return tuple(item for item in run.resolutions if item.status == "active" and consumers & {item.node, *item.nodes})
 
 
 def _is_tensor(name: str, tensor: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a comparison of override maps gives."""
+"""Holds the results of comparing a graph under several override maps."""
 
 from __future__ import annotations
 
@@ -15,10 +15,17 @@ FINITE_DIFFERENCES = "finite_differences"
 
 @dataclass(frozen=True, slots=True)
 class ComparedRow:
-    """The upstream gradient of one tensor under one label.
+    """Describes the upstream gradient of one tensor under one label.
 
-    norm: None where there is no gradient. difference: from the reference, relative to its norm (infinite where that is
-    zero); None for the reference itself. from_finite_differences: the same from these, for xs alone.
+    Attributes:
+        tensor: name of the tensor.
+        op_type: op type of the node that computes it.
+        is_x: whether the tensor is one of the xs.
+        label: label of the override map, `default` or `finite_differences`.
+        norm: Euclidean norm of the gradient; None without a gradient.
+        difference: norm of the difference from the reference, relative to the reference's norm; infinite if that norm
+            is zero; None for the reference itself.
+        from_finite_differences: the same, relative to the finite differences; only for xs.
     """
 
     tensor: str
@@ -31,10 +38,14 @@ class ComparedRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
-    """Where a label's gradients first differ from the reference's, from the ys to the xs.
+class FirstDifference:
+    """Names the first tensor, from the ys to the xs, whose gradient differs from the reference's.
 
-    tensor: whose upstream gradient differs. rules: those of the nodes that take it.
+    Attributes:
+        tensor: the tensor whose upstream gradient differs.
+        op_type: op type of the node that computes it.
+        difference: relative to the norm of the reference's gradient.
+        rules: the active overrides of the nodes that consume the tensor; they cause the difference.
     """
 
     tensor: str
@@ -45,19 +56,24 @@ class Parting:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
-    """A graph under several override maps.
+    """Holds the gradients of one graph under several override maps.
 
-    labels: in order, `default` first where the graph has a gradient of its own, `finite_differences` last. reference:
-    what differences are from: `default`, else the first label; None where there is none. gradients: by label and x, in
-    float64. rows: the tensors on the path from ys to xs, then the xs, for each label. partings: by label, None where it
-    never parts from the reference. overrides: which node got which rule, by label. notes: what was left out, and why.
+    Attributes:
+        labels: in order; `default` first if the graph has a gradient without overrides, `finite_differences` last.
+        reference: the label that differences refer to: `default`, else the first label; None without labels.
+        gradients: float64 arrays of the shape of x, by label, then by x; None if y does not depend on x.
+        rows: for each label, the tensors on the path from the ys to the xs, then the xs.
+        first_differences: by label; None if no gradient differs from the reference's.
+        overrides: the rule of each overridden node, by label.
+        finite_differences: None if they were not asked for or could not be computed.
+        notes: what was left out, and why.
     """
 
     labels: tuple[str, ...]
     reference: str | None
     gradients: Mapping[str, Mapping[str, Array | None]]
     rows: tuple[ComparedRow, ...]
-    partings: Mapping[str, Parting | None]
+    first_differences: Mapping[str, FirstDifference | None]
     overrides: Mapping[str, list[Resolution]]
     finite_differences: FiniteDifferences | None
     notes: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What `gradient_override_map` contexts say of the nodes that are made inside them."""
+"""Gives rules to nodes that are added inside `gradient_override_map` contexts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from gradrule.v1 import graph_pb2
 
 GRADIENT_ATTR = "_gradient_op_type"
 
-_SHOWN = 10
+_MAX_SHOWN = 10
 
 
 class OverrideContexts:
-    """The contexts of one graph that is being built, and the overrides that they gave to single nodes."""
+    """Holds the open contexts of one graph, and the overrides that they gave to single nodes."""
 
     def __init__(self, graph: graph_pb2.Graph) -> None:
         self._graph = graph
@@ -26,17 +26,17 @@ class OverrideContexts:
 
     @property
     def recorded(self) -> tuple[Override, ...]:
-        """The overrides that no attribute of a node can hold."""
+        """Overrides with a `Rule` or params, which a node's attribute cannot hold."""
         return tuple(self._recorded)
 
     @contextlib.contextmanager
     def entered(self, overrides: Mapping[str, OverrideValue], optional: bool) -> Iterator[None]:
-        """One context. Raises `UnmatchedOverrideError` where it ends without a node of an op type, unless optional."""
+        """Opens one context. Raises `UnmatchedOverrideError` at its end if an op type got no node, unless optional."""
         for op_type, value in overrides.items():
             rule_and_params(value, _where(op_type))
             if op_type.startswith("@"):
                 raise InvalidOverrideError(
-                    f"{_where(op_type)}: a context takes op types; groups belong into the overrides of a request"
+                    f"{_where(op_type)}: a context takes op types; put groups into the overrides of a request"
                 )
         outer, first = self._current, len(self._graph.node)
         self._current = {**outer, **overrides}
@@ -44,18 +44,18 @@ class OverrideContexts:
             yield
         finally:
             self._current = outer
-        # Reached only where no exception is under way, which would tell more.
+        # Not in `finally`: an exception of the body is more useful than this one.
         if not optional:
             _refuse_unused(overrides, {node.op for node in self._graph.node[first:]})
 
     def apply(self, node: graph_pb2.Node) -> None:
-        """Gives a node that was just made the rule that the contexts have for its op type."""
+        """Gives a new node the rule of the open contexts for its op type, if there is one."""
         value = self._current.get(node.op)
         if value is None:
             return
         rule, params = rule_and_params(value, _where(node.op))
         if isinstance(rule, Rule) or params:
-            # Optional, as in TensorFlow: a node of the context may lie off the path of what a request differentiates.
+            # Optional, as in TensorFlow: the node may be outside the path that a request differentiates.
             self._recorded.append(
                 Override(rule, node=node.name, op_type=node.op, params=params, label=node.op, optional=True)
             )
@@ -63,7 +63,7 @@ class OverrideContexts:
             node.attr[GRADIENT_ATTR].s = rule.encode()
 
     def refuse_export(self) -> None:
-        """Raises `InvalidOverrideError` where the graph's bytes alone would lose an override."""
+        """Raises `InvalidOverrideError` if the graph's bytes would lose an override."""
         if not self._recorded:
             return
         first = self._recorded[0]
@@ -71,7 +71,7 @@ class OverrideContexts:
         params = f" with params {dict(first.params)!r}" if first.params else ""
         raise InvalidOverrideError(
             f"gradient_override_map gave node {first.selector.node!r}{more} the rule {first.rule!r}{params}, which "
-            "bytes cannot hold: only the name of a registered rule travels in them. Register the rule with its params "
+            "a GraphDef cannot hold: it holds only the name of a registered rule. Register the rule with its params "
             "as defaults (client.create_rule) and give its name, or send the gr.Graph itself to evaluate or compile"
         )
 
@@ -81,13 +81,13 @@ def _where(op_type: str) -> str:
 
 
 def _refuse_unused(overrides: Mapping[str, OverrideValue], made: Set[str]) -> None:
-    shown = sorted(made)[:_SHOWN]
-    others = f"only {', '.join(shown)}{', …' if len(made) > _SHOWN else ''}" if made else "nothing at all"
+    shown = sorted(made)[:_MAX_SHOWN]
+    others = f"only {', '.join(shown)}{', …' if len(made) > _MAX_SHOWN else ''}" if made else "nor any other node"
     details = [
         Detail(
             UnmatchedOverrideError.REASON,
             f"{_where(op_type)}: no {op_type} node was made inside the context, {others}.{near(op_type, made)} "
-            "Make the nodes that it is meant for inside the `with`, or give optional=True",
+            "Add its nodes inside the `with` block, or give optional=True",
             field=_where(op_type),
         )
         for op_type in overrides

@@ -1,4 +1,4 @@
-"""Finite differences of a graph's ys with respect to its xs, taken by evaluations on the server."""
+"""Computes finite differences of a graph's ys with respect to its xs by evaluations on the server."""
 
 from __future__ import annotations
 
@@ -21,20 +21,24 @@ from gradrule.errors import GradruleError
 
 Steps: TypeAlias = "Generator[_calls.Call[Any], Any, Any]"
 
-MOST_ELEMENTS = 256
+MAX_ELEMENTS = 256
 DIRECTIONS = 16
 _SEED = 0
-# The cube root of the spacing of the type's numbers near 1, where rounding and curvature cost about the same.
+# Step sizes: about the cube root of the type's epsilon, where rounding and truncation errors are about equal.
 _STEPS = {"float64": 1e-5, "float32": 5e-3, "float16": 0.1, "bfloat16": 0.2}
-_SAME_FORWARD = 1e-3
+_FORWARD_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FiniteDifferences:
-    """Central differences of the ys, weighted by their grad_ys, with respect to the xs.
+    """Holds central differences of the ys, weighted by their grad_ys, with respect to the xs.
 
-    gradients: by x, along every element; None where these are many, and `derivatives` are taken along `directions` of
-    random signs instead. dtype: in which the forward was run. how: the same in words.
+    Attributes:
+        gradients: by x, a float64 array of its shape; None if x has more than 256 elements.
+        directions: for each of those xs, 16 directions of random signs: an array of shape (16, *shape of x).
+        derivatives: for each of those xs, the 16 directional derivatives.
+        dtype: element type in which the forward pass ran.
+        how: a description of the method.
     """
 
     gradients: Mapping[str, Array | None]
@@ -45,7 +49,7 @@ class FiniteDifferences:
 
     @property
     def norms(self) -> dict[str, float]:
-        """By x. Along directions it is estimated: the mean square of the derivatives is the norm's square."""
+        """Euclidean norm by x; from directions, an estimate: the root mean square of the derivatives."""
         found = {}
         for x, gradient in self.gradients.items():
             values = self.derivatives[x] if gradient is None else gradient
@@ -54,7 +58,7 @@ class FiniteDifferences:
         return found
 
     def distance(self, x: str, gradient: Array | None) -> float | None:
-        """How far a gradient is from the differences, relative to them; None where there is none or no such x."""
+        """Returns the norm of a gradient's difference from these, relative to their norm; None if one is missing."""
         if gradient is None or x not in self.gradients:
             return None
         measured = self.gradients[x]
@@ -65,7 +69,7 @@ class FiniteDifferences:
 
 
 def relative(value: Array, standard: Array) -> float:
-    """Norm of the difference by that of the standard."""
+    """Returns the norm of the difference divided by the norm of the standard."""
     distance = float(np.linalg.norm((value - standard).ravel()))
     size = float(np.linalg.norm(standard.ravel()))
     if distance == 0:
@@ -75,7 +79,7 @@ def relative(value: Array, standard: Array) -> float:
 
 @dataclass
 class _Forward:
-    """The forward as it is run: the graph, what is fed, and the weights of the ys."""
+    """Holds a forward pass: the graph, the feeds, and the ys."""
 
     graph: GraphLike
     feeds: dict[str, Array]
@@ -83,6 +87,7 @@ class _Forward:
     dtype: str
 
     def run(self, changed: Mapping[str, Array] | None = None) -> _calls.Call[Any]:
+        """Returns the call that evaluates the ys; `changed` replaces feeds."""
         feeds: dict[Any, Any] = {**self.feeds, **(changed or {})}
         return _calls.evaluate(self.graph, feeds, None, Words(fetches=self.ys))
 
@@ -96,7 +101,7 @@ def measure(
     grad_ys: GradYs | None,
     notes: list[str],
 ) -> Steps:
-    """The differences, or None after noting why there are none."""
+    """Computes the differences; returns None and adds a note if that is impossible."""
     try:
         return (yield from _measure(graph, read, feeds, ys, xs, grad_ys))
     except GradruleError as refusal:
@@ -107,7 +112,7 @@ def measure(
 
 
 class _NotRepeatableError(Exception):
-    """Two runs on the same feeds differ."""
+    """Reports that two runs on the same feeds gave different values."""
 
 
 def _measure(
@@ -124,7 +129,7 @@ def _measure(
         name = name_of_tensor(key, graph)
         arrays[bare(name)] = _results.array(tensor_message(value, type_of(name, True), f"feeds[{name!r}]"))
     named = _named_weights(ys, grad_ys, graph)
-    # An x inside the graph has a value of its own, and is fed with it from here on.
+    # An x inside the graph is fed with its own value, which is fetched first.
     inner = [bare(x) for x in xs if bare(x) not in arrays]
     given: dict[Any, Any] = {**arrays}
     first = yield _calls.evaluate(graph, given, None, Words(fetches=[*ys, *named.values(), *inner]))
@@ -133,10 +138,10 @@ def _measure(
         for y in ys
     }
     arrays.update({x: first.outputs[x] for x in inner})
-    forward = yield from _best_forward(graph, read, arrays, ys, first)
-    again = yield forward.run()
-    once_more = yield forward.run()
-    if any(not np.array_equal(again.outputs[y], once_more.outputs[y], equal_nan=True) for y in ys):
+    forward = yield from _most_precise_forward(graph, read, arrays, ys, first)
+    repeated = yield forward.run()
+    second = yield forward.run()
+    if any(not np.array_equal(repeated.outputs[y], second.outputs[y], equal_nan=True) for y in ys):
         raise _NotRepeatableError
     gradients: ByName[Array | None] = ByName()
     directions: ByName[Array] = ByName()
@@ -147,7 +152,7 @@ def _measure(
         if name_of(base(read.value_of(x).number)) not in _STEPS:
             continue
         step = _STEPS[_dtype(value)] * max(1.0, float(np.abs(value.astype(np.float64)).max(initial=0.0)))
-        if value.size <= MOST_ELEMENTS:
+        if value.size <= MAX_ELEMENTS:
             gradient = np.zeros(value.shape)
             for index in np.ndindex(value.shape):
                 unit = np.zeros(value.shape)
@@ -167,7 +172,7 @@ def _measure(
 def _derivative(
     forward: _Forward, x: str, direction: Array, step: float, weights: Mapping[str, Array]
 ) -> Generator[_calls.Call[Any], Any, float]:
-    """Along a direction, by the steps that the element type could really take."""
+    """Returns the derivative along a direction, divided by the steps after rounding to the element type."""
     value = forward.feeds[x]
     up, down = ((value + sign * step * direction).astype(value.dtype) for sign in (1, -1))
     taken = (up.astype(np.float64) - down.astype(np.float64))[direction != 0]
@@ -179,10 +184,10 @@ def _derivative(
     return change / float(np.mean(np.abs(taken)))
 
 
-def _best_forward(
+def _most_precise_forward(
     graph: GraphLike, read: Graph, arrays: dict[str, Array], ys: Sequence[str], first: Any
 ) -> Generator[_calls.Call[Any], Any, _Forward]:
-    """In float64 where the graph can be run so and gives the same, else in its own types."""
+    """Returns the forward pass in float64 if it runs and gives the same ys, else in the graph's own types."""
     own = _Forward(graph, arrays, ys, _narrowest(arrays.values()))
     if own.dtype != "float32":
         return own
@@ -193,10 +198,12 @@ def _best_forward(
     try:
         answer = yield wide.run()
     except GradruleError:
-        # An op that has no float64.
+        # An op does not support float64.
         return own
     for y in ys:
-        if not np.allclose(answer.outputs[y], first.outputs[y], rtol=_SAME_FORWARD, atol=_SAME_FORWARD, equal_nan=True):
+        if not np.allclose(
+            answer.outputs[y], first.outputs[y], rtol=_FORWARD_TOLERANCE, atol=_FORWARD_TOLERANCE, equal_nan=True
+        ):
             return own
     return wide
 
@@ -211,7 +218,7 @@ def _dtype(value: Array) -> str:
 
 
 def _named_weights(ys: Sequence[str], grad_ys: GradYs | None, graph: GraphLike) -> dict[str, str]:
-    """The grad_ys that are tensors of the graph."""
+    """Returns the names of the grad_ys that are tensors of the graph, by y."""
     named = {}
     for y in ys:
         value = _given(y, grad_ys, ys, graph)

@@ -1,4 +1,4 @@
-"""The builder: graphs in the style of TensorFlow 1, without TensorFlow."""
+"""Builds graphs in the style of TensorFlow 1, without TensorFlow."""
 
 from __future__ import annotations
 
@@ -43,19 +43,22 @@ _INPUT_OPS = ("Placeholder", "PlaceholderV2", "PlaceholderWithDefault")
 
 
 class Graph(GraphOps):
-    """A graph that is being built, or was loaded.
+    """Holds a TensorFlow graph with the values of its variables, and adds nodes to it.
 
-    variables: values of variables by the name of their node. non_trainable: names of those that a session's steps leave
-    alone unless asked. aliases: further names of tensors, valid wherever names
-    are; one that is a node's name too hides the node's first output, which then goes by `node:0`. layers: calls of
-    Keras layers, where the graph was traced from a model.
+    `placeholder`, `constant`, `variable`, `op`, operators on handles, and any op type's name in snake case
+    (`g.relu(x)`) add nodes. Attributes that follow from the inputs are filled in. Node names are made unique as
+    TensorFlow makes them.
 
-    Nodes are made by `placeholder`, `constant`, `op`, operators on handles, and any op type's name in snake case
-    (`g.relu(x)`). Attributes that follow from inputs are filled in. Node names are made unique as TensorFlow does it.
+    Attributes:
+        variables: read-only arrays by the name of the variable's node; every request sends them.
+        non_trainable: names of the variables that a session's steps do not change by default.
+        aliases: more names of tensors, valid wherever a tensor's name is. If an alias equals a node's name, the node's
+            first output must be written `node:0`.
+        layers: calls of Keras layers, if the graph was traced from a model.
     """
 
     def __init__(self) -> None:
-        # Without a version TensorFlow reads a graph as one of its oldest: a scalar's shape as unknown, for example.
+        # TensorFlow takes a graph without a version for a very old one, with other semantics (unknown scalar shapes).
         versions = graph_pb2.Versions(producer=_opdefs.graph_version())
         self._start(graph_pb2.Graph(versions=versions), b"")
 
@@ -73,11 +76,14 @@ class Graph(GraphOps):
         self._contexts = OverrideContexts(message)
         self._sha256: tuple[bytes, str] = (b"", "")
         self.variables = Variables(self._variable_type)
-        """Values of the graph's variables by name, which every request brings along; read-only arrays."""
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Graph:
-        """A graph from a GraphDef's bytes, unknown fields included. Raises `InvalidGraphError`."""
+        """Reads a serialized GraphDef; keeps unknown fields.
+
+        Raises:
+            InvalidGraphError: the bytes are not a GraphDef.
+        """
         try:
             message = graph_pb2.Graph.FromString(data)
         except DecodeError as cause:
@@ -87,22 +93,26 @@ class Graph(GraphOps):
         return graph
 
     def to_bytes(self) -> bytes:
-        """The bytes of the GraphDef; equal graphs give equal bytes, an untouched loaded graph its own.
+        """Returns the serialized GraphDef.
 
-        Raises `InvalidOverrideError` where bytes would lose a rule: `gradient_override_map` puts only names into them.
+        Equal graphs give equal bytes. A loaded graph that was not changed gives the bytes it was loaded from.
+
+        Raises:
+            InvalidOverrideError: `gradient_override_map` gave a node a rule that is not a registered name, or params;
+                a GraphDef can hold only the name.
         """
         self._contexts.refuse_export()
-        return self.plain_bytes()
+        return self.to_bytes_without_overrides()
 
-    def plain_bytes(self) -> bytes:
-        """`to_bytes` without what `node_overrides` holds, which a request sends beside them."""
+    def to_bytes_without_overrides(self) -> bytes:
+        """Returns the serialized GraphDef without `node_overrides`, which a request sends in a field of its own."""
         if not self._bytes:
             self._bytes = self._message.SerializeToString(deterministic=True)
         return self._bytes
 
     def sha256(self) -> str:
-        """The hash of `plain_bytes`, worked out once for as long as the graph is not changed."""
-        data = self.plain_bytes()
+        """Returns the SHA-256 of `to_bytes_without_overrides` in hex; cached until the graph changes."""
+        data = self.to_bytes_without_overrides()
         if self._sha256[0] is not data:
             self._sha256 = data, _blobs.digest(data)
         return self._sha256[1]
@@ -118,17 +128,39 @@ class Graph(GraphOps):
 
     @property
     def node_overrides(self) -> tuple[Override, ...]:
-        """Overrides that `gradient_override_map` recorded for single nodes; a request sends them after its own."""
+        """Overrides of single nodes, recorded by `gradient_override_map`; a request sends them after its own."""
         return self._contexts.recorded
 
-    # Making nodes.
+    # Adding nodes.
 
     def placeholder(self, name: str, dtype: _tensors.DtypeLike, shape: Any = None) -> TensorHandle:
-        """A tensor to feed. shape: sizes, None for an unknown one; None as a whole: unknown rank."""
-        return self.one("Placeholder", name=name, dtype=dtype, shape=shape)
+        """Adds a tensor that requests feed.
 
-    def constant(self, value: Any, name: str | None = None, dtype: _tensors.DtypeLike = None) -> TensorHandle:
-        """A constant. Unless dtype says other, Python's floats are float32 and ints int32; arrays keep their type."""
+        Args:
+            name: name of the node.
+            dtype: element type, by name or NumPy dtype.
+            shape: sizes, None for an unknown size; None instead of a list: unknown rank.
+
+        Returns:
+            The handle of the tensor.
+        """
+        return self.op_output("Placeholder", name=name, dtype=dtype, shape=shape)
+
+    def constant(self, value: Any, dtype: _tensors.DtypeLike = None, *, name: str | None = None) -> TensorHandle:
+        """Adds a constant.
+
+        Args:
+            value: a number, string, nested list or array of any shape.
+            dtype: element type, by name or NumPy dtype. Default: float32 for Python's floats, int32 for ints; arrays
+                keep their type.
+            name: name of the node; made unique. Default: `Const`.
+
+        Returns:
+            The handle of the constant.
+
+        Raises:
+            InvalidTensorError: the value is not a tensor of this type.
+        """
         try:
             array = natural(value) if dtype is None else _tensors.from_value(value, _tensors.dtype_number(dtype))
             message = _tensors.to_message(array, dtype)
@@ -138,9 +170,20 @@ class Graph(GraphOps):
         return self._add("Const", self._unique(name or "Const"), [], attrs)[0]
 
     def variable(self, name: str, initial_value: Any, dtype: _tensors.DtypeLike = None) -> TensorHandle:
-        """A variable with a value, which goes into `variables`; returns what reads it.
+        """Adds a variable and stores its value in `variables`.
 
-        The variable's name stands for its value in `xs`, `fetches` and feeds. Element types are those of `constant`.
+        The variable's name stands for its value in `xs`, `fetches` and feeds.
+
+        Args:
+            name: name of the variable's node.
+            initial_value: a number, nested list or array of any shape.
+            dtype: element type; default as for `constant`.
+
+        Returns:
+            The handle of the node that reads the variable.
+
+        Raises:
+            InvalidTensorError: the value is not a tensor of this type.
         """
         try:
             value = (
@@ -163,17 +206,30 @@ class Graph(GraphOps):
         return read[0]
 
     def op(self, op_type: str, *inputs: Any, name: str | None = None, control_inputs: Any = (), **attrs: Any) -> Any:
-        """Adds a node.
+        """Adds a node of any op type.
 
-        inputs: one entry per input of the op, as TensorFlow's documentation of `tf.raw_ops` lists them: handles, lists
-        of handles for inputs that are lists, and numbers or arrays, which become constants of the type that the op
-        wants. An op with one list among its inputs takes the list's tensors one by one too. Inputs may go by name.
-        attrs: by name; element types by name or dtype, shapes as lists, functions by name.
-        Returns a handle; a tuple of them for several outputs or a list; the node where there are no outputs.
-        Raises `UnknownOpTypeError`, `TypeMismatchError`, `InvalidAttrError`, `InvalidTensorError`.
+        Args:
+            op_type: an op type, such as `MatMul`, or a function of the graph.
+            inputs: one entry per input of the op, in the order of `tf.raw_ops`: a handle, a list of handles for an
+                input that is a list, or a number or array, which becomes a constant of the type that the op needs. If
+                only one input is a list, its tensors may be given one by one. Inputs may be keyword arguments.
+            name: name of the node; made unique. Default: the op type.
+            control_inputs: nodes or handles that must run before this node.
+            attrs: attributes by name; element types by name or dtype, shapes as lists, functions by name.
+
+        Returns:
+            The handle of the only output; a tuple of handles for several outputs or an output list; the `Node` if the
+            op has no outputs.
+
+        Raises:
+            UnknownOpTypeError: neither an op type nor a function of the graph.
+            TypeMismatchError: number or types of the inputs do not fit the op.
+            InvalidAttrError: an attribute is unknown, has a wrong value, or is missing and does not follow.
+            InvalidTensorError: a value cannot become a constant of the needed type.
+            InvalidGraphError: the name is not a valid node name, or an input belongs to another graph.
         """
         definition = self._definition(op_type)
-        # Functions' names may start as no node's name does.
+        # A function's name may start with `_`, a node's name may not.
         full_name = self._unique(name or op_type.lstrip("_"))
         where = f"{op_type} node {full_name!r}"
         by_name = {arg.name: attrs.pop(arg.name) for arg in definition.inputs if arg.name in attrs}
@@ -193,7 +249,7 @@ class Graph(GraphOps):
             for arg, entries in assign_arguments(definition, inputs, by_name, where)
         ]
         conversion = Conversion(definition, messages, where)
-        conversion.learn(arguments)
+        conversion.set_types(arguments)
         tensors = [
             entry if isinstance(entry, TensorHandle) else self._constant_input(full_name, arg, entry, conversion)
             for arg, entries in arguments
@@ -211,8 +267,15 @@ class Graph(GraphOps):
         )
         return handles[0] if single else handles
 
-    def one(self, op_type: str, *inputs: Any, name: str | None = None, **attrs: Any) -> TensorHandle:
-        """`op` for op types with one output."""
+    def op_output(self, op_type: str, *inputs: Any, name: str | None = None, **attrs: Any) -> TensorHandle:
+        """Adds a node of an op type that has exactly one output; takes what `op` takes.
+
+        Returns:
+            The handle of the output.
+
+        Raises:
+            UnknownOpTypeError, TypeMismatchError, InvalidAttrError, InvalidTensorError: as `op`.
+        """
         handle = self.op(op_type, *inputs, name=name, **attrs)
         assert isinstance(handle, TensorHandle)
         return handle
@@ -238,7 +301,7 @@ class Graph(GraphOps):
         return definition
 
     def _constant_input(self, node: str, arg: _opdefs.ArgDef, value: Any, conversion: Conversion) -> TensorHandle:
-        message = conversion.message(arg, value)
+        message = conversion.to_message(arg, value)
         attrs = {"dtype": AttrValue(type=message.dtype), "value": AttrValue(tensor=message)}
         return self._add("Const", self._names.make(f"{node}/{arg.name}"), [], attrs)[0]
 
@@ -277,7 +340,13 @@ class Graph(GraphOps):
 
     @contextlib.contextmanager
     def name_scope(self, name: str) -> Iterator[str]:
-        """Nodes made inside are named `name/…`. The scope is made unique; one that ends with `/` is taken as it is."""
+        """Puts `name/` before the names of nodes that are added inside the context.
+
+        The scope's name is made unique, unless it ends with `/`.
+
+        Yields:
+            The full scope, with `/` at its end.
+        """
         outer = self._scope
         self._scope = name if name.endswith("/") else self._unique(name) + "/"
         try:
@@ -288,10 +357,16 @@ class Graph(GraphOps):
     def gradient_override_map(
         self, overrides: Mapping[str, OverrideValue], *, optional: bool = False
     ) -> contextlib.AbstractContextManager[None]:
-        """Nodes made inside get rules by op type; an inner context wins over an outer one.
+        """Gives rules, by op type, to the nodes that are added inside the context; an inner context wins.
 
-        Values: a rule's name, `gr.Rule`, or either with params, `(rule, {"alpha": 2.0})`. Leaving it raises
-        `UnmatchedOverrideError` for an op type of which no node was made inside, unless `optional`.
+        Args:
+            overrides: op type to a rule's name, a `gr.Rule`, or either with params: `(rule, {"alpha": 2.0})`.
+            optional: allows op types of which no node is added.
+
+        Raises:
+            InvalidOverrideError: `overrides` is not a dict of op types to rules.
+            UnknownOpTypeError: a key is not an op type.
+            UnmatchedOverrideError: at the end of the context, no node of an op type was added.
         """
         if not isinstance(overrides, Mapping):
             raise InvalidOverrideError(
@@ -301,17 +376,17 @@ class Graph(GraphOps):
             self._definition(op_type)
         return self._contexts.entered(overrides, optional)
 
-    # Finding.
+    # Finding nodes and tensors.
 
     def node(self, name: str) -> Node:
-        """The node of a name. Raises `UnknownTensorError`."""
+        """Returns the node with this name. Raises `UnknownTensorError`."""
         message = self._types.node(name)
         if message is None:
             raise UnknownTensorError(f"the graph has no node {name!r}.{near(name, self._types.names())}")
         return Node(self, message)
 
     def tensor(self, name: str) -> TensorHandle:
-        """The handle of a tensor, by `node`, `node:output` or alias. Raises `UnknownTensorError`."""
+        """Returns the handle of a tensor, by `node`, `node:output` or alias. Raises `UnknownTensorError`."""
         node, index = split(self.aliases.get(name, name))
         if self._types.node(node) is None:
             known = f" Aliases: {', '.join(map(repr, self.aliases))}." if self.aliases else ""
@@ -323,7 +398,13 @@ class Graph(GraphOps):
         return handles[index]
 
     def value_of(self, name: str) -> TensorHandle:
-        """As `tensor`, for the names of variables (shared names too) a handle of the variable's element type."""
+        """Returns the handle of a tensor or of a variable's value.
+
+        A variable is found by its node's name or its shared name; the handle has the variable's element type.
+
+        Raises:
+            UnknownTensorError: the graph has neither.
+        """
         node, index = split(name)
         message = self._types.node(node)
         if message is None:
@@ -339,7 +420,13 @@ class Graph(GraphOps):
             return 0
 
     def find(self, op_type: str | None = None, node: str | None = None, scope: str | None = None) -> list[Node]:
-        """Nodes for which all selectors hold, in order. node: a name or a glob; scope: nodes under `scope/`."""
+        """Returns the nodes that match all selectors, in the order of the graph.
+
+        Args:
+            op_type: op type of the nodes.
+            node: name or glob; `*` and `?` match within a part between slashes, `**` matches across slashes.
+            scope: matches the nodes whose names start with `scope/`.
+        """
         pattern = None if node is None else glob(node)
         return [
             Node(self, message)
@@ -350,11 +437,14 @@ class Graph(GraphOps):
         ]
 
     def outputs_of(self, node: str) -> tuple[TensorHandle, ...]:
-        """Handles of a node's outputs."""
+        """Returns the handles of a node's outputs."""
         return tuple(TensorHandle(self, node, index, number) for index, number in enumerate(self._types.outputs(node)))
 
     def stated_shape(self, tensor: str) -> tuple[int | None, ...] | None:
-        """A tensor's shape where its node states it; None where it is not known without TensorFlow."""
+        """Returns a tensor's shape if its node holds it (placeholder, constant, `_output_shapes`), else None.
+
+        None among the sizes is an unknown size.
+        """
         node, index = split(tensor)
         message = self._types.node(node)
         assert message is not None
@@ -367,14 +457,17 @@ class Graph(GraphOps):
             return _tensors.shape_tuple(shapes[index]) if index < len(shapes) else None
         return None
 
-    def wishing_op_types(self) -> set[str]:
-        """Op types of the nodes, functions' included, that name a rule themselves; calls give params by them."""
+    def op_types_with_rule_names(self) -> set[str]:
+        """Returns the op types of the nodes that name a rule in an attribute, nodes in functions included.
+
+        A call gives params to such rules by op type.
+        """
         bodies = [self._message.node, *(function.node_def for function in self._message.library.function)]
         return {node.op for body in bodies for node in body if GRADIENT_ATTR in node.attr}
 
     @property
     def inputs(self) -> Mapping[str, TensorSpec]:
-        """Placeholders by alias or name."""
+        """Specs of the placeholders, by alias or name."""
         return self._by_alias(
             [
                 self._spec(node.name, optional=node.op == "PlaceholderWithDefault")
@@ -385,7 +478,11 @@ class Graph(GraphOps):
 
     @property
     def outputs(self) -> Mapping[str, TensorSpec]:
-        """What has an alias and is no placeholder; without aliases what nothing takes from, constants aside."""
+        """Specs of the outputs, by alias or name.
+
+        Outputs are the tensors with an alias, placeholders excluded. Without aliases, they are the outputs of nodes
+        that no other node uses, placeholders and constants excluded.
+        """
         named = {
             alias: self._spec(tensor)
             for alias, tensor in self.aliases.items()
@@ -408,10 +505,17 @@ class Graph(GraphOps):
         return ByName({aliases.get(bare(spec.name), bare(spec.name)): spec for spec in specs}, self.aliases)
 
     def save(self, path: str | os.PathLike[str], *, freeze: bool = False) -> None:
-        """Writes the graph to a `.pb` file, and its variables and aliases to the `.npz` beside it, if it has any.
+        """Writes the graph to a `.pb` file, and its variables and aliases, if any, to a `.npz` file beside it.
 
-        `gr.load` reads both. freeze: variables become constants of the graph. Raises `InvalidOverrideError` where bytes
-        would lose a rule, `UnsupportedError` for variables that cannot be frozen or written.
+        `gr.load` reads both files.
+
+        Args:
+            path: path of the `.pb` file.
+            freeze: replaces variables by constants.
+
+        Raises:
+            InvalidOverrideError: as `to_bytes`.
+            UnsupportedError: a variable cannot be frozen or written.
         """
         from gradrule._saving import save
 

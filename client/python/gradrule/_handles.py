@@ -1,4 +1,4 @@
-"""Handles of a graph's nodes and tensors: what the builder takes and gives."""
+"""Defines handles of a graph's tensors and nodes, which the builder takes and returns."""
 
 from __future__ import annotations
 
@@ -16,12 +16,19 @@ if TYPE_CHECKING:
 
 
 class TensorHandle:
-    """An output of a node. Operators build nodes; `==` compares identity, so that handles can be keys.
+    """Refers to one output of a node. Operators add nodes to the graph.
 
-    `& | ^ ~` are logical on bools and bitwise on integers. `h[1:, ..., None, -1]` is TensorFlow's strided slice.
+    `==` compares identity, so that handles can be dict keys. `& | ^ ~` are logical on bools and bitwise on integers.
+    `h[1:, ..., None, -1]` is TensorFlow's strided slice.
+
+    Attributes:
+        graph: the graph of the tensor.
+        name: `node:index`.
+        index: position among the node's outputs.
+        number: element type as the number of TensorFlow's `DataType`; 0: unknown.
     """
 
-    # NumPy arrays on the left leave the operator to the handle.
+    # Without these, `array + handle` would call NumPy's operator.
     __array_priority__ = 100
     __array_ufunc__ = None
     __slots__ = ("graph", "index", "name", "number")
@@ -34,17 +41,17 @@ class TensorHandle:
 
     @property
     def node(self) -> Node:
-        """The node that puts this tensor out."""
+        """The node that computes this tensor."""
         return self.graph.node(self.name.rpartition(":")[0])
 
     @property
     def dtype(self) -> str:
-        """Name of the element type, `float32` for example."""
+        """Name of the element type, for example `float32`."""
         return name_of(self.number)
 
     @property
     def shape(self) -> tuple[int | None, ...] | None:
-        """Shape where the node states it (placeholders, constants); None where it is not known here."""
+        """Sizes, None for an unknown size; None if the node holds no shape; placeholders and constants do."""
         return self.graph.stated_shape(self.name)
 
     def __repr__(self) -> str:
@@ -57,46 +64,46 @@ class TensorHandle:
         raise TypeError(f"{self.name!r} is one tensor and cannot be iterated over; use `unstack`")
 
     def __add__(self, other: Any) -> TensorHandle:
-        return self.graph.one("AddV2", self, other)
+        return self.graph.op_output("AddV2", self, other)
 
     def __radd__(self, other: Any) -> TensorHandle:
-        return self.graph.one("AddV2", other, self)
+        return self.graph.op_output("AddV2", other, self)
 
     def __sub__(self, other: Any) -> TensorHandle:
-        return self.graph.one("Sub", self, other)
+        return self.graph.op_output("Sub", self, other)
 
     def __rsub__(self, other: Any) -> TensorHandle:
-        return self.graph.one("Sub", other, self)
+        return self.graph.op_output("Sub", other, self)
 
     def __mul__(self, other: Any) -> TensorHandle:
-        return self.graph.one("Mul", self, other)
+        return self.graph.op_output("Mul", self, other)
 
     def __rmul__(self, other: Any) -> TensorHandle:
-        return self.graph.one("Mul", other, self)
+        return self.graph.op_output("Mul", other, self)
 
     def __truediv__(self, other: Any) -> TensorHandle:
-        return self.graph.one("RealDiv", self, other)
+        return self.graph.op_output("RealDiv", self, other)
 
     def __rtruediv__(self, other: Any) -> TensorHandle:
-        return self.graph.one("RealDiv", other, self)
+        return self.graph.op_output("RealDiv", other, self)
 
     def __floordiv__(self, other: Any) -> TensorHandle:
-        return self.graph.one("FloorDiv", self, other)
+        return self.graph.op_output("FloorDiv", self, other)
 
     def __rfloordiv__(self, other: Any) -> TensorHandle:
-        return self.graph.one("FloorDiv", other, self)
+        return self.graph.op_output("FloorDiv", other, self)
 
     def __mod__(self, other: Any) -> TensorHandle:
-        return self.graph.one("FloorMod", self, other)
+        return self.graph.op_output("FloorMod", self, other)
 
     def __rmod__(self, other: Any) -> TensorHandle:
-        return self.graph.one("FloorMod", other, self)
+        return self.graph.op_output("FloorMod", other, self)
 
     def __pow__(self, other: Any) -> TensorHandle:
-        return self.graph.one("Pow", self, other)
+        return self.graph.op_output("Pow", self, other)
 
     def __rpow__(self, other: Any) -> TensorHandle:
-        return self.graph.one("Pow", other, self)
+        return self.graph.op_output("Pow", other, self)
 
     def __matmul__(self, other: Any) -> TensorHandle:
         return self.graph.matmul(self, other)
@@ -105,25 +112,25 @@ class TensorHandle:
         return self.graph.matmul(other, self)
 
     def __neg__(self) -> TensorHandle:
-        return self.graph.one("Neg", self)
+        return self.graph.op_output("Neg", self)
 
     def __pos__(self) -> TensorHandle:
         return self
 
     def __invert__(self) -> TensorHandle:
-        return self.graph.one("Invert" if self._is_integer() else "LogicalNot", self)
+        return self.graph.op_output("Invert" if self._is_integer() else "LogicalNot", self)
 
     def __and__(self, other: Any) -> TensorHandle:
-        return self.graph.one("BitwiseAnd" if self._is_integer() else "LogicalAnd", self, other)
+        return self.graph.op_output("BitwiseAnd" if self._is_integer() else "LogicalAnd", self, other)
 
     def __rand__(self, other: Any) -> TensorHandle:
-        return self.graph.one("BitwiseAnd" if self._is_integer() else "LogicalAnd", other, self)
+        return self.graph.op_output("BitwiseAnd" if self._is_integer() else "LogicalAnd", other, self)
 
     def __or__(self, other: Any) -> TensorHandle:
-        return self.graph.one("BitwiseOr" if self._is_integer() else "LogicalOr", self, other)
+        return self.graph.op_output("BitwiseOr" if self._is_integer() else "LogicalOr", self, other)
 
     def __ror__(self, other: Any) -> TensorHandle:
-        return self.graph.one("BitwiseOr" if self._is_integer() else "LogicalOr", other, self)
+        return self.graph.op_output("BitwiseOr" if self._is_integer() else "LogicalOr", other, self)
 
     def __xor__(self, other: Any) -> TensorHandle:
         return self._xor(self, other)
@@ -137,32 +144,32 @@ class TensorHandle:
         return index(self, key)
 
     def __abs__(self) -> TensorHandle:
-        return self.graph.one("Abs", self)
+        return self.graph.op_output("Abs", self)
 
     def __lt__(self, other: Any) -> TensorHandle:
-        return self.graph.one("Less", self, other)
+        return self.graph.op_output("Less", self, other)
 
     def __le__(self, other: Any) -> TensorHandle:
-        return self.graph.one("LessEqual", self, other)
+        return self.graph.op_output("LessEqual", self, other)
 
     def __gt__(self, other: Any) -> TensorHandle:
-        return self.graph.one("Greater", self, other)
+        return self.graph.op_output("Greater", self, other)
 
     def __ge__(self, other: Any) -> TensorHandle:
-        return self.graph.one("GreaterEqual", self, other)
+        return self.graph.op_output("GreaterEqual", self, other)
 
     def _is_integer(self) -> bool:
         return name_of(base(self.number)).startswith(("int", "uint"))
 
     def _xor(self, left: Any, right: Any) -> TensorHandle:
         if self._is_integer():
-            return self.graph.one("BitwiseXor", left, right)
-        # NotEqual takes any type; stating the one that is meant refuses the others.
-        return self.graph.one("NotEqual", left, right, T=Dt.DT_BOOL)
+            return self.graph.op_output("BitwiseXor", left, right)
+        # NotEqual accepts any type; T limits it to bools.
+        return self.graph.op_output("NotEqual", left, right, T=Dt.DT_BOOL)
 
 
 class Node:
-    """A node of a graph."""
+    """Refers to a node of a graph. Nodes are equal if their graph and name are."""
 
     __slots__ = ("graph", "message")
 
@@ -172,27 +179,27 @@ class Node:
 
     @property
     def name(self) -> str:
-        """Its unique name."""
+        """Unique name of the node."""
         return self.message.name
 
     @property
     def op_type(self) -> str:
-        """Its op type, `MatMul` for example."""
+        """Op type, for example `MatMul`."""
         return self.message.op
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of the tensors it takes, control inputs (`^node`) last."""
+        """Names of the input tensors, followed by control inputs (`^node`)."""
         return tuple(self.message.input)
 
     @property
     def attrs(self) -> Mapping[str, AttrValue]:
-        """Its attributes as messages."""
+        """Attributes by name, as protobuf messages."""
         return dict(self.message.attr)
 
     @property
     def outputs(self) -> tuple[TensorHandle, ...]:
-        """Handles of the tensors it puts out."""
+        """Handles of the outputs."""
         return self.graph.outputs_of(self.name)
 
     def __repr__(self) -> str:
@@ -206,7 +213,11 @@ class Node:
 
 
 def as_tensor(value: Any) -> Any:
-    """A node's only output; anything else as it is. Raises `UnknownTensorError` for a node with several or none."""
+    """Returns a node's only output, or any other value unchanged.
+
+    Raises:
+        UnknownTensorError: the node has several outputs or none.
+    """
     if not isinstance(value, Node):
         return value
     outputs = value.outputs

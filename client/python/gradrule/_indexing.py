@@ -1,4 +1,4 @@
-"""Indexing of tensors, `h[1:, ..., None, -1]`, as one `StridedSlice` with the masks that TensorFlow gives it."""
+"""Translates an index such as `h[1:, ..., None, -1]` into one `StridedSlice` node with TensorFlow's masks."""
 
 from __future__ import annotations
 
@@ -22,17 +22,24 @@ _INDEX_TYPES = {Dt.DT_INT16, Dt.DT_INT32, Dt.DT_INT64}
 
 
 def index(tensor: TensorHandle, key: Any) -> TensorHandle:
-    """`tensor[key]`: integers, slices, `...` and None, and integer scalars of the graph wherever an integer fits.
+    """Adds the node for `tensor[key]` and returns its output.
 
-    A bool tensor or array alone picks the entries where it is true. Raises `TypeMismatchError` for anything else.
+    Args:
+        tensor: the tensor to index.
+        key: integers, integer scalars of the graph, slices of these, `...` and None; or one bool tensor or array,
+            which selects the entries where it is true.
+
+    Raises:
+        TypeMismatchError: a part of the key is of another type.
+        InvalidGraphError: the key has two `...`, or a slice has step 0.
     """
     key = as_tensor(key)
     if _is_mask(key):
-        return tensor.graph.one("GatherNd", tensor, tensor.graph.op("Where", key))
-    spec = _Spec(tensor)
+        return tensor.graph.op_output("GatherNd", tensor, tensor.graph.op("Where", key))
+    strided_slice = _StridedSlice(tensor)
     for part in key if isinstance(key, tuple) else (key,):
-        spec.add(as_tensor(part))
-    return spec.node()
+        strided_slice.add(as_tensor(part))
+    return strided_slice.add_node()
 
 
 def _is_mask(key: Any) -> bool:
@@ -41,8 +48,8 @@ def _is_mask(key: Any) -> bool:
     return isinstance(key, np.ndarray) and key.ndim > 0 and key.dtype == bool
 
 
-class _Spec:
-    """What the parts of an index say, in the words of `StridedSlice`."""
+class _StridedSlice:
+    """Collects the inputs and masks of a `StridedSlice` from the parts of an index."""
 
     def __init__(self, tensor: TensorHandle) -> None:
         self._tensor = tensor
@@ -52,7 +59,7 @@ class _Spec:
         self._masks = dict.fromkeys(("begin", "end", "ellipsis", "new_axis", "shrink_axis"), 0)
 
     def add(self, part: Any) -> None:
-        """Takes one more part."""
+        """Adds one part of the index."""
         if part is Ellipsis:
             if self._masks["ellipsis"]:
                 raise InvalidGraphError(f"{self._tensor.name!r}[…]: an index holds one `...` at most")
@@ -70,13 +77,13 @@ class _Spec:
             position = self._position(part)
             self._append(position, position + 1, 1, "shrink_axis")
 
-    def node(self) -> TensorHandle:
-        """The node."""
+    def add_node(self) -> TensorHandle:
+        """Adds the `StridedSlice` node and returns its output."""
         parts = (self._begin, self._end, self._strides)
         number = Dt.DT_INT64 if any(_is_wide(entry) for part in parts for entry in part) else Dt.DT_INT32
         graph = self._tensor.graph
         masks: dict[str, Any] = {f"{name}_mask": bits for name, bits in self._masks.items()}
-        return graph.one("StridedSlice", self._tensor, *(_vector(graph, part, number) for part in parts), **masks)
+        return graph.op_output("StridedSlice", self._tensor, *(_vector(graph, part, number) for part in parts), **masks)
 
     def _append(self, begin: Any, end: Any, stride: Any, *masks: str) -> None:
         for mask in masks:
@@ -86,7 +93,7 @@ class _Spec:
         self._strides.append(stride)
 
     def _position(self, value: Any) -> Any:
-        """An integer, or a scalar of the graph."""
+        """Returns an integer within int64, or an integer scalar of the graph. Raises `TypeMismatchError`."""
         value = as_tensor(value)
         where = f"{self._tensor.name!r}[…]"
         if isinstance(value, TensorHandle):
@@ -114,9 +121,9 @@ def _is_wide(entry: Any) -> bool:
 
 def _vector(graph: Graph, entries: list[Any], number: int) -> Any:
     if not any(isinstance(entry, TensorHandle) for entry in entries):
-        # The end of the largest index is one beyond what fits, and counts for nothing.
+        # The end of the largest int64 index does not fit into int64; shrink_axis ignores the end.
         return np.array([min(entry, _INT64.max) for entry in entries], _tensors.numpy_dtype(number))
-    return graph.one("Pack", [_typed(graph, entry, number) for entry in entries])
+    return graph.op_output("Pack", [_typed(graph, entry, number) for entry in entries])
 
 
 def _typed(graph: Graph, entry: Any, number: int) -> Any:

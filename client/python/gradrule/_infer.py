@@ -1,8 +1,7 @@
-"""What follows from an op's definition, a node's attributes and the types of its inputs: the attributes that were left
-out and the types of the outputs.
+"""Infers a node's missing attributes and output types from its op definition, attributes and input types.
 
-Pure, and fast enough for graphs of 100,000 nodes: what depends on the definition alone is worked out once for each.
-A type of 0 means "not known": it fits everywhere and nothing follows from it, so that a checker can go on after an
+Fast enough for graphs of 100,000 nodes: what depends only on the op's definition is computed once per definition.
+Type 0 means "unknown": it fits every argument and nothing is inferred from it, so that a checker can continue after an
 error.
 """
 
@@ -27,7 +26,7 @@ Slices = Mapping[str, tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """All attributes of a node, those of them that were added, and the element types of its outputs (0: not known)."""
+    """Holds all attributes of a node, the added ones again, and the element types of the outputs (0: unknown)."""
 
     attrs: dict[str, AttrValue]
     added: dict[str, AttrValue]
@@ -35,27 +34,32 @@ class Completed:
 
 
 def complete(op: OpDef, attrs: Mapping[str, AttrValue], inputs: Sequence[int]) -> Completed:
-    """Completes a node.
+    """Adds the attributes that a node lacks and returns the types of its outputs.
 
-    `attrs`: those that the node carries (names that start with `_` pass through). `inputs`: the element type of every
-    data input, flat. Raises `InferError`: `TYPE_MISMATCH` where number or types of inputs do not fit,
-    `INVALID_ATTR` where an attribute has the wrong kind or value, is not the op's, or is missing and does not follow.
+    Args:
+        op: definition of the node's op.
+        attrs: attributes of the node; names that start with `_` are kept unchecked.
+        inputs: element type of each data input, as a flat list; 0: unknown.
+
+    Raises:
+        InferError: `TYPE_MISMATCH` if number or types of the inputs do not fit; `INVALID_ATTR` if an attribute is
+            unknown, has a wrong kind or value, or is missing and cannot be inferred.
     """
     plan = _plan(op)
     plan.check_given(attrs)
-    known = _Known(plan, attrs)
-    known.take_inputs(inputs)
-    added = known.missing()
-    return Completed({**attrs, **added} if added else dict(attrs), added, known.outputs())
+    inference = _Inference(plan, attrs)
+    inference.match_inputs(inputs)
+    added = inference.missing()
+    return Completed({**attrs, **added} if added else dict(attrs), added, inference.outputs())
 
 
 def input_slices(op: OpDef, attrs: Mapping[str, AttrValue]) -> Slices:
-    """Where each input argument lies in the flat list: name → (start, length). `attrs` must be complete."""
+    """Returns the (start, length) of each input argument in the flat list, by name. `attrs` must be complete."""
     return _slices(op, op.inputs, attrs, _plan(op).fixed_inputs)
 
 
 def output_slices(op: OpDef, attrs: Mapping[str, AttrValue]) -> Slices:
-    """Where each output argument lies in the flat list: name → (start, length). `attrs` must be complete.
+    """Returns the (start, length) of each output argument in the flat list, by name. `attrs` must be complete.
 
     `node:arg:i` in a function body is flat output `start + i`.
     """
@@ -63,14 +67,14 @@ def output_slices(op: OpDef, attrs: Mapping[str, AttrValue]) -> Slices:
 
 
 class _Plan:
-    """What follows from a definition alone."""
+    """Holds what can be computed from a definition alone."""
 
     def __init__(self, op: OpDef) -> None:
         self.op = op
         self.attrs = {attr.name: AttrPlan(attr) for attr in op.attrs}
         self.fixed_inputs = _fixed_slices(op.inputs)
         self.fixed_outputs = _fixed_slices(op.outputs)
-        # How many tensors of a variable-length argument one unit of its length attribute stands for.
+        # Number of input arguments whose length each length attribute sets.
         self.lengths: dict[str, int] = {}
         for arg in op.inputs:
             if length_attr := arg.number_attr or arg.type_list_attr:
@@ -78,6 +82,7 @@ class _Plan:
         self.fixed_count = sum(1 for arg in op.inputs if not (arg.number_attr or arg.type_list_attr))
 
     def check_given(self, attrs: Mapping[str, AttrValue]) -> None:
+        """Raises `InferError` for an attribute that is unknown or has a wrong value."""
         for name, value in attrs.items():
             plan = self.attrs.get(name)
             if plan is not None:
@@ -99,10 +104,10 @@ def _plan(op: OpDef) -> _Plan:
     return plan
 
 
-class _Known:
-    """What is known of one node's attributes, as ints and lists of ints, while it is completed."""
+class _Inference:
+    """Collects the types and lengths of one node's attributes, as ints and tuples of ints, while they are inferred."""
 
-    __slots__ = ("attrs", "blurred", "found", "lengths", "lists", "plan", "types")
+    __slots__ = ("attrs", "inferred", "lengths", "lists", "plan", "types", "uninferable")
 
     def __init__(self, plan: _Plan, attrs: Mapping[str, AttrValue]) -> None:
         self.plan = plan
@@ -110,9 +115,9 @@ class _Known:
         self.types: dict[str, int] = {}
         self.lists: dict[str, tuple[int, ...]] = {}
         self.lengths: dict[str, int] = {}
-        # Attributes that do not follow only because an input's type is not known.
-        self.blurred: set[str] = set()
-        self.found: set[str] = set()
+        # Attributes that cannot be inferred because an input's type is unknown; they are not reported as missing.
+        self.uninferable: set[str] = set()
+        self.inferred: set[str] = set()
         for name, attr in plan.attrs.items():
             value = attrs.get(name)
             if value is not None:
@@ -120,7 +125,7 @@ class _Known:
 
     def _read(self, attr: AttrPlan, value: AttrValue) -> None:
         if value.HasField("placeholder"):
-            self.blurred.add(attr.name)
+            self.uninferable.add(attr.name)
         elif attr.field == "type":
             if attr.is_list:
                 self.lists[attr.name] = tuple(value.list.type)
@@ -129,14 +134,14 @@ class _Known:
         elif attr.field == "i" and not attr.is_list:
             self.lengths[attr.name] = value.i
 
-    def take_inputs(self, inputs: Sequence[int]) -> None:
-        """Matches inputs with arguments, learning lengths, types and type lists on the way."""
+    def match_inputs(self, inputs: Sequence[int]) -> None:
+        """Matches the inputs with the arguments and infers lengths, types and type lists."""
         lengths = self._lengths(len(inputs))
         start = 0
         for arg in self.plan.op.inputs:
             length_attr = arg.number_attr or arg.type_list_attr
             stop = start + (lengths[length_attr] if length_attr else 1)
-            self._take(arg, inputs[start:stop], start)
+            self._match(arg, inputs[start:stop], start)
             start = stop
 
     def _lengths(self, count: int) -> dict[str, int]:
@@ -169,18 +174,18 @@ class _Known:
         return self.lengths.get(name)
 
     def _default_lengths(self, unknown: list[str], lengths: dict[str, int]) -> list[str]:
-        """Where several lengths are open, those that have a default take it; returns those still open."""
-        open_still = []
+        """Sets unknown lengths that have a default; returns the lengths that stay unknown."""
+        remaining = []
         for name in unknown:
             default = self.plan.attrs[name].attr.default
             if default is None:
-                open_still.append(name)
+                remaining.append(name)
                 continue
             self._read(self.plan.attrs[name], default)
             length = self._length(name)
             assert length is not None
             lengths[name] = length
-        return open_still
+        return remaining
 
     def _wrong_count(self, count: int, lengths: Mapping[str, int]) -> InferError:
         op = self.plan.op
@@ -189,24 +194,24 @@ class _Known:
         wants = f"{op.name} takes {f'inputs ({args})' if args else 'no inputs'}{f', {given}' if given else ''}"
         return InferError("TYPE_MISMATCH", f"{wants}; {count} {'is' if count == 1 else 'are'} given")
 
-    def _take(self, arg: ArgDef, types: Sequence[int], start: int) -> None:
+    def _match(self, arg: ArgDef, types: Sequence[int], start: int) -> None:
         if arg.is_ref:
             for offset, number in enumerate(types):
                 if 0 < number <= REF_OFFSET:
                     raise self._mismatch(arg, start + offset, name_of(number), "a reference to a variable")
         if arg.number_attr:
-            self._learn_length(arg.number_attr, len(types))
+            self._set_length(arg.number_attr, len(types))
         if arg.type_list_attr:
-            self._take_list(arg, types, start)
+            self._match_list(arg, types, start)
         elif arg.type_attr:
             for offset, number in enumerate(types):
-                self._take_type(arg, base(number), start + offset)
+                self._match_type(arg, base(number), start + offset)
         else:
             for offset, number in enumerate(types):
                 if number and base(number) != arg.type:
                     raise self._mismatch(arg, start + offset, name_of(number), name_of(arg.type))
 
-    def _learn_length(self, name: str, length: int) -> None:
+    def _set_length(self, name: str, length: int) -> None:
         if name not in self.lengths:
             self.lengths[name] = length
             if name not in self.attrs:
@@ -215,13 +220,13 @@ class _Known:
                     raise InferError(
                         "TYPE_MISMATCH", f"{self.plan.op.name} takes at least {minimum} inputs; {length} are given"
                     )
-                self.found.add(name)
+                self.inferred.add(name)
 
-    def _take_type(self, arg: ArgDef, number: int, index: int) -> None:
+    def _match_type(self, arg: ArgDef, number: int, index: int) -> None:
         name = arg.type_attr
         if not number:
             if name not in self.types:
-                self.blurred.add(name)
+                self.uninferable.add(name)
             return
         known = self.types.get(name)
         if known is None:
@@ -234,22 +239,22 @@ class _Known:
                 )
             self.types[name] = number
             if name not in self.attrs:
-                self.found.add(name)
+                self.inferred.add(name)
         elif known != number:
             raise self._mismatch(arg, index, name_of(number), f"{name_of(known)}, as {name} is elsewhere")
 
-    def _take_list(self, arg: ArgDef, types: Sequence[int], start: int) -> None:
+    def _match_list(self, arg: ArgDef, types: Sequence[int], start: int) -> None:
         name = arg.type_list_attr
         known = self.lists.get(name)
         if known is None:
             numbers = tuple(map(base, types))
             if 0 in numbers:
-                self.blurred.add(name)
+                self.uninferable.add(name)
                 return
             plan = self.plan.attrs[name]
             if name not in self.attrs:
                 plan.check(_types(numbers))
-                self.found.add(name)
+                self.inferred.add(name)
             self.lists[name] = numbers
             return
         for offset, (number, wanted) in enumerate(zip(types, known, strict=True)):
@@ -260,7 +265,7 @@ class _Known:
         return InferError("TYPE_MISMATCH", f"input {index} ({arg.name}) of {self.plan.op.name} is {got}, not {wanted}")
 
     def missing(self) -> dict[str, AttrValue]:
-        """The attributes to add: those found from the inputs, and defaults."""
+        """Returns the attributes to add: those inferred from the inputs, and defaults."""
         added: dict[str, AttrValue] = {}
         if len(self.attrs) >= len(self.plan.attrs) and all(name in self.attrs for name in self.plan.attrs):
             return added
@@ -268,12 +273,12 @@ class _Known:
         for name, attr in self.plan.attrs.items():
             if name in self.attrs:
                 continue
-            if name in self.found:
-                added[name] = self._found_value(attr)
+            if name in self.inferred:
+                added[name] = self._inferred_value(attr)
             elif attr.attr.default is not None:
                 added[name] = attr.attr.default
                 self._read(attr, attr.attr.default)
-            elif name not in self.blurred:
+            elif name not in self.uninferable:
                 absent.append(name)
         if absent:
             plural = "s" if len(absent) > 1 else ""
@@ -284,7 +289,7 @@ class _Known:
             )
         return added
 
-    def _found_value(self, attr: AttrPlan) -> AttrValue:
+    def _inferred_value(self, attr: AttrPlan) -> AttrValue:
         if attr.is_list:
             return _types(self.lists[attr.name])
         if attr.field == "type":
@@ -292,7 +297,7 @@ class _Known:
         return AttrValue(i=self.lengths[attr.name])
 
     def outputs(self) -> tuple[int, ...]:
-        """Element types of the outputs, flat. An argument of unknown length counts as one output of unknown type."""
+        """Returns the outputs' element types, flat. An argument of unknown length counts as one output."""
         flat: list[int] = []
         for arg in self.plan.op.outputs:
             if arg.type_list_attr:
@@ -302,18 +307,18 @@ class _Known:
             if arg.is_ref and number:
                 number += REF_OFFSET
             flat.extend([number] * (self.lengths.get(arg.number_attr, 1) if arg.number_attr else 1))
-        return _one(flat[0]) if len(flat) == 1 else tuple(flat)
+        return _single_output(flat[0]) if len(flat) == 1 else tuple(flat)
 
 
-# Numbers come from callers: not all of them are types.
+# The cache is bounded because callers pass numbers that need not be types.
 @functools.lru_cache(1024)
 def type_attr(number: int) -> AttrValue:
-    """A type as an attribute: one message for all nodes, of which a graph has many."""
+    """Returns a type as an attribute; all nodes share one message per type."""
     return AttrValue(type=as_dt(number))
 
 
 @functools.lru_cache(1024)
-def _one(number: int) -> tuple[int]:
+def _single_output(number: int) -> tuple[int]:
     return (number,)
 
 

@@ -1,4 +1,4 @@
-"""Calls of Keras layers, as a graph that was traced from a model remembers them."""
+"""Describes the calls of Keras layers in a graph that was traced from a model."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """One call of a layer. A layer that a model uses twice has two.
+    """Describes one call of a layer; a layer that a model uses twice has two calls.
 
-    path: names of the layers from the model down, `encoder/conv1`; nodes that the call made lie in the scope of that
-    name. kind: the layer's class. layer: the layer's identity: equal for calls of one layer, wherever it is used.
-    inputs, outputs: names of the tensors that went in and came out; both empty for a call in a nested function (the
-    body of a loop, as recurrent layers have), whose tensors have no name at the top of the graph.
+    Attributes:
+        path: names of the nested layers, `encoder/conv1`; the call's nodes are in the scope of that name.
+        kind: class of the layer.
+        inputs: names of the input tensors. Empty for a call in a nested function, such as a loop's body, whose tensors
+            have no name at the top level of the graph.
+        outputs: names of the output tensors; empty in the same case.
+        layer: identity of the layer; equal for all calls of one layer.
     """
 
     path: str
@@ -24,5 +27,5 @@ class LayerCall:
 
     @property
     def name(self) -> str:
-        """The layer's own name."""
+        """Name of the layer, the last part of the path."""
         return self.path.rpartition("/")[2]

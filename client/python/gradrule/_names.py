@@ -1,4 +1,4 @@
-"""Names of nodes and tensors: unique ones, normal ones, and patterns."""
+"""Parses, matches and makes names of nodes and tensors."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ _NODE_NAME = re.compile(r"[A-Za-z0-9.][A-Za-z0-9_.\\/>-]*")
 
 
 def is_node_name(name: str) -> bool:
-    """Whether TensorFlow takes the name for a node."""
+    """Returns whether TensorFlow accepts the name as a node's name."""
     return _NODE_NAME.fullmatch(name) is not None
 
 
 def bare(tensor: str) -> str:
-    """`y:0` → `y`; any other name itself."""
+    """Returns the name without `:0`: `y:0` → `y`, `y:1` → `y:1`."""
     return tensor.removesuffix(":0")
 
 
 def split(tensor: str) -> tuple[str, int]:
-    """`y:1` → (`y`, 1), `y` → (`y`, 0). What follows a colon and is no number stays in the name."""
+    """Splits a tensor's name into node and output: `y:1` → (`y`, 1), `y` → (`y`, 0), `y:a` → (`y:a`, 0)."""
     node, colon, index = tensor.rpartition(":")
     return (node, int(index)) if colon and index.isdecimal() else (tensor, 0)
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """` Did you mean 'sign'?` or nothing."""
+    """Returns ` Did you mean 'sign'?` if a known name is similar, else an empty string."""
     known = list(known)
     close = [other for other in known if other.lower() == name.lower()]
     close = close or difflib.get_close_matches(name, known, n=3, cutoff=0.6)
@@ -34,7 +34,7 @@ def near(name: str, known: Iterable[str]) -> str:
 
 
 def glob(pattern: str) -> re.Pattern[str]:
-    """A node pattern: `?` and `*` stay within a part between slashes, `**` crosses them."""
+    """Compiles a glob: `?` and `*` match within a part between slashes, `**` matches across slashes."""
     parts = (
         ".*" if token == "**" else "[^/]*" if token == "*" else "[^/]" if token == "?" else re.escape(token)
         for token in re.split(r"(\*\*|\*|\?)", pattern)
@@ -43,22 +43,22 @@ def glob(pattern: str) -> re.Pattern[str]:
 
 
 class UniqueNames:
-    """Names handed out once each, as TensorFlow does it: `Sign`, `Sign_1`, …; upper and lower case count as equal."""
+    """Makes unique names as TensorFlow does: `Sign`, `Sign_1`, …; upper and lower case are the same name."""
 
     def __init__(self) -> None:
         self._next: dict[str, int] = {}
 
     def reserve(self, name: str) -> None:
-        """Marks a name that is taken."""
+        """Marks a name as used."""
         self._next.setdefault(name.lower(), 1)
 
-    def make(self, wished: str) -> str:
-        """The wished name, or the first free one of `wished_1`, `wished_2`, …"""
-        key = wished.lower()
+    def make(self, requested: str) -> str:
+        """Returns the requested name, or the first free one of `requested_1`, …, and marks it as used."""
+        key = requested.lower()
         number = self._next.get(key, 0)
-        name = wished
+        name = requested
         while name.lower() in self._next:
-            name = f"{wished}_{number}"
+            name = f"{requested}_{number}"
             number += 1
         self._next[key] = max(number, 1)
         self._next.setdefault(name.lower(), 1)

@@ -1,7 +1,7 @@
-"""TensorFlow's op definitions without TensorFlow: the generated table `data/ops.json.gz`, read at the first use.
+"""Looks up TensorFlow's op definitions in the generated table `data/ops.json.gz`, which is read at the first use.
 
-`tools/generate_tables.py` writes the table from these same functions, so that a digest computed from TensorFlow itself
-can be compared with the table's.
+`tools/generate_tables.py` writes the table with these functions, so that a digest computed from TensorFlow can be
+compared with the table's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ArgDef:
-    """An input or an output. Exactly one of `type` (nonzero), `type_attr` and `type_list_attr` is set."""
+    """Defines an input or an output. Exactly one of `type` (nonzero), `type_attr` and `type_list_attr` is set."""
 
     name: str
     type: int = 0
@@ -36,7 +36,7 @@ class ArgDef:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttrDef:
-    """An attribute: type as TensorFlow writes it (`type`, `list(int)`, …), default, least value and allowed values."""
+    """Defines an attribute: type as TensorFlow writes it (`type`, `list(int)`, …), default, minimum, allowed values."""
 
     name: str
     type: str
@@ -47,7 +47,7 @@ class AttrDef:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class OpDef:
-    """An op type, or a function of a graph. `gradient`: `registered`, `none` (not differentiable) or `absent`."""
+    """Defines an op type or a function. `gradient`: `registered`, `none` (not differentiable) or `absent`."""
 
     name: str
     inputs: tuple[ArgDef, ...]
@@ -58,28 +58,28 @@ class OpDef:
 
 
 def find(op_type: str) -> OpDef | None:
-    """The definition of one of TensorFlow's op types, or None."""
+    """Returns the definition of a TensorFlow op type, or None."""
     return _find(op_type)
 
 
 def names() -> tuple[str, ...]:
-    """All op types, sorted."""
+    """Returns all op types, sorted."""
     return _names()
 
 
 def gradients() -> tuple[str, ...]:
-    """Op types for which TensorFlow registers a gradient function: the names of all OP rules, sorted."""
+    """Returns the op types with a registered gradient function, sorted; these are the names of all OP rules."""
     return _gradients()
 
 
 def graph_version() -> int:
-    """TensorFlow's version of the graph format, which says how a graph's older habits are read."""
+    """Returns the version of TensorFlow's graph format, which sets the semantics of a graph."""
     version: int = _table()["graph_version"]
     return version
 
 
 def suggest(op_type: str, more: Iterable[str] = ()) -> str:
-    """` Did you mean 'Sign'?` for a name that is no op type (nor one of `more`), or nothing."""
+    """Returns ` Did you mean 'Sign'?` if an op type, or one of `more`, is similar, else an empty string."""
     known = {*names(), *more}
     close = [name for name in sorted(known) if name.lower() == op_type.lower()]
     close = close or difflib.get_close_matches(op_type, sorted(known), n=3, cutoff=0.6)
@@ -87,22 +87,22 @@ def suggest(op_type: str, more: Iterable[str] = ()) -> str:
 
 
 def digest() -> str:
-    """SHA-256 (hex) of the table's op definitions, comparable with `digest_of` TensorFlow's own."""
+    """Returns the SHA-256 (hex) of the table's op definitions, comparable with `digest_of` TensorFlow's."""
     return _digest()
 
 
 def digest_of(op_defs: Iterable[bytes | OpSignature | OpDef]) -> str:
-    """SHA-256 (hex) of op definitions in any order, as TensorFlow's serialised `OpDef` messages or in another form."""
+    """Returns the SHA-256 (hex) of op definitions in any order; bytes are serialized `OpDef` messages."""
     return _digest_of_rows(dict(map(_named_row, op_defs)))
 
 
 def from_signature(signature: OpSignature) -> OpDef:
-    """The definition of a function of a graph, so that calls of it can be treated as ops."""
+    """Returns the definition of a graph's function, so that its calls can be treated as ops."""
     return _from_row(*_named_row(signature))
 
 
 def row_of(signature: OpSignature) -> Row:
-    """The table's row of a definition: JSON-able, only what is set, nothing for people."""
+    """Returns the table's row for a definition: JSON of the fields that are set, without descriptions."""
     row: Row = {}
     if signature.input_arg:
         row["in"] = [_arg_row(arg) for arg in signature.input_arg]
@@ -116,14 +116,14 @@ def row_of(signature: OpSignature) -> Row:
 
 
 def encode_table(ops: Mapping[str, Row], gradients: Mapping[str, str], tensorflow: str, graph_version: int) -> bytes:
-    """The bytes of `data/ops.json.gz`; equal input gives equal bytes."""
+    """Returns the bytes of `data/ops.json.gz`; equal input gives equal bytes."""
     table = {"tensorflow": tensorflow, "graph_version": graph_version, "gradients": dict(gradients), "ops": dict(ops)}
     text = json.dumps(table, sort_keys=True, separators=(",", ":"))
     return gzip.compress(text.encode(), compresslevel=9, mtime=0)
 
 
 def decode_table(data: bytes) -> dict[str, Any]:
-    """The inverse of `encode_table`."""
+    """Decodes what `encode_table` returned."""
     table: dict[str, Any] = json.loads(gzip.decompress(data))
     return table
 
@@ -152,7 +152,7 @@ _found: dict[str, OpDef] = {}
 
 
 def _find(op_type: str) -> OpDef | None:
-    # Only hits are kept: names come from strangers, and there is no end of names that are no op type.
+    # Only known op types are cached: clients choose the names, so unknown ones are unbounded.
     op = _found.get(op_type)
     if op is None:
         table = _table()

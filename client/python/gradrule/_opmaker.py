@@ -1,4 +1,4 @@
-"""What the builder's named ops are made with."""
+"""Defines the base class of the builder's op methods."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from gradrule._opnames import op_type_of, suggest_method
 
 
 class OpMaker(ABC):
-    """Any op type is a method by its name in snake case; what needs other arguments is a method of its own."""
+    """Offers every op type as a method named in snake case; subclasses define the ops that take other arguments."""
 
     @abstractmethod
     def op(self, op_type: str, *inputs: Any, name: str | None = None, **attrs: Any) -> Any:
-        """Adds a node."""
+        """Adds a node of any op type."""
 
     @abstractmethod
-    def one(self, op_type: str, *inputs: Any, name: str | None = None, **attrs: Any) -> TensorHandle:
+    def op_output(self, op_type: str, *inputs: Any, name: str | None = None, **attrs: Any) -> TensorHandle:
         """Adds a node of an op type with one output."""
 
     def __getattr__(self, method: str) -> Callable[..., Any]:

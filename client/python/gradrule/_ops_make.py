@@ -1,4 +1,4 @@
-"""Ops that make tensors of a shape, by the names and arguments that TensorFlow's Python gives them."""
+"""Defines the builder's ops that make tensors, with the names and arguments of TensorFlow's Python."""
 
 from __future__ import annotations
 
@@ -12,44 +12,48 @@ from gradrule._opmaker import OpMaker
 from gradrule.errors import InvalidAttrError, InvalidTensorError
 from gradrule.v1.tensor_pb2 import Dt
 
-# TensorFlow's seed of a graph that has none, beside which an op's own seed is put.
+# The graph seed that TensorFlow uses for an op with a seed in a graph without one.
 _GRAPH_SEED = 87654321
 
 
 class Makers(OpMaker):
-    """shape: a list of sizes, handles among them or in its place. seed: the same numbers as TensorFlow's op of it."""
+    """Adds nodes that make tensors.
+
+    A shape is a list of sizes, of which some may be handles, or a handle of an integer vector. A seed gives the same
+    numbers as in TensorFlow.
+    """
 
     def zeros(self, shape: Any, dtype: _tensors.DtypeLike = "float32", name: str | None = None) -> TensorHandle:
-        """Zeros, or empty strings."""
+        """Makes a tensor of zeros, or of empty strings."""
         return self._filled(shape, 0, dtype, name)
 
     def ones(self, shape: Any, dtype: _tensors.DtypeLike = "float32", name: str | None = None) -> TensorHandle:
-        """Ones."""
+        """Makes a tensor of ones."""
         return self._filled(shape, 1, dtype, name)
 
     def zeros_like(self, input: Any, dtype: _tensors.DtypeLike = None, name: str | None = None) -> TensorHandle:
-        """Zeros in the shape of a tensor, and of its element type unless another is given."""
+        """Makes zeros in the shape of a tensor; dtype: default is the tensor's."""
         if dtype is None:
-            return self.one("ZerosLike", input, name=name)
-        return self._filled(self.one("Shape", input), 0, dtype, name)
+            return self.op_output("ZerosLike", input, name=name)
+        return self._filled(self.op_output("Shape", input), 0, dtype, name)
 
     def ones_like(self, input: Any, dtype: _tensors.DtypeLike = None, name: str | None = None) -> TensorHandle:
-        """Ones in the shape of a tensor, and of its element type unless another is given."""
+        """Makes ones in the shape of a tensor; dtype: default is the tensor's."""
         if dtype is None:
-            return self.one("OnesLike", input, name=name)
-        return self._filled(self.one("Shape", input), 1, dtype, name)
+            return self.op_output("OnesLike", input, name=name)
+        return self._filled(self.op_output("Shape", input), 1, dtype, name)
 
     def fill(self, dims: Any, value: Any, name: str | None = None) -> TensorHandle:
-        """A shape filled with one value."""
-        return self.one("Fill", self._shape(dims), value, name=name)
+        """Makes a tensor filled with one scalar."""
+        return self.op_output("Fill", self._shape(dims), value, name=name)
 
     def range(self, start: Any, limit: Any = None, delta: Any = 1, name: str | None = None) -> TensorHandle:
-        """Numbers from `start` up to `limit` without it; with one argument, from 0 up to it."""
+        """Makes a vector of the numbers from `start` to `limit`, exclusive; with one argument, from 0 to it."""
         if limit is None:
             start, limit = 0, start
-        # Python's integers beside floats are floats; among themselves they take the op's default.
+        # As in TensorFlow: any float among Python numbers makes the range float32; else the op's default type holds.
         attrs = {"Tidx": "float32"} if _are_floats(start, limit, delta) else {}
-        return self.one("Range", start, limit, delta, name=name, **attrs)
+        return self.op_output("Range", start, limit, delta, name=name, **attrs)
 
     def random_uniform(
         self,
@@ -60,20 +64,20 @@ class Makers(OpMaker):
         seed: int | None = None,
         name: str | None = None,
     ) -> TensorHandle:
-        """Numbers from `minval` up to `maxval` without it, which is 1 for floats unless given."""
+        """Draws uniform numbers from `minval` to `maxval`, exclusive; maxval: default is 1 for floats."""
         number = _number(dtype, "random_uniform")
         if np.issubdtype(_tensors.numpy_dtype(number), np.integer):
             if maxval is None:
                 raise InvalidAttrError("random_uniform of integers needs maxval")
-            return self.one(
+            return self.op_output(
                 "RandomUniformInt", self._shape(shape), minval, maxval, Tout=number, name=name, **_seeds(seed)
             )
         low_is_zero = isinstance(minval, int | float) and minval == 0
         if low_is_zero and maxval is None:
-            return self.one("RandomUniform", self._shape(shape), dtype=number, name=name, **_seeds(seed))
-        drawn = self.one("RandomUniform", self._shape(shape), dtype=number, **_seeds(seed))
+            return self.op_output("RandomUniform", self._shape(shape), dtype=number, name=name, **_seeds(seed))
+        drawn = self.op_output("RandomUniform", self._shape(shape), dtype=number, **_seeds(seed))
         width = (1 if maxval is None else as_tensor(maxval)) - as_tensor(minval)
-        return self.one("AddV2", self.one("Mul", drawn, width), minval, name=name)
+        return self.op_output("AddV2", self.op_output("Mul", drawn, width), minval, name=name)
 
     def random_normal(
         self,
@@ -84,7 +88,7 @@ class Makers(OpMaker):
         seed: int | None = None,
         name: str | None = None,
     ) -> TensorHandle:
-        """Numbers of a normal distribution."""
+        """Draws numbers from a normal distribution."""
         return self._normal("RandomStandardNormal", shape, mean, stddev, dtype, seed, name)
 
     def truncated_normal(
@@ -96,14 +100,14 @@ class Makers(OpMaker):
         seed: int | None = None,
         name: str | None = None,
     ) -> TensorHandle:
-        """Numbers of a normal distribution, drawn again where further than two deviations from the mean."""
+        """Draws from a normal distribution, cut off at two standard deviations from the mean."""
         return self._normal("TruncatedNormal", shape, mean, stddev, dtype, seed, name)
 
     def _normal(
         self, op_type: str, shape: Any, mean: Any, stddev: Any, dtype: Any, seed: int | None, name: str | None
     ) -> TensorHandle:
-        drawn = self.one(op_type, self._shape(shape), dtype=_number(dtype, op_type), **_seeds(seed))
-        return self.one("AddV2", self.one("Mul", drawn, stddev), mean, name=name)
+        drawn = self.op_output(op_type, self._shape(shape), dtype=_number(dtype, op_type), **_seeds(seed))
+        return self.op_output("AddV2", self.op_output("Mul", drawn, stddev), mean, name=name)
 
     def _filled(self, shape: Any, value: int, dtype: Any, name: str | None) -> TensorHandle:
         number = _number(dtype, name or "Fill")
@@ -113,16 +117,16 @@ class Makers(OpMaker):
             array = _tensors.from_value("" if number == Dt.DT_STRING else value, number)
         except ValueError as cause:
             raise InvalidTensorError(f"{name or 'Fill'}: {cause}") from None
-        return self.one("Fill", self._shape(shape), array, name=name)
+        return self.op_output("Fill", self._shape(shape), array, name=name)
 
     def _shape(self, shape: Any) -> Any:
-        """A shape as an op's input. Sizes have a type even where there are none of them."""
+        """Converts a shape to an op's input; an empty list becomes an int32 vector. Raises `InvalidTensorError`."""
         shape = as_tensor(shape)
         if isinstance(shape, TensorHandle) or hasattr(shape, "dtype"):
             return shape
         sizes = [as_tensor(size) for size in ([shape] if isinstance(shape, int) else shape)]
         if any(isinstance(size, TensorHandle | Node) for size in sizes):
-            return self.one("Pack", sizes)
+            return self.op_output("Pack", sizes)
         try:
             return _tensors.from_value(sizes, Dt.DT_INT32)
         except ValueError:

@@ -1,4 +1,4 @@
-"""Reductions, and what is built of them, by the names and arguments that TensorFlow's Python gives them."""
+"""Defines the builder's ops over axes, with the names and arguments of TensorFlow's Python."""
 
 from __future__ import annotations
 
@@ -9,137 +9,139 @@ from gradrule._opmaker import OpMaker
 
 
 class Reductions(OpMaker):
-    """Ops over axes. axis: one, or several; None: all."""
+    """Adds nodes that work along axes. axis: one, or several for reductions; None: all axes."""
 
     def reduce_sum(
         self, input_tensor: Any, axis: Any = None, keepdims: bool = False, name: str | None = None
     ) -> TensorHandle:
-        """Sum over axes."""
+        """Sums over axes."""
         return self._reduce("Sum", input_tensor, axis, keepdims, name)
 
     def reduce_mean(
         self, input_tensor: Any, axis: Any = None, keepdims: bool = False, name: str | None = None
     ) -> TensorHandle:
-        """Mean over axes."""
+        """Averages over axes."""
         return self._reduce("Mean", input_tensor, axis, keepdims, name)
 
     def reduce_max(
         self, input_tensor: Any, axis: Any = None, keepdims: bool = False, name: str | None = None
     ) -> TensorHandle:
-        """Largest value over axes."""
+        """Takes the maximum over axes."""
         return self._reduce("Max", input_tensor, axis, keepdims, name)
 
     def reduce_min(
         self, input_tensor: Any, axis: Any = None, keepdims: bool = False, name: str | None = None
     ) -> TensorHandle:
-        """Least value over axes."""
+        """Takes the minimum over axes."""
         return self._reduce("Min", input_tensor, axis, keepdims, name)
 
     def reduce_prod(
         self, input_tensor: Any, axis: Any = None, keepdims: bool = False, name: str | None = None
     ) -> TensorHandle:
-        """Product over axes."""
+        """Multiplies over axes."""
         return self._reduce("Prod", input_tensor, axis, keepdims, name)
 
     def reduce_all(
         self, input_tensor: Any, axis: Any = None, keepdims: bool = False, name: str | None = None
     ) -> TensorHandle:
-        """Whether all are true, over axes."""
+        """Takes the logical and over axes."""
         return self._reduce("All", input_tensor, axis, keepdims, name)
 
     def reduce_any(
         self, input_tensor: Any, axis: Any = None, keepdims: bool = False, name: str | None = None
     ) -> TensorHandle:
-        """Whether any is true, over axes."""
+        """Takes the logical or over axes."""
         return self._reduce("Any", input_tensor, axis, keepdims, name)
 
     def reduce_euclidean_norm(
         self, input_tensor: Any, axis: Any = None, keepdims: bool = False, name: str | None = None
     ) -> TensorHandle:
-        """Root of the sum of squares over axes."""
+        """Takes the square root of the sum of squares over axes."""
         return self._reduce("EuclideanNorm", input_tensor, axis, keepdims, name)
 
     def reduce_variance(
         self, input_tensor: Any, axis: Any = None, keepdims: bool = False, name: str | None = None
     ) -> TensorHandle:
-        """Mean squared distance from the mean over axes."""
+        """Takes the variance over axes."""
         mean = self.reduce_mean(input_tensor, axis, keepdims=True)
-        return self.reduce_mean(self.one("SquaredDifference", input_tensor, mean), axis, keepdims, name)
+        return self.reduce_mean(self.op_output("SquaredDifference", input_tensor, mean), axis, keepdims, name)
 
     def reduce_std(
         self, input_tensor: Any, axis: Any = None, keepdims: bool = False, name: str | None = None
     ) -> TensorHandle:
-        """Standard deviation over axes."""
-        return self.one("Sqrt", self.reduce_variance(input_tensor, axis, keepdims), name=name)
+        """Takes the standard deviation over axes."""
+        return self.op_output("Sqrt", self.reduce_variance(input_tensor, axis, keepdims), name=name)
 
     def reduce_logsumexp(
         self, input_tensor: Any, axis: Any = None, keepdims: bool = False, name: str | None = None
     ) -> TensorHandle:
-        """Logarithm of the sum of exponentials over axes, safe for large values."""
+        """Takes the logarithm of the sum of exponentials over axes, without overflow."""
         largest = self.reduce_max(input_tensor, axis, keepdims=True)
-        # Infinite values must not meet themselves in a difference; the shift cancels out and takes no gradient.
-        shift = self.one(
+        # An infinite maximum would give inf - inf. The shift cancels out, so it needs no gradient.
+        shift = self.op_output(
             "StopGradient",
-            self.one("SelectV2", self.one("IsFinite", largest), largest, self.one("ZerosLike", largest)),
+            self.op_output(
+                "SelectV2", self.op_output("IsFinite", largest), largest, self.op_output("ZerosLike", largest)
+            ),
         )
-        total = self.reduce_sum(self.one("Exp", self.one("Sub", input_tensor, shift)), axis, keepdims)
+        total = self.reduce_sum(self.op_output("Exp", self.op_output("Sub", input_tensor, shift)), axis, keepdims)
         if not keepdims:
-            shift = self.one("Reshape", shift, self.one("Shape", total))
-        return self.one("AddV2", self.one("Log", total), shift, name=name)
+            shift = self.op_output("Reshape", shift, self.op_output("Shape", total))
+        return self.op_output("AddV2", self.op_output("Log", total), shift, name=name)
 
     def l2_normalize(self, x: Any, axis: Any = None, epsilon: float = 1e-12, name: str | None = None) -> TensorHandle:
-        """`x` over the root of its sum of squares along axes, which counts as at least `epsilon`."""
-        squares = self.reduce_sum(self.one("Square", x), axis, keepdims=True)
-        return self.one("Mul", x, self.one("Rsqrt", self.one("Maximum", squares, epsilon)), name=name)
+        """Divides `x` by its Euclidean norm along axes; `epsilon` is the minimum of the squared norm."""
+        squares = self.reduce_sum(self.op_output("Square", x), axis, keepdims=True)
+        return self.op_output("Mul", x, self.op_output("Rsqrt", self.op_output("Maximum", squares, epsilon)), name=name)
 
     def argmax(self, input: Any, axis: Any = 0, output_type: Any = "int64", name: str | None = None) -> TensorHandle:
-        """Where the largest value along an axis lies."""
-        return self.one("ArgMax", input, axis, output_type=output_type, name=name)
+        """Returns the index of the maximum along an axis."""
+        return self.op_output("ArgMax", input, axis, output_type=output_type, name=name)
 
     def argmin(self, input: Any, axis: Any = 0, output_type: Any = "int64", name: str | None = None) -> TensorHandle:
-        """Where the least value along an axis lies."""
-        return self.one("ArgMin", input, axis, output_type=output_type, name=name)
+        """Returns the index of the minimum along an axis."""
+        return self.op_output("ArgMin", input, axis, output_type=output_type, name=name)
 
     def cumsum(
         self, x: Any, axis: Any = 0, exclusive: bool = False, reverse: bool = False, name: str | None = None
     ) -> TensorHandle:
-        """Sums of what comes up to each place along an axis."""
-        return self.one("Cumsum", x, axis, exclusive=exclusive, reverse=reverse, name=name)
+        """Takes cumulative sums along an axis."""
+        return self.op_output("Cumsum", x, axis, exclusive=exclusive, reverse=reverse, name=name)
 
     def cumprod(
         self, x: Any, axis: Any = 0, exclusive: bool = False, reverse: bool = False, name: str | None = None
     ) -> TensorHandle:
-        """Products of what comes up to each place along an axis."""
-        return self.one("Cumprod", x, axis, exclusive=exclusive, reverse=reverse, name=name)
+        """Takes cumulative products along an axis."""
+        return self.op_output("Cumprod", x, axis, exclusive=exclusive, reverse=reverse, name=name)
 
     def softmax(self, logits: Any, axis: int = -1, name: str | None = None) -> TensorHandle:
-        """Exponentials along an axis, over their sum."""
+        """Applies softmax along an axis."""
         return self._along_last("Softmax", logits, axis, name)
 
     def log_softmax(self, logits: Any, axis: int = -1, name: str | None = None) -> TensorHandle:
-        """Logarithm of `softmax`."""
+        """Applies the logarithm of softmax along an axis."""
         return self._along_last("LogSoftmax", logits, axis, name)
 
     def _along_last(self, op_type: str, logits: Any, axis: int, name: str | None) -> TensorHandle:
-        """An op that works along the last axis, along any one."""
+        """Applies an op that works along the last axis to any axis."""
         if axis == -1:
-            return self.one(op_type, logits, name=name)
-        rank = self.one("Rank", logits)
-        axes = self.one("Range", 0, rank, 1)
-        last, own = self.one("Sub", rank, 1), self.one("FloorMod", axis, rank)
-        # The two axes swapped; the permutation is its own inverse.
-        swapped = self.one(
+            return self.op_output(op_type, logits, name=name)
+        rank = self.op_output("Rank", logits)
+        axes = self.op_output("Range", 0, rank, 1)
+        last, own = self.op_output("Sub", rank, 1), self.op_output("FloorMod", axis, rank)
+        # Swaps the two axes; the same permutation swaps them back.
+        swapped = self.op_output(
             "SelectV2",
-            self.one("Equal", axes, own),
+            self.op_output("Equal", axes, own),
             last,
-            self.one("SelectV2", self.one("Equal", axes, last), own, axes),
+            self.op_output("SelectV2", self.op_output("Equal", axes, last), own, axes),
         )
-        along = self.one(op_type, self.one("Transpose", logits, swapped))
-        return self.one("Transpose", along, swapped, name=name)
+        along = self.op_output(op_type, self.op_output("Transpose", logits, swapped))
+        return self.op_output("Transpose", along, swapped, name=name)
 
     def _reduce(self, op_type: str, input_tensor: Any, axis: Any, keepdims: bool, name: str | None) -> TensorHandle:
         if axis is None:
-            axis = self.one("Range", 0, self.one("Rank", input_tensor), 1)
+            axis = self.op_output("Range", 0, self.op_output("Rank", input_tensor), 1)
         elif isinstance(axis, set | range | tuple):
             axis = list(axis)
-        return self.one(op_type, input_tensor, axis, keep_dims=keepdims, name=name)
+        return self.op_output(op_type, input_tensor, axis, keep_dims=keepdims, name=name)

@@ -1,4 +1,4 @@
-"""Overrides as a user writes them, and their messages."""
+"""Defines overrides, presets and regions, and converts them to messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradrule.v1 import override_pb2
 TensorName: TypeAlias = "str | TensorHandle | Node"
 
 _ORDERS = {
-    # Not said: it is what overrides do.
+    # The default of the protocol.
     "first": override_pb2.OVERRIDE_ORDER_UNSPECIFIED,
     "all": override_pb2.OVERRIDE_ORDER_ALL,
 }
@@ -29,10 +29,17 @@ _NEAREST = {
 
 
 class Region:
-    """A subgraph, given by the tensors that go in and come out, by name or as handles.
+    """Selects a subgraph by its input and output tensors.
 
-    Its rule sees the inputs as `x, x1, …` and the outputs as `y, y1, …`, as `tf.custom_gradient` sees a function's.
-    Raises `InvalidOverrideError` unless there is at least one of each.
+    The region's rule gets the inputs as `x, x1, …` and the outputs as `y, y1, …`, like a function under
+    `tf.custom_gradient`.
+
+    Args:
+        inputs: at least one tensor, by name or handle.
+        outputs: at least one tensor, by name or handle.
+
+    Raises:
+        InvalidOverrideError: no input, no output, or an entry that is neither a name nor a handle.
     """
 
     __slots__ = ("inputs", "outputs")
@@ -48,11 +55,19 @@ class Region:
 
 
 class Preset:
-    """A named list of overrides: `gr.Preset("epsilon_plus", eps=1e-6)`.
+    """Selects a named list of overrides: `gr.Preset("epsilon_plus", eps=1e-6)`.
 
-    Wherever it stands in a list, it comes after all that are no presets. params: for all rules of the preset that have
-    one of the name. label: how calls give params and answers tell it; default: its name. optional: no error where
-    nothing matches. order: as in `Override`.
+    Overrides that are not presets win over presets, whatever the order of the list.
+
+    Args:
+        name: the preset's name.
+        label: name of the override in `params` of calls and in results. Default: the preset's name.
+        optional: allows that no node matches.
+        order: as in `Override`.
+        params: values for every rule of the preset that has a param of the name.
+
+    Raises:
+        InvalidOverrideError: the name is not a string, or `order` is unknown.
     """
 
     __slots__ = ("label", "name", "optional", "order", "params")
@@ -66,7 +81,7 @@ class Preset:
         self.order = _order(order)
 
     def message(self) -> override_pb2.Override:
-        """The message."""
+        """Returns the override as a message."""
         message = override_pb2.Override(
             preset=override_pb2.PresetChoice(name=self.name),
             label=self.label or "",
@@ -83,20 +98,34 @@ class Preset:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Override:
-    """Which nodes get which rule. Selectors given together must all hold; at least one is needed.
+    """Gives a rule to the nodes that match all given selectors; at least one selector is needed.
 
-    rule: a registered rule's name, `default` to carve out an exception, or a `Rule`. op_type: exact, or a group such as
-    `@activation`, `@linear`, `@step`. node: exact name, a `Node`, or a glob (`*` and `?` stay between slashes, `**`
-    crosses them). node_regex: an RE2 expression that matches the whole name. scope: nodes under `scope/`.
-    position: `nearest_xs`, `nearest_ys`, or a number that counts the nodes on the path from the xs (negative: from the
-    ys). pattern: a chain of op types or groups that gets one rule. dtype, rank: of the node's first output. attrs:
-    attributes that the node has. depends_on: tensors, on one of which the node depends. region: a `Region`, by itself,
-    or the name of a function with a gradient of its own (`tf.custom_gradient`) that the graph was traced with: each
-    call of it. params: values for the rule. label: how calls give params and answers tell the override; default: the
-    first of op type, node, scope, regex, the pattern joined by `+`, the region's name or first output. optional: no
-    error where nothing matches. order: `first`, the rule holds in the first differentiation, and where its result is
-    differentiated again (`hvp`) the op's own gradient does; `all`, it holds in every one, and then at nodes that
-    gradients made too, where nothing but an op type is asked for.
+    Args:
+        rule: a registered rule's name, a `Rule`, or `default`, which exempts the nodes from later overrides.
+        op_type: selector: op type, or a group such as `@activation`, `@linear`, `@step`.
+        node: selector: name, `Node`, or glob (`*` and `?` match within a part between slashes, `**` across slashes).
+        node_regex: selector: RE2 expression for the whole name.
+        scope: selector: nodes whose names start with `scope/`.
+        position: selector: `nearest_xs`, `nearest_ys`, or an index among the nodes on the path, counted from the xs;
+            a negative index is counted from the ys.
+        pattern: selector: a chain of op types or groups that gets one rule.
+        dtype: selector: element type of the node's first output.
+        rank: selector: number of axes of the node's first output.
+        attrs: selector: attributes of the node, by name.
+        depends_on: selector: tensors; the node depends on at least one of them.
+        region: selector, only by itself: a `Region`, or the name of a `tf.custom_gradient` function, which selects
+            each call of it in a traced graph.
+        params: values of the rule's params.
+        label: name of the override in `params` of calls and in results. Default: the first given of op type, node,
+            scope, regex, the pattern joined by `+`, the region's name or first output.
+        optional: allows that no node matches.
+        order: `first`: the rule holds in the first differentiation; higher derivatives (`hvp`) use the op's own
+            gradient. `all`: the rule holds in every differentiation; if `op_type` is the only selector, also at nodes
+            that gradients added.
+
+    Raises:
+        InvalidOverrideError: no selector is given, or an argument has a wrong type or value.
+        InvalidAttrError: no op type has an attribute of this name, or its value does not fit.
     """
 
     rule: RuleLike
@@ -171,7 +200,7 @@ class Override:
             object.__setattr__(self, field, value)
 
     def message(self) -> override_pb2.Override:
-        """The message."""
+        """Returns the override as a message."""
         params = dict(self.params or {})
         message = override_pb2.Override(
             selector=self.selector,
@@ -192,8 +221,11 @@ Overrides: TypeAlias = "Mapping[str, OverrideValue] | Sequence[Override | Preset
 
 
 def override_messages(overrides: Overrides | None) -> list[override_pb2.Override]:
-    """The messages of a dict by op type, or of a list of `Override` and `Preset`, in order. Raises
-    `InvalidOverrideError`."""
+    """Converts a dict by op type, or a list of `Override` and `Preset`, to messages in order.
+
+    Raises:
+        InvalidOverrideError: a key or an entry has a wrong type.
+    """
     if overrides is None:
         return []
     if isinstance(overrides, Override | Preset):
@@ -217,7 +249,7 @@ def override_messages(overrides: Overrides | None) -> list[override_pb2.Override
 
 
 def label_of(message: override_pb2.Override) -> str:
-    """The label that the server gives to an override; empty where it follows from none of its parts."""
+    """Returns the label that the server gives to an override; empty if none of its parts gives one."""
     selector = message.selector
     return (
         message.label

@@ -23,7 +23,9 @@ class ProgramBase:
         self._groups = groups
         self._overrides = _results.resolutions(message.overrides)
         # The answer of a compiled program leaves out what the program told once.
-        self._details = _results.ProgramDetails(dict(message.aliases), self._overrides, self.defaulted, self.rewritten)
+        self._details = _results.ProgramDetails(
+            dict(message.aliases), self._overrides, self.default_gradient_nodes, self.rewritten
+        )
         self._target = evaluate_pb2.EvaluateRequest(program=message.name)
         self._encoder = ProgramEncoder(message)
         self._reader = AnswerReader(labeller(message.aliases))
@@ -75,8 +77,8 @@ class ProgramBase:
         return list(self._overrides)
 
     @property
-    def defaulted(self) -> list[str]:
-        """Nodes on the path that no override took."""
+    def default_gradient_nodes(self) -> list[str]:
+        """Names of the nodes on the path that no override took; they keep TensorFlow's gradient."""
         return list(self._message.defaulted)
 
     @property

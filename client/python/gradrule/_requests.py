@@ -179,7 +179,7 @@ def check_call(spec: program_pb2.ProgramSpec, call: evaluate_pb2.EvaluateRequest
         if tensor.number and dtype != base(tensor.number):
             actual = name_of(dtype)
             raise FeedDtypeError(f"feeds[{feed.name!r}] is an array of {actual}, the tensor is {tensor.dtype}")
-    labels = {*map(label_of, spec.overrides), *read.wishing_op_types()}
+    labels = {*map(label_of, spec.overrides), *read.op_types_with_rule_names()}
     for label in call.params:
         if label not in labels and "" not in labels:
             raise UnknownParamError(

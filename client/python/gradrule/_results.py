@@ -136,9 +136,9 @@ class Result:
 
     outputs: arrays by fetch. gradients: by x (by group and x, where xs were given in groups) an array, a `Sparse`, or
     None where there is none; `gradient_kinds` tells why, by x: `dense`, `sparse`, `unconnected`, `not_differentiable`.
-    overrides: which node got which rule. defaulted: nodes on the path that no override took. rewritten: nodes that
-    rewrites replaced. batch_size: examples of all calls that the server ran together, this one's included; 0: it ran
-    alone. jit: whether XLA computed it.
+    overrides: which node got which rule. default_gradient_nodes: nodes on the path that no override took; they keep
+    TensorFlow's gradient. rewritten: nodes that rewrites replaced. batch_size: examples of all calls that the server
+    ran together, this one's included; 0: it ran alone. jit: whether XLA computed it.
     """
 
     def __init__(self, answer: Answer, details: ProgramDetails, groups: Groups = None) -> None:
@@ -169,8 +169,9 @@ class Result:
         return resolutions(self._answer.rest.overrides) if overrides is None else list(overrides)
 
     @cached_property
-    def defaulted(self) -> list[str]:
-        return list(self._answer.rest.defaulted if self._details.defaulted is None else self._details.defaulted)
+    def default_gradient_nodes(self) -> list[str]:
+        nodes = self._details.default_gradient_nodes
+        return list(self._answer.rest.defaulted if nodes is None else nodes)
 
     @cached_property
     def rewritten(self) -> list[str]:
@@ -197,7 +198,16 @@ class Result:
         return Digests(self._answer.rest.digests.graph, self._answer.rest.digests.program)
 
     def __repr__(self) -> str:
-        names = ("outputs", "gradients", "overrides", "defaulted", "timings", "device", "digests", "rewritten")
+        names = (
+            "outputs",
+            "gradients",
+            "overrides",
+            "default_gradient_nodes",
+            "timings",
+            "device",
+            "digests",
+            "rewritten",
+        )
         return f"Result({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
 
@@ -211,7 +221,7 @@ class ProgramDetails:
 
     aliases: Mapping[str, str] | None = None
     overrides: Sequence[Resolution] | None = None
-    defaulted: Sequence[str] | None = None
+    default_gradient_nodes: Sequence[str] | None = None
     rewritten: Sequence[str] | None = None
 
 
@@ -223,7 +233,7 @@ class Explanation:
     """
 
     overrides: list[Resolution]
-    defaulted: list[str]
+    default_gradient_nodes: list[str]
     findings: list[Detail]
     inputs: Mapping[str, TensorSpec]
     outputs: Mapping[str, TensorSpec]
@@ -356,7 +366,7 @@ def explanation(
     program = response.program
     return Explanation(
         overrides=resolutions(program.overrides),
-        defaulted=list(program.defaulted),
+        default_gradient_nodes=list(program.defaulted),
         findings=[Detail(item.reason, item.message, item.node, item.field) for item in response.findings],
         inputs=specs(program.inputs, aliases),
         outputs=specs(program.outputs, aliases),

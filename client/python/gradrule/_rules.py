@@ -1,4 +1,4 @@
-"""Rules as a user writes them, their params, and their messages."""
+"""Defines rules that a request carries, and converts rules and params to messages."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ Params: TypeAlias = "Mapping[str, Any]"
 
 
 class Rule:
-    """A rule that is not registered: it fits wherever a rule's name fits.
+    """Defines a rule that is not registered; it can be used wherever a rule's name can.
 
-    expression: a formula over `x`, `y`, `dy`, `default` and the params. graph: in its place, a graph with placeholders
-    of those names and nodes `dx`, `dx1`, …. params: what it declares, a dict of name to default (None: a value must be
-    given with each use) or a list of names. gradient: the rule for this rule's own gradient, for second derivatives;
-    its `x` are this rule's inputs (the op's `x`, then its `y`, then `dy`), its `y` this rule's gradients, and params of
-    one name are one; None: the rule itself is differentiated. Raises `InvalidRuleError` unless one of expression and
-    graph is given.
+    Args:
+        expression: a formula over `x`, `y`, `dy`, `default` and the params.
+        graph: instead of an expression: a graph with placeholders of those names and nodes `dx`, `dx1`, ….
+        params: declared params: a dict of name to default (None: each use must give a value), or a list of names.
+        gradient: the rule for the gradient of this rule, used for second derivatives. Its `x` are this rule's inputs
+            (the op's `x`, then its `y`, then `dy`), its `y` are this rule's gradients; params of the same name share
+            one value. None: the rule itself is differentiated.
+
+    Raises:
+        InvalidRuleError: not exactly one of `expression` and `graph` is given, or one has a wrong type.
     """
 
     __slots__ = ("expression", "gradient", "graph", "params")
@@ -53,7 +57,7 @@ class Rule:
             self.params = dict.fromkeys(params)
 
     def definition(self, used_params: Iterable[str] = ()) -> rule_pb2.RuleDefinition:
-        """The message. Where the rule declares no params itself, those that its use gives count as declared."""
+        """Returns the message. A rule that declares no params declares those that its use gives."""
         from gradrule._sources import graph_source
 
         definition = rule_pb2.RuleDefinition()
@@ -82,7 +86,7 @@ OverrideValue: TypeAlias = "RuleLike | tuple[RuleLike, Params]"
 
 
 def rule_and_params(value: OverrideValue, where: str) -> tuple[RuleLike, Params | None]:
-    """The parts of `rule` or `(rule, params)`. `where` names the entry in errors."""
+    """Splits `rule` or `(rule, params)`; `where` starts error messages. Raises `InvalidOverrideError`."""
     if isinstance(value, str | Rule):
         return value, None
     pair: Any = value
@@ -97,7 +101,7 @@ def rule_and_params(value: OverrideValue, where: str) -> tuple[RuleLike, Params 
 
 
 def param_value(name: str, value: Any) -> rule_pb2.ParamValue:
-    """A param's value: a number, or what becomes a tensor of floats, ints or bools. Raises `InvalidParamError`."""
+    """Converts a number, or an array of floats, ints or bools, to a message. Raises `InvalidParamError`."""
     if isinstance(value, bool | int | float):
         return rule_pb2.ParamValue(number=value)
     try:

@@ -1,4 +1,4 @@
-"""A rule and values for its variables, as a request of SampleRule."""
+"""Builds requests of SampleRule from a rule and values of its variables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,18 @@ def sample_request(
     op_type: str | None,
     attrs: Mapping[str, Any] | None = None,
 ) -> rule_pb2.SampleRuleRequest:
-    """The request. `values` by the language's variable names; None entries drop out."""
+    """Returns the request.
+
+    Args:
+        rule: a rule's name or a `gr.Rule`.
+        values: numbers or arrays by variable (`x`, `y1`, `dy`, …); None entries are left out.
+        params: values of the rule's params.
+        op_type: op type whose gradient the rule replaces.
+        attrs: attributes of a node of that op type.
+
+    Raises:
+        InvalidRuleError, InvalidTensorError, InvalidParamError, InvalidAttrError: an argument has a wrong type.
+    """
     request = rule_pb2.SampleRuleRequest(op_type=op_type or "")
     if isinstance(rule, str):
         request.name = rule
@@ -33,11 +44,11 @@ def sample_request(
         request.definition.CopyFrom(rule.definition(params or ()))
     else:
         raise InvalidRuleError(f"a rule to sample is its name or a gr.Rule, not {type(rule).__name__}")
-    # A rule that is an op's own gradient is named as the op is.
+    # An OP rule, TensorFlow's gradient of an op, has the name of the op.
     op = _opdefs.find(op_type or (rule if isinstance(rule, str) else ""))
     for name, value in values.items():
         if value is not None:
-            message = tensor_message(value, _wanted_type(name, value, op), name)
+            message = tensor_message(value, _default_type(name, value, op), name)
             request.values.append(tensor_pb2.NamedTensor(name=name, value=tensor_pb2.TensorSource(inline=message)))
     for name, value in (params or {}).items():
         request.params[name].CopyFrom(param_value(name, value))
@@ -46,8 +57,8 @@ def sample_request(
     return request
 
 
-def _wanted_type(name: str, value: Any, op: OpDef | None) -> int:
-    """float32 for Python's numbers, which rules compute with, save where the op takes no floats; 0: the value's own."""
+def _default_type(name: str, value: Any, op: OpDef | None) -> int:
+    """Returns float32 for Python's integers if the op accepts floats at this position, else 0: the value's own type."""
     if is_array(value):
         return 0
     try:
@@ -64,7 +75,7 @@ def _wanted_type(name: str, value: Any, op: OpDef | None) -> int:
 
 
 def _takes_floats(op: OpDef, args: Sequence[ArgDef], index: int) -> bool:
-    # Past an argument of many tensors the positions follow from the values; lists mostly hold what is computed with.
+    # After a list argument, positions depend on the values; lists are assumed to accept floats.
     if index >= len(args) or any(arg.number_attr or arg.type_list_attr for arg in args[: index + 1]):
         return True
     arg = args[index]

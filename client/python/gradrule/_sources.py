@@ -31,8 +31,8 @@ def graph_bytes(graph: GraphLike) -> bytes:
 
 
 def sent_bytes(graph: GraphLike) -> bytes:
-    """The bytes that a request carries: of a builder's graph without the overrides that go beside them."""
-    if callable(write := getattr(graph, "plain_bytes", None)):
+    """Returns the GraphDef bytes that a request carries; recorded overrides travel in a field of their own."""
+    if callable(write := getattr(graph, "to_bytes_without_overrides", None)):
         data: bytes = write()
         return data
     return graph_bytes(graph)

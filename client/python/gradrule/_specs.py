@@ -1,4 +1,4 @@
-"""What is known of a tensor before it exists."""
+"""Describes tensors by name, element type and shape."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from gradrule.v1 import tensor_pb2
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name in the graph, element type and shape (None: unknown rank; a None inside: unknown dimension).
+    """Describes a tensor.
 
-    optional: for inputs, true where the graph holds a default, so that feeding it is a choice.
+    Attributes:
+        name: name in the graph.
+        dtype: name of the element type.
+        shape: sizes, None for an unknown size; None: unknown rank.
+        optional: for inputs: whether the graph holds a default, so that a request need not feed it.
     """
 
     name: str
@@ -23,5 +27,5 @@ class TensorSpec:
 
     @classmethod
     def of(cls, message: tensor_pb2.TensorSpec) -> TensorSpec:
-        """From the server's message."""
+        """Returns the spec that a server's message holds."""
         return cls(message.name, name_of(message.dtype), shape_tuple(message.shape), message.optional)

@@ -1,8 +1,8 @@
-"""Variables become values: within gradient functions, which are rules and read nothing, and in graphs that are frozen.
+"""Replaces handles of variables by values, in gradient functions and in graphs that are frozen.
 
-The gradient function of a region may have captured a variable's handle. The node then gets the variable's value
-instead, and the function, with all that it calls, is copied with a value in the handle's place. Works on gradrule's and
-on TensorFlow's messages alike.
+Gradient functions are rules, which cannot read variables. If a region's gradient function captured a variable's handle,
+the region's node gets the value as an input instead, and the function and its callees are copied to take a value.
+Works on gradrule's and TensorFlow's messages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ def handles_to_values(
 
 
 def frozen(data: bytes, variables: Mapping[str, _tensors.Array]) -> bytes:
-    """A graph's bytes with variables made constants. `UnsupportedError` where one has no value, or is assigned to."""
+    """Replaces the variables of a serialized graph by constants.
+
+    Raises:
+        UnsupportedError: a variable has no value, or the graph does more than read it.
+    """
     graph = graph_pb2.Graph.FromString(data)
     definitions = {function.signature.name: function for function in graph.library.function}
     gradients = {item.registered_op_type: item.gradient_func for item in graph.library.registered_gradients}
@@ -60,7 +64,7 @@ def frozen(data: bytes, variables: Mapping[str, _tensors.Array]) -> bytes:
 
 
 def functions_of(node: Node) -> list[Any]:
-    """The functions that a node's attributes name."""
+    """Returns the functions that a node's attributes name."""
     found = []
     for key in sorted(node.attr):
         value = node.attr[key]
@@ -71,7 +75,7 @@ def functions_of(node: Node) -> list[Any]:
 
 
 def needed_functions(nodes: Any, definitions: Mapping[str, Function], gradients: Mapping[str, str]) -> set[str]:
-    """Names of all functions that nodes call, use as bodies, or have as gradients, directly or not."""
+    """Returns the names of all functions that nodes use, directly or not: calls, bodies and gradients."""
     needed: set[str] = set()
     pending = list(nodes)
     while pending:
@@ -85,7 +89,7 @@ def needed_functions(nodes: Any, definitions: Mapping[str, Function], gradients:
 
 
 class _TopLevel:
-    """A graph's nodes, with the face of a function's body."""
+    """Gives a graph's nodes the interface of a function's body."""
 
     def __init__(self, graph: graph_pb2.Graph) -> None:
         self.node_def = graph.node
@@ -110,7 +114,7 @@ def _data_inputs(node: Node) -> list[str]:
 
 
 class _Copies:
-    """Functions whose resource arguments became values, by name and by the arguments' places."""
+    """Copies functions so that they take values for resource arguments; caches copies by name and arguments."""
 
     def __init__(
         self, definitions: dict[str, Function], gradients: dict[str, str], unique: Callable[[str], str]
@@ -121,7 +125,7 @@ class _Copies:
         self._made: dict[tuple[str, tuple[str, ...]], str] = {}
 
     def feed_values(self, definition: Function) -> None:
-        """Gives the regions' nodes of an ordinary function values to pass on to their gradients."""
+        """Gives the regions' nodes of a forward function values, which their gradient functions need."""
         names = UniqueNames()
         for name in [*(node.name for node in definition.node_def), *(a.name for a in definition.signature.input_arg)]:
             names.reserve(name)
@@ -135,7 +139,7 @@ class _Copies:
             self._value_gradient(node, handles)
 
     def _handles(self, node: Node) -> dict[int, int]:
-        """The places of handles among the inputs of a region's node, with the types of the variables."""
+        """Returns the indices of handles among a region node's inputs, with the variables' dtypes."""
         gradient = self._gradients.get(node.attr[_GRADIENT_ATTR].s.decode()) if _GRADIENT_ATTR in node.attr else None
         if gradient is None or node.op != "IdentityN":
             return {}
@@ -149,7 +153,7 @@ class _Copies:
         return found
 
     def _value_gradient(self, node: Node, handles: Mapping[int, int]) -> None:
-        """Lets a region's node have values at these places, and its gradient function take them."""
+        """Changes the inputs at these indices to values, in a region's node and its gradient function."""
         if not handles:
             return
         first = node.attr["_gradrule_outputs"].i
@@ -184,10 +188,10 @@ class _Copies:
             output.type = known.get(definition.ret[output.name], output.type)
 
     def take_values_in(self, body: Any, values: Mapping[str, int]) -> dict[str, int]:
-        """Lets all nodes of a body take values for handles; returns all that are values now, with their types."""
+        """Changes all nodes of a body to take values for handles; returns the tensors that are values, with dtypes."""
         known = dict(values)
         left = list(body.node_def)
-        # What passes a handle on makes one more value, so nodes are looked at until nothing is new.
+        # A node that returns a handle now returns a value, so repeat until no node changes.
         while hit := [node for node in left if any(text in known for text in _data_inputs(node))]:
             left = [node for node in left if not any(node is other for other in hit)]
             for node in hit:
@@ -197,7 +201,7 @@ class _Copies:
         return known
 
     def _take_values(self, body: Any, node: Node, places: Mapping[int, int]) -> dict[int, int]:
-        """Lets a node take values at these places; returns its outputs, by index, that are now values too."""
+        """Changes a node to take values at these input indices; returns the outputs that become values, with dtypes."""
         simple = _SIMPLE.get(node.op)
         if simple is not None:
             simple(body, node, places[0])
@@ -240,7 +244,7 @@ class _Copies:
 
 
 def _forget_shapes(attrs: Any, name: str, places: Iterable[int]) -> None:
-    """Takes back the shapes that an attribute tells of handles: a scalar's, which the values need not have."""
+    """Clears the shapes of handles (scalars) in an attribute; values may have other shapes."""
     shapes = attrs[name].list.shape if name in attrs else ()
     for index in places:
         if index < len(shapes):
@@ -249,7 +253,7 @@ def _forget_shapes(attrs: Any, name: str, places: Iterable[int]) -> None:
 
 
 def _reference(body: Any, node: Node, slot: str, index: int) -> str:
-    """How other nodes of the body name a node's output."""
+    """Returns the name by which other nodes of the body refer to a node's output."""
     if isinstance(body, _TopLevel):
         return f"{node.name}:{index}" if index else str(node.name)
     return f"{node.name}:{slot}:{index}"

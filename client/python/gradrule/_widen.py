@@ -1,4 +1,4 @@
-"""A graph with float64 in the place of float32, for finite differences that can be trusted."""
+"""Converts a graph from float32 to float64, which makes finite differences precise."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from gradrule.v1.tensor_pb2 import Dt, Tensor
 
 
 def widened(graph: Graph) -> Graph:
-    """The graph with float64 for every float32, in constants and variables too. It may be one that cannot run."""
-    message = graph_pb2.Graph.FromString(graph.plain_bytes())
+    """Returns the graph with float64 for every float32, constants and variables included.
+
+    The result cannot run if one of its ops does not support float64.
+    """
+    message = graph_pb2.Graph.FromString(graph.to_bytes_without_overrides())
     for node in message.node:
         _widen_node(node)
     for function in message.library.function:

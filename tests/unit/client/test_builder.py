@@ -118,6 +118,15 @@ def test_placeholder_shapes() -> None:
     assert [spec.shape for spec in g.inputs.values()] == [None, (), (None, 2), (3,)]
 
 
+def test_constant_takes_value_and_dtype_in_tensorflows_order() -> None:
+    g = gr.Graph()
+    half = g.constant(0.5, "float64")
+    assert (half.name, half.dtype) == ("Const:0", "float64")
+    with pytest.raises(TypeError, match="positional"):
+        g.constant(0.5, "float64", "half")  # type: ignore[call-arg]  # names are keyword-only
+    assert g.constant([1, 2], "bfloat16", name="pair").name == "pair:0"
+
+
 def test_names_are_tensorflows() -> None:
     wished = ["Sign", "Sign", "sign", "Sign_1", "Sign_1", "a/Sign", "a/Sign", "Sign"]
     names = UniqueNames()

@@ -150,7 +150,7 @@ def test_a_function_of_a_graph_is_an_op() -> None:
         ),
         ("Pack", {"N": AttrValue(i=3)}, [F32, F32], "TYPE_MISMATCH", "N says 3; 2 are given"),
         ("Pack", {}, [], "TYPE_MISMATCH", "at least 1"),
-        ("Pack", {"N": AttrValue(i=0)}, [], "INVALID_ATTR", "least is 1"),
+        ("Pack", {"N": AttrValue(i=0)}, [], "INVALID_ATTR", "minimum is 1"),
         ("Concat", {}, [F32, F32, F32], "TYPE_MISMATCH", "input 0 (concat_dim) of Concat is float32, not int32"),
         ("Assign", {}, [F32, F32], "TYPE_MISMATCH", "a reference"),
         (

@@ -289,7 +289,7 @@ def test_results() -> None:
     assert (r.gradients["c"], r.gradients["d"]) == (None, None)
     assert list(r.gradient_kinds.values()) == ["dense", "sparse", "unconnected", "not_differentiable"]
     assert r.overrides == [gr.Resolution("n", "Sign", "r", "l", "off_path", "f")]
-    assert (r.timings.run, r.device, r.defaulted) == (1.5, "CPU:0", ["a"])
+    assert (r.timings.run, r.device, r.default_gradient_nodes) == (1.5, "CPU:0", ["a"])
     with pytest.raises(KeyError, match=r"there is 'y:0'"):
         r.outputs["z"]
 

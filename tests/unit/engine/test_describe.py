@@ -99,22 +99,22 @@ def _random_graph(rng: random.Random) -> gr.Graph:
         )
         match kind:
             case "sum":
-                made.append(g.one("AddV2", value, rng.choice(made)))
+                made.append(g.op_output("AddV2", value, rng.choice(made)))
             case "mul":
-                made.append(g.one("Mul", value, rng.choice([value, rng.choice(made)])))
+                made.append(g.op_output("Mul", value, rng.choice([value, rng.choice(made)])))
             case "bias":
-                made.append(g.one("AddV2", value, g.constant([0.5] * 4)))
+                made.append(g.op_output("AddV2", value, g.constant([0.5] * 4)))
             case "reshape":
-                made.append(g.one("Reshape", value, g.one("Shape", value)))
+                made.append(g.op_output("Reshape", value, g.op_output("Shape", value)))
             case "stop":
-                made.append(g.one("AddV2", value, g.one("StopGradient", value)))
+                made.append(g.op_output("AddV2", value, g.op_output("StopGradient", value)))
             case "cut":
                 axis = rng.choice([0, 1])
-                total = g.one("Sum", value, g.constant([axis], dtype="int32"), keep_dims=True)
-                made.append(g.one("Sub", value, total))
+                total = g.op_output("Sum", value, g.constant([axis], dtype="int32"), keep_dims=True)
+                made.append(g.op_output("Sub", value, total))
             case _:
-                made.append(g.one(kind, value))
-    g.one("Identity", made[-1], name="y")
+                made.append(g.op_output(kind, value))
+    g.op_output("Identity", made[-1], name="y")
     return g
 
 
@@ -150,8 +150,8 @@ def _chain(layers: int) -> gr.Graph:
     g = gr.Graph()
     last: Any = g.placeholder("x", "float32", [None, 4])
     for _ in range(layers):
-        last = g.one("AddV2", g.one("Relu", last), g.one("Tanh", last))
-    g.one("Identity", last, name="y")
+        last = g.op_output("AddV2", g.op_output("Relu", last), g.op_output("Tanh", last))
+    g.op_output("Identity", last, name="y")
     return g
 
 

@@ -18,7 +18,7 @@ from tests.unit.engine.building import prepared
 def _built(*disabled: str) -> Built:
     """y = relu(x), and its gradient under a rule."""
     g = gr.Graph()
-    g.one("Relu", g.placeholder("x", "float32", [None]), name="y")
+    g.op_output("Relu", g.placeholder("x", "float32", [None]), name="y")
     request = prepared(g, {"Relu": "guided_relu"}, vjp=program_pb2.Vjp(ys=["y"], xs=["x"])).request
     return build(request, disabled_fast_paths=frozenset(disabled))
 

@@ -1,4 +1,4 @@
-"""Pictures of an explained graph: one SVG file, or one HTML page in which scopes fold. No TensorFlow, no library."""
+"""Draws an explained graph as an SVG file, or as an HTML page with foldable scopes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def view(explanation: Explanation, graph: bytes) -> View:
-    """What both pictures show, from a GraphDef's bytes and what the server says of them. Raises `InvalidGraphError`."""
+    """Returns the content of both pictures, from a GraphDef's bytes and its explanation. Raises `InvalidGraphError`."""
     try:
         structure = read(Graph.FromString(graph))
     except DecodeError as cause:
@@ -28,10 +28,10 @@ def view(explanation: Explanation, graph: bytes) -> View:
 
 
 def draw_svg(explanation: Explanation, graph: bytes) -> str:
-    """A static picture, folded to about sixty boxes."""
+    """Returns a static SVG picture, folded to about sixty boxes."""
     return svg.draw(view(explanation, graph))
 
 
 def draw_html(explanation: Explanation, graph: bytes) -> str:
-    """A page that needs no other file and no network."""
+    """Returns an HTML page that needs no other file and no network."""
     return page.draw(view(explanation, graph))

@@ -1,7 +1,7 @@
-"""What is known of each leaf: the rule it got, whether it lies on the path from ys to xs, what is wrong with it.
+"""Collects the facts about each leaf: its rule, whether it is on the path from ys to xs, and its errors.
 
-The path is first taken from the graph's structure. Where the server tells which nodes it asked for a gradient, a node
-that it did not ask is off the path.
+The path is computed from the graph's structure. If the server reports the nodes whose gradient it computed, all other
+nodes are off the path.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ACTIVE = "active"
 
 @dataclass(slots=True)
 class Fact:
-    """Of one leaf. `rule`: index into `Facts.rules`, or None; then `label` and `status` are empty."""
+    """Describes one leaf. `rule`: index into `Facts.rules`, or None; then `label` and `status` are empty."""
 
     rule: int | None = None
     label: str = ""
@@ -35,9 +35,9 @@ class Fact:
 
 @dataclass(slots=True)
 class Facts:
-    """Of all leaves, in their order. `path`: vertices on it. `rules`: names, in the order of their first override.
+    """Describes all leaves, in order. `path`: a flag per vertex. `rules`: in order of first use.
 
-    wrong: all that is wrong. notes: what a picture cannot show.
+    wrong: all errors. notes: what the picture cannot show.
     """
 
     leaves: list[Fact]
@@ -50,7 +50,7 @@ class Facts:
 
 
 def facts_of(structure: Structure, explanation: Explanation) -> Facts:
-    """Joins a graph and what the server says of it. What has no place in the graph becomes a note."""
+    """Combines a graph's structure with its explanation. Nodes that the structure lacks become notes."""
     facts = [Fact() for _ in structure.leaves]
     places: dict[str, list[int]] = {}
     for index, leaf in enumerate(structure.leaves):
@@ -66,7 +66,7 @@ def facts_of(structure: Structure, explanation: Explanation) -> Facts:
                 setattr(facts[place], role, True)
     rules: dict[str, int] = {}
     asked: set[int] = set()
-    sure = {found[0] for name in explanation.defaulted if len(found := places.get(name, [])) == 1}
+    sure = {found[0] for name in explanation.default_gradient_nodes if len(found := places.get(name, [])) == 1}
     for item in explanation.overrides:
         rule = rules.setdefault(rule_text(item), len(rules))
         found = [index for name in item.nodes or (item.node,) for index in _at(structure, places, name, item.function)]
@@ -78,7 +78,7 @@ def facts_of(structure: Structure, explanation: Explanation) -> Facts:
         if not found:
             notes.append(f"{item.node} ({item.status.replace('_', ' ')}, {rule_text(item)}) is not in the picture")
     asked.update(_inside(structure, [index for index in asked if structure.leaves[index].calls]))
-    reported = {index for name in explanation.defaulted for index in places.get(name, ())}
+    reported = {index for name in explanation.default_gradient_nodes for index in places.get(name, ())}
     rewritten = {index for name in explanation.rewritten for index in places.get(name, ())}
     for index in rewritten:
         facts[index].rewritten = True
@@ -92,21 +92,21 @@ def facts_of(structure: Structure, explanation: Explanation) -> Facts:
 
 
 def rule_text(item: Resolution) -> str:
-    """A rule's name; those that have none of their own are told apart by the override's label."""
+    """Returns a rule's name; inline rules have none and are distinguished by the override's label."""
     if item.label == "no_gradient":
         return f"no gradient: {item.rule}"
     return f"{item.rule} ({item.label})" if item.rule == "inline" and item.label else item.rule
 
 
 def _at(structure: Structure, places: dict[str, list[int]], name: str, function: str) -> list[int]:
-    """The leaves of a name. The condition and the body of a loop may hold one each: their functions differ."""
+    """Returns the leaves of a name. A loop's condition and body may have one each, in different functions."""
     found = places.get(name, [])
     exact = [index for index in found if structure.leaves[index].function == function]
     return exact or found
 
 
 def _inside(structure: Structure, calls: Iterable[int]) -> list[int]:
-    """The leaves inside of calls that got a rule as a whole, which the server therefore asks for nothing."""
+    """Returns the leaves inside calls that got a rule as a whole; their own gradients are not computed."""
     outer = {structure.leaves[index].name for index in calls}
     found = []
     for index, leaf in enumerate(structure.leaves) if outer else ():
@@ -119,7 +119,7 @@ def _inside(structure: Structure, calls: Iterable[int]) -> list[int]:
 
 
 def _path(structure: Structure, xs: Iterable[str], ys: Iterable[str]) -> bytearray:
-    """A flag per vertex: does a y depend on it, and it on an x?"""
+    """Returns a flag per vertex: whether a y depends on it and it depends on an x."""
     after: list[list[int]] = [[] for _ in structure.before]
     for vertex, sources in enumerate(structure.before):
         for source in sources:
@@ -144,16 +144,17 @@ def _reach(seeds: list[int], edges: list[list[int]]) -> bytearray:
     return seen
 
 
-def _mark(structure: Structure, facts: list[Fact], path: bytearray, told: set[int], sure: set[int]) -> None:
-    """Leaves on the path. `told`: those that the server may have asked; if there are none, structure alone decides.
+def _mark(structure: Structure, facts: list[Fact], path: bytearray, reported: set[int], sure: set[int]) -> None:
+    """Marks the leaves on the path.
 
-    `sure`: those it has asked, whether structure says so or not: gradients pass through resources, too.
+    reported: leaves that the server may have reported; if empty, only the structure decides. sure: leaves that are on
+    the path whatever the structure says, because gradients pass through resources too.
     """
     for (call, _), vertex in structure.outputs.items():
         facts[call].on_path |= bool(path[vertex])
     for index, leaf in enumerate(structure.leaves):
         fact = facts[index]
         if not leaf.calls:
-            path[leaf.vertex] &= not told or index in told or fact.is_x or fact.is_y
+            path[leaf.vertex] &= not reported or index in reported or fact.is_x or fact.is_y
             fact.on_path = bool(path[leaf.vertex])
         fact.on_path |= index in sure

@@ -1,4 +1,4 @@
-"""From a graph and what is known of it to what a picture shows: texts, sizes, rows, and which scopes are open."""
+"""Computes what a picture shows: texts, sizes, rows, and the scopes that are open at first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TOLD = 8
 
 
 def view_of(structure: Structure, facts: Facts) -> View:
-    """Joins boxes and facts."""
+    """Makes the view from a graph's structure and the facts about its leaves."""
     tree = tree_of(structure)
     size = len(tree.parents)
     order = list(tree.downwards())
@@ -71,12 +71,12 @@ def view_of(structure: Structure, facts: Facts) -> View:
 
 
 def mark(number: int) -> str:
-    """A, B, …, Z, A1, B1, …: rules are told apart without colours, too."""
+    """Returns a rule's mark, A, B, …, Z, A1, B1, …, which distinguishes rules without colours."""
     return f"{chr(ord('A') + number % 26)}{number // 26 or ''}"
 
 
 def _titles(tree: Tree, structure: Structure, order: Sequence[int]) -> list[str]:
-    """Full names: a leaf's, or that of the scopes down to a scope. Groups are in no name but their own."""
+    """Returns full names of boxes; a group's label is part only of its own name."""
     titles, outer = [""] * len(tree.parents), [""] * len(tree.parents)
     for box in order[1:]:
         around = outer[tree.parents[box]]
@@ -119,7 +119,7 @@ def _detail(leaf: Leaf, fact: Fact, rules: Sequence[str]) -> Detail:
 
 
 def _lay_out(view: View) -> None:
-    """Rows of all scopes, from the edges between their children."""
+    """Computes the rows of all scopes from the edges between their children."""
     edges: dict[int, dict[tuple[int, int], None]] = {}
     entered: set[int] = set()
     left: set[int] = set()
@@ -144,7 +144,7 @@ def _lay_out(view: View) -> None:
 def _fill(
     view: View, tree: Tree, structure: Structure, facts: Facts, marks: Sequence[str], order: Sequence[int]
 ) -> list[int]:
-    """Says how boxes look and how large they are. Returns how much there is to be seen in each."""
+    """Sets the texts, classes and sizes of boxes; returns a score of interest for each box."""
     rules: list[Counter[int]] = [Counter() for _ in tree.parents]
     nodes, interest = [0] * len(tree.parents), [0] * len(tree.parents)
     words: list[dict[str, None]] = [{} for _ in tree.parents]
@@ -197,7 +197,7 @@ def _width(view: View, box: int) -> float:
 
 
 def _opened(view: View, interest: Sequence[int]) -> list[int]:
-    """Opens scopes, outer ones with something to be seen first, until there are about as many boxes as fit."""
+    """Returns the scopes to open: outer and interesting ones first, up to the number of boxes that fit."""
     opened, count = [], len(view.children[ROOT])
     pending: list[tuple[int, int, int]] = []
 

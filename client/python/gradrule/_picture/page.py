@@ -1,4 +1,4 @@
-"""The HTML page: data, styles and script in one file, which asks no network for anything."""
+"""Writes the HTML page: data, styles and script in one file that loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from gradrule._picture.view import View
 
 _SCRIPTS = ("layout.js", "page.js", "start.js")
 
-# A script element ends where its text says so, and older engines take these two for line ends.
+# Escaped because `</script>` would end the element, and older JavaScript engines treat the other two as line ends.
 _IN_SCRIPT = {character: f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"}
 
 
 def draw(view: View) -> str:
-    """The page."""
+    """Returns the page."""
     script = "".join(map(_file, _SCRIPTS))
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    # Were a name to get out of its place, what it says would still not run or load anything.
+    # A second defence: text that escapes its element could still not run or load anything.
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{allowed}'"
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
@@ -55,7 +55,7 @@ def _legend(view: View) -> Iterable[str]:
 
 
 def _data(view: View) -> str:
-    """The view as JSON that ends no script. Lines of details, which often are equal, go once each."""
+    """Returns the view as JSON that is safe in a script element. Equal detail lines are stored once."""
     texts: dict[str, int] = {}
     details = {
         box: [texts.setdefault(line, len(texts)) for line in detail.lines] for box, detail in view.details.items()

@@ -19,7 +19,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Rect:
-    """Left, top, width, height."""
+    """Holds left, top, width and height in pixels."""
 
     x: float
     y: float
@@ -29,7 +29,7 @@ class Rect:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """An edge between two boxes that are seen. `points`: its way; empty where it leads upwards."""
+    """Describes an edge between two visible boxes. `points`: its route; empty if it leads upwards."""
 
     source: int
     target: int
@@ -57,7 +57,7 @@ class _Inside:
 
 
 def place(view: View, opened: Collection[int]) -> Placed:
-    """Places all boxes whose scopes are open. The root is always open."""
+    """Computes the positions of all boxes in open scopes. The root is always open."""
     order = [ROOT]
     for box in order:
         order += [child for child in view.children[box] if child in opened]
@@ -124,7 +124,7 @@ def _wish(view: View, item: Item, middles: Mapping[Item, float]) -> float | None
 
 
 def _packed(widths: list[float], wishes: list[float | None]) -> list[float]:
-    """Lefts of a row: in order, without overlap, near the wishes. An item without a wish goes with its neighbour."""
+    """Returns left positions of a row: in order, without overlap, near `wishes`; None follows its neighbour."""
     plain, x = [], 0.0
     for w in widths:
         plain.append(x)
@@ -143,7 +143,7 @@ def _packed(widths: list[float], wishes: list[float | None]) -> list[float]:
 
 
 def routes(view: View, placed: Placed) -> list[Route]:
-    """The edges between boxes that are seen, each pair once; first those off the path."""
+    """Returns the edges between visible boxes, each pair once; edges off the path first."""
     shown: dict[int, int] = {}
     found: dict[tuple[int, int], bool] = {}
     for source, target, on_path in view.wires:
@@ -155,7 +155,7 @@ def routes(view: View, placed: Placed) -> list[Route]:
 
 
 def _shown(view: View, placed: Placed, shown: dict[int, int], leaf: int) -> int:
-    """The innermost box that is seen and holds a leaf."""
+    """Returns the innermost visible box that holds a leaf."""
     box = shown.get(leaf)
     if box is None:
         box = leaf
@@ -192,7 +192,7 @@ def _way(view: View, placed: Placed, source: int, target: int) -> list[Point]:
 
 
 def _between(view: View, box: int, outer: int) -> list[int]:
-    """The boxes from one to one around it."""
+    """Returns the boxes from an inner one to an enclosing one."""
     boxes = [box]
     while boxes[-1] != outer:
         boxes.append(view.parents[boxes[-1]])

@@ -1,4 +1,4 @@
-"""A graph's message as leaves in scopes, with functions, loops and branches opened where they are used.
+"""Reads a GraphDef into leaves and scopes; expands functions, loops and branches where they are used.
 
 A call, loop or branch is a scope that holds its bodies and one leaf, the op itself, from which its outputs come. Beside
 the leaves there are vertices for arguments and outputs, so that dependence is known tensor by tensor.
@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from gradrule._names import split
 from gradrule.v1.graph_pb2 import Function, Graph, Node
 
-# Functions may call themselves, or double with each level: what lies deeper, or goes beyond, stays closed.
+# Limits expansion: functions may be recursive or grow exponentially with depth.
 _MAX_CALLS = 32
 _MAX_OPENED = 50_000
-# A name may hold thousands of slashes; no picture needs as many scopes.
+# Limits scopes: a name may contain thousands of slashes.
 _MAX_SCOPES = 48
 
 ROOT = 0
@@ -57,7 +57,7 @@ class Structure:
     closed: list[str] = field(default_factory=list)
 
     def vertex_of(self, tensor: str) -> int | None:
-        """The vertex of a tensor of the top level, if there is one."""
+        """Returns the vertex of a top-level tensor, or None."""
         name, index = split(tensor)
         leaf = self.top.get(name)
         if leaf is None:
@@ -66,7 +66,7 @@ class Structure:
 
 
 def read(graph: Graph) -> Structure:
-    """Opens a graph. What is wrong in it is left out: the server says what."""
+    """Returns a graph's structure. Invalid parts are left out; the server reports them."""
     reader = _Reader(graph)
     reader.body(graph.node, _Place(ROOT, "", "", set()), {}, 0)
     reader.finish()

@@ -1,8 +1,8 @@
-"""Colours and words of the pictures. Each rule has a letter besides its colour, each status a kind of border."""
+"""Defines the style sheets of pictures. Each rule has a letter and a colour, each status a kind of border."""
 
 from __future__ import annotations
 
-# Okabe and Ito's palette, which people who see fewer colours can tell apart; with the ink that can be read on each.
+# The palette of Okabe and Ito, which is safe for colour blindness; with a readable text colour for each.
 PALETTE = (
     ("#e69f00", "#000"),
     ("#56b4e9", "#000"),
@@ -79,7 +79,7 @@ text.mark { font-size: 10px; font-weight: bold; }
 
 
 def of_svg(rules: int) -> str:
-    """The style sheet of the SVG file: light, plain values, which programs that know no variables read too."""
+    """Returns the light style sheet of the SVG file, without CSS variables, which some programs cannot read."""
     sheet = _RULES + _of_rules(rules)
     for name, value in _theme(_LIGHT, rules).items():
         sheet = sheet.replace(f"{{{name}}}", value)
@@ -87,7 +87,7 @@ def of_svg(rules: int) -> str:
 
 
 def of_page(rules: int) -> str:
-    """The style sheet of the page's drawing, light and dark."""
+    """Returns the light and dark style sheet of the page's drawing."""
     sheet = _RULES + _of_rules(rules)
     light, dark = _theme(_LIGHT, rules), _theme(_DARK, rules)
     for name in light:

@@ -1,4 +1,4 @@
-"""The static picture: one SVG file on a white ground, without fonts or scripts. `page.js` draws the same boxes."""
+"""Writes the SVG file: white background, no fonts, no scripts. `page.js` draws the same boxes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SWATCH = 22.0
 
 
 def draw(view: View) -> str:
-    """The picture, with the scopes open that are open at first."""
+    """Returns the SVG text, with the initially open scopes open."""
     placed = place(view, set(view.opened))
     rows = list(legend(view))
     top = _MARGIN + _LINE_HEIGHT * len(rows) + _MARGIN
@@ -139,7 +139,7 @@ def _badge(badge: Badge, x: float) -> str:
 
 
 def badge_width(badge: Badge) -> float:
-    """Pixels that a badge takes."""
+    """Returns the width of a badge in pixels."""
     return width(badge.text, 10.0) + 10
 
 
@@ -166,7 +166,7 @@ def _edge(route: Route, placed: Placed) -> str:
 
 
 def way_of(route: Route, source: Rect, target: Rect) -> str:
-    """The way of an edge in SVG's words: straight along boxes, bent between rows; upwards around the right."""
+    """Returns the SVG path of an edge: straight along boxes, curved between rows, upwards around the right side."""
     if not route.points:
         x, y, to, end = source.x + source.w, source.y + source.h / 2, target.x + target.w, target.y + target.h / 2
         out = max(x, to) + 40

@@ -1,4 +1,4 @@
-"""Texts in pictures: names are a stranger's, attributes may be large."""
+"""Prepares texts for pictures: names are untrusted and attributes may be large."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradrule._tensors import shape_tuple
 from gradrule.v1.graph_pb2 import AttrValue, Node
 from gradrule.v1.tensor_pb2 import TensorShape
 
-# What XML cannot hold, and what turns the direction of the text around it.
+# Characters that XML forbids, and those that change the direction of text.
 _UNPRINTABLE = re.compile(
     "[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
 )
@@ -20,12 +20,12 @@ _CHAR = 6.7
 
 
 def clean(text: str) -> str:
-    """The text as any file can hold it."""
+    """Returns the text without forbidden characters."""
     return _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def shortened(text: str, length: int) -> str:
-    """The text, its middle left out where it is longer; both ends of a name tell something."""
+    """Returns the text, without its middle if it is too long; both ends of a name are informative."""
     if len(text) <= length:
         return text
     head = (length - 1) // 2
@@ -33,13 +33,13 @@ def shortened(text: str, length: int) -> str:
 
 
 def width(text: str, size: float = 11.0) -> float:
-    """Pixels that a text takes in a monospaced font of a size, with some room for fonts that are wider."""
+    """Returns the width in pixels of a text in a monospaced font, with a margin for wider fonts."""
     columns = sum(2 if unicodedata.east_asian_width(char) in "WF" else 1 for char in text)
     return columns * _CHAR * size / 11
 
 
 def attrs(node: Node) -> list[str]:
-    """Attributes as `name: value`, short. Those that only TensorFlow's own tools read are left out."""
+    """Returns attributes as short lines `name: value`, without those that only TensorFlow's tools read."""
     names = sorted(name for name in node.attr if not name.startswith("_") or name == "_gradient_op_type")
     lines = [f"{shortened(clean(name), _ATTR_LENGTH)}: {_value(node.attr[name])}" for name in names[:_ATTRS]]
     return lines if len(names) <= _ATTRS else [*lines, f"… {len(names) - _ATTRS} more"]

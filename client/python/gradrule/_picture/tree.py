@@ -1,4 +1,4 @@
-"""Boxes: a structure's scopes and leaves as one tree, without needless levels and without crowds."""
+"""Builds the tree of boxes from scopes and leaves; removes needless levels and splits large scopes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from gradrule._picture.reading import ROOT, Structure
 
-# A scope with more children than this is cut into groups, so that no picture opens with a crowd.
+# A scope with more children than this is split into groups, so that no picture starts with too many boxes.
 CROWD = 60
 _GROUP = 30
 
@@ -27,7 +27,7 @@ class Tree:
     groups: set[int] = field(default_factory=set)
 
     def add(self, parent: int, label: str, leaf: int = -1) -> int:
-        """Adds a box; its parent is told of it by `adopt`."""
+        """Adds a box; `adopt` makes it a child of its parent."""
         self.parents.append(parent)
         self.labels.append(label)
         self.leaf.append(leaf)
@@ -35,13 +35,13 @@ class Tree:
         return len(self.parents) - 1
 
     def adopt(self, box: int, children: list[int]) -> None:
-        """Makes these the children of a box."""
+        """Sets the children of a box."""
         self.children[box] = children
         for child in children:
             self.parents[child] = box
 
     def downwards(self) -> Iterator[int]:
-        """All boxes, outer ones first."""
+        """Yields all boxes, outer ones first."""
         pending = [ROOT]
         while pending:
             box = pending.pop()
@@ -68,7 +68,7 @@ def tree_of(structure: Structure) -> Tree:
 
 
 def _shorten(tree: Tree, scopes: int) -> None:
-    """A scope with a single child gives way to it: `a` with only `b` inside is `a/b`. Empty ones go."""
+    """Merges a scope with its only child (`a` with only `b` becomes `a/b`) and removes empty scopes."""
     for scope in range(scopes - 1, -1, -1):
         children = []
         for child in tree.children[scope]:
@@ -106,7 +106,7 @@ def _flow(structure: Structure) -> list[int]:
 
 
 def _sort(tree: Tree, flow: list[int]) -> None:
-    """Children by the mean place of their leaves."""
+    """Sorts children by the mean position of their leaves."""
     total, count = [0.0] * len(tree.parents), [0] * len(tree.parents)
     for box in reversed(list(tree.downwards())):
         if tree.leaf[box] >= 0:
@@ -119,7 +119,7 @@ def _sort(tree: Tree, flow: list[int]) -> None:
 
 
 def _group(tree: Tree, box: int) -> None:
-    """Cuts a crowd of children into groups, and a crowd of groups again."""
+    """Splits too many children into groups, and too many groups into groups of groups."""
     while len(tree.children[box]) > CROWD:
         members = tree.children[box]
         count = max(-(-len(members) // _GROUP), 2)

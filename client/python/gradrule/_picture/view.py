@@ -1,4 +1,4 @@
-"""What a picture shows, as plain lists: the SVG file is drawn from them, the page carries them as JSON."""
+"""Defines the content of a picture as plain lists: the SVG is drawn from them, the page holds them as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gradrule._picture.layers import Item
 
 @dataclass(frozen=True, slots=True)
 class Badge:
-    """How many nodes of a folded scope got a rule."""
+    """Shows how many nodes of a folded scope got a rule."""
 
     rule: int
     text: str
@@ -17,7 +17,7 @@ class Badge:
 
 @dataclass(frozen=True, slots=True)
 class LegendRow:
-    """A rule: its mark, its name, and the counts of its nodes by status."""
+    """Describes a rule: its mark, its name, and the counts of its nodes by status."""
 
     mark: str
     name: str
@@ -26,7 +26,7 @@ class LegendRow:
 
 @dataclass(frozen=True, slots=True)
 class Detail:
-    """What a page tells of a node. `lines`: further ones, `name: value`."""
+    """Describes a node on the page. `lines`: more facts, as `name: value`."""
 
     name: str
     lines: list[str]
@@ -66,7 +66,7 @@ class View:
 
 
 def meeting(view: View, source: int, target: int) -> tuple[int, int, int]:
-    """The innermost scope that holds both, and its children that hold one each."""
+    """Returns the innermost scope that holds both boxes, and its two children that hold one each."""
     a, b = source, target
     while view.parents[a] != view.parents[b]:
         if view.depths[a] >= view.depths[b]:

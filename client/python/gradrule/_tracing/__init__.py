@@ -1,4 +1,7 @@
-"""Graphs from live TensorFlow and Keras: the client's home of TensorFlow, which is imported at the first call."""
+"""Makes graphs from TensorFlow functions, Keras models and SavedModels.
+
+TensorFlow is imported at the first call; no other package of the client but `keras` imports it.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,27 @@ if TYPE_CHECKING:
 
 
 def trace(fn: Any, /, *specs: Any, **kwspecs: Any) -> Graph:
-    """The graph of a Python function, `tf.function`, Keras model or `ConcreteFunction`.
+    """Traces a Python function, `tf.function`, Keras model or `ConcreteFunction` to a graph.
 
-    specs: one per argument: `tf.TensorSpec`, `gr.TensorSpec`, `(dtype, shape)`, an example array, or lists, tuples and
-    dicts of those; ragged and sparse specs become the tensors that they consist of. Numbers, strings and None are taken
-    as they are. A `tf.function` with a signature, and a `ConcreteFunction`, take none.
+    Inputs become placeholders named after the arguments (`x`; `x_0`, `x_key` within structures). Outputs get aliases:
+    `output`, `output_0`, … or the keys of a dict (`output_x` if `x` is an input or a variable). Variables that the
+    function uses are in `graph.variables`, by name. A `tf.custom_gradient` becomes a region with a rule, named after
+    the Python function; so does a gradient registered in this process.
 
-    Inputs are placeholders named after the arguments (`x`; `x_0`, `x_key` within structures). Outputs have aliases:
-    `output`, `output_0`, … or the keys of a dict (`output_x` where `x` is an input or a
-    variable). Variables that the function uses are `graph.variables`, by name.
-    A `tf.custom_gradient` becomes a region of the graph with a rule, named after the Python function, and so do
-    gradients registered in this process.
+    Args:
+        fn: what to trace.
+        specs: one per positional argument: `tf.TensorSpec`, `gr.TensorSpec`, `(dtype, shape)`, an example array, or
+            lists, tuples and dicts of these. Ragged and sparse specs become their component tensors. Numbers, strings
+            and None are passed unchanged. None for a `tf.function` with a signature and for a `ConcreteFunction`.
+        kwspecs: the same for keyword arguments.
 
-    Raises `UnsupportedError` where TensorFlow is missing, or where the function needs what cannot travel: tables,
-    iterators, and other resources.
+    Returns:
+        The graph, with aliases and variables.
+
+    Raises:
+        UnsupportedError: TensorFlow is not installed, or the function uses resources that a graph cannot hold, such as
+            tables and iterators.
+        InvalidGraphError: `fn` cannot be traced with these specs.
     """
     require("trace")
     from gradrule._tracing import functions
@@ -35,11 +45,21 @@ def trace(fn: Any, /, *specs: Any, **kwspecs: Any) -> Graph:
 
 
 def from_keras(model: Any, /, *specs: Any, training: bool = False) -> Graph:
-    """The graph of a Keras model.
+    """Traces a Keras model to a graph.
 
-    specs: as for `trace`; needed by subclassed models only. training: as in `model(x, training=…)`; what the model
-    assigns then (moving averages) is part of the graph. Inputs and outputs have aliases by Keras's names. Nodes of a
-    layer lie in the scope of its name, those of a nested model's layers in `model/layer`.
+    Inputs and outputs get Keras's names as aliases. Nodes of a layer are in the scope of its name; nodes of a nested
+    model's layers in `model/layer`.
+
+    Args:
+        model: a Keras model.
+        specs: as for `trace`; only subclassed models need them.
+        training: as in `model(x, training=…)`; the graph then holds the assignments of moving averages too.
+
+    Returns:
+        The graph, with aliases, variables and `layers`.
+
+    Raises:
+        UnsupportedError, InvalidGraphError: as `trace`.
     """
     require("from_keras")
     from gradrule._tracing import keras_models
@@ -48,7 +68,7 @@ def from_keras(model: Any, /, *specs: Any, training: bool = False) -> Graph:
 
 
 def load_saved_model(folder: Path, signature: str) -> Graph:
-    """The graph of one signature of a SavedModel."""
+    """Loads the graph of one signature of a SavedModel."""
     require("load", f"{folder} is a SavedModel; ")
     from gradrule._tracing import saved_models
 
@@ -56,15 +76,15 @@ def load_saved_model(folder: Path, signature: str) -> Graph:
 
 
 def load_keras(path: Path) -> Graph:
-    """The graph of a model in a `.keras` or `.h5` file, in inference mode."""
-    require("load", f"{path} is a file of Keras's; ")
+    """Loads the graph of a model in a `.keras` or `.h5` file, in inference mode."""
+    require("load", f"{path} is a Keras file; ")
     from gradrule._tracing import keras_models
 
     return keras_models.load(path)
 
 
 def require(what: str, why: str = "") -> None:
-    """Raises `UnsupportedError`, which says what to install, where there is no TensorFlow for `gr.{what}`."""
+    """Raises `UnsupportedError` with the command that installs TensorFlow, if it is missing for `gr.{what}`."""
     if importlib.util.find_spec("tensorflow") is None:
         raise UnsupportedError(
             f"{why}gr.{what} needs TensorFlow, which is not installed here: pip install tensorflow (or tensorflow-cpu)"

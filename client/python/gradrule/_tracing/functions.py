@@ -1,4 +1,4 @@
-"""From a function to a graph."""
+"""Traces functions to graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def trace(fn: Any, specs: Sequence[Any], kwspecs: Mapping[str, Any]) -> Graph:
-    """See `gradrule.trace`."""
+    """Implements `gradrule.trace`."""
     if _is_keras_model(fn):
         from gradrule._tracing.keras_models import from_keras
 
@@ -32,9 +32,9 @@ def trace(fn: Any, specs: Sequence[Any], kwspecs: Mapping[str, Any]) -> Graph:
 
 
 def concrete(fn: Any, specs: Sequence[Any], kwspecs: Mapping[str, Any]) -> Any:
-    """The ConcreteFunction of a Python function or a `tf.function` for these specs."""
+    """Returns the ConcreteFunction of a Python function or `tf.function`. Raises `InvalidGraphError`."""
     if not callable(fn):
-        raise InvalidGraphError(f"{fn!r} is no function; expected a function, tf.function, Keras model or its like")
+        raise InvalidGraphError(f"{fn!r} is no function, tf.function, Keras model or ConcreteFunction")
     args = [as_specs(spec, f"spec {index}") for index, spec in enumerate(specs)]
     kwargs = {name: as_specs(spec, f"spec {name}") for name, spec in kwspecs.items()}
     traceable = fn if hasattr(fn, "get_concrete_function") else tf.function(fn)
@@ -52,10 +52,16 @@ def of_concrete(
     aliases: Sequence[str] | None = None,
     calls: Sequence[TracedCall] = (),
 ) -> Graph:
-    """The graph of a ConcreteFunction.
+    """Returns the graph of a ConcreteFunction.
 
-    names: by input, in place of the arguments'. aliases: one per output tensor, in place of the structure's. calls: of
-    layers while it was traced.
+    Args:
+        function: a `ConcreteFunction`.
+        names: names of inputs by index, instead of the arguments' names.
+        aliases: one per output tensor, instead of the names in the output structure.
+        calls: calls of layers that were recorded during tracing.
+
+    Raises:
+        UnsupportedError: the function captures values that are chosen when it is called.
     """
     graph = function.graph
     if tf_private.deferred_captures(graph):
@@ -86,7 +92,7 @@ def _input_names(function: Any) -> list[str]:
 
 
 def _output_aliases(function: Any) -> list[str]:
-    """One per output tensor: `output`, `output_0`, …, or the keys of a dict."""
+    """Returns one alias per output tensor: `output`, `output_0`, …, or the keys of a dict."""
     structure = function.structured_outputs
     prefix = "" if isinstance(structure, Mapping) or hasattr(structure, "_fields") else "output"
     found = [name for name, _ in leaf_names(prefix, structure)]

@@ -1,4 +1,4 @@
-"""`gradrule compare`: one graph under several override maps, and where they part."""
+"""Implements `gradrule compare`: evaluates one graph under several override maps and shows where they differ."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    """Adds the command."""
+    """Adds the command `compare` to the parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "compare",
-        help="one graph under several override maps, and where they part",
+        help="compare the gradients of one graph under several override maps",
         description="Evaluates a graph with its own gradient and with each of the override maps, takes finite "
         "differences, and shows the norm of the upstream gradient of each tensor on the path from ys to xs.",
     )
@@ -45,7 +45,9 @@ def add(commands: Any) -> None:
         help="an override map that is a preset: lrp=epsilon_plus:eps=1e-4; may be repeated",
     )
     add_rewrites(group)
-    group.add_argument("--no-finite-differences", action="store_true", help="spare the many evaluations that they take")
+    group.add_argument(
+        "--no-finite-differences", action="store_true", help="skip the finite differences, which take many evaluations"
+    )
     parser.add_argument(
         "--output", metavar="FILE.png", type=figures.picture, help="draw the norms into this file (.png, .svg, .pdf)"
     )
@@ -53,7 +55,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compares and shows."""
+    """Runs the comparison and prints it; returns the exit code."""
     maps: dict[str, list[Override | Preset]] = {}
     for label, chosen in [*options.map, *options.preset]:
         maps.setdefault(label, []).extend(chosen)
@@ -102,14 +104,14 @@ def _show(found: Comparison) -> None:
         screen.print(f"finite differences: {found.finite_differences.how}")
     if found.reference is not None:
         screen.print(f"in brackets: distance from {found.reference}, relative to its norm")
-    for label, parting in found.partings.items():
-        if parting is None:
-            screen.print(f"{label}: never parts from {found.reference}")
+    for label, first in found.first_differences.items():
+        if first is None:
+            screen.print(f"{label}: same gradients as {found.reference}")
             continue
-        behind = ", ".join(f"{item.rule} at {item.node}" for item in parting.rules)
+        rules = ", ".join(f"{item.rule} at {item.node}" for item in first.rules)
         screen.print(
-            f"{label}: parts from {found.reference} at {parting.tensor} ({_percent(parting.difference)})"
-            f"{f', behind it {behind}' if behind else ''}"
+            f"{label}: differs from {found.reference} first at {first.tensor} ({_percent(first.difference)})"
+            f"{f', because of {rules}' if rules else ''}"
         )
     for note in found.notes:
         screen.print(f"note: {note}")
@@ -137,8 +139,8 @@ def _draw(found: Comparison, options: argparse.Namespace) -> None:
         label: {tensor: norm for tensor, norm in found.norms(label).items() if norm is not None}
         for label in found.labels
     }
-    parts = {label: item.tensor for label, item in found.partings.items() if item is not None}
-    figures.draw_norms(tensors, xs, norms, parts, options.output)
+    first_tensors = {label: item.tensor for label, item in found.first_differences.items() if item is not None}
+    figures.draw_norms(tensors, xs, norms, first_tensors, options.output)
 
 
 def _json(found: Comparison) -> dict[str, object]:
@@ -151,7 +153,9 @@ def _json(found: Comparison) -> dict[str, object]:
             label: {x: output.array_json(value, "unconnected") for x, value in by_x.items()}
             for label, by_x in found.gradients.items()
         },
-        "partings": {label: None if item is None else asdict(item) for label, item in found.partings.items()},
+        "first_differences": {
+            label: None if item is None else asdict(item) for label, item in found.first_differences.items()
+        },
         "overrides": {label: _dicts(items) for label, items in found.overrides.items()},
         "finite_differences": None if measured is None else {"how": measured.how, "norms": measured.norms},
         "notes": list(found.notes),

@@ -1,4 +1,4 @@
-"""The flags that say which server is meant, and the client they make."""
+"""Defines the flags that select a server, and connects to it."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ DEFAULT_TIMEOUT = 30.0
 
 
 def default_target() -> str:
-    """What `--target` is where it is not given."""
+    """Returns the default of `--target`."""
     return os.environ.get(TARGET_VARIABLE) or DEFAULT_TARGET
 
 
 def add_connection(parser: argparse.ArgumentParser) -> None:
-    """Adds `--target`, `--timeout`, `--token`, and how the connection is encrypted."""
+    """Adds `--target`, `--timeout`, `--token` and the TLS flags."""
     group = parser.add_argument_group("server")
     group.add_argument(
         "--target",
         metavar="HOST:PORT",
         default=default_target(),
-        help=f"server to ask [default: {DEFAULT_TARGET}] [{TARGET_VARIABLE}]",
+        help=f"address of the server [default: {DEFAULT_TARGET}] [{TARGET_VARIABLE}]",
     )
     group.add_argument(
         "--timeout",
@@ -47,24 +47,24 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--token",
         default=os.environ.get(TOKEN_VARIABLE) or None,
-        help=f"bearer token that is sent along; other users of this machine see flags, but not [{TOKEN_VARIABLE}]",
+        help=f"bearer token; other users of this machine can see flags, but not the variable [{TOKEN_VARIABLE}]",
     )
     group.add_argument(
         "--insecure-token",
         action="store_true",
         default=_is_set(INSECURE_TOKEN_VARIABLE),
-        help=f"let the token travel unencrypted to another machine [{INSECURE_TOKEN_VARIABLE}=1]",
+        help=f"allow sending the token unencrypted to another machine [{INSECURE_TOKEN_VARIABLE}=1]",
     )
     add_tls(group)
 
 
 def add_tls(group: argparse._ActionsContainer) -> None:
-    """Adds the flags that say how the connection is encrypted."""
+    """Adds the TLS flags."""
     group.add_argument(
         "--tls",
         action="store_true",
         default=_is_set(TLS_VARIABLE),
-        help=f"connect by TLS, trusting the usual authorities [{TLS_VARIABLE}=1]",
+        help=f"connect by TLS, trusting the system's certificate authorities [{TLS_VARIABLE}=1]",
     )
     for flag, variable, help_text in (
         ("--tls-ca", TLS_CA_VARIABLE, "connect by TLS, trusting the authorities in this file"),
@@ -77,14 +77,14 @@ def add_tls(group: argparse._ActionsContainer) -> None:
 
 
 def finish(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
-    """Adds `--json` and the server's flags to a command that shows something, and what runs it."""
+    """Adds `--json` and the server's flags to a command, and sets the function that runs it."""
     parser.add_argument("--json", action="store_true", help="print one line of JSON instead of tables")
     add_connection(parser)
     parser.set_defaults(run=run)
 
 
 def connect(options: argparse.Namespace) -> Client:
-    """A client for the server that the flags name; a context manager."""
+    """Opens a client for the server that the flags select; a context manager."""
     import gradrule as gr
 
     return gr.connect(
@@ -97,7 +97,7 @@ def connect(options: argparse.Namespace) -> Client:
 
 
 def credentials(options: argparse.Namespace) -> grpc.ChannelCredentials | None:
-    """gRPC's credentials as the flags say; None for a plain connection."""
+    """Returns the gRPC credentials that the flags give; None for an unencrypted connection."""
     from gradrule import _security
 
     if not (options.tls or options.tls_ca or options.client_cert or options.client_key):
@@ -106,7 +106,7 @@ def credentials(options: argparse.Namespace) -> grpc.ChannelCredentials | None:
 
 
 def seconds(text: str) -> float:
-    """A positive number of seconds."""
+    """Parses a positive number of seconds."""
     try:
         value = float(text)
     except ValueError:

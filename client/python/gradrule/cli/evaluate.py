@@ -1,4 +1,4 @@
-"""`gradrule evaluate`: outputs and gradients of a graph or of a compiled program."""
+"""Implements `gradrule evaluate`: computes outputs and gradients of a graph or of a compiled program."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from gradrule.cli.words import PROGRAM_PREFIX, add_call, add_words, call_params,
 
 
 def add(commands: Any) -> None:
-    """Adds the command."""
+    """Adds the command `evaluate` to the parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "evaluate",
-        help="outputs and gradients of a graph",
+        help="compute outputs and gradients of a graph",
         description="Sends a graph, overrides and feeds, and shows outputs, gradients, and which node got which rule.",
     )
     parser.add_argument("graph", metavar="GRAPH", help=f"file .pb, .pbtxt or .json, or {PROGRAM_PREFIX}ID")
@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Evaluates and shows."""
+    """Evaluates, and prints or writes the result; returns the exit code."""
     if options.out is not None and options.out.suffix != ".npz":
         raise CommandError(f"--out takes a name that ends with .npz, not {str(options.out)!r}", USAGE)
     result = _evaluate(options)
@@ -69,8 +69,8 @@ def _show(result: Result) -> None:
     gradients = [output.array_row(name, value, result.gradient_kinds[name]) for name, value in result.gradients.items()]
     output.table(screen, "gradients", output.ARRAY_COLUMNS, gradients)
     output.table(screen, "overrides", output.RESOLUTION_COLUMNS, output.resolution_rows(result.overrides))
-    if result.defaulted:
-        screen.print(f"own gradient: {', '.join(result.defaulted)}")
+    if result.default_gradient_nodes:
+        screen.print(f"own gradient: {', '.join(result.default_gradient_nodes)}")
     if result.rewritten:
         screen.print(f"rewritten: {', '.join(result.rewritten)}")
     times = result.timings
@@ -87,7 +87,7 @@ def _json(result: Result) -> dict[str, object]:
             name: output.array_json(value, result.gradient_kinds[name]) for name, value in result.gradients.items()
         },
         "overrides": [asdict(item) for item in result.overrides],
-        "defaulted": result.defaulted,
+        "default_gradient_nodes": result.default_gradient_nodes,
         "rewritten": result.rewritten,
         "device": result.device,
         "timings": asdict(result.timings),
@@ -108,7 +108,7 @@ def _save(result: Result, path: Path) -> None:
 
 
 def _plain(name: str, array: _tensors.Array) -> _tensors.Array:
-    """NumPy's files know NumPy's own types only."""
+    """Converts an array to a dtype that NumPy's file formats support."""
     if array.dtype.kind == "O":
         raise CommandError(f"{name!r} holds strings, which a .npz file cannot hold safely; use --json")
     return array.astype(np.float32) if output.dtype_text(array) == "bfloat16" else array

@@ -1,4 +1,4 @@
-"""`gradrule explain`: which node gets which rule, before anything runs."""
+"""Implements `gradrule explain`: shows the rule of each node without running the graph."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from gradrule.cli.words import add_call, add_words, call_params, feeds, load_gra
 
 
 def add(commands: Any) -> None:
-    """Adds the command."""
+    """Adds the command `explain` to the parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "explain",
-        help="which node gets which rule, before anything runs",
-        description="Checks a graph with its overrides. Exit code 1 where something is wrong; all of it is listed.",
+        help="show the rule of each node without running the graph",
+        description="Checks a graph with its overrides and lists all errors. The exit code is 1 if there are any.",
     )
     parser.add_argument("graph", metavar="GRAPH", help="file .pb, .pbtxt or .json")
     add_words(parser)
@@ -37,7 +37,10 @@ _PICTURES = {
 
 
 def run(options: argparse.Namespace) -> int:
-    """Explains. Feeds and params are taken, so that a line for `evaluate` fits; they are checked and decide nothing."""
+    """Explains a graph and prints the result; returns the exit code.
+
+    Accepts the feeds and params of `evaluate` too and checks them; they do not change the result.
+    """
     graph = load_graph(options.graph)
     with connect(options) as client:
         found = client.explain(graph, feeds=feeds(options), params=call_params(options), **words(options))
@@ -69,8 +72,8 @@ def _show(found: Explanation, op_types: dict[str, str]) -> None:
         for spec in group.values()
     ]
     output.table(screen, "tensors", ("", "name", "type", "shape", ""), specs)
-    # Nodes inside functions are named `call/inner` and are not among the graph's own.
-    own = [[node, op_types.get(node, ""), "its own", "", "active"] for node in found.defaulted]
+    # The graph's list of nodes lacks those inside functions (`call/inner`).
+    own = [[node, op_types.get(node, ""), "its own", "", "active"] for node in found.default_gradient_nodes]
     rows = [*output.resolution_rows(found.overrides), *own]
     output.table(screen, "rules", output.RESOLUTION_COLUMNS, rows)
     if found.rewritten:
@@ -80,7 +83,7 @@ def _show(found: Explanation, op_types: dict[str, str]) -> None:
 def _json(found: Explanation) -> dict[str, object]:
     return {
         "overrides": [asdict(item) for item in found.overrides],
-        "defaulted": found.defaulted,
+        "default_gradient_nodes": found.default_gradient_nodes,
         "rewritten": found.rewritten,
         "findings": [asdict(item) for item in found.findings],
         **{

@@ -1,4 +1,4 @@
-"""What ends a command early: one message on stderr and an exit code."""
+"""Reports failures of commands: one message on stderr and an exit code."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class CommandError(Exception):
 
 
 def missing_extra(what: str, extra: str) -> CommandError:
-    """The error for a part that this installation lacks; `what` says so."""
+    """Returns the error for a missing optional dependency; `what` describes it."""
     return CommandError(f"{what}; get it with: pip install 'gradrule[{extra}]'")
 
 
 def report(command: str, message: str) -> None:
-    """Writes the one message to stderr."""
+    """Writes the message to stderr."""
     print(f"{command}: {message}", file=sys.stderr)
 
 

@@ -1,4 +1,7 @@
-"""PNG and SVG files by Matplotlib. Figures are made without pyplot: no display, no global state."""
+"""Draws curves and norms into PNG, SVG and PDF files with Matplotlib.
+
+Figures are made without pyplot, so that no display and no global state are needed.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ _SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def picture(text: str) -> Path:
-    """An argparse type: the name of a picture file."""
+    """Returns the path of a picture file; serves as an argparse type."""
     path = Path(text)
     if path.suffix not in _SUFFIXES:
         raise argparse.ArgumentTypeError(f"a picture's name ends with {', '.join(_SUFFIXES)}, got {text!r}")
@@ -35,7 +38,7 @@ def picture(text: str) -> Path:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure. Raises `CommandError` where Matplotlib is missing."""
+    """Returns an empty figure; width and height in inches. Raises `CommandError` without Matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -44,7 +47,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def draw_curve(curve: Curve, path: Path) -> None:
-    """The op and the gradient over one axis."""
+    """Draws an op and its gradient over one axis into a file."""
     figure = new_figure(7, 4.2)
     axes = figure.subplots()
     axes.axhline(0, color="0.8", linewidth=0.8)
@@ -57,39 +60,43 @@ def draw_curve(curve: Curve, path: Path) -> None:
 
 
 def draw_norms(
-    tensors: Sequence[str], xs: Sequence[str], norms: dict[str, dict[str, float]], parts: dict[str, str], path: Path
+    tensors: Sequence[str],
+    xs: Sequence[str],
+    norms: dict[str, dict[str, float]],
+    first_tensors: dict[str, str],
+    path: Path,
 ) -> None:
-    """Norms by tensor for each label: a line from the ys to the xs, which stand by themselves at the end.
+    """Draws the norms of each label into a file: a line from the ys to the xs, and single points for the xs.
 
-    parts: the tensor at which a label parts from the reference, which gets a ring.
+    first_tensors: by label, the first tensor that differs from the reference; it gets a ring.
     """
     places = {tensor: place for place, tensor in enumerate([*tensors, *xs])}
     figure = new_figure(max(6.0, 1.5 + 0.45 * len(places)), 5)
     axes = figure.subplots()
     for order, (label, by_tensor) in enumerate(norms.items()):
-        # The first are the widest, so that lines that lie on each other are seen.
+        # Earlier lines are wider, so that lines on top of each other stay visible.
         style: dict[str, Any] = {"color": f"C{order}", "linewidth": max(1.0, 5.0 - order), "alpha": 0.8}
         style |= {"marker": "o", "markersize": max(3.0, 8.0 - order)}
         axes.plot(range(len(tensors)), [_positive(by_tensor.get(name)) for name in tensors], label=label, **style)
         style["linestyle"] = "none"
         axes.plot([places[name] for name in xs], [_positive(by_tensor.get(name)) for name in xs], **style)
-        if label in parts:
+        if label in first_tensors:
             ring: dict[str, Any] = {"marker": "o", "markersize": 14, "fillstyle": "none", "color": f"C{order}"}
-            axes.plot([places[parts[label]]], [_positive(by_tensor.get(parts[label]))], **ring)
+            axes.plot([places[first_tensors[label]]], [_positive(by_tensor.get(first_tensors[label]))], **ring)
     axes.axvline(len(tensors) - 0.5, color="0.8")
     axes.set_yscale("log")
     axes.set_xticks(range(len(places)), list(places), rotation=60, ha="right", fontsize=8)
-    axes.set(ylabel="norm of the upstream gradient", title="from the ys to the xs; a ring: here it parts")
+    axes.set(ylabel="norm of the upstream gradient", title="from the ys to the xs; ring: first tensor that differs")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=_DPI)
 
 
 def _positive(value: float | None) -> float:
-    """On a logarithmic axis zero is a gap, as nothing is."""
+    """Returns NaN for zero and None, which a logarithmic axis shows as a gap."""
     return value if value else float("nan")
 
 
 def finite(values: Array) -> Array:
-    """Infinities as gaps, as NaN is."""
+    """Returns the values with NaN for infinities, which a curve shows as a gap."""
     return np.where(np.isfinite(values), values, np.nan)

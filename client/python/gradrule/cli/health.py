@@ -1,4 +1,4 @@
-"""`gradrule health`: is an engine ready?"""
+"""Implements `gradrule health`: checks whether a server has a ready engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TIMEOUT = 5.0
 
 
 def add(commands: Any) -> None:
-    """Adds the command."""
+    """Adds the command `health` to the parser."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "health", help="say whether a server is ready (exit code 0) or not (1)"
     )
@@ -23,7 +23,7 @@ def add(commands: Any) -> None:
         metavar="HOST:PORT",
         nargs="?",
         default=default_target(),
-        help=f"server to ask [default: {DEFAULT_TARGET}] [{TARGET_VARIABLE}]",
+        help=f"address of the server [default: {DEFAULT_TARGET}] [{TARGET_VARIABLE}]",
     )
     parser.add_argument("--timeout", metavar="SECONDS", type=seconds, default=_TIMEOUT, help=f"[default: {_TIMEOUT:g}]")
     add_tls(parser.add_argument_group("server"))
@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Asks `grpc.health.v1` about `gradrule.v1.GradientService` and prints the status. Needs grpc alone."""
+    """Asks `grpc.health.v1` for the status of `gradrule.v1.GradientService` and prints it; needs only grpc."""
     import grpc
 
     from gradrule import _channel
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
             answer = check(_channel.HEALTH_REQUEST, timeout=options.timeout)
         except grpc.RpcError as cause:
             raise CommandError(f"{options.target}: {cause.code().name}: {cause.details()}") from None
-    # One enum in field 1; proto3 leaves a zero out.
+    # The answer is one enum in field 1; proto3 omits a zero.
     number = answer[1] if len(answer) > 1 else 0
     print(_STATUS_NAMES.get(number, str(number)))
     return 0 if number == _SERVING else FAILED

@@ -19,10 +19,10 @@ from gradrule.errors import GradruleError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; gives its exit code."""
+    """Runs one command; returns its exit code."""
     arguments = _with_intervals(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in serve.COMMANDS:
-        # The server reads its own flags: their list lives with its settings.
+        # The server parses its own flags, which its settings define.
         return _guarded(f"gradrule {arguments[0]}", lambda: serve.run(arguments[0], arguments[1:]))
     parser = build_parser()
     if not arguments:
@@ -39,10 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands. Each sets `run`, which takes the options and gives an exit code."""
+    """Returns the parser of all commands. Each sets `run`, which takes the options and returns an exit code."""
     parser = argparse.ArgumentParser(
         prog="gradrule",
-        description="Gradients with rules of your own, as a service.",
+        description="Computes gradients with your own rules on a server.",
         epilog="`gradrule COMMAND --help` tells more.",
     )
     parser.add_argument("--version", action="version", version=f"gradrule {__version__}")
@@ -74,7 +74,7 @@ def _guarded(command: str, run: Callable[[], int]) -> int:
     except GradruleError as refusal:
         report(command, describe(refusal))
     except BrokenPipeError:
-        # The reader has gone (`| head`): nothing more can be said, not even by the flush at the end.
+        # The reader closed the pipe (`| head`), so the flush at exit would fail too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as failure:
         report(command, str(failure))

@@ -1,4 +1,4 @@
-"""What commands show: tables for people, JSON for programs."""
+"""Prints the results of commands as tables or JSON."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SHOWN_VALUES = 24
 
 
 class Screen(Protocol):
-    """What commands print to: rich's `Console`, or `PlainScreen`."""
+    """Types the output of commands: rich's `Console` or `PlainScreen`."""
 
     @property
     def is_terminal(self) -> bool: ...
@@ -36,7 +36,7 @@ class Screen(Protocol):
 
 
 class PlainScreen:
-    """Prints plain text, where rich is not installed: tables without frames, nothing coloured, nothing that moves."""
+    """Prints plain text if rich is not installed: no frames, colours or animations."""
 
     is_terminal = False
     width = _PIPE_WIDTH
@@ -47,7 +47,7 @@ class PlainScreen:
 
 
 def console() -> Screen:
-    """Standard output. Names and messages are shown as they are: nothing in them is markup."""
+    """Returns the screen for standard output, with rich's markup disabled for names and messages."""
     try:
         from rich.console import Console
     except ModuleNotFoundError:
@@ -59,7 +59,7 @@ def console() -> Screen:
 
 
 def table(screen: Screen, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Prints a table; nothing at all where there are no rows."""
+    """Prints a table; prints nothing without rows."""
     cells = [list(row) for row in rows]
     if cells:
         is_plain = isinstance(screen, PlainScreen)
@@ -67,7 +67,7 @@ def table(screen: Screen, title: str, columns: Sequence[str], rows: Iterable[Seq
 
 
 def drawn_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table that rich draws."""
+    """Returns a rich table."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -82,7 +82,7 @@ def drawn_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
 
 def plain_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of plain text: title, header, a line below the header, and columns two spaces apart."""
+    """Returns a plain-text table: title, header, a line, and columns two spaces apart."""
     split = [[printable(cell).splitlines() or [""] for cell in row] for row in rows]
     lines = [list(line) for row in split for line in itertools.zip_longest(*row, fillvalue="")]
     if any(columns):
@@ -96,12 +96,12 @@ def plain_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
 
 
 def printable(text: str) -> str:
-    """The text without characters that a terminal would obey: names and messages come from others."""
+    """Returns the text without control characters; names and messages may come from untrusted users."""
     return "".join(character for character in text if character.isprintable() or character == "\n")
 
 
 def print_styled(screen: Screen, parts: Iterable[tuple[str, str]]) -> None:
-    """Prints a line made of pieces of text, each with a style of rich's; plain text has no styles."""
+    """Prints a line of text pieces, each with a rich style, which plain text ignores."""
     if isinstance(screen, PlainScreen):
         screen.print("".join(text for text, _ in parts))
         return
@@ -111,12 +111,12 @@ def print_styled(screen: Screen, parts: Iterable[tuple[str, str]]) -> None:
 
 
 def print_json(value: object) -> None:
-    """One line of strict JSON."""
+    """Prints one line of strict JSON."""
     print(json.dumps(value, allow_nan=False, ensure_ascii=False))
 
 
 def resolution_rows(overrides: Iterable[Resolution]) -> list[list[str]]:
-    """Rows of `RESOLUTION_COLUMNS`."""
+    """Returns rows of `RESOLUTION_COLUMNS`."""
     return [[item.node, item.op_type, item.rule, item.label, item.status.replace("_", " ")] for item in overrides]
 
 
@@ -125,7 +125,7 @@ ARRAY_COLUMNS = ("name", "type", "shape", "norm", "values")
 
 
 def array_row(name: str, value: _tensors.Array | Sparse | None, kind: str = "dense") -> list[str]:
-    """A row of `ARRAY_COLUMNS`. A sparse gradient is shown as its slices; one that is not there says why."""
+    """Returns a row of `ARRAY_COLUMNS`: slices of a sparse gradient, or the reason for a missing one."""
     if value is None:
         return [name, "", "", "", kind.replace("_", " ")]
     if isinstance(value, Sparse):
@@ -136,19 +136,19 @@ def array_row(name: str, value: _tensors.Array | Sparse | None, kind: str = "den
 
 
 def dtype_text(array: _tensors.Array) -> str:
-    """`float32`; `string` for arrays of objects."""
+    """Returns the dtype's name; `string` for arrays of objects."""
     return name_of(_tensors.number_of_array(array))
 
 
 def shape_text(shape: Sequence[int | None] | None) -> str:
-    """`[?, 3]`; `unknown` where not even the rank is known."""
+    """Returns a shape such as `[?, 3]`; `unknown` for an unknown rank."""
     if shape is None:
         return "unknown"
     return f"[{', '.join('?' if size is None else str(size) for size in shape)}]"
 
 
 def norm_text(array: _tensors.Array) -> str:
-    """The L2 norm of numbers that are not integers."""
+    """Returns the L2 norm of floating-point numbers."""
     if not array.size or array.dtype.kind in "OSUbiu" or "int" in array.dtype.name:
         return ""
     wide = array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)

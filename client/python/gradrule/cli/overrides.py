@@ -1,6 +1,6 @@
-"""Overrides, presets and maps of them as they are written on a command line.
+"""Parses overrides, presets and override maps on a command line.
 
-Each function is an argparse type: it raises `ArgumentTypeError` for what it cannot read, which is a usage error.
+Each public function is an argparse type: it raises `ArgumentTypeError`, a usage error, for text that it cannot parse.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from gradrule._dtypes import NUMBERS
 from gradrule._overrides import Override, Preset, Region
-from gradrule.cli.values import EXPRESSION, assignment, literal, rule_of
+from gradrule.cli.values import EXPRESSION, assignment, literal, parse_rule
 from gradrule.errors import GradruleError
 
 PRESET = "preset:"
@@ -23,9 +23,9 @@ _OPENING, _CLOSING = "([{", ")]}"
 
 
 def override(text: str) -> Override:
-    """`SELECTOR=RULE[:param=value,…]`; RULE `expr:FORMULA` is a rule of this call alone.
+    """Parses `SELECTOR=RULE[:param=value,…]`; RULE `expr:FORMULA` is a rule for this call only.
 
-    A selector is one condition or several joined by `&`, which must all hold: see `CONDITIONS`.
+    A selector is one condition, or several joined by `&`, which must all hold; see `CONDITIONS`.
     """
     selector, right = assignment(text, "OP_TYPE=RULE, node:GLOB=RULE, pattern:MatMul+BiasAdd=RULE, …")
     conditions: dict[str, Any] = {}
@@ -36,13 +36,13 @@ def override(text: str) -> Override:
             conditions[field] = {**conditions.get(field, {}), **value} if field == "attrs" else value
     rule, params = _with_params(right)
     try:
-        return Override(rule_of(rule), params=params or None, **conditions)
+        return Override(parse_rule(rule), params=params or None, **conditions)
     except GradruleError as refusal:
         raise ArgumentTypeError(f"{refusal.message} in {text!r}") from None
 
 
 def preset(text: str) -> Preset:
-    """`NAME` or `NAME:param=value,…`."""
+    """Parses a preset: `NAME` or `NAME:param=value,…`."""
     name, params = _with_params(text)
     if not _PARAM.fullmatch(name):
         raise ArgumentTypeError(f"{name!r} is no preset's name; expected NAME or NAME:param=value,… in {text!r}")
@@ -50,7 +50,7 @@ def preset(text: str) -> Preset:
 
 
 def override_map(text: str) -> tuple[str, list[Override | Preset]]:
-    """`LABEL=OVERRIDE,OVERRIDE,…`, in which `preset:NAME` stands for a preset; `LABEL=` alone has none."""
+    """Parses `LABEL=OVERRIDE,OVERRIDE,…`; `preset:NAME` is a preset, and `LABEL=` is a map without overrides."""
     label, equals, rest = text.partition("=")
     if not equals or not label:
         raise ArgumentTypeError(f"expected NAME=OVERRIDE,OVERRIDE,… got {text!r}")
@@ -60,7 +60,7 @@ def override_map(text: str) -> tuple[str, list[Override | Preset]]:
 
 
 def preset_map(text: str) -> tuple[str, list[Override | Preset]]:
-    """`LABEL=PRESET` or `LABEL=PRESET:param=value,…`."""
+    """Parses `LABEL=PRESET` or `LABEL=PRESET:param=value,…`."""
     label, chosen = assignment(text, "NAME=PRESET")
     return label, [preset(chosen)]
 
@@ -109,11 +109,11 @@ CONDITIONS = (
     "op", "node", "regex", "scope", "pattern", "region", "near_xs", "near_ys", "position", "dtype", "rank",
     "depends_on", "attr", "order",
 )  # fmt: skip
-"""What stands before the colon of a condition."""
+"""Prefixes of conditions, before the colon."""
 
 
 def _region(text: str, whole: str) -> Region | str:
-    """`NAME`, or `INPUT,…>OUTPUT,…`."""
+    """Parses a region: `NAME`, or `INPUT,…>OUTPUT,…`."""
     inputs, arrow, outputs = text.partition(">")
     if not arrow and "," not in text:
         return text
@@ -130,7 +130,7 @@ def _words(text: str, separator: str, whole: str) -> list[str]:
 
 
 def _attr(text: str) -> Any:
-    """Text that is no JSON stands for itself: `attr:padding:SAME`."""
+    """Parses an attribute; a value that is not JSON is a string: `attr:padding:SAME`."""
     try:
         return json.loads(text)
     except ValueError:
@@ -138,7 +138,7 @@ def _attr(text: str) -> Any:
 
 
 def _with_params(text: str) -> tuple[str, dict[str, Any]]:
-    """`NAME:param=value,…` as its parts. A formula has no params here: they would be part of it."""
+    """Splits `NAME:param=value,…`; a formula is not split because it may contain colons and commas."""
     if text.startswith(EXPRESSION):
         return text, {}
     name, colon, rest = text.partition(":")
@@ -152,7 +152,7 @@ def _with_params(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _parts(text: str) -> list[str]:
-    """The overrides of a map. A comma inside a region or between params separates nothing."""
+    """Splits a map into its overrides; commas inside a region or between params do not separate."""
     parts: list[str] = []
     unfinished = ""
     for piece in _split(text):
@@ -168,7 +168,7 @@ def _parts(text: str) -> list[str]:
 
 
 def _is_param(piece: str) -> bool:
-    """A rule's name is no JSON value, and a param's value is one."""
+    """Returns whether text is a param: the value after `=` is JSON, which a rule's name is not."""
     name, _, value = piece.partition("=")
     if not _PARAM.fullmatch(name):
         return False
@@ -180,7 +180,7 @@ def _is_param(piece: str) -> bool:
 
 
 def _split(text: str) -> list[str]:
-    """At the commas outside all brackets."""
+    """Splits text at the commas outside all brackets."""
     depth, parts = 0, [""]
     for character in text:
         depth += (character in _OPENING) - (character in _CLOSING)

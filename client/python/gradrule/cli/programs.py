@@ -1,4 +1,4 @@
-"""`gradrule programs`: compiled programs that the server keeps."""
+"""Implements `gradrule programs`: compiles, lists, shows and deletes programs on the server."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    """Adds the commands."""
+    """Adds the commands `programs …` to the parser."""
     group = commands.add_parser("programs", help="compile, list, show and delete programs").add_subparsers(
         dest="verb", metavar="VERB", required=True
     )
 
-    parser = group.add_parser("compile", help="check and compile a graph, and keep it under a name")
+    parser = group.add_parser("compile", help="check and compile a graph, and store the program")
     parser.add_argument("graph", metavar="GRAPH", help="file .pb, .pbtxt or .json")
-    parser.add_argument("--name", help="wished name [default: made from the content]")
+    parser.add_argument("--name", help="name of the program [default: made from the content]")
     add_words(parser)
     finish(parser, run_compile)
 
-    parser = group.add_parser("list", help="programs by name")
+    parser = group.add_parser("list", help="list programs by name")
     finish(parser, run_list)
 
-    parser = group.add_parser("show", help="feeds, fetches and rules of one program")
+    parser = group.add_parser("show", help="show feeds, fetches and rules of a program")
     parser.add_argument("name", metavar="NAME")
     finish(parser, run_show)
 
-    parser = group.add_parser("delete", help="forget a program")
+    parser = group.add_parser("delete", help="delete a program")
     parser.add_argument("name", metavar="NAME")
     finish(parser, run_delete)
 
@@ -108,8 +108,8 @@ def _show(program: Program, as_json: bool) -> None:
     ]
     output.table(screen, program.name, ("", ""), [row for row in rows if row[1]])
     output.table(screen, "overrides", output.RESOLUTION_COLUMNS, output.resolution_rows(program.overrides))
-    if program.defaulted:
-        screen.print(f"own gradient: {', '.join(program.defaulted)}")
+    if program.default_gradient_nodes:
+        screen.print(f"own gradient: {', '.join(program.default_gradient_nodes)}")
     if program.rewritten:
         screen.print(f"rewritten: {', '.join(program.rewritten)}")
 
@@ -131,7 +131,7 @@ def _json(program: Program) -> dict[str, object]:
         "ys": [asdict(spec) for spec in program.ys.values()],
         "xs": [asdict(spec) for spec in program.xs.values()],
         "overrides": [asdict(item) for item in program.overrides],
-        "defaulted": program.defaulted,
+        "default_gradient_nodes": program.default_gradient_nodes,
         "rewritten": program.rewritten,
         "device": program.device,
         "create_time": program.create_time,

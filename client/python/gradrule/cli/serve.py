@@ -1,4 +1,4 @@
-"""`gradrule serve`, `gradrule token`, `gradrule registry`: hand their words to the server, which alone lists them."""
+"""Implements `gradrule serve`, `token` and `registry`: passes their arguments to the server's own parser."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COMMANDS = {
     "token": "make, show and take back bearer tokens of a server",
     "registry": "copy, bring back and check what a server keeps",
 }
-"""What each is for."""
+"""Help texts by command."""
 
 _SERVER_PARTS = {
     "cryptography",
@@ -27,9 +27,9 @@ _SERVER_PARTS = {
 
 
 def run(command: str, arguments: Sequence[str]) -> int:
-    """Runs a command of the server's; its exit code."""
+    """Runs a command of the server; returns its exit code."""
     if command == "serve" and importlib.util.find_spec("tensorflow") is None and not {"-h", "--help"} & set(arguments):
-        # The server itself does without; its engines would die one after the other.
+        # Check here: the front end does not need TensorFlow, but its engines would fail one after the other.
         raise missing_extra("the server is not complete (tensorflow is missing)", "server")
     try:
         from gradrule_server.__main__ import main as server_main
@@ -40,5 +40,5 @@ def run(command: str, arguments: Sequence[str]) -> int:
             raise
         raise missing_extra(f"the server is not complete ({cause.name} is missing)", "server") from None
     except SystemExit as end:
-        # `--help` ends so.
+        # argparse raises SystemExit for `--help`.
         return end.code if isinstance(end.code, int) else 0

@@ -1,6 +1,6 @@
-"""Values as they are written on a command line: feeds, rules, params.
+"""Parses values on a command line: feeds, rules, params.
 
-Each function is an argparse type: it raises `ArgumentTypeError` for what it cannot read, which is a usage error.
+Each function is an argparse type: it raises `ArgumentTypeError` for text that it cannot parse, a usage error.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from gradrule._rules import Rule
 EXPRESSION = "expr:"
 _TENSOR = "tensor:"
 _VARIABLE = re.compile(r"(x|y|dy|default)\d*")
-# What a registry takes for a rule's name, which an op type is too.
+# Names that a registry accepts for rules; op types are among them.
 _RULE_NAME = re.compile(r"((rules|builtin)/)?[A-Za-z_][A-Za-z0-9_.>-]*")
 
 
 def feed(text: str) -> dict[str, Any]:
-    """`x=FILE.npy`, `x=FILE.npz`, `x=FILE.npz:KEY`, `x=[1, 2.5]`, or `FILE.npz` alone for all that it holds."""
+    """Parses `x=FILE.npy`, `x=FILE.npz`, `x=FILE.npz:KEY`, `x=[1, 2.5]`, or `FILE.npz` for all its arrays."""
     name, equals, value = text.partition("=")
     if not equals:
         if text.endswith(".npz"):
@@ -34,7 +34,7 @@ def feed(text: str) -> dict[str, Any]:
 
 
 def variable(text: str) -> dict[str, Any]:
-    """`x=VALUE` for a variable of the rule language: x, y, dy or default, with or without digits."""
+    """Parses `x=VALUE` for a variable of the rule language: x, y, dy or default, with or without digits."""
     name = text.partition("=")[0]
     if not _VARIABLE.fullmatch(name):
         raise ArgumentTypeError(f"{name!r} is no variable; expected x, x1, y, dy, default, … before the = in {text!r}")
@@ -42,15 +42,15 @@ def variable(text: str) -> dict[str, Any]:
 
 
 def grad_y(text: str) -> tuple[str, Any]:
-    """`y=FILE.npy`, `y=[1, 2.5]`, or `y=tensor:NAME` for a tensor of the graph."""
+    """Parses `y=FILE.npy`, `y=[1, 2.5]`, or `y=tensor:NAME` for a tensor of the graph."""
     name, value = assignment(text, "Y=VALUE")
     if value.startswith(_TENSOR):
         return name, value.removeprefix(_TENSOR)
     return name, read_value(value, name)
 
 
-def rule_of(text: str) -> str | Rule:
-    """A rule's name; `expr:FORMULA` is a rule that is not registered."""
+def parse_rule(text: str) -> str | Rule:
+    """Parses a rule's name, or `expr:FORMULA` for a rule that is not registered."""
     if text.startswith(EXPRESSION):
         return Rule(text.removeprefix(EXPRESSION))
     if not _RULE_NAME.fullmatch(text):
@@ -59,7 +59,7 @@ def rule_of(text: str) -> str | Rule:
 
 
 def call_param(text: str) -> tuple[str, str, Any]:
-    """`LABEL.PARAM=NUMBER` → label, param, value. The label may hold dots."""
+    """Parses `LABEL.PARAM=NUMBER` into label, param and value. The label may contain dots."""
     key, value = assignment(text, "LABEL.PARAM=VALUE")
     label, dot, param = key.rpartition(".")
     if not (dot and label and param):
@@ -70,7 +70,7 @@ def call_param(text: str) -> tuple[str, str, Any]:
 
 
 def rule_param(text: str) -> tuple[str, Any]:
-    """`a=1` declares a param with a default, `a` one without."""
+    """Parses a declared param: `a=1` with a default, `a` without."""
     if "=" not in text:
         return text, None
     name, value = assignment(text, "NAME=VALUE")
@@ -78,13 +78,13 @@ def rule_param(text: str) -> tuple[str, Any]:
 
 
 def sample_param(text: str) -> tuple[str, Any]:
-    """`a=1` for a param of the rule that is sampled."""
+    """Parses `a=1`, a param of the rule that is sampled."""
     name, value = assignment(text, "NAME=VALUE")
     return name, literal(value, text)
 
 
 def read_value(text: str, name: str) -> Any:
-    """An array from a `.npy` or `.npz` file, or a JSON value: numbers, strings, booleans, nested lists of them."""
+    """Reads an array from a `.npy` or `.npz` file, or parses JSON: numbers, strings, booleans, nested lists."""
     path, key = _file(text)
     if path is None:
         return literal(text, f"{name}={text}")
@@ -102,7 +102,7 @@ def read_value(text: str, name: str) -> Any:
 
 
 def assignment(text: str, expected: str) -> tuple[str, str]:
-    """The parts of `NAME=VALUE`, neither of them empty; `expected` is how it should look."""
+    """Splits `NAME=VALUE` into two parts that are not empty; `expected` is the form that an error shows."""
     name, equals, value = text.partition("=")
     if not equals or not value:
         raise ArgumentTypeError(f"expected {expected}, got {text!r}")
@@ -130,7 +130,7 @@ def _load_npz(path: Path) -> dict[str, _tensors.Array]:
 
 
 def _open(path: Path) -> _tensors.Array | dict[str, _tensors.Array]:
-    """Pickled objects are refused: reading them would run their code."""
+    """Opens a NumPy file. Refuses pickled objects: loading them would run their code."""
     try:
         opened = np.load(path, allow_pickle=False)
         if isinstance(opened, np.ndarray):
@@ -144,7 +144,7 @@ def _open(path: Path) -> _tensors.Array | dict[str, _tensors.Array]:
 
 
 def literal(text: str, whole: str) -> Any:
-    """A JSON value. `whole`: what it is part of, for the message."""
+    """Parses a JSON value. `whole`: the complete argument, for the error message."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The flags that say what to differentiate, shared by `evaluate`, `explain`, `programs compile` and `compare`."""
+"""Defines the flags that `evaluate`, `explain`, `programs compile` and `compare` share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROGRAM_PREFIX = "programs/"
 
 
 class Words(TypedDict):
-    """Keyword arguments that `client.evaluate`, `explain` and `compile` share."""
+    """Types the keyword arguments that `client.evaluate`, `explain` and `compile` share."""
 
     fetches: list[str]
     ys: list[str]
@@ -29,8 +29,8 @@ class Words(TypedDict):
 
 
 def add_words(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that make a program of a graph."""
-    group = add_ends(parser, fetch="tensor to put out", stop_gradient="tensor that counts as a constant")
+    """Adds the flags that define a program: tensors, overrides, presets and rewrites."""
+    group = add_ends(parser, fetch="tensor to return", stop_gradient="tensor to treat as a constant")
     group.add_argument(
         "--override",
         metavar="SELECTOR=RULE",
@@ -48,7 +48,7 @@ def add_words(parser: argparse.ArgumentParser) -> None:
         type=overrides.preset,
         action="append",
         default=[],
-        help="a named list of overrides, which comes after all others: epsilon_plus, epsilon_plus:eps=1e-4 "
+        help="a named list of overrides; all other overrides win over it: epsilon_plus, epsilon_plus:eps=1e-4 "
         "(`gradrule rules presets` lists them); may be repeated",
     )
     group.add_argument(
@@ -57,13 +57,13 @@ def add_words(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--no-gradient",
         choices=("error", "default", "pass", "zero"),
-        help="what an op on the path without a gradient does [default: error]",
+        help="how to treat an op on the path that has no gradient [default: error]",
     )
     add_rewrites(group)
 
 
 def add_ends(parser: argparse.ArgumentParser, **more: str) -> Any:
-    """Adds the flags for ys, xs and upstream gradients, and some for tensors besides; returns their group."""
+    """Adds the flags for ys, xs, upstream gradients, and `more` tensors (flag: help text); returns their group."""
     group = parser.add_argument_group("program")
     texts = {"y": "tensor to differentiate", "x": "tensor to differentiate with respect to", **more}
     for word, text in texts.items():
@@ -81,7 +81,7 @@ def add_ends(parser: argparse.ArgumentParser, **more: str) -> Any:
 
 
 def add_rewrites(group: Any) -> None:
-    """Adds `--rewrite`."""
+    """Adds the flag `--rewrite`."""
     group.add_argument(
         "--rewrite",
         metavar="NAME",
@@ -92,19 +92,19 @@ def add_rewrites(group: Any) -> None:
 
 
 def add_feeds(group: Any) -> None:
-    """Adds `--feed`."""
+    """Adds the flag `--feed`."""
     group.add_argument(
         "--feed",
         metavar="NAME=VALUE",
         type=values.feed,
         action="append",
         default=[],
-        help="x=FILE.npy, x=FILE.npz:KEY, 'x=[1, 2.5]', or FILE.npz for all in it; may be repeated",
+        help="x=FILE.npy, x=FILE.npz:KEY, 'x=[1, 2.5]', or FILE.npz for all its arrays; may be repeated",
     )
 
 
 def add_call(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that each run has of its own."""
+    """Adds the flags for the values of one call: feeds and params."""
     group = parser.add_argument_group("values")
     add_feeds(group)
     group.add_argument(
@@ -118,7 +118,7 @@ def add_call(parser: argparse.ArgumentParser) -> None:
 
 
 def words(options: argparse.Namespace) -> Words:
-    """The words of `client.evaluate` that the flags stand for."""
+    """Returns the keyword arguments of `client.evaluate` that the flags give."""
     return {
         "fetches": options.fetch,
         "ys": options.y,
@@ -133,7 +133,7 @@ def words(options: argparse.Namespace) -> Words:
 
 
 def feeds(options: argparse.Namespace) -> dict[Any, Any]:
-    """All feeds. One that is given twice is a usage error."""
+    """Returns all feeds by name. Raises `CommandError` for a name that is fed twice."""
     found: dict[str, Any] = {}
     for one in options.feed:
         for name, value in one.items():
@@ -144,7 +144,7 @@ def feeds(options: argparse.Namespace) -> dict[Any, Any]:
 
 
 def call_params(options: argparse.Namespace) -> dict[str, dict[str, Any]] | None:
-    """Params by label, then by name."""
+    """Returns params by label, then by name; None without any."""
     found: dict[str, dict[str, Any]] = {}
     for label, name, value in options.param:
         found.setdefault(label, {})[name] = value
@@ -152,14 +152,14 @@ def call_params(options: argparse.Namespace) -> dict[str, dict[str, Any]] | None
 
 
 def load_graph(path: str) -> Graph:
-    """The graph in a file."""
+    """Loads the graph in a file."""
     import gradrule as gr
 
     return gr.load(path)
 
 
 def refuse_words(options: argparse.Namespace) -> None:
-    """A compiled program has its words already: giving them again is a usage error."""
+    """Raises `CommandError` for flags that a compiled program does not accept because it fixes them."""
     given = [
         flag
         for flag, value in (
@@ -176,4 +176,4 @@ def refuse_words(options: argparse.Namespace) -> None:
         if value
     ]
     if given:
-        raise CommandError(f"{options.graph} is compiled and fixes {', '.join(given)} already; leave it out", USAGE)
+        raise CommandError(f"{options.graph} is compiled with its own {', '.join(given)}; leave these flags out", USAGE)

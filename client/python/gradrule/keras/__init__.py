@@ -1,4 +1,4 @@
-"""gradrule for Keras models: overrides by layer, and a layer that runs on a server.
+"""Supports Keras models: makes overrides by layer, and runs layers on a server.
 
     import gradrule as gr
 
@@ -9,7 +9,7 @@
     remote = gr.keras.RemoteLayer(middle, client, overrides={"Sign": "ste_sign"})
     model = keras.Sequential([first, remote, last])
 
-Keras and TensorFlow are imported at the first use of what needs them.
+Keras and TensorFlow are imported at the first use of a name that needs them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Part of a Keras model as a graph without state: weights go in, and so do the values that a call changes."""
+"""Traces part of a Keras model to a graph without state: weights and state become inputs, new state an output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Spec: TypeAlias = "tuple[str, tuple[int | None, ...] | None]"
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One tensor that goes in or comes out: name in the graph, dtype, static shape."""
+    """Describes an input or output tensor: name in the graph, dtype, static shape."""
 
     name: str
     dtype: Any
@@ -27,17 +27,23 @@ class Slot:
 
     @property
     def is_differentiable(self) -> bool:
-        """Whether gradients are defined for it."""
+        """Whether gradients are defined for the dtype."""
         return bool(self.dtype.is_floating or self.dtype.is_complex)
 
 
 @dataclass(frozen=True, slots=True)
 class TracedPart:
-    """A part for one mode and one signature.
+    """Holds the graph of a part for one mode and one signature.
 
-    inputs: weights, state (variables that are not trained), the part's inputs, their masks; in this order.
-    outputs: the part's outputs, new values of `updated`, losses that layers add, masks; in this order.
-    structure: that of the part's outputs. updated: which of the state changes. masked: which outputs have a mask.
+    Attributes:
+        graph: the graph.
+        inputs: weights, state (variables that are not trained), the part's inputs, their masks, in this order.
+        outputs: the part's outputs, new values of `updated`, losses that layers add, masks, in this order.
+        structure: structure of the part's outputs.
+        n_outputs: number of the part's outputs.
+        updated: indices of the state that a call changes.
+        n_losses: number of losses.
+        masked: indices of the outputs that have a mask.
     """
 
     graph: Graph
@@ -53,11 +59,18 @@ class TracedPart:
 def traced(
     part: Any, structure: Any, specs: Sequence[Spec], masks: Sequence[Spec | None], training: bool
 ) -> TracedPart:
-    """The graph of a built part.
+    """Traces a built part.
 
-    structure: that of its inputs. specs: dtype and shape of each input; masks: of each input's mask, or None.
-    Raises `UnsupportedError` for a part with state that Keras does not know, `InvalidGraphError` where it cannot be
-    traced.
+    Args:
+        part: a Keras layer or model.
+        structure: structure of its inputs.
+        specs: dtype and shape of each input.
+        masks: dtype and shape of each input's mask, or None.
+        training: whether to trace the training mode.
+
+    Raises:
+        UnsupportedError: the part uses variables that are not Keras variables.
+        InvalidGraphError: the part cannot be traced.
     """
     weights, state = part.trainable_variables, part.non_trainable_variables
     seen: dict[str, Any] = {}
@@ -91,7 +104,7 @@ def traced(
         [_spec(*spec) for spec in specs],
         [_spec(*mask) for mask in masks if mask is not None],
     )
-    # Whatever is being traced around this (the function of a training step), the part is traced for itself.
+    # init_scope keeps the part out of a surrounding trace, such as that of a training step.
     with tf.init_scope(), layer_scopes(part, include_root=not isinstance(part, keras.Model)) as calls:
         function = functions.concrete(tf.function(run, autograph=False), given, {})
     in_words, out_words = ("weights", "state", "inputs", "masks"), ("outputs", "new_state", "losses", "output_masks")
@@ -101,7 +114,7 @@ def traced(
     graph = functions.of_concrete(function, dict(enumerate(in_names)), out_names, calls)
     if graph.variables:
         raise UnsupportedError(
-            f"the part {part.name!r} uses variables that are none of its Keras variables, and so could not train: "
+            f"the part {part.name!r} uses variables that are not Keras variables of it, so they could not be trained: "
             f"{', '.join(sorted(graph.variables))}. Make them with add_weight"
         )
     flat_specs = [spec for group in given for spec in group]

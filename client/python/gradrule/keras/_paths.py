@@ -1,4 +1,4 @@
-"""What lies between the tensors that go into a layer and those that come out of it."""
+"""Finds the nodes between the inputs and outputs of a layer's call."""
 
 from __future__ import annotations
 
@@ -14,15 +14,18 @@ _WITHOUT_GRADIENT = frozenset(
     {Dt.DT_BOOL, Dt.DT_STRING, Dt.DT_INT8, Dt.DT_INT16, Dt.DT_INT32, Dt.DT_INT64, Dt.DT_UINT8, Dt.DT_UINT16}
     | {Dt.DT_UINT32, Dt.DT_UINT64, Dt.DT_RESOURCE}
 )
-_CHANGEABLE = frozenset({"Placeholder", "PlaceholderWithDefault", "VarHandleOp", "VariableV2"})
+_VALUE_SOURCES = frozenset({"Placeholder", "PlaceholderWithDefault", "VarHandleOp", "VariableV2"})
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The subgraph of one call. nodes: those that gradients go through, in the graph's order.
+    """Describes the subgraph of one call.
 
-    inputs: the layer's, then its weights in the order of their use. is_op: whether it is a single node with just these
-    inputs.
+    Attributes:
+        nodes: names of the nodes that gradients pass, in the graph's order.
+        inputs: tensors that enter the layer, then its weights in the order of their use.
+        outputs: tensors that the layer returns.
+        is_op: whether the subgraph is a single node with exactly these inputs.
     """
 
     nodes: tuple[str, ...]
@@ -45,7 +48,7 @@ class Paths:
                 self._users.setdefault(tensor, []).append(node)
 
     def site(self, call: LayerCall) -> Site | None:
-        """The subgraph of a call; None for one that passes on what goes in."""
+        """Returns the subgraph of a call; None if the call returns its inputs."""
         border, ends = set(call.inputs), [name for name in call.outputs if name not in call.inputs]
         for only_gradients in (True, False):
             inside = self._between(border, ends, only_gradients)
@@ -55,14 +58,16 @@ class Paths:
             return None
         nodes = [node for node in self._inputs if node in inside]
         entering = dict.fromkeys(name for node in nodes for name in self._inputs[node] if split(name)[0] not in inside)
-        weights = [name for name in entering if name not in border and self._differs(name) and self._is_weight(name)]
+        weights = [
+            name for name in entering if name not in border and self._has_gradient(name) and self._is_weight(name)
+        ]
         inputs = (*call.inputs, *weights)
         outputs = tuple(name for name in ends if split(name)[0] in inside)
-        operands = {name for name in self._inputs[nodes[0]] if self._differs(name)}
+        operands = {name for name in self._inputs[nodes[0]] if self._has_gradient(name)}
         return Site(tuple(nodes), inputs, outputs, len(nodes) == 1 and operands <= set(inputs))
 
     def _between(self, border: set[str], ends: Iterable[str], only_gradients: bool) -> set[str]:
-        """Nodes that something of the border leads to and that lead to an end, through tensors that have gradients."""
+        """Returns the nodes on paths from the border to the ends; optionally only paths along which gradients exist."""
         reached: set[str] = set()
         pending = [user for tensor in border for user in self._users.get(tensor, ())]
         while pending:
@@ -70,10 +75,10 @@ class Paths:
             if node not in reached:
                 reached.add(node)
                 for handle in self._graph.outputs_of(node):
-                    if not only_gradients or self._differs(bare(handle.name)):
+                    if not only_gradients or self._has_gradient(bare(handle.name)):
                         pending += self._users.get(bare(handle.name), ())
         found: set[str] = set()
-        pending = [split(name)[0] for name in ends if not only_gradients or self._differs(name)]
+        pending = [split(name)[0] for name in ends if not only_gradients or self._has_gradient(name)]
         while pending:
             node = pending.pop()
             if node in reached and node not in found:
@@ -81,25 +86,25 @@ class Paths:
                 pending += [
                     split(name)[0]
                     for name in self._inputs[node]
-                    if name not in border and (not only_gradients or self._differs(name))
+                    if name not in border and (not only_gradients or self._has_gradient(name))
                 ]
         return found
 
-    def _differs(self, tensor: str) -> bool:
-        """Whether gradients are defined for a tensor."""
+    def _has_gradient(self, tensor: str) -> bool:
+        """Returns whether gradients are defined for a tensor's element type."""
         node, index = split(tensor)
         handles = self._graph.outputs_of(node)
         return index < len(handles) and handles[index].number not in _WITHOUT_GRADIENT
 
     def _is_weight(self, tensor: str) -> bool:
-        """Whether a tensor depends on something that a call may change."""
+        """Returns whether a tensor depends on a placeholder or variable."""
         pending, seen = [split(tensor)[0]], set()
         while pending:
             node = pending.pop()
             if node in seen:
                 continue
             seen.add(node)
-            if self._graph.node(node).op_type in _CHANGEABLE:
+            if self._graph.node(node).op_type in _VALUE_SOURCES:
                 return True
             pending += [split(name)[0] for name in self._inputs[node]]
         return False

@@ -1,4 +1,4 @@
-"""What a remote layer asks of its server: programs of its part, compiled at their first use."""
+"""Compiles and calls the programs of a remote layer's part; each is compiled at its first use."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from gradrule.keras._selection import Keyed, overrides_of
 
 
 @dataclass(slots=True, eq=False)
-class RemoteWords:
-    """What a remote layer was given besides its part. error: the last failure, which TensorFlow may have wrapped."""
+class RemoteOptions:
+    """Holds the options of a remote layer. error: the last failure, without TensorFlow's wrapper."""
 
     client: Callable[[], Client]
     overrides: Overrides | Keyed | None
@@ -33,15 +33,15 @@ class RemoteWords:
 
 @dataclass(slots=True, eq=False)
 class RemotePart:
-    """One traced part on the server."""
+    """Runs one traced part on the server."""
 
     traced: TracedPart
-    words: RemoteWords
+    options: RemoteOptions
     _programs: dict[bool, Program] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, tensors: Sequence[Any]) -> list[Any]:
-        """Outputs for the tensors that go in; gradients flow through."""
+        """Returns the part's outputs for its inputs; differentiable by TensorFlow."""
         traced = self.traced
         names = {slot.name for slot in self._xs()}
         wanted = {index for index, slot in enumerate(traced.inputs) if slot.name in names}
@@ -65,22 +65,22 @@ class RemotePart:
         return outputs if isinstance(outputs, list | tuple) else [outputs]
 
     def release(self) -> None:
-        """Makes the server forget the programs; the next call compiles them again."""
+        """Deletes the programs on the server; the next call compiles them again."""
         with self._lock:
             programs, self._programs = list(self._programs.values()), {}
         for program in programs:
             try:
-                program.delete(timeout=self.words.timeout)
+                program.delete(timeout=self.options.timeout)
             except ProgramNotFoundError:
-                # Another layer of the same content has released it.
+                # Another layer with the same content has deleted the program.
                 continue
 
     def _xs(self) -> list[Slot]:
-        """Inputs that get a gradient: weights and the part's inputs, as far as they are differentiable."""
+        """Returns the inputs that get a gradient: the differentiable weights and inputs of the part."""
         return [slot for slot in self.traced.inputs if slot.is_differentiable and not slot.name.startswith("state_")]
 
     def _ys(self) -> list[Slot]:
-        """Outputs that gradients come back from: not the new state, which training reads off."""
+        """Returns the outputs that gradients start from."""
         return [slot for slot in self.traced.outputs if slot.is_differentiable]
 
     def _gradients(self, tensors: Sequence[Any]) -> list[Any]:
@@ -109,20 +109,20 @@ class RemotePart:
         return [_as(_dense(result.gradients[slot.name]), slot) for slot in self._xs()]
 
     def _evaluate(self, differentiates: bool, feeds: Mapping[Any, Any], grad_ys: dict[Any, Any] | None) -> Result:
-        words = self.words
-        params = words.params if differentiates else None
+        options = self.options
+        params = options.params if differentiates else None
         try:
             program = self._program(differentiates)
             try:
-                return program.evaluate(feeds, grad_ys=grad_ys, params=params, timeout=words.timeout)
+                return program.evaluate(feeds, grad_ys=grad_ys, params=params, timeout=options.timeout)
             except ProgramNotFoundError:
-                # The server has forgotten it, or is a new one.
+                # The server has deleted the program or was restarted.
                 with self._lock:
                     self._programs.pop(differentiates, None)
                 program = self._program(differentiates)
-                return program.evaluate(feeds, grad_ys=grad_ys, params=params, timeout=words.timeout)
+                return program.evaluate(feeds, grad_ys=grad_ys, params=params, timeout=options.timeout)
         except GradruleError as error:
-            words.error = error
+            options.error = error
             raise
 
     def _program(self, differentiates: bool) -> Program:
@@ -133,23 +133,23 @@ class RemotePart:
             return program
 
     def _compiled(self, differentiates: bool) -> Program:
-        words, graph = self.words, self.traced.graph
+        options, graph = self.options, self.traced.graph
         if not differentiates:
             fetches = [slot.name for slot in self.traced.outputs]
-            return words.client().compile(graph, fetches=fetches, timeout=words.timeout)
-        return words.client().compile(
+            return options.client().compile(graph, fetches=fetches, timeout=options.timeout)
+        return options.client().compile(
             graph,
             ys=[slot.name for slot in self._ys()],
             xs=[slot.name for slot in self._xs()],
             unconnected_gradients="zero",
-            overrides=overrides_of(graph, words.overrides),
-            no_gradient=words.no_gradient,
-            timeout=words.timeout,
+            overrides=overrides_of(graph, options.overrides),
+            no_gradient=options.no_gradient,
+            timeout=options.timeout,
         )
 
 
 def _run(function: Callable[..., list[Any]], tensors: Sequence[Any], slots: Sequence[Slot]) -> list[Any]:
-    """A function of arrays, run on tensors: at once where they have values, as a node of the graph otherwise."""
+    """Runs a function of arrays on tensors: at once in eager mode, as a node inside `tf.function`."""
     dtypes = [slot.dtype for slot in slots]
     if tf.executing_eagerly():
         found = [tf.constant(value, dtype) for value, dtype in zip(function(*_arrays(tensors)), dtypes, strict=True)]

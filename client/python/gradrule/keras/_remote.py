@@ -1,4 +1,4 @@
-"""A Keras layer that runs on a server."""
+"""Defines a Keras layer that runs on a server."""
 
 from __future__ import annotations
 
@@ -13,36 +13,42 @@ from gradrule._overrides import Overrides
 from gradrule._requests import CallParams
 from gradrule.errors import GradruleError, InvalidGraphError, UnsupportedError
 from gradrule.keras._part import traced
-from gradrule.keras._programs import RemotePart, RemoteWords
+from gradrule.keras._programs import RemoteOptions, RemotePart
 from gradrule.keras._selection import Keyed
 
 
 @keras.saving.register_keras_serializable("gradrule")
 class RemoteLayer(keras.layers.Layer):  # type: ignore[misc]
-    """Part of a Keras model that runs on a server, forward and backward, and trains as if it ran here.
+    """Runs part of a Keras model on a server, forward and backward; it trains like a local layer.
 
-    part: a Keras layer, `Sequential` or model, or a list of layers, which becomes a `Sequential`; it may belong to a
-    larger model, whose weights it then shares. It takes one structure of tensors, as Keras models do: a tensor, or a
-    list or dict of them, of any numeric type; so it gives. A layer with several arguments goes into a functional model
-    first. client: a `gr.Client`, or an address `host:port`, which is connected to at the first call. overrides: of the
-    gradients within the part: what `client.evaluate` takes, or a dict as for `gradrule.keras.overrides`, which knows
-    layers. params: values for them by label; the attribute `params` may be set at any time, and compiles nothing.
-    They matter in the backward pass alone, which raises what is wrong with them. no_gradient: as for
-    `client.evaluate`. timeout: seconds for each request; the first ones compile.
+    The weights are Keras variables of the local part: optimizers, checkpoints and summaries see them. Each call sends
+    the weights and inputs; the backward pass sends both again with upstream gradients, and gets dense gradients of the
+    trainable weights and of the inputs (zeros if the outputs do not depend on them). Moving averages, dropout seeds,
+    losses that layers add, masks and mixed precision work as without the server. A call works eagerly and within
+    `tf.function`, but not under XLA: Keras drops `jit_compile`. Second derivatives raise `NotImplementedError`.
 
-    The weights stay here, as Keras variables of the part: optimizers, checkpoints and summaries see them. Each call
-    sends them with the inputs; the backward pass sends both again, with upstream gradients, and gets gradients of
-    the trainable weights and of the inputs: dense ones, of embeddings too, and zeros where the outputs do not depend on
-    them. Moving averages, seeds of dropout, losses that layers add, masks, and mixed precision are as they are without
-    the server. A call works eagerly and within `tf.function`, not under XLA: Keras drops `jit_compile`. Second
-    derivatives raise `NotImplementedError`.
+    Saving the model's weights saves the part's weights. Saving the model saves the part, the server's address, and
+    overrides that are a dict of strings; after loading, `client` may be set to a client with credentials.
 
-    Saving the model's weights saves the part's. Saving the model saves the part, the server's address, and overrides
-    that are a dict of strings; after loading, `client` may be set to one with credentials.
+    Args:
+        part: a Keras layer, `Sequential` or model, or a list of layers, which becomes a `Sequential`. It may belong to
+            a larger model and then shares its weights. It takes and returns one tensor, or a list or dict of tensors,
+            of any numeric dtype. Wrap a layer with several arguments in a functional model.
+        client: a `gr.Client`, or an address `host:port` to connect to at the first call.
+        overrides: overrides within the part, as for `client.evaluate`, or a dict as for `gradrule.keras.overrides`.
+            They affect only the backward pass, which raises their errors.
+        params: values of the rules' params by label. Setting the attribute `params` later compiles nothing.
+        no_gradient: as for `client.evaluate`.
+        timeout: seconds for each request; the first requests include compilation.
+        name: name of the layer.
+        trainable: whether the part's weights are trained.
 
-    Raises what the client raises. Within `tf.function`, and so in `model.fit`, TensorFlow wraps the error in one of its
-    own that has the message; `last_error` is the error itself. `UnsupportedError`: a part with state that Keras does
-    not know, Keras on another backend, or a configuration that cannot be saved.
+    Raises:
+        GradruleError: a call failed, as in `client.evaluate`. Within `tf.function`, and so in `model.fit`, TensorFlow
+            raises an error of its own with the same message; `last_error` is the original error.
+        InvalidGraphError: `part` is not a layer, model or list of layers.
+        UnsupportedError: the part uses variables that are not Keras variables, Keras runs on another backend, or the
+            configuration cannot be saved.
     """
 
     def __init__(
@@ -57,7 +63,7 @@ class RemoteLayer(keras.layers.Layer):  # type: ignore[misc]
         name: str | None = None,
         trainable: bool = True,
     ) -> None:
-        # The part casts for itself, as it would without this layer around it.
+        # No autocast here: the part casts its inputs itself.
         super().__init__(name=name, trainable=trainable, dtype="float32", autocast=False)
         if keras.config.backend() != "tensorflow":
             raise UnsupportedError(f"Keras runs on {keras.config.backend()}; RemoteLayer needs its TensorFlow backend")
@@ -70,12 +76,12 @@ class RemoteLayer(keras.layers.Layer):  # type: ignore[misc]
         self.supports_jit = False
         if not trainable:
             part.trainable = False
-        # In an object of its own, for Keras takes attributes apart that are dicts and lists.
-        self._remote = _Remote(RemoteWords(lambda: self.client, overrides, params, no_gradient, timeout), client)
+        # In an object of its own because Keras wraps attributes that are dicts and lists.
+        self._remote = _Remote(RemoteOptions(lambda: self.client, overrides, params, no_gradient, timeout), client)
 
     @property
     def client(self) -> Client:
-        """The client in use. Setting it makes the next call use, and compile on, another server."""
+        """The client in use. After setting it, the next call compiles on the new server."""
         return self._remote.connected()
 
     @client.setter
@@ -84,41 +90,41 @@ class RemoteLayer(keras.layers.Layer):  # type: ignore[misc]
 
     @property
     def params(self) -> CallParams | None:
-        """Values of rules' params by label, for the calls to come."""
-        return self._remote.words.params
+        """Values of the rules' params by label, for later calls."""
+        return self._remote.options.params
 
     @params.setter
     def params(self, params: CallParams | None) -> None:
-        self._remote.words.params = params
+        self._remote.options.params = params
 
     @property
     def last_error(self) -> GradruleError | None:
         """The last error of a call, as the client raised it."""
-        return self._remote.words.error
+        return self._remote.options.error
 
     def release(self) -> None:
-        """Makes the server forget the layer's programs. The next call compiles them again."""
+        """Deletes the layer's programs on the server; the next call compiles them again."""
         self._remote.release()
 
     def build(self, input_shape: Any) -> None:
-        """Makes nothing: the part builds itself when it meets inputs, which tell their types too."""
+        """Does nothing: the part is built at the first call, when the inputs' dtypes are known."""
         self.built = True
 
     def compute_output_spec(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
-        """Shapes and dtypes of the part's outputs."""
+        """Returns shapes and dtypes of the part's outputs."""
         self._build_part(inputs)
         outputs = self.part.compute_output_spec(inputs)
         return keras.tree.map_structure(lambda output: keras.KerasTensor(output.shape, output.dtype), outputs)
 
     def compute_output_shape(self, input_shape: Any) -> Any:
-        """Shapes of the part's outputs."""
+        """Returns shapes of the part's outputs."""
         return self.part.compute_output_shape(input_shape)
 
     def compute_mask(self, inputs: Any, previous_mask: Any) -> None:
-        """Nothing: outputs come with the masks that the part gave them."""
+        """Returns None: the outputs already have the masks that the part gave them."""
 
     def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
-        """The part's outputs for its inputs."""
+        """Returns the part's outputs for its inputs."""
         self._build_part(inputs)
         tensors = [tf.convert_to_tensor(tensor) for tensor in keras.tree.flatten(inputs)]
         masks = [None] * len(tensors) if mask is None else keras.tree.flatten(mask)
@@ -143,22 +149,24 @@ class RemoteLayer(keras.layers.Layer):  # type: ignore[misc]
         return keras.tree.pack_sequence_as(found.structure, outputs[: found.n_outputs])
 
     def get_config(self) -> dict[str, Any]:
-        """What `from_config` takes. Raises `UnsupportedError` for overrides that are no dict of strings."""
-        words = self._remote.words
+        """Returns the configuration. Raises `UnsupportedError` for overrides that are not a dict of strings."""
+        options = self._remote.options
         return {
             "name": self.name,
             "trainable": self.trainable,
             "part": keras.saving.serialize_keras_object(self.part),
             "client": self._remote.target,
-            "overrides": _plain(words.overrides),
-            "params": None if words.params is None else {label: dict(given) for label, given in words.params.items()},
-            "no_gradient": words.no_gradient,
-            "timeout": words.timeout,
+            "overrides": _plain(options.overrides),
+            "params": None
+            if options.params is None
+            else {label: dict(given) for label, given in options.params.items()},
+            "no_gradient": options.no_gradient,
+            "timeout": options.timeout,
         }
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RemoteLayer:
-        """The layer of a configuration; it connects anew, without credentials, at its first call."""
+        """Makes the layer of a configuration; it connects without credentials at its first call."""
         part = keras.saving.deserialize_keras_object(config["part"])
         overrides = config["overrides"]
         if overrides is not None:
@@ -173,10 +181,10 @@ class RemoteLayer(keras.layers.Layer):  # type: ignore[misc]
 
 
 class _Remote:
-    """A layer's client and traced parts."""
+    """Holds a layer's client and traced parts."""
 
-    def __init__(self, words: RemoteWords, client: Client | str) -> None:
-        self.words = words
+    def __init__(self, options: RemoteOptions, client: Client | str) -> None:
+        self.options = options
         self._parts: dict[Any, RemotePart] = {}
         self._client: Client | None = None
         self.target = ""
@@ -197,7 +205,7 @@ class _Remote:
     def part_for(
         self, part: Any, inputs: Any, tensors: Sequence[Any], masks: Sequence[Any], training: bool
     ) -> RemotePart:
-        """The traced part for inputs of this structure and these types, in this mode."""
+        """Returns the traced part for inputs of this structure and these types, in this mode."""
         specs = [_spec(tensor) for tensor in tensors]
         mask_specs = [None if mask is None else _spec(mask) for mask in masks]
         structure = keras.tree.map_structure(lambda _: 0, inputs)
@@ -205,7 +213,7 @@ class _Remote:
         key = (repr(structure), tuple(specs), tuple(mask_specs), frozen, training)
         found = self._parts.get(key)
         if found is None:
-            found = self._parts[key] = RemotePart(traced(part, structure, specs, mask_specs, training), self.words)
+            found = self._parts[key] = RemotePart(traced(part, structure, specs, mask_specs, training), self.options)
         return found
 
     def release(self) -> None:
@@ -214,7 +222,7 @@ class _Remote:
 
 
 def _spec(tensor: Any) -> tuple[str, tuple[int | None, ...] | None]:
-    """Dtype and shape; the size of the batch is left open, so that it decides nothing."""
+    """Returns dtype and shape, with unknown batch size so that all sizes share one traced part."""
     shape = None if tensor.shape.rank is None else tuple(tensor.shape)
     return keras.backend.standardize_dtype(tensor.dtype), (None, *shape[1:]) if shape else shape
 

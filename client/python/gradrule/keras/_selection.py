@@ -1,4 +1,4 @@
-"""Overrides of an already built model: by layer, layer class, and op type."""
+"""Selects layers of a Keras model, and makes overrides by layer, layer class and op type."""
 
 from __future__ import annotations
 
@@ -16,43 +16,57 @@ from gradrule.errors import InvalidGraphError, InvalidOverrideError
 from gradrule.keras._paths import Paths
 
 Keyed: TypeAlias = "Mapping[Any, OverrideValue]"
-"""By layer or op type: keys are what `overrides` says."""
+"""Rules by layer or op type; `overrides` lists the keys."""
 
 _LISTED = 20
 
 
 def layers(model: Any, which: Any = None) -> list[LayerCall]:
-    """The calls of a model's layers, in the order in which they end; a nested model comes after its layers.
+    """Returns the calls of a model's layers, in the order in which they end; a nested model follows its layers.
 
-    model: a Keras model, or a graph that was traced from one. which: a layer's name or path, a glob (`block1_*`; `*`
-    stays between slashes, `**` crosses them), a class, a layer, or several of these; None: all.
-    Raises `InvalidOverrideError` for what the model does not have, `InvalidGraphError` for a graph without layers.
+    Args:
+        model: a Keras model, or a graph that was traced from one.
+        which: a layer's name or path, a glob (`block1_*`; `*` matches within a part between slashes, `**` across
+            slashes), a class, a layer, or a list of these; None: all.
+
+    Raises:
+        InvalidOverrideError: the model has no such layer.
+        InvalidGraphError: the graph was not traced from a Keras model.
     """
     calls = _graph_of(model).layers
     return list(calls) if which is None else _calls(which, calls)
 
 
 def overrides(model: Any, rules: Keyed, *, optional: bool = False) -> list[Override]:
-    """Overrides for `client.evaluate` and its like, by layer and op type; the first entry that fits a layer holds.
+    """Makes overrides by layer and op type; the first entry that matches a layer wins.
 
-    model: a Keras model, or better the graph that `gr.from_keras` made of it: names may differ between inference and
-    training. What is returned holds for that graph saved or frozen, too. rules: as values what `client.evaluate` takes,
-    a rule or `(rule, params)`; as keys
+    A key of `rules` is one of:
 
-    - what `layers` takes as `which`, or calls that it returned: each call of the layer as a whole;
-    - a pair of such a layer and an op type (`("conv1", "Relu")`), a group (`(keras.layers.Dense, "@linear")`), or a
-      pattern (`(keras.layers.Dense, ("@linear", "@bias"))`): nodes in the scope of the layer, nested ones too;
+    - a layer, as `layers` takes it for `which`, or calls that `layers` returned: each call of the layer as a whole;
+    - a pair of a layer and an op type (`("conv1", "Relu")`), a group (`(keras.layers.Dense, "@linear")`), or a
+      pattern (`(keras.layers.Dense, ("@linear", "@bias"))`): nodes in the scope of the layer and of nested layers;
     - an op type or group: nodes anywhere.
 
-    A layer as a whole is what `tf.custom_gradient` around its call would be: its rule sees as `x, x1, …` the tensors
-    that go in and then the weights, in the order of their use, as `y, y1, …` those that come out. So a `ReLU` takes
-    `guided_relu`, an `Activation("relu")` too, a `Dense` without activation `lrp_epsilon`, and `first(…)` makes of a
-    gradient of `x` a rule for any layer. A layer of a single op is that op, and takes OP rules too. The rule `default`
-    makes an exception of a layer, its ops included.
+    A layer as a whole gets its rule like a function under `tf.custom_gradient`: `x, x1, …` are the layer's inputs and
+    then its weights in the order of their use, `y, y1, …` are its outputs. For example, `guided_relu` fits a `ReLU` and
+    an `Activation("relu")`, `lrp_epsilon` fits a `Dense` without activation, and `first(…)` turns a gradient of `x`
+    into a rule for any layer. A layer of a single op is treated as that op, so OP rules fit too. The rule `default`
+    exempts a layer and its ops.
 
-    optional: whether it is no error if nothing on the path from xs to ys matches. Labels are the names, the classes'
-    names, and `layer/op type` for pairs. Raises `InvalidOverrideError` for layers that the model does not have, names
-    that two layers have, layers that compute nothing, or whose calls in a loop's body are no subgraph of the graph.
+    Args:
+        model: the graph that `gr.from_keras` made, or a Keras model. Prefer the graph: names of nodes may differ
+            between inference and training. The overrides fit the same graph after saving or freezing too.
+        rules: a rule or `(rule, params)` for each key.
+        optional: allows that no node on the path from xs to ys matches.
+
+    Returns:
+        Overrides for `client.evaluate`, `explain` and `compile`. Labels are the names of layers or classes, and
+        `layer/op type` for pairs.
+
+    Raises:
+        InvalidOverrideError: the model has no such layer, or several of that name; the layer computes nothing; or it is
+            called in a loop's body and cannot be selected as a whole.
+        InvalidGraphError: the graph was not traced from a Keras model.
     """
     graph = _graph_of(model)
     if not isinstance(rules, Mapping):
@@ -77,27 +91,27 @@ def overrides(model: Any, rules: Keyed, *, optional: bool = False) -> list[Overr
 
 
 def overrides_of(graph: Graph, given: Overrides | Keyed | None) -> Overrides | None:
-    """What `client.compile` takes; a dict may have layers among its keys."""
+    """Returns overrides as `client.compile` takes them; keys of a dict may be layers."""
     return overrides(graph, given) if isinstance(given, Mapping) else given
 
 
 def _of_calls(
     key: Any, calls: Sequence[LayerCall], paths: Paths, rule: Any, common: Mapping[str, Any]
 ) -> list[Override]:
-    """One override for all calls that are single ops, and one for each other."""
+    """Returns one override for all calls that are single ops, and one for each other call."""
     if not calls:
-        raise InvalidOverrideError(f"rules[{_label(key)!r}]: earlier entries have taken all layers that it means")
+        raise InvalidOverrideError(f"rules[{_label(key)!r}]: earlier entries match all of its layers")
     nested = [call for call in calls if not call.outputs]
     if nested:
         raise InvalidOverrideError(
             f"rules[{_label(key)!r}]: the layer {nested[0].path!r} is called in a nested function, such as the body of "
-            f"a loop, and cannot be meant as a whole there; name op types in it: ({nested[0].path!r}, 'Sigmoid')"
+            f"a loop, and cannot be selected as a whole; select op types in it: ({nested[0].path!r}, 'Sigmoid')"
         )
     sites = [site for call in calls if (site := paths.site(call)) is not None]
     if not sites:
         raise InvalidOverrideError(
             f"rules[{_label(key)!r}]: in this graph {', '.join(sorted({repr(call.path) for call in calls}))} only "
-            "passes on what goes in, as Dropout does in inference; there is no gradient to override"
+            "returns its input, as Dropout does in inference; there is no gradient to override"
         )
     if rule == "default":
         return [Override(rule, node_regex=_either(node for site in sites for node in site.nodes), **common)]
@@ -108,16 +122,16 @@ def _of_calls(
 
 
 def _calls(which: Any, calls: Sequence[LayerCall]) -> list[LayerCall]:
-    """The calls that a key means."""
+    """Returns the calls that a key selects."""
     if isinstance(which, tuple | list):
         found = [call for each in which for call in _calls(each, calls)]
         return list({id(call): call for call in found}.values())
     if isinstance(which, LayerCall):
         same = [call for call in calls if call == which]
-        # A graph of the same model, traced at another time, has layers of the same paths.
+        # Another graph of the same model has different identities but the same paths.
         found = same or [call for call in calls if (call.path, call.outputs) == (which.path, which.outputs)]
         if not found:
-            raise InvalidOverrideError(f"the graph has no call of the layer {which.path!r} as this one")
+            raise InvalidOverrideError(f"the graph has no such call of the layer {which.path!r}")
         return found
     if isinstance(which, type):
         found = [call for call in calls if issubclass(call.kind, which)]
@@ -163,7 +177,7 @@ def _named(name: str, calls: Sequence[LayerCall]) -> list[LayerCall]:
 
 
 def _is_op_type(key: Any, graph: Graph) -> bool:
-    """Whether a key means nodes anywhere. Raises `InvalidOverrideError` where it could be a layer as well."""
+    """Returns whether a key is an op type or group. Raises `InvalidOverrideError` if it is a layer's name too."""
     if not isinstance(key, str):
         return False
     known = key.startswith("@") or _opdefs.find(key) is not None or bool(graph.find(op_type=key))
@@ -175,7 +189,7 @@ def _is_op_type(key: Any, graph: Graph) -> bool:
 
 
 def _is_pair(key: Any) -> bool:
-    """Whether a key is a layer with op types in it."""
+    """Returns whether a key is a pair of a layer and op types."""
     if not (isinstance(key, tuple) and len(key) == 2):
         return False
     words = [key[1]] if isinstance(key[1], str) else key[1]
@@ -185,7 +199,7 @@ def _is_pair(key: Any) -> bool:
 
 
 def _scopes(calls: Iterable[LayerCall]) -> str:
-    """An expression for nodes in the scopes of layers. In a function's body a scope comes behind the call's name."""
+    """Returns a regex for nodes in the scopes of layers. Inside functions, the call's name precedes the scope."""
     words = {f"{'(?:.*/)?' if not call.outputs else ''}{re.escape(call.path)}/.*": None for call in calls}
     return "|".join(words)
 
@@ -204,7 +218,7 @@ def _graph_of(model: Any) -> Graph:
 
 def _layers_of(graph: Graph) -> list[LayerCall]:
     if not graph.layers:
-        raise InvalidGraphError("the graph knows no layers; gr.from_keras makes one that does")
+        raise InvalidGraphError("the graph has no layers; make it with gr.from_keras")
     return graph.layers
 
 

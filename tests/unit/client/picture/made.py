@@ -39,15 +39,15 @@ def explained(
     xs: Sequence[str] = ("x",),
     ys: Sequence[str] = ("y",),
     overrides: Sequence[gr.Resolution] = (),
-    defaulted: Sequence[str] = (),
+    default_gradient_nodes: Sequence[str] = (),
     **more: Any,
 ) -> gr.Explanation:
-    """What the server says. Without overrides and defaulted nodes, the path is the structure's."""
+    """What the server says. Without overrides and default gradients, the path is the structure's."""
     specs = [{name: gr.TensorSpec(name, "float32", None) for name in names} for names in (ys, xs)]
     words: dict[str, Any] = {"findings": [], "rewritten": [], **more}
     return gr.Explanation(
-        overrides=list(overrides), defaulted=list(defaulted), inputs={}, outputs={}, ys=specs[0], xs=specs[1],
-        graph=of, **words,
+        overrides=list(overrides), default_gradient_nodes=list(default_gradient_nodes), inputs={}, outputs={},
+        ys=specs[0], xs=specs[1], graph=of, **words,
     )  # fmt: skip
 
 
@@ -104,4 +104,6 @@ def large_explained(count: int) -> gr.Explanation:
     nodes = Graph.FromString(of).node
     overrides = [took(each.name, "ste_sign") for each in nodes if each.op == "Sign"]
     overrides += [took(each.name, "cosine", op="Tanh") for each in nodes if each.op == "Tanh"]
-    return explained(of, overrides=overrides, defaulted=[each.name for each in nodes if each.op in ("Relu", "AddN")])
+    return explained(
+        of, overrides=overrides, default_gradient_nodes=[each.name for each in nodes if each.op in ("Relu", "AddN")]
+    )

@@ -66,7 +66,9 @@ def numbers(way: str) -> list[float]:
 
 
 def ruled() -> gr.Explanation:
-    return explained(nested(), overrides=[took("loop/s", "ste_sign", function="body")], defaulted=["y", "if/s"])
+    return explained(
+        nested(), overrides=[took("loop/s", "ste_sign", function="body")], default_gradient_nodes=["y", "if/s"]
+    )
 
 
 @pytest.mark.parametrize("explanation", [ruled(), large_explained(600)])

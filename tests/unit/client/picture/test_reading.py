@@ -90,11 +90,11 @@ def test_a_tensor_reaches_another_variable_of_a_loop_in_a_later_round() -> None:
 def test_what_the_server_was_not_asking_is_off_the_path() -> None:
     said = ["block/in", "block/call/call/m", "block/call/i", "loop/s", "if/s", "y"]
     overrides = [took("block/call/call/s", "ste_sign", function="inner")]
-    assert on_path(nested(), overrides=overrides, defaulted=said) == PATH - {"no:if/z"}
+    assert on_path(nested(), overrides=overrides, default_gradient_nodes=said) == PATH - {"no:if/z"}
 
 
 def test_what_the_server_asked_is_on_the_path_whatever_the_structure_says() -> None:
-    assert ":aside" in on_path(nested(), defaulted=["aside", "y"])
+    assert ":aside" in on_path(nested(), default_gradient_nodes=["aside", "y"])
 
 
 def test_names_that_a_condition_and_a_body_share_are_told_apart_by_their_function() -> None:
@@ -106,7 +106,9 @@ def test_names_that_a_condition_and_a_body_share_are_told_apart_by_their_functio
 
 
 def test_a_rule_for_a_whole_call_covers_what_is_inside() -> None:
-    said = explained(nested(), overrides=[took("block/call", "Five", op="PartitionedCall")], defaulted=["y"])
+    said = explained(
+        nested(), overrides=[took("block/call", "Five", op="PartitionedCall")], default_gradient_nodes=["y"]
+    )
     found = structure(said.graph)
     path = {leaf.name for leaf, fact in zip(found.leaves, facts_of(found, said).leaves, strict=True) if fact.on_path}
     assert {"block/call", "block/call/call/s", "block/call/i"} <= path
@@ -114,7 +116,9 @@ def test_a_rule_for_a_whole_call_covers_what_is_inside() -> None:
 
 def test_all_nodes_of_a_region_get_its_rule() -> None:
     of = graph(node("x", "Placeholder"), node("a", "Exp", "x"), node("b", "Log", "a"), node("y", "Neg", "b"))
-    said = explained(of, overrides=[took("b", "log1pexp", nodes=("a", "b"), label="soft")], defaulted=["y"])
+    said = explained(
+        of, overrides=[took("b", "log1pexp", nodes=("a", "b"), label="soft")], default_gradient_nodes=["y"]
+    )
     facts = facts_of(structure(of), said)
     assert [fact.rule for fact in facts.leaves] == [None, 0, 0, None]
     assert [fact.on_path for fact in facts.leaves] == [True] * 4

@@ -49,7 +49,7 @@ def nested_with_rules() -> gr.Explanation:
         took("pred", "cosine", "not_differentiable", op="Greater"),
     ]
     said = ["block/in", "block/call/call/m", "block/call/i", "if/s", "if/z", "y"]
-    return explained(nested(), overrides=overrides, defaulted=said)
+    return explained(nested(), overrides=overrides, default_gradient_nodes=said)
 
 
 def shown_boxes(of: View, opened: set[int]) -> list[str]:

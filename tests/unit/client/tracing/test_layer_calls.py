@@ -86,13 +86,13 @@ def test_single_ops_are_nodes_and_others_regions(graph: gr.Graph) -> None:
     assert [graph.tensor(name).node.inputs[0].rpartition("/")[2] for name in region.inputs[1:]] == ["kernel", "bias"]
 
 
-def test_the_first_entry_that_fits_holds(graph: gr.Graph) -> None:
+def test_first_matching_entry_wins(graph: gr.Graph) -> None:
     first, second = gr.keras.layers(graph, layers.ReLU)
     exception, rule = gr.keras.overrides(graph, {second: "default", layers.ReLU: ("ste", {"k": 1})})
     assert (exception.rule, exception.selector.node_regex) == ("default", "block/relu/Relu_1")
     assert (rule.rule, rule.selector.node_regex, rule.params) == ("ste", "block/relu/Relu", {"k": 1})
     assert (exception.label, rule.label) == ("block/relu", "ReLU")
-    with pytest.raises(gr.errors.InvalidOverrideError, match="earlier entries have taken all"):
+    with pytest.raises(gr.errors.InvalidOverrideError, match="earlier entries match all"):
         gr.keras.overrides(graph, {(first, second): "ste", "relu": "default"})
 
 
@@ -110,7 +110,7 @@ def test_op_types_within_layers(graph: gr.Graph) -> None:
     [
         ("dnse", "no layer 'dnse'.*Did you mean 'dense'.*Layers: 'block/dense'"),
         ("Relu6", "is a layer and an op type"),
-        ("drop", "only passes on what goes in"),
+        ("drop", "only returns its input"),
         (layers.Conv2D, "no layer of class Conv2D.*Classes: 'Dense', 'ReLU'"),
         (("dense", "Tann"), "no layer 'Tann'"),
         (("dnse", "Tanh"), "no layer 'dnse'"),
@@ -146,7 +146,7 @@ def test_graphs_without_layers() -> None:
     graph.relu(graph.placeholder("x", "float32", [2]))
     assert only(gr.keras.overrides(graph, {"Relu": "ste"})).selector.op_type == "Relu"
     assert gr.keras.layers(graph) == []
-    with pytest.raises(gr.errors.InvalidGraphError, match=r"knows no layers; gr\.from_keras"):
+    with pytest.raises(gr.errors.InvalidGraphError, match=r"has no layers; make it with gr\.from_keras"):
         gr.keras.overrides(graph, {"dense": "ste"})
     with pytest.raises(gr.errors.InvalidOverrideError, match="a dict by layer or op type, not list"):
         gr.keras.overrides(graph, ["ste"])

@@ -48,22 +48,24 @@ def x_of(g: gr.Graph, *tail: int) -> Any:
 
 
 def perceptron(g: gr.Graph) -> None:
-    h = g.one("Relu", g.one("BiasAdd", g.matmul(x_of(g, 4), g.constant(weights(4, 8))), g.constant(weights(8))))
-    g.one("LogSoftmax", g.matmul(h, g.constant(weights(8, 3))), name="y")
+    h = g.op_output(
+        "Relu", g.op_output("BiasAdd", g.matmul(x_of(g, 4), g.constant(weights(4, 8))), g.constant(weights(8)))
+    )
+    g.op_output("LogSoftmax", g.matmul(h, g.constant(weights(8, 3))), name="y")
 
 
 def convolution(g: gr.Graph) -> None:
     x = x_of(g, 8, 8, 3)
-    c = g.one("Conv2D", x, g.constant(weights(3, 3, 3, 4)), strides=[1, 2, 2, 1], padding="SAME")
-    c = g.one("MaxPool", g.one("Relu", c), ksize=[1, 2, 2, 1], strides=[1, 2, 2, 1], padding="VALID")
-    g.one("Softmax", g.matmul(g.reshape(c, [-1, 16]), g.constant(weights(16, 3))), name="y")
+    c = g.op_output("Conv2D", x, g.constant(weights(3, 3, 3, 4)), strides=[1, 2, 2, 1], padding="SAME")
+    c = g.op_output("MaxPool", g.op_output("Relu", c), ksize=[1, 2, 2, 1], strides=[1, 2, 2, 1], padding="VALID")
+    g.op_output("Softmax", g.matmul(g.reshape(c, [-1, 16]), g.constant(weights(16, 3))), name="y")
 
 
 def depthwise(g: gr.Graph) -> None:
-    c = g.one(
+    c = g.op_output(
         "DepthwiseConv2dNative", x_of(g, 6, 6, 2), g.constant(weights(3, 3, 2, 2)), strides=[1, 1, 1, 1], padding="SAME"
     )
-    c = g.one("AvgPool", c, ksize=[1, 3, 3, 1], strides=[1, 3, 3, 1], padding="VALID")
+    c = g.op_output("AvgPool", c, ksize=[1, 3, 3, 1], strides=[1, 3, 3, 1], padding="VALID")
     g.reduce_mean(c, axis=[1, 2], name="y")
 
 
@@ -73,29 +75,29 @@ def batch_norm(g: gr.Graph, *, is_training: bool = False) -> None:
     if is_training:
         given[2:] = [g.constant(np.zeros(0, np.float32))] * 2
     out = g.op("FusedBatchNormV3", x, *given, is_training=is_training)[0]
-    g.one("Tanh", out, name="y")
+    g.op_output("Tanh", out, name="y")
 
 
 def own_batch_norm(g: gr.Graph) -> None:
     x = x_of(g, 4)
-    g.one("Sub", x, g.reduce_mean(x, axis=[0]), name="y")
+    g.op_output("Sub", x, g.reduce_mean(x, axis=[0]), name="y")
 
 
 def sequence(g: gr.Graph) -> None:
     """A dense layer on each step, as Keras writes it, and attention of each example to itself."""
     x = x_of(g, 5, 4)
-    shape = g.one("Shape", x)
-    free = g.one("GatherV2", shape, g.constant(np.array([0, 1], np.int32)), g.constant(np.int32(0)))
+    shape = g.op_output("Shape", x)
+    free = g.op_output("GatherV2", shape, g.constant(np.array([0, 1], np.int32)), g.constant(np.int32(0)))
     rows = g.matmul(g.reshape(x, [-1, 4]), g.constant(weights(4, 4)))
-    h = g.reshape(rows, g.one("ConcatV2", [free, g.constant(np.array([4], np.int32))], g.constant(np.int32(0))))
-    scores = g.one("Softmax", g.one("BatchMatMulV2", h, x, adj_y=True))
-    g.one("BatchMatMulV2", scores, h, name="y")
+    h = g.reshape(rows, g.op_output("ConcatV2", [free, g.constant(np.array([4], np.int32))], g.constant(np.int32(0))))
+    scores = g.op_output("Softmax", g.op_output("BatchMatMulV2", h, x, adj_y=True))
+    g.op_output("BatchMatMulV2", scores, h, name="y")
 
 
 def slices(g: gr.Graph) -> None:
     x = x_of(g, 6)
     left, right = (
-        g.one(
+        g.op_output(
             "StridedSlice",
             x,
             g.constant(np.array([0, first], np.int32)),
@@ -106,49 +108,49 @@ def slices(g: gr.Graph) -> None:
         )
         for first in (0, 3)
     )
-    both = g.one("ConcatV2", [g.one("Tanh", left), right * right], g.constant(np.int32(1)))
-    g.one("Transpose", g.reshape(both, [-1, 2, 3]), g.constant(np.array([0, 2, 1], np.int32)), name="y")
+    both = g.op_output("ConcatV2", [g.op_output("Tanh", left), right * right], g.constant(np.int32(1)))
+    g.op_output("Transpose", g.reshape(both, [-1, 2, 3]), g.constant(np.array([0, 2, 1], np.int32)), name="y")
 
 
 def embedding(g: gr.Graph) -> None:
     x = g.placeholder("x", "float32", [None, 3])
-    index = g.one("Cast", g.one("ArgMax", x, g.constant(np.int32(1))), DstT="int32")
-    row = g.one("GatherV2", g.constant(weights(3, 5)), index, g.constant(np.int32(0)))
-    g.one("AddV2", row, g.matmul(x, g.constant(weights(3, 5))), name="y")
+    index = g.op_output("Cast", g.op_output("ArgMax", x, g.constant(np.int32(1))), DstT="int32")
+    row = g.op_output("GatherV2", g.constant(weights(3, 5)), index, g.constant(np.int32(0)))
+    g.op_output("AddV2", row, g.matmul(x, g.constant(weights(3, 5))), name="y")
 
 
 def broadcasting(g: gr.Graph) -> None:
     x, s = x_of(g, 4), g.placeholder("s", "float32", [None, 1])
     z = x * s + g.constant(weights(4))
-    t = g.one("Mul", s, g.one("Sigmoid", s))
-    g.reduce_sum(g.one("Mul", g.one("Square", z), t), axis=[1], name="y")
+    t = g.op_output("Mul", s, g.op_output("Sigmoid", s))
+    g.reduce_sum(g.op_output("Mul", g.op_output("Square", z), t), axis=[1], name="y")
 
 
 def temperature(g: gr.Graph) -> None:
     """An input that is no example: calls run together only where it is the same."""
     x, t = x_of(g, 4), g.placeholder("t", "float32", [])
-    g.one("Softmax", x / t, name="y")
+    g.op_output("Softmax", x / t, name="y")
 
 
 def score(g: gr.Graph) -> None:
     """The saliency of a class, whose sum over the batch is not fetched."""
-    h = g.matmul(g.one("Tanh", x_of(g, 4)), g.constant(weights(4, 3)))
+    h = g.matmul(g.op_output("Tanh", x_of(g, 4)), g.constant(weights(4, 3)))
     begin, end, strides = (g.constant(np.array(value, np.int32)) for value in ([0, 1], [0, 2], [1, 1]))
-    picked = g.one("StridedSlice", h, begin, end, strides, begin_mask=1, end_mask=1, shrink_axis_mask=2)
+    picked = g.op_output("StridedSlice", h, begin, end, strides, begin_mask=1, end_mask=1, shrink_axis_mask=2)
     g.reduce_sum(picked, axis=[0], name="loss")
-    g.one("Softmax", h, name="y")
+    g.op_output("Softmax", h, name="y")
 
 
 def plain(op_type: str, **attrs: Any) -> Callable[[gr.Graph], None]:
     def make(g: gr.Graph) -> None:
-        g.one(op_type, x_of(g, 4), name="y", **attrs)
+        g.op_output(op_type, x_of(g, 4), name="y", **attrs)
 
     return make
 
 
 def reduced(op_type: str, axes: list[int]) -> Callable[[gr.Graph], None]:
     def make(g: gr.Graph) -> None:
-        g.one(op_type, x_of(g, 4), g.constant(np.array(axes, np.int32)), name="y")
+        g.op_output(op_type, x_of(g, 4), g.constant(np.array(axes, np.int32)), name="y")
 
     return make
 
@@ -159,36 +161,40 @@ def weighted(g: gr.Graph) -> None:
 
 def random(g: gr.Graph) -> None:
     x = x_of(g, 4)
-    g.one("AddV2", x, g.one("RandomUniform", g.one("Shape", x), dtype="float32", seed=1, seed2=2), name="y")
+    g.op_output(
+        "AddV2", x, g.op_output("RandomUniform", g.op_output("Shape", x), dtype="float32", seed=1, seed2=2), name="y"
+    )
 
 
 def seeded(g: gr.Graph) -> None:
     x = x_of(g, 4)
-    noise = g.one("StatelessRandomUniform", g.one("Shape", x), g.constant(np.array([1, 2], np.int32)), dtype="float32")
-    g.one("AddV2", x, noise, name="y")
+    noise = g.op_output(
+        "StatelessRandomUniform", g.op_output("Shape", x), g.constant(np.array([1, 2], np.int32)), dtype="float32"
+    )
+    g.op_output("AddV2", x, noise, name="y")
 
 
 def counted(g: gr.Graph) -> None:
     x = x_of(g, 4)
-    size = g.one("Cast", g.one("Size", x), DstT="float32")
-    g.one("RealDiv", x, size, name="y")
+    size = g.op_output("Cast", g.op_output("Size", x), DstT="float32")
+    g.op_output("RealDiv", x, size, name="y")
 
 
 def squeezed(g: gr.Graph) -> None:
-    g.one("Squeeze", x_of(g, 4), name="y", squeeze_dims=[])
+    g.op_output("Squeeze", x_of(g, 4), name="y", squeeze_dims=[])
 
 
 def crossed(g: gr.Graph) -> None:
     x = x_of(g, 4)
-    g.one("MatMul", x, x, transpose_b=True, name="y")
+    g.op_output("MatMul", x, x, transpose_b=True, name="y")
 
 
 def turned(g: gr.Graph) -> None:
-    g.one("Transpose", x_of(g, 4), g.constant(np.array([1, 0], np.int32)), name="y")
+    g.op_output("Transpose", x_of(g, 4), g.constant(np.array([1, 0], np.int32)), name="y")
 
 
 def reversed_rows(g: gr.Graph) -> None:
-    g.one("ReverseV2", x_of(g, 4), g.constant(np.array([0], np.int32)), name="y")
+    g.op_output("ReverseV2", x_of(g, 4), g.constant(np.array([0], np.int32)), name="y")
 
 
 def shuffled_rows(g: gr.Graph) -> None:
@@ -198,36 +204,36 @@ def shuffled_rows(g: gr.Graph) -> None:
 
 def against_columns(g: gr.Graph) -> None:
     x, v = x_of(g, 4), g.placeholder("v", "float32", [None])
-    g.one("AddV2", x, v, name="y")
+    g.op_output("AddV2", x, v, name="y")
 
 
 def first_row(g: gr.Graph) -> None:
     x = x_of(g, 4)
     index = g.constant(np.array([0], np.int32))
-    g.one("Sub", x, g.one("GatherV2", x, index, g.constant(np.int32(0))), name="y")
+    g.op_output("Sub", x, g.op_output("GatherV2", x, index, g.constant(np.int32(0))), name="y")
 
 
 def fixed(g: gr.Graph) -> None:
-    g.one("Tanh", g.placeholder("x", "float32", [2, 4]), name="y")
+    g.op_output("Tanh", g.placeholder("x", "float32", [2, 4]), name="y")
 
 
 def any_rank(g: gr.Graph) -> None:
-    g.one("Tanh", g.placeholder("x", "float32", None), name="y")
+    g.op_output("Tanh", g.placeholder("x", "float32", None), name="y")
 
 
 def mean_loss(g: gr.Graph) -> None:
-    g.reduce_mean(g.one("Square", x_of(g, 4)), axis=[0, 1], name="y")
+    g.reduce_mean(g.op_output("Square", x_of(g, 4)), axis=[0, 1], name="y")
 
 
 def hidden_mean_loss(g: gr.Graph) -> None:
     """The loss is not fetched; its gradients are divided by the number of examples."""
     x = x_of(g, 4)
-    g.reduce_mean(g.one("Square", x), axis=[0, 1], name="loss")
-    g.one("Tanh", x, name="y")
+    g.reduce_mean(g.op_output("Square", x), axis=[0, 1], name="loss")
+    g.op_output("Tanh", x, name="y")
 
 
 def whole_tensor(g: gr.Graph) -> None:
-    g.one("Sign", x_of(g, 4), name="y")
+    g.op_output("Sign", x_of(g, 4), name="y")
 
 
 def ints(g: gr.Graph, *values: int) -> Any:
@@ -236,40 +242,45 @@ def ints(g: gr.Graph, *values: int) -> Any:
 
 def example_count(g: gr.Graph, x: Any) -> Any:
     """The number of examples, as a vector of one."""
-    return g.one("StridedSlice", g.one("Shape", x), ints(g, 0), ints(g, 1), ints(g, 1))
+    return g.op_output("StridedSlice", g.op_output("Shape", x), ints(g, 0), ints(g, 1), ints(g, 1))
 
 
 def split_by_count(g: gr.Graph) -> None:
     x = x_of(g, 4)
-    sizes = g.one("ConcatV2", [example_count(g, x), ints(g, -1)], g.constant(np.int32(0)))
-    g.one("Identity", g.op("SplitV", x, sizes, g.constant(np.int32(1)), num_split=2)[0], name="y")
+    sizes = g.op_output("ConcatV2", [example_count(g, x), ints(g, -1)], g.constant(np.int32(0)))
+    g.op_output("Identity", g.op("SplitV", x, sizes, g.constant(np.int32(1)), num_split=2)[0], name="y")
 
 
 def count_as_bool(g: gr.Graph) -> None:
     """Reshapes all examples into one row: the number of examples is true, which is 1."""
     x = x_of(g, 4)
-    one = g.one("Cast", g.one("Cast", example_count(g, x), DstT="bool"), DstT="int32")
-    g.reshape(x, g.one("ConcatV2", [one, ints(g, -1)], g.constant(np.int32(0))), name="y")
+    one = g.op_output("Cast", g.op_output("Cast", example_count(g, x), DstT="bool"), DstT="int32")
+    g.reshape(x, g.op_output("ConcatV2", [one, ints(g, -1)], g.constant(np.int32(0))), name="y")
 
 
 def large_count(g: gr.Graph) -> None:
     x = x_of(g, 4)
-    large = g.one("Mul", example_count(g, x), ints(g, 2**30))
-    size = g.one("FloorDiv", large, ints(g, 2**30))
-    g.one("Fill", g.one("ConcatV2", [size, ints(g, 4)], g.constant(np.int32(0))), g.constant(np.float32(1)), name="y")
+    large = g.op_output("Mul", example_count(g, x), ints(g, 2**30))
+    size = g.op_output("FloorDiv", large, ints(g, 2**30))
+    g.op_output(
+        "Fill",
+        g.op_output("ConcatV2", [size, ints(g, 4)], g.constant(np.int32(0))),
+        g.constant(np.float32(1)),
+        name="y",
+    )
 
 
 def reversed_behind_ellipsis(g: gr.Graph) -> None:
     """The ellipsis stands for no axis, so that the next place is the batch's."""
     begin, end, strides = ints(g, 0, 0, 0), ints(g, 0, 0, 4), ints(g, 1, -1, 1)
     slicing = {"ellipsis_mask": 1, "new_axis_mask": 1, "begin_mask": 6, "end_mask": 6}
-    g.one("StridedSlice", x_of(g, 4), begin, end, strides, name="y", **slicing)
+    g.op_output("StridedSlice", x_of(g, 4), begin, end, strides, name="y", **slicing)
 
 
 def sum_along_unrelated_axes(g: gr.Graph) -> None:
     x = x_of(g, 4)
     axes = g.op("BroadcastGradientArgs", ints(g, 1, 1, 4), ints(g, 1, 5, 4))[1]
-    g.reshape(g.one("Sum", x, axes), g.one("Shape", x), name="y")
+    g.reshape(g.op_output("Sum", x, axes), g.op_output("Shape", x), name="y")
 
 
 def broadcast_loss(g: gr.Graph) -> None:
@@ -334,12 +345,12 @@ REFUSED = {
     "one axis against another": Case(against_columns, {"x": (4,), "v": ()}, derivative={}, why="against one another"),
     "the first row": Case(first_row, derivative={}, why="works along the batch"),
     "cumulative": Case(
-        lambda g: g.one("Cumsum", x_of(g, 4), g.constant(np.int32(0)), name="y"),
+        lambda g: g.op_output("Cumsum", x_of(g, 4), g.constant(np.int32(0)), name="y"),
         derivative={},
         why="works along the batch",
     ),
     "softmax of a vector": Case(
-        lambda g: g.one("Softmax", g.placeholder("x", "float32", [None]), name="y"),
+        lambda g: g.op_output("Softmax", g.placeholder("x", "float32", [None]), name="y"),
         {"x": ()},
         derivative={},
         why="works along the batch",

@@ -53,17 +53,17 @@ class Maker:
 
     def unary(self) -> Any:
         # Not too large, or its exponential is infinite.
-        value = self.graph.one("Tanh", self.any())
-        return self.graph.one(str(self.rng.choice(_UNARY)), value)
+        value = self.graph.op_output("Tanh", self.any())
+        return self.graph.op_output(str(self.rng.choice(_UNARY)), value)
 
     def binary(self) -> Any:
         a, b = self.any(), self.any()
         if self.rng.random() < 0.3:
             b = self.graph.constant(self.rng.normal(size=_WIDTH).astype(np.float32))
-        return self.graph.one(str(self.rng.choice(["AddV2", "Sub", "Mul", "Maximum"])), self.wide(a), b)
+        return self.graph.op_output(str(self.rng.choice(["AddV2", "Sub", "Mul", "Maximum"])), self.wide(a), b)
 
     def wide(self, value: Any) -> Any:
-        return self.graph.one("AddV2", value, self.graph.constant(np.zeros(_WIDTH, np.float32)))
+        return self.graph.op_output("AddV2", value, self.graph.constant(np.zeros(_WIDTH, np.float32)))
 
     def dense(self) -> Any:
         weights = self.graph.constant(self.rng.normal(size=(_WIDTH, _WIDTH)).astype(np.float32) / 2)
@@ -71,17 +71,17 @@ class Maker:
 
     def reduction(self) -> Any:
         op_type = str(self.rng.choice(_REDUCTIONS))
-        return self.graph.one(op_type, self.any(), self.ints(int(self.rng.choice([1, -1]))), keep_dims=True)
+        return self.graph.op_output(op_type, self.any(), self.ints(int(self.rng.choice([1, -1]))), keep_dims=True)
 
     def reshaped(self) -> Any:
         square = self.graph.reshape(self.wide(self.any()), [-1, 2, 2])
-        turned = self.graph.one("Transpose", square, self.ints(0, 2, 1))
+        turned = self.graph.op_output("Transpose", square, self.ints(0, 2, 1))
         return self.graph.reshape(turned, [-1, _WIDTH])
 
     def joined(self) -> Any:
-        both = self.graph.one("ConcatV2", [self.wide(self.any()), self.any()], self.graph.constant(np.int32(1)))
+        both = self.graph.op_output("ConcatV2", [self.wide(self.any()), self.any()], self.graph.constant(np.int32(1)))
         begin, end, strides = self.ints(0, 1), self.ints(0, 1 + _WIDTH), self.ints(1, 1)
-        return self.graph.one("StridedSlice", both, begin, end, strides, begin_mask=1, end_mask=1)
+        return self.graph.op_output("StridedSlice", both, begin, end, strides, begin_mask=1, end_mask=1)
 
     def mixed(self) -> Any:
         """Something in which rows meet."""
@@ -89,12 +89,14 @@ class Maker:
         value = self.any()
         kind = self.rng.integers(4)
         if kind == 0:
-            return self.graph.one("Sub", value, self.graph.one("Mean", value, self.ints(0), keep_dims=True))
+            return self.graph.op_output("Sub", value, self.graph.op_output("Mean", value, self.ints(0), keep_dims=True))
         if kind == 1:
-            return self.graph.one("ReverseV2", value, self.ints(0))
+            return self.graph.op_output("ReverseV2", value, self.ints(0))
         if kind == 2:
-            return self.graph.one("Cumsum", value, self.graph.constant(np.int32(0)))
-        return self.graph.one("RealDiv", value, self.graph.one("Cast", self.graph.one("Size", value), DstT="float32"))
+            return self.graph.op_output("Cumsum", value, self.graph.constant(np.int32(0)))
+        return self.graph.op_output(
+            "RealDiv", value, self.graph.op_output("Cast", self.graph.op_output("Size", value), DstT="float32")
+        )
 
 
 def case_of(seed: int) -> tuple[Case, bool]:
@@ -104,7 +106,7 @@ def case_of(seed: int) -> tuple[Case, bool]:
     maker = Maker(graph, rng)
     for _ in range(int(rng.integers(3, 12))):
         maker.add()
-    graph.one("Identity", maker.tensors[-1], name="y")
+    graph.op_output("Identity", maker.tensors[-1], name="y")
     return Case(lambda g: None, derivative={"vjp": program_pb2.Vjp(ys=["y"], xs=["x"])}, made=graph), maker.mixes
 
 

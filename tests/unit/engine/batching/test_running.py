@@ -34,7 +34,7 @@ REFUSED, PROVEN = link_pb2.BatchNotice.OUTCOME_REFUSED, link_pb2.BatchNotice.OUT
 def quotient() -> Built:
     """12 // x, which fails where an x is 0."""
     g = gr.Graph()
-    g.one("FloorDiv", g.constant(np.int32(12)), g.placeholder("x", "int32", [None]), name="y")
+    g.op_output("FloorDiv", g.constant(np.int32(12)), g.placeholder("x", "int32", [None]), name="y")
     return build(prepared(g).request)
 
 

@@ -42,7 +42,7 @@ class Network:
     def outputs(self, logits: TensorHandle, labels: TensorHandle) -> None:
         """Names the logits and adds loss and score."""
         g = self.graph
-        logits = g.one("Identity", logits, name="logits")
+        logits = g.op_output("Identity", logits, name="logits")
         losses, _ = g.op("SparseSoftmaxCrossEntropyWithLogits", logits, labels)
         g.reduce_mean(losses, axis=[0], name="loss")
         g.reduce_sum(logits * g.one_hot(labels, CLASSES), axis=[0, 1], name="score")
@@ -61,9 +61,9 @@ def binary_network(seed: int, hidden: Sequence[int] = (256, 256)) -> Network:
     widths = [PIXELS, *hidden, CLASSES]
     for layer, (fan_in, width) in enumerate(itertools.pairwise(widths), start=1):
         latent = network.weight(f"w{layer}", rng.uniform(-0.5, 0.5, (fan_in, width)))
-        h = g.matmul(h, g.one("Sign", latent, name=f"binary_w{layer}")) * (1 / math.sqrt(fan_in))
+        h = g.matmul(h, g.op_output("Sign", latent, name=f"binary_w{layer}")) * (1 / math.sqrt(fan_in))
         if layer < len(widths) - 1:
-            h = g.one("Sign", h, name=f"sign{layer}")
+            h = g.op_output("Sign", h, name=f"sign{layer}")
     network.outputs(h * _GAIN, labels)
     return network
 
@@ -81,15 +81,17 @@ def relu_network(seed: int, channels: Sequence[int] = (16, 32), width: int = 64)
         return network.weight(name, np.zeros(size))
 
     x, labels = network.inputs()
-    h = g.one("Reshape", x, [-1, SIDE, SIDE, 1])
+    h = g.op_output("Reshape", x, [-1, SIDE, SIDE, 1])
     first, second = channels
     for layer, (fan_in, fan_out, stride) in enumerate([(1, first, 1), (first, second, 2)], start=1):
         kernel = weight(f"kernel{layer}", 3, 3, fan_in, fan_out)
-        h = g.one("Conv2D", h, kernel, strides=[1, stride, stride, 1], padding="SAME")
-        h = g.one("Relu", g.one("BiasAdd", h, bias(f"kernel{layer}_bias", fan_out)))
+        h = g.op_output("Conv2D", h, kernel, strides=[1, stride, stride, 1], padding="SAME")
+        h = g.op_output("Relu", g.op_output("BiasAdd", h, bias(f"kernel{layer}_bias", fan_out)))
     flat = (SIDE // 2) ** 2 * second
-    h = g.one("Reshape", h, [-1, flat])
-    h = g.one("Relu", g.one("BiasAdd", g.matmul(h, weight("dense", flat, width)), bias("dense_bias", width)))
-    logits = g.one("BiasAdd", g.matmul(h, weight("logits_w", width, CLASSES)), bias("logits_bias", CLASSES))
+    h = g.op_output("Reshape", h, [-1, flat])
+    h = g.op_output(
+        "Relu", g.op_output("BiasAdd", g.matmul(h, weight("dense", flat, width)), bias("dense_bias", width))
+    )
+    logits = g.op_output("BiasAdd", g.matmul(h, weight("logits_w", width, CLASSES)), bias("logits_bias", CLASSES))
     network.outputs(logits, labels)
     return network

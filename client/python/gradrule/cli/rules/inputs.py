@@ -12,7 +12,7 @@ from gradrule.cli.failures import USAGE, CommandError
 
 def add_rule(parser: argparse.ArgumentParser) -> None:
     """Adds the rule, its params and the op that it stands at."""
-    parser.add_argument("rule", metavar="NAME", type=values.rule_of, help="a rule's name, or expr:FORMULA")
+    parser.add_argument("rule", metavar="NAME", type=values.parse_rule, help="a rule's name, or expr:FORMULA")
     parser.add_argument(
         "--param",
         metavar="NAME=VALUE",
