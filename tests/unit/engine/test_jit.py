@@ -117,6 +117,9 @@ def test_programs_whose_runs_are_short_are_not_compiled(monkeypatch: pytest.Monk
         (lambda x: x + 1, tf.bfloat16, "computes with bfloat16"),
         (lambda x: tf.while_loop(lambda v: v[0, 0] < 1, lambda v: (v + 1,), (x,)), tf.float32, "While"),
         (lambda x: tf.debugging.check_numerics(x, "no"), tf.float32, "CheckNumerics"),
+        (lambda x: tf.gradients(tf.sqrt(x), x), tf.float32, "SqrtGrad"),
+        (lambda x: tf.gradients(tf.math.rsqrt(x), x), tf.float32, "RsqrtGrad"),
+        (lambda x: tf.gradients(tf.math.reciprocal(x), x), tf.float32, "ReciprocalGrad"),
     ],
 )
 def test_only_programs_of_known_ops_are_compiled(run: Any, dtype: tf.DType, reason: str) -> None:
