@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +15,26 @@ import tensorflow as tf
 from gradrule_server.engine.jit import choice as choice_module
 from gradrule_server.engine.jit.choice import JitChoice, Variant
 from gradrule_server.engine.jit.ops import why_not
+from gradrule_server.link.environment import engine_environment
 
 _SLOW_S, _FAST_S = 0.01, 0.0
+
+# Prints the names of functions whose results with XLA are others.
+_MAXIMA = """
+import numpy as np
+import tensorflow as tf
+x = np.array([[np.nan, 1, 2], [3, np.nan, -1], [5, 6, np.nan]], np.float32)
+y = np.zeros_like(x)
+for name, run in {
+    "reduce_max": lambda x, y: [tf.reduce_max(x), tf.reduce_max(x, 0), tf.reduce_max(x, 1)],
+    "reduce_min": lambda x, y: [tf.reduce_min(x), tf.reduce_min(x, 0), tf.reduce_min(x, 1)],
+    "maximum": lambda x, y: [tf.maximum(x, y), tf.maximum(y, x)],
+    "minimum": lambda x, y: [tf.minimum(x, y), tf.minimum(y, x)],
+}.items():
+    pairs = zip(tf.function(run)(x, y), tf.function(run, jit_compile=True)(x, y), strict=True)
+    if not all(np.array_equal(one, other, equal_nan=True) for one, other in pairs):
+        print(name)
+"""
 
 
 class Compiler:
@@ -126,3 +146,10 @@ def test_only_programs_of_known_ops_are_compiled(run: Any, dtype: tf.DType, reas
     function = tf.function(run, input_signature=[tf.TensorSpec([2, 2], dtype)], autograph=False)
     found = why_not(function.get_concrete_function())
     assert reason in found and bool(found) is bool(reason)
+
+
+def test_maxima_and_minima_of_nan_are_nan_with_xla() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _MAXIMA], env=engine_environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == []
