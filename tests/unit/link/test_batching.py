@@ -166,6 +166,18 @@ async def test_a_second_run_begins_once_it_is_as_large_as_the_first() -> None:
     assert [sorted(frame) for frame in frames(transport)[3:]] == [[b"e", b"f"]]
 
 
+async def test_a_second_run_need_not_be_as_large_as_one_of_other_params() -> None:
+    connection, transport = connected(threads=8, delay_s=60.0)
+    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)
+    submit(connection, b"a", b"b", b"c", b"d")
+    answer(connection, transport, b"a")
+    answer(connection, transport, b"b")
+    assert frames(transport) == [[b"a"], [b"b"], [b"c", b"d"]]
+    # The run of two cannot take it.
+    submit(connection, b"e", key=BatchKey("p", "params"))
+    assert frames(transport)[3:] == [[b"e"]]
+
+
 async def test_nobody_waits_longer_than_allowed() -> None:
     connection, transport = connected(threads=8, delay_s=0.01)
     notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)
