@@ -204,14 +204,14 @@ def test_a_program_that_fails_does_not_keep_others_from_being_compiled(monkeypat
     frames: Any = Frames("untold")
     compiler = JitCompiler(frames, 1.0)
     # A call that fails with XLA as soon as it is compiled leaves nothing compiled.
-    choices = [
+    choices: list[Any] = [
         Prepared("untold", compiled),
         Prepared("failing", failing),
         Prepared("dropped", lambda _: ""),
         Prepared("good", compiled),
     ]
     for choice in choices:
-        compiler.compile(choice, Variant())  # type: ignore[arg-type]
+        compiler.compile(choice, Variant())
     outcomes = [frames.notices.get(timeout=60) for _ in range(6)]
     done, wrong = link_pb2.JitNotice.OUTCOME_COMPILED, link_pb2.JitNotice.OUTCOME_REFUSED
     assert outcomes[1::2] == [("failing", wrong), ("dropped", done), ("good", done)]
