@@ -58,6 +58,9 @@ class Compiler:
     def tell_chosen(self, choice: JitChoice) -> None:
         self.chosen += 1
 
+    def tell_dropped(self, key: str) -> None:
+        self.chosen -= 1
+
 
 def taking(seconds: float, offset: float = 0.0) -> Callable[[Any], Any]:
     def call(arguments: Any) -> Any:
@@ -118,8 +121,9 @@ def test_a_call_that_fails_with_xla_runs_without_it(monkeypatch: pytest.MonkeyPa
             raise tf.errors.InternalError(None, None, "out of registers")
         return taking(_FAST_S)(arguments)
 
-    choice, _ = made(monkeypatch, failing)
+    choice, compiler = made(monkeypatch, failing)
     assert not any(answers(choice, 60)[-10:])
+    assert not compiler.chosen
 
 
 def test_programs_whose_runs_are_short_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

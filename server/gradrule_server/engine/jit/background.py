@@ -71,7 +71,7 @@ class JitCompiler:
         self._tell(choice.key, _Outcome.OUTCOME_CHOSEN)
 
     def tell_dropped(self, key: str) -> None:
-        """Tells the front end that the engine does not hold a program any more."""
+        """Tells the front end that no call of a program runs with XLA any more."""
         self._tell(key, _Outcome.OUTCOME_UNSPECIFIED)
 
     def _run(self) -> None:
@@ -84,7 +84,9 @@ class JitCompiler:
                 except Exception as cause:
                     # Other programs wait for this thread.
                     _log.exception("compiling a program with XLA failed; it runs without")
-                    choice.refuse(type(cause).__name__)
+                    # The front end may be gone.
+                    with contextlib.suppress(OSError):
+                        choice.refuse(type(cause).__name__)
             del choice, variant
 
     def _compile(self, choice: JitChoice, variant: Variant) -> None:

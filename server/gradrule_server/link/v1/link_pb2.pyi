@@ -658,7 +658,7 @@ class JitNotice(google.protobuf.message.Message):
     class _OutcomeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[JitNotice._Outcome.ValueType], builtins.type):
         DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
         OUTCOME_UNSPECIFIED: JitNotice._Outcome.ValueType  # 0
-        """The engine does not hold it any more."""
+        """No call runs with XLA any more."""
         OUTCOME_COMPILING: JitNotice._Outcome.ValueType  # 1
         """It is being compiled."""
         OUTCOME_COMPILED: JitNotice._Outcome.ValueType  # 2
@@ -672,7 +672,7 @@ class JitNotice(google.protobuf.message.Message):
         """What happens to a program."""
 
     OUTCOME_UNSPECIFIED: JitNotice.Outcome.ValueType  # 0
-    """The engine does not hold it any more."""
+    """No call runs with XLA any more."""
     OUTCOME_COMPILING: JitNotice.Outcome.ValueType  # 1
     """It is being compiled."""
     OUTCOME_COMPILED: JitNotice.Outcome.ValueType  # 2
