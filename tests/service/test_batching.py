@@ -168,6 +168,26 @@ def test_a_call_that_asks_for_it_runs_alone(client: Any, channel: Any, threads: 
     assert {answer.batch_size for answer in answers(threads, call, examples())} == {0}
 
 
+def test_a_call_of_an_inline_program_that_asks_for_it_runs_alone(channel: Any, threads: ThreadPoolExecutor) -> None:
+    method = channel.unary_unary("/gradrule.v1.GradientService/Evaluate")
+    graph = perceptron().to_bytes()
+
+    def call(x: np.ndarray, is_allowed: bool) -> evaluate_pb2.EvaluateResponse:
+        request = evaluate_pb2.EvaluateRequest()
+        request.spec.graph.serialized = graph
+        request.spec.fetches.append("y")
+        request.batching.allowed = is_allowed
+        feed = request.feeds.add(name="x").value.inline
+        feed.dtype = tensor_pb2.Dt.DT_FLOAT
+        feed.tensor_content = x.tobytes()
+        for size in x.shape:
+            feed.tensor_shape.dim.add(size=size)
+        return evaluate_pb2.EvaluateResponse.FromString(method(request.SerializeToString()))
+
+    until_together(threads, lambda x: call(x, True))
+    assert {answer.batch_size for answer in answers(threads, lambda x: call(x, False), examples())} == {0}
+
+
 def test_what_mixes_examples_is_never_run_together(client: Any, threads: ThreadPoolExecutor) -> None:
     g = perceptron()
     y = g.tensor("y")

@@ -36,11 +36,11 @@ def client(server: RunningServer) -> Iterator[gr.Client]:
 
 
 def chain() -> gr.Graph:
-    """Sign with a straight-through gradient between multiplications and clips."""
+    """Sign with a straight-through gradient between multiplications, maxima and minima."""
     g = gr.Graph()
     h: Any = g.placeholder("x", "float32", [None])
     for _ in range(_LAYERS):
-        h = g.op_output("Sign", h) * 0.5 + g.op_output("ClipByValue", h * 1.25, -1.0, 1.0) * 0.75
+        h = g.op_output("Sign", h) * 0.5 + g.op_output("Minimum", g.op_output("Maximum", h * 1.25, -1.0), 1.0) * 0.75
     g.op_output("Identity", h, name="y")
     return g
 
@@ -56,7 +56,7 @@ def feed(size: int = _SIZE) -> np.ndarray:
 
 
 def called_until(call: Callable[[], Any], is_reached: Callable[[Any], bool]) -> Any:
-    """The first answer for which the condition holds."""
+    """Returns the first answer for which the condition holds."""
     end = time.monotonic() + _PATIENCE_S
     while time.monotonic() < end:
         answer = call()

@@ -162,7 +162,7 @@ class Differentiation:
         rule = self._rules[mark.rule]
         if self._repeats is not None and rule.is_local and not outputs:
             return self._repeats.gradients(
-                op, dys, mark.rule, lambda: rule.gradients(self._site(op, mark.node), list(dys))
+                op, dys, mark.rule, lambda: rule.gradients(self._site(op, mark.node), list(dys)), self._noted
             )
         site = self._subgraph_site(op, mark) if outputs else self._site(op, mark.node)
         upstream = list(dys)[: len(site.outputs)]
@@ -309,7 +309,9 @@ class Differentiation:
                 known=True,
             )
         if self._repeats is not None:
-            return self._repeats.gradients(op, dys, _OWN_GRADIENT, lambda: self._registered(op, dys, node, function))
+            return self._repeats.gradients(
+                op, dys, _OWN_GRADIENT, lambda: self._registered(op, dys, node, function), self._noted
+            )
         return self._registered(op, dys, node, function)
 
     @staticmethod
@@ -352,6 +354,10 @@ class Differentiation:
             dy = tf.convert_to_tensor(dys[0])
             gradients[first] = checked_gradient(dy, op.inputs[first], rule="pass", node=node, index=first)
         return gradients
+
+    def _noted(self) -> int:
+        """Returns how many nodes without a gradient were noted."""
+        return len(self._without_gradient)
 
     def _public_name(self, op: tf.Operation) -> str | None:
         """The node's name in the uploaded graph; None for a node that a gradient made."""

@@ -41,7 +41,12 @@ class Repeats:
         self._constants: dict[str, bytes] = {}
 
     def gradients(
-        self, op: tf.Operation, dys: Sequence[Gradient], rule: int, make: Callable[[], Sequence[Gradient]]
+        self,
+        op: tf.Operation,
+        dys: Sequence[Gradient],
+        rule: int,
+        make: Callable[[], Sequence[Gradient]],
+        noted: Callable[[], int],
     ) -> Sequence[Gradient]:
         """Returns what `make` returns, or returned for an op like this one.
 
@@ -50,6 +55,7 @@ class Repeats:
             dys: Upstream gradients of its outputs.
             rule: Number of the rule; negative for the op's own gradient.
             make: Builds the gradients.
+            noted: Counts what building gradients noted of nodes; where `make` adds to it, its gradients are not kept.
         """
         key = self._key(op, dys, rule)
         if key is None:
@@ -58,9 +64,10 @@ class Repeats:
         if known is not None:
             self._graph.made += known[1]
             return known[0]
-        before = len(self._graph.made)
+        before, noted_before = len(self._graph.made), noted()
         gradients = make()
-        self._known[key] = gradients, self._graph.made[before:]
+        if noted() == noted_before:
+            self._known[key] = gradients, self._graph.made[before:]
         return gradients
 
     def _key(self, op: tf.Operation, dys: Sequence[Gradient], rule: int) -> _Key | None:

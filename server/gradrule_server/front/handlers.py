@@ -263,7 +263,7 @@ class Door:
         when_done(context, lambda _: tenants.leave(tenant))
         return Caller(principal, tenant)
 
-    def _send(self, caller: Caller, data: bytes, context: Context, peer: str) -> bytes:
+    def _send(self, caller: Caller, data: bytes, context: Context, peer: str) -> None:
         """An answer on its way: it takes memory until its client has read it, and counts for so long. OVERLOADED where
         that is too much; whoever does not read it in time is cut off.
         """
@@ -271,7 +271,6 @@ class Door:
         self._admission.grow(share, size)
         counted_out = functools.partial(self._admission.adjust, share, -size)
         when_done(context, Unread(peer, patience(self._times.stall_s, size), self._unread, counted_out).done)
-        return data
 
     def _deadline(self, remaining: float | None) -> Deadline:
         """Keeps the deadline of a request: its client's, as far as it may be, or the default."""
@@ -296,10 +295,11 @@ class Door:
                         admission.leave(share, size)
                     data = found if isinstance(found, bytes) else found.SerializeToString()
                     request.bytes_out = len(data)
+                    self._send(caller, data, context, request.peer())
                     if request.wants_gzip and len(data) <= MAX_COMPRESSED_BYTES:
                         # Not before: clients do not repeat a refused call whose metadata they have received.
                         await compress_answers(context)
-                    return self._send(caller, data, context, request.peer())
+                    return data
 
                 return await self._receive(rpc, known, context, answer)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -76,7 +76,7 @@ class Batch:
 @dataclass(slots=True)
 class _Program:
     runs: int = 0
-    requests: int = 0
+    requests: Counter[BatchKey] = field(default_factory=Counter)
     """Requests in these runs."""
     is_being_tried: bool = False
     is_proven: bool = False
@@ -117,7 +117,7 @@ class Batches:
         if program is None or not program.is_proven or not program.runs:
             return 0.0
         # Clients that were answered together come back one by one: the first of them must not run by itself.
-        if program.runs < _MOST_RUNS and self._together(work) >= min(program.requests, self.most):
+        if program.runs < _MOST_RUNS and self._together(work) >= min(program.requests[work.batch_key], self.most):
             return 0.0
         return work.submitted_at + self.delay_s
 
@@ -131,14 +131,16 @@ class Batches:
         if work.batch_key is not None and self.most > 1:
             program = self._program(work.batch_key.program)
             program.runs += 1
-            program.requests += requests
+            program.requests[work.batch_key] += requests
 
     def ended(self, work: Work, requests: int) -> None:
         """A run of so many requests ended."""
         if work.batch_key is not None and self.most > 1:
             program = self._program(work.batch_key.program)
             program.runs -= 1
-            program.requests -= requests
+            program.requests[work.batch_key] -= requests
+            if not program.requests[work.batch_key]:
+                del program.requests[work.batch_key]
 
     def companions(self, work: Work) -> list[Work]:
         """Returns the waiting requests that are to be sent together with one that is sent now."""

@@ -388,7 +388,7 @@ class Engine:
         if len(self._unbatched) < _MOST_UNBATCHED:
             self._unbatched |= {batch.key.digest for batch in process.connection.lost_batches}
         if len(self._without_jit) < _MOST_UNBATCHED:
-            self._without_jit |= {key.partition("/")[0] for key in process.connection.jit.compiling}
+            self._without_jit |= {key.partition("/")[0] for key in _run_by_xla(process)}
         report = asyncio.create_task(self._report(process), name="engine-report")
         self._reports.add(report)
         report.add_done_callback(self._reports.discard)
@@ -448,6 +448,16 @@ def _lost(process: EngineProcess, ending: Ending) -> EngineLost:
         reason, message = errors_pb2.ERROR_REASON_MEMORY_EXCEEDED, f"the engine ran out of memory: {ending}"
     is_alone = process.connection.lost_one
     return EngineLost([Finding(reason, message)], ending=ending, is_alone=is_alone, inquest=process.inquest)
+
+
+def _run_by_xla(process: EngineProcess) -> set[str]:
+    """Returns keys of programs whose code of XLA may have ended a process: compiled or run then."""
+    jit = process.connection.jit
+    lost = [work for work in process.connection.lost if work.kind is Kind.RUN and not work.is_given_up]
+    if any(work.batch_key is None for work in lost):
+        # It is not known which program such a request runs.
+        return jit.compiling | jit.chosen
+    return jit.compiling | (jit.chosen & {work.batch_key.program for work in lost if work.batch_key is not None})
 
 
 def _report_failure(task: asyncio.Task[None]) -> None:

@@ -29,6 +29,13 @@ _MALLOC = {
     "top_pad": 64 << 20,
 }
 
+_XLA_FLAGS = (
+    # XLA computes programs as they are written: its algebraic simplifier regroups floats.
+    "--xla_disable_hlo_passes=algsimp",
+    # Otherwise maxima and minima leave out NaN.
+    "--xla_cpu_enable_fast_min_max=false",
+)
+
 
 def engine_environment() -> dict[str, str]:
     """From this process's environment."""
@@ -47,8 +54,8 @@ def engine_environment() -> dict[str, str]:
         "OPENBLAS_NUM_THREADS": "1",
         # TensorFlow's own allocator hands out memory again as it was left.
         "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1",
-        # XLA computes programs as they are written: its algebraic simplifier regroups floats. The last flag wins.
-        "XLA_FLAGS": f"{passed_on.get('XLA_FLAGS', '')} --xla_disable_hlo_passes=algsimp".strip(),
+        # The last flag of a name wins.
+        "XLA_FLAGS": " ".join([passed_on.get("XLA_FLAGS", ""), *_XLA_FLAGS]).strip(),
         # How Keras is set up for whoever serves must not change what it computes; there is no such folder.
         "KERAS_HOME": os.path.join(os.devnull, "keras"),
     }

@@ -66,15 +66,16 @@ Key: TypeAlias = Named | Inline | OfSession
 class KnownCall:
     """How a stored program is run for calls of one structure.
 
-    settings: of params and blobs, the bytes of a `RunRequest` without its call. used_at: loop time at which the use was
-    last noted. load: where it ran last; `head` and `batch_key` belong to that. prefix: what stands before a request of
-    `request_size` bytes.
+    settings: of params and blobs, the bytes of a `RunRequest` without its call. may_batch: whether such calls may run
+    together with others. used_at: loop time at which the use was last noted. load: where it ran last; `head` and
+    `batch_key` belong to that. prefix: what stands before a request of `request_size` bytes.
     """
 
     key: Named
     program: Runnable
     settings: bytes
     account: Charge
+    may_batch: bool = True
     used_at: float = 0.0
     load: Load | None = None
     head: bytes = b""
@@ -86,7 +87,7 @@ class KnownCall:
         """Notes where it runs from now on."""
         self.load = load
         self.head = self.settings + link_pb2.RunRequest(key=load.engine_key).SerializeToString()
-        self.batch_key = BatchKey(load.engine_key, self.settings)
+        self.batch_key = BatchKey(load.engine_key, self.settings) if self.may_batch else None
 
 
 class ProgramCache:

@@ -34,7 +34,7 @@ from gradrule_server.programs.loaded import Loadable, LoadedPrograms
 from gradrule_server.programs.preparer import Preparer
 from gradrule_server.programs.retries import Retries
 from gradrule_server.programs.rule_lookup import RegistryLookup
-from gradrule_server.programs.running import Forward, How, Once, Place
+from gradrule_server.programs.running import Forward, How, Once, Place, may_batch
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.programs import ProgramRegistry
 from gradrule_server.registry.rules import RuleRegistry
@@ -103,10 +103,13 @@ class ProgramHouse:
         request = await read()
         call = call_shape(request)
         if not request.HasField("shared_memory"):
-            return (await self._evaluate(request, raw, call, received_ns, Once(ends_at)))[0]
+            return (await self._evaluate(request, raw, call, received_ns, Once(ends_at, may_batch=may_batch(request))))[
+                0
+            ]
         with used(request.shared_memory) as memory:
             # What the engine gets of a call with an inline program holds nothing but values.
-            return (await self._evaluate(request, raw, call, received_ns, Once(ends_at, memory=memory)))[0]
+            how = Once(ends_at, memory=memory, may_batch=may_batch(request))
+            return (await self._evaluate(request, raw, call, received_ns, how))[0]
 
     async def _evaluate_once(
         self,
@@ -122,7 +125,7 @@ class ProgramHouse:
         if isinstance(done, bytes):
             return done
         request = await read()
-        how = Once(ends_at, memory=memory)
+        how = Once(ends_at, memory=memory, may_batch=may_batch(request))
         return (await self._evaluate(request, raw, call_shape(request), received_ns, how, structure, done))[0]
 
     async def forward(
@@ -177,6 +180,7 @@ class ProgramHouse:
                 grad_ys=request.grad_ys,
                 tangents=request.tangents,
                 vectors=request.vectors,
+                batching=request.batching if request.HasField("batching") else None,
                 answer_packing=request.answer_packing if request.HasField("answer_packing") else None,
             )
             if request.HasField("shared_memory"):
@@ -203,7 +207,7 @@ class ProgramHouse:
             answer, is_loaded_now, place = await retries.run(program.loadable, attempt, undo=how.undo)
         record_run(answer, run.received_ns)
         if known_as is not None:
-            self._known.note(*known_as, program, run)
+            self._known.note(*known_as, program, run, may_batch(request))
         # Concatenating messages merges them, so an answer of any size is not parsed again here.
         tail = evaluate_pb2.EvaluateResponse()
         if is_new or is_loaded_now:

@@ -32,12 +32,14 @@ class KnownCalls:
         self._cache = cache
         self._loaded = loaded
 
-    def note(self, structure: CallStructure, key: Named, program: Runnable, run: link_pb2.RunRequest) -> None:
-        """Notes how a call of this structure was run."""
+    def note(
+        self, structure: CallStructure, key: Named, program: Runnable, run: link_pb2.RunRequest, may_batch: bool
+    ) -> None:
+        """Notes how a call of this structure was run. `may_batch`: whether it may run together with others."""
         if self._cache.get(key, is_counted=False) is program:
             settings = settings_of(run)
             account = Charge(self._loaded.conduct, suspect_of(program.loadable))
-            self._cache.put_call(structure, KnownCall(key, program, settings, account))
+            self._cache.put_call(structure, KnownCall(key, program, settings, account, may_batch))
 
     async def run(
         self, structure: CallStructure, raw: bytes, received_ns: int, ends_at: float, memory: ClientMemory | None = None

@@ -20,6 +20,11 @@ def settings_of(run: link_pb2.RunRequest) -> bytes:
     return link_pb2.RunRequest(params=run.params, blob_folder=run.blob_folder).SerializeToString()
 
 
+def may_batch(request: link_pb2.RawEvaluateRequest) -> bool:
+    """Returns whether a call may run together with others, as far as the call itself tells."""
+    return request.batching.allowed or not request.batching.HasField("allowed")
+
+
 class How(Protocol):
     """One way; it may note what the engine tells besides its answer. `ends_at`: loop time of the deadline."""
 
@@ -43,15 +48,19 @@ class How(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Once:
-    """Forward and backward, and nothing is kept. `memory`: of the client, which the call uses."""
+    """Forward and backward, and nothing is kept.
+
+    `memory`: of the client, which the call uses. `may_batch`: whether it may run together with others.
+    """
 
     ends_at: float
     pinned: Engine | None = None
     undo: Callable[[Engine], None] | None = None
     memory: ClientMemory | None = None
+    may_batch: bool = True
 
     async def on(self, engine: Engine, run: link_pb2.RunRequest, account: Account) -> bytes:
-        batch_key = BatchKey(run.key, settings_of(run))
+        batch_key = BatchKey(run.key, settings_of(run)) if self.may_batch else None
         payload = run.SerializeToString()
         return await engine.call(Kind.RUN, payload, self.ends_at, account, batch_key=batch_key, memory=self.memory)
 

@@ -175,6 +175,17 @@ def test_gradients_of_nodes_that_are_alike_are_built_once(monkeypatch: pytest.Mo
     assert needed == 100
 
 
+def test_all_nodes_without_a_gradient_are_told() -> None:
+    g = gr.Graph()
+    last: Any = g.placeholder("x", "float32", [None, 4])
+    for _ in range(4):
+        last = g.one("AddV2", g.one("Relu", last), g.one("RandomShuffle", last))
+    g.one("Identity", last, name="y")
+    overrides = {"RandomShuffle": gr.Rule("dy + default")}
+    told = _assert_alike(g, Words(ys=["y"], xs=["x"], overrides=overrides, no_gradient="pass"))
+    assert len(told["without"]) == 4
+
+
 def test_what_might_not_fit_is_built_as_a_whole() -> None:
     request, again = _requests(_chain(4), Words(ys=["y"], xs=["x"], overrides={"Relu": "guided_relu"}))
     for item in (request, again):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import queue
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +13,32 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from gradrule_server.engine.jit import background as background_module
 from gradrule_server.engine.jit import choice as choice_module
+from gradrule_server.engine.jit.background import JitCompiler
 from gradrule_server.engine.jit.choice import JitChoice, Variant
 from gradrule_server.engine.jit.ops import why_not
+from gradrule_server.link.environment import engine_environment
+from gradrule_server.link.v1 import link_pb2
 
 _SLOW_S, _FAST_S = 0.01, 0.0
+
+# Prints the names of functions whose results with XLA are others.
+_MAXIMA = """
+import numpy as np
+import tensorflow as tf
+x = np.array([[np.nan, 1, 2], [3, np.nan, -1], [5, 6, np.nan]], np.float32)
+y = np.zeros_like(x)
+for name, run in {
+    "reduce_max": lambda x, y: [tf.reduce_max(x), tf.reduce_max(x, 0), tf.reduce_max(x, 1)],
+    "reduce_min": lambda x, y: [tf.reduce_min(x), tf.reduce_min(x, 0), tf.reduce_min(x, 1)],
+    "maximum": lambda x, y: [tf.maximum(x, y), tf.maximum(y, x)],
+    "minimum": lambda x, y: [tf.minimum(x, y), tf.minimum(y, x)],
+}.items():
+    pairs = zip(tf.function(run)(x, y), tf.function(run, jit_compile=True)(x, y), strict=True)
+    if not all(np.array_equal(one, other, equal_nan=True) for one, other in pairs):
+        print(name)
+"""
 
 
 class Compiler:
@@ -33,6 +57,9 @@ class Compiler:
 
     def tell_chosen(self, choice: JitChoice) -> None:
         self.chosen += 1
+
+    def tell_dropped(self, key: str) -> None:
+        self.chosen -= 1
 
 
 def taking(seconds: float, offset: float = 0.0) -> Callable[[Any], Any]:
@@ -94,8 +121,9 @@ def test_a_call_that_fails_with_xla_runs_without_it(monkeypatch: pytest.MonkeyPa
             raise tf.errors.InternalError(None, None, "out of registers")
         return taking(_FAST_S)(arguments)
 
-    choice, _ = made(monkeypatch, failing)
+    choice, compiler = made(monkeypatch, failing)
     assert not any(answers(choice, 60)[-10:])
+    assert not compiler.chosen
 
 
 def test_programs_whose_runs_are_short_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,9 +145,78 @@ def test_programs_whose_runs_are_short_are_not_compiled(monkeypatch: pytest.Monk
         (lambda x: x + 1, tf.bfloat16, "computes with bfloat16"),
         (lambda x: tf.while_loop(lambda v: v[0, 0] < 1, lambda v: (v + 1,), (x,)), tf.float32, "While"),
         (lambda x: tf.debugging.check_numerics(x, "no"), tf.float32, "CheckNumerics"),
+        (lambda x: tf.raw_ops.ClipByValue(t=x, clip_value_min=1.0, clip_value_max=0.0), tf.float32, "ClipByValue"),
+        (lambda x: tf.raw_ops.InvertPermutation(x=x[0]), tf.int32, "InvertPermutation"),
+        (lambda x: tf.gradients(tf.sqrt(x), x), tf.float32, "SqrtGrad"),
+        (lambda x: tf.gradients(tf.math.rsqrt(x), x), tf.float32, "RsqrtGrad"),
+        (lambda x: tf.gradients(tf.math.reciprocal(x), x), tf.float32, "ReciprocalGrad"),
     ],
 )
 def test_only_programs_of_known_ops_are_compiled(run: Any, dtype: tf.DType, reason: str) -> None:
     function = tf.function(run, input_signature=[tf.TensorSpec([2, 2], dtype)], autograph=False)
     found = why_not(function.get_concrete_function())
     assert reason in found and bool(found) is bool(reason)
+
+
+def test_maxima_and_minima_of_nan_are_nan_with_xla() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _MAXIMA], env=engine_environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == []
+
+
+class Frames:
+    """Keeps the notices that are sent; fails for those of some programs."""
+
+    def __init__(self, *failing: str) -> None:
+        self.notices: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+        self._failing = failing
+
+    def send(self, kind: Any, number: int, payload: bytes) -> None:
+        notice = link_pb2.JitNotice.FromString(payload)
+        if notice.key in self._failing:
+            raise OSError("no room")
+        self.notices.put((notice.key, notice.outcome))
+
+
+class Prepared:
+    """Takes the place of a choice: what preparing it does is given."""
+
+    reason = ""
+
+    def __init__(self, key: str, prepare: Callable[[Variant], str]) -> None:
+        self.key = key
+        self.prepare = prepare
+        self.refused: list[str] = []
+
+    def refuse(self, reason: str) -> None:
+        self.refused.append(reason)
+
+
+def test_a_program_that_fails_does_not_keep_others_from_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_priority(nice: int) -> None:
+        raise PermissionError("no")
+
+    def compiled(variant: Variant) -> str:
+        variant.compiled = taking(_FAST_S)
+        return ""
+
+    def failing(variant: Variant) -> str:
+        raise RuntimeError("no thread is left")
+
+    monkeypatch.setattr(background_module, "lower_priority", no_priority)
+    frames: Any = Frames("untold")
+    compiler = JitCompiler(frames, 1.0)
+    # A call that fails with XLA as soon as it is compiled leaves nothing compiled.
+    choices: list[Any] = [
+        Prepared("untold", compiled),
+        Prepared("failing", failing),
+        Prepared("dropped", lambda _: ""),
+        Prepared("good", compiled),
+    ]
+    for choice in choices:
+        compiler.compile(choice, Variant())
+    outcomes = [frames.notices.get(timeout=60) for _ in range(6)]
+    done, wrong = link_pb2.JitNotice.OUTCOME_COMPILED, link_pb2.JitNotice.OUTCOME_REFUSED
+    assert outcomes[1::2] == [("failing", wrong), ("dropped", done), ("good", done)]
+    assert [choice.refused for choice in choices] == [["OSError"], ["RuntimeError"], [], []]

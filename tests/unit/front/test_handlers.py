@@ -12,6 +12,7 @@ import pytest
 from gradrule_server.front.calls import Call, Caller
 from gradrule_server.front.session_service import SessionServicer
 from gradrule_server.identity import Authenticator, Principal
+from gradrule_server.operations.request_record import ANSWER_COMPRESSION
 from tests.unit.front.doors import Aborted, Context, call, door_of, stream
 
 
@@ -71,6 +72,37 @@ async def test_no_more_than_so_many_at_a_time() -> None:
     gate.set()
     assert await first == b"done"
     assert await call(door, waits, Context()) == b"done"
+
+
+class CompressedContext(Context):
+    """A caller that asks for compressed answers; notes whether metadata was sent."""
+
+    has_metadata = False
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ((ANSWER_COMPRESSION, "gzip"),)
+
+    def set_compression(self, _: grpc.Compression) -> None:
+        pass
+
+    async def send_initial_metadata(self, _: tuple[()]) -> None:
+        self.has_metadata = True
+
+
+async def test_an_answer_that_there_is_no_memory_for_is_refused_before_its_metadata() -> None:
+    async def large(_: Call[Any]) -> bytes:
+        return bytes(250_000)
+
+    door = door_of()
+    for _ in range(4):
+        context = CompressedContext()
+        assert len(await call(door, large, context)) == 250_000
+        assert context.has_metadata
+    refused = CompressedContext()
+    with pytest.raises(Aborted):
+        await call(door, large, refused)
+    # Clients do not send a call again whose metadata they received.
+    assert refused.reason == "OVERLOADED" and not refused.has_metadata
 
 
 async def test_a_session_s_message_is_parsed_once_it_is_let_in() -> None:

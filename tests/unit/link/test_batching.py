@@ -166,6 +166,18 @@ async def test_a_second_run_begins_once_it_is_as_large_as_the_first() -> None:
     assert [sorted(frame) for frame in frames(transport)[3:]] == [[b"e", b"f"]]
 
 
+async def test_a_second_run_need_not_be_as_large_as_one_of_other_params() -> None:
+    connection, transport = connected(threads=8, delay_s=60.0)
+    notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)
+    submit(connection, b"a", b"b", b"c", b"d")
+    answer(connection, transport, b"a")
+    answer(connection, transport, b"b")
+    assert frames(transport) == [[b"a"], [b"b"], [b"c", b"d"]]
+    # The run of two cannot take it.
+    submit(connection, b"e", key=BatchKey("p", "params"))
+    assert frames(transport)[3:] == [[b"e"]]
+
+
 async def test_nobody_waits_longer_than_allowed() -> None:
     connection, transport = connected(threads=8, delay_s=0.01)
     notice(connection, link_pb2.BatchNotice.OUTCOME_PROVEN)
@@ -354,3 +366,19 @@ async def test_an_engine_that_dies_after_it_answered_while_it_tries_a_program_do
         engine.submit(Kind.RUN, name, batch_key=BatchKey("digest/2"))
     answer(connection, transport, b"e")
     assert frames(transport) == [[b"e"], [b"f"]]
+
+
+async def test_a_program_whose_xla_code_ended_an_engine_is_not_compiled_again() -> None:
+    engine = FakeEngine()
+    connection = engine.fake.connection
+    for key in ("bad/1", "good/2"):
+        payload = link_pb2.JitNotice(key=key, outcome=link_pb2.JitNotice.OUTCOME_CHOSEN).SerializeToString()
+        connection.data_received(pack_header(Kind.JIT_NOTICE, 0, len(payload)) + payload)
+    work = engine.submit(Kind.RUN, b"a", batch_key=BatchKey("bad/1"))
+    assert engine.sent(Kind.RUN) == [b"a"]
+    engine.fake.die(CRASH)
+    with pytest.raises(EngineGone):
+        await work.answer
+    engine.start_another()
+    notices = [link_pb2.JitNotice.FromString(payload) for payload in engine.sent(Kind.JIT_NOTICE)]
+    assert [(notice.key, notice.outcome) for notice in notices] == [("bad", link_pb2.JitNotice.OUTCOME_REFUSED)]

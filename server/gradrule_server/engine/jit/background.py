@@ -5,11 +5,13 @@ The front end must know what is being compiled: where that ends the engine, its 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import tensorflow as tf
 
@@ -69,7 +71,7 @@ class JitCompiler:
         self._tell(choice.key, _Outcome.OUTCOME_CHOSEN)
 
     def tell_dropped(self, key: str) -> None:
-        """Tells the front end that the engine does not hold a program any more."""
+        """Tells the front end that no call of a program runs with XLA any more."""
         self._tell(key, _Outcome.OUTCOME_UNSPECIFIED)
 
     def _run(self) -> None:
@@ -77,19 +79,27 @@ class JitCompiler:
             found, variant = self._work.get()
             choice = found()
             if choice is not None:
-                self._compile(choice, variant)
+                try:
+                    self._compile(choice, variant)
+                except Exception as cause:
+                    # Other programs wait for this thread.
+                    _log.exception("compiling a program with XLA failed; it runs without")
+                    # The front end may be gone.
+                    with contextlib.suppress(OSError):
+                        choice.refuse(type(cause).__name__)
             del choice, variant
 
     def _compile(self, choice: JitChoice, variant: Variant) -> None:
         reason = self._refusal(choice)
         if not reason:
             self._tell(choice.key, _Outcome.OUTCOME_COMPILING)
-            reason = _in_background(lambda: _prepared(choice, variant))
+            reason = _prepared(choice, variant)
             self._tell(choice.key, _Outcome.OUTCOME_REFUSED if reason else _Outcome.OUTCOME_COMPILED, reason)
         if reason:
             choice.refuse(reason)
-        else:
-            self._compiled.add(variant.compiled)
+        elif (compiled := variant.compiled) is not None:
+            # Not set: a call failed with XLA since then.
+            self._compiled.add(compiled)
 
     def _refusal(self, choice: JitChoice) -> str:
         if choice.key.partition("/")[0] in self._refused:
@@ -105,7 +115,7 @@ class JitCompiler:
 
 def _prepared(choice: JitChoice, variant: Variant) -> str:
     try:
-        return choice.prepare(variant)
+        return _in_background(lambda: choice.prepare(variant))
     except tf.errors.OpError as cause:
         return f"XLA refuses it: {cause.message.splitlines()[0]}"
     except Exception as cause:
@@ -119,13 +129,17 @@ def _in_background(work: Callable[[], str]) -> str:
 
     XLA's own threads have the priority of the one that starts them. A thread cannot take its priority back, so it ends.
     """
-    found: list[str] = []
+    found: Future[str] = Future()
 
     def run() -> None:
-        lower_priority(_NICE)
-        found.append(work())
+        with contextlib.suppress(OSError):
+            lower_priority(_NICE)
+        try:
+            found.set_result(work())
+        except Exception as cause:
+            found.set_exception(cause)
 
     thread = threading.Thread(target=run, name="jit-compile", daemon=True)
     thread.start()
     thread.join()
-    return found[0]
+    return found.result()

@@ -57,6 +57,7 @@ class Background(Protocol):
     def after_s(self) -> float: ...
     def compile(self, choice: JitChoice, variant: Variant) -> None: ...
     def tell_chosen(self, choice: JitChoice) -> None: ...
+    def tell_dropped(self, key: str) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -106,7 +107,7 @@ class JitChoice:
             except tf.errors.OpError as cause:
                 # Without XLA the call gets the answer or the error that is its own.
                 _log.warning("a program fails with XLA and runs without it from now on: %s", cause)
-                variant.refuse()
+                self._refuse(variant)
         if variant.phase is Phase.TIMING:
             return self._timed(variant, self._plain, arguments, variant.times[0]), False
         if variant.phase is Phase.COUNTING:
@@ -133,8 +134,20 @@ class JitChoice:
         """Runs no call with XLA any more."""
         with self._lock:
             self.reason = reason
-            for variant in self._variants.values():
+            variants = list(self._variants.values())
+        self._refuse(*variants)
+
+    def _refuse(self, *variants: Variant) -> None:
+        with self._lock:
+            was_chosen = self._is_chosen()
+            for variant in variants:
                 variant.refuse()
+            is_dropped = was_chosen and not self._is_chosen()
+        if is_dropped:
+            self._background.tell_dropped(self.key)
+
+    def _is_chosen(self) -> bool:
+        return any(variant.phase is Phase.CHOSEN for variant in self._variants.values())
 
     def _variant(self, arguments: Arrays) -> Variant | None:
         shapes = tuple([argument.shape for argument in arguments])

@@ -658,7 +658,7 @@ class JitNotice(google.protobuf.message.Message):
     class _OutcomeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[JitNotice._Outcome.ValueType], builtins.type):
         DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
         OUTCOME_UNSPECIFIED: JitNotice._Outcome.ValueType  # 0
-        """The engine does not hold it any more."""
+        """No call runs with XLA any more."""
         OUTCOME_COMPILING: JitNotice._Outcome.ValueType  # 1
         """It is being compiled."""
         OUTCOME_COMPILED: JitNotice._Outcome.ValueType  # 2
@@ -672,7 +672,7 @@ class JitNotice(google.protobuf.message.Message):
         """What happens to a program."""
 
     OUTCOME_UNSPECIFIED: JitNotice.Outcome.ValueType  # 0
-    """The engine does not hold it any more."""
+    """No call runs with XLA any more."""
     OUTCOME_COMPILING: JitNotice.Outcome.ValueType  # 1
     """It is being compiled."""
     OUTCOME_COMPILED: JitNotice.Outcome.ValueType  # 2
@@ -2100,6 +2100,7 @@ class RawEvaluateRequest(google.protobuf.message.Message):
     TANGENTS_FIELD_NUMBER: builtins.int
     VECTORS_FIELD_NUMBER: builtins.int
     STACKED_GRAD_YS_FIELD_NUMBER: builtins.int
+    BATCHING_FIELD_NUMBER: builtins.int
     SHARED_MEMORY_FIELD_NUMBER: builtins.int
     ANSWER_PACKING_FIELD_NUMBER: builtins.int
     program: builtins.str
@@ -2131,6 +2132,10 @@ class RawEvaluateRequest(google.protobuf.message.Message):
         """As there."""
 
     @property
+    def batching(self) -> gradrule.v1.program_pb2.Batching:
+        """As there."""
+
+    @property
     def shared_memory(self) -> gradrule.v1.evaluate_pb2.SharedMemoryUse:
         """As there."""
 
@@ -2148,11 +2153,12 @@ class RawEvaluateRequest(google.protobuf.message.Message):
         tangents: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
         vectors: collections.abc.Iterable[gradrule.v1.tensor_pb2.NamedTensor] | None = ...,
         stacked_grad_ys: builtins.bool = ...,
+        batching: gradrule.v1.program_pb2.Batching | None = ...,
         shared_memory: gradrule.v1.evaluate_pb2.SharedMemoryUse | None = ...,
         answer_packing: gradrule.v1.tensor_pb2.Packing | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "program", b"program", "shared_memory", b"shared_memory", "spec", b"spec", "target", b"target"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "derivative", b"derivative", "feeds", b"feeds", "grad_ys", b"grad_ys", "params", b"params", "program", b"program", "shared_memory", b"shared_memory", "spec", b"spec", "stacked_grad_ys", b"stacked_grad_ys", "tangents", b"tangents", "target", b"target", "vectors", b"vectors"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "batching", b"batching", "program", b"program", "shared_memory", b"shared_memory", "spec", b"spec", "target", b"target"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["answer_packing", b"answer_packing", "batching", b"batching", "derivative", b"derivative", "feeds", b"feeds", "grad_ys", b"grad_ys", "params", b"params", "program", b"program", "shared_memory", b"shared_memory", "spec", b"spec", "stacked_grad_ys", b"stacked_grad_ys", "tangents", b"tangents", "target", b"target", "vectors", b"vectors"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["target", b"target"]) -> typing.Literal["program", "spec"] | None: ...
 
 global___RawEvaluateRequest = RawEvaluateRequest
