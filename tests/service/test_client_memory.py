@@ -247,9 +247,9 @@ def test_a_server_that_cannot_be_reached_by_its_socket_is_sent_inline_tensors(
     taken.listen()
     real = _shared_memory._handed_over
 
-    def handed_over(memory: Memory, told: evaluate_pb2.ShareMemoryResponse) -> Any:
+    def handed_over(memory: Memory, told: evaluate_pb2.ShareMemoryResponse, seconds: float) -> Any:
         told.address = "gradrule-test-nobody" if fault == "elsewhere" else "gradrule-test-imposter"
-        return real(memory, told)
+        return real(memory, told, seconds)
 
     monkeypatch.setattr(_shared_memory, "_handed_over", handed_over)
     monkeypatch.setattr(_shared_memory, "_HANDSHAKE_S", 0.2)

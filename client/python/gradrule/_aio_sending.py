@@ -78,7 +78,7 @@ class AsyncCallSender:
                 raise self._closed() from cause
             else:
                 # The server may be slow to answer, and other calls go on meanwhile.
-                await asyncio.to_thread(memory.open, call, size, offer)
+                await asyncio.to_thread(memory.open, call, size, offer, _deadlines.left(ends_at))
         shared = memory.place(call, parts)
         if shared is not None:
             try:

@@ -111,7 +111,7 @@ class CallSender:
             except ValueError as cause:
                 raise self._closed() from cause
             else:
-                memory.open(call, size, offer)
+                memory.open(call, size, offer, _deadlines.left(ends_at))
         shared = memory.place(call, parts)
         if shared is not None:
             try:

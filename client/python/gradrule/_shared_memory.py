@@ -36,6 +36,8 @@ _LEAST_MEMORY_BYTES = 256 << 20
 # Of what one call takes: results of calls before it are still in use.
 _MEMORY_OF_CALLS = 4
 _HANDSHAKE_S = 5.0
+# Zero would mean not to wait at all.
+_LEAST_WAIT_S = 0.001
 OFFER_S = 5.0
 """Seconds that the server has to say where memory is handed over."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 60.0, 3600.0
@@ -124,6 +126,9 @@ class SharedMemory:
         """Why no memory is shared at the moment; empty where some is, or none was needed yet."""
         self._not_before = float("inf") if self.refusal else 0.0
         self._max_bytes = sys.maxsize
+        # At least so many are asked for next.
+        self._next_bytes = 0
+        self._is_closed = False
         self._last_room = 0
         self._used_at = 0.0
         self._trimmer: threading.Timer | None = None
@@ -149,30 +154,39 @@ class SharedMemory:
             self._retire(attached)
         return self._attached is None and time.monotonic() >= self._not_before
 
-    def open(self, call: Call[Any], size: int, offer: bytes) -> None:
-        """Hands memory over that is large enough for a call. offer: a `ShareMemoryResponse`."""
+    def open(self, call: Call[Any], size: int, offer: bytes, seconds: float) -> None:
+        """Hands memory over that is large enough for a call. offer: a `ShareMemoryResponse`.
+
+        seconds: that the call has left.
+        """
         try:
             told = evaluate_pb2.ShareMemoryResponse.FromString(offer)
             needed = _MEMORY_OF_CALLS * (rounded(size) + self._room_of(call))
             self._max_bytes = told.max_bytes
-            wanted = max(_LEAST_MEMORY_BYTES, 1 << (needed - 1).bit_length())
+            wanted = max(_LEAST_MEMORY_BYTES, self._next_bytes, 1 << (needed - 1).bit_length())
             memory = Memory(min(wanted, told.max_bytes))
-            attached = _Attached(memory, *_handed_over(memory, told))
+            attached = _Attached(memory, *_handed_over(memory, told, min(seconds, _HANDSHAKE_S)))
         except (NotSharedError, OSError, ValueError) as cause:
             self.refuse(cause)
             return
         with self._lock:
-            previous, self._attached = self._attached, attached
-            self._pause_s, self.refusal = 0.0, ""
-        if previous is not None:
-            previous.close()
+            if self._is_closed:
+                # While it was handed over.
+                unused: _Attached | None = attached
+            else:
+                unused, self._attached = self._attached, attached
+                self._pause_s, self.refusal = 0.0, ""
+        if unused is not None:
+            unused.close()
         _log.debug("sharing %d bytes of memory with the server", memory.size)
 
     def refuse(self, cause: object) -> None:
         """Notes that the server shares no memory."""
         with self._lock:
             self._pause_s = min(max(2 * self._pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
-            self._not_before = time.monotonic() + self._pause_s
+            if not self._is_closed:
+                self._not_before = time.monotonic() + self._pause_s
+            self._next_bytes = 0
             self.refusal = str(cause)
         _log.debug("no memory is shared with the server: %s; tensors travel inline", cause)
 
@@ -221,6 +235,7 @@ class SharedMemory:
     def close(self) -> None:
         """Takes the memory back. Arrays that lie in it stay."""
         with self._lock:
+            self._is_closed = True
             self._not_before = float("inf")
             attached, self._attached = self._attached, None
             trimmer, self._trimmer = self._trimmer, None
@@ -244,6 +259,7 @@ class SharedMemory:
     def _grow(self, attached: _Attached) -> None:
         """Has the next call open larger memory, if there may be any."""
         if attached.memory.size < self._max_bytes:
+            self._next_bytes = 2 * attached.memory.size
             self._retire(attached)
 
     def _room_of(self, call: Call[Any]) -> int:
@@ -267,7 +283,7 @@ class SharedMemory:
 
     def _trim_later(self) -> None:
         with self._lock:
-            if self._trimmer is None:
+            if self._trimmer is None and not self._is_closed:
                 self._trimmer = threading.Timer(_TRIM_AFTER_S, _trim, (weakref.ref(self),))
                 self._trimmer.daemon = True
                 self._trimmer.start()
@@ -299,16 +315,18 @@ def _trim(reference: weakref.ref[SharedMemory]) -> None:
         memory.trim()
 
 
-def _handed_over(memory: Memory, told: evaluate_pb2.ShareMemoryResponse) -> tuple[bytes, socket.socket]:
+def _handed_over(memory: Memory, told: evaluate_pb2.ShareMemoryResponse, seconds: float) -> tuple[bytes, socket.socket]:
     """Hands memory over; returns its name and the connection. Raises `NotSharedError` and `OSError`."""
+    ends_at = time.monotonic() + seconds
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        connection.settimeout(_HANDSHAKE_S)
+        connection.settimeout(max(seconds, _LEAST_WAIT_S))
         connection.connect(b"\0" + told.address.encode())
         connection.send(told.client_key)
         if not hmac.compare_digest(connection.recv(_MAX_MESSAGE_BYTES), told.server_key):
             raise NotSharedError("who answers at the address is not the server")
         socket.send_fds(connection, [b"\0"], [memory.fd])
+        connection.settimeout(max(ends_at - time.monotonic(), _LEAST_WAIT_S))
         answer = connection.recv(_MAX_MESSAGE_BYTES)
         if answer[:1] != _ACCEPTED:
             raise NotSharedError(answer[1:].decode(errors="replace") or "the server has closed the connection")

@@ -31,6 +31,8 @@ class CopyBuffers:
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
         self._was_used = False
+        # Buffers handed out, less those collected since.
+        self._out = 0
 
     def take(self, size: int) -> NDArray[np.uint8]:
         """Returns a buffer of so many bytes, with any content. `MemoryError`."""
@@ -38,12 +40,14 @@ class CopyBuffers:
             return np.empty(size, np.uint8)
         length = -(-size // _ROUND) * _ROUND
         with self._lock:
-            self._collect()
             self._was_used = True
+            self._collect()
             found = next((each for each in self._free if length <= len(each) <= 2 * length), None)
             if found is not None:
                 self._free.remove(found)
         memory = _new(length) if found is None else found
+        with self._lock:
+            self._out += 1
         whole = np.frombuffer(memory, np.uint8)
         # Arrays made of it keep it as their base, since it is of another type.
         buffer: NDArray[np.uint8] = _Buffer(size, np.uint8, whole)
@@ -57,12 +61,13 @@ class CopyBuffers:
         kept = sum(map(len, self._free))
         while self._returned:
             memory = self._returned.popleft()
+            self._out -= 1
             kept += len(memory)
             if kept <= _KEPT_BYTES:
                 self._free.append(memory)
             else:
                 kept -= len(memory)
-        if self._timer is None and (self._free or self._was_used):
+        if self._timer is None and (self._free or self._was_used or self._out):
             self._timer = threading.Timer(_KEPT_S, self._expire)
             self._timer.daemon = True
             self._timer.start()
@@ -70,11 +75,11 @@ class CopyBuffers:
     def _expire(self) -> None:
         with self._lock:
             self._timer = None
-            if not self._was_used:
-                self._free.clear()
-                self._returned.clear()
-            self._was_used = False
+            was_used, self._was_used = self._was_used, False
+            # Those returned since the last call too: nothing else may ever collect them.
             self._collect()
+            if not was_used:
+                self._free.clear()
 
 
 class _Buffer(np.ndarray[tuple[int], np.dtype[np.uint8]]):

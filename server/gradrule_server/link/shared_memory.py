@@ -50,13 +50,16 @@ class ClientMemory:
         return 0 if self.is_closed else os.fstat(self.fd).st_blocks * _BLOCK
 
     def close(self) -> None:
-        """Has all holders give it up. Runs that use it end undisturbed."""
+        """Has all holders give it up. Runs that use it end undisturbed. `release` is to follow."""
         if self.is_closed:
             return
         self.is_closed = True
         for holder in list(self.holders):
             holder.detach(self)
         self.holders.clear()
+
+    def release(self) -> None:
+        """Closes the descriptor of a closed memory. Takes long where that frees the memory: not for the event loop."""
         os.close(self.fd)
 
 

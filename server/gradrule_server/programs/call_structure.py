@@ -110,14 +110,19 @@ def _is_inline(raw: bytes, position: int, stop: int) -> bool:
     """Whether a tensor's value begins here, is inline or in shared memory, is all there is until `stop`, and parses to
     little more.
     """
+    tag = 0
     for tags in (_VALUES, _SOURCES):
-        if raw[position] not in tags:
+        tag = raw[position]
+        if tag not in tags:
             return False
         size, position = read_varint(raw, position + 1)
         if position + size != stop:
             return False
     if stop > len(raw) or size <= _MOST_PARSED_BYTES:
         return stop <= len(raw)
+    if tag == _SHARED:
+        # Nothing of it is content: all of it takes more once parsed.
+        return False
     if raw.startswith(_PACKED, position):
         size, position = read_varint(raw, position + len(_PACKED))
         return position + size == stop and _is_content(raw, position, stop, _PACKED_CONTENT)

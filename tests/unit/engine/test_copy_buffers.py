@@ -44,3 +44,21 @@ def test_free_buffers_are_given_up_after_a_while() -> None:
     buffers._expire()
     assert not buffers._free
     assert not buffers._returned
+
+
+def test_the_buffer_of_a_lone_call_is_given_up_too() -> None:
+    """It may be in use for longer than free buffers are kept."""
+    buffers = CopyBuffers()
+    buffer = buffers.take(_SIZE)
+    for _ in range(3):
+        assert buffers._timer is not None
+        buffers._timer.cancel()
+        buffers._expire()
+    del buffer
+    gc.collect()
+    assert buffers._timer is not None
+    buffers._timer.cancel()
+    buffers._expire()
+    assert not buffers._free
+    assert not buffers._returned
+    assert not buffers._out

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -92,8 +96,9 @@ def test_memory_counts_while_it_is_there_and_calls_count_while_they_run() -> Non
                 pass
             connection.close()
             async with asyncio.timeout(20):
-                while not memory.is_closed:
+                while caller.tenant.quotas["shared_bytes"].used:
                     await asyncio.sleep(0)
+            assert memory.is_closed
             with pytest.raises(GradruleError) as caught, memories.used(use, caller, around):
                 pass
             assert caught.value.reason == errors_pb2.ERROR_REASON_SHARED_MEMORY_LOST
@@ -131,5 +136,83 @@ def test_a_tenant_has_few_keys_at_a_time_and_closing_leaves_nothing() -> None:
             connection.close()
         assert around.entered == 0
         assert len(os.listdir("/proc/self/fd")) == before
+
+    asyncio.run(run())
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+@contextmanager
+def slow_to_close() -> Iterator[socket.socket]:
+    """A TCP socket that blocks whoever closes it last, since what was sent is never read."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sender = socket.create_connection(listener.getsockname())
+        peer, _ = listener.accept()
+        sender.setblocking(False)
+        with suppress(BlockingIOError):
+            while True:
+                sender.send(bytes(1 << 16))
+        sender.setblocking(True)
+        sender.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 3))
+        with sender, peer:
+            # As this is closed, whoever waits need not wait any longer.
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            yield sender
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_descriptors_that_are_slow_to_close_do_not_stop_the_loop(is_read: bool) -> None:
+    """Neither where they come with a wrong key, nor where they come when memory has been taken."""
+
+    async def run() -> None:
+        caller = caller_of("a")
+        with slow_to_close() as slow, sharing(Around()) as memories:
+            if is_read:
+                connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                connection.connect("\0" + memories.address)
+            else:
+                connection, _ = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
+            # A kernel that can refuses it.
+            with suppress(PermissionError):
+                socket.send_fds(connection, [b"x"], [slow.fileno()])
+            slow.close()
+            connection.close()
+            longest, last = 0.0, time.monotonic()
+            until = last + 0.5
+            while last < until:
+                await asyncio.sleep(0.001)
+                now = time.monotonic()
+                longest, last = max(longest, now - last), now
+            # Whoever closes it waits for three seconds.
+            assert longest < 2
+            # Others are served meanwhile.
+            other, answer = await handed_over(memories, caller, Memory(4 * _MEBIBYTE))
+            assert answer[:1] == b"\0"
+            other.close()
+
+    asyncio.run(run())
+
+
+def test_without_free_descriptors_the_loop_rests_and_tries_again(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        with sharing(Around()) as memories, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            listener = memories._listener
+            assert listener is not None
+            accept = Mock(side_effect=OSError(errno.EMFILE, "too many"))
+            failing = SimpleNamespace(accept=accept, fileno=listener.fileno)
+            memories._listener = cast(Any, failing)
+            connection.connect("\0" + memories.address)
+            await _until(lambda: bool(accept.call_count))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert accept.call_count == 1
+            memories._listener = listener
+            await _until(lambda: bool(memories._handshakes))
+        assert caplog.text.count("too many") == 1
 
     asyncio.run(run())

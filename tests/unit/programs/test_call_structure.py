@@ -175,3 +175,14 @@ def test_how_the_answer_is_packed_is_part_of_the_structure() -> None:
     plain = structure_of(request.SerializeToString())
     request.answer_packing.float32_as_bfloat16 = True
     assert structure_of(request.SerializeToString()) not in (None, plain)
+
+
+def test_a_long_description_of_a_tensor_in_shared_memory_must_be_parsed() -> None:
+    """Its shape is no content."""
+    request = evaluate_pb2.EvaluateRequest(program="programs/p")
+    shared = request.feeds.add(name="x").value.shared_memory
+    shared.shape.dim.add(size=3)
+    assert structure_of(request.SerializeToString()) is not None
+    for _ in range(100_000):
+        shared.shape.dim.add(size=1)
+    assert structure_of(request.SerializeToString()) is None

@@ -1,0 +1,61 @@
+"""What a client does about shared memory when it is closed, or the memory is full."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from gradrule import _shared_memory
+from gradrule._shared_memory import SharedMemory
+from gradrule.v1 import evaluate_pb2
+
+_OFFER = evaluate_pb2.ShareMemoryResponse(max_bytes=4 << 20).SerializeToString()
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[socket.socket]]:
+    """The server's end of each connection by which memory was handed over."""
+    made: list[socket.socket] = []
+
+    def handed_over(*_: Any) -> tuple[bytes, socket.socket]:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        made.append(theirs)
+        return b"name", ours
+
+    monkeypatch.setattr(_shared_memory, "_handed_over", handed_over)
+    yield made
+    for end in made:
+        end.close()
+
+
+def test_memory_that_is_handed_over_while_the_client_closes_is_taken_back(ends: list[socket.socket]) -> None:
+    memory, call = SharedMemory(), Mock(reader=None)
+    memory.close()
+    memory.open(call, 1, _OFFER, 1.0)
+    assert not memory.is_shared
+    assert ends[0].recv(1) == b""
+    memory.refuse("no")
+    assert memory._not_before == float("inf")
+
+
+def test_full_memory_is_followed_by_one_twice_as_large_up_to_the_limit(
+    ends: list[socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_shared_memory, "_LEAST_MEMORY_BYTES", 1 << 20)
+    memory, call = SharedMemory(), Mock(reader=None)
+    sizes = []
+    for _ in range(4):
+        memory.open(call, 1, _OFFER, 1.0)
+        attached = memory._attached
+        assert attached is not None
+        sizes.append(attached.memory.size >> 20)
+        memory._grow(attached)
+    assert sizes == [1, 2, 4, 4]
+    assert memory.is_shared
+    memory.close()
