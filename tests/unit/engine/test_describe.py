@@ -179,8 +179,8 @@ def test_all_nodes_without_a_gradient_are_told() -> None:
     g = gr.Graph()
     last: Any = g.placeholder("x", "float32", [None, 4])
     for _ in range(4):
-        last = g.one("AddV2", g.one("Relu", last), g.one("RandomShuffle", last))
-    g.one("Identity", last, name="y")
+        last = g.op_output("AddV2", g.op_output("Relu", last), g.op_output("RandomShuffle", last))
+    g.op_output("Identity", last, name="y")
     overrides = {"RandomShuffle": gr.Rule("dy + default")}
     told = _assert_alike(g, Words(ys=["y"], xs=["x"], overrides=overrides, no_gradient="pass"))
     assert len(told["without"]) == 4
