@@ -166,4 +166,4 @@ def _decompressed(data: _wire.Part, size: int) -> bytes:
 
 
 NO_ZSTD = "zstd needs the package zstandard: pip install 'gradrule[zstd]'"
-"""What is told where the package is missing."""
+"""Error message where the package `zstandard` is not installed."""

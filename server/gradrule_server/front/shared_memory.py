@@ -1,10 +1,11 @@
 """Takes memory that clients on this host share, and finds it again for their calls.
 
 A caller that is let in gets two keys, and connects with them to a Unix socket of the server's (docs/shared-memory.md).
-So memory belongs to the tenant of a call, and lasts as long as the socket: whichever side ends, the kernel closes it.
+The memory belongs to the tenant of that call, and the server keeps it until the socket closes. The kernel closes the
+socket when either process ends.
 
-Closing a descriptor can block for as long as the process that sent it likes, and whoever connects can send one. So
-threads of their own receive from these sockets and close them, never the event loop's.
+Any local process can connect and send a descriptor, and closing such a descriptor can block for as long as its sender
+wants. Therefore the event loop never receives from these sockets and never closes them: separate threads do.
 """
 
 from __future__ import annotations

@@ -288,7 +288,7 @@ class Multiplexed:
         try:
             await self._write(data)
         except Exception:
-            # Nobody reads any more; that the stream ends is told by other means.
+            # The client has stopped reading; the reading side of the stream reports that it has ended.
             _log.debug("an answer could not be written", exc_info=True)
             return False
         return True

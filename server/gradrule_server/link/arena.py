@@ -113,7 +113,7 @@ class Outgoing:
 
     @property
     def held_bytes(self) -> int:
-        """The memory that it takes now, whoever wrote to it."""
+        """Bytes of memory in use now; pages that any process has written to count."""
         with self._lock:
             return 0 if self._closed else _held(self.fd)
 
@@ -170,7 +170,7 @@ class Incoming:
 
     @property
     def held_bytes(self) -> int:
-        """The memory that it takes now, whoever wrote to it."""
+        """Bytes of memory in use now; pages that any process has written to count."""
         return 0 if self._map.closed else _held(self.fd)
 
     def close(self) -> None:

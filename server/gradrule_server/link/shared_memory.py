@@ -46,7 +46,7 @@ class ClientMemory:
 
     @property
     def held_bytes(self) -> int:
-        """The memory that it takes now, whoever wrote to it."""
+        """Bytes of memory in use now; pages that any process has written to count."""
         return 0 if self.is_closed else os.fstat(self.fd).st_blocks * _BLOCK
 
     def close(self) -> None:
