@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -300,6 +301,14 @@ class Hostile:
         assert answer[:1] == b"\0", answer
         return answer[1:], fd
 
+    def memory_if_allowed(self, size: int) -> bytes | None:
+        """The name of memory that was taken; None where the tenant has too much already."""
+        fd = memfd(size)
+        answer = self.hand_over(fd)
+        os.close(fd)
+        assert answer[:1] == b"\0" or b"QUOTA_EXCEEDED" in answer, answer
+        return answer[1:] if answer[:1] == b"\0" else None
+
     def evaluate(self, program: str, tensor: dict[str, Any], use: dict[str, Any]) -> evaluate_pb2.EvaluateResponse:
         request = evaluate_pb2.EvaluateRequest(program=program, shared_memory=evaluate_pb2.SharedMemoryUse(**use))
         place = tensor_pb2.SharedMemoryTensor(**({"dtype": tensor_pb2.DT_FLOAT} | tensor))
@@ -325,9 +334,8 @@ def shape(*sizes: int) -> tensor_pb2.TensorShape:
 
 @pytest.fixture
 def hostile(channel: grpc.Channel) -> Iterator[Hostile]:
-    made = Hostile(channel)
-    yield made
-    made.close()
+    with closing(Hostile(channel)) as made:
+        yield made
 
 
 def _fifo(folder: Path) -> int:
@@ -483,12 +491,11 @@ def test_quotas_count_shared_memory(tmp_path: Path) -> None:
             check(second.program(program.name)(x=x), x)
             assert "QUOTA_EXCEEDED" in second._memory.refusal
             assert "--tenant-shared-bytes" in second._memory.refusal
-        with grpc.insecure_channel(running.target) as channel:
-            client._memory.forget()
-            other = Hostile(channel)
-            name, _ = other.memory(200 * _MEBIBYTE)
+        client._memory.forget()
+        with grpc.insecure_channel(running.target) as channel, closing(Hostile(channel)) as other:
+            # The server counts memory until it has seen the end of the connection that it came by.
+            name = wait_until(lambda: other.memory_if_allowed(200 * _MEBIBYTE), "end of the first client's memory")
             use = {"memory": name, "request_bytes": 4096, "answer_bytes": 100 * _MEBIBYTE}
             with pytest.raises(grpc.RpcError) as caught:
                 other.evaluate(program.name, {"size": 4096, "shape": shape(1024)}, use)
             assert _error_of(caught.value).reason == "OVERLOADED"
-            other.close()
