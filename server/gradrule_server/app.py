@@ -16,7 +16,7 @@ from gradrule_server.front.handlers import Door, Times
 from gradrule_server.front.heap import keep_freed_memory
 from gradrule_server.front.identity import Identity
 from gradrule_server.front.server import Front
-from gradrule_server.front.shared_memory import SharedMemories
+from gradrule_server.front.shared_memory import SharedMemoryServer
 from gradrule_server.front.sockets import allow_connections
 from gradrule_server.front.tenants import Tenants
 from gradrule_server.link.pool import EnginePool
@@ -80,7 +80,7 @@ async def serve(settings: Settings) -> None:
         admission = assembly.admission_of(settings)
         times = Times(settings.default_deadline_s, settings.max_deadline_s, settings.stall_s)
         door = Door(Identity(credentials), tenants, admission, times, operations.observer, limits, watch)
-        memories = SharedMemories(tenants, settings.max_shared_bytes)
+        memories = SharedMemoryServer(tenants, settings.max_shared_bytes)
         front.add_services(
             door, memories, with_reflection=settings.reflection, status=operations.status if settings.admin else None
         )

@@ -17,7 +17,7 @@ from gradrule_server.front.handlers import Door, Times
 from gradrule_server.front.heap import HeapTrimmer
 from gradrule_server.front.identity import Identity
 from gradrule_server.front.server import Connections, Front
-from gradrule_server.front.shared_memory import SharedMemories
+from gradrule_server.front.shared_memory import SharedMemoryServer
 from gradrule_server.front.sockets import Peer
 from gradrule_server.identity import Authenticator
 from tests.battery import wire
@@ -200,7 +200,7 @@ async def serving(limits: ConnectionLimits) -> AsyncIterator[str]:
         async for _message in requests:
             pass
 
-    front.add_services(door, SharedMemories(Hosts(streams=100), 0), with_reflection=True)
+    front.add_services(door, SharedMemoryServer(Hosts(streams=100), 0), with_reflection=True)
     front._server.add_generic_rpc_handlers((door.service("s", streams={"m": swallow}),))
     port = await front.start("127.0.0.1:0", None)
     try:
