@@ -24,7 +24,9 @@ from gradrule_server.operations.sources import CacheStatus, QueueStatus, Sources
 from gradrule_server.operations.sources import Quarantined as QuarantinedStatus
 from gradrule_server.policy import Limits
 from gradrule_server.programs.conduct import Conduct, Quarantined
+from gradrule_server.programs.house import ProgramHouse
 from gradrule_server.programs.loaded import LoadedPrograms
+from gradrule_server.programs.warm_up import FILE_NAME, WarmUp
 from gradrule_server.quotas import QUOTA_RESOURCES, TENANT_RESOURCES
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.store import Store
@@ -164,6 +166,15 @@ def shared_of(settings: Settings, store: Store, blobs: BlobStore, loaded: Loaded
         handle_ttl_s=settings.handle_ttl_s,
         has_known_calls="known-calls" not in disabled_paths(settings.disabled_fast_paths),
     )
+
+
+def warm_up_of(settings: Settings, pool: EnginePool, tenants: Tenants) -> WarmUp:
+    """Returns what loads recently used programs after a restart, not started yet."""
+
+    async def load_service(name: str) -> ProgramHouse:
+        return (await tenants.load(name)).house
+
+    return WarmUp(settings.data_dir / FILE_NAME, pool, lambda: [t.house for t in tenants.recently_used()], load_service)
 
 
 def limits_of(settings: Settings, loaded: LoadedPrograms) -> Limits:
