@@ -23,9 +23,9 @@ from gradrule_server.operations.operations import OperationsSettings
 from gradrule_server.operations.sources import CacheStatus, QueueStatus, Sources
 from gradrule_server.operations.sources import Quarantined as QuarantinedStatus
 from gradrule_server.policy import Limits
-from gradrule_server.programs.conduct import Conduct, Quarantined
 from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.quotas import QUOTA_RESOURCES, TENANT_RESOURCES
+from gradrule_server.recovery.crash_history import CrashHistory, Quarantine
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.store import Store
 from gradrule_server.settings import Settings
@@ -134,17 +134,17 @@ def loaded_of(
 ) -> LoadedPrograms:
     """What engines hold, and what is known of it. `on_quarantine` is told which program is refused, and why."""
 
-    def tell_quarantine(found: Quarantined) -> None:
-        digest = found.suspect.graph[:_DIGEST_SHOWN]
-        _log.warning("programs of the graph %s are refused: %s", digest, found.why)
-        on_quarantine(f"{digest}: {found.why}")
+    def tell_quarantine(found: Quarantine) -> None:
+        digest = found.workload.graph[:_DIGEST_SHOWN]
+        _log.warning("programs of the graph %s are refused: %s", digest, found.cause)
+        on_quarantine(f"{digest}: {found.cause}")
 
     return LoadedPrograms(
         pool,
         blobs,
         settings.program_cache,
         settings.program_cache_bytes,
-        Conduct(settings.quarantine_s, tell_quarantine),
+        CrashHistory(settings.quarantine_s, tell_quarantine),
     )
 
 
@@ -215,8 +215,8 @@ def sources_of(settings: Settings, loaded: LoadedPrograms, tenants: Tenants, adm
 
     def quarantined() -> Sequence[QuarantinedStatus]:
         return [
-            QuarantinedStatus(found.suspect.graph[:_DIGEST_SHOWN], found.why, found.left_s)
-            for found in loaded.conduct.quarantined()
+            QuarantinedStatus(found.workload.graph[:_DIGEST_SHOWN], found.cause, found.left_s)
+            for found in loaded.crash_history.quarantines()
         ]
 
     return Sources(

@@ -14,8 +14,8 @@ from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import record_cache_lookup
 from gradrule_server.programs.call_structure import CallStructure
 from gradrule_server.programs.compiled import Compiled
-from gradrule_server.programs.conduct import Charge
 from gradrule_server.programs.loaded import Load, Loadable
+from gradrule_server.recovery.crash_history import HistoryRecorder
 
 _MOST_DIGESTS = 1024
 # Structures of calls, of at most 16 KiB each and mostly of a hundred bytes.
@@ -74,7 +74,7 @@ class KnownCall:
     key: Named
     program: Runnable
     settings: bytes
-    account: Charge
+    recorder: HistoryRecorder
     may_batch: bool = True
     used_at: float = 0.0
     load: Load | None = None

@@ -8,23 +8,23 @@ from dataclasses import dataclass
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
-from gradrule_server.link.account import Account
-from gradrule_server.link.faults import EngineLost
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import record_pull_back
 from gradrule_server.programs.house import ProgramHouse
 from gradrule_server.programs.running import Place
 from gradrule_server.quotas import Quota
+from gradrule_server.recovery.crash_history import OutcomeRecorder
+from gradrule_server.recovery.endings import EngineLost
 
 
 @dataclass(slots=True, eq=False)
 class _Handle:
-    """What an engine keeps of a program. `kept_bytes`: on the device. `account`: who answers for pulling back."""
+    """What an engine keeps of a program. `kept_bytes`: on the device. `recorder`: who answers for pulling back."""
 
     name: str
     place: Place
-    account: Account
+    recorder: OutcomeRecorder
     kept_bytes: int
     ttl_s: float
     timer: asyncio.TimerHandle | None = None
@@ -106,8 +106,8 @@ class StreamHandles:
         try:
             answer, how, place, program = await house.house.forward(request.evaluate, name, received_ns, ends_at)
             # Not the program itself: nobody counts what it takes here.
-            account = house.house.retries().account(program)
-            handle = _Handle(name, place, account, how.kept_bytes, min(ttl_s, house.ttl_s))
+            recorder = house.house.recovery().recorder(program.workload)
+            handle = _Handle(name, place, recorder, how.kept_bytes, min(ttl_s, house.ttl_s))
             house.add(handle)
         except BaseException as cause:
             house.give_up()
@@ -138,13 +138,13 @@ class StreamHandles:
         self._pause(handle)
         try:
             answer = await handle.place.engine.call(
-                Kind.PULL_BACK, request.SerializeToString(), ends_at, handle.account
+                Kind.PULL_BACK, request.SerializeToString(), ends_at, handle.recorder
             )
             record_pull_back(answer, received_ns)
             return answer
         except EngineLost as lost:
-            handle.account.lost(lost)
-            if lost.is_suspect and lost.is_alone:
+            handle.recorder.record_engine_loss(lost)
+            if lost.is_blamable and lost.ran_alone:
                 raise
             raise _expired(f"the handle {name!r} was lost with its engine") from lost
         finally:

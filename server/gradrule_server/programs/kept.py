@@ -7,11 +7,12 @@ import functools
 from dataclasses import replace
 
 from gradrule.v1 import program_pb2
+from gradrule_server.link.engine import Engine
 from gradrule_server.link.shape import CallShape
 from gradrule_server.programs.cache import NameChanges, Named, ProgramCache, Runnable
 from gradrule_server.programs.compiler import Compiler
-from gradrule_server.programs.retries import Retries
 from gradrule_server.programs.rule_lookup import RegistryLookup
+from gradrule_server.recovery.call_recovery import CallRecovery
 from gradrule_server.registry.programs import ProgramRegistry, StoredProgram
 from gradrule_server.registry.rules import RuleRegistry
 
@@ -30,10 +31,10 @@ class KeptPrograms:
         self._changes = NameChanges()
         self._deletions: set[asyncio.Task[None]] = set()
 
-    async def create(self, spec: bytes, program_id: str, retries: Retries) -> program_pb2.Program:
+    async def create(self, spec: bytes, program_id: str, recovery: CallRecovery[Engine]) -> program_pb2.Program:
         """Compiles and keeps a program; without an id it gets one. `spec`: bytes of a `ProgramSpec`."""
         lookup = RegistryLookup(self._rules)
-        program, parts = await self._compiler.compile_to_keep(spec, _BASE, lookup, retries)
+        program, parts = await self._compiler.compile_to_keep(spec, _BASE, lookup, recovery)
 
         def keep() -> StoredProgram:
             return self._programs.create(
@@ -50,16 +51,16 @@ class KeptPrograms:
                 self._cache.put(Named(stored.program.name, _BASE), program)
         return stored.program
 
-    async def find(self, name: str, call: CallShape, retries: Retries) -> tuple[Named, Runnable, bool]:
+    async def find(self, name: str, call: CallShape, recovery: CallRecovery[Engine]) -> tuple[Named, Runnable, bool]:
         """The program for a call of this shape, its key in the cache, and whether it was made just now."""
         full = name if name.startswith(_PREFIX) else _PREFIX + name
         key = Named(full, _BASE)
-        base, is_new = await self._find(key, retries)
+        base, is_new = await self._find(key, recovery)
         variant = replace(call, feeds=call.feeds - base.compiled.placeholders)
         if variant == _BASE:
             return key, base, is_new
         key = Named(full, variant)
-        return key, *await self._find(key, retries)
+        return key, *await self._find(key, recovery)
 
     async def get(self, name: str) -> program_pb2.Program:
         """What is told of a program."""
@@ -88,7 +89,7 @@ class KeptPrograms:
         spec, snapshot = self._programs.content(stored)
         return spec.SerializeToString(), snapshot
 
-    async def _find(self, key: Named, retries: Retries) -> tuple[Runnable, bool]:
+    async def _find(self, key: Named, recovery: CallRecovery[Engine]) -> tuple[Runnable, bool]:
         found = self._cache.get(key)
         if found is not None:
             return found, False
@@ -96,7 +97,7 @@ class KeptPrograms:
             stored = await asyncio.to_thread(self._programs.get, key.name)
             graph_bytes = await asyncio.to_thread(self._programs.graph_bytes, stored)
             program = await self._compiler.compile_kept(
-                graph_bytes, functools.partial(self._content, stored), key.call, retries
+                graph_bytes, functools.partial(self._content, stored), key.call, recovery
             )
             if key.name not in given_up:
                 self._cache.put(key, program)

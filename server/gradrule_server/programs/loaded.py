@@ -8,13 +8,12 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from gradrule_server.errors import GradruleError
-from gradrule_server.link.account import Account
 from gradrule_server.link.engine import Engine, lost_waiting, unavailable
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.link.work import EngineGone
-from gradrule_server.programs.conduct import Conduct
 from gradrule_server.programs.shelf import Load, Loadable, Shelf
+from gradrule_server.recovery.crash_history import CrashHistory, OutcomeRecorder
 from gradrule_server.registry.blobs import BlobStore
 
 __all__ = ["Load", "Loadable", "LoadedPrograms"]
@@ -34,7 +33,7 @@ _EXTRA_S = 30.0
 
 
 class LoadedPrograms:
-    """The programs of all engines of a pool, bounded per engine. `conduct`: what is known of them."""
+    """The programs of all engines of a pool, bounded per engine. `crash_history`: what is known of them."""
 
     def __init__(
         self,
@@ -42,10 +41,10 @@ class LoadedPrograms:
         blobs: BlobStore,
         capacity: int,
         capacity_bytes: int,
-        conduct: Conduct | None = None,
+        crash_history: CrashHistory | None = None,
     ) -> None:
         self.pool = pool
-        self.conduct = conduct or Conduct()
+        self.crash_history = crash_history or CrashHistory()
         self._blobs = blobs
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
@@ -67,13 +66,13 @@ class LoadedPrograms:
         program: Loadable,
         engine: Engine | None = None,
         ends_at: float = 0.0,
-        account: Account | None = None,
+        recorder: OutcomeRecorder | None = None,
     ) -> Iterator[Load]:
         """Sees to it that the program gets loaded, into `engine` or the best one; in this context it is not dropped.
 
         BLOB_NOT_FOUND, ENGINE_UNAVAILABLE. `ends_at`: loop time after which nobody needs it, as far as is known.
         """
-        with self._shelf(engine or self._best(program)).held(program, ends_at, account) as load:
+        with self._shelf(engine or self._best(program)).held(program, ends_at, recorder) as load:
             yield load
 
     def at_hand(self, program: Loadable) -> Load | None:
@@ -186,7 +185,7 @@ class LoadedPrograms:
     async def _load_again(self, engine: Engine, loads: Sequence[Load]) -> None:
         generation = engine.generation
         nodes_left = _WARM_NODES_TOGETHER
-        for program, account in ((load.program, load.work.account) for load in loads[:_WARM_PROGRAMS]):
+        for program, recorder in ((load.program, load.work.recorder) for load in loads[:_WARM_PROGRAMS]):
             if program.nodes > min(_WARM_NODES, nodes_left):
                 continue
             nodes_left -= program.nodes
@@ -197,7 +196,7 @@ class LoadedPrograms:
                 return
             try:
                 # Nobody has asked for it yet, so it must not keep others from uploading.
-                with self._shelf(engine).held(program, 0.0, account, keeps_blobs=False) as load:
+                with self._shelf(engine).held(program, 0.0, recorder, keeps_blobs=False) as load:
                     await self.wait(load)
             except GradruleError as cause:
                 _log.debug("a program was not loaded again: %s", cause)

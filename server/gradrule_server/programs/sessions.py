@@ -14,9 +14,7 @@ from google.protobuf.message import DecodeError
 from gradrule import _tensors
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, session_pb2, tensor_pb2
 from gradrule_server.errors import Finding, GradruleError, did_you_mean, error
-from gradrule_server.link.account import Account
 from gradrule_server.link.engine import Engine
-from gradrule_server.link.faults import EngineLost
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.shape import canonical
 from gradrule_server.link.v1 import link_pb2
@@ -25,6 +23,8 @@ from gradrule_server.programs.cache import OfSession, Runnable
 from gradrule_server.programs.house import ProgramHouse, call_shape
 from gradrule_server.programs.running import InSession, Place
 from gradrule_server.quotas import Quota
+from gradrule_server.recovery.crash_history import OutcomeRecorder
+from gradrule_server.recovery.endings import EngineLost
 from gradrule_server.registry.blobs import BlobStore
 
 # Slots of an optimiser, as many times the bytes of what it updates.
@@ -255,7 +255,7 @@ class Session:
         return self._place.engine
 
     async def send(
-        self, request: link_pb2.SessionRequest, ends_at: float, account: Account | None = None
+        self, request: link_pb2.SessionRequest, ends_at: float, recorder: OutcomeRecorder | None = None
     ) -> link_pb2.SessionReply:
         """One message to the engine that holds the session; `EngineLost` where it ends meanwhile, SESSION_LOST where
         it is gone."""
@@ -266,7 +266,7 @@ class Session:
         left_s = ends_at - asyncio.get_running_loop().time()
         request.deadline_ns = time.monotonic_ns() + int(left_s * 1e9)
         with self._house.growing(self._name, self._growth(request)):
-            answer = await self.engine.call(Kind.SESSION, request.SerializeToString(), ends_at, account)
+            answer = await self.engine.call(Kind.SESSION, request.SerializeToString(), ends_at, recorder)
         self._stepped_with.add(request.run.optimizer.name)
         reply = link_pb2.SessionReply.FromString(answer)
         self._steps = max(self._steps, reply.step)
@@ -284,7 +284,7 @@ class Session:
         try:
             yield
         except EngineLost as lost:
-            raise self._lost(str(lost.ending)) from lost
+            raise self._lost(str(lost.engine_end)) from lost
         except GradruleError as cause:
             if cause.reason == errors_pb2.ERROR_REASON_ENGINE_UNAVAILABLE:
                 await self._check_place()

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gradrule.v1 import evaluate_pb2
-from gradrule_server.link.account import Account
 from gradrule_server.link.engine import Engine, lost_waiting
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.link.work import Work
 from gradrule_server.operations.request_record import record_cache_lookup
+from gradrule_server.recovery.crash_history import OutcomeRecorder, Workload
 from gradrule_server.registry.blobs import BlobStore
 
 # What a node takes in the engine with its gradient, in TensorFlow's graphs before and after optimising: from 25 KiB
@@ -42,6 +42,11 @@ class Loadable:
     derivative: evaluate_pb2.Derivative.ValueType = evaluate_pb2.DERIVATIVE_UNSPECIFIED
     store: BlobStore | None = None
     owner: str = ""
+
+    @property
+    def workload(self) -> Workload:
+        """What is blamed if the program ends engines."""
+        return Workload(self.owner, self.graph, self.derivative)
 
     @property
     def loaded_size(self) -> int:
@@ -161,7 +166,7 @@ class Shelf:
 
     @contextlib.contextmanager
     def held(
-        self, program: Loadable, ends_at: float, account: Account | None, *, keeps_blobs: bool = True
+        self, program: Loadable, ends_at: float, recorder: OutcomeRecorder | None, *, keeps_blobs: bool = True
     ) -> Iterator[Load]:
         """Sees to it that the program gets loaded; within this context it is not dropped. BLOB_NOT_FOUND.
 
@@ -172,7 +177,7 @@ class Shelf:
         load = self._loads.get(program.key)
         record_cache_lookup("loaded", is_hit=load is not None)
         if load is None:
-            load = self._start(program, ends_at, account, keeps_blobs=keeps_blobs)
+            load = self._start(program, ends_at, recorder, keeps_blobs=keeps_blobs)
         else:
             self._loads.move_to_end(program.key)
         load.holders += 1
@@ -201,7 +206,7 @@ class Shelf:
             self._weights.remove(load.program)
             self._count()
 
-    def _start(self, program: Loadable, ends_at: float, account: Account | None, *, keeps_blobs: bool) -> Load:
+    def _start(self, program: Loadable, ends_at: float, recorder: OutcomeRecorder | None, *, keeps_blobs: bool) -> Load:
         # An engine handles messages side by side: with its own key, a new load never meets an old one's UNLOAD.
         self._serial += 1
         engine_key = f"{program.key}/{self._serial}"
@@ -210,7 +215,7 @@ class Shelf:
         store, blobs = program.store or self._blobs, program.blobs if keeps_blobs else ()
         store.pin(blobs)
         try:
-            work = self._engine.submit(Kind.COMPILE, program.request + own_key, account)
+            work = self._engine.submit(Kind.COMPILE, program.request + own_key, recorder)
         except BaseException:
             store.unpin(blobs)
             raise

@@ -9,8 +9,8 @@ import pytest
 from gradrule.v1 import program_pb2
 from gradrule_server.link.shape import CallShape
 from gradrule_server.programs.cache import Inline, KnownCall, NameChanges, Named, ProgramCache, Runnable
-from gradrule_server.programs.conduct import Charge, Conduct, suspect_of
 from gradrule_server.programs.loaded import Loadable
+from gradrule_server.recovery.crash_history import CrashHistory, HistoryRecorder
 
 _CALL = CallShape()
 
@@ -89,7 +89,7 @@ def test_what_is_not_there(key: Named | Inline) -> None:
 
 
 def known(key: Named, program: Runnable) -> KnownCall:
-    return KnownCall(key, program, b"", Charge(Conduct(), suspect_of(program.loadable)))
+    return KnownCall(key, program, b"", HistoryRecorder(CrashHistory(), program.loadable.workload))
 
 
 def test_a_program_that_goes_takes_its_known_calls_and_no_others() -> None:

@@ -14,13 +14,15 @@ import pytest
 
 from gradrule.v1 import program_pb2
 from gradrule_server.errors import GradruleError
+from gradrule_server.link.engine import Engine
 from gradrule_server.link.shape import CallShape
 from gradrule_server.policy import Limits
 from gradrule_server.programs.cache import ProgramCache, Runnable
 from gradrule_server.programs.compiler import Compiler, KeptParts
 from gradrule_server.programs.kept import KeptPrograms
-from gradrule_server.programs.loaded import Loadable, LoadedPrograms
-from gradrule_server.programs.retries import Retries
+from gradrule_server.programs.loaded import Loadable
+from gradrule_server.recovery.call_recovery import CallRecovery
+from gradrule_server.recovery.crash_history import CrashHistory
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.programs import ProgramRegistry
 from gradrule_server.registry.rules import RuleRegistry
@@ -64,7 +66,7 @@ class House:
     def __init__(self, store: Store) -> None:
         self.compiler = FakeCompiler()
         self.registry = ProgramRegistry(store, BlobStore(store.path.parent / "blobs", 0))
-        self.retries = Retries(LoadedPrograms(FakePool(), BlobStore(store.path.parent / "blobs", 0), 10, 10**6), "")
+        self.recovery: CallRecovery[Engine] = CallRecovery(FakePool(), CrashHistory())
         self.restart(store)
 
     def restart(self, store: Store) -> None:
@@ -73,10 +75,10 @@ class House:
         self.kept = KeptPrograms(self.registry, rules, self.compiler, ProgramCache(10, 10**6))
 
     async def create(self, digest: str) -> None:
-        await self.kept.create(program_pb2.ProgramSpec(fetches=[digest]).SerializeToString(), "p", self.retries)
+        await self.kept.create(program_pb2.ProgramSpec(fetches=[digest]).SerializeToString(), "p", self.recovery)
 
     async def find(self, call: CallShape = _CALL) -> str:
-        _, program, _ = await self.kept.find("programs/p", call, self.retries)
+        _, program, _ = await self.kept.find("programs/p", call, self.recovery)
         return program.compiled.key
 
 
@@ -198,10 +200,10 @@ async def test_large_graphs_of_kept_programs_are_read_one_after_the_other(monkey
         reading -= 1
         return b"", b""
 
-    retries: Any = SimpleNamespace(ends_at=0.0)
-    await asyncio.gather(*(compiler.compile_kept(100 << 20, read, _CALL, retries) for _ in range(8)))
+    recovery: Any = SimpleNamespace(ends_at=0.0)
+    await asyncio.gather(*(compiler.compile_kept(100 << 20, read, _CALL, recovery) for _ in range(8)))
     assert (preparing.most, most_read) == (1, 1)
-    await asyncio.gather(*(compiler.compile_kept(1000, read, _CALL, retries) for _ in range(8)))
+    await asyncio.gather(*(compiler.compile_kept(1000, read, _CALL, recovery) for _ in range(8)))
     assert preparing.most > 1
 
 
@@ -209,7 +211,7 @@ async def test_the_size_of_a_kept_graph_is_known_without_reading_it(store: Store
     house = House(store)
     spec = program_pb2.ProgramSpec(fetches=["y"])
     spec.graph.serialized = b"x" * 12_345
-    await house.kept.create(spec.SerializeToString(), "p", house.retries)
+    await house.kept.create(spec.SerializeToString(), "p", house.recovery)
     stored = house.registry.get("p")
     assert house.registry.graph_bytes(stored) == 12_345
     house.registry.delete("p")
