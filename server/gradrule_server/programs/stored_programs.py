@@ -9,7 +9,7 @@ from dataclasses import replace
 from gradrule.v1 import program_pb2
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.shape import CallShape
-from gradrule_server.programs.cache import NameChanges, Named, ProgramCache, Runnable
+from gradrule_server.programs.cache import DeletedNames, ProgramCache, RunnableProgram, StoredKey
 from gradrule_server.programs.compiler import Compiler
 from gradrule_server.programs.rule_lookup import RegistryLookup
 from gradrule_server.recovery.call_recovery import CallRecovery
@@ -20,7 +20,7 @@ _BASE = CallShape()
 _PREFIX = "programs/"
 
 
-class KeptPrograms:
+class StoredPrograms:
     """The programs that have names."""
 
     def __init__(self, programs: ProgramRegistry, rules: RuleRegistry, compiler: Compiler, cache: ProgramCache) -> None:
@@ -28,7 +28,7 @@ class KeptPrograms:
         self._rules = rules
         self._compiler = compiler
         self._cache = cache
-        self._changes = NameChanges()
+        self._changes = DeletedNames()
         self._deletions: set[asyncio.Task[None]] = set()
 
     async def create(self, spec: bytes, program_id: str, recovery: CallRecovery[Engine]) -> program_pb2.Program:
@@ -48,23 +48,23 @@ class KeptPrograms:
         with self._changes.watched() as given_up:
             stored = await asyncio.to_thread(keep)
             if stored.program.name not in given_up:
-                self._cache.put(Named(stored.program.name, _BASE), program)
+                self._cache.put(StoredKey(stored.program.name, _BASE), program)
         return stored.program
 
     async def find(
         self, name: str, call: CallShape, recovery: CallRecovery[Engine], *, is_used: bool = True
-    ) -> tuple[Named, Runnable, bool]:
+    ) -> tuple[StoredKey, RunnableProgram, bool]:
         """Returns the program for a call of this shape, its key in the cache, and whether it was compiled just now.
 
         is_used: Whether a call uses it, see `ProgramCache.put`.
         """
         full = name if name.startswith(_PREFIX) else _PREFIX + name
-        key = Named(full, _BASE)
+        key = StoredKey(full, _BASE)
         base, is_new = await self._find(key, recovery, is_used)
         variant = replace(call, feeds=call.feeds - base.compiled.placeholders)
         if variant == _BASE:
             return key, base, is_new
-        key = Named(full, variant)
+        key = StoredKey(full, variant)
         return key, *await self._find(key, recovery, is_used)
 
     async def get(self, name: str) -> program_pb2.Program:
@@ -94,14 +94,16 @@ class KeptPrograms:
         spec, snapshot = self._programs.content(stored)
         return spec.SerializeToString(), snapshot
 
-    async def _find(self, key: Named, recovery: CallRecovery[Engine], is_used: bool) -> tuple[Runnable, bool]:
+    async def _find(
+        self, key: StoredKey, recovery: CallRecovery[Engine], is_used: bool
+    ) -> tuple[RunnableProgram, bool]:
         found = self._cache.get(key)
         if found is not None:
             return found, False
         with self._changes.watched() as given_up:
             stored = await asyncio.to_thread(self._programs.get, key.name)
             graph_bytes = await asyncio.to_thread(self._programs.graph_bytes, stored)
-            program = await self._compiler.compile_kept(
+            program = await self._compiler.compile_stored(
                 graph_bytes, functools.partial(self._content, stored), key.call, recovery
             )
             if key.name not in given_up:

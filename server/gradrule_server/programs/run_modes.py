@@ -25,7 +25,7 @@ def may_batch(request: link_pb2.RawEvaluateRequest) -> bool:
     return request.batching.allowed or not request.batching.HasField("allowed")
 
 
-class How(Protocol):
+class RunMode(Protocol):
     """One way; it may note what the engine tells besides its answer. `ends_at`: loop time of the deadline."""
 
     @property
@@ -47,7 +47,7 @@ class How(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Once:
+class RunOnce:
     """Forward and backward, and nothing is kept.
 
     `memory`: of the client, which the call uses. `may_batch`: whether it may run together with others.
@@ -66,7 +66,7 @@ class Once:
 
 
 @dataclass(slots=True)
-class Forward:
+class RunForward:
     """Forward only; the engine keeps what pulling back needs, under the name `handle`: so many bytes, afterwards."""
 
     ends_at: float
@@ -87,7 +87,7 @@ class Forward:
 
 
 @dataclass(slots=True)
-class InSession:
+class RunInSession:
     """With a session's variables. `store`: variables that the outputs become; `optimizer`: what applies gradients.
 
     Afterwards: bytes of the session, steps made.
@@ -126,7 +126,7 @@ class SessionChannel(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProcessRef:
     """Where something ran: an engine, and which of the processes that take turns there."""
 
     engine: Engine

@@ -70,7 +70,7 @@ class Load:
     """The engine does not have it any more, or will not soon."""
 
     @property
-    def is_at_hand(self) -> bool:
+    def is_available(self) -> bool:
         """Whether the engine has it, and will still have it when a call comes."""
         return not self.is_forgotten and self.generation == self.engine.generation and self.is_loaded
 
@@ -111,7 +111,7 @@ class _Weights:
                 self.bytes -= size
 
 
-class Shelf:
+class EngineProgramCache:
     """The programs of the process that runs in an engine's place now."""
 
     def __init__(self, engine: Engine, blobs: BlobStore, capacity: int, capacity_bytes: int) -> None:
@@ -151,7 +151,7 @@ class Shelf:
         """The program, if it is there or on its way."""
         return self._loads.get(key) if self._generation == self._engine.generation else None
 
-    def turn_over(self) -> list[Load]:
+    def reset_if_replaced(self) -> list[Load]:
         """Begins anew where the process is another; returns what nobody used when the last one ended, but had been
         loaded, used last first."""
         if self._generation == self._engine.generation:
@@ -173,7 +173,7 @@ class Shelf:
         A load that nobody waits for any more is treated as a call is: see `Engine.abandon`. `keeps_blobs`: whether its
         blobs stay while it is loaded; where they do not, the load may fail.
         """
-        self.turn_over()
+        self.reset_if_replaced()
         load = self._loads.get(program.key)
         record_cache_lookup("loaded", is_hit=load is not None)
         if load is None:
