@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 
-from gradrule import _opdefs
+from gradrule.common import op_definitions
 from gradrule_server import assembly
 from gradrule_server.front.handlers import Door, Times
 from gradrule_server.front.heap import keep_freed_memory
@@ -75,7 +75,7 @@ async def serve(settings: Settings) -> None:
         pool = assembly.pool_of(settings, blobs, front.set_ready)
         loaded = assembly.loaded_of(settings, pool, blobs, operations.record_quarantine)
         limits = assembly.limits_of(settings, loaded)
-        read_only = ReadOnlyRules.from_op_types(_opdefs.gradients())
+        read_only = ReadOnlyRules.from_op_types(op_definitions.gradients())
         tenants = Tenants(assembly.shared_of(settings, store, blobs, loaded, limits), read_only)
         admission = assembly.admission_of(settings)
         times = Times(settings.default_deadline_s, settings.max_deadline_s, settings.stall_s)
@@ -142,7 +142,7 @@ def _tell_what_is_odd(settings: Settings, greeting: link_pb2.Greeting, tenants: 
     """Warns of what whoever runs the server may not want."""
     for name in tenants.default.rules.clashes:
         _log.warning("the kept rule %r hides a rule of this release; the latter is builtin/%s", name, name)
-    if greeting.op_table_digest != _opdefs.digest():
+    if greeting.op_table_digest != op_definitions.digest():
         _log.warning("TensorFlow %s defines other ops than the table that ships", greeting.tensorflow_version)
     _log.info("the sandbox of engines holds: %s", ", ".join(greeting.sandbox))
     if greeting.sandbox_missing:

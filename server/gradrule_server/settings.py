@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from gradrule._fast_paths import disabled_paths
+from gradrule.common.fast_paths import disabled_paths
 from gradrule_server.limits import Limits
 from gradrule_server.settings_reading import (
     SettingsError,

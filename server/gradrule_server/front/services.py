@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Mapping
 
 from google.protobuf.empty_pb2 import Empty
 
-from gradrule import _wire
+from gradrule.common import wire_format
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, rule_pb2
 from gradrule_server.errors import error
 from gradrule_server.front.calls import Call, Caller, MethodTable, StreamMethod, Write
@@ -104,7 +104,7 @@ class ProgramServicer:
         checked, findings = await call.tenant.house.check(request.spec, call.ends_at)
         if checked is not None:
             # It may be large, and is passed on unread.
-            return b"".join(_wire.wrapped(program_pb2.CompileProgramResponse.PROGRAM_FIELD_NUMBER, (checked,)))
+            return b"".join(wire_format.wrapped(program_pb2.CompileProgramResponse.PROGRAM_FIELD_NUMBER, (checked,)))
         return program_pb2.CompileProgramResponse(findings=map(finding_message, findings))
 
     async def get(self, call: Call[program_pb2.GetProgramRequest]) -> program_pb2.GetProgramResponse:
