@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.front.admission import Share
+from gradrule_server.limits import QUOTA_RESOURCES
 from gradrule_server.operations.sources import TenantUsage
 from gradrule_server.policy import Limits
 from gradrule_server.programs.handles import HandleHouse
 from gradrule_server.programs.house import ProgramHouse
 from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.programs.sessions import SessionHouse
-from gradrule_server.quotas import QUOTA_RESOURCES, Quota
+from gradrule_server.quotas import Quota
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.programs import PinnedBlobs, ProgramRegistry
 from gradrule_server.registry.rules import ReadOnlyRules, RuleRegistry
