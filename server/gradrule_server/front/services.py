@@ -13,7 +13,7 @@ from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, rule_pb2
 from gradrule_server.errors import error
 from gradrule_server.front.calls import Call, Caller, MethodTable, StreamMethod, Write
 from gradrule_server.front.handlers import Door
-from gradrule_server.front.shared_memory import SharedMemories
+from gradrule_server.front.shared_memory import SharedMemoryServer
 from gradrule_server.front.streams import Multiplexed
 from gradrule_server.link.faults import finding_message
 from gradrule_server.link.v1 import link_pb2
@@ -122,7 +122,7 @@ class ProgramServicer:
 class GradientServicer:
     """`GradientService`."""
 
-    def __init__(self, door: Door, memories: SharedMemories) -> None:
+    def __init__(self, door: Door, memories: SharedMemoryServer) -> None:
         self._door = door
         self._memories = memories
 
@@ -138,11 +138,11 @@ class GradientServicer:
     def evaluate(self, call: Call[Empty]) -> Awaitable[bytes]:
         caller = call.caller
         read = functools.partial(self._door.read, link_pb2.RawEvaluateRequest, call.raw, caller)
-        used = functools.partial(self._memories.used, caller=caller, door=self._door)
+        used = functools.partial(self._memories.use, caller=caller, byte_counter=self._door)
         return caller.tenant.house.evaluate(call.raw, read, call.received_ns, call.ends_at, used)
 
     async def share_memory(self, call: Call[evaluate_pb2.ShareMemoryRequest]) -> evaluate_pb2.ShareMemoryResponse:
-        return self._memories.offer(call.caller)
+        return self._memories.issue_keys(call.caller)
 
     async def stream(self, caller: Caller, requests: AsyncIterator[bytes], write: Write) -> None:
         handles = StreamHandles(caller.tenant.handles)
