@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 from gradrule.common import wire_format
-from gradrule_server.link.faults import EngineLost, ProgramNotLoaded
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.shared_memory import ClientMemory
 from gradrule_server.link.v1 import link_pb2
