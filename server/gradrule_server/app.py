@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 
-from gradrule import _opdefs
+from gradrule.common import op_definitions
 from gradrule_server import assembly
 from gradrule_server.front.handlers import Door, Times
 from gradrule_server.front.heap import keep_freed_memory
@@ -79,7 +79,7 @@ async def serve(settings: Settings) -> None:
         pool = assembly.create_engine_pool(settings, blobs, front.set_ready)
         loaded = assembly.create_loaded_programs(settings, pool, blobs, operations.record_quarantine)
         limits = assembly.graph_limits(settings, loaded)
-        read_only = ReadOnlyRules.from_op_types(_opdefs.gradients())
+        read_only = ReadOnlyRules.from_op_types(op_definitions.gradients())
         tenants = Tenants(assembly.create_shared_resources(settings, store, blobs, loaded, limits), read_only)
         admission = assembly.create_admission(settings)
         times = Times(settings.default_deadline_s, settings.max_deadline_s, settings.stall_s)
@@ -151,7 +151,7 @@ def _log_warnings(settings: Settings, greeting: link_pb2.Greeting, tenants: Tena
         _log.warning(
             "the stored rule %r hides a built-in rule of this release, which is available as builtin/%s", name, name
         )
-    if greeting.op_table_digest != _opdefs.digest():
+    if greeting.op_table_digest != op_definitions.digest():
         _log.warning(
             "TensorFlow %s defines other ops than the table that is part of gradrule", greeting.tensorflow_version
         )

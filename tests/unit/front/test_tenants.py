@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gradrule import _opdefs
+from gradrule.common import op_definitions
 from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server import graphs
 from gradrule_server.errors import GradruleError
@@ -20,14 +20,14 @@ from gradrule_server.front import tenants as module
 from gradrule_server.front.tenants import Shared, Tenant, Tenants
 from gradrule_server.limits import QUOTA_RESOURCES
 from gradrule_server.link.shape import CallShape
-from gradrule_server.programs.cache import Named, OfSession
+from gradrule_server.programs.cache import SessionKey, StoredKey
 from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.rules import ReadOnlyRules
 from gradrule_server.registry.store import Store
 
 DEFINITION = rule_pb2.RuleDefinition(expression="3 * dy")
-READ_ONLY = ReadOnlyRules.from_op_types(_opdefs.gradients())
+READ_ONLY = ReadOnlyRules.from_op_types(op_definitions.gradients())
 
 
 @pytest.fixture
@@ -123,8 +123,8 @@ async def test_programs_of_all_tenants_calls_and_sessions_are_bounded_together(f
     for name in ("ada", "bob"):
         tenant = await found.load(name)
         found.enter(tenant)
-        tenant.house.cache.put(OfSession(name, b"", CallShape()), program)
-        tenant.house.cache.put(Named(name, CallShape()), program)
+        tenant.program_service.cache.put(SessionKey(name, b"", CallShape()), program)
+        tenant.program_service.cache.put(StoredKey(name, CallShape()), program)
     assert found.cached()[:2] == (4, 1600)
     pass_by(found, found.default)
     assert found.cached()[:2] == (2, 800)

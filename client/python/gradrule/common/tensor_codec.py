@@ -1,0 +1,350 @@
+"""NumPy arrays to and from `Tensor` messages, and element types by any of their names.
+
+Errors are `ValueError` with a sentence that says what is wrong with the tensor; callers say which tensor it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, TypeAlias, cast
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from gradrule.common.dtypes import NAMES, NUMBERS, as_dt, dtype_name, without_ref
+from gradrule.v1.tensor_pb2 import Dt, Tensor, TensorShape
+
+Array: TypeAlias = NDArray[Any]
+DtypeLike: TypeAlias = "str | int | np.dtype[Any] | type | Any"
+
+# Quantised types carry plain integers; their scale lies elsewhere in the graph.
+_QUANTISED = {"qint8": "int8", "quint8": "uint8", "qint32": "int32", "qint16": "int16", "quint16": "uint16"}
+# The shape of a few bytes may claim any size.
+_MAX_STRETCHED_BYTES = 64 * 1024 * 1024
+_OPAQUE = {Dt.DT_RESOURCE, Dt.DT_VARIANT}
+_NARROW_INTS = {Dt.DT_INT4, Dt.DT_UINT4, Dt.DT_INT2, Dt.DT_UINT2}
+
+
+class RaggedError(ValueError):
+    """A nested list whose rows differ in length has no shape."""
+
+
+def _numpy_dtypes() -> dict[int, np.dtype[Any]]:
+    found: dict[int, np.dtype[Any]] = {}
+    for number, name in NAMES.items():
+        if number == Dt.DT_STRING:
+            found[number] = np.dtype(object)
+        elif number not in _OPAQUE:
+            plain = _QUANTISED.get(name, name)
+            # Older versions of ml_dtypes lack some of the narrow types.
+            scalar = getattr(ml_dtypes, plain, None) or getattr(np, "bool_" if plain == "bool" else plain, None)
+            if scalar is not None:
+                found[number] = np.dtype(scalar)
+    return found
+
+
+_BY_NUMBER = _numpy_dtypes()
+_BY_DTYPE = {dtype: number for number, dtype in _BY_NUMBER.items() if NAMES[number] not in _QUANTISED}
+
+_PYTHON_TYPES = (
+    (float, Dt.DT_FLOAT),
+    (int, Dt.DT_INT32),
+    (bool, Dt.DT_BOOL),
+    (complex, Dt.DT_COMPLEX128),
+    (str, Dt.DT_STRING),
+    (bytes, Dt.DT_STRING),
+)
+
+_VALUE_FIELDS: dict[int, str] = {
+    Dt.DT_FLOAT: "float_val",
+    Dt.DT_DOUBLE: "double_val",
+    Dt.DT_STRING: "string_val",
+    Dt.DT_COMPLEX64: "scomplex_val",
+    Dt.DT_COMPLEX128: "dcomplex_val",
+    Dt.DT_INT64: "int64_val",
+    Dt.DT_BOOL: "bool_val",
+    Dt.DT_UINT32: "uint32_val",
+    Dt.DT_UINT64: "uint64_val",
+    Dt.DT_HALF: "half_val",
+    Dt.DT_BFLOAT16: "half_val",
+}
+
+
+def dtype_number(dtype: DtypeLike) -> int:
+    """The number of an element type given as `"float32"`, a NumPy dtype or scalar type, `float`, or a number.
+
+    TensorFlow's and PyTorch's dtype objects are understood by their names. `ValueError` where it is none of those.
+    """
+    if isinstance(dtype, bool) or dtype is None:
+        raise ValueError(f"{dtype!r} is no element type")
+    if isinstance(dtype, int):
+        if dtype not in NAMES:
+            raise ValueError(f"{dtype} is no element type; numbers go from 1 to {max(NAMES)}")
+        return dtype
+    if isinstance(dtype, str) and dtype in NUMBERS:
+        return NUMBERS[dtype]
+    for python_type, number in _PYTHON_TYPES:
+        if dtype is python_type:
+            return number
+    name = dtype if isinstance(dtype, str) else getattr(dtype, "name", None) or str(dtype)
+    short = str(name).rpartition(".")[2]
+    if short in NUMBERS:
+        return NUMBERS[short]
+    if short in Dt.keys() and Dt.Value(short) in NAMES:  # noqa: SIM118  # an enum wrapper is no dict
+        return Dt.Value(short)
+    try:
+        return number_of_array(np.empty(0, np.dtype(dtype)))
+    except (TypeError, ValueError):
+        near = [known for known in NUMBERS if str(name).lower() in known]
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"{dtype!r} is no element type; use a name such as 'float32'.{hint}") from None
+
+
+def numpy_dtype(number: int) -> np.dtype[Any]:
+    """The NumPy dtype of an element type; `object` for strings. `ValueError` where NumPy has none."""
+    dtype = _BY_NUMBER.get(without_ref(number))
+    if dtype is None:
+        raise ValueError(f"{dtype_name(number)} has no values that could be sent")
+    return dtype
+
+
+def number_of_array(array: Array) -> int:
+    """The element type of an array; strings of any kind are DT_STRING. `ValueError` where there is none."""
+    if array.dtype.kind in "SUOT":
+        return Dt.DT_STRING
+    number = _BY_DTYPE.get(array.dtype.newbyteorder("="))
+    if number is None:
+        raise ValueError(f"NumPy's {array.dtype} is no element type of TensorFlow's")
+    return number
+
+
+def to_message(array: Any, dtype: DtypeLike = None) -> Tensor:
+    """A tensor with an array's values.
+
+    array: any array, of any memory order and byte order; strings as `object` (bytes or str), `S` or `U`.
+    dtype: needed for quantised types only, whose arrays are plain integers.
+    """
+    values = np.asarray(array)
+    number = number_of_array(values) if dtype is None else dtype_number(dtype)
+    if dtype is not None and number_of_array(values) != number:
+        wanted = numpy_dtype(number)
+        if values.dtype.newbyteorder("=") != wanted:
+            raise ValueError(f"values are {values.dtype}, not {dtype_name(number)}")
+    message = Tensor()
+    _write(message, values, number)
+    return message
+
+
+def write_message(message: Tensor, array: Array) -> None:
+    """Like `to_message`, into an empty message that is part of another: a large tensor is copied once less."""
+    _write(message, array, number_of_array(array))
+
+
+def _write(message: Tensor, values: Array, number: int) -> None:
+    message.dtype = as_dt(number)
+    message.tensor_shape.CopyFrom(shape_message(values.shape))
+    if number == Dt.DT_STRING:
+        message.string_val.extend(_byte_strings(values))
+    elif number in _NARROW_INTS:
+        message.int_val.extend(int(value) for value in values.ravel())
+    else:
+        message.tensor_content = _little_endian(values).tobytes()
+
+
+def has_plain_bytes(array: Array) -> bool:
+    """Whether a tensor's values are sent as the array's bytes: numbers of at least one byte each."""
+    number = number_of_array(array)
+    return number != Dt.DT_STRING and number not in _NARROW_INTS
+
+
+def content_of(array: Array) -> memoryview:
+    """The bytes of an array for which `has_plain_bytes` holds, row-major and little-endian; its memory if it is so."""
+    flat: Any = np.ascontiguousarray(_little_endian(array)).reshape(-1).view(np.uint8)
+    return memoryview(flat)
+
+
+def is_little_endian(array: Array) -> bool:
+    """Whether the array's elements have the byte order that messages have."""
+    order = array.dtype.byteorder
+    return order != ">" and (order != "=" or np.little_endian)
+
+
+def _little_endian(values: Array) -> Array:
+    return values if is_little_endian(values) else values.astype(values.dtype.newbyteorder("<"))
+
+
+def to_numpy(message: Tensor, *, writable: bool = False, content: memoryview | None = None) -> Array:
+    """The values of a tensor, in its shape; strings as an `object` array of bytes.
+
+    The array may share the message's memory and then is read-only; `writable` copies it where needed.
+    `content`: what the message's `tensor_content` would be, where it is not in there.
+    """
+    number = message.dtype
+    if not number and message.HasField("packed"):
+        raise ValueError("a packed tensor can only be a value of a call (feeds, grad_ys, tangents, vectors)")
+    dtype = numpy_dtype(number)
+    shape = known_shape(message.tensor_shape)
+    count = math.prod(shape)
+    # Each look at a bytes field copies it.
+    values = content or message.tensor_content
+    if values:
+        if number == Dt.DT_STRING:
+            raise ValueError("strings lie in string_val, not in tensor_content")
+        size = len(values)
+        if size != count * dtype.itemsize:
+            raise ValueError(
+                f"{size} bytes do not fit {dtype_name(number)} of shape {list(shape)}: {count * dtype.itemsize}"
+            )
+        array = np.frombuffer(values, dtype.newbyteorder("<")).reshape(shape)
+        array = array.astype(dtype, copy=False)
+        return array.copy() if writable else array
+    return _filled(_listed_values(message, dtype), count, dtype, dtype_name(number)).reshape(shape)
+
+
+def shape_message(shape: Iterable[int | None] | None) -> TensorShape:
+    """A shape; None for an unknown dimension, or for an unknown rank."""
+    if shape is None:
+        return TensorShape(unknown_rank=True)
+    return TensorShape(dim=[TensorShape.Dim(size=-1 if size is None else int(size)) for size in shape])
+
+
+def shape_tuple(shape: TensorShape) -> tuple[int | None, ...] | None:
+    """The inverse of `shape_message`."""
+    if shape.unknown_rank:
+        return None
+    return tuple(None if dim.size < 0 else dim.size for dim in shape.dim)
+
+
+def known_shape(shape: TensorShape) -> tuple[int, ...]:
+    """The sizes of a shape. `ValueError` where one is not known."""
+    sizes = tuple(dim.size for dim in shape.dim)
+    if shape.unknown_rank or any(size < 0 for size in sizes):
+        raise ValueError("a tensor's shape must be known")
+    return sizes
+
+
+def _byte_strings(values: Array) -> list[bytes]:
+    flat = values.astype(object).ravel() if values.dtype.kind != "O" else values.ravel()
+    strings = []
+    for value in flat:
+        if isinstance(value, str):
+            strings.append(value.encode())
+        elif isinstance(value, bytes):
+            strings.append(value)
+        else:
+            raise ValueError(f"an array of objects must hold bytes or str, not {type(value).__name__}")
+    return strings
+
+
+def _listed_values(message: Tensor, dtype: np.dtype[Any]) -> Array:
+    number = message.dtype
+    if number == Dt.DT_STRING:
+        strings = np.empty(len(message.string_val), object)
+        strings[:] = list(message.string_val)
+        return strings
+    if message.float8_val and dtype.itemsize == 1:
+        return np.frombuffer(message.float8_val, dtype)
+    values = getattr(message, _VALUE_FIELDS.get(number, "int_val"))
+    if number in (Dt.DT_HALF, Dt.DT_BFLOAT16):
+        return np.array(values, np.int64).astype(np.uint16).view(dtype)
+    if number in (Dt.DT_COMPLEX64, Dt.DT_COMPLEX128):
+        if len(values) % 2:
+            raise ValueError("complex values come in pairs")
+        return np.array(values, np.float32 if number == Dt.DT_COMPLEX64 else np.float64).view(dtype)
+    if number in _NARROW_INTS:
+        return np.array(values, np.int32).astype(dtype)
+    return (
+        np.array(values, np.int64).astype(dtype)
+        if dtype.kind in "iu" and dtype.itemsize < 8
+        else np.array(values, dtype)
+    )
+
+
+def _filled(values: Array, count: int, dtype: np.dtype[Any], name: str) -> Array:
+    """`values` stretched to `count`: the last one fills the rest, none at all is zeros."""
+    if len(values) > count:
+        raise ValueError(f"{len(values)} values are more than the {count} of {name} that the shape has")
+    if len(values) == count:
+        return values if values.flags.writeable else values.copy()
+    if count * dtype.itemsize > _MAX_STRETCHED_BYTES:
+        raise ValueError(
+            f"{len(values)} values do not fill {count} of {name}; at most {_MAX_STRETCHED_BYTES} bytes are filled up, "
+            "larger tensors have all their values in tensor_content"
+        )
+    array = np.empty(count, dtype)
+    array[: len(values)] = values
+    array[len(values) :] = values[-1] if len(values) else (b"" if dtype.kind == "O" else 0)
+    return array
+
+
+def from_value(value: Any, number: int) -> Array:
+    """A Python number, string or nested list as an array of the wanted element type.
+
+    `ValueError` where that would lose something: floats for an integer type, numbers out of range, ragged lists.
+    """
+    dtype = numpy_dtype(number)
+    natural = natural_array(value)
+    kind = natural.dtype.kind
+    if number == Dt.DT_STRING:
+        natural = np.asarray(value, object)
+        _byte_strings(natural)
+        return natural
+    if natural.size and not _fits(natural, kind, dtype):
+        raise ValueError(f"{_KINDS.get(kind, str(natural.dtype))} cannot become {dtype_name(number)} without loss")
+    with np.errstate(over="ignore"):
+        array: Array = natural.astype(dtype)
+    if _numeric_kind(dtype) in "fc" and not np.isfinite(array[np.isfinite(natural)]).all():
+        raise ValueError(f"the values are too large for {dtype_name(number)}")
+    return array
+
+
+def natural_array(value: Any) -> Array:
+    """What NumPy makes of a value; strings as an `object` array. Raises `RaggedError`."""
+    try:
+        array = np.asarray(value)
+    except UnicodeDecodeError:
+        # Bytes beside str, which NumPy would decode.
+        return np.asarray(value, object)
+    except ValueError:
+        raise RaggedError("the list is ragged: rows differ in length") from None
+    # NumPy's own string types drop trailing zero bytes.
+    return np.asarray(value, object) if array.dtype.kind in "SU" else array
+
+
+_KINDS = {
+    "f": "floats",
+    "i": "integers",
+    "u": "integers",
+    "b": "bools",
+    "c": "complex numbers",
+    "O": "strings and other objects",
+}
+
+
+def _fits(natural: Array, kind: str, dtype: np.dtype[Any]) -> bool:
+    wanted = _numeric_kind(dtype)
+    if wanted == "b":
+        return kind == "b" or (kind in "iu" and bool(np.isin(natural, (0, 1)).all()))
+    if wanted in "iu":
+        if kind not in "iub":
+            return False
+        low, high = _range_of(dtype)
+        return bool(natural.min() >= low and natural.max() <= high)
+    if wanted == "f":
+        return kind in "fiub" or _numeric_kind(natural.dtype) == "f"
+    return kind in "cfiub" or _numeric_kind(natural.dtype) == "f"
+
+
+def _numeric_kind(dtype: np.dtype[Any]) -> str:
+    """`b`, `i`, `u`, `f` or `c`; the narrow types of ml_dtypes are what they say, though NumPy calls them opaque."""
+    if dtype.kind != "V":
+        return dtype.kind
+    return "i" if dtype.name.startswith("int") else "u" if dtype.name.startswith("uint") else "f"
+
+
+def _range_of(dtype: np.dtype[Any]) -> tuple[int, int]:
+    # NumPy's own iinfo does not know the narrow types.
+    info: Any = cast(Any, ml_dtypes.iinfo)(dtype)
+    return int(info.min), int(info.max)

@@ -1,0 +1,39 @@
+"""Fast paths can be turned off by name."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from gradrule._answers import AnswerReader
+from gradrule._encoding import ProgramEncoder
+from gradrule._routes import Routes
+from gradrule.common import fast_paths
+from gradrule.v1 import evaluate_pb2, program_pb2, tensor_pb2
+
+
+def test_names_are_read_from_a_list() -> None:
+    assert fast_paths.disabled_paths("") == frozenset()
+    assert fast_paths.disabled_paths(" streams, batching,") == {"streams", "batching"}
+    assert fast_paths.disabled_paths("all") == set(fast_paths.FAST_PATHS)
+    with pytest.raises(ValueError, match=r"no fast path 'fast'; there are streams, .*: all"):
+        fast_paths.disabled_paths("fast")
+
+
+def test_a_variable_turns_the_clients_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = evaluate_pb2.EvaluateResponse(device="CPU:0").SerializeToString()
+    program = program_pb2.Program(inputs=[tensor_pb2.TensorSpec(name="x")])
+
+    def kept() -> tuple[bool, bool, bool]:
+        routes, reader, encoder = Routes(use_stream=True), AnswerReader(str), ProgramEncoder(program)
+        encoder.encode({"x": np.ones(3, np.float32)})
+        reader.read(answer)
+        streams = any(routes.may_stream(100, 0, is_open=True) for _ in range(9))
+        return streams, reader._last is not None, bool(encoder._heads)
+
+    monkeypatch.delenv(fast_paths.VARIABLE, raising=False)
+    assert kept() == (True, True, True)
+    monkeypatch.setenv(fast_paths.VARIABLE, "streams, answer-layouts")
+    assert kept() == (False, False, True)
+    monkeypatch.setenv(fast_paths.VARIABLE, "all")
+    assert kept() == (False, False, False)
