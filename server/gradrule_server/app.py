@@ -12,10 +12,10 @@ import threading
 
 from gradrule.common import op_definitions
 from gradrule_server import assembly
-from gradrule_server.front.handlers import Door, Times
+from gradrule_server.front.authentication import CallerAuthenticator
 from gradrule_server.front.heap import keep_freed_memory
-from gradrule_server.front.identity import Identity
-from gradrule_server.front.server import Front
+from gradrule_server.front.request_pipeline import CallTimes, RequestPipeline
+from gradrule_server.front.server import GrpcServer
 from gradrule_server.front.shared_memory import SharedMemoryServer
 from gradrule_server.front.sockets import allow_connections
 from gradrule_server.front.tenants import Tenants
@@ -72,7 +72,7 @@ async def serve(settings: Settings) -> None:
         stops.push_async_callback(operations.stop)
         allow_connections(settings.max_connections)
         watch = assembly.create_connection_watch(settings)
-        front = Front(assembly.connection_settings(settings), watch)
+        front = GrpcServer(assembly.connection_settings(settings), watch)
         blobs = BlobStore(
             settings.data_dir / BLOBS, settings.server_limit("blob_bytes"), settings.server_limit("blobs")
         )
@@ -82,23 +82,28 @@ async def serve(settings: Settings) -> None:
         read_only = ReadOnlyRules.from_op_types(op_definitions.gradients())
         tenants = Tenants(assembly.create_shared_resources(settings, store, blobs, loaded, limits), read_only)
         admission = assembly.create_admission(settings)
-        times = Times(settings.default_deadline_s, settings.max_deadline_s, settings.stall_s)
-        door = Door(Identity(credentials), tenants, admission, times, operations.observer, limits, watch)
-        memories = SharedMemoryServer(tenants, settings.server_limit("shared_bytes"))
+        times = CallTimes(settings.default_deadline_s, settings.max_deadline_s, settings.stall_s)
+        pipeline = RequestPipeline(
+            CallerAuthenticator(credentials), tenants, admission, times, operations.observer, limits, watch
+        )
+        shared_memory = SharedMemoryServer(tenants, settings.server_limit("shared_bytes"))
         front.add_services(
-            door, memories, with_reflection=settings.reflection, status=operations.status if settings.admin else None
+            pipeline,
+            shared_memory,
+            with_reflection=settings.reflection,
+            status=operations.status if settings.admin else None,
         )
         warm_up = assembly.create_warm_up(settings, pool, tenants)
         await operations.start(assembly.create_sources(settings, loaded, tenants, admission))
         port = await front.start(f"{settings.host}:{settings.port}", certificates)
-        memories.start()
+        shared_memory.start()
         accepting = asyncio.ensure_future(front.run_accept_loop())
         accepting.add_done_callback(lambda _: stopping.set())
         stops.push_async_callback(pool.stop)
         stops.push_async_callback(warm_up.stop)
-        stops.callback(memories.close)
+        stops.callback(shared_memory.close)
         stops.push_async_callback(front.drain, settings.drain_s)
-        stops.callback(door.drain)
+        stops.callback(pipeline.drain)
         await _start_engines(pool, stopping)
         if not stopping.is_set():
             tenants.set_read_only(read_only.with_op_rules(pool.greeting.gradients))

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 from gradrule.common.fast_paths import disabled_paths
 from gradrule_server import __version__
-from gradrule_server.front.admission import Admission, Bound
+from gradrule_server.front.admission import Admission, InFlightLimits
 from gradrule_server.front.connections import ConnectionLimits, ConnectionWatch
-from gradrule_server.front.server import Connections
-from gradrule_server.front.tenants import Shared, Tenants
+from gradrule_server.front.server import ConnectionSettings
+from gradrule_server.front.tenants import SharedResources, Tenants
 from gradrule_server.front.tls import Certificates
 from gradrule_server.identity import Authenticator
 from gradrule_server.identity.certificates import ClientCertificates
@@ -67,9 +67,9 @@ def load_certificates(settings: Settings) -> Certificates | None:
     return Certificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
 
-def connection_settings(settings: Settings) -> Connections:
+def connection_settings(settings: Settings) -> ConnectionSettings:
     """Returns the limits and timeouts of each connection."""
-    return Connections(
+    return ConnectionSettings(
         max_message_bytes=settings.max_message_bytes,
         max_metadata_bytes=settings.max_metadata_bytes,
         max_connections=settings.max_connections,
@@ -99,8 +99,8 @@ def create_connection_watch(settings: Settings) -> ConnectionWatch:
 def create_admission(settings: Settings) -> Admission:
     """Returns the admission control of requests."""
     return Admission(
-        Bound(settings.server_limit("requests"), settings.server_limit("bytes_in_flight")),
-        Bound(settings.tenant_limit("requests"), settings.tenant_limit("bytes_in_flight")),
+        InFlightLimits(settings.server_limit("requests"), settings.server_limit("bytes_in_flight")),
+        InFlightLimits(settings.tenant_limit("requests"), settings.tenant_limit("bytes_in_flight")),
         settings.max_message_bytes,
     )
 
@@ -154,9 +154,9 @@ def create_loaded_programs(
 
 def create_shared_resources(
     settings: Settings, store: Store, blobs: BlobStore, loaded: LoadedPrograms, limits: Limits
-) -> Shared:
+) -> SharedResources:
     """Returns what all tenants share, with the limits of each tenant."""
-    return Shared(
+    return SharedResources(
         store,
         blobs,
         loaded,
@@ -204,7 +204,7 @@ def create_sources(settings: Settings, loaded: LoadedPrograms, tenants: Tenants,
     limits = {resource.name: settings.tenant_limit(resource.name) for resource in TENANT_RESOURCES}
 
     def caches() -> Sequence[CacheStatus]:
-        entries, held_bytes, most = tenants.cached()
+        entries, held_bytes, most = tenants.cache_usage()
         engines = len(loaded.pool.engines)
         return (
             CacheStatus("programs", entries, held_bytes, most, settings.program_cache_bytes),

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
 from gradrule.v1 import errors_pb2, evaluate_pb2, session_pb2
-from gradrule_server.front.status import code_of
+from gradrule_server.front.error_status import status_code
 
 _PREFIX = "ERROR_REASON_"
 _DETAILS_KEY = "grpc-status-details-bin"
@@ -96,7 +96,7 @@ def of_status(data: bytes, code: grpc.StatusCode | None) -> Judgement:
         return _fault(f"the reason {info.reason!r} is not in errors.proto")
     if info.domain != "gradrule" or not number:
         return _fault(f"domain {info.domain!r}, reason {info.reason!r}")
-    wanted = code_of(number)
+    wanted = status_code(number)
     if status.code != wanted.value[0] or (code is not None and code is not wanted):
         return _fault(f"{info.reason} with code {status.code} ({code}), not {wanted.name}")
     if not status.message:

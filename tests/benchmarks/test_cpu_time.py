@@ -15,7 +15,7 @@ from gradrule.v1.override_pb2 import Position, Selector
 from gradrule.v1.tensor_pb2 import Dt
 from gradrule_server import graphs
 from gradrule_server.errors import GradruleError, did_you_mean, error
-from gradrule_server.front.status import status_of
+from gradrule_server.front.error_status import to_status
 from gradrule_server.graphs import ExpandRequest
 from gradrule_server.policy import NodeLimits, check_parsed_size
 from tests.unit.graphs.helpers import call, expand, function, graph, node, placeholder
@@ -136,7 +136,7 @@ def test_pathological_text_is_answered_at_once(name: str) -> None:
 def test_the_status_of_an_error_with_a_long_name_is_made_at_once() -> None:
     name = "ü" * 5_000_000
     cause = error(errors_pb2.ERROR_REASON_UNKNOWN_RULE, f"there is no rule {name!r}.", node=name, field=name)
-    assert cpu_seconds(lambda: status_of(cause), times=3) < 0.05
+    assert cpu_seconds(lambda: to_status(cause), times=3) < 0.05
 
 
 def test_looking_for_near_names_takes_no_time_whatever_the_names() -> None:

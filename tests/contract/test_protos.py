@@ -79,7 +79,7 @@ def test_the_check_for_comments_sees_every_declaration(path: Path) -> None:
 
 
 def test_every_reason_tells_its_code() -> None:
-    from gradrule_server.front.status import code_of
+    from gradrule_server.front.error_status import status_code
 
     text = (ROOT / "protos" / "gradrule" / "v1" / "errors.proto").read_text()
     comments = re.findall(r"((?:^ *//.*\n)+)^ *(ERROR_REASON_\w+) = (\d+);", text, re.MULTILINE)
@@ -87,7 +87,7 @@ def test_every_reason_tells_its_code() -> None:
     for comment, name, number in comments:
         if int(number):
             (code,) = re.findall(r"\[([A-Z_]+)\]", comment)
-            assert code_of(errors_pb2.ErrorReason.Value(name)).name == code, name
+            assert status_code(errors_pb2.ErrorReason.Value(name)).name == code, name
 
 
 def test_every_reason_has_an_exception() -> None:

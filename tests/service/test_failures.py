@@ -21,7 +21,7 @@ import tensorflow as tf
 import gradrule as gr
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import error, reason_name
-from gradrule_server.front.status import code_of, status_of
+from gradrule_server.front.error_status import status_code, to_status
 from tests.service import endless, raw
 from tests.service.answers import refused, refused_raw
 from tests.service.graph_defs import drawn, loaded, placeholder
@@ -268,8 +268,8 @@ def test_server_that_lacks_the_method() -> None:
 @pytest.mark.parametrize("reason", sorted(UNIT_LEVEL))
 def test_status_of_a_fault(reason: str) -> None:
     number = errors_pb2.ErrorReason.Value(f"ERROR_REASON_{reason}")
-    status = status_of(error(number, "the server failed"))
-    assert code_of(number) is grpc.StatusCode.INTERNAL
+    status = to_status(error(number, "the server failed"))
+    assert status_code(number) is grpc.StatusCode.INTERNAL
     assert (status.code, status.message) == (grpc.StatusCode.INTERNAL.value[0], "the server failed")
 
 

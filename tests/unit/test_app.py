@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gradrule_server import app
-from gradrule_server.front.server import Front
+from gradrule_server.front.server import GrpcServer
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.operations.operations import Operations
 from gradrule_server.registry.store import Store
@@ -23,7 +23,7 @@ class StopError(Exception):
     """What one of its parts says to that."""
 
 
-_STOPS = ((Front, "drain"), (EnginePool, "stop"), (Operations, "stop"))
+_STOPS = ((GrpcServer, "drain"), (EnginePool, "stop"), (Operations, "stop"))
 
 
 @pytest.mark.parametrize("broken", range(len(_STOPS)))

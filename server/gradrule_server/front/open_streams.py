@@ -1,4 +1,4 @@
-"""Streams that are open: what ends one other than its method does, and what its answers count for."""
+"""Serves bidirectional streams, and ends those whose client does not read or whose credential is withdrawn."""
 
 from __future__ import annotations
 
@@ -8,54 +8,58 @@ from collections.abc import AsyncIterator
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.front.admission import Admission
-from gradrule_server.front.calls import Caller, Context, StreamMethod
+from gradrule_server.front.authentication import CallerAuthenticator, CredentialCheck
+from gradrule_server.front.calls import MAX_COMPRESSED_BYTES, Caller, Context, StreamMethod, when_done
 from gradrule_server.front.connections import ConnectionWatch
-from gradrule_server.front.cutting import cut
-from gradrule_server.front.identity import Identity, Recheck
-from gradrule_server.front.outcomes import MAX_COMPRESSED_BYTES, when_done
-from gradrule_server.front.rounds import Rounds
-from gradrule_server.front.stalls import WatchedWriter
+from gradrule_server.front.sockets import close_connection
+from gradrule_server.front.timers import IntervalChecks
+from gradrule_server.front.unread_answers import WatchedWriter
 
-# So many times the patience that a stream's end gets to be read, before the connection is closed.
-_LAST = 2
+# The connection of an ended stream is closed after this many times `stall_s`, if its last message is still unread.
+_CLOSE_AFTER_STALLS = 2
 
 
 class OpenStreams:
-    """Serves streams for as long as their clients read and their credentials hold.
+    """Serves streams as long as their clients read and their credentials are valid.
 
-    `stall_s`: for so long an answer may wait to be read, see `stalls.patience`. `recheck_s`: between two looks at
-    whether the credential that opened a stream still holds.
+    Args:
+        authenticator: checks the credentials again.
+        admission: counts unread answers.
+        connections: counts bytes of unfinished messages.
+        stall_s: seconds that an answer may stay unread, see `unread_answers.read_timeout`.
+        recheck_s: seconds between two checks of the credential that opened a stream.
     """
 
     def __init__(
         self,
-        identity: Identity,
+        authenticator: CallerAuthenticator,
         admission: Admission,
         connections: ConnectionWatch,
         stall_s: float,
         recheck_s: float,
     ) -> None:
-        self._identity = identity
+        self._authenticator = authenticator
         self._connections = connections
         self._admission = admission
         self._stall_s = stall_s
-        self._rechecks = Rounds(recheck_s)
+        self._credential_checks = IntervalChecks(recheck_s)
 
     async def serve(
         self, method: StreamMethod, caller: Caller, requests: AsyncIterator[bytes], context: Context
     ) -> None:
-        """Serves a stream until it ends, its client has not read for too long (DEADLINE_EXCEEDED), or the credential
-        that opened it holds no longer (UNAUTHENTICATED).
+        """Runs the method of a stream until it returns.
+
+        DEADLINE_EXCEEDED where the client does not read, UNAUTHENTICATED where the credential has been withdrawn.
         """
         causes: list[GradruleError] = []
-        share = caller.tenant.share
+        in_flight = caller.tenant.in_flight
 
         def end(cause: GradruleError) -> None:
             if not causes:
                 causes.append(cause)
                 serving.cancel()
 
-        def stalled() -> None:
+        def on_stall() -> None:
             end(
                 error(
                     errors_pb2.ERROR_REASON_DEADLINE_EXCEEDED,
@@ -64,39 +68,39 @@ class OpenStreams:
                 )
             )
 
-        messages = self._connections.of(context.peer()).messages(requests)
+        messages = self._connections.get(context.peer()).messages(requests)
 
-        async def checked() -> AsyncIterator[bytes]:
+        async def authenticated_messages() -> AsyncIterator[bytes]:
             async for raw in messages:
-                self._identity.check(caller.principal)
+                self._authenticator.check_still_valid(caller.principal)
                 yield raw
 
         async def write(data: bytes) -> None:
             size = len(data)
-            self._admission.adjust(share, size)
+            self._admission.adjust_bytes(in_flight, size)
             if size > MAX_COMPRESSED_BYTES:
                 context.disable_next_message_compression()
             try:
                 await context.write(data)
             except BaseException:
-                # It is on its way all the same, and gRPC is done with a call that we end though it has not sent it.
+                # gRPC still holds the message, even if it reports that a call which the server ended is done.
                 if causes:
-                    # gRPC crashes where it is asked for the peer of a call that is over.
+                    # Ask for the peer now: gRPC crashes if asked when the call is over.
                     loop = asyncio.get_running_loop()
-                    loop.call_later(_LAST * self._stall_s, cut_off, context.peer(), size)
+                    loop.call_later(_CLOSE_AFTER_STALLS * self._stall_s, close_unread, context.peer(), size)
                 else:
-                    when_done(context, lambda _: self._admission.adjust(share, -size))
+                    when_done(context, lambda _: self._admission.adjust_bytes(in_flight, -size))
                 raise
-            self._admission.adjust(share, -size)
+            self._admission.adjust_bytes(in_flight, -size)
 
-        def cut_off(peer: str, size: int) -> None:
-            cut(peer)
-            self._admission.adjust(share, -size)
+        def close_unread(peer: str, size: int) -> None:
+            close_connection(peer)
+            self._admission.adjust_bytes(in_flight, -size)
 
-        writer = WatchedWriter(write, self._stall_s, stalled)
-        serving = asyncio.ensure_future(method(caller, checked(), writer.write))
-        recheck = Recheck(self._identity, caller.principal, end)
-        self._rechecks.add(recheck)
+        writer = WatchedWriter(write, self._stall_s, on_stall)
+        serving = asyncio.ensure_future(method(caller, authenticated_messages(), writer.write))
+        credential_check = CredentialCheck(self._authenticator, caller.principal, end)
+        self._credential_checks.add(credential_check)
         try:
             await serving
         except asyncio.CancelledError:
@@ -104,5 +108,5 @@ class OpenStreams:
                 raise
             raise causes[0] from None
         finally:
-            self._rechecks.discard(recheck)
+            self._credential_checks.discard(credential_check)
             writer.close()

@@ -1,4 +1,4 @@
-"""Calls that need no credential, health and reflection: they read small messages, and none may crowd out another."""
+"""Limits calls that need no credential: how many messages they read, and how many of them are open, at a time."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import grpc
 
 from gradrule_server.front.calls import Context
 from gradrule_server.front.connections import Connection, ConnectionWatch
-from gradrule_server.front.cutting import cut
+from gradrule_server.front.sockets import close_connection
 
-# Messages that are being read.
+# Messages that may be read at a time.
 _MAX_READING = 256
-_MAX_READING_OF_CONNECTION = 16
+_MAX_READING_PER_CONNECTION = 16
 _REQUEST_S = 5.0
 
 
 class Evicted(Exception):
-    """A call that waited for its message had to make room for another."""
+    """A call that waited for its message was ended to make room for another call."""
 
 
 class _Waiting:
-    """A message that is being read; `ended` is set where it must make room."""
+    """A message that is being read; `ended` is set to make room for another one."""
 
     __slots__ = ("connection", "ended")
 
@@ -35,10 +35,10 @@ class _Waiting:
 
 
 class SmallReads:
-    """Reads messages of callers that are not known.
+    """Reads messages of unauthenticated callers.
 
-    All are taken: where too many wait for their message, the call ends that has waited longest on the same connection,
-    or on the connection that has most, of the address that has most. A message that is there at once never waits.
+    Every call is accepted. Where too many wait for their message, the longest-waiting call ends: on the same
+    connection, or on the connection with the most waiting calls of the address with the most waiting calls.
     """
 
     def __init__(self, connections: ConnectionWatch, most: int = _MAX_READING) -> None:
@@ -47,17 +47,17 @@ class SmallReads:
         self._waiting: dict[_Waiting, None] = {}
 
     async def read(self, context: Context, seconds: float = _REQUEST_S) -> bytes | None:
-        """The next message; None where there is none. `TimeoutError` where it is not all there in time; `Evicted`.
+        """Returns the next message, or None at the end of the call. Raises `TimeoutError` and `Evicted`.
 
-        A read that is given up goes on until the call ends: gRPC would lose what comes for one that was cancelled.
+        An abandoned read continues until the call ends, since gRPC would lose the message of a cancelled read.
         """
-        connection = self._connections.of(context.peer())
+        connection = self._connections.get(context.peer())
         self._make_room(connection)
         mine = _Waiting(connection)
         self._waiting[mine] = None
-        connection.begin_read()
+        connection.start_read()
         reading: asyncio.Future[object] = asyncio.ensure_future(context.read())
-        reading.add_done_callback(lambda read: connection.end_read(_message_of(read)))
+        reading.add_done_callback(lambda read: connection.finish_read(_message_of(read)))
         try:
             await asyncio.wait((reading, mine.ended), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -70,7 +70,7 @@ class SmallReads:
     def _make_room(self, connection: Connection) -> None:
         waiting = [each for each in self._waiting if not each.ended.done()]
         own = [each for each in waiting if each.connection is connection]
-        if len(own) >= _MAX_READING_OF_CONNECTION:
+        if len(own) >= _MAX_READING_PER_CONNECTION:
             own[0].ended.set_result(None)
         elif len(waiting) >= self._most:
             ((address, _),) = Counter(each.connection.address for each in waiting).most_common(1)
@@ -80,15 +80,15 @@ class SmallReads:
 
 
 class OpenCalls:
-    """Counts calls that stay open: so many of all clients, of an address and of a connection."""
+    """Limits the number of calls that are open at a time, of all clients, of one address and of one connection."""
 
     def __init__(self, most: int, of_address: int, of_connection: int) -> None:
         self._limits = most, of_address, of_connection
         self._open: Counter[object] = Counter()
 
     @contextmanager
-    def taken(self, connection: Connection) -> Iterator[bool]:
-        """Within it one more is open if there is room, which is told."""
+    def open(self, connection: Connection) -> Iterator[bool]:
+        """Context in which a call is open; yields False, and counts nothing, where there are too many."""
         keys = (None, ("address", connection.address), connection)
         has_room = all(self._open[key] < limit for key, limit in zip(keys, self._limits, strict=True))
         if has_room:
@@ -109,8 +109,8 @@ async def write(context: Context, data: bytes, stall_s: float) -> None:
         async with asyncio.timeout(stall_s):
             await context.write(data)
     except TimeoutError:
-        cut(context.peer())
-        # gRPC cancels this once it has noticed.
+        close_connection(context.peer())
+        # gRPC cancels this task once it has noticed that the connection is closed.
         await asyncio.sleep(stall_s)
         raise
 
@@ -122,5 +122,5 @@ async def refuse(context: Context, code: grpc.StatusCode, message: str) -> NoRet
 
 
 def _message_of(reading: asyncio.Future[object]) -> object:
-    """What was read, if anything."""
+    """Returns the message that was read; None where there is none."""
     return None if reading.cancelled() or reading.exception() is not None else reading.result()

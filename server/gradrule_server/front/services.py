@@ -1,20 +1,24 @@
-"""The servicers: decode, call, encode. Which RPC does what is in the protos."""
+"""Unary services and uploads: each method decodes a request, calls the tenant's objects, and encodes the response.
+
+The protos document the methods.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from google.protobuf.empty_pb2 import Empty
 
 from gradrule.common import wire_format
-from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2, rule_pb2
+from gradrule.v1 import admin_pb2, blob_pb2, errors_pb2, evaluate_pb2, program_pb2, rule_pb2
 from gradrule_server.errors import error
-from gradrule_server.front.calls import Call, Caller, MethodTable, StreamMethod, Write
-from gradrule_server.front.handlers import Door
+from gradrule_server.front.calls import Call, Caller, MethodTable, StreamTable, Upload, UploadTable, Write
+from gradrule_server.front.evaluate_stream import EvaluateStream
+from gradrule_server.front.request_pipeline import RequestPipeline
 from gradrule_server.front.shared_memory import SharedMemoryServer
-from gradrule_server.front.streams import Multiplexed
+from gradrule_server.identity import require_admin
 from gradrule_server.link.faults import finding_message
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.forward_handles import StreamHandles
@@ -27,10 +31,14 @@ from gradrule_server.rules.catalogue.presets import PRESETS
 RULE_SERVICE = "gradrule.v1.RuleService"
 PROGRAM_SERVICE = "gradrule.v1.ProgramService"
 GRADIENT_SERVICE = "gradrule.v1.GradientService"
+BLOB_SERVICE = "gradrule.v1.BlobService"
+ADMIN_SERVICE = "gradrule.v1.AdminService"
+
+_MAX_BLOB_NAMES = 10_000
 
 
 class RuleServicer:
-    """`RuleService`."""
+    """Implements `RuleService`."""
 
     def methods(self) -> MethodTable:
         return {
@@ -68,7 +76,7 @@ class RuleServicer:
             entries, token = call.tenant.rules.list(request.kind, request.page_size, request.page_token)
             return rule_pb2.ListRulesResponse(rules=map(to_proto, entries), next_page_token=token)
 
-        # Megabytes of rules must not keep all others waiting.
+        # In a thread, since a page may hold megabytes of rules.
         return await asyncio.to_thread(page)
 
     async def delete(self, call: Call[rule_pb2.DeleteRuleRequest]) -> rule_pb2.DeleteRuleResponse:
@@ -86,7 +94,7 @@ class RuleServicer:
 
 
 class ProgramServicer:
-    """`ProgramService`."""
+    """Implements `ProgramService`."""
 
     def methods(self) -> MethodTable:
         return {
@@ -105,7 +113,7 @@ class ProgramServicer:
             return program_pb2.CompileProgramResponse(program=program)
         checked, findings = await call.tenant.program_service.check(request.spec, call.ends_at)
         if checked is not None:
-            # It may be large, and is passed on unread.
+            # Not parsed, since it may be large.
             return b"".join(wire_format.wrapped(program_pb2.CompileProgramResponse.PROGRAM_FIELD_NUMBER, (checked,)))
         return program_pb2.CompileProgramResponse(findings=map(finding_message, findings))
 
@@ -122,11 +130,11 @@ class ProgramServicer:
 
 
 class GradientServicer:
-    """`GradientService`."""
+    """Implements `GradientService`."""
 
-    def __init__(self, door: Door, memories: SharedMemoryServer) -> None:
-        self._door = door
-        self._memories = memories
+    def __init__(self, pipeline: RequestPipeline, shared_memory: SharedMemoryServer) -> None:
+        self._pipeline = pipeline
+        self._shared_memory = shared_memory
 
     def methods(self) -> MethodTable:
         return {
@@ -134,17 +142,17 @@ class GradientServicer:
             "ShareMemory": (evaluate_pb2.ShareMemoryRequest, self.share_memory),
         }
 
-    def streams(self) -> Mapping[str, StreamMethod]:
+    def streams(self) -> StreamTable:
         return {"StreamEvaluate": self.stream}
 
     def evaluate(self, call: Call[Empty]) -> Awaitable[bytes]:
         caller = call.caller
-        read = functools.partial(self._door.read, link_pb2.RawEvaluateRequest, call.raw, caller)
-        used = functools.partial(self._memories.use, caller=caller, byte_counter=self._door)
+        read = functools.partial(self._pipeline.parse, link_pb2.RawEvaluateRequest, call.raw, caller)
+        used = functools.partial(self._shared_memory.use, caller=caller, byte_counter=self._pipeline)
         return caller.tenant.program_service.evaluate(call.raw, read, call.received_ns, call.ends_at, used)
 
     async def share_memory(self, call: Call[evaluate_pb2.ShareMemoryRequest]) -> evaluate_pb2.ShareMemoryResponse:
-        return self._memories.issue_keys(call.caller)
+        return self._shared_memory.issue_keys(call.caller)
 
     async def stream(self, caller: Caller, requests: AsyncIterator[bytes], write: Write) -> None:
         handles = StreamHandles(caller.tenant.handles)
@@ -166,6 +174,68 @@ class GradientServicer:
             "close_handle": (evaluate_pb2.CloseHandleRequest, close),
         }
         try:
-            await Multiplexed(self._door, caller, methods, write).run(requests)
+            await EvaluateStream(self._pipeline, caller, methods, write).run(requests)
         finally:
             handles.close_all()
+
+
+class BlobServicer:
+    """Implements `BlobService`: stores bytes under their SHA-256."""
+
+    def methods(self) -> MethodTable:
+        return {"FindMissingBlobs": (blob_pb2.FindMissingBlobsRequest, self.find_missing)}
+
+    def uploads(self) -> UploadTable:
+        return {"UploadBlob": (blob_pb2.UploadBlobRequest, self.upload)}
+
+    async def find_missing(self, call: Call[blob_pb2.FindMissingBlobsRequest]) -> blob_pb2.FindMissingBlobsResponse:
+        names = call.request.sha256
+        if len(names) > _MAX_BLOB_NAMES:
+            raise error(
+                errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
+                f"{len(names)} hashes are more than the {_MAX_BLOB_NAMES} that one request may hold",
+                field="sha256",
+            )
+        return blob_pb2.FindMissingBlobsResponse(missing=await asyncio.to_thread(call.tenant.blobs.missing, names))
+
+    async def upload(self, call: Upload[blob_pb2.UploadBlobRequest]) -> blob_pb2.UploadBlobResponse:
+        first = await anext(call.messages, None)
+        if first is None:
+            raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the stream holds no message", field="sha256")
+        name = first.sha256
+        creating = asyncio.ensure_future(asyncio.to_thread(call.tenant.blobs.upload, name))
+        try:
+            upload = await asyncio.shield(creating)
+        except asyncio.CancelledError:
+            # The thread still creates the upload, so close it.
+            (await creating).close()
+            raise
+        try:
+            await asyncio.to_thread(upload.write, first.data)
+            async for message in call.messages:
+                if message.sha256 not in ("", name):
+                    raise error(
+                        errors_pb2.ERROR_REASON_MALFORMED_REQUEST,
+                        f"the stream is that of blob {name}, but a message names {message.sha256[:80]!r}",
+                        field="sha256",
+                    )
+                await asyncio.to_thread(upload.write, message.data)
+            size = await asyncio.to_thread(upload.finish)
+        finally:
+            # Where the caller has given up a thread may still write; `close` waits for it.
+            await asyncio.shield(asyncio.to_thread(upload.close))
+        return blob_pb2.UploadBlobResponse(sha256=name, size=size)
+
+
+class AdminServicer:
+    """Implements `AdminService`, for administrators only. `status` returns the state of the server."""
+
+    def __init__(self, status: Callable[[], admin_pb2.ServerStatus]) -> None:
+        self._status = status
+
+    def methods(self) -> MethodTable:
+        return {"GetServerStatus": (admin_pb2.GetServerStatusRequest, self.status)}
+
+    async def status(self, call: Call[admin_pb2.GetServerStatusRequest]) -> admin_pb2.GetServerStatusResponse:
+        require_admin(call.principal)
+        return admin_pb2.GetServerStatusResponse(status=self._status())

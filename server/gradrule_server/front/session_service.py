@@ -1,19 +1,19 @@
-"""`SessionService`: the messages of one session, in order."""
+"""`SessionService`: runs the requests of one session in order."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator
-from typing import TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
 from gradrule.v1 import errors_pb2, session_pb2
 from gradrule_server.errors import GradruleError, error
 from gradrule_server.front.calls import Caller, StreamTable, Write
-from gradrule_server.front.handlers import Door
-from gradrule_server.front.status import status_of
-from gradrule_server.front.streams import incoming
+from gradrule_server.front.error_status import to_status
+from gradrule_server.front.request_pipeline import RequestPipeline
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.programs.sessions import Session
 
@@ -21,32 +21,32 @@ SESSION_SERVICE = "gradrule.v1.SessionService"
 
 MessageT = TypeVar("MessageT", bound=Message)
 
-_ANSWERS = {"start": "started"}
-"""Field of the answer by that of the request, where they differ."""
+# Name of the response field, where it differs from that of the request.
+_RESPONSE_FIELDS = {"start": "started"}
 
 
 class SessionServicer:
-    """`SessionService`."""
+    """Implements `SessionService`."""
 
-    def __init__(self, door: Door) -> None:
-        self._door = door
+    def __init__(self, pipeline: RequestPipeline) -> None:
+        self._pipeline = pipeline
 
     def streams(self) -> StreamTable:
         return {"RunSession": self.run}
 
     async def run(self, caller: Caller, requests: AsyncIterator[bytes], write: Write) -> None:
-        """Serves one session, from the first message of the stream to its end. Reports a lost session once, unasked."""
+        """Serves the session of one stream. Reports a lost session once, without waiting for a request."""
         session = Session(caller.tenant.sessions)
-        started = is_loss_told = False
+        started = is_loss_reported = False
 
-        async def tell_loss(cause: GradruleError) -> None:
-            if not is_loss_told:
+        async def report_loss(cause: GradruleError) -> None:
+            if not is_loss_reported:
                 await write(
-                    session_pb2.RunSessionResponse(status=status_of(cause).SerializeToString()).SerializeToString()
+                    session_pb2.RunSessionResponse(status=to_status(cause).SerializeToString()).SerializeToString()
                 )
 
         try:
-            async for raw in incoming(requests, self._door.draining, session.loss, tell_loss):
+            async for raw in _messages(requests, self._pipeline.draining, session.loss, report_loss):
                 response = session_pb2.RunSessionResponse()
                 try:
                     await self._answer(caller, raw, session, response, started=started)
@@ -54,8 +54,8 @@ class SessionServicer:
                 except GradruleError as cause:
                     if not started:
                         raise
-                    is_loss_told = is_loss_told or cause.reason == errors_pb2.ERROR_REASON_SESSION_LOST
-                    response.status = status_of(cause).SerializeToString()
+                    is_loss_reported = is_loss_reported or cause.reason == errors_pb2.ERROR_REASON_SESSION_LOST
+                    response.status = to_status(cause).SerializeToString()
                 await write(response.SerializeToString())
         finally:
             session.close()
@@ -78,7 +78,7 @@ class SessionServicer:
         packing = request.answer_packing if request.HasField("answer_packing") else None
 
         async def read(request_type: type[MessageT]) -> MessageT:
-            return await self._door.read(request_type, part, caller)
+            return await self._pipeline.parse(request_type, part, caller)
 
         async def run(ends_at: float) -> Message:
             match kind:
@@ -95,8 +95,44 @@ class SessionServicer:
                     return await session.assign(await read(session_pb2.AssignRequest), ends_at)
 
         remaining = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else None
-        with self._door.observer.part(kind) as observed:
+        with self._pipeline.observer.part(kind) as observed:
             observed.request.bytes_in = len(raw)
-            answer = await self._door.run(caller, run, remaining, len(raw))
+            answer = await self._pipeline.run(caller, run, remaining, len(raw))
             observed.request.bytes_out = len(answer)
-        getattr(response, _ANSWERS.get(kind, kind)).MergeFromString(answer)
+        getattr(response, _RESPONSE_FIELDS.get(kind, kind)).MergeFromString(answer)
+
+
+async def _messages(
+    requests: AsyncIterator[bytes],
+    draining: asyncio.Event,
+    loss: asyncio.Future[GradruleError],
+    on_loss: Callable[[GradruleError], Awaitable[None]],
+) -> AsyncIterator[bytes]:
+    """Yields the messages of a stream until the client has sent its last. UNAVAILABLE once the server stops.
+
+    Calls `on_loss` once `loss` is set, between two messages.
+    """
+    is_reported = False
+    drained = asyncio.ensure_future(draining.wait())
+    try:
+        while True:
+            arriving = asyncio.ensure_future(anext(requests, None))
+            try:
+                if not is_reported:
+                    waited: set[asyncio.Future[Any]] = {arriving, drained, loss}
+                    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                    if loss.done():
+                        await on_loss(loss.result())
+                        is_reported = True
+                await asyncio.wait({arriving, drained}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                if not arriving.done():
+                    arriving.cancel()
+            if not arriving.done():
+                raise error(errors_pb2.ERROR_REASON_UNAVAILABLE, "the server is going away", retry_after_s=0.0)
+            raw = arriving.result()
+            if raw is None:
+                return
+            yield raw
+    finally:
+        drained.cancel()

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.errors import error
+from gradrule_server.front.arriving_requests import ByteCounter
 from gradrule_server.front.blocking_threads import BlockingThreads
 from gradrule_server.front.calls import Caller
 from gradrule_server.front.shared_memory_connections import (
@@ -45,20 +46,12 @@ _OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.
 _RETRY_S = 1.0
 
 
-class ByteCounter(Protocol):
-    """Counts bytes in flight, see `handlers.Door`."""
-
-    def take_in(self, caller: Caller, size: int) -> None: ...
-
-    def let_go(self, caller: Caller, size: int) -> None: ...
-
-
-class Tenants(Protocol):
+class TenantKeeper(Protocol):
     """Keeps tenants loaded while they are in use, see `tenants.Tenants`."""
 
-    def enter(self, tenant: Tenant) -> None: ...
+    def retain(self, tenant: Tenant) -> None: ...
 
-    def leave(self, tenant: Tenant) -> None: ...
+    def release(self, tenant: Tenant) -> None: ...
 
 
 class SharedMemoryServer:
@@ -69,7 +62,7 @@ class SharedMemoryServer:
         max_bytes: largest memory, bytes; 0 disables shared memory.
     """
 
-    def __init__(self, tenants: Tenants, max_bytes: int) -> None:
+    def __init__(self, tenants: TenantKeeper, max_bytes: int) -> None:
         self._tenants = tenants
         self.max_bytes = max_bytes
         self.is_closed = False
@@ -137,7 +130,7 @@ class SharedMemoryServer:
             self._withdraw_keys(unused[0])
         client_key, server_key = secrets.token_bytes(KEY_BYTES), secrets.token_bytes(KEY_BYTES)
         timer = asyncio.get_running_loop().call_later(_KEYS_LAST_S, self._withdraw_keys, client_key)
-        self._tenants.enter(tenant)
+        self._tenants.retain(tenant)
         self._keys[client_key] = Keys(server_key, tenant, timer)
         return evaluate_pb2.ShareMemoryResponse(
             address=self.address,
@@ -167,7 +160,7 @@ class SharedMemoryServer:
                 field="shared_memory",
             )
         size = use.request_bytes + use.answer_bytes
-        byte_counter.take_in(caller, size)
+        byte_counter.reserve_bytes(caller, size)
         try:
             yield memory
         except asyncio.CancelledError:
@@ -175,7 +168,7 @@ class SharedMemoryServer:
             self._end_connection(key)
             raise
         finally:
-            byte_counter.let_go(caller, size)
+            byte_counter.release_bytes(caller, size)
 
     def redeem(self, handshake: Handshake, client_key: bytes) -> Keys | None:
         """Returns the keys that a client shows, which are used up by that; None where there are none.
@@ -184,7 +177,7 @@ class SharedMemoryServer:
         """
         keys = self._keys.get(client_key)
         if keys is not None:
-            self._tenants.enter(keys.tenant)
+            self._tenants.retain(keys.tenant)
             handshake.tenant = keys.tenant
             self._withdraw_keys(client_key)
         return keys
@@ -224,7 +217,7 @@ class SharedMemoryServer:
 
         def released() -> None:
             tenant.quotas["shared_bytes"].release(counted)
-            self._tenants.leave(tenant)
+            self._tenants.release(tenant)
 
         return released
 
@@ -232,13 +225,13 @@ class SharedMemoryServer:
         keys = self._keys.pop(client_key, None)
         if keys is not None:
             keys.timer.cancel()
-            self._tenants.leave(keys.tenant)
+            self._tenants.release(keys.tenant)
 
     def _end_handshake(self, handshake: Handshake) -> None:
         self._handshakes.discard(handshake)
         tenant, handshake.tenant = handshake.tenant, None
         if tenant is not None:
-            self._tenants.leave(tenant)
+            self._tenants.release(tenant)
 
     def _listen(self) -> None:
         """Accepts connections, unless too many threads are running."""

@@ -1,6 +1,6 @@
-"""Tenants: each has names, programs, sessions, handles and blobs of its own, over what all share.
+"""Loads tenants at their first call, and unloads them when they have not called for a while.
 
-A tenant is made when it first calls, and forgotten when it has not called for a while; what it keeps stays on the disk.
+Each tenant has its own rules, programs, blobs, handles, sessions and quotas. What it has stored stays on the disk.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gradrule.v1 import errors_pb2
-from gradrule_server.front.admission import Share
+from gradrule_server.front.admission import InFlight
 from gradrule_server.limits import QUOTA_RESOURCES
 from gradrule_server.operations.sources import TenantUsage
 from gradrule_server.policy import Limits
@@ -26,18 +26,26 @@ from gradrule_server.registry.programs import PinnedBlobs, ProgramRegistry
 from gradrule_server.registry.rules import ReadOnlyRules, RuleRegistry
 from gradrule_server.registry.store import DEFAULT_TENANT, Store
 
+# Idle tenants that stay loaded; more are unloaded, but only after `_IDLE_S`.
 _MAX_IDLE = 128
 _IDLE_S = 60.0
-_LOADING = 4
+_MAX_LOADING = 4
 _TRIM_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """What all tenants share. `server`: bounds for all; `tenant`: those of each; both by name of a quota resource.
+class SharedResources:
+    """What all tenants share.
 
-    `tenant_blob_bytes`, `tenant_blobs`: bytes and number of each tenant's blobs. `cache_bytes`: of programs that are
-    kept at hand, of all together.
+    Attributes:
+        server: limits of all tenants together, by quota resource.
+        tenant: limits of each tenant, by quota resource.
+        tenant_blob_bytes: bytes of each tenant's blobs.
+        tenant_blobs: number of each tenant's blobs.
+        cache_capacity: number of programs that each tenant has in memory.
+        cache_bytes: bytes of the programs of all tenants in memory.
+        handle_ttl_s: seconds after which an unused forward handle is closed.
+        has_known_calls: whether parsed calls are remembered.
     """
 
     store: Store
@@ -56,7 +64,14 @@ class Shared:
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """One tenant. `quotas`: by kind; `share`: what it has in flight; `users`: calls and streams under way."""
+    """One tenant.
+
+    Attributes:
+        quotas: by resource.
+        in_flight: its requests and bytes in flight.
+        users: number of its calls and streams; 0 means idle.
+        idle_since: CLOCK_MONOTONIC, seconds; 0 before its first call.
+    """
 
     name: str
     rules: RuleRegistry
@@ -66,9 +81,9 @@ class Tenant:
     handles: HandleManager
     sessions: SessionManager
     quotas: Mapping[str, Quota]
-    share: Share = field(default_factory=Share)
+    in_flight: InFlight = field(default_factory=InFlight)
     users: int = 0
-    left_at: float = 0.0
+    idle_since: float = 0.0
 
     def status(self) -> TenantUsage:
         """Returns what the tenant uses."""
@@ -77,7 +92,7 @@ class Tenant:
             self.name,
             counted
             | {
-                "requests": self.share.requests,
+                "requests": self.in_flight.requests,
                 "programs": len(self.programs),
                 "rules": len(self.rules),
                 "blob_bytes": self.blobs.held_bytes,
@@ -86,17 +101,17 @@ class Tenant:
 
 
 class Tenants:
-    """The tenants that are at hand. All but making one happens on one asyncio loop.
+    """The loaded tenants. Belongs to one event loop; loads tenants in threads.
 
-    Made in a thread that may block.
+    Its construction reads the disk.
     """
 
-    def __init__(self, shared: Shared, read_only: ReadOnlyRules) -> None:
+    def __init__(self, shared: SharedResources, read_only: ReadOnlyRules) -> None:
         self._shared = shared
         self._read_only = read_only
         rules, programs = shared.store.counts()
         used = {"rules": rules, "programs": programs, "registry_bytes": shared.store.kept_bytes()}
-        # How many there are on the disk was always bounded for the whole server, and says so as it always did.
+        # Clients know LIMIT_EXCEEDED for the number of rules and programs, which were limited before there were quotas.
         self._quotas = {
             resource.name: Quota(
                 shared.server[resource.name],
@@ -113,21 +128,21 @@ class Tenants:
         self._tenants: dict[str, Tenant] = {}
         self._idle: OrderedDict[str, Tenant] = OrderedDict()
         self._loading: dict[str, asyncio.Task[Tenant]] = {}
-        self._slots = asyncio.Semaphore(_LOADING)
+        self._slots = asyncio.Semaphore(_MAX_LOADING)
         self._trimmed_at = 0.0
-        self.default = self._tenants[DEFAULT_TENANT] = self._make(DEFAULT_TENANT)
-        """Whose names are those of callers without credentials. Always at hand."""
+        self.default = self._tenants[DEFAULT_TENANT] = self._create(DEFAULT_TENANT)
+        """The tenant of callers without credentials. Always loaded."""
 
     def status(self) -> list[TenantUsage]:
-        """Those at hand, by name."""
+        """Returns what the loaded tenants use, ordered by name."""
         return [tenant.status() for _, tenant in sorted(self._tenants.items())]
 
     def recently_used(self) -> list[Tenant]:
         """Returns the loaded tenants, most recently used first."""
-        return sorted(self._tenants.values(), key=lambda tenant: (tenant.users > 0, tenant.left_at), reverse=True)
+        return sorted(self._tenants.values(), key=lambda tenant: (tenant.users > 0, tenant.idle_since), reverse=True)
 
-    def cached(self) -> tuple[int, int, int]:
-        """Programs that are kept at hand, roughly their bytes, and how many there may be."""
+    def cache_usage(self) -> tuple[int, int, int]:
+        """Returns the number of programs in memory, roughly their bytes, and how many there may be."""
         caches = [tenant.program_service.cache for tenant in self._tenants.values()]
         return (
             sum(len(cache) for cache in caches),
@@ -135,12 +150,12 @@ class Tenants:
             self._shared.cache_capacity * len(caches),
         )
 
-    def loaded(self, name: str) -> Tenant | None:
-        """The tenant, if it is at hand."""
+    def get_loaded(self, name: str) -> Tenant | None:
+        """Returns a tenant if it is loaded."""
         return self._tenants.get(name)
 
     async def load(self, name: str) -> Tenant:
-        """The tenant, made where it is not at hand."""
+        """Returns a tenant, which is loaded first if necessary."""
         found = self._tenants.get(name)
         if found is not None:
             return found
@@ -148,27 +163,27 @@ class Tenants:
         if loading is None:
             loading = self._loading[name] = asyncio.ensure_future(self._load(name))
             loading.add_done_callback(lambda _: self._loading.pop(name, None))
-        # Several callers may wait for it; one that gives up must not take it from the others.
+        # Several callers may wait: one that is cancelled must not cancel the loading.
         return await asyncio.shield(loading)
 
-    def enter(self, tenant: Tenant) -> None:
-        """A call or stream of the tenant's begins."""
+    def retain(self, tenant: Tenant) -> None:
+        """Keeps a tenant loaded for one more call or stream, until `release`."""
         if not tenant.users:
             self._idle.pop(tenant.name, None)
         tenant.users += 1
 
-    def leave(self, tenant: Tenant) -> None:
-        """A call or stream of the tenant's has ended."""
+    def release(self, tenant: Tenant) -> None:
+        """Ends the use of a tenant by one call or stream."""
         tenant.users -= 1
         if not tenant.users:
-            tenant.left_at = time.monotonic()
+            tenant.idle_since = time.monotonic()
             if tenant is not self.default:
                 self._idle[tenant.name] = tenant
         if time.monotonic() - self._trimmed_at >= _TRIM_EVERY_S:
             self._trim()
 
     def set_read_only(self, read_only: ReadOnlyRules) -> None:
-        """Replaces what lies below every tenant's rules."""
+        """Replaces the read-only rules that all tenants have."""
         self._read_only = read_only
         for tenant in self._tenants.values():
             tenant.rules.set_read_only(read_only)
@@ -176,15 +191,15 @@ class Tenants:
     async def _load(self, name: str) -> Tenant:
         async with self._slots:
             read_only = self._read_only
-            made = await asyncio.to_thread(self._make, name)
+            tenant = await asyncio.to_thread(self._create, name)
         if read_only is not self._read_only:
-            made.rules.set_read_only(self._read_only)
-        self._tenants[name] = made
-        made.left_at = time.monotonic()
-        self._idle[name] = made
-        return made
+            tenant.rules.set_read_only(self._read_only)
+        self._tenants[name] = tenant
+        tenant.idle_since = time.monotonic()
+        self._idle[name] = tenant
+        return tenant
 
-    def _make(self, name: str) -> Tenant:
+    def _create(self, name: str) -> Tenant:
         shared = self._shared
         quotas = {
             resource.name: Quota(
@@ -212,7 +227,7 @@ class Tenants:
             bytes_quota=quotas["registry_bytes"],
             pins=self._pins,
         )
-        # The server has counted these already.
+        # The quotas of the server count these already.
         quotas["rules"].add_initial_usage(len(rules))
         quotas["programs"].add_initial_usage(len(programs))
         quotas["registry_bytes"].add_initial_usage(shared.store.kept_bytes(name))
@@ -241,17 +256,17 @@ class Tenants:
         return Tenant(name, rules, programs, blobs, program_service, handles, sessions, quotas)
 
     def _trim(self) -> None:
-        """Forgets tenants that have not called for long, and programs where all tenants' together are too many."""
+        """Unloads idle tenants, and the oldest programs of the largest cache while all caches take too much memory."""
         now = self._trimmed_at = time.monotonic()
         while len(self._idle) > _MAX_IDLE:
             name, tenant = next(iter(self._idle.items()))
-            # A thread of a call that was given up may still write.
-            if now - tenant.left_at < _IDLE_S:
+            # A thread of a cancelled call may still write.
+            if now - tenant.idle_since < _IDLE_S:
                 break
             del self._idle[name], self._tenants[name]
             tenant.blobs.forget_limits()
         caches = [tenant.program_service.cache for tenant in self._tenants.values()]
-        # The last program stays, however large it is.
+        # One program may be of any size.
         while (
             sum(cache.held_bytes for cache in caches) > self._shared.cache_bytes
             and sum(len(cache) for cache in caches) > 1

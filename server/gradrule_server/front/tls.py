@@ -1,4 +1,4 @@
-"""The server's certificate: read from files, and read again when they change, without a restart."""
+"""Reads the server's certificate from files, and reads it again when they change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 class CertificateError(Exception):
-    """Files of certificates that cannot be used; the message says which and why."""
+    """Certificate files cannot be used; the message says which and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +28,21 @@ class _Files:
 
 
 class Certificates:
-    """A certificate with its key, and whose certificates clients need, if any. `CertificateError`.
+    """A certificate with its key, and optionally the authorities of client certificates. Raises `CertificateError`.
 
-    A renewed certificate is for clients that connect from then on: connections that are there stay as they are.
+    New connections use a renewed certificate; existing connections stay as they are.
     """
 
     def __init__(self, certificate: Path, key: Path, client_ca: Path | None) -> None:
         self._paths = certificate, key, client_ca
         self._lock = threading.Lock()
         self._files = self._given = self._read()
-        # One change of any of them counts; a certificate and its key are renewed one after the other.
+        # Certificate and key are renewed one after the other, so they are read again after any change.
         self._watched = [WatchedFile(path, Path.read_bytes, OSError) for path in self._paths if path is not None]
         self._seen = self._contents()
 
     def credentials(self) -> grpc.ServerCredentials:
-        """What gRPC asks for a certificate whenever a client connects."""
+        """Returns gRPC credentials that ask for the current certificate whenever a client connects."""
         return grpc.dynamic_ssl_server_credentials(
             _configuration(self._files),
             self._renewed,  # type: ignore[arg-type]  # None says that nothing changed, which the stubs do not know
@@ -50,7 +50,7 @@ class Certificates:
         )
 
     def refresh(self) -> None:
-        """Reads the files again where they have changed. Blocking."""
+        """Reads the files again if they have changed. Blocks."""
         for file in self._watched:
             file.refresh()
         with self._lock:
@@ -61,12 +61,12 @@ class Certificates:
             try:
                 self._files = self._read()
             except CertificateError as cause:
-                _log.warning("%s; the certificate from before stays", cause)
+                _log.warning("%s; the previous certificate stays in use", cause)
             else:
                 _log.info("the certificate was read again")
 
     def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
-        """The certificate, if it has changed since gRPC asked last; called by gRPC's threads."""
+        """Returns the certificate if it has changed since gRPC's last call. Threads of gRPC call this."""
         with self._lock:
             if self._files == self._given:
                 return None
@@ -78,7 +78,7 @@ class Certificates:
 
     def _read(self) -> _Files:
         certificate, key, client_ca = self._paths
-        files = _Files(_bytes(certificate), _bytes(key), None if client_ca is None else _bytes(client_ca))
+        files = _Files(_read_file(certificate), _read_file(key), None if client_ca is None else _read_file(client_ca))
         _check(files, certificate, key, client_ca)
         return files
 
@@ -88,7 +88,7 @@ def _configuration(files: _Files) -> grpc.ServerCertificateConfiguration:
 
 
 def _check(files: _Files, certificate: Path, key: Path, client_ca: Path | None) -> None:
-    """gRPC says nothing of a certificate that it cannot use, and then no client can connect."""
+    """Raises `CertificateError` for files that gRPC would accept silently although no client could connect."""
     try:
         chain = x509.load_pem_x509_certificates(files.chain)
     except ValueError as cause:
@@ -107,7 +107,7 @@ def _check(files: _Files, certificate: Path, key: Path, client_ca: Path | None) 
             raise CertificateError(f"{client_ca} holds no certificates of authorities in PEM: {cause}") from cause
 
 
-def _bytes(path: Path) -> bytes:
+def _read_file(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as cause:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import os
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -11,19 +13,18 @@ from typing import Any
 import grpc
 import pytest
 
-from gradrule_server.front import connections as connections_module
-from gradrule_server.front import reflection as reflection_module
+from gradrule_server.front.authentication import CallerAuthenticator
 from gradrule_server.front.connections import Connection, ConnectionLimits, ConnectionWatch
-from gradrule_server.front.handlers import Door, Times
 from gradrule_server.front.heap import HeapTrimmer
-from gradrule_server.front.identity import Identity
-from gradrule_server.front.server import Connections, Front
+from gradrule_server.front.public_services import Reflection
+from gradrule_server.front.request_pipeline import CallTimes, RequestPipeline
+from gradrule_server.front.server import ConnectionSettings, GrpcServer
 from gradrule_server.front.shared_memory import SharedMemoryServer
-from gradrule_server.front.sockets import Peer
+from gradrule_server.front.sockets import Peer, close_connection
 from gradrule_server.identity import Authenticator
 from tests.battery import wire
 from tests.battery.unfinished import send_unfinished
-from tests.unit.front.doors import Hosts, admission_of
+from tests.unit.front.pipelines import FakeTenants, create_admission
 
 CHECK = "/grpc.health.v1.Health/Check"
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
@@ -53,15 +54,15 @@ class Sockets:
         peer = ipaddress.ip_address(address), 1000 + len(self._open)
         self._open[peer] = FakeSocket(len(self._open), self.closed, peer)
         host = f"ipv4:{address}" if isinstance(peer[0], ipaddress.IPv4Address) else f"ipv6:%5B{address}%5D"
-        return self.watch.of(f"{host}:{peer[1]}"), peer
+        return self.watch.get(f"{host}:{peer[1]}"), peer
 
     def receive(self, peer: Peer, size: int) -> None:
         self._open[peer].received += size
 
-    def look(self, seconds: float = 1.0) -> None:
+    def check(self, seconds: float = 1.0) -> None:
         """Looks after so many seconds."""
         self.clock.now += seconds
-        self.watch.look(dict(self._open), self.clock.now)
+        self.watch.check(dict(self._open), self.clock.now)
         for peer in self.closed:
             self._open.pop(peer, None)
 
@@ -72,7 +73,7 @@ class FakeSocket:
         self.sent = self.received = 0
         self._closed, self._peer = closed, peer
 
-    def shut(self) -> None:
+    def shut_down(self) -> None:
         self._closed.append(self._peer)
 
 
@@ -86,9 +87,9 @@ def test_the_oldest_connections_without_a_credential_are_closed() -> None:
         sockets.open(address)
     for _ in range(5):
         sockets.open()[0].is_authenticated = True
-    sockets.look()
+    sockets.check()
     assert sockets.closed == peers[:2]
-    sockets.look()
+    sockets.check()
     assert len(sockets.closed) == 2
 
 
@@ -96,7 +97,7 @@ def test_a_network_of_ipv6_counts_as_one_address() -> None:
     sockets = Sockets(ConnectionLimits(unauthenticated=3))
     for number in range(9):
         sockets.open(f"2001:db8::{number + 1:x}")
-    sockets.look()
+    sockets.check()
     assert len(sockets.closed) == 6
 
 
@@ -105,7 +106,7 @@ def test_addresses_may_have_fewer_where_there_are_many_connections() -> None:
     for number in range(1, 5):
         for _ in range(10):
             sockets.open(f"192.0.2.{number}")
-    sockets.look()
+    sockets.check()
     assert len(sockets.closed) == 4 * 8
 
 
@@ -116,11 +117,11 @@ def test_connections_without_a_credential_and_a_call_end() -> None:
     known, _ = sockets.open()
     known.is_authenticated = True
     with watching.call():
-        sockets.look(59)
+        sockets.check(59)
         assert not sockets.closed
-        sockets.look(2)
+        sockets.check(2)
         assert sockets.closed == [silent]
-        sockets.look(1000)
+        sockets.check(1000)
     assert sockets.closed == [silent]
 
 
@@ -130,14 +131,14 @@ def test_unfinished_messages_are_bounded() -> None:
     large, of_large = sockets.open("192.0.2.3")
     large.is_authenticated = True
     for connection, peer, size in ((stranger, of_stranger, 2 * MIB), (large, of_large, 12 * MIB)):
-        connection.begin_read()
+        connection.start_read()
         sockets.receive(peer, size)
     several = [sockets.open("192.0.2.4") for _ in range(3)]
     for number, (connection, peer) in enumerate(several):
         connection.is_authenticated = True
-        connection.begin_read()
+        connection.start_read()
         sockets.receive(peer, (6 + number) * MIB)
-    sockets.look()
+    sockets.check()
     assert set(sockets.closed) == {of_stranger, of_large, several[2][1]}
 
 
@@ -146,14 +147,14 @@ def test_messages_that_are_finished_do_not_count() -> None:
     connection, peer = sockets.open()
     connection.is_authenticated = True
     idle = connection
-    idle.begin_read()
+    idle.start_read()
     for _ in range(200):
         for _ in range(10):
-            connection.begin_read()
+            connection.start_read()
             # What comes besides: frames of 9 bytes, TLS records of 29, each 16 KiB.
             sockets.receive(peer, MIB + MIB // 16384 * 38 + 8000)
-            connection.end_read(bytes(MIB))
-        sockets.look()
+            connection.finish_read(bytes(MIB))
+        sockets.check()
     assert not sockets.closed
     assert connection.unfinished < MIB // 4
 
@@ -163,11 +164,11 @@ def test_what_calls_held_is_forgotten_with_them() -> None:
     connection, peer = sockets.open()
     connection.is_authenticated = True
     for _ in range(20):
-        connection.begin_read()
+        connection.start_read()
         sockets.receive(peer, 8 * MIB)
-        sockets.look()
+        sockets.check()
         assert connection.unfinished > 7 * MIB
-        connection.end_read(None)
+        connection.finish_read(None)
     assert not sockets.closed
 
 
@@ -177,13 +178,13 @@ def test_a_message_that_makes_no_progress_ends_its_connection() -> None:
     going, of_going = sockets.open()
     for connection, peer in ((stuck, of_stuck), (going, of_going)):
         connection.is_authenticated = True
-        connection.begin_read()
+        connection.start_read()
         sockets.receive(peer, 5 * MIB)
     for _ in range(30):
-        going.begin_read()
+        going.start_read()
         sockets.receive(of_going, MIB)
-        going.end_read(bytes(MIB))
-        sockets.look()
+        going.finish_read(bytes(MIB))
+        sockets.check()
     assert sockets.closed == [of_stuck]
 
 
@@ -191,23 +192,31 @@ def test_a_message_that_makes_no_progress_ends_its_connection() -> None:
 
 
 @asynccontextmanager
-async def serving(limits: ConnectionLimits) -> AsyncIterator[str]:
+async def serving(limits: ConnectionLimits, check_every_s: float = 1.0) -> AsyncIterator[str]:
     """A front end with a stream that reads and says nothing."""
-    watch = ConnectionWatch(limits)
-    front = Front(Connections(64 * MIB, 8192, limits.connections, 100, 10.0, 30.0, 20.0, 0.0, 1.0), watch)
-    door = Door(Identity(Authenticator()), Hosts(streams=100), admission_of(9), Times(10, 10, 10), connections=watch)
+    watch = ConnectionWatch(limits, check_every_s=check_every_s)
+    server = GrpcServer(ConnectionSettings(64 * MIB, 8192, limits.connections, 100, 10.0, 30.0, 20.0, 0.0, 1.0), watch)
+    pipeline = RequestPipeline(
+        CallerAuthenticator(Authenticator()),
+        FakeTenants(streams=100),
+        create_admission(9),
+        CallTimes(10, 10, 10),
+        connections=watch,
+    )
 
     async def swallow(_: Any, requests: AsyncIterator[bytes], __: Any) -> None:
         async for _message in requests:
             pass
 
-    front.add_services(door, SharedMemoryServer(Hosts(streams=100), 0), with_reflection=True)
-    front._server.add_generic_rpc_handlers((door.service("s", streams={"m": swallow}),))
-    port = await front.start("127.0.0.1:0", None)
+    server.add_services(pipeline, SharedMemoryServer(FakeTenants(streams=100), 0), with_reflection=False)
+    # The checks of connections must come before the timeout, however slow the machine is.
+    server._server.add_generic_rpc_handlers((Reflection((), watch, request_s=250),))
+    server._server.add_generic_rpc_handlers((pipeline.create_service("s", streams={"m": swallow}),))
+    port = await server.start("127.0.0.1:0", None)
     try:
         yield f"127.0.0.1:{port}"
     finally:
-        await front.drain(0)
+        await server.drain(0)
 
 
 async def test_connections_are_looked_at_again_after_a_file_could_not_be_opened(
@@ -223,9 +232,8 @@ async def test_connections_are_looked_at_again_after_a_file_could_not_be_opened(
         loop.call_soon_threadsafe(again.set)
         return False
 
-    monkeypatch.setattr(connections_module, "_EVERY_S", 0.01)
     monkeypatch.setattr(HeapTrimmer, "trim_if_due", trim_if_due)
-    async with serving(ConnectionLimits()):
+    async with serving(ConnectionLimits(), check_every_s=0.01):
         await asyncio.wait_for(again.wait(), 10)
 
 
@@ -247,12 +255,9 @@ async def test_silent_strangers_are_closed() -> None:
 
 
 @pytest.mark.parametrize("path", [REFLECTION, "/s/m"])
-async def test_unfinished_messages_end_their_connection(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unfinished_messages_end_their_connection(path: str) -> None:
     """How much is sent before the next check depends on the machine, so all of it together is little enough."""
-    monkeypatch.setattr(connections_module, "_EVERY_S", 0.1)
-    # The checks must come first, however slow the machine is.
-    monkeypatch.setattr(reflection_module, "_FIRST_S", 250)
-    async with serving(ConnectionLimits(connection_bytes=8 * MIB)) as target:
+    async with serving(ConnectionLimits(connection_bytes=8 * MIB), check_every_s=0.1) as target:
         sent, has_closed = await send_unfinished(target, path, streams=10, size=4 * MIB, hold_s=250)
         assert has_closed
         assert MIB // 2 < sent < 300 * MIB
@@ -287,3 +292,11 @@ async def test_watchers_of_one_connection_are_bounded() -> None:
         with pytest.raises(grpc.RpcError) as caught:
             await client.unary_stream("/grpc.health.v1.Health/Watch")(b"").read()
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_searching_for_a_connection_leaves_no_descriptors() -> None:
+    """Most descriptors of the process are no sockets."""
+    with tempfile.TemporaryFile():
+        before = len(os.listdir("/proc/self/fd"))
+        assert not close_connection("ipv4:192.0.2.1:1234")
+        assert len(os.listdir("/proc/self/fd")) == before

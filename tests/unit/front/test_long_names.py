@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import Resource, did_you_mean, error
-from gradrule_server.front.status import status_of
+from gradrule_server.front.error_status import to_status
 
 # What gRPC takes as trailers before it replaces the error by one of its own; base64 adds a third.
 _TRAILERS = 16 * 1024 * 3 // 4
@@ -19,7 +19,7 @@ def test_a_long_name_leaves_the_error_what_it_is() -> None:
         field=name,
         resource=Resource("gradrule.v1.Rule", name),
     )
-    status = status_of(cause)
+    status = to_status(cause)
     assert status.ByteSize() + 3 * len(status.message.encode()) < _TRAILERS
     assert len(status.details) == 3
 

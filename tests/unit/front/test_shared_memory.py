@@ -34,16 +34,16 @@ class Around:
         self.entered = 0
         self.in_flight = 0
 
-    def enter(self, tenant: Any) -> None:
+    def retain(self, tenant: Any) -> None:
         self.entered += 1
 
-    def leave(self, tenant: Any) -> None:
+    def release(self, tenant: Any) -> None:
         self.entered -= 1
 
-    def take_in(self, caller: Any, size: int) -> None:
+    def reserve_bytes(self, caller: Any, size: int) -> None:
         self.in_flight += size
 
-    def let_go(self, caller: Any, size: int) -> None:
+    def release_bytes(self, caller: Any, size: int) -> None:
         self.in_flight -= size
 
 

@@ -17,7 +17,7 @@ from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server import graphs
 from gradrule_server.errors import GradruleError
 from gradrule_server.front import tenants as module
-from gradrule_server.front.tenants import Shared, Tenant, Tenants
+from gradrule_server.front.tenants import SharedResources, Tenant, Tenants
 from gradrule_server.limits import QUOTA_RESOURCES
 from gradrule_server.link.shape import CallShape
 from gradrule_server.programs.cache import SessionKey, StoredKey
@@ -31,12 +31,12 @@ READ_ONLY = ReadOnlyRules.from_op_types(op_definitions.gradients())
 
 
 @pytest.fixture
-def shared(tmp_path: Path) -> Iterator[Shared]:
+def shared(tmp_path: Path) -> Iterator[SharedResources]:
     """What tenants share, the engine apart, which none of these tests asks for anything."""
     engine: Any = SimpleNamespace(on_filled=[])
     with contextlib.closing(Store(tmp_path)) as store:
         blobs = BlobStore(tmp_path / "blobs", 1000)
-        yield Shared(
+        yield SharedResources(
             store,
             blobs,
             LoadedPrograms(engine, blobs, 10, 1000),
@@ -52,15 +52,15 @@ def shared(tmp_path: Path) -> Iterator[Shared]:
 
 
 @pytest.fixture
-def found(shared: Shared) -> Tenants:
+def found(shared: SharedResources) -> Tenants:
     return Tenants(shared, READ_ONLY)
 
 
 def pass_by(found: Tenants, tenant: Tenant) -> None:
     """One call, a while ago."""
-    found.enter(tenant)
-    found.leave(tenant)
-    tenant.left_at -= 1000
+    found.retain(tenant)
+    found.release(tenant)
+    tenant.idle_since -= 1000
 
 
 @pytest.fixture
@@ -72,8 +72,8 @@ def trimming(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_those_who_call_at_once_get_the_same_tenant(found: Tenants) -> None:
     one, other = await asyncio.gather(found.load("ada"), found.load("ada"))
-    assert one is other is found.loaded("ada")
-    assert found.loaded("grace") is None
+    assert one is other is found.get_loaded("ada")
+    assert found.get_loaded("grace") is None
     assert await found.load("default") is found.default
 
 
@@ -88,7 +88,7 @@ async def test_whoever_gives_up_does_not_take_it_from_others(found: Tenants) -> 
 @pytest.mark.usefixtures("trimming")
 async def test_a_thousand_tenants_are_not_kept_for_ever(found: Tenants) -> None:
     busy = await found.load("busy")
-    found.enter(busy)
+    found.retain(busy)
     pass_by(found, found.default)
     for number in range(1000):
         pass_by(found, await found.load(f"t{number}"))
@@ -98,7 +98,7 @@ async def test_a_thousand_tenants_are_not_kept_for_ever(found: Tenants) -> None:
 
 
 @pytest.mark.usefixtures("trimming")
-async def test_who_comes_back_finds_what_was_kept(found: Tenants, shared: Shared) -> None:
+async def test_who_comes_back_finds_what_was_kept(found: Tenants, shared: SharedResources) -> None:
     ada = await found.load("ada")
     ada.rules.create("Mine", DEFINITION, "")
     ada.quotas["rules"].reserve(2)
@@ -106,7 +106,7 @@ async def test_who_comes_back_finds_what_was_kept(found: Tenants, shared: Shared
     pass_by(found, ada)
     for number in range(10):
         pass_by(found, await found.load(f"t{number}"))
-    assert found.loaded("ada") is None
+    assert found.get_loaded("ada") is None
     again = await found.load("ada")
     assert again is not ada
     assert again.rules.get("Mine").formula == "3 * dy"
@@ -122,15 +122,17 @@ async def test_programs_of_all_tenants_calls_and_sessions_are_bounded_together(f
     program: Any = SimpleNamespace(size=400)
     for name in ("ada", "bob"):
         tenant = await found.load(name)
-        found.enter(tenant)
+        found.retain(tenant)
         tenant.program_service.cache.put(SessionKey(name, b"", CallShape()), program)
         tenant.program_service.cache.put(StoredKey(name, CallShape()), program)
-    assert found.cached()[:2] == (4, 1600)
+    assert found.cache_usage()[:2] == (4, 1600)
     pass_by(found, found.default)
-    assert found.cached()[:2] == (2, 800)
+    assert found.cache_usage()[:2] == (2, 800)
 
 
-async def test_bytes_of_rules_are_bounded_and_counted_for_who_comes_back(shared: Shared, trimming: None) -> None:
+async def test_bytes_of_rules_are_bounded_and_counted_for_who_comes_back(
+    shared: SharedResources, trimming: None
+) -> None:
     size = DEFINITION.ByteSize()
     server, tenant = ({**whole, "registry_bytes": 0} for whole in (shared.server, shared.tenant))
     server["registry_bytes"], tenant["registry_bytes"] = 5 * size, 3 * size
@@ -141,7 +143,7 @@ async def test_bytes_of_rules_are_bounded_and_counted_for_who_comes_back(shared:
     pass_by(found, ada)
     for number in range(10):
         pass_by(found, await found.load(f"t{number}"))
-    assert found.loaded("ada") is None
+    assert found.get_loaded("ada") is None
     again, other = await found.load("ada"), await found.load("other")
     assert again.quotas["registry_bytes"].used == 2 * size
     with pytest.raises(GradruleError, match="--tenant-registry-bytes"):

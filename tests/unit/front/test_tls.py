@@ -41,7 +41,7 @@ def test_a_renewed_certificate_is_read_before_a_client_connects(
     shutil.copy(other.certificate, one.certificate)
     certificates.refresh()
     certificates.refresh()
-    assert caplog.text.count("the certificate from before stays") == 1
+    assert caplog.text.count("the previous certificate stays in use") == 1
     shutil.copy(other.key, one.key)
     with caplog.at_level(logging.INFO):
         certificates.refresh()

@@ -1,4 +1,4 @@
-"""Bidirectional streams: reading until the client or the server ends them, requests that run side by side."""
+"""`StreamEvaluate`: runs the requests of one stream side by side, and answers each as soon as it is ready."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2
@@ -14,23 +13,20 @@ from google.rpc import error_details_pb2
 from gradrule.common import wire_format
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.errors import GradruleError, error
+from gradrule_server.front.arriving_requests import RequestChunks
 from gradrule_server.front.calls import Caller, MethodTable, Write
-from gradrule_server.front.handlers import Door
-from gradrule_server.front.outcomes import incident
-from gradrule_server.front.request_chunks import RequestChunks
-from gradrule_server.front.status import status_of
+from gradrule_server.front.error_status import log_incident, to_status
+from gradrule_server.front.request_pipeline import RequestPipeline
 from gradrule_server.link.v1 import link_pb2
 
 _log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Answer = Callable[[], Awaitable[bytes]]
 
-# Requests of one stream that run or whose answers wait to be written, and bytes of the latter; past these it is not
-# read.
-_MAX_UNDER_WAY = 32
+# A stream is not read while more requests of it run or wait to be written, or more bytes of answers wait.
+_MAX_REQUESTS = 32
 _MAX_UNWRITTEN_BYTES = 64 << 20
-# Smaller chunks of an answer would cost more than they spare.
+# Smaller chunks of an answer would cost more than they save.
 _MIN_CHUNK_BYTES = 64 << 10
 
 _ANSWER_FIELDS = {
@@ -40,72 +36,47 @@ _ID_TAG = bytes((link_pb2.RawStreamResponse.REQUEST_ID_FIELD_NUMBER << 3 | wire_
 _CHUNK_FIELD = link_pb2.RawStreamResponse.CHUNK_FIELD_NUMBER
 
 
-async def incoming(
-    requests: AsyncIterator[bytes],
-    draining: asyncio.Event,
-    event: asyncio.Future[T] | None = None,
-    on_event: Callable[[T], Awaitable[None]] | None = None,
-) -> AsyncIterator[bytes]:
-    """The messages of a stream until the client has sent its last. UNAVAILABLE once the server is going away.
+class EvaluateStream:
+    """One `StreamEvaluate` stream. Requests have ids; their answers may come in another order.
 
-    Calls `on_event` with the result of `event` once it is set, between two messages.
-    """
-    drained = asyncio.ensure_future(draining.wait())
-    try:
-        while True:
-            coming = asyncio.ensure_future(anext(requests, None))
-            try:
-                if event is not None and on_event is not None:
-                    waited: set[asyncio.Future[Any]] = {coming, drained, event}
-                    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-                    if event.done():
-                        await on_event(event.result())
-                        event = None
-                await asyncio.wait({coming, drained}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                if not coming.done():
-                    coming.cancel()
-            if not coming.done():
-                raise error(errors_pb2.ERROR_REASON_UNAVAILABLE, "the server is going away", retry_after_s=0.0)
-            raw = coming.result()
-            if raw is None:
-                return
-            yield raw
-    finally:
-        drained.cancel()
-
-
-class Multiplexed:
-    """`StreamEvaluate`: requests under ids, answered as they are ready.
-
-    `methods`: what each kind of request does, with the type of its message.
+    Args:
+        pipeline: admits and parses each request.
+        caller: of the stream.
+        methods: method and message type for each kind of request.
+        write: writes a message to the client.
     """
 
     def __init__(
         self,
-        door: Door,
+        pipeline: RequestPipeline,
         caller: Caller,
         methods: MethodTable,
         write: Write,
     ) -> None:
-        self._door = door
+        self._pipeline = pipeline
         self._caller = caller
         self._methods = methods
         self._write = write
         self._writing = asyncio.Lock()
-        self._slots = asyncio.Semaphore(_MAX_UNDER_WAY)
+        self._slots = asyncio.Semaphore(_MAX_REQUESTS)
         self._unwritten = 0
         self._has_room = asyncio.Event()
         self._has_room.set()
-        self._under_way: dict[int, _UnderWay] = {}
-        self._chunks = RequestChunks(door, caller, _MAX_UNDER_WAY, self._refuse_late)
+        self._running: dict[int, _RunningRequest] = {}
+        self._chunks = RequestChunks(
+            pipeline,
+            caller,
+            max_requests=_MAX_REQUESTS,
+            max_deadline_s=pipeline.max_deadline_s,
+            on_late=self._refuse_late,
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_over = False
 
     async def run(self, requests: AsyncIterator[bytes]) -> None:
-        """Answers requests until the stream ends; what is under way by then is finished, unless the client left."""
+        """Answers requests until the stream ends, then waits for running requests, unless the client has left."""
         reading = asyncio.ensure_future(self._read(requests))
-        drained = asyncio.ensure_future(self._door.draining.wait())
+        drained = asyncio.ensure_future(self._pipeline.draining.wait())
         try:
             try:
                 await asyncio.wait({reading, drained}, return_when=asyncio.FIRST_COMPLETED)
@@ -131,18 +102,18 @@ class Multiplexed:
         async for raw in requests:
             if not self._has_room.is_set():
                 await self._has_room.wait()
-            await self._take(raw)
+            await self._handle(raw)
 
     def _refuse_late(self, number: int, cause: GradruleError) -> None:
-        """Answers a request whose chunks did not all come in time."""
+        """Answers a request whose chunks did not all arrive in time."""
         self._keep(asyncio.ensure_future(self._start(number, _fail(cause))))
 
     async def _finish(self) -> None:
         while self._tasks:
             await asyncio.wait(set(self._tasks))
 
-    async def _take(self, raw: bytes) -> None:
-        """Starts what a message asks for."""
+    async def _handle(self, raw: bytes) -> None:
+        """Starts, continues or cancels a request, as a message of the client says."""
         try:
             request = link_pb2.RawStreamRequest.FromString(raw)
             number, kind = request.request_id, request.WhichOneof("request")
@@ -156,7 +127,7 @@ class Multiplexed:
             await self._cancel(number)
         elif kind is None:
             await self._start(number, _refuse("the message holds no request"))
-        elif number in self._under_way:
+        elif number in self._running:
             await self._start(number, _refuse(f"a request {number} is under way on this stream; take another id"))
         elif kind == "chunk":
             failure = self._chunks.add(number, request.chunk, _seconds(request))
@@ -165,7 +136,7 @@ class Multiplexed:
         elif not request.chunk_bytes and not self._chunks.has_any:
             await self._answer(request, kind)
         elif self._chunks.forget_refused(number) and request.chunk_bytes:
-            # It was answered when it was refused. Without chunks it is another request, which took the id again.
+            # It was answered when it was refused. A request without chunks is a new one that uses the id again.
             return
         elif self._chunks.size(number) != request.chunk_bytes:
             came = self._chunks.size(number)
@@ -180,39 +151,39 @@ class Multiplexed:
             await self._answer(request, kind)
 
     async def _answer(self, request: link_pb2.RawStreamRequest, kind: str) -> None:
-        """Starts a request that is there as a whole."""
+        """Starts a request that has arrived completely."""
         number = request.request_id
         request_type, method = self._methods[kind]
-        observed = self._door.observer.part(kind)
+        observed = self._pipeline.observer.part(kind)
         raw: bytes = getattr(request, kind)
-        answer_whole = functools.partial(self._door.answer, self._caller, observed, request_type, method)
+        answer_whole = functools.partial(self._pipeline.answer, self._caller, observed, request_type, method)
 
         async def answer_joined() -> bytes:
-            return await answer_whole(*await self._chunks.joined(number, raw))
+            return await answer_whole(*await self._chunks.join(number, raw))
 
         answer = answer_joined if request.chunk_bytes else functools.partial(answer_whole, raw, _seconds(request))
         await self._start(number, answer, kind, request.answer_chunk_bytes, observed.request.id)
 
     async def _cancel(self, number: int) -> None:
-        under_way = self._under_way.get(number)
-        if under_way is not None:
-            under_way.is_given_up = True
+        running = self._running.get(number)
+        if running is not None:
+            running.is_cancelled = True
             # A task that is cancelled before its first step would never answer.
-            asyncio.get_running_loop().call_soon(under_way.cancel)
+            asyncio.get_running_loop().call_soon(running.cancel)
         elif self._chunks.drop(number):
-            await self._start(number, _fail(_given_up()))
+            await self._start(number, _fail(_cancelled()))
 
     async def _start(
         self, number: int, answer: Answer, kind: str = "", chunk_bytes: int = 0, request_id: str = ""
     ) -> None:
         await self._slots.acquire()
-        under_way = _UnderWay()
+        running = _RunningRequest()
         if kind:
-            self._under_way[number] = under_way
-        serving = self._serve(number, under_way, answer, kind, chunk_bytes, request_id)
-        under_way.task = asyncio.get_running_loop().create_task(serving)
-        self._tasks.add(under_way.task)
-        under_way.task.add_done_callback(self._served)
+            self._running[number] = running
+        serving = self._run_request(number, running, answer, kind, chunk_bytes, request_id)
+        running.task = asyncio.get_running_loop().create_task(serving)
+        self._tasks.add(running.task)
+        running.task.add_done_callback(self._served)
 
     def _served(self, task: asyncio.Task[None]) -> None:
         self._slots.release()
@@ -227,10 +198,10 @@ class Multiplexed:
         if not task.cancelled() and task.exception() is not None:
             _log.error("a request of a stream was not answered", exc_info=task.exception())
 
-    async def _serve(
-        self, number: int, under_way: _UnderWay, answer: Answer, kind: str, chunk_bytes: int, request_id: str
+    async def _run_request(
+        self, number: int, running: _RunningRequest, answer: Answer, kind: str, chunk_bytes: int, request_id: str
     ) -> None:
-        """Answers a request, however it ends: for nothing at all its client would wait for ever."""
+        """Answers a request in all cases, since its client would otherwise wait forever."""
         data: bytes | None = None
         failure: GradruleError | None = None
         try:
@@ -238,53 +209,53 @@ class Multiplexed:
         except GradruleError as cause:
             failure = cause
         except asyncio.CancelledError:
-            if not under_way.is_given_up or self._is_over:
+            if not running.is_cancelled or self._is_over:
                 raise
-            failure = _given_up()
+            failure = _cancelled()
         except Exception:
-            failure = incident()
+            failure = log_incident()
         finally:
-            under_way.is_answered = True
-            if self._under_way.get(number) is under_way:
-                del self._under_way[number]
-            # It holds the request's bytes, which are not counted any more.
+            running.is_answered = True
+            if self._running.get(number) is running:
+                del self._running[number]
+            # Frees the bytes of the request, which are not counted any more.
             del answer
         if data is None:
             assert failure is not None
-            await self._send(0, _failed(number, failure, request_id))
+            await self._send(0, _failure_message(number, failure, request_id))
         elif self._is_over:
-            # It answered all the same.
-            self._door.let_go(self._caller, len(data))
+            # The answer came after the stream had ended.
+            self._pipeline.release_bytes(self._caller, len(data))
         else:
             size, messages = len(data), _messages(number, _ANSWER_FIELDS[kind], data, chunk_bytes)
-            # The messages hold what they need of it.
+            # Frees the answer early: the messages hold what they need of it.
             del data
             await self._send(size, messages)
 
     async def _send(self, size: int, messages: bytes | Iterator[bytes]) -> None:
-        """Writes an answer of so many bytes, whose messages, if there are several, are made when their turn comes."""
+        """Writes an answer of `size` bytes; the messages of a chunked answer are made one by one."""
         self._count(size)
         held = size
         try:
             if isinstance(messages, bytes):
                 async with self._writing:
-                    # The stream counts what it writes.
-                    self._door.let_go(self._caller, held)
+                    # From here on `OpenStreams` counts the message.
+                    self._pipeline.release_bytes(self._caller, held)
                     held = 0
                     await self._try_to_write(messages)
                 return
-            # Chunks are copies: the answer stays until the last is written.
+            # Chunks are copies, so the answer stays in memory until the last chunk is written.
             for data in messages:
                 async with self._writing:
                     if not await self._try_to_write(data):
                         return
         finally:
             if held:
-                self._door.let_go(self._caller, held)
+                self._pipeline.release_bytes(self._caller, held)
             self._count(-size)
 
     async def _try_to_write(self, data: bytes) -> bool:
-        """Writes a message; returns whether that could be done."""
+        """Writes a message; returns whether that worked."""
         try:
             await self._write(data)
         except Exception:
@@ -294,7 +265,7 @@ class Multiplexed:
         return True
 
     def _count(self, size: int) -> None:
-        """Counts answers that wait, in and out."""
+        """Counts bytes of answers that wait to be written; stops counting them where `size` is negative."""
         self._unwritten += size
         if self._unwritten > _MAX_UNWRITTEN_BYTES:
             self._has_room.clear()
@@ -302,18 +273,18 @@ class Multiplexed:
             self._has_room.set()
 
 
-class _UnderWay:
-    """A request whose answer is being made."""
+class _RunningRequest:
+    """A request whose answer is being computed or written."""
 
-    __slots__ = ("is_answered", "is_given_up", "task")
+    __slots__ = ("is_answered", "is_cancelled", "task")
 
     def __init__(self) -> None:
         self.task: asyncio.Task[None] | None = None
-        self.is_given_up = False
+        self.is_cancelled = False
         self.is_answered = False
 
     def cancel(self) -> None:
-        """Ends the making of the answer, unless it is made; its writing goes on."""
+        """Cancels the computation, unless the answer is ready; its writing continues."""
         if self.task is not None and not self.is_answered:
             self.task.cancel()
 
@@ -329,19 +300,19 @@ def _fail(cause: GradruleError) -> Answer:
     return answer
 
 
-def _given_up() -> GradruleError:
+def _cancelled() -> GradruleError:
     return error(errors_pb2.ERROR_REASON_CANCELLED, "the client gave the request up")
 
 
 def _seconds(request: link_pb2.RawStreamRequest) -> float | None:
-    """Seconds that the client gives a request; None: the default."""
+    """Returns the seconds that the client gives a request; None: the default deadline."""
     return request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else None
 
 
 def _messages(number: int, field: int, answer: bytes, chunk_bytes: int) -> bytes | Iterator[bytes]:
-    """The messages of an answer, with `chunk_bytes` of it in each; 0: with all of it in one, which is returned itself.
+    """Returns the messages of an answer, each with `chunk_bytes` of it; 0: the one message with all of it.
 
-    One message is made at once, so that the answer need not be kept beside it.
+    A single message is made now, so that the answer can be freed.
     """
     head = _ID_TAG + wire_format.varint(number)
     size = max(chunk_bytes, _MIN_CHUNK_BYTES)
@@ -356,13 +327,13 @@ def _chunks(head: bytes, last: bytes, answer: memoryview, size: int) -> Iterator
     yield last
 
 
-def _failed(number: int, cause: GradruleError, request_id: str) -> bytes:
+def _failure_message(number: int, cause: GradruleError, request_id: str) -> bytes:
     try:
-        status = status_of(cause)
+        status = to_status(cause)
         if request_id:
-            # A call of its own would have it in its trailers.
+            # Unary calls have the id in their trailers.
             status.details.add().Pack(error_details_pb2.RequestInfo(request_id=request_id))
         return link_pb2.RawStreamResponse(request_id=number, status=status.SerializeToString()).SerializeToString()
     except Exception:
-        # What cannot be told is told by its incident.
-        return _failed(number, incident(), "")
+        # The status could not be made: report an incident instead.
+        return _failure_message(number, log_incident(), "")

@@ -382,7 +382,7 @@ def test_client_certificates_and_renewal(tmp_path: Path) -> None:
             running.process.send_signal(signal.SIGHUP)
             with connect(old, ada) as client:
                 assert client.get_rule("Mine").name == "Mine"
-            wait_until(lambda: "certificate from before stays" in running.log.read_text() or None, "a line in the log")
+            wait_until(lambda: "previous certificate stays" in running.log.read_text() or None, "a line in the log")
             shutil.copy(second.key, key)
             running.process.send_signal(signal.SIGHUP)
             wait_until(lambda: answers(connect(new, ada)), "the new certificate")

@@ -13,34 +13,34 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 
 from gradrule.v1 import rule_pb2
-from gradrule_server.front.admission import Admission, Bound, Share
+from gradrule_server.front.admission import Admission, InFlight, InFlightLimits
+from gradrule_server.front.arriving_requests import UnaryRequests
+from gradrule_server.front.authentication import CallerAuthenticator
 from gradrule_server.front.calls import Call
 from gradrule_server.front.connections import ConnectionWatch
-from gradrule_server.front.handlers import Door, Times
-from gradrule_server.front.identity import Identity
-from gradrule_server.front.reading import Arrivals
-from gradrule_server.front.status import DETAILS_KEY
+from gradrule_server.front.error_status import DETAILS_KEY
+from gradrule_server.front.request_pipeline import CallTimes, RequestPipeline
 from gradrule_server.identity import Authenticator
 from tests.battery import wire
 
 MESSAGE = 1_000_000
 
 
-class Hosts:
+class FakeTenants:
     """One tenant that has nothing."""
 
     def __init__(self) -> None:
-        self.tenant: Any = SimpleNamespace(name="default", share=Share(), quotas={})
+        self.tenant: Any = SimpleNamespace(name="default", in_flight=InFlight(), quotas={})
 
-    def loaded(self, _: str) -> Any:
+    def get_loaded(self, _: str) -> Any:
         return self.tenant
 
     async def load(self, _: str) -> Any:
         return self.tenant
 
-    def enter(self, _: Any) -> None: ...
+    def retain(self, _: Any) -> None: ...
 
-    def leave(self, _: Any) -> None: ...
+    def release(self, _: Any) -> None: ...
 
 
 async def echo(call: Call[rule_pb2.GetRuleRequest]) -> bytes:
@@ -51,17 +51,19 @@ class Served:
     """A real server with one unary method, which answers with its request."""
 
     def __init__(self, *, requests: int = 9, deadline_s: float = 10.0, stall_s: float = 60.0) -> None:
-        bound = Bound(requests, 3 * MESSAGE // 2)
+        bound = InFlightLimits(requests, 3 * MESSAGE // 2)
         self.admission = Admission(bound, bound, MESSAGE)
-        self.hosts = Hosts()
-        self.door = Door(Identity(Authenticator()), self.hosts, self.admission, Times(deadline_s, 60.0, stall_s))
+        self.tenants = FakeTenants()
+        self.pipeline = RequestPipeline(
+            CallerAuthenticator(Authenticator()), self.tenants, self.admission, CallTimes(deadline_s, 60.0, stall_s)
+        )
         self.target = ""
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Any]:
         """Yields the method."""
         server = grpc.aio.server()
-        server.add_generic_rpc_handlers((self.door.service("s", {"m": (rule_pb2.GetRuleRequest, echo)}),))
+        server.add_generic_rpc_handlers((self.pipeline.create_service("s", {"m": (rule_pb2.GetRuleRequest, echo)}),))
         self.target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
         try:
@@ -106,7 +108,7 @@ async def test_a_request_that_does_not_come_is_counted_and_ends() -> None:
         assert await refused(method(of(b""), timeout=30)) == "OVERLOADED"
         assert await refused(slow) == "DEADLINE_EXCEEDED"
         assert await method(of(b"\n\x01a"), timeout=30) == b"\n\x01a"
-    assert (served.hosts.tenant.share.requests, served.hosts.tenant.share.size) == (0, 0)
+    assert (served.tenants.tenant.in_flight.requests, served.tenants.tenant.in_flight.size) == (0, 0)
 
 
 async def test_a_half_request_is_counted_and_ends() -> None:
@@ -127,8 +129,8 @@ async def test_no_request_is_none() -> None:
 
 async def test_requests_that_come_slowly_count_as_large_ones() -> None:
     served = Served()
-    served.door._arrivals = Arrivals(served.admission, ConnectionWatch(), 0.1)
-    share = served.hosts.tenant.share
+    served.pipeline._unary_requests = UnaryRequests(served.admission, ConnectionWatch(), 0.1)
+    share = served.tenants.tenant.in_flight
     async with served.running() as method:
         first = method(never(), timeout=30)
         await served.has_in_flight(1)
@@ -147,17 +149,17 @@ async def test_requests_that_come_slowly_count_as_large_ones() -> None:
 async def test_a_request_that_is_too_large_beside_others_is_refused() -> None:
     served = Served()
     async with served.running() as method:
-        served.admission.adjust(served.hosts.tenant.share, MESSAGE)
+        served.admission.adjust_bytes(served.tenants.tenant.in_flight, MESSAGE)
         large = rule_pb2.GetRuleRequest(name="x" * MESSAGE).SerializeToString()
         assert await refused(method(of(large), timeout=30)) == "OVERLOADED"
-        served.admission.adjust(served.hosts.tenant.share, -MESSAGE)
+        served.admission.adjust_bytes(served.tenants.tenant.in_flight, -MESSAGE)
         assert await method(of(large), timeout=30) == large
 
 
 @pytest.mark.parametrize("stall_s", [0.4, 60.0])
 async def test_an_answer_that_is_not_read_takes_its_connection_with_it(stall_s: float) -> None:
     served = Served(stall_s=stall_s)
-    share = served.hosts.tenant.share
+    share = served.tenants.tenant.in_flight
     request = rule_pb2.GetRuleRequest(name="x" * 1000).SerializeToString()
     async with served.running() as method, wire.connected(served.target) as (reader, writer):
         start = wire.PREFACE + wire.settings((wire.INITIAL_WINDOW_SIZE, 0))
@@ -189,9 +191,9 @@ async def test_a_read_that_is_given_up_ends_by_itself() -> None:
         async def read(self) -> bytes:
             return await message
 
-    bound = Bound(9, MESSAGE)
+    bound = InFlightLimits(9, MESSAGE)
     context: Any = Call()
-    reading = asyncio.create_task(Arrivals(Admission(bound, bound), ConnectionWatch()).read(context, Share()))
+    reading = asyncio.create_task(UnaryRequests(Admission(bound, bound), ConnectionWatch()).read(context, InFlight()))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     reading.cancel()
@@ -211,7 +213,7 @@ async def test_a_message_of_a_stream_that_is_given_up_ends_by_itself() -> None:
         async def __anext__(self) -> bytes:
             return await message
 
-    connection = ConnectionWatch().of("ipv4:192.0.2.1:1234")
+    connection = ConnectionWatch().get("ipv4:192.0.2.1:1234")
     reading: asyncio.Future[bytes] = asyncio.ensure_future(anext(connection.messages(Requests())))
     await asyncio.sleep(0)
     await asyncio.sleep(0)

@@ -10,7 +10,7 @@ from google.rpc import error_details_pb2
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import Finding, GradruleError, Resource, error
-from gradrule_server.front.status import MAX_FINDINGS_BYTES, code_of, status_of
+from gradrule_server.front.error_status import MAX_FINDINGS_BYTES, status_code, to_status
 
 _PROTO = Path(__file__).resolve().parents[3] / "protos/gradrule/v1/errors.proto"
 
@@ -25,7 +25,7 @@ def test_every_reason_has_the_code_that_the_proto_documents() -> None:
     documented = _documented_codes()
     reasons = {name: number for name, number in errors_pb2.ErrorReason.items() if number}
     assert documented.keys() == reasons.keys()
-    assert {name: code_of(errors_pb2.ErrorReason.Value(name)).name for name in reasons} == documented
+    assert {name: status_code(errors_pb2.ErrorReason.Value(name)).name for name in reasons} == documented
 
 
 def _details(status: object) -> dict[str, object]:
@@ -43,7 +43,7 @@ def test_details_tell_reason_findings_delay_and_resource() -> None:
     cause = error(
         errors_pb2.ERROR_REASON_OVERLOADED, "full", retry_after_s=1.5, resource=Resource("gradrule.v1.Rule", "rules/a")
     )
-    details = _details(status_of(cause))
+    details = _details(to_status(cause))
     assert details["ErrorInfo"].reason == "OVERLOADED"  # type: ignore[attr-defined]
     assert details["ErrorInfo"].domain == "gradrule"  # type: ignore[attr-defined]
     assert details["RetryInfo"].retry_delay.ToSeconds() == 1  # type: ignore[attr-defined]
@@ -53,7 +53,7 @@ def test_details_tell_reason_findings_delay_and_resource() -> None:
 @pytest.mark.parametrize("text", ["x" * 5000, "ü" * 5000])
 def test_many_long_findings_are_cut_to_what_trailers_carry_and_counted(text: str) -> None:
     cause = GradruleError([Finding(errors_pb2.ERROR_REASON_DANGLING_INPUT, text, "n" * 900) for _ in range(500)])
-    status = status_of(cause)
+    status = to_status(cause)
     details = _details(status)
     kept = len(details["BadRequest"].field_violations)  # type: ignore[attr-defined]
     assert 1 <= kept < 500

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from gradrule_server.front.stalls import WatchedWriter
+from gradrule_server.front.unread_answers import WatchedWriter
 
 MIB = 1 << 20
 

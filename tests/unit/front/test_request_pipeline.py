@@ -13,7 +13,7 @@ from gradrule_server.front.calls import Call, Caller
 from gradrule_server.front.session_service import SessionServicer
 from gradrule_server.identity import Authenticator, Principal
 from gradrule_server.operations.request_record import ANSWER_COMPRESSION
-from tests.unit.front.doors import Aborted, Context, call, door_of, stream
+from tests.unit.front.pipelines import Aborted, Context, call, create_pipeline, stream
 
 
 class Withdrawn(Authenticator):
@@ -34,11 +34,11 @@ async def test_a_call_that_takes_too_long_is_cancelled_and_says_so() -> None:
             raise
         return b""
 
-    door = door_of(default_deadline_s=0.02, max_deadline_s=0.03)
+    pipeline = create_pipeline(default_deadline_s=0.02, max_deadline_s=0.03)
     for remaining in (None, 0.01, 600.0):
         context = Context(remaining)
         with pytest.raises(Aborted):
-            await call(door, slow, context)
+            await call(pipeline, slow, context)
         assert (context.reason, context.code) == ("DEADLINE_EXCEEDED", grpc.StatusCode.DEADLINE_EXCEEDED)
     assert ends == ["cancelled"] * 3
 
@@ -50,7 +50,7 @@ async def test_a_fault_of_a_method_s_own_is_not_taken_for_a_deadline(fault: type
 
     context = Context()
     with pytest.raises(Aborted):
-        await call(door_of(), broken, context)
+        await call(create_pipeline(), broken, context)
     assert context.reason == "INTERNAL"
 
 
@@ -61,17 +61,17 @@ async def test_no_more_than_so_many_at_a_time() -> None:
         await gate.wait()
         return b"done"
 
-    door = door_of(1)
-    first = asyncio.create_task(call(door, waits, Context()))
+    pipeline = create_pipeline(1)
+    first = asyncio.create_task(call(pipeline, waits, Context()))
     await asyncio.sleep(0)
     refused = Context()
     with pytest.raises(Aborted):
-        await call(door, waits, refused)
+        await call(pipeline, waits, refused)
     assert refused.reason == "OVERLOADED"
     assert refused.trailers["grpc-retry-pushback-ms"] == "200"
     gate.set()
     assert await first == b"done"
-    assert await call(door, waits, Context()) == b"done"
+    assert await call(pipeline, waits, Context()) == b"done"
 
 
 class CompressedContext(Context):
@@ -93,14 +93,14 @@ async def test_an_answer_that_there_is_no_memory_for_is_refused_before_its_metad
     async def large(_: Call[Any]) -> bytes:
         return bytes(250_000)
 
-    door = door_of()
+    pipeline = create_pipeline()
     for _ in range(4):
         context = CompressedContext()
-        assert len(await call(door, large, context)) == 250_000
+        assert len(await call(pipeline, large, context)) == 250_000
         assert context.has_metadata
     refused = CompressedContext()
     with pytest.raises(Aborted):
-        await call(door, large, refused)
+        await call(pipeline, large, refused)
     # Clients do not send a call again whose metadata they received.
     assert refused.reason == "OVERLOADED" and not refused.has_metadata
 
@@ -116,14 +116,14 @@ async def test_a_session_s_message_is_parsed_once_it_is_let_in() -> None:
     async def start() -> AsyncIterator[bytes]:
         yield b"\x0a\x02\xff\xff"
 
-    door = door_of(1)
-    session = SessionServicer(door).streams()["RunSession"]
-    first = asyncio.create_task(call(door, waits, Context()))
+    pipeline = create_pipeline(1)
+    session = SessionServicer(pipeline).streams()["RunSession"]
+    first = asyncio.create_task(call(pipeline, waits, Context()))
     await asyncio.sleep(0)
     for reason in ("OVERLOADED", "MALFORMED_REQUEST"):
         context = Context()
         with pytest.raises(Aborted):
-            await stream(door, session, context, start())
+            await stream(pipeline, session, context, start())
         assert context.reason == reason
         context.done()
         gate.set()
@@ -136,7 +136,7 @@ async def test_bytes_that_are_no_request() -> None:
 
     context = Context()
     with pytest.raises(Aborted):
-        await call(door_of(), never, context, b"\xff\xff")
+        await call(create_pipeline(), never, context, b"\xff\xff")
     assert context.reason == "MALFORMED_REQUEST"
 
 
@@ -150,7 +150,7 @@ async def test_a_stream_ends_with_its_credential_at_the_next_request() -> None:
 
     context = Context()
     with pytest.raises(Aborted):
-        await stream(door_of(credentials=Withdrawn()), reads, context, some())
+        await stream(create_pipeline(credentials=Withdrawn()), reads, context, some())
     assert context.reason == "UNAUTHENTICATED"
 
 
@@ -161,9 +161,9 @@ async def test_a_stream_ends_with_its_credential_though_it_is_quiet() -> None:
     for _ in range(2):
         context = Context()
         with pytest.raises(Aborted):
-            await asyncio.wait_for(stream(door_of(recheck_s=0.05, credentials=Withdrawn()), quiet, context), 5)
+            await asyncio.wait_for(stream(create_pipeline(recheck_s=0.05, credentials=Withdrawn()), quiet, context), 5)
         assert context.reason == "UNAUTHENTICATED"
-    still = asyncio.ensure_future(stream(door_of(recheck_s=0.01), quiet, Context()))
+    still = asyncio.ensure_future(stream(create_pipeline(recheck_s=0.01), quiet, Context()))
     await asyncio.sleep(0.1)
     assert not still.done()
     still.cancel()
@@ -180,7 +180,7 @@ async def test_a_stream_whose_client_does_not_read_ends() -> None:
 
     context = Context()
     with pytest.raises(Aborted):
-        await asyncio.wait_for(stream(door_of(stall_s=0.05), writes, context), 5)
+        await asyncio.wait_for(stream(create_pipeline(stall_s=0.05), writes, context), 5)
     assert (context.reason, ends) == ("DEADLINE_EXCEEDED", ["ended"])
 
 
@@ -188,7 +188,7 @@ async def test_a_stream_that_is_quiet_goes_on() -> None:
     async def quiet(_: Caller, __: AsyncIterator[bytes], ___: Any) -> None:
         await asyncio.sleep(0.2)
 
-    await stream(door_of(stall_s=0.02), quiet, Context())
+    await stream(create_pipeline(stall_s=0.02), quiet, Context())
 
 
 async def test_no_more_than_so_many_streams() -> None:
@@ -197,44 +197,44 @@ async def test_no_more_than_so_many_streams() -> None:
     async def waits(_: Caller, __: AsyncIterator[bytes], ___: Any) -> None:
         await gate.wait()
 
-    door, read = door_of(), Context()
-    first = asyncio.create_task(stream(door, waits, read))
+    pipeline, read = create_pipeline(), Context()
+    first = asyncio.create_task(stream(pipeline, waits, read))
     await asyncio.sleep(0.01)
     refused = Context()
     with pytest.raises(Aborted):
-        await stream(door, waits, refused)
+        await stream(pipeline, waits, refused)
     assert refused.reason == "QUOTA_EXCEEDED"
     gate.set()
     await first
     # Until its client has read all, it counts.
     with pytest.raises(Aborted):
-        await stream(door, waits, Context())
+        await stream(pipeline, waits, Context())
     read.done()
-    await stream(door, waits, Context())
+    await stream(pipeline, waits, Context())
 
 
 async def test_answers_count_until_they_are_read() -> None:
     async def large(_: Call[Any]) -> bytes:
         return bytes(600_000)
 
-    door, first = door_of(), Context()
-    await call(door, large, first)
+    pipeline, first = create_pipeline(), Context()
+    await call(pipeline, large, first)
     # Whoever has answers to read gets no more than fit beside them.
     for _ in range(2):
         refused = Context()
         with pytest.raises(Aborted):
-            await call(door, large, refused)
+            await call(pipeline, large, refused)
         assert refused.reason == "OVERLOADED"
         refused.done()
     first.done()
-    await call(door, large, Context())
+    await call(pipeline, large, Context())
 
 
 async def test_an_answer_that_is_alone_may_be_of_any_size() -> None:
     async def huge(_: Call[Any]) -> bytes:
         return bytes(10**7)
 
-    assert len(await call(door_of(), huge, Context())) == 10**7
+    assert len(await call(create_pipeline(), huge, Context())) == 10**7
 
 
 async def test_an_answer_on_a_stream_counts_though_the_stream_has_ended() -> None:
@@ -244,16 +244,16 @@ async def test_an_answer_on_a_stream_counts_though_the_stream_has_ended() -> Non
     async def small(_: Call[Any]) -> bytes:
         return b""
 
-    door, stalled = door_of(stall_s=0.02), Context()
+    pipeline, stalled = create_pipeline(stall_s=0.02), Context()
     with pytest.raises(Aborted):
-        await stream(door, writes, stalled)
+        await stream(pipeline, writes, stalled)
     refused = Context()
     with pytest.raises(Aborted):
-        await call(door, small, refused)
+        await call(pipeline, small, refused)
     assert refused.reason == "OVERLOADED"
     # gRPC takes the call for done, and has the answer still.
     stalled.done()
     with pytest.raises(Aborted):
-        await call(door, small, Context())
+        await call(pipeline, small, Context())
     await asyncio.sleep(0.1)
-    await call(door, small, Context())
+    await call(pipeline, small, Context())

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from gradrule_server.errors import GradruleError, reason_name
-from gradrule_server.front.deadlines import Deadlines
+from gradrule_server.front.timers import Deadlines
 
 
 async def work(deadlines: Deadlines, seconds: float, takes_s: float) -> str:

@@ -11,10 +11,10 @@ import grpc
 from google.rpc import error_details_pb2, status_pb2
 
 from gradrule.v1 import rule_pb2
-from gradrule_server.front.admission import Admission, Bound, Share
+from gradrule_server.front.admission import Admission, InFlight, InFlightLimits
+from gradrule_server.front.authentication import CallerAuthenticator
 from gradrule_server.front.calls import Method, StreamMethod
-from gradrule_server.front.handlers import Door, Times
-from gradrule_server.front.identity import Identity
+from gradrule_server.front.request_pipeline import CallTimes, RequestPipeline
 from gradrule_server.identity import Authenticator
 from gradrule_server.quotas import Quota
 
@@ -23,7 +23,7 @@ class Aborted(Exception):
     """The call ended with a status."""
 
 
-class Hosts:
+class FakeTenants:
     """Tenants that have nothing but quotas."""
 
     def __init__(self, streams: int = 1) -> None:
@@ -31,34 +31,38 @@ class Hosts:
         self.inside = 0
         self._streams = streams
 
-    def loaded(self, name: str) -> Any:
+    def get_loaded(self, name: str) -> Any:
         return self.tenants.get(name)
 
     async def load(self, name: str) -> Any:
         quotas = {"streams": Quota(self._streams, "streams", "--tenant-streams")}
-        return self.tenants.setdefault(name, SimpleNamespace(name=name, share=Share(), quotas=quotas, sessions=None))
+        return self.tenants.setdefault(
+            name, SimpleNamespace(name=name, in_flight=InFlight(), quotas=quotas, sessions=None)
+        )
 
-    def enter(self, _: Any) -> None:
+    def retain(self, _: Any) -> None:
         self.inside += 1
 
-    def leave(self, _: Any) -> None:
+    def release(self, _: Any) -> None:
         self.inside -= 1
 
 
-def door_of(
+def create_pipeline(
     max_requests: int = 9,
     default_deadline_s: float = 10.0,
     max_deadline_s: float = 10.0,
     stall_s: float = 10.0,
     recheck_s: float = 10.0,
     credentials: Authenticator | None = None,
-) -> Door:
-    times = Times(default_deadline_s, max_deadline_s, stall_s, recheck_s)
-    return Door(Identity(credentials or Authenticator()), Hosts(), admission_of(max_requests), times)
+) -> RequestPipeline:
+    times = CallTimes(default_deadline_s, max_deadline_s, stall_s, recheck_s)
+    return RequestPipeline(
+        CallerAuthenticator(credentials or Authenticator()), FakeTenants(), create_admission(max_requests), times
+    )
 
 
-def admission_of(max_requests: int) -> Admission:
-    bound = Bound(max_requests, 10**6)
+def create_admission(max_requests: int) -> Admission:
+    bound = InFlightLimits(max_requests, 10**6)
     return Admission(bound, bound)
 
 
@@ -111,8 +115,8 @@ class Context:
         raise Aborted
 
 
-async def call(door: Door, method: Method[Any], context: Context, raw: bytes = b"") -> bytes:
-    service = door.service("s", {"m": (rule_pb2.GetRuleRequest, method)})
+async def call(pipeline: RequestPipeline, method: Method[Any], context: Context, raw: bytes = b"") -> bytes:
+    service = pipeline.create_service("s", {"m": (rule_pb2.GetRuleRequest, method)})
     handler: Any = service.service(SimpleNamespace(method="/s/m", invocation_metadata=()))
     if handler.stream_unary is None:
         # Refused before the request is read.
@@ -123,9 +127,9 @@ async def call(door: Door, method: Method[Any], context: Context, raw: bytes = b
 
 
 async def stream(
-    door: Door, method: StreamMethod, context: Context, requests: AsyncIterator[bytes] | None = None
+    pipeline: RequestPipeline, method: StreamMethod, context: Context, requests: AsyncIterator[bytes] | None = None
 ) -> None:
-    handler: Any = door.service("s", streams={"m": method}).service(
+    handler: Any = pipeline.create_service("s", streams={"m": method}).service(
         SimpleNamespace(method="/s/m", invocation_metadata=())
     )
     await handler.stream_stream(never_read() if requests is None else requests, context)

@@ -11,9 +11,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from gradrule_server.front import health as health_module
-from gradrule_server.front.health import NOT_SERVING, SERVING, Health
-from gradrule_server.front.server import Connections, Front
+from gradrule_server.front.public_services import NOT_SERVING, SERVING, Health
+from gradrule_server.front.server import ConnectionSettings, GrpcServer
 from tests.battery import wire
 
 WATCH = "/grpc.health.v1.Health/Watch"
@@ -111,9 +110,8 @@ async def test_a_watcher_that_does_not_read_is_dropped() -> None:
         await eventually(is_let_in)
 
 
-async def test_a_request_that_does_not_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health_module, "_REQUEST_S", 0.3)
-    async with serving(Health()) as target, grpc.aio.insecure_channel(target) as channel:
+async def test_a_request_that_does_not_end_is_not_waited_for() -> None:
+    async with serving(Health(request_s=0.3)) as target, grpc.aio.insecure_channel(target) as channel:
 
         async def never() -> AsyncIterator[bytes]:
             await asyncio.sleep(60)
@@ -132,17 +130,17 @@ async def test_a_request_that_does_not_end_is_not_waited_for(monkeypatch: pytest
 
 
 async def test_the_server_ends_though_watchers_do_not_read() -> None:
-    connections = Connections(4096, 8192, 16, 100, 10.0, 30.0, 20.0, 0.0, 1.0)
-    front = Front(connections)
-    port = await front.start("127.0.0.1:0", None)
+    connections = ConnectionSettings(4096, 8192, 16, 100, 10.0, 30.0, 20.0, 0.0, 1.0)
+    server = GrpcServer(connections)
+    port = await server.start("127.0.0.1:0", None)
     target = f"127.0.0.1:{port}"
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(not_reading(target, 5))
         client = await stack.enter_async_context(stub(target))
         watched = client.Watch(asked())
         assert (await watched.read()).status == SERVING
-        front.set_ready(True)
-        draining = asyncio.ensure_future(front.drain(1.0))
+        server.set_ready(True)
+        draining = asyncio.ensure_future(server.drain(1.0))
         # Whoever reads is told, and the end comes when it is due.
         assert (await asyncio.wait_for(watched.read(), 5)).status == NOT_SERVING
         await asyncio.wait_for(draining, 5)

@@ -17,13 +17,13 @@ from google.rpc import error_details_pb2, status_pb2
 
 from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.errors import error
-from gradrule_server.front.admission import Share
+from gradrule_server.front.admission import InFlight
+from gradrule_server.front.arriving_requests import RequestChunks
 from gradrule_server.front.calls import Call, Caller, Write
-from gradrule_server.front.request_chunks import RequestChunks
-from gradrule_server.front.streams import Multiplexed
+from gradrule_server.front.evaluate_stream import EvaluateStream
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import NOT_RUN, EngineRun, current
-from tests.unit.front.doors import Aborted, Context, door_of, stream
+from tests.unit.front.pipelines import Aborted, Context, create_pipeline, stream
 
 # Three fit into what doors have room for.
 SIZE = 300_000
@@ -60,15 +60,17 @@ class Opened:
         max_deadline_s: float = 10.0,
         max_requests: int = 9,
     ) -> None:
-        self.share = Share()
+        self.in_flight = InFlight()
         self._requests: asyncio.Queue[link_pb2.RawStreamRequest | None] = asyncio.Queue()
-        door = door_of(max_requests, stall_s=stall_s, max_deadline_s=max_deadline_s)
+        pipeline = create_pipeline(max_requests, stall_s=stall_s, max_deadline_s=max_deadline_s)
 
         async def method(caller: Caller, requests: AsyncIterator[bytes], write: Write) -> None:
-            self.share = caller.tenant.share
-            await Multiplexed(door, caller, {"evaluate": (evaluate_pb2.EvaluateRequest, evaluate)}, write).run(requests)
+            self.in_flight = caller.tenant.in_flight
+            await EvaluateStream(pipeline, caller, {"evaluate": (evaluate_pb2.EvaluateRequest, evaluate)}, write).run(
+                requests
+            )
 
-        self.task = asyncio.ensure_future(stream(door, method, context, self._messages()))
+        self.task = asyncio.ensure_future(stream(pipeline, method, context, self._messages()))
 
     async def _messages(self) -> AsyncIterator[bytes]:
         while (request := await self._requests.get()) is not None:
@@ -118,7 +120,7 @@ async def large(_: Call[Any]) -> bytes:
     return bytes(SIZE)
 
 
-def counted(share: Share) -> int:
+def counted(share: InFlight) -> int:
     """How many answers are counted; what a message has around its answer is next to nothing."""
     answers, around = divmod(share.size, SIZE)
     assert around < 100
@@ -130,11 +132,11 @@ async def test_answers_that_wait_are_counted_once_each() -> None:
     opened = Opened(context, large)
     await opened.ask(1, 2, 3)
     # One is being written, two wait.
-    assert counted(opened.share) == 3
+    assert counted(opened.in_flight) == 3
     context.reading.set()
     await settled()
     assert context.answers == dict.fromkeys([1, 2, 3], "evaluate")
-    assert opened.share.size == 0
+    assert opened.in_flight.size == 0
     await opened.end()
 
 
@@ -142,14 +144,14 @@ async def test_an_answer_for_which_there_is_no_room_is_refused_and_ends_nothing(
     context = Reads()
     opened = Opened(context, large)
     await opened.ask(1, 2, 3, 4, 5)
-    assert counted(opened.share) == 3
+    assert counted(opened.in_flight) == 3
     context.reading.set()
     await settled()
     assert context.answers == dict.fromkeys([1, 2, 3], "evaluate") | dict.fromkeys([4, 5], "OVERLOADED")
     await opened.ask(4)
     assert context.answers[4] == "evaluate"
     await opened.end()
-    assert (opened.share.requests, opened.share.size) == (0, 0)
+    assert (opened.in_flight.requests, opened.in_flight.size) == (0, 0)
 
 
 async def test_answers_of_a_stream_that_is_given_up_count_no_longer() -> None:
@@ -158,9 +160,9 @@ async def test_answers_of_a_stream_that_is_given_up_count_no_longer() -> None:
     await opened.ask(1, 2, 3)
     await opened.cancel()
     # That which was being written is gRPC's until it is done with the call.
-    assert counted(opened.share) == 1
+    assert counted(opened.in_flight) == 1
     context.done()
-    assert (opened.share.requests, opened.share.size) == (0, 0)
+    assert (opened.in_flight.requests, opened.in_flight.size) == (0, 0)
 
 
 async def test_an_answer_that_waits_holds_nothing_else_of_its_request() -> None:
@@ -194,19 +196,19 @@ async def test_answers_that_cannot_be_written_count_no_longer() -> None:
     await opened.ask(1, 2, 3)
     await opened.end()
     context.done()
-    assert (opened.share.requests, opened.share.size) == (0, 0)
+    assert (opened.in_flight.requests, opened.in_flight.size) == (0, 0)
 
 
 async def test_answers_of_a_stream_that_nobody_reads_count_no_longer() -> None:
     context = Context()
     opened = Opened(context, large, stall_s=0.2)
     await opened.ask(1, 2, 3)
-    assert counted(opened.share) == 3
+    assert counted(opened.in_flight) == 3
     with pytest.raises(Aborted):
         await opened.task
     assert context.reason == "DEADLINE_EXCEEDED"
     await asyncio.sleep(0.6)
-    assert (opened.share.requests, opened.share.size) == (0, 0)
+    assert (opened.in_flight.requests, opened.in_flight.size) == (0, 0)
 
 
 async def test_an_answer_that_comes_though_it_was_given_up_counts_no_longer() -> None:
@@ -217,9 +219,9 @@ async def test_an_answer_that_comes_though_it_was_given_up_counts_no_longer() ->
 
     opened = Opened(Reads(), stubborn)
     await opened.ask(1)
-    assert opened.share.requests == 1
+    assert opened.in_flight.requests == 1
     await opened.cancel()
-    assert (opened.share.requests, opened.share.size) == (0, 0)
+    assert (opened.in_flight.requests, opened.in_flight.size) == (0, 0)
 
 
 async def test_an_answer_that_is_there_as_its_stream_ends_counts_no_longer() -> None:
@@ -231,7 +233,7 @@ async def test_an_answer_that_is_there_as_its_stream_ends_counts_no_longer() -> 
             await asyncio.sleep(0)
         await opened.cancel()
         context.done()
-        assert (opened.share.requests, opened.share.size) == (0, 0), steps
+        assert (opened.in_flight.requests, opened.in_flight.size) == (0, 0), steps
 
 
 async def test_a_failure_that_cannot_be_told_is_an_incident_and_ends_nothing() -> None:
@@ -294,14 +296,14 @@ async def test_a_request_in_chunks_is_one_request_and_its_answer_comes_in_chunks
     opened = Opened(context, size_of)
     pieces = [request[:70_000], request[70_000:140_000], request[140_000:]]
     await opened.ask_for(*(chunk(7, piece) for piece in pieces))
-    assert opened.share.size == len(request)
+    assert opened.in_flight.size == len(request)
     await opened.ask_for(last(7, len(request), answer_chunk_bytes=80_000))
     assert b"".join(context.data[7]) == request
     assert [len(piece) for piece in context.data[7][:-1]] == [80_000, 80_000]
     assert context.answers == {7: "evaluate"}
     await opened.end()
     context.done()
-    assert (opened.share.requests, opened.share.size) == (0, 0)
+    assert (opened.in_flight.requests, opened.in_flight.size) == (0, 0)
 
 
 async def test_an_answer_in_chunks_counts_until_the_last_is_written() -> None:
@@ -318,10 +320,10 @@ async def test_an_answer_in_chunks_counts_until_the_last_is_written() -> None:
     context = ReadsTwo()
     opened = Opened(context, large)
     await opened.ask_for(chunk(1, REQUEST), last(1, len(REQUEST), answer_chunk_bytes=70_000))
-    assert (context.messages, opened.share.size >= SIZE) == (3, True)
+    assert (context.messages, opened.in_flight.size >= SIZE) == (3, True)
     await opened.cancel()
     context.done()
-    assert (opened.share.requests, opened.share.size) == (0, 0)
+    assert (opened.in_flight.requests, opened.in_flight.size) == (0, 0)
 
 
 async def test_chunks_for_which_there_is_no_room_are_refused_once() -> None:
@@ -329,7 +331,7 @@ async def test_chunks_for_which_there_is_no_room_are_refused_once() -> None:
     opened = Opened(context, size_of)
     await opened.ask_for(*(chunk(1, bytes(SIZE)) for _ in range(5)))
     assert context.answers == {1: "OVERLOADED"}
-    assert opened.share.size == 0
+    assert opened.in_flight.size == 0
     context.answers.clear()
     await opened.ask_for(last(1, 5 * SIZE))
     assert context.answers == {}
@@ -348,7 +350,7 @@ async def test_chunks_that_do_not_all_come_are_told() -> None:
         3: "DEADLINE_EXCEEDED",
         4: "evaluate",
     }
-    assert opened.share.size == 0
+    assert opened.in_flight.size == 0
     await opened.end()
 
 
@@ -358,11 +360,11 @@ async def test_a_request_in_chunks_can_be_given_up() -> None:
     cancel = evaluate_pb2.CancelRequest(request_id=1).SerializeToString()
     await opened.ask_for(chunk(1, bytes(SIZE)), link_pb2.RawStreamRequest(cancel=cancel))
     assert context.answers == {1: "CANCELLED"}
-    assert opened.share.size == 0
+    assert opened.in_flight.size == 0
     await opened.ask_for(chunk(1, bytes(SIZE)))
-    assert opened.share.size == SIZE
+    assert opened.in_flight.size == SIZE
     await opened.cancel()
-    assert opened.share.size == 0
+    assert opened.in_flight.size == 0
 
 
 async def test_no_more_than_so_many_requests_arrive_at_a_time() -> None:
@@ -425,7 +427,7 @@ async def test_a_request_that_has_arrived_and_waits_for_others_is_answered_once(
     assert context.count[waiting] == 1
     assert context.answers[waiting] == "DEADLINE_EXCEEDED"
     await opened.end()
-    assert (opened.share.requests, opened.share.size) == (0, 0)
+    assert (opened.in_flight.requests, opened.in_flight.size) == (0, 0)
 
 
 async def test_a_request_whose_only_chunk_was_empty_is_answered_once() -> None:
@@ -443,20 +445,20 @@ async def test_no_request_may_arrive_for_longer_than_a_request_may_take() -> Non
     await opened.ask_for(chunk(1, b"a", timeout_s=1e6))
     await asyncio.sleep(0.05)
     assert context.answers == {1: "DEADLINE_EXCEEDED"}
-    assert opened.share.size == 0
+    assert opened.in_flight.size == 0
     await opened.end()
 
 
 async def test_small_chunks_take_little_more_than_is_counted() -> None:
     counted = 0
 
-    def take_in(_: Any, size: int) -> None:
+    def reserve_bytes(_: Any, size: int) -> None:
         nonlocal counted
         counted += size
 
-    door: Any = SimpleNamespace(take_in=take_in, let_go=lambda caller, size: None, max_deadline_s=10.0)
+    pipeline: Any = SimpleNamespace(reserve_bytes=reserve_bytes, release_bytes=lambda caller, size: None)
     caller: Any = SimpleNamespace()
-    chunks = RequestChunks(door, caller, 1, lambda number, cause: None)
+    chunks = RequestChunks(pipeline, caller, max_requests=1, max_deadline_s=10.0, on_late=lambda number, cause: None)
     tracemalloc.start()
     try:
         for number in range(30_000):
@@ -465,7 +467,7 @@ async def test_small_chunks_take_little_more_than_is_counted() -> None:
     finally:
         tracemalloc.stop()
     assert taken < 2 * counted
-    assert (await chunks.joined(1, b""))[0] == b"".join(number.to_bytes(2, "big") for number in range(30_000))
+    assert (await chunks.join(1, b""))[0] == b"".join(number.to_bytes(2, "big") for number in range(30_000))
 
 
 async def test_a_failure_names_the_request_by_which_the_log_has_it() -> None:
