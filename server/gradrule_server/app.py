@@ -72,11 +72,11 @@ async def serve(settings: Settings) -> None:
         stops.push_async_callback(operations.stop)
         allow_connections(settings.max_connections)
         watch = assembly.create_connection_watch(settings)
-        front = GrpcServer(assembly.connection_settings(settings), watch)
+        grpc_server = GrpcServer(assembly.connection_settings(settings), watch)
         blobs = BlobStore(
             settings.data_dir / BLOBS, settings.server_limit("blob_bytes"), settings.server_limit("blobs")
         )
-        pool = assembly.create_engine_pool(settings, blobs, front.set_ready)
+        pool = assembly.create_engine_pool(settings, blobs, grpc_server.set_ready)
         loaded = assembly.create_loaded_programs(settings, pool, blobs, operations.record_quarantine)
         limits = assembly.graph_limits(settings, loaded)
         read_only = ReadOnlyRules.from_op_types(op_definitions.gradients())
@@ -87,7 +87,7 @@ async def serve(settings: Settings) -> None:
             CallerAuthenticator(credentials), tenants, admission, times, operations.observer, limits, watch
         )
         shared_memory = SharedMemoryServer(tenants, settings.server_limit("shared_bytes"))
-        front.add_services(
+        grpc_server.add_services(
             pipeline,
             shared_memory,
             with_reflection=settings.reflection,
@@ -95,14 +95,14 @@ async def serve(settings: Settings) -> None:
         )
         warm_up = assembly.create_warm_up(settings, pool, tenants)
         await operations.start(assembly.create_sources(settings, loaded, tenants, admission))
-        port = await front.start(f"{settings.host}:{settings.port}", certificates)
+        port = await grpc_server.start(f"{settings.host}:{settings.port}", certificates)
         shared_memory.start()
-        accepting = asyncio.ensure_future(front.run_accept_loop())
+        accepting = asyncio.ensure_future(grpc_server.run_accept_loop())
         accepting.add_done_callback(lambda _: stopping.set())
         stops.push_async_callback(pool.stop)
         stops.push_async_callback(warm_up.stop)
         stops.callback(shared_memory.close)
-        stops.push_async_callback(front.drain, settings.drain_s)
+        stops.push_async_callback(grpc_server.drain, settings.drain_s)
         stops.callback(pipeline.drain)
         await _start_engines(pool, stopping)
         if not stopping.is_set():
@@ -116,7 +116,7 @@ async def serve(settings: Settings) -> None:
             _log.error("gRPC accepts no more calls (%s); the server exits with %d", failure, EXIT_FAILED)
             _exit_after(_STOP_S)
             # Nobody can call this server any more: stop without waiting, so that a supervisor can restart it soon.
-            await front.drain(0)
+            await grpc_server.drain(0)
             raise failure
 
 

@@ -86,15 +86,17 @@ class Tenant:
     idle_since: float = 0.0
 
     def status(self) -> TenantUsage:
-        """Returns what the tenant uses."""
+        """Returns what the tenant uses of every resource in `limits.TENANT_RESOURCES`."""
         counted = {name: quota.used for name, quota in self.quotas.items()}
         return TenantUsage(
             self.name,
             counted
             | {
                 "requests": self.in_flight.requests,
+                "bytes_in_flight": self.in_flight.size,
                 "programs": len(self.programs),
                 "rules": len(self.rules),
+                "blobs": self.blobs.held_count,
                 "blob_bytes": self.blobs.held_bytes,
             },
         )

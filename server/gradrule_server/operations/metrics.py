@@ -46,11 +46,11 @@ _ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineStatus], float]]] = {
     "engine_waiting_requests": ("Requests that wait for the engine.", lambda engine: engine.waiting),
     "engine_programs": ("Programs that the engine holds.", lambda engine: engine.programs),
     "engine_jit_programs": (
-        "Programs of which the engine runs calls with XLA.",
+        "Programs whose calls the engine runs with XLA.",
         lambda engine: engine.jit_programs,
     ),
     "engine_resident_bytes": ("Memory of the engine's process.", lambda engine: engine.resident_bytes),
-    "engine_uptime_seconds": ("Since when the engine's process is ready.", lambda engine: engine.uptime_s),
+    "engine_uptime_seconds": ("Seconds since the engine's process became ready.", lambda engine: engine.uptime_s),
 }
 
 
@@ -80,17 +80,17 @@ class Metrics:
     def __init__(self, tenants: TenantLabels | None = None) -> None:
         self.registry = CollectorRegistry()
         self.tenants = tenants or TenantLabels()
-        self._requests = _counter("requests", "Requests that have ended, by their reason or OK.", "rpc", "reason")
+        self._requests = _counter("requests", "Ended requests by reason; OK for success.", "rpc", "reason")
         self._tenant_requests = _counter("tenant_requests", "Requests by tenant and outcome.", "tenant", "outcome")
         self._received = _counter("received_bytes", "Bytes of requests.", "rpc")
         self._sent = _counter("sent_bytes", "Bytes of answers.", "rpc")
-        self._hits = _counter("cache_hits", "Lookups that found what they sought.", "cache")
+        self._hits = _counter("cache_hits", "Lookups that found an entry.", "cache")
         self._misses = _counter("cache_misses", "Lookups that found nothing.", "cache")
-        self._quarantines = _counter("quarantines", "Programs that were refused from then on.")
-        self._request_s = _histogram("request_seconds", "From a request's first byte to its answer.", "rpc")
-        self._compile_s = _histogram("compile_seconds", "Checking and timing_compilation, where there was any.")
-        self._queue_s = _histogram("queue_seconds", "From handing on until an engine took a request up.")
-        self._run_s = _histogram("run_seconds", "Running in an engine, copies of tensors included.")
+        self._quarantines = _counter("quarantines", "Programs that were quarantined.")
+        self._request_s = _histogram("request_seconds", "Time from the first byte of a request to its answer.", "rpc")
+        self._compile_s = _histogram("compile_seconds", "Time to check and compile a program, of requests that did so.")
+        self._queue_s = _histogram("queue_seconds", "Time that a request waited for its engine.")
+        self._run_s = _histogram("run_seconds", "Time that a request ran in its engine, including copies of tensors.")
         self._collector = StateCollector(self.tenants, self._counted)
         self.registry.register(self._collector)
         ProcessCollector(registry=self.registry)
@@ -150,8 +150,8 @@ class StateCollector(Collector):
             yield from _caches(snapshot)
             yield _gauge("requests_in_flight", "Requests in the server.", snapshot.queue.in_flight)
             yield _gauge("requests_in_flight_limit", "Most requests at a time.", snapshot.queue.max_in_flight)
-            yield _gauge("quarantined_programs", "Programs that are refused at the moment.", len(snapshot.quarantined))
-            text = "Lines that the audit log left out: there were too many, or they could not be written."
+            yield _gauge("quarantined_programs", "Programs in quarantine.", len(snapshot.quarantined))
+            text = "Lines that the audit log dropped because there were too many or they could not be written."
             yield CounterMetricFamily("gradrule_audit_left_out", text, value=self.audit_dropped)
 
     def _tenants_metrics(self, snapshot: Snapshot) -> Iterator[Metric]:
@@ -174,26 +174,26 @@ def _engines(snapshot: Snapshot) -> Iterator[Metric]:
         yield family
     restarts = CounterMetricFamily(
         "gradrule_engine_restarts",
-        "Engines that ended otherwise than by order of the server.",
+        "Engines that ended unexpectedly.",
         labels=["engine", "reason"],
     )
     for index, counts in snapshot.ended.items():
         for reason, count in counts.items():
             restarts.add_metric([str(index), reason], count)
     yield restarts
-    yield _gauge("engine_spares", "Engines that are ready to take another's place.", snapshot.spares)
+    yield _gauge("engine_spares", "Engines that are ready to replace another one.", snapshot.spares)
 
 
 def _workers(found: WorkerStatus) -> Iterator[Metric]:
     yield _gauge("compile_workers", "Processes that read graphs, of all tenants.", found.count)
-    yield _gauge("compile_workers_busy", "Compile workers that are at a task.", found.busy)
+    yield _gauge("compile_workers_busy", "Compile workers that run a task.", found.busy)
     yield _gauge("compile_waiting_tasks", "Tasks that wait for a compile worker.", found.waiting)
     yield _gauge("compile_workers_resident_bytes", "Memory of all compile workers.", found.resident_bytes)
 
 
 def _caches(snapshot: Snapshot) -> Iterator[Metric]:
-    entries = GaugeMetricFamily("gradrule_cache_entries", "What the cache holds.", labels=["cache"])
-    held_bytes = GaugeMetricFamily("gradrule_cache_bytes", "Roughly the bytes that it takes.", labels=["cache"])
+    entries = GaugeMetricFamily("gradrule_cache_entries", "Entries of the cache.", labels=["cache"])
+    held_bytes = GaugeMetricFamily("gradrule_cache_bytes", "Approximate memory of the cache.", labels=["cache"])
     for cache in snapshot.caches:
         entries.add_metric([cache.name], cache.entries)
         held_bytes.add_metric([cache.name], cache.held_bytes)

@@ -81,7 +81,7 @@ class Engines(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TenantUsage:
-    """What a tenant uses: amounts by name, at least of the `limits.REPORTED_RESOURCES`."""
+    """What a tenant uses: an amount for the name of each resource in `limits.TENANT_RESOURCES`."""
 
     name: str
     used: Mapping[str, int]

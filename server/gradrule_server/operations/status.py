@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from google.protobuf.duration_pb2 import Duration
 
 from gradrule.v1 import admin_pb2
-from gradrule_server.limits import REPORTED_RESOURCES
 from gradrule_server.operations.sources import Snapshot, Sources, TenantUsage, take_snapshot
 
 MAX_TENANTS = 1000
+_TENANT_USAGES = [
+    field.name for field in admin_pb2.TenantStatus.DESCRIPTOR.fields if field.message_type is admin_pb2.Usage.DESCRIPTOR
+]
 MAX_QUARANTINED = 1000
 
 
@@ -74,9 +76,9 @@ def _add_caches(status: admin_pb2.ServerStatus, found: Snapshot) -> None:
 
 def _add_tenant(status: admin_pb2.ServerStatus, tenant: TenantUsage, limits: Mapping[str, int]) -> None:
     message = status.tenants.add(name=tenant.name)
-    for resource in REPORTED_RESOURCES:
-        usage: admin_pb2.Usage = getattr(message, resource.name)
-        usage.used, usage.limit = tenant.used[resource.name], limits.get(resource.name, 0)
+    for resource in _TENANT_USAGES:
+        usage: admin_pb2.Usage = getattr(message, resource)
+        usage.used, usage.limit = tenant.used[resource], limits.get(resource, 0)
 
 
 def _set_seconds(duration: Duration, seconds: float) -> None:

@@ -107,6 +107,11 @@ class BlobStore:
         """Bytes that the tenant's blobs take on the disk, including running uploads."""
         return self._own.used.size
 
+    @property
+    def held_count(self) -> int:
+        """Number of the tenant's blobs, including running uploads."""
+        return self._own.used.count
+
     def missing(self, names: Iterable[str]) -> list[str]:
         """Returns the blobs that are missing, each once; marks the others as used. Raises MALFORMED_REQUEST.
 

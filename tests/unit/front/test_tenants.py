@@ -18,7 +18,7 @@ from gradrule_server import graphs
 from gradrule_server.errors import GradruleError
 from gradrule_server.front import tenants as module
 from gradrule_server.front.tenants import SharedResources, Tenant, Tenants
-from gradrule_server.limits import QUOTA_RESOURCES
+from gradrule_server.limits import QUOTA_RESOURCES, TENANT_RESOURCES
 from gradrule_server.link.shape import CallShape
 from gradrule_server.programs.cache import SessionKey, StoredKey
 from gradrule_server.programs.loaded import LoadedPrograms
@@ -177,3 +177,7 @@ async def test_what_ships_is_told_to_those_who_are_there_and_who_come(found: Ten
     grace = await found.load("grace")
     op = rule_pb2.RULE_KIND_OP
     assert len({len(tenant.rules.list(op, 1000, "")[0]) for tenant in (found.default, ada, grace)}) == 1
+
+
+async def test_status_reports_every_limited_resource(found: Tenants) -> None:
+    assert set(found.default.status().used) == {resource.name for resource in TENANT_RESOURCES}

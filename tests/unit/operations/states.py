@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from gradrule_server.limits import TENANT_RESOURCES
 from gradrule_server.operations.sources import CacheStatus, Quarantined, QueueStatus, Sources, TenantUsage
 
 
@@ -47,6 +48,7 @@ class Workers:
 def tenant(name: str = "default", **used: int) -> TenantUsage:
     """The usage of a tenant; amounts that are not given differ from each other."""
     defaults = {
+        **dict.fromkeys((resource.name for resource in TENANT_RESOURCES), 1),
         "requests": 4,
         "programs": 5,
         "rules": 6,

@@ -6,11 +6,14 @@ import asyncio
 import re
 import socket
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from gradrule_server.limits import TENANT_RESOURCES
+from gradrule_server.operations import metrics as metrics_module
 from gradrule_server.operations.metrics import Metrics, TenantLabels
 from gradrule_server.operations.metrics_page import MetricsPage
 from gradrule_server.operations.request_record import EngineRun, RequestRecord
@@ -103,6 +106,17 @@ def test_all_metrics_are_documented_and_exist() -> None:
     }
     documented = set(re.findall(r"^\| `(gradrule_\w+)` \|", DOCS.read_text(), re.MULTILINE))
     assert told == documented
+
+
+def test_a_row_of_the_table_of_resources_is_all_that_a_tenant_gauge_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipe "I want to add a metric": `gauge` in limits.py, and a line in docs/operations.md."""
+    rows = [replace(each, gauge=f"tenant_{each.name}") for each in TENANT_RESOURCES if not each.gauge]
+    monkeypatch.setattr(metrics_module, "REPORTED_RESOURCES", rows)
+    metrics = Metrics()
+    metrics.set_state(take_snapshot(sources()), audit_dropped=0)
+    assert [metrics.registry.get_sample_value(f"gradrule_{row.gauge}", {"tenant": "default"}) for row in rows] == [
+        1.0
+    ] * len(rows)
 
 
 @pytest.fixture
