@@ -17,33 +17,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gradrule import aio, errors, keras, optimizers
     from gradrule._blobs import Blob
+    from gradrule._builder.graph import Graph
+    from gradrule._builder.handles import Node, TensorHandle
+    from gradrule._builder.overrides import Override, Preset, Region
+    from gradrule._builder.rules import Rule
+    from gradrule._builder.tensor_specs import TensorSpec
     from gradrule._client import Client, Program, connect
-    from gradrule._comparison import ComparedRow, Comparison, FirstDifference
-    from gradrule._differences import FiniteDifferences
+    from gradrule._comparison.comparisons import ComparedRow, Comparison, FirstDifference
+    from gradrule._comparison.numeric_gradients import FiniteDifferences
     from gradrule._forward import AsyncForwardHandle, ForwardHandle
-    from gradrule._graph import Graph
-    from gradrule._handles import Node, TensorHandle
-    from gradrule._load import load
     from gradrule._local import local
-    from gradrule._overrides import Override, Preset, Region
-    from gradrule._results import (
-        Digests,
-        Explanation,
-        ParamInfo,
-        PresetInfo,
-        Resolution,
-        Result,
-        RuleInfo,
-        SampleResult,
-        Sparse,
-        Timings,
-    )
-    from gradrule._rules import Rule
+    from gradrule._results.call_results import Digests, Resolution, Result, Sparse, Timings
+    from gradrule._results.explanations import Explanation
+    from gradrule._results.rule_infos import ParamInfo, PresetInfo, RuleInfo, SampleResult
+    from gradrule._results.status_report import ServerStatus
     from gradrule._security import tls
-    from gradrule._server_status import ServerStatus
     from gradrule._sessions import AsyncSession, Session, StepResult
-    from gradrule._specs import TensorSpec
     from gradrule._tracing import from_keras, trace
+    from gradrule._tracing.loading import load
     from gradrule._transfer import Transfer
     from gradrule.errors import GradruleError
 
@@ -67,37 +58,37 @@ _HOMES = {
     "Client": "_client",
     "Program": "_client",
     "local": "_local",
-    "ServerStatus": "_server_status",
+    "ServerStatus": "_results.status_report",
     "Session": "_sessions",
     "AsyncSession": "_sessions",
     "StepResult": "_sessions",
     "ForwardHandle": "_forward",
     "AsyncForwardHandle": "_forward",
-    "Graph": "_graph",
-    "TensorHandle": "_handles",
-    "Node": "_handles",
-    "load": "_load",
+    "Graph": "_builder.graph",
+    "TensorHandle": "_builder.handles",
+    "Node": "_builder.handles",
+    "load": "_tracing.loading",
     "trace": "_tracing",
     "from_keras": "_tracing",
-    "Rule": "_rules",
-    "Override": "_overrides",
-    "Preset": "_overrides",
-    "Region": "_overrides",
-    "Comparison": "_comparison",
-    "ComparedRow": "_comparison",
-    "FirstDifference": "_comparison",
-    "FiniteDifferences": "_differences",
-    "Result": "_results",
-    "Explanation": "_results",
-    "SampleResult": "_results",
-    "RuleInfo": "_results",
-    "PresetInfo": "_results",
-    "ParamInfo": "_results",
-    "Resolution": "_results",
-    "Timings": "_results",
-    "Digests": "_results",
-    "Sparse": "_results",
-    "TensorSpec": "_specs",
+    "Rule": "_builder.rules",
+    "Override": "_builder.overrides",
+    "Preset": "_builder.overrides",
+    "Region": "_builder.overrides",
+    "Comparison": "_comparison.comparisons",
+    "ComparedRow": "_comparison.comparisons",
+    "FirstDifference": "_comparison.comparisons",
+    "FiniteDifferences": "_comparison.numeric_gradients",
+    "Result": "_results.call_results",
+    "Explanation": "_results.explanations",
+    "SampleResult": "_results.rule_infos",
+    "RuleInfo": "_results.rule_infos",
+    "PresetInfo": "_results.rule_infos",
+    "ParamInfo": "_results.rule_infos",
+    "Resolution": "_results.call_results",
+    "Timings": "_results.call_results",
+    "Digests": "_results.call_results",
+    "Sparse": "_results.call_results",
+    "TensorSpec": "_builder.tensor_specs",
     "tls": "_security",
     "Transfer": "_transfer",
     "GradruleError": "errors",

@@ -11,11 +11,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from google.protobuf.message import Message
 
-from gradrule import _blobs, _requests, _results, _samples, _server_status
-from gradrule._answers import AnswerReader, labeller
+from gradrule import _blobs, _requests, _samples
+from gradrule._builder.graph_sources import GraphLike, graph_bytes, sent_bytes
+from gradrule._builder.rules import Params, Rule
 from gradrule._groups import flat_words, groups_of
-from gradrule._rules import Params, Rule
-from gradrule._sources import GraphLike, graph_bytes, sent_bytes
+from gradrule._results import call_results, explanations, rule_infos, status_report
+from gradrule._results.answers import AnswerReader, labeller
 from gradrule._transfer import PLAIN, Transfer
 from gradrule.common import wire_format
 from gradrule.errors import InvalidDerivativeError, InvalidRuleError
@@ -59,7 +60,7 @@ def create_rule(
     params: Params | Iterable[str] | None,
     gradient: Rule | None,
     description: str,
-) -> Call[_results.RuleInfo]:
+) -> Call[rule_infos.RuleInfo]:
     """CreateRule."""
     definition = Rule(expression, graph=graph, params=params, gradient=gradient).definition()
     rule = rule_pb2.Rule(name=_full("rules", name), definition=definition, description=description)
@@ -67,21 +68,21 @@ def create_rule(
         f"/{_PACKAGE}.RuleService/CreateRule",
         rule_pb2.CreateRuleRequest(rule=rule),
         rule_pb2.CreateRuleResponse.FromString,
-        lambda response: _results.rule_info(response.rule),
+        lambda response: rule_infos.rule_info(response.rule),
     )
 
 
-def get_rule(name: str) -> Call[_results.RuleInfo]:
+def get_rule(name: str) -> Call[rule_infos.RuleInfo]:
     """GetRule."""
     return Call(
         f"/{_PACKAGE}.RuleService/GetRule",
         rule_pb2.GetRuleRequest(name=name),
         rule_pb2.GetRuleResponse.FromString,
-        lambda response: _results.rule_info(response.rule),
+        lambda response: rule_infos.rule_info(response.rule),
     )
 
 
-def list_rules(kind: str | None, token: str) -> Call[tuple[list[_results.RuleInfo], str]]:
+def list_rules(kind: str | None, token: str) -> Call[tuple[list[rule_infos.RuleInfo], str]]:
     """ListRules: one page and the token of the next."""
     if kind is not None and kind not in _KINDS:
         raise InvalidRuleError(f"a kind of rules is 'op', 'builtin' or 'user', not {kind!r}")
@@ -90,7 +91,7 @@ def list_rules(kind: str | None, token: str) -> Call[tuple[list[_results.RuleInf
         f"/{_PACKAGE}.RuleService/ListRules",
         rule_pb2.ListRulesRequest(kind=wanted, page_size=_PAGE_SIZE, page_token=token),
         rule_pb2.ListRulesResponse.FromString,
-        lambda response: ([_results.rule_info(rule) for rule in response.rules], response.next_page_token),
+        lambda response: ([rule_infos.rule_info(rule) for rule in response.rules], response.next_page_token),
     )
 
 
@@ -104,13 +105,13 @@ def delete_rule(name: str) -> Call[None]:
     )
 
 
-def list_presets() -> Call[list[_results.PresetInfo]]:
+def list_presets() -> Call[list[rule_infos.PresetInfo]]:
     """ListPresets."""
     return Call(
         f"/{_PACKAGE}.RuleService/ListPresets",
         rule_pb2.ListPresetsRequest(),
         rule_pb2.ListPresetsResponse.FromString,
-        lambda response: list(map(_results.preset_info, response.presets)),
+        lambda response: list(map(rule_infos.preset_info, response.presets)),
     )
 
 
@@ -120,13 +121,13 @@ def sample_rule(
     params: Params | None,
     op_type: str | None,
     attrs: Mapping[str, Any] | None,
-) -> Call[_results.SampleResult]:
+) -> Call[rule_infos.SampleResult]:
     """SampleRule."""
     return Call(
         f"/{_PACKAGE}.RuleService/SampleRule",
         _samples.sample_request(rule, values, params, op_type, attrs),
         rule_pb2.SampleRuleResponse.FromString,
-        _results.sample_result,
+        rule_infos.sample_result,
     )
 
 
@@ -137,7 +138,7 @@ def evaluate(
     words: _requests.Words,
     stacked_grad_ys: bool = False,
     transfer: Transfer = PLAIN,
-) -> Call[_results.Result]:
+) -> Call[call_results.Result]:
     """Evaluate with an inline program."""
     groups = groups_of(words.xs, graph)
     blobs = _blobs.fed(feeds, words.grad_ys)
@@ -157,13 +158,13 @@ def evaluate(
     transfer.prepare(request)
     request.spec.CopyFrom(spec)
     aliases = _requests.given_aliases(graph, words)
-    details = _results.ProgramDetails(aliases)
+    details = call_results.ProgramDetails(aliases)
     reader = AnswerReader(labeller(aliases), keep_bfloat16=transfer.keep_wire_dtype)
     return Call(
         EVALUATE,
         request,
         reader.read,
-        lambda answer: _results.Result(answer, details, groups),
+        lambda answer: call_results.Result(answer, details, groups),
         blobs,
         large=large,
         reader=reader,
@@ -190,7 +191,7 @@ def compile_program(graph: GraphLike, name: str | None, words: _requests.Words) 
 
 def explain(
     graph: GraphLike, feeds: _requests.Feeds | None, params: _requests.CallParams | None, words: _requests.Words
-) -> Call[_results.Explanation]:
+) -> Call[explanations.Explanation]:
     """CompileProgram, only checking. What a call would give besides is checked here and not sent."""
     blobs: _blobs.Blobs = {}
     spec, grad_ys = _requests.program_spec(graph, flat_words(words, graph), blobs)
@@ -203,7 +204,7 @@ def explain(
         f"/{_PACKAGE}.ProgramService/CompileProgram",
         program_pb2.CompileProgramRequest(spec=spec, validate_only=True),
         program_pb2.CompileProgramResponse.FromString,
-        lambda response: _results.explanation(response, aliases, sent),
+        lambda response: explanations.explanation(response, aliases, sent),
         blobs,
     )
 
@@ -238,13 +239,13 @@ def delete_program(name: str) -> Call[None]:
     )
 
 
-def server_status() -> Call[_server_status.ServerStatus]:
+def server_status() -> Call[status_report.ServerStatus]:
     """GetServerStatus."""
     return Call(
         f"/{_PACKAGE}.AdminService/GetServerStatus",
         admin_pb2.GetServerStatusRequest(),
         admin_pb2.GetServerStatusResponse.FromString,
-        lambda response: _server_status.server_status(response.status),
+        lambda response: status_report.server_status(response.status),
     )
 
 

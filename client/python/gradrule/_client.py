@@ -10,22 +10,24 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
-from gradrule import _blobs, _calls, _channel, _compare, _deadlines, _requests, _results, _security
+from gradrule import _blobs, _calls, _channel, _deadlines, _requests, _security
+from gradrule._builder.graph_sources import GraphLike
+from gradrule._builder.overrides import Overrides
+from gradrule._builder.rules import Params, Rule
 from gradrule._client_derivatives import Derivatives, ProgramDerivatives
-from gradrule._comparison import Comparison
+from gradrule._comparison import compare
+from gradrule._comparison.comparisons import Comparison
 from gradrule._forward import ForwardHandle
 from gradrule._groups import groups_of
-from gradrule._overrides import Overrides
 from gradrule._program import merged
 from gradrule._requests import CallParams, Feeds, GradYs, GroupedNames, Names
+from gradrule._results import call_results, explanations, rule_infos
+from gradrule._results.status_report import ServerStatus
 from gradrule._routes import Routes
-from gradrule._rules import Params, Rule
 from gradrule._sending import CallSender, Started
-from gradrule._server_status import ServerStatus
 from gradrule._sessions import METHOD as SESSION_METHOD
 from gradrule._sessions import Session
 from gradrule._shared_memory import SharedMemory
-from gradrule._sources import GraphLike
 from gradrule._status import error_of, waiting_error
 from gradrule._streams import StreamLostError
 from gradrule._transfer import PLAIN, Transfer
@@ -117,7 +119,7 @@ class Client(Derivatives):
         gradient: Rule | None = None,
         description: str = "",
         timeout: float | None = None,
-    ) -> _results.RuleInfo:
+    ) -> rule_infos.RuleInfo:
         """Registers a rule: an expression over `x, y, dy, default` and params, or a graph.
 
         params: defaults by name, None where each use must give a value. gradient: the rule for its own gradient, as
@@ -126,11 +128,11 @@ class Client(Derivatives):
         """
         return self._run(_calls.create_rule(name, expression, graph, params, gradient, description), timeout)
 
-    def get_rule(self, name: str, *, timeout: float | None = None) -> _results.RuleInfo:
+    def get_rule(self, name: str, *, timeout: float | None = None) -> rule_infos.RuleInfo:
         """The rule of a name. Raises `UnknownRuleError`."""
         return self._run(_calls.get_rule(name), timeout)
 
-    def list_rules(self, kind: str | None = None, *, timeout: float | None = None) -> list[_results.RuleInfo]:
+    def list_rules(self, kind: str | None = None, *, timeout: float | None = None) -> list[rule_infos.RuleInfo]:
         """All rules, or those of one kind: `user`, `builtin`, `op`."""
         rules, token = self._run(_calls.list_rules(kind, ""), timeout)
         while token:
@@ -142,7 +144,7 @@ class Client(Derivatives):
         """Forgets a USER rule; programs compiled with it keep it. Raises `UnknownRuleError`, `RuleReadOnlyError`."""
         self._run(_calls.delete_rule(name), timeout)
 
-    def list_presets(self, *, timeout: float | None = None) -> list[_results.PresetInfo]:
+    def list_presets(self, *, timeout: float | None = None) -> list[rule_infos.PresetInfo]:
         """All presets: named override lists, for `gr.Preset`."""
         return self._run(_calls.list_presets(), timeout)
 
@@ -158,7 +160,7 @@ class Client(Derivatives):
         attrs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
         **more: Any,
-    ) -> _results.SampleResult:
+    ) -> rule_infos.SampleResult:
         """Runs a rule on values, without a graph.
 
         x, y, dy: values of the rule's variables; further ones (`x1`, `dy1`, `default`, …) by keyword. A missing `dy` is
@@ -190,7 +192,7 @@ class Client(Derivatives):
         batching: bool = True,
         jit: str = "off",
         transfer: Transfer | None = None,
-    ) -> _results.Result:
+    ) -> call_results.Result:
         """Forward outputs and gradients in one call, in the words of `tf.gradients` and `Session.run`.
 
         feeds: values by tensor; lists take the tensor's element type, arrays must have it. fetches: tensors to put out.
@@ -239,7 +241,7 @@ class Client(Derivatives):
         params: CallParams | None = None,
         timeout: float | None = None,
         dense_gradients: bool = False,
-    ) -> _results.Explanation:
+    ) -> explanations.Explanation:
         """Which node would get which rule, and all that is wrong, without running anything.
 
         Takes the words of `evaluate`. Feeds, params and grad_ys decide nothing here and are not sent; those that no
@@ -278,7 +280,7 @@ class Client(Derivatives):
         tensors on the path, and where each label first differs from the default. finite_differences: False spares the
         evaluations that they take, two for each element of a small x. timeout: of each call.
         """
-        steps = _compare.plan(graph, feeds, ys, xs, overrides, grad_ys, finite_differences, rewrites)
+        steps = compare.plan(graph, feeds, ys, xs, overrides, grad_ys, finite_differences, rewrites)
         return self._follow(steps, timeout)
 
     # Sessions.
@@ -503,11 +505,11 @@ class Program(ProgramDerivatives):
 
     _client: Client
 
-    def __init__(self, client: Client, message: Any, groups: _results.Groups = None) -> None:
+    def __init__(self, client: Client, message: Any, groups: call_results.Groups = None) -> None:
         super().__init__(message, groups)
         self._client = client
 
-    def __call__(self, feeds: Feeds | None = None, /, **named: Any) -> _results.Result:
+    def __call__(self, feeds: Feeds | None = None, /, **named: Any) -> call_results.Result:
         """Runs the program on feeds given as a dict or by keyword."""
         return self.evaluate(merged(feeds, named))
 
@@ -520,7 +522,7 @@ class Program(ProgramDerivatives):
         stacked_grad_ys: bool = False,
         timeout: float | None = None,
         transfer: Transfer | None = None,
-    ) -> _results.Result:
+    ) -> call_results.Result:
         """Runs the program. grad_ys: arrays, a dict by y or a list in the order of ys.
 
         stacked_grad_ys, transfer: as in `Client.evaluate`.
@@ -553,7 +555,7 @@ class Program(ProgramDerivatives):
         params: CallParams | None = None,
         timeout: float | None = None,
         transfer: Transfer | None = None,
-    ) -> Iterator[_results.Result]:
+    ) -> Iterator[call_results.Result]:
         """Runs the program on each of many feeds, `in_flight` at a time; yields results in order.
 
         The first failure is raised in its turn, and the calls under way are cancelled.
@@ -561,7 +563,7 @@ class Program(ProgramDerivatives):
         if in_flight < 1:
             raise InvalidParamError(f"in_flight is at least 1, not {in_flight}")
         chosen = self._client._transfer if transfer is None else transfer.of_call()
-        pending: deque[tuple[_calls.Call[_results.Result], Started[_results.Result]]] = deque()
+        pending: deque[tuple[_calls.Call[call_results.Result], Started[call_results.Result]]] = deque()
         try:
             for one in feeds:
                 if len(pending) >= in_flight:

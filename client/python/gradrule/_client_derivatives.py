@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from gradrule import _derivatives
+from gradrule._builder.graph_sources import GraphLike
+from gradrule._builder.overrides import Overrides
 from gradrule._calls import Call
-from gradrule._overrides import Overrides
 from gradrule._program import ProgramBase
 from gradrule._requests import CallParams, Feeds, GroupedNames, Names, Words
-from gradrule._sources import GraphLike
 from gradrule._transfer import Transfer
 
 R = TypeVar("R")

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradrule import _blobs
-from gradrule._answers import labels
+from gradrule._builder.by_name import ByName
+from gradrule._builder.graph_sources import GraphLike
+from gradrule._builder.names import bare
 from gradrule._calls import Call, evaluate_call
 from gradrule._groups import flat_words, groups_of
-from gradrule._names import bare
 from gradrule._requests import (
     CallParams,
     Feeds,
@@ -23,8 +24,8 @@ from gradrule._requests import (
     types_of_graph,
     types_of_specs,
 )
-from gradrule._results import ByName, Groups, Sparse, array, gradients_by_x, regrouped
-from gradrule._sources import GraphLike
+from gradrule._results.answers import labels
+from gradrule._results.call_results import Groups, Sparse, array, gradients_by_x, regrouped
 from gradrule.common.tensor_codec import Array
 from gradrule.errors import InvalidDerivativeError
 from gradrule.v1 import evaluate_pb2, program_pb2

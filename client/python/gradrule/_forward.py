@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
-from gradrule import _requests, _results
+from gradrule import _requests
 from gradrule._calls import Call
 from gradrule._program import ProgramBase
 from gradrule._requests import CallParams, Feeds, GradYs
+from gradrule._results import call_results
 from gradrule._transfer import Transfer
 from gradrule.common import wire_format
 from gradrule.common.tensor_codec import Array
@@ -62,7 +63,7 @@ class ForwardBase:
     def outputs(self) -> Mapping[str, Array]:
         """Arrays by fetch."""
         answer = self._held.evaluate.SerializeToString()
-        return _results.result(answer, aliases=self._message.aliases).outputs
+        return call_results.result(answer, aliases=self._message.aliases).outputs
 
     @property
     def bytes(self) -> int:
@@ -87,7 +88,9 @@ class ForwardBase:
         request.handle = self._handle
 
         def decode(answer: evaluate_pb2.PullBackResponse) -> Gradients:
-            return _results.regrouped(_results.gradients_by_x(answer.gradients, self._message.aliases), self._groups)
+            return call_results.regrouped(
+                call_results.gradients_by_x(answer.gradients, self._message.aliases), self._groups
+            )
 
         call = Call("pull_back", request, evaluate_pb2.PullBackResponse.FromString, decode, on_stream=True)
         return self._transfer.applied(call)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from gradrule._names import bare
+from gradrule._builder.graph_sources import GraphLike
+from gradrule._builder.names import bare
 from gradrule._requests import GroupedNames, Words, listed, name_of_tensor, names_of
-from gradrule._results import Groups
-from gradrule._sources import GraphLike
+from gradrule._results.call_results import Groups
 
 
 def groups_of(xs: GroupedNames, graph: GraphLike | None = None) -> Groups:

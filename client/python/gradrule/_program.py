@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gradrule import _calls, _results
-from gradrule._answers import Answer, AnswerReader, labeller
+from gradrule import _calls
+from gradrule._builder.tensor_specs import TensorSpec
 from gradrule._encoding import ProgramEncoder
 from gradrule._requests import CallParams, Feeds, GradYs, Name
-from gradrule._specs import TensorSpec
+from gradrule._results import call_results
+from gradrule._results.answers import Answer, AnswerReader, labeller
 from gradrule._transfer import PLAIN, Transfer
 from gradrule.errors import UnknownFeedError
 from gradrule.v1 import evaluate_pb2, program_pb2
@@ -18,12 +19,12 @@ from gradrule.v1 import evaluate_pb2, program_pb2
 class ProgramBase:
     """A compiled program, as the server described it."""
 
-    def __init__(self, message: program_pb2.Program, groups: _results.Groups = None) -> None:
+    def __init__(self, message: program_pb2.Program, groups: call_results.Groups = None) -> None:
         self._message = message
         self._groups = groups
-        self._overrides = _results.resolutions(message.overrides)
+        self._overrides = call_results.resolutions(message.overrides)
         # The answer of a compiled program leaves out what the program told once.
-        self._details = _results.ProgramDetails(
+        self._details = call_results.ProgramDetails(
             dict(message.aliases), self._overrides, self.default_gradient_nodes, self.rewritten
         )
         self._target = evaluate_pb2.EvaluateRequest(program=message.name)
@@ -37,7 +38,7 @@ class ProgramBase:
         return self._message
 
     @property
-    def groups(self) -> _results.Groups:
+    def groups(self) -> call_results.Groups:
         """The groups that xs were given in; None where they were a plain list."""
         return self._groups
 
@@ -49,22 +50,22 @@ class ProgramBase:
     @property
     def inputs(self) -> Mapping[str, TensorSpec]:
         """Placeholders that a call feeds, by alias or name."""
-        return _results.specs(self._message.inputs, self._message.aliases)
+        return call_results.specs(self._message.inputs, self._message.aliases)
 
     @property
     def outputs(self) -> Mapping[str, TensorSpec]:
         """Fetches, by the names given."""
-        return _results.specs(self._message.outputs, self._message.aliases)
+        return call_results.specs(self._message.outputs, self._message.aliases)
 
     @property
     def ys(self) -> Mapping[str, TensorSpec]:
         """What is differentiated, by the names given."""
-        return _results.specs(self._message.ys, self._message.aliases)
+        return call_results.specs(self._message.ys, self._message.aliases)
 
     @property
     def xs(self) -> Mapping[str, TensorSpec]:
         """With respect to what, by the names given."""
-        return _results.specs(self._message.xs, self._message.aliases)
+        return call_results.specs(self._message.xs, self._message.aliases)
 
     @property
     def aliases(self) -> Mapping[str, str]:
@@ -72,7 +73,7 @@ class ProgramBase:
         return dict(self._message.aliases)
 
     @property
-    def overrides(self) -> list[_results.Resolution]:
+    def overrides(self) -> list[call_results.Resolution]:
         """Which node got which rule."""
         return list(self._overrides)
 
@@ -87,9 +88,9 @@ class ProgramBase:
         return list(self._message.rewritten)
 
     @property
-    def digests(self) -> _results.Digests:
+    def digests(self) -> call_results.Digests:
         """SHA-256 of the graph's bytes and of the program."""
-        return _results.Digests(self._message.digests.graph, self._message.digests.program)
+        return call_results.Digests(self._message.digests.graph, self._message.digests.program)
 
     @property
     def device(self) -> str:
@@ -111,7 +112,7 @@ class ProgramBase:
         grad_ys: GradYs | None,
         stacked_grad_ys: bool = False,
         transfer: Transfer = PLAIN,
-    ) -> _calls.Call[_results.Result]:
+    ) -> _calls.Call[call_results.Result]:
         reader = self._bfloat16_reader if transfer.keep_wire_dtype else self._reader
         parts, blobs = self._encoder.encode(feeds, params, grad_ys, stacked_grad_ys, transfer.packing)
         return _calls.Call(
@@ -125,8 +126,8 @@ class ProgramBase:
             may_share=transfer.packing is None,
         )
 
-    def _decode(self, answer: Answer) -> _results.Result:
-        return _results.Result(answer, self._details, self._groups)
+    def _decode(self, answer: Answer) -> call_results.Result:
+        return call_results.Result(answer, self._details, self._groups)
 
 
 def merged(feeds: Feeds | None, named: Mapping[str, Any]) -> Feeds:

@@ -10,13 +10,13 @@ import numpy as np
 from google.protobuf.message import Message
 
 from gradrule import _blobs, _large
-from gradrule._attrs import natural
-from gradrule._graph import Graph
-from gradrule._handles import Node, TensorHandle, as_tensor
-from gradrule._names import bare, near
-from gradrule._overrides import Overrides, label_of, override_messages
-from gradrule._rules import param_value
-from gradrule._sources import GraphLike, graph_bytes, put_graph
+from gradrule._builder.attribute_values import natural
+from gradrule._builder.graph import Graph
+from gradrule._builder.graph_sources import GraphLike, graph_bytes, put_graph
+from gradrule._builder.handles import Node, TensorHandle, as_tensor
+from gradrule._builder.names import bare, near
+from gradrule._builder.overrides import Overrides, label_of, override_messages
+from gradrule._builder.rules import param_value
 from gradrule.common import tensor_codec, wire_format
 from gradrule.common.dtypes import dtype_name, without_ref
 from gradrule.errors import (

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradrule._attrs import attr_of_op, natural
+from gradrule._builder.attribute_values import attr_of_op, natural
+from gradrule._builder.rules import Rule, param_value
 from gradrule._requests import is_array, tensor_message
-from gradrule._rules import Rule, param_value
 from gradrule.common import op_definitions
 from gradrule.common.op_definitions import ArgDef, OpDef
 from gradrule.errors import InvalidRuleError, InvalidTensorError

@@ -14,15 +14,17 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
-from gradrule import _blobs, _requests, _results, _sources
+from gradrule import _blobs, _requests
+from gradrule._builder import by_name, graph_sources
+from gradrule._builder.graph import Graph
+from gradrule._builder.graph_sources import GraphLike
+from gradrule._builder.names import bare
+from gradrule._builder.overrides import Overrides
+from gradrule._builder.tensor_specs import TensorSpec
 from gradrule._calls import Call
-from gradrule._graph import Graph
-from gradrule._names import bare
-from gradrule._overrides import Overrides
 from gradrule._requests import CallParams, Feeds, GradYs, Name, Names
-from gradrule._results import Resolution, Timings
-from gradrule._sources import GraphLike
-from gradrule._specs import TensorSpec
+from gradrule._results import call_results
+from gradrule._results.call_results import Resolution, Timings
 from gradrule._status import error_of, error_of_status, serialized
 from gradrule._transfer import Transfer
 from gradrule.common.tensor_codec import Array, to_numpy
@@ -93,7 +95,7 @@ class SessionBase:
         return Call("start", start, session_pb2.SessionStarted.FromString, self._started, blobs)
 
     def _started(self, answer: session_pb2.SessionStarted) -> None:
-        self._specs = _results.specs(answer.variables)
+        self._specs = call_results.specs(answer.variables)
         self._numbers = {bare(spec.name): spec.dtype for spec in answer.variables}
 
     def _step(
@@ -124,10 +126,10 @@ class SessionBase:
             loss_value, *outputs = [to_numpy(item.value.inline) for item in answer.outputs]
             return StepResult(
                 loss_value,
-                _results.ByName(dict(zip(names, outputs, strict=True))),
+                by_name.ByName(dict(zip(names, outputs, strict=True))),
                 answer.step,
-                _results.timings(answer.timings),
-                _results.resolutions(answer.overrides),
+                call_results.timings(answer.timings),
+                call_results.resolutions(answer.overrides),
             )
 
         return Call("step", request, session_pb2.StepResponse.FromString, decode, _blobs.fed(feeds))
@@ -147,7 +149,7 @@ class SessionBase:
         feeds: Feeds | None,
         words: _requests.Words,
         params: CallParams | None,
-    ) -> Call[_results.Result]:
+    ) -> Call[call_results.Result]:
         spec, values = _requests.program_spec(self._graph, words)
         call = self._call(feeds, params)
         request = session_pb2.SessionEvaluateRequest(feeds=call.feeds, fetches=spec.fetches, params=call.params)
@@ -157,8 +159,8 @@ class SessionBase:
             _requests.add_named_tensor(request, "grad_ys", y, value, self._type_of)
         blobs = _blobs.fed(feeds, words.grad_ys)
 
-        def decode(answer: evaluate_pb2.EvaluateResponse) -> _results.Result:
-            return _results.result(answer.SerializeToString())
+        def decode(answer: evaluate_pb2.EvaluateResponse) -> call_results.Result:
+            return call_results.result(answer.SerializeToString())
 
         return Call("evaluate", request, evaluate_pb2.EvaluateResponse.FromString, decode, blobs)
 
@@ -166,7 +168,7 @@ class SessionBase:
         request = session_pb2.ReadRequest(variables=_requests.names_of(names, self._graph))
 
         def decode(answer: session_pb2.ReadResponse) -> Mapping[str, Array]:
-            return _results.ByName({item.name: to_numpy(item.value.inline) for item in answer.variables})
+            return by_name.ByName({item.name: to_numpy(item.value.inline) for item in answer.variables})
 
         return Call("read", request, session_pb2.ReadResponse.FromString, decode)
 
@@ -177,7 +179,7 @@ class SessionBase:
         return Call("assign", request, answer, lambda _: None, _blobs.fed(values))
 
     def _saved(self, values: Mapping[str, Array]) -> Graph:
-        graph = Graph.from_bytes(_sources.graph_bytes(self._graph))
+        graph = Graph.from_bytes(graph_sources.graph_bytes(self._graph))
         if isinstance(self._graph, Graph):
             graph.aliases.update(self._graph.aliases)
             graph.non_trainable.update(self._graph.non_trainable)
@@ -270,7 +272,7 @@ class Session(SessionBase):
         params: CallParams | None = None,
         timeout: float | None = None,
         dense_gradients: bool = False,
-    ) -> _results.Result:
+    ) -> call_results.Result:
         """As `Client.evaluate`, with the session's variables; what the graph assigns to them is kept."""
         words = _requests.Words(
             fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, dense_gradients=dense_gradients
@@ -393,7 +395,7 @@ class AsyncSession(SessionBase):
         params: CallParams | None = None,
         timeout: float | None = None,
         dense_gradients: bool = False,
-    ) -> _results.Result:
+    ) -> call_results.Result:
         """As `Session.evaluate`."""
         words = _requests.Words(
             fetches, ys, xs, grad_ys, stop_gradients, unconnected_gradients, dense_gradients=dense_gradients

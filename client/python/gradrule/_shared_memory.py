@@ -19,9 +19,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import grpc
 
 from gradrule import _large
-from gradrule._answers import Answer
 from gradrule._calls import EVALUATE, Call
 from gradrule._memory_regions import Memory, Region, rounded
+from gradrule._results.answers import Answer
 from gradrule.common import wire_format
 from gradrule.errors import GradruleError, SharedMemoryLostError, UnavailableError
 from gradrule.v1 import evaluate_pb2

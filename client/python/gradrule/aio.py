@@ -12,23 +12,25 @@ from typing import Any, Self, TypeVar
 import grpc
 import grpc.aio
 
-from gradrule import _blobs, _calls, _channel, _compare, _deadlines, _requests, _results, _security
+from gradrule import _blobs, _calls, _channel, _deadlines, _requests, _security
 from gradrule._aio_derivatives import AsyncDerivatives, AsyncProgramDerivatives
 from gradrule._aio_sending import AsyncCallSender
-from gradrule._comparison import Comparison
+from gradrule._builder.graph_sources import GraphLike
+from gradrule._builder.overrides import Overrides
+from gradrule._builder.rules import Params, Rule
+from gradrule._comparison import compare
+from gradrule._comparison.comparisons import Comparison
 from gradrule._forward import AsyncForwardHandle
 from gradrule._groups import groups_of
 from gradrule._local import LocalServer
-from gradrule._overrides import Overrides
 from gradrule._program import merged
 from gradrule._requests import CallParams, Feeds, GradYs, GroupedNames, Names
+from gradrule._results import call_results, explanations, rule_infos
+from gradrule._results.status_report import ServerStatus
 from gradrule._routes import Routes
-from gradrule._rules import Params, Rule
-from gradrule._server_status import ServerStatus
 from gradrule._sessions import METHOD as SESSION_METHOD
 from gradrule._sessions import AsyncSession
 from gradrule._shared_memory import SharedMemory
-from gradrule._sources import GraphLike
 from gradrule._status import error_of, waiting_error
 from gradrule._transfer import PLAIN, Transfer
 from gradrule.errors import (
@@ -133,15 +135,15 @@ class AsyncClient(AsyncDerivatives):
         gradient: Rule | None = None,
         description: str = "",
         timeout: float | None = None,
-    ) -> _results.RuleInfo:
+    ) -> rule_infos.RuleInfo:
         """As `Client.create_rule`."""
         return await self._run(_calls.create_rule(name, expression, graph, params, gradient, description), timeout)
 
-    async def get_rule(self, name: str, *, timeout: float | None = None) -> _results.RuleInfo:
+    async def get_rule(self, name: str, *, timeout: float | None = None) -> rule_infos.RuleInfo:
         """As `Client.get_rule`."""
         return await self._run(_calls.get_rule(name), timeout)
 
-    async def list_rules(self, kind: str | None = None, *, timeout: float | None = None) -> list[_results.RuleInfo]:
+    async def list_rules(self, kind: str | None = None, *, timeout: float | None = None) -> list[rule_infos.RuleInfo]:
         """As `Client.list_rules`."""
         rules, token = await self._run(_calls.list_rules(kind, ""), timeout)
         while token:
@@ -153,7 +155,7 @@ class AsyncClient(AsyncDerivatives):
         """As `Client.delete_rule`."""
         await self._run(_calls.delete_rule(name), timeout)
 
-    async def list_presets(self, *, timeout: float | None = None) -> list[_results.PresetInfo]:
+    async def list_presets(self, *, timeout: float | None = None) -> list[rule_infos.PresetInfo]:
         """As `Client.list_presets`."""
         return await self._run(_calls.list_presets(), timeout)
 
@@ -169,7 +171,7 @@ class AsyncClient(AsyncDerivatives):
         attrs: Mapping[str, Any] | None = None,
         timeout: float | None = None,
         **more: Any,
-    ) -> _results.SampleResult:
+    ) -> rule_infos.SampleResult:
         """As `Client.sample_rule`."""
         values = {"x": x, "y": y, "dy": dy, **more}
         return await self._run(_calls.sample_rule(rule, values, params, op_type, attrs), timeout)
@@ -196,7 +198,7 @@ class AsyncClient(AsyncDerivatives):
         batching: bool = True,
         jit: str = "off",
         transfer: Transfer | None = None,
-    ) -> _results.Result:
+    ) -> call_results.Result:
         """As `Client.evaluate`."""
         words = _requests.Words(
             fetches,
@@ -232,7 +234,7 @@ class AsyncClient(AsyncDerivatives):
         params: CallParams | None = None,
         timeout: float | None = None,
         dense_gradients: bool = False,
-    ) -> _results.Explanation:
+    ) -> explanations.Explanation:
         """As `Client.explain`."""
         words = _requests.Words(
             fetches,
@@ -262,7 +264,7 @@ class AsyncClient(AsyncDerivatives):
         timeout: float | None = None,
     ) -> Comparison:
         """As `Client.compare`."""
-        steps = _compare.plan(graph, feeds, ys, xs, overrides, grad_ys, finite_differences, rewrites)
+        steps = compare.plan(graph, feeds, ys, xs, overrides, grad_ys, finite_differences, rewrites)
         return await self._follow(steps, timeout)
 
     # Sessions.
@@ -454,11 +456,11 @@ class AsyncProgram(AsyncProgramDerivatives):
 
     _client: AsyncClient
 
-    def __init__(self, client: AsyncClient, message: Any, groups: _results.Groups = None) -> None:
+    def __init__(self, client: AsyncClient, message: Any, groups: call_results.Groups = None) -> None:
         super().__init__(message, groups)
         self._client = client
 
-    async def __call__(self, feeds: Feeds | None = None, /, **named: Any) -> _results.Result:
+    async def __call__(self, feeds: Feeds | None = None, /, **named: Any) -> call_results.Result:
         """Runs the program on feeds given as a dict or by keyword."""
         return await self.evaluate(merged(feeds, named))
 
@@ -471,7 +473,7 @@ class AsyncProgram(AsyncProgramDerivatives):
         stacked_grad_ys: bool = False,
         timeout: float | None = None,
         transfer: Transfer | None = None,
-    ) -> _results.Result:
+    ) -> call_results.Result:
         """As `Program.evaluate`."""
         chosen = self._client._transfer if transfer is None else transfer.of_call()
         return await self._client._run(self._call(feeds, params, grad_ys, stacked_grad_ys, chosen), timeout)
@@ -497,12 +499,12 @@ class AsyncProgram(AsyncProgramDerivatives):
         params: CallParams | None = None,
         timeout: float | None = None,
         transfer: Transfer | None = None,
-    ) -> AsyncIterator[_results.Result]:
+    ) -> AsyncIterator[call_results.Result]:
         """As `Program.map`; `async for result in p.map(…)`. The feeds may come from an async iterable too."""
         if in_flight < 1:
             raise InvalidParamError(f"in_flight is at least 1, not {in_flight}")
         chosen = self._client._transfer if transfer is None else transfer.of_call()
-        pending: deque[asyncio.Task[_results.Result]] = deque()
+        pending: deque[asyncio.Task[call_results.Result]] = deque()
         try:
             async for one in _each(feeds):
                 if len(pending) >= in_flight:

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 import gradrule as gr
-from gradrule import _calls, _requests, _results
+from gradrule import _calls, _requests
 from gradrule._encoding import ProgramEncoder
+from gradrule._results import call_results
 from gradrule.common.tensor_codec import to_message
 from gradrule.v1 import evaluate_pb2, program_pb2, tensor_pb2
 
@@ -101,6 +102,6 @@ def test_programs_go_by_their_aliases() -> None:
     request = evaluate_pb2.EvaluateRequest.FromString(b"".join(parts))
     assert [feed.name for feed in request.feeds] == ["x"]
     assert [item.name for item in request.grad_ys] == ["z"]
-    found = _results.specs(message.inputs, message.aliases)
+    found = call_results.specs(message.inputs, message.aliases)
     assert list(found) == ["image"]
     assert found["x"].name == "x"

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import gradrule as gr
-from gradrule import _requests, _results
+from gradrule import _requests
+from gradrule._builder import by_name
 
 
 def graph() -> gr.Graph:
@@ -31,7 +32,7 @@ def test_a_node_of_one_output_is_that_tensor() -> None:
     assert (request.feeds[0].name, request.feeds[0].value.inline.dtype) == ("x:0", 1)
     assert g.op("AddN", [y, x]).node.inputs == ("y", "x")
     assert g.matmul(y, x).node.inputs == ("y", "x")
-    results: Any = _results.ByName({"y": 1})
+    results: Any = by_name.ByName({"y": 1})
     assert (results[y], y in results, x in results) == (1, True, False)
 
 

@@ -13,7 +13,9 @@ import tensorflow as tf
 from google.protobuf.duration_pb2 import Duration
 
 import gradrule as gr
-from gradrule import _requests, _results
+from gradrule import _requests
+from gradrule._builder import by_name
+from gradrule._results import call_results, explanations
 from gradrule.common.tensor_codec import to_message, to_numpy
 from gradrule.v1 import evaluate_pb2, override_pb2, program_pb2, rule_pb2
 
@@ -281,7 +283,7 @@ def response() -> evaluate_pb2.EvaluateResponse:
 
 
 def test_results() -> None:
-    r = _results.result(response().SerializeToString())
+    r = call_results.result(response().SerializeToString())
     assert list(r.outputs) == ["y:0"]
     assert r.outputs["y"] is r.outputs["y:0"]
     assert "y" in r.outputs
@@ -295,21 +297,21 @@ def test_results() -> None:
 
 
 def test_results_can_be_changed_in_place() -> None:
-    r = _results.result(response().SerializeToString())
+    r = call_results.result(response().SerializeToString())
     gradient: Any = r.gradients["a"]
     gradient *= 2
     assert r.gradients["a"].tolist() == [6.0]
 
 
 def test_sparse_slices_add_up() -> None:
-    sparse = _results.result(response().SerializeToString()).gradients["b"]
+    sparse = call_results.result(response().SerializeToString()).gradients["b"]
     assert isinstance(sparse, gr.Sparse)
     reference = tf.convert_to_tensor(tf.IndexedSlices(sparse.values, sparse.indices, sparse.dense_shape))
     np.testing.assert_array_equal(sparse.to_dense(), reference.numpy())
 
 
 def test_sparse_gradients_are_arrays_to_numpy() -> None:
-    sparse: Any = _results.result(response().SerializeToString()).gradients["b"]
+    sparse: Any = call_results.result(response().SerializeToString()).gradients["b"]
     assert np.asarray(sparse).tolist() == [[3, 4], [0, 0], [6, 8], [0, 0]]
     assert np.asarray(sparse).dtype == np.float32
     assert np.asarray(sparse, np.float64).dtype == np.float64
@@ -320,7 +322,7 @@ def test_sparse_gradients_are_arrays_to_numpy() -> None:
 
 def test_results_by_handle() -> None:
     g = simple()
-    values: Any = _results.ByName({"y": 1, "z:0": 2})
+    values: Any = by_name.ByName({"y": 1, "z:0": 2})
     assert (values[g.tensor("y")], values[g.tensor("z")], values["z"], values.get("q", 5)) == (1, 2, 2, 5)
     assert g.tensor("x") not in values
 
@@ -329,9 +331,9 @@ def test_explanations_raise_what_they_found() -> None:
     answer = program_pb2.CompileProgramResponse()
     answer.findings.add(reason="UNKNOWN_RULE", message="no rule 'a'", field="overrides[0].rule")
     answer.findings.add(reason="GRAPH_CYCLE", message="a cycle", node="n")
-    found = _results.explanation(answer)
+    found = explanations.explanation(answer)
     with pytest.raises(gr.errors.UnknownRuleError) as caught:
         found.raise_for_findings()
     assert [detail.reason for detail in caught.value.details] == ["UNKNOWN_RULE", "GRAPH_CYCLE"]
     assert "a cycle" in str(caught.value)
-    _results.explanation(program_pb2.CompileProgramResponse()).raise_for_findings()
+    explanations.explanation(program_pb2.CompileProgramResponse()).raise_for_findings()

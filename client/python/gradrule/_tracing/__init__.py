@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gradrule.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from gradrule._graph import Graph
+    from gradrule._builder.graph import Graph
 
 
 def trace(fn: Any, /, *specs: Any, **kwspecs: Any) -> Graph:
@@ -39,8 +39,10 @@ def trace(fn: Any, /, *specs: Any, **kwspecs: Any) -> Graph:
         InvalidGraphError: `fn` cannot be traced with these specs.
     """
     require("trace")
-    from gradrule._tracing import functions
+    from gradrule._tracing import functions, keras_models
 
+    if functions.is_keras_model(fn):
+        return keras_models.from_keras(fn, specs, **kwspecs)
     return functions.trace(fn, specs, kwspecs)
 
 

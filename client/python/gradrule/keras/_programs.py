@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from gradrule._builder.overrides import Overrides
 from gradrule._client import Client, Program
-from gradrule._overrides import Overrides
 from gradrule._requests import CallParams
-from gradrule._results import Result, Sparse
+from gradrule._results.call_results import Result, Sparse
 from gradrule.errors import GradruleError, ProgramNotFoundError
 from gradrule.keras._part import Slot, TracedPart
 from gradrule.keras._selection import Keyed, overrides_of

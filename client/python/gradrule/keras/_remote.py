@@ -8,8 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from gradrule._builder.overrides import Overrides
 from gradrule._client import Client, connect
-from gradrule._overrides import Overrides
 from gradrule._requests import CallParams
 from gradrule.errors import GradruleError, InvalidGraphError, UnsupportedError
 from gradrule.keras._part import traced

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gradrule._answers import AnswerReader
 from gradrule._encoding import ProgramEncoder
+from gradrule._results.answers import AnswerReader
 from gradrule._routes import Routes
 from gradrule.common import fast_paths
 from gradrule.v1 import evaluate_pb2, program_pb2, tensor_pb2

@@ -11,15 +11,18 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from gradrule import _calls, _differences
-from gradrule._comparison import DEFAULT, FINITE_DIFFERENCES, ComparedRow, Comparison, FirstDifference
-from gradrule._differences import FiniteDifferences
-from gradrule._graph import Graph
-from gradrule._names import bare, split
-from gradrule._overrides import Overrides
+from gradrule import _calls
+from gradrule._builder.by_name import ByName
+from gradrule._builder.graph import Graph
+from gradrule._builder.graph_sources import GraphLike, graph_bytes
+from gradrule._builder.names import bare, split
+from gradrule._builder.overrides import Overrides
+from gradrule._comparison import numeric_gradients
+from gradrule._comparison.comparisons import DEFAULT, FINITE_DIFFERENCES, ComparedRow, Comparison, FirstDifference
+from gradrule._comparison.numeric_gradients import FiniteDifferences
 from gradrule._requests import Feeds, GradYs, Names, Words, names_of
-from gradrule._results import ByName, Explanation, Resolution, Result, Sparse
-from gradrule._sources import GraphLike, graph_bytes
+from gradrule._results.call_results import Resolution, Result, Sparse
+from gradrule._results.explanations import Explanation
 from gradrule.common.dtypes import dtype_name, without_ref
 from gradrule.common.tensor_codec import Array
 from gradrule.errors import GradruleError, InvalidDerivativeError, InvalidOverrideError, NoGradientError, of_reason
@@ -106,7 +109,7 @@ def plan(
         yield from _gradients(target, run, tensors, notes)
     measured = None
     if finite_differences:
-        measured = yield from _differences.measure(graph, read, feeds, target.ys, target.xs, grad_ys, notes)
+        measured = yield from numeric_gradients.measure(graph, read, feeds, target.ys, target.xs, grad_ys, notes)
     return _comparison(target, runs, tensors, measured, notes)
 
 
@@ -277,7 +280,7 @@ def _difference(gradient: Array | None, standard: Array | None) -> float | None:
         return None
     if gradient is None or standard is None or gradient.shape != standard.shape:
         return float("inf")
-    return _differences.relative(gradient, standard)
+    return numeric_gradients.relative(gradient, standard)
 
 
 def _rules_of_consumers(graph: Graph, run: _Run, tensor: str) -> tuple[Resolution, ...]:

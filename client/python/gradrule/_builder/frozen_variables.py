@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
-from gradrule._names import UniqueNames
+from gradrule._builder.names import UniqueNames
 from gradrule.common import tensor_codec
 from gradrule.errors import UnsupportedError
 from gradrule.v1 import graph_pb2

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from gradrule._attrs import attr_of_op
-from gradrule._handles import Node, TensorHandle, as_tensor
-from gradrule._names import near
-from gradrule._rules import OverrideValue, Params, Rule, RuleLike, param_value, rule_and_params
+from gradrule._builder.attribute_values import attr_of_op
+from gradrule._builder.handles import Node, TensorHandle, as_tensor
+from gradrule._builder.names import near
+from gradrule._builder.rules import OverrideValue, Params, Rule, RuleLike, param_value, rule_and_params
 from gradrule.common.dtypes import as_dt
 from gradrule.common.tensor_codec import DtypeLike, dtype_number
 from gradrule.errors import InvalidOverrideError

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from gradrule._handles import TensorHandle, as_tensor
-from gradrule._ops_make import Makers
-from gradrule._ops_reduce import Reductions
+from gradrule._builder.handles import TensorHandle, as_tensor
+from gradrule._builder.ops_creation import Makers
+from gradrule._builder.ops_reduction import Reductions
 from gradrule.common.tensor_codec import DtypeLike
 from gradrule.errors import InvalidAttrError
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradrule._handles import TensorHandle, as_tensor
+from gradrule._builder.handles import TensorHandle, as_tensor
 from gradrule.common import tensor_codec
 from gradrule.common.dtypes import without_ref
 from gradrule.errors import InvalidGraphError, TypeMismatchError
 from gradrule.v1.tensor_pb2 import Dt
 
 if TYPE_CHECKING:
-    from gradrule._graph import Graph
+    from gradrule._builder.graph import Graph
 
 _INT32 = np.iinfo(np.int32)
 _INT64 = np.iinfo(np.int64)

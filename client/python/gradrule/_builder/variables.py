@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradrule import _blobs
-from gradrule._attrs import natural
+from gradrule._builder.attribute_values import natural
 from gradrule.common import tensor_codec
 from gradrule.errors import InvalidTensorError
 from gradrule.v1 import tensor_pb2

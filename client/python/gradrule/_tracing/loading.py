@@ -13,8 +13,8 @@ from typing import Any
 from google.protobuf import json_format, text_format
 from google.protobuf.message import DecodeError
 
-from gradrule._graph import Graph
-from gradrule._saving import read_beside
+from gradrule._builder.graph import Graph
+from gradrule._builder.saving import read_beside
 from gradrule.common import wire_format
 from gradrule.errors import InvalidGraphError, UnsupportedError
 from gradrule.v1 import graph_pb2

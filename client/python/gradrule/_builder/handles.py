@@ -12,7 +12,7 @@ from gradrule.v1.graph_pb2 import Node as NodeMessage
 from gradrule.v1.tensor_pb2 import Dt
 
 if TYPE_CHECKING:
-    from gradrule._graph import Graph
+    from gradrule._builder.graph import Graph
 
 
 class TensorHandle:
@@ -139,9 +139,7 @@ class TensorHandle:
         return self._xor(other, self)
 
     def __getitem__(self, key: Any) -> TensorHandle:
-        from gradrule._indexing import index
-
-        return index(self, key)
+        return self.graph.slice_tensor(self, key)
 
     def __abs__(self) -> TensorHandle:
         return self.graph.op_output("Abs", self)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradrule._handles import TensorHandle
-from gradrule._opmaker import OpMaker
+from gradrule._builder.handles import TensorHandle
+from gradrule._builder.op_methods import OpMaker
 
 
 class Reductions(OpMaker):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Set
 
-from gradrule._names import near
-from gradrule._overrides import Override
-from gradrule._rules import OverrideValue, Rule, rule_and_params
+from gradrule._builder.names import near
+from gradrule._builder.overrides import Override
+from gradrule._builder.rules import OverrideValue, Rule, rule_and_params
 from gradrule.errors import Detail, InvalidOverrideError, UnmatchedOverrideError
 from gradrule.v1 import graph_pb2
 

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from gradrule._builder.names import bare
 from gradrule._large import MIN_LARGE_BYTES
 from gradrule._memory_regions import rounded
-from gradrule._names import bare
 from gradrule.common import fast_paths, tensor_codec, tensor_packing, wire_format
 from gradrule.common.dtypes import dtype_name
 from gradrule.errors import InternalError, InvalidTensorError

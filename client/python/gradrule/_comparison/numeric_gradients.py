@@ -8,13 +8,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from gradrule import _calls, _results
-from gradrule._graph import Graph
-from gradrule._names import bare
+from gradrule import _calls
+from gradrule._builder.by_name import ByName
+from gradrule._builder.graph import Graph
+from gradrule._builder.graph_sources import GraphLike
+from gradrule._builder.names import bare
+from gradrule._comparison.float64_graph import widened
 from gradrule._requests import Feeds, GradYs, Words, name_of_tensor, tensor_message, types_of_graph
-from gradrule._results import ByName
-from gradrule._sources import GraphLike
-from gradrule._widen import widened
+from gradrule._results import call_results
 from gradrule.common.dtypes import dtype_name, without_ref
 from gradrule.common.tensor_codec import Array
 from gradrule.errors import GradruleError
@@ -127,7 +128,7 @@ def _measure(
     arrays: dict[str, Array] = {}
     for key, value in (feeds or {}).items():
         name = name_of_tensor(key, graph)
-        arrays[bare(name)] = _results.array(tensor_message(value, type_of(name, True), f"feeds[{name!r}]"))
+        arrays[bare(name)] = call_results.array(tensor_message(value, type_of(name, True), f"feeds[{name!r}]"))
     named = _named_weights(ys, grad_ys, graph)
     # An x inside the graph is fed with its own value, which is fetched first.
     inner = [bare(x) for x in xs if bare(x) not in arrays]

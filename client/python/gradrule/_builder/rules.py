@@ -12,7 +12,7 @@ from gradrule.errors import InvalidOverrideError, InvalidParamError, InvalidRule
 from gradrule.v1 import rule_pb2
 
 if TYPE_CHECKING:
-    from gradrule._sources import GraphLike
+    from gradrule._builder.graph_sources import GraphLike
 
 Params: TypeAlias = "Mapping[str, Any]"
 
@@ -58,7 +58,7 @@ class Rule:
 
     def definition(self, used_params: Iterable[str] = ()) -> rule_pb2.RuleDefinition:
         """Returns the message. A rule that declares no params declares those that its use gives."""
-        from gradrule._sources import graph_source
+        from gradrule._builder.graph_sources import graph_source
 
         definition = rule_pb2.RuleDefinition()
         if self.expression is not None:

@@ -10,19 +10,20 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from gradrule import _blobs
-from gradrule._arguments import Conversion, assign_arguments
-from gradrule._attrs import attr_value, free_value, natural
-from gradrule._contexts import GRADIENT_ATTR, OverrideContexts
-from gradrule._graphtypes import GraphTypes
-from gradrule._handles import Node, TensorHandle, as_tensor
-from gradrule._layers import LayerCall
-from gradrule._names import UniqueNames, bare, glob, is_node_name, near, split
-from gradrule._ops import GraphOps
-from gradrule._overrides import Override
-from gradrule._results import ByName
-from gradrule._rules import OverrideValue
-from gradrule._specs import TensorSpec
-from gradrule._variables import Variables
+from gradrule._builder.arguments import Conversion, assign_arguments
+from gradrule._builder.attribute_values import attr_value, free_value, natural
+from gradrule._builder.by_name import ByName
+from gradrule._builder.graph_types import GraphTypes
+from gradrule._builder.handles import Node, TensorHandle, as_tensor
+from gradrule._builder.indexing import index
+from gradrule._builder.layer_calls import LayerCall
+from gradrule._builder.names import UniqueNames, bare, glob, is_node_name, near, split
+from gradrule._builder.ops import GraphOps
+from gradrule._builder.override_contexts import GRADIENT_ATTR, OverrideContexts
+from gradrule._builder.overrides import Override
+from gradrule._builder.rules import OverrideValue
+from gradrule._builder.tensor_specs import TensorSpec
+from gradrule._builder.variables import Variables
 from gradrule.common import op_definitions, tensor_codec
 from gradrule.common.dtypes import as_dt, dtype_name, without_ref
 from gradrule.common.op_inference import InferenceError, complete
@@ -269,6 +270,10 @@ class Graph(GraphOps):
             definition.outputs[0].number_attr or definition.outputs[0].type_list_attr
         )
         return handles[0] if single else handles
+
+    def slice_tensor(self, tensor: TensorHandle, key: Any) -> TensorHandle:
+        """Adds the node for `tensor[key]`, see `TensorHandle`; returns the handle of its output."""
+        return index(tensor, key)
 
     def op_output(self, op_type: str, *inputs: Any, name: str | None = None, **attrs: Any) -> TensorHandle:
         """Adds a node of an op type that has exactly one output; takes what `op` takes.
@@ -522,7 +527,7 @@ class Graph(GraphOps):
             InvalidOverrideError: as `to_bytes`.
             UnsupportedError: a variable cannot be frozen or written.
         """
-        from gradrule._saving import save
+        from gradrule._builder.saving import save
 
         save(self, path, freeze=freeze)
 

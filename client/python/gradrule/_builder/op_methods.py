@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from gradrule._handles import TensorHandle
-from gradrule._opnames import op_type_of, suggest_method
+from gradrule._builder.handles import TensorHandle
+from gradrule._builder.op_names import op_type_of, suggest_method
 
 
 class OpMaker(ABC):

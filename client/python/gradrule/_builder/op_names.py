@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 
-from gradrule._names import near
+from gradrule._builder.names import near
 from gradrule.common import op_definitions
 
 # Python's names for op types that they are not the snake case of.

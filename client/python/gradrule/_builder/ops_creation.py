@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from gradrule._handles import Node, TensorHandle, as_tensor
-from gradrule._opmaker import OpMaker
+from gradrule._builder.handles import Node, TensorHandle, as_tensor
+from gradrule._builder.op_methods import OpMaker
 from gradrule.common import tensor_codec
 from gradrule.errors import InvalidAttrError, InvalidTensorError
 from gradrule.v1.tensor_pb2 import Dt

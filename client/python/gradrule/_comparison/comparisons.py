@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from gradrule._differences import FiniteDifferences
-from gradrule._results import Resolution
+from gradrule._comparison.numeric_gradients import FiniteDifferences
+from gradrule._results.call_results import Resolution
 from gradrule.common.tensor_codec import Array
 
 DEFAULT = "default"

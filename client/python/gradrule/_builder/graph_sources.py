@@ -9,7 +9,7 @@ from gradrule.errors import InvalidGraphError
 from gradrule.v1.rule_pb2 import GraphSource
 
 if TYPE_CHECKING:
-    from gradrule._graph import Graph
+    from gradrule._builder.graph import Graph
 
 GraphLike: TypeAlias = "Graph | bytes | Any"
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradrule._variable_values import frozen
+from gradrule._builder.frozen_variables import frozen
 from gradrule.common import tensor_codec
 from gradrule.common.dtypes import dtype_name
 from gradrule.errors import InvalidGraphError, UnsupportedError
 
 if TYPE_CHECKING:
-    from gradrule._graph import Graph
+    from gradrule._builder.graph import Graph
 
 # No node's name has a colon in front of an alias's tensor, so entries of both kinds fit one file.
 _VARIABLE = "variable:"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gradrule._attrs import natural
-from gradrule._handles import TensorHandle
+from gradrule._builder.attribute_values import natural
+from gradrule._builder.handles import TensorHandle
 from gradrule.common import tensor_codec
 from gradrule.common.dtypes import without_ref
 from gradrule.common.op_definitions import ArgDef, OpDef

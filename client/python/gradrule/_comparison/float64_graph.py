@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradrule._graph import Graph
+from gradrule._builder.graph import Graph
 from gradrule.common import tensor_codec
 from gradrule.v1 import graph_pb2
 from gradrule.v1.tensor_pb2 import Dt, Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gradrule._names import split
+from gradrule._builder.names import split
 from gradrule.common import op_definitions
 from gradrule.common.op_inference import InferenceError, complete
 from gradrule.v1 import graph_pb2
