@@ -150,7 +150,7 @@ def test_a_task_that_is_cancelled_while_it_writes_is_the_only_one(standing: Runn
 
 
 def test_a_deadline_holds_for_the_writing_too(standing: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradrule._streams._GRACE_S", 0.1)
+    monkeypatch.setattr("gradrule._stream_messages.GRACE_S", 0.1)
     big = np.zeros(6_000_000, np.float32)
 
     async def body() -> None:

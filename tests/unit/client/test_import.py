@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import gradrule as gr
-from gradrule import _client, aio
+from gradrule import aio
 
 
 def loaded_by(code: str) -> set[str]:
@@ -32,7 +32,7 @@ def test_all_names_are_there() -> None:
 
 
 def test_the_async_client_has_every_word_of_the_sync_one() -> None:
-    for sync, twin in ((_client.Client, aio.AsyncClient), (_client.Program, aio.AsyncProgram)):
+    for sync, twin in ((gr.Client, aio.AsyncClient), (gr.Program, aio.AsyncProgram)):
         for name, method in inspect.getmembers(sync, inspect.isfunction):
             if name.startswith("_") and name != "__call__":
                 continue
