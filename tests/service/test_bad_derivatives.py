@@ -123,18 +123,18 @@ def test_directions_that_do_not_fit(client: Any) -> None:
     g = graph()
     for ask, word in ((client.jvp, "tangent"), (client.hvp, "vector")):
         with refused("FEED_SHAPE") as refusal:
-            ask(g, {"x": X}, {"x": np.ones(3, np.float32)}, ["y"], ["x"])
+            ask(g, {"x": X}, {"x": np.ones(3, np.float32)}, ys=["y"], xs=["x"])
         refusal.says(f"{word} of 'x'", "(3)", "(2)")
         with refused("FEED_SHAPE") as refusal:
-            ask(g, {"x": X}, {"x": np.ones((2, 1), np.float32)}, ["y"], ["x"])
+            ask(g, {"x": X}, {"x": np.ones((2, 1), np.float32)}, ys=["y"], xs=["x"])
         refusal.says("'x'", "(2, 1)")
         with refused("FEED_DTYPE") as refusal:
-            ask(g, {"x": X}, {"x": np.ones(2)}, ["y"], ["x"])
+            ask(g, {"x": X}, {"x": np.ones(2)}, ys=["y"], xs=["x"])
         with refused("INVALID_DERIVATIVE") as refusal:
-            ask(g, {"x": X, "n": 1}, {"n": 1}, ["y"], ["x", "n"])
+            ask(g, {"x": X, "n": 1}, {"n": 1}, ys=["y"], xs=["x", "n"])
         refusal.says("'n'", "leave it out")
         with refused("INVALID_DERIVATIVE") as refusal:
-            ask(g, {"x": X}, {}, ["y"], ["x"])
+            ask(g, {"x": X}, {}, ys=["y"], xs=["x"])
         refusal.says("at least one x")
 
 

@@ -184,8 +184,8 @@ def test_blobs_that_the_server_has_let_go_in_sessions(either: Any) -> None:
     rng = np.random.default_rng(2)
     w, x, other = (gr.Blob(rng.normal(size=size).astype(np.float32)) for size in ((3, 2), (4, 3), (3, 2)))
     session = either.session(linear(), variables={"w": w})
-    brought: set[str] = getattr(session, "target", session)._brought
-    brought.update(blob.sha256 for blob in (w, x, other))
+    uploaded: set[str] = getattr(session, "target", session)._uploaded
+    uploaded.update(blob.sha256 for blob in (w, x, other))
     with session as s:
         assert s.step({"x": x}, "loss", gr.optimizers.SGD(0.1)).step == 1
         s.assign({"w": other})

@@ -116,7 +116,7 @@ def test_an_override_that_meets_no_node_of_any_differentiation(client: Any) -> N
     refusal.says("'o'", "no effect")
     for order, ask in (("first", client.hvp), ("all", client.jvp)):
         with refused("UNMATCHED_OVERRIDE"):
-            ask(g, {"x": VALUES}, {"x": V}, ["y"], ["x"], overrides=override("dy", order, op_type="Sign"))
+            ask(g, {"x": VALUES}, {"x": V}, ys=["y"], xs=["x"], overrides=override("dy", order, op_type="Sign"))
 
 
 @tf.custom_gradient
