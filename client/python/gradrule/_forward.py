@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from gradrule import _requests, _results, _wire
+from gradrule import _requests, _results
 from gradrule._calls import Call
 from gradrule._program import ProgramBase
 from gradrule._requests import CallParams, Feeds, GradYs
-from gradrule._tensors import Array
 from gradrule._transfer import Transfer
+from gradrule.common import wire_format
+from gradrule.common.tensor_codec import Array
 from gradrule.errors import HandleExpiredError, InvalidParamError, UnavailableError
 from gradrule.v1 import evaluate_pb2
 
@@ -42,7 +43,7 @@ class ForwardBase:
         evaluate = [call.request.SerializeToString(), *(part for parts in call.large for part in parts)]
         self._request, self._blobs = evaluate_pb2.ForwardRequest(), call.blobs
         # It may be sent again much later, when the arrays that were fed have other values.
-        self._large = (_wire.wrapped(evaluate_pb2.ForwardRequest.EVALUATE_FIELD_NUMBER, [b"".join(evaluate)]),)
+        self._large = (wire_format.wrapped(evaluate_pb2.ForwardRequest.EVALUATE_FIELD_NUMBER, [b"".join(evaluate)]),)
         if ttl is not None:
             self._request.ttl.FromNanoseconds(int(ttl * 1e9))
         self._handle = ""

@@ -13,7 +13,7 @@ from gradrule._requests import CallParams, Feeds, GradYs, Name, Names, Words
 from gradrule._rpc.async_client.base import AsyncClientBase
 from gradrule._rpc.async_transport import CHANNEL_CLOSED, AsyncSessionStream
 from gradrule._sessions import SessionBase, SessionOptions, StepResult
-from gradrule._tensors import Array
+from gradrule.common.tensor_codec import Array
 from gradrule.errors import BlobNotFoundError, GradruleError, UnavailableError
 from gradrule.optimizers import Optimizer
 

@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 
 import grpc
 
-from gradrule import _calls, _deadlines, _routes, _shared_memory, _wire
+from gradrule import _calls, _deadlines, _routes, _shared_memory
 from gradrule._rpc.sync_streams import Stream
 from gradrule._rpc.sync_transport import CHANNEL_CLOSED, run_in_thread, sleep
 from gradrule._shared_memory import SharedMemory, may_resend
 from gradrule._status import error_of, message_parts, parsed
 from gradrule._stream_messages import CHUNK_BYTES, StreamLostError
+from gradrule.common import wire_format
 from gradrule.errors import GradruleError, MessageTooLargeError, UnavailableError
 
 R = TypeVar("R")
@@ -67,7 +68,7 @@ class CallSender:
             return self._send_through_memory(call, parts, size, seconds)
         return self._send_evaluate(call, parts, size, seconds)
 
-    def _send_through_memory(self, call: _calls.Call[R], parts: _wire.Parts, size: int, seconds: float) -> R:
+    def _send_through_memory(self, call: _calls.Call[R], parts: wire_format.Parts, size: int, seconds: float) -> R:
         """Sends a call with its large tensors in shared memory, or inline if that is not possible."""
         ends_at = time.monotonic() + seconds
         memory = self._memory
@@ -95,7 +96,7 @@ class CallSender:
                     raise
         return self._send_evaluate(call, parts, size, _deadlines.left(ends_at))
 
-    def _send_evaluate(self, call: _calls.Call[R], parts: _wire.Parts, size: int, seconds: float) -> R:
+    def _send_evaluate(self, call: _calls.Call[R], parts: wire_format.Parts, size: int, seconds: float) -> R:
         """Sends a call of `Evaluate`. It changes nothing, so it is sent again if its answer is lost."""
         if self._routes.must_chunk(size):
             return self._send_in_chunks(call, parts, size, seconds)
@@ -120,7 +121,7 @@ class CallSender:
         self._routes.note_too_long(size)
         return answer
 
-    def _send_in_chunks(self, call: _calls.Call[R], parts: _wire.Parts, size: int, seconds: float) -> R:
+    def _send_in_chunks(self, call: _calls.Call[R], parts: wire_format.Parts, size: int, seconds: float) -> R:
         """Sends a call that may be too long for one message."""
         ends_at = time.monotonic() + seconds
         for attempt in itertools.count(1):
@@ -137,7 +138,7 @@ class CallSender:
         stream = self._stream
         return self._routes.may_stream(size, stream.under_way, is_open=stream.is_open)
 
-    def _send_unary(self, call: _calls.Call[R], parts: _wire.Parts, seconds: float) -> R:
+    def _send_unary(self, call: _calls.Call[R], parts: wire_format.Parts, seconds: float) -> R:
         try:
             answer = self._method(call.method)(b"".join(parts), timeout=seconds, metadata=self._metadata)
         except grpc.RpcError as failure:

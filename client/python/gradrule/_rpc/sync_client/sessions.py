@@ -14,7 +14,7 @@ from gradrule._requests import CallParams, Feeds, GradYs, Name, Names, Words
 from gradrule._rpc.sync_client.base import ClientBase
 from gradrule._rpc.sync_transport import CHANNEL_CLOSED, SessionStream
 from gradrule._sessions import SessionBase, SessionOptions, StepResult
-from gradrule._tensors import Array
+from gradrule.common.tensor_codec import Array
 from gradrule.errors import BlobNotFoundError, GradruleError, UnavailableError
 from gradrule.optimizers import Optimizer
 
