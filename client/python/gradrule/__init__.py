@@ -22,17 +22,20 @@ if TYPE_CHECKING:
     from gradrule._builder.overrides import Override, Preset, Region
     from gradrule._builder.rules import Rule
     from gradrule._builder.tensor_specs import TensorSpec
-    from gradrule._client import Client, Program, connect
     from gradrule._comparison.comparisons import ComparedRow, Comparison, FirstDifference
     from gradrule._comparison.numeric_gradients import FiniteDifferences
-    from gradrule._forward import AsyncForwardHandle, ForwardHandle
-    from gradrule._local import local
     from gradrule._results.call_results import Digests, Resolution, Result, Sparse, Timings
     from gradrule._results.explanations import Explanation
     from gradrule._results.rule_infos import ParamInfo, PresetInfo, RuleInfo, SampleResult
     from gradrule._results.status_report import ServerStatus
+    from gradrule._rpc.async_client.forward import AsyncForwardHandle
+    from gradrule._rpc.async_client.sessions import AsyncSession
+    from gradrule._rpc.sync_client.client import Client, connect, local
+    from gradrule._rpc.sync_client.forward import ForwardHandle
+    from gradrule._rpc.sync_client.programs import Program
+    from gradrule._rpc.sync_client.sessions import Session
     from gradrule._security import tls
-    from gradrule._sessions import AsyncSession, Session, StepResult
+    from gradrule._sessions import StepResult
     from gradrule._tracing import from_keras, trace
     from gradrule._tracing.loading import load
     from gradrule._transfer import Transfer
@@ -54,16 +57,16 @@ __all__ = [
 
 _HOMES = {
     "Blob": "_blobs",
-    "connect": "_client",
-    "Client": "_client",
-    "Program": "_client",
-    "local": "_local",
+    "connect": "_rpc.sync_client.client",
+    "Client": "_rpc.sync_client.client",
+    "Program": "_rpc.sync_client.programs",
+    "local": "_rpc.sync_client.client",
     "ServerStatus": "_results.status_report",
-    "Session": "_sessions",
-    "AsyncSession": "_sessions",
+    "Session": "_rpc.sync_client.sessions",
+    "AsyncSession": "_rpc.async_client.sessions",
     "StepResult": "_sessions",
-    "ForwardHandle": "_forward",
-    "AsyncForwardHandle": "_forward",
+    "ForwardHandle": "_rpc.sync_client.forward",
+    "AsyncForwardHandle": "_rpc.async_client.forward",
     "Graph": "_builder.graph",
     "TensorHandle": "_builder.handles",
     "Node": "_builder.handles",

@@ -39,9 +39,11 @@ def trace(fn: Any, /, *specs: Any, **kwspecs: Any) -> Graph:
         InvalidGraphError: `fn` cannot be traced with these specs.
     """
     require("trace")
-    from gradrule._tracing import functions, keras_models
+    from gradrule._tracing import functions
 
     if functions.is_keras_model(fn):
+        from gradrule._tracing import keras_models
+
         return keras_models.from_keras(fn, specs, **kwspecs)
     return functions.trace(fn, specs, kwspecs)
 
