@@ -16,7 +16,7 @@ import pytest
 import tensorflow as tf
 
 import gradrule as gr
-from gradrule._status import error_of_status
+from gradrule._messages.error_status import error_of_status
 from gradrule.v1 import evaluate_pb2
 from tests.service import raw
 from tests.service.answers import assert_close, refused

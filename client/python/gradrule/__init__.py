@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradrule import aio, errors, keras, optimizers
-    from gradrule._blobs import Blob
+    from gradrule._builder.blob_values import Blob
     from gradrule._builder.graph import Graph
     from gradrule._builder.handles import Node, TensorHandle
     from gradrule._builder.overrides import Override, Preset, Region
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from gradrule._builder.tensor_specs import TensorSpec
     from gradrule._comparison.comparisons import ComparedRow, Comparison, FirstDifference
     from gradrule._comparison.numeric_gradients import FiniteDifferences
+    from gradrule._messages.session_calls import StepResult
+    from gradrule._messages.transfer_options import Transfer
     from gradrule._results.call_results import Digests, Resolution, Result, Sparse, Timings
     from gradrule._results.explanations import Explanation
     from gradrule._results.rule_infos import ParamInfo, PresetInfo, RuleInfo, SampleResult
     from gradrule._results.status_report import ServerStatus
     from gradrule._rpc.async_client.forward import AsyncForwardHandle
     from gradrule._rpc.async_client.sessions import AsyncSession
+    from gradrule._rpc.security import tls
     from gradrule._rpc.sync_client.client import Client, connect, local
     from gradrule._rpc.sync_client.forward import ForwardHandle
     from gradrule._rpc.sync_client.programs import Program
     from gradrule._rpc.sync_client.sessions import Session
-    from gradrule._security import tls
-    from gradrule._sessions import StepResult
     from gradrule._tracing import from_keras, trace
     from gradrule._tracing.loading import load
-    from gradrule._transfer import Transfer
     from gradrule.errors import GradruleError
 
 __version__ = "0.1.0"
@@ -56,7 +56,7 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "Blob": "_blobs",
+    "Blob": "_builder.blob_values",
     "connect": "_rpc.sync_client.client",
     "Client": "_rpc.sync_client.client",
     "Program": "_rpc.sync_client.programs",
@@ -64,7 +64,7 @@ _HOMES = {
     "ServerStatus": "_results.status_report",
     "Session": "_rpc.sync_client.sessions",
     "AsyncSession": "_rpc.async_client.sessions",
-    "StepResult": "_sessions",
+    "StepResult": "_messages.session_calls",
     "ForwardHandle": "_rpc.sync_client.forward",
     "AsyncForwardHandle": "_rpc.async_client.forward",
     "Graph": "_builder.graph",
@@ -92,8 +92,8 @@ _HOMES = {
     "Digests": "_results.call_results",
     "Sparse": "_results.call_results",
     "TensorSpec": "_builder.tensor_specs",
-    "tls": "_security",
-    "Transfer": "_transfer",
+    "tls": "_rpc.security",
+    "Transfer": "_messages.transfer_options",
     "GradruleError": "errors",
 }
 

@@ -13,8 +13,8 @@ import tensorflow as tf
 from google.protobuf.duration_pb2 import Duration
 
 import gradrule as gr
-from gradrule import _requests
 from gradrule._builder import by_name
+from gradrule._messages import request_messages
 from gradrule._results import call_results, explanations
 from gradrule.common.tensor_codec import to_message, to_numpy
 from gradrule.v1 import evaluate_pb2, override_pb2, program_pb2, rule_pb2
@@ -30,11 +30,11 @@ def simple() -> gr.Graph:
 
 
 def spec(graph: Any, **words: Any) -> tuple[program_pb2.ProgramSpec, dict[str, Any]]:
-    return _requests.program_spec(graph, _requests.Words(**words))
+    return request_messages.program_spec(graph, request_messages.Words(**words))
 
 
 def fed(graph: Any, feeds: Any, **more: Any) -> evaluate_pb2.EvaluateRequest:
-    return _requests.evaluate_request(feeds, _requests.types_of_graph(graph), graph=graph, **more)
+    return request_messages.evaluate_request(feeds, request_messages.types_of_graph(graph), graph=graph, **more)
 
 
 def test_names_and_handles_mean_the_same() -> None:
@@ -218,7 +218,7 @@ def test_params_of_a_call() -> None:
 
 def check(graph: Any, feeds: Any = None, params: Any = None, **words: Any) -> None:
     found, _ = spec(graph, **words)
-    _requests.check_call(found, fed(graph, feeds, params=params), graph)
+    request_messages.check_call(found, fed(graph, feeds, params=params), graph)
 
 
 @pytest.mark.parametrize("form", [lambda g: g, lambda g: g.to_bytes()], ids=["Graph", "bytes"])

@@ -9,7 +9,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from gradrule import _blobs
+from gradrule._builder import blob_values
 from gradrule._builder.arguments import Conversion, assign_arguments
 from gradrule._builder.attribute_values import attr_value, free_value, natural
 from gradrule._builder.by_name import ByName
@@ -116,7 +116,7 @@ class Graph(GraphOps):
         """Returns the SHA-256 of `to_bytes_without_overrides` in hex; cached until the graph changes."""
         data = self.to_bytes_without_overrides()
         if self._sha256[0] is not data:
-            self._sha256 = data, _blobs.digest(data)
+            self._sha256 = data, blob_values.digest(data)
         return self._sha256[1]
 
     def __len__(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from gradrule import _blobs
+from gradrule._builder import blob_values
 from gradrule.errors import InvalidGraphError
 from gradrule.v1.rule_pb2 import GraphSource
 
@@ -38,14 +38,14 @@ def sent_bytes(graph: GraphLike) -> bytes:
     return graph_bytes(graph)
 
 
-def put_graph(graph: GraphLike, source: GraphSource, blobs: _blobs.Blobs | None) -> None:
+def put_graph(graph: GraphLike, source: GraphSource, blobs: blob_values.Blobs | None) -> None:
     """Puts a graph into a request: a large one by its hash, its bytes into `blobs`; None: the bytes themselves."""
     data = sent_bytes(graph)
-    if blobs is None or len(data) <= _blobs.MAX_INLINE_GRAPH:
+    if blobs is None or len(data) <= blob_values.MAX_INLINE_GRAPH:
         source.serialized = data
         return
     known = getattr(graph, "sha256", None)
-    source.blob_sha256 = known() if known is not None else _blobs.digest(data)
+    source.blob_sha256 = known() if known is not None else blob_values.digest(data)
     blobs[source.blob_sha256] = data
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gradrule import _blobs
+from gradrule._builder import blob_values
 from gradrule._builder.attribute_values import natural
 from gradrule.common import tensor_codec
 from gradrule.errors import InvalidTensorError
@@ -24,7 +24,7 @@ class Variables(MutableMapping[str, tensor_codec.Array]):
         self._type_of = type_of
         self._arrays: dict[str, tensor_codec.Array] = {}
         # Hash and bytes are worked out once for each array.
-        self._blobs: dict[str, tuple[str, _blobs.Data]] = {}
+        self._blobs: dict[str, tuple[str, blob_values.Data]] = {}
 
     def __getitem__(self, name: str) -> tensor_codec.Array:
         return self._arrays[name]
@@ -59,16 +59,16 @@ class Variables(MutableMapping[str, tensor_codec.Array]):
     def __repr__(self) -> str:
         return f"<Variables {sorted(self._arrays)}>"
 
-    def messages(self, blobs: _blobs.Blobs | None) -> Iterator[tensor_pb2.NamedTensor]:
+    def messages(self, blobs: blob_values.Blobs | None) -> Iterator[tensor_pb2.NamedTensor]:
         """The values as a request holds them: large ones by hash, their bytes put into `blobs`; None: all inline."""
         for name, array in self._arrays.items():
             number = tensor_codec.number_of_array(array)
-            if blobs is None or array.nbytes <= _blobs.MAX_INLINE_VALUE or number == tensor_pb2.DT_STRING:
+            if blobs is None or array.nbytes <= blob_values.MAX_INLINE_VALUE or number == tensor_pb2.DT_STRING:
                 value = tensor_pb2.TensorSource(inline=tensor_codec.to_message(array))
             else:
                 if name not in self._blobs:
-                    data = _blobs.data_of(array)
-                    self._blobs[name] = _blobs.digest(data), data
+                    data = blob_values.data_of(array)
+                    self._blobs[name] = blob_values.digest(data), data
                 sha256, blobs[self._blobs[name][0]] = self._blobs[name]
-                value = _blobs.source(sha256, number, array.shape)
+                value = blob_values.source(sha256, number, array.shape)
             yield tensor_pb2.NamedTensor(name=name, value=value)

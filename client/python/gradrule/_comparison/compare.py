@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from gradrule import _calls
 from gradrule._builder.by_name import ByName
 from gradrule._builder.graph import Graph
 from gradrule._builder.graph_sources import GraphLike, graph_bytes
@@ -20,14 +19,15 @@ from gradrule._builder.overrides import Overrides
 from gradrule._comparison import numeric_gradients
 from gradrule._comparison.comparisons import DEFAULT, FINITE_DIFFERENCES, ComparedRow, Comparison, FirstDifference
 from gradrule._comparison.numeric_gradients import FiniteDifferences
-from gradrule._requests import Feeds, GradYs, Names, Words, names_of
+from gradrule._messages import rpc_calls
+from gradrule._messages.request_messages import Feeds, GradYs, Names, Words, names_of
 from gradrule._results.call_results import Resolution, Result, Sparse
 from gradrule._results.explanations import Explanation
 from gradrule.common.dtypes import dtype_name, without_ref
 from gradrule.common.tensor_codec import Array
 from gradrule.errors import GradruleError, InvalidDerivativeError, InvalidOverrideError, NoGradientError, of_reason
 
-Plan: TypeAlias = "Generator[_calls.Call[Any], Any, Comparison]"
+Plan: TypeAlias = "Generator[rpc_calls.Call[Any], Any, Comparison]"
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _MAX_TENSORS = 512
@@ -95,7 +95,7 @@ def plan(
     runs: list[_Run] = []
     for label, chosen in {DEFAULT: None, **overrides}.items():
         run = _Run(label, chosen)
-        explained: Explanation = yield _calls.explain(graph, feeds, None, target.words(chosen))
+        explained: Explanation = yield rpc_calls.explain(graph, feeds, None, target.words(chosen))
         try:
             _read(run, explained, label)
         except NoGradientError as refusal:
@@ -174,7 +174,7 @@ def _in_order(graph: Graph) -> list[str]:
 
 def _gradients(
     target: _Target, run: _Run, tensors: Sequence[str], notes: list[str]
-) -> Generator[_calls.Call[Any], Any, None]:
+) -> Generator[rpc_calls.Call[Any], Any, None]:
     """Evaluates the gradients; evaluates again without inner tensors if asking for these fails or changes overrides."""
     between = [name for name in tensors if split(name)[0] in run.path - run.inside]
     result: Result | None = None
@@ -198,8 +198,8 @@ def _gradients(
     run.gradients = {name: _dense(value) for name, value in result.gradients.items()}
 
 
-def _evaluate(target: _Target, run: _Run, between: Sequence[str]) -> _calls.Call[Result]:
-    return _calls.evaluate(target.graph, target.feeds, None, target.words(run.overrides, between))
+def _evaluate(target: _Target, run: _Run, between: Sequence[str]) -> rpc_calls.Call[Result]:
+    return rpc_calls.evaluate(target.graph, target.feeds, None, target.words(run.overrides, between))
 
 
 def _active(resolutions: Sequence[Resolution]) -> set[tuple[str, str, str]]:

@@ -8,19 +8,19 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from gradrule import _calls
 from gradrule._builder.by_name import ByName
 from gradrule._builder.graph import Graph
 from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.names import bare
 from gradrule._comparison.float64_graph import widened
-from gradrule._requests import Feeds, GradYs, Words, name_of_tensor, tensor_message, types_of_graph
+from gradrule._messages import rpc_calls
+from gradrule._messages.request_messages import Feeds, GradYs, Words, name_of_tensor, tensor_message, types_of_graph
 from gradrule._results import call_results
 from gradrule.common.dtypes import dtype_name, without_ref
 from gradrule.common.tensor_codec import Array
 from gradrule.errors import GradruleError
 
-Steps: TypeAlias = "Generator[_calls.Call[Any], Any, Any]"
+Steps: TypeAlias = "Generator[rpc_calls.Call[Any], Any, Any]"
 
 MAX_ELEMENTS = 256
 DIRECTIONS = 16
@@ -87,10 +87,10 @@ class _Forward:
     ys: Sequence[str]
     dtype: str
 
-    def run(self, changed: Mapping[str, Array] | None = None) -> _calls.Call[Any]:
+    def run(self, changed: Mapping[str, Array] | None = None) -> rpc_calls.Call[Any]:
         """Returns the call that evaluates the ys; `changed` replaces feeds."""
         feeds: dict[Any, Any] = {**self.feeds, **(changed or {})}
-        return _calls.evaluate(self.graph, feeds, None, Words(fetches=self.ys))
+        return rpc_calls.evaluate(self.graph, feeds, None, Words(fetches=self.ys))
 
 
 def measure(
@@ -133,7 +133,7 @@ def _measure(
     # An x inside the graph is fed with its own value, which is fetched first.
     inner = [bare(x) for x in xs if bare(x) not in arrays]
     given: dict[Any, Any] = {**arrays}
-    first = yield _calls.evaluate(graph, given, None, Words(fetches=[*ys, *named.values(), *inner]))
+    first = yield rpc_calls.evaluate(graph, given, None, Words(fetches=[*ys, *named.values(), *inner]))
     weights = {
         y: np.asarray(first.outputs[named[y]] if y in named else _weight(y, grad_ys, ys, first.outputs[y]), np.float64)
         for y in ys
@@ -172,7 +172,7 @@ def _measure(
 
 def _derivative(
     forward: _Forward, x: str, direction: Array, step: float, weights: Mapping[str, Array]
-) -> Generator[_calls.Call[Any], Any, float]:
+) -> Generator[rpc_calls.Call[Any], Any, float]:
     """Returns the derivative along a direction, divided by the steps after rounding to the element type."""
     value = forward.feeds[x]
     up, down = ((value + sign * step * direction).astype(value.dtype) for sign in (1, -1))
@@ -187,7 +187,7 @@ def _derivative(
 
 def _most_precise_forward(
     graph: GraphLike, read: Graph, arrays: dict[str, Array], ys: Sequence[str], first: Any
-) -> Generator[_calls.Call[Any], Any, _Forward]:
+) -> Generator[rpc_calls.Call[Any], Any, _Forward]:
     """Returns the forward pass in float64 if it runs and gives the same ys, else in the graph's own types."""
     own = _Forward(graph, arrays, ys, _narrowest(arrays.values()))
     if own.dtype != "float32":

@@ -16,10 +16,10 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from gradrule._builder.names import bare
-from gradrule._large import MIN_LARGE_BYTES
-from gradrule._memory_regions import rounded
 from gradrule.common import fast_paths, tensor_codec, tensor_packing, wire_format
 from gradrule.common.dtypes import dtype_name
+from gradrule.common.large_tensors import MIN_LARGE_BYTES
+from gradrule.common.memory_regions import rounded
 from gradrule.errors import InternalError, InvalidTensorError
 from gradrule.v1 import evaluate_pb2, tensor_pb2
 

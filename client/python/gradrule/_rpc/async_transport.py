@@ -11,10 +11,10 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 import grpc
 import grpc.aio
 
-from gradrule._calls import Call
-from gradrule._requests import Feeds
-from gradrule._sessions import METHOD
-from gradrule._status import error_of
+from gradrule._messages.error_status import error_of
+from gradrule._messages.request_messages import Feeds
+from gradrule._messages.rpc_calls import Call
+from gradrule._messages.session_calls import METHOD
 from gradrule.errors import UnavailableError
 
 R = TypeVar("R")

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import grpc
 
-from gradrule._calls import Call
-from gradrule._requests import Feeds
-from gradrule._sessions import METHOD
-from gradrule._status import error_of, message_parts, parsed
-from gradrule._stream_messages import StreamLostError
+from gradrule._messages.error_status import error_of, message_parts, parsed
+from gradrule._messages.request_messages import Feeds
+from gradrule._messages.rpc_calls import Call
+from gradrule._messages.session_calls import METHOD
+from gradrule._rpc.stream_messages import StreamLostError
 from gradrule.errors import (
     BlobNotFoundError,
     CancelledError,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gradrule import _calls
 from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.rules import Params, Rule
+from gradrule._messages import rpc_calls
 from gradrule._results import rule_infos
 from gradrule._rpc.async_client.base import AsyncClientBase
 
@@ -45,7 +45,7 @@ class AsyncRuleMethods(AsyncClientBase):
             InvalidRuleError: The rule is not valid.
             RuleExistsError: The name belongs to a rule with other content.
         """
-        return await self._run(_calls.create_rule(name, expression, graph, params, gradient, description), timeout)
+        return await self._run(rpc_calls.create_rule(name, expression, graph, params, gradient, description), timeout)
 
     async def get_rule(self, name: str, *, timeout: float | None = None) -> rule_infos.RuleInfo:
         """Returns the rule with a name.
@@ -57,10 +57,10 @@ class AsyncRuleMethods(AsyncClientBase):
         Raises:
             UnknownRuleError: There is no rule with this name.
         """
-        return await self._run(_calls.get_rule(name), timeout)
+        return await self._run(rpc_calls.get_rule(name), timeout)
 
     async def list_rules(
-        self, kind: _calls.RuleKind | None = None, *, timeout: float | None = None
+        self, kind: rpc_calls.RuleKind | None = None, *, timeout: float | None = None
     ) -> list[rule_infos.RuleInfo]:
         """Lists rules.
 
@@ -71,9 +71,9 @@ class AsyncRuleMethods(AsyncClientBase):
         Raises:
             InvalidRuleError: There is no such kind.
         """
-        rules, token = await self._run(_calls.list_rules(kind, ""), timeout)
+        rules, token = await self._run(rpc_calls.list_rules(kind, ""), timeout)
         while token:
-            more, token = await self._run(_calls.list_rules(kind, token), timeout)
+            more, token = await self._run(rpc_calls.list_rules(kind, token), timeout)
             rules += more
         return rules
 
@@ -88,7 +88,7 @@ class AsyncRuleMethods(AsyncClientBase):
             UnknownRuleError: There is no rule with this name.
             RuleReadOnlyError: It is a builtin rule or an op's.
         """
-        await self._run(_calls.delete_rule(name), timeout)
+        await self._run(rpc_calls.delete_rule(name), timeout)
 
     async def list_presets(self, *, timeout: float | None = None) -> list[rule_infos.PresetInfo]:
         """Lists presets: named lists of overrides, for `gr.Preset`.
@@ -96,7 +96,7 @@ class AsyncRuleMethods(AsyncClientBase):
         Args:
             timeout: Seconds; default: that of `connect`.
         """
-        return await self._run(_calls.list_presets(), timeout)
+        return await self._run(rpc_calls.list_presets(), timeout)
 
     async def sample_rule(
         self,
@@ -134,4 +134,4 @@ class AsyncRuleMethods(AsyncClientBase):
             InvalidTensorError: A value is no array of numbers.
         """
         values = {"x": x, "y": y, "dy": dy, **more}
-        return await self._run(_calls.sample_rule(rule, values, params, op_type, attrs), timeout)
+        return await self._run(rpc_calls.sample_rule(rule, values, params, op_type, attrs), timeout)

@@ -6,17 +6,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gradrule import _calls, _derivatives
 from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.overrides import Overrides
-from gradrule._groups import groups_of
-from gradrule._program import ProgramBase, merged
-from gradrule._requests import CallParams, Feeds, GradYs, GroupedNames, Names, Words
+from gradrule._messages import derivatives, rpc_calls
+from gradrule._messages.program_calls import ProgramBase, merged
+from gradrule._messages.request_messages import CallParams, Feeds, GradYs, GroupedNames, Names, Words
+from gradrule._messages.transfer_options import Transfer
+from gradrule._messages.x_groups import groups_of
 from gradrule._results import call_results
 from gradrule._rpc.sync_client.base import ClientBase
 from gradrule._rpc.sync_client.forward import ForwardHandle
 from gradrule._rpc.sync_transport import ManyFeeds, Pipeline, iterate
-from gradrule._transfer import Transfer
 from gradrule.errors import InvalidParamError
 
 
@@ -32,13 +32,13 @@ class ProgramMethods(ClientBase):
         xs: GroupedNames = (),
         grad_ys: GradYs | None = None,
         stop_gradients: Names = (),
-        unconnected_gradients: _calls.UnconnectedGradients = "none",
+        unconnected_gradients: rpc_calls.UnconnectedGradients = "none",
         overrides: Overrides | None = None,
-        no_gradient: _calls.NoGradient = "error",
+        no_gradient: rpc_calls.NoGradient = "error",
         rewrites: Sequence[str] = (),
         dense_gradients: bool = False,
         batching: bool = True,
-        jit: _calls.Jit = "off",
+        jit: rpc_calls.Jit = "off",
         name: str | None = None,
         timeout: float | None = None,
     ) -> Program:
@@ -85,7 +85,7 @@ class ProgramMethods(ClientBase):
             batching=batching,
             jit=jit,
         )
-        message = self._run(_calls.compile_program(graph, name, words), timeout)
+        message = self._run(rpc_calls.compile_program(graph, name, words), timeout)
         return Program(self, message, groups_of(xs, graph))
 
     def program(self, name: str, *, timeout: float | None = None) -> Program:
@@ -98,7 +98,7 @@ class ProgramMethods(ClientBase):
         Raises:
             ProgramNotFoundError: There is no program with this name.
         """
-        return Program(self, self._run(_calls.get_program(name), timeout))
+        return Program(self, self._run(rpc_calls.get_program(name), timeout))
 
     def list_programs(self, *, timeout: float | None = None) -> list[Program]:
         """Lists all programs, without their `overrides` and `default_gradient_nodes`, which `program` returns.
@@ -106,9 +106,9 @@ class ProgramMethods(ClientBase):
         Args:
             timeout: Seconds for each page; default: that of `connect`.
         """
-        messages, token = self._run(_calls.list_programs(""), timeout)
+        messages, token = self._run(rpc_calls.list_programs(""), timeout)
         while token:
-            more, token = self._run(_calls.list_programs(token), timeout)
+            more, token = self._run(rpc_calls.list_programs(token), timeout)
             messages += more
         return [Program(self, message) for message in messages]
 
@@ -122,7 +122,7 @@ class ProgramMethods(ClientBase):
         Raises:
             ProgramNotFoundError: There is no program with this name.
         """
-        self._run(_calls.delete_program(name), timeout)
+        self._run(rpc_calls.delete_program(name), timeout)
 
 
 class Program(ProgramBase):
@@ -240,7 +240,7 @@ class Program(ProgramBase):
             for one in iterate(feeds):
                 if len(pipeline) >= in_flight:
                     yield pipeline.next_result()
-                pipeline.start(_calls.with_own_arrays(self._call(one, params, None, transfer=chosen)))
+                pipeline.start(rpc_calls.with_own_arrays(self._call(one, params, None, transfer=chosen)))
             while len(pipeline):
                 yield pipeline.next_result()
         finally:
@@ -253,7 +253,7 @@ class Program(ProgramBase):
         *,
         params: CallParams | None = None,
         timeout: float | None = None,
-    ) -> _derivatives.Tangents:
+    ) -> derivatives.Tangents:
         """Computes Jacobian-vector products of the program's ys and xs. Compiled at its first use.
 
         Args:
@@ -268,7 +268,7 @@ class Program(ProgramBase):
         Raises:
             GradruleError: As in `Client.jvp`.
         """
-        call = _derivatives.program_jvp(self._message, feeds, tangents, params)
+        call = derivatives.program_jvp(self._message, feeds, tangents, params)
         return self._client._run(self._client._transfer.applied(call), timeout)
 
     def jacobian(
@@ -278,7 +278,7 @@ class Program(ProgramBase):
         params: CallParams | None = None,
         batched: bool = False,
         timeout: float | None = None,
-    ) -> _derivatives.Jacobians:
+    ) -> derivatives.Jacobians:
         """Computes Jacobians of the program's ys and xs. Compiled at its first use.
 
         Args:
@@ -293,7 +293,7 @@ class Program(ProgramBase):
         Raises:
             GradruleError: As in `Client.jacobian`.
         """
-        call = _derivatives.program_jacobian(self._message, feeds, params, self._groups, batched=batched)
+        call = derivatives.program_jacobian(self._message, feeds, params, self._groups, batched=batched)
         return self._client._run(self._client._transfer.applied(call), timeout)
 
     def hvp(
@@ -303,7 +303,7 @@ class Program(ProgramBase):
         *,
         params: CallParams | None = None,
         timeout: float | None = None,
-    ) -> _derivatives.Products:
+    ) -> derivatives.Products:
         """Computes Hessian-vector products of the program's ys and xs. Compiled at its first use.
 
         Args:
@@ -318,7 +318,7 @@ class Program(ProgramBase):
         Raises:
             GradruleError: As in `Client.hvp`.
         """
-        call = _derivatives.program_hvp(self._message, feeds, vectors, params, self._groups)
+        call = derivatives.program_hvp(self._message, feeds, vectors, params, self._groups)
         return self._client._run(self._client._transfer.applied(call), timeout)
 
     def delete(self, *, timeout: float | None = None) -> None:
@@ -330,4 +330,4 @@ class Program(ProgramBase):
         Raises:
             ProgramNotFoundError: It was deleted before.
         """
-        self._client._run(_calls.delete_program(self.name), timeout)
+        self._client._run(rpc_calls.delete_program(self.name), timeout)

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gradrule import _calls
 from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.rules import Params, Rule
+from gradrule._messages import rpc_calls
 from gradrule._results import rule_infos
 from gradrule._rpc.sync_client.base import ClientBase
 
@@ -46,7 +46,7 @@ class RuleMethods(ClientBase):
             InvalidRuleError: The rule is not valid.
             RuleExistsError: The name belongs to a rule with other content.
         """
-        return self._run(_calls.create_rule(name, expression, graph, params, gradient, description), timeout)
+        return self._run(rpc_calls.create_rule(name, expression, graph, params, gradient, description), timeout)
 
     def get_rule(self, name: str, *, timeout: float | None = None) -> rule_infos.RuleInfo:
         """Returns the rule with a name.
@@ -58,10 +58,10 @@ class RuleMethods(ClientBase):
         Raises:
             UnknownRuleError: There is no rule with this name.
         """
-        return self._run(_calls.get_rule(name), timeout)
+        return self._run(rpc_calls.get_rule(name), timeout)
 
     def list_rules(
-        self, kind: _calls.RuleKind | None = None, *, timeout: float | None = None
+        self, kind: rpc_calls.RuleKind | None = None, *, timeout: float | None = None
     ) -> list[rule_infos.RuleInfo]:
         """Lists rules.
 
@@ -72,9 +72,9 @@ class RuleMethods(ClientBase):
         Raises:
             InvalidRuleError: There is no such kind.
         """
-        rules, token = self._run(_calls.list_rules(kind, ""), timeout)
+        rules, token = self._run(rpc_calls.list_rules(kind, ""), timeout)
         while token:
-            more, token = self._run(_calls.list_rules(kind, token), timeout)
+            more, token = self._run(rpc_calls.list_rules(kind, token), timeout)
             rules += more
         return rules
 
@@ -89,7 +89,7 @@ class RuleMethods(ClientBase):
             UnknownRuleError: There is no rule with this name.
             RuleReadOnlyError: It is a builtin rule or an op's.
         """
-        self._run(_calls.delete_rule(name), timeout)
+        self._run(rpc_calls.delete_rule(name), timeout)
 
     def list_presets(self, *, timeout: float | None = None) -> list[rule_infos.PresetInfo]:
         """Lists presets: named lists of overrides, for `gr.Preset`.
@@ -97,7 +97,7 @@ class RuleMethods(ClientBase):
         Args:
             timeout: Seconds; default: that of `connect`.
         """
-        return self._run(_calls.list_presets(), timeout)
+        return self._run(rpc_calls.list_presets(), timeout)
 
     def sample_rule(
         self,
@@ -135,4 +135,4 @@ class RuleMethods(ClientBase):
             InvalidTensorError: A value is no array of numbers.
         """
         values = {"x": x, "y": y, "dy": dy, **more}
-        return self._run(_calls.sample_rule(rule, values, params, op_type, attrs), timeout)
+        return self._run(rpc_calls.sample_rule(rule, values, params, op_type, attrs), timeout)

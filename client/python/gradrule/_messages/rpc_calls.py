@@ -11,13 +11,14 @@ from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
 
-from gradrule import _blobs, _requests, _samples
+from gradrule._builder import blob_values
 from gradrule._builder.graph_sources import GraphLike, graph_bytes, sent_bytes
 from gradrule._builder.rules import Params, Rule
-from gradrule._groups import flat_words, groups_of
+from gradrule._messages import request_messages, sample_requests
+from gradrule._messages.transfer_options import PLAIN, Transfer
+from gradrule._messages.x_groups import flat_words, groups_of
 from gradrule._results import call_results, explanations, rule_infos, status_report
 from gradrule._results.answers import AnswerReader, labeller
-from gradrule._transfer import PLAIN, Transfer
 from gradrule.common import wire_format
 from gradrule.errors import InvalidDerivativeError, InvalidRuleError
 from gradrule.v1 import admin_pb2, evaluate_pb2, program_pb2, rule_pb2
@@ -43,7 +44,7 @@ class Call(NamedTuple, Generic[R]):
     answer: Callable[[bytes], Any]
     decode: Callable[[Any], R]
     # Bytes that the request names by their hash.
-    blobs: Mapping[str, _blobs.Data] = MappingProxyType({})
+    blobs: Mapping[str, blob_values.Data] = MappingProxyType({})
     on_stream: bool = False
     # Bytes of the request that follow those of the message.
     large: Sequence[wire_format.Parts] = ()
@@ -130,7 +131,7 @@ def sample_rule(
     """SampleRule."""
     return Call(
         f"/{_PACKAGE}.RuleService/SampleRule",
-        _samples.sample_request(rule, values, params, op_type, attrs),
+        sample_requests.sample_request(rule, values, params, op_type, attrs),
         rule_pb2.SampleRuleResponse.FromString,
         rule_infos.sample_result,
     )
@@ -138,19 +139,19 @@ def sample_rule(
 
 def evaluate(
     graph: GraphLike,
-    feeds: _requests.Feeds | None,
-    params: _requests.CallParams | None,
-    words: _requests.Words,
+    feeds: request_messages.Feeds | None,
+    params: request_messages.CallParams | None,
+    words: request_messages.Words,
     stacked_grad_ys: bool = False,
     transfer: Transfer = PLAIN,
 ) -> Call[call_results.Result]:
     """Evaluate with an inline program."""
     groups = groups_of(words.xs, graph)
-    blobs = _blobs.fed(feeds, words.grad_ys)
-    spec, grad_ys = _requests.program_spec(graph, flat_words(words, graph), blobs)
-    type_of = _requests.types_of_graph(graph)
+    blobs = blob_values.fed(feeds, words.grad_ys)
+    spec, grad_ys = request_messages.program_spec(graph, flat_words(words, graph), blobs)
+    type_of = request_messages.types_of_graph(graph)
     large: list[wire_format.Parts] = []
-    request = _requests.evaluate_request(
+    request = request_messages.evaluate_request(
         feeds,
         type_of,
         grad_ys=grad_ys,
@@ -162,7 +163,7 @@ def evaluate(
     )
     transfer.prepare(request)
     request.spec.CopyFrom(spec)
-    aliases = _requests.given_aliases(graph, words)
+    aliases = request_messages.given_aliases(graph, words)
     details = call_results.ProgramDetails(aliases)
     reader = AnswerReader(labeller(aliases), keep_bfloat16=transfer.keep_wire_dtype)
     return Call(
@@ -177,10 +178,10 @@ def evaluate(
     )
 
 
-def compile_program(graph: GraphLike, name: str | None, words: _requests.Words) -> Call[program_pb2.Program]:
+def compile_program(graph: GraphLike, name: str | None, words: request_messages.Words) -> Call[program_pb2.Program]:
     """CompileProgram."""
-    blobs: _blobs.Blobs = {}
-    spec, grad_ys = _requests.program_spec(graph, flat_words(words, graph), blobs)
+    blobs: blob_values.Blobs = {}
+    spec, grad_ys = request_messages.program_spec(graph, flat_words(words, graph), blobs)
     if grad_ys:
         raise InvalidDerivativeError(
             f"grad_ys of {next(iter(grad_ys))!r} is a value; compile takes names of tensors, calls give values"
@@ -195,15 +196,18 @@ def compile_program(graph: GraphLike, name: str | None, words: _requests.Words) 
 
 
 def explain(
-    graph: GraphLike, feeds: _requests.Feeds | None, params: _requests.CallParams | None, words: _requests.Words
+    graph: GraphLike,
+    feeds: request_messages.Feeds | None,
+    params: request_messages.CallParams | None,
+    words: request_messages.Words,
 ) -> Call[explanations.Explanation]:
     """CompileProgram, only checking. What a call would give besides is checked here and not sent."""
-    blobs: _blobs.Blobs = {}
-    spec, grad_ys = _requests.program_spec(graph, flat_words(words, graph), blobs)
-    type_of = _requests.types_of_graph(graph)
-    call = _requests.evaluate_request(feeds, type_of, grad_ys=grad_ys, params=params, graph=graph)
-    _requests.check_call(spec, call, graph)
-    aliases = _requests.given_aliases(graph, words)
+    blobs: blob_values.Blobs = {}
+    spec, grad_ys = request_messages.program_spec(graph, flat_words(words, graph), blobs)
+    type_of = request_messages.types_of_graph(graph)
+    call = request_messages.evaluate_request(feeds, type_of, grad_ys=grad_ys, params=params, graph=graph)
+    request_messages.check_call(spec, call, graph)
+    aliases = request_messages.given_aliases(graph, words)
     sent = sent_bytes(graph)
     return Call(
         f"/{_PACKAGE}.ProgramService/CompileProgram",
@@ -254,23 +258,23 @@ def server_status() -> Call[status_report.ServerStatus]:
     )
 
 
-def upload(value: Any) -> _blobs.Upload:
+def upload(value: Any) -> blob_values.Upload:
     """What is uploaded of a graph, bytes, an array or a `gr.Blob`."""
-    if isinstance(value, _blobs.Blob):
-        return _blobs.Upload(value.sha256, value.data)
+    if isinstance(value, blob_values.Blob):
+        return blob_values.Upload(value.sha256, value.data)
     is_graph = isinstance(value, bytes | bytearray | memoryview) or not (
         hasattr(value, "dtype") or hasattr(value, "__array__") or isinstance(value, list | tuple)
     )
     if is_graph:
         data = graph_bytes(value)
-        return _blobs.Upload(_blobs.digest(data), data)
-    return upload(_blobs.Blob(value))
+        return blob_values.Upload(blob_values.digest(data), data)
+    return upload(blob_values.Blob(value))
 
 
 def evaluate_call(
     request: evaluate_pb2.EvaluateRequest,
     decode: Callable[[Any], R],
-    blobs: Mapping[str, _blobs.Data],
+    blobs: Mapping[str, blob_values.Data],
     large: Sequence[wire_format.Parts] = (),
     answer: Callable[[bytes], Any] = evaluate_pb2.EvaluateResponse.FromString,
 ) -> Call[R]:

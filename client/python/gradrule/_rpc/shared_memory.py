@@ -18,11 +18,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import grpc
 
-from gradrule import _large
-from gradrule._calls import EVALUATE, Call
-from gradrule._memory_regions import Memory, Region, rounded
+from gradrule._messages.rpc_calls import EVALUATE, Call
 from gradrule._results.answers import Answer
-from gradrule.common import wire_format
+from gradrule.common import large_tensors, wire_format
+from gradrule.common.memory_regions import Memory, Region, rounded
 from gradrule.errors import GradruleError, SharedMemoryLostError, UnavailableError
 from gradrule.v1 import evaluate_pb2
 
@@ -197,7 +196,7 @@ class SharedMemory:
         if attached is None:
             return None
         memory = attached.memory
-        tensors = list(_large.tensors_in(parts))
+        tensors = list(large_tensors.tensors_in(parts))
         request_bytes = sum(len(tensor.content) for tensor in tensors)
         request = memory.take(sum(rounded(len(tensor.content)) for tensor in tensors)) if tensors else None
         room_bytes = self._room_of(call)

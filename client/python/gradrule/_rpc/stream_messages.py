@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 
-from gradrule._calls import EVALUATE, Call
-from gradrule._status import error_of_status, parsed
+from gradrule._messages.error_status import error_of_status, parsed
+from gradrule._messages.rpc_calls import EVALUATE, Call
 from gradrule.common import wire_format
 from gradrule.errors import GradruleError, InternalError
 from gradrule.v1 import evaluate_pb2

@@ -1,23 +1,19 @@
-"""Bytes that travel once and are named by their hash ever after: large graphs, weights, arrays that are fed again."""
+"""Holds arrays and graphs that are uploaded once; requests name them by their SHA-256."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from gradrule.common import tensor_codec
 from gradrule.common.dtypes import as_dt
-from gradrule.errors import BlobNotFoundError, InvalidTensorError
+from gradrule.errors import InvalidTensorError
 from gradrule.v1 import blob_pb2, tensor_pb2
 
-if TYPE_CHECKING:
-    from gradrule._calls import Call
-
-R = TypeVar("R")
 Data: TypeAlias = "bytes | memoryview"
 Blobs: TypeAlias = "dict[str, Data]"
 
@@ -30,8 +26,6 @@ MAX_INLINE_GRAPH = 1 << 20
 _PIECE = 1 << 20
 # What an upload may take beyond the call's timeout.
 _SECONDS_PER_BYTE = 1 / (4 << 20)
-# A server that is short of room may have let go what it had just now.
-_TRIES = 3
 
 
 class Blob:
@@ -105,41 +99,3 @@ def fed(*values: Any) -> Blobs:
         items = given.values() if isinstance(given, Mapping) else given if isinstance(given, list | tuple) else ()
         found.update({value.sha256: value.data for value in items if isinstance(value, Blob)})
     return found
-
-
-def find_missing(names: Iterable[str]) -> Call[list[str]]:
-    """FindMissingBlobs."""
-    from gradrule._calls import Call
-
-    return Call(
-        "/gradrule.v1.BlobService/FindMissingBlobs",
-        blob_pb2.FindMissingBlobsRequest(sha256=names),
-        blob_pb2.FindMissingBlobsResponse.FromString,
-        lambda response: list(response.missing),
-    )
-
-
-def steps(call: Call[R]) -> Generator[Call[Any] | Upload, Any, R]:
-    """What a client does one after the other to get a call's answer: the call, and what the server turns out to lack.
-
-    Each step is sent its outcome, or thrown its error.
-    """
-    bare = call._replace(blobs={})
-    for _ in range(_TRIES):
-        try:
-            answer: R = yield bare
-        except BlobNotFoundError:
-            if not call.blobs:
-                raise
-        else:
-            return answer
-        yield from uploads(call.blobs)
-    last: R = yield bare
-    return last
-
-
-def uploads(blobs: Mapping[str, Data]) -> Generator[Call[Any] | Upload, Any, None]:
-    """The steps that bring blobs to a server that may have some of them."""
-    missing = yield find_missing(blobs)
-    for name in missing:
-        yield Upload(name, blobs[name])

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from gradrule import _requests
-from gradrule._calls import Call
-from gradrule._program import ProgramBase
-from gradrule._requests import CallParams, Feeds, GradYs
+from gradrule._messages import request_messages
+from gradrule._messages.program_calls import ProgramBase
+from gradrule._messages.request_messages import CallParams, Feeds, GradYs
+from gradrule._messages.rpc_calls import Call
+from gradrule._messages.transfer_options import Transfer
 from gradrule._results import call_results
-from gradrule._transfer import Transfer
 from gradrule.common import wire_format
 from gradrule.common.tensor_codec import Array
 from gradrule.errors import HandleExpiredError, InvalidParamError, UnavailableError
@@ -70,9 +70,9 @@ class ForwardBase:
         return Call("forward", self._request, answer, decode, self._blobs, on_stream=True, large=self._large)
 
     def _pull_back(self, grad_ys: GradYs | None, stacked: bool) -> evaluate_pb2.PullBackRequest:
-        values = _requests.program_grad_ys(grad_ys, self._message)
-        type_of = _requests.types_of_specs(self._message.ys)
-        request = _requests.evaluate_request(None, type_of, grad_ys=values)
+        values = request_messages.program_grad_ys(grad_ys, self._message)
+        type_of = request_messages.types_of_specs(self._message.ys)
+        request = request_messages.evaluate_request(None, type_of, grad_ys=values)
         return evaluate_pb2.PullBackRequest(grad_ys=request.grad_ys, stacked_grad_ys=stacked)
 
     def _pulled_back(self, request: evaluate_pb2.PullBackRequest) -> Call[Gradients]:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from google.protobuf.message import Message
 
-from gradrule import _blobs, _large
+from gradrule._builder import blob_values
 from gradrule._builder.attribute_values import natural
 from gradrule._builder.graph import Graph
 from gradrule._builder.graph_sources import GraphLike, graph_bytes, put_graph
@@ -17,7 +17,7 @@ from gradrule._builder.handles import Node, TensorHandle, as_tensor
 from gradrule._builder.names import bare, near
 from gradrule._builder.overrides import Overrides, label_of, override_messages
 from gradrule._builder.rules import param_value
-from gradrule.common import tensor_codec, wire_format
+from gradrule.common import large_tensors, tensor_codec, wire_format
 from gradrule.common.dtypes import dtype_name, without_ref
 from gradrule.errors import (
     FeedDtypeError,
@@ -76,7 +76,7 @@ class Words:
 
 
 def program_spec(
-    graph: GraphLike, words: Words, blobs: _blobs.Blobs | None = None
+    graph: GraphLike, words: Words, blobs: blob_values.Blobs | None = None
 ) -> tuple[program_pb2.ProgramSpec, dict[str, Any]]:
     """The program, and the upstream gradients that are values and so travel with each call, by y.
 
@@ -293,7 +293,7 @@ def add_named_tensor(
     """
     where = f"{what or field}[{name!r}]"
     messages = getattr(request, field)
-    if isinstance(value, _blobs.Blob):
+    if isinstance(value, blob_values.Blob):
         number = type_of(name, False)
         if number and value.number != number:
             raise FeedDtypeError(f"{where} is a blob of {dtype_name(value.number)}, the tensor is {dtype_name(number)}")
@@ -301,8 +301,8 @@ def add_named_tensor(
         return
     array = array_of(value, type_of(name, not is_array(value)), where)
     try:
-        if large is not None and _large.is_large(array):
-            large.append(_large.parts(request.DESCRIPTOR.fields_by_name[field].number, name, array))
+        if large is not None and large_tensors.is_large(array):
+            large.append(large_tensors.parts(request.DESCRIPTOR.fields_by_name[field].number, name, array))
         else:
             tensor_codec.write_message(messages.add(name=name).value.inline, array)
     except ValueError as cause:

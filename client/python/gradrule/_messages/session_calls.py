@@ -8,19 +8,19 @@ from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from gradrule import _blobs, _requests
-from gradrule._builder import by_name, graph_sources
+from gradrule._builder import blob_values, by_name, graph_sources
 from gradrule._builder.graph import Graph
 from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.names import bare
 from gradrule._builder.overrides import Overrides
 from gradrule._builder.tensor_specs import TensorSpec
-from gradrule._calls import Call
-from gradrule._requests import CallParams, Feeds, Name, Names
+from gradrule._messages import request_messages
+from gradrule._messages.error_status import error_of_status, serialized
+from gradrule._messages.request_messages import CallParams, Feeds, Name, Names
+from gradrule._messages.rpc_calls import Call
+from gradrule._messages.transfer_options import Transfer
 from gradrule._results import call_results
 from gradrule._results.call_results import Resolution, Timings
-from gradrule._status import error_of_status, serialized
-from gradrule._transfer import Transfer
 from gradrule.common.tensor_codec import Array, to_numpy
 from gradrule.errors import InternalError, InvalidOptimizerError
 from gradrule.optimizers import Optimizer
@@ -64,7 +64,7 @@ class SessionBase:
     def __init__(self, options: SessionOptions) -> None:
         self._transfer = options.transfer
         self._graph = options.graph
-        self._words = _requests.Words(overrides=options.overrides, no_gradient=options.no_gradient)
+        self._words = request_messages.Words(overrides=options.overrides, no_gradient=options.no_gradient)
         self._given = dict(options.variables or {})
         self._specs: Mapping[str, TensorSpec] = {}
         self._numbers: dict[str, int] = {}
@@ -78,12 +78,12 @@ class SessionBase:
 
     def _type_of(self, name: str, needed: bool) -> int:
         number = self._numbers.get(bare(name))
-        return _requests.types_of_graph(self._graph)(name, needed) if number is None else number
+        return request_messages.types_of_graph(self._graph)(name, needed) if number is None else number
 
     def _start(self) -> Call[None]:
-        blobs = _blobs.fed(self._given)
+        blobs = blob_values.fed(self._given)
         # Overrides hold wherever something is differentiated, so the builder's own go along.
-        spec, _ = _requests.program_spec(self._graph, self._words, blobs)
+        spec, _ = request_messages.program_spec(self._graph, self._words, blobs)
         start = session_pb2.StartSession(graph=spec.graph, overrides=spec.overrides, no_gradient=spec.no_gradient)
         if isinstance(self._graph, Graph):
             start.overrides.extend(override.message() for override in self._graph.node_overrides)
@@ -106,9 +106,9 @@ class SessionBase:
     ) -> Call[StepResult]:
         if not isinstance(optimizer, Optimizer):
             raise InvalidOptimizerError(f"an optimiser is one of gradrule.optimizers, not {type(optimizer).__name__}")
-        names_given = _requests.names_of(variables, self._graph) or self._trainable()
-        loss_name = _requests.name_of_tensor(loss, self._graph)
-        names = _requests.names_of(fetches, self._graph)
+        names_given = request_messages.names_of(variables, self._graph) or self._trainable()
+        loss_name = request_messages.name_of_tensor(loss, self._graph)
+        names = request_messages.names_of(fetches, self._graph)
         call = self._call(feeds, params)
         request = session_pb2.StepRequest(
             feeds=call.feeds,
@@ -129,7 +129,7 @@ class SessionBase:
                 call_results.resolutions(answer.overrides),
             )
 
-        return Call("step", request, session_pb2.StepResponse.FromString, decode, _blobs.fed(feeds))
+        return Call("step", request, session_pb2.StepResponse.FromString, decode, blob_values.fed(feeds))
 
     def _trainable(self) -> list[str]:
         """The variables that training changes, where the graph tells which it leaves alone."""
@@ -144,17 +144,17 @@ class SessionBase:
     def _evaluate(
         self,
         feeds: Feeds | None,
-        words: _requests.Words,
+        words: request_messages.Words,
         params: CallParams | None,
     ) -> Call[call_results.Result]:
-        spec, values = _requests.program_spec(self._graph, words)
+        spec, values = request_messages.program_spec(self._graph, words)
         call = self._call(feeds, params)
         request = session_pb2.SessionEvaluateRequest(feeds=call.feeds, fetches=spec.fetches, params=call.params)
         if spec.WhichOneof("derivative") == "vjp":
             request.vjp.CopyFrom(spec.vjp)
         for y, value in values.items():
-            _requests.add_named_tensor(request, "grad_ys", y, value, self._type_of)
-        blobs = _blobs.fed(feeds, words.grad_ys)
+            request_messages.add_named_tensor(request, "grad_ys", y, value, self._type_of)
+        blobs = blob_values.fed(feeds, words.grad_ys)
 
         def decode(answer: evaluate_pb2.EvaluateResponse) -> call_results.Result:
             return call_results.result(answer.SerializeToString())
@@ -162,7 +162,7 @@ class SessionBase:
         return Call("evaluate", request, evaluate_pb2.EvaluateResponse.FromString, decode, blobs)
 
     def _read(self, names: Iterable[Name] | Name) -> Call[Mapping[str, Array]]:
-        request = session_pb2.ReadRequest(variables=_requests.names_of(names, self._graph))
+        request = session_pb2.ReadRequest(variables=request_messages.names_of(names, self._graph))
 
         def decode(answer: session_pb2.ReadResponse) -> Mapping[str, Array]:
             return by_name.ByName({item.name: to_numpy(item.value.inline) for item in answer.variables})
@@ -173,7 +173,7 @@ class SessionBase:
         request = session_pb2.AssignRequest()
         self._add_variables(request, values, "values")
         answer = session_pb2.AssignResponse.FromString
-        return Call("assign", request, answer, lambda _: None, _blobs.fed(values))
+        return Call("assign", request, answer, lambda _: None, blob_values.fed(values))
 
     def _saved(self, values: Mapping[str, Array]) -> Graph:
         graph = Graph.from_bytes(graph_sources.graph_bytes(self._graph))
@@ -185,13 +185,13 @@ class SessionBase:
 
     def _add_variables(self, request: Message, values: Mapping[Any, Any], what: str) -> None:
         for key, value in values.items():
-            name = _requests.name_of_tensor(key, self._graph)
-            _requests.add_named_tensor(request, "variables", name, value, self._type_of, what=what)
+            name = request_messages.name_of_tensor(key, self._graph)
+            request_messages.add_named_tensor(request, "variables", name, value, self._type_of, what=what)
 
     def _call(self, feeds: Feeds | None, params: CallParams | None) -> evaluate_pb2.EvaluateRequest:
-        return _requests.evaluate_request(feeds, self._type_of, params=params, graph=self._graph)
+        return request_messages.evaluate_request(feeds, self._type_of, params=params, graph=self._graph)
 
-    def _not_uploaded(self, call: Call[Any]) -> _blobs.Blobs:
+    def _not_uploaded(self, call: Call[Any]) -> blob_values.Blobs:
         return {name: data for name, data in call.blobs.items() if name not in self._uploaded}
 
     def _message(self, call: Call[Any], timeout: float) -> bytes:

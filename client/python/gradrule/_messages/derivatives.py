@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gradrule import _blobs
+from gradrule._builder import blob_values
 from gradrule._builder.by_name import ByName
 from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.names import bare
-from gradrule._calls import Call, evaluate_call
-from gradrule._groups import flat_words, groups_of
-from gradrule._requests import (
+from gradrule._messages.request_messages import (
     CallParams,
     Feeds,
     TypeOf,
@@ -24,6 +22,8 @@ from gradrule._requests import (
     types_of_graph,
     types_of_specs,
 )
+from gradrule._messages.rpc_calls import Call, evaluate_call
+from gradrule._messages.x_groups import flat_words, groups_of
 from gradrule._results.answers import labels
 from gradrule._results.call_results import Groups, Sparse, array, gradients_by_x, regrouped
 from gradrule.common.tensor_codec import Array
@@ -44,7 +44,7 @@ def jvp(
     graph: GraphLike, feeds: Feeds | None, tangents: Feeds, params: CallParams | None, words: Words
 ) -> Call[Tangents]:
     """Evaluate, for Jacobian-vector products of a graph."""
-    blobs = _blobs.fed(feeds, tangents)
+    blobs = blob_values.fed(feeds, tangents)
     request = _inline(graph, feeds, params, words, program_pb2.Jvp, "jvp", blobs)
     _add_directions(request, tangents, types_of_graph(graph), "tangents", graph)
     return evaluate_call(request, lambda response: _tangents(response, given_aliases(graph, words)), blobs)
@@ -54,7 +54,7 @@ def jacobian(
     graph: GraphLike, feeds: Feeds | None, params: CallParams | None, words: Words, *, batched: bool
 ) -> Call[Jacobians]:
     """Evaluate, for Jacobians of a graph."""
-    blobs = _blobs.fed(feeds)
+    blobs = blob_values.fed(feeds)
     request = _inline(graph, feeds, params, words, program_pb2.Jacobian, "jacobian", blobs)
     request.spec.jacobian.batched = batched
     groups, aliases = groups_of(words.xs, graph), given_aliases(graph, words)
@@ -65,7 +65,7 @@ def hvp(
     graph: GraphLike, feeds: Feeds | None, vectors: Feeds, params: CallParams | None, words: Words
 ) -> Call[Products]:
     """Evaluate, for Hessian-vector products of a graph."""
-    blobs = _blobs.fed(feeds, vectors)
+    blobs = blob_values.fed(feeds, vectors)
     request = _inline(graph, feeds, params, words, program_pb2.Hvp, "hvp", blobs)
     _add_directions(request, vectors, types_of_graph(graph), "vectors", graph)
     groups, aliases = groups_of(words.xs, graph), given_aliases(graph, words)
@@ -78,7 +78,9 @@ def program_jvp(
     """Evaluate, for Jacobian-vector products of a program's ys and xs."""
     request = _of_program(program, feeds, params, evaluate_pb2.DERIVATIVE_JVP)
     _add_directions(request, tangents, types_of_specs(program.xs), "tangents", program)
-    return evaluate_call(request, lambda response: _tangents(response, program.aliases), _blobs.fed(feeds, tangents))
+    return evaluate_call(
+        request, lambda response: _tangents(response, program.aliases), blob_values.fed(feeds, tangents)
+    )
 
 
 def program_jacobian(
@@ -87,7 +89,9 @@ def program_jacobian(
     """Evaluate, for Jacobians of a program's ys by its xs."""
     kind = evaluate_pb2.DERIVATIVE_BATCH_JACOBIAN if batched else evaluate_pb2.DERIVATIVE_JACOBIAN
     request = _of_program(program, feeds, params, kind)
-    return evaluate_call(request, lambda response: _jacobians(response, groups, program.aliases), _blobs.fed(feeds))
+    return evaluate_call(
+        request, lambda response: _jacobians(response, groups, program.aliases), blob_values.fed(feeds)
+    )
 
 
 def program_hvp(
@@ -97,7 +101,7 @@ def program_hvp(
     request = _of_program(program, feeds, params, evaluate_pb2.DERIVATIVE_HVP)
     _add_directions(request, vectors, types_of_specs(program.xs), "vectors", program)
     return evaluate_call(
-        request, lambda response: _products(response, groups, program.aliases), _blobs.fed(feeds, vectors)
+        request, lambda response: _products(response, groups, program.aliases), blob_values.fed(feeds, vectors)
     )
 
 
@@ -108,7 +112,7 @@ def _inline(
     words: Words,
     kind: type[program_pb2.Jvp | program_pb2.Jacobian | program_pb2.Hvp],
     part: str,
-    blobs: _blobs.Blobs,
+    blobs: blob_values.Blobs,
 ) -> evaluate_pb2.EvaluateRequest:
     spec, _ = program_spec(graph, flat_words(words, graph), blobs)
     vjp = spec.vjp

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import grpc
     from google.protobuf.message import Message
 
-    from gradrule._calls import Call
+    from gradrule._messages.rpc_calls import Call
     from gradrule.common.tensor_packing import Packing
 
 R = TypeVar("R")

@@ -8,7 +8,7 @@ from typing import Any
 
 from gradrule._builder.attribute_values import attr_of_op, natural
 from gradrule._builder.rules import Rule, param_value
-from gradrule._requests import is_array, tensor_message
+from gradrule._messages.request_messages import is_array, tensor_message
 from gradrule.common import op_definitions
 from gradrule.common.op_definitions import ArgDef, OpDef
 from gradrule.errors import InvalidRuleError, InvalidTensorError

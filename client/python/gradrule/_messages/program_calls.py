@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gradrule import _calls
 from gradrule._builder.tensor_specs import TensorSpec
-from gradrule._encoding import ProgramEncoder
-from gradrule._requests import CallParams, Feeds, GradYs, Name
+from gradrule._messages import rpc_calls
+from gradrule._messages.program_encoding import ProgramEncoder
+from gradrule._messages.request_messages import CallParams, Feeds, GradYs, Name
+from gradrule._messages.transfer_options import PLAIN, Transfer
 from gradrule._results import call_results
 from gradrule._results.answers import Answer, AnswerReader, labeller
-from gradrule._transfer import PLAIN, Transfer
 from gradrule.errors import UnknownFeedError
 from gradrule.v1 import evaluate_pb2, program_pb2
 
@@ -112,11 +112,11 @@ class ProgramBase:
         grad_ys: GradYs | None,
         stacked_grad_ys: bool = False,
         transfer: Transfer = PLAIN,
-    ) -> _calls.Call[call_results.Result]:
+    ) -> rpc_calls.Call[call_results.Result]:
         reader = self._bfloat16_reader if transfer.keep_wire_dtype else self._reader
         parts, blobs = self._encoder.encode(feeds, params, grad_ys, stacked_grad_ys, transfer.packing)
-        return _calls.Call(
-            _calls.EVALUATE,
+        return rpc_calls.Call(
+            rpc_calls.EVALUATE,
             self._target,
             reader.read,
             self._decode,

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from gradrule import _blobs, _large, _requests
-from gradrule.common import fast_paths, tensor_codec, wire_format
+from gradrule._builder import blob_values
+from gradrule._messages import request_messages
+from gradrule.common import fast_paths, large_tensors, tensor_codec, wire_format
 from gradrule.common.tensor_packing import Packing, pack
 from gradrule.v1 import evaluate_pb2, program_pb2
 
@@ -28,32 +29,32 @@ class ProgramEncoder:
 
     def __init__(self, program: program_pb2.Program) -> None:
         self._program = program
-        self._type_of = _requests.types_of_specs([*program.inputs, *program.ys])
+        self._type_of = request_messages.types_of_specs([*program.inputs, *program.ys])
         self._heads: dict[Any, bytes] = {}
         self._keeps_heads = fast_paths.is_enabled("request-heads")
 
     def encode(
         self,
-        feeds: _requests.Feeds | None,
-        params: _requests.CallParams | None = None,
-        grad_ys: _requests.GradYs | None = None,
+        feeds: request_messages.Feeds | None,
+        params: request_messages.CallParams | None = None,
+        grad_ys: request_messages.GradYs | None = None,
         stacked_grad_ys: bool = False,
         packing: Packing | None = None,
-    ) -> tuple[list[wire_format.Part], _blobs.Blobs]:
+    ) -> tuple[list[wire_format.Part], blob_values.Blobs]:
         """Returns the bytes of an `EvaluateRequest` without its target, and the blobs that it names.
 
-        packing: how tensors are packed, and are to be in the answer. Raises as `_requests.evaluate_request` does.
+        packing: packing of the feeds and of the answer. Raises what `request_messages.evaluate_request` raises.
         """
         parts: list[wire_format.Part] = []
-        blobs: _blobs.Blobs = {}
+        blobs: blob_values.Blobs = {}
         if feeds is not None:
-            for key, value in _requests.pairs(feeds, "feeds"):
+            for key, value in request_messages.pairs(feeds, "feeds"):
                 self._add(parts, blobs, _FEEDS, key, value, packing)
         if grad_ys is not None:
-            for y, value in _requests.program_grad_ys(grad_ys, self._program).items():
+            for y, value in request_messages.program_grad_ys(grad_ys, self._program).items():
                 self._add(parts, blobs, _GRAD_YS, y, value, packing)
         if params is not None:
-            parts.append(_requests.evaluate_request(None, self._type_of, params=params).SerializeToString())
+            parts.append(request_messages.evaluate_request(None, self._type_of, params=params).SerializeToString())
         if stacked_grad_ys:
             parts.append(_STACKED)
         if packing is not None:
@@ -63,7 +64,7 @@ class ProgramEncoder:
     def _add(
         self,
         parts: list[wire_format.Part],
-        blobs: _blobs.Blobs,
+        blobs: blob_values.Blobs,
         field: int,
         key: Any,
         value: Any,
@@ -75,23 +76,23 @@ class ProgramEncoder:
             if head is not None:
                 parts += (head, _content(value))
                 return
-        name = _requests.name_of_tensor(key, self._program)
-        if isinstance(value, _blobs.Blob):
+        name = request_messages.name_of_tensor(key, self._program)
+        if isinstance(value, blob_values.Blob):
             parts.append(self._message(field, name, value))
             blobs[value.sha256] = value.data
             return
         where = f"{_FIELD_NAMES[field]}[{name!r}]"
-        array = _requests.array_of(value, self._type_of(name, not _requests.is_array(value)), where)
+        array = request_messages.array_of(value, self._type_of(name, not request_messages.is_array(value)), where)
         if not (array.nbytes and tensor_codec.has_plain_bytes(array)):
             parts.append(self._message(field, name, array))
             return
         packed = None if packing is None else pack(tensor_codec.number_of_array(array), array, packing)
         if packed is not None:
-            parts += (_large.named(field, name, packed.head, len(packed.content)), packed.content)
+            parts += (large_tensors.named(field, name, packed.head, len(packed.content)), packed.content)
             return
         head = self._heads.get((field, key, array.dtype, array.shape))
         if head is None:
-            head = _large.head(field, name, array)
+            head = large_tensors.head(field, name, array)
             if self._keeps_heads and tensor_codec.is_little_endian(array):
                 if len(self._heads) >= _MAX_HEADS:
                     self._heads.clear()
@@ -101,12 +102,12 @@ class ProgramEncoder:
     def _message(self, field: int, name: str, value: Any) -> bytes:
         """Returns the field for a value that is no array of plain bytes: strings, blobs, arrays without elements."""
         request = evaluate_pb2.EvaluateRequest()
-        _requests.add_named_tensor(request, _FIELD_NAMES[field], name, value, self._type_of)
+        request_messages.add_named_tensor(request, _FIELD_NAMES[field], name, value, self._type_of)
         return request.SerializeToString()
 
 
 def _content(array: tensor_codec.Array) -> wire_format.Part:
     """Returns an array's bytes: of a small one a copy, which is quicker made than a view, of a large one a view."""
-    if array.nbytes < _large.MIN_LARGE_BYTES and tensor_codec.is_little_endian(array):
+    if array.nbytes < large_tensors.MIN_LARGE_BYTES and tensor_codec.is_little_endian(array):
         return array.tobytes()
     return tensor_codec.content_of(array)

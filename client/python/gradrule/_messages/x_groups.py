@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from gradrule._builder.graph_sources import GraphLike
 from gradrule._builder.names import bare
-from gradrule._requests import GroupedNames, Words, listed, name_of_tensor, names_of
+from gradrule._messages.request_messages import GroupedNames, Words, listed, name_of_tensor, names_of
 from gradrule._results.call_results import Groups
 
 
