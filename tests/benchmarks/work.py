@@ -53,7 +53,7 @@ class Work:
 
     def _with_feeds(self, request: evaluate_pb2.EvaluateRequest) -> bytes:
         for name, value in self.feeds.items():
-            request.feeds.add(name=name).value.inline.CopyFrom(_tensors.to_message(value))
+            request.feeds.add(name=name).value.inline_tensor.CopyFrom(_tensors.to_message(value))
         return request.SerializeToString()
 
 

@@ -23,7 +23,7 @@ from gradrule._requests import CallParams, Feeds, GradYs, Name, Names
 from gradrule._results import Resolution, Timings
 from gradrule._sources import GraphLike
 from gradrule._specs import TensorSpec
-from gradrule._status import error_of, error_of_status, serialized
+from gradrule._status import error_from_status, error_of, serialized
 from gradrule._tensors import Array, to_numpy
 from gradrule._transfer import Transfer
 from gradrule.errors import BlobNotFoundError, InternalError, InvalidOptimizerError, UnavailableError
@@ -121,7 +121,7 @@ class SessionBase:
         )
 
         def decode(answer: session_pb2.StepResponse) -> StepResult:
-            loss_value, *outputs = [to_numpy(item.value.inline) for item in answer.outputs]
+            loss_value, *outputs = [to_numpy(item.value.inline_tensor) for item in answer.outputs]
             return StepResult(
                 loss_value,
                 _results.ByName(dict(zip(names, outputs, strict=True))),
@@ -166,7 +166,7 @@ class SessionBase:
         request = session_pb2.ReadRequest(variables=_requests.names_of(names, self._graph))
 
         def decode(answer: session_pb2.ReadResponse) -> Mapping[str, Array]:
-            return _results.ByName({item.name: to_numpy(item.value.inline) for item in answer.variables})
+            return _results.ByName({item.name: to_numpy(item.value.inline_tensor) for item in answer.variables})
 
         return Call("read", request, session_pb2.ReadResponse.FromString, decode)
 
@@ -481,7 +481,7 @@ def _decoded(call: Call[R], data: bytes, transfer: Transfer) -> R:
         raise InternalError(f"the server's answer cannot be read: {cause}") from None
     kind = answer.WhichOneof("response")
     if kind == "status":
-        raise error_of_status(answer.status)
+        raise error_from_status(answer.status)
     expected = "started" if call.method == "start" else call.method
     if kind != expected:
         raise InternalError(f"the server answered a {call.method} with {kind}")

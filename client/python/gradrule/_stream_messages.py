@@ -95,7 +95,7 @@ def _chunked(head: bytes, field: int, parts: _wire.Parts, size: int) -> Iterator
                 chunk, room = [], CHUNK_BYTES
     if chunk:
         yield b"".join((head, *_wire.wrapped(_REQUEST.CHUNK_FIELD_NUMBER, chunk)))
-    yield b"".join((head, _ANSWER_CHUNKS, _REQUEST(chunk_bytes=size).SerializeToString(), _wire.prefix(field, 0)))
+    yield b"".join((head, _ANSWER_CHUNKS, _REQUEST(total_bytes=size).SerializeToString(), _wire.prefix(field, 0)))
 
 
 @lru_cache(64)

@@ -19,7 +19,7 @@ import grpc
 
 from gradrule import _routes, _stream_messages, _wire
 from gradrule._calls import Call
-from gradrule._status import error_of, error_of_status, parsed
+from gradrule._status import error_from_status_bytes, error_of, parsed
 from gradrule.errors import CancelledError, DeadlineExceededError, GradruleError, InternalError, UnavailableError
 
 R = TypeVar("R")
@@ -374,7 +374,7 @@ class Connection:
 def decoded(call: Call[R], kind: str, data: bytes) -> R:
     """Decodes an answer. Raises what the call failed with."""
     if kind == "status":
-        raise error_of_status(data)
+        raise error_from_status_bytes(data)
     if kind != _stream_messages.kind_of(call):
         raise InternalError(f"the server answered a {_stream_messages.kind_of(call)} with {kind or 'nothing'}")
     return parsed(call.answer, call.decode, data)

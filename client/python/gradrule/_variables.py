@@ -63,7 +63,7 @@ class Variables(MutableMapping[str, _tensors.Array]):
         for name, array in self._arrays.items():
             number = _tensors.number_of_array(array)
             if blobs is None or array.nbytes <= _blobs.MAX_INLINE_VALUE or number == tensor_pb2.DT_STRING:
-                value = tensor_pb2.TensorSource(inline=_tensors.to_message(array))
+                value = tensor_pb2.TensorSource(inline_tensor=_tensors.to_message(array))
             else:
                 if name not in self._blobs:
                     data = _blobs.data_of(array)

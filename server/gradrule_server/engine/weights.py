@@ -39,16 +39,18 @@ class Weights:
         if value.HasField("blob"):
             key = (blob_folder, value.blob.sha256, value.blob.dtype, _sizes(value.blob.shape))
         else:
-            content = value.inline.SerializeToString(deterministic=True)
+            content = value.inline_tensor.SerializeToString(deterministic=True)
             digest = hashlib.sha256(content).hexdigest()
-            key = (blob_folder, digest, value.inline.dtype, _sizes(value.inline.tensor_shape))
+            key = (blob_folder, digest, value.inline_tensor.dtype, _sizes(value.inline_tensor.tensor_shape))
         with self._lock:
             tensor = self._tensors.get(key)
             if tensor is None:
                 try:
                     is_blob = value.HasField("blob")
                     array = (
-                        blobs.array(value.blob, what, "spec.variables") if is_blob else _tensors.to_numpy(value.inline)
+                        blobs.array(value.blob, what, "spec.variables")
+                        if is_blob
+                        else _tensors.to_numpy(value.inline_tensor)
                     )
                 except ValueError as cause:
                     raise error(

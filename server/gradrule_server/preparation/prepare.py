@@ -203,8 +203,8 @@ def load_graph(spec: program_pb2.ProgramSpec, limits: Limits, store: Blobs) -> t
         return data, graphs.parse(data, limits)
     if source == "serialized":
         return spec.graph.serialized, graphs.parse(spec.graph.serialized, limits)
-    if source == "inline":
-        return spec.graph.inline.SerializeToString(deterministic=True), spec.graph.inline
+    if source == "inline_graph":
+        return spec.graph.inline_graph.SerializeToString(deterministic=True), spec.graph.inline_graph
     raise error(errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the program has no graph", field="spec.graph")
 
 

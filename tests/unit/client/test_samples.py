@@ -14,7 +14,7 @@ from gradrule._samples import sample_request
 
 def types(rule: Any, op_type: str | None = None, **values: Any) -> dict[str, str]:
     request = sample_request(rule, values, None, op_type)
-    return {item.name: name_of(item.value.inline.dtype) for item in request.values}
+    return {item.name: name_of(item.value.inline_tensor.dtype) for item in request.values}
 
 
 def test_lists_of_integers_are_floats() -> None:
