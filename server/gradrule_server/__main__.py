@@ -1,4 +1,4 @@
-"""`python -m gradrule_server serve …`, and what `gradrule serve`, `gradrule token` and `gradrule registry` call."""
+"""Runs the server's commands: `serve`, `token` and `registry`; `gradrule serve` and the others call it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Exit codes: 0 done, 1 cannot be done, 2 wrong settings or words, 3 a server that failed."""
+    """Runs one command. Exit codes: 0 done, 1 failed, 2 wrong settings or usage, 3 the server failed while running."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     match arguments[:1]:
         case ["serve"]:
@@ -28,13 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve(arguments: Sequence[str]) -> int:
-    """Serves; 0 after a drain."""
-    # gRPC's C core writes to stderr by itself, text that clients sent included, which could forge lines of the log.
+    """Runs the server and returns its exit code: 0 after a drain."""
+    # gRPC's C core writes to stderr, including text from clients, which could imitate lines of the log.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     import uvloop
 
-    from gradrule_server.settings import Settings
-    from gradrule_server.settings_reading import SettingsError, service_links
+    from gradrule_server.settings import Settings, SettingsError, kubernetes_service_variables
 
     try:
         settings = Settings.load(arguments, os.environ)
@@ -53,14 +52,14 @@ def _serve(arguments: Sequence[str]) -> int:
     from gradrule_server.registry.data_folder import StoreError
 
     logs.configure(settings.log_level, settings.log_format)
-    ignored = service_links(os.environ)
+    ignored = kubernetes_service_variables(os.environ)
     if ignored:
         logging.getLogger(__name__).warning(
-            "ignored, for Kubernetes sets them for Services: %s; enableServiceLinks: false keeps them away",
+            "ignored variables that Kubernetes sets for Services: %s; enableServiceLinks: false prevents them",
             ", ".join(ignored),
         )
     try:
-        # uvloop spends a fifth less processor time on a tiny call than asyncio's own loop.
+        # uvloop needs 20 % less processor time for a small call than asyncio's own loop.
         with logs.standard_error_as_lines(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(settings))
     except (

@@ -1,4 +1,4 @@
-"""The server's life from start to drain."""
+"""Starts the server, runs it until a signal arrives, and drains it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import os
 import signal
 import threading
 
-from gradrule import _opdefs
+from gradrule.common import op_definitions
 from gradrule_server import assembly
 from gradrule_server.front.handlers import Door, Times
 from gradrule_server.front.heap import keep_freed_memory
 from gradrule_server.front.identity import Identity
 from gradrule_server.front.server import Front
-from gradrule_server.front.shared_memory import SharedMemories
+from gradrule_server.front.shared_memory import SharedMemoryServer
 from gradrule_server.front.sockets import allow_connections
 from gradrule_server.front.tenants import Tenants
 from gradrule_server.link.pool import EnginePool
@@ -32,19 +32,21 @@ from gradrule_server.settings import Settings, is_loopback
 _log = logging.getLogger(__name__)
 
 EXIT_FAILED = 3
-"""Exit code of a server that ended by itself after it had started; its supervisor should start it again."""
+"""Exit code of a server that failed after it had started; its supervisor should start it again."""
 
 _STOP_S = 15.0
 
-# How soon a token that was made, or taken back, is noticed.
+# Interval at which changes of the token file are noticed.
 _CHECK_EVERY_S = 0.25
 
 
 async def serve(settings: Settings) -> None:
-    """Serves until SIGTERM or SIGINT, then drains; SIGHUP reads credentials and certificates again.
+    """Serves until SIGTERM or SIGINT, then drains. SIGHUP reloads credentials and certificates.
 
-    `EngineRefused`, `StoreError`, `TokenFileError`, `JwtKeyError`, `CertificateError`, `TracingRefused` or `OSError`
-    where it cannot start. `AcceptLoopEnded` where gRPC accepts no more calls: engines are stopped by then.
+    Raises:
+        EngineRefused, StoreError, TokenFileError, JwtKeyError, CertificateError, TracingUnavailableError, OSError: If
+            the server cannot start.
+        AcceptLoopEnded: If gRPC accepts no more calls; engines are stopped by then.
     """
     keep_freed_memory()
     loop = asyncio.get_running_loop()
@@ -52,81 +54,86 @@ async def serve(settings: Settings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
 
-    credentials, certificates = assembly.credentials_of(settings), assembly.certificates_of(settings)
+    credentials, certificates = assembly.create_authenticator(settings), assembly.load_certificates(settings)
 
-    def read_again() -> None:
+    def reload() -> None:
         credentials.refresh()
         if certificates is not None:
             certificates.refresh()
 
-    # Files of credentials may be large: the event loop does not wait for them.
-    loop.add_signal_handler(signal.SIGHUP, lambda: loop.run_in_executor(None, read_again))
-    operations = Operations(assembly.operations_of(settings))
-    # Whatever fails, in starting or in stopping, all that comes after it on the way down is stopped too.
+    # Files of credentials may be large, so a thread reads them.
+    loop.add_signal_handler(signal.SIGHUP, lambda: loop.run_in_executor(None, reload))
+    operations = Operations(assembly.operations_settings(settings))
+    # The exit stack stops every part even if starting or stopping another part fails.
     async with contextlib.AsyncExitStack() as stops:
         store = Store(settings.data_dir)
         stops.callback(store.close)
-        stops.enter_context(PeriodicChecks(_CHECK_EVERY_S, store.check_files, read_again))
+        stops.enter_context(PeriodicChecks(_CHECK_EVERY_S, store.check_files, reload))
         stops.push_async_callback(operations.stop)
         allow_connections(settings.max_connections)
-        watch = assembly.watch_of(settings)
-        front = Front(assembly.connections_of(settings), watch)
-        blobs = BlobStore(settings.data_dir / BLOBS, settings.max_blob_bytes, settings.max_blobs)
-        pool = assembly.pool_of(settings, blobs, front.set_ready)
-        loaded = assembly.loaded_of(settings, pool, blobs, operations.record_quarantine)
-        limits = assembly.limits_of(settings, loaded)
-        read_only = ReadOnlyRules.from_op_types(_opdefs.gradients())
-        tenants = Tenants(assembly.shared_of(settings, store, blobs, loaded, limits), read_only)
-        admission = assembly.admission_of(settings)
+        watch = assembly.create_connection_watch(settings)
+        front = Front(assembly.connection_settings(settings), watch)
+        blobs = BlobStore(
+            settings.data_dir / BLOBS, settings.server_limit("blob_bytes"), settings.server_limit("blobs")
+        )
+        pool = assembly.create_engine_pool(settings, blobs, front.set_ready)
+        loaded = assembly.create_loaded_programs(settings, pool, blobs, operations.record_quarantine)
+        limits = assembly.graph_limits(settings, loaded)
+        read_only = ReadOnlyRules.from_op_types(op_definitions.gradients())
+        tenants = Tenants(assembly.create_shared_resources(settings, store, blobs, loaded, limits), read_only)
+        admission = assembly.create_admission(settings)
         times = Times(settings.default_deadline_s, settings.max_deadline_s, settings.stall_s)
         door = Door(Identity(credentials), tenants, admission, times, operations.observer, limits, watch)
-        memories = SharedMemories(tenants, settings.max_shared_bytes)
+        memories = SharedMemoryServer(tenants, settings.server_limit("shared_bytes"))
         front.add_services(
             door, memories, with_reflection=settings.reflection, status=operations.status if settings.admin else None
         )
-        await operations.start(assembly.sources_of(settings, loaded, tenants, admission))
+        warm_up = assembly.create_warm_up(settings, pool, tenants)
+        await operations.start(assembly.create_sources(settings, loaded, tenants, admission))
         port = await front.start(f"{settings.host}:{settings.port}", certificates)
         memories.start()
         accepting = asyncio.ensure_future(front.run_accept_loop())
         accepting.add_done_callback(lambda _: stopping.set())
         stops.push_async_callback(pool.stop)
+        stops.push_async_callback(warm_up.stop)
         stops.callback(memories.close)
         stops.push_async_callback(front.drain, settings.drain_s)
         stops.callback(door.drain)
         await _start_engines(pool, stopping)
         if not stopping.is_set():
             tenants.set_read_only(read_only.with_op_rules(pool.greeting.gradients))
-            _tell_what_is_odd(settings, pool.greeting, tenants)
-            _forget_long_lived_objects()
+            _log_warnings(settings, pool.greeting, tenants)
+            _freeze_existing_objects()
+            warm_up.start()
             print(f"gradrule: listening on {settings.host}:{port}", flush=True)
             await stopping.wait()
         if accepting.done() and (failure := accepting.exception()) is not None:
             _log.error("gRPC accepts no more calls (%s); the server exits with %d", failure, EXIT_FAILED)
-            _exit_at_the_latest_after(_STOP_S)
-            # No new caller is answered any more, so the sooner a supervisor starts the server again the better.
+            _exit_after(_STOP_S)
+            # Nobody can call this server any more: stop without waiting, so that a supervisor can restart it soon.
             await front.drain(0)
             raise failure
 
 
-def _forget_long_lived_objects() -> None:
-    """Keeps what there is now out of garbage collections, which become cheap, and frequent.
+def _freeze_existing_objects() -> None:
+    """Excludes all existing objects from garbage collection, so that collections become cheap and frequent.
 
-    Python collects everything only once a quarter more objects have come. Until then calls that were reset stay, for
-    grpc.aio leaves them in reference cycles: each is small, but holds some 20 KiB of gRPC's memory.
+    Python runs a full collection only after the number of objects has grown by a quarter. Until then, reset calls stay
+    in memory, because grpc.aio leaves them in reference cycles; each holds about 20 KiB of gRPC's memory.
     """
     gc.collect()
     gc.freeze()
 
 
-def _exit_at_the_latest_after(seconds: float) -> None:
-    """Ends the process even where stopping hangs; engines notice that their front end is gone."""
+def _exit_after(seconds: float) -> None:
+    """Ends the process after a time even if stopping hangs; engines end when their front end is gone."""
     timer = threading.Timer(seconds, os._exit, (EXIT_FAILED,))
     timer.daemon = True
     timer.start()
 
 
 async def _start_engines(pool: EnginePool, stopping: asyncio.Event) -> None:
-    """Waits for the first engine, or for the order to stop."""
+    """Starts the engines; returns when the first one is ready or the server is to stop."""
     starting = asyncio.ensure_future(pool.start())
     stop = asyncio.ensure_future(stopping.wait())
     await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -138,14 +145,21 @@ async def _start_engines(pool: EnginePool, stopping: asyncio.Event) -> None:
         await asyncio.wait({starting})
 
 
-def _tell_what_is_odd(settings: Settings, greeting: link_pb2.Greeting, tenants: Tenants) -> None:
-    """Warns of what whoever runs the server may not want."""
+def _log_warnings(settings: Settings, greeting: link_pb2.Greeting, tenants: Tenants) -> None:
+    """Logs what the operator should know about rules, TensorFlow, the sandbox and credentials."""
     for name in tenants.default.rules.clashes:
-        _log.warning("the kept rule %r hides a rule of this release; the latter is builtin/%s", name, name)
-    if greeting.op_table_digest != _opdefs.digest():
-        _log.warning("TensorFlow %s defines other ops than the table that ships", greeting.tensorflow_version)
-    _log.info("the sandbox of engines holds: %s", ", ".join(greeting.sandbox))
+        _log.warning(
+            "the stored rule %r hides a built-in rule of this release, which is available as builtin/%s", name, name
+        )
+    if greeting.op_table_digest != op_definitions.digest():
+        _log.warning(
+            "TensorFlow %s defines other ops than the table that is part of gradrule", greeting.tensorflow_version
+        )
+    _log.info("the sandbox of engines enforces: %s", ", ".join(greeting.sandbox))
     if greeting.sandbox_missing:
         _log.warning("the sandbox of engines lacks %s", ", ".join(greeting.sandbox_missing))
     if settings.is_open and not is_loopback(settings.host):
-        _log.warning("whoever reaches %s may run graphs: the server asks for no credentials", settings.host)
+        _log.warning(
+            "the server listens on %s and asks for no credentials: everybody who can reach it may run graphs",
+            settings.host,
+        )

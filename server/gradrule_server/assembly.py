@@ -1,11 +1,11 @@
-"""The parts of the server, each as the settings ask for it."""
+"""Creates the parts of the server from its settings."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
 
-from gradrule._fast_paths import disabled_paths
+from gradrule.common.fast_paths import disabled_paths
 from gradrule_server import __version__
 from gradrule_server.front.admission import Admission, Bound
 from gradrule_server.front.connections import ConnectionLimits, ConnectionWatch
@@ -16,33 +16,34 @@ from gradrule_server.identity import Authenticator
 from gradrule_server.identity.certificates import ClientCertificates
 from gradrule_server.identity.jwt_verifier import JwtVerifier
 from gradrule_server.identity.token_file import TokenFile
+from gradrule_server.limits import QUOTA_RESOURCES, TENANT_RESOURCES, Limits
 from gradrule_server.link.memory import available_memory, share_of_memory
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.process import ProcessOptions
 from gradrule_server.operations.operations import OperationsSettings
 from gradrule_server.operations.sources import CacheStatus, QueueStatus, Sources
 from gradrule_server.operations.sources import Quarantined as QuarantinedStatus
-from gradrule_server.policy import Limits
 from gradrule_server.programs.conduct import Conduct, Quarantined
+from gradrule_server.programs.house import ProgramHouse
 from gradrule_server.programs.loaded import LoadedPrograms
-from gradrule_server.quotas import QUOTA_RESOURCES, TENANT_RESOURCES
+from gradrule_server.programs.warm_up import FILE_NAME, WarmUp
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.store import Store
 from gradrule_server.settings import Settings
 
 _log = logging.getLogger(__name__)
 
-# Digests are told by their beginning: enough to know one again.
+# Logs show the beginning of a digest, which is enough to recognise it.
 _DIGEST_SHOWN = 16
 
 _MEMORY_PER_ENGINE = 768 * 1024 * 1024
-_LEAST_ENGINES = 4
-# Each engine takes some hundred MiB of a GPU's memory before it computes anything.
+_MIN_ENGINES = 4
+# Each engine needs some hundred MiB of GPU memory before it computes anything.
 _MAX_GPU_ENGINES = 8
 
 
-def credentials_of(settings: Settings) -> Authenticator:
-    """What callers are asked for."""
+def create_authenticator(settings: Settings) -> Authenticator:
+    """Returns the authenticator that checks the credentials of callers."""
     admins = frozenset(name.strip() for name in settings.admin_tenants.split(",") if name.strip())
     tokens = None if settings.tokens is None else TokenFile(settings.tokens)
     jwts = None
@@ -59,15 +60,15 @@ def credentials_of(settings: Settings) -> Authenticator:
     return Authenticator(tokens, jwts, by_certificate)
 
 
-def certificates_of(settings: Settings) -> Certificates | None:
-    """What the server shows to its clients; None: no TLS."""
+def load_certificates(settings: Settings) -> Certificates | None:
+    """Returns the TLS certificates of the server, or None without TLS."""
     if settings.tls_cert is None or settings.tls_key is None:
         return None
     return Certificates(settings.tls_cert, settings.tls_key, settings.tls_client_ca)
 
 
-def connections_of(settings: Settings) -> Connections:
-    """What holds for each connection."""
+def connection_settings(settings: Settings) -> Connections:
+    """Returns the limits and timeouts of each connection."""
     return Connections(
         max_message_bytes=settings.max_message_bytes,
         max_metadata_bytes=settings.max_metadata_bytes,
@@ -81,31 +82,31 @@ def connections_of(settings: Settings) -> Connections:
     )
 
 
-def watch_of(settings: Settings) -> ConnectionWatch:
-    """What clients may hold of connections and of messages that they do not finish."""
+def create_connection_watch(settings: Settings) -> ConnectionWatch:
+    """Returns the watch that closes connections which exceed the limits on connections and unfinished messages."""
     return ConnectionWatch(
         ConnectionLimits(
             connections=settings.max_connections,
             unauthenticated=settings.max_unauthenticated_connections,
             unauthenticated_s=settings.unauthenticated_idle_s,
-            connection_bytes=settings.of_tenant("bytes_in_flight"),
-            address_bytes=settings.max_bytes_in_flight,
+            connection_bytes=settings.tenant_limit("bytes_in_flight"),
+            address_bytes=settings.server_limit("bytes_in_flight"),
             stall_s=settings.stall_s,
         )
     )
 
 
-def admission_of(settings: Settings) -> Admission:
-    """How much may be in flight."""
+def create_admission(settings: Settings) -> Admission:
+    """Returns the admission control of requests."""
     return Admission(
-        Bound(settings.max_concurrent_requests, settings.max_bytes_in_flight),
-        Bound(settings.of_tenant("requests"), settings.of_tenant("bytes_in_flight")),
+        Bound(settings.server_limit("requests"), settings.server_limit("bytes_in_flight")),
+        Bound(settings.tenant_limit("requests"), settings.tenant_limit("bytes_in_flight")),
         settings.max_message_bytes,
     )
 
 
-def pool_of(settings: Settings, blobs: BlobStore, on_change: Callable[[bool], None]) -> EnginePool:
-    """The engines, not started yet."""
+def create_engine_pool(settings: Settings, blobs: BlobStore, on_change: Callable[[bool], None]) -> EnginePool:
+    """Returns the pool of engines, not started yet."""
     disabled = disabled_paths(settings.disabled_fast_paths)
     options = ProcessOptions(
         settings.device,
@@ -129,12 +130,15 @@ def pool_of(settings: Settings, blobs: BlobStore, on_change: Callable[[bool], No
     )
 
 
-def loaded_of(
+def create_loaded_programs(
     settings: Settings, pool: EnginePool, blobs: BlobStore, on_quarantine: Callable[[str], None]
 ) -> LoadedPrograms:
-    """What engines hold, and what is known of it. `on_quarantine` is told which program is refused, and why."""
+    """Returns the cache of programs that engines have loaded.
 
-    def tell_quarantine(found: Quarantined) -> None:
+    `on_quarantine` is called with the program and the reason when a program is quarantined.
+    """
+
+    def report_quarantine(found: Quarantined) -> None:
         digest = found.suspect.graph[:_DIGEST_SHOWN]
         _log.warning("programs of the graph %s are refused: %s", digest, found.why)
         on_quarantine(f"{digest}: {found.why}")
@@ -144,21 +148,23 @@ def loaded_of(
         blobs,
         settings.program_cache,
         settings.program_cache_bytes,
-        Conduct(settings.quarantine_s, tell_quarantine),
+        Conduct(settings.quarantine_s, report_quarantine),
     )
 
 
-def shared_of(settings: Settings, store: Store, blobs: BlobStore, loaded: LoadedPrograms, limits: Limits) -> Shared:
-    """What all tenants share, with the bounds of each."""
+def create_shared_resources(
+    settings: Settings, store: Store, blobs: BlobStore, loaded: LoadedPrograms, limits: Limits
+) -> Shared:
+    """Returns what all tenants share, with the limits of each tenant."""
     return Shared(
         store,
         blobs,
         loaded,
         limits,
-        server={resource.name: getattr(settings, f"max_{resource.name}") for resource in QUOTA_RESOURCES},
-        tenant={resource.name: settings.of_tenant(resource.name) for resource in QUOTA_RESOURCES},
-        tenant_blob_bytes=settings.of_tenant("blob_bytes"),
-        tenant_blobs=settings.of_tenant("blobs"),
+        server={resource.name: settings.server_limit(resource.name) for resource in QUOTA_RESOURCES},
+        tenant={resource.name: settings.tenant_limit(resource.name) for resource in QUOTA_RESOURCES},
+        tenant_blob_bytes=settings.tenant_limit("blob_bytes"),
+        tenant_blobs=settings.tenant_limit("blobs"),
         cache_capacity=settings.program_cache,
         cache_bytes=settings.program_cache_bytes,
         handle_ttl_s=settings.handle_ttl_s,
@@ -166,26 +172,22 @@ def shared_of(settings: Settings, store: Store, blobs: BlobStore, loaded: Loaded
     )
 
 
-def limits_of(settings: Settings, loaded: LoadedPrograms) -> Limits:
-    """What graphs may be."""
-    return Limits(
-        nodes=settings.max_nodes,
-        inlined_nodes=settings.max_inlined_nodes,
-        inlined_bytes=settings.max_inlined_bytes,
-        call_depth=settings.max_call_depth,
-        selections=settings.max_selections,
-        graph_bytes=settings.max_graph_bytes,
-        trusted=settings.trust == "full",
-        node_outputs=settings.max_node_outputs,
-        constant_bytes=settings.max_constant_bytes,
-        rank=settings.max_rank,
-        unpacking=settings.max_unpacking,
-        engine_bytes=loaded.pool.memory_limit,
-    )
+def create_warm_up(settings: Settings, pool: EnginePool, tenants: Tenants) -> WarmUp:
+    """Returns what loads recently used programs after a restart, not started yet."""
+
+    async def load_service(name: str) -> ProgramHouse:
+        return (await tenants.load(name)).house
+
+    return WarmUp(settings.data_dir / FILE_NAME, pool, lambda: [t.house for t in tenants.recently_used()], load_service)
 
 
-def operations_of(settings: Settings) -> OperationsSettings:
-    """What is measured, traced and logged."""
+def graph_limits(settings: Settings, loaded: LoadedPrograms) -> Limits:
+    """Returns the limits on graphs."""
+    return Limits(trusted=settings.trust == "full", engine_bytes=loaded.pool.memory_limit, **settings.graph_limits())
+
+
+def operations_settings(settings: Settings) -> OperationsSettings:
+    """Returns the settings of metrics, traces and logs."""
     return OperationsSettings(
         version=__version__,
         metrics_host=settings.metrics_host,
@@ -195,9 +197,9 @@ def operations_of(settings: Settings) -> OperationsSettings:
     )
 
 
-def sources_of(settings: Settings, loaded: LoadedPrograms, tenants: Tenants, admission: Admission) -> Sources:
-    """All that there is to watch."""
-    limits = {resource.name: settings.of_tenant(resource.name) for resource in TENANT_RESOURCES}
+def create_sources(settings: Settings, loaded: LoadedPrograms, tenants: Tenants, admission: Admission) -> Sources:
+    """Returns what metrics and status read."""
+    limits = {resource.name: settings.tenant_limit(resource.name) for resource in TENANT_RESOURCES}
 
     def caches() -> Sequence[CacheStatus]:
         entries, held_bytes, most = tenants.cached()
@@ -223,7 +225,7 @@ def sources_of(settings: Settings, loaded: LoadedPrograms, tenants: Tenants, adm
         engines=loaded.pool,
         workers=loaded.pool.workers,
         tenants=tenants,
-        queue=lambda: QueueStatus(admission.in_flight, settings.max_concurrent_requests),
+        queue=lambda: QueueStatus(admission.in_flight, settings.server_limit("requests")),
         caches=caches,
         quarantined=quarantined,
         limits=limits,
@@ -234,16 +236,13 @@ def sources_of(settings: Settings, loaded: LoadedPrograms, tenants: Tenants, adm
 
 def _max_engines(settings: Settings, default: int) -> int:
     """Returns the number of engines of all tenants: as the setting says, or the default, but enough for one tenant."""
-    return (
-        settings.max_engines if settings.max_engines != "auto" else max(default, _LEAST_ENGINES, settings.engines + 1)
-    )
+    return settings.max_engines if settings.max_engines != "auto" else max(default, _MIN_ENGINES, settings.engines + 1)
 
 
 def _memory_limit(settings: Settings) -> int:
-    """Bytes of each engine; 0: any."""
+    """Returns the memory limit of each engine in bytes; 0: no limit."""
     given = settings.memory_limit
-    # A share for each process of one tenant: its engines for programs, one for sessions or a trial, and a compile
-    # worker. Processes of several tenants can take more than there is: shares for all tenants would leave a single one
-    # with next to nothing. Where memory runs out the kernel ends the largest engine, never the front end (see
-    # `engine.process`).
+    # One share for each process of one tenant: its engines for programs, one for sessions or a trial, and a compile
+    # worker. Processes of several tenants together can exceed the memory of the machine; the kernel then ends the
+    # largest engine, never the front end (see `engine.process`). Shares for all tenants would be too small to use.
     return share_of_memory(settings.engines + 2) if given == "auto" else int(given)

@@ -1,8 +1,36 @@
-"""Holds the limits on the size of a graph, with their defaults; `settings` has a flag for most of them."""
+"""Declares the limits on graphs and on resources, each with its default and the help text of its flag.
+
+`settings` makes flags of these tables: a row here is all that a new limit needs besides the code that checks it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
+
+_MIB = 1 << 20
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class LimitFlag:
+    """The flag `--max-NAME` of a limit on graphs.
+
+    Attributes:
+        description: Help text of the flag.
+        is_size: Whether the value is a number of bytes, which may have a unit (`64MiB`).
+        below: The value must be smaller than this; None: any value is allowed.
+    """
+
+    description: str
+    is_size: bool = False
+    below: int | None = None
+
+
+def _limit(default: int, description: str, *, is_size: bool = False, below: int | None = None) -> Any:
+    """Declares a limit that has a flag."""
+    return dataclasses.field(default=default, metadata={"flag": LimitFlag(description, is_size, below)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +48,15 @@ class NodeLimits:
     """
 
     trusted: bool = False
-    rank: int = 8
-    node_outputs: int = 1024
+    rank: int = _limit(8, "Maximum rank of shapes and constants in a graph, and of tensors in requests.")
+    node_outputs: int = _limit(1024, "Maximum number of outputs that a numeric attribute of a node can request.")
     listed_outputs: int = 65_536
-    constant_bytes: int = 256 << 20
-    unpacking: int = 10
+    constant_bytes: int = _limit(
+        256 * _MIB, "Maximum size of a constant in a graph, computed from its shape.", is_size=True
+    )
+    unpacking: int = _limit(
+        10, "Maximum memory of a parsed message: 128 MiB plus this factor times the size of the message."
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +74,151 @@ class Limits(NodeLimits):
         engine_bytes: Memory of an engine; 0: not limited.
     """
 
-    nodes: int = 200_000
-    inlined_nodes: int = 1_000_000
-    inlined_bytes: int = 32 << 20
-    call_depth: int = 32
-    graph_bytes: int = 1 << 30
-    attr_bytes: int = 4 << 20
-    selections: int = 10_000_000
+    nodes: int = _limit(200_000, "Maximum number of nodes in a graph, its functions included.")
+    inlined_nodes: int = _limit(1_000_000, "Maximum number of nodes in a graph after function calls are inlined.")
+    inlined_bytes: int = _limit(
+        32 * _MIB,
+        "Maximum size of the names, attributes and constants that inlining of calls adds to a graph.",
+        is_size=True,
+    )
+    call_depth: int = _limit(32, "Maximum nesting depth of function calls, loops and branches.")
+    graph_bytes: int = _limit(_GIB, "Maximum size of a graph that was uploaded as a blob.", is_size=True, below=2**31)
+    attr_bytes: int = 4 * _MIB
+    selections: int = _limit(10_000_000, "Maximum of a program's number of nodes times its number of overrides.")
     engine_bytes: int = 0
+
+
+GRAPH_LIMIT_FLAGS: dict[str, tuple[Any, LimitFlag]] = {
+    field.name: (field.default, field.metadata["flag"])
+    for field in dataclasses.fields(Limits)
+    if "flag" in field.metadata
+}
+"""The limits of `Limits` that have a flag: name → default and flag."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantResource:
+    """A resource that is limited for the whole server (`--max-NAME`) and for each tenant (`--tenant-NAME`).
+
+    Attributes:
+        name: Its name in the settings and in the message `TenantStatus`.
+        what: The resource as a plural noun, for error messages.
+        default: Default of the server's limit.
+        help: What the limits bound, as a noun phrase for the help text of both flags.
+        help_more: More for the help text of the server's flag only.
+        is_size: Whether the limits are numbers of bytes, which may have a unit (`64MiB`).
+        can_be_zero: Whether the server's limit may be 0, which turns the resource off.
+        server_setting: Name of the server's setting; empty: `max_NAME`.
+        has_quota: Whether a `Quota` counts it; the others are counted by admission control and the blob store.
+        gauge: Name of its Prometheus gauge, without the prefix; empty if status and metrics do not report it.
+        description: Description of the gauge.
+    """
+
+    name: str
+    what: str
+    default: int
+    help: str
+    help_more: str = ""
+    is_size: bool = False
+    can_be_zero: bool = False
+    server_setting: str = ""
+    has_quota: bool = True
+    gauge: str = ""
+    description: str = ""
+
+    @property
+    def max_setting(self) -> str:
+        """Name of the setting that limits the whole server."""
+        return self.server_setting or f"max_{self.name}"
+
+    @property
+    def tenant_setting(self) -> str:
+        """Name of the setting that limits each tenant."""
+        return f"tenant_{self.name}"
+
+
+TENANT_RESOURCES = (
+    TenantResource(
+        "requests",
+        "requests at a time",
+        256,
+        "concurrent requests",
+        "; further requests are refused with OVERLOADED",
+        server_setting="max_concurrent_requests",
+        has_quota=False,
+        gauge="tenant_requests_in_flight",
+        description="Requests of the tenant's in the server.",
+    ),
+    TenantResource(
+        "bytes_in_flight",
+        "bytes of requests at a time",
+        2 * _GIB,
+        "total size of concurrent requests",
+        "; further requests are refused with OVERLOADED",
+        is_size=True,
+        has_quota=False,
+    ),
+    TenantResource("streams", "streams", 1024, "open streams, sessions included"),
+    TenantResource(
+        "programs", "programs", 10_000, "stored programs", gauge="programs", description="Programs that are kept."
+    ),
+    TenantResource(
+        "rules", "rules", 10_000, "stored USER rules", gauge="rules", description="USER rules that are kept."
+    ),
+    TenantResource(
+        "registry_bytes", "bytes of rules and programs", 8 * _GIB, "size of stored rules and programs", is_size=True
+    ),
+    TenantResource(
+        "sessions", "sessions", 64, "open sessions", gauge="sessions", description="Sessions that are open."
+    ),
+    TenantResource(
+        "session_bytes",
+        "bytes of sessions",
+        4 * _GIB,
+        "total size of sessions (variables and optimizer state)",
+        is_size=True,
+        gauge="session_bytes",
+        description="Bytes of sessions.",
+    ),
+    TenantResource(
+        "handles",
+        "forward handles",
+        1024,
+        "forward handles",
+        gauge="handles",
+        description="Forward handles that are kept.",
+    ),
+    TenantResource(
+        "handle_bytes",
+        "bytes of forward handles",
+        _GIB,
+        "device memory of forward handles",
+        is_size=True,
+        gauge="handle_bytes",
+        description="Bytes of forward handles.",
+    ),
+    TenantResource("blobs", "blobs", 100_000, "stored blobs (uploaded graphs and weights)", has_quota=False),
+    TenantResource(
+        "blob_bytes",
+        "bytes of blobs",
+        8 * _GIB,
+        "disk space of blobs",
+        is_size=True,
+        has_quota=False,
+        gauge="blob_bytes",
+        description="Bytes of blobs.",
+    ),
+    TenantResource(
+        "shared_bytes",
+        "bytes of shared memory",
+        16 * _GIB,
+        "memory that clients on this host share with the server for large tensors",
+        ", used or not, at least 64 MiB for each client; 0 disables shared memory",
+        is_size=True,
+        can_be_zero=True,
+    ),
+)
+"""All resources that are limited for each tenant; settings, quotas, metrics and status follow this table."""
+
+QUOTA_RESOURCES = tuple(resource for resource in TENANT_RESOURCES if resource.has_quota)
+REPORTED_RESOURCES = tuple(resource for resource in TENANT_RESOURCES if resource.gauge)

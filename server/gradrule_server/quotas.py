@@ -6,7 +6,6 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import error
@@ -117,49 +116,3 @@ class Quota:
             f"there are {self._used} {self._what}{wanted}; {whose} at most {self.limit}. Give up some, or raise "
             f"the server's {self.setting}"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class TenantResource:
-    """A resource that is limited for each tenant.
-
-    Attributes:
-        name: Its name in the settings (`tenant_NAME`, `max_NAME`) and in the message `TenantStatus`.
-        what: The resource as a plural noun, for error messages.
-        has_quota: Whether a `Quota` counts it; the others are counted by admission control and the blob store.
-        gauge: Name of its Prometheus gauge, without the prefix; empty if status and metrics do not report it.
-        description: Description of the gauge.
-    """
-
-    name: str
-    what: str
-    has_quota: bool = True
-    gauge: str = ""
-    description: str = ""
-
-
-TENANT_RESOURCES = (
-    TenantResource(
-        "requests",
-        "requests at a time",
-        has_quota=False,
-        gauge="tenant_requests_in_flight",
-        description="Requests of the tenant's in the server.",
-    ),
-    TenantResource("programs", "programs", gauge="programs", description="Programs that are kept."),
-    TenantResource("rules", "rules", gauge="rules", description="USER rules that are kept."),
-    TenantResource("registry_bytes", "bytes of rules and programs"),
-    TenantResource("sessions", "sessions", gauge="sessions", description="Sessions that are open."),
-    TenantResource("session_bytes", "bytes of sessions", gauge="session_bytes", description="Bytes of sessions."),
-    TenantResource("handles", "forward handles", gauge="handles", description="Forward handles that are kept."),
-    TenantResource(
-        "handle_bytes", "bytes of forward handles", gauge="handle_bytes", description="Bytes of forward handles."
-    ),
-    TenantResource("blob_bytes", "bytes of blobs", has_quota=False, gauge="blob_bytes", description="Bytes of blobs."),
-    TenantResource("streams", "streams"),
-    TenantResource("shared_bytes", "bytes of shared memory"),
-)
-"""All resources that are limited for each tenant; settings, quotas, metrics and status follow this table."""
-
-QUOTA_RESOURCES = tuple(resource for resource in TENANT_RESOURCES if resource.has_quota)
-REPORTED_RESOURCES = tuple(resource for resource in TENANT_RESOURCES if resource.gauge)

@@ -9,8 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from gradrule_server.settings import Settings
-from gradrule_server.settings_reading import flag_name
+from gradrule_server.settings import Settings, flag_name
 from tests.battery.figures import Scale
 from tests.battery.processes import Holds, holds
 from tests.service.servers import RunningServer, started_server

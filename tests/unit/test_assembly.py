@@ -28,10 +28,10 @@ def settings(tmp_path: Path, audited: Path) -> Settings:
 
 
 async def test_the_audit_log_tells_which_program_is_quarantined_and_why(settings: Settings, audited: Path) -> None:
-    operations = Operations(assembly.operations_of(settings))
-    blobs = BlobStore(settings.data_dir / "blobs", settings.max_blob_bytes)
-    pool = assembly.pool_of(settings, blobs, lambda ready: None)
-    loaded = assembly.loaded_of(settings, pool, blobs, operations.record_quarantine)
+    operations = Operations(assembly.operations_settings(settings))
+    blobs = BlobStore(settings.data_dir / "blobs", settings.server_limit("blob_bytes"))
+    pool = assembly.create_engine_pool(settings, blobs, lambda ready: None)
+    loaded = assembly.create_loaded_programs(settings, pool, blobs, operations.record_quarantine)
     graph = "0123456789abcdef" * 4
     try:
         loaded.conduct.convict(Suspect("", graph, evaluate_pb2.DERIVATIVE_UNSPECIFIED), "SIGABRT: Check failed: a")
@@ -49,7 +49,7 @@ async def test_the_default_number_of_engines_follows_from_memory_and_device(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: list[str], gibibytes: int, most: int, most_on_gpu: int
 ) -> None:
     monkeypatch.setattr(assembly, "available_memory", lambda: gibibytes * 2**30)
-    pool = assembly.pool_of(Settings.load(flags, {}), BlobStore(tmp_path, 0), lambda ready: None)
+    pool = assembly.create_engine_pool(Settings.load(flags, {}), BlobStore(tmp_path, 0), lambda ready: None)
     assert pool.max_engines == most
     pool.greeting.device = "GPU:0"
     assert pool.max_engines == most_on_gpu
@@ -60,5 +60,5 @@ async def test_the_default_memory_of_a_process_leaves_room_for_a_compile_worker(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: list[str], processes: int
 ) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda: 60 * 2**30)
-    pool = assembly.pool_of(Settings.load(flags, {}), BlobStore(tmp_path, 0), lambda ready: None)
+    pool = assembly.create_engine_pool(Settings.load(flags, {}), BlobStore(tmp_path, 0), lambda ready: None)
     assert pool.memory_limit == int(60 * 2**30 * 0.8) // processes

@@ -8,8 +8,7 @@ from textwrap import dedent
 
 import pytest
 
-from gradrule_server.settings import Settings
-from gradrule_server.settings_reading import environment_name, flag_name, service_links
+from gradrule_server.settings import Settings, environment_name, flag_name, kubernetes_service_variables
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FILES = sorted([*DEPLOY.glob("*.yaml"), *DEPLOY.glob("Dockerfile*"), DEPLOY / "README.md"])
@@ -110,7 +109,7 @@ def test_the_service_would_inject_variables_that_are_ignored() -> None:
     documents = (DEPLOY / "kubernetes.yaml").read_text().split("\n---\n")
     service = next(text for text in documents if "\nkind: Service\n" in text)
     assert "name: gradrule" in under(service, "metadata")
-    assert service_links({"GRADRULE_SERVICE_HOST": "None", "GRADRULE_PORT": "tcp://10.0.0.1:8470"})
+    assert kubernetes_service_variables({"GRADRULE_SERVICE_HOST": "None", "GRADRULE_PORT": "tcp://10.0.0.1:8470"})
 
 
 def test_the_composition_is_as_hard_as_for_strangers() -> None:

@@ -6,8 +6,14 @@ import pytest
 from pydantic import ValidationError
 
 from gradrule_server.commands import registry
-from gradrule_server.settings import Settings, default_data_dir
-from gradrule_server.settings_reading import SettingsError, environment_name, flag_name, service_links
+from gradrule_server.settings import (
+    Settings,
+    SettingsError,
+    default_data_dir,
+    environment_name,
+    flag_name,
+    kubernetes_service_variables,
+)
 
 OTHER_VALUES = {
     "host": "0.0.0.0",
@@ -55,6 +61,7 @@ OTHER_VALUES = {
     "max_inlined_bytes": 37,
     "max_streams": 19,
     "max_bytes_in_flight": 20,
+    "tenant_share": 0.5,
     "tenant_requests": 21,
     "tenant_bytes_in_flight": 22,
     "tenant_streams": 23,
@@ -156,10 +163,10 @@ def test_flag_beats_environment_beats_default(name: str) -> None:
 @pytest.mark.parametrize("name", ["requests", "rules", "blob_bytes"])
 def test_a_tenant_has_a_quarter_where_there_are_several(name: str) -> None:
     whole = {"requests": 256, "rules": 10_000, "blob_bytes": 8 << 30}[name]
-    assert Settings.load([], {}).of_tenant(name) == whole
-    assert Settings.load(["--tokens", "/t"], {}).of_tenant(name) == whole // 4
-    assert Settings.load(["--tokens", "/t", f"--tenant-{name.replace('_', '-')}", "9"], {}).of_tenant(name) == 9
-    assert Settings.load(["--tokens", "/t", "--max-rules", "3"], {}).of_tenant("rules") == 1
+    assert Settings.load([], {}).tenant_limit(name) == whole
+    assert Settings.load(["--tokens", "/t"], {}).tenant_limit(name) == whole // 4
+    assert Settings.load(["--tokens", "/t", f"--tenant-{name.replace('_', '-')}", "9"], {}).tenant_limit(name) == 9
+    assert Settings.load(["--tokens", "/t", "--max-rules", "3"], {}).tenant_limit("rules") == 1
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "localhost"])
@@ -215,8 +222,8 @@ def test_without_a_home_folder_the_data_folder_must_be_named(
         (["--por=1"], {}, ["'--por'", "Did you mean '--port'"]),
         (["extra"], {}, ["'extra' belongs to no flag"]),
         (["--port"], {}, ["--port", "expected one argument"]),
-        ([], {"GRADRULE_PROT": "1"}, ["GRADRULE_PROT is no setting", "Did you mean 'GRADRULE_PORT'"]),
-        ([], {"GRADRULE_port": "1"}, ["GRADRULE_port is no setting", "Did you mean 'GRADRULE_PORT'"]),
+        ([], {"GRADRULE_PROT": "1"}, ["GRADRULE_PROT is not a setting", "Did you mean 'GRADRULE_PORT'"]),
+        ([], {"GRADRULE_port": "1"}, ["GRADRULE_port is not a setting", "Did you mean 'GRADRULE_PORT'"]),
         (["--port", "70000"], {}, ["--port '70000'", "65535"]),
         (["--port", "x"], {}, ["--port 'x'", "integer"]),
         ([], {"GRADRULE_PORT": "-1"}, ["GRADRULE_PORT '-1'"]),
@@ -228,12 +235,12 @@ def test_without_a_home_folder_the_data_folder_must_be_named(
         (["--max-message-bytes", "2GiB"], {}, ["--max-message-bytes '2GiB'", "2147483648"]),
         (["--log-level", "loud"], {}, ["--log-level 'loud'", "'warning'"]),
         ([], {"GRADRULE_REFLECTION": "maybe"}, ["GRADRULE_REFLECTION 'maybe'", "boolean"]),
-        (["--max-deadline-s", "3"], {}, ["default_deadline_s (30) is more than max_deadline_s (3)"]),
-        (["--tokens", "/t", "--host", "0.0.0.0"], {}, ["unencrypted to 0.0.0.0", "tls_cert", "insecure_tokens"]),
-        (["--jwt-key", "/k", "--jwt-issuer", "i"], {}, ["jwt_audience"]),
-        (["--jwt-issuer", "i"], {}, ["say nothing without jwt_key"]),
-        (["--tls-cert", "/c"], {}, ["tls_cert and tls_key go together"]),
-        (["--tls-client-ca", "/c"], {}, ["tls_client_ca", "needs TLS"]),
+        (["--max-deadline-s", "3"], {}, ["--default-deadline-s (30) is more than --max-deadline-s (3)"]),
+        (["--tokens", "/t", "--host", "0.0.0.0"], {}, ["unencrypted to 0.0.0.0", "--tls-cert", "--insecure-tokens"]),
+        (["--jwt-key", "/k", "--jwt-issuer", "i"], {}, ["--jwt-audience"]),
+        (["--jwt-issuer", "i"], {}, ["have no effect without --jwt-key"]),
+        (["--tls-cert", "/c"], {}, ["--tls-cert and --tls-key go together"]),
+        (["--tls-client-ca", "/c"], {}, ["--tls-client-ca", "needs TLS"]),
         (["--port", "x"], {"GRADRULE_DEVICE": "tpu"}, ["--port 'x'", "GRADRULE_DEVICE 'tpu'"]),
     ],
 )
@@ -267,9 +274,11 @@ KUBERNETES = {
 def test_what_kubernetes_tells_of_services_is_no_setting() -> None:
     settings = Settings.load([], KUBERNETES | {"GRADRULE_ENGINES": "3", "HOME": "/root"})
     assert settings == Settings.load(["--engines", "3"], {})
-    assert service_links(KUBERNETES | {"GRADRULE_ENGINES": "3", "SERVICE_HOST": "x"}) == sorted(KUBERNETES)
+    assert kubernetes_service_variables(KUBERNETES | {"GRADRULE_ENGINES": "3", "SERVICE_HOST": "x"}) == sorted(
+        KUBERNETES
+    )
     # What a person may have meant is still read, or refused.
-    assert service_links({"GRADRULE_PORT": "8471", "GRADRULE_METRICS_PORT": "1"}) == []
+    assert kubernetes_service_variables({"GRADRULE_PORT": "8471", "GRADRULE_METRICS_PORT": "1"}) == []
     assert Settings.load([], {"GRADRULE_PORT": "8471"}).port == 8471
     assert "GRADRULE_SERVICE" in refused([], {"GRADRULE_SERVICE": "x"})
     assert "GRADRULE_PORT 'http://a'" in refused([], {"GRADRULE_PORT": "http://a"})
@@ -292,5 +301,8 @@ def test_help_tells_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_tenant_has_room_for_its_sessions_beside_its_programs() -> None:
     assert Settings.load(["--engines", "2", "--max-engines", "3"], {}).max_engines == 3
-    for flags, said in ((["--engines", "2", "--max-engines", "2"], "engines (2)"), (["--max-engines", "0"], "from 2")):
+    for flags, said in (
+        (["--engines", "2", "--max-engines", "2"], "--engines (2)"),
+        (["--max-engines", "0"], "from 2"),
+    ):
         assert said in refused(flags, {})

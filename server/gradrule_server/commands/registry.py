@@ -12,8 +12,7 @@ from pathlib import Path
 from gradrule_server.registry.backup import BackupError, Report, backup, check, create_empty_registry, restore
 from gradrule_server.registry.blobs import DAMAGED
 from gradrule_server.registry.data_folder import BLOBS
-from gradrule_server.settings import default_data_dir
-from gradrule_server.settings_reading import SettingsError, environment_name
+from gradrule_server.settings import SettingsError, default_data_dir, environment_name
 
 _VARIABLE = environment_name("data_dir")
 

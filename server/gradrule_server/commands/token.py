@@ -21,7 +21,7 @@ from gradrule_server.identity.token_file import (
     revoke_tokens,
     show_time,
 )
-from gradrule_server.settings_reading import environment_name
+from gradrule_server.settings import environment_name
 
 _VARIABLE = environment_name("tokens")
 _PERIOD = re.compile(r"(\d+)([mhd])")

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.front.admission import Share
+from gradrule_server.limits import QUOTA_RESOURCES
 from gradrule_server.operations.sources import TenantUsage
 from gradrule_server.policy import Limits
 from gradrule_server.programs.handles import HandleHouse
 from gradrule_server.programs.house import ProgramHouse
 from gradrule_server.programs.loaded import LoadedPrograms
 from gradrule_server.programs.sessions import SessionHouse
-from gradrule_server.quotas import QUOTA_RESOURCES, Quota
+from gradrule_server.quotas import Quota
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.programs import PinnedBlobs, ProgramRegistry
 from gradrule_server.registry.rules import ReadOnlyRules, RuleRegistry
@@ -121,6 +122,10 @@ class Tenants:
         """Those at hand, by name."""
         return [tenant.status() for _, tenant in sorted(self._tenants.items())]
 
+    def recently_used(self) -> list[Tenant]:
+        """Returns the loaded tenants, most recently used first."""
+        return sorted(self._tenants.values(), key=lambda tenant: (tenant.users > 0, tenant.left_at), reverse=True)
+
     def cached(self) -> tuple[int, int, int]:
         """Programs that are kept at hand, roughly their bytes, and how many there may be."""
         caches = [tenant.house.cache for tenant in self._tenants.values()]
@@ -155,9 +160,10 @@ class Tenants:
     def leave(self, tenant: Tenant) -> None:
         """A call or stream of the tenant's has ended."""
         tenant.users -= 1
-        if not tenant.users and tenant is not self.default:
+        if not tenant.users:
             tenant.left_at = time.monotonic()
-            self._idle[tenant.name] = tenant
+            if tenant is not self.default:
+                self._idle[tenant.name] = tenant
         if time.monotonic() - self._trimmed_at >= _TRIM_EVERY_S:
             self._trim()
 

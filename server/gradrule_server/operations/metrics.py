@@ -12,10 +12,10 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gradrule_server.limits import REPORTED_RESOURCES
 from gradrule_server.operations.counters import EventLoopCounter, EventLoopHistogram
 from gradrule_server.operations.request_record import UNKNOWN_TENANT, RequestRecord
 from gradrule_server.operations.sources import EngineStatus, Snapshot, WorkerStatus
-from gradrule_server.quotas import REPORTED_RESOURCES
 
 OTHER = "other"
 MAX_TENANTS = 50

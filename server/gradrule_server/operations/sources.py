@@ -81,7 +81,7 @@ class Engines(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TenantUsage:
-    """What a tenant uses: amounts by name, at least of the `quotas.REPORTED_RESOURCES`."""
+    """What a tenant uses: amounts by name, at least of the `limits.REPORTED_RESOURCES`."""
 
     name: str
     used: Mapping[str, int]
@@ -135,7 +135,7 @@ class QueueStatus:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """All sources. `limits`: the limits of each tenant, by the name of a `quotas.TenantResource`; missing: no limit."""
+    """All sources. `limits`: the limits of each tenant, by the name of a `limits.TenantResource`; missing: no limit."""
 
     engines: Engines
     workers: Workers

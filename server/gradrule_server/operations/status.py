@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from google.protobuf.duration_pb2 import Duration
 
 from gradrule.v1 import admin_pb2
+from gradrule_server.limits import REPORTED_RESOURCES
 from gradrule_server.operations.sources import Snapshot, Sources, TenantUsage, take_snapshot
-from gradrule_server.quotas import REPORTED_RESOURCES
 
 MAX_TENANTS = 1000
 MAX_QUARANTINED = 1000

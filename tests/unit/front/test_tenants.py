@@ -12,22 +12,22 @@ from typing import Any
 
 import pytest
 
-from gradrule import _opdefs
+from gradrule.common import op_definitions
 from gradrule.v1 import errors_pb2, rule_pb2
 from gradrule_server import graphs
 from gradrule_server.errors import GradruleError
 from gradrule_server.front import tenants as module
 from gradrule_server.front.tenants import Shared, Tenant, Tenants
+from gradrule_server.limits import QUOTA_RESOURCES
 from gradrule_server.link.shape import CallShape
 from gradrule_server.programs.cache import Named, OfSession
 from gradrule_server.programs.loaded import LoadedPrograms
-from gradrule_server.quotas import QUOTA_RESOURCES
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.rules import ReadOnlyRules
 from gradrule_server.registry.store import Store
 
 DEFINITION = rule_pb2.RuleDefinition(expression="3 * dy")
-READ_ONLY = ReadOnlyRules.from_op_types(_opdefs.gradients())
+READ_ONLY = ReadOnlyRules.from_op_types(op_definitions.gradients())
 
 
 @pytest.fixture

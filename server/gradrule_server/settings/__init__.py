@@ -1,0 +1,27 @@
+"""The settings of `gradrule serve`: from flags, the environment, a TOML file and presets."""
+
+from gradrule_server.settings.groups import default_data_dir
+from gradrule_server.settings.model import GROUPS, Settings, is_loopback
+from gradrule_server.settings.presets import PRESETS
+from gradrule_server.settings.sources import (
+    SOURCE_NAMES,
+    SettingsError,
+    environment_name,
+    file_key,
+    flag_name,
+    kubernetes_service_variables,
+)
+
+__all__ = [
+    "GROUPS",
+    "PRESETS",
+    "SOURCE_NAMES",
+    "Settings",
+    "SettingsError",
+    "default_data_dir",
+    "environment_name",
+    "file_key",
+    "flag_name",
+    "is_loopback",
+    "kubernetes_service_variables",
+]

@@ -1,0 +1,183 @@
+"""Loads and checks the settings of `gradrule serve`: flag > environment > file > preset > default."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from pydantic import ValidationError, field_validator, model_validator
+
+from gradrule.common.fast_paths import disabled_paths
+from gradrule_server.limits import GRAPH_LIMIT_FLAGS, TENANT_RESOURCES
+from gradrule_server.settings import groups, presets, sources
+from gradrule_server.settings.command_line import format_config, parse_flags
+from gradrule_server.settings.sources import SettingsError, one_line
+
+_MIN_ENGINE_MEMORY = 1 << 30
+
+_RESOURCES = {resource.name: resource for resource in TENANT_RESOURCES}
+
+
+class Settings(
+    groups.Listening,
+    groups.Security,
+    groups.Requests,
+    groups.Engines,
+    groups.Storage,
+    groups.ServerLimits,
+    groups.GraphLimits,
+    groups.Logging,
+    groups.Development,
+    groups.TenantLimits,
+):
+    """All settings of a server. Frozen."""
+
+    @classmethod
+    def load(cls, argv: Sequence[str], environ: Mapping[str, str]) -> Self:
+        """Reads settings from flags (without the program's name), the environment, a file and a preset.
+
+        Prints and raises `SystemExit(0)` for `--help` and `--print-config`.
+
+        Raises:
+            SettingsError: If a setting is unknown or has a wrong value.
+        """
+        defaults: dict[str, object] = {}
+        # Without a home directory there is no default; the field raises the same error if no other source has a value.
+        with contextlib.suppress(SettingsError):
+            defaults["data_dir"] = groups.default_data_dir(environ)
+        flags = parse_flags(GROUPS, argv, defaults)
+        print_config = flags.pop("print_config", False)
+        variables = sources.read_environment(cls.model_fields, environ)
+        config_variable = variables.pop("config", None)
+        config = flags.pop("config", config_variable)
+        file = sources.read_file(cls.model_fields, config) if config else {}
+        values = defaults | file | variables | flags
+        origins = (
+            {name: f"{config}: {sources.file_key(name)}" for name in file}
+            | {name: sources.environment_name(name) for name in variables}
+            | {name: sources.flag_name(name) for name in flags}
+        )
+        preset = presets.find_preset(values.pop("for", None), origins.get("for", ""))
+        if preset is not None:
+            origins = dict.fromkeys(preset.values, f"--for {preset.name}") | origins
+            values = dict(preset.values) | values
+        try:
+            settings = cls.model_validate(values)
+        except ValidationError as refusal:
+            raise SettingsError(one_line(refusal, origins, _EXPECTED)) from refusal
+        if preset is not None:
+            preset.check(settings, origins)
+        if print_config:
+            sys.stdout.write(format_config(GROUPS, settings, origins, preset.name if preset else ""))
+            raise SystemExit(0)
+        return settings
+
+    @model_validator(mode="after")
+    def _check_deadlines(self) -> Self:
+        if self.default_deadline_s > self.max_deadline_s:
+            raise ValueError(
+                f"--default-deadline-s ({self.default_deadline_s:g}) is more than "
+                f"--max-deadline-s ({self.max_deadline_s:g})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_memory(self) -> Self:
+        if self.memory_limit != "auto" and 0 < self.memory_limit < _MIN_ENGINE_MEMORY:
+            raise ValueError(
+                f"--memory-limit ({self.memory_limit} bytes) is less than the {_MIN_ENGINE_MEMORY} bytes that an "
+                "engine needs; 0 means no limit"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_engines(self) -> Self:
+        if self.max_engines != "auto" and self.max_engines <= self.engines:
+            raise ValueError(
+                f"--max-engines ({self.max_engines}) must be more than --engines ({self.engines}): a tenant with "
+                "sessions has one more engine"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_credentials(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key go together: set both or none")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            raise ValueError("--tls-client-ca needs TLS: set --tls-cert and --tls-key")
+        if self.takes_jwts and not (self.jwt_issuer and self.jwt_audience):
+            raise ValueError(
+                "--jwt-key and --jwt-jwks need --jwt-issuer and --jwt-audience: otherwise tokens of other issuers, or "
+                "for other services, would be accepted"
+            )
+        if not self.takes_jwts and (self.jwt_issuer or self.jwt_audience):
+            raise ValueError("--jwt-issuer and --jwt-audience have no effect without --jwt-key or --jwt-jwks")
+        if self.takes_tokens and self.tls_cert is None and not is_loopback(self.host) and not self.insecure_tokens:
+            raise ValueError(
+                f"tokens would be sent unencrypted to {self.host}: set --tls-cert and --tls-key, or --insecure-tokens "
+                "if a proxy terminates TLS"
+            )
+        return self
+
+    @field_validator("disabled_fast_paths")
+    @classmethod
+    def _check_fast_paths(cls, text: str) -> str:
+        disabled_paths(text)
+        return text
+
+    @property
+    def takes_jwts(self) -> bool:
+        """Whether JSON Web Tokens are credentials."""
+        return self.jwt_key is not None or self.jwt_jwks is not None
+
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether each call needs a bearer token or a JSON Web Token."""
+        return self.tokens is not None or self.takes_jwts
+
+    @property
+    def is_open(self) -> bool:
+        """Whether callers need no credentials."""
+        return not self.takes_tokens and self.tls_client_ca is None
+
+    def server_limit(self, resource: str) -> int:
+        """Returns the limit of a `TenantResource` over all tenants."""
+        return int(getattr(self, _RESOURCES[resource].max_setting))
+
+    def tenant_limit(self, resource: str) -> int:
+        """Returns the limit of a `TenantResource` for each tenant: its own setting, or a share of the server's."""
+        own: int | None = getattr(self, _RESOURCES[resource].tenant_setting)
+        if own is not None:
+            return own
+        share = self.tenant_share
+        if share == "auto":
+            share = 1.0 if self.is_open else 0.25
+        return max(1, int(self.server_limit(resource) * share))
+
+    def graph_limits(self) -> dict[str, Any]:
+        """Returns the limits on graphs by their names in `limits.Limits`."""
+        return {name: int(getattr(self, f"max_{name}")) for name in GRAPH_LIMIT_FLAGS}
+
+
+GROUPS: tuple[type[groups.SettingsGroup], ...] = Settings.__bases__
+"""The groups of settings in the order of `--help`."""
+
+_EXPECTED = {
+    "otel_endpoint": "expected http://HOST:PORT or https://HOST:PORT",
+    "device": "expected auto, cpu or gpu:N, gpu:0 for example",
+    "max_engines": "expected auto or a number from 2",
+    "memory_limit": "expected auto or a number of bytes, 8GiB for example",
+    "tenant_share": "expected auto or a number above 0 and at most 1, 0.25 for example",
+}
+"""What a setting expects, where pydantic's own reason does not help."""
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether an address can be reached from this machine only."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
