@@ -68,7 +68,7 @@ def _add_caches(status: admin_pb2.ServerStatus, found: Snapshot) -> None:
         status.caches.add(
             name=cache.name,
             entries=admin_pb2.Usage(used=cache.entries, limit=cache.max_entries),
-            bytes=admin_pb2.Usage(used=cache.held_bytes, limit=cache.max_bytes),
+            size_bytes=admin_pb2.Usage(used=cache.held_bytes, limit=cache.max_bytes),
         )
 
 
