@@ -18,23 +18,23 @@ from dataclasses import replace
 from gradrule.v1 import errors_pb2, evaluate_pb2, program_pb2
 from gradrule_server.errors import Finding, GradruleError, error
 from gradrule_server.link.engine import Engine
-from gradrule_server.link.faults import EngineLost, NotLoaded
 from gradrule_server.link.pool import EnginePool
 from gradrule_server.link.shape import CallShape, canonical
 from gradrule_server.link.shared_memory import ClientMemory
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import record_run, timing_compilation
 from gradrule_server.policy import Limits
-from gradrule_server.programs.cache import Inline, Named, ProgramCache, Runnable, SpecDigests
+from gradrule_server.programs.cache import Inline, ProgramCache, RunnableProgram, SpecDigests, StoredKey
 from gradrule_server.programs.call_structure import USES_MEMORY, CallStructure, memory_use, structure_of
 from gradrule_server.programs.compiler import Compiler
-from gradrule_server.programs.kept import KeptPrograms
 from gradrule_server.programs.known_calls import KnownCalls
 from gradrule_server.programs.loaded import Loadable, LoadedPrograms
 from gradrule_server.programs.preparer import Preparer
-from gradrule_server.programs.retries import Retries
 from gradrule_server.programs.rule_lookup import RegistryLookup
-from gradrule_server.programs.running import Forward, How, Once, Place, may_batch
+from gradrule_server.programs.run_modes import ProcessRef, RunForward, RunMode, RunOnce, may_batch
+from gradrule_server.programs.stored_programs import StoredPrograms
+from gradrule_server.recovery.call_recovery import CallRecovery
+from gradrule_server.recovery.endings import EngineLost, ProgramNotLoaded
 from gradrule_server.registry.blobs import BlobStore
 from gradrule_server.registry.programs import ProgramRegistry
 from gradrule_server.registry.rules import RuleRegistry
@@ -45,7 +45,7 @@ MAX_FINDINGS = 100
 _PADDED_OUTPUT = re.compile(r"(.*):0+([0-9]+)")
 
 
-class ProgramHouse:
+class ProgramService:
     """One tenant's programs: compiles them, keeps those that are to be kept, and runs them on engines.
 
     loaded: what engines hold, of all tenants. owner: the tenant, whose engines run the programs.
@@ -74,10 +74,10 @@ class ProgramHouse:
         self.cache = ProgramCache(capacity, capacity_bytes)
         """What is kept at hand, by calls and sessions."""
         self._spec_digests = SpecDigests()
-        self.preparer = Preparer(pool, loaded.conduct, limits, blobs, owner)
+        self.preparer = Preparer(pool, loaded.crash_history, limits, blobs, owner)
         """Has graphs read in compile workers."""
         self._compiler = Compiler(loaded, self.preparer, limits, blobs, owner)
-        self.kept = KeptPrograms(programs, rules, self._compiler, self.cache)
+        self.stored = StoredPrograms(programs, rules, self._compiler, self.cache)
         self._known = KnownCalls(self.cache, loaded)
         self._has_known_calls = has_known_calls
 
@@ -103,12 +103,12 @@ class ProgramHouse:
         request = await read()
         call = call_shape(request)
         if not request.HasField("shared_memory"):
-            return (await self._evaluate(request, raw, call, received_ns, Once(ends_at, may_batch=may_batch(request))))[
-                0
-            ]
+            return (
+                await self._evaluate(request, raw, call, received_ns, RunOnce(ends_at, may_batch=may_batch(request)))
+            )[0]
         with used(request.shared_memory) as memory:
             # What the engine gets of a call with an inline program holds nothing but values.
-            how = Once(ends_at, memory=memory, may_batch=may_batch(request))
+            how = RunOnce(ends_at, memory=memory, may_batch=may_batch(request))
             return (await self._evaluate(request, raw, call, received_ns, how))[0]
 
     async def _evaluate_once(
@@ -125,50 +125,50 @@ class ProgramHouse:
         if isinstance(done, bytes):
             return done
         request = await read()
-        how = Once(ends_at, memory=memory, may_batch=may_batch(request))
+        how = RunOnce(ends_at, memory=memory, may_batch=may_batch(request))
         return (await self._evaluate(request, raw, call_shape(request), received_ns, how, structure, done))[0]
 
     async def forward(
         self, request: link_pb2.RawEvaluateRequest, handle: str, received_ns: int, ends_at: float
-    ) -> tuple[bytes, Forward, Place, Loadable]:
+    ) -> tuple[bytes, RunForward, ProcessRef, Loadable]:
         """Runs the forward part and has an engine keep what pulling back needs, under the name `handle`.
 
         Returns an `EvaluateResponse`'s bytes, and where what is kept of which program.
         """
         call = replace(call_shape(request), split=True)
-        how = Forward(ends_at, handle)
+        how = RunForward(ends_at, handle)
         answer, place, program = await self._evaluate(request, request.SerializeToString(), call, received_ns, how)
         return answer, how, place, program
 
-    async def compile_for_session(self, spec: bytes, call: CallShape, how: How) -> Runnable:
+    async def compile_for_session(self, spec: bytes, call: CallShape, how: RunMode) -> RunnableProgram:
         """A program whose variables are a session's, in that session's engine; whoever asks keeps it."""
         lookup = RegistryLookup(self._rules)
-        return await self._compiler.compile(spec, replace(call, session=True), lookup, self.retries(how))
+        return await self._compiler.compile(spec, replace(call, session=True), lookup, self.recovery(how))
 
-    def retries(self, how: How | None = None) -> Retries:
+    def recovery(self, how: RunMode | None = None) -> CallRecovery[Engine]:
         """The chances of one call."""
         if how is None:
-            return Retries(self._loaded)
-        return Retries(self._loaded, how.ends_at, how.pinned)
+            return CallRecovery(self.pool, self._loaded.crash_history)
+        return CallRecovery(self.pool, self._loaded.crash_history, ends_at=how.ends_at, pinned=how.pinned)
 
-    async def run_inline(self, request: link_pb2.RawEvaluateRequest, received_ns: int, how: How) -> bytes:
+    async def run_inline(self, request: link_pb2.RawEvaluateRequest, received_ns: int, how: RunMode) -> bytes:
         """Runs the program that a request brings along, in some way."""
         return (await self._evaluate(request, b"", call_shape(request), received_ns, how))[0]
 
     async def run(
         self,
-        program: Runnable,
+        program: RunnableProgram,
         request: link_pb2.RawEvaluateRequest,
         received_ns: int,
         compile_started_ns: int,
-        how: How,
+        how: RunMode,
         *,
         payload: bytes | None = None,
-        retries: Retries | None = None,
+        recovery: CallRecovery[Engine] | None = None,
         is_new: bool = False,
         lost: EngineLost | None = None,
-        known_as: tuple[CallStructure, Named] | None = None,
-    ) -> tuple[bytes, Place]:
+        known_as: tuple[CallStructure, StoredKey] | None = None,
+    ) -> tuple[bytes, ProcessRef]:
         """Runs a program on the values of a request; an `EvaluateResponse`'s bytes, and where it ran.
 
         `payload`: bytes of a request with these values, where there are some already. `lost`: how it lost an engine
@@ -190,21 +190,21 @@ class ProgramHouse:
             request=payload, params=program.compiled.settings(request.params), blob_folder=self._blobs.folder_name
         )
 
-        retries = retries or self.retries(how)
+        recovery = recovery or self.recovery(how)
 
-        async def attempt(engine: Engine | None) -> tuple[bytes, bool, Place]:
+        async def attempt(engine: Engine | None) -> tuple[bytes, bool, ProcessRef]:
             nonlocal lost
             if lost is not None:
                 before, lost = lost, None
                 raise before
-            return await self._run(program, run, received_ns, compile_started_ns, how, engine, retries)
+            return await self._run(program, run, received_ns, compile_started_ns, how, engine, recovery)
 
         blobs = _blobs(request)
         if not self._blobs.are_verified(blobs):
             # Reading them takes long, and must not stop the event loop.
             await asyncio.to_thread(self._blobs.verify, blobs)
         with self._blobs.pinned(blobs):
-            answer, is_loaded_now, place = await retries.run(program.loadable, attempt, undo=how.undo)
+            answer, is_loaded_now, place = await recovery.run(program.loadable.workload, attempt, undo=how.undo)
         record_run(answer, run.received_ns)
         if known_as is not None:
             self._known.note(*known_as, program, run, may_batch(request))
@@ -220,24 +220,24 @@ class ProgramHouse:
         raw: bytes,
         call: CallShape,
         received_ns: int,
-        how: How,
+        how: RunMode,
         structure: CallStructure | None = None,
         lost: EngineLost | None = None,
-    ) -> tuple[bytes, Place, Loadable]:
+    ) -> tuple[bytes, ProcessRef, Loadable]:
         """An `EvaluateResponse`'s bytes, where it ran, and what. `structure`: of the call, if that can be known."""
         target = request.WhichOneof("target")
         if target is None:
             raise error(
                 errors_pb2.ERROR_REASON_MALFORMED_REQUEST, "the request names no program and holds none", field="target"
             )
-        retries = self.retries(how)
+        recovery = self.recovery(how)
         compile_started = time.monotonic_ns()
         payload = known_as = None
         if target == "program":
-            key, program, is_new = await self.kept.find(request.program, call, retries)
+            key, program, is_new = await self.stored.find(request.program, call, recovery)
             payload, known_as = raw, None if structure is None else (structure, key)
         else:
-            program, is_new = await self._inline(request.spec, call, retries)
+            program, is_new = await self._inline(request.spec, call, recovery)
         answer, place = await self.run(
             program,
             request,
@@ -245,7 +245,7 @@ class ProgramHouse:
             compile_started,
             how,
             payload=payload,
-            retries=retries,
+            recovery=recovery,
             is_new=is_new,
             lost=lost,
             known_as=known_as,
@@ -254,11 +254,11 @@ class ProgramHouse:
 
     async def compile(self, spec: bytes, program_id: str, ends_at: float = 0.0) -> program_pb2.Program:
         """Compiles and keeps a program. `spec`: bytes of a `ProgramSpec`."""
-        return await self.kept.create(spec, program_id, self.retries(Once(ends_at)))
+        return await self.stored.create(spec, program_id, self.recovery(RunOnce(ends_at)))
 
     async def load_stored(self, name: str, call: CallShape) -> None:
         """Compiles a stored program and loads it into an engine, before a call of this shape needs it."""
-        await self.kept.find(name, call, self.retries(), is_used=False)
+        await self.stored.find(name, call, self.recovery(), is_used=False)
 
     async def check(self, spec: bytes, ends_at: float = 0.0) -> tuple[bytes | None, list[Finding]]:
         """Describes a program without keeping it; returns the bytes of a `Program`, or what is wrong with the spec.
@@ -266,14 +266,16 @@ class ProgramHouse:
         `spec`: bytes of a `ProgramSpec`.
         """
         try:
-            program = await self._compiler.describe(spec, RegistryLookup(self._rules), self.retries(Once(ends_at)))
+            program = await self._compiler.describe(spec, RegistryLookup(self._rules), self.recovery(RunOnce(ends_at)))
         except GradruleError as cause:
             if cause.reason in _NOT_FINDINGS:
                 raise
             return None, list(cause.findings[:MAX_FINDINGS])
         return program.program, []
 
-    async def _inline(self, spec: bytes, call: CallShape, retries: Retries) -> tuple[Runnable, bool]:
+    async def _inline(
+        self, spec: bytes, call: CallShape, recovery: CallRecovery[Engine]
+    ) -> tuple[RunnableProgram, bool]:
         """The program, and whether it was made just now."""
         raw = hashlib.sha256(spec).digest()
         key = Inline(self._spec_digests.get(raw), self._rules.revision, call)
@@ -290,7 +292,7 @@ class ProgramHouse:
             return found is not None
 
         rules = RegistryLookup(self._rules)
-        program = await self._compiler.compile_unless_known(spec, call, rules, retries, is_known)
+        program = await self._compiler.compile_unless_known(spec, call, rules, recovery, is_known)
         if program is not None:
             self.cache.put(key, program)
             return program, True
@@ -299,27 +301,27 @@ class ProgramHouse:
 
     async def _run(
         self,
-        program: Runnable,
+        program: RunnableProgram,
         run: link_pb2.RunRequest,
         received_ns: int,
         compile_started_ns: int,
-        how: How,
+        how: RunMode,
         engine: Engine | None,
-        retries: Retries,
-    ) -> tuple[bytes, bool, Place]:
+        recovery: CallRecovery[Engine],
+    ) -> tuple[bytes, bool, ProcessRef]:
         """Runs on an engine as it is now; tells also whether the program had to be loaded first, and where it ran."""
-        account = retries.account(program.loadable)
-        with self._loaded.held(program.loadable, engine, how.ends_at, account) as load:
+        recorder = recovery.recorder(program.loadable.workload)
+        with self._loaded.held(program.loadable, engine, how.ends_at, recorder) as load:
             is_loaded_now = not load.is_over
             with timing_compilation() if is_loaded_now else contextlib.nullcontext():
                 await self._loaded.wait(load, may_move=engine is None)
             run.key = load.engine_key
             # Queueing is counted from here: what came before counts as compiling.
             run.received_ns = received_ns + time.monotonic_ns() - compile_started_ns
-            place = Place(load.engine, load.generation)
+            place = ProcessRef(load.engine, load.generation)
             try:
-                return await how.on(load.engine, run, account), is_loaded_now, place
-            except NotLoaded:
+                return await how.on(load.engine, run, recorder), is_loaded_now, place
+            except ProgramNotLoaded:
                 self._loaded.forget(load)
                 raise
 

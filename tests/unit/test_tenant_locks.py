@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
-from gradrule_server.link.turns import TurnsByOwner
+from gradrule_server.tenant_locks import TenantLocks
 
 
 class Holders:
     """Tasks that wait for locks, and the order in which they got them."""
 
     def __init__(self) -> None:
-        self.turns = TurnsByOwner()
+        self.turns = TenantLocks()
         self.had: list[str] = []
         self.goes_on = asyncio.Event()
 

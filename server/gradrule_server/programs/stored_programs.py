@@ -7,11 +7,12 @@ import functools
 from dataclasses import replace
 
 from gradrule.v1 import program_pb2
+from gradrule_server.link.engine import Engine
 from gradrule_server.link.shape import CallShape
-from gradrule_server.programs.cache import NameChanges, Named, ProgramCache, Runnable
+from gradrule_server.programs.cache import DeletedNames, ProgramCache, RunnableProgram, StoredKey
 from gradrule_server.programs.compiler import Compiler
-from gradrule_server.programs.retries import Retries
 from gradrule_server.programs.rule_lookup import RegistryLookup
+from gradrule_server.recovery.call_recovery import CallRecovery
 from gradrule_server.registry.programs import ProgramRegistry, StoredProgram
 from gradrule_server.registry.rules import RuleRegistry
 
@@ -19,7 +20,7 @@ _BASE = CallShape()
 _PREFIX = "programs/"
 
 
-class KeptPrograms:
+class StoredPrograms:
     """The programs that have names."""
 
     def __init__(self, programs: ProgramRegistry, rules: RuleRegistry, compiler: Compiler, cache: ProgramCache) -> None:
@@ -27,13 +28,13 @@ class KeptPrograms:
         self._rules = rules
         self._compiler = compiler
         self._cache = cache
-        self._changes = NameChanges()
+        self._changes = DeletedNames()
         self._deletions: set[asyncio.Task[None]] = set()
 
-    async def create(self, spec: bytes, program_id: str, retries: Retries) -> program_pb2.Program:
+    async def create(self, spec: bytes, program_id: str, recovery: CallRecovery[Engine]) -> program_pb2.Program:
         """Compiles and keeps a program; without an id it gets one. `spec`: bytes of a `ProgramSpec`."""
         lookup = RegistryLookup(self._rules)
-        program, parts = await self._compiler.compile_to_keep(spec, _BASE, lookup, retries)
+        program, parts = await self._compiler.compile_to_keep(spec, _BASE, lookup, recovery)
 
         def keep() -> StoredProgram:
             return self._programs.create(
@@ -47,24 +48,24 @@ class KeptPrograms:
         with self._changes.watched() as given_up:
             stored = await asyncio.to_thread(keep)
             if stored.program.name not in given_up:
-                self._cache.put(Named(stored.program.name, _BASE), program)
+                self._cache.put(StoredKey(stored.program.name, _BASE), program)
         return stored.program
 
     async def find(
-        self, name: str, call: CallShape, retries: Retries, *, is_used: bool = True
-    ) -> tuple[Named, Runnable, bool]:
+        self, name: str, call: CallShape, recovery: CallRecovery[Engine], *, is_used: bool = True
+    ) -> tuple[StoredKey, RunnableProgram, bool]:
         """Returns the program for a call of this shape, its key in the cache, and whether it was compiled just now.
 
         is_used: Whether a call uses it, see `ProgramCache.put`.
         """
         full = name if name.startswith(_PREFIX) else _PREFIX + name
-        key = Named(full, _BASE)
-        base, is_new = await self._find(key, retries, is_used)
+        key = StoredKey(full, _BASE)
+        base, is_new = await self._find(key, recovery, is_used)
         variant = replace(call, feeds=call.feeds - base.compiled.placeholders)
         if variant == _BASE:
             return key, base, is_new
-        key = Named(full, variant)
-        return key, *await self._find(key, retries, is_used)
+        key = StoredKey(full, variant)
+        return key, *await self._find(key, recovery, is_used)
 
     async def get(self, name: str) -> program_pb2.Program:
         """What is told of a program."""
@@ -93,15 +94,17 @@ class KeptPrograms:
         spec, snapshot = self._programs.content(stored)
         return spec.SerializeToString(), snapshot
 
-    async def _find(self, key: Named, retries: Retries, is_used: bool) -> tuple[Runnable, bool]:
+    async def _find(
+        self, key: StoredKey, recovery: CallRecovery[Engine], is_used: bool
+    ) -> tuple[RunnableProgram, bool]:
         found = self._cache.get(key)
         if found is not None:
             return found, False
         with self._changes.watched() as given_up:
             stored = await asyncio.to_thread(self._programs.get, key.name)
             graph_bytes = await asyncio.to_thread(self._programs.graph_bytes, stored)
-            program = await self._compiler.compile_kept(
-                graph_bytes, functools.partial(self._content, stored), key.call, retries
+            program = await self._compiler.compile_stored(
+                graph_bytes, functools.partial(self._content, stored), key.call, recovery
             )
             if key.name not in given_up:
                 self._cache.put(key, program, is_used=is_used)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 
 
-class TurnsByOwner:
+class TenantLocks:
     """Locks by owner, first come first served. A lock exists only while somebody holds it or waits for it."""
 
     def __init__(self) -> None:

@@ -8,24 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from gradrule.v1 import errors_pb2
+from gradrule.v1 import errors_pb2, evaluate_pb2
 from gradrule_server.errors import Finding, GradruleError
-from gradrule_server.link.endings import Ending, Inquest, Reason
 from gradrule_server.link.engine import Engine
-from gradrule_server.link.faults import EngineLost, NotLoaded
-from gradrule_server.programs import retries as retries_module
-from gradrule_server.programs.conduct import Conduct, suspect_of
-from gradrule_server.programs.loaded import Loadable, LoadedPrograms
-from gradrule_server.programs.retries import Retries
+from gradrule_server.programs.loaded import LoadedPrograms
+from gradrule_server.recovery import call_recovery as call_recovery_module
+from gradrule_server.recovery.call_recovery import CallRecovery
+from gradrule_server.recovery.crash_history import CrashHistory, Workload
+from gradrule_server.recovery.endings import CrashReport, EndReason, EngineEnd, EngineLost, ProgramNotLoaded
 from gradrule_server.registry.blobs import BlobStore
 from tests.unit.link.fake_engine import CRASH, KILLED, FakeEngine, FakePool
 
 _FINDINGS = [Finding(errors_pb2.ERROR_REASON_ENGINE_CRASHED, "gone")]
-OVERRUN = Ending(Reason.OVERRUN, "it overran")
+OVERRUN = EngineEnd(EndReason.OVERRUN, "it overran")
 
 
-def lost(ending: Ending = CRASH, *, inquest: Inquest | None = None, is_alone: bool = False) -> EngineLost:
-    return EngineLost(_FINDINGS, ending=ending, is_alone=is_alone, inquest=inquest or Inquest())
+def lost(ending: EngineEnd = CRASH, *, crash_report: CrashReport | None = None, ran_alone: bool = False) -> EngineLost:
+    return EngineLost(_FINDINGS, engine_end=ending, ran_alone=ran_alone, crash_report=crash_report or CrashReport())
 
 
 class Attempts:
@@ -50,7 +49,7 @@ class Attempts:
 @pytest.fixture
 async def make(tmp_path: Path) -> Callable[..., LoadedPrograms]:
     def build(quarantine_s: float = 60.0) -> LoadedPrograms:
-        return LoadedPrograms(FakePool(FakeEngine()), BlobStore(tmp_path, 0), 10, 10**6, Conduct(quarantine_s))
+        return LoadedPrograms(FakePool(FakeEngine()), BlobStore(tmp_path, 0), 10, 10**6, CrashHistory(quarantine_s))
 
     return build
 
@@ -60,16 +59,20 @@ async def loaded(make: Callable[..., LoadedPrograms]) -> LoadedPrograms:
     return make()
 
 
-def program(name: str = "a", owner: str = "") -> Loadable:
-    return Loadable(name, b"", graph=f"graph of {name}", owner=owner)
+def recover(loaded: LoadedPrograms, ends_at: float = 0.0, pinned: Engine | None = None) -> CallRecovery[Engine]:
+    return CallRecovery(loaded.pool, loaded.crash_history, ends_at=ends_at, pinned=pinned)
+
+
+def program(name: str = "a", owner: str = "") -> Workload:
+    return Workload(owner, f"graph of {name}", evaluate_pb2.DERIVATIVE_UNSPECIFIED)
 
 
 async def run(loaded: LoadedPrograms, attempts: Attempts, name: str = "a", owner: str = "") -> int:
-    return await Retries(loaded).run(program(name, owner), attempts)
+    return await recover(loaded).run(program(name, owner), attempts)
 
 
 async def test_whoever_ends_a_second_engine_alone_is_told_and_refused(loaded: LoadedPrograms) -> None:
-    attempts = Attempts(lost(), lost(is_alone=True))
+    attempts = Attempts(lost(), lost(ran_alone=True))
     with pytest.raises(GradruleError) as guilty:
         await run(loaded, attempts)
     assert attempts.alone == [False, True]
@@ -86,9 +89,9 @@ async def test_whoever_ends_a_second_engine_alone_is_told_and_refused(loaded: Lo
 
 
 async def test_what_takes_too_much_memory_is_told_so(loaded: LoadedPrograms) -> None:
-    ending = Ending(Reason.MEMORY, "it took more")
+    ending = EngineEnd(EndReason.MEMORY, "it took more")
     with pytest.raises(GradruleError) as guilty:
-        await run(loaded, Attempts(lost(ending), lost(ending, is_alone=True)))
+        await run(loaded, Attempts(lost(ending), lost(ending, ran_alone=True)))
     assert guilty.value.reason == errors_pb2.ERROR_REASON_MEMORY_EXCEEDED
 
 
@@ -101,9 +104,9 @@ async def test_a_suspect_that_passes_alone_notices_nothing(loaded: LoadedProgram
 
 async def test_who_ran_before_is_run_again_at_once_where_another_is_likelier(loaded: LoadedPrograms) -> None:
     await run(loaded, Attempts(), "known")
-    inquest = Inquest()
-    known = Attempts(lost(inquest=inquest))
-    new = Attempts(lost(inquest=inquest), lost(is_alone=True))
+    crash_report = CrashReport()
+    known = Attempts(lost(crash_report=crash_report))
+    new = Attempts(lost(crash_report=crash_report), lost(ran_alone=True))
     results = await asyncio.gather(run(loaded, known, "known"), run(loaded, new, "new"), return_exceptions=True)
     assert results[0] == 2
     assert known.alone == [False, False]
@@ -116,16 +119,16 @@ async def test_who_ran_before_is_tried_where_nobody_is_likelier_and_the_second_t
     alone = Attempts(lost())
     assert await run(loaded, alone, "known") == 2
     assert alone.alone == [False, True]
-    inquest = Inquest(unproven=1)
-    twice = Attempts(lost(inquest=inquest), lost(inquest=Inquest(unproven=1)))
+    crash_report = CrashReport(unproven=1)
+    twice = Attempts(lost(crash_report=crash_report), lost(crash_report=CrashReport(unproven=1)))
     assert await run(loaded, twice, "known") == 3
     assert twice.alone == [False, False, True]
 
 
 async def test_once_one_is_found_guilty_the_other_suspects_are_cleared(loaded: LoadedPrograms) -> None:
-    inquest = Inquest()
-    guilty = Attempts(lost(inquest=inquest), lost(is_alone=True))
-    others = [Attempts(lost(inquest=inquest)) for _ in range(3)]
+    crash_report = CrashReport()
+    guilty = Attempts(lost(crash_report=crash_report), lost(ran_alone=True))
+    others = [Attempts(lost(crash_report=crash_report)) for _ in range(3)]
     results = await asyncio.gather(
         run(loaded, guilty, "guilty"),
         *(run(loaded, item, f"other{number}") for number, item in enumerate(others)),
@@ -140,8 +143,8 @@ async def test_once_one_is_found_guilty_the_other_suspects_are_cleared(loaded: L
 async def test_many_callers_of_one_bad_graph_cost_one_trial(
     make: Callable[..., LoadedPrograms], quarantine_s: float
 ) -> None:
-    loaded, inquest = make(quarantine_s), Inquest()
-    callers = [Attempts(lost(inquest=inquest), lost(is_alone=True)) for _ in range(5)]
+    loaded, crash_report = make(quarantine_s), CrashReport()
+    callers = [Attempts(lost(crash_report=crash_report), lost(ran_alone=True)) for _ in range(5)]
     results = await asyncio.gather(*(run(loaded, item) for item in callers), return_exceptions=True)
     reasons = [result.reason for result in results if isinstance(result, GradruleError)]
     assert reasons == [errors_pb2.ERROR_REASON_ENGINE_CRASHED] * 5
@@ -170,29 +173,29 @@ async def test_an_engine_that_is_killed_during_a_trial_proves_nothing(loaded: Lo
 
 
 async def test_once_for_a_program_that_is_not_there(loaded: LoadedPrograms) -> None:
-    retries = Retries(loaded)
-    assert await retries.run(program(), Attempts(NotLoaded(_FINDINGS))) == 2
-    with pytest.raises(NotLoaded):
-        await retries.run(program(), Attempts(NotLoaded(_FINDINGS)))
+    recovery = recover(loaded)
+    assert await recovery.run(program(), Attempts(ProgramNotLoaded(_FINDINGS))) == 2
+    with pytest.raises(ProgramNotLoaded):
+        await recovery.run(program(), Attempts(ProgramNotLoaded(_FINDINGS)))
 
 
 async def test_two_overruns_are_enough(loaded: LoadedPrograms) -> None:
-    account = Retries(loaded).account(program())
-    account.overran(0.6)
-    account.overran(0.6)
+    recorder = recover(loaded).recorder(program())
+    recorder.record_overrun(0.6)
+    recorder.record_overrun(0.6)
     with pytest.raises(GradruleError, match="QUARANTINED"):
         await run(loaded, Attempts())
 
 
 async def test_what_ran_before_overruns_only_where_it_went_on_far_longer_than_ever(loaded: LoadedPrograms) -> None:
-    account = Retries(loaded).account(program())
-    account.took(2.0)
+    recorder = recover(loaded).recorder(program())
+    recorder.record_completion(2.0)
     await run(loaded, Attempts())
     for _ in range(3):
-        account.overran(19.0)
+        recorder.record_overrun(19.0)
     assert await run(loaded, Attempts()) == 1
     for _ in range(2):
-        account.overran(21.0)
+        recorder.record_overrun(21.0)
     with pytest.raises(GradruleError, match="QUARANTINED"):
         await run(loaded, Attempts())
 
@@ -202,26 +205,26 @@ async def test_what_is_pinned_to_its_engine_is_not_run_again(loaded: LoadedProgr
 
     async def once(attempts: Attempts) -> None:
         with pytest.raises(EngineLost):
-            await Retries(loaded, pinned=engine).run(program(), attempts)
+            await recover(loaded, pinned=engine).run(program(), attempts)
 
-    first = Attempts(lost(is_alone=True))
+    first = Attempts(lost(ran_alone=True))
     await once(first)
     assert first.places == [engine]
-    await once(Attempts(lost(is_alone=True)))
+    await once(Attempts(lost(ran_alone=True)))
     with pytest.raises(GradruleError, match="QUARANTINED"):
         await run(loaded, Attempts())
 
 
-def at_end_with(*others: str) -> Inquest:
+def at_end_with(*others: str) -> CrashReport:
     """Of an engine in which program `a` ran, and these others."""
-    return Inquest(frozenset(suspect_of(program(name)) for name in ("a", *others)))
+    return CrashReport(frozenset(program(name) for name in ("a", *others)))
 
 
-async def lose_pinned(loaded: LoadedPrograms, *inquests: Inquest) -> None:
-    for inquest in inquests:
-        pinned = Retries(loaded, pinned=loaded.pool.engines[0])
+async def lose_pinned(loaded: LoadedPrograms, *crash_reports: CrashReport) -> None:
+    for crash_report in crash_reports:
+        pinned = recover(loaded, pinned=loaded.pool.engines[0])
         with pytest.raises(EngineLost):
-            await pinned.run(program(), Attempts(lost(inquest=inquest)))
+            await pinned.run(program(), Attempts(lost(crash_report=crash_report)))
 
 
 @pytest.mark.parametrize("is_proven", [True, False])
@@ -230,8 +233,8 @@ async def test_what_is_pinned_is_not_blamed_for_what_ran_beside_it(loaded: Loade
         await run(loaded, Attempts())
     await lose_pinned(loaded, *(at_end_with("bad") for _ in range(5)))
     found = [at_end_with(f"bad{number}") for number in range(5)]
-    for inquest in found:
-        inquest.culprit = "found"
+    for crash_report in found:
+        crash_report.culprit = "found"
     await lose_pinned(loaded, *found)
     assert await run(loaded, Attempts()) == 1
 
@@ -243,7 +246,7 @@ async def test_what_is_pinned_is_refused_once_it_was_at_three_ends_that_nobody_e
     if is_proven:
         await run(loaded, Attempts())
     passed = at_end_with("good")
-    passed.cleared.add(suspect_of(program("good")))
+    passed.cleared.add(program("good"))
     await lose_pinned(loaded, passed, at_end_with("good"), at_end_with("fine"))
     # It was run again elsewhere, or alone.
     with pytest.raises(GradruleError, match="QUARANTINED"):
@@ -251,23 +254,23 @@ async def test_what_is_pinned_is_refused_once_it_was_at_three_ends_that_nobody_e
 
 
 async def test_who_passed_elsewhere_is_not_at_an_engine_s_end_any_more(loaded: LoadedPrograms) -> None:
-    inquests = [at_end_with("good") for _ in range(3)]
-    for inquest in inquests:
-        assert await run(loaded, Attempts(lost(inquest=inquest)), "good") == 2
-        await lose_pinned(loaded, inquest)
+    crash_reports = [at_end_with("good") for _ in range(3)]
+    for crash_report in crash_reports:
+        assert await run(loaded, Attempts(lost(crash_report=crash_report)), "good") == 2
+        await lose_pinned(loaded, crash_report)
     with pytest.raises(GradruleError, match="QUARANTINED"):
         await run(loaded, Attempts())
 
 
 async def test_what_is_kept_in_an_engine_is_run_again_after_its_trial_where_it_can_stay(loaded: LoadedPrograms) -> None:
     attempts, undone = Attempts(lost()), list[Engine]()
-    assert await Retries(loaded).run(program(), attempts, undo=undone.append) == 3
+    assert await recover(loaded).run(program(), attempts, undo=undone.append) == 3
     assert attempts.alone == [False, True, False]
     assert undone == [attempts.places[1]]
     # What passes alone, and not among others, is told at last.
     again = Attempts(lost(), None, lost())
     with pytest.raises(EngineLost):
-        await Retries(loaded).run(program(), again, undo=undone.append)
+        await recover(loaded).run(program(), again, undo=undone.append)
     assert again.alone == [False, True, False]
 
 
@@ -280,7 +283,7 @@ class Hangs:
     """Loses its engine, alone; then it does not return."""
 
     def __init__(self) -> None:
-        self.loss: EngineLost | None = lost(is_alone=True)
+        self.loss: EngineLost | None = lost(ran_alone=True)
 
     async def __call__(self, engine: Engine | None) -> int:
         cause, self.loss = self.loss, None
@@ -290,11 +293,11 @@ class Hangs:
 
 
 def struck(loaded: LoadedPrograms) -> int:
-    return len(loaded.conduct._strikes.get(suspect_of(program()), []))
+    return len(loaded.crash_history._crashes.get(program(), []))
 
 
-async def _gives_up(retries: Retries, after_s: float) -> None:
-    call = asyncio.create_task(retries.run(program(), Hangs()))
+async def _gives_up(recovery: CallRecovery[Engine], after_s: float) -> None:
+    call = asyncio.create_task(recovery.run(program(), Hangs()))
     await asyncio.sleep(after_s)
     call.cancel()
     await asyncio.wait([call])
@@ -302,43 +305,43 @@ async def _gives_up(retries: Retries, after_s: float) -> None:
 
 async def test_who_is_refused_meanwhile_is_not_run_again(loaded: LoadedPrograms) -> None:
     async def overruns_for_others(engine: Engine | None) -> int:
-        loaded.conduct.convict(suspect_of(program()), "it went on")
+        loaded.crash_history.quarantine(program(), "it went on")
         raise lost(OVERRUN)
 
     with pytest.raises(GradruleError, match="QUARANTINED"):
-        await Retries(loaded).run(program(), overruns_for_others)
+        await recover(loaded).run(program(), overruns_for_others)
 
 
 async def test_who_gives_up_while_it_waits_for_its_trial_is_struck(loaded: LoadedPrograms) -> None:
     async with loaded.pool.trials.hold(""):
-        await _gives_up(Retries(loaded, asyncio.get_running_loop().time() + 60), 0.01)
+        await _gives_up(recover(loaded, asyncio.get_running_loop().time() + 60), 0.01)
     assert struck(loaded) == 1
 
 
 async def test_who_gives_up_within_its_trial_is_struck_for_its_first_engine(loaded: LoadedPrograms) -> None:
-    await _gives_up(Retries(loaded, asyncio.get_running_loop().time() + 60), 0.01)
+    await _gives_up(recover(loaded, asyncio.get_running_loop().time() + 60), 0.01)
     assert struck(loaded) == 1
-    await _gives_up(Retries(loaded, asyncio.get_running_loop().time() + 60), 0.01)
+    await _gives_up(recover(loaded, asyncio.get_running_loop().time() + 60), 0.01)
     with pytest.raises(GradruleError, match="QUARANTINED"):
         await run(loaded, Attempts())
 
 
 async def test_who_crashes_alone_and_hangs_in_its_trial_is_refused(loaded: LoadedPrograms) -> None:
-    await _gives_up(Retries(loaded, asyncio.get_running_loop().time() + 0.01), 0.02)
+    await _gives_up(recover(loaded, asyncio.get_running_loop().time() + 0.01), 0.02)
     with pytest.raises(GradruleError, match="QUARANTINED"):
         await run(loaded, Attempts())
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retries_module, "_LEAST_TRIAL_S", 0.1)
-    monkeypatch.setattr(retries_module, "_LOOK_S", 0.01)
+    monkeypatch.setattr(call_recovery_module, "_LEAST_TEST_S", 0.1)
+    monkeypatch.setattr(call_recovery_module, "_POLL_S", 0.01)
 
 
 @pytest.mark.usefixtures("quick")
 async def test_a_trial_that_takes_long_makes_way_for_the_next(loaded: LoadedPrograms) -> None:
     ends_at = asyncio.get_running_loop().time() + 60
-    hangs = asyncio.create_task(Retries(loaded, ends_at).run(program(), Hangs()))
+    hangs = asyncio.create_task(recover(loaded, ends_at).run(program(), Hangs()))
     await asyncio.sleep(0.01)
     assert await asyncio.wait_for(run(loaded, Attempts(lost()), "b"), 5) == 2
     with pytest.raises(GradruleError, match=r"ENGINE_CRASHED.*\(SIGABRT.*alone it did not come to an end"):
@@ -350,7 +353,7 @@ async def test_a_trial_that_takes_long_makes_way_for_the_next(loaded: LoadedProg
 @pytest.mark.usefixtures("quick")
 async def test_a_trial_that_nobody_waits_for_has_until_its_deadline(loaded: LoadedPrograms) -> None:
     ends_at = asyncio.get_running_loop().time() + 60
-    hangs = asyncio.create_task(Retries(loaded, ends_at).run(program(), Hangs()))
+    hangs = asyncio.create_task(recover(loaded, ends_at).run(program(), Hangs()))
     await asyncio.sleep(0.3)
     assert not hangs.done()
     hangs.cancel()
@@ -360,8 +363,8 @@ async def test_a_trial_that_nobody_waits_for_has_until_its_deadline(loaded: Load
 @pytest.mark.usefixtures("quick")
 async def test_a_trial_has_longer_where_the_program_is_known_to_take_long(loaded: LoadedPrograms) -> None:
     ends_at = asyncio.get_running_loop().time() + 60
-    Retries(loaded).account(program()).took(0.1)
-    hangs = asyncio.create_task(Retries(loaded, ends_at).run(program(), Hangs()))
+    recover(loaded).recorder(program()).record_completion(0.1)
+    hangs = asyncio.create_task(recover(loaded, ends_at).run(program(), Hangs()))
     await asyncio.sleep(0.01)
     other = asyncio.create_task(run(loaded, Attempts(lost()), "b"))
     await asyncio.sleep(0.3)
@@ -373,8 +376,8 @@ async def test_a_trial_has_longer_where_the_program_is_known_to_take_long(loaded
 
 async def test_who_gives_up_and_was_not_alone_is_not_struck_at_once(loaded: LoadedPrograms) -> None:
     attempts = Hangs()
-    attempts.loss = lost(inquest=at_end_with("bad"))
-    call = asyncio.create_task(Retries(loaded, asyncio.get_running_loop().time() + 60).run(program(), attempts))
+    attempts.loss = lost(crash_report=at_end_with("bad"))
+    call = asyncio.create_task(recover(loaded, asyncio.get_running_loop().time() + 60).run(program(), attempts))
     await asyncio.sleep(0.01)
     call.cancel()
     await asyncio.wait([call])
@@ -382,7 +385,7 @@ async def test_who_gives_up_and_was_not_alone_is_not_struck_at_once(loaded: Load
 
 
 async def test_to_be_loaded_proves_nothing(loaded: LoadedPrograms) -> None:
-    await Retries(loaded).run(program(), Attempts(), proves=False)
-    assert not loaded.conduct.is_proven(suspect_of(program()))
+    await recover(loaded).run(program(), Attempts(), proves=False)
+    assert not loaded.crash_history.has_succeeded(program())
     await run(loaded, Attempts())
-    assert loaded.conduct.is_proven(suspect_of(program()))
+    assert loaded.crash_history.has_succeeded(program())

@@ -8,29 +8,29 @@ from dataclasses import dataclass
 
 from gradrule.v1 import errors_pb2
 from gradrule_server.errors import GradruleError, error
-from gradrule_server.link.account import Account
-from gradrule_server.link.faults import EngineLost
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.operations.request_record import record_pull_back
-from gradrule_server.programs.house import ProgramHouse
-from gradrule_server.programs.running import Place
+from gradrule_server.programs.run_modes import ProcessRef
+from gradrule_server.programs.service import ProgramService
 from gradrule_server.quotas import Quota
+from gradrule_server.recovery.crash_history import OutcomeRecorder
+from gradrule_server.recovery.endings import EngineLost
 
 
 @dataclass(slots=True, eq=False)
 class _Handle:
-    """What an engine keeps of a program. `kept_bytes`: on the device. `account`: who answers for pulling back."""
+    """What an engine keeps of a program. `kept_bytes`: on the device. `recorder`: who answers for pulling back."""
 
     name: str
-    place: Place
-    account: Account
+    place: ProcessRef
+    recorder: OutcomeRecorder
     kept_bytes: int
     ttl_s: float
     timer: asyncio.TimerHandle | None = None
 
 
-class HandleHouse:
+class HandleManager:
     """What all streams of a tenant keep together: bounded in bytes and in number. Everything happens on one asyncio
     loop.
 
@@ -39,26 +39,26 @@ class HandleHouse:
 
     def __init__(
         self,
-        house: ProgramHouse,
+        program_service: ProgramService,
         *,
         quota: Quota,
         bytes_quota: Quota,
         ttl_s: float,
         blob_folder: str = "",
     ) -> None:
-        self.house = house
+        self.program_service = program_service
         self.ttl_s = ttl_s
         self.blob_folder = blob_folder
         self._quota = quota
         self._bytes_quota = bytes_quota
 
-    def new_name(self) -> str:
+    def reserve_name(self) -> str:
         """A name that no handle had, counted in. QUOTA_EXCEEDED where there are too many handles."""
         self._quota.reserve()
         # Names that nobody can guess.
         return f"h{secrets.token_hex(8)}"
 
-    def give_up(self) -> None:
+    def release_name(self) -> None:
         """Nothing is kept under a new name after all."""
         self._quota.release()
 
@@ -73,11 +73,11 @@ class HandleHouse:
         self._bytes_quota.release(handle.kept_bytes)
         handle.place.engine.keeps(handle.place.generation, -1)
 
-    def release(self, name: str, place: Place | None) -> None:
+    def release(self, name: str, place: ProcessRef | None) -> None:
         """Tells the engine, if it is still the same, that it need not keep it any more; None: all of the tenant's."""
         message = link_pb2.ReleaseRequest(handle=name).SerializeToString()
         if place is None:
-            engines = self.house.pool.engines_of(self.house.owner)
+            engines = self.program_service.pool.engines_of(self.program_service.owner)
         else:
             engines = [] if place.is_gone else [place.engine]
         for engine in engines:
@@ -87,33 +87,35 @@ class HandleHouse:
 class StreamHandles:
     """The handles of one stream."""
 
-    def __init__(self, house: HandleHouse) -> None:
-        self._house = house
+    def __init__(self, manager: HandleManager) -> None:
+        self._manager = manager
         self._handles: dict[str, _Handle] = {}
 
     async def forward(self, request: link_pb2.RawForwardRequest, received_ns: int, ends_at: float) -> bytes:
         """Runs forward and keeps what pulling back needs; the bytes of a `ForwardResponse`."""
-        house = self._house
-        ttl_s = house.ttl_s
+        manager = self._manager
+        ttl_s = manager.ttl_s
         if request.HasField("ttl"):
             ttl_s = request.ttl.ToNanoseconds() / 1e9
             if ttl_s <= 0:
                 raise error(
                     errors_pb2.ERROR_REASON_MALFORMED_REQUEST, f"ttl is more than 0 s, not {ttl_s:g}", field="ttl"
                 )
-        name = house.new_name()
-        place: Place | None = None
+        name = manager.reserve_name()
+        place: ProcessRef | None = None
         try:
-            answer, how, place, program = await house.house.forward(request.evaluate, name, received_ns, ends_at)
+            answer, how, place, program = await manager.program_service.forward(
+                request.evaluate, name, received_ns, ends_at
+            )
             # Not the program itself: nobody counts what it takes here.
-            account = house.house.retries().account(program)
-            handle = _Handle(name, place, account, how.kept_bytes, min(ttl_s, house.ttl_s))
-            house.add(handle)
+            recorder = manager.program_service.recovery().recorder(program.workload)
+            handle = _Handle(name, place, recorder, how.kept_bytes, min(ttl_s, manager.ttl_s))
+            manager.add(handle)
         except BaseException as cause:
-            house.give_up()
+            manager.release_name()
             if not isinstance(cause, GradruleError) or cause.reason == errors_pb2.ERROR_REASON_QUOTA_EXCEEDED:
                 # The engine has it, or will: the caller gave up, or it takes too much.
-                house.release(name, place)
+                manager.release(name, place)
             raise
         self._handles[name] = handle
         self._touch(handle)
@@ -133,18 +135,18 @@ class StreamHandles:
             self.close(name)
             raise _expired(f"the handle {name!r} was lost with its engine")
         request = link_pb2.PullBackRequest(
-            handle=name, received_ns=received_ns, request=raw, blob_folder=self._house.blob_folder
+            handle=name, received_ns=received_ns, request=raw, blob_folder=self._manager.blob_folder
         )
         self._pause(handle)
         try:
             answer = await handle.place.engine.call(
-                Kind.PULL_BACK, request.SerializeToString(), ends_at, handle.account
+                Kind.PULL_BACK, request.SerializeToString(), ends_at, handle.recorder
             )
             record_pull_back(answer, received_ns)
             return answer
         except EngineLost as lost:
-            handle.account.lost(lost)
-            if lost.is_suspect and lost.is_alone:
+            handle.recorder.record_engine_loss(lost)
+            if lost.is_blamable and lost.ran_alone:
                 raise
             raise _expired(f"the handle {name!r} was lost with its engine") from lost
         finally:
@@ -156,8 +158,8 @@ class StreamHandles:
         handle = self._handles.pop(name, None)
         if handle is not None:
             self._pause(handle)
-            self._house.remove(handle)
-            self._house.release(handle.name, handle.place)
+            self._manager.remove(handle)
+            self._manager.release(handle.name, handle.place)
 
     def close_all(self) -> None:
         """Lets all handles go: the stream has ended."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gradrule.v1 import session_pb2
-from gradrule_server.link.account import Account
 from gradrule_server.link.batching import BatchKey
 from gradrule_server.link.engine import Engine
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.shared_memory import ClientMemory
 from gradrule_server.link.v1 import link_pb2
+from gradrule_server.recovery.crash_history import OutcomeRecorder
 
 
 def settings_of(run: link_pb2.RunRequest) -> bytes:
@@ -25,7 +25,7 @@ def may_batch(request: link_pb2.RawEvaluateRequest) -> bool:
     return request.batching.allowed or not request.batching.HasField("allowed")
 
 
-class How(Protocol):
+class RunMode(Protocol):
     """One way; it may note what the engine tells besides its answer. `ends_at`: loop time of the deadline."""
 
     @property
@@ -41,13 +41,13 @@ class How(Protocol):
         """Takes back what a run left in an engine that is given up, so that it can be run elsewhere; None: nothing."""
         ...
 
-    async def on(self, engine: Engine, run: link_pb2.RunRequest, account: Account) -> bytes:
+    async def on(self, engine: Engine, run: link_pb2.RunRequest, recorder: OutcomeRecorder) -> bytes:
         """Runs a loaded program; the bytes of an `EvaluateResponse`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Once:
+class RunOnce:
     """Forward and backward, and nothing is kept.
 
     `memory`: of the client, which the call uses. `may_batch`: whether it may run together with others.
@@ -59,14 +59,14 @@ class Once:
     memory: ClientMemory | None = None
     may_batch: bool = True
 
-    async def on(self, engine: Engine, run: link_pb2.RunRequest, account: Account) -> bytes:
+    async def on(self, engine: Engine, run: link_pb2.RunRequest, recorder: OutcomeRecorder) -> bytes:
         batch_key = BatchKey(run.key, settings_of(run)) if self.may_batch else None
         payload = run.SerializeToString()
-        return await engine.call(Kind.RUN, payload, self.ends_at, account, batch_key=batch_key, memory=self.memory)
+        return await engine.call(Kind.RUN, payload, self.ends_at, recorder, batch_key=batch_key, memory=self.memory)
 
 
 @dataclass(slots=True)
-class Forward:
+class RunForward:
     """Forward only; the engine keeps what pulling back needs, under the name `handle`: so many bytes, afterwards."""
 
     ends_at: float
@@ -77,17 +77,17 @@ class Forward:
     def undo(self, engine: Engine) -> None:
         engine.tell(Kind.RELEASE, link_pb2.ReleaseRequest(handle=self.handle).SerializeToString())
 
-    async def on(self, engine: Engine, run: link_pb2.RunRequest, account: Account) -> bytes:
+    async def on(self, engine: Engine, run: link_pb2.RunRequest, recorder: OutcomeRecorder) -> bytes:
         request = link_pb2.ForwardRequest(run=run, handle=self.handle)
         reply = link_pb2.ForwardReply.FromString(
-            await engine.call(Kind.FORWARD, request.SerializeToString(), self.ends_at, account)
+            await engine.call(Kind.FORWARD, request.SerializeToString(), self.ends_at, recorder)
         )
         self.kept_bytes = reply.kept_bytes
         return reply.response
 
 
 @dataclass(slots=True)
-class InSession:
+class RunInSession:
     """With a session's variables. `store`: variables that the outputs become; `optimizer`: what applies gradients.
 
     Afterwards: bytes of the session, steps made.
@@ -104,9 +104,9 @@ class InSession:
     def pinned(self) -> Engine | None:
         return self.channel.engine
 
-    async def on(self, engine: Engine, run: link_pb2.RunRequest, account: Account) -> bytes:
+    async def on(self, engine: Engine, run: link_pb2.RunRequest, recorder: OutcomeRecorder) -> bytes:
         work = link_pb2.SessionRun(run=run, store=self.store, optimizer=self.optimizer)
-        self.reply = await self.channel.send(link_pb2.SessionRequest(run=work), self.ends_at, account)
+        self.reply = await self.channel.send(link_pb2.SessionRequest(run=work), self.ends_at, recorder)
         return self.reply.response
 
 
@@ -119,14 +119,14 @@ class SessionChannel(Protocol):
         ...
 
     async def send(
-        self, request: link_pb2.SessionRequest, ends_at: float, account: Account | None = None
+        self, request: link_pb2.SessionRequest, ends_at: float, recorder: OutcomeRecorder | None = None
     ) -> link_pb2.SessionReply:
         """The engine's reply; `EngineLost` where it ended meanwhile, SESSION_LOST where it is another by now."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProcessRef:
     """Where something ran: an engine, and which of the processes that take turns there."""
 
     engine: Engine

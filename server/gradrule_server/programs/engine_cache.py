@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from gradrule.v1 import evaluate_pb2
-from gradrule_server.link.account import Account
 from gradrule_server.link.engine import Engine, lost_waiting
 from gradrule_server.link.framing import Kind
 from gradrule_server.link.v1 import link_pb2
 from gradrule_server.link.work import Work
 from gradrule_server.operations.request_record import record_cache_lookup
+from gradrule_server.recovery.crash_history import OutcomeRecorder, Workload
 from gradrule_server.registry.blobs import BlobStore
 
 # What a node takes in the engine with its gradient, in TensorFlow's graphs before and after optimising: from 25 KiB
@@ -44,6 +44,11 @@ class Loadable:
     owner: str = ""
 
     @property
+    def workload(self) -> Workload:
+        """What is blamed if the program ends engines."""
+        return Workload(self.owner, self.graph, self.derivative)
+
+    @property
     def loaded_size(self) -> int:
         """Roughly the bytes that it takes in an engine, without its blobs."""
         return len(self.request) + _NODE_BYTES * self.nodes
@@ -65,7 +70,7 @@ class Load:
     """The engine does not have it any more, or will not soon."""
 
     @property
-    def is_at_hand(self) -> bool:
+    def is_available(self) -> bool:
         """Whether the engine has it, and will still have it when a call comes."""
         return not self.is_forgotten and self.generation == self.engine.generation and self.is_loaded
 
@@ -106,7 +111,7 @@ class _Weights:
                 self.bytes -= size
 
 
-class Shelf:
+class EngineProgramCache:
     """The programs of the process that runs in an engine's place now."""
 
     def __init__(self, engine: Engine, blobs: BlobStore, capacity: int, capacity_bytes: int) -> None:
@@ -146,7 +151,7 @@ class Shelf:
         """The program, if it is there or on its way."""
         return self._loads.get(key) if self._generation == self._engine.generation else None
 
-    def turn_over(self) -> list[Load]:
+    def reset_if_replaced(self) -> list[Load]:
         """Begins anew where the process is another; returns what nobody used when the last one ended, but had been
         loaded, used last first."""
         if self._generation == self._engine.generation:
@@ -161,18 +166,18 @@ class Shelf:
 
     @contextlib.contextmanager
     def held(
-        self, program: Loadable, ends_at: float, account: Account | None, *, keeps_blobs: bool = True
+        self, program: Loadable, ends_at: float, recorder: OutcomeRecorder | None, *, keeps_blobs: bool = True
     ) -> Iterator[Load]:
         """Sees to it that the program gets loaded; within this context it is not dropped. BLOB_NOT_FOUND.
 
         A load that nobody waits for any more is treated as a call is: see `Engine.abandon`. `keeps_blobs`: whether its
         blobs stay while it is loaded; where they do not, the load may fail.
         """
-        self.turn_over()
+        self.reset_if_replaced()
         load = self._loads.get(program.key)
         record_cache_lookup("loaded", is_hit=load is not None)
         if load is None:
-            load = self._start(program, ends_at, account, keeps_blobs=keeps_blobs)
+            load = self._start(program, ends_at, recorder, keeps_blobs=keeps_blobs)
         else:
             self._loads.move_to_end(program.key)
         load.holders += 1
@@ -201,7 +206,7 @@ class Shelf:
             self._weights.remove(load.program)
             self._count()
 
-    def _start(self, program: Loadable, ends_at: float, account: Account | None, *, keeps_blobs: bool) -> Load:
+    def _start(self, program: Loadable, ends_at: float, recorder: OutcomeRecorder | None, *, keeps_blobs: bool) -> Load:
         # An engine handles messages side by side: with its own key, a new load never meets an old one's UNLOAD.
         self._serial += 1
         engine_key = f"{program.key}/{self._serial}"
@@ -210,7 +215,7 @@ class Shelf:
         store, blobs = program.store or self._blobs, program.blobs if keeps_blobs else ()
         store.pin(blobs)
         try:
-            work = self._engine.submit(Kind.COMPILE, program.request + own_key, account)
+            work = self._engine.submit(Kind.COMPILE, program.request + own_key, recorder)
         except BaseException:
             store.unpin(blobs)
             raise

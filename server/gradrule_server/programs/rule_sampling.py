@@ -12,9 +12,9 @@ from gradrule.v1 import errors_pb2, evaluate_pb2, rule_pb2, tensor_pb2
 from gradrule_server.errors import error
 from gradrule_server.link.shape import sampled_gradient
 from gradrule_server.link.v1 import link_pb2
-from gradrule_server.programs.house import ProgramHouse
 from gradrule_server.programs.rule_lookup import RegistryLookup
-from gradrule_server.programs.running import Once
+from gradrule_server.programs.run_modes import RunOnce
+from gradrule_server.programs.service import ProgramService
 from gradrule_server.registry.rules import RuleRegistry
 
 _INPUT = re.compile(r"x([0-9]*)")
@@ -24,13 +24,13 @@ async def sample(
     request: link_pb2.RawSampleRuleRequest,
     raw: bytes,
     rules: RuleRegistry,
-    house: ProgramHouse,
+    program_service: ProgramService,
     received_ns: int,
     ends_at: float,
 ) -> rule_pb2.SampleRuleResponse:
     """Runs the rule; MISSING_FEED where a value that it needs is neither given nor computed by `op_type`."""
-    evaluation = await house.preparer.sample(raw, RegistryLookup(rules), ends_at)
-    answer = await house.run_inline(evaluation, received_ns, Once(ends_at))
+    evaluation = await program_service.preparer.sample(raw, RegistryLookup(rules), ends_at)
+    answer = await program_service.run_inline(evaluation, received_ns, RunOnce(ends_at))
     # Broadcasting may make large tensors.
     return await asyncio.to_thread(_response, evaluate_pb2.EvaluateResponse.FromString(answer), _inputs(request))
 
