@@ -1,4 +1,4 @@
-"""Writes docs/reference/rules.md, the reference of rules and presets, from the registry and the comparison with other libraries.
+"""Writes docs/reference/rules.md from the registry of rules and presets and the comparison with other libraries.
 
 python tools/generate_reference.py            # writes docs/reference/rules.md
 python tools/generate_reference.py --check    # exit code 1 where the committed file differs

@@ -8,7 +8,7 @@ from textwrap import dedent
 
 import pytest
 
-from gradrule_server.settings import Settings, environment_name, flag_name, kubernetes_service_variables
+from gradrule_server.settings import PRESETS, Settings, environment_name, flag_name, kubernetes_service_variables
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 FILES = sorted([*DEPLOY.glob("*.yaml"), *DEPLOY.glob("Dockerfile*"), DEPLOY / "README.md"])
